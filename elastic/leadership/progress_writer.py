@@ -118,7 +118,7 @@ class ProgressWriter:
 
 
 def _facts(progress: JobProgress) -> JobProgress:
-    """Without what changes all the time: of a job that stands still, heartbeats are written, and
+    """Without what changes all the time: of a job without progress, heartbeats are written, and
     less often. That a node's workers begin to step is a fact."""
     heard = tuple(replace(last, step=None, heard_at_s=0.0) for last in progress.heartbeats)
     return replace(progress, time_s=0.0, goodput=None, goodput_since_s=None, heartbeats=heard)

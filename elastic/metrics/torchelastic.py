@@ -37,8 +37,9 @@ from elastic.events import (
     WorkerReplaced,
     WorldEntered,
 )
-from elastic.telemetry.journal import kebab_name, shorten
+from elastic.telemetry.journal import kebab_name
 from elastic.telemetry.log import get_logger
+from elastic.telemetry.printable import shorten
 
 GROUP = "torchelastic"
 MOST_PENDING = 1000

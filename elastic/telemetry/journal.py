@@ -26,6 +26,7 @@ from typing import Any, Protocol
 from elastic.clock import SYSTEM_CLOCK, Clock
 from elastic.events import Event, JournalClosed, JournalOpened, WorldEntered
 from elastic.telemetry.log import LogOrigin, get_logger
+from elastic.telemetry.printable import shorten
 
 SCHEMA = 1  # of the lines; grows when a field changes its meaning or goes away
 # What every line holds besides the event's own fields.
@@ -54,15 +55,6 @@ def kebab_name(event: Event | type[Event]) -> str:
     """``WorldFormed`` → ``world-formed``."""
     kind = event if isinstance(event, type) else type(event)
     return _CAMEL.sub("-", kind.__name__).lower()
-
-
-def shorten(text: str, limit: int) -> str:
-    """At most about ``limit`` characters; says how many there were.
-
-    >>> shorten("abcdefgh", 4)
-    'abcd… (8 characters)'
-    """
-    return text if len(text) <= limit else f"{text[:limit]}… ({len(text)} characters)"
 
 
 def max_bytes_in(environ: Mapping[str, str]) -> int:

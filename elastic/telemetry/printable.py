@@ -4,7 +4,14 @@ from __future__ import annotations
 
 from datetime import datetime, timezone
 
-from elastic.telemetry.journal import shorten
+
+def shorten(text: str, limit: int) -> str:
+    """At most about ``limit`` characters; says how many there were.
+
+    >>> shorten("abcdefgh", 4)
+    'abcd… (8 characters)'
+    """
+    return text if len(text) <= limit else f"{text[:limit]}… ({len(text)} characters)"
 
 
 def printable(text: str, limit: int = 300) -> str:

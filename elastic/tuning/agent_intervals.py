@@ -12,7 +12,7 @@ from __future__ import annotations
 # The leader writes how far the job is at most once in this, for `elastic status`: half a write per
 # second and job.
 PROGRESS_S = 2.0
-# The same while nothing but heartbeats is new: a job that stands still.
+# The same while nothing but heartbeats is new: a job without progress.
 PROGRESS_STANDING_S = 5.0
 # A node's heartbeat goes to the leader over their connection this often: etcd sees nothing of it.
 HEARTBEAT_S = 2.0

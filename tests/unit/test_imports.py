@@ -27,6 +27,13 @@ def test_importing_the_entry_point_is_cheaper() -> None:
     assert not {m for m in loaded if m.startswith(heavier)}
 
 
+def test_the_status_of_a_job_needs_no_journals() -> None:
+    """Nor what decides worlds: half a second is little, and each class of a record takes time."""
+    loaded = modules_after("import elastic.cli.observe.status, elastic.store.etcd.store")
+    journals = {"elastic.events", "elastic.telemetry.journal", "elastic.telemetry.journal_reader"}
+    assert not loaded & {"torch", "rich", *journals, "elastic.membership.view"}
+
+
 def test_workers_never_import_grpc() -> None:
     """Neither for what torch imports of ours, nor for what a script does."""
     packages = {"torch.distributed.elastic.rendezvous", "elastic.training.run"}

@@ -1,6 +1,6 @@
 """What etcd shows of a job as events, for where its journals cannot be read, or not all of them.
 
-etcd keeps the newest world and what broke the last ones, no history: whoever begins to look late
+etcd keeps the newest world and what broke the last ones, no history: a reader that starts late
 sees less than a journal tells.
 """
 

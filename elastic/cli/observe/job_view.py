@@ -26,7 +26,6 @@ from elastic.membership.records import (
     WorldState,
     decode,
 )
-from elastic.membership.replicas import why_waiting
 from elastic.store.keyvalue import Entry, KeyValue
 from elastic.tuning.agent_intervals import SILENT_SCRIPT_S
 
@@ -147,6 +146,10 @@ class JobView:
 
     def why_waiting(self, node: Node) -> str:
         """``1 of 2 nodes of a replica`` where that is why it has no place in the world."""
+        if node.nodes_per_replica == 1:
+            return ""
+        from elastic.membership.replicas import why_waiting  # few jobs need it, all would wait
+
         return why_waiting(node, self.world, self.nodes)
 
     @property
@@ -199,7 +202,7 @@ class JobView:
 
     @property
     def goodput(self) -> float | None:
-        """By the leader's estimate, until now: it writes nothing while the job stands still."""
+        """By the leader's estimate, until now: it writes nothing for a job without progress."""
         progress = self.progress
         if progress is None or progress.goodput is None or progress.goodput_since_s is None:
             return None

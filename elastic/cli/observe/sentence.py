@@ -8,7 +8,6 @@ from elastic.cli.observe.heartbeats import silence
 from elastic.cli.observe.job_view import JobCondition, JobView
 from elastic.cli.observe.printable import duration, printable
 from elastic.membership.records import BreakageRecord, Node, NodeState, Outcome, WorldRecord
-from elastic.membership.replicas import waiting_for_others
 from elastic.tuning.agent_intervals import RECENT_LOSS_S
 
 Ago = Callable[[float], str]
@@ -119,9 +118,7 @@ def _joining(view: JobView) -> list[str]:
     if view.done is not None:
         return []
     if view.world is None:
-        few = [node for node in view.nodes if view.why_waiting(node)]
-        names = [printable(node.name, 60) for node in few]
-        return [waiting_for_others(names, few[0].nodes_per_replica)] if few else []
+        return _incomplete_replicas(view)
     waits = {NodeState.ARRIVED: "is waiting", NodeState.STARTING: "is warming up"}
     return [
         f"{printable(node.name, 60)} waits: {why}"
@@ -130,6 +127,16 @@ def _joining(view: JobView) -> list[str]:
         for node in view.joining
         if node.state not in (NodeState.LEAVING, NodeState.FINISHED) and not view.is_lost(node)
     ]
+
+
+def _incomplete_replicas(view: JobView) -> list[str]:
+    few = [node for node in view.nodes if view.why_waiting(node)]
+    if not few:
+        return []
+    from elastic.membership.replicas import waiting_for_others  # not cheap to import
+
+    names = [printable(node.name, 60) for node in few]
+    return [waiting_for_others(names, few[0].nodes_per_replica)]
 
 
 def incident(breakage: BreakageRecord) -> str:

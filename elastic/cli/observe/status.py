@@ -12,7 +12,6 @@ from elastic.cli.command_parser import CommandParser
 from elastic.cli.job_arguments import add_job_arguments
 from elastic.cli.observe.connection import job_store, keys_of
 from elastic.cli.observe.job_view import JobCondition, JobView, read_job
-from elastic.cli.observe.last_known import last_known
 from elastic.cli.observe.printable import duration, printable
 from elastic.cli.observe.sentence import incident, sentence
 from elastic.cli.observe.status_document import document
@@ -102,6 +101,8 @@ def _show_last_known(args: argparse.Namespace, run_id: str) -> None:
     if not args.journal:
         print("elastic: --journal FOLDER shows the last known state meanwhile", file=sys.stderr)
         return
+    from elastic.cli.observe.last_known import last_known  # reads journals: etcd needs none of it
+
     known = last_known(args.journal, run_id, SYSTEM_CLOCK.wall())
     known[0] = f"{printable(run_id)}: {known[0]}"
     if args.output != "json":

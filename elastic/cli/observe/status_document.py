@@ -11,7 +11,7 @@ from typing import Any
 from elastic.cli.observe.job_view import JobCondition, JobView
 from elastic.cli.observe.sentence import incident, sentence
 from elastic.membership.records import BreakageRecord, Node
-from elastic.telemetry.journal import shorten
+from elastic.telemetry.printable import shorten
 
 _LONGEST_TEXT = 1000  # of any text: a reason may be a traceback of a megabyte
 _LONGEST_DESCRIBED = 16_384  # of one that was asked for: a traceback of many ranks

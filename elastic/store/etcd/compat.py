@@ -16,6 +16,7 @@ import ast
 import importlib
 import importlib.util
 import os
+import re
 import sys
 import threading
 from pathlib import Path
@@ -30,6 +31,10 @@ from elastic.errors import ConfigError
 _PACKAGE = "etcd3.etcdrpc"
 _MODULES = ("kv_pb2", "auth_pb2", "rpc_pb2")  # in order of dependence
 _LOCK = threading.Lock()
+# Parsing the 5,000 lines of rpc_pb2.py for it takes longer than the import of grpc.
+_SERIALIZED = re.compile(
+    r"""\bserialized_pb=\s*(?:_b\(\s*)?(b?'[^'\\]*(?:\\.[^'\\]*)*')""", re.DOTALL
+)
 
 
 def load_rpc() -> ModuleType:
@@ -80,15 +85,12 @@ def _package_folder() -> Path:
 
 def _serialized_file(path: Path) -> bytes | None:
     """The constant of ``serialized_pb=`` of the file's ``FileDescriptor(...)``."""
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-        if isinstance(node, ast.keyword) and node.arg == "serialized_pb":
-            constants = [n.value for n in ast.walk(node.value) if isinstance(n, ast.Constant)]
-            for value in constants:
-                if isinstance(value, str):  # written as _b('...'), which encodes to latin1
-                    return value.encode("latin1")
-                if isinstance(value, bytes):
-                    return value
-    return None
+    found = _SERIALIZED.search(path.read_text(encoding="utf-8"))
+    if found is None:
+        return None
+    value = ast.literal_eval(found[1])
+    # A text is written as _b('...'), which encodes to latin1.
+    return value.encode("latin1") if isinstance(value, str) else bytes(value)
 
 
 def _build_module(name: str, pool: Any, proto: str) -> ModuleType:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import math
 import random
-import secrets
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -107,7 +106,7 @@ class EtcdLease:
 
     def _grant(self, ttl_s: float) -> tuple[int, float]:
         # The client chooses the id, so that a retry after a lost reply finds its own lease.
-        lease_id = secrets.randbits(62) | 1
+        lease_id = random.SystemRandom().getrandbits(62) | 1
         reply = self._calls(
             "grant a lease",
             lambda connection: connection.leases.LeaseGrant,
