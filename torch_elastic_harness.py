@@ -8,7 +8,7 @@ torch calls the entry points of the group ``torch.backends`` when it is imported
 later, ``torch/__init__.py``, ``_import_device_backends``). This one does nothing outside of a
 worker of this project. It is a module of its own because torch cannot be imported if an entry
 point cannot: a user's own folder may be named ``elastic``, and would be found first
-(docs/decisions/0032).
+(docs/decisions/0028).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What torch's own ``dist._reconfigure`` would save of a recovery (docs/decisions/0029).
+"""What torch's own ``dist._reconfigure`` would save of a recovery (docs/decisions/0025).
 
     python benchmarks/reconfigure.py --json > benchmarks/results/reconfigure.json
 

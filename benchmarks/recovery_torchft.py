@@ -119,7 +119,7 @@ class Replicas:
         self._environment = {
             **{k: v for k, v in os.environ.items() if not k.startswith("ELASTIC_")},
             "OMP_NUM_THREADS": "1",
-            # This project's hook, which importing torch installs (docs/decisions/0032).
+            # This project's hook, which importing torch installs (docs/decisions/0028).
             "TORCH_DEVICE_BACKEND_AUTOLOAD": "0",
             "TORCHFT_LIGHTHOUSE": f"http://127.0.0.1:{self._port}",
         }

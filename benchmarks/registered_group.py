@@ -1,4 +1,4 @@
-"""The cost of a process group in Python, registered with c10d (docs/decisions/0031).
+"""The cost of a process group in Python, registered with c10d (docs/decisions/0027).
 
     python benchmarks/registered_group.py --json > benchmarks/results/registered_group.json
 

@@ -1,6 +1,6 @@
 """Replicas over several nodes: which nodes hold a model together, and which wait until they can.
 
-A *replica* is ``replica_size`` ranks that hold the model once (docs/decisions/0034). A node with
+A *replica* is ``replica_size`` ranks that hold the model once (docs/decisions/0030). A node with
 that many workers, or a multiple, has whole replicas and comes and goes by itself. With fewer, a
 replica takes several nodes: worlds are formed of whole replicas, each a run of neighbours in the
 order of ranks. Here one node counts as one replica wherever ``per_replica`` is 1.

@@ -1,7 +1,7 @@
 """Replicas of several ranks: their own group, and the groups of a world around them.
 
 :class:`ModelReplica` is this process's replica: torch's default group, and the DeviceMesh of
-``run.mesh``, made once in the life of the process (docs/decisions/0034). Its ranks do the same
+``run.mesh``, made once in the life of the process (docs/decisions/0030). Its ranks do the same
 collectives in the same order, so they must leave a step together: ``any`` and ``whole`` settle
 that. :class:`ReplicaProcessGroup` has the groups that change with the world: all ranks, and the
 ranks at this position of each replica, which reduce gradients and exchange state.

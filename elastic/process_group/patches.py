@@ -10,7 +10,7 @@ applies what it needs while it builds a group, and removes it when it destroys t
     abort can end those of the script only there. On NCCL that wait does not block, and nothing
     has to end it: the stream waits. What the script does with the result counts if
     ``ProcessGroup.settle`` returns at the end of the step. A process group of our own, registered
-    with c10d, would not need this patch; docs/decisions/0031 says what it would cost.
+    with c10d, would not need this patch; docs/decisions/0027 says what it would cost.
 
 the process group of DDP's reducer
     The reducer waits in C++, for futures, where no Python can raise

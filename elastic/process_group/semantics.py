@@ -10,7 +10,7 @@ stream of the device, and the host runs ahead of them:
   whatever had been reduced by then.
 
 (torch/csrc/distributed/c10d/ProcessGroupNCCL.cpp: ``WorkNCCL::wait``, ``WorkNCCL::isCompleted``;
-docs/decisions/0026.) Code that needs a result checks :func:`semantics_of`.
+docs/decisions/0022.) Code that needs a result checks :func:`semantics_of`.
 """
 
 from __future__ import annotations

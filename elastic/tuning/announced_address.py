@@ -1,7 +1,7 @@
 """Where this node was told to be reached by the others: ``--local-addr``, ``network``, ``pod_ip``.
 
 A network is one setting for all nodes, an address is another one on each. Whatever a node announces
-is used by the group's store, the transfer of state, NCCL and gloo alike (docs/decisions/0035).
+is used by the group's store, the transfer of state, NCCL and gloo alike (docs/decisions/0031).
 """
 
 from __future__ import annotations

@@ -55,7 +55,7 @@ def read_options(
     """Merge defaults, environment and ``--rdzv-conf``.
 
     ``for_program``: a program calls ``elastic_launch`` and expects each node's results, so that
-    the others are waited for as long as torch's own backends do (docs/decisions/0022).
+    the others are waited for as long as torch's own backends do (docs/decisions/0018).
 
     Raises:
         ConfigError: unknown name (with the nearest known one) or unusable value.

@@ -222,7 +222,7 @@ def test_the_model_does_what_clusters_were_seen_to_do(job: Job) -> None:
 
 
 def test_on_delete_would_mix(objects: list[Object]) -> None:
-    """What was not chosen (decision 28)."""
+    """What was not chosen (decision 24)."""
     job = Job(objects, type="OnDelete")
     job.apply(image="b")
     lose_one(job)

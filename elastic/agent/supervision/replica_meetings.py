@@ -3,7 +3,7 @@
 On the node's thread. Workers that were started for a world find their replica in its order of
 ranks. Those that were started while others train find it through the key ``replicas``: each node
 takes a seat in the oldest replica that lacks one, and waits there until it is complete
-(docs/decisions/0034).
+(docs/decisions/0030).
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """What the end of a step means: committed, or open until its gradients are used; then callbacks.
 
-See docs/decisions/0024.
+See docs/decisions/0020.
 """
 
 from __future__ import annotations
