@@ -108,7 +108,7 @@ def _imports_are_no_garbage() -> Iterator[None]:
     through all of them, for a tenth of a second: a third of the CPU time of files that train much.
     """
     are_new = len(sys.modules) - len(_frozen_modules) > MODULES_WORTH_FREEZING
-    if are_new or not gc.get_freeze_count():  # a fork may have ended that: elastic/link/forks.py
+    if are_new or not gc.get_freeze_count():  # a test may have ended that
         _frozen_modules.update(sys.modules)
         gc.collect()
         gc.freeze()

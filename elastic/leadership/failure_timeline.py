@@ -8,6 +8,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 
+from elastic.errors import CheckpointRequired
 from elastic.failures.verdict import is_consequence
 from elastic.membership.records import BreakageRecord, Done, FailureRecord
 
@@ -85,7 +86,9 @@ def _advice(done: Done, done_key: str) -> list[str]:
     counted = [b for b in breakages if b.counts]
     failures = [f for b in counted for f in b.failures]
     said: list[str] = []
-    if done.exit_code != 70:
+    if any(_lacks_checkpoint(failure) for failure in failures):
+        said += _without_checkpoint(counted)
+    elif done.exit_code != 70:
         said.append(
             "the script fails by itself: reproduce it on one node from the last checkpoint before "
             f"step {_known(_step(counted[-1]) if counted else None)}, and correct it"
@@ -117,6 +120,27 @@ def _advice(done: Done, done_key: str) -> list[str]:
         "then start the job under another --rdzv-id from its last checkpoint, or delete "
         f"{done_key} in etcd to let it go on"
     )
+    return said
+
+
+def _lacks_checkpoint(failure: FailureRecord) -> bool:
+    return CheckpointRequired.__name__ in (failure.text or "")
+
+
+def _without_checkpoint(counted: list[BreakageRecord]) -> list[str]:
+    """What ended the job is a consequence: people have to read what was before."""
+    said = [
+        "the job had no checkpoint to resume from: give elastic.join(checkpoints=…) a folder that "
+        "all nodes share"
+    ]
+    for breakage in counted:
+        first = next((f for f in _shown(breakage) if not _lacks_checkpoint(f)), None)
+        if first is not None:
+            said.append(
+                f"correct what broke first, in generation {breakage.generation} at step "
+                f"{_known(_step(breakage))}: {first.node}: {_error(first)}"
+            )
+            break
     return said
 
 

@@ -7,17 +7,20 @@ them.
 
 And garbage that a child must not collect: if a process group is among it, its destructor joins
 threads that the child does not have, and the child dies of SIGSEGV [measured]. What the parent had
-at the fork is none of its child's collector's business.
+at the fork is none of its child's collector's business. (In the parent nothing is frozen: thawing
+would undo the script's own ``gc.freeze()``.)
 """
 
 from __future__ import annotations
 
 import gc
 import os
+import threading
 from collections.abc import Iterable
 
 _covered: dict[int, tuple[int, int]] = {}  # fd to the device and inode it had
 _is_installed = False
+_of_this_fork = threading.local()  # its ``collects``: whether the collector was on
 
 
 def cover(fds: Iterable[int]) -> None:
@@ -29,7 +32,9 @@ def cover(fds: Iterable[int]) -> None:
         except OSError:
             continue  # closed meanwhile
     if not _is_installed:
-        os.register_at_fork(before=gc.freeze, after_in_parent=gc.unfreeze, after_in_child=_lay_null)
+        os.register_at_fork(
+            before=_stop_collecting, after_in_parent=_collect_again, after_in_child=_in_child
+        )
         _is_installed = True
 
 
@@ -37,6 +42,23 @@ def uncover(fds: Iterable[int]) -> None:
     """These are closed, or are the child's business again."""
     for fd in fds:
         _covered.pop(fd, None)
+
+
+def _stop_collecting() -> None:
+    # Until the child has frozen what is its parent's.
+    _of_this_fork.collects = gc.isenabled()
+    gc.disable()
+
+
+def _collect_again() -> None:
+    if _of_this_fork.collects:
+        gc.enable()
+
+
+def _in_child() -> None:
+    gc.freeze()
+    _collect_again()
+    _lay_null()
 
 
 def _lay_null() -> None:

@@ -127,7 +127,7 @@ class SurvivingWorld:
 
         Building a world with a node that is probably dead costs more than that wait, and
         nobody is thrown out for being slow to answer. But a suspect that keeps renewing its
-        lease while the leader cannot reach it would block a broken job for ever: after
+        lease while the leader cannot reach it would block a broken job forever: after
         ``suspect_s`` it is left out, if the others suffice. a joining node alone is no reason to.
         """
         survivors = self.status.survivors

@@ -2,7 +2,7 @@
 
 `async_save` plans, and commits, with collectives in a background thread. On the default gloo
 group these meet training's own: one rank's plan is answered by another rank's gradients. What
-happens depends on who comes first: both wait for ever, or they fail, or sizes do not fit. Here two
+happens depends on who comes first: both wait forever, or they fail, or sizes do not fit. Here two
 ranks save in the background and sum a tensor meanwhile; a watchdog ends them.
 
     $ python examples/comparisons/background_collectives.py

@@ -77,6 +77,19 @@ def test_the_page_of_a_spent_budget() -> None:
     assert page(done) + "\n" == SNAPSHOT.read_text(encoding="utf-8")
 
 
+def test_without_a_checkpoint_what_broke_before_is_to_be_corrected() -> None:
+    lacks = FailureRecord(
+        node="n1",
+        text="elastic.errors.CheckpointRequired: the job had committed 5 steps\n  Give it a folder",
+        exit_code=65,
+        step=0,
+    )
+    said = page(ended(breakage(1, RESET, NAN), breakage(2, lacks), exit_code=65))
+    assert "elastic.join(checkpoints=…)" in said
+    assert "broke first, in generation 1 at step 120: n2: ValueError: loss is nan" in said
+    assert "from the last checkpoint before step" not in said
+
+
 def test_who_failed_first_comes_before_its_consequences() -> None:
     text = page(ended(breakage(1, RESET, NAN)))
     assert text.index("n2: ValueError: loss is nan") < text.index("n1: RuntimeError")

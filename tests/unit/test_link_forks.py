@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import socket
 from collections.abc import Callable
@@ -82,3 +83,21 @@ def test_a_closed_one_is_no_obstacle(monkeypatch: pytest.MonkeyPatch) -> None:
         assert in_a_child(lambda: is_null(kept.fileno()))
     forks.uncover(numbers)
     forks.cover([numbers[0]])  # closed already: nothing to cover
+
+
+def test_a_child_does_not_collect_what_its_parent_had() -> None:
+    """And the parent's collector is as the script has set it."""
+    forks.cover([])
+    gc.freeze()
+    frozen = gc.get_freeze_count()
+    later = [[number] for number in range(1000)]
+    assert in_a_child(lambda: gc.isenabled() and gc.get_freeze_count() > frozen + 500)
+    assert gc.isenabled() and frozen - 500 < gc.get_freeze_count() < frozen + 500
+    assert len(later) == 1000
+    gc.disable()
+    try:
+        assert in_a_child(lambda: not gc.isenabled())
+        assert not gc.isenabled()
+    finally:
+        gc.enable()
+        gc.unfreeze()

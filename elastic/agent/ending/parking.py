@@ -1,7 +1,7 @@
 """Parking: an agent whose job is over stays, without workers, until SIGTERM.
 
 Where the launcher starts every process that ends anew, as a StatefulSet does whatever its exit
-code, a finished agent must not end: it would be started again for ever. It gives everything
+code, a finished agent must not end: it would be started again forever. It gives everything
 back but its process, says what became of the job (log, ``/readyz``) and waits to be scaled away
 (docs/decisions/0012).
 """

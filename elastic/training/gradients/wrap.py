@@ -115,7 +115,7 @@ class ElasticDDP(DDP):
     def leave_world(self) -> None:
         """Back to a plain module, with nothing left of the group.
 
-        The old reducer's hooks must go: the next DDP over the same parameters fails for ever
+        The old reducer's hooks must go: the next DDP over the same parameters fails forever
         otherwise (DESIGN section 6). So must the reducer itself, here and now: it holds the
         group, and if the garbage collector of a forked DataLoader worker is the one to find it,
         the group's destructor joins a thread that the child does not have: SIGSEGV [measured].
