@@ -136,6 +136,7 @@ class HangResponse:
     def _observe(self, watch: HangWatch, judged: Judged) -> HangReport:
         """What is gone once the verdict is carried out. The rest is for later: the job waits."""
         workers = {watch.facts(w).rank: w for w in watch.workers}
+        to_end = judged.verdict.culprits if judged.verdict.action is HangAction.KILL else ()
         return HangReport(
             verdict=judged.verdict,
             generation=judged.generation,
@@ -143,7 +144,10 @@ class HangResponse:
             time=_utc(self._clock.wall()),
             ranks=judged.ranks,
             stacks=_grouped(
-                ((rank, stacks.take(w.pid, w.stacks)) for rank, w in workers.items()),
+                (
+                    (rank, stacks.take(w.pid, w.stacks, is_culprit=rank in to_end))
+                    for rank, w in workers.items()
+                ),
                 judged.verdict.culprits,
             ),
             flights={r: f for r, w in workers.items() if (f := w.flight_of(judged.generation))},

@@ -1,15 +1,20 @@
 """Stacks of a worker, taken while its interpreter lock is held elsewhere, and without ptrace.
 
-faulthandler writes them from a signal handler: it takes no lock, and walks the threads as they
-are. The handler writes into a memfd of the worker's, which the agent opens through
-``/proc/PID/fd``. A process that is stopped, or blocked in the kernel (state D), runs no handler:
-there is no stack then.
+faulthandler writes them from a signal handler, which takes no lock. Each thread writes its own,
+and so stands still meanwhile. To walk all threads while they run, as faulthandler can, reads
+frames that may be gone: one worker in several hundred died of SIGSEGV [seen]. Most of those
+who are asked are healthy: they write their main thread's stack, and only culprits write all.
+
+The handler writes into a memfd of the worker's, which the agent opens through ``/proc/PID/fd``. A
+process that is stopped, or blocked in the kernel (state D), runs no handler: there is no stack
+then.
 
 ``py-spy`` shows native frames, too. It is used where it is installed and may trace the process.
 """
 
 from __future__ import annotations
 
+import ctypes
 import faulthandler
 import os
 import re
@@ -18,6 +23,7 @@ import signal
 import subprocess
 import threading
 from collections.abc import Callable, Container, Iterable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -27,6 +33,8 @@ from elastic.hangs.kernel import is_stopped
 from elastic.tuning.agent_intervals import STACKS_DUMPED_S, STACKS_POLL_S, STACKS_PY_SPY_S
 
 NAME = "elastic-stacks"
+# tgkill(2), by its number: glibc has it by name since 2.30 only.
+_TGKILL = {"x86_64": 234, "ppc64le": 250, "s390x": 241}.get(os.uname().machine, 131)
 NO_SIGNAL = 0
 # Real-time signals have no meaning of their own. glibc takes the first two, Java and profilers
 # begin at the low end.
@@ -56,7 +64,7 @@ class StackSource:
 
 
 def offer() -> StackSource:
-    """In the worker's main thread: be ready to write the stacks of all threads on a signal.
+    """In the worker's main thread: be ready to write a thread's stack when it gets a signal.
 
     Raises OSError where the kernel gives no memory.
     """
@@ -66,12 +74,15 @@ def offer() -> StackSource:
     if signum == NO_SIGNAL:
         return StackSource(-1, NO_SIGNAL)
     fd = os.memfd_create(NAME, os.MFD_CLOEXEC)
-    faulthandler.register(signum, file=fd, all_threads=True, chain=False)
+    faulthandler.register(signum, file=fd, all_threads=False, chain=False)
     return StackSource(fd, signum)
 
 
-def take(pid: int, source: StackSource, clock: Clock = SYSTEM_CLOCK) -> str:
-    """The stacks of all threads of process ``pid``, the main thread's last; "" if it gives none."""
+def take(
+    pid: int, source: StackSource, clock: Clock = SYSTEM_CLOCK, *, is_culprit: bool = False
+) -> str:
+    """The stack of the main thread of process ``pid``; "" if it gives none. Before it those of a
+    culprit's other threads, whose system calls are interrupted."""
     if source.signum == NO_SIGNAL or not _catches(pid, source.signum):
         return ""  # the signal would end it: another program runs in this process by now
     if is_stopped(pid):
@@ -85,12 +96,17 @@ def take(pid: int, source: StackSource, clock: Clock = SYSTEM_CLOCK) -> str:
         return ""
     try:
         before = os.fstat(fd).st_size
+        if is_culprit:
+            _have_others_written(pid, source.signum, clock)
+        others = os.pread(fd, _MOST_BYTES, before).decode(errors="replace").strip()
+        before = os.fstat(fd).st_size
         blocking = _blocking(pid, source.signum)
-        os.kill(pid, source.signum)
+        _signal_thread(pid, pid, source.signum)
         # A thread blocks the signal while it runs the handler.
-        return _read_when_written(
+        main = _read_when_written(
             fd, before, lambda: _blocking(pid, source.signum) <= blocking, clock
         )
+        return "\n\n".join(filter(None, (others, main))) if main else ""
     except ProcessLookupError:
         return ""
     finally:
@@ -114,6 +130,29 @@ def _read_when_written(
             has_begun = True
             deadline_s += STACKS_DUMPED_S
     return os.pread(fd, _MOST_BYTES, before).decode(errors="replace")
+
+
+def _have_others_written(pid: int, signum: int, clock: Clock) -> None:
+    """All threads but the main one, one after the other: their lines would be mixed. Threads that
+    run no Python write nothing."""
+    deadline_s = clock.monotonic() + STACKS_DUMPED_S
+    for tid in _threads_of(pid):
+        if tid == pid or _has_signal(pid, tid, "SigBlk", signum):
+            continue
+        with suppress(ProcessLookupError):
+            _signal_thread(pid, tid, signum)
+        while _has_signal(pid, tid, "SigPnd", signum) or _has_signal(pid, tid, "SigBlk", signum):
+            if clock.monotonic() > deadline_s:
+                return
+            clock.sleep(STACKS_POLL_S)
+
+
+def _signal_thread(pid: int, tid: int, signum: int) -> None:
+    """Raises ProcessLookupError if the thread is gone."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.syscall(ctypes.c_long(_TGKILL), *map(ctypes.c_long, (pid, tid, signum))) != 0:
+        error = ctypes.get_errno()
+        raise OSError(error, os.strerror(error))
 
 
 def _blocking(pid: int, signum: int) -> set[int]:
@@ -296,4 +335,4 @@ def shortened(stacks: str, most: int) -> str:
 
 
 def _threads(stacks: str) -> list[str]:
-    return re.split(r"\n+(?=(?:Current thread|Thread) )", stacks.strip())
+    return re.split(r"\n+(?=(?:Current thread|Thread|Stack) )", stacks.strip())

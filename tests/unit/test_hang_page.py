@@ -286,14 +286,15 @@ def test_stacks_of_a_process_whose_lock_is_held_in_c(
     source = source_of(process)
 
     def taken() -> str | None:
-        said = stacks.take(process.pid, source)
-        return said if "deadlocked_in_c" in said else None
+        said = stacks.take(process.pid, source, is_culprit=True)
+        return said if "deadlocked_in_c" in said and "in other" in said else None
 
-    said = eventually(taken, "the stack of the thread in C")
-    assert "in other" in said
+    said = eventually(taken, "the stacks of the thread in C and of the other one")
+    assert said.count("in other") == 1
     assert any("deadlocked_in_c" in frame for frame in stacks.main_thread(said))
     again = stacks.take(process.pid, source)
     assert again.count("deadlocked_in_c") == 1, "only what was added"
+    assert "in other" not in again, "a healthy process walks no thread that may run"
     assert process.poll() is None, "it lives"
 
 

@@ -31,7 +31,7 @@ from elastic.errors import ConfigError
 _PACKAGE = "etcd3.etcdrpc"
 _MODULES = ("kv_pb2", "auth_pb2", "rpc_pb2")  # in order of dependence
 _LOCK = threading.Lock()
-# Parsing the 5,000 lines of rpc_pb2.py for it takes longer than the import of grpc.
+# Parsing the 5,000 lines of its descriptions for it takes longer than the import of grpc.
 _SERIALIZED = re.compile(
     r"""\bserialized_pb=\s*(?:_b\(\s*)?(b?'[^'\\]*(?:\\.[^'\\]*)*')""", re.DOTALL
 )
