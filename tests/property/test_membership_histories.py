@@ -406,7 +406,9 @@ def check_replicas(proposal: Proposal, view: View, per_replica: int, max_nodes: 
     arrived = {i: name for i, name in arrived.items() if i not in chosen}
     waits = [n.node for n in view.nodes if n.node.node_id in arrived]
     waits = [n for n in waits if n.node_id in left or n.state is NodeState.ARRIVED]
-    if len(chosen) + per_replica <= max_nodes:
+    finished = any(n.node.state is NodeState.FINISHED for n in view.nodes)
+    is_ending = finished or any(m.finished for m in view.missing)  # nobody joins any more
+    if len(chosen) + per_replica <= max_nodes and not is_ending:
         assert len(waits) < per_replica, f"{[n.name for n in waits]} could be another replica"
         for waiting in waits:
             said = rf"\b{waiting.name}\b.* waits?: {len(waits)} of {per_replica} nodes"
