@@ -83,16 +83,26 @@ def _findings_table(findings: Sequence[Finding], *, several: bool) -> Any:
 
 
 def folded(findings: Sequence[Finding]) -> list[Finding]:
-    """What is well on several nodes takes one row: that of the first, and how many more."""
+    """What several nodes have found alike takes one row: with the first of those that are well, and
+    how many more, or with the names of all that are not."""
     rows: dict[tuple[str, ...], list[Finding]] = {}
     for number, one in enumerate(findings):
-        is_well = one.node and one.status in (Status.OK, Status.SKIPPED)
-        key = (one.name, one.status.value) if is_well else (str(number),)
+        key: tuple[str, ...] = (str(number),)
+        if one.node:
+            said = () if _is_well(one) else (one.measured, one.remedy)
+            key = (one.name, one.status.value, *said)
         rows.setdefault(key, []).append(one)
-    return [
-        replace(same[0], node=f"{same[0].node} +{len(same) - 1}") if same[1:] else same[0]
-        for same in rows.values()
-    ]
+    return [replace(same[0], node=_nodes_of(same)) for same in rows.values()]
+
+
+def _is_well(finding: Finding) -> bool:
+    return finding.status in (Status.OK, Status.SKIPPED)
+
+
+def _nodes_of(same: Sequence[Finding]) -> str:
+    if _is_well(same[0]) and len(same) > 1:
+        return f"{same[0].node} +{len(same) - 1}"
+    return ", ".join(one.node for one in same)
 
 
 def _speeds_table(report: Report) -> Any:

@@ -70,16 +70,24 @@ def test_a_failure_is_1_and_the_table_has_its_remedy(
     assert "1 ok, 1 warning, 1 failed, 1 skipped: NOT healthy" in said
 
 
-def test_what_is_well_on_many_nodes_takes_one_row() -> None:
-    def on(node: str, status: Status) -> Finding:
-        return Finding(name="MTU", status=status, measured="1500", remedy="r", node=node)
+def test_what_many_nodes_have_found_takes_one_row() -> None:
+    def on(node: str, status: Status, measured: str = "1500") -> Finding:
+        return Finding(name="MTU", status=status, measured=measured, remedy="r", node=node)
 
     rows = doctor.folded(
-        [on("a", Status.OK), on("b", Status.WARNING), on("c", Status.OK), ok("equal torch", "2")]
+        [
+            on("a", Status.OK),
+            on("b", Status.WARNING),
+            on("c", Status.OK, "9000"),
+            on("d", Status.WARNING),
+            on("e", Status.WARNING, "900"),
+            ok("equal torch", "2"),
+        ]
     )
     assert [(r.name, r.status, r.node) for r in rows] == [
         ("MTU", Status.OK, "a +1"),
-        ("MTU", Status.WARNING, "b"),
+        ("MTU", Status.WARNING, "b, d"),
+        ("MTU", Status.WARNING, "e"),
         ("equal torch", Status.OK, ""),
     ]
 
