@@ -183,7 +183,9 @@ class EtcdConnections:
         remedies = {failure.remedy for failure in reasons.values()}
         if Remedy.NOT_ETCD in remedies:
             return StoreTooOld(
-                f"{what}: etcd is too old ({tried})", hint="etcd 3.4 or later is needed"
+                f"{what}: no etcd of version 3.4 or later ({tried})",
+                hint="check --rdzv-endpoint: an older etcd answers like this, and so do proxies "
+                "and other servers; etcd 3.4 or later is needed",
             )
         if Remedy.REFUSED in remedies:
             return StoreRefused(
