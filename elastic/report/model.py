@@ -111,7 +111,7 @@ def _ended(report: RunReport) -> str:
 
 
 def _progress(report: RunReport) -> str:
-    sizes = [len(mark.nodes) for mark in report.marks if mark.nodes]
+    sizes = [len(mark.nodes) for mark in report.marks if mark.nodes and mark.cause != "paused"]
     low, high = min(sizes, default=0), max(sizes, default=0)
     on = f" on {low} to {high} nodes" if low != high else f" on {counted(high, 'node')}"
     steps = counted(report.goodput.steps, "step")
