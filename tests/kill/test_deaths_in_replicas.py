@@ -228,16 +228,31 @@ def pids_by_rank(job: TrainingJob) -> list[int]:
     return [node[local_rank].pid for node in workers for local_rank in sorted(node)]
 
 
-def order(job: TrainingJob, point: str, rank: int | None = None) -> Path:
-    """Have a rank die at ``point``."""
+def order(job: TrainingJob, point: str, rank: int | None, together: int) -> Path:
+    """Have a rank die at ``point``, in the same step as the others of so many."""
     name = f"die-{point}" if rank is None else f"die-{point}-{rank}"
     path = job.folder / name
-    path.touch()
-    return path
+    staged = job.folder / f"staged-{name}"
+    staged.write_text(f"{together}" if together > 1 else "")
+    return staged.rename(path)
 
 
-def obeyed(job: TrainingJob, *orders: Path) -> None:
-    job.wait_for(lambda: not any(o.exists() for o in orders) or None, PATIENCE_S, f"{orders}")
+def obeyed(job: TrainingJob, orders: Sequence[Path]) -> None:
+    def dead() -> bool:
+        return not any(order.exists() for order in orders)
+
+    job.wait_for(lambda: dead() or None, PATIENCE_S, f"{orders}")
+
+
+def all_agreed(job: TrainingJob, point: str) -> None:
+    agreed = job.folder / f"agreed-{point}"
+    job.wait_for(lambda: agreed.exists() or None, PATIENCE_S, f"{agreed}")
+
+
+def forget_orders(job: TrainingJob) -> None:
+    """Those of the test before, which were obeyed."""
+    for trace in (*job.folder.glob("ready-*"), *job.folder.glob("agreed-*")):
+        trace.unlink()
 
 
 def goes_on(job: TrainingJob, layout: Layout, before: Before, *, harmed: int) -> None:
@@ -252,9 +267,15 @@ def goes_on(job: TrainingJob, layout: Layout, before: Before, *, harmed: int) ->
 
 
 def check(job: TrainingJob, layout: Layout, before: Before, fault: Fault) -> None:
+    forget_orders(job)
+    points = [point for point, _ in fault.deaths]
+    together = {point: points.count(point) for point in points}
     # The last one first: nobody comes by there before the others are dead.
-    orders = [order(job, point, rank) for point, rank in reversed(fault.deaths)]
-    obeyed(job, *orders)
+    orders = [order(job, point, rank, together[point]) for point, rank in reversed(fault.deaths)]
+    for point, ranks in together.items():
+        if ranks > 1:
+            all_agreed(job, point)
+    obeyed(job, orders)
     goes_on(job, layout, before, harmed=fault.harmed)
 
 

@@ -1,13 +1,18 @@
 """Runs an example with replicas as paced_run.py does; its ranks die where they are told.
 
 A file ``die-POINT`` in the folder is an order for the first rank that comes by, ``die-POINT-RANK``
-one for that rank of the world. The rank that deletes the file kills itself.
+one for that rank of the world. The rank that deletes the file kills itself. Orders that contain a
+number are obeyed by so many ranks in the same step, once each of them is at the point.
 """
 
 from __future__ import annotations
 
+import fcntl
 import os
 import signal
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +34,9 @@ from elastic.process_group import ProcessGroup
 from elastic.training.gradients.across import AcrossReduction
 from elastic.training.recovery import transfer
 
+# Less than it takes until a rank that waits counts as hanging.
+OTHERS_COME_WITHIN_S = 2.0
+
 
 class Orders:
     """Where this rank has been told to die."""
@@ -39,15 +47,42 @@ class Orders:
     def obey(self, point: str) -> None:
         """Die, if that is the order."""
         for name in (f"die-{point}", f"die-{point}-{os.environ.get('RANK')}"):
-            if self._take(self._folder / name):
+            if self._take(self._folder / name, point):
                 os.kill(os.getpid(), signal.SIGKILL)
 
-    def _take(self, order: Path) -> bool:
+    def _take(self, order: Path, point: str) -> bool:
         try:
+            together = order.read_text()
+            if together:
+                return self._is_agreed(order, point, int(together))
             order.unlink()
         except FileNotFoundError:
             return False
         return True
+
+    def _is_agreed(self, order: Path, point: str, ranks: int) -> bool:
+        """Whether so many ranks are at the point and die there. If not, the order stays for the
+        next step: another one may have passed the point before it was given."""
+        ready = order.with_name(order.name.replace("die-", "ready-", 1))
+        agreed = self._folder / f"agreed-{point}"
+        with self._lock():
+            order.rename(ready)
+            if len(list(self._folder.glob(f"ready-{point}-*"))) == ranks:
+                agreed.touch()
+        deadline = time.monotonic() + OTHERS_COME_WITHIN_S
+        while time.monotonic() < deadline and not agreed.exists():
+            time.sleep(0.001)
+        with self._lock():
+            if not agreed.exists():
+                ready.rename(order)
+                return False
+            return True
+
+    @contextmanager
+    def _lock(self) -> Iterator[None]:
+        with open(self._folder / "orders.lock", "w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            yield
 
 
 def die_in_a_step(orders: Orders) -> None:
