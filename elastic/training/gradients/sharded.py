@@ -126,6 +126,13 @@ class ShardedModule:
         """This rank's shards of them."""
         return tuple(local_of(p) if is_dtensor(p) else p for p in self.all_parameters)
 
+    @property
+    def counted_parameters(self) -> tuple[torch.Tensor, ...]:
+        """Those whose changes torch counts: the script may change a DTensor, or its shard."""
+        parameters: tuple[Any, ...] = self.all_parameters
+        with torch.no_grad():
+            return (*parameters, *(p.to_local() for p in parameters if is_dtensor(p)))
+
     def frozen_indices(self) -> list[int]:
         """Which of the parameters are not trained, in their order."""
         return [i for i, p in enumerate(self.all_parameters) if not p.requires_grad]
