@@ -45,7 +45,7 @@ class Rank:
     """One of a replica of two, in generation 1 and in its step 4."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.aborts = self.collectives = 0
+        self._aborts = self.collectives = 0
         self.other_leaves = False
         self.replica = ModelReplica(ReplicaMesh.parse({"shard": 2}))
         self.current = CurrentStep()
@@ -69,8 +69,12 @@ class Rank:
         self.worlds.entered(4)
         self.current.begin(Step.past(4, 0, 4, 1), None)
 
+    def aborts(self) -> int:
+        """How often the link's thread has aborted the group of the world."""
+        return self._aborts
+
     def _abort(self) -> None:
-        self.aborts += 1
+        self._aborts += 1
 
     def _all_reduce(self, total: torch.Tensor) -> None:
         """With the other rank, which says the same to every question."""
@@ -120,9 +124,9 @@ def test_what_the_other_rank_knows_counts(rank: Rank) -> None:
 def test_of_a_world_known_later_the_next_step_has_begun(rank: Rank) -> None:
     """Nobody of the replica leaves, and those who have wait for nobody: the group is aborted."""
     rank.end_backward()
-    assert not rank.aborts
+    assert not rank.aborts()
     rank.worlds.receive(message(2, switch_at_step=5))
-    assert rank.aborts == 1
+    assert rank.aborts() == 1
     assert not rank.leaves()
 
 
@@ -130,7 +134,7 @@ def test_a_later_step_can_still_be_the_first_one_elsewhere(rank: Rank) -> None:
     rank.end_backward()
     rank.worlds.receive(message(2, switch_at_step=6))
     assert not rank.leaves()
-    assert not rank.aborts
+    assert not rank.aborts()
 
 
 def test_ranks_ask_again_after_any_other_collective(rank: Rank) -> None:
