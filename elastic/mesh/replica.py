@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import datetime
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -56,6 +56,10 @@ class ModelReplica:
         self.position = local_rank % self.size
         self._device_mesh: DeviceMesh | None = None
         self._store: OpenStore | None = None  # of a replica over several nodes
+        # Asked of each rank together with the sum that ends a backward pass, since a collective of
+        # its own at the next boundary would cost as much again.
+        self.question: Callable[[], Sequence[bool]] | None = None
+        self._answers: tuple[bool, ...] | None = None
 
     @property
     def device_mesh(self) -> DeviceMesh:
@@ -140,6 +144,7 @@ class ModelReplica:
 
         Raises WorldLost if one of them is gone: its shards are lost, and this process ends.
         """
+        self._answers = None
         if self.size == 1:
             return list(values)
         total = torch.tensor(list(values), dtype=torch.float64)
@@ -150,6 +155,24 @@ class ModelReplica:
                 f"a rank of this replica (mesh {self.mesh}) is gone: {error}"
             ) from error
         return [float(value) for value in total.tolist()]
+
+    def sum_and_ask(self, values: Sequence[float]) -> list[float]:
+        """As :meth:`sum`; what the ranks answer to :attr:`question` meanwhile is for
+        :meth:`take_answers`."""
+        asked = self.question() if self.question is not None and self.size > 1 else ()
+        sums = self.sum([*values, *map(float, asked)])
+        if asked:
+            self._answers = tuple(number > 0 for number in sums[len(values) :])
+        return sums[: len(values)]
+
+    def take_answers(self) -> tuple[bool, ...] | None:
+        """Whether any rank of the replica has answered yes, once: the same on all of them.
+
+        None where they were not asked, or have communicated since: a rank that leaves a world by
+        itself expects the others at :meth:`any` then.
+        """
+        answers, self._answers = self._answers, None
+        return answers
 
     def any(self, flag: bool) -> bool:
         """Whether the flag is set on any rank of the replica, which all call it."""

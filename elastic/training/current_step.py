@@ -18,12 +18,14 @@ class CurrentStep:
         self.step: Step | None = None  # begun, and neither committed nor dropped
         self.accumulation = Accumulation()
         self.last_left: Step | None = None  # the step in which the script's last loop was left
+        # The step before which this rank has said, in advance, whether it leaves its world.
+        self.answered_for: int | None = None
         self._loader: ElasticLoader | None = None  # of the step; None: the script's own data
         self._left_loader: ElasticLoader | None = None  # whose loop was left in the step
 
     def begin(self, step: Step, loader: ElasticLoader | None) -> None:
         """A step is handed to the script."""
-        self.step, self._loader = step, loader
+        self.step, self._loader, self.answered_for = step, loader, None
 
     def leave(self, loader: ElasticLoader) -> None:
         """The loop over ``loader`` was left in the middle, for whatever reason."""
@@ -58,9 +60,12 @@ class CurrentStep:
     @property
     def first_number(self) -> int | None:
         """The number of the step that has begun, or of the first one of an accumulation; None
-        between two commits. Read by the link's thread."""
+        between two commits. Of the next step, where it is settled that it will begin. Read by the
+        link's thread."""
         if (first := self.accumulation.since) is not None:
             return first
+        if (following := self.answered_for) is not None:
+            return following
         step = self.step
         return step.number if step is not None else None
 
@@ -70,7 +75,7 @@ class CurrentStep:
 
     def drop_uncommitted(self) -> None:
         """Neither the step nor the accumulated ones before it have taken effect."""
-        step = self.step
+        step, self.answered_for = self.step, None
         self.drop()
         self.accumulation.interrupt(step)
 

@@ -169,6 +169,22 @@ def abort(at: Rank) -> dict[str, Any]:
     return {"raised": raised, "then": one_step(at, module, wrapped)}
 
 
+def asked(at: Rank) -> list[Any]:
+    """The first rank alone says yes to the first question; what each one knows, and whether it
+    still does after another collective of the replica."""
+    module = at.shard(model_of())
+    wrapped = ShardedModule(module, at.group)
+    at.replica.question = lambda: (at.rank == 0, False)
+    one_step(at, module, wrapped)
+    known = [at.replica.take_answers(), at.replica.take_answers()]
+    module.zero_grad()
+    one_step(at, module, wrapped)
+    at.replica.any(False)
+    known.append(at.replica.take_answers())
+    at.replica.question = None
+    return known
+
+
 def refusals(at: Rank) -> list[str]:
     """The first words of each refusal of a module."""
     replicated = model_of()
@@ -221,6 +237,7 @@ def sharded_cases(at: Rank) -> dict[str, Any]:
         "not resharded": step(at.shard(model_of(), reshard_after_forward=False)),
         "two passes": accumulated(at, at.shard(model_of()), is_synced=True),
         "two passes, one reduction": accumulated(at, at.shard(model_of()), is_synced=False),
+        "asked": asked(at),
         "refused": refusals(at),
         "abort": abort(at),
     }

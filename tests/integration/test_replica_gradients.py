@@ -57,6 +57,10 @@ def test_two_replicas_of_two_shards(tmp_path: Path, ports: tuple[int, ...]) -> N
         "two passes",
         "two passes, one reduction",
     )
+    # Once, and by the ranks of the replica of the one that has said yes.
+    assert [one["asked"] for one in told] == [
+        [[replica == 0, False], None, None] for replica in (0, 0, 1, 1)
+    ]
     for one in told:
         assert {name: one[name] for name in exact if one[name] > 1e-12} == {}
         assert one["mixed precision"] < 1e-5

@@ -1,17 +1,18 @@
-"""Gradients of sharded models across replicas, when a collective of the world fails."""
+"""Gradients of sharded models across replicas: what goes with them, and a world that is over."""
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 
+from elastic.errors import GroupAborted
 from elastic.mesh import ModelReplica
 from elastic.process_group import PendingWorks
-from elastic.training.gradients.across import AcrossReduction
+from elastic.training.gradients.across import AcrossReduction, WeightedReduceScatter
+from elastic.training.gradients.control_flags import COUNT, ControlFlags, StepFlags
 
 
 class BlockedWork(dist.Work):
@@ -25,35 +26,108 @@ class BlockedWork(dist.Work):
         return self._has_failed
 
     def wait(self, timeout: object = None) -> bool:
-        raise RuntimeError("Connection closed by peer" if self._has_failed else "slice over")
+        raise RuntimeError(
+            "[gloo/transport/tcp/pair.cc:547] Connection closed by peer"
+            if self._has_failed
+            else "slice over"
+        )
+
+
+class EndedWork(dist.Work):
+    """A collective that has ended well."""
+
+    def is_completed(self) -> bool:
+        return True
+
+    def wait(self, timeout: object = None) -> bool:
+        return True
 
 
 class BrokenGroup:
-    """A peer is gone: the all-reduce of flags never returns, and the one of gradients fails."""
+    """A peer is gone."""
 
     size = 2
 
     def __init__(self) -> None:
         self.works = PendingWorks()
-        self.begun = 0
 
     def all_reduce(self, tensor: torch.Tensor) -> dist.Work:
-        self.begun += 1
-        return BlockedWork(has_failed=self.begun == 2)
+        return BlockedWork(has_failed=True)
 
 
-def test_flags_on_their_way_when_gradients_fail_are_not_forgotten() -> None:
-    """To destroy the group would wait for them until its timeout, half an hour."""
+class TwinGroup:
+    """The other replica has the same gradients and the same flags."""
+
+    size = 2
+
+    def __init__(self) -> None:
+        self.works = PendingWorks()
+        self.sizes: list[int] = []
+
+    def all_reduce(self, tensor: torch.Tensor) -> dist.Work:
+        self.sizes.append(tensor.numel())
+        tensor.mul_(2)
+        return EndedWork()
+
+
+def reduction_in(group: Any, flags: ControlFlags) -> AcrossReduction:
+    made = AcrossReduction(ModelReplica())
+    made.flags = flags
+    made.enter_across(group)
+    made.begin(1.0)
+    return made
+
+
+def weight(reduction: AcrossReduction, size: int = 3) -> torch.Tensor:
+    """A parameter whose gradients are reduced as FSDP's are."""
+    made = torch.ones(size, requires_grad=True)
+    allocate = WeightedReduceScatter(reduction).allocate
+
+    def reduced(gradient: torch.Tensor) -> torch.Tensor:
+        shard = allocate((size,), dtype=gradient.dtype, device=gradient.device)
+        reduction.reduce(shard.copy_(gradient))
+        return shard
+
+    made.register_hook(reduced)  # type: ignore[no-untyped-call]
+    return made
+
+
+def test_nothing_of_a_world_is_left_when_its_gradients_fail() -> None:
+    """To destroy the group would wait for a collective that nobody ends, half an hour."""
     group = BrokenGroup()
-    reduction = AcrossReduction(ModelReplica())
-    reduction.flags = cast(Any, SimpleNamespace(write=lambda end: None, forget=lambda: None))
-    reduction.enter_across(cast(Any, group))
-    reduction.begin(1.0)
-    weight = torch.ones(3, requires_grad=True)
-    each: Any = weight.register_hook
-    each(lambda gradient: reduction.reduce(gradient.clone()))
+    reduction = reduction_in(group, ControlFlags())
     with pytest.raises(RuntimeError, match="closed by peer"):
-        weight.sum().backward()  # type: ignore[no-untyped-call]
+        weight(reduction).sum().backward()  # type: ignore[no-untyped-call]
     reduction.leave()
-    assert group.begun == 2
-    assert not group.works.drain(0.0)
+    assert group.works.drain(0.0)
+
+
+def test_flags_go_with_the_first_gradients_of_a_step_and_need_no_collective() -> None:
+    group, flags = TwinGroup(), ControlFlags()
+    reduction = reduction_in(group, flags)
+    weights = [weight(reduction, size) for size in (3, 4)]
+    for step, sent in enumerate((StepFlags(save=True), StepFlags(), StepFlags(leaving=True))):
+        group.sizes.clear()
+        flags.begin_step(step)
+        flags.send(sent)
+        reduction.begin(1.0)
+        for micro_batch in range(2):
+            for each in weights:
+                each.grad = None
+            loss = torch.stack([w.sum() for w in weights]).sum()
+            loss.backward()  # type: ignore[no-untyped-call]
+            assert all(w.grad is not None and w.grad.eq(1.0).all() for w in weights)
+            assert flags.received() == sent, micro_batch
+        flags.require_one_step(step)
+        assert len(group.sizes) == 4
+        assert sum(group.sizes) == 2 * (3 + 4) + COUNT
+
+
+def test_the_world_is_left_if_the_script_has_caught_that_it_is_over() -> None:
+    """On all ranks of a replica, where one alone knows: at the end of the backward pass."""
+    group = TwinGroup()
+    with pytest.raises(RuntimeError, match="closed by peer"):
+        group.works.finish_one(BlockedWork(has_failed=True))
+    reduction = reduction_in(group, ControlFlags())
+    with pytest.raises(GroupAborted):
+        weight(reduction).sum().backward()  # type: ignore[no-untyped-call]

@@ -138,19 +138,23 @@ def test_a_node_that_dies_after_the_meeting_is_noticed_and_both_places_are_given
     assert a.workers.meetings[0].nonce == c.workers.meetings[0].nonce
 
 
-def test_a_node_that_starts_its_workers_anew_ends_the_replica_for_the_other() -> None:
+@pytest.mark.parametrize("place", [0, 1])
+def test_a_node_that_starts_its_workers_anew_ends_the_replica_for_the_other(place: int) -> None:
+    """Also where both would have the same places in the next one."""
     server = MemoryServer()
-    a, b = (Agent(server, name) for name in ("n1", "n2"))
-    for agent in (a, b):
-        agent.join()
+    a, b = agents = [Agent(server, name) for name in ("n1", "n2")]
+    for agent in (a, b, a):
+        if agent.node.replica_start == "":
+            agent.join()
         agent.look()
-    a.look()
-    b.start_anew()
-    b.join()
-    b.look()
-    assert not b.workers.meetings, "a's workers have met those that are gone"
-    a.look()
-    assert a.has_lost_its_replica()
+    assert a.node.replica == b.node.replica == ("id-n1", "id-n2")
+    restarted, other = agents[place], agents[1 - place]
+    restarted.start_anew()
+    restarted.join()
+    restarted.look()
+    assert not restarted.workers.meetings, "the other's workers have met those that are gone"
+    other.look()
+    assert other.has_lost_its_replica()
 
 
 def test_workers_of_a_world_meet_as_its_order_says() -> None:

@@ -75,3 +75,39 @@ def test_shares_that_change_between_passes_of_one_reduction_are_refused(tmp_path
         module.begin_step(1.0)
         with pytest.raises(TrainingError, match=re.escape("(0.5, before 1): the last batch")):
             module.begin_step(0.5)
+
+
+def of_dtensors(model: Any) -> None:
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.clamp_(-0.1, 0.1)
+
+
+def of_shards(model: Any) -> None:
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.to_local().clamp_(-0.1, 0.1)
+
+
+@pytest.mark.parametrize("change", [of_dtensors, of_shards])
+def test_weights_that_the_script_changes_by_itself_are_noticed_in_any_step(
+    tmp_path: Path, change: Callable[[Any], None]
+) -> None:
+    """Not only in those in which contents are compared: 0, 1, 2, 4, 8, …"""
+    learned = []
+    with run_of(Checkpoints(folder=tmp_path, when=1, memory=False), mesh={"shard": 1}) as run:
+        parts, (model, optimizer) = parts_of(run), wrapped(run, SAME)()
+        loader = run.loader(DataLoader(dataset(), batch_size=10), global_batch=10)
+
+        def loop() -> None:
+            for _ in run.epochs(1):
+                for number, (x, y) in enumerate(loader):
+                    learned.append(parts.state.progress.rollback.habits["weights"])
+                    optimizer.zero_grad()
+                    F.mse_loss(model(x), y).backward()  # type: ignore[no-untyped-call]
+                    optimizer.step()
+                    if number == 3:
+                        change(model)
+
+        run.retry(loop)
+    assert learned == [*[""] * 4, *["weights change outside of optimizer.step()"] * 2]

@@ -151,7 +151,9 @@ class ReplicaMeetings:
             nonce=secrets.token_hex(8),
         )
         if node.replica:
-            self._at.status.replica_is_lost = _ids_of(replicas, mine) != node.replica
+            # Among those recorded: a seat beside the next workers of the same node is another one.
+            still = tuple(replica for replica in replicas if replica in known)
+            self._at.status.replica_is_lost = _ids_of(still, mine) != node.replica
             return
         if replicas != known:
             record = encode(ReplicaSeats(replicas=replicas))

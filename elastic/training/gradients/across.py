@@ -5,7 +5,10 @@ is left is the sum over replicas. ``FSDPModule.set_all_reduce_hook`` calls :meth
 reduce` with each group of parameters, in Python, in the middle of the backward pass
 (``foreach_reduce`` in torch/distributed/fsdp/_fully_shard/_fsdp_collectives.py). Where the world is
 over, nothing is raised there: FSDP's collectives within the replica go on, on all of its ranks
-alike, and at the end of the backward pass the replica settles whether the gradients are any.
+alike, and at the end of the backward pass the replica settles whether the gradients are any. That
+sum is the only collective of a step beside those of the gradients: control flags follow the first
+bucket across replicas, as with DDP, and then go with the sum, as does what the replica would ask at
+the next boundary (``ModelReplica.question``).
 
 Modules with DTensors but without FSDP (tensor parallelism alone) have their local gradients summed
 in buckets, once the backward pass has ended.
@@ -15,6 +18,7 @@ are weighted before the reduce-scatter, by its share over that of an even split.
 """
 
 # No `from __future__ import annotations`: as in reduction.py.
+import math
 import weakref
 from collections.abc import Callable
 
@@ -32,7 +36,7 @@ from elastic.torch_private import (
     current_backward,
     reduce_scatter,
 )
-from elastic.training.gradients.control_flags import COUNT
+from elastic.training.gradients.control_flags import COUNT, Room
 from elastic.training.gradients.reduction import NEARLY, Reduction
 from elastic.training.gradients.sharding import local_value
 
@@ -48,8 +52,7 @@ class AcrossReduction(Reduction):
         self._across: OwnGroup | None = None  # None: in no world
         self._fault: Exception | None = None  # of this rank, not settled yet
         self._pass: int | None = None  # the backward pass that ends with a call of _settle
-        self._end: torch.Tensor | None = None  # flags of this step, on their way
-        self._end_work: dist.Work | None = None
+        self._end: torch.Tensor | None = None  # flags of this step, not settled yet
         self._parameters: list[torch.nn.Parameter] = []  # of a module without FSDP
         self._summed: list[weakref.ref[torch.Tensor]] = []  # their gradients
         self.holds_gradients: Callable[[], bool] = lambda: False  # of passes that reduced none
@@ -61,12 +64,12 @@ class AcrossReduction(Reduction):
     def leave(self) -> None:
         """Hold nothing of the world that is over."""
         super().leave()
-        self._across = self._end = self._end_work = None
+        self._across = self._end = None
 
     def begin(self, weight: float) -> None:
         """A new step, in which this rank holds the part ``weight`` of the global batch."""
         super().begin(weight)
-        self._fault = self._end = self._end_work = self._pass = None
+        self._fault = self._end = self._pass = None
 
     @property
     def has_new_gradients(self) -> bool:
@@ -88,8 +91,9 @@ class AcrossReduction(Reduction):
         if self._across is None:
             return
         self._end_pass_later()
-        self._send_flags()
-        if self._across.size > 1 and self._fault is None:
+        if self._across.size == 1:
+            self._write_flags()
+        elif self._fault is None:
             gradients.div_(self._across.size)
             self._sum(gradients)
         self.reduced()
@@ -111,7 +115,6 @@ class AcrossReduction(Reduction):
                 'fully_shard(model, mesh=run.mesh["shard"])',
             )
         self._end_pass_later()
-        self._send_flags()
 
     def _sum_all(self) -> None:
         """The gradients of a module without FSDP: one bucket for each type of elements."""
@@ -131,50 +134,58 @@ class AcrossReduction(Reduction):
             local.setdefault(shard.dtype, []).append(shard)
         self.reduced()
         if self._across.size == 1:
+            self._write_flags()
             return
         for shards in local.values():
-            bucket = torch.cat([shard.reshape(-1) for shard in shards])
+            flat = [shard.reshape(-1) for shard in shards]
+            bucket = torch.cat([*flat, flat[0].new_empty(COUNT)])[:-COUNT]
             bucket.zero_() if self.weight == 0.0 else bucket.mul_(self.weight)
             if self._fault is None:
                 self._sum(bucket)
             parts = torch.split(bucket, [shard.numel() for shard in shards])
             copy_each(shards, [p.view_as(s) for p, s in zip(parts, shards, strict=True)])
 
-    def _sum(self, tensor: torch.Tensor) -> None:
+    def _sum(self, gradients: torch.Tensor) -> None:
         assert self._across is not None
+        room = self._room_with_flags(gradients)
+        sent = gradients if room is None else room.both
         try:
-            self._across.works.finish_one(self._across.all_reduce(tensor))
+            self._across.works.finish_one(self._across.all_reduce(sent))
         except Exception as error:  # noqa: BLE001  raised at the end, on all ranks of the replica
             self._fault = error.with_traceback(None)
+            return
+        if room is not None and self._end is not None:
+            self._end.copy_(room.end)
+
+    def _room_with_flags(self, gradients: torch.Tensor) -> Room | None:
+        """What is summed in place of a step's first bucket: behind it, this rank's flags."""
+        room = None if self._has_spoken or self.flags is None else Room.behind(gradients)
+        if room is not None:
+            room.end.copy_(self._write_flags())
+        return room
+
+    def _write_flags(self) -> torch.Tensor:
+        """This rank's flags, once a step: for its position of each replica, then for all ranks."""
+        if self._end is None:
+            self._end = torch.zeros(COUNT, dtype=torch.float64)
+            if self.flags is not None and not self._has_spoken:
+                self.flags.write(self._end)
+            self._has_spoken = True
+        return self._end
 
     def _end_pass_later(self) -> None:
         if self._pass != current_backward():
             self._pass = current_backward()
             call_after_backward(self._settle)  # after FSDP's own, which was queued before
 
-    def _send_flags(self) -> None:
-        """This rank's flags, once a step: to its position here, to the others in the replica."""
-        if self.flags is None or self._end is not None:
-            return
-        self._end = torch.zeros(COUNT, dtype=torch.float64)
-        self.flags.write(self._end)
-        if self._across is not None and self._across.size > 1 and self._fault is None:
-            self._end_work = self._across.all_reduce(self._end)
-            self._across.works.begin(self._end_work)
-
     def _settle(self) -> None:
         """The end of a backward pass: all ranks of the replica have the sum, or all raise."""
         if self._parameters:
             self._sum_all()
-        if self._end_work is not None and self._across is not None and self._fault is None:
-            try:
-                self._across.works.finish_one(self._end_work)
-            except Exception as error:  # noqa: BLE001  as above
-                self._fault = error.with_traceback(None)
-        self._end_work = None
-        end = self._end if self._end is not None else torch.zeros(COUNT)
+        is_over = self._fault is not None or self._has_failed
+        end = self._end.tolist() if self._end is not None else [0.0] * COUNT
         try:
-            faults, *flags = self._replica.sum([float(self._fault is not None), *end.tolist()])
+            faults, *flags = self._replica.sum_and_ask([float(is_over), *end])
         except Exception as error:
             self.failure = error.with_traceback(None)
             raise
@@ -183,8 +194,13 @@ class AcrossReduction(Reduction):
             raise self.failure
         if self._end is not None:
             self._end.copy_(torch.tensor(flags))
-        self._pass = None
+        self._end = self._pass = None
         phases.enter(SCRIPT)
+
+    @property
+    def _has_failed(self) -> bool:
+        """Whether a collective of this world has, and the script has caught its error."""
+        return self._across is not None and self._across.works.may_be_garbage
 
 
 class WeightedReduceScatter:
@@ -196,8 +212,9 @@ class WeightedReduceScatter:
     def allocate(
         self, size: tuple[int, ...], *, dtype: torch.dtype, device: torch.device
     ) -> torch.Tensor:
-        """As FSDP's."""
-        return torch.empty(*size, dtype=dtype, device=device)
+        """As FSDP's, with room for control flags behind it."""
+        count = math.prod(size)
+        return torch.empty(count + COUNT, dtype=dtype, device=device)[:count].view(size)
 
     def __call__(
         self,

@@ -35,6 +35,8 @@ class ShardedModule:
         self.reduction = AcrossReduction(group.replica)
         self.in_world = False
         self.require_backward_grad_sync = True  # each micro-batch is reduced: FSDP's default
+        self._wrapped = tuple(module.parameters())  # the sharded ones
+        self._in_world_parameters: tuple[nn.Parameter, ...] = ()
         self._group = group
         self._parts = FSDPParts(module)
         self._fsdp = self._parts.parts
@@ -81,10 +83,14 @@ class ShardedModule:
         assert self._group.across is not None, "a world has groups"
         self.reduction.enter_across(self._group.across)
         self.in_world = True
+        found = tuple(self.module.parameters())
+        if list(map(id, found)) == list(map(id, self._wrapped)):
+            self._in_world_parameters = found
 
     def leave_world(self) -> None:
         """Hold nothing of the world; forget what FSDP has kept of an interrupted step."""
         self.reduction.leave()
+        self._in_world_parameters = ()
         if self.in_world:
             self.in_world = False
             self._parts.reset()
@@ -111,13 +117,21 @@ class ShardedModule:
 
     @property
     def all_parameters(self) -> tuple[nn.Parameter, ...]:
-        """The sharded ones, which optimizers have."""
-        return tuple(self.module.parameters())
+        """The sharded ones, which optimizers have; in a world those that it began with, as in
+        ElasticDDP. Without a world, and where the script has replaced some, a walk finds them."""
+        return self._in_world_parameters or tuple(self.module.parameters())
 
     @property
     def local_parameters(self) -> tuple[torch.Tensor, ...]:
         """This rank's shards of them."""
-        return tuple(local_of(p) if is_dtensor(p) else p for p in self.module.parameters())
+        return tuple(local_of(p) if is_dtensor(p) else p for p in self.all_parameters)
+
+    @property
+    def counted_parameters(self) -> tuple[torch.Tensor, ...]:
+        """Those whose changes torch counts: the script may change a DTensor, or its shard."""
+        parameters: tuple[Any, ...] = self.all_parameters
+        with torch.no_grad():
+            return (*parameters, *(p.to_local() for p in parameters if is_dtensor(p)))
 
     def frozen_indices(self) -> list[int]:
         """Which of the parameters are not trained, in their order."""

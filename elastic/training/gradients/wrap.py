@@ -269,6 +269,11 @@ class ElasticDDP(DDP):
         """What this rank holds of them: everything."""
         return self.all_parameters
 
+    @property
+    def counted_parameters(self) -> tuple[torch.Tensor, ...]:
+        """Those whose changes torch counts."""
+        return self.all_parameters
+
 
 _is_trained = attrgetter("requires_grad")
 

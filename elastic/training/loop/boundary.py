@@ -36,9 +36,8 @@ class StepBoundary:
 
         The ranks of a replica need no vote here unless they exchange control flags by a collective
         of the world, which an abort can end on some of them only. The flags that came with the
-        gradients were settled at the end of the backward pass, so all decide alike; nothing else
-        here waits for a peer, and what one rank alone has learned since is put to the vote in
-        ``before_step``.
+        gradients were settled at the end of the backward pass, so all decide alike, and so was
+        whether the world is left before the next step; nothing else here waits for a peer.
         """
         if self._worlds is not None:
             self._worlds.wait_until_permitted()

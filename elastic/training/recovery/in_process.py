@@ -67,6 +67,8 @@ class InProcess:
         self._laps: dict[str, float] = {}
         self._recovering_since_s: float | None = None
         self._committed_step: int | None = None  # of the job, when the present world was decided
+        self._asked_for: int | None = None  # the step that the last answers of the replica are for
+        self._replica.question = self._will_leave
 
     # -- steps --------------------------------------------------------------------------------
 
@@ -75,17 +77,39 @@ class InProcess:
 
         Asked after the step has begun: from now on the link's thread knows that it is too late
         for this rank to switch at it, and one of the two notices (PROTOCOL section 6). Within an
-        accumulation of gradients only a world that is over is left.
+        accumulation of gradients only a world that is over is left. The ranks of a replica have
+        settled it at the end of the last backward pass, if there was one.
         """
-        worlds = self._worlds
-        is_within = self._current.accumulation.since is not None
-        leaves = worlds.is_superseded() if is_within else worlds.is_due(step.number)
-        if self._replica.any(leaves):
+        if self._leaves(step):
             self._current.drop()
             raise WorldChanged(
                 f"the world changes before step {step.number}",
                 hint="let it pass: run.retry continues in the next world",
             )
+
+    def _leaves(self, step: Step) -> bool:
+        is_within = self._current.accumulation.since is not None
+        answers = self._replica.take_answers()
+        if answers is not None and self._asked_for == step.number:
+            is_due, is_over = answers
+            return is_over if is_within else is_due
+        worlds = self._worlds
+        leaves = worlds.is_superseded() if is_within else worlds.is_due(step.number)
+        return self._replica.any(leaves)
+
+    def _will_leave(self) -> tuple[bool, bool]:
+        """At the end of a backward pass: whether the next step is to begin in another world, and
+        whether it is even if it continues an accumulation.
+
+        For a world that this rank learns of later, the next step has begun: the link's thread
+        treats it like that, and the step is redone.
+        """
+        step = self._current.step
+        if step is None:  # a backward pass of the script's own
+            self._asked_for = None
+            return False, False
+        following = self._asked_for = self._current.answered_for = step.number + 1
+        return self._worlds.is_due(following), self._worlds.is_superseded()
 
     def committed(self) -> None:
         """Measure the time of a step, and report a slow one at once: where a planned world takes

@@ -30,18 +30,22 @@ def compares_content(step: int) -> bool:
 
 
 class ChangeWatch:
-    """Whether tensors have changed since :meth:`expect`. False before the first call of it."""
+    """Whether tensors have changed since :meth:`expect`. False before the first call of it.
 
-    def __init__(self, tensors: Tensors) -> None:
+    ``counted`` are those whose changes torch counts, if not the tensors alone: an operation on a
+    DTensor counts there, and one on its local tensor at that one [measured, torch 2.13].
+    """
+
+    def __init__(self, tensors: Tensors, counted: Tensors | None = None) -> None:
         self._tensors = tensors
+        self._counted = counted or tensors
         self._version: int | None = None
         self._content: tuple[int, ...] | None = None
 
     def expect(self, *, by_content: bool) -> None:
         """The present values are the expected ones."""
-        tensors = self._tensors()
-        self._version = versions(tensors)
-        self._content = contents(tensors) if by_content else None
+        self._version = versions(self._counted())
+        self._content = contents(self._tensors()) if by_content else None
 
     def forget(self) -> None:
         """Nothing is expected any longer."""
@@ -52,10 +56,9 @@ class ChangeWatch:
         """Whether the values are not the expected ones."""
         if self._version is None:
             return False
-        tensors = self._tensors()
-        if versions(tensors) != self._version:
+        if versions(self._counted()) != self._version:
             return True
-        return self._content is not None and contents(tensors) != self._content
+        return self._content is not None and contents(self._tensors()) != self._content
 
 
 def versions(tensors: Iterable[torch.Tensor]) -> int:

@@ -48,7 +48,7 @@ class Rollback:
         self._optimizers = optimizers
         self._small = NonParameterState(job)
         self._large = {name: _Large(name, t) for name, t in self._small.large.items()}
-        self._watch = ChangeWatch(self._weights)
+        self._watch = ChangeWatch(self._weights, self._counted)
         self._copies: WeightCopies | None = None
         self._has_told = False  # of copies
         self._why_copies = ""  # empty: weights are watched
@@ -68,6 +68,12 @@ class Rollback:
         if len(modules) == 1 and not self._own:
             return modules[0].local_parameters
         return [*(p for module in modules for p in module.local_parameters), *self._own]
+
+    def _counted(self) -> Sequence[torch.Tensor]:
+        modules = list(self._job.modules.values())
+        if len(modules) == 1 and not self._own:
+            return modules[0].counted_parameters
+        return [*(p for module in modules for p in module.counted_parameters), *self._own]
 
     # -- while training -----------------------------------------------------------------------
 
