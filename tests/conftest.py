@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, settings
 
-# Time says nothing about an example on a machine that other tests use, too. Every run draws the same
-# examples, so that a change is judged by what it changes; `make soak` draws many, and others each
-# time: pytest --hypothesis-profile=soak.
+# Time says nothing about an example on a machine that other tests use, too. Every run draws the
+# same examples, so that a change is judged by what it changes; `make soak` draws many, and others
+# each time: pytest --hypothesis-profile=soak.
 settings.register_profile(
     "tests",
     deadline=None,
