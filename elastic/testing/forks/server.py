@@ -58,6 +58,12 @@ _WARM = (
     "elastic.testing.pacing",
     "elastic.training.run",
 )
+# By name: they are built on this package.
+_STARTERS = (
+    "elastic.cli.launch.local_nodes",
+    "elastic.doctor.collectives.ranks",
+    "elastic.doctor.probes",
+)
 _READ_AT_IMPORT = ("ELASTIC_STOCK_ETCD", "PYTHONPATH", "TORCH_LOGS")
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36  # linux/prctl.h
 _PADDING = "FORK_SERVER_PADDING"
@@ -250,10 +256,10 @@ def _run_module(name: str, arguments: list[str]) -> None:
 
 
 def _starts_others(module: str, arguments: Sequence[str]) -> bool:
-    """Whether ``python -m module arguments`` starts workers or agents: torchrun, an agent of
-    ``elastic run``, ``elastic run`` and ``elastic demo``."""
+    """Whether ``python -m module arguments`` starts workers, agents or ranks: torchrun, an agent of
+    ``elastic run``, ``elastic run``, ``elastic demo`` and ``elastic doctor``."""
     if module == "elastic.cli.main":
-        return arguments[:1] in (["run"], ["demo"])
+        return arguments[:1] in (["run"], ["demo"], ["doctor"])
     return module in ("torch.distributed.run", "elastic.cli.launch.local_agent")
 
 
@@ -278,12 +284,10 @@ def _run(program: types.CodeType, **names: object) -> None:
 
 
 def _fork_children() -> None:
-    """Have the workers of this agent, and the agents of this launcher, forked from a separate
-    server, which ends with it."""
+    """Have the workers of this agent, the agents of this launcher, and the ranks and probes of this
+    doctor forked from a separate server, which ends with it."""
     from torch.distributed.elastic.multiprocessing.subprocess_handler import subprocess_handler
 
-    # By name: the command line is built on this package.
-    local_nodes = importlib.import_module("elastic.cli.launch.local_nodes")
     ours, theirs = socket.socketpair()
     own = os.getpid()
     if os.fork() == 0:
@@ -301,13 +305,15 @@ def _fork_children() -> None:
     start = names["Popen"]
 
     def popen(args: Sequence[str], **options: Any) -> subprocess.Popen[bytes]:
-        if can_fork(args, options["env"]):
+        if can_fork(args, options.get("env", os.environ)):
             return ForkedPopen(client, args, **options)
         process: subprocess.Popen[bytes] = start(args, **options)
         return process
 
     names["Popen"] = popen
-    vars(local_nodes)["subprocess"] = types.SimpleNamespace(**{**vars(subprocess), "Popen": popen})
+    ours_too = types.SimpleNamespace(**{**vars(subprocess), "Popen": popen})
+    for name in _STARTERS:
+        vars(importlib.import_module(name))["subprocess"] = ours_too
 
 
 _ARGUMENTS: Area
