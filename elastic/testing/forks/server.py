@@ -63,6 +63,7 @@ _STARTERS = (
     "elastic.cli.launch.local_nodes",
     "elastic.doctor.collectives.ranks",
     "elastic.doctor.probes",
+    "elastic.rendezvous.replacement",
 )
 _READ_AT_IMPORT = ("ELASTIC_STOCK_ETCD", "PYTHONPATH", "TORCH_LOGS")
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36  # linux/prctl.h
@@ -196,10 +197,11 @@ def serve(connection: socket.socket) -> Callable[[], None] | None:
         read, write = os.pipe()
         middle = os.fork()
         if middle == 0:
-            pid = os.fork()
-            if pid:
-                os.write(write, str(pid).encode())
+            if os.fork():
                 os._exit(0)
+            # First: its client may signal the group of processes as soon as it knows the pid.
+            os.setsid()
+            os.write(write, str(os.getpid()).encode())
             os.close(start)
             os.read(started, 1)  # until it is the child of its client
             connection.detach()
@@ -214,7 +216,6 @@ def serve(connection: socket.socket) -> Callable[[], None] | None:
 
 def _become(order: dict[str, Any], fds: Sequence[int]) -> Callable[[], None]:
     """Nothing of the server is left but its modules."""
-    os.setsid()
     for number, fd in enumerate(fds):
         os.dup2(fd, number)
     os.closerange(3, 1 << 16)
@@ -284,8 +285,8 @@ def _run(program: types.CodeType, **names: object) -> None:
 
 
 def _fork_children() -> None:
-    """Have the workers of this agent, the agents of this launcher, and the ranks and probes of this
-    doctor forked from a separate server, which ends with it."""
+    """Have the workers of this agent and those that replace them, the agents of this launcher, and
+    the ranks and probes of this doctor forked from a separate server, which ends with it."""
     from torch.distributed.elastic.multiprocessing.subprocess_handler import subprocess_handler
 
     ours, theirs = socket.socketpair()
