@@ -194,8 +194,8 @@ def test_between_two_machines_a_dropped_port_and_a_wrong_interface_are_named(roo
                 *flags,
             )
             with (
-                node("one", *common, launcher=one.launcher, **environ) as a,
-                node("other", *common, launcher=other.launcher, **environ) as b,
+                node("one", *common, launcher=one.launcher, start=start_python, **environ) as a,
+                node("other", *common, launcher=other.launcher, start=start_python, **environ) as b,
             ):
                 return [a.report(), b.report()]
 
