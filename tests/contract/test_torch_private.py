@@ -6,7 +6,6 @@ import contextlib
 import json
 import os
 import signal
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -35,6 +34,8 @@ from elastic.rendezvous import torch_private
 from elastic.rendezvous.entrypoint import create_handler
 from elastic.rendezvous.error_files import tolerate_unreadable_error_files
 from elastic.rendezvous.replacement import Replacement
+from elastic.testing.forks.server import run_forked
+from elastic.testing.waiting import PATIENCE_S
 
 PROCESS = ProcessIdentity(
     host="h", machine_id="m", boot_id="b", pod_uid="", pid_namespace=1, pid=1, start_ticks=1
@@ -290,9 +291,7 @@ for launch in (
 
 
 def test_who_launches_is_told_by_the_call_stack() -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", LAUNCHERS], capture_output=True, text=True, timeout=120, check=False
-    )
+    done = run_forked([sys.executable, "-c", LAUNCHERS], timeout_s=PATIENCE_S)
     expected = ["PROGRAM", "PROGRAM", "PROGRAM", "RUN", "TORCHRUN"]
     assert done.stdout.split() == expected, done.stderr
 
@@ -311,9 +310,7 @@ def test_torch_leaves_sigterm_to_us(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_signal_that_arrives_while_workers_are_forked_is_not_lost() -> None:
     """Of a handler that raises in a hook of ``os.fork()``, CPython keeps nothing."""
-    done = subprocess.run(
-        [sys.executable, "-c", SIGNAL_IN_A_FORK], capture_output=True, text=True, timeout=120
-    )
+    done = run_forked([sys.executable, "-c", SIGNAL_IN_A_FORK], timeout_s=PATIENCE_S)
     assert done.stdout.split() == ["SIGINT", "None", "SIGINT"], done.stderr
 
 

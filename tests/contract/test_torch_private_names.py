@@ -6,8 +6,6 @@ from __future__ import annotations
 import ast
 import datetime
 import logging
-import os
-import subprocess
 import sys
 import warnings
 from collections.abc import Iterator
@@ -28,6 +26,8 @@ from elastic import torch_versions
 from elastic.errors import ConfigError
 from elastic.rendezvous import torch_private as of_agents
 from elastic.rendezvous.entrypoint import create_handler
+from elastic.testing.forks.server import run_forked
+from elastic.testing.waiting import PATIENCE_S
 from elastic.training.gradients.wrap import ElasticDDP
 
 REPOSITORY = Path(__file__).parents[2]
@@ -176,9 +176,7 @@ except elastic.ConfigError as error:
 
 
 def test_join_refuses_a_torch_that_lacks_one() -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", JOINS], capture_output=True, text=True, timeout=300, check=False
-    )
+    done = run_forked([sys.executable, "-c", JOINS], timeout_s=PATIENCE_S)
     assert "lacks what elastic.join() needs" in done.stdout, done.stderr
     assert "distributed_c10d._get_default_group" in done.stdout
 
@@ -302,12 +300,5 @@ def test_compiled_models_leave_marked_functions_alone() -> None:
         "keep_dynamo_out((lambda: 1).__code__, is_recursive=True)\n"
         "print(len(called))"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=True,
-        env={**os.environ},
-    )
-    assert done.stdout.strip() == "1", "this torch has other names for it"
+    done = run_forked([sys.executable, "-c", code], timeout_s=PATIENCE_S)
+    assert done.stdout.strip() == "1", f"this torch has other names for it: {done.stderr}"

@@ -1,4 +1,4 @@
-"""The doctor's ranks forked from a process that has imported torch: 3 s of CPU time less each."""
+"""The doctor's ranks and probes, forked from a process that has imported torch: 3 s less each."""
 
 from __future__ import annotations
 
@@ -9,12 +9,13 @@ from typing import Any
 
 import pytest
 
+from elastic.doctor import probes
 from elastic.doctor.collectives import ranks
 from elastic.testing.forks.server import ForkedPopen, shared_fork_server
 
 
 def fork_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Have the ranks that this process starts forked, where the tests fork at all."""
+    """Have the ranks and probes that this process starts forked, where the tests fork at all."""
     server = shared_fork_server()
     if server is None:
         return
@@ -23,4 +24,5 @@ def fork_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
         return ForkedPopen(server.client, command, **options)
 
     names = {**vars(subprocess), "Popen": popen}
-    monkeypatch.setattr(ranks, "subprocess", SimpleNamespace(**names))
+    for module in (ranks, probes):
+        monkeypatch.setattr(module, "subprocess", SimpleNamespace(**names))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import subprocess
 import sys
 import textwrap
 from collections.abc import Iterator
@@ -21,6 +20,8 @@ from checkpoints.storage import fsspec_store
 from checkpoints.storage.fsspec_store import open_url
 from checkpoints.storage.object_storage import ObjectStorage
 from elastic.cli.main import main
+from elastic.testing.forks.server import run_forked
+from elastic.testing.waiting import PATIENCE_S
 
 PART_BYTES = 6 << 20  # S3 takes no smaller parts than 5 MiB
 LARGE_BYTES = 20 << 20
@@ -174,11 +175,10 @@ def test_a_writer_killed_in_the_middle_of_an_upload_leaves_nothing_to_see(
 ) -> None:
     save(root, 1)
     command = [sys.executable, "-c", textwrap.dedent(_KILLED_WHILE_UPLOADING), root]
-    killed = subprocess.run(
+    killed = run_forked(
         [*command, str(PART_BYTES), str(2 * LARGE_BYTES)],
         env={**os.environ, **environment(server, tmp_path)},
-        timeout=180,
-        check=False,
+        timeout_s=PATIENCE_S,
     )
     assert killed.returncode == -signal.SIGKILL
     assert any("uploadId" in r and "step-000000002" in r for r in server.requests)

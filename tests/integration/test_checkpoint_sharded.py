@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -19,6 +20,7 @@ from checkpoints.loading import exchange
 from checkpoints.storage.local import LocalStorage
 from checkpoints.storage.page_cache import page_cache_identity
 from checkpoints.testing.faults import FaultyStorage
+from elastic.testing.forks.program import start_python
 
 NAME = script.NAME
 pytestmark = pytest.mark.cluster
@@ -29,8 +31,12 @@ Run = Callable[..., list[Result]]
 @pytest.fixture(scope="module")
 def server() -> Iterator[subprocess.Popen[str]]:
     """One process that has imported torch, and forks the ranks of every scenario."""
-    process = subprocess.Popen(
-        [sys.executable, script.__file__], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    process = start_python(
+        [sys.executable, script.__file__],
+        env=os.environ,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
     )
     yield process
     assert process.stdin is not None

@@ -9,7 +9,7 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,6 +26,7 @@ from elastic.doctor.collectives.session import OPERATIONS
 from elastic.doctor.examination import ExaminationPlan, examine
 from elastic.doctor.findings import Status
 from elastic.store.embedded.etcd import EmbeddedEtcd
+from elastic.testing.forks.program import start_python
 from elastic.tuning.agent_options import AgentOptions
 
 COMMAND = (sys.executable, "-m", "elastic.cli.main", "doctor", "-o", "json")
@@ -33,7 +34,7 @@ COMMAND = (sys.executable, "-m", "elastic.cli.main", "doctor", "-o", "json")
 
 @pytest.fixture(autouse=True)
 def forked(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The ranks of this process; those of a :class:`Node` start as they always do."""
+    """The ranks of this process; those of a :class:`Node` are forked by it, or start as always."""
     fork_ranks(monkeypatch)
 
 
@@ -52,9 +53,16 @@ class Node:
 
 
 @contextlib.contextmanager
-def node(name: str, *flags: str, launcher: Sequence[str] = (), **environ: str) -> Iterator[Node]:
-    process = subprocess.Popen(
+def node(
+    name: str,
+    *flags: str,
+    launcher: Sequence[str] = (),
+    start: Callable[..., subprocess.Popen[Any]] = start_python,
+    **environ: str,
+) -> Iterator[Node]:
+    process = start(
         [*launcher, *COMMAND, *flags],
+        stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -80,6 +88,7 @@ def tree(pid: int) -> list[psutil.Process]:
 def test_two_nodes_check_each_other_and_report_the_same(
     shared_etcd: EmbeddedEtcd, root: str, tmp_path: Path
 ) -> None:
+    """All processes are started as in production."""
     flags = (
         f"--rdzv-endpoint={shared_etcd.endpoint}",
         "--rdzv-id=job",
@@ -89,7 +98,8 @@ def test_two_nodes_check_each_other_and_report_the_same(
         f"--deadline={PATIENCE_S}",
         f"--join-timeout={2 * PATIENCE_S}",
     )
-    with node("a", *flags) as a, node("b", *flags) as b:
+    start = subprocess.Popen
+    with node("a", *flags, start=start) as a, node("b", *flags, start=start) as b:
         reports = [a.report(), b.report()]
     assert reports[0]["nodes"] == reports[1]["nodes"] and sorted(reports[0]["nodes"]) == ["a", "b"]
     assert reports[0]["findings"] == reports[1]["findings"]
@@ -184,8 +194,8 @@ def test_between_two_machines_a_dropped_port_and_a_wrong_interface_are_named(roo
                 *flags,
             )
             with (
-                node("one", *common, launcher=one.launcher, **environ) as a,
-                node("other", *common, launcher=other.launcher, **environ) as b,
+                node("one", *common, launcher=one.launcher, start=start_python, **environ) as a,
+                node("other", *common, launcher=other.launcher, start=start_python, **environ) as b,
             ):
                 return [a.report(), b.report()]
 

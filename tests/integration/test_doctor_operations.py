@@ -23,13 +23,14 @@ from elastic.doctor.collectives.session import Session, torch_findings
 from elastic.doctor.collectives.speed import SIZES
 from elastic.doctor.findings import Finding, Status
 from elastic.doctor.meeting import Participant, alone
+from elastic.testing.forks.program import start_python
 
 PROGRAM = "elastic.doctor.collectives.operations"
 
 
 @pytest.fixture(autouse=True)
 def forked(monkeypatch: pytest.MonkeyPatch) -> None:
-    """All but those of the doctors that tests start as a command."""
+    """Those of doctors that tests start as a command are forked by these."""
     fork_ranks(monkeypatch)
 
 
@@ -116,7 +117,8 @@ def test_a_rank_that_is_lost_in_the_middle_is_named_and_the_rest_is_still_checke
 @pytest.mark.parametrize(("how", "code"), [(signal.SIGKILL, -signal.SIGKILL), (signal.SIGINT, 130)])
 def test_a_doctor_that_is_ended_leaves_no_process(how: signal.Signals, code: int) -> None:
     command = [sys.executable, "-m", "elastic.cli.main", "doctor", "--deadline=90"]
-    doctor = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    files = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.DEVNULL)
+    doctor = start_python(command, env=os.environ, **files)
     ends_s = SYSTEM_CLOCK.monotonic() + PATIENCE_S
     while len(ranks := ranks_of(psutil.Process(doctor.pid))) < 2:
         assert SYSTEM_CLOCK.monotonic() < ends_s and doctor.poll() is None

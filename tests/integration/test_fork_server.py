@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ import networks
 import pytest
 
 from elastic.testing.forks.program import run_program
-from elastic.testing.forks.server import ForkedPopen, ForkServer, can_fork
+from elastic.testing.forks.server import ForkedPopen, ForkServer, can_fork, shared_fork_server
 from elastic.testing.processes import TOKEN, Process, marked_with
 from elastic.testing.waiting import PATIENCE_S, eventually
 
@@ -44,10 +44,9 @@ C10D = ("--rdzv-backend=c10d", "--rdzv-endpoint=127.0.0.1:0", "--local-addr=127.
 
 
 @pytest.fixture(scope="module")
-def server() -> Iterator[ForkServer]:
-    server = ForkServer()
-    yield server
-    server.close()
+def server() -> ForkServer:
+    """The one that all tests share; one of its own where these start processes as in production."""
+    return shared_fork_server() or ForkServer()
 
 
 def start(server: ForkServer | None, folder: Path, *arguments: str, **env: str) -> Any:
@@ -98,6 +97,7 @@ print("the end", file=sys.stderr)
 def test_a_fork_talks_through_pipes(server: ForkServer, tmp_path: Path) -> None:
     script = tmp_path / "program.py"
     script.write_text(ANSWERS)
+    gc.collect()  # what other tests have left closes no descriptor meanwhile
     before = os.listdir("/proc/self/fd")
     pipes = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
     command = [sys.executable, str(script)]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import os
-import subprocess
 import sys
 import time
 from collections.abc import Iterator
@@ -16,7 +15,9 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 from elastic.errors import TrainingError
+from elastic.testing.forks.server import run_forked
 from elastic.testing.processes import is_alive
+from elastic.testing.waiting import PATIENCE_S
 from elastic.training.data.loader import ElasticLoader
 from elastic.training.data.plan import Position
 
@@ -169,7 +170,5 @@ def test_an_older_loop_cannot_take_the_batches_of_a_newer_one() -> None:
 def test_workers_forked_beside_a_busy_thread_come_to_send_their_batches() -> None:
     """Unprepared, 2 % of them wait for ever for a lock that was held at the fork."""
     script = Path(__file__).with_name("forks_beside_registrations.py")
-    done = subprocess.run(
-        [sys.executable, str(script)], capture_output=True, text=True, timeout=200, check=True
-    )
-    assert done.stdout.strip() == "0", done.stderr
+    done = run_forked([sys.executable, str(script)], timeout_s=PATIENCE_S)
+    assert (done.returncode, done.stdout.strip()) == (0, "0"), done.stderr

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
+from typing import Any
+
+import pytest
 
 HEAVY = ("torch", "grpc", "etcd3", "msgspec", "numpy", "rich", "google.protobuf")
 
@@ -34,25 +38,19 @@ def test_the_status_of_a_job_needs_no_journals() -> None:
     assert not loaded & {"torch", "rich", *journals, "elastic.membership.view"}
 
 
-def test_workers_never_import_grpc() -> None:
-    """Neither for what torch imports of ours, nor for what a script does."""
-    packages = {"torch.distributed.elastic.rendezvous", "elastic.training.run"}
-    loaded = modules_after(f"import {', '.join(sorted(packages))}")
-    assert packages <= loaded
-    assert not loaded & {"grpc", "etcd3"}
-
-
 def test_a_worker_that_logs_before_it_joins_reads_no_messages() -> None:
     code = "from elastic.telemetry.log import get_logger; get_logger().warning('x')"
     assert "msgspec" not in modules_after(code)
 
 
-READS = """
-import importlib, os, sys
+# Importing torch takes seconds: all that is to be seen beside it is seen in one process.
+BESIDE_TORCH = """
+import importlib, json, os, sys
 from elastic.testing.forks import server
 ours = [name for name in server._WARM if name.startswith(("elastic.", "checkpoints."))]
 for name in set(server._WARM) - set(ours):
     importlib.import_module(name)
+import torch.distributed as dist
 found = []
 def note(*_):
     frame = sys._getframe(2)
@@ -67,14 +65,40 @@ def noting(method):
     return noted
 for name in ("__getitem__", "__iter__"):
     setattr(os._Environ, name, noting(getattr(os._Environ, name)))
+before = vars(dist.Work)["wait"], sys.excepthook
 for name in ours:
     importlib.import_module(name)
-assert len(ours) > 2 and "elastic.training.run" in sys.modules
-print(sorted(set(found)))
+reads = sorted(set(found))
+for name in ("elastic.process_group", "elastic.testing.doubles.nccl_semantics"):
+    importlib.import_module(name)
+changes = (vars(dist.Work)["wait"], sys.excepthook) != before
+assert len(ours) > 2
+seen = {"reads": reads, "changes": changes, "modules": list(sys.modules)}
+print(json.dumps(seen))
 """
 
 
-def test_nothing_is_read_from_the_environment_at_import() -> None:
+@pytest.fixture(scope="module")
+def beside_torch() -> dict[str, Any]:
+    """What a process has read, changed and imported that has all that workers and agents import."""
+    done = subprocess.run(
+        [sys.executable, "-c", BESIDE_TORCH], capture_output=True, text=True, check=True
+    )
+    seen: dict[str, Any] = json.loads(done.stdout)
+    return seen
+
+
+def test_workers_never_import_grpc(beside_torch: dict[str, Any]) -> None:
+    """Neither for what torch imports of ours, nor for what a script does."""
+    loaded = set(beside_torch["modules"])
+    assert {"torch.distributed.elastic.rendezvous", "elastic.training.run"} <= loaded
+    assert not loaded & {"grpc", "etcd3"}
+
+
+def test_nothing_is_read_from_the_environment_at_import(beside_torch: dict[str, Any]) -> None:
     """A process of the tests' fork server is given its environment after that."""
-    done = subprocess.run([sys.executable, "-c", READS], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "[]"
+    assert beside_torch["reads"] == []
+
+
+def test_importing_changes_nothing_in_torch(beside_torch: dict[str, Any]) -> None:
+    assert not beside_torch["changes"]

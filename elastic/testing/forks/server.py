@@ -58,6 +58,13 @@ _WARM = (
     "elastic.testing.pacing",
     "elastic.training.run",
 )
+# By name: they are built on this package.
+_STARTERS = (
+    "elastic.cli.launch.local_nodes",
+    "elastic.doctor.collectives.ranks",
+    "elastic.doctor.probes",
+    "elastic.rendezvous.replacement",
+)
 _READ_AT_IMPORT = ("ELASTIC_STOCK_ETCD", "PYTHONPATH", "TORCH_LOGS")
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36  # linux/prctl.h
 _PADDING = "FORK_SERVER_PADDING"
@@ -190,10 +197,11 @@ def serve(connection: socket.socket) -> Callable[[], None] | None:
         read, write = os.pipe()
         middle = os.fork()
         if middle == 0:
-            pid = os.fork()
-            if pid:
-                os.write(write, str(pid).encode())
+            if os.fork():
                 os._exit(0)
+            # First: its client may signal the group of processes as soon as it knows the pid.
+            os.setsid()
+            os.write(write, str(os.getpid()).encode())
             os.close(start)
             os.read(started, 1)  # until it is the child of its client
             connection.detach()
@@ -208,7 +216,6 @@ def serve(connection: socket.socket) -> Callable[[], None] | None:
 
 def _become(order: dict[str, Any], fds: Sequence[int]) -> Callable[[], None]:
     """Nothing of the server is left but its modules."""
-    os.setsid()
     for number, fd in enumerate(fds):
         os.dup2(fd, number)
     os.closerange(3, 1 << 16)
@@ -250,10 +257,10 @@ def _run_module(name: str, arguments: list[str]) -> None:
 
 
 def _starts_others(module: str, arguments: Sequence[str]) -> bool:
-    """Whether ``python -m module arguments`` starts workers or agents: torchrun, an agent of
-    ``elastic run``, ``elastic run`` and ``elastic demo``."""
+    """Whether ``python -m module arguments`` starts workers, agents or ranks: torchrun, an agent of
+    ``elastic run``, ``elastic run``, ``elastic demo`` and ``elastic doctor``."""
     if module == "elastic.cli.main":
-        return arguments[:1] in (["run"], ["demo"])
+        return arguments[:1] in (["run"], ["demo"], ["doctor"])
     return module in ("torch.distributed.run", "elastic.cli.launch.local_agent")
 
 
@@ -278,12 +285,10 @@ def _run(program: types.CodeType, **names: object) -> None:
 
 
 def _fork_children() -> None:
-    """Have the workers of this agent, and the agents of this launcher, forked from a separate
-    server, which ends with it."""
+    """Have the workers of this agent and those that replace them, the agents of this launcher, and
+    the ranks and probes of this doctor forked from a separate server, which ends with it."""
     from torch.distributed.elastic.multiprocessing.subprocess_handler import subprocess_handler
 
-    # By name: the command line is built on this package.
-    local_nodes = importlib.import_module("elastic.cli.launch.local_nodes")
     ours, theirs = socket.socketpair()
     own = os.getpid()
     if os.fork() == 0:
@@ -301,13 +306,15 @@ def _fork_children() -> None:
     start = names["Popen"]
 
     def popen(args: Sequence[str], **options: Any) -> subprocess.Popen[bytes]:
-        if can_fork(args, options["env"]):
+        if can_fork(args, options.get("env", os.environ)):
             return ForkedPopen(client, args, **options)
         process: subprocess.Popen[bytes] = start(args, **options)
         return process
 
     names["Popen"] = popen
-    vars(local_nodes)["subprocess"] = types.SimpleNamespace(**{**vars(subprocess), "Popen": popen})
+    ours_too = types.SimpleNamespace(**{**vars(subprocess), "Popen": popen})
+    for name in _STARTERS:
+        vars(importlib.import_module(name))["subprocess"] = ours_too
 
 
 _ARGUMENTS: Area

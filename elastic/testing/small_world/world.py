@@ -28,6 +28,8 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 
+from elastic.testing.forks.program import start_python
+
 LINES, CALLS = "lines", "calls"
 
 
@@ -93,7 +95,7 @@ class RunOutcome:
 
 
 class SmallWorld:
-    """The host process; starting it takes as long as importing torch.
+    """The host process, forked from the tests' shared server: importing torch takes seconds.
 
     ``on_stream``: scripts that do not choose a backend train with NCCL's semantics
     (:mod:`elastic.testing.doubles.nccl_semantics`).
@@ -101,13 +103,12 @@ class SmallWorld:
 
     def __init__(self, *, on_stream: bool = False) -> None:
         self._on_stream = on_stream
-        self._host = subprocess.Popen(
+        self._host = start_python(
             [sys.executable, "-m", "elastic.testing.small_world.host"],
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
-            start_new_session=True,
         )
 
     def __enter__(self) -> SmallWorld:
