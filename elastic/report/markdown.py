@@ -19,7 +19,8 @@ def markdown(report: RunReport) -> Iterator[str]:
     yield (
         f"{timestamp(goodput.start_s)} to {timestamp(goodput.end_s)}, "
         f"{duration(goodput.duration_s)}: {goodput.breakdown.goodput:.1%} of the time made "
-        f"progress. {goodput.steps} steps, {goodput.recomputed_steps} of them made twice or more; "
+        f"progress. {counted(goodput.steps, 'step')}, {goodput.recomputed_steps:,} of them "
+        "recomputed; "
         f"{counted(len(goodput.incidents), 'change')} of the world."
     )
     yield ""

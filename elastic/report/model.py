@@ -71,7 +71,7 @@ def report_of(
     """Of ``run_id``, else of the run that began last. One without events has no nodes."""
     run = run_of(journal, run_id)
     goodput = goodput_of_run(run)
-    records = [record for record in run.records if record.name != "rank-times"]  # most are
+    records = run.records_without("rank-times")  # most are
     checkpoints = checkpoint_history(records)
     marks = generation_marks(records)
     outcome, reason, exit_code = _outcome(records)
@@ -111,7 +111,7 @@ def _ended(report: RunReport) -> str:
 
 
 def _progress(report: RunReport) -> str:
-    sizes = [len(mark.nodes) for mark in report.marks if mark.nodes]
+    sizes = [len(mark.nodes) for mark in report.marks if mark.nodes and mark.cause != "paused"]
     low, high = min(sizes, default=0), max(sizes, default=0)
     on = f" on {low} to {high} nodes" if low != high else f" on {counted(high, 'node')}"
     steps = counted(report.goodput.steps, "step")

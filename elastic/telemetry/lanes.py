@@ -7,13 +7,11 @@ its recoveries. An agent's lane says what a node did while it had no worker.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from math import inf
 
 from elastic.telemetry.activities import Activity, Lane, Stretch
-from elastic.telemetry.journal_reader import JournalRecord
+from elastic.telemetry.journal_reader import JournalRecord, Window
 from elastic.telemetry.merging import JournalWriter
 from elastic.telemetry.step_history import (
-    BESIDE_STEPS,
     StepHistory,
     discarded_part,
     parts_of,
@@ -46,7 +44,6 @@ def _scaled(
 
 # Workers -----------------------------------------------------------------------------------------
 
-_ALL_PARTS = (("productive_s", Activity.PRODUCTIVE), *BESIDE_STEPS)
 # Events after which a worker's lane says something else than that it makes steps.
 _MOVES_ON = frozenset(
     {"rank-times", "recovered", "world-fault", "state-restored", "world-joined", "run-closed"}
@@ -59,17 +56,27 @@ class _WindowSum:
     def __init__(self, start_s: float, cut: int | None) -> None:
         self.start_s = self.end_s = start_s
         self.cut = cut  # later steps were
-        self.seconds = {activity: 0.0 for _, activity in _ALL_PARTS}
+        self.productive_s = self.data_s = self.checkpoint_s = self.evaluation_s = 0.0
 
-    def add(self, record: JournalRecord) -> None:
-        self.end_s = record.at_s
-        get, seconds = record.data.get, self.seconds
-        for name, activity in _ALL_PARTS:
-            took_s = get(name)
-            if type(took_s) is float and 0 < took_s < inf:
-                seconds[activity] += took_s
-            elif took_s:
-                seconds[activity] += max(0.0, record.number(name))
+    def add(self, window: Window, end_s: float) -> None:
+        self.end_s = end_s
+        if window.productive_s > 0:
+            self.productive_s += window.productive_s
+        if window.data_s > 0:
+            self.data_s += window.data_s
+        if window.checkpoint_s > 0:
+            self.checkpoint_s += window.checkpoint_s
+        if window.evaluation_s > 0:
+            self.evaluation_s += window.evaluation_s
+
+    @property
+    def seconds(self) -> dict[Activity, float]:
+        return {
+            Activity.PRODUCTIVE: self.productive_s,
+            Activity.DATA: self.data_s,
+            Activity.CHECKPOINT: self.checkpoint_s,
+            Activity.EVALUATION: self.evaluation_s,
+        }
 
 
 def worker_lane(writer: JournalWriter, facts: StepHistory) -> Lane | None:
@@ -91,13 +98,13 @@ class _WorkerLane:
         self._sum: _WindowSum | None = None
 
     def take(self, record: JournalRecord) -> None:
-        if record.name == "rank-times" and self._sum_up(record):
+        if record.name == "rank-times" and self._sum_up(record.window, record.at_s):
             return
         if record.name in _MOVES_ON:
             self._flush()
         match record.name:
             case "rank-times":
-                self._window(record)
+                self._window(record.window, record.at_s)
             case "recovered":
                 self._laps(record)
             case "world-fault":
@@ -136,47 +143,46 @@ class _WorkerLane:
             self.lane.stretches.append(Stretch.of(activity, self._cursor_s, until_s))
             self._cursor_s = until_s
 
-    def _window(self, record: JournalRecord) -> None:
+    def _window(self, window: Window, end_s: float) -> None:
         if self._meanwhile is not Activity.UNREPORTED:  # else windows follow each other
-            self._fill(record.at_s - record.number("duration_s"))
-        self._generation = record.whole("generation")
-        start_s, end_s = self._cursor_s, record.at_s
+            self._fill(end_s - window.duration_s)
+        self._generation = window.generation
+        start_s = self._cursor_s
         if end_s <= start_s:
             return
-        open_s = min(end_s - start_s, max(0.0, record.number("open_s")))
-        ended, is_first = record.text("ended"), record.text("ended") == "first-step"
-        steps_end_s = end_s - open_s
+        is_first = window.ended == "first-step"
+        steps_end_s = end_s - min(end_s - start_s, max(0.0, window.open_s))
         if steps_end_s > start_s:
-            self.lane.stretches.append(self._steps(record, start_s, steps_end_s))
-            if not is_first and record.whole("steps"):
+            self.lane.stretches.append(self._steps(window, start_s, steps_end_s))
+            if not is_first and window.steps:
                 self._progress(start_s, steps_end_s)
             elif is_first:
                 self.lane.progress.append((steps_end_s, steps_end_s))
         self._cursor_s = max(start_s, steps_end_s)
-        self._open(record, ended, end_s)
+        self._open(window, end_s)
 
-    def _sum_up(self, record: JournalRecord) -> bool:
+    def _sum_up(self, window: Window, end_s: float) -> bool:
         """Add a window of whole steps, all of them kept, to those before it; False: it is none.
 
         There may be a million: what follows looks at one stretch for many of them.
         """
-        total, data = self._sum, record.data
-        if data.get("ended") != "due" or data.get("open_s"):
+        total = self._sum
+        if window.ended != "due" or window.open_s:
             return False
-        if total is not None and record.at_s - total.start_s > MERGED_WINDOWS_S:
+        if total is not None and end_s - total.start_s > MERGED_WINDOWS_S:
             self._flush()
             total = None
-        generation, step = record.whole("generation"), record.whole("step") or 0
+        generation = window.generation
         if total is None:
             is_next = self._meanwhile is Activity.UNREPORTED and generation == self._generation
-            if not is_next or not record.whole("steps"):
+            if not is_next or not window.steps:
                 return False
             cut = self._facts.cuts.get(generation or 0)
             total = self._sum = _WindowSum(self._cursor_s, cut)
-        is_more = generation == self._generation and record.at_s > total.end_s
-        if not is_more or (total.cut is not None and step > total.cut):
+        is_more = generation == self._generation and end_s > total.end_s
+        if not is_more or (total.cut is not None and (window.step or 0) > total.cut):
             return False
-        total.add(record)
+        total.add(window, end_s)
         return True
 
     def _flush(self) -> None:
@@ -196,14 +202,14 @@ class _WorkerLane:
         else:
             progress.append((start_s, end_s))
 
-    def _steps(self, record: JournalRecord, start_s: float, end_s: float) -> Stretch:
+    def _steps(self, window: Window, start_s: float, end_s: float) -> Stretch:
         """The part of a window that holds whole steps, scaled to its length."""
-        generation = record.whole("generation") or 0
-        discarded = discarded_part(record, self._facts.cuts.get(generation))
-        parts = parts_of(record, discarded)
-        if record.text("ended") == "first-step":
+        generation = window.generation or 0
+        discarded = discarded_part(window, self._facts.cuts.get(generation))
+        parts = parts_of(window, discarded)
+        if window.ended == "first-step":
             usual_s = self._facts.usual_of(generation)
-            whole_s = max(0.0, record.number("productive_s")) + parts[Activity.DATA]
+            whole_s = max(0.0, window.productive_s) + parts[Activity.DATA]
             if usual_s is not None and whole_s > usual_s:
                 parts[Activity.DATA] = 0.0
                 parts[Activity.FIRST_STEP] = whole_s - usual_s
@@ -211,17 +217,17 @@ class _WorkerLane:
                 parts[Activity.PRODUCTIVE] = usual_s * (1 - discarded)
         return _scaled(start_s, end_s, parts, generation if discarded else None)
 
-    def _open(self, record: JournalRecord, ended: str, end_s: float) -> None:
+    def _open(self, window: Window, end_s: float) -> None:
         """What a window holds after the last commit: a step that did not end."""
-        if ended == "fault":
-            usual_s = self._facts.usual_of(record.whole("generation") or 0) or 0.0
+        if window.ended == "fault":
+            usual_s = self._facts.usual_of(window.generation or 0) or 0.0
             self._add(Activity.RECOMPUTED, min(end_s, self._cursor_s + usual_s))
             self._add(Activity.DETECTION, end_s)
             self._meanwhile = Activity.ABORT
-        elif ended == "change":
+        elif window.ended == "change":
             self._add(Activity.RENDEZVOUS, end_s)
             self._meanwhile = Activity.RENDEZVOUS
-        elif ended == "close":
+        elif window.ended == "close":
             self._add(Activity.SHUTDOWN, end_s)
             self._meanwhile = Activity.SHUTDOWN
         else:

@@ -7,15 +7,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from elastic.telemetry.activities import Activity
-from elastic.telemetry.journal_reader import JournalRecord
+from elastic.telemetry.journal_reader import JournalRecord, Window
 
 _LAST_WINDOWS = 1000
-# What is no part of a step, by its field in a window.
-BESIDE_STEPS = (
-    ("data_s", Activity.DATA),
-    ("checkpoint_s", Activity.CHECKPOINT),
-    ("evaluation_s", Activity.EVALUATION),
-)
 
 
 @dataclass(frozen=True)
@@ -23,7 +17,7 @@ class StepHistory:
     """What the windows of all ranks tell together."""
 
     usual_s: Mapping[int, float]  # by generation: productive time of a step, less the first
-    windows: Mapping[int, Sequence[JournalRecord]]  # by generation: the last ones of all ranks
+    windows: Mapping[int, Sequence[Window]]  # by generation: the last ones of all ranks
     cuts: Mapping[int, int]  # by generation: the step from which on a later one redid its work
     first_step: int
     last_step: int
@@ -32,9 +26,9 @@ class StepHistory:
     def shares_of(self, generation: int) -> dict[Activity, float]:
         """What its windows hold, as fractions of 1; nothing if there are none."""
         sums: dict[Activity, float] = defaultdict(float)
-        for record in self.windows.get(generation, ()):
-            discarded = discarded_part(record, self.cuts.get(generation))
-            for activity, took_s in parts_of(record, discarded).items():
+        for window in self.windows.get(generation, ()):
+            discarded = discarded_part(window, self.cuts.get(generation))
+            for activity, took_s in parts_of(window, discarded).items():
                 sums[activity] += took_s
         whole_s = sum(sums.values())
         return {a: took_s / whole_s for a, took_s in sums.items()} if whole_s > 0 else {}
@@ -56,33 +50,44 @@ class _WorldSteps:
         self.begin = begin
         self.end: int | None = None
         self.steps, self.productive_s = 0, 0.0
-        self.windows: deque[JournalRecord] = deque(maxlen=_LAST_WINDOWS)
+        self.windows: deque[Window] = deque(maxlen=_LAST_WINDOWS)
+
+    def add(self, window: Window, step: int, made: int) -> None:
+        """Sum up a window that ends with ``step``, after so many."""
+        if self.end is None or step > self.end:
+            self.end = step
+        if made > 0 and window.ended != "first-step":
+            self.windows.append(window)
+            self.productive_s += window.productive_s
+            self.steps += made
 
 
 def step_history(records: Iterable[JournalRecord]) -> StepHistory:
     """From the windows of all ranks of a run. Short for a million of them."""
     worlds: dict[int, _WorldSteps] = {}
     for record in records:
-        is_window = record.name == "rank-times"
-        if not (is_window or record.name == "world-joined"):
-            continue
-        generation, step = record.whole("generation"), record.whole("step")
-        if generation is None or step is None:
-            continue
-        made = max(0, record.whole("steps") or 0) if is_window else 0
-        world = worlds.get(generation)
-        if world is None:
-            world = worlds[generation] = _WorldSteps(step - made)
-        elif step - made < world.begin:
-            world.begin = step - made
-        if is_window:
-            if world.end is None or step > world.end:
-                world.end = step
-            if made and record.data.get("ended") != "first-step":
-                world.windows.append(record)
-                world.productive_s += record.number("productive_s")
-                world.steps += made
+        if record.name == "rank-times":
+            window = record.window
+            generation, step = window.generation, window.step
+            if generation is not None and step is not None:
+                made = window.steps or 0
+                world = _begun(worlds, generation, step - made if made > 0 else step)
+                world.add(window, step, made)
+        elif record.name == "world-joined":
+            generation, step = record.whole("generation"), record.whole("step")
+            if generation is not None and step is not None:
+                _begun(worlds, generation, step)
     return _history(worlds)
+
+
+def _begun(worlds: dict[int, _WorldSteps], generation: int, step: int) -> _WorldSteps:
+    """The world of that generation, which began with that step at the latest."""
+    world = worlds.get(generation)
+    if world is None:
+        world = worlds[generation] = _WorldSteps(step)
+    elif step < world.begin:
+        world.begin = step
+    return world
 
 
 def _history(worlds: Mapping[int, _WorldSteps]) -> StepHistory:
@@ -98,21 +103,25 @@ def _history(worlds: Mapping[int, _WorldSteps]) -> StepHistory:
     )
 
 
-def parts_of(record: JournalRecord, discarded: float) -> dict[Activity, float]:
-    """Of a window, in seconds, but for the step that had not ended."""
-    parts = {activity: max(0.0, record.number(name)) for name, activity in BESIDE_STEPS}
-    productive_s = max(0.0, record.number("productive_s"))
+def parts_of(window: Window, discarded: float) -> dict[Activity, float]:
+    """In seconds, but for the step that had not ended."""
+    parts = {
+        Activity.DATA: max(0.0, window.data_s),
+        Activity.CHECKPOINT: max(0.0, window.checkpoint_s),
+        Activity.EVALUATION: max(0.0, window.evaluation_s),
+    }
+    productive_s = max(0.0, window.productive_s)
     parts[Activity.RECOMPUTED] = productive_s * discarded
     parts[Activity.PRODUCTIVE] = productive_s * (1 - discarded)
     return parts
 
 
-def discarded_part(record: JournalRecord, cut: int | None) -> float:
+def discarded_part(window: Window, cut: int | None) -> float:
     """Which part of the window's steps a later generation, from step ``cut`` on, did again."""
-    steps = record.whole("steps") or 0
+    steps = window.steps or 0
     if cut is None or steps <= 0:
         return 0.0
-    last = record.whole("step") or 0
+    last = window.step or 0
     return min(1.0, max(0, last - max(cut, last - steps)) / steps)
 
 

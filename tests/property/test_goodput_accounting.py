@@ -44,7 +44,7 @@ class Process:
                 seq=len(self.records),
                 time_s=1e9 + self.at_s + self.skew_s,
                 monotonic_s=self.at_s,
-                data=data,
+                line=data,
             )
         )
 
@@ -245,7 +245,7 @@ lines = st.builds(
         seq=-1,
         time_s=at_s + 1e9,
         monotonic_s=at_s,
-        data={**data, "node": node, "event": name},
+        line={**data, "node": node, "event": name},
     ),
     names,
     st.sampled_from(["a", "b", "c"]),

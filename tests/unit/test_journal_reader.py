@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from elastic.telemetry.journal_reader import JournalFolder, read_folder
+from elastic.telemetry.journal_reader import JournalFolder, JournalRecord, read_folder
 from elastic.telemetry.merging import MergedJournal, merge
 
 
@@ -193,3 +193,63 @@ def test_a_killed_node_wrote_as_long_as_any_of_its_processes(tmp_path: Path) -> 
     notes = read(tmp_path).notes
     assert [n for n in notes if n.startswith("b wrote nothing in the last 10.0 s of the run")]
     assert [n for n in notes if "its process is dead" in n]
+
+
+WINDOW = {
+    "event": "rank-times",
+    "seq": 3,
+    "time": 1e9,
+    "monotonic": 10.0,
+    "writer": "w",
+    "node": "n1",
+    "rank": 2,
+    "generation": 4,
+    "step": 120,
+    "steps": 50,
+    "duration_s": 5.0,
+    "productive_s": 4.5,
+    "data_s": 0.25,
+    "checkpoint_s": 0.125,
+    "evaluation_s": 0.0,
+    "open_s": 0.0,
+    "collective_s": 1.5,
+    "ended": "due",
+}
+ODD_WINDOWS: list[dict[str, Any]] = [
+    {},
+    {"data_s": 1},
+    {"new_field": [1, {"a": None}]},
+    {"steps": "x", "open_s": None},
+    {"data_s": True, "step": 7.5, "ended": 3},
+    {"generation": None, "node": ["a"], "seq": "x"},
+    {"rank": None, "node_id": "id"},
+    {"time": -1, "writer": "\u00fc"},
+]
+
+
+def read_line(folder: Path, text: str) -> JournalRecord:
+    folder.mkdir()
+    write(folder, "a", text)
+    (record,), notes = read_folder(folder)
+    assert notes == []
+    return record
+
+
+@pytest.mark.parametrize("odd", ODD_WINDOWS, ids=range(len(ODD_WINDOWS)))
+@pytest.mark.parametrize("missing", [None, "collective_s", "node", "seq", "step"])
+def test_windows_are_read_the_same_whatever_their_lines_hold(
+    tmp_path: Path, odd: dict[str, Any], missing: str | None
+) -> None:
+    """Decoded as a struct, where the line begins and goes on as the journal writes it, or not."""
+    data = {name: value for name, value in {**WINDOW, **odd}.items() if name != missing}
+    usual = read_line(tmp_path / "usual", json.dumps(data))
+    reversed_ = read_line(tmp_path / "reversed", json.dumps(dict(reversed(data.items()))))
+    assert usual.data == reversed_.data == data
+    assert usual.node == reversed_.node == str(data.get("node", "?"))
+    for name in ("name", "writer", "seq", "time_s", "monotonic_s", "window"):
+        assert getattr(usual, name) == getattr(reversed_, name), name
+    for name in ("seq", "rank", "generation", "step", "steps"):
+        assert usual.whole(name) == reversed_.whole(name)
+    for name in data:
+        assert usual.number(name) == reversed_.number(name)
+        assert usual.text(name) == reversed_.text(name)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import sys
+from dataclasses import replace
 from html.parser import HTMLParser
 from itertools import pairwise
 from pathlib import Path
@@ -85,6 +86,14 @@ def test_the_page_tells_what_happened_and_what_it_cost(page: Page) -> None:
         assert said in page.text
     # Of the failure of generation 1: the checkpoint was 10 s old, and 11 steps behind.
     assert "1 step-20 10.0 s 11 the state of the surviving workers" in page.text
+
+
+def test_a_paused_world_counts_for_no_steps(tmp_path: Path) -> None:
+    write_run(tmp_path)
+    report = report_in(tmp_path)
+    paused = replace(report.marks[0], generation=9, cause="paused", nodes=("node-0",))
+    timeline = replace(report.timeline, marks=(*report.marks, paused))
+    assert "It made 105 steps on 2 to 3 nodes; " in replace(report, timeline=timeline).sentence
 
 
 def test_an_incident_has_the_milliseconds_of_each_phase(tmp_path: Path) -> None:

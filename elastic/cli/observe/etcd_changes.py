@@ -34,7 +34,7 @@ class JobChange:
         data = {"event": self.name, "time": self.at_s, "node": "etcd", "writer": "etcd"}
         more = {"generation": self.generation, "text": self.text}
         return JournalRecord(
-            self.name, "etcd", 0, self.at_s, 0.0, data={**data, **more}, at_s=self.at_s
+            self.name, "etcd", 0, self.at_s, 0.0, line={**data, **more}, at_s=self.at_s
         )
 
 

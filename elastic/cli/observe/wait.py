@@ -102,7 +102,10 @@ def parser(environ: Mapping[str, str] = os.environ) -> argparse.ArgumentParser:
     """The command line of ``elastic wait``."""
     own = CommandParser(
         prog="elastic wait",
-        description="Wait until a job is done, has committed a step, or trains on so many nodes.",
+        description="Wait until a job is done, has committed a step, or trains on N nodes or more. "
+        "A job trains once the workers of all nodes of its newest world have begun a step. (Nobody "
+        "reports the steps of scripts without elastic.join(): those train after two minutes, with "
+        "mode=restart from their start.)",
         epilog="exit codes: 0 it is so; 124 timed out; 1 the job ended before; the job's own if "
         "it failed; 2 usage; 69 etcd cannot be reached at the start, or refuses",
     )
