@@ -22,7 +22,7 @@ from elastic.telemetry.journal import SCHEMA
 _CHUNK_BYTES = 1 << 24
 _NUMBERS = (float, int)  # as JSON has them: type() takes a third of isinstance's time
 _LONGEST_LINE = 1 << 20  # what is longer was not written by a journal
-_LATEST_S = 1e11  # of a clock: the year 5138
+_LATEST_TIME = 1e11  # of a clock: the year 5138
 _TAIL_BYTES = 1 << 18
 _TAIL_FILES = 64
 _WINDOW: Literal["rank-times"] = "rank-times"
@@ -282,7 +282,7 @@ def _written_s(path: Path) -> float:
 
 
 def _is_time(value: Any) -> TypeGuard[float]:
-    return type(value) in _NUMBERS and abs(value) < _LATEST_S
+    return type(value) in _NUMBERS and abs(value) < _LATEST_TIME
 
 
 def _decoded(line: bytes) -> Any:
@@ -302,7 +302,7 @@ def _window_record(line: bytes) -> JournalRecord | None:
     except _NOT_DECODED:
         return None
     time_s, monotonic_s = window.time, window.monotonic
-    is_possible = abs(time_s) < _LATEST_S and abs(monotonic_s) < _LATEST_S
+    is_possible = abs(time_s) < _LATEST_TIME and abs(monotonic_s) < _LATEST_S
     if not is_possible or len(line) > _LONGEST_LINE:
         return None
     return JournalRecord(_WINDOW, window.writer, window.seq, time_s, monotonic_s, window)
