@@ -496,6 +496,7 @@ def test_an_incident_is_described_with_its_traceback(
         said = capsys.readouterr().out
         assert "what:          n4 was lost\n" in said
         assert "verdict:       a verdict\n" in said
+        assert "step:          52 or later, as the leader knew then\n" in said
         assert r"      boom\x1b[2J" in said
     assert cli("describe", "incident", "3") == 2
     assert "those known broke generation 6" in capsys.readouterr().err
