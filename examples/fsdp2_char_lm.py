@@ -124,7 +124,7 @@ def main() -> None:
     for block in model.blocks:
         fully_shard(block, mesh=mesh, mp_policy=policy)
     fully_shard(model, mesh=mesh, mp_policy=policy)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, fused=True)
 
     # Each rank of the mesh is a position in the data. The global batch is constant, so the order
     # and the number of steps are the same at any size.

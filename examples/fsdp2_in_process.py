@@ -91,7 +91,7 @@ def main():
         for block in model.blocks:
             fully_shard(block, mesh=mesh)
         fully_shard(model, mesh=mesh)
-        return model, torch.optim.AdamW(model.parameters(), lr=3e-3)
+        return model, torch.optim.AdamW(model.parameters(), lr=3e-3, fused=True)
 
     def train():
         model, optimizer = run.build(build)  # again in each world: use nothing of the last one

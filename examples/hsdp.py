@@ -80,7 +80,7 @@ def main() -> None:
     for block in model.blocks:
         fully_shard(block, mesh=run.mesh["shard"])
     model = run.wrap(fully_shard(model, mesh=run.mesh["shard"]))
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)  # after fully_shard
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)  # after fully_shard
     run.track(optimizer=optimizer)
     data = waves(options.samples, dtype)
     loader = run.loader(

@@ -76,8 +76,13 @@ ETCD_OPERATIONS: Final = (
     *("get", "list", "put", "swap", "delete", "connect", "ask", "grant", "look", "revoke"),
     "other",
 )
-# A counter cannot tell afterwards what was thrown away, or was never reported.
-_IN_REPORTS_ALONE = (Activity.RECOMPUTED, Activity.UNREPORTED, Activity.NO_NODES)
+# A counter cannot tell afterwards what was thrown away, held up, or never reported.
+_IN_REPORTS_ALONE = (
+    Activity.STRAGGLING,
+    Activity.RECOMPUTED,
+    Activity.UNREPORTED,
+    Activity.NO_NODES,
+)
 _CAUSES = tuple(cause.value for cause in Cause)
 _GAUGE, _COUNTER = MetricKind.GAUGE, MetricKind.COUNTER
 _SUMMARY, _HISTOGRAM = MetricKind.SUMMARY, MetricKind.HISTOGRAM

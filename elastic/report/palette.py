@@ -25,6 +25,7 @@ COLOURS: Mapping[str, tuple[str, str]] = {
     "waiting-for-nodes": ("#6b4fa0", "#9f86d6"),
     "data-wait": ("#a38300", "#e3c341"),
     "checkpoint-stall": ("#0072b2", "#4aa8e0"),
+    "straggling": ("#5b8c00", "#93cf3a"),
     "evaluation": ("#1b8a8f", "#3bbfc4"),
     "recomputed-steps": ("#d06c00", "#ff9d3b"),
     "detection": ("#b00020", "#ff5d6c"),

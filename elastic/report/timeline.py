@@ -21,6 +21,7 @@ _USUAL = frozenset(
         Activity.PRODUCTIVE,
         Activity.DATA,
         Activity.CHECKPOINT,
+        Activity.STRAGGLING,
         Activity.EVALUATION,
         Activity.RECOMPUTED,
     }

@@ -17,6 +17,7 @@ class Activity(str, Enum):
     WAITING_FOR_NODES = "waiting for nodes"  # below the minimum of nodes: nothing can be trained
     DATA = "data wait"  # the main thread waits for a batch
     CHECKPOINT = "checkpoint stall"  # training pauses for a save
+    STRAGGLING = "straggling"  # in steps, waiting for a rank that was found to be a straggler
     EVALUATION = "evaluation"  # forward passes of a model in eval mode
     RECOMPUTED = "recomputed steps"  # steps that a recovery has thrown away
     DETECTION = "detection"  # from the end of the last step until a failure was noticed

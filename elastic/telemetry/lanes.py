@@ -16,6 +16,7 @@ from elastic.telemetry.step_history import (
     discarded_part,
     parts_of,
 )
+from elastic.telemetry.straggling import Straggling, held_up_s
 from elastic.tuning.worker_intervals import MERGED_WINDOWS_S, UNREPORTED_S
 
 _LAPS = (
@@ -53,10 +54,12 @@ _MOVES_ON = frozenset(
 class _WindowSum:
     """Consecutive windows of whole steps in one world, none of which was done again."""
 
-    def __init__(self, start_s: float, cut: int | None) -> None:
+    def __init__(self, start_s: float, cut: int | None, stragglers: Sequence[Straggling]) -> None:
         self.start_s = self.end_s = start_s
         self.cut = cut  # later steps were
         self.productive_s = self.data_s = self.checkpoint_s = self.evaluation_s = 0.0
+        self.straggling_s = 0.0  # of the productive time
+        self._stragglers = stragglers
 
     def add(self, window: Window, end_s: float) -> None:
         self.end_s = end_s
@@ -68,11 +71,14 @@ class _WindowSum:
             self.checkpoint_s += window.checkpoint_s
         if window.evaluation_s > 0:
             self.evaluation_s += window.evaluation_s
+        if self._stragglers:
+            self.straggling_s += held_up_s(self._stragglers, window, end_s)
 
     @property
     def seconds(self) -> dict[Activity, float]:
         return {
-            Activity.PRODUCTIVE: self.productive_s,
+            Activity.PRODUCTIVE: self.productive_s - self.straggling_s,
+            Activity.STRAGGLING: self.straggling_s,
             Activity.DATA: self.data_s,
             Activity.CHECKPOINT: self.checkpoint_s,
             Activity.EVALUATION: self.evaluation_s,
@@ -153,7 +159,7 @@ class _WorkerLane:
         is_first = window.ended == "first-step"
         steps_end_s = end_s - min(end_s - start_s, max(0.0, window.open_s))
         if steps_end_s > start_s:
-            self.lane.stretches.append(self._steps(window, start_s, steps_end_s))
+            self.lane.stretches.append(self._steps(window, start_s, steps_end_s, end_s))
             if not is_first and window.steps:
                 self._progress(start_s, steps_end_s)
             elif is_first:
@@ -178,7 +184,8 @@ class _WorkerLane:
             if not is_next or not window.steps:
                 return False
             cut = self._facts.cuts.get(generation or 0)
-            total = self._sum = _WindowSum(self._cursor_s, cut)
+            stragglers = self._facts.stragglers.get(generation or 0, ())
+            total = self._sum = _WindowSum(self._cursor_s, cut, stragglers)
         is_more = generation == self._generation and end_s > total.end_s
         if not is_more or (total.cut is not None and (window.step or 0) > total.cut):
             return False
@@ -202,12 +209,14 @@ class _WorkerLane:
         else:
             progress.append((start_s, end_s))
 
-    def _steps(self, window: Window, start_s: float, end_s: float) -> Stretch:
+    def _steps(self, window: Window, start_s: float, end_s: float, window_end_s: float) -> Stretch:
         """The part of a window that holds whole steps, scaled to its length."""
         generation = window.generation or 0
         discarded = discarded_part(window, self._facts.cuts.get(generation))
-        parts = parts_of(window, discarded)
-        if window.ended == "first-step":
+        is_first = window.ended == "first-step"
+        stragglers = () if is_first else self._facts.stragglers.get(generation, ())
+        parts = parts_of(window, discarded, held_up_s(stragglers, window, window_end_s))
+        if is_first:
             usual_s = self._facts.usual_of(generation)
             whole_s = max(0.0, window.productive_s) + parts[Activity.DATA]
             if usual_s is not None and whole_s > usual_s:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from elastic.telemetry.activities import Activity
 from elastic.telemetry.journal_reader import JournalRecord, Window
+from elastic.telemetry.straggling import WANTED, Straggling, stragglings
 
 _LAST_WINDOWS = 1000
 
@@ -22,6 +23,7 @@ class StepHistory:
     first_step: int
     last_step: int
     recomputed_steps: int
+    stragglers: Mapping[int, Sequence[Straggling]]  # by generation
 
     def shares_of(self, generation: int) -> dict[Activity, float]:
         """What its windows hold, as fractions of 1; nothing if there are none."""
@@ -65,6 +67,7 @@ class _WorldSteps:
 def step_history(records: Iterable[JournalRecord]) -> StepHistory:
     """From the windows of all ranks of a run. Short for a million of them."""
     worlds: dict[int, _WorldSteps] = {}
+    verdicts: list[JournalRecord] = []
     for record in records:
         if record.name == "rank-times":
             window = record.window
@@ -77,7 +80,9 @@ def step_history(records: Iterable[JournalRecord]) -> StepHistory:
             generation, step = record.whole("generation"), record.whole("step")
             if generation is not None and step is not None:
                 _begun(worlds, generation, step)
-    return _history(worlds)
+        elif record.name in WANTED:
+            verdicts.append(record)
+    return _history(worlds, stragglings(verdicts))
 
 
 def _begun(worlds: dict[int, _WorldSteps], generation: int, step: int) -> _WorldSteps:
@@ -90,7 +95,9 @@ def _begun(worlds: dict[int, _WorldSteps], generation: int, step: int) -> _World
     return world
 
 
-def _history(worlds: Mapping[int, _WorldSteps]) -> StepHistory:
+def _history(
+    worlds: Mapping[int, _WorldSteps], stragglers: Mapping[int, Sequence[Straggling]]
+) -> StepHistory:
     cuts = _cuts({g: world.begin for g, world in worlds.items()})
     ends = {g: world.end for g, world in worlds.items() if world.end is not None}
     return StepHistory(
@@ -100,11 +107,12 @@ def _history(worlds: Mapping[int, _WorldSteps]) -> StepHistory:
         first_step=min((world.begin for world in worlds.values()), default=0),
         last_step=max(ends.values(), default=0),
         recomputed_steps=sum(max(0, ends[g] - cuts[g]) for g in ends if g in cuts),
+        stragglers=stragglers,
     )
 
 
-def parts_of(window: Window, discarded: float) -> dict[Activity, float]:
-    """In seconds, but for the step that had not ended."""
+def parts_of(window: Window, discarded: float, straggling_s: float = 0.0) -> dict[Activity, float]:
+    """In seconds, but for the step that had not ended. ``straggling_s``: of its productive time."""
     parts = {
         Activity.DATA: max(0.0, window.data_s),
         Activity.CHECKPOINT: max(0.0, window.checkpoint_s),
@@ -112,7 +120,8 @@ def parts_of(window: Window, discarded: float) -> dict[Activity, float]:
     }
     productive_s = max(0.0, window.productive_s)
     parts[Activity.RECOMPUTED] = productive_s * discarded
-    parts[Activity.PRODUCTIVE] = productive_s * (1 - discarded)
+    parts[Activity.STRAGGLING] = straggling_s * (1 - discarded)
+    parts[Activity.PRODUCTIVE] = (productive_s - straggling_s) * (1 - discarded)
     return parts
 
 

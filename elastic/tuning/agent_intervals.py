@@ -24,6 +24,8 @@ RECENT_LOSS_S = 600.0
 # A script that has not called elastic.join() after this long in a world is taken for one that never
 # does: its nodes count as training, though nobody reports their steps. Imports take less.
 SILENT_SCRIPT_S = 120.0
+# A command that connects to etcd says so if that takes longer: it may take connect_timeout_s.
+SAY_CONNECTING_S = 1.0
 # Between two looks of `elastic status --watch`,
 STATUS_WATCH_S = 2.0
 # Between two looks of `elastic dashboard` at etcd, once for all of its clients: a page that shows a

@@ -96,6 +96,8 @@ if options.kind != "build":
 
 def train() -> None:
     model, adam = run.build(built) if options.kind == "build" else (wrapped, optimizer)
+    # A fused step takes DTensors or plain tensors, not both; a checkpoint has kept the setting.
+    adam.param_groups[0]["fused"] = options.kind != "tp"
     result["resumed"] = torch.tensor(run.state.get("epochs", 0))
     for epoch in run.epochs(options.epochs):
         for x, y in loader:

@@ -225,6 +225,8 @@ names = st.sampled_from(
         "job-ended",
         "node-parked",
         "journal-closed",
+        "straggler-found",
+        "straggler-recovered",
         "made-up",
     ]
 )
@@ -236,7 +238,18 @@ odd: st.SearchStrategy[Any] = st.one_of(
 FIELDS = (
     *("generation", "step", "steps", "duration_s", "productive_s", "data_s", "checkpoint_s"),
     *("evaluation_s", "open_s", "ended", "leave_s", "wait_s", "build_s", "agree_s", "wrap_s"),
-    *("clean", "after_generation", "run_id", "boot_id", "role", "cause", "reason", "lost"),
+    *(
+        "rank",
+        "lag_s",
+        "clean",
+        "after_generation",
+        "run_id",
+        "boot_id",
+        "role",
+        "cause",
+        "reason",
+        "lost",
+    ),
 )
 lines = st.builds(
     lambda name, node, writer, at_s, data: JournalRecord(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import logging
 import re
@@ -47,7 +48,8 @@ from elastic.membership.records import (
 )
 from elastic.telemetry.journal import Journal
 from elastic.testing.doubles.manual_clock import ManualClock
-from elastic.testing.doubles.memory_store import MemoryStore
+from elastic.testing.doubles.memory_store import MemoryServer, MemoryStore
+from elastic.testing.waiting import eventually
 from elastic.tuning.agent_intervals import SILENT_SCRIPT_S
 
 KEYS = Keys.of("/elastic", "llama-7")
@@ -494,6 +496,7 @@ def test_an_incident_is_described_with_its_traceback(
         said = capsys.readouterr().out
         assert "what:          n4 was lost\n" in said
         assert "verdict:       a verdict\n" in said
+        assert "step:          52 or later, as the leader knew then\n" in said
         assert r"      boom\x1b[2J" in said
     assert cli("describe", "incident", "3") == 2
     assert "those known broke generation 6" in capsys.readouterr().err
@@ -697,6 +700,31 @@ def test_while_etcd_is_away_the_journal_tells_the_last_known_state(
     assert "--journal FOLDER shows the last known state" in capsys.readouterr().err
     assert main([*argv, f"--journal={tmp_path / 'none'}"]) == 69
     assert "state not known" in capsys.readouterr().out
+
+
+def test_a_connection_that_takes_long_says_what_it_waits_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    said = io.StringIO()
+
+    def connect(_: object) -> MemoryStore:
+        eventually(lambda: "127.0.0.1:1 has not answered yet" in said.getvalue())
+        return MemoryStore(MemoryServer())
+
+    monkeypatch.setattr("elastic.store.etcd.store.EtcdStore", connect)
+    monkeypatch.setattr("sys.stderr", said)
+    argv = ["status", "--rdzv-endpoint=127.0.0.1:1", "--rdzv-id=x"]
+    assert main([*argv, "--rdzv-conf=connect_timeout_s=7.5"]) == 1
+    assert "trying for 7.5 s" in said.getvalue()
+
+
+def test_a_quick_connection_says_nothing_of_it(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("elastic.cli.observe.connection.SAY_CONNECTING_S", 600.0)
+    monkeypatch.setattr("elastic.store.etcd.store.EtcdStore", lambda _: MemoryStore(MemoryServer()))
+    assert main(["status", "--rdzv-endpoint=127.0.0.1:1", "--rdzv-id=x"]) == 1
+    assert "has not answered yet" not in capsys.readouterr().err
 
 
 def test_the_journals_tell_of_checkpoints_incidents_and_the_end(tmp_path: Path) -> None:

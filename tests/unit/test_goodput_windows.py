@@ -62,3 +62,54 @@ def test_many_windows_become_few_stretches(tmp_path: Path) -> None:
     (lane,) = found.nodes[0].workers
     assert len(lane.stretches) < 15
     assert all(b.start_s == a.end_s for a, b in pairwise(lane.stretches))
+
+
+LAG_S = 0.02  # of the steps of 0.1 s
+
+
+def with_a_straggler(cause: str, *, recovers: bool) -> list[MadeUpProcess]:
+    """Two nodes make windows of 5 s and 50 steps until 510 s; rank 1 is found to be slow."""
+    agent = MadeUpProcess("node-0", "agent")
+    verdict = {"rank": 1, "generation": 1}
+    agent.write(10.0, "world-entered", generation=1)
+    agent.write(100.1, "straggler-found", cause=cause, lag_s=LAG_S, **verdict)
+    if recovers:
+        agent.write(300.1, "straggler-recovered", **verdict)
+    agent.write(510.1, "job-ended")
+    workers = []
+    for rank in (0, 1):
+        worker = MadeUpProcess(f"node-{rank}", "worker")
+        place = {"rank": rank, "generation": 1}
+        worker.write(10.0, "world-joined", step=0, duration_s=0.0, **place)
+        worker.window(10.1, 0.1, 1, 1, ended="first-step", **place)
+        for number in range(1, 101):
+            worker.window(10.1 + 5 * number, 5.0, 1 + 50 * number, 50, ended="due", **place)
+        worker.write(510.1, "run-closed", clean=True, **place)
+        workers.append(worker)
+    return [agent, *workers]
+
+
+@pytest.mark.parametrize(
+    ("cause", "recovers", "straggling_s"),
+    [
+        ("compute", True, 0.2 * 200),
+        ("compute", False, 0.2 * 410),
+        ("data wait", True, 0.2 * 200 / 2),  # the straggler's own time is a data wait already
+    ],
+)
+def test_what_the_others_wait_for_a_straggler_is_a_loss_of_its_own(
+    tmp_path: Path, cause: str, recovers: bool, straggling_s: float
+) -> None:
+    found = goodput_in(tmp_path, *with_a_straggler(cause, recovers=recovers))
+    seconds = found.breakdown.seconds
+    assert seconds[Activity.STRAGGLING] == pytest.approx(straggling_s, abs=0.5)
+    assert seconds[Activity.PRODUCTIVE] == pytest.approx(0.95 * 500 - straggling_s, abs=0.6)
+    assert found.breakdown.total_s == pytest.approx(found.duration_s, rel=1e-9)
+
+
+def test_a_straggler_costs_no_more_than_the_steps_took(tmp_path: Path) -> None:
+    agent, *workers = with_a_straggler("compute", recovers=False)
+    agent.write(200.1, "straggler-found", rank=0, generation=1, cause="compute", lag_s=1e9)
+    seconds = goodput_in(tmp_path, agent, *workers).breakdown.seconds
+    assert seconds[Activity.PRODUCTIVE] >= 0
+    assert seconds[Activity.STRAGGLING] <= 0.95 * 430

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import argparse
+import sys
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 from elastic.cli.job_arguments import endpoint_of, options_of, run_id_of
+from elastic.cli.observe.printable import printable
 from elastic.membership.keys import Keys
 from elastic.store.etcd.options import etcd_config
 from elastic.store.keyvalue import KeyValue
+from elastic.tuning.agent_intervals import SAY_CONNECTING_S
 
 
 def keys_of(args: argparse.Namespace) -> Keys:
@@ -22,8 +26,26 @@ def job_store(args: argparse.Namespace) -> Iterator[KeyValue]:
     """Connect, and close at the end. Raises ConfigError and CoordinationError."""
     from elastic.store.etcd.store import EtcdStore
 
-    store = EtcdStore(etcd_config(endpoint_of(args), options_of(args)))
+    endpoint, options = endpoint_of(args), options_of(args)
+    with _said_if_slow(
+        f"elastic: etcd at {printable(endpoint, 200)} has not answered yet; trying for "
+        f"{options.connect_timeout_s:g} s (connect_timeout_s in --rdzv-conf)"
+    ):
+        store = EtcdStore(etcd_config(endpoint, options))
     try:
         yield store
     finally:
         store.close()
+
+
+@contextmanager
+def _said_if_slow(line: str) -> Iterator[None]:
+    """Print it to stderr if what follows takes longer than a moment."""
+    timer = threading.Timer(SAY_CONNECTING_S, print, (line,), {"file": sys.stderr, "flush": True})
+    timer.name, timer.daemon = "elastic-slow-connection", True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+        timer.join()

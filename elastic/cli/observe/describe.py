@@ -164,7 +164,7 @@ def _incident(view: JobView, breakage: BreakageRecord) -> Iterator[str]:
     yield _field("when", f"{timestamp(breakage.time_s)} ({_ago(view, breakage.time_s)})")
     yield _field("world lived", duration(breakage.lived_s))
     if breakage.step is not None:
-        yield _field("step", breakage.step)
+        yield _field("step", f"{breakage.step} or later, as the leader knew then")
     if breakage.steps is not None:
         yield _field("progress", f"{breakage.steps} steps since the incident before")
     if breakage.excluded:
