@@ -302,7 +302,7 @@ def _window_record(line: bytes) -> JournalRecord | None:
     except _NOT_DECODED:
         return None
     time_s, monotonic_s = window.time, window.monotonic
-    is_possible = abs(time_s) < _LATEST_TIME and abs(monotonic_s) < _LATEST_S
+    is_possible = abs(time_s) < _LATEST_TIME and abs(monotonic_s) < _LATEST_TIME
     if not is_possible or len(line) > _LONGEST_LINE:
         return None
     return JournalRecord(_WINDOW, window.writer, window.seq, time_s, monotonic_s, window)
