@@ -67,7 +67,7 @@ def test_the_file_and_the_file_system_of_a_read_that_nobody_answers(
 ) -> None:
     path = tmp_path / "fifo"
     pid = run(READING, path).pid
-    assert eventually(lambda: kernel.file_of_call(pid), "the call") == str(path)
+    eventually(lambda: kernel.file_of_call(pid) == str(path), "the call, not one of the start")
     mount = next(folder for folder in path.parents if os.path.ismount(folder))
     assert kernel.file_system(pid).startswith(f"{mount} (")
     assert kernel.describe_process(pid)["file of the call"] == str(path)
