@@ -6,7 +6,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -199,3 +199,9 @@ class LocalNode:
         """The end of the log under a headline, for failure messages."""
         tail = self.log_text().splitlines()[-lines:]
         return os.linesep.join([f"--- {self} ({self.log})", *tail])
+
+
+def worker_pids(nodes: Iterable[LocalNode]) -> dict[str, int]:
+    """The process of local rank 0 of each node, by name; a node without one is left out."""
+    workers = {node.name: node.workers() for node in nodes}
+    return {name: of_node[0].pid for name, of_node in workers.items() if 0 in of_node}

@@ -14,7 +14,7 @@ import pytest
 from training_job import NEVER, SCRIPTS, TrainingJob, Workload, train_undisturbed
 
 from elastic.store.embedded.etcd import EmbeddedEtcd
-from elastic.testing.node import LocalNode
+from elastic.testing.node import LocalNode, worker_pids
 
 pytestmark = pytest.mark.cluster
 
@@ -46,10 +46,6 @@ def workload(text: Path) -> Workload:
     )
 
 
-def pids(nodes: list[LocalNode]) -> dict[str, int]:
-    return {node.name: node.workers()[0].pid for node in nodes if node.workers()}
-
-
 def order(job: TrainingJob, point: str, node: LocalNode) -> Path:
     staged = job.folder / f"order-{point}"
     staged.write_text(node.name)
@@ -77,21 +73,21 @@ def test_deaths_in_a_step_and_in_a_rebuild_then_of_a_node_then_one_joins(
             ("optimizer", "restore"),
         ):
             job.wait_progress(2 * EVERY)
-            generation, before = job.generation(), pids(job.running)
+            generation, before = job.generation(), worker_pids(job.running)
             victims = [job.node_of_rank(rank) for rank, _ in enumerate(points, start=1)]
             orders = zip(points, victims, strict=True)
             # The last one first: it waits for the world that follows from the first.
             job.wait_obeyed(*(order(job, *of) for of in reversed([*orders])))
             job.wait_training(nodes=3, after_generation=generation)
-            after = pids(job.running)
+            after = worker_pids(job.running)
             changed = [name for name in before if after.get(name) != before[name]]
             assert len(changed) == len(points), (points, before, after)
 
         job.wait_progress(2 * EVERY)
-        generation, before = job.generation(), pids(job.running)
+        generation, before = job.generation(), worker_pids(job.running)
         job.node_of_rank(0).kill()
         job.wait_training(nodes=2, after_generation=generation)
-        after = pids(job.running)
+        after = worker_pids(job.running)
         assert all(after[name] == before[name] for name in after)
 
         job.wait_progress(2 * EVERY)
@@ -101,7 +97,7 @@ def test_deaths_in_a_step_and_in_a_rebuild_then_of_a_node_then_one_joins(
         went_on = [e["step"] for e in job.journaled("state-restored", since_s=since_s)][:3]
         assert went_on == [went_on[0]] * 3
         assert went_on[0] >= last
-        after = pids(job.running)
+        after = worker_pids(job.running)
         assert all(after.get(name) == before[name] for name in before.keys() & after.keys())
 
         job.assert_finishes_whole(undisturbed)

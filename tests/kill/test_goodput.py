@@ -89,10 +89,11 @@ def assert_a_recovery_prints_three_lines(
     ours = re.compile(r"(\S+Z) \w+ +\[[^]]*\] (.*)")
     since = killed.strftime("%Y-%m-%dT%H:%M:%S.%f")
     lines = [m.groups() for log in logs for m in map(ours.match, log.splitlines()) if m]
-    # Training goes on, a worker may fail before its agent knows of the new world, and a busy
-    # machine has troubles of its own.
+    # Training goes on, a worker may fail before its agent knows of the new world, a busy machine
+    # has troubles of its own, and another node may be the first now: it says what restarts mean.
     beside = (
         *("checkpoint-", "step ", "job-ended", "node-arrived", "worker-died", "waiting"),
+        "mode=restart:",
         *("node-suspected", "store-problem", "lease-lost", "straggler-", "run.log", "training"),
     )
     said = [text for at, text in sorted(lines) if at > since and not text.startswith(beside)]

@@ -16,7 +16,7 @@ from training_job import SCRIPTS, TrainingJob, Workload, train_undisturbed
 
 from elastic.membership.records import Cause, WorldState
 from elastic.store.embedded.etcd import EmbeddedEtcd
-from elastic.testing.node import LocalNode
+from elastic.testing.node import LocalNode, worker_pids
 from elastic.testing.slowness import is_within
 from elastic.testing.waiting import PATIENCE_S
 
@@ -50,10 +50,6 @@ def jobs(etcd: EmbeddedEtcd, start_series: StartSeries, reference: Path) -> JobS
     )
 
 
-def pids(nodes: list[LocalNode]) -> dict[str, int]:
-    return {node.name: node.workers()[0].pid for node in nodes if node.workers()}
-
-
 def tell(job: TrainingJob, point: str, node: str) -> Path:
     path = job.folder / f"die-{point}"
     staged = path.with_suffix(".new")
@@ -65,7 +61,7 @@ def test_leaving_interrupts_no_step(job: TrainingJob, nodes: list[LocalNode]) ->
     with job.slow_steps():
         job.wait_progress(4)  # so that it is known how long a step takes
         began, leaver = time.monotonic(), nodes[1]
-        before = pids([n for n in nodes if n is not leaver])
+        before = worker_pids([n for n in nodes if n is not leaver])
         generation = job.generation()
         leaver.terminate()
         world = job.wait_generation(generation + 1)
@@ -73,7 +69,7 @@ def test_leaving_interrupts_no_step(job: TrainingJob, nodes: list[LocalNode]) ->
         job.wait_training(nodes=2, after_generation=generation)
     assert world.cause is Cause.LEFT
     assert world.switch_at_step is not None
-    assert pids(job.running) == before
+    assert worker_pids(job.running) == before
     assert job.journaled("world-fault", since_s=began) == []
     job.wait_for(lambda: not leaver.processes(), PATIENCE_S, "the end of the node's processes")
 
@@ -82,13 +78,13 @@ def test_joining_interrupts_no_step(job: TrainingJob) -> None:
     job.bring_to(2)
     with job.slow_steps():
         job.wait_progress(4)
-        began, before = time.monotonic(), pids(job.running)
+        began, before = time.monotonic(), worker_pids(job.running)
         generation = job.generation()
         job.start_node()
         world = job.wait_generation(generation + 1)
         job.wait_training(nodes=3, after_generation=generation)
     assert world.cause is Cause.JOINED
-    assert before.items() <= pids(job.running).items()
+    assert before.items() <= worker_pids(job.running).items()
     assert job.journaled("world-fault", since_s=began) == []
 
 
@@ -96,11 +92,11 @@ def test_an_exception_of_the_script_is_no_lost_peer(
     job: TrainingJob, nodes: list[LocalNode]
 ) -> None:
     """It surfaces with its traceback, its node restarts, the others go on."""
-    began, before, generation = time.monotonic(), pids(nodes), job.generation()
+    began, before, generation = time.monotonic(), worker_pids(nodes), job.generation()
     job.wait_obeyed(tell(job, "raise", nodes[1].name))
     job.wait_training(nodes=3, after_generation=generation)
     assert "ValueError: told to raise" in nodes[1].log_text()
-    after = pids(job.running)
+    after = worker_pids(job.running)
     assert {name for name in before if after[name] != before[name]} == {nodes[1].name}
     job.wait_event("world-formed", lambda e: "told to raise" in e["reason"], since_s=began)
 
@@ -167,12 +163,12 @@ def test_below_the_minimum_the_job_pauses_saved_and_goes_on(
     job: TrainingJob, nodes: list[LocalNode]
 ) -> None:
     survivor = nodes[0]
-    before = pids([survivor])
+    before = worker_pids([survivor])
     pause_saved(job, nodes[1:])
     generation = job.generation()
     job.start_nodes(2)
     job.wait_training(nodes=3, after_generation=generation)
-    assert pids([survivor]) == before
+    assert worker_pids([survivor]) == before
 
 
 def test_the_last_one_of_a_paused_job_dies_too(job: TrainingJob, nodes: list[LocalNode]) -> None:
@@ -187,15 +183,15 @@ def test_the_last_one_of_a_paused_job_dies_too(job: TrainingJob, nodes: list[Loc
 
 def test_sigterm_to_a_worker_alone_ends_it(job: TrainingJob, nodes: list[LocalNode]) -> None:
     """Its agent knows nothing of leaving: it is like any other death."""
-    generation, before = job.generation(), pids(nodes)
+    generation, before = job.generation(), worker_pids(nodes)
     os.kill(before[nodes[1].name], signal.SIGTERM)
     job.wait_for(
-        lambda: pids(nodes).get(nodes[1].name) not in (None, before[nodes[1].name]),
+        lambda: worker_pids(nodes).get(nodes[1].name) not in (None, before[nodes[1].name]),
         PATIENCE_S,
         "another worker in its place",
     )
     job.wait_training(nodes=3, after_generation=generation)
-    after = pids(job.running)
+    after = worker_pids(job.running)
     assert {name for name in before if after[name] != before[name]} == {nodes[1].name}
 
 
@@ -224,11 +220,11 @@ def test_a_death_while_etcd_is_away(
     etcd.kill()
     job.wait_progress(5)
     nodes[1].kill()
-    survivors = pids([nodes[0], nodes[2]])
+    survivors = worker_pids([nodes[0], nodes[2]])
     time.sleep(2.0)
     etcd.start()
     job.wait_training(nodes=2, after_generation=generation)
-    assert pids(job.running) == survivors
+    assert worker_pids(job.running) == survivors
 
 
 def test_the_job_ends_as_if_nothing_had_happened(

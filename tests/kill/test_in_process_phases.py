@@ -19,7 +19,7 @@ from training_job import SCRIPTS, TrainingJob, Workload, train_undisturbed
 from elastic.membership.records import Cause, WorldRecord
 from elastic.store.embedded.etcd import EmbeddedEtcd
 from elastic.testing.journal import read_journal
-from elastic.testing.node import LocalNode
+from elastic.testing.node import LocalNode, worker_pids
 from elastic.testing.waiting import PATIENCE_S
 
 pytestmark = pytest.mark.cluster
@@ -68,11 +68,7 @@ class Before:
 
 @pytest.fixture
 def before(job: TrainingJob, nodes: list[LocalNode]) -> Before:
-    return Before(job.generation(), pids(nodes))
-
-
-def pids(nodes: list[LocalNode]) -> dict[str, int]:
-    return {node.name: node.workers()[0].pid for node in nodes if node.workers()}
+    return Before(job.generation(), worker_pids(nodes))
 
 
 def is_planned(world: WorldRecord | None, before: Before) -> bool:
@@ -90,7 +86,7 @@ def all_back(
         generation, names = job.training_nodes()
         if not before.generation < generation == job.generation() or len(names) < 3:
             return False
-        now = pids(job.running)
+        now = worker_pids(job.running)
         return sum(now.get(name) != pid for name, pid in before.pids.items()) == dead
 
     job.wait_for(together, timeout_s, f"{dead} of {before.pids} replaced, the others untouched")
@@ -150,7 +146,7 @@ def test_a_fault_that_the_script_swallowed_counts(job: TrainingJob, before: Befo
 
 def test_a_broken_connection_while_a_planned_world_is_pending(job: TrainingJob) -> None:
     nodes = job.bring_to(2)
-    before = Before(job.generation(), pids(nodes))
+    before = Before(job.generation(), worker_pids(nodes))
     job.start_node()
     job.wait_for(lambda: is_planned(job.world(), before), PATIENCE_S, "a planned world")
     job.wait_obeyed(order(job, "give-up", nodes[0]))
@@ -159,7 +155,7 @@ def test_a_broken_connection_while_a_planned_world_is_pending(job: TrainingJob) 
 
 def test_death_in_the_step_after_a_join(job: TrainingJob) -> None:
     nodes = job.bring_to(2)
-    before = Before(job.generation(), pids(nodes))
+    before = Before(job.generation(), worker_pids(nodes))
     job.start_node()
     job.wait_generation(before.generation + 1)
     job.wait_obeyed(order(job, "backward", nodes[0]))
