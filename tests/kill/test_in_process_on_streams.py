@@ -17,13 +17,12 @@ from test_in_process_phases import (
     Before,
     all_back,
     order,
-    pids,
 )
 from training_job import TrainingJob, Workload, train_undisturbed
 
 from elastic.store.embedded.etcd import EmbeddedEtcd
 from elastic.testing.doubles import nccl_semantics
-from elastic.testing.node import LocalNode
+from elastic.testing.node import LocalNode, worker_pids
 
 pytestmark = pytest.mark.cluster
 
@@ -56,7 +55,7 @@ def jobs(etcd: EmbeddedEtcd, start_series: StartSeries, reference: Path) -> JobS
 
 @pytest.fixture
 def before(job: TrainingJob, nodes: list[LocalNode]) -> Before:
-    return Before(job.generation(), pids(nodes))
+    return Before(job.generation(), worker_pids(nodes))
 
 
 @pytest.mark.parametrize("point", ["backward", "after-optimizer", "evaluation"])
