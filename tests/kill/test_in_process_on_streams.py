@@ -12,12 +12,7 @@ from pathlib import Path
 
 import pytest
 from job_series import JobSeries, StartSeries
-from test_in_process_phases import (
-    SCRIPT,
-    Before,
-    all_back,
-    order,
-)
+from test_in_process_phases import SCRIPT, Before, all_back, order
 from training_job import TrainingJob, Workload, train_undisturbed
 
 from elastic.store.embedded.etcd import EmbeddedEtcd

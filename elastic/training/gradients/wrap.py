@@ -28,7 +28,7 @@ from elastic.process_group import (
 )
 from elastic.training.gradients.reduction import Reduction, weighted_sum
 
-if TYPE_CHECKING:
+if TYPE_CHECKING:  # it imports FSDP, which takes long: only scripts that shard need it
     from elastic.training.gradients.sharded import ShardedModule
 
 Wrapped: TypeAlias = "ElasticDDP | ShardedModule"
