@@ -8,7 +8,7 @@ STAMP := $(VENV)/.installed
 unexport PYTHONDONTWRITEBYTECODE
 # What took longest is said at the end.
 SLOWEST := --durations=25 --durations-min=1
-# Two files at a time; three of those whose nodes mostly wait.
+# Two files at a time; four of those whose nodes mostly wait.
 BY_FILE := --dist loadfile --no-loadscope-reorder $(SLOWEST)
 PYTEST := $(BIN)/pytest -n 2 $(BY_FILE)
 # One run of mypy for everything: a run for each folder would read torch's types again. A name is then
@@ -55,7 +55,7 @@ unit: $(STAMP)
 	$(PYTEST) -m "not soak and not cluster and not gpu"
 
 cluster: $(STAMP)
-	$(BIN)/pytest -n 3 $(BY_FILE) -m "cluster and not soak"
+	$(BIN)/pytest -n 4 $(BY_FILE) -m "cluster and not soak"
 
 # Environments of their own, in ~/.cache: 25 GB on first use, then about 5 minutes for each.
 compat: $(STAMP)

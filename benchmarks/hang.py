@@ -1,7 +1,7 @@
 """How long a job pauses when a worker is alive and makes no progress.
 
     python benchmarks/hang.py                       a table
-    python benchmarks/hang.py --json                the object of DESIGN section 10
+    python benchmarks/hang.py --json                one JSON object (measurement.py)
     python benchmarks/hang.py --times 1 --torchft 0 --torchft-tight 0    two minutes of it
     python benchmarks/hang.py --json > benchmarks/results/hang.json      what is published
 

@@ -1,4 +1,4 @@
-"""What every benchmark here prints: the one object of DESIGN section 10, or a table of it."""
+"""The output of every benchmark: one JSON object of the same form, or a table of it."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """What a change of the world costs in in-process mode, and what the harness costs in between.
 
     python benchmarks/recovery.py                       a table
-    python benchmarks/recovery.py --json                the object of DESIGN section 10
+    python benchmarks/recovery.py --json                one JSON object (measurement.py)
     python benchmarks/recovery.py --kills 3 --peers 0 --steady 1      less of it
 
 Three nodes on this machine, one worker each, gloo, min 1, max 3, all settings at their defaults

@@ -1,7 +1,7 @@
 """What the death of a node costs in restart mode: ours and stock torchrun's, in one run.
 
     python benchmarks/restart.py            a table
-    python benchmarks/restart.py --json     the object of DESIGN section 10
+    python benchmarks/restart.py --json     one JSON object (measurement.py)
     python benchmarks/restart.py --kills 3 --peers 0      less of it
 
 Three nodes on this machine, one worker each, gloo, min 2, max 3, all settings at their defaults

@@ -1,7 +1,7 @@
 """What sharded models cost under the harness: pauses, steps, memory, and the transfer of a state.
 
     python benchmarks/sharded.py                       a table; about 5 minutes
-    python benchmarks/sharded.py --json                the object of DESIGN section 10
+    python benchmarks/sharded.py --json                one JSON object (measurement.py)
     python benchmarks/sharded.py --thorough            twice as many samples of everything
     python benchmarks/sharded.py --steady 0 --worlds 0 --transfers 0      only deaths of ranks
 

@@ -1,7 +1,7 @@
 """What telemetry costs a step: everything that is called in one, with `run.log` of two values.
 
     python benchmarks/step_telemetry.py             as a table
-    python benchmarks/step_telemetry.py --json      the object of DESIGN section 10
+    python benchmarks/step_telemetry.py --json      one JSON object (measurement.py)
 
 Also the section ``step`` of benchmarks/telemetry.py. The telemetry of a step: its phases on their
 shared page, the account of times, `run.log`, the progress line, the check for a profile, a journal

@@ -1,7 +1,7 @@
 """What observing a job costs.
 
     python benchmarks/telemetry.py                      every section, as a table
-    python benchmarks/telemetry.py --json               the object of DESIGN section 10
+    python benchmarks/telemetry.py --json               one JSON object (measurement.py)
     python benchmarks/telemetry.py --only report        one section
     python benchmarks/telemetry.py --events 100000      less of it
 

@@ -38,7 +38,7 @@ PEER_EXCHANGE_S = 2 * PEER_REQUEST_S
 PEER_IDLE_S = 120.0
 # The replication thread looks for new parts this often.
 REPLICATION_POLL_S = 0.1
-# After a failed copy, the first pause; every further failure doubles it,
+# The pause after a failed copy; every further failure doubles it.
 REPLICATION_FIRST_BACKOFF_S = 1.0
-# up to this.
+# The longest of these pauses: a node that is back has its copies again within this.
 REPLICATION_MAX_BACKOFF_S = 30.0

@@ -4,7 +4,8 @@ Differences between torch's versions are in here as well. :func:`check` is calle
 where a torch lacks a name, that is one sentence before training, not an ``AttributeError`` in the
 middle of a recovery. ``tests/contract/test_torch_private_names.py`` fails where another module uses
 one. The agent's names are in :mod:`elastic.rendezvous.torch_private`, those of checkpoints in
-:mod:`checkpoints.tensors.torch_private`; NCCL's are beside what is done with them.
+:mod:`checkpoints.tensors.torch_private`; NCCL's are beside what is done with them,
+and FSDP's in :mod:`elastic.torch_fsdp`.
 
 Imports torch alone.
 """
@@ -18,6 +19,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from importlib import import_module
+from operator import attrgetter
 from types import CodeType
 from typing import Any
 
@@ -51,6 +53,8 @@ NAMES = (
     # The backward pass.
     "torch._C._current_graph_task_id",
     "torch.autograd.Variable._execution_engine.queue_callback",
+    # Tensors.
+    "torch.Tensor._version",
     # Many tensors at once.
     "torch._foreach_copy_",
     "torch._foreach_mul_",
@@ -61,6 +65,28 @@ NAMES = (
     # The gradient scaler.
     "torch.amp.grad_scaler._refresh_per_optimizer_state",
 )
+# What an abort of communicators uses, where collectives run on a stream; a backend of NCCL's has
+# _group_start and _group_end up to torch 2.14 (elastic/process_group/communicators.py).
+ON_STREAM = (
+    "torch.distributed.ProcessGroup._end_coalescing",
+    "torch.distributed.ProcessGroup._start_coalescing",
+)
+# Of instances. Module.__init__ makes the tables of hooks anew; they belong to the user.
+_HOOK_TABLES = (
+    "_backward_pre_hooks",
+    "_backward_hooks",
+    "_is_full_backward_hook",
+    "_forward_hooks",
+    "_forward_hooks_with_kwargs",
+    "_forward_hooks_always_called",
+    "_forward_pre_hooks",
+    "_forward_pre_hooks_with_kwargs",
+    "_state_dict_hooks",
+    "_state_dict_pre_hooks",
+    "_load_state_dict_pre_hooks",
+    "_load_state_dict_post_hooks",
+)
+_OF_A_MODULE = (*_HOOK_TABLES, "_buffers")
 _OF_A_SCALER = ("_device", "_growth_tracker", "_per_optimizer_states", "_scale")
 _SCALES = ("_scale", "_growth_tracker")
 
@@ -72,6 +98,22 @@ def check() -> None:
         missing.append("torch.distributed.set_timeout")
     scaler = GradScaler("cpu", enabled=True)
     missing += [f"GradScaler.{name}" for name in _OF_A_SCALER if not hasattr(scaler, name)]
+    module = torch.nn.Module()
+    missing += [f"Module.{name}" for name in _OF_A_MODULE if not hasattr(module, name)]
+    _refuse(missing)
+
+
+def check_streams() -> None:
+    """The same of what is needed in addition where collectives run on a stream."""
+    missing = [path for path in ON_STREAM if _found(path) is None]
+    legacy = getattr(distributed_c10d, "ProcessGroupNCCL", None)  # not in builds without CUDA
+    if legacy is not None and not hasattr(legacy, "supports_coalescing"):
+        calls = ("_group_start", "_group_end")
+        missing += [f"ProcessGroupNCCL.{name}" for name in calls if not hasattr(legacy, name)]
+    _refuse(missing)
+
+
+def _refuse(missing: list[str]) -> None:
     if missing:
         raise torch_versions.lacks(torch.__version__, ", ".join(missing), "elastic.join()")
 
@@ -135,6 +177,37 @@ def collectives_begun() -> int:
         return int(group._get_sequence_number_for_group())
     except RuntimeError:
         return 0
+
+
+def collectives_of_groups() -> dict[str, int] | None:
+    """The same of each group, by its name; None where one of them does not count."""
+    counts: dict[str, int] = {}
+    for group, name in list(distributed_c10d._world.pg_names.items()):
+        counted: Any = group
+        try:
+            counts[name] = int(counted._get_sequence_number_for_group())
+        except RuntimeError:
+            return None
+    return counts
+
+
+def default_group_name() -> str:
+    """What :func:`collectives_of_groups` calls the default group."""
+    return distributed_c10d._world.pg_names[distributed_c10d._get_default_group()]
+
+
+def error_of(work: Any) -> BaseException | None:
+    """The error of a collective that torch has noticed by itself, without waiting for it.
+
+    ``Work.exception`` is deprecated, and once in a process torch says so on stderr; but
+    ``Work.wait``, which raises the error, aborts the communicator before
+    (ProcessGroupNCCL.cpp, ``WorkNCCL::wait``), in the calling thread and without a deadline.
+    """
+    try:
+        error = work.exception()
+    except (AttributeError, NotImplementedError, TypeError, RuntimeError):
+        return None  # another version's binding: wait() raises it
+    return error if isinstance(error, BaseException) else None
 
 
 def operation_of(work: Any) -> int:
@@ -207,6 +280,26 @@ def call_after_backward(callback: Callable[[], None]) -> None:
     Variable._execution_engine.queue_callback(callback)
 
 
+# Modules and tensors -------------------------------------------------------------------------
+
+_version_of = attrgetter("_version")
+
+
+def hook_tables(module: torch.nn.Module) -> dict[str, Any]:
+    """The hooks of a module, as they are in its ``__dict__``."""
+    return {name: module.__dict__[name] for name in _HOOK_TABLES if name in module.__dict__}
+
+
+def buffers_of(module: torch.nn.Module) -> dict[str, torch.Tensor | None]:
+    """Its own, without those of its parts."""
+    return module._buffers
+
+
+def count_of_changes(tensors: Iterable[torch.Tensor]) -> int:
+    """A number that grows with every in-place change of any of them that torch counts."""
+    return sum(map(_version_of, tensors))
+
+
 # Many tensors at once ------------------------------------------------------------------------
 
 
@@ -277,74 +370,6 @@ def set_scales(scaler: GradScaler, scales: dict[str, Any]) -> None:
         setattr(scaler, name, None if value is None else value.detach().clone().to(on))
     refresh: Any = _found("torch.amp.grad_scaler._refresh_per_optimizer_state")
     scaler._per_optimizer_states = defaultdict(refresh)
-
-
-# FSDP1 ---------------------------------------------------------------------------------------
-
-
-def is_flat_parameter(tensor: torch.Tensor) -> bool:
-    """Whether it is what FSDP1 makes of a module's parameters.
-
-    Not among :data:`NAMES`: a torch without FSDP1 has no tensors with this mark.
-    """
-    return getattr(tensor, "_is_flat_param", False) is True
-
-
-# FSDP2 ---------------------------------------------------------------------------------------
-#
-# Not among :data:`NAMES`: to import it takes a second. tests/integration/test_sharded_options.py
-# fails on a torch that has other names.
-
-
-def fsdp_holds_gradients(part: Any) -> bool:
-    """Whether a module of ``fully_shard`` has gradients of passes that reduced none
-    (``set_requires_gradient_sync(False)``)."""
-    for group in _fsdp_groups(part):
-        for parameter in group.fsdp_params:
-            if getattr(parameter, "unsharded_accumulated_grad", None) is not None:
-                return True
-            unsharded = getattr(parameter, "_unsharded_param", None)
-            if unsharded is not None and unsharded.grad is not None:
-                return True
-    return False
-
-
-def fsdp_is_root(part: Any) -> bool:
-    """Whether torch has found, in the first forward pass, that no other module of ``fully_shard``
-    is around this one. Before that ``reset_iter_state`` raises AttributeError (torch 2.13)."""
-    return getattr(part._get_fsdp_state(), "_is_root", None) is True
-
-
-def fsdp_settings(part: Any) -> list[str]:
-    """The methods by which the script has changed how a module of ``fully_shard`` reduces."""
-    changed = []
-    for group in _fsdp_groups(part):
-        if getattr(group, "gradient_divide_factor", None) is not None:
-            changed.append("set_gradient_divide_factor")
-        if getattr(group, "_all_reduce_hook", None) is not None:
-            changed.append("set_all_reduce_hook")
-        scatter = type(getattr(group, "_reduce_scatter_comm", None)).__name__
-        if scatter not in ("DefaultReduceScatter", "NoneType"):
-            changed.append("set_custom_reduce_scatter")
-    return changed
-
-
-def fsdp_originals(part: Any) -> list[tuple[torch.Tensor, object]]:
-    """The sharded parameters of a module of ``fully_shard``, and what is the same for two of them
-    that were one before; the latter is None where torch does not know it."""
-    return [
-        (parameter.sharded_param, getattr(parameter, "_orig_param_uid", None))
-        for group in _fsdp_groups(part)
-        for parameter in group.fsdp_params
-    ]
-
-
-def _fsdp_groups(part: Any) -> list[Any]:
-    state = part._get_fsdp_state()
-    groups = getattr(state, "_fsdp_param_groups", None)
-    if groups is None:  # one, in older versions
-        groups = [getattr(state, "_fsdp_param_group", None)]
-    return [group for group in groups if group is not None]
 
 
 # torch.compile -------------------------------------------------------------------------------

@@ -6,8 +6,8 @@
         examples/fsdp2_char_lm.py --checkpoints /tmp/char-lm
 
 ``fully_shard`` with bf16 parameters and fp32 reduction, gradient accumulation, and clipping by the
-norm of all shards. Kill a worker or a node: the workers start anew at the size that is left, and
-go on from the newest checkpoint. Each rank reads its shards of it, whatever the size of the world
+norm of all shards. Kill a worker or a node: the workers restart with the remaining nodes and
+resume from the newest checkpoint. Each rank reads its shards of it, for any size of the world
 that saved them, and each window of the text counts once per epoch. Rank 0 prints JSON lines.
 """
 

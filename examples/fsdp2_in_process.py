@@ -7,8 +7,8 @@
 The shards of all ranks are one copy of the model: no rank can give another one its state. ``build``
 is called in each world, with a DeviceMesh of the ranks that are in it; the state is loaded from the
 nodes' memory, where every rank's shards are saved each ``--memory-every`` steps and copied to the
-next node. Kill a worker or a node: the others go on in milliseconds to seconds, and repeat at most
-that many steps, with the same samples. Rank 0 prints JSON lines.
+next node. Kill a worker or a node: the others continue in milliseconds to seconds, and repeat at
+most that many steps, with the same samples. Rank 0 prints JSON lines.
 """
 
 import argparse

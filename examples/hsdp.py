@@ -1,4 +1,4 @@
-"""Trains replicas of a sharded model: one replica dies, the others go on without a restart.
+"""Trains replicas of a sharded model: if one replica dies, the others continue without a restart.
 
     python examples/hsdp.py --shard 1
     elastic run --nodes-local 2 --embedded-etcd --nnodes=1:2 --nproc-per-node=2 \\
@@ -6,7 +6,7 @@
 
 Two nodes of two workers are two replicas of two ranks: FSDP2 shards the model over ``run.mesh``,
 inside a replica, and the harness reduces gradients over the replicas. Kill a worker or a node: the
-other replica goes on within the process, and what comes back receives its shards, of parameters
+other replica continues in its processes, and the replaced ranks receive their shards, of parameters
 and of the optimizer, from the ranks at its position. Rank 0 prints JSON lines.
 """
 

@@ -8,7 +8,7 @@ A column-wise and a row-wise linear layer, an MLP and a transformer layer are cu
 a node, and compared with the same layers in one piece: outputs and gradients. Then a stack of such
 layers learns to reverse sequences: tensor-parallel within a node, FSDP2 across nodes. Ranks of a
 node see the same samples, and nodes different ones. Kill a worker or a node: the workers start
-anew with the nodes that are left, and go on from the newest checkpoint. Rank 0 prints JSON lines.
+again with the remaining nodes, and resume from the newest checkpoint. Rank 0 prints JSON lines.
 """
 
 import argparse

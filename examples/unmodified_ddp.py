@@ -1,8 +1,8 @@
-"""A plain DistributedDataParallel script that knows nothing of elastic, as many are written.
+"""A plain DistributedDataParallel script without any use of elastic.
 
     torchrun --nproc-per-node=2 examples/unmodified_ddp.py --checkpoint /tmp/ddp.pt
 
-It saves itself once per epoch and resumes at that epoch: under torchrun with the etcd-v3 backend
+It saves itself once per epoch and resumes at that epoch: under torchrun with the etcd backend
 a change of the world costs the epoch it was in. Rank 0 prints one JSON line.
 """
 

@@ -56,6 +56,10 @@ CONTRACT = Check(
     (
         "tests/contract/test_torch_private.py",
         "tests/contract/test_torch_private_names.py",
+        "tests/contract/test_torch_communicators.py",
+        "tests/unit/test_communicators.py",
+        "tests/unit/test_nccl_semantics.py",
+        "tests/unit/test_synchronous_collectives.py",
         "tests/contract/test_torchrun_parser.py",
         "tests/unit/test_imports.py",
     ),

@@ -33,10 +33,16 @@ PUBLIC_MODULES = (
     "elastic.errors",
     "elastic.testing.cluster",
     "elastic.testing.faults",
+    "elastic.testing.journal",
     "elastic.testing.ledger",
     "elastic.testing.node",
+    "elastic.testing.pacing",
     "elastic.testing.processes",
+    "elastic.testing.slowness",
+    "elastic.testing.waiting",
     "checkpoints",
+    "checkpoints.testing.faults",
+    "checkpoints.testing.memory_storage",
 )
 
 _FENCE = re.compile(r"^(```|~~~).*?^\1\s*$", re.MULTILINE | re.DOTALL)

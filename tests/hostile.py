@@ -38,11 +38,11 @@ _FIELDS = {
 }  # fmt: skip
 _VALUES = {
     "link": [
-        '"Hello"',
+        '"ClientHandshakeRequest"',
         '"Heartbeat"',
         '"Ready"',
         '"CollectiveFailure"',
-        '"Bye"',
+        '"Exiting"',
         '"WorldMessage"',
         '"Permit"',
     ],

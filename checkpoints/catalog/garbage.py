@@ -58,7 +58,7 @@ def collect_garbage(
 
     ``generation`` and ``nonce`` are those of the caller's world; with a nonce of None the caller
     belongs to no world, and attempts are removed only by age. Raises :class:`SaveError` if the
-    storage fails.
+    storage fails, :class:`ArgumentError` for a ``root`` that names no storage.
     """
     storage = storage_for(root)
     committed: list[str] = []

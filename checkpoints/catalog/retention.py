@@ -76,7 +76,8 @@ def prune(root: Root, keep: RetentionFunction, *, dry_run: bool = False) -> tupl
 
     The newest is always retained.
 
-    Raises :class:`SaveError` if the storage fails.
+    Raises :class:`SaveError` if the storage fails, :class:`ArgumentError` for a ``root`` that names
+    no storage.
     """
     storage = storage_for(root)
     with writing(storage.place):

@@ -49,6 +49,9 @@ class CheckpointName:
     'step-000001200.g7.3f9c'
     >>> CheckpointName(1200, 7, "3f9c").attempt
     '.tmp-step-000001200.g7.3f9c'
+
+    Raises :class:`ArgumentError` for numbers out of range, and a nonce that is not 1 to 64 letters
+    and digits.
     """
 
     step: int

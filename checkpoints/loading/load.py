@@ -73,7 +73,8 @@ def load(
 
     ``progress`` is called, from several threads, with the number of bytes of each chunk read.
 
-    Raises :class:`CheckpointNotFound`, :class:`CorruptCheckpoint`, :class:`UnsupportedFormat`,
+    Raises :class:`ArgumentError` for a ``root`` that names no storage;
+    :class:`CheckpointNotFound`, :class:`CorruptCheckpoint`, :class:`UnsupportedFormat`,
     :class:`ReadFailed`, :class:`StateMismatch`; with ``group`` also :class:`LoadError`, if the
     group itself fails. Files on a memory file system are verified and copied from a mapping;
     if they change in between, :class:`TornRead`.

@@ -37,7 +37,9 @@ def list_checkpoints(root: Root) -> tuple[CheckpointInfo, ...]:
     """The committed checkpoints, newest first by (generation, step).
 
     Lists those whose manifest can be read and whose files exist with the right sizes; their
-    content is verified by :func:`verify`, :func:`latest` and :func:`load`.
+    content is verified by :func:`verify`, :func:`latest` and :func:`load`. Raises
+    :class:`ReadFailed` if the folder cannot be listed, :class:`ArgumentError` for a ``root`` that
+    names no storage.
     """
     storage = storage_for(root)
     found = []
@@ -60,6 +62,7 @@ def latest(
     from scratch.
 
     Raises :class:`ReadFailed` if the folder cannot be listed; a missing folder has no checkpoints.
+    Raises :class:`ArgumentError` for a ``root`` that names no storage, or an invalid ``lineage``.
     """
     storage = storage_for(root)
     names = _names(storage)

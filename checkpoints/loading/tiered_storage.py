@@ -52,7 +52,11 @@ class TierFailure:
 
 
 class TieredStorage:
-    """A read-only view of several roots, fastest first."""
+    """A read-only view of several roots, fastest first.
+
+    Raises :class:`ArgumentError` for a root that names no storage, and :class:`CorruptCheckpoint`
+    where the tiers have different checkpoints of one name.
+    """
 
     def __init__(self, roots: Sequence[Root]) -> None:
         self._all = [storage_for(root) for root in roots]

@@ -61,6 +61,8 @@ class LatestN(RetentionPolicy):
     >>> names = [CheckpointName(step, 0, "n") for step in (30, 20, 10)]
     >>> [name.step for name in LatestN(2)(names)]
     [30, 20]
+
+    Raises :class:`ArgumentError` if ``count`` is below 1.
     """
 
     count: int
@@ -77,7 +79,10 @@ class LatestN(RetentionPolicy):
 
 @dataclass(frozen=True)
 class EveryNSteps(RetentionPolicy):
-    """Keep checkpoints whose step is a multiple of ``count``."""
+    """Keep checkpoints whose step is a multiple of ``count``.
+
+    Raises :class:`ArgumentError` if ``count`` is below 1.
+    """
 
     count: int
 
@@ -95,7 +100,8 @@ class EveryNSteps(RetentionPolicy):
 class EveryNSeconds(RetentionPolicy):
     """Keep one checkpoint per interval of ``seconds``, by the wall time at which it was written.
 
-    A jump of the clock makes the policy keep more checkpoints, never fewer.
+    A jump of the clock makes the policy keep more checkpoints, never fewer. Raises
+    :class:`ArgumentError` if ``seconds`` is not positive and finite.
     """
 
     seconds: float
@@ -127,7 +133,8 @@ class BestN(RetentionPolicy):
 
     ``metric`` is the path of that number, joined by ``/``: ``BestN(2, "run/loss")`` reads
     ``state["run"]["loss"]``. Smaller is better unless ``largest=True``; NaN ranks last, and
-    checkpoints without the metric are not selected.
+    checkpoints without the metric are not selected. Raises :class:`ArgumentError` if ``count`` is
+    below 1.
     """
 
     count: int

@@ -94,7 +94,10 @@ class _AnyOf(SavePolicy):
 
 @dataclass(frozen=True)
 class EverySteps(SavePolicy):
-    """Save at every multiple of ``count`` steps, or at the first boundary after it."""
+    """Save at every multiple of ``count`` steps, or at the first boundary after it.
+
+    Raises :class:`ArgumentError` if ``count`` is not positive.
+    """
 
     count: int
     needs_agreement = False
@@ -108,7 +111,10 @@ class EverySteps(SavePolicy):
 
 @dataclass(frozen=True)
 class EverySeconds(SavePolicy):
-    """Save once ``seconds`` have passed since the last save."""
+    """Save once ``seconds`` have passed since the last save.
+
+    Raises :class:`ArgumentError` if ``seconds`` is not positive and finite.
+    """
 
     seconds: float
 
@@ -147,6 +153,9 @@ class Automatic(SavePolicy):
     one observed failure. The interval is clamped to the two bounds; until a save has been measured
     it is the lower bound. J. T. Daly, "A higher order estimate of the optimum checkpoint interval
     for restart dumps", 2006, equation 20.
+
+    Raises :class:`ArgumentError` for times that are not positive and finite, and an upper bound
+    below the lower one.
     """
 
     expected_between_failures_s: float = AUTOMATIC_BETWEEN_FAILURES_S

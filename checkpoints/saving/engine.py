@@ -21,7 +21,6 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any, Literal
 
 from checkpoints.catalog.commit import is_committed
@@ -31,6 +30,7 @@ from checkpoints.format.state_tree import flatten, spec_of
 from checkpoints.intervals import PART_POLL_S, SAVE_DEADLINE_S
 from checkpoints.policies.retention import LatestN, RetentionFunction
 from checkpoints.saving.attempt import WriteAttempt, commit_if_complete, write_and_commit
+from checkpoints.saving.job import SaveJob
 from checkpoints.saving.outcome import (
     SaveHandle,
     SaveOutcome,
@@ -39,7 +39,7 @@ from checkpoints.saving.outcome import (
     WriterThreadDied,
 )
 from checkpoints.saving.save import buffer_wait_s, check_json, check_world, lineage_of
-from checkpoints.saving.staging import StagingBuffer, StagingPool
+from checkpoints.saving.staging import StagingPool
 from checkpoints.storage.failures import writing
 from checkpoints.storage.protocol import Storage
 from checkpoints.storage.roots import Root, storage_for
@@ -47,19 +47,6 @@ from checkpoints.tensors.partition import share_of
 
 THREAD_NAME = "checkpoint-writer"
 _NICENESS = 10
-
-
-@dataclass(eq=False)
-class _SaveJob:
-    attempt: WriteAttempt
-    handle: SaveHandle
-    buffer: StagingBuffer
-    fence: Callable[[], bool] | None
-    began_s: float
-    stall_s: float
-    deadline_s: float  # on the monotonic clock
-    write_s: float = 0.0
-    bytes_written: int | None = None  # None: not written yet
 
 
 class Engine:
@@ -71,6 +58,9 @@ class Engine:
     save is skipped and counted with ``busy="skip"``; with ``"wait"`` it waits for a buffer, at most
     until the deadline. By default one writer skips and several wait: where each rank skips by its
     own buffers, a save lacks the shares of those that skipped it, and is never committed.
+
+    Raises :class:`ArgumentError` for a ``root`` that names no storage. Once the writer thread has
+    died, which is a bug, methods raise :class:`WriterThreadDied`; RuntimeError once it is closed.
     """
 
     def __init__(
@@ -93,8 +83,8 @@ class Engine:
         self._monotonic = monotonic
         self._lock = threading.Lock()
         self._buffers = StagingPool(2)
-        self._jobs: queue.Queue[_SaveJob | Callable[[], object] | None] = queue.Queue()
-        self._open: list[_SaveJob] = []  # neither committed nor abandoned
+        self._jobs: queue.Queue[SaveJob | Callable[[], object] | None] = queue.Queue()
+        self._open: list[SaveJob] = []  # neither committed nor abandoned
         self._ended: deque[SaveOutcome] = deque()
         self._died: BaseException | None = None
         self._closed = False
@@ -110,7 +100,9 @@ class Engine:
     ) -> None:
         """Allocate both buffers for ``state``, so that the first save only copies.
 
-        With ``background`` the writer thread allocates them, between saves.
+        With ``background`` the writer thread allocates them, between saves. Raises
+        :class:`StateError` for a state that cannot be saved, :class:`ArgumentError` for a rank
+        outside of the world or DTensors of another mesh.
         """
         _, tensors = flatten(state)
         pieces = share_of([spec_of(n, t) for n, t in tensors.items()], world_size, rank)
@@ -181,7 +173,7 @@ class Engine:
         )
         now_s = self._monotonic()
         deadline_s = now_s + self._deadline_s
-        job = _SaveJob(attempt, handle, buffer, world.fence, began_s, now_s - began_s, deadline_s)
+        job = SaveJob(attempt, handle, buffer, world.fence, began_s, now_s - began_s, deadline_s)
         with self._lock:
             self._open.append(job)
         self._jobs.put(job)
@@ -261,7 +253,7 @@ class Engine:
         now_s, reason = self._monotonic(), f"not committed within {self._deadline_s:g} s"
         self._abandon(lambda job: now_s > job.deadline_s, reason)
 
-    def _abandon(self, which: Callable[[_SaveJob], bool], reason: str) -> None:
+    def _abandon(self, which: Callable[[SaveJob], bool], reason: str) -> None:
         with self._lock:
             jobs = [job for job in self._open if which(job)]
         for job in jobs:
@@ -269,7 +261,7 @@ class Engine:
 
     # -- either thread ------------------------------------------------------------------------
 
-    def _finish(self, job: _SaveJob, status: SaveStatus, **more: Any) -> None:
+    def _finish(self, job: SaveJob, status: SaveStatus, **more: Any) -> None:
         """End a job exactly once: the second of two threads finds it ended."""
         with self._lock:
             if job not in self._open:
@@ -315,7 +307,7 @@ class Engine:
             return True
         if job is None:
             return False
-        if not isinstance(job, _SaveJob):
+        if not isinstance(job, SaveJob):
             job()
             return True
         try:
@@ -325,7 +317,7 @@ class Engine:
         self._poll_waiting()
         return True
 
-    def _write(self, job: _SaveJob) -> None:
+    def _write(self, job: SaveJob) -> None:
         if not self._is_open(job) or not self._may_commit(job):
             self._finish(job, SaveStatus.STALE, reason="its world ended before it was written")
             return
@@ -367,7 +359,7 @@ class Engine:
                 self._fail(job, error)
         self._abandon_overdue()
 
-    def _poll(self, job: _SaveJob) -> None:
+    def _poll(self, job: SaveJob) -> None:
         name, storage = job.attempt.name, self._storage
         with writing(storage.place):
             if is_committed(storage, name):
@@ -385,16 +377,16 @@ class Engine:
         elif not self._may_commit(job):
             self._finish(job, SaveStatus.STALE, reason=saved.notes[0])
 
-    def _fail(self, job: _SaveJob, error: Exception) -> None:
+    def _fail(self, job: SaveJob, error: Exception) -> None:
         if not isinstance(error, CheckpointError):
             cause = error
             error = WriteFailed(f"saving {job.handle.name} failed: {cause!r}")
             error.__cause__ = cause
         self._finish(job, SaveStatus.FAILED, reason=str(error), error=error)
 
-    def _is_open(self, job: _SaveJob) -> bool:
+    def _is_open(self, job: SaveJob) -> bool:
         with self._lock:
             return job in self._open
 
-    def _may_commit(self, job: _SaveJob) -> bool:
+    def _may_commit(self, job: SaveJob) -> bool:
         return all(fence is None or fence() for fence in (self._fence, job.fence))

@@ -71,7 +71,7 @@ class Storage(Protocol):
         ...
 
     def open(self, path: str) -> ReadableFile:
-        """Open a file for reading."""
+        """Open a file for reading. Raises OSError; FileNotFoundError if there is none."""
         ...
 
     def rename(self, old: str, new: str) -> None:

@@ -33,6 +33,8 @@ class SimulatedCrash(BaseException):
 
 
 class StorageFault(Enum):
+    """What goes wrong at the chosen call."""
+
     DIE_BEFORE = "die-before"  # the call never happens
     DIE_AFTER = "die-after"  # it happens, and nothing more does
     TEAR = "tear"  # half of a write happens; another call does not
@@ -116,7 +118,8 @@ class FaultyStorage(_Faulty[Storage]):
     """Wraps a storage. ``at`` is the number of the call that fails, from 0; None fails none.
 
     ``before`` is called with the label of every call, to delay it or to run another writer in
-    between. ``calls`` are the labels so far.
+    between. ``calls`` are the labels so far. Calls raise what the wrapped storage raises, and
+    :class:`SimulatedCrash` or OSError where ``fault`` says so.
     """
 
     def make_folder(self, path: str) -> None:
@@ -217,7 +220,8 @@ class _FaultySource:
 class FaultyObjects(_Faulty[Objects]):
     """Wraps an object store, as :class:`FaultyStorage` does a storage.
 
-    No torn writes: a put is atomic.
+    No torn writes: a put is atomic. Calls raise what the wrapped store raises, and
+    :class:`SimulatedCrash` or OSError where ``fault`` says so.
     """
 
     def list(self, prefix: str) -> Mapping[str, ObjectInfo]:
@@ -226,25 +230,31 @@ class FaultyObjects(_Faulty[Objects]):
         return found
 
     def stat(self, key: str) -> ObjectInfo:
+        """Size and modification time of an object."""
         found: builtins.list[ObjectInfo] = []
         self._plan.run(f"stat {key}", lambda: found.append(self._inner.stat(key)))
         return found[0]
 
     def get(self, key: str, begin: int, end: int) -> bytes:
+        """The bytes of an object from ``begin`` to ``end``."""
         found: builtins.list[bytes] = []
         self._plan.run(f"get {key}", lambda: found.append(self._inner.get(key, begin, end)))
         return found[0]
 
     def put(self, key: str, data: bytes, *, only_new: bool = False) -> None:
+        """Put an object in one request."""
         self._plan.run(f"write {key}", lambda: self._inner.put(key, data, only_new=only_new))
 
     def upload(self, key: str) -> Upload:
+        """Begin to put an object in several requests; each is a call."""
         return _FaultyUpload(self._inner.upload(key), self._plan, key)
 
     def delete(self, key: str) -> None:
+        """Delete an object."""
         self._plan.run(f"delete {key}", lambda: self._inner.delete(key))
 
     def delete_prefix(self, prefix: str) -> None:
+        """Delete an empty prefix. Never fails by itself."""
         self._inner.delete_prefix(prefix)
 
 

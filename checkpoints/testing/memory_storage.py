@@ -27,8 +27,10 @@ class _MemoryFolder:
 
 
 class MemoryStorage:
-    """A storage in this process's memory; :meth:`after_power_cut` returns what a disk would
-    keep."""
+    """A storage in this process's memory; :meth:`after_power_cut` returns what a disk would keep.
+
+    Raises FileNotFoundError and OSError as a file system would.
+    """
 
     place = "memory"
 

@@ -51,8 +51,8 @@ def export_to(
 
     ``progress`` is called with the number of bytes of each chunk that was read.
     Raises what :func:`checkpoints.load` raises, :class:`ArgumentError` if the target exists,
-    :class:`NotWritable` if its folder does not, and :class:`WriteFailed` if the state cannot be
-    written in that format.
+    :class:`NotWritable` if its folder does not, :class:`DiskFull` if it has no space, and
+    :class:`WriteFailed` if the state cannot be written in that format.
     """
     write = _of(_WRITERS, form)
     final = Path(target)

@@ -1,8 +1,9 @@
 """What a node does that has lost etcd for long: it stops before the others go on without it.
 
-Half of ``takeover_s`` after the last sign of this node a new world may not be formed without it
-yet (PROTOCOL section 2); after all of it, it may. Workers that need no restart leave at their next
-step's boundary, as the last ones of a job do, and save; a quarter of the time is theirs.
+Half of ``takeover_s`` after the last sign of this node a new world may not be formed without it yet
+(docs/explanation/protocol.md, section 3); after all of it, it may. Workers that need no restart
+leave at their next step's boundary, as the last ones of a job do, and save; a quarter of the time
+is theirs.
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 from elastic.agent.admission import ReplicaWait
-from elastic.agent.ending.job_end import record_end
+from elastic.agent.ending.job_end import read_end, record_end
 from elastic.agent.isolation import IsolationDetector
 from elastic.agent.messages import (
     BaseEvent,
@@ -29,7 +29,7 @@ from elastic.agent.registration import Registration
 from elastic.agent.store_events import StoreEvents, watch_job
 from elastic.agent.supervision.supervisor import WorkerSupervisor
 from elastic.errors import CoordinationError, RecordError
-from elastic.leadership.leader import NodesEvent
+from elastic.leadership.leader import Leadership, NodesEvent
 from elastic.leadership.prober import Probed
 from elastic.leadership.progress_writer import ProgressWriter
 from elastic.leadership.succession import LeaderProbed, Succession
@@ -93,6 +93,7 @@ class NodeLoop:
         )
         self._watch: Watch | None = None
         self._close_by_s: float | None = None  # set once: the end, at the latest
+        self._end_read_in: Leadership | None = None  # the term in which it was last read
         self._next_wake_s = 0.0
         self._thread = threading.Thread(target=self._run, name="elastic-node", daemon=True)
 
@@ -201,7 +202,7 @@ class NodeLoop:
 
     def _take(self) -> list[object]:
         """Everything in the inbox; blocks until there is something or a deadline has come."""
-        self._at.status.watchdog.beat()
+        self._at.status.watchdog.heartbeat()
         return self._at.inbox.take(max(0.0, self._next_wake_s - self._at.clock.monotonic()))
 
     def _handle(self, message: object) -> None:
@@ -254,6 +255,9 @@ class NodeLoop:
         term, wake_s = self.succession.term, self.succession.wake_s
         if wake_s is not None:
             self._next_wake_s = min(self._next_wake_s, max(wake_s, now))
+        if term is not None and term is not self._end_read_in:
+            read_end(self._at)
+            self._end_read_in = term
         if term is None or self._at.status.done is not None:
             return
         written, again_s = term.lead(self._at.status.world, self._at.status.done)

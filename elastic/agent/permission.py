@@ -43,7 +43,7 @@ class Permission:
         self._at = context
         self._workers = workers
         self._granted_until_s = -math.inf
-        self.tell_guard: Callable[[float], object] = lambda until_s: None
+        self.on_permission: Callable[[float], object] = lambda until_s: None
 
     def renew(self, lease: Lease | None) -> None:
         """Extend the grant if this node holds ``lease`` and is not given up."""
@@ -57,7 +57,7 @@ class Permission:
         if self._workers is not None:
             self._workers.permit(until_s)
         heed = self._workers is not None and self._workers.are_all_here
-        self.tell_guard(math.inf if heed else until_s)
+        self.on_permission(math.inf if heed else until_s)
 
     def _is_given_up(self) -> bool:
         """The job goes on without the world that this node's workers run, or is over."""

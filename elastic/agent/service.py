@@ -77,9 +77,9 @@ class NodeService:
         """The newest world with this node that its workers know: they run it, or are about to."""
         return self._status.told or self._status.node.running
 
-    def before_telling(self, act: Callable[[], object]) -> None:
+    def before_announcing(self, act: Callable[[], object]) -> None:
         """Call ``act`` before workers are told a new world, on the node's thread."""
-        self._status.before_telling = act
+        self._status.before_announcing = act
 
     def position(self) -> dict[str, int | None]:
         """Which world this node's workers run, and the step that they have reported."""
@@ -245,9 +245,9 @@ class NodeService:
         """The processes that torchrun supervises, for the detection of hangs."""
         self.loop.supervisor.supervise(workers)
 
-    def tell_guard(self, permit: Callable[[float], object]) -> None:
+    def on_permission(self, permit: Callable[[float], object]) -> None:
         """Call ``permit`` with the end of the workers' permission whenever it is extended."""
-        self.loop.permission.tell_guard = permit
+        self.loop.permission.on_permission = permit
 
     def allow_replacement(self, is_allowed: bool) -> None:
         """Whether a single worker that dies from now on can be replaced."""
@@ -319,22 +319,22 @@ class NodeService:
         None if the store was out of reach for ``patience_s``: too long to tell.
         """
         self.finished()
-        status, trouble_since_s = self._status, None
+        status, problem_since_s = self._status, None
         with status.changed:
             while status.done is None:
-                status.watchdog.beat()
+                status.watchdog.heartbeat()
                 if status.fatal is not None or not self.loop.alive:
                     return None
                 now = self._at.clock.monotonic()
-                trouble_since_s = (trouble_since_s or now) if status.store_problem else None
-                if trouble_since_s is not None and now - trouble_since_s > patience_s:
+                problem_since_s = (problem_since_s or now) if status.store_problem else None
+                if problem_since_s is not None and now - problem_since_s > patience_s:
                     return None
                 status.changed.wait(MAIN_THREAD_SLICE_S)
             return status.done
 
-    def beat(self) -> None:
+    def heartbeat(self) -> None:
         """torchrun's main thread turns."""
-        self._status.watchdog.beat()
+        self._status.watchdog.heartbeat()
 
     @property
     def readings(self) -> NodeReadings:

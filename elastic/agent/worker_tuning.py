@@ -31,7 +31,7 @@ def check(options: AgentOptions, environ: Mapping[str, str], *, max_nodes: int) 
     network = read_network()
     told_address(None, options.network, None)
     given = given_settings(environ)
-    _effective(options, network, given, (), max_nodes, own_address="", is_told=False)
+    _effective(options, network, given, (), max_nodes, own_address="", is_configured=False)
 
 
 class WorkerTuning:
@@ -45,7 +45,7 @@ class WorkerTuning:
         *,
         max_nodes: int,
         own_address: str,
-        is_told: bool,
+        is_configured: bool,
         network: Network | None = None,
     ) -> None:
         self._options = options
@@ -53,7 +53,7 @@ class WorkerTuning:
         self._journal = journal
         self._max_nodes = max_nodes
         self._own_address = own_address
-        self._is_told = is_told
+        self._is_configured = is_configured
         self._network = network if network is not None else read_network()
         self._last: WorkerEnvironment | None = None
 
@@ -67,7 +67,7 @@ class WorkerTuning:
             peers,
             self._max_nodes,
             own_address=self._own_address,
-            is_told=self._is_told,
+            is_configured=self._is_configured,
         )
         if found != self._last:
             self._report(found)
@@ -96,13 +96,13 @@ def _effective(
     max_nodes: int,
     *,
     own_address: str,
-    is_told: bool,
+    is_configured: bool,
 ) -> WorkerEnvironment:
     route = choose_route(
         network,
         max_nodes=max_nodes,
         own_address=own_address,
-        is_told=is_told or options.network is not None,
+        is_configured=is_configured or options.network is not None,
         peers=peers,
         interface=options.interface,
         own_network=options.network,

@@ -36,7 +36,7 @@ class WorldWait:
         deadline = self._clock.monotonic() + self._options.join_timeout_s
         ask_at_s = 0.0
         while True:
-            status.watchdog.beat()
+            status.watchdog.heartbeat()
             with status.changed:
                 status.raise_if_over()
                 if not self._loop.alive:

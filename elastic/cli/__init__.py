@@ -1,4 +1,4 @@
-"""The ``elastic`` command. ``main`` finds the subcommand and imports it, and nothing else.
+"""The ``elastic`` command. ``main`` finds the subcommand and imports only that.
 
 :mod:`elastic.cli.launch` is ``elastic run``, :mod:`elastic.cli.demo` the demo,
 :mod:`elastic.cli.kube` the manifests; every other command is one file. ``command_parser`` is the

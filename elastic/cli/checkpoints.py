@@ -27,7 +27,7 @@ from elastic.errors import ConfigError, ElasticError
 DAMAGED = 65  # sysexits' EX_DATAERR, as for a job that finds no valid checkpoint
 
 
-class CheckpointTrouble(ElasticError):
+class DamagedCheckpoint(ElasticError):
     """An error of the checkpoint library, with its hint."""
 
     exit_code = DAMAGED
@@ -41,7 +41,7 @@ def main(argv: Sequence[str]) -> int:
     except checkpoints.ArgumentError as error:
         raise ConfigError(error.message, hint=error.hint) from error
     except checkpoints.CheckpointError as error:
-        raise CheckpointTrouble(error.message, hint=error.hint) from error
+        raise DamagedCheckpoint(error.message, hint=error.hint) from error
 
 
 def parser() -> argparse.ArgumentParser:
@@ -55,32 +55,38 @@ def parser() -> argparse.ArgumentParser:
     def add(name: str, run: Callable[[argparse.Namespace], int], text: str) -> Any:
         command = commands.add_parser(name, help=text, description=text)
         command.set_defaults(run=run)
-        command.add_argument("folder", help="the folder of checkpoints")
+        command.add_argument("folder", help="checkpoint folder or URL")
         command.add_argument("-o", "--output", choices=("table", "json"), default="table")
         return command
 
     add("ls", _ls, "list the committed checkpoints, newest first")
-    add("show", _show, "the tensors and metadata of one").add_argument(
-        "name", nargs="?", help="default: newest"
+    add("show", _show, "show the tensors and metadata of a checkpoint").add_argument(
+        "name", nargs="?", help="checkpoint name (default: the newest)"
     )
-    add("verify", _verify, "read every byte of one or all").add_argument("name", nargs="?")
-    diff = add("diff", _diff, "compare two, tensor by tensor")
-    diff.add_argument("old")
-    diff.add_argument("new")
-    prune = add("prune", _prune, "remove old ones; never the newest")
+    add("verify", _verify, "read and verify every byte of one checkpoint or of all").add_argument(
+        "name", nargs="?", help="checkpoint name (default: all)"
+    )
+    diff = add("diff", _diff, "compare two checkpoints, tensor by tensor")
+    diff.add_argument("old", help="name of the first checkpoint")
+    diff.add_argument("new", help="name of the second checkpoint")
+    prune = add("prune", _prune, "remove old checkpoints, never the newest")
     prune.add_argument("--keep", type=int, metavar="N", help="keep the N newest")
-    prune.add_argument("--every", type=int, metavar="STEPS", help="and every multiple of STEPS")
+    prune.add_argument(
+        "--every", type=int, metavar="STEPS", help="also keep every multiple of STEPS"
+    )
     sure = prune.add_mutually_exclusive_group()
     sure.add_argument("--yes", action="store_true", help="remove them")
     sure.add_argument("--dry-run", action="store_true", help="only list what would be removed")
-    export = add("export", _export, "convert one to another format")
-    export.add_argument("name")
-    export.add_argument("target")
-    export.add_argument("--to", choices=FORMATS, required=True)
+    export = add("export", _export, "convert a checkpoint to another format")
+    export.add_argument("name", help="checkpoint name")
+    export.add_argument("target", help="file or folder to write")
+    export.add_argument("--to", choices=FORMATS, required=True, help="format to write")
     bring = add("import", _import, "create a checkpoint from a file of another format")
-    bring.add_argument("source")
-    bring.add_argument("--from", dest="form", choices=FORMATS, required=True)
-    bring.add_argument("--step", type=int, required=True)
+    bring.add_argument("source", help="file or folder to read")
+    bring.add_argument(
+        "--from", dest="form", choices=FORMATS, required=True, help="format of the source"
+    )
+    bring.add_argument("--step", type=int, required=True, help="step of the new checkpoint")
     bring.add_argument(
         "--trust",
         action="store_true",
@@ -126,7 +132,7 @@ def _headline(info: checkpoints.CheckpointInfo) -> str:
 
 def _verify(args: argparse.Namespace) -> int:
     infos = {info.name: info.size_bytes for info in checkpoints.list_checkpoints(args.folder)}
-    # All committed names: list_checkpoints() omits those whose manifest is unreadable.
+    # All committed names: list_checkpoints() omits checkpoints with an unreadable manifest.
     every = (str(n) for n in committed_names(storage_for(args.folder)))
     names = [args.name] if args.name else list(every)
     table = _table("name", "result")
@@ -221,7 +227,7 @@ def _say(args: argparse.Namespace, data: object, shown: object) -> int:
 
 @contextmanager
 def _progress(what: str, total: int | None) -> Iterator[Callable[[int], object]]:
-    """A bar on stderr while it is a terminal; a pulse where the total is not known."""
+    """A progress bar on stderr if it is a terminal; indeterminate if the total is unknown."""
     bar = Progress(
         TextColumn(what),
         BarColumn(),
@@ -235,7 +241,7 @@ def _progress(what: str, total: int | None) -> Iterator[Callable[[int], object]]
 
 
 def size(count: float) -> str:
-    """Bytes for people.
+    """A size in readable units.
 
     >>> size(3 << 30), size(12)
     ('3.0 GiB', '12 B')
@@ -248,7 +254,7 @@ def size(count: float) -> str:
 
 
 def age(seconds: float) -> str:
-    """A duration for people.
+    """A duration in readable units.
 
     >>> age(75), age(7300), age(-3)
     ('1 min', '2 h', '0 s')

@@ -28,7 +28,7 @@ _COLOURS = {
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run ``elastic doctor ARGV``; 0: nothing has failed, 1: something has."""
+    """Run ``elastic doctor ARGV``; returns 0 if no check failed, else 1."""
     args = parser().parse_args(argv)
     report = examine(_plan(args), _say)
     if args.output == "json":
@@ -39,7 +39,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def as_json(report: Report) -> dict[str, object]:
-    """What ``-o json`` prints."""
+    """The document that ``-o json`` prints."""
     return {
         "healthy": exit_code(report.findings) == HEALTHY,
         "nodes": list(report.nodes),
@@ -83,8 +83,8 @@ def _findings_table(findings: Sequence[Finding], *, several: bool) -> Any:
 
 
 def folded(findings: Sequence[Finding]) -> list[Finding]:
-    """What several nodes have found alike takes one row: with the first of those that are well, and
-    how many more, or with the names of all that are not."""
+    """Equal findings of several nodes take one row: with the first node's name and a count if all
+    are well, else with the names of all of them."""
     rows: dict[tuple[str, ...], list[Finding]] = {}
     for number, one in enumerate(findings):
         key: tuple[str, ...] = (str(number),)
@@ -134,14 +134,18 @@ def parser(environ: Mapping[str, str] = os.environ) -> argparse.ArgumentParser:
     parser = CommandParser(
         prog="elastic doctor",
         description="Check this machine, etcd, and every operation of torch.distributed. With "
-        "--nnodes=N, started on each of N nodes, also what lies between them.",
-        epilog="exit codes: 0 nothing has failed (there may be warnings), 1 a check has failed, "
-        "2 usage. Options of the agents (certificates, user, prefix) are read from the same "
+        "--nnodes=N, started on each of N nodes, also the connections between them.",
+        epilog="exit codes: 0 no check failed (there may be warnings), 1 a check failed, "
+        "2 usage. The agents' options (certificates, user, prefix) are read from the same "
         "ELASTIC_* variables.",
     )
     add_job_arguments(parser, environ)
     parser.add_argument(
-        "--nnodes", type=_positive, default=1, metavar="N", help="nodes that run this (default: 1)"
+        "--nnodes",
+        type=_positive,
+        default=1,
+        metavar="N",
+        help="nodes that run this command (default: 1)",
     )
     parser.add_argument(
         "--nproc-per-node",
@@ -151,7 +155,9 @@ def parser(environ: Mapping[str, str] = os.environ) -> argparse.ArgumentParser:
     )
     parser.add_argument("--local-addr", default="", metavar="ADDR", help="this node's address")
     parser.add_argument(
-        "--checkpoints", metavar="DIR", help="also check this folder: space, fsync, file://"
+        "--checkpoints",
+        metavar="DIR",
+        help="also check this checkpoint folder: space, fsync, file://",
     )
     parser.add_argument(
         "--ports",
@@ -160,14 +166,16 @@ def parser(environ: Mapping[str, str] = os.environ) -> argparse.ArgumentParser:
         help="also try these TCP ports between all nodes (MASTER_PORT, for example)",
     )
     parser.add_argument(
-        "--local", action="store_true", help="only machine and etcd: no process groups, seconds"
+        "--local",
+        action="store_true",
+        help="check only the machine and etcd; takes seconds, starts no process groups",
     )
     parser.add_argument(
         "--deadline",
         type=_seconds,
         default=ExaminationPlan.deadline_s,
         metavar="S",
-        help="the longest that one operation may be silent (default: %(default)g)",
+        help="timeout for one operation without output (default: %(default)g)",
     )
     parser.add_argument(
         "--join-timeout",
@@ -181,7 +189,7 @@ def parser(environ: Mapping[str, str] = os.environ) -> argparse.ArgumentParser:
 
 
 def _plan(args: argparse.Namespace) -> ExaminationPlan:
-    """What to examine. Raises ConfigError."""
+    """The examination that the arguments ask for. Raises ConfigError."""
     if args.nnodes > 1 and not (args.rdzv_endpoint and args.rdzv_id):
         lacking = "--rdzv-endpoint" if not args.rdzv_endpoint else "--rdzv-id"
         raise ConfigError(
@@ -207,7 +215,9 @@ def _ports(text: str) -> tuple[int, ...]:
     numbers = [part.strip() for part in text.split(",") if part.strip()]
     for number in numbers:
         if not (number.isdigit() and 1 <= int(number) <= 65535):
-            raise ConfigError(f"--ports={text}: {number!r} is no port", hint="--ports=29500,29501")
+            raise ConfigError(
+                f"--ports={text}: {number!r} is not a valid port", hint="--ports=29500,29501"
+            )
     return tuple(map(int, numbers))
 
 
@@ -221,5 +231,5 @@ def _positive(text: str) -> int:
 def _seconds(text: str) -> float:
     number = float(text)
     if not (math.isfinite(number) and number > 0):
-        raise argparse.ArgumentTypeError(f"{text} is not above zero")
+        raise argparse.ArgumentTypeError(f"{text} is not greater than zero")
     return number

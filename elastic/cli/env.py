@@ -1,7 +1,7 @@
 """``elastic env``: the variables of NCCL, torch and gloo that workers on this machine would get.
 
-What an agent started here with the same options would set, where each value comes from, and why.
-Reads the machine and the environment; imports no torch, and connects to nothing.
+Prints what an agent started here with the same options would set, with source and reason.
+Reads the machine and the environment; neither imports torch nor opens connections.
 """
 
 from __future__ import annotations
@@ -55,19 +55,19 @@ def parser(environ: Mapping[str, str] = os.environ) -> argparse.ArgumentParser:
     )
     add_options_argument(own, environ)
     own.add_argument(
-        "--nnodes", default="1:2", metavar="MIN:MAX", help="as for torchrun (default: 1:2)"
+        "--nnodes", default="1:2", metavar="MIN:MAX", help="as in torchrun (default: %(default)s)"
     )
     own.add_argument(
         "--local-addr",
         metavar="ADDRESS",
-        help="where the other nodes reach this one, as for torchrun",
+        help="address at which other nodes reach this one, as in torchrun",
     )
     own.add_argument(
         "--leader",
         metavar="ADDRESS",
-        help="of the leader, or of another node: the interface is the one on the route to it",
+        help="address of the leader or any other node; selects the interface on the route to it",
     )
-    own.add_argument("--sources", action="store_true", help="also show the source of each value")
+    own.add_argument("--sources", action="store_true", help="also print the source of each value")
     own.add_argument("-o", "--output", choices=("table", "json"), default="table")
     return own
 
@@ -75,20 +75,20 @@ def parser(environ: Mapping[str, str] = os.environ) -> argparse.ArgumentParser:
 def of_this_machine(
     args: argparse.Namespace, options: AgentOptions, environ: Mapping[str, str], network: Network
 ) -> WorkerEnvironment:
-    """What an agent with these options gives its workers."""
+    """The environment that an agent with these options gives its workers."""
     _, max_nodes = node_range(args.nnodes)
     told = told_address(args.local_addr, options.network, options.pod_ip, network.addresses())
     peers = [args.leader] if args.leader else []
     if args.leader and source_address(args.leader) is None:
         raise ConfigError(
-            f"--leader={args.leader}: there is no route to it from here, or no such name",
+            f"--leader={args.leader}: no route to this address, or the name does not resolve",
             hint="give the address of another node of the job",
         )
     route = choose_route(
         network,
         max_nodes=max_nodes,
         own_address=told,
-        is_told=bool(told),
+        is_configured=bool(told),
         peers=peers,
         interface=options.interface,
         own_network=options.network,
@@ -120,7 +120,7 @@ def _print_table(found: WorkerEnvironment, *, is_wide: bool) -> None:
 
     print(f"profile {found.profile.name}: {found.profile.reason}")
     if found.route is None:
-        print("interface: not known before there is a leader; give --leader=ADDRESS")
+        print("interface: unknown without a leader; pass --leader=ADDRESS")
     else:
         print(f"interface {found.route.interface}: {found.route.reason}")
     columns = ("variable", "value", "from", "why", *(("source",) if is_wide else ()))

@@ -45,7 +45,7 @@ _MOST_TELLING = (
 
 
 def chain(error: BaseException) -> Iterator[BaseException]:
-    """The error, then what it came from, nearest first. Ends on cycles, too."""
+    """The error, then its causes, nearest first. Terminates on cycles, too."""
     seen: set[int] = set()
     current: BaseException | None = error
     while current is not None and id(current) not in seen:
@@ -86,13 +86,13 @@ def of_agent(error: BaseException) -> int:
 
 
 def of_workers(codes: Collection[int]) -> int:
-    """65 passes from a worker to its agent; every other failure is the script's."""
+    """65 is passed from a worker to its agent; every other failure counts as the script's."""
     required = CheckpointRequired.exit_code
     return required if required in codes else FAILED
 
 
 def of_job(codes: Collection[int], *, success_of_one_is_enough: bool) -> int:
-    """One code for a job from those of its agents.
+    """One exit code for a job from its agents' codes.
 
     With our rendezvous an agent ends with 0 only when the job is done, so nodes that were lost
     on the way do not count (``success_of_one_is_enough``). Negative codes are signals.

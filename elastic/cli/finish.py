@@ -1,8 +1,8 @@
 """``elastic finish``: wait for the job's end, then scale its StatefulSet to 0.
 
-A StatefulSet restarts every pod that exits, so finished agents park (ELASTIC_PARK), and this
-command ends them. Its exit code is the job's: ``kubectl wait --for=condition=complete job/...``
-succeeds only if training has.
+A StatefulSet restarts every pod that exits, so finished agents park (ELASTIC_PARK) and this
+command scales them down. Its exit code is the job's:
+``kubectl wait --for=condition=complete job/...`` succeeds only if training has.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from elastic.store.keyvalue import (
     Reset,
     WatchEvent,
 )
-from elastic.tuning.agent_intervals import CLUSTER_BACKOFF_CAP_S
+from elastic.tuning.agent_intervals import CLUSTER_BACKOFF_CAP_S, CLUSTER_FIRST_BACKOFF_S
 from elastic.tuning.agent_options import AgentOptions
 
 TERMINATED = 128 + signal.SIGTERM
@@ -47,7 +47,7 @@ def main(argv: Sequence[str]) -> int:
     options = options_of(args)
     keys = Keys.of(options.prefix, run_id_of(args))
     endpoint = endpoint_of(args)
-    # All of it before the wait, which may last for weeks; the rights, too, by a dry run.
+    # Check everything before the wait, which may take weeks; a dry run checks the rights.
     server = ApiServer.of_pod(os.environ, args.credentials)
     namespace = args.namespace or server.own_namespace()
     signal.signal(signal.SIGTERM, _on_sigterm)
@@ -73,7 +73,7 @@ def say(text: str) -> None:
 
 
 def _exit_code(done: Done) -> int:
-    """The job's; a failure is never 0."""
+    """The job's exit code; never 0 for a failure."""
     return done.exit_code or (0 if done.outcome is Outcome.SUCCESS else 1)
 
 
@@ -85,14 +85,16 @@ def _on_sigterm(signum: int, frame: FrameType | None) -> NoReturn:
 
 
 def _wait(endpoint: str, options: AgentOptions, keys: Keys) -> Done:
-    """Until the job has ended, however long that takes. Raises CoordinationError, but not for an
-    etcd that does not answer: it will."""
+    """Wait without a timeout until the job has ended. Raises CoordinationError, except for an
+    etcd that does not answer: that is retried."""
     from elastic.store.etcd.store import EtcdStore
 
     config = etcd_config(endpoint, options)
     retrying = tenacity.Retrying(
         retry=tenacity.retry_if_exception_type(StoreUnreachable),
-        wait=tenacity.wait_random_exponential(multiplier=0.5, max=CLUSTER_BACKOFF_CAP_S),
+        wait=tenacity.wait_random_exponential(
+            multiplier=CLUSTER_FIRST_BACKOFF_S, max=CLUSTER_BACKOFF_CAP_S
+        ),
         before_sleep=_tell_of_retry,
         sleep=SYSTEM_CLOCK.sleep,
     )
@@ -110,7 +112,7 @@ def _tell_of_retry(state: tenacity.RetryCallState) -> None:
 
 
 def wait_for_done(store: KeyValue, keys: Keys) -> Done:
-    """Block until the key ``done`` is there. Raises RecordError if it cannot be read."""
+    """Block until the key ``done`` exists. Raises RecordError if it cannot be read."""
     events: queue.SimpleQueue[WatchEvent] = queue.SimpleQueue()
     watch = store.watch([keys.done], events.put, name="elastic-watch-done")
     try:
@@ -122,7 +124,7 @@ def wait_for_done(store: KeyValue, keys: Keys) -> Done:
                 case Put(entry):
                     pass
                 case Disconnected(error):
-                    say(f"etcd is out of reach, reconnecting: {error}")
+                    say(f"etcd is unreachable, reconnecting: {error}")
                     continue
                 case Reconnected():
                     say("etcd is back")
@@ -142,25 +144,27 @@ def parser(environ: Mapping[str, str] = os.environ) -> argparse.ArgumentParser:
     """The command line of ``elastic finish``."""
     parser = CommandParser(
         prog="elastic finish",
-        description="Wait for the end of a job, then scale its StatefulSet to 0. For a pod whose "
-        "service account may patch that one scale.",
+        description="Wait for the end of a job, then scale its StatefulSet to 0. Runs in a pod "
+        "whose service account may patch the scale of that StatefulSet.",
         epilog="exit codes: the job's (0 done, 1 the script failed, 65 no valid checkpoint, 70 the "
-        "failure budget is spent); 2 usage, 69 etcd or the API server cannot be used. Options of "
-        "the agents (certificates, user, prefix) are read from the same ELASTIC_* variables.",
+        "failure budget is spent); 2 usage, 69 etcd or the API server cannot be used. The agents' "
+        "options (certificates, user, prefix) are read from the same ELASTIC_* variables.",
     )
-    parser.add_argument("--statefulset", required=True, metavar="NAME", help="the job's")
-    parser.add_argument("--namespace", help="default: this pod's")
+    parser.add_argument(
+        "--statefulset", required=True, metavar="NAME", help="name of the job's StatefulSet"
+    )
+    parser.add_argument("--namespace", help="namespace of the StatefulSet (default: this pod's)")
     add_job_arguments(parser, environ)
     parser.add_argument(
         "--keep-failed",
         action="store_true",
-        help="leave the pods of a failed job parked, to inspect them",
+        help="leave the pods of a failed job parked for inspection",
     )
     parser.add_argument(
         "--credentials",
         type=Path,
         default=CREDENTIALS,
         metavar="FOLDER",
-        help="of the service account: token, ca.crt, namespace (default: where pods have it)",
+        help="folder of the service account's token, ca.crt and namespace (default: %(default)s)",
     )
     return parser

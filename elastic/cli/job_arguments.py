@@ -1,7 +1,7 @@
 """The arguments that name a job and its etcd, for every command that needs them.
 
 They are torchrun's (``--rdzv-endpoint``, ``--rdzv-id``, ``--rdzv-conf``), with torchrun's defaults
-(``PET_RDZV_*``): inside a pod of the job they are set already.
+(``PET_RDZV_*``), which are already set inside a pod of the job.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def add_job_arguments(
 def add_options_argument(
     parser: argparse.ArgumentParser, environ: Mapping[str, str] = os.environ
 ) -> None:
-    """Only ``--rdzv-conf``, for a command that connects to no etcd."""
+    """Add only ``--rdzv-conf``, for a command that does not connect to etcd."""
     parser.add_argument(
         "--rdzv-conf",
         "--conf",
@@ -67,7 +67,7 @@ def run_id_of(args: argparse.Namespace) -> str:
 
 def _required(value: str | None, flag: str, variable: str) -> str:
     if not value:
-        raise ConfigError(f"neither {flag} nor {variable} is given", hint=f"give {flag}")
+        raise ConfigError(f"neither {flag} nor {variable} is given", hint=f"pass {flag}")
     return value
 
 

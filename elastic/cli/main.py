@@ -32,21 +32,26 @@ COMMANDS = {
         "elastic.cli.checkpoints", "list, verify, compare and convert checkpoints"
     ),
     "run": Command(
-        "elastic.cli.launch.run", "start a training job: torchrun's flags, and a local etcd"
+        "elastic.cli.launch.run",
+        "start or join a training job, with torchrun's flags",
     ),
-    "status": Command("elastic.cli.observe.status", "how a job is: its state, step and nodes"),
-    "describe": Command("elastic.cli.observe.describe", "a node, an incident, the checkpoint"),
-    "wait": Command("elastic.cli.observe.wait", "until a job is done, or reaches a step"),
-    "events": Command("elastic.cli.observe.events", "the events of a run, from its journals"),
-    "dashboard": Command("elastic.cli.dashboard", "a live page that shows how a job is"),
-    "report": Command("elastic.cli.report", "where a run's time went, from its journals"),
-    "profile": Command("elastic.cli.profile", "traces of the next steps of a job that trains"),
+    "status": Command("elastic.cli.observe.status", "show a job's status: state, step and nodes"),
+    "describe": Command(
+        "elastic.cli.observe.describe", "show a node, an incident, or the last checkpoint"
+    ),
+    "wait": Command("elastic.cli.observe.wait", "wait until a job is done or reaches a step"),
+    "events": Command("elastic.cli.observe.events", "print the events of a run from its journals"),
+    "dashboard": Command("elastic.cli.dashboard", "serve a live page with a job's status"),
+    "report": Command("elastic.cli.report", "show where a run's time went, from its journals"),
+    "profile": Command(
+        "elastic.cli.profile", "record torch.profiler traces of a running job's next steps"
+    ),
     "finish": Command(
         "elastic.cli.finish", "wait for a job's end, then scale its StatefulSet to 0"
     ),
-    "kube": Command("elastic.cli.kube", "manifests for Kubernetes from a few flags"),
+    "kube": Command("elastic.cli.kube", "render Kubernetes manifests from a few flags"),
     "env": Command(
-        "elastic.cli.env", "the settings of NCCL, torch and gloo on this machine, and their reasons"
+        "elastic.cli.env", "show the NCCL, torch and gloo settings for this machine, with reasons"
     ),
     "doctor": Command(
         "elastic.cli.doctor", "check this machine, etcd, and the network between nodes"
@@ -68,7 +73,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ElasticError as error:
         say_error(error)
         return error.exit_code
-    except BrokenPipeError:  # `| head` has seen enough
+    except BrokenPipeError:  # the reader, such as `head`, has exited
         _discard_output()
         return SIGNALLED + signal.SIGPIPE
     except KeyboardInterrupt:
@@ -76,13 +81,13 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _discard_output() -> None:
-    """What is still buffered has no reader: the interpreter's own flush at its end would fail."""
+    """Discard buffered output: the interpreter's flush at exit would fail without a reader."""
     with open(os.devnull, "w") as nowhere:
         os.dup2(nowhere.fileno(), sys.stdout.fileno())
 
 
 def say_error(error: ElasticError) -> None:
-    """What happened and what to do, on stderr; a traceback would bury both."""
+    """Print what happened and what to do to stderr; a traceback would bury both."""
     print(f"elastic: {error}", file=sys.stderr)
 
 

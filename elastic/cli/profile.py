@@ -1,4 +1,4 @@
-"""``elastic profile``: have a job that trains write traces of its next steps.
+"""``elastic profile``: record traces of a running job's next steps.
 
 The request goes through etcd to the agents, and over their links to the workers, which begin at
 their next step. A key on a lease of this command holds it; it is gone when the command has ended.
@@ -20,7 +20,7 @@ from elastic.errors import ConfigError, JobFailed
 from elastic.membership.keys import Keys
 from elastic.membership.records import Done, Node, Profile, WorldRecord, decode, encode
 from elastic.store.keyvalue import KeyValue
-from elastic.tuning.agent_intervals import PROFILE_REQUEST_S
+from elastic.tuning.agent_intervals import PROFILE_LEASE_S, PROFILE_REQUEST_S
 
 _RANKS = re.compile(r"(\d{1,6})(?:-(\d{1,6}))?")
 _MOST_RANKS = 100_000
@@ -64,10 +64,10 @@ def ask(
     held_s: float = PROFILE_REQUEST_S,
     clock: Clock = SYSTEM_CLOCK,
 ) -> str:
-    """Write the request, and take it back once all agents have heard of it; what comes of it.
+    """Write the request, withdraw it once all agents have read it, and describe the result.
 
-    Raises JobFailed for a job that has ended, and ConfigError where nobody trains, or the agents
-    have no link to their workers.
+    Raises JobFailed if the job has ended, and ConfigError if it is not training or if agents have
+    no link to their workers.
     """
     world = _training_world(store, keys)
     if beyond := [rank for rank in request.ranks if rank >= world.size]:
@@ -75,7 +75,7 @@ def ask(
             f"there is no rank {beyond[0]} in generation {world.generation}",
             hint=f"its ranks are 0 to {world.size - 1}",
         )
-    lease = store.lease(max(10.0, 2 * held_s))
+    lease = store.lease(max(PROFILE_LEASE_S, 2 * held_s))
     try:
         store.put(keys.profile, encode(request), lease=lease)
         clock.sleep(held_s)
@@ -85,20 +85,20 @@ def ask(
     steps = "step" if request.steps == 1 else f"{request.steps} steps"
     ranks = "1 rank" if number == 1 else f"{number} ranks"
     return (
-        f"asked {ranks} of generation {world.generation} for a trace of the next {steps}: each "
+        f"requested traces of the next {steps} from {ranks} of generation {world.generation}: each "
         "node writes gGENERATION-stepSTEP-rankRANK.pt.trace.json into ELASTIC_PROFILES, by default "
         f"`profiles` in the folder of journals{_doubt(store, keys)}"
     )
 
 
 def _doubt(store: KeyValue, keys: Keys) -> str:
-    """Agents without a link to their workers cannot ask them, and nothing else shows."""
+    """A warning where no agent has a link to its workers; no error would tell the user."""
     entries = store.list(keys.nodes).entries
     if any(decode(Node, entry.key, entry.value).in_process for entry in entries):
         return ""
     return (
-        "\nno node has said that its workers change worlds in process: in mode=restart, and with "
-        "scripts without elastic.join(), nothing comes of it. Use run.profile(steps=...) there"
+        "\nno node has reported workers that change worlds in process. In mode=restart, and in "
+        "scripts without elastic.join(), the request has no effect: call run.profile(steps=...)"
     )
 
 
@@ -110,7 +110,7 @@ def _training_world(store: KeyValue, keys: Keys) -> WorldRecord:
     world = decode(WorldRecord, entry.key, entry.value) if entry is not None else None
     if world is None or not world.members:
         raise ConfigError(
-            f"nobody trains in the job {printable(keys.run_id)}", hint="look at elastic status"
+            f"job {printable(keys.run_id)} is not training", hint="see `elastic status`"
         )
     return world
 
@@ -119,13 +119,14 @@ def parser(environ: Mapping[str, str] = os.environ) -> argparse.ArgumentParser:
     """The command line of ``elastic profile``."""
     own = CommandParser(
         prog="elastic profile",
-        description="Have a job that trains write traces (torch.profiler) of its next steps, one "
-        "file per rank. Needs scripts with elastic.join(), and agents that are not in "
-        "mode=restart.",
-        epilog="exit codes: 0 asked; 1 the job has ended; 2 usage, or nobody trains; 69 etcd "
-        "cannot be reached, or refuses",
+        description="Record torch.profiler traces of a running job's next steps, one file per "
+        "rank. Needs scripts that call elastic.join(), and agents that are not in mode=restart.",
+        epilog="exit codes: 0 requested; 1 the job has ended; 2 usage, or the job is not training; "
+        "69 etcd unreachable, or access denied",
     )
     add_job_arguments(own, environ)
-    own.add_argument("--steps", type=int, default=10, help="how many (default: %(default)s)")
-    own.add_argument("--ranks", default="", metavar="0,4-7", help="only these (default: all)")
+    own.add_argument(
+        "--steps", type=int, default=10, help="number of steps to trace (default: %(default)s)"
+    )
+    own.add_argument("--ranks", default="", metavar="0,4-7", help="ranks to trace (default: all)")
     return own

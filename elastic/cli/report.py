@@ -1,4 +1,4 @@
-"""``elastic report``: what a run did with its time, from its journals: HTML, Markdown or JSON."""
+"""``elastic report``: where a run's time went, from its journals: HTML, Markdown or JSON."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def main(argv: Sequence[str]) -> int:
     if output is None:
         try:
             print(text, flush=True)
-        except BrokenPipeError:  # `| head` has seen enough
+        except BrokenPipeError:  # the reader, such as `head`, has exited
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     else:
         write_report(output, text)
@@ -55,7 +55,8 @@ def main(argv: Sequence[str]) -> int:
 
 @contextmanager
 def _no_garbage_collection() -> Iterator[None]:
-    """A million events hold no cycles: looking for some takes as long as reading them."""
+    """Turn garbage collection off: events form no cycles, and scanning a million takes as long as
+    reading them."""
     was_on = gc.isenabled()
     gc.disable()
     try:
@@ -69,41 +70,41 @@ def parser() -> argparse.ArgumentParser:
     """The command line of ``elastic report``."""
     own = CommandParser(
         prog="elastic report",
-        description="Show which part of a run's time made progress, where the rest went, and what "
-        "each change of the world has cost. From journals alone: the job may be over or run. "
-        "With -o report.html as one page with charts, which needs no network.",
+        description="Show how much of a run's time made progress, where the rest went, and the "
+        "cost of each change of the world. Reads journals only; the job may have ended or still "
+        "be running. -o report.html writes one self-contained page with charts.",
     )
     own.add_argument(
         "folder", nargs="?", metavar="RUN", help="the journals' folder (default: ELASTIC_JOURNAL)"
     )
     own.add_argument(
-        "--run-id", "--rdzv-id", help="of several runs in the folder (default: the last)"
+        "--run-id", "--rdzv-id", help="the run to report, if the folder has several (default: last)"
     )
     own.add_argument(
         "--format",
         choices=("html", "md", "json"),
-        help="default: as FILE ends, and md without one",
+        help="output format (default: by FILE's extension; md on stdout)",
     )
     own.add_argument(
-        "-o", "--output", metavar="FILE", help="write there, not to stdout: report.html, for one"
+        "-o", "--output", metavar="FILE", help="write to this file instead of stdout: report.html"
     )
     return own
 
 
 def format_of(given: str | None, output: Path | None, *, is_terminal: bool) -> str:
-    """What to write. Raises ConfigError where that is not clear, or not for a terminal."""
+    """The output format. Raises ConfigError if it is ambiguous, or HTML for a terminal."""
     if output is None:
         if given == "html" and is_terminal:
             raise ConfigError(
-                "an HTML page is nothing for a terminal", hint="give a file: -o report.html"
+                "refusing to write HTML to a terminal", hint="give a file: -o report.html"
             )
         return given or "md"
     found = given or _BY_SUFFIX.get(output.suffix.lower())
     if found is None:
         shown = printable(str(output))
         raise ConfigError(
-            f"-o {shown} does not say in which format",
-            hint=f"-o names a file: -o report.html, or -o {shown} --format=html|md|json",
+            f"-o {shown}: the extension names no format",
+            hint=f"for example -o report.html, or -o {shown} --format=html|md|json",
         )
     return found
 
@@ -120,7 +121,7 @@ def rendered(report: RunReport, form: str) -> str:
 
 
 def write_report(path: Path, text: str) -> None:
-    """In place of what was there, all at once. Raises ConfigError."""
+    """Replace the file atomically. Raises ConfigError."""
     new = path.with_name(f".{path.name}.{os.getpid()}.new")
     try:
         new.write_text(text + "\n", encoding="utf-8", errors="backslashreplace")

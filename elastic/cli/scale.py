@@ -1,7 +1,7 @@
 """The scale of one StatefulSet, through the API server, from inside a pod.
 
-The standard library and tenacity, not a Kubernetes client: it is one PATCH, and the client on PyPI
-brings thirty packages. What a pod has for it is documented at kubernetes.io ("Accessing the
+Uses the standard library and tenacity, not a Kubernetes client: it is one PATCH, and the client
+on PyPI has thirty dependencies. A pod's credentials are documented at kubernetes.io ("Accessing the
 Kubernetes API from a Pod"): two variables, a token that is rotated, and the CA's certificate.
 """
 
@@ -19,7 +19,12 @@ import tenacity
 
 from elastic.clock import SYSTEM_CLOCK, Clock
 from elastic.errors import ClusterRefused, ClusterUnreachable, ConfigError
-from elastic.tuning.agent_intervals import CLUSTER_BACKOFF_CAP_S, CLUSTER_CALL_S, CLUSTER_PATIENCE_S
+from elastic.tuning.agent_intervals import (
+    CLUSTER_BACKOFF_CAP_S,
+    CLUSTER_CALL_S,
+    CLUSTER_FIRST_BACKOFF_S,
+    CLUSTER_PATIENCE_S,
+)
 
 CREDENTIALS = Path("/var/run/secrets/kubernetes.io/serviceaccount")
 # The token was rotated; a conflicting change; too many requests; temporarily unavailable.
@@ -29,7 +34,7 @@ _NAME = re.compile(r"[a-z0-9]([a-z0-9.-]{0,251}[a-z0-9])?")
 
 @dataclass(frozen=True, kw_only=True)
 class ApiServer:
-    """Its address, and this pod's credentials."""
+    """The API server's address, and this pod's credentials."""
 
     host: str
     port: int
@@ -37,7 +42,7 @@ class ApiServer:
 
     @staticmethod
     def of_pod(environ: Mapping[str, str], credentials: Path = CREDENTIALS) -> ApiServer:
-        """From a pod's environment. Raises ConfigError outside of a pod, or without a token."""
+        """Read a pod's environment. Raises ConfigError outside of a pod or without a token."""
         host, port = environ.get("KUBERNETES_SERVICE_HOST"), environ.get("KUBERNETES_SERVICE_PORT")
         if not host or not port or not port.isdecimal():
             raise ConfigError(
@@ -48,7 +53,7 @@ class ApiServer:
         for name in ("token", "ca.crt"):
             if not (credentials / name).is_file():
                 raise ConfigError(
-                    f"there is no {credentials / name}",
+                    f"{credentials / name} does not exist",
                     hint="give the pod a service account, and automountServiceAccountToken: true",
                 )
         return ApiServer(host=host, port=int(port), credentials=credentials)
@@ -65,7 +70,7 @@ class ApiServer:
 
 
 class _TryAgain(Exception):
-    """What failed may succeed later."""
+    """A failure that may succeed when retried."""
 
 
 def scale_statefulset(
@@ -78,16 +83,16 @@ def scale_statefulset(
     clock: Clock = SYSTEM_CLOCK,
     dry_run: bool = False,
 ) -> None:
-    """Set the replicas of one StatefulSet; tries again for ten minutes where that may help.
+    """Set the replicas of one StatefulSet; retries for up to ten minutes where that may help.
 
-    With ``dry_run`` the API server does everything but store the result: authentication,
-    authorization, admission, and whether the StatefulSet is there (kubernetes.io, "API Concepts",
+    With ``dry_run`` the API server does everything except store the result: authentication,
+    authorization, admission, and a check that the StatefulSet exists (kubernetes.io, API Concepts,
     Dry-run: it takes the same rights as the request itself).
 
     Raises:
-        ConfigError: a name that Kubernetes would not take.
-        ClusterRefused: the API server will not do it.
-        ClusterUnreachable: it has not done it within ten minutes.
+        ConfigError: not a valid Kubernetes name.
+        ClusterRefused: the API server denied the request.
+        ClusterUnreachable: the request did not succeed within ten minutes.
     """
     for what, given in (("namespace", namespace), ("statefulset", name)):
         if not _NAME.fullmatch(given):
@@ -108,7 +113,9 @@ def scale_statefulset(
     retrying = tenacity.Retrying(
         retry=tenacity.retry_if_exception_type(_TryAgain),
         stop=lambda state: clock.monotonic() - began_s > CLUSTER_PATIENCE_S,
-        wait=tenacity.wait_random_exponential(multiplier=0.5, max=CLUSTER_BACKOFF_CAP_S),
+        wait=tenacity.wait_random_exponential(
+            multiplier=CLUSTER_FIRST_BACKOFF_S, max=CLUSTER_BACKOFF_CAP_S
+        ),
         before_sleep=told,
         sleep=clock.sleep,
         reraise=True,
@@ -134,17 +141,17 @@ def _patch(server: ApiServer, path: str, body: bytes) -> None:
         raise _TryAgain(f"{where}: {said}")
     hints = {
         403: "let the pod's service account `patch` statefulsets/scale of that name",
-        404: "check --statefulset and --namespace; it may also be gone already",
+        404: "check --statefulset and --namespace; it may already have been deleted",
     }
     raise ClusterRefused(f"{where}: {said}", hint=hints.get(status, ""))
 
 
 def _send(server: ApiServer, path: str, body: bytes) -> tuple[int, bytes]:
-    # Read anew for each attempt: the kubelet replaces both files while the pod lives.
+    # Read again for each attempt: the kubelet replaces both files while the pod runs.
     try:
         token = (server.credentials / "token").read_text().strip()
         context = ssl.create_default_context(cafile=str(server.credentials / "ca.crt"))
-        # On from Python 3.13, and many clusters' own CAs lack an extension that it asks for
+        # Enabled from Python 3.13, and many clusters' CAs lack an extension that it requires
         # (kubernetes-client/python#2394).
         context.verify_flags &= ~ssl.VERIFY_X509_STRICT
     except (OSError, ssl.SSLError) as error:
@@ -177,7 +184,7 @@ def _send(server: ApiServer, path: str, body: bytes) -> tuple[int, bytes]:
 
 
 def _message(answer: bytes) -> str:
-    """The sentence of a Status object, else what there is."""
+    """The message of a Status object, else the raw body."""
     try:
         said = json.loads(answer)
     except ValueError:

@@ -1,4 +1,4 @@
-"""``elastic doctor``: whether this machine, its etcd and the links between the nodes can train.
+"""``elastic doctor``: checks this machine, etcd and the links between nodes.
 
 Facts are gathered at the edge: ``machine`` (run in child processes with a deadline by ``probes``),
 ``etcd``, ``between`` (TCP from node to node) and ``operations`` (torch.distributed, in the
@@ -6,6 +6,6 @@ processes of ``ranks``). The files ``*_verdicts`` turn facts into ``findings`` a
 ``examination`` calls them in order, ``meeting`` lets the nodes of one examination exchange values
 through etcd, and ``preflight`` is the short form that an agent runs before its node may join.
 
-Start with ``examination``. Only ``operations``, which runs in processes of its own, imports torch.
+Start with ``examination``. Only ``operations``, which runs in separate processes, imports torch.
 Nothing here prints: ``elastic.cli.doctor`` does.
 """

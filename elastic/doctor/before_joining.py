@@ -1,7 +1,7 @@
-"""The part of the preflight that a worker can ask for: ``elastic.join(preflight=True)``.
+"""The part of the preflight that a worker can request: ``elastic.join(preflight=True)``.
 
-Runs in a process of its own (:mod:`elastic.worker.preflight` starts it): workers import neither the
-doctor nor etcd's client. What needs etcd, or the address that the agent was given, is the agent's
+Runs in a separate process (:mod:`elastic.worker.preflight` starts it): workers import neither the
+doctor nor etcd's client. Checks that need etcd or the agent's address are the agent's
 part (:mod:`elastic.doctor.preflight`).
 """
 
@@ -21,7 +21,7 @@ from elastic.tuning.doctor_intervals import PREFLIGHT_PROBES_S
 
 
 def examine(folder: str | None, *, machine_is_checked: bool) -> list[Finding]:
-    """``folder``: of the checkpoints, if they are files. ``machine_is_checked``: by the agent."""
+    """The checks. ``folder``: of checkpoints in files. ``machine_is_checked``: by the agent."""
     gpu = folder_probe = None
     if not machine_is_checked and machine.has_gpu_driver():
         gpu = Probe("gpu", (), deadline_s=PREFLIGHT_PROBES_S)
@@ -41,7 +41,7 @@ def examine(folder: str | None, *, machine_is_checked: bool) -> list[Finding]:
 
 
 def _existing(folder: str) -> str:
-    """The folder, or the one that it will be made in."""
+    """The folder, or its nearest existing parent."""
     path = Path(folder).absolute()
     return str(next((p for p in (path, *path.parents) if p.exists()), path))
 

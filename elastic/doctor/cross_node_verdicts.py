@@ -1,4 +1,4 @@
-"""From facts that the nodes have exchanged to findings: versions, names, clocks, ports. Pure."""
+"""Turns facts exchanged by nodes into findings: versions, names, clocks, ports. Pure."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from elastic.tuning.doctor_intervals import CLOCK_SKEW_WARNING_S
 
 
 def equal_over_nodes(name: str, values: Mapping[str, str], remedy: str, *, fatal: bool) -> Finding:
-    """``values``: node → what has to be the same everywhere.
+    """Whether ``values`` (node → value) are the same everywhere.
 
     >>> equal_over_nodes("MTU", {"a": "1500", "b": "9000"}, "set one", fatal=False).measured
     '1500 on a; 9000 on b'
@@ -50,7 +50,7 @@ def of_clock(node: str, offset_s: float, bound_s: float) -> Finding:
 
 
 def missing_nodes(what: str, missing: Sequence[str], within_s: float) -> Finding:
-    """Nodes that were expected and have not answered."""
+    """Expected nodes that have not answered."""
     return failed(
         what,
         f"nothing from {', '.join(missing)} within {within_s:g} s",
@@ -59,5 +59,5 @@ def missing_nodes(what: str, missing: Sequence[str], within_s: float) -> Finding
 
 
 def unbound(node: str, error: str) -> Finding:
-    """A port that was asked for is taken on a node."""
+    """A requested port is already in use on a node."""
     return replace(failed("ports", error, "end what uses it: `ss -ltnp`"), node=node)

@@ -1,4 +1,4 @@
-"""Facts of etcd: each member, this user's permissions, how fast it answers, its certificates."""
+"""Facts about etcd: each member, this user's permissions, latency, certificates."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class MemberFacts:
 
 @dataclass(frozen=True, kw_only=True)
 class StepFacts:
-    """One thing that an agent does with etcd, below the run's prefix."""
+    """One operation of an agent on etcd, below the run's prefix."""
 
     name: str
     error: str
@@ -52,7 +52,7 @@ class StepFacts:
 
 @dataclass(frozen=True, kw_only=True)
 class CertificateFacts:
-    """When a certificate expires. ``error``: why that is not known."""
+    """When a certificate expires. ``error``: why that is unknown."""
 
     name: str
     expires_in_s: float = 0.0
@@ -61,7 +61,7 @@ class CertificateFacts:
 
 @dataclass(frozen=True, kw_only=True)
 class EtcdFacts:
-    """Everything asked of one etcd cluster."""
+    """All facts about one etcd cluster."""
 
     members: tuple[MemberFacts, ...]
     alarms: tuple[str, ...] = ()
@@ -78,7 +78,7 @@ class EtcdFacts:
 
 
 def quick(config: EtcdConfig) -> EtcdConfig:
-    """The same etcd, with deadlines of a check."""
+    """The same etcd, with the deadlines of a check."""
     return replace(
         config,
         connect_timeout_s=min(config.connect_timeout_s, DOCTOR_ETCD_CONNECT_S),
@@ -87,7 +87,7 @@ def quick(config: EtcdConfig) -> EtcdConfig:
 
 
 def inspect(config: EtcdConfig, root: str) -> EtcdFacts:
-    """Ask each member, then do below ``root`` what an agent does. Ends within seconds."""
+    """Query each member, then run an agent's operations below ``root``. Ends within seconds."""
     with ThreadPoolExecutor(len(config.endpoints), "elastic-doctor-etcd") as pool:
         members = tuple(pool.map(lambda e: _member(config, e), config.endpoints))
     usable = [e for e, m in zip(config.endpoints, members, strict=True) if not m.error]
@@ -95,7 +95,7 @@ def inspect(config: EtcdConfig, root: str) -> EtcdFacts:
         return EtcdFacts(members=members)
     try:
         store = EtcdStore(quick(replace(config, endpoints=tuple(usable))))
-    except CoordinationError as error:  # it went away in between
+    except CoordinationError as error:  # it became unreachable
         gone = tuple(replace(m, error=error.message, hint=error.hint) for m in members)
         return EtcdFacts(members=gone)
     try:
@@ -137,7 +137,7 @@ def permissions(store: KeyValue, root: str) -> Iterator[StepFacts]:
 
 
 class _Seen:
-    """A watch of one key, and whether it has told of what it has to."""
+    """A watch of one key, and whether it has reported the expected events."""
 
     def __init__(self, store: KeyValue, key: str) -> None:
         self._listens, self._written = threading.Event(), threading.Event()
@@ -153,7 +153,7 @@ class _Seen:
         self._wait(self._listens, "etcd does not serve the watch")
 
     def wait_for_write(self) -> None:
-        self._wait(self._written, "the watch has not told of the write")
+        self._wait(self._written, "the watch did not report the write")
 
     def _wait(self, event: threading.Event, otherwise: str) -> None:
         if not SYSTEM_CLOCK.wait(event, DOCTOR_ETCD_CALL_S):
@@ -197,7 +197,7 @@ def _alarms(store: EtcdStore) -> tuple[tuple[str, ...], str]:
 
 
 def _latencies(store: EtcdStore, root: str) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    """Linearizable reads and writes, in milliseconds; none if they fail (see the steps)."""
+    """Durations of linearizable reads and writes, in milliseconds; none if they fail."""
     key = f"{root}doctor/latency-{secrets.token_hex(6)}"
     try:
         lease = store.lease(DOCTOR_LEASE_S)
@@ -226,7 +226,7 @@ def _timed(call: Callable[[], object]) -> Iterator[float]:
 
 
 def own_certificates(options: AgentOptions) -> tuple[CertificateFacts, ...]:
-    """Of the certificate files in an agent's options, for etcd and for the other nodes."""
+    """Facts about the certificate files in an agent's options, for etcd and other nodes."""
     names = ("cacert", "cert", "node_cacert", "node_cert")
     given = [(name, getattr(options, name)) for name in names]
     return tuple(_of_file(f"{name}={path}", path) for name, path in given if path)
@@ -236,8 +236,8 @@ def _of_file(name: str, path: str) -> CertificateFacts:
     try:
         found = _CERTIFICATE.findall(Path(path).read_text())
         if not found:
-            return CertificateFacts(name=name, error="there is no certificate in it")
-        # The own one comes first; of several authorities one that is valid suffices.
+            return CertificateFacts(name=name, error="it contains no certificate")
+        # The own certificate comes first; one valid authority of several suffices.
         ends = [not_after(base64.b64decode(text)) for text in found]
         expires = max(ends) if "cacert" in name.partition("=")[0] else ends[0]
         return CertificateFacts(name=name, expires_in_s=expires - SYSTEM_CLOCK.wall())
@@ -277,7 +277,7 @@ def not_after(der: bytes) -> float:
         form = "%y%m%d%H%M%SZ" if tag == _UTC_TIME else "%Y%m%d%H%M%SZ"
         return float(calendar.timegm(time.strptime(text.decode(), form)))
     except (IndexError, StopIteration, UnicodeDecodeError) as error:
-        raise ValueError("this is no X.509 certificate") from error
+        raise ValueError("not an X.509 certificate") from error
 
 
 def _elements(der: bytes) -> Iterator[tuple[int, bytes]]:

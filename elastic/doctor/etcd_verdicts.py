@@ -1,4 +1,4 @@
-"""From facts about etcd and certificates to findings. Pure."""
+"""Turns facts about etcd and certificates into findings. Pure."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _DAMAGING_ETCD = ((3, 5, 0), (3, 5, 1), (3, 5, 2))  # etcd-io/etcd#13766
 
 
 def of_etcd(facts: EtcdFacts) -> list[Finding]:
-    """Reachable, version, alarms, permissions, latency, the servers' certificates."""
+    """Findings on reachability, version, alarms, permissions, latency, server certificates."""
     found = [_of_member(member, is_last=not facts.reachable) for member in facts.members]
     found += [v for m in facts.members if m.version and (v := _of_version(m))]
     if not facts.reachable:
@@ -70,7 +70,7 @@ def _of_alarms(facts: EtcdFacts) -> Finding:
 
 
 def of_permissions(root: str, steps: Sequence[StepFacts]) -> Finding:
-    """What an agent does with etcd, below the run's prefix."""
+    """The permissions for an agent's operations below the run's prefix."""
     name = "etcd permissions"
     refused = [step for step in steps if step.error]
     if not refused:
@@ -89,7 +89,7 @@ def _of_latency(facts: EtcdFacts) -> list[Finding]:
         return []  # the permissions say why
     read, write = statistics.median(facts.read_ms), statistics.median(facts.write_ms)
     measured = f"read {read:.1f} ms, write {write:.1f} ms (median of {len(facts.write_ms)})"
-    remedy = "give etcd a disk of its own (its fsync should take 10 ms) and a network without loss"
+    remedy = "give etcd a dedicated disk (fsync should take 10 ms) and a network without loss"
     if max(read, write) > TOO_SLOW_ETCD_MS:
         return [failed(name, measured, remedy)]
     if max(read, write) > SLOW_ETCD_MS:
@@ -98,7 +98,7 @@ def _of_latency(facts: EtcdFacts) -> list[Finding]:
 
 
 def of_certificates(facts: Iterable[CertificateFacts]) -> list[Finding]:
-    """One for each certificate."""
+    """One finding per certificate."""
     return [_of_certificate(one) for one in facts]
 
 
@@ -125,5 +125,5 @@ def _span(seconds: float) -> str:
 
 
 def lost_etcd(error: ElasticError) -> Finding:
-    """The meeting of the nodes was cut short."""
+    """The finding for an interrupted meeting of the nodes."""
     return failed("other nodes", error.message, error.hint or "look at etcd")

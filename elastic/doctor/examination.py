@@ -1,4 +1,4 @@
-"""All checks in order, on one machine or on several at once, every one with a deadline."""
+"""Runs all checks in order, on one machine or several at once, each with a deadline."""
 
 from __future__ import annotations
 
@@ -38,16 +38,16 @@ Say = Callable[[str], None]
 
 @dataclass(frozen=True, kw_only=True)
 class ExaminationPlan:
-    """What to examine."""
+    """The options of an examination."""
 
     options: AgentOptions
     endpoint: str | None = None
-    run_id: str | None = None  # None: one of its own
+    run_id: str | None = None  # None: a generated one
     nnodes: int = 1
     nproc: int = 2
     local_addr: str = ""
     folder: str | None = None
-    ports: tuple[int, ...] = ()  # to be tried between all nodes, beside ephemeral ones
+    ports: tuple[int, ...] = ()  # to be tried between all nodes, in addition to ephemeral ones
     only_local: bool = False  # no process groups
     # Longest silence of one operation, and of one probe. Starts of processes get more.
     deadline_s: float = DOCTOR_DEADLINE_S
@@ -67,7 +67,7 @@ class Report:
 
 
 def examine(plan: ExaminationPlan, say: Say) -> Report:
-    """Run every check. Never raises for what it finds, and never waits for longer than the sum of
+    """Run every check. Findings are never raised, and it never waits longer than the sum of
     its deadlines. Raises ConfigError for options that cannot be used."""
     keys = Keys.of(plan.options.prefix, plan.run_id or f"doctor-{secrets.token_hex(4)}")
     config = etcd_config(plan.endpoint, plan.options) if plan.endpoint else None
@@ -82,17 +82,17 @@ def examine(plan: ExaminationPlan, say: Say) -> Report:
         facts = etcd.inspect(config, keys.root)
         own = etcd_verdicts.of_etcd(facts) + own
         if not facts.reachable:
-            config = None  # nothing more can be asked of it
+            config = None  # etcd cannot be used further
     results = {name: probe.result() for name, probe in probes.items()}
     own += _of_machine(plan, results)
     address = getattr(results["network"], "address", "") or "127.0.0.1"
     if plan.nnodes == 1:
         return _examine_alone(plan, own, address, say)
     if config is None:
-        return Report(findings=(*own, skipped("other nodes", "they are found through etcd")))
+        return Report(findings=(*own, skipped("other nodes", "nodes find each other through etcd")))
     try:
         store = EtcdStore(etcd.quick(config))
-    except CoordinationError as error:  # it went away a moment ago
+    except CoordinationError as error:  # it became unreachable
         return Report(findings=(*own, etcd_verdicts.lost_etcd(error)))
     return _examine_together(plan, store, keys, own, results, address, say)
 
@@ -184,7 +184,7 @@ def _examine_together(
 def _between(
     plan: ExaminationPlan, meeting: Meeting, names: list[str], results: Mapping[str, Any], say: Say
 ) -> tuple[list[Finding], list[TransferMeasurement]]:
-    """What is found between the nodes; the same on all of them."""
+    """Findings between the nodes, the same on all of them."""
     members = meeting.members
     found = list(_of_equality(meeting, names, results, plan.deadline_s))
     say("comparing clocks")
@@ -192,12 +192,12 @@ def _between(
     found += [cross_node_verdicts.of_clock(names[n], *offsets[n]) for n in sorted(offsets) if n > 0]
     say("connecting to the other nodes")
     found += _of_pairs(plan, meeting, names)
-    say("measuring the ways to the other nodes")
+    say("measuring the paths to the other nodes")
     network = read_network()
     found += bandwidth.between_nodes(meeting, members, meeting.number, network, plan.deadline_s)
     if plan.only_local:
         return found, []
-    # A folder that did not answer a process of its own would block this one.
+    # A folder that did not answer a child process would block this one.
     folder = None if isinstance(results.get("folder"), Unanswered) else plan.folder
     shared = shared_folder(folder, members[0].node_id, meeting.number, meeting, plan.deadline_s)
     session = Session(members, meeting.number, meeting, plan.deadline_s, shared, say)
@@ -262,9 +262,9 @@ def _of_pairs(plan: ExaminationPlan, meeting: Meeting, names: list[str]) -> list
 def shared_folder(
     folder: str | None, session: str, number: int, exchange: AllGather, within_s: float
 ) -> str | None:
-    """A new one in this folder of checkpoints, if all nodes see what the first one has made there.
+    """A new folder below this checkpoint folder, if all nodes see the one that the first created.
 
-    ``folder``: None if there is none, or it does not answer; the others are told so.
+    ``folder``: None if there is none, or it does not answer; other nodes are notified.
     """
     token = Path(folder) / f".elastic-doctor-{session}" if folder is not None else None
     if token is not None and number == 0:
@@ -299,5 +299,5 @@ def _finding(value: Mapping[str, Any], node: str | None = None) -> Finding:
 
 
 def _distinct(names: list[str]) -> list[str]:
-    """Two nodes of one machine have one name: say which is which."""
+    """Distinguish the names of two nodes on one machine."""
     return [f"{n}#{i}" if names.count(n) > 1 else n for i, n in enumerate(names)]

@@ -1,4 +1,4 @@
-"""What a check has found: the one result type of every check."""
+"""The result type of every check."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ class Status(str, Enum):
     """The verdict of one check."""
 
     OK = "ok"
-    WARNING = "warning"  # training works, and worse than it could
+    WARNING = "warning"  # training works, but not optimally
     FAILED = "failed"
-    SKIPPED = "skipped"  # does not apply here; ``measured`` says why
+    SKIPPED = "skipped"  # does not apply here; ``measured`` has the reason
 
 
 @dataclass(frozen=True, kw_only=True)
 class Finding:
-    """One check's verdict, what was measured, and what to do if it is not good."""
+    """One check's verdict, the measured value, and the remedy if it is not good."""
 
     name: str
     status: Status
     measured: str
     remedy: str = ""
-    node: str = ""  # "": of all nodes, or of the only one
+    node: str = ""  # "": all nodes, or the only one
 
     def __post_init__(self) -> None:
         assert self.remedy or self.status in (Status.OK, Status.SKIPPED), self
@@ -61,7 +61,7 @@ def exit_code(findings: Iterable[Finding]) -> int:
 
 
 def summary(findings: Iterable[Finding]) -> str:
-    """The counts, in a sentence.
+    """The counts as a sentence.
 
     >>> summary([ok("etcd", "reachable"), ok("MTU", "1500"), skipped("GPU", "none")])
     '2 ok, 1 skipped: healthy'

@@ -1,6 +1,6 @@
-"""Facts of this machine. What may block runs in a child process (``probes``).
+"""Facts about this machine. Functions that may block run in a child process (``probes``).
 
-Standard library only, but for the address, which is looked up as an agent does.
+Standard library only, except for the address, which is found as in an agent.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class NetworkFacts:
 
 @dataclass(frozen=True, kw_only=True)
 class FolderFacts:
-    """The folder of checkpoints. ``fsync_ms``: of small files, one after the other."""
+    """The checkpoint folder. ``fsync_ms``: of small files, one after the other."""
 
     path: str
     free_bytes: int
@@ -79,7 +79,7 @@ class FolderFacts:
 
 @dataclass(frozen=True, kw_only=True)
 class GpuFacts:
-    """What nvidia-smi says. ``devices``: rows of the query, as text."""
+    """The output of nvidia-smi. ``devices``: rows of the query, as text."""
 
     is_installed: bool
     has_device_files: bool
@@ -100,7 +100,7 @@ class NameFacts:
 
 @dataclass(frozen=True, kw_only=True)
 class VersionFacts:
-    """Versions that have to be equal on all nodes."""
+    """Versions that must be equal on all nodes."""
 
     python: str
     library: str
@@ -160,7 +160,7 @@ def network(told: str, etcd_host: str, etcd_port: int) -> NetworkFacts:
 
 
 def folder(path: str) -> FolderFacts:
-    """Writes a small temporary file some times, and removes it."""
+    """Write a small temporary file several times, and remove it."""
     free = size = 0
     took: list[float] = []
     said = ""
@@ -181,12 +181,12 @@ def folder(path: str) -> FolderFacts:
 
 
 def has_gpu_driver() -> bool:
-    """Whether there is anything to ask :func:`gpu`. Does not block."""
+    """Whether :func:`gpu` has anything to query. Does not block."""
     return shutil.which("nvidia-smi") is not None or _NVIDIA.exists()
 
 
 def gpu() -> GpuFacts:
-    """Asks nvidia-smi, whose own hang is this child's."""
+    """Query nvidia-smi, which may hang."""
     program = shutil.which("nvidia-smi")
     has_files = _NVIDIA.exists()
     rows: list[list[str]] = []
@@ -220,7 +220,7 @@ def names(*wanted: str) -> NameFacts:
 
 
 def versions() -> VersionFacts:
-    """From the distributions' metadata: nothing is imported."""
+    """Read versions from package metadata, without imports."""
     return VersionFacts(
         python=platform.python_version(),
         library=_version("torch-elastic-harness"),
@@ -232,7 +232,7 @@ def versions() -> VersionFacts:
 def die_with_parent(parent: int) -> None:
     """Ask the kernel to end this process when the thread that started it ends (prctl(2))."""
     ctypes.CDLL(None).prctl(1, 9, 0, 0, 0)  # PR_SET_PDEATHSIG, SIGKILL
-    if os.getppid() != parent:  # it had ended before the line above
+    if os.getppid() != parent:  # the parent ended before prctl
         os._exit(1)
 
 
@@ -241,7 +241,7 @@ def _finite(limit: int) -> int | None:
 
 
 def _number(cell: str) -> int:
-    """nvidia-smi's "[N/A]", for what a device does not count, is 0."""
+    """A number of nvidia-smi; "[N/A]", for an unsupported counter, is 0."""
     return int(cell) if cell.isdigit() else 0
 
 

@@ -1,7 +1,7 @@
-"""From facts about one machine to findings: pure functions, one for each group of checks.
+"""Turns facts about one machine into findings: pure functions, one per group of checks.
 
-A finding is FAILED if a job on this machine would not start, or would fail later on; a WARNING if
-it would train, but slower, or with less margin.
+A finding is FAILED if a job on this machine would not start, or would fail later; a WARNING if
+it would train, but more slowly or with less margin.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from elastic.tuning.doctor_intervals import SLOW_FSYNC_MS
 from elastic.tuning.memory import RUNTIME_SHM_BYTES, human
 from elastic.tuning.network import Network, faster_interface, how_to_announce
 
-# torch's DataLoader keeps descriptors for every tensor that is shared; NCCL some for every peer.
+# torch's DataLoader keeps descriptors for every shared tensor; NCCL some for every peer.
 FEW_DESCRIPTORS, TOO_FEW_DESCRIPTORS = 4096, 256
 RDMA_LOCKED_BYTES = 1 << 30
 LEAST_SHM_BYTES = 64 << 20
-LEAST_MTU = 1280  # RFC 8200: what IPv6 asks of every link
+LEAST_MTU = 1280  # RFC 8200: IPv6's minimum for every link
 LITTLE_SPACE_BYTES, TOO_LITTLE_SPACE_BYTES = 10 << 30, 64 << 20
 
 
@@ -89,7 +89,7 @@ def _of_locked_memory(facts: LimitFacts) -> Finding:
 
 def of_network(facts: NetworkFacts | Unanswered) -> list[Finding]:
     """The address this node publishes, what its name resolves to, ports, MTU."""
-    name, remedy = "own address", "give the address that other nodes reach with --local-addr"
+    name, remedy = "own address", "set the address that other nodes can reach with --local-addr"
     if isinstance(facts, Unanswered):
         return [
             failed(name, f"name resolution: {facts.reason}", f"{remedy}, or fix /etc/resolv.conf")
@@ -107,13 +107,13 @@ def of_network(facts: NetworkFacts | Unanswered) -> list[Finding]:
 
 
 def of_link_speeds(facts: NetworkFacts | Unanswered, network: Network) -> list[Finding]:
-    """What the drivers say of the interfaces, beside the one that has the address of this node."""
+    """Link speeds according to the drivers, compared with the interface of this node's address."""
     if isinstance(facts, Unanswered) or not facts.interface:
         return []
     name = "link speed"
     known = [one for one in network.interfaces if one.speed_mbps is not None]
     if not known:
-        return [skipped(name, "no driver says any")]
+        return [skipped(name, "no driver reports any")]
     measured = ", ".join(f"{one.name} {one.speed_mbps} Mbit/s" for one in known)
     faster = faster_interface(network, facts.interface)
     if faster is None:
@@ -134,7 +134,7 @@ def _of_host_name(facts: NetworkFacts) -> Finding:
     if not facts.host_addresses:
         return warning(
             name,
-            f"{facts.host_name} cannot be resolved: gloo looks for its interface by it",
+            f"{facts.host_name} cannot be resolved: gloo finds its interface by this name",
             remedy,
         )
     measured = f"{facts.host_name} is {', '.join(facts.host_addresses)}"
@@ -157,11 +157,9 @@ def _of_mtu(facts: NetworkFacts) -> Finding:
 
 
 def of_gpu(facts: GpuFacts | Unanswered) -> list[Finding]:
-    """What the driver says of the devices."""
+    """The driver's report on the devices."""
     name = "GPU"
-    reset = (
-        "drain the node, `nvidia-smi --gpu-reset` or reboot; `dmesg | grep Xid` says what it was"
-    )
+    reset = "drain the node, `nvidia-smi --gpu-reset` or reboot; `dmesg | grep Xid` shows the cause"
     if isinstance(facts, Unanswered):
         return [failed(name, f"nvidia-smi: {facts.reason}: the driver hangs", reset)]
     if not facts.is_installed:
@@ -188,7 +186,7 @@ def _of_device(facts: GpuFacts, index: int) -> Finding:
 
 
 def of_versions(facts: VersionFacts | Unanswered) -> Finding:
-    """This node's; whether they are equal is :func:`equal_over_nodes`."""
+    """This node's versions; :func:`equal_over_nodes` compares them."""
     if isinstance(facts, Unanswered):
         return failed("versions", facts.reason, "look at the load of this machine")
     return ok(
@@ -199,7 +197,7 @@ def of_versions(facts: VersionFacts | Unanswered) -> Finding:
 
 
 def of_folder(path: str, facts: FolderFacts | Unanswered) -> list[Finding]:
-    """The folder of checkpoints: may be written, has space, how fast fsync is."""
+    """The checkpoint folder: writable, free space, speed of fsync."""
     name = f"checkpoint folder {path}"
     if isinstance(facts, Unanswered):
         return [
@@ -209,7 +207,7 @@ def of_folder(path: str, facts: FolderFacts | Unanswered) -> list[Finding]:
         remedy = (
             "free space there"
             if facts.error.startswith("No space")
-            else "name a folder that exists and that this user may write"
+            else "use an existing folder that this user can write to"
         )
         return [failed(name, facts.error, remedy)]
     return [_of_space(name, facts), _of_fsync(facts)]
@@ -233,6 +231,6 @@ def _of_fsync(facts: FolderFacts) -> Finding:
     measured = f"fsync p50 {p50:.1f} ms, p99 {p99:.1f} ms ({len(times)} small files)"
     if p99 > SLOW_FSYNC_MS:
         return warning(
-            "checkpoint fsync", measured, "save into the memory tier more often than to this disk"
+            "checkpoint fsync", measured, "save to the memory tier more often than to this disk"
         )
     return ok("checkpoint fsync", measured)

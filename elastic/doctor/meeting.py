@@ -1,7 +1,7 @@
 """Several nodes exchange values through etcd, below the run's prefix.
 
-All keys are on leases: what a killed doctor leaves is gone seconds later. Who takes part is said by
-the node that came first, in a roster: so two examinations with one id, of which the first is about
+All keys are on leases: those of a killed doctor expire seconds later. The first node publishes the
+roster of participants, so that two examinations with one id, of which the first is about
 to end, do not mix.
 """
 
@@ -24,12 +24,11 @@ CLOCK_ROUNDS = 5
 
 
 class MeetingFailed(ElasticError):
-    """The nodes have not found each other. ``finding`` says it in a table."""
+    """The nodes have not found each other. ``finding`` is the row for the table."""
 
     def __init__(self, present: list[str], expected: int, within_s: float) -> None:
-        message = (
-            f"{len(present)} of {expected} nodes came within {within_s:g} s: {', '.join(present)}"
-        )
+        names = ", ".join(present)
+        message = f"{len(present)} of {expected} nodes arrived within {within_s:g} s: {names}"
         hint = (
             "start `elastic doctor` on each node with the same --nnodes, --rdzv-id and "
             "--rdzv-endpoint"
@@ -42,7 +41,7 @@ class MeetingFailed(ElasticError):
 class Participant:
     """A node of the examination; its place in the roster is its number."""
 
-    node_id: str  # made up for one examination
+    node_id: str  # generated for one examination
     name: str
     host_name: str
     address: str
@@ -50,7 +49,7 @@ class Participant:
 
 
 class AllGather(Protocol):
-    """All nodes exchange one value each: ``number → value``, without the nodes that are missing."""
+    """All nodes exchange one value each: ``number → value``, without missing nodes."""
 
     def __call__(self, phase: str, value: Any, within_s: float) -> dict[int, Any]: ...
 
@@ -68,7 +67,7 @@ class Meeting:
         self._root = f"{root}doctor/meeting/"
         self._me = me
         self._changed = threading.Condition()
-        self._seen: dict[str, Entry] = {}  # deleted ones, too: what was said stays said
+        self._seen: dict[str, Entry] = {}  # including deleted entries
         self._gone: set[str] = set()
         self._session = ""
         self.members: tuple[Participant, ...] = ()
@@ -84,13 +83,13 @@ class Meeting:
 
     @property
     def number(self) -> int:
-        """This node's place."""
+        """This node's number."""
         return [m.node_id for m in self.members].index(self._me.node_id)
 
     # -- finding each other ----------------------------------------------------------------
 
     def join(self, nodes: int, within_s: float) -> tuple[Participant, ...]:
-        """Wait until ``nodes`` are there. Raises MeetingFailed, CoordinationError."""
+        """Wait until ``nodes`` nodes have arrived. Raises MeetingFailed, CoordinationError."""
         ends_s = SYSTEM_CLOCK.monotonic() + within_s
         self._put(f"nodes/{self._me.node_id}", vars(self._me))
         found = self._wait(lambda: self._is_in_roster() or self._founds(nodes), ends_s)
@@ -127,7 +126,7 @@ class Meeting:
     # -- talking ---------------------------------------------------------------------------
 
     def __call__(self, phase: str, value: Any, within_s: float) -> dict[int, Any]:
-        """Tell ``value`` and wait for that of the others, or until they are gone."""
+        """Publish ``value`` and wait for those of the other nodes, or until they have left."""
         self._put(f"{self._session}/{phase}/{self.number}", value)
         keys = {n: self._key(phase, n) for n in range(len(self.members))}
         ends_s = SYSTEM_CLOCK.monotonic() + within_s
@@ -138,10 +137,10 @@ class Meeting:
             return {n: json.loads(self._seen[k].value) for n, k in keys.items() if k in self._seen}
 
     def clocks(self, within_s: float) -> dict[int, tuple[float, float]]:
-        """Offset of every node's clock against the first one's, and its error bound, in seconds.
+        """The offset of every node's clock from the first one's, and its error bound, in seconds.
 
-        A node asks, the first one answers with its time, both by a write to etcd. The answer was
-        given between the two, so half of the time between them bounds the error.
+        A node asks, and the first one answers with its time, both by a write to etcd. The answer
+        was given between the two, so half of the time between them bounds the error.
         """
         self("clocks", None, within_s)
         ends_s = SYSTEM_CLOCK.monotonic() + within_s

@@ -1,7 +1,7 @@
-"""The short form, which an agent runs before its node may join: no process groups, no disk.
+"""The preflight, which an agent runs before its node may join: no process groups, no disk.
 
-A healthy node takes a few tenths of a second, most of them for processes to start. What hangs is
-given longer: a node that is merely busy must not be sent away.
+A healthy node takes a few tenths of a second, mostly to start processes. Hanging checks are
+given longer: a node that is only busy must not be rejected.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def preflight(
     """Check this node, its rights in etcd, and the way to the job's leader."""
     told = (endpoint.host, endpoint.port) if endpoint else ("", 0)
     arguments = (told_address(local_addr, options.network, options.pod_ip), *told)
-    # Processes only for what may hang: names that are looked up, and a driver that is there.
+    # Processes only for checks that may hang: name resolution, and an installed driver.
     network = Probe("network", arguments, deadline_s=PREFLIGHT_PROBES_S)
     gpu = Probe("gpu", (), deadline_s=PREFLIGHT_PROBES_S) if machine.has_gpu_driver() else None
     found = [
@@ -51,7 +51,7 @@ def preflight(
 
 
 def require_fit(findings: Sequence[Finding], node: str) -> None:
-    """Raise NodeUnfit if any check has failed: it names all that have, and what to do."""
+    """Raise NodeUnfit if any check has failed, with all failed checks and remedies."""
     bad = [finding for finding in findings if finding.status is Status.FAILED]
     if bad:
         raise NodeUnfit(
@@ -64,7 +64,7 @@ def require_fit(findings: Sequence[Finding], node: str) -> None:
 
 def _of_leader(store: KeyValue, keys: Keys) -> Iterator[Finding]:
     """Whether this node reaches the agent that would admit it."""
-    with contextlib.suppress(CoordinationError):  # the permissions say it
+    with contextlib.suppress(CoordinationError):  # reported by the permissions check
         entry = store.get(keys.leader)
         if entry is None:
             yield skipped("leader", "the job has none yet")
@@ -85,8 +85,8 @@ def _of_ports(address: str, ports: Sequence[int]) -> Finding:
         return ok(name, f"{address} answers on {', '.join(map(str, ports))}")
     measured = "; ".join(f"{address}:{port}: {error}" for port, error in closed.items())
     if all(isinstance(error, ConnectionRefusedError) for error in closed.values()):
-        # It may have ended a moment ago: the next one is elected while this node joins.
-        return warning(name, measured, "look whether the leader's agent runs")
+        # It may have just ended: the next one is elected while this node joins.
+        return warning(name, measured, "check that the leader's agent is running")
     return failed(
-        name, measured, "let all TCP ports pass between the nodes, both ways; check --local-addr"
+        name, measured, "open all TCP ports between the nodes, both ways; check --local-addr"
     )

@@ -1,8 +1,8 @@
-"""Functions of :mod:`elastic.doctor.machine` in child processes, each with a deadline.
+"""Runs functions of :mod:`elastic.doctor.machine` in child processes with deadlines.
 
-A disk that does not answer, a name server that is away, a driver that hangs: none of them can be
-interrupted from within a process. So each probe is a process, which is killed, and not waited for:
-one that is stuck inside the kernel ends when the kernel lets it.
+A hung disk, an unreachable name server, a hung driver: none of them can be
+interrupted from within a process. So each probe is a process, which is killed and not waited for:
+one that is blocked in the kernel ends later.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from typing import Any
 
 from elastic.clock import SYSTEM_CLOCK
 from elastic.doctor import machine
+from elastic.tuning.doctor_intervals import DOCTOR_KILLED_S, DOCTOR_LEAST_WAIT_S
 
 _FACTS: Mapping[str, type[Any]] = {
     "shm": machine.ShmFacts,
@@ -35,7 +36,7 @@ _CODE = "from elastic.doctor.probes import child; child()"
 
 @dataclass(frozen=True)
 class Unanswered:
-    """A probe that was killed at its deadline, or that failed by itself."""
+    """A probe that was killed at its deadline, or that failed."""
 
     reason: str
 
@@ -57,7 +58,7 @@ class Probe:
 
     def result(self) -> Any:
         """The facts, or :class:`Unanswered`."""
-        left_s = max(self._ends_s - SYSTEM_CLOCK.monotonic(), 0.01)
+        left_s = max(self._ends_s - SYSTEM_CLOCK.monotonic(), DOCTOR_LEAST_WAIT_S)
         try:
             out, err = self._process.communicate(timeout=left_s)
         except subprocess.TimeoutExpired:
@@ -73,14 +74,14 @@ class Probe:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
         with contextlib.suppress(subprocess.TimeoutExpired):
-            self._process.wait(0.2)
+            self._process.wait(DOCTOR_KILLED_S)
         for pipe in (self._process.stdout, self._process.stderr):
             assert pipe is not None
             pipe.close()
 
 
 def child() -> None:
-    """The child's whole life: ``PARENT NAME ARGUMENTS``; facts as JSON on stdout."""
+    """The main function of the child: ``PARENT NAME ARGUMENTS``; facts as JSON on stdout."""
     parent, name, arguments = sys.argv[1:]
     machine.die_with_parent(int(parent))
     facts = getattr(machine, name)(*json.loads(arguments))
@@ -88,7 +89,7 @@ def child() -> None:
 
 
 def _facts(kind: type[Any], values: dict[str, Any]) -> Any:
-    """JSON has lists where the dataclasses have tuples."""
+    """Convert JSON's lists to the tuples of the dataclasses."""
     hints = typing.get_type_hints(kind)
     return kind(
         **{k: tuple(v) if typing.get_origin(hints[k]) is tuple else v for k, v in values.items()}

@@ -11,6 +11,7 @@ Imports the standard library alone.
 from __future__ import annotations
 
 from elastic.events.agent import (
+    CollectiveFailed,
     HangFound,
     HangOver,
     HealthServed,
@@ -23,7 +24,6 @@ from elastic.events.agent import (
     WorkersStarting,
     WorkerStuck,
     WorkersTuned,
-    WorkerTrouble,
 )
 from elastic.events.base import Event
 from elastic.events.checkpoints import CheckpointSaved, CheckpointSkipped, PartNotCopied
@@ -59,6 +59,7 @@ from elastic.events.training import (
 __all__ = [
     "CheckpointSaved",
     "CheckpointSkipped",
+    "CollectiveFailed",
     "Event",
     "FailureJudged",
     "FailureTimelineWritten",
@@ -92,7 +93,6 @@ __all__ = [
     "WorkerDied",
     "WorkerReplaced",
     "WorkerStuck",
-    "WorkerTrouble",
     "WorkersStarting",
     "WorkersTuned",
     "WorldEntered",

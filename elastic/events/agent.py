@@ -38,7 +38,7 @@ class WorkerStuck(Event):
 
 
 @dataclass(frozen=True, kw_only=True)
-class WorkerTrouble(Event):
+class CollectiveFailed(Event):
     """A worker's collective failed: perhaps a peer has died."""
 
     generation: int  # of the world

@@ -28,7 +28,7 @@ _FIRST_PID_NAMESPACE = 0xEFFFFFFC  # PROC_PID_INIT_INO, include/linux/proc_ns.h
 
 
 @dataclass(frozen=True)
-class KernelSaid:
+class KernelLogExcerpt:
     """The last lines that may explain the end of a worker; ``problem``: why none can be read."""
 
     lines: tuple[str, ...] = ()
@@ -79,12 +79,12 @@ class KernelLog:
             else:
                 self._problem = ""
 
-    def said(self) -> KernelSaid:
+    def said(self) -> KernelLogExcerpt:
         """Since the last :meth:`mark`. Neither waits nor reads for long."""
         with self._lock:
             for line in self._read():
                 self._note(line.decode(errors="replace"))
-            return KernelSaid((*self._other, *self._known), self._problem)
+            return KernelLogExcerpt((*self._other, *self._known), self._problem)
 
     def close(self) -> None:
         """Let go of the log. Idempotent."""

@@ -138,6 +138,10 @@ class Page:
         words[11] = collective_ns
         words[12] = count
 
+    def write_collective(self, collective: int) -> None:
+        """How many collectives are begun: no sign of life."""
+        self._words[8] = collective
+
     def write_flags(self, flags: int) -> None:
         """No sign of life: an endless loop collects garbage, too."""
         _FLAGS.pack_into(self._memory, _FLAGS_AT, flags)

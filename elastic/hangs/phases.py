@@ -248,6 +248,12 @@ class PhaseRecorder:
         """This many collectives are begun; where they are queued on a device, nobody waits."""
         self._collective, self._is_moved = collective, True
 
+    def begun(self, collective: int) -> None:
+        """The same from any thread, for the main thread that may be blocked. No sign of life."""
+        self._collective = collective
+        if self._page is not None:
+            self._page.write_collective(collective)
+
     def begin_wait(self, collective: int, operation: int) -> Phase:
         """The main thread waits for other ranks; returns what to give to :meth:`end_wait`."""
         before = self._phase

@@ -147,9 +147,13 @@ def _is_in_world_with(facts: RankFacts, other: RankFacts) -> bool:
 
 def _may_wait_for_device(facts: RankFacts, ranks: Sequence[RankFacts]) -> bool:
     """Where collectives are queued on a device, a script waits for them anywhere: ``loss.item()``.
-    It waits for others if it has queued as many as any of them."""
+    It waits for others if it has queued as many as any of them that wait in one, or one that
+    another rank has not begun: ``dist.all_reduce(t)`` is queued, and returns."""
     if not facts.flags & Flag.ON_STREAM or facts.phase is Phase.DATA:
         return False
+    in_world = (r for r in ranks if r.generation == facts.generation)
+    if any(r.collective < facts.collective for r in in_world):
+        return True
     in_collective = [r.collective for r in ranks if r.phase is Phase.COLLECTIVE]
     return bool(in_collective) and facts.collective >= max(in_collective)
 
@@ -259,10 +263,10 @@ def _all_wait(waiting: Sequence[RankFacts], policy: BudgetPolicy) -> Judgment:
     calls = Counter(r.call for r in waiting)
     # Ranks of different subgroups are in different collectives, and so are those of which only
     # some wait visibly for a device.
-    is_told_apart = all(
+    is_distinguishable = all(
         r.phase is Phase.COLLECTIVE and not r.flags & Flag.SUBGROUPS for r in waiting
     )
-    if len(calls) == 1 or not is_told_apart:
+    if len(calls) == 1 or not is_distinguishable:
         if quiet_s < max(lost_message_s(r, policy) for r in waiting):
             return _wait("all ranks wait in the same collective, and it may be a long one")
         return Judgment(

@@ -43,7 +43,7 @@ from elastic.membership.records import (
 from elastic.node.context import NodeContext
 from elastic.node.status import WorldEntry
 from elastic.store.keyvalue import Deleted, Entry, Put, Reset, Watch, WatchEvent
-from elastic.tuning.agent_intervals import RECHECK_S
+from elastic.tuning.agent_intervals import LEADER_IDLE_S, LEADER_UNLISTED_S, RECHECK_S
 
 # The end of such a node's connection says nothing new.
 _LEAVES_IN_ORDER = (NodeState.LEAVING, NodeState.FAILED, NodeState.FINISHED)
@@ -69,7 +69,7 @@ class Leadership:
         self._listed = False
         self._accounting = FailureAccounting(context.options)
         self._accounting.remember(context.status.world.world, self._since_s, context.clock.wall())
-        self._doubted_for = 0  # the generation whose trouble made every member doubtful
+        self._rechecked_generation = 0  # the generation whose trouble made every member doubtful
         self.writer = WorldWriter(context, self.roster, self._accounting, announce)
         self._waiting_reason = ""
         self._prober = Prober(context, self.roster)
@@ -184,8 +184,8 @@ class Leadership:
         failed = node.running is None and node.arrived_for >= world.generation
         running = node.running.generation if node.running is not None else world.generation
         has_failed = report is not None and report.generation >= running
-        if (failed or has_failed) and self._doubted_for != world.generation:
-            self._doubted_for = world.generation
+        if (failed or has_failed) and self._rechecked_generation != world.generation:
+            self._rechecked_generation = world.generation
             self.roster.doubt_members(world, now)
 
     def _report_record(self, error: RecordError) -> None:
@@ -204,7 +204,7 @@ class Leadership:
         """Decide and write. Returns what was written (or None), and when to be called again."""
         now = self._at.clock.monotonic()
         if not self._listed:
-            return None, now + 1.0
+            return None, now + LEADER_UNLISTED_S
         entry_or_wait = self.writer.adopt(entry, now, since_s=self._since_s)
         if isinstance(entry_or_wait, float):
             return None, entry_or_wait
@@ -259,7 +259,7 @@ class Leadership:
                     healthy = entry.world is not None and entry.world.state is WorldState.ACTIVE
                     level = logging.DEBUG if healthy else logging.INFO
                     self._at.journal.emit(Waiting(reason=decision.reason), level=level)
-                soon = now + RECHECK_S if self.roster.silent() else now + 5.0
+                soon = now + (RECHECK_S if self.roster.silent() else LEADER_IDLE_S)
                 until_s = decision.until_s
                 return None, soon if until_s is None else min(soon, until_s)
 

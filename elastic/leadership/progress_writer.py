@@ -17,7 +17,7 @@ from elastic.liveness.heartbeats import HeardHeartbeat
 from elastic.node.context import NodeContext
 from elastic.store.keyvalue import Lease
 from elastic.telemetry.progress_account import ProgressAccount
-from elastic.tuning.agent_intervals import PROGRESS_S, PROGRESS_STANDING_S
+from elastic.tuning.agent_intervals import PROGRESS_IDLE_S, PROGRESS_S
 
 
 class ProgressWriter:
@@ -73,7 +73,7 @@ class ProgressWriter:
             return
         now = self._at.clock.monotonic()
         is_news = self._written is None or _facts(progress) != _facts(self._written)
-        is_news |= bool(progress.heartbeats) and now - self._written_s >= PROGRESS_STANDING_S
+        is_news |= bool(progress.heartbeats) and now - self._written_s >= PROGRESS_IDLE_S
         if status.store_problem or not is_news:
             return
         try:

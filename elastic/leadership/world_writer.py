@@ -28,7 +28,11 @@ from elastic.tuning.agent_intervals import (
 
 # How long a planned world waits for the first report of a step, before it interrupts one: a node
 # that leaves has little time, a joining node has all of it.
-STEP_RATE_PATIENCE_S = {Cause.LEFT: STEP_RATE_LEAVING_S, Cause.JOINED: STEP_RATE_JOINING_S}
+STEP_RATE_PATIENCE_S = {
+    Cause.LEFT: STEP_RATE_LEAVING_S,
+    Cause.JOINED: STEP_RATE_JOINING_S,
+    Cause.PAUSED: STEP_RATE_LEAVING_S,  # all leave
+}
 
 
 class WorldWriter:

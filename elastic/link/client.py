@@ -20,15 +20,15 @@ import tenacity
 from elastic.clock import SYSTEM_CLOCK, Clock
 from elastic.errors import LinkError
 from elastic.link import forks
-from elastic.link.handshake import Welcomed, key_path, read_key, say_hello
+from elastic.link.handshake import AgentConnection, handshake, key_path, read_key
 from elastic.link.outbox import Outbox
 from elastic.link.peer import has_ended
 from elastic.link.protocol import (
     FROM_AGENT,
     MAX_MESSAGE,
     PROTOCOL_VERSION,
+    ClientHandshakeRequest,
     Heartbeat,
-    Hello,
     Message,
     decode,
     encode,
@@ -39,6 +39,7 @@ from elastic.secure_channel.keys import SecretKey
 from elastic.telemetry.log import get_logger
 from elastic.tuning.worker_intervals import (
     LINK_CLOSE_S,
+    LINK_CONNECT_AGAIN_S,
     LINK_CONNECT_S,
     LINK_FIRST_PAUSE_S,
     LINK_FLUSH_S,
@@ -53,7 +54,7 @@ class LinkClient:
     """Created by :meth:`connect`; its owner calls ``close``.
 
     ``on_message`` and ``on_agent_death`` run on the thread ``elastic-link-client``, and so does
-    ``beat``, with the worker's position. In a forked child it does nothing.
+    ``heartbeat``, with the worker's position. In a forked child it does nothing.
     """
 
     # Of two clients for one agent in one process, the older one does not connect again: they
@@ -68,19 +69,19 @@ class LinkClient:
         local_rank: int,
         on_message: Callable[[Message], None],
         on_agent_death: Callable[[], None],
-        beat: Callable[[], Heartbeat],
-        beat_every_s: float,
+        heartbeat: Callable[[], Heartbeat],
+        heartbeat_every_s: float,
         clock: Clock,
     ) -> None:
         self._path = path
         self._on_message = on_message
         self._on_agent_death = on_agent_death
-        self._beat = beat
-        self._beat_every_s = beat_every_s
+        self._heartbeat = heartbeat
+        self._beat_every_s = heartbeat_every_s
         self._clock = clock
         self._serial = next(self._serials)
         self._pid = os.getpid()
-        self._hello = Hello(
+        self._hello = ClientHandshakeRequest(
             version=PROTOCOL_VERSION,
             pid=self._pid,
             local_rank=local_rank,
@@ -108,8 +109,8 @@ class LinkClient:
         local_rank: int,
         on_message: Callable[[Message], None],
         on_agent_death: Callable[[], None],
-        beat: Callable[[], Heartbeat],
-        beat_every_s: float = LINK_HEARTBEAT_S,
+        heartbeat: Callable[[], Heartbeat],
+        heartbeat_every_s: float = LINK_HEARTBEAT_S,
         clock: Clock = SYSTEM_CLOCK,
     ) -> LinkClient:
         """Perform the handshake, start the thread. Raises LinkError."""
@@ -118,14 +119,14 @@ class LinkClient:
             local_rank=local_rank,
             on_message=on_message,
             on_agent_death=on_agent_death,
-            beat=beat,
-            beat_every_s=beat_every_s,
+            heartbeat=heartbeat,
+            heartbeat_every_s=heartbeat_every_s,
             clock=clock,
         )
         before = cls._latest.get(path)
         cls._latest[path] = client._serial  # before the agent hangs up on the older one
         try:
-            client._attach(client._first_hello())
+            client._attach(client._first_handshake())
         except BaseException:
             client._release()
             if before is not None:
@@ -165,27 +166,27 @@ class LinkClient:
 
     # -- connecting ---------------------------------------------------------------------------
 
-    def _first_hello(self) -> Welcomed:
+    def _first_handshake(self) -> AgentConnection:
         attempts = tenacity.Retrying(
             retry=tenacity.retry_if_exception_type(OSError),
             stop=tenacity.stop_after_delay(LINK_CONNECT_S),
-            wait=tenacity.wait_fixed(0.1),
+            wait=tenacity.wait_fixed(LINK_CONNECT_AGAIN_S),
             sleep=self._clock.sleep,
             reraise=True,
         )
         deadline_s = self._clock.monotonic() + LINK_CONNECT_S
         try:
-            return attempts(self._say_hello, deadline_s)
+            return attempts(self._handshake, deadline_s)
         except OSError as error:
             raise LinkError(
                 f"the agent at {self._path} does not answer: {error}",
                 hint="ELASTIC_LINK is set by the agent; workers must run on its machine",
             ) from error
 
-    def _say_hello(self, deadline_s: float) -> Welcomed:
+    def _handshake(self, deadline_s: float) -> AgentConnection:
         if self._key is None:  # once: what cleans /tmp may take the file away
             self._key = read_key(self._path)
-        return say_hello(
+        return handshake(
             self._path,
             self._hello,
             key=self._key,
@@ -194,7 +195,7 @@ class LinkClient:
             clock=self._clock,
         )
 
-    def _attach(self, made: Welcomed) -> None:
+    def _attach(self, made: AgentConnection) -> None:
         if self._agent >= 0:
             os.close(self._agent)
         self._socket, self._agent, self._received = made.sock, made.agent, made.received
@@ -210,7 +211,7 @@ class LinkClient:
             self._end_with_agent()
             return
         try:
-            self._attach(self._say_hello(self._clock.monotonic() + LINK_CONNECT_S))
+            self._attach(self._handshake(self._clock.monotonic() + LINK_CONNECT_S))
             self._pause_s = LINK_FIRST_PAUSE_S
         except (OSError, LinkError) as error:
             if self._agent < 0 and isinstance(error, (ConnectionRefusedError, FileNotFoundError)):
@@ -265,11 +266,11 @@ class LinkClient:
             self._read(sock)
 
     def _wait(self, sock: socket.socket) -> dict[int, int]:
-        """Until something happens or the next beat is due, and beat if it is."""
+        """Until something happens or the next heartbeat is due, and heartbeat if it is."""
         now = self._clock.monotonic()
         if now >= self._next_beat_s:
             self._next_beat_s = now + self._beat_every_s
-            self.send_heartbeat(self._beat())
+            self.send_heartbeat(self._heartbeat())
         unsent = 0 if self._outbox.is_empty else select.POLLOUT
         wanted = {
             self._agent: select.POLLIN,

@@ -14,9 +14,9 @@ from elastic.link.peer import peer_of
 from elastic.link.protocol import (
     MAX_MESSAGE,
     PROTOCOL_VERSION,
-    Hello,
+    ClientHandshakeReply,
+    ClientHandshakeRequest,
     Message,
-    Welcome,
     decode,
     encode,
 )
@@ -30,7 +30,7 @@ KEY_FILE = "key"  # in the socket's folder of mode 0700; of mode 0600
 
 
 @dataclass(frozen=True, kw_only=True)
-class Welcomed:
+class AgentConnection:
     """A connection whose worker is known to the agent. The receiver owns both descriptors."""
 
     sock: socket.socket  # does not block
@@ -39,9 +39,15 @@ class Welcomed:
     messages: list[Message]  # received right after the welcome
 
 
-def say_hello(
-    path: str, hello: Hello, *, key: SecretKey, deadline_s: float, stop: int, clock: Clock
-) -> Welcomed:
+def handshake(
+    path: str,
+    hello: ClientHandshakeRequest,
+    *,
+    key: SecretKey,
+    deadline_s: float,
+    stop: int,
+    clock: Clock,
+) -> AgentConnection:
     """Connect, prove the link's key, have the agent prove it, and wait for the welcome, until
     ``stop`` can be read.
 
@@ -77,7 +83,7 @@ def say_hello(
                 if is_stranger
                 else "use the same torch-elastic-harness in the worker's and the agent's Python",
             ) from error
-        return Welcomed(sock=sock, agent=agent, received=received, messages=messages)
+        return AgentConnection(sock=sock, agent=agent, received=received, messages=messages)
     except BaseException:
         sock.close()
         if agent >= 0:
@@ -124,7 +130,7 @@ def _heard(sock: socket.socket, path: str) -> bytes:
 
 
 def _check(message: Message) -> None:
-    if not isinstance(message, Welcome) or message.version != PROTOCOL_VERSION:
+    if not isinstance(message, ClientHandshakeReply) or message.version != PROTOCOL_VERSION:
         raise LinkError(
             f"the agent answered with {message}, not a welcome of version {PROTOCOL_VERSION}",
             hint="use the same torch-elastic-harness in the worker's and the agent's Python",

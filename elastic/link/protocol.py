@@ -26,7 +26,7 @@ IN_STEP = "step"  # the phase of a heartbeat while the worker is within a step
 
 
 @dataclass(frozen=True, kw_only=True)
-class Hello:
+class ClientHandshakeRequest:
     """Worker: here I am."""
 
     version: int
@@ -87,7 +87,7 @@ class Left:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Bye:
+class Exiting:
     """Worker: the process is about to end, clean or with this error."""
 
     clean: bool
@@ -125,8 +125,8 @@ class StepReport:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Welcome:
-    """Agent: the answer to a Hello."""
+class ClientHandshakeReply:
+    """Agent: the answer to a ClientHandshakeRequest."""
 
     version: int
     node_id: str
@@ -205,14 +205,14 @@ class CountEvents:
 
 
 Message = (
-    Hello
+    ClientHandshakeRequest
     | Heartbeat
     | Ready
     | ReplicaJoin
     | Entered
     | CollectiveFailure
     | Left
-    | Bye
+    | Exiting
     | SigtermAsk
     | ProgressPage
     | FlightTrace
@@ -221,7 +221,7 @@ Message = (
     | Recovered
     | CheckpointSaved
     | CheckpointSkipped
-    | Welcome
+    | ClientHandshakeReply
     | WorldMessage
     | ReplicaMeet
     | ReplicaPending
@@ -235,14 +235,14 @@ Message = (
 # Events of a worker that its agent counts: at most one in a few seconds each.
 COUNTED = (RankTimes, Recovered, CheckpointSaved, CheckpointSkipped)
 FROM_WORKER = (
-    Hello,
+    ClientHandshakeRequest,
     Heartbeat,
     Ready,
     ReplicaJoin,
     Entered,
     CollectiveFailure,
     Left,
-    Bye,
+    Exiting,
     SigtermAsk,
     ProgressPage,
     FlightTrace,
@@ -250,7 +250,7 @@ FROM_WORKER = (
     *COUNTED,
 )
 FROM_AGENT = (
-    Welcome,
+    ClientHandshakeReply,
     WorldMessage,
     ReplicaMeet,
     ReplicaPending,
@@ -264,7 +264,7 @@ FROM_AGENT = (
 # Bytes of one message. What is not listed holds a few numbers.
 _MOST_BYTES: dict[type[Any], int] = {
     CollectiveFailure: 64 << 10,
-    Bye: 64 << 10,
+    Exiting: 64 << 10,
     FlightTrace: 64 << 10,
     CheckpointSkipped: 128 << 10,
     WorldMessage: MAX_MESSAGE,

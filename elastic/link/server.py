@@ -23,10 +23,10 @@ from elastic.link.protocol import (
     FROM_WORKER,
     MAX_MESSAGE,
     PROTOCOL_VERSION,
-    Bye,
-    Hello,
+    ClientHandshakeReply,
+    ClientHandshakeRequest,
+    Exiting,
     Message,
-    Welcome,
     decode,
     encode,
 )
@@ -66,7 +66,7 @@ class WorkerDeath:
     pid: int
     exit_code: int | None  # None: ended by a signal, or not a child of this process
     signal: int | None
-    said_bye: Bye | None
+    exit_notice: Exiting | None
 
 
 @dataclass(eq=False)
@@ -75,7 +75,7 @@ class _Process:
 
     pidfd: int
     worker: Worker
-    bye: Bye | None = None
+    bye: Exiting | None = None
 
 
 class LinkServer:
@@ -159,20 +159,20 @@ class LinkServer:
     def handle(self, connection: Connection, payload: bytes) -> None:
         """A frame of a worker's. Raises LinkError."""
         message = decode(payload)
-        if isinstance(message, Hello):
+        if isinstance(message, ClientHandshakeRequest):
             self._greet(connection, message)
             return
         worker = connection.data
         if not isinstance(worker, Worker):
-            raise LinkError(f"{type(message).__name__} before Hello")
+            raise LinkError(f"{type(message).__name__} before ClientHandshakeRequest")
         if not isinstance(message, FROM_WORKER):
             raise LinkError(f"{type(message).__name__} is sent by agents only")
         process = self._processes.get(worker.pid)
-        if isinstance(message, Bye) and process is not None:
+        if isinstance(message, Exiting) and process is not None:
             process.bye = message
         self._on_message(worker, message)
 
-    def _greet(self, connection: Connection, hello: Hello) -> None:
+    def _greet(self, connection: Connection, hello: ClientHandshakeRequest) -> None:
         if hello.version != PROTOCOL_VERSION:
             raise LinkError(
                 f"the worker speaks version {hello.version} of the link (torch-elastic-harness "
@@ -180,7 +180,7 @@ class LinkServer:
                 hint="use the same torch-elastic-harness in the worker's and the agent's Python",
             )
         if connection.data is not None:
-            raise LinkError("a second Hello on one connection")
+            raise LinkError("a second ClientHandshakeRequest on one connection")
         pid = peer_of(connection.socket).pid
         if not calls_itself(pid, hello.pid):
             raise LinkError(f"pid {pid} says that it is pid {hello.pid}")
@@ -192,7 +192,7 @@ class LinkServer:
         connection.data = worker
         self._watch(worker)
         self._note_present()
-        welcome = Welcome(version=PROTOCOL_VERSION, node_id=self._node_id)
+        welcome = ClientHandshakeReply(version=PROTOCOL_VERSION, node_id=self._node_id)
         self._hub.send(connection, encode(welcome))
         self._on_message(worker, hello)
 

@@ -1,4 +1,4 @@
-"""Which world comes next: PROTOCOL section 4 as a pure function.
+"""Decides the next world: docs/explanation/protocol.md, section 2, as a pure function.
 
 ``decide(view, now, policy)`` looks at everything the leader knows and returns the next world
 with its cause in words, what it waits for and until when, or that the job is over. No clock,
@@ -117,11 +117,32 @@ def _after_everybody(
     # Nobody is left to disagree with: like in a first world, the first node's limits count.
     reference = first_node(view) or status.world
     decision = _gather(view, reference, now, policy, Cause.TAKEOVER, f"{why}; ")
-    if isinstance(decision, Wait) and not silent and _leaving(view, status):
-        return propose(view, status.world, (), Cause.PAUSED, f"{why}; nobody is left")
-    if isinstance(decision, Proposal) and (leaving := _still_stepping(view)):
-        return leaving
+    stepping = _still_stepping(view)
+    is_waiting = isinstance(decision, Wait) or stepping is not None
+    if is_waiting and not silent and _leaving(view, status):
+        # (Also with others that wait: those who leave have to be told at which step.)
+        planned, why = _reach_a_boundary(view), f"{why}; nobody is left"
+        return propose(view, status.world, (), Cause.PAUSED, why, planned=planned)
+    if isinstance(decision, Proposal) and stepping is not None:
+        return stepping
     return decision
+
+
+def _reach_a_boundary(view: View) -> bool:
+    """Whether the workers of those who leave step together, and nothing has broken their group:
+    then all of them can leave, and save, at one step."""
+    stepping = {
+        n.node.node_id: n.node.running
+        for n in view.nodes
+        if n.node.running is not None
+        and n.node.in_process
+        and n.liveness is not Liveness.DEAD
+        and n.node.state in (NodeState.LEAVING, NodeState.READY)
+    }
+    oldest = min((group.generation for group in stepping.values()), default=0)
+    is_whole = all(i in stepping for group in stepping.values() for i in group.node_ids)
+    is_broken = any(report.generation >= oldest for report in view.failure_reports)
+    return bool(stepping) and is_whole and not is_broken
 
 
 def _still_stepping(view: View) -> Wait | None:

@@ -1,4 +1,6 @@
-"""Who is at fault when a group cannot be built, again and again: PROTOCOL section 6.
+"""Finds the nodes at fault when a group repeatedly cannot be built.
+
+docs/explanation/protocol.md, section 6, "Escalation".
 
 Those who arrived at a build report whom they waited for. Pure state; for one thread.
 """

@@ -1,6 +1,8 @@
 """When to give up, and whom to leave out for a while. Pure: time comes in as an argument.
 
-A job stops for one of three reasons. The same error of the *script* occurred at the same step three
+A job stops for one of four reasons. No rank of a world has the job's state, and there is no
+checkpoint: every further world would begin like that, also where nodes fail alternately and none
+of them is at fault. The same error of the *script* occurred at the same step three
 times, and the job never got past that step: going on cannot help, whatever it did between them,
 since a restart from a checkpoint makes steps every time. Or the same error broke three worlds in a
 row without progress; an error that moves forward from step to step is progress. Or worlds keep
@@ -22,7 +24,8 @@ from elastic.failures.verdict import is_consequence
 from elastic.tuning.agent_intervals import FAILURE_WINDOW_S, FLAP_WINDOW_S, HEALTHY_S, QUARANTINE_S
 
 _KILLED = (-9, -15)  # SIGKILL, SIGTERM: somebody from outside
-_TELLING = {2, 65}  # elastic.errors: wrong use, no valid checkpoint: the job ends with them, too
+_NO_STATE = 65  # elastic.errors.CheckpointRequired, which all ranks of a world raise together
+_TELLING = {2, _NO_STATE}  # 2: wrong use. The job ends with them, too
 _RANK = re.compile(r"^\s*\[rank\s*\d+\]:?\s*", re.IGNORECASE | re.MULTILINE)
 _ADDRESS = re.compile(r"\b0x[0-9a-f]+\b", re.IGNORECASE)
 # What a rank may be ahead of the one that reports: ranks differ by one step at most.
@@ -134,10 +137,20 @@ def departed_again(
 def verdict(history: Sequence[Breakage], now: float, policy: FailureBudget) -> StopJob | None:
     """Whether the broken worlds (newest last) are reason to stop."""
     return (
-        _same_error_at_one_step(history, policy)
+        _no_state_left(history)
+        or _same_error_at_one_step(history, policy)
         or _same_error_in_a_row(history, policy)
         or _budget_spent(history, now, policy)
     )
+
+
+def _no_state_left(history: Sequence[Breakage]) -> StopJob | None:
+    failures = history[-1].failures if history else ()
+    for failure in failures:
+        if failure.exit_code == _NO_STATE:
+            said = f"{error_line(failure)} (on {failure.node})"
+            return StopJob(reason=f"no node has the state of the job: {said}", exit_code=_NO_STATE)
+    return None
 
 
 def _same_error_at_one_step(history: Sequence[Breakage], policy: FailureBudget) -> StopJob | None:

@@ -17,7 +17,7 @@ class JoiningNodes:
 
     eligible: tuple[NodeView, ...]  # oldest first
     quarantine_ends_s: float | None  # when the first of those in quarantine is eligible again
-    passed_over: tuple[str, ...]  # a sentence for each live node that is not counted
+    skipped_reasons: tuple[str, ...]  # a sentence for each live node that is not counted
 
 
 def refusal(node: Node, reference: WorldRecord | Node) -> str | None:
@@ -92,24 +92,24 @@ def find_joining_nodes(
     ``in_process``: the members keep their processes, so a joining node must be ready first.
     """
     members = set(view.world.node_ids) if view.world else set()
-    eligible, passed_over, ends = [], [], []
+    eligible, skipped_reasons, ends = [], [], []
     for n in by_seniority(n for n in view.nodes if n.node.node_id not in members):
         until = quarantined_until(n.node, view.quarantined)
         if n.liveness is Liveness.DEAD or not _can_come(n.node, in_process):
             continue
         if sentence := refusal(n.node, reference):
-            passed_over.append(sentence)
+            skipped_reasons.append(sentence)
         elif n.liveness is Liveness.SUSPECT:
-            passed_over.append(f"{n.node.name} does not answer")
+            skipped_reasons.append(f"{n.node.name} does not answer")
         elif until is not None and now < until:
-            passed_over.append(f"{n.node.name} is quarantined")
+            skipped_reasons.append(f"{n.node.name} is quarantined")
             ends.append(until)
         else:
             eligible.append(n)
     return JoiningNodes(
         eligible=tuple(eligible),
         quarantine_ends_s=min(ends, default=None),
-        passed_over=tuple(passed_over),
+        skipped_reasons=tuple(skipped_reasons),
     )
 
 

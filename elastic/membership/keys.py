@@ -1,4 +1,4 @@
-"""Where a job's records stand: PROTOCOL section 1."""
+"""The etcd keys of a job's records: docs/explanation/protocol.md, section 1."""
 
 from __future__ import annotations
 

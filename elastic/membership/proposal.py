@@ -40,7 +40,7 @@ def propose(
         library=reference.library,
         tls=reference.tls,
         replica_size=reference.replica_size,
-        planned=planned and in_process,
+        planned=planned and (in_process or not nodes),
     )
 
 
@@ -137,4 +137,4 @@ def count(nodes: Sequence[NodeView]) -> str:
 
 def also(reason: str, candidates: JoiningNodes) -> str:
     """The reason, and why nodes that wait are not counted."""
-    return "; ".join([reason, *candidates.passed_over])
+    return "; ".join([reason, *candidates.skipped_reasons])

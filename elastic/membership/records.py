@@ -1,4 +1,6 @@
-"""The records in etcd: one frozen dataclass per key of PROTOCOL section 1, as strict JSON.
+"""The records in etcd: one frozen dataclass per key, as strict JSON.
+
+The keys are listed in docs/explanation/protocol.md, section 1.
 
 Every record carries ``version``. A key whose value is not JSON, has another version, an
 unknown or missing field or a value of the wrong type is a :class:`RecordError` that names the
@@ -35,7 +37,7 @@ _Positive = Annotated[int, Meta(ge=1)]
 
 
 class NodeState(str, Enum):
-    """The state of a node (PROTOCOL section 1)."""
+    """The state of a node (docs/explanation/protocol.md, section 1)."""
 
     ARRIVED = "arrived"  # in next_rendezvous
     STARTING = "starting"  # workers spawned

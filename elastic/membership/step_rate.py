@@ -1,4 +1,7 @@
-"""How fast the job steps, and where a planned world takes over: PROTOCOL section 6."""
+"""The job's step rate, and the switch step of a planned world.
+
+docs/explanation/protocol.md, section 6, "Planned change".
+"""
 
 from __future__ import annotations
 

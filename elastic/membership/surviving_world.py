@@ -1,4 +1,4 @@
-"""The next world after one that has survivors: rules 2 to 7 of PROTOCOL section 4."""
+"""The next world if members survive: docs/explanation/protocol.md, section 2, rules 2 to 8."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ from elastic.membership.view import (
 )
 
 Nodes = tuple[NodeView, ...]
-NOBODY = JoiningNodes(eligible=(), quarantine_ends_s=None, passed_over=())
+NOBODY = JoiningNodes(eligible=(), quarantine_ends_s=None, skipped_reasons=())
 
 
 @dataclass(frozen=True)
 class SurvivingWorld:
-    """One decision about ``standing``, whose survivors are not empty."""
+    """One decision about a world with survivors (``status``)."""
 
     view: View
     status: MemberStatus
@@ -72,12 +72,10 @@ class SurvivingWorld:
         return find_joining_nodes(self.view, self.world, self.now, in_process=in_process)
 
     def _arranged(self, survivors: Nodes, candidates: JoiningNodes) -> Arrangement:
-        """The survivors' replicas, and of the joining nodes the oldest ones that there is room for;
-        one that was left out as a straggler comes last.
+        """The survivors' replicas and the oldest joining nodes that fit, excluded stragglers last.
 
-        In-process workers of a harmed replica start anew before they are in a world again, since
-        the collectives within it are dead: nobody waits for that. If no replica that holds the
-        state is unharmed, all start anew.
+        In-process workers of a broken replica restart before they rejoin, because its collectives
+        are dead: no other node waits for them. If no complete replica has the state, all restart.
         """
         slow = self.view.stragglers
         waiting = tuple(sorted(candidates.eligible, key=lambda n: n.node.node_id in slow))
@@ -95,8 +93,8 @@ class SurvivingWorld:
         return self._arrange(first, others + waiting) if first else found
 
     def _left_behind(self, arrangement: Arrangement, survivors: Nodes) -> Nodes:
-        """Survivors of a group that may still step with a lost member, and of which nobody is in
-        the next world. One of them has to be: it leaves that group for it (PROTOCOL section 2)."""
+        """Survivors of a group that may still step with a lost member, none of them in the next
+        world: one must leave that group for it (docs/explanation/protocol.md, section 3)."""
         chosen = {n.node.node_id for n in arrangement.nodes}
         groups = [g.running.node_ids for g in self.status.gone if not g.proved and g.running]
         bound = {i for group in groups if chosen.isdisjoint(group) for i in group}
@@ -177,7 +175,7 @@ class SurvivingWorld:
         status, since_s = self.status, self.view.failing_since_s
         if since_s is None or status.gone or status.out or not status.failure_reports:
             return None
-        settle_s = self.policy.trouble_settle_s
+        settle_s = self.policy.failure_settle_s
         if self._accused - {report.node_id for report in status.failure_reports}:
             # Two ends of a broken connection find it within moments of each other. Without the
             # accused one's word it is not known which of the two to leave out.
@@ -224,7 +222,8 @@ class SurvivingWorld:
         rest = self._without_quarantined(survivors, candidates)
         left_out = tuple(n for n in survivors if n not in rest)
         if self._is_last_replica_told_to_leave(rest):
-            return self._next((), Cause.PAUSED, f"{self._why(())}; no replica is left")
+            reason = f"{self._why(())}; no replica is left"
+            return self._next((), Cause.PAUSED, reason, planned=True)
         arrangement = self._arranged(rest, candidates)
         if not self._enough(arrangement.nodes):
             return self._pause(rest, arrangement)

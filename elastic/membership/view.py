@@ -83,7 +83,7 @@ class Policy:
     join_window_s: float = Timeouts.join_window_s
     join_timeout_s: float = Timeouts.join_timeout_s
     takeover_s: float = Timeouts.takeover_s
-    trouble_settle_s: float = FAILURE_SETTLE_S
+    failure_settle_s: float = FAILURE_SETTLE_S
     origin_settle_s: float = ORIGIN_SETTLE_S
     suspect_s: float = SUSPECT_S
     cut_off_s: float = CUT_OFF_S

@@ -24,7 +24,7 @@ from elastic.process_group import (
     OwnGroup,
     PendingWorks,
     ProcessGroup,
-    keep_for_ever,
+    leak,
     use_as_world,
 )
 from elastic.telemetry.journal import EventSink
@@ -61,7 +61,7 @@ class ReplicaProcessGroup(ProcessGroup):
                 "elastic.join(mesh=…) without run.retry: the world of the environment has one "
                 "process group, and a restart of all workers for each change",
                 hint="run.retry(train) around the training loop, under "
-                "torchrun --rdzv-backend=etcd-v3",
+                "torchrun --rdzv-backend=etcd",
             )
         self._works = self._open_works()
         self._initialize(HashStore(), world.rank, world.size, 0.0)
@@ -95,7 +95,7 @@ class ReplicaProcessGroup(ProcessGroup):
         is_drained = self._works.drain(DRAIN_S)
         if not is_drained:
             for group in groups:
-                keep_for_ever(group.backend)
+                leak(group.backend)
         return is_drained
 
     def destroy(self, *, is_for_next: bool = False) -> None:

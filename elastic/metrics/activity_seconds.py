@@ -1,8 +1,8 @@
-"""Where the time of a node's workers goes, by activity: counters beside the exact report.
+"""Time of a node's workers by activity: approximate counters; `elastic report` is exact.
 
-``elastic report`` reads whole journals, and knows afterwards which steps were thrown away and which
-world a window began in. A counter cannot take anything back: repeated steps stay productive here,
-and what a killed worker had not reported is missing.
+``elastic report`` reads complete journals, and knows afterwards which steps were discarded and
+which world a window began in. A counter cannot be corrected: repeated steps stay productive here,
+and unreported time of a killed worker is missing.
 """
 
 from __future__ import annotations
@@ -29,21 +29,21 @@ _WHOLLY = (
 
 
 class ActivitySeconds:
-    """Of one node. Called on one thread."""
+    """The activity counters of one node. Called on one thread."""
 
     def __init__(self, tally: Tally, clock: Clock) -> None:
         self._tally = tally
         self._clock = clock
-        self._started_s: float | None = None  # workers, last
+        self._started_s: float | None = None  # when workers were last started
         self._seen: set[int] = set()  # pids whose start-up was counted
         self._first_steps: dict[int, tuple[float, int]] = {}  # by pid: time in them, and how many
 
     def workers_start(self) -> None:
-        """torchrun starts workers: time until their first step is start-up."""
+        """Record a start of workers: time until their first step is start-up."""
         self._started_s = self._clock.monotonic()
 
     def on_times(self, pid: int, times: RankTimes) -> None:
-        """A window of a worker has ended, now."""
+        """Record a window of a worker that ends now."""
         if pid not in self._seen:
             self._seen.add(pid)
             if self._started_s is not None:
@@ -51,8 +51,8 @@ class ActivitySeconds:
                 self._add(Activity.STARTUP, began_s - self._started_s)
         for field, activity in _WHOLLY:
             self._add(activity, getattr(times, field))
-        # What ends with a fault is a step that its rank could not end, and the time until that
-        # was noticed.
+        # A window that ends with a fault has an unfinished step, and the time until that
+        # was detected.
         ended_by_fault = times.ended == "fault"
         self._add(Activity.DETECTION if ended_by_fault else Activity.SHUTDOWN, times.open_s)
         if times.ended == "first-step":
@@ -62,7 +62,7 @@ class ActivitySeconds:
         self._add(Activity.PRODUCTIVE, times.productive_s)
 
     def _split_first(self, pid: int, usual: RankTimes) -> None:
-        """The first step in a world is productive for as long as the following ones take."""
+        """Count the first step in a world as productive for as long as following ones take."""
         first_s, steps = self._first_steps.pop(pid, (0.0, 0))
         step_s = usual.productive_s / usual.steps if usual.steps else 0.0
         productive_s = min(first_s, step_s * steps)
@@ -70,12 +70,12 @@ class ActivitySeconds:
         self._add(Activity.FIRST_STEP, first_s - productive_s)
 
     def on_recovered(self, event: Recovered) -> None:
-        """A worker continues after a change of the world."""
+        """Record that a worker continues after a change of the world."""
         for field, activity in _LAPS:
             self._add(activity, getattr(event, field))
 
     def forget(self, pid: int) -> None:
-        """A worker is gone."""
+        """Forget a worker that has ended."""
         first_s, _ = self._first_steps.pop(pid, (0.0, 0))
         self._add(Activity.FIRST_STEP, first_s)
         self._seen.discard(pid)

@@ -1,4 +1,4 @@
-"""The metrics of one launch, put together: what is counted, and who hears of it."""
+"""Assembles the metrics of one launch: the counters and their subscribers."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ def metrics_of(
     origin: TorchElasticOrigin,
     env: Mapping[str, str] = os.environ,
 ) -> tuple[NodeMetrics, TorchElasticBridge]:
-    """Count what is in the journal. Workers are asked for their part only if somebody can read
-    it: a scraper, a collector, or torch's handlers. Raises ConfigError."""
+    """Count the events of the journal. Workers send their part only if there is a reader of
+    metrics: a scraper, a collector, or torch's handlers. Raises ConfigError."""
     bridge = TorchElasticBridge(origin)
     is_scraped = options.health_port is not None and page.load()
     is_read = otlp.is_wanted(env) or is_scraped or bridge.is_configured
@@ -39,7 +39,7 @@ def metrics_of(
 def otlp_export_of(
     readings: NodeReadings, run_id: str, node: str, env: Mapping[str, str] = os.environ
 ) -> OtlpExport | None:
-    """Started, where ``ELASTIC_OTEL=on``; its caller closes it. Raises ConfigError."""
+    """A started exporter if ``ELASTIC_OTEL=on``; the caller closes it. Raises ConfigError."""
     if not otlp.is_wanted(env):
         return None
     export = OtlpExport(readings, run_id=run_id, node=node, env=env)

@@ -1,8 +1,8 @@
-"""Events and messages of workers, counted: what metrics grow by. No I/O, and nothing blocks.
+"""Counts events and messages of workers for metrics. No I/O; never blocks.
 
 Workers send their agent a few of their events (:data:`elastic.link.protocol.COUNTED`), one every
-few seconds and one for each checkpoint and recovery. What all workers of a node see of one thing,
-like a checkpoint, counts once per node.
+few seconds and one for each checkpoint and recovery. An event seen by all workers of a node,
+such as a checkpoint, counts once per node.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _REMEMBERED_NAMES = 64  # of checkpoints: a worker may report a commit long afte
 
 
 class NodeMetrics:
-    """What one agent counts."""
+    """The counters of one agent."""
 
     def __init__(
         self,
@@ -46,14 +46,14 @@ class NodeMetrics:
         asks_workers: bool = False,
         listener: Callable[[Event], None] = lambda event: None,
     ) -> None:
-        """``asks_workers``: whether workers are to send what is counted of theirs. ``listener``
-        hears of recoveries and checkpoints, once per node."""
+        """``asks_workers``: whether workers send their counted events. ``listener``
+        receives recoveries and checkpoints, once per node."""
         self.tally = Tally()
         self._listener = listener
         self.asks_workers = asks_workers
         self._clock = clock
         self._activities = ActivitySeconds(self.tally, clock)
-        self._heard_s: dict[int, float] = {}  # by pid
+        self._heard_s: dict[int, float] = {}  # time of the last message, by pid
         self._recovered = 0  # the newest generation whose recovery was counted
         self._committed: deque[str] = deque(maxlen=_REMEMBERED_NAMES)
         self._failed: deque[str] = deque(maxlen=_REMEMBERED_NAMES)
@@ -61,12 +61,13 @@ class NodeMetrics:
 
     @property
     def heartbeat_age_s(self) -> float | None:
-        """Of the worker that has been silent for longest; None without workers. Takes no lock."""
+        """Silence of the worker that has been silent for longest; None without workers.
+        Lock-free."""
         heard = self._heard_s.copy()
         return self._clock.monotonic() - min(heard.values()) if heard else None
 
     def on_event(self, event: Event) -> None:
-        """An event of the agent's own."""
+        """Count an event of the agent."""
         add = self.tally.add
         match event:
             case WorldFormed(cause=cause):
@@ -92,7 +93,7 @@ class NodeMetrics:
                 add(table.LEASES_LOST)
 
     def on_etcd_call(self, what: str, seconds: float, is_error: bool) -> None:
-        """A request to etcd has ended. ``what`` begins with its kind: ``put /elastic/…``."""
+        """Count a finished request to etcd. ``what`` begins with its kind: ``put /elastic/…``."""
         kind = what.partition(" ")[0]
         operation = kind if kind in table.ETCD_OPERATIONS else "other"
         self.tally.observe(table.ETCD_REQUESTS, seconds, operation=operation)
@@ -102,7 +103,7 @@ class NodeMetrics:
     def on_worker_said(
         self, pid: int, local_rank: int, message: object, world: WorldRecord | None
     ) -> None:
-        """A worker is alive, and has said this. ``world``: the newest known one."""
+        """Count a message of a worker. ``world``: the newest known one."""
         self._heard_s[pid] = self._clock.monotonic()
         match message:
             case RankTimes():
@@ -117,7 +118,7 @@ class NodeMetrics:
                     self.tally.add(table.CHECKPOINTS_FAILED)
 
     def on_worker_ended(self, pid: int) -> None:
-        """A worker is gone."""
+        """Forget a worker that has ended."""
         self._heard_s.pop(pid, None)
         self._activities.forget(pid)
 

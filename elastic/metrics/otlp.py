@@ -1,7 +1,7 @@
-"""The metrics of a node to an OpenTelemetry collector, by OTLP over HTTP. An extra, and off unless
+"""Exports a node's metrics to an OpenTelemetry collector, by OTLP over HTTP. An extra, off unless
 ``ELASTIC_OTEL=on``.
 
-Where to and how is what the standard variables say (OTEL_EXPORTER_OTLP_ENDPOINT, …_HEADERS,
+The destination is set by the standard variables (OTEL_EXPORTER_OTLP_ENDPOINT, …_HEADERS,
 …_TIMEOUT, …_CERTIFICATE, OTEL_SERVICE_NAME, OTEL_RESOURCE_ATTRIBUTES): the SDK's exporter reads
 them. The thread is ours: the SDK's periodic reader would start its own in every forked worker, and
 its observable instruments know no histograms.
@@ -46,10 +46,10 @@ Send = Callable[["MetricsData"], bool]
 
 
 def is_wanted(env: Mapping[str, str]) -> bool:
-    """What ``ELASTIC_OTEL`` says. Raises ConfigError where it cannot be done as it is set."""
+    """The value of ``ELASTIC_OTEL``. Raises ConfigError if the settings cannot be applied."""
     said = env.get(SWITCH, "off")
     if said not in ("on", "off"):
-        raise ConfigError(f"{SWITCH}={said}", hint="it is on or off (the default)")
+        raise ConfigError(f"{SWITCH}={said}", hint="set it to on or off (the default)")
     if said == "off":
         return False
     if not all(_is_installed(name) for name in _PACKAGES):
@@ -69,7 +69,7 @@ def is_wanted(env: Mapping[str, str]) -> bool:
 
 
 def interval_s(env: Mapping[str, str]) -> float:
-    """Between two exports. Raises ConfigError."""
+    """The interval between two exports. Raises ConfigError."""
     said = env.get(INTERVAL)
     if not said:
         return OTLP_EXPORT_S
@@ -90,7 +90,7 @@ def _is_installed(name: str) -> bool:
 
 
 class OtlpExport:
-    """One per agent. ``send`` is the SDK's exporter unless given."""
+    """The exporter. One per agent. ``send`` is the SDK's exporter unless given."""
 
     def __init__(
         self,
@@ -116,23 +116,23 @@ class OtlpExport:
         self._thread = threading.Thread(target=self._run, name=_THREAD, daemon=True)
 
     def start(self) -> None:
-        """Begin to export."""
+        """Start exporting."""
         self._thread.start()
 
     def close(self) -> None:
-        """Export once more, where the last time went well, and join. A collector that hangs is not
+        """Export once more, if the last export succeeded, and join. A hanging collector is not
         waited for. Idempotent."""
         self._closing.set()
         if self._thread.is_alive():
             self._thread.join(OTLP_CLOSE_S)
         if self._exporter is not None:
             exporter, self._exporter = self._exporter, None
-            exporter.shutdown()  # ends the pauses between its tries
+            exporter.shutdown()  # ends the pauses between its retries
         if self._thread.is_alive():
             self._thread.join(OTLP_CLOSE_S)
 
     def _run(self) -> None:
-        """A defect here is reported, and ends no training."""
+        """Run the loop; an error here is reported and does not stop training."""
         try:
             send = self._given or self._connect()
             while not self._clock.wait(self._closing, self._every_s):
@@ -140,13 +140,13 @@ class OtlpExport:
             if not self._is_failing:
                 self._export(send)
         except Exception:  # noqa: BLE001 - metrics are no reason to end a job
-            get_logger().exception("OTLP: this node exports no metrics any more")
+            get_logger().exception("OTLP: this node no longer exports metrics")
 
     def _connect(self) -> Send:
         from opentelemetry.exporter.otlp.proto.http.metric_exporter import OTLPMetricExporter
         from opentelemetry.sdk.metrics.export import MetricExportResult
 
-        # Several lines for every interval in which the collector is away: one of ours is enough.
+        # The SDK logs several lines per interval while the collector is unreachable: one is enough.
         for name in [n for n in logging.root.manager.loggerDict if n.startswith("opentelemetry.")]:
             logging.getLogger(name).addFilter(lambda line: line.threadName != _THREAD)
         exporter = self._exporter = OTLPMetricExporter()
@@ -156,10 +156,10 @@ class OtlpExport:
         is_sent = send(self.collect())
         if is_sent == self._is_failing and not self._closing.is_set():
             if is_sent:
-                get_logger().info("OTLP: the collector takes metrics again")
+                get_logger().info("OTLP: the collector accepts metrics again")
             else:
                 get_logger().warning(
-                    "OTLP: the collector does not take this node's metrics "
+                    "OTLP: the collector does not accept this node's metrics "
                     "(OTEL_EXPORTER_OTLP_ENDPOINT, by default http://localhost:4318); trying again "
                     "every %g s",
                     self._every_s,
@@ -202,7 +202,7 @@ class OtlpExport:
         else:
             bounds = ETCD_BUCKETS if kind is MetricKind.HISTOGRAM else ()
             data = Histogram(list(self._distributed(series, bounds)), cumulative)
-        # No unit: collectors would add it to the name once more.
+        # No unit: collectors would append it to the name again.
         return Metric(series.metric.name, series.metric.meaning, "", data)
 
     def _numbers(self, series: MetricSeries) -> Iterator[NumberDataPoint]:
@@ -216,7 +216,7 @@ class OtlpExport:
     ) -> Iterator[HistogramDataPoint]:
         from opentelemetry.sdk.metrics.export import HistogramDataPoint
 
-        unknown: Any = None  # nobody has counted the least and the most
+        unknown: Any = None  # minimum and maximum are not counted
         for labels, known in sorted(series.distributions.items(), key=lambda pair: pair[0]):
             yield HistogramDataPoint(
                 self._attributes(series, labels),

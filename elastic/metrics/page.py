@@ -28,14 +28,14 @@ NEEDS_EXTRA = (
 
 @dataclass(frozen=True)
 class MetricsPage:
-    """An answer of the health server."""
+    """A response of the health server."""
 
     status: HTTPStatus
     content_type: str
     text: bytes
 
     def body(self) -> bytes:
-        """What is sent."""
+        """The response body."""
         return self.text
 
 
@@ -52,7 +52,7 @@ def load() -> bool:
 
 
 def render(readings: NodeReadings, *, run_id: str, node: str) -> MetricsPage:
-    """All metrics of a node as they are now."""
+    """The current metrics of a node."""
     if not load():
         return _sentence(HTTPStatus.NOT_IMPLEMENTED, NEEDS_EXTRA)
     from prometheus_client import CollectorRegistry
@@ -62,7 +62,7 @@ def render(readings: NodeReadings, *, run_id: str, node: str) -> MetricsPage:
     registry.register(NodeCollector(readings, (label_value(run_id), label_value(node))))
     try:
         text = generate_latest(registry)
-    except Exception as error:  # noqa: BLE001 - a scrape shows the defect; the agent goes on
+    except Exception as error:  # noqa: BLE001 - a scrape shows the defect; the agent continues
         get_logger().exception("the metrics of this node cannot be read")
         return _sentence(
             HTTPStatus.INTERNAL_SERVER_ERROR, f"the metrics of this node cannot be read: {error!r}"
@@ -75,7 +75,7 @@ def _sentence(status: HTTPStatus, text: str) -> MetricsPage:
 
 
 class NodeCollector:
-    """prometheus-client's custom collector: families from copies, made at the time of a scrape."""
+    """A custom collector of prometheus-client: families are created at each scrape, from copies."""
 
     def __init__(self, readings: NodeReadings, common: Sequence[str]) -> None:
         self._readings = readings

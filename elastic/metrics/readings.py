@@ -1,4 +1,4 @@
-"""What a node is and does at the time of a scrape: gauges, read from its state without a lock."""
+"""Gauges of a node at the time of a scrape, read from its state without a lock."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Reading = tuple[Metric, Labels, float]
 
 @dataclass(frozen=True, kw_only=True)
 class NodeReadings:
-    """What gauges are read from. The functions must not block, and take no lock."""
+    """The sources of gauges. The functions must not block or take a lock."""
 
     status: NodeStatus
     metrics: NodeMetrics
@@ -26,7 +26,7 @@ class NodeReadings:
     etcd_contact_age_s: Callable[[], float | None]
 
     def gauges(self) -> Iterator[Reading]:
-        """One reading per series. What is not known is left out."""
+        """One reading per series. Unknown values are omitted."""
         yield from self._world()
         yield from self._states()
         yield from self._progress()

@@ -1,6 +1,6 @@
-"""All metrics of a node as they are now, for those who export them: /metrics and OTLP.
+"""The current metrics of a node, for the exporters: /metrics and OTLP.
 
-From copies, without a lock: a reader is answered while another thread hangs.
+Built from copies, without a lock, so that a scrape is answered while another thread hangs.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def series_of(readings: NodeReadings) -> Iterator[MetricSeries]:
     for metric in METRICS:
         values = gauges.get(metric, {})
         if metric.kind is MetricKind.COUNTER:
-            # Zeros of workers that nobody hears would say that the job makes no progress.
+            # Zeros for workers without reports would look like a job without progress.
             is_heard = hears_workers or metric.source is not MetricSource.WORKERS
             zeros = dict.fromkeys(metric.initial_series, 0.0) if is_heard else {}
             values = {**zeros, **counts.get(metric, {})}

@@ -3,7 +3,7 @@
 Names follow Prometheus' conventions: base units, ``_total`` for counters. Every series also has the
 labels of :data:`COMMON_LABELS`. No label holds a rank, a pid or a text of a user: each has few
 values, listed here or bounded (:mod:`elastic.metrics.tally`). Counters whose values are listed
-begin at 0: an ``increase`` from a series that was not there is not seen by Prometheus.
+begin at 0: Prometheus does not see an ``increase`` of a series that did not exist before.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from elastic.telemetry.activities import Activity
 
 
 class MetricKind(str, Enum):
-    """As Prometheus has them."""
+    """The metric types of Prometheus."""
 
     GAUGE = "gauge"
     COUNTER = "counter"
@@ -30,7 +30,7 @@ class MetricKind(str, Enum):
 
 
 class MetricSource(str, Enum):
-    """Who exports a metric."""
+    """The nodes that export a metric."""
 
     AGENT = "every node"
     WORKERS = "every node whose workers have joined in-process"
@@ -46,19 +46,19 @@ class Metric:
     source: MetricSource
     meaning: str
     labels: tuple[str, ...] = ()
-    # The values of each label, in the same order; without them, whatever comes.
+    # The values of each label, in the same order; without them, any value.
     values: tuple[tuple[str, ...], ...] = field(default=(), repr=False)
 
     @property
     def initial_series(self) -> tuple[tuple[str, ...], ...]:
-        """Label values of the series that are there from the beginning, of a counter."""
+        """Label values of the series of a counter that exist from the beginning."""
         if self.labels and not self.values:
             return ()
         return tuple(itertools.product(*self.values))
 
     @property
     def sample_names(self) -> tuple[str, ...]:
-        """The names that queries use."""
+        """The metric names used in queries."""
         match self.kind:
             case MetricKind.SUMMARY:
                 return f"{self.name}_count", f"{self.name}_sum"
@@ -76,7 +76,7 @@ ETCD_OPERATIONS: Final = (
     *("get", "list", "put", "swap", "delete", "connect", "ask", "grant", "look", "revoke"),
     "other",
 )
-# A counter cannot tell afterwards what was thrown away, held up, or never reported.
+# A counter cannot be corrected for discarded, delayed or unreported time.
 _IN_REPORTS_ALONE = (
     Activity.STRAGGLING,
     Activity.RECOMPUTED,

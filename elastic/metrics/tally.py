@@ -1,9 +1,9 @@
 """Counts by metric and labels. Written by any thread, read without a lock.
 
 A scrape must be answered while another thread hangs (elastic/health/endpoints.py), so readers take
-copies, which the interpreter makes in one step; the lock is the writers' alone. Label values can
-come from texts of users or of another version: each is cleaned and shortened, and a metric has at
-most :data:`MOST_SERIES` sets of labels on one node. What comes after is counted as ``other``.
+copies, which the interpreter makes atomically; only writers take the lock. Label values can
+come from users or another version: each is sanitized and shortened, and a metric has at
+most :data:`MOST_SERIES` sets of labels on one node. Further ones are counted as ``other``.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ Labels = tuple[str, ...]  # values, in the order of the metric's label names
 
 @dataclass(frozen=True, slots=True)
 class Distribution:
-    """Of what was observed: how often, in all, and how often per bucket, the last one unbounded."""
+    """Observations: count, sum, and count per bucket, the last one unbounded."""
 
     count: float = 0.0
     total: float = 0.0
@@ -34,7 +34,7 @@ class Distribution:
 
 
 class Tally:
-    """One per agent."""
+    """The tally. One per agent."""
 
     def __init__(self) -> None:
         # Reentrant: a signal handler may count, too, and interrupt its own thread here.
@@ -44,7 +44,7 @@ class Tally:
         self._series: Counter[Metric] = Counter()
 
     def add(self, metric: Metric, amount: float = 1.0, **labels: str) -> None:
-        """Count. A counter never decreases: an amount that is no positive number is left out."""
+        """Add to a counter, which never decreases: an amount that is not positive is ignored."""
         if not (math.isfinite(amount) and amount >= 0):
             return
         with self._lock:
@@ -60,7 +60,7 @@ class Tally:
             before = self._distributions.get(key, Distribution())
             buckets = list(before.buckets)
             buckets[bisect_left(ETCD_BUCKETS, value)] += times
-            # A new object: readers see all of an observation, or nothing of it.
+            # A new object, so that readers see a complete observation or none of it.
             self._distributions[key] = Distribution(
                 before.count + times, before.total + value, tuple(buckets)
             )
@@ -88,7 +88,7 @@ class Tally:
 
 
 def label_value(text: str) -> str:
-    """What can be shown anywhere: printable, valid Unicode, of bounded length.
+    """A label value that is printable, valid Unicode and of bounded length.
 
     >>> label_value("a\\x1b[31m\\ud800b")
     'a?[31m?b'

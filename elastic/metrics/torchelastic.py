@@ -1,13 +1,13 @@
-"""TorchElastic's own metric and event handlers hear of what its agent does not see.
+"""Passes events that torch's agent does not see to TorchElastic's metric and event handlers.
 
-Programs give torch handlers: ``torch.distributed.elastic.metrics.configure(handler)``, and
+Programs pass handlers to torch: ``torch.distributed.elastic.metrics.configure(handler)``, and
 ``LaunchConfig(event_log_handler=…)``. torch's agent puts its metrics and records its events there
-when it starts and ends workers. A recovery without a restart it does not notice, so worlds,
+when it starts and ends workers. It does not see a recovery without a restart, so worlds,
 recoveries and failures of workers are put into the same group, and recorded at the same destination
 with the same metadata.
 
 Events wait until torch's agent next polls its workers, and are passed on by its thread, as its own
-are: a handler may be slow, and need not know of threads. With torch's default handlers, which do
+are: a handler may be slow, and need not be thread-safe. With torch's default handlers, which do
 nothing, nothing is kept.
 """
 
@@ -50,7 +50,7 @@ MetricValues = dict[str, int]  # by name, after `workers.ROLE.`
 
 @dataclass(frozen=True, kw_only=True)
 class TorchElasticOrigin:
-    """Whose metrics and events these are, in torch's words."""
+    """The identity of metrics and events, in torch's terms."""
 
     run_id: str
     role: str
@@ -61,7 +61,7 @@ class TorchElasticOrigin:
 
 @dataclass(frozen=True, kw_only=True)
 class _Status:
-    """What torch calls a worker's status."""
+    """A worker's status in torch's terms."""
 
     state: str  # after `torchelastic.worker.status.`
     source: EventSource = EventSource.AGENT
@@ -71,7 +71,8 @@ class _Status:
 
 
 class TorchElasticBridge:
-    """One per agent. ``on_event`` from any thread; ``flush`` from that of torch's agent."""
+    """The bridge. One per agent. Call ``on_event`` on any thread, ``flush`` on torch's agent
+    thread."""
 
     def __init__(self, origin: TorchElasticOrigin, clock: Clock = SYSTEM_CLOCK) -> None:
         self._origin = origin
@@ -80,16 +81,16 @@ class TorchElasticBridge:
 
     @property
     def is_configured(self) -> bool:
-        """Whether any of torch's handlers does something."""
+        """Whether any of torch's handlers is not a no-op."""
         return _puts_metrics() or self._records_events()
 
     def on_event(self, event: Event) -> None:
-        """Keep it until :meth:`flush`, if a handler wants it."""
+        """Keep an event until :meth:`flush`, if a handler needs it."""
         if type(event) in REPORTED and self.is_configured:
             self._pending.append((event, self._clock.wall()))
 
     def flush(self) -> None:
-        """Pass on what has happened since the last call. A handler that raises costs its event."""
+        """Pass on events since the last call. An event is lost if its handler raises."""
         while self._pending:
             event, time_s = self._pending.popleft()
             try:
@@ -110,7 +111,7 @@ class TorchElasticBridge:
             record(self._torch_event(status, time_s), self._origin.destination)
 
     def _torch_event(self, status: _Status, time_s: float) -> TorchEvent:
-        """With the metadata of torch's own (torch 2.13, elastic/agent/server/api.py)."""
+        """An event with the same metadata as torch's (torch 2.13, elastic/agent/server/api.py)."""
         duration_s = status.duration_s
         metadata: dict[str, EventMetadataValue] = {
             "run_id": self._origin.run_id,
@@ -154,7 +155,7 @@ REPORTED: Mapping[type[Event], tuple[tuple[str, ...], str | None]] = MappingProx
 
 
 def metric_values(event: Event) -> MetricValues:
-    """What is put for an event."""
+    """The metrics for an event."""
     names, _ = REPORTED[type(event)]
     match event:
         case WorldEntered():

@@ -85,7 +85,7 @@ def host_memory(
     """Make this node's memory. ``running`` returns the world that its workers run, ``key`` for
     what opens the memories of this run."""
     sweep(node.process, parent)
-    told = _Told(journal)
+    told = _ReplicationReporter(journal)
     try:
         shm_bytes = _shm_bytes(parent)
         if options.memory_limit_bytes is not None:
@@ -169,7 +169,7 @@ def memory_bytes(options: AgentOptions) -> int:
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
-class _Told:
+class _ReplicationReporter:
     """Reports copies that fail: once for each reason, until one succeeds."""
 
     def __init__(self, journal: EventSink) -> None:

@@ -37,6 +37,8 @@ MARK = "ELASTIC_NODE_ID"
 # (Time comes from the standard library here: the guard runs without this package.)
 GRACE_S = 0.5  # between SIGTERM and SIGKILL
 SETTLE_S = 1.0  # how long no marked process may show up before the guard is content
+TURN_S = 0.05  # between two looks for marked processes
+RELEASED_S = 2.0  # for the reaper to end once its agent has said that it ends in order
 LONGEST_WAIT_S = 3600.0  # select's clock stops while the machine is suspended
 
 
@@ -109,7 +111,7 @@ def end_marked(
                     os.kill(pid, signal.SIGKILL if late else signal.SIGTERM)
                     signalled.add(pid)
             quiet_since = now
-        time.sleep(0.05)
+        time.sleep(TURN_S)
 
 
 def kill_marked(node_id: str, forked: ForkMark | None = None) -> None:
@@ -213,7 +215,7 @@ class OrphanReaper:
         with self._writing, contextlib.suppress(OSError):
             self._process.stdin.close()
         try:
-            self._process.wait(timeout=2.0)
+            self._process.wait(timeout=RELEASED_S)
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()

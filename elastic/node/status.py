@@ -59,7 +59,7 @@ class NodeStatus:
         self.store_problem = ""  # what the store fails with at present
         self.watchdog = Watchdog()
         self.told: WorldRecord | None = None  # the newest world that workers were told, if any
-        self.before_telling: Callable[[], object] = lambda: None  # the workers of a new world
+        self.before_announcing: Callable[[], object] = lambda: None  # the workers of a new world
         self.replica_is_lost = False  # a node is gone that held a model with this one's workers
         self.waits_for = ""  # why this node has no place in the world, where that is known
         self.parked = False  # the job is over; this agent stays for its launcher's sake

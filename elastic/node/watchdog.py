@@ -14,7 +14,7 @@ class Watchdog:
         self._clock = clock
         self._stamps: dict[str, float] = {}
 
-    def beat(self) -> None:
+    def heartbeat(self) -> None:
         """The calling thread is alive. After its first heartbeat it is expected to continue."""
         self._stamps[threading.current_thread().name] = self._clock.monotonic()
 

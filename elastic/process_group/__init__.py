@@ -31,14 +31,14 @@ from elastic.process_group.collectives import (
     use_as_world,
     world_group,
 )
+from elastic.process_group.device import choose_device
 from elastic.process_group.group import (
     DEFAULT_BACKENDS,
     GroupSpec,
     ProcessGroup,
-    choose_device,
 )
 from elastic.process_group.patches import TorchExceptHook, remove_reducer_hooks
-from elastic.process_group.pending import PendingWorks, keep_for_ever, pending_works
+from elastic.process_group.pending import PendingWorks, leak, pending_works
 from elastic.process_group.reducer import ReleasableGroup
 from elastic.process_group.semantics import Semantics, register_semantics, semantics_of
 from elastic.process_group.wait_phase import queued
@@ -61,7 +61,7 @@ __all__ = [
     "choose_device",
     "complete",
     "control_device",
-    "keep_for_ever",
+    "leak",
     "peer_group",
     "pending_works",
     "queued",

@@ -164,9 +164,11 @@ def complete(work: dist.Work | None, device: torch.device, group: RankGroup | No
         works.wait(work)
         semantics.synchronize(device)
         return
+    mark = works.mark()
     works.finish_on_stream(work)
     semantics.synchronize(device)
     works.raise_if_aborted()
+    works.covered(mark)
 
 
 def broadcast_json(value: Any, source: int = 0, group: RankGroup | None = None) -> Any:

@@ -16,8 +16,9 @@ from typing import Any
 import torch
 from torch.distributed import distributed_c10d
 
-from elastic.process_group.deadline import CallDeadline
+from elastic.process_group.deadline import CallDeadline, LastResort
 from elastic.telemetry.log import get_logger
+from elastic.tuning.worker_intervals import LAST_RESORT_S
 
 
 class CommunicatorAbort:
@@ -28,6 +29,8 @@ class CommunicatorAbort:
     ) -> None:
         self._device = device
         self._deadline = CallDeadline(timeout_s, expire, name="elastic-abort-deadline")
+        # While ncclCommAbort hangs, Work.is_completed blocks with the interpreter lock.
+        self._last_resort = LastResort(timeout_s + LAST_RESORT_S)
         self._thread = threading.Thread(target=self._run, name="elastic-abort", daemon=True)
         self._thread.start()
 
@@ -35,6 +38,7 @@ class CommunicatorAbort:
         """Until all communicators are aborted; the deadline ends the process otherwise."""
         self._thread.join()
         self._deadline.end()
+        self._last_resort.met()
 
     def _run(self) -> None:
         try:
@@ -45,6 +49,7 @@ class CommunicatorAbort:
             get_logger().exception("NCCL's communicators could not be aborted")
         else:
             self._deadline.met()
+            self._last_resort.met()
 
 
 def abort_communicators(device: torch.device) -> None:
@@ -79,11 +84,15 @@ def _as_one(group: Any, backend: Any, device: torch.device) -> Iterator[None]:
     """
     if hasattr(backend, "_group_start"):
         backend._group_start()
-        yield
-        backend._group_end()
+        try:
+            yield
+        finally:
+            backend._group_end()
     elif getattr(backend, "supports_coalescing", False):
         group._start_coalescing(device)
-        yield
-        group._end_coalescing(device)
+        try:
+            yield
+        finally:
+            group._end_coalescing(device)
     else:
         yield

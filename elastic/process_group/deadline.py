@@ -6,6 +6,7 @@ in there does not come back. The process ends, and its agent starts another one,
 
 from __future__ import annotations
 
+import faulthandler
 import os
 import threading
 from collections.abc import Callable
@@ -19,7 +20,7 @@ from elastic.tuning.worker_intervals import DEADLINE_TICK_S
 from elastic.world.failure import record
 
 STUCK_EXIT_CODE = 1
-_TICK_S = DEADLINE_TICK_S
+_STDERR = 2
 
 
 class CallDeadline:
@@ -30,7 +31,7 @@ class CallDeadline:
     """
 
     def __init__(self, timeout_s: float, expire: Callable[[], object], *, name: str) -> None:
-        self._ticks = max(1, round(timeout_s / _TICK_S))
+        self._ticks = max(1, round(timeout_s / DEADLINE_TICK_S))
         self._expire = expire
         self._met = threading.Event()
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
@@ -47,15 +48,34 @@ class CallDeadline:
 
     def _run(self) -> None:
         for _ in range(self._ticks):
-            if SYSTEM_CLOCK.wait(self._met, _TICK_S):
+            if SYSTEM_CLOCK.wait(self._met, DEADLINE_TICK_S):
                 return
         self._expire()
+
+
+class LastResort:
+    """Ends the process in a thread of C's if :meth:`met` is not called in time.
+
+    A thread that waits in C++ with the interpreter lock stops all of Python, and with it every
+    :class:`CallDeadline`. faulthandler's timer needs no Python: it writes the stacks of all threads
+    to stderr, and ends the process with code 1. There is one per process; a timer that the script
+    has set with ``faulthandler.dump_traceback_later`` is replaced.
+    """
+
+    def __init__(self, timeout_s: float) -> None:
+        faulthandler.dump_traceback_later(timeout_s, exit=True, file=_STDERR)
+
+    def met(self) -> None:
+        """What it was for is over. From any thread."""
+        faulthandler.cancel_dump_traceback_later()
 
 
 def end_process(reason: str, journal: EventSink | None = None) -> NoReturn:
     """End this process now, with the reason on stderr, in the journal and in torch's error file."""
     try:
-        os.write(2, f"elastic: {reason}; this worker ends, and its agent starts it anew\n".encode())
+        os.write(
+            _STDERR, f"elastic: {reason}; this worker ends, and its agent starts it anew\n".encode()
+        )
         if journal is not None:
             journal.emit(WorkerStuck(reason=reason))
         record(ElasticError(reason))

@@ -26,7 +26,6 @@ from torch.distributed import (  # type: ignore[attr-defined]
 
 from elastic import torch_private
 from elastic.clock import SYSTEM_CLOCK
-from elastic.errors import ConfigError
 from elastic.link import forks
 from elastic.process_group import patches
 from elastic.process_group.collectives import broadcast_json
@@ -35,38 +34,26 @@ from elastic.process_group.deadline import CallDeadline, end_process
 from elastic.process_group.nccl_environment import leave_errors_to_us, refuse_detail
 from elastic.process_group.pending import (
     PendingWorks,
-    keep_for_ever,
+    leak,
     open_works,
     pending_works,
 )
-from elastic.process_group.semantics import has_streams
+from elastic.process_group.semantics import has_streams, semantics_of
 from elastic.process_group.sockets import BuildWatch, Footprint, still_open
+from elastic.process_group.wait_phase import report_collectives
 from elastic.secure_channel.limits import PEER_SILENCE_S
 from elastic.telemetry.journal import EventSink
 from elastic.telemetry.log import get_logger
 from elastic.tuning import timeouts
-from elastic.tuning.worker_intervals import DRAIN_S
+from elastic.tuning.worker_intervals import BUILD_LEAST_S, DRAIN_S
 from elastic.world.arrival import GroupSpec, OpenStore, first_line, meet, open_store
 from elastic.world.discovery import agree_on_nonce
 from elastic.world.faults import GroupBuildFailed, Superseded, is_world_fault
 from elastic.world.world import World, fresh_nonce, world_from_environment
 
-__all__ = ["GroupSpec", "ProcessGroup", "choose_device"]
+__all__ = ["GroupSpec", "ProcessGroup"]
 
 DEFAULT_BACKENDS = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl"}
-
-
-def choose_device() -> torch.device:
-    """This worker's device: ``cuda:LOCAL_RANK`` where there is CUDA, else the CPU."""
-    if not torch.cuda.is_available():
-        return torch.device("cpu")
-    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
-    if local_rank >= torch.cuda.device_count():
-        raise ConfigError(
-            f"local rank {local_rank} has no GPU: this node has {torch.cuda.device_count()}",
-            hint="lower --nproc-per-node, or hide the GPUs with CUDA_VISIBLE_DEVICES= to use CPUs",
-        )
-    return torch.device("cuda", local_rank)
 
 
 class ProcessGroup:
@@ -84,6 +71,8 @@ class ProcessGroup:
         self.device = device
         self._backend = backend or DEFAULT_BACKENDS.get(device.type, "gloo")
         self._is_on_stream = has_streams(device.type, self._backend)
+        if self._is_on_stream:
+            torch_private.check_streams()
         self._journal = journal
         self._owned = False
         self._where = ""  # which group, for people
@@ -99,6 +88,7 @@ class ProcessGroup:
         self._watch: BuildWatch | None = None  # while building
         self._is_aborted = False
         self._communicators: CommunicatorAbort | None = None  # being aborted, or aborted
+        self._is_counted = False  # there is a group whose collectives are queued
 
     @property
     def is_foreign(self) -> bool:
@@ -177,7 +167,15 @@ class ProcessGroup:
             )
 
     def _open_works(self) -> PendingWorks:
-        return open_works(is_on_stream=self._is_on_stream)
+        semantics = semantics_of(self.device.type, self._backend)
+        return open_works(semantics, self.device, on_error=self.abort)
+
+    def report_collectives(self) -> None:
+        """Say on the worker's page how many collectives are begun. From the link's thread: the one
+        that trains may be blocked behind one that the script has not waited for."""
+        with self._lock:  # not while the group is being destroyed
+            if self._is_counted and not self._is_aborted:
+                report_collectives()
 
     def _assemble(self, spec: GroupSpec, give_up: Callable[[], None], deadline_s: float) -> None:
         self._store = open_store(
@@ -186,7 +184,7 @@ class ProcessGroup:
         store = self._store.client
         if spec.size > 1:
             meet(store, spec, give_up, deadline_s=deadline_s, mesh=self._mesh)
-        left_s = max(1.0, deadline_s - SYSTEM_CLOCK.monotonic())
+        left_s = max(BUILD_LEAST_S, deadline_s - SYSTEM_CLOCK.monotonic())
         self._initialize(PrefixStore(spec.nonce, store), spec.rank, spec.size, left_s)
         # From here on it is not about peers that do not come, but about how long a step may take.
         timeout = datetime.timedelta(seconds=timeouts.collective_of_environment(os.environ))
@@ -197,6 +195,7 @@ class ProcessGroup:
         with self._lock:
             watch, self._watch = self._watch, None
             footprint = self._footprint
+            self._is_counted = self._is_on_stream and dist.is_initialized()
         if watch is None or footprint is None:
             return
         watch.end()
@@ -262,8 +261,9 @@ class ProcessGroup:
 
     def _building_is_stuck(self) -> None:
         end_process(
-            f"building the process group ({self._backend}) of {self._where} was aborted, and has "
-            f"not returned for {timeouts.GIVEN_UP_BUILD_S:g} s",
+            f"building the process group ({self._backend}) of {self._where} was given up, because "
+            f"the world is over or its time was up, and has not returned for "
+            f"{timeouts.GIVEN_UP_BUILD_S:g} s",
             self._journal,
         )
 
@@ -306,6 +306,7 @@ class ProcessGroup:
     def _take_down(self, *, is_for_next: bool) -> None:
         with self._lock:
             footprint, self._footprint = self._footprint, None
+            self._is_counted = False
             communicators, self._communicators = self._communicators, None
         if communicators is not None:
             communicators.join()
@@ -336,7 +337,7 @@ class ProcessGroup:
         """Whether it was destroyed, and not only leaked."""
         is_drained = self._works.drain(DRAIN_S)
         if not is_drained:
-            keep_for_ever(torch_private.default_group())
+            leak(torch_private.default_group())
         if self._is_on_stream and self._is_aborted:
             with self._limited("aborting", timeouts.ABORT_S):
                 # Not destroy: it waits for what is queued.
@@ -378,7 +379,7 @@ def warn_of_a_shared_store(env: Mapping[str, str]) -> None:
             "torch.distributed.init_process_group() may hang after a restart: under this "
             "rendezvous backend torchrun keeps one store for all restarts "
             "(https://github.com/pytorch/pytorch/issues/135712). Remove the call (elastic.join() "
-            "makes the process group), or use --rdzv-backend=etcd-v3, or, for "
+            "makes the process group), or use --rdzv-backend=etcd, or, for "
             "--rdzv-backend=c10d, set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1"
         )
 

@@ -5,11 +5,13 @@ applies what it needs while it builds a group, and removes it when it destroys t
 
 ``Work.wait``
     ``dist.all_reduce(loss)`` waits inside gloo, where nothing can release it for certain (see
-    :mod:`elastic.process_group.pending`). All synchronous collectives end in ``Work.wait``
+    :mod:`elastic.process_group.pending`). On gloo all synchronous collectives end in ``Work.wait``
     (``work.wait()`` at the end of each function in torch/distributed/distributed_c10d.py), so an
-    abort can end those of the script only there. On NCCL that wait does not block, and nothing
-    has to end it: the stream waits. What the script does with the result counts if
-    ``ProcessGroup.settle`` returns at the end of the step. A process group of our own, registered
+    abort can end those of the script only there. On NCCL synchronous ones have no work at all
+    (ProcessGroupNCCL.cpp, the end of ``collective``), the wait for others does not block, and
+    nothing has to end either: the stream waits. What the script does with results counts if
+    ``ProcessGroup.settle`` returns at the end of the step, which waits for all that groups have
+    begun. A process group of our own, registered
     with c10d, would not need this patch; docs/decisions/0027 says what it would cost.
 
 the process group of DDP's reducer
@@ -29,6 +31,10 @@ the process group of DDP's reducer
     a joining node, and they would never find each other in the store.
 
 The environment of ProcessGroupNCCL is changed in :mod:`elastic.process_group.nccl_environment`.
+Two changes outside of torch are made elsewhere, once and for good: ``sys.excepthook`` reports the
+error that ends a worker (:mod:`elastic.world.failure`), and ``pdb.Pdb.interaction`` marks a worker
+whose debugger waits for a person (:mod:`elastic.hangs.phases`). ``REPLACED`` in
+``tests/contract/test_torch_private_names.py`` is the list; a change that is not in it fails there.
 """
 
 from __future__ import annotations

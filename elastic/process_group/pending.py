@@ -11,7 +11,13 @@ group; a group whose collectives do not return is leaked, not destroyed.
 
 Collectives on a stream (:mod:`elastic.process_group.semantics`) come back when their group is
 aborted, as if they had ended well. That it is aborted is noted before that happens, so whoever
-looks here after a collective has ended knows whether its result is one.
+looks here after a collective has ended knows whether its result is one. Where the script waits for
+none (``dist.all_reduce(t)``), there is no work to look at: NCCL runs it on the current stream and
+returns nothing. Groups count what they begin, and :meth:`PendingWorks.settle` waits for the stream
+where they have begun more than was waited for.
+
+While ``ncclCommAbort`` hangs, every look at a work does, with the interpreter lock held
+(NCCLUtils.cpp: ``NCCLComm::abort`` and ``isAborted`` take the same mutex). So the flag comes first.
 
 A script may catch the error of a collective (`except RuntimeError: continue`) and go on. So errors
 that end the world are noted here, and raised again at the end of the step.
@@ -21,14 +27,25 @@ from __future__ import annotations
 
 import ctypes
 import datetime
+import functools
 import threading
 from collections.abc import Callable
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
+from elastic import torch_private
 from elastic.clock import SYSTEM_CLOCK
-from elastic.process_group.wait_phase import begin_wait, describe_group, end_wait, queued
+from elastic.process_group.semantics import HOST, Semantics, StreamEvent
+from elastic.process_group.wait_phase import (
+    begin_stream_wait,
+    begin_wait,
+    describe_group,
+    end_stream_wait,
+    end_wait,
+    queued,
+)
 from elastic.tuning.worker_intervals import (
     DRAIN_SLICE_S,
     GLOO_SLICE_MS,
@@ -37,16 +54,11 @@ from elastic.tuning.worker_intervals import (
 )
 from elastic.world.faults import GroupAborted, is_world_fault
 
-_WAIT_SLICE_S = WORKER_SLICE_S
-_DRAIN_SLICE_S = DRAIN_SLICE_S
-# A wait inside gloo that ends by itself. Each that does costs as much as a few lines of Python; an
-# abort is noticed at the end of one, where gloo does not report it at once.
 _GLOO_SLICE = datetime.timedelta(milliseconds=GLOO_SLICE_MS)
 _wait_in_torch = dist.Work.wait  # before elastic/process_group/patches.py replaces it
 _TAKEN_DOWN = "the group was taken down"
-# Between two polls of a collective that is queued on a device.
-_STREAM_SLICE_S = STREAM_SLICE_S
 _QUEUED_UNTIL_PRUNED = 64
+_CPU = torch.device("cpu")
 
 Done = Callable[[BaseException | None], object]
 
@@ -54,10 +66,17 @@ Done = Callable[[BaseException | None], object]
 class PendingWorks:
     """The collectives of one group. Thread-safe.
 
-    ``is_on_stream``: what the group does may be queued on a device.
+    ``is_on_stream``: what the group does may be queued on a device. ``record``: an event behind
+    all that is queued there by now. ``on_error``: aborts the group.
     """
 
-    def __init__(self, *, is_on_stream: bool = False) -> None:
+    def __init__(
+        self,
+        *,
+        is_on_stream: bool = False,
+        record: Callable[[], StreamEvent] | None = None,
+        on_error: Callable[[], object] = lambda: None,
+    ) -> None:
         self._lock = threading.Lock()
         self._works: dict[int, tuple[dist.Work, Done | None]] = {}
         self._next = 0
@@ -65,6 +84,9 @@ class PendingWorks:
         self._queued: list[dist.Work] = []  # on a stream, by the thread that trains
         self._is_aborted = False
         self._is_on_stream = is_on_stream
+        self._record = record
+        self._on_error = on_error
+        self._waited_for: dict[str, int] = {}  # by group, how many collectives
         self._failure = ""  # of the first collective that has shown that the world is over
 
     def begin(self, work: dist.Work) -> None:
@@ -120,9 +142,12 @@ class PendingWorks:
     def queue(self, work: dist.Work) -> None:
         """Make the current stream wait for a collective; the host continues. What is done with its
         result counts only if :meth:`settle` returns. Raises what went wrong, or GroupAborted."""
-        self._wait_on_stream(work)
         if not self._is_on_stream:
-            return  # it has ended
+            self._wait_on_stream(work)  # it has ended
+            return
+        self.raise_if_aborted()
+        self._raise_error_of(work)
+        self._wait_on_stream(work)
         self.raise_if_aborted()
         queued()
         if len(self._queued) >= _QUEUED_UNTIL_PRUNED:
@@ -142,13 +167,40 @@ class PendingWorks:
             return
         before = begin_wait(work)
         try:
-            while not work.is_completed():
-                self.raise_if_aborted()
-                SYSTEM_CLOCK.sleep(_STREAM_SLICE_S)
+            self._wait_until(work.is_completed)
         finally:
             end_wait(work, before)
+        self._raise_error_of(work)
         self._wait_on_stream(work)
         self.raise_if_aborted()
+
+    def _wait_until(self, is_done: Callable[[], bool]) -> None:
+        while True:
+            self.raise_if_aborted()
+            if is_done():
+                return
+            SYSTEM_CLOCK.sleep(STREAM_SLICE_S)
+
+    def _raise_error_of(self, work: dist.Work) -> None:
+        """Raise what torch has noticed of it by itself, once the group is being aborted: from then
+        on no other collective of the group counts."""
+        error = torch_private.error_of(work)
+        if error is not None:
+            self._on_error()
+            self._note(error)
+            raise error
+
+    def mark(self) -> int:
+        """How many collectives the default group has begun, for :meth:`covered`. Of the thread
+        that begins them, right after one that is waited for later."""
+        return torch_private.collectives_begun() if self._is_on_stream else 0
+
+    def covered(self, mark: int) -> None:
+        """The collective before ``mark`` has ended well, and so have all before it: a communicator
+        runs them one after the other. :meth:`settle` need not wait for them again."""
+        if mark:
+            name = torch_private.default_group_name()
+            self._waited_for[name] = max(mark, self._waited_for.get(name, 0))
 
     def _wait_on_stream(self, work: dist.Work) -> None:
         try:
@@ -164,8 +216,25 @@ class PendingWorks:
             self.finish_on_stream(work)
         self._queued.clear()
         if self._is_on_stream:
+            self._finish_stream()
             self.raise_if_aborted()
         self.raise_failure()
+
+    def _finish_stream(self) -> None:
+        """Return when all collectives have ended that nobody has waited for on the host."""
+        counts = torch_private.collectives_of_groups()
+        seen = self._waited_for
+        if counts is not None and all(count <= seen.get(n, 0) for n, count in counts.items()):
+            return
+        self.raise_if_aborted()
+        if self._record is not None:
+            event = self._record()
+            before = begin_stream_wait()
+            try:
+                self._wait_until(event.query)
+            finally:
+                end_stream_wait(before)
+        self._waited_for = counts or {}
 
     def raise_failure(self) -> None:
         """Raise GroupAborted if a collective has failed, and the script has caught its error."""
@@ -229,7 +298,7 @@ class PendingWorks:
         self.start(work, done)
         before = begin_wait(work)
         try:
-            while not ended.wait(_WAIT_SLICE_S):
+            while not ended.wait(WORKER_SLICE_S):
                 pass
         finally:
             end_wait(work, before)
@@ -273,7 +342,7 @@ class PendingWorks:
         while self._works or not all(work.is_completed() for work in self._begun):
             if SYSTEM_CLOCK.monotonic() > deadline_s:
                 return False
-            SYSTEM_CLOCK.sleep(_DRAIN_SLICE_S)
+            SYSTEM_CLOCK.sleep(DRAIN_SLICE_S)
         self._begun.clear()  # each holds the group
         self._queued.clear()
         return True
@@ -291,13 +360,23 @@ def pending_works() -> PendingWorks:
     return _of_default_group
 
 
-def open_works(*, is_on_stream: bool = False) -> PendingWorks:
+def open_works(
+    semantics: Semantics = HOST,
+    device: torch.device = _CPU,
+    *,
+    on_error: Callable[[], object] = lambda: None,
+) -> PendingWorks:
     """The works of a group that becomes torch's default group: none yet.
 
     Those of the last one stay as they were, aborted or not, for threads that still wait.
     """
     global _of_default_group
-    _of_default_group = works = PendingWorks(is_on_stream=is_on_stream)
+    is_on_stream, record = semantics.is_on_stream, semantics.record
+    _of_default_group = works = PendingWorks(
+        is_on_stream=is_on_stream,
+        record=functools.partial(record, device) if record is not None else None,
+        on_error=on_error,
+    )
     describe_group(is_on_stream=is_on_stream)
     return works
 
@@ -310,7 +389,7 @@ def _error_of(future: Any) -> BaseException | None:
     return None
 
 
-def keep_for_ever(group: object) -> None:
+def leak(group: object) -> None:
     """Never run the group's destructor, not even at exit: it would join a thread that is stuck.
 
     What is lost are two threads and a few descriptors, until the group's timeout ends them.

@@ -4,6 +4,8 @@ gloo's works end when their results are there, and raise what went wrong. NCCL's
 stream of the device, and the host runs ahead of them:
 
 - ``Work.wait()`` makes the current stream wait, not the host;
+- without ``async_op`` there is no work at all: the kernel is queued on the current stream
+  (``ProcessGroupNCCL::collective`` ends in ``return asyncOp ? work : nullptr``);
 - the work's future is complete from the start (``ProcessGroupNCCL::initWork``), so a callback of
   it implies nothing about results;
 - an abort lets the kernels return: the work is complete, nothing is raised, and its output holds
@@ -17,11 +19,19 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
 
-__all__ = ["HOST", "Semantics", "has_streams", "register_semantics", "semantics_of"]
+__all__ = ["HOST", "Semantics", "StreamEvent", "has_streams", "register_semantics", "semantics_of"]
+
+
+class StreamEvent(Protocol):
+    """A point in what is queued on a stream. ``torch.cuda.Event`` is one."""
+
+    def query(self) -> bool:
+        """Whether everything that was queued before it is done."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,10 +41,17 @@ class Semantics:
     is_on_stream: bool
     # Returns when everything that the current stream of the device was made to wait for is done.
     synchronize: Callable[[torch.device], None]
+    # An event after that, for who may not block. None where nothing is queued.
+    record: Callable[[torch.device], StreamEvent] | None = None
 
 
 def _synchronize_current_stream(device: torch.device) -> None:
     torch.cuda.current_stream(device).synchronize()
+
+
+def _record_on_current_stream(device: torch.device) -> StreamEvent:
+    event: StreamEvent = torch.cuda.current_stream(device).record_event()
+    return event
 
 
 def _synchronize_host(device: torch.device) -> None:
@@ -44,7 +61,9 @@ def _synchronize_host(device: torch.device) -> None:
 
 
 HOST = Semantics(is_on_stream=False, synchronize=_synchronize_host)
-_CUDA = Semantics(is_on_stream=True, synchronize=_synchronize_current_stream)
+_CUDA = Semantics(
+    is_on_stream=True, synchronize=_synchronize_current_stream, record=_record_on_current_stream
+)
 
 _BY_BACKEND: dict[str, Semantics] = {
     "gloo": HOST,

@@ -30,9 +30,6 @@ from elastic.tuning.worker_intervals import ABORT_AGAIN_S, BUILD_GRACE_S, BUILD_
 _FDS = "/proc/self/fd"
 _EPOLL = "anon_inode:[eventpoll]"
 _TCP = (socket.AF_INET, socket.AF_INET6)
-_AGAIN_S = ABORT_AGAIN_S
-_GRACE_S = BUILD_GRACE_S
-_LOOK_S = BUILD_LOOK_S
 
 
 class Footprint:
@@ -149,9 +146,9 @@ class BuildWatch:
         self._thread.join()
 
     def _run(self) -> None:
-        ends_s = SYSTEM_CLOCK.monotonic() + self._timeout_s + _GRACE_S
+        ends_s = SYSTEM_CLOCK.monotonic() + self._timeout_s + BUILD_GRACE_S
         while (left_s := ends_s - SYSTEM_CLOCK.monotonic()) > 0:
-            if SYSTEM_CLOCK.wait(self._given_up, min(left_s, _LOOK_S)):
+            if SYSTEM_CLOCK.wait(self._given_up, min(left_s, BUILD_LOOK_S)):
                 break
             # Still building: with somebody who does not answer, perhaps.
             self._footprint.give_up_on_silence(self._silence_s)
@@ -160,7 +157,7 @@ class BuildWatch:
         deadline = CallDeadline(
             timeouts.GIVEN_UP_BUILD_S, self._is_stuck, name="elastic-build-deadline"
         )
-        while not SYSTEM_CLOCK.wait(self._built, _AGAIN_S):
+        while not SYSTEM_CLOCK.wait(self._built, ABORT_AGAIN_S):
             self._footprint.shut_down()
         deadline.end()
 

@@ -9,6 +9,7 @@ from elastic.compiling import not_compiled
 from elastic.hangs.facts import COLLECTIVE, Flag, Phase
 from elastic.hangs.phases import phases
 
+_UNKNOWN_OPERATION = -1
 _SUBGROUPS = int(Flag.SUBGROUPS)  # sets of flags are slow to add up, and this is done in every wait
 
 
@@ -30,10 +31,31 @@ def end_wait(work: dist.Work | None, before: Phase) -> None:
 
 
 @not_compiled
+def begin_stream_wait() -> Phase:
+    """The main thread waits for what is queued on a device; returns what :func:`end_stream_wait`
+    is to be given."""
+    if not phases.is_on:
+        return COLLECTIVE
+    return phases.begin_wait(torch_private.collectives_begun(), _UNKNOWN_OPERATION)
+
+
+@not_compiled
+def end_stream_wait(before: Phase) -> None:
+    """The wait is over, well or not."""
+    phases.end_wait(before)
+
+
+@not_compiled
 def queued() -> None:
     """A collective is queued on a device, and the host continues."""
     if phases.is_on:
         phases.queued(torch_private.collectives_begun())
+
+
+def report_collectives() -> None:
+    """How many are begun by now, also those that the script does not wait for. From any thread."""
+    if phases.is_on:
+        phases.begun(torch_private.collectives_begun())
 
 
 def describe_group(*, is_on_stream: bool) -> None:

@@ -11,11 +11,13 @@ import os
 from collections.abc import Callable
 from typing import Any
 
+from elastic.rendezvous.torch_registry import replace_backend
+
 
 def handlers() -> Callable[[Any], Any]:
     """The creator of the ``etcd-v3`` rendezvous handler."""
     if os.environ.get("ELASTIC_STOCK_ETCD", "") not in ("1", "true", "yes"):
-        _take_over_etcd()
+        replace_backend("etcd", create_handler)
     return create_handler
 
 
@@ -47,11 +49,3 @@ def create_handler(parameters: Any) -> Any:
         if is_over or launcher is torch_private.Launcher.PROGRAM:
             signals.put_back()
     return made
-
-
-def _take_over_etcd() -> None:
-    from torch.distributed.elastic.rendezvous import api
-
-    registry = getattr(api.rendezvous_handler_registry, "_registry", None)
-    if isinstance(registry, dict):
-        registry["etcd"] = create_handler

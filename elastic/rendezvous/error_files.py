@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 import os
 
-from torch.distributed.elastic.multiprocessing import api, errors
+from torch.distributed.elastic.multiprocessing import errors
 
+from elastic.rendezvous import torch_private
 from elastic.telemetry.log import get_logger
 
 
@@ -17,19 +18,19 @@ def tolerate_unreadable_error_files() -> None:
     half of one.
     """
     # (torch 2.13, elastic/multiprocessing/errors: ProcessFailure.__post_init__ parses and raises.)
-    vars(api)["ProcessFailure"] = _process_failure
+    torch_private.replace_process_failure(_process_failure)
 
 
 def _process_failure(
     local_rank: int, pid: int, exitcode: int, error_file: str
 ) -> errors.ProcessFailure:
-    if os.path.isfile(error_file) and (trouble := _why_unreadable(error_file)) is not None:
+    if os.path.isfile(error_file) and (problem := _why_unreadable(error_file)) is not None:
         get_logger().warning(
             "the error file of worker %d (pid %d) cannot be read (%r): only its exit code %d is "
             "known; %s",
             local_rank,
             pid,
-            trouble,
+            problem,
             exitcode,
             error_file,
         )
@@ -46,6 +47,6 @@ def _why_unreadable(error_file: str) -> Exception | None:
         int(
             written.get("timestamp", 0) if isinstance(said, str) else said["extraInfo"]["timestamp"]
         )
-    except Exception as trouble:  # noqa: BLE001  a worker may have written anything
-        return trouble
+    except Exception as problem:  # noqa: BLE001  a worker may have written anything
+        return problem
     return None

@@ -2,8 +2,8 @@
 
 Every method runs on the thread that launches, torchrun's main thread; what a launch consists of is
 :class:`~elastic.rendezvous.launch.Launch`, the protocol itself lives in
-:class:`~elastic.agent.service.NodeService`. What torch expects here, and the traps it sets, is
-PROTOCOL section 7.
+:class:`~elastic.agent.service.NodeService`. The contract with torch is described
+in docs/explanation/protocol.md, section 7.
 """
 
 from __future__ import annotations
@@ -279,7 +279,7 @@ class EtcdRendezvousHandler(RendezvousHandler):
         if not self._launches:
             return 0
         launch = self._launches[0]
-        launch.service.beat()
+        launch.service.heartbeat()
         launch.leaving.install()
         launch.leaving.phase = LauncherPhase.RUNNING
         launch.look_at_workers(torch_private.supervision())
@@ -335,5 +335,5 @@ class EtcdRendezvousHandler(RendezvousHandler):
                 LauncherPhase.CLOSING
             )  # torch ends the workers next: not to be cut short
             launch.service.expect_end_of_workers()
-            launch.tell_workers_it_is_the_end()
+            launch.mark_final_shutdown()
         raise ending(error, self._launcher) from error

@@ -146,20 +146,20 @@ class Launch:
                 context, last_contact_s=lambda: store.last_contact_s, metrics=metrics
             )
             services.append(self.service)
-            self.service.before_telling(self.memory.look)
+            self.service.before_announcing(self.memory.look)
             self._journal.locate(self.service.position)
             made.callback(self.service.close)
             self._reaper = OrphanReaper(
                 node.node_id, self.service.link_path, self.memory.folder, str(self._ending)
             )
             made.callback(self._reaper.release)
-            self.service.tell_guard(self._reaper.permit)
+            self.service.on_permission(self._reaper.permit)
             self.leaving = Leaving(
                 self.service,
                 options.leave_grace_s,
                 lambda: kill_marked(self._node_id, self._reaper.forked),
                 claim_signal=leave_signal_to_us,
-                tell_workers=self.tell_workers_it_is_the_end,
+                tell_workers=self.mark_final_shutdown,
                 end=end_told_to_leave,
             )
             made.callback(self._end_health)
@@ -189,7 +189,7 @@ class Launch:
             self._journal,
             max_nodes=node.max_nodes,
             own_address=node.address,
-            is_told=bool(parameters.local_addr or options.pod_ip),
+            is_configured=bool(parameters.local_addr or options.pod_ip),
         )
         self._tuned: dict[str, str | None] = {}
         self.notice = RestartNotice(options.mode)
@@ -202,7 +202,7 @@ class Launch:
         self._has_started_workers = False
         _running.append(self)
         self.leaving.install()
-        self.service.beat()
+        self.service.heartbeat()
         self._warn_of_no_restarts(parameters, agent)
 
     # ── workers ──────────────────────────────────────────────────────────────────────────
@@ -257,7 +257,7 @@ class Launch:
         if ended:
             self._log.info("ended %d processes that dead workers had left behind", ended)
 
-    def tell_workers_it_is_the_end(self) -> None:
+    def mark_final_shutdown(self) -> None:
         """The SIGTERM that torchrun is about to send them is for good: they may save first."""
         with contextlib.suppress(OSError):  # without it they end as for a restart
             self._ending.touch()
@@ -276,7 +276,7 @@ class Launch:
 
     def end(self, failure: BaseException | None) -> None:
         """Report to the others how this node ends, and release everything."""
-        self.service.beat()
+        self.service.heartbeat()
         self.service.expect_end_of_workers()
         try:
             if failure is None and self.service.running is not None:

@@ -5,7 +5,7 @@
 ``tests/contract/test_torch_private.py`` fails where a torch version differs, and :func:`check`,
 which the handler calls first, names what is missing.
 
-- the handler registry's dictionary, to replace the backend ``etcd`` (in entrypoint.py, which
+- the handler registry's dictionary, to replace the backend ``etcd`` (in torch_registry.py, which
   must import nothing heavy);
 - the agent that is calling ``next_rendezvous``, found on the call stack: the rendezvous
   interface has neither the number of workers nor how the last ones ended;
@@ -17,6 +17,8 @@ which the handler calls first, names what is missing.
   private in-process store, no peer can fail rank assignment or delay the exit;
 - the environment variable by which torch decides which signals it handles, and its handler of
   them, which waits while it forks workers;
+- the class ``ProcessFailure`` where its supervision of processes looks it up, which raises for an
+  error file that it cannot parse;
 - the processes that a ``SubprocessContext`` supervises, and how it looks for failed ones: so that
   one of them can be replaced while the others live.
 """
@@ -41,6 +43,7 @@ from torch._C._distributed_c10d import HashStore
 from torch.distributed.elastic.agent.server import api
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing import api as multiprocessing_api
+from torch.distributed.elastic.multiprocessing import errors
 from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.utils import store as store_util
 
@@ -356,6 +359,15 @@ def supervision() -> Supervision | None:
         return Supervision(workers, int(agent._remaining_restarts), agent)  # type: ignore[union-attr]
     except AttributeError:
         return None
+
+
+def replace_process_failure(
+    make: Callable[[int, int, int, str], errors.ProcessFailure],
+) -> None:
+    """Have torch's agents make the record of a failed process with ``make``, which gets its local
+    rank, pid, exit code and the path of its error file."""
+    # torch reads the name in this module whenever a process has failed.
+    vars(multiprocessing_api)["ProcessFailure"] = make
 
 
 def is_looking_for_failures(frame: FrameType) -> bool:

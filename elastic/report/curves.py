@@ -1,6 +1,6 @@
-"""What the script has measured: loss curves, in as many points as a chart needs. Pure.
+"""Curves of values logged by the script, in as many points as a chart needs. Pure.
 
-Where a recovery goes back, what later steps had measured is dropped: those steps are done again. A
+If a recovery repeats steps, their earlier values are dropped. A
 curve that is too long is cut into pieces; of each its least and greatest values remain, so that
 spikes do.
 """

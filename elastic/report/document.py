@@ -12,11 +12,11 @@ from elastic.report.model import RunReport
 from elastic.report.timeline import GenerationMark
 from elastic.telemetry.activities import Activity, Breakdown
 
-SCHEMA = 1  # grows when a field changes its meaning or goes away
+SCHEMA = 1  # incremented when a field changes its meaning or is removed
 
 
 def document(report: RunReport) -> dict[str, Any]:
-    """What ``--format json`` prints. Times are Unix times, durations seconds."""
+    """The document of ``--format json``. Times are Unix times, durations seconds."""
     goodput, findings = report.goodput, report.findings
     return {
         "schema": SCHEMA,

@@ -1,4 +1,4 @@
-"""What interrupted a run: each change of its world, its cost, and what was at risk. Pure."""
+"""The interruptions of a run: each change of its world, its cost, and the steps at risk. Pure."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ class IncidentReport:
     cause: str  # of the first: lost, left, failure, joined, paused, resumed or takeover
     reason: str
     start_s: float  # Unix time
-    duration_s: float  # of the longest standstill of a node
+    duration_s: float  # the longest idle time of a node
     cost_s: float  # of the run's time
     phases: tuple[tuple[Activity, float], ...]  # seconds of the run's time, in about their order
-    nodes: tuple[str, ...]  # that stood still
+    nodes: tuple[str, ...]  # that were idle
     step: int | None  # that was committed when it began
     state_from: str  # where workers that needed it got the state; "": all had it
     errors: tuple[tuple[str, str], ...]  # node, and what its worker raised; consequences included

@@ -10,7 +10,7 @@ from elastic.telemetry.printable import duration, printable, timestamp
 
 
 def markdown(report: RunReport) -> Iterator[str]:
-    """What ``--format md`` prints, line by line."""
+    """The output of ``--format md``, line by line."""
     goodput = report.goodput
     yield f"# Run {_cell(goodput.run_id or 'without a name')}"
     yield ""
@@ -138,7 +138,7 @@ def _known(number: int | None) -> str:
 
 
 def _cell(text: str, limit: int = 200) -> str:
-    """Text of others: no markup, and no cell of its own."""
+    """Untrusted text, escaped so that it adds no markup and no cells."""
     shown = printable(text, limit)
     for character in "\\|<>[]`*_":
         shown = shown.replace(character, f"\\{character}")

@@ -1,4 +1,4 @@
-"""All facts of a report: :func:`report_of`. Pure: from a run's merged journals alone."""
+"""All facts of a report: :func:`report_of`. Pure: from a run's merged journals only."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from elastic.telemetry.printable import duration, printable
 
 @dataclass(frozen=True)
 class ReportLimits:
-    """How much detail is kept, whatever the length of the run."""
+    """Limits of the details, for runs of any length."""
 
     timeline: TimelineLimits = field(default_factory=TimelineLimits)
     curves: int = MOST_CURVES
@@ -33,11 +33,11 @@ class ReportLimits:
 
 @dataclass(frozen=True)
 class RunReport:
-    """One run: what happened, and what it cost."""
+    """One run: events and their cost."""
 
     run_id: str
     goodput: Goodput
-    outcome: str  # "success", "failure"; "": no journal says how it ended
+    outcome: str  # "success", "failure"; "": unknown
     outcome_reason: str
     exit_code: int | None
     timeline: Timeline
@@ -59,7 +59,7 @@ class RunReport:
 
     @property
     def sentence(self) -> str:
-        """What there is to know first."""
+        """The summary of the run."""
         return f"{_ended(self)} {_progress(self)} {_cost(self)}"
 
 
@@ -68,7 +68,7 @@ def report_of(
     run_id: str | None = None,
     limits: ReportLimits = ReportLimits(),
 ) -> RunReport:
-    """Of ``run_id``, else of the run that began last. One without events has no nodes."""
+    """The report of ``run_id``, else of the run that began last. Without events it has no nodes."""
     run = run_of(journal, run_id)
     goodput = goodput_of_run(run)
     records = run.records_without("rank-times")  # most are

@@ -28,7 +28,7 @@ _DROPPED = {f"{{{_SVG}}}metadata", f"{{{_SVG}}}style"}
 
 
 def adapt(raw: str, *, name: str, title: str, description: str) -> str:
-    """What matplotlib wrote, as an element for a page, or a file of its own. ``name`` is unique on
+    """matplotlib's output as an element for a page, or a separate file. ``name`` is unique on
     a page: ids begin with it."""
     root = ET.fromstring(raw)
     for parent in list(root.iter()):

@@ -1,7 +1,8 @@
-"""The timeline of a run: what each node did when, in as many segments as a chart has pixels. Pure.
+"""The timeline of a run: the activities of each node, in as many segments as a chart has pixels.
+Pure.
 
-A column of the chart is narrower than what it shows: hours of steps, and within them a recovery of
-a second. So a column shows the interruption that it holds, if there is one, and else what took
+A column of the chart may cover much time: hours of steps, and within them a recovery of
+a second. So a column shows an interruption if it contains one, else the activity that took
 most of it. Columns that follow each other and show the same are one segment.
 """
 
@@ -15,7 +16,7 @@ from elastic.telemetry.goodput import Goodput, NodeGoodput
 from elastic.telemetry.journal_reader import JournalRecord
 
 _TOLD = frozenset({"world-formed", "world-joined", "recovered"})
-# What goes on all the time: the greatest share decides. Everything else is an interruption.
+# Continuous activities: the largest share decides. All others are interruptions.
 _USUAL = frozenset(
     {
         Activity.PRODUCTIVE,
@@ -75,7 +76,7 @@ class Timeline:
 
     @property
     def activities(self) -> tuple[Activity, ...]:
-        """Those that it shows, in the order of their definition."""
+        """The activities shown, in the order of their definition."""
         shown = {segment.activity for lane in self.lanes for segment in lane.segments}
         return tuple(activity for activity in Activity if activity in shown)
 
@@ -96,7 +97,7 @@ def timeline_of(
     marks: Sequence[GenerationMark],
     limits: TimelineLimits = TimelineLimits(),
 ) -> Timeline:
-    """Of a run that was accounted for; ``marks``: :func:`generation_marks`."""
+    """The timeline of an accounted run; ``marks``: :func:`generation_marks`."""
     worst = sorted(goodput.nodes, key=lambda node: (node.breakdown.goodput, node.node))
     lanes: list[NodeLane] = []
     # Never much wider: an interruption of a second would look like one of an hour.

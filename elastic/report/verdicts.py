@@ -1,4 +1,4 @@
-"""What a run's agents have found out about it: hangs, causes of failures, stragglers. Pure."""
+"""Findings of a run's agents: hangs, causes of failures, stragglers. Pure."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from elastic.telemetry.journal_reader import JournalRecord
 
 @dataclass(frozen=True)
 class HangSummary:
-    """A world that did not go on, and who kept it."""
+    """A world without progress, and the responsible ranks."""
 
     at_s: float  # Unix time
     generation: int | None
@@ -39,7 +39,7 @@ class VerdictSummary:
 
 @dataclass(frozen=True)
 class StragglerSummary:
-    """A rank that held the others up."""
+    """A rank that delayed the others."""
 
     at_s: float
     generation: int | None
@@ -67,7 +67,8 @@ def findings_of(records: Iterable[JournalRecord]) -> Findings:
         match record.name:
             case "hang-found":
                 hang = _hang(record)
-                # Several nodes may say the same: the one with a report says most.
+                # Several nodes may report the same hang: the record with a report file is the most
+                # complete.
                 key = (hang.generation, hang.kind, hang.ranks)
                 if key not in hangs or (hang.report and not hangs[key].report):
                     hangs[key] = hang

@@ -45,7 +45,7 @@ class Connection:
         self.data: object = None
         self.state = State.CONNECTING if is_outgoing else State.PROVING
         self.handshake: ClientHandshake | ServerHandshake | None = None
-        self.has_greeted = False  # the client's Hello has been answered
+        self.is_handshaken = False  # the client's Hello has been answered
         self.reader = FrameReader(MAX_FRAME)
         self.open_limit = limit
         self.unsent = bytearray()

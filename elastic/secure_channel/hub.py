@@ -353,8 +353,8 @@ class Hub:
         if isinstance(handshake, ClientHandshake):
             self._queue(connection, handshake.answer(payload))
             self._open_up(connection, handshake.peer)
-        elif isinstance(handshake, ServerHandshake) and not connection.has_greeted:
-            connection.has_greeted = True
+        elif isinstance(handshake, ServerHandshake) and not connection.is_handshaken:
+            connection.is_handshaken = True
             self._queue(connection, handshake.challenge(payload))
         elif isinstance(handshake, ServerHandshake):
             handshake.verify(payload)

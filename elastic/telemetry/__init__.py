@@ -1,4 +1,4 @@
-"""What a job says about itself: log lines, events, and the samples that took effect.
+"""Telemetry of a job: log lines, events, and the samples that took effect.
 
 ``log`` writes lines to stderr, ``journal`` events as JSON, ``ledger`` the samples of each step.
 """

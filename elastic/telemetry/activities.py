@@ -1,4 +1,4 @@
-"""What a node's time goes into: the vocabulary of goodput, and stretches of time that hold it."""
+"""The activities that a node's time is spent on, as used by goodput, and stretches of time."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from itertools import pairwise
 
 
 class Activity(str, Enum):
-    """Productive time, or the kind of a loss. Each value's comment is its line in reports."""
+    """Productive time, or a kind of loss. Each value's comment is its line in reports."""
 
     PRODUCTIVE = "productive"  # in steps that are part of the final weights
     STARTUP = "start-up"  # from a process's start to its first step
@@ -47,7 +47,7 @@ class Stretch:
 
     @staticmethod
     def of(activity: Activity, start_s: float, end_s: float) -> Stretch:
-        """Time that went into one thing only."""
+        """A stretch of time with a single activity."""
         return Stretch(start_s, end_s, {activity: end_s - start_s})
 
 
@@ -66,7 +66,7 @@ class Lane:
     node: str
     stretches: list[Stretch] = field(default_factory=list)
     progress: list[tuple[float, float]] = field(default_factory=list)  # spans with whole steps
-    then: Activity | None = None  # what its node does when it has ended; None: it was killed
+    then: Activity | None = None  # the node's activity after its end; None: it was killed
 
     @property
     def start_s(self) -> float:
@@ -85,7 +85,7 @@ class Breakdown:
 
     @property
     def total_s(self) -> float:
-        """Of all activities."""
+        """Total seconds of all activities."""
         return sum(self.seconds.values())
 
     @property
@@ -96,7 +96,7 @@ class Breakdown:
 
     @property
     def losses(self) -> list[tuple[Activity, float]]:
-        """Kinds of loss with their seconds, the greatest first."""
+        """Kinds of loss with their seconds, largest first."""
         lost = [(a, s) for a, s in self.seconds.items() if a.is_loss and s > 0]
         return sorted(lost, key=lambda pair: -pair[1])
 
@@ -122,7 +122,7 @@ class Weight:
         return self._integrals[place] + self._values[place] * (time_s - self._times[place])
 
     def mean(self, start_s: float, end_s: float) -> float:
-        """Of the function between two times; its value where they are the same."""
+        """The mean of the function between two times; its value if they are equal."""
         if end_s <= start_s:
             place = bisect_right(self._times, start_s) - 1
             return self._values[place] if place >= 0 else 0.0
@@ -130,7 +130,7 @@ class Weight:
 
 
 def counts(spans: Iterable[tuple[float, float]]) -> list[tuple[float, int]]:
-    """How many of the spans are under way: times, ascending, and the number from there on.
+    """The number of concurrent spans: times, ascending, and the number from there on.
 
     >>> counts([(0, 4), (2, 6)])
     [(0, 1), (2, 2), (4, 1), (6, 0)]

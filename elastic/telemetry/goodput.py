@@ -1,4 +1,4 @@
-"""Goodput: which part of a run's time made progress, and where the rest went.
+"""Goodput: how much of a run's time made progress, and where the rest went.
 
 A pure function of the journal: :func:`goodput_of_run`. A node's time is that of its workers,
 averaged; while it has none, its agent's. A run's time is that of the nodes which are present,
@@ -32,7 +32,7 @@ from elastic.telemetry.step_history import StepHistory, step_history
 
 @dataclass(frozen=True)
 class NodeGoodput:
-    """One node, over the time in which it was there."""
+    """One node, over the time in which it was running."""
 
     node: str
     start_s: float
@@ -51,18 +51,18 @@ class IncidentGoodput:
     reason: str
     start_s: float
     end_s: float
-    nodes: tuple[str, ...]  # that stood still
+    nodes: tuple[str, ...]  # that were idle
     breakdown: Breakdown  # losses only: seconds of the run's time
 
     @property
     def duration_s(self) -> float:
-        """Of the longest standstill of a node in it."""
+        """The longest idle time of a node in it."""
         return self.end_s - self.start_s
 
 
 @dataclass(frozen=True)
 class Goodput:
-    """Of one run."""
+    """The goodput of one run."""
 
     run_id: str
     start_s: float
@@ -135,7 +135,7 @@ class _NodeTime:
     _weights: list[tuple[Lane, Weight]] = field(default_factory=list)
 
     def weigh(self, present: Sequence[tuple[float, int]]) -> None:
-        """Add up what each lane counts for. ``present``: how many nodes there are."""
+        """Sum the share of each lane. ``present``: the number of nodes over time."""
         of_workers = counts((lane.start_s, lane.end_s) for lane in self.workers)
         of_agents = counts((lane.start_s, lane.end_s) for lane in self.agents)
         ones: Sequence[tuple[float, int]] = ((float("-inf"), 1),)
@@ -161,12 +161,12 @@ class _NodeTime:
                 self.discarded[stretch.discarded_in] = before_s + lost_s
 
     def interruptions(self) -> list[Interruption]:
-        """Where no worker made progress, between two that did."""
+        """The gaps in which no worker made progress, between two that did."""
         made = union((a, max(b, a + 1e-9)) for lane in self.workers for a, b in lane.progress)
         return [Interruption(a, b) for a, b in between(made)]
 
     def losses(self, span: Interruption) -> dict[Activity, float]:
-        """Of the run's time, within an interruption."""
+        """Seconds of the run's time, within an interruption."""
         lost: dict[Activity, float] = defaultdict(float)
         for lane, run in self._weights:
             first = bisect_right(lane.stretches, span.start_s, key=lambda s: s.end_s)
@@ -208,7 +208,7 @@ def _shares(
     hidden: Sequence[tuple[float, int]],
     present: Sequence[tuple[float, int]],
 ) -> Weight:
-    """What one of the lanes ``alive`` counts for: nothing while there is a ``hidden`` one."""
+    """The weight of one of the lanes ``alive``: 0 while there is a ``hidden`` one."""
     times = sorted({t for counted in (alive, hidden, present) for t, _ in counted if isfinite(t)})
     breaks = []
     for time_s in times:
@@ -237,8 +237,8 @@ def _sum(parts: Iterable[Mapping[Activity, float]]) -> dict[Activity, float]:
 def _standstills(
     times: Sequence[tuple[float, float]], formed: Iterable[JournalRecord]
 ) -> list[tuple[tuple[float, float], list[JournalRecord]]]:
-    """Those in which worlds began, each with them. A world that a node joins is formed while the
-    others still train: they stand still next."""
+    """Incidents in which worlds began, each with its worlds. A world that a node joins is formed
+    while the others still train: they become idle afterwards."""
     worlds: dict[int, list[JournalRecord]] = {}
     for record in formed:
         place = bisect_left(times, record.at_s, key=lambda span: span[1])
@@ -248,7 +248,7 @@ def _standstills(
 
 
 def _reason(worlds: Sequence[JournalRecord]) -> str:
-    """Why training stood still, and what happened before all nodes went on."""
+    """Why training was interrupted, and events until all nodes continued."""
     ends = [r for r in worlds if r is worlds[0] or r.text("cause") not in ("joined", "resumed")]
     return "; then ".join(dict.fromkeys(r.text("reason") for r in ends))
 
@@ -256,7 +256,7 @@ def _reason(worlds: Sequence[JournalRecord]) -> str:
 def _incidents(
     nodes: Sequence[_NodeTime], records: Iterable[JournalRecord]
 ) -> Iterable[IncidentGoodput]:
-    """One for each standstill in which worlds were formed, of all nodes that it stopped."""
+    """One incident per interruption in which worlds were formed, with all interrupted nodes."""
     formed = sorted((r for r in records if r.name == "world-formed"), key=lambda r: r.at_s)
     stops = [(node, stop) for node in nodes for stop in node.interruptions()]
     times = union((stop.start_s, stop.end_s) for _, stop in stops)

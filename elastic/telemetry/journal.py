@@ -1,12 +1,12 @@
-"""The journal: every event as a JSON line in a file of its own per process, and as a log line.
+"""The journal: every event as a JSON line in one file per process, and as a log line.
 
 With ``ELASTIC_JOURNAL=folder`` each process appends to ``folder/<node>-<pid>.jsonl``. One line is
-one ``write`` on a file opened for appending. A line that was cut, by a kill or a full disk, is not
-valid JSON, and the next one begins on a line of its own. docs/reference/events.md lists what
-lines hold; :mod:`elastic.telemetry.journal_reader` reads them back.
+one ``write`` on a file opened for appending. A line truncated by a kill or a full disk is not
+valid JSON, and the next one begins on a new line. docs/reference/events.md lists the fields of
+lines; :mod:`elastic.telemetry.journal_reader` reads them back.
 
 A file is rotated at an eighth of ``ELASTIC_JOURNAL_MIB`` (default 64): beyond that bound a process
-removes its oldest file but the first, which tells how the run began. Readers see the gap in
+removes its oldest file except the first, which has the beginning of the run. Readers see the gap in
 ``seq``.
 """
 
@@ -28,8 +28,8 @@ from elastic.events import Event, JournalClosed, JournalOpened, WorldEntered
 from elastic.telemetry.log import LogOrigin, get_logger
 from elastic.telemetry.printable import shorten
 
-SCHEMA = 1  # of the lines; grows when a field changes its meaning or goes away
-# What every line holds besides the event's own fields.
+SCHEMA = 1  # of the lines; incremented when a field changes its meaning or is removed
+# Fields of every line in addition to the event's own.
 ENVELOPE = ("event", "seq", "time", "monotonic", "writer", "node", "node_id")
 
 DEFAULT_MIB = 64
@@ -42,7 +42,7 @@ _CAMEL = re.compile(r"(?<!^)(?=[A-Z])")
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 Position = Callable[[], Mapping[str, int | None]]
-"""Where a process is when it writes a line: some of ``generation``, ``step`` and ``rank``."""
+"""The position of a process when it writes a line: ``generation``, ``step``, ``rank``."""
 
 
 class EventSink(Protocol):
@@ -58,7 +58,7 @@ def kebab_name(event: Event | type[Event]) -> str:
 
 
 def max_bytes_in(environ: Mapping[str, str]) -> int:
-    """What ``ELASTIC_JOURNAL_MIB`` allows one process; the default where it is no number."""
+    """The bound of ``ELASTIC_JOURNAL_MIB`` for one process; the default if it is not a number."""
     try:
         mib = float(environ.get("ELASTIC_JOURNAL_MIB", DEFAULT_MIB))
     except ValueError:
@@ -76,8 +76,8 @@ def max_bytes_in(environ: Mapping[str, str]) -> int:
 class Journal:
     """Writes events to the log and, if a folder is given, to a file. For any thread.
 
-    ``origin``: which node its log lines name, in a process whose environment does not say so.
-    ``role`` says in the file what kind of process it is: "agent" or "worker".
+    ``origin``: the node named in log lines, in a process whose environment does not name it.
+    ``role``: the kind of process, as recorded in the file: "agent" or "worker".
     """
 
     def __init__(
@@ -131,11 +131,11 @@ class Journal:
         )
 
     def locate(self, position: Position) -> None:
-        """From now on each line says where the process is: its generation, step and rank."""
+        """Add the position of the process to each line from now on: generation, step and rank."""
         self._position = position
 
     def listen(self, listener: Callable[[Event], None]) -> None:
-        """Call it with every event from now on, on the thread that emits it. It must not block."""
+        """Call ``listener`` with every event, on the emitting thread. It must not block."""
         self._listeners.append(listener)
 
     def emit(self, event: Event, *, level: int = logging.INFO) -> None:
@@ -190,7 +190,7 @@ class Journal:
             **self._identity,
             **{k: v for k, v in self._where().items() if v is not None},
         }
-        # What an event is about is not who wrote it: its `node` becomes `of_node`.
+        # The node that an event is about is not its writer: its `node` becomes `of_node`.
         data = {f"of_{k}" if k in ENVELOPE else k: v for k, v in _data(event).items()}
         line = _encode({**envelope, **data})
         if len(line) > _LONGEST_LINE:
@@ -240,7 +240,7 @@ class _RotatingFile:
         return self._size >= self._part_bytes
 
     def rotate(self) -> None:
-        """Go on in a new file; remove the oldest but the first if there are too many."""
+        """Continue in a new file; remove the oldest except the first if there are too many."""
         parts = sorted(self._parts())
         self.path.rename(self._part(parts[-1] + 1 if parts else 1))
         for number in parts[1 : max(1, len(parts) + 3 - _FILES)]:
@@ -257,7 +257,7 @@ class _RotatingFile:
         return [int(match[1]) for match in matches if match]
 
     def append(self, line: bytes) -> None:
-        """One write. What was cut before it ends with a line break of its own."""
+        """Append with one write, after a line break if the previous line was truncated."""
         data = b"\n" + line if self._is_torn else line
         written = os.write(self._fd, data)
         self._size += written
@@ -287,7 +287,7 @@ def _plain(value: Any) -> Any:
 def _encode(value: Any) -> bytes:
     try:
         return json.dumps(value, allow_nan=False).encode()
-    except (TypeError, ValueError):  # what JSON cannot say
+    except (TypeError, ValueError):  # not representable in JSON
         return json.dumps(json.loads(json.dumps(value, default=repr), parse_constant=str)).encode()
 
 

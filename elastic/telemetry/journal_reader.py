@@ -1,8 +1,8 @@
-"""Journals read back: every line that can be read, and a note on each that cannot.
+"""Reads journals: every readable line, and a note on each unreadable one.
 
-Start with :func:`read_folder`, or :class:`JournalFolder` for one that still grows. What lines hold
-is in docs/reference/events.md. Nothing in a journal raises: it may be cut, damaged, written by
-another version, or hold anything that a script has put into an exception.
+Start with :func:`read_folder`, or :class:`JournalFolder` for one that still grows. The fields of
+lines are in docs/reference/events.md. Nothing in a journal raises: it may be truncated, damaged,
+written by another version, or contain arbitrary text from a script's exception.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from elastic.telemetry.journal import SCHEMA
 
 _CHUNK_BYTES = 1 << 24
 _NUMBERS = (float, int)  # as JSON has them: type() takes a third of isinstance's time
-_LONGEST_LINE = 1 << 20  # what is longer was not written by a journal
+_LONGEST_LINE = 1 << 20  # a journal writes no longer lines
 _LATEST_TIME = 1e11  # of a clock: the year 5138
 _TAIL_BYTES = 1 << 18
 _TAIL_FILES = 64
@@ -34,7 +34,7 @@ _DURATIONS = (
 
 
 class Window(msgspec.Struct, gc=False, kw_only=True, forbid_unknown_fields=True):
-    """A line of the kind ``rank-times``: nine of ten of a long run are.
+    """A line of the kind ``rank-times``, which are nine of ten lines of a long run.
 
     Decoding one takes a third of the time of a dictionary. The fields are those that this version
     writes: a line that has others, or other types, is read as a dictionary.
@@ -65,7 +65,7 @@ class JournalRecord(msgspec.Struct, eq=False, gc=False):
     """One event of one process. (A struct: there may be millions, and each holds no cycle.)"""
 
     name: str  # in kebab case: "world-formed"
-    writer: str  # which process wrote it; "": the line does not say
+    writer: str  # the process that wrote it; "": unknown
     seq: int
     time_s: float  # by the wall clock of its machine
     monotonic_s: float
@@ -83,7 +83,7 @@ class JournalRecord(msgspec.Struct, eq=False, gc=False):
 
     @property
     def window(self) -> Window:
-        """Of a ``rank-times`` event; what its line does not hold, or not as a number, is 0."""
+        """A field of a ``rank-times`` event; 0 if it is missing or not a number."""
         line = self.line
         return line if isinstance(line, Window) else self._read_window()
 
@@ -116,7 +116,7 @@ class JournalRecord(msgspec.Struct, eq=False, gc=False):
         return getattr(line, name, None) if isinstance(line, Window) else line.get(name)
 
     def number(self, name: str, default: float = 0.0) -> float:
-        """A finite number of the line, or ``default`` where there is none."""
+        """A finite number of the line, or ``default``."""
         value = self._value(name)
         if type(value) in _NUMBERS and math.isfinite(value):
             return float(value)
@@ -147,7 +147,7 @@ class _File:
 class JournalFolder:
     """The journals of a folder while they grow: each line is read once.
 
-    A file is known by its inode, so that rotation, which renames it, repeats nothing.
+    Files are identified by inode, so that rotation, which renames them, repeats nothing.
     """
 
     folder: Path
@@ -156,7 +156,7 @@ class JournalFolder:
     _problems: dict[str, None] = field(default_factory=dict)
 
     def read_new(self) -> list[JournalRecord]:
-        """What was written since the last call, file by file. A missing folder is empty."""
+        """Records written since the last call, file by file. A missing folder is empty."""
         records: list[JournalRecord] = []
         for path in self._paths():
             try:
@@ -166,8 +166,8 @@ class JournalFolder:
         return records
 
     def read_tails(self, run_id: str) -> list[JournalRecord]:
-        """The last lines of the files that were written last, without those of other runs: enough
-        for the present state, and quick however long the run was."""
+        """The last lines of the most recently written files, without those of other runs: enough
+        for the current state, and fast for runs of any length."""
         records: list[JournalRecord] = []
         for path in sorted(self._paths(), key=_written_s)[-_TAIL_FILES:]:
             try:
@@ -180,12 +180,12 @@ class JournalFolder:
             except OSError as error:
                 self._problems.setdefault(f"{path.name} cannot be read: {error.strerror}")
                 continue
-            # The first line and the last one may be cut: those are no JSON.
+            # The first and the last line may be truncated, and then are not JSON.
             records += [r for line in lines if (r := self._record(line, path))]
         return records
 
     def notes(self) -> list[str]:
-        """What could not be read, and why."""
+        """Notes on lines and files that could not be read, and why."""
         notes = list(self._problems)
         for file in self._files.values():
             if file.corrupt:
@@ -286,7 +286,7 @@ def _is_time(value: Any) -> TypeGuard[float]:
 
 
 def _decoded(line: bytes) -> Any:
-    """What it says; None for one that is not JSON, or too long."""
+    """The decoded line; None if it is not JSON or too long."""
     if len(line) > _LONGEST_LINE:
         return None
     try:
@@ -309,7 +309,7 @@ def _window_record(line: bytes) -> JournalRecord | None:
 
 
 def _lines(stream: Any, file: _File) -> Iterator[list[bytes]]:
-    """Complete lines from the offset on; what comes after the last one is left for later."""
+    """Complete lines from the offset on; an incomplete one is left for later."""
     rest = b""
     while chunk := stream.read(_CHUNK_BYTES):
         data = rest + chunk

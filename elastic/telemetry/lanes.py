@@ -1,7 +1,7 @@
-"""What each process did from its first line to its last: one lane of stretches per process.
+"""The activities of each process from its first line to its last: one lane of stretches each.
 
-A worker's lane is made of the windows that it summed up (``rank-times``) and of what it says of
-its recoveries. An agent's lane says what a node did while it had no worker.
+A worker's lane consists of its summed windows (``rank-times``) and the events of
+its recoveries. An agent's lane covers the time in which a node had no worker.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def _scaled(
     parts: Mapping[Activity, float],
     discarded_in: int | None = None,
 ) -> Stretch:
-    """Parts that were measured, as a stretch of that length on the clock of all nodes."""
+    """Measured parts, as a stretch of that length on the clock of all nodes."""
     scale = sum(parts.values()) / (end_s - start_s)
     if scale <= 0:
         parts, scale = {Activity.PRODUCTIVE: end_s - start_s}, 1.0
@@ -45,14 +45,14 @@ def _scaled(
 
 # Workers -----------------------------------------------------------------------------------------
 
-# Events after which a worker's lane says something else than that it makes steps.
+# Events after which a worker does not make steps.
 _MOVES_ON = frozenset(
     {"rank-times", "recovered", "world-fault", "state-restored", "world-joined", "run-closed"}
 )
 
 
 class _WindowSum:
-    """Consecutive windows of whole steps in one world, none of which was done again."""
+    """Consecutive windows of complete steps in one world, none of which was repeated."""
 
     def __init__(self, start_s: float, cut: int | None, stragglers: Sequence[Straggling]) -> None:
         self.start_s = self.end_s = start_s
@@ -125,8 +125,8 @@ class _WorkerLane:
                 pass  # a recovery sums up what happens in it when it is over
 
     def end(self, at_s: float) -> None:
-        """The process wrote its last line. If it was killed, it had made steps until then that it
-        has not summed up: all ranks step together, so they are shared out as those of the world.
+        """End the lane. If the process was killed, it had made steps until then that it
+        has not summed up: all ranks step together, so they are distributed like the world's.
         """
         self._flush()
         is_killed = self._meanwhile is Activity.UNREPORTED and at_s > self._cursor_s
@@ -168,7 +168,7 @@ class _WorkerLane:
         self._open(window, end_s)
 
     def _sum_up(self, window: Window, end_s: float) -> bool:
-        """Add a window of whole steps, all of them kept, to those before it; False: it is none.
+        """Add a window of complete, kept steps to those before it; False if it is not one.
 
         There may be a million: what follows looks at one stretch for many of them.
         """
@@ -193,7 +193,7 @@ class _WorkerLane:
         return True
 
     def _flush(self) -> None:
-        """What was summed up becomes a stretch."""
+        """Turn the summed windows into a stretch."""
         total, self._sum = self._sum, None
         if total is None or total.end_s <= total.start_s:
             return
@@ -202,7 +202,7 @@ class _WorkerLane:
         self._cursor_s = total.end_s
 
     def _progress(self, start_s: float, end_s: float) -> None:
-        """There were whole steps from then to then."""
+        """Record a span of complete steps."""
         progress = self.lane.progress
         if progress and progress[-1][1] == start_s:
             progress[-1] = (progress[-1][0], end_s)
@@ -210,7 +210,7 @@ class _WorkerLane:
             progress.append((start_s, end_s))
 
     def _steps(self, window: Window, start_s: float, end_s: float, window_end_s: float) -> Stretch:
-        """The part of a window that holds whole steps, scaled to its length."""
+        """The part of a window with complete steps, scaled to its length."""
         generation = window.generation or 0
         discarded = discarded_part(window, self._facts.cuts.get(generation))
         is_first = window.ended == "first-step"
@@ -227,7 +227,7 @@ class _WorkerLane:
         return _scaled(start_s, end_s, parts, generation if discarded else None)
 
     def _open(self, window: Window, end_s: float) -> None:
-        """What a window holds after the last commit: a step that did not end."""
+        """The part of a window after the last commit: an interrupted step."""
         if window.ended == "fault":
             usual_s = self._facts.usual_of(window.generation or 0) or 0.0
             self._add(Activity.RECOMPUTED, min(end_s, self._cursor_s + usual_s))
@@ -262,7 +262,7 @@ class _WorkerLane:
 def agent_lane(
     writer: JournalWriter, workers: Sequence[Lane], *, next_start_s: float
 ) -> Lane | None:
-    """What the node does while it has no worker; ``workers`` are its workers' lanes.
+    """The node's activity while it has no worker; ``workers`` are its workers' lanes.
 
     An agent that was killed lived at least as long as the workers that it had started.
     ``next_start_s`` is when the node's next agent begins.
@@ -306,7 +306,7 @@ def lane_start(writer: JournalWriter) -> float:
 def _agent_stretches(
     meanwhile: Activity, start_s: float, end_s: float, workers: Sequence[Lane]
 ) -> list[Stretch]:
-    """While the node is in a world, what its workers did not write down: they start, or died."""
+    """The activity in a world that its workers did not record: they are starting, or died."""
     if meanwhile not in (Activity.UNREPORTED, Activity.STARTUP):
         return [Stretch.of(meanwhile, start_s, end_s)]
     marks = [lane for lane in workers if lane.end_s > start_s and lane.start_s < end_s]

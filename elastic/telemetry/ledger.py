@@ -16,7 +16,7 @@ from elastic.clock import SYSTEM_CLOCK, Clock
 
 
 class Ledger:
-    """Appends what this process did. Does nothing without a folder."""
+    """Appends the steps of this process. Inactive without a folder."""
 
     def __init__(self, folder: str | None, *, clock: Clock = SYSTEM_CLOCK) -> None:
         self._clock = clock
@@ -29,17 +29,17 @@ class Ledger:
 
     @property
     def is_on(self) -> bool:
-        """Whether anything is written: what costs time to find out is not computed otherwise."""
+        """Whether anything is written, so that callers can skip expensive arguments."""
         return self._fd is not None
 
     def start(self, *, generation: int, step: int, rank: int, size: int, node: str) -> None:
-        """A generation begins on this rank with ``step`` steps behind it."""
+        """Record the beginning of a generation on this rank, after ``step`` steps."""
         self._write("start", generation=generation, step=step, rank=rank, size=size, node=node)
 
     def begin(
         self, *, generation: int, step: int, epoch: int, rank: int, samples: Sequence[int]
     ) -> None:
-        """This rank gives its share of a step. If any rank completes the step, it took effect."""
+        """Record this rank's share of a step, which takes effect if any rank completes the step."""
         samples = [int(i) for i in samples]
         self._write(
             "begin", generation=generation, step=step, epoch=epoch, rank=rank, samples=samples
@@ -48,14 +48,14 @@ class Ledger:
     def step(
         self, *, generation: int, step: int, epoch: int, rank: int, samples: Sequence[int]
     ) -> None:
-        """This rank's share of a step took effect."""
+        """Record that this rank's share of a step took effect."""
         samples = [int(i) for i in samples]
         self._write(
             "step", generation=generation, step=step, epoch=epoch, rank=rank, samples=samples
         )
 
     def end(self, *, generation: int, step: int, rank: int, sha256: str, position: int = 0) -> None:
-        """This rank is done, with weights of this hash: those at its position of a replica."""
+        """Record the end of this rank, with the hash of its weights or shards."""
         self._write(
             "end", generation=generation, step=step, rank=rank, sha256=sha256, position=position
         )

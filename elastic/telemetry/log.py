@@ -21,7 +21,7 @@ LOGGER_NAME = "elastic"
 
 @dataclass(eq=False)
 class LogOrigin:
-    """Which node's lines a process writes, where its environment does not say so: an agent's."""
+    """The node named in a process's log lines if its environment does not name it, as in agents."""
 
     node: str
     generation: int | None = None
@@ -35,8 +35,8 @@ _origins: list[LogOrigin] = []
 
 
 def add_origin(origin: LogOrigin) -> None:
-    """From now on lines of this process come from ``origin``. (A program may launch several
-    nodes at once: then only lines that name theirs, as a journal's do, carry one.)"""
+    """Set the origin of this process's lines to ``origin``. (A program may launch several
+    nodes at once: then only lines that name their own, such as a journal's, have one.)"""
     _origins.append(origin)
 
 
@@ -75,7 +75,7 @@ def _world() -> WorldIdentity | None:
     try:
         return identity_in(os.environ)
     except ConfigError:
-        return None  # said where the environment is used
+        return None  # reported where the environment is used
 
 
 def get_logger() -> logging.Logger:

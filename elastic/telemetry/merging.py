@@ -1,8 +1,8 @@
 """The journals of a run on one clock, in order: :func:`merge`.
 
-Processes of one machine share a monotonic clock, so their order is certain, however often the wall
-clock was set. Machines are compared at what happens on all of them at once: ranks agree on a
-world's state with a collective, whose end each writes down as ``world-joined``.
+Processes of one machine share a monotonic clock, so their order is certain, even if the wall
+clock was set. Machines are compared at events that occur on all of them at once: ranks agree on a
+world's state with a collective, whose end each records as ``world-joined``.
 """
 
 from __future__ import annotations
@@ -15,10 +15,20 @@ from functools import cached_property
 from operator import attrgetter
 
 from elastic.telemetry.journal_reader import JournalRecord
-from elastic.tuning.worker_intervals import CLOCK_SET_S, SILENT_NODE_S
+from elastic.tuning.worker_intervals import (
+    CLOCK_SET_S,
+    ENDED_TOGETHER_S,
+    ENTERED_TOGETHER_S,
+    JOINED_TOGETHER_S,
+    SILENT_NODE_S,
+)
 
-# What all ranks or nodes write at once, and how far apart it may be without any skew.
-_TOGETHER = (("world-joined", 1.0), ("world-entered", 20.0), ("job-ended", 20.0))
+# Events that all ranks or nodes write at once, and their maximum distance without clock skew.
+_TOGETHER = (
+    ("world-joined", JOINED_TOGETHER_S),
+    ("world-entered", ENTERED_TOGETHER_S),
+    ("job-ended", ENDED_TOGETHER_S),
+)
 _UNNAMED = ("", "none")  # torchrun's own name for a job without one
 _MOST_FOR_A_MEDIAN = 2000
 _LAST_LINES = frozenset({"journal-closed", "node-parked", "job-ended", "node-leaving"})
@@ -26,7 +36,7 @@ _LAST_LINES = frozenset({"journal-closed", "node-parked", "job-ended", "node-lea
 
 @dataclass
 class JournalWriter:
-    """One process, and what it wrote, oldest first."""
+    """One process and its records, oldest first."""
 
     writer: str
     records: list[JournalRecord] = field(default_factory=list)
@@ -37,7 +47,7 @@ class JournalWriter:
 
     @property
     def opened(self) -> JournalRecord | None:
-        """Its first line, which says what it is; None if that is lost."""
+        """Its first line, which identifies the process; None if that is lost."""
         return next((r for r in self.records if r.name == "journal-opened"), None)
 
     @property
@@ -60,7 +70,7 @@ class JournalWriter:
 
 @dataclass(frozen=True)
 class MergedJournal:
-    """A run's events in order of time, and what was found wrong with them."""
+    """A run's events in order of time, and notes on problems."""
 
     writers: tuple[JournalWriter, ...]
     notes: tuple[str, ...]
@@ -73,7 +83,7 @@ class MergedJournal:
 
 @dataclass(frozen=True)
 class RunJournal:
-    """The part of a merged journal that is about one run."""
+    """The part of a merged journal that belongs to one run."""
 
     run_id: str
     writers: tuple[JournalWriter, ...]
@@ -85,7 +95,7 @@ class RunJournal:
         return _in_order(r for w in self.writers for r in w.records)
 
     def records_without(self, name: str) -> list[JournalRecord]:
-        """All events but those of a kind, in order of time."""
+        """All events except those of a kind, in order of time."""
         return _in_order(r for w in self.writers for r in w.records if r.name != name)
 
 
@@ -103,7 +113,7 @@ def run_of(journal: MergedJournal, run_id: str | None = None) -> RunJournal:
 
 
 def merge(records: Iterable[JournalRecord], notes: Sequence[str] = ()) -> MergedJournal:
-    """Put all records on one clock (``at_s``) and in order. Says what it had to correct."""
+    """Put all records on one clock (``at_s``) and in order. Notes each correction."""
     writers = _by_writer(records)
     found = list(notes)
     found += _gaps(writers)
@@ -132,7 +142,7 @@ def _by_writer(records: Iterable[JournalRecord]) -> list[JournalWriter]:
 
 
 def _gaps(writers: Iterable[JournalWriter]) -> list[str]:
-    """Numbers that nobody has written: rotated away, or lost with a full disk or a bad line."""
+    """Missing sequence numbers: removed by rotation, or lost with a full disk or a damaged line."""
     notes = []
     for writer in writers:
         known = {r.seq for r in writer.records if r.seq >= 0}
@@ -195,7 +205,7 @@ def _set_clocks(
 
 
 def _skews(clocks: dict[str, list[JournalWriter]], offsets: dict[str, float]) -> dict[str, float]:
-    """By how much each clock is ahead of that with most lines, where it is too much to be true."""
+    """How far each clock is ahead of the one with most lines, if that exceeds the tolerance."""
     if len(clocks) < 2:
         return {}
     reference = max(clocks, key=lambda c: sum(len(w.records) for w in clocks[c]))
@@ -238,8 +248,8 @@ def _median(values: Sequence[float]) -> float:
 
 
 def _silent(writers: Sequence[JournalWriter]) -> list[str]:
-    """Nodes whose agents end without a word while others go on; since when, all files of a node
-    say: workers write more often than their agent, and may outlive it."""
+    """Notes on nodes whose agents end without an event while others continue. The time is from all
+    files of a node: workers write more often than their agent, and may outlive it."""
     last_s = max(w.records[-1].at_s for w in writers)
     newest_s: dict[str, float] = {}
     ends: dict[str, tuple[float, bool]] = {}

@@ -1,4 +1,4 @@
-"""Texts of others, and times, for people: one line each, no control characters, bounded length."""
+"""Formats untrusted text and times: one line each, no control characters, bounded length."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from datetime import datetime, timezone
 
 
 def shorten(text: str, limit: int) -> str:
-    """At most about ``limit`` characters; says how many there were.
+    """Text shortened to about ``limit`` characters, with its original length.
 
     >>> shorten("abcdefgh", 4)
     'abcd… (8 characters)'
@@ -15,7 +15,7 @@ def shorten(text: str, limit: int) -> str:
 
 
 def printable(text: str, limit: int = 300) -> str:
-    r"""What cannot do anything to a terminal, or to the line that it is part of.
+    r"""Text without control characters, safe for a terminal and for a line of output.
 
     >>> printable("node\x1b[2J\n")
     'node\\x1b[2J\\n'
@@ -40,7 +40,7 @@ def timestamp(time_s: float) -> str:
 
 
 def duration(seconds: float) -> str:
-    """For people: two units at most.
+    """A duration in at most two units.
 
     >>> [duration(s) for s in (0.0421, 7.25, 75, 3700, 200000)]
     ['42 ms', '7.2 s', '1 min 15 s', '1 h 1 min', '2 d 7 h']

@@ -1,4 +1,4 @@
-"""Which steps a run made, world by world, and which of them a later world did again."""
+"""The steps of a run, by world, and the steps that a later world repeated."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _LAST_WINDOWS = 1000
 
 @dataclass(frozen=True)
 class StepHistory:
-    """What the windows of all ranks tell together."""
+    """The combined windows of all ranks."""
 
     usual_s: Mapping[int, float]  # by generation: productive time of a step, less the first
     windows: Mapping[int, Sequence[Window]]  # by generation: the last ones of all ranks
@@ -26,7 +26,7 @@ class StepHistory:
     stragglers: Mapping[int, Sequence[Straggling]]  # by generation
 
     def shares_of(self, generation: int) -> dict[Activity, float]:
-        """What its windows hold, as fractions of 1; nothing if there are none."""
+        """The content of its windows as fractions of 1; empty without windows."""
         sums: dict[Activity, float] = defaultdict(float)
         for window in self.windows.get(generation, ()):
             discarded = discarded_part(window, self.cuts.get(generation))
@@ -36,7 +36,7 @@ class StepHistory:
         return {a: took_s / whole_s for a, took_s in sums.items()} if whole_s > 0 else {}
 
     def usual_of(self, generation: int) -> float | None:
-        """Of the generation, else of the nearest one that tells."""
+        """Median step time of the generation, or of the nearest generation with data."""
         known = self.usual_s.get(generation)
         if known is not None or not self.usual_s:
             return known
@@ -44,7 +44,7 @@ class StepHistory:
 
 
 class _WorldSteps:
-    """What is summed up of one world."""
+    """Sums over one world."""
 
     __slots__ = ("begin", "end", "productive_s", "steps", "windows")
 
@@ -65,7 +65,7 @@ class _WorldSteps:
 
 
 def step_history(records: Iterable[JournalRecord]) -> StepHistory:
-    """From the windows of all ranks of a run. Short for a million of them."""
+    """The history from the windows of all ranks of a run. Fast for a million of them."""
     worlds: dict[int, _WorldSteps] = {}
     verdicts: list[JournalRecord] = []
     for record in records:
@@ -126,7 +126,8 @@ def parts_of(window: Window, discarded: float, straggling_s: float = 0.0) -> dic
 
 
 def discarded_part(window: Window, cut: int | None) -> float:
-    """Which part of the window's steps a later generation, from step ``cut`` on, did again."""
+    """The fraction of the window's steps that a later generation, from step ``cut`` on,
+    repeated."""
     steps = window.steps or 0
     if cut is None or steps <= 0:
         return 0.0

@@ -1,4 +1,4 @@
-"""What the ranks of a world wait for its stragglers, by the leader's verdicts. Pure."""
+"""The time that ranks of a world wait for its stragglers, by the leader's verdicts. Pure."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ WANTED = frozenset({"straggler-found", "straggler-recovered"})
 
 @dataclass(frozen=True, slots=True)
 class Straggling:
-    """Of one rank: from its verdict until it has recovered, or its world is over."""
+    """One straggler, from its verdict until it has recovered or its world is over."""
 
     rank: int
     start_s: float
     end_s: float
-    lag_s: float  # what the others wait for in each step
-    is_data_wait: bool  # of the straggler, whose own time is accounted for as that
+    lag_s: float  # how long the others wait in each step
+    is_data_wait: bool  # the straggler's own time is counted as data wait
 
     def holds_up(self, window: Window, end_s: float) -> float:
         """Seconds of a window that ended then."""
@@ -34,13 +34,13 @@ class Straggling:
 
 
 def held_up_s(stragglers: Iterable[Straggling], window: Window, end_s: float) -> float:
-    """Productive time of a window that was spent on waiting for the slowest of them."""
+    """Productive time of a window that was spent waiting for the slowest straggler."""
     longest_s = max((straggler.holds_up(window, end_s) for straggler in stragglers), default=0.0)
     return max(0.0, min(longest_s, window.productive_s))
 
 
 def stragglings(said: Iterable[JournalRecord]) -> Mapping[int, Sequence[Straggling]]:
-    """By generation, from the verdicts of all leaders of a run."""
+    """Stragglers by generation, from the verdicts of all leaders of a run."""
     found: dict[int, list[Straggling]] = defaultdict(list)
     since: dict[tuple[int, int], JournalRecord] = {}
     for record in sorted(said, key=lambda record: record.at_s):

@@ -1,4 +1,4 @@
-"""A cluster of torchrun nodes on one machine, made to be hurt: the base of every kill test.
+"""A cluster of torchrun nodes on one machine for fault injection: the base of every kill test.
 
 Each node is a real ``python -m torch.distributed.run`` in a separate session with its own log.
 Ledgers, journals, checkpoints and logs lie in one folder::
@@ -43,11 +43,11 @@ _POLL_S = 0.05
 
 
 class ClusterTimeout(AssertionError):
-    """Something did not happen in time. Carries the ends of the logs."""
+    """A condition was not met in time. Contains the ends of the logs."""
 
 
 class LocalCluster:
-    """Nodes of one job.
+    """The nodes of one job.
 
     Args:
         endpoints: of etcd, ``host:port``; with ``backend="c10d"`` the store's, one.
@@ -111,7 +111,7 @@ class LocalCluster:
 
         ``launcher``: a command that ends in replacing itself by the one it is given (``env``,
         ``unshare``, ``nice``, ``ip netns exec``), put before the agent's. ``address``: where the
-        other nodes reach it.
+        other nodes reach it. Raises ValueError if a node of that name is running.
         """
         name = name or f"node{len(self.nodes)}"
         if any(node.name == name and node.running for node in self.nodes):
@@ -144,7 +144,8 @@ class LocalCluster:
         return node
 
     def start_nodes(self, count: int) -> list[LocalNode]:
-        """Start several nodes with the cluster's settings."""
+        """Start several nodes with the cluster's settings. Raises what :meth:`start_node` does:
+        ValueError if a name is taken."""
         return [self.start_node() for _ in range(count)]
 
     @property
@@ -159,25 +160,28 @@ class LocalCluster:
     # State of the job ------------------------------------------------------------------------
 
     def ledger(self) -> RunLedger:
-        """What the workers have written down until now."""
+        """The workers' ledgers until now."""
         return self._reader.read()
 
     def world(self) -> WorldRecord | None:
-        """The world in the store."""
+        """The world in the store; None before the first. Raises RecordError if it is not one that
+        this version has written."""
         entry = self.store.get(self.keys.world)
         return decode(WorldRecord, entry.key, entry.value) if entry else None
 
     def generation(self) -> int:
-        """The newest agreed generation, 0 before the first."""
+        """The newest agreed generation, 0 before the first. Raises RecordError like
+        :meth:`world`."""
         world = self.world()
         return world.generation if world else 0
 
     def leader(self) -> LocalNode:
-        """The node that leads now. Waits a moment for one."""
+        """The node that leads now. Waits for one; raises ClusterTimeout if none does."""
         return self.wait_for(self._leader_node, PATIENCE_S, "a leader among the running nodes")
 
     def node_of_rank(self, rank: int) -> LocalNode:
-        """The node that runs this rank in the current world."""
+        """The node that runs this rank in the current world. Raises LookupError if there is no
+        world, or none with this rank."""
         world = self.world()
         if world is None:
             raise LookupError("there is no world yet")
@@ -211,11 +215,12 @@ class LocalCluster:
             self._clock.sleep(pause_s(time.thread_time() - began_s, _POLL_S))
 
     def wait_step(self, step: int, timeout_s: float = PATIENCE_S) -> None:
-        """Until ``step`` is completed."""
+        """Wait until ``step`` is completed; raises ClusterTimeout after ``timeout_s``."""
         self.wait_for(lambda: self.ledger().last_step >= step, timeout_s, f"step {step}")
 
     def wait_generation(self, generation: int, timeout_s: float = PATIENCE_S) -> WorldRecord:
-        """Until that generation, or a later one, is agreed."""
+        """Wait until that generation, or a later one, is agreed; raises ClusterTimeout after
+        ``timeout_s``."""
 
         def reached() -> WorldRecord | None:
             world = self.world()
@@ -226,8 +231,9 @@ class LocalCluster:
     def wait_training(
         self, *, nodes: int, after_generation: int = 0, timeout_s: float = PATIENCE_S
     ) -> int:
-        """Until exactly that many nodes, with all of their ranks, complete steps together in a
-        generation later than ``after_generation``; returns it."""
+        """Wait until exactly that many nodes, with all of their ranks, complete steps together in a
+        generation later than ``after_generation``; returns it. Raises ClusterTimeout after
+        ``timeout_s``."""
 
         def together() -> int | None:
             ledger = self.ledger()
@@ -242,11 +248,13 @@ class LocalCluster:
         return self.wait_for(together, timeout_s, what)
 
     def wait_progress(self, steps: int = 3, timeout_s: float = PATIENCE_S) -> None:
-        """Until that many more steps are completed than now."""
+        """Wait until that many more steps are completed; raises ClusterTimeout after
+        ``timeout_s``."""
         self.wait_step(self.ledger().last_step + steps, timeout_s)
 
     def wait_ended(self, timeout_s: float = PATIENCE_S) -> dict[str, int]:
-        """Until every agent has ended; exit codes by node name (the newest of a name)."""
+        """Wait until every agent has ended; returns exit codes by node name (the newest of a name).
+        Raises ClusterTimeout if one still runs after ``timeout_s``."""
         deadline = self._clock.monotonic() + timeout_s
         for node in self.nodes:
             try:
@@ -258,11 +266,12 @@ class LocalCluster:
     # The end ----------------------------------------------------------------------------------
 
     def processes(self) -> list[Process]:
-        """Everything that this cluster started, directly or not, and that is alive."""
+        """All living processes that this cluster started, directly or indirectly."""
         return marked_with(self._token)
 
     def assert_nothing_left(self, within_s: float = 5.0) -> None:
-        """Fails if a process of this cluster is alive after ``within_s``. For after the end."""
+        """Raise ClusterTimeout if a process of this cluster is alive after ``within_s``. For after
+        the end."""
         deadline = self._clock.monotonic() + within_s
         while left := self.processes():
             if self._clock.monotonic() > deadline:
@@ -280,7 +289,7 @@ class LocalCluster:
         return "\n".join([head, *(node.log_tail() for node in self.nodes)])
 
     def stop(self) -> None:
-        """Kill everything that is left and disconnect. Safe to call twice."""
+        """Kill all remaining processes and disconnect. Idempotent."""
         for node in self.nodes:
             if node.running:
                 node.kill()

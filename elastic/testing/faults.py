@@ -1,7 +1,7 @@
-"""What can go wrong, as values: a kill matrix is a product of these.
+"""Faults as values: a kill matrix is a product of these.
 
-A fault says *what* happens to *whom*; a moment says *when*. Both are frozen and print as a
-sentence, so that a failing run names itself and can be run again::
+A fault defines *what* happens to which target; a trigger defines *when*. Both are frozen and print
+as a sentence, so that a failing run names itself and can be run again::
 
     Injection(Kill(RankZero()), AfterStep(20)).run(cluster)
 """
@@ -21,13 +21,13 @@ class Target(Protocol):
     """The target of a fault."""
 
     def find(self, cluster: LocalCluster) -> list[LocalNode]:
-        """The nodes at this moment. Raises LookupError if there is none."""
+        """The current target nodes. Raises LookupError if there are none."""
         ...
 
 
 @dataclass(frozen=True)
 class Named:
-    """The nodes of these names."""
+    """The nodes with these names."""
 
     names: tuple[str, ...]
 
@@ -46,6 +46,7 @@ class TheLeader:
         return "the leader's node"
 
     def find(self, cluster: LocalCluster) -> list[LocalNode]:
+        """The leader's node. Raises ClusterTimeout if none leads."""
         return [cluster.leader()]
 
 
@@ -59,6 +60,7 @@ class OfRank:
         return f"the node of rank {self.rank}"
 
     def find(self, cluster: LocalCluster) -> list[LocalNode]:
+        """The node of the rank. Raises LookupError if no world has this rank."""
         return [cluster.node_of_rank(self.rank)]
 
 
@@ -72,6 +74,7 @@ class Bystanders:
         return f"{self.count} other node(s)"
 
     def find(self, cluster: LocalCluster) -> list[LocalNode]:
+        """These nodes. Raises LookupError if there are fewer, ClusterTimeout if none leads."""
         special = {cluster.leader().name, cluster.node_of_rank(0).name}
         others = [node for node in reversed(cluster.running) if node.name not in special]
         if len(others) < self.count:
@@ -87,16 +90,17 @@ class Everyone:
         return "every node"
 
     def find(self, cluster: LocalCluster) -> list[LocalNode]:
+        """These nodes. Raises LookupError if there is none."""
         if not cluster.running:
             raise LookupError("no node is running")
         return cluster.running
 
 
 class Fault(Protocol):
-    """What happens."""
+    """A fault."""
 
     def inject(self, cluster: LocalCluster) -> None:
-        """Let it happen to the cluster now. Raises LookupError if there is no such target."""
+        """Inject the fault into the cluster. Raises LookupError if there is no such target."""
         ...
 
 
@@ -111,6 +115,7 @@ class KillWorker:
         return f"kill worker {self.local_rank} of {self.target}"
 
     def inject(self, cluster: LocalCluster) -> None:
+        """Kill them. Raises LookupError if a node of the target has no such worker."""
         # All are found before one is killed: the other agents may end theirs as soon as one dies.
         found = [(node, node.workers()) for node in self.target.find(cluster)]
         for node, workers in found:
@@ -164,7 +169,7 @@ class Stop:
 
 @dataclass(frozen=True)
 class Terminate:
-    """SIGTERM the target's agent: its scheduler wants the machine back."""
+    """SIGTERM the target's agent, as a scheduler does to preempt a node."""
 
     target: Target
 
@@ -186,14 +191,15 @@ class Join:
         return f"{self.count} node(s) join"
 
     def inject(self, cluster: LocalCluster) -> None:
+        """Start them. Raises ValueError if one of their names is taken."""
         cluster.start_nodes(self.count)
 
 
-class Moment(Protocol):
+class Trigger(Protocol):
     """When."""
 
     def wait(self, cluster: LocalCluster) -> None:
-        """Return when the moment has come. Raises TimeoutError if it does not come."""
+        """Return when the moment has come. Raises ClusterTimeout if it does not come."""
         ...
 
 
@@ -249,15 +255,15 @@ class AtGeneration:
 
 @dataclass(frozen=True)
 class Injection:
-    """One fault at one moment."""
+    """One fault with its trigger."""
 
     fault: Fault
-    moment: Moment = Now()
+    moment: Trigger = Now()
 
     def __str__(self) -> str:
         return f"{self.fault} {self.moment}"
 
     def run(self, cluster: LocalCluster) -> None:
-        """Wait for the moment, then do it."""
+        """Wait for the trigger, then inject the fault."""
         self.moment.wait(cluster)
         self.fault.inject(cluster)

@@ -1,4 +1,4 @@
-"""The journals of a run, read back: what happened on every node, in the order of time."""
+"""Reads the journals of a run: the events of all nodes in order of time."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def read_journal(folder: str | Path) -> list[dict[str, Any]]:
 
 
 def read_events(folder: str | Path, name: str, *, since_s: float = 0.0) -> list[dict[str, Any]]:
-    """Those of this name since a moment on the monotonic clock, oldest first.
+    """Events of this name since a time on the monotonic clock, oldest first.
 
     Reads no other line: for tests that poll, :func:`read_journal` takes long.
     """

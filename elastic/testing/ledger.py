@@ -1,4 +1,4 @@
-"""The ledger: which samples took effect, read back after a run and checked.
+"""Reads and checks the ledger of a run: which samples took effect.
 
 Every worker process appends JSON lines to its own file in one folder (``ELASTIC_LEDGER``)::
 
@@ -34,7 +34,7 @@ from typing import Any
 
 
 class LedgerError(AssertionError):
-    """The ledger shows something that must not happen. An AssertionError: tests fail with it."""
+    """The ledger violates a guarantee. An AssertionError, so that tests fail with it."""
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,7 @@ class LedgerStep:
 
 @dataclass(frozen=True)
 class Begin(LedgerStep):
-    """A rank gives its part to a step."""
+    """A rank contributed its part to a step."""
 
 
 @dataclass(frozen=True)
@@ -107,7 +107,7 @@ class Coverage:
 
 @dataclass(frozen=True)
 class RunLedger:
-    """Everything that the workers of a run wrote down, in no particular order."""
+    """All entries of the workers of a run, in no particular order."""
 
     starts: tuple[Start, ...] = ()
     steps: tuple[LedgerStep, ...] = ()
@@ -237,7 +237,7 @@ class RunLedger:
         return hashes[0]
 
     def describe_lineage(self) -> str:
-        """For people: ``1: steps 0-41 of 0-45, 2: steps 42-99``."""
+        """The lineage as text: ``1: steps 0-41 of 0-45, 2: steps 42-99``."""
         done: dict[int, set[int]] = defaultdict(set)
         kept: dict[int, set[int]] = defaultdict(set)
         for s in self.steps:
@@ -310,7 +310,7 @@ class _FileReader:
         self._node = ""
 
     def read_new(self) -> list[LedgerEvent]:
-        """What was written since the last call."""
+        """Entries written since the last call."""
         with self._path.open("rb") as file:
             file.seek(self._offset)
             new = file.read()

@@ -65,10 +65,10 @@ class TorchrunOptions:
 
 
 class LocalNode:
-    """A node that can be hurt. Nothing of it outlives this process, however this one ends.
+    """A node for fault injection. Its processes never outlive this one, even after SIGKILL.
 
     Args:
-        name: what people see, and ``ELASTIC_NODE_NAME``.
+        name: the node's name, also ``ELASTIC_NODE_NAME``.
         command: the agent's command line.
         environment: the agent's complete environment.
         token: marks the node's processes; see :mod:`elastic.testing.processes`.
@@ -129,7 +129,7 @@ class LocalNode:
         return self.exit_code is None
 
     def processes(self) -> list[Process]:
-        """Everything of this node that is alive: agent, workers, their children, the guard."""
+        """All living processes of this node: agent, workers, their children, the orphan reaper."""
         return marked_with(self.token)
 
     def workers(self) -> dict[int, Process]:
@@ -141,7 +141,8 @@ class LocalNode:
         }
 
     def kill_worker(self, local_rank: int = 0) -> int:
-        """SIGKILL one worker, and nothing else; returns its pid."""
+        """SIGKILL one worker, and nothing else; returns its pid. Raises LookupError if the node has
+        no such worker."""
         workers = self.workers()
         if local_rank not in workers:
             raise LookupError(f"{self} has no worker {local_rank}, only {sorted(workers)}")
@@ -150,7 +151,7 @@ class LocalNode:
         return pid
 
     def kill_agent(self) -> None:
-        """SIGKILL only the agent: its workers have to notice by themselves."""
+        """SIGKILL only the agent; its workers must detect that themselves."""
         send(self.pid, signal.SIGKILL)
         self._process.wait()
 
@@ -160,7 +161,7 @@ class LocalNode:
         self._process.wait()
 
     def pause(self) -> None:
-        """Freeze every process of the node: it hangs, with all its connections open."""
+        """SIGSTOP every process of the node: it hangs with all its connections open."""
         freeze(process.pid for process in self.processes())
 
     def resume(self) -> None:
@@ -169,7 +170,7 @@ class LocalNode:
             send(process.pid, signal.SIGCONT)
 
     def terminate(self) -> None:
-        """SIGTERM the agent: what a scheduler does to make a node leave."""
+        """SIGTERM the agent, as a scheduler does to make a node leave."""
         send(self.pid, signal.SIGTERM)
 
     def wait(self, timeout_s: float) -> int:
@@ -182,7 +183,8 @@ class LocalNode:
             ) from None
 
     def wait_gone(self, pids: Sequence[int], timeout_s: float) -> float:
-        """Wait until none of ``pids`` is alive; returns the seconds it took."""
+        """Wait until none of ``pids`` is alive; returns the seconds it took. Raises TimeoutError
+        after ``timeout_s``."""
         begin = self._clock.monotonic()
         while left := [pid for pid in pids if is_alive(pid)]:
             waited = self._clock.monotonic() - begin

@@ -1,4 +1,4 @@
-"""How fast a training script goes under test: never so fast that the job ends before its test.
+"""The speed of a training script under test: slow enough that the job does not end first.
 
 A job has a fixed number of steps, so that its final weights are known. How long a test needs until
 it has caused all of its faults is not known: a busy machine may take ten times as long as an idle

@@ -1,4 +1,4 @@
-"""Ends what a process started once that process is gone, however it ended.
+"""Ends all processes that a process started once that process has ended for any reason.
 
 A test or a benchmark that gets SIGKILL stops nothing: its agents would train on without end. So it
 starts a reaper, a small process that waits for its end and then kills every process that carries
@@ -40,7 +40,7 @@ def owners() -> str:
 
 
 def reap_descendants() -> None:
-    """From now on, nothing that this process starts outlives it, except forks without exec."""
+    """Ensure that no process started from now on outlives this one, except forks without exec."""
     os.environ[OWNERS] = owners()
 
 
@@ -54,7 +54,7 @@ def _start(mark: str) -> None:
 
 
 def main(owner: int, mark: str) -> None:
-    """Wait for the owner's end; then kill what is marked."""
+    """Wait for the owner's end, then kill all marked processes."""
     for ignored in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(ignored, signal.SIG_IGN)
     try:

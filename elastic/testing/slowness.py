@@ -1,4 +1,4 @@
-"""How much slower than an idle one this machine is now, for limits that check a promise.
+"""Measures how much slower this machine is than an idle one, for time limits in tests.
 
 A promise such as "workers end within 2 s" holds on a machine that has time for them. A fixed limit
 is either too short for a busy machine or too long to notice that the promise is broken. So a test
@@ -19,7 +19,7 @@ IDLE_S = 2.0
 
 
 def is_within(took_s: float, limit_s: float) -> bool:
-    """Whether something took less than ``limit_s`` of an idle machine's time.
+    """Whether a duration is within ``limit_s`` of an idle machine's time.
 
     How slow this machine is takes seconds of CPU time to measure, and only matters where the limit
     of an idle one does not hold.

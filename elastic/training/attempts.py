@@ -1,4 +1,4 @@
-"""Calls of the training function: what ``run.retry``, ``run.attempts`` and ``run.begin`` mean."""
+"""Calls of the training function: ``run.retry``, ``run.attempts`` and ``run.begin``."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from elastic.training.step import OwnBatch, Step
 
 
 class Attempts:
-    """One per process: begins and ends attempts, and knows what each one has registered."""
+    """Begins and ends attempts, and tracks the objects registered by each. One per process."""
 
     def __init__(
         self,
@@ -42,21 +42,21 @@ class Attempts:
         self._loop = loop
         self._callbacks = callbacks
         self._listeners = listeners
-        self._has_registered = False  # something, by the function that retry calls
-        self._has_outer_data = False  # a loader, before the function that may build the model
-        self._outside: JobState | None = None  # what was registered before it
+        self._has_registered = False  # the function that retry calls registered an object
+        self._has_outer_data = False  # a loader was registered before that function was called
+        self._outside: JobState | None = None  # objects registered before it
 
     # -- registration -------------------------------------------------------------------------
 
     def note_registration(self, call: str) -> None:
-        """The script registers something. Raises TrainingError if the state is restored already."""
+        """Called before a registration. Raises TrainingError if the state is already restored."""
         if self._lifecycle.is_restored:
             raise TrainingError(
-                f"run.{call}() comes too late: the first loop, or run.begin(), has restored the "
-                "job's state already",
+                f"run.{call}() is called too late: the first loop, or run.begin(), has already "
+                "restored the job's state",
                 hint=f"call run.{call}() before `for … in run.epochs(…)`, the loader, run.retry "
-                "and run.begin(); several models, as in cross-validation, all before the first "
-                "loop, or as a job each",
+                "and run.begin(); for several models, as in cross-validation, before the first "
+                "loop, or in one job each",
             )
         self._has_registered |= self._scope.in_retry
 
@@ -68,7 +68,7 @@ class Attempts:
             self._bootstrap.enter_loop()
 
     def enter_if_complete(self) -> None:
-        """Within retry, where a loader is all that was registered before it: enter the world and
+        """Within retry, if only a loader was registered before it: enter the world and
         restore the state, unless the function builds a model."""
         if self._scope.in_retry and self._has_outer_data and not self._job.is_rebuilt:
             self._bootstrap.enter_loop()
@@ -76,7 +76,7 @@ class Attempts:
     # -- attempts -----------------------------------------------------------------------------
 
     def begin(self, *, is_again: bool = False) -> None:
-        """The training function is about to run."""
+        """Called before the training function."""
         self._callbacks.begin_attempt(is_again=is_again)
         self._listeners.begin_attempt(is_again=is_again)
         self._scope.passes = 0
@@ -95,8 +95,8 @@ class Attempts:
             self._bootstrap.enter_world()
 
     def _register_again(self) -> None:
-        """The function creates model, optimizer and loader in each call: the new objects inherit
-        the state of those that its last call created."""
+        """For a function that creates model, optimizer and loader in each call: new objects inherit
+        the state of the objects from its previous call."""
         assert self._outside is not None
         if not self._job.is_rebuilt:
             self._bootstrap.inherit_later(self._job.tree())
@@ -106,13 +106,13 @@ class Attempts:
         self._has_registered = False
 
     def end(self) -> None:
-        """The training function has returned."""
+        """Called after the training function."""
         self._lifecycle.settle()
         self._loop.finish()
         self._strategies.active.end_attempt()
 
     def begin_own_step(self) -> Step:
-        """A step of a loop that is not ours: each rank counts for the same share."""
+        """A step of the caller's own loop: each rank has the same share."""
         if not self._scope.in_retry:
             self._scope.in_retry = True
             self.begin()
@@ -125,12 +125,12 @@ class Attempts:
         return step
 
     def attempt(self, *, is_again: bool) -> Attempt:
-        """One call of the function. ``is_again``: it has run before, in a world that is over."""
+        """One call of the function. ``is_again``: not the first one."""
         return Attempt(self, self._scope, self._strategies, is_again=is_again)
 
 
 class Attempt:
-    """One call of the training function: ``with attempt: …``. Made by ``run.attempts()``."""
+    """One call of the training function: ``with attempt: …``. Created by ``run.attempts()``."""
 
     def __init__(
         self, attempts: Attempts, scope: Scope, strategies: Strategies, *, is_again: bool
@@ -183,6 +183,6 @@ class Attempt:
 def _at_the_end(resumed_at: int) -> TrainingError:
     return TrainingError(
         f"next() was called at the end of an epoch that was resumed at step {resumed_at}: "
-        "`for i in range(len(loader))` counts from 0 and asks for more batches than are left",
+        "`for i in range(len(loader))` counts from 0 and requests more batches than remain",
         hint="for i in range(loader.index, len(loader)):\n    batch = next(iterator)",
     )

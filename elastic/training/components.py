@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass
 
+import torch
+
+from elastic import torch_private
 from elastic.errors import ConfigError
-from elastic.mesh import ModelReplica, ReplicaMeeting
-from elastic.process_group import ProcessGroup
+from elastic.link.protocol import Heartbeat
+from elastic.mesh import ModelReplica, ReplicaMeeting, mesh_of, process_group
+from elastic.process_group import ProcessGroup, choose_device
 from elastic.telemetry.journal import EventSink, Journal
 from elastic.telemetry.ledger import Ledger
 from elastic.training.attempts import Attempts
 from elastic.training.checkpointing.manager import CheckpointManager
+from elastic.training.checkpointing.options import Checkpoints
 from elastic.training.current_step import CurrentStep, logged_at
 from elastic.training.halt import Halt
 from elastic.training.lifecycle import Lifecycle
@@ -48,7 +54,7 @@ from elastic.world.world import node_name, world_from_environment
 
 @dataclass(frozen=True, kw_only=True)
 class Connectivity:
-    """What this process shares with others."""
+    """The connections of this process to others."""
 
     group: ProcessGroup
     worlds: Worlds | None  # the link to the agent
@@ -56,7 +62,7 @@ class Connectivity:
 
 @dataclass(frozen=True, kw_only=True)
 class ScriptCalls:
-    """Which part of the API the script is in, and its callbacks."""
+    """The script's scope in the API, and its callbacks."""
 
     scope: Scope
     callbacks: StepCallbacks
@@ -74,7 +80,7 @@ class Reporting:
 
 @dataclass(frozen=True, kw_only=True)
 class Recovery:
-    """How this process gets into a world."""
+    """The components with which this process enters worlds."""
 
     strategies: Strategies
     bootstrap: Bootstrap
@@ -82,7 +88,7 @@ class Recovery:
 
 @dataclass(frozen=True, kw_only=True)
 class Ending:
-    """How this process ends: after the script, or with SIGTERM."""
+    """The components for the end of the process: after the script, or with SIGTERM."""
 
     shutdown: Shutdown
     preemption: Preemption
@@ -90,7 +96,7 @@ class Ending:
 
 @dataclass(frozen=True, kw_only=True)
 class Components:
-    """What a :class:`~elastic.training.run.Run` delegates to. One per process."""
+    """The components that :class:`~elastic.training.run.Run` delegates to. One per process."""
 
     connectivity: Connectivity
     state: TrainingState
@@ -114,7 +120,7 @@ class Components:
         return self.connectivity.worlds
 
     def position(self) -> dict[str, int | None]:
-        """Where this rank is, for the lines of its journal."""
+        """The position of this rank, for the lines of its journal."""
         step = self.job.progress.step
         if not self.lifecycle.has_world:
             return {"step": step}
@@ -227,7 +233,9 @@ def assemble(
 def _training_state(seed: int, group: ProcessGroup) -> TrainingState:
     current = CurrentStep()
     registry = Registry(seed=seed, inside=lambda: current.inside, group=group)
-    return TrainingState(registry, current, RankProgress(registry.job, registry.guard, current))
+    return TrainingState(
+        registry, current, RankProgress(registry.job, registry.optimizer_watch, current)
+    )
 
 
 def _reporting(state: TrainingState, scope: Scope, ledger: Ledger, journal: EventSink) -> Reporting:
@@ -256,8 +264,8 @@ def _form(replica: ModelReplica, worlds: Worlds | None) -> None:
     if worlds is None:
         raise ConfigError(
             f"elastic.join(mesh=…) with replicas of {replica.mesh.size} ranks (mesh "
-            f"{replica.mesh}), and no agent that changes worlds in process",
-            hint="torchrun --rdzv-backend=etcd-v3 …; other launchers recover sharded models by a "
+            f"{replica.mesh}), without an agent that changes worlds in process",
+            hint="torchrun --rdzv-backend=etcd …; other launchers recover sharded models by a "
             "restart (docs/how-to/sharded.md)",
         )
     found = worlds.meet_replica(replica.mesh.size, REPLICA_MEETS_S, mesh=str(replica.mesh))
@@ -269,9 +277,13 @@ def _form(replica: ModelReplica, worlds: Worlds | None) -> None:
 def _connect(
     link: str, group: ProcessGroup, job: JobState, current: CurrentStep, timer: StepTimer
 ) -> Worlds:
+    def position() -> Heartbeat:
+        group.report_collectives()
+        return timer.heartbeat(worlds.entering, job, current)
+
     worlds = Worlds(
         abort=group.abort,
-        position=lambda: timer.heartbeat(worlds.entering, job, current),
+        position=position,
         current_step=lambda: current.first_number,
     )
     worlds.connect(link, local_rank=int(os.environ.get("LOCAL_RANK", "0")))
@@ -279,7 +291,7 @@ def _connect(
 
 
 def journal_of_environment() -> Journal:
-    """The journal that ``ELASTIC_JOURNAL`` asks for."""
+    """The journal in ``ELASTIC_JOURNAL``, if that is set."""
     return Journal(
         folder=os.environ.get("ELASTIC_JOURNAL"),
         identity={
@@ -290,3 +302,41 @@ def journal_of_environment() -> Journal:
         role="worker",
         run_id=os.environ.get("TORCHELASTIC_RUN_ID"),
     )
+
+
+def start_components(
+    policy: Checkpoints | None,
+    *,
+    seed: int = 0,
+    backend: str | None = None,
+    journal: EventSink | None = None,
+    manager: CheckpointManager | None = None,
+    worlds: Worlds | None = None,
+    mesh: Mapping[str, int] | None = None,
+) -> Components:
+    """The parts of a run, for a caller that closes it: :func:`join` without the hooks at the end of
+    the process. By default ``journal`` is that of ``ELASTIC_JOURNAL``, ``manager`` one for
+    ``policy``, and ``worlds`` the link of ``ELASTIC_LINK``."""
+    torch_private.check()
+    device = choose_device()
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    replica = mesh_of(mesh, device)
+    own = journal_of_environment() if journal is None else None
+    journal = own if own is not None else journal
+    assert journal is not None
+    components = assemble(
+        seed=seed,
+        group=process_group(device, backend, replica, journal),
+        replica=replica,
+        checkpoints=CheckpointManager(policy, journal) if manager is None else manager,
+        ledger=Ledger.from_environment(),
+        journal=journal,
+        worlds=worlds,
+    )
+    if own is not None:
+        own.locate(components.position)
+        if components.worlds is not None:
+            own.listen(components.worlds.count)
+    components.ending.preemption.install()
+    return components

@@ -1,4 +1,4 @@
-"""The current step: which one has begun, the loop that runs it, and what is accumulated."""
+"""The current step, the loop that runs it, and the accumulation it belongs to."""
 
 from __future__ import annotations
 
@@ -8,37 +8,37 @@ from elastic.training.step import Progress, Step
 
 
 class CurrentStep:
-    """One per process. Written by the step loop and by recovery, read by all components.
+    """The current step. One per process; written by the step loop and by recovery, read by all.
 
-    A loop may be left in the middle of a step, by ``break`` or by an exception. As long as nobody
-    knows which, the step is neither committed nor dropped, but the script is not inside of it.
+    A loop may be left in the middle of a step, by ``break`` or by an exception. Until it is known
+    which, the step is neither committed nor dropped, and the script is not inside of it.
     """
 
     def __init__(self) -> None:
         self.step: Step | None = None  # begun, and neither committed nor dropped
         self.accumulation = Accumulation()
         self.last_left: Step | None = None  # the step in which the script's last loop was left
-        # The step before which this rank has said, in advance, whether it leaves its world.
+        # The step before which this rank has announced whether it leaves its world.
         self.answered_for: int | None = None
-        self._loader: ElasticLoader | None = None  # of the step; None: the script's own data
-        self._left_loader: ElasticLoader | None = None  # whose loop was left in the step
+        self._loader: ElasticLoader | None = None  # of the step; None for the script's own data
+        self._left_loader: ElasticLoader | None = None  # the loop over it was left in the step
 
     def begin(self, step: Step, loader: ElasticLoader | None) -> None:
-        """A step is handed to the script."""
+        """Record that a step is passed to the script."""
         self.step, self._loader, self.answered_for = step, loader, None
 
     def leave(self, loader: ElasticLoader) -> None:
-        """The loop over ``loader`` was left in the middle, for whatever reason."""
+        """Record that the loop over ``loader`` was left in the middle, for any reason."""
         self._left_loader = loader
 
     def take_left_loader(self) -> ElasticLoader | None:
-        """The loader whose loop was left, once."""
+        """Return and forget the loader whose loop was left."""
         loader, self._left_loader = self._left_loader, None
         return loader
 
     @property
     def loader(self) -> ElasticLoader | None:
-        """Whose step it is; None for data that the script distributes itself."""
+        """The loader of the step; None for data that the script distributes itself."""
         return self._loader
 
     @property
@@ -47,11 +47,11 @@ class CurrentStep:
         return self.step if self._left_loader is None else None
 
     def left_step(self, loader: ElasticLoader) -> Step | None:
-        """The step that a loop over ``loader`` was left in, until that is settled."""
+        """The step in which a loop over ``loader`` was left, until that is settled."""
         return self.step if self._left_loader is loader else None
 
     def leading(self, loader: ElasticLoader) -> tuple[ElasticLoader, Step] | None:
-        """The other loader that the script is inside a step of, and the step."""
+        """The current step of another loader, with that loader."""
         step, leader = self.inside, self._loader
         if step is None or leader is None or leader is loader:
             return None
@@ -59,8 +59,8 @@ class CurrentStep:
 
     @property
     def first_number(self) -> int | None:
-        """The number of the step that has begun, or of the first one of an accumulation; None
-        between two commits. Of the next step, where it is settled that it will begin. Read by the
+        """The number of the current step, or of the first one of an accumulation; None
+        between two commits. If the next step is settled to begin, its number. Read by the
         link's thread."""
         if (first := self.accumulation.since) is not None:
             return first
@@ -70,23 +70,23 @@ class CurrentStep:
         return step.number if step is not None else None
 
     def drop(self) -> None:
-        """No step has begun any more."""
+        """End the current step."""
         self.step = self._loader = self._left_loader = None
 
     def drop_uncommitted(self) -> None:
-        """Neither the step nor the accumulated ones before it have taken effect."""
+        """Drop the step and the accumulated ones before it: none has taken effect."""
         step, self.answered_for = self.step, None
         self.drop()
         self.accumulation.interrupt(step)
 
 
 def logged_at(current: CurrentStep, progress: Progress) -> int:
-    """The step that the script logs values for: how many are committed once the present one is.
+    """The step to log values for: the number of committed steps once the current one commits.
 
     After a loop that was left in a step, that step counts if an optimizer has stepped.
     """
     step = current.step
-    # Without calling properties: this is asked in every step.
+    # No properties are called: this runs in every step.
     if step is not None and (current._left_loader is None or step.stepped):
         return step.number + 1
     return progress.step

@@ -1,8 +1,8 @@
 """Stops the main thread, so that another thread can save a state that does not change.
 
-For a process that ends: a thread that stops here does not continue. A step's boundary is the best
-place; where none comes in time, a signal interrupts the script in the middle of a step, as long as
-no optimizer has stepped in it.
+For a process that is ending: a thread that stops here does not continue. A step's boundary is the
+best place; if none comes in time, a signal interrupts the script in the middle of a step, as long
+as no optimizer has stepped in it.
 """
 
 from __future__ import annotations
@@ -22,17 +22,18 @@ class Place(Enum):
     """Where the main thread was stopped."""
 
     BOUNDARY = "between two steps: the state is that of the last commit"
-    STEP = "in a step: what it has changed is to be put back"
+    STEP = "in a step: its changes must be rolled back"
     FAILED = "an exception ends the script: as in a step"
 
 
 class Halt:
-    """One per process. The main thread checks; the saving thread requests."""
+    """Requests and checks of a stop. One per process: the saving thread requests, the main thread
+    checks."""
 
     def __init__(self) -> None:
         self.place: Place | None = None
         self.is_preempted = False  # this process was asked to leave, and does so at a boundary
-        self.has_left = False  # it has saved, and is about to exit
+        self.has_left = False  # it has saved and is about to exit
         self._is_requested = threading.Event()
         self._may_interrupt: Callable[[], bool] | None = None
         self._saving = threading.Lock()
@@ -40,18 +41,18 @@ class Halt:
     # -- the thread that saves ----------------------------------------------------------------
 
     def request(self) -> None:
-        """The main thread is to stop at the next boundary, or where an exception ends it."""
+        """Request a stop at the next boundary, or when an exception ends the script."""
         self._is_requested.set()
 
     def wait_for_own_save(self, timeout_s: float) -> bool:
-        """Until the main thread does not save by itself (any more); False if it still does."""
+        """Wait until the main thread is not saving; False if it still is."""
         if not self._saving.acquire(timeout=max(0.0, timeout_s)):
             return False
         self._saving.release()
         return True
 
     def interrupt(self, may_stop: Callable[[], bool]) -> None:
-        """Have the main thread look now, wherever it runs Python, whether it may stop there."""
+        """Make the main thread check, at its next Python instruction, whether it may stop."""
         self._may_interrupt = may_stop
         main = threading.main_thread().ident
         assert main is not None
@@ -60,12 +61,12 @@ class Halt:
     # -- the main thread ----------------------------------------------------------------------
 
     def at_boundary(self) -> None:
-        """Does not return if a stop was requested."""
+        """Stop here if requested: does not return then."""
         if self._is_requested.is_set():
             self._stop(Place.BOUNDARY)
 
     def on_signal(self) -> bool:
-        """Whether a SIGTERM was sent by :meth:`interrupt`. Does not return if it stops here."""
+        """Whether a SIGTERM came from :meth:`interrupt`. Does not return if it stops here."""
         may_stop = self._may_interrupt
         if may_stop is None:
             return False
@@ -75,7 +76,7 @@ class Halt:
 
     @contextmanager
     def own_save(self) -> Iterator[None]:
-        """The main thread saves by itself, unless another one is about to."""
+        """Let the main thread save, unless another thread is about to."""
         with self._saving:
             is_requested = self._is_requested.is_set()
             if not is_requested:

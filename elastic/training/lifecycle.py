@@ -1,4 +1,4 @@
-"""The life of a worker from one world to the next, as an explicit phase.
+"""The phases of a worker from one world to the next.
 
 Every transition is checked against :data:`TRANSITIONS`; one that is not listed raises
 :class:`~elastic.errors.TrainingError` and names both phases::
@@ -26,15 +26,15 @@ from elastic.world.world import World
 
 
 class WorldPhase(Enum):
-    """What a worker does with its world."""
+    """The phase of a worker with respect to its world."""
 
-    JOINING = "no world yet, or one without restored state has ended: a first one is awaited"
-    FORMED = "the process group of a world exists, the job's state is not restored"
+    JOINING = "no world yet, or one without restored state has ended: waiting for a first one"
+    FORMED = "the process group of a world exists, the job's state is not yet restored"
     TRAINING = "the state is restored and the same on all ranks"
     REGISTERING = "the function of run.retry registers its objects again; they inherit the state"
     PAUSED = "the world has fewer nodes than the job's minimum: nothing is trained"
     CHANGING = "the world is over, the next one is being entered with the state of this one"
-    CLOSED = "the process ends"
+    CLOSED = "the process is ending"
 
 
 TRANSITIONS: Mapping[WorldPhase, frozenset[WorldPhase]] = {
@@ -59,7 +59,7 @@ _WITH_STATE = frozenset({WorldPhase.TRAINING, WorldPhase.PAUSED, WorldPhase.CHAN
 
 
 class Lifecycle:
-    """One per process: the present world, its phase, and what begins and ends with a world."""
+    """The current world, its phase, and objects tied to a world. One per process."""
 
     def __init__(
         self,
@@ -77,18 +77,18 @@ class Lifecycle:
         self._ledger = ledger
         self._listeners = listeners
         self._observers = observers
-        self.replica = replica or ModelReplica()  # of this rank: itself, or several
+        self.replica = replica or ModelReplica()  # one or several ranks, including this one
         self._phase = WorldPhase.JOINING
         self._world: World | None = None
 
     @property
     def phase(self) -> WorldPhase:
-        """The present phase."""
+        """The current phase."""
         return self._phase
 
     @property
     def world(self) -> World:
-        """The present world, or the last one. Raises NoWorld before the first."""
+        """The current world, or the last one. Raises NoWorld before the first."""
         if self._world is None:
             raise NoWorld(
                 "there is no world yet: it begins with run.retry or the first loop",
@@ -103,21 +103,21 @@ class Lifecycle:
 
     @property
     def is_restored(self) -> bool:
-        """Whether this process holds the job's state: it can be saved."""
+        """Whether this process holds the job's state, so that it can be saved."""
         return self._phase in _WITH_STATE
 
     @property
     def is_changing(self) -> bool:
-        """Whether an interrupted attempt is over, and the next one has not begun."""
+        """Whether an interrupted attempt has ended and the next one has not begun."""
         return self._phase in (WorldPhase.CHANGING, WorldPhase.PAUSED)
 
     def formed(self, world: World) -> None:
-        """The process group of ``world`` exists; its state comes later."""
+        """Record that the process group of ``world`` exists; its state is restored later."""
         self._move(WorldPhase.FORMED)
         self._world = world
 
     def begin(self, world: World) -> None:
-        """State is restored and the same on all ranks: training continues in ``world``."""
+        """Continue training in ``world``: the state is restored and the same on all ranks."""
         self._world = world
         self._enter_modules()
         self._move(WorldPhase.TRAINING)
@@ -134,11 +134,11 @@ class Lifecycle:
         self._listeners.begin(world)
 
     def register_again(self) -> None:
-        """The script replaces the objects that it has registered; the world stays."""
+        """Begin a new registration of the script's objects in the same world."""
         self._move(WorldPhase.REGISTERING)
 
     def registered_again(self) -> None:
-        """The new objects have inherited the state."""
+        """End the registration: the new objects have inherited the state."""
         self._enter_modules()
         self._move(WorldPhase.TRAINING)
 
@@ -148,20 +148,20 @@ class Lifecycle:
         self._move(WorldPhase.PAUSED)
 
     def begin_change(self) -> None:
-        """The present world is over, and another one follows."""
+        """End the current world; another one follows."""
         following = WorldPhase.CHANGING if self.is_restored else WorldPhase.JOINING
         if following is not self._phase:
             self._move(following)
 
     def settle(self) -> None:
-        """Return when what the script has queued on a device has ended well.
+        """Wait until the work that the script has queued on a device has succeeded.
 
-        Raises GroupAborted where an abort may have left something else than results.
+        Raises GroupAborted if an abort may have left invalid results.
         """
         self._group.settle()
 
     def end(self, *, broken: bool) -> None:
-        """Destroy the process group of a world that is over: the next one may be built."""
+        """Destroy the process group of an ended world, so that the next one can be built."""
         self.begin_change()
         self._checkpoints.end_world(broken=broken)
         if broken:
@@ -171,7 +171,7 @@ class Lifecycle:
         self._group.destroy(is_for_next=True)
 
     def close(self) -> None:
-        """The process ends."""
+        """Enter the final phase: the process is ending."""
         if self._phase is not WorldPhase.CLOSED:
             self._move(WorldPhase.CLOSED)
 

@@ -1,10 +1,10 @@
-"""SIGTERM to a worker: its state is saved before the process ends, unless peers hold it.
+"""SIGTERM to a worker: its state is saved before the process ends, unless peers have it.
 
-Two cases. The process will not be started again: all ranks save together at the next boundary,
-which they receive with the control flags of the step in between; or, where the main thread waits
-for a world that will not come, this rank saves there. Or torchrun ends the process to start all
-workers of the node again, since one of them has died or the world has changed: then ranks of this
-world are gone, and one of the remaining ranks writes the complete state.
+There are two cases. If the process is not restarted, all ranks save together at the next boundary,
+which they learn from the control flags of the step before it; or, if the main thread waits
+for a world that will not form, this rank saves there. If torchrun ends the process to restart all
+workers of the node, because one of them has died or the world has changed, ranks of this
+world have ended, and one of the remaining ranks writes the complete state.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from elastic.world.world import is_launched
 
 
 class Preemption:
-    """One per process. The handler is installed once, when the run is made."""
+    """The SIGTERM handler. One per process, installed when the run is created."""
 
     def __init__(
         self,
@@ -65,13 +65,13 @@ class Preemption:
         self._worlds = worlds
         self._observers = recorders.observers
         self._journal = recorders.journal
-        self._is_told = threading.Lock()
+        self._handling = threading.Lock()
 
     def install(self) -> None:
-        """Take SIGTERM over.
+        """Install the handler of SIGTERM.
 
-        Only our agent knows its meaning. Without any launcher it is final. Any other one
-        sends it both to end a job and to start all its workers again.
+        Only our agent tells what it means. Without a launcher it is final. Any other launcher
+        sends it both to end a job and to restart all workers.
         """
         is_own = self._halt.on_signal
         if self._worlds is not None:
@@ -82,17 +82,17 @@ class Preemption:
             end_on_sigterm(self._save_at_exit, lambda: not is_launched(), is_own)
 
     def _save_at_exit(self, is_final: bool) -> None:
-        """On the signal's thread; the process ends when it returns, or before at a boundary."""
+        """Handle the signal on its thread. The process ends on return, or before at a boundary."""
         if not self._checkpoints.is_open or not self._lifecycle.is_restored:
             return
         if self._worlds is not None and self._worlds.has_left:
-            return  # in order: what there was to save was saved before
+            return  # a graceful end: the state is already saved
         if is_final:
             self._save_finally()
         elif not self._strategies.active.is_state_held_elsewhere:
-            with self._is_told:  # a second signal waits: the first one's thread ends the process
+            with self._handling:  # serialises signals: the first one's thread ends the process
                 self._save_before_restart()
-                self._observers.end_world("fault")  # what was logged for the saved steps
+                self._observers.end_world("fault")  # writes the values logged for the saved steps
                 os._exit(EXIT_CODE)
 
     # -- it is not started again --------------------------------------------------------------
@@ -106,8 +106,8 @@ class Preemption:
                 self._roll_back_and_save(leaving_s(), is_stopped=False)
                 return
             if now_s >= abort_s and self._lifecycle.is_changing:
-                # The next world lacks a member that is gone, and no other world will come: the main
-                # thread gives its building up, and waits for a world.
+                # The next world lacks a dead member, and no other world will form: the main
+                # thread aborts building it, and waits for a world.
                 self._group.abort()
                 abort_s = now_s + BOUNDARY_S
             SYSTEM_CLOCK.sleep(PREEMPTION_SLICE_S)
@@ -131,7 +131,7 @@ class Preemption:
         self._halt.request()
         self._group.abort()  # releases the main thread from a collective, in-process
         if not self._halt.wait_for_own_save(budget_s) or not self._checkpoints.is_open:
-            return  # an exception ends the process, and it has saved what could be saved
+            return  # an exception ends the process and has already saved the state if possible
         if not self._wait_for_stop(began_s + min(BOUNDARY_S, budget_s / 2), until_s):
             self._report_skipped("no boundary of a step was reached in time")
             return
@@ -146,7 +146,7 @@ class Preemption:
         return self._worlds is not None and self._worlds.is_waiting
 
     def _wait_for_stop(self, interrupt_s: float, until_s: float) -> bool:
-        """Until the main thread has stopped; from ``interrupt_s`` on it is interrupted."""
+        """Wait until the main thread has stopped, interrupting it from ``interrupt_s`` on."""
         ask_s = interrupt_s
         while (now_s := SYSTEM_CLOCK.monotonic()) < until_s:
             if self._is_waiting_for_world or self._halt.place is not None:
@@ -158,8 +158,8 @@ class Preemption:
         return False
 
     def _may_stop_here(self) -> bool:
-        """On the main thread, in the middle of the script: whether the state can be that of the
-        last commit again."""
+        """On the main thread, in the middle of the script: whether the state can be restored to the
+        last commit."""
         if self._lifecycle.is_changing or self._progress.is_torn:
             return False
         step = self._current.step

@@ -1,7 +1,7 @@
-"""The API that scripts use: ``run = elastic.join()``, and everything on ``run``.
+"""The public API: ``run = elastic.join()``, and all methods of ``run``.
 
-In restart mode a fault of the world ends the process; torchrun's agent starts it again, and the
-script comes back here. ``retry`` is where in-process recovery takes place under the same API.
+In restart mode, a fault of the world ends the process; torchrun's agent restarts it, and the
+script calls ``join`` again. In-process recovery takes place in ``retry``, under the same API.
 """
 
 from __future__ import annotations
@@ -18,22 +18,17 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from checkpoints import Root
-from elastic import torch_private
 from elastic.errors import NodeUnfit
-from elastic.mesh import mesh_of, process_group
-from elastic.process_group import all_sum, choose_device
-from elastic.telemetry.journal import EventSink
-from elastic.telemetry.ledger import Ledger
+from elastic.process_group import all_sum
+from elastic.training import components
 from elastic.training.attempts import Attempt
 from elastic.training.building.builder import BuildsInWorlds
-from elastic.training.checkpointing.manager import CheckpointManager
 from elastic.training.checkpointing.options import (
     Checkpoints,
     KeepGiven,
     WhenGiven,
     checkpoints_from,
 )
-from elastic.training.components import Components, assemble, journal_of_environment
 from elastic.training.data.evaluation import shard_by
 from elastic.training.data.loader import ElasticLoader
 from elastic.training.gradients.wrap import ElasticDDP
@@ -43,7 +38,6 @@ from elastic.training.run_logging import RunLogging
 from elastic.training.step import Step
 from elastic.worker.node_first import node_first
 from elastic.worker.preflight import require_fit
-from elastic.worker.worlds import Worlds
 from elastic.world.failure import FailureHook
 from elastic.world.world import World
 
@@ -54,19 +48,19 @@ T = TypeVar("T")
 
 
 class Run(BuildsInWorlds, RunLogging):
-    """One job, as one of its workers sees it. Made by :func:`join`."""
+    """A worker's interface to its job. Created by :func:`join`."""
 
-    def __init__(self, components: Components) -> None:
-        reporting = components.reporting
-        super().__init__(reporting.metrics, reporting.profiler, components.script.scope)
-        self._parts = components
+    def __init__(self, parts: components.Components) -> None:
+        reporting = parts.reporting
+        super().__init__(reporting.metrics, reporting.profiler, parts.script.scope)
+        self._parts = parts
         self._turns = 0
 
     # -- the world ----------------------------------------------------------------------------
 
     @property
     def id(self) -> str:
-        """The run id that torchrun was given; ``local`` without torchrun."""
+        """The run id passed to torchrun; ``local`` without torchrun."""
         return os.environ.get("TORCHELASTIC_RUN_ID", "local")
 
     @property
@@ -76,40 +70,42 @@ class Run(BuildsInWorlds, RunLogging):
 
     @property
     def state(self) -> dict[str, Any]:
-        """JSON values that travel with the model: saved, and restored on all ranks.
+        """JSON values that belong to the job's state: saved, and restored on all ranks.
 
-        Set them on all ranks alike. Where ranks differ, those of the lowest one count when the
-        world changes; a warning is logged.
+        Set the same values on all ranks. If ranks differ, those of the lowest rank apply when the
+        world changes, and a warning is logged. Raises what :meth:`epochs` raises.
         """
         self._parts.attempts.restore_if_complete()
         return self._parts.job.user
 
     @property
     def world(self) -> World:
-        """Generation, rank, size and more. Raises NoWorld before the first world."""
+        """Generation, rank, size and more. Raises NoWorld before the first world, and what
+        :meth:`epochs` raises."""
         self._parts.attempts.enter_if_complete()
         return self._parts.lifecycle.world
 
     @property
     def is_main(self) -> bool:
-        """Whether this is rank 0. False before the first world."""
+        """Whether this is rank 0. False before the first world. Raises what :meth:`epochs`
+        raises."""
         self._parts.attempts.enter_if_complete()
         lifecycle = self._parts.lifecycle
         return lifecycle.has_world and lifecycle.world.rank == 0
 
     @property
     def mesh(self) -> DeviceMesh:
-        """Of this replica, with the dimensions of ``join(mesh=…)``. Raises ConfigError without."""
+        """The replica's DeviceMesh. Raises ConfigError without ``join(mesh=…)``."""
         return self._parts.lifecycle.replica.device_mesh
 
     # -- what the job consists of -------------------------------------------------------------
 
     def wrap(self, module: nn.Module, **ddp: Any) -> ElasticDDP:
-        """A DistributedDataParallel of ``module``, one object for life; with ``join(mesh=…)`` the
-        module itself, sharded over :attr:`mesh`.
+        """Wrap ``module`` in a DistributedDataParallel that lasts for all worlds; with
+        ``join(mesh=…)``, return the module itself, sharded over :attr:`mesh`.
 
-        ``ddp`` are its options. Call before the first loop, in the same order on all ranks.
-        Raises ConfigError for options that cannot work here, TrainingError if it is too late.
+        ``ddp`` are the options of DDP. Call before the first loop, in the same order on all ranks.
+        Raises ConfigError for unsupported options, TrainingError if it is too late.
         """
         self._parts.attempts.note_registration("wrap")
         return cast(ElasticDDP, self._parts.state.registry.wrap(module, ddp))
@@ -117,7 +113,9 @@ class Run(BuildsInWorlds, RunLogging):
     def track(self, **named: Any) -> None:
         """Save and restore these objects: anything with ``state_dict`` and ``load_state_dict``.
 
-        Optimizers of wrapped modules must be tracked. Call before the first loop.
+        Optimizers of wrapped modules must be tracked. Call before the first loop. Raises
+        TrainingError if it is too late, for an object without these methods and for a name that is
+        taken; ConfigError for an object with sharded tensors.
         """
         self._parts.attempts.note_registration("track")
         self._parts.state.registry.track(named)
@@ -133,13 +131,15 @@ class Run(BuildsInWorlds, RunLogging):
         micro_batch: int | None = None,
         max_steps: int | None = None,
     ) -> ElasticLoader:
-        """Deal a DataLoader out over the world, at a constant global batch.
+        """Distribute a DataLoader over the world, at a constant global batch.
 
-        Iterating gives this rank's share of each step, from the job's position to the end of
-        the epoch. ``dataloader`` names the DataLoader inside a wrapper. ``global_batch`` is the
-        samples per step over all ranks, by default batch_size × the largest world;
-        ``micro_batch`` the most samples at once, for :meth:`steps`; ``max_steps`` the most steps
-        of an epoch. Call before the first loop. See docs/data.md.
+        Iterating yields this rank's share of each step, from the job's position to the end of the
+        epoch. ``dataloader`` is the DataLoader inside a wrapper. ``global_batch`` is the number of
+        samples per step over all ranks, by default batch_size × the largest world; ``micro_batch``
+        the maximum samples at once, for :meth:`steps`; ``max_steps`` the maximum steps of an epoch.
+        Call before the first loop. See docs/data.md. Raises TrainingError if it is too late,
+        ConfigError for what is no DataLoader, for data that cannot be split (an IterableDataset, a
+        sampler that cannot be repeated), and for sizes that do not fit.
         """
         self._parts.attempts.note_registration("loader")
         loop = self._parts.loop
@@ -154,18 +154,24 @@ class Run(BuildsInWorlds, RunLogging):
         )
 
     def shard(self, loader: DataLoader[Any]) -> DataLoader[Any]:
-        """This rank's part of a DataLoader for evaluation: every sample once, no padding.
+        """This rank's part of a DataLoader for evaluation: every sample once, without padding.
 
-        The dataset in its order, or the part of it that the loader's sampler is of; how often
-        and in which order a sampler draws has no effect. A rank may get nothing: keep collectives
-        (:meth:`mean`) out of the loop over it.
+        Reads the dataset in its order, or the part of it that the loader's sampler covers; how
+        often and in which order a sampler draws has no effect. A rank may get no batch: keep
+        collectives (:meth:`mean`) out of the loop over it. Raises ConfigError for what
+        :meth:`loader` cannot split either.
         """
         return shard_by(loader, self._parts.recovery.bootstrap.rank_and_size)
 
     # -- loops --------------------------------------------------------------------------------
 
     def epochs(self, count: int) -> Iterator[int]:
-        """The epochs that are left of ``count``; nothing when the job is complete."""
+        """The epochs that are left of ``count``; nothing when the job is complete.
+
+        The first loop enters the world and restores the state. Raises TrainingError where this is
+        impossible: the state is of another model, or :meth:`build` was not called in this world;
+        ConfigError if a checkpoint is required and there is none.
+        """
         return loops.epochs(self._parts.loop, count)
 
     def steps(
@@ -176,12 +182,12 @@ class Run(BuildsInWorlds, RunLogging):
         when: WhenGiven = None,
         keep: KeepGiven = None,
     ) -> Iterator[Step]:
-        """The steps that are left of the loader's epoch, for loops over micro-batches.
+        """The remaining steps of the loader's epoch, for loops over micro-batches.
 
-        ``checkpoints``, ``when`` and ``keep`` are those of :func:`join`, and override them from
-        here on: ``when=EverySeconds(600) | OnPreemption()``, ``keep=2``. A job that has joined
-        without a folder can name it here only before any state is restored, which ``run.retry``
-        and ``run.epochs`` do. Raises ConfigError and TrainingError.
+        ``checkpoints``, ``when`` and ``keep`` are as in :func:`join`, and override its arguments
+        from now on: ``when=EverySeconds(600) | OnPreemption()``, ``keep=2``. A job that has joined
+        without a folder can set it here only before state is restored, which ``run.retry`` and
+        ``run.epochs`` do. Raises ConfigError and TrainingError.
         """
         if (checkpoints, when, keep) != (None, None, None):
             manager, lifecycle = self._parts.checkpoints, self._parts.lifecycle
@@ -190,12 +196,12 @@ class Run(BuildsInWorlds, RunLogging):
         return loops.steps(self._parts.loop, loader)
 
     def retry(self, fn: Callable[..., T], *args: Any, **kwargs: Any) -> T:
-        """Call ``fn`` in a world; the one recovery point, around the complete loop.
+        """Call ``fn`` in a world; the single recovery point, around the complete loop.
 
-        When the world changes, ``fn`` is called again in the next one: loops resume, locals
-        restart. Exceptions other than faults of the world are raised. An inner retry raises all of
-        them to the outer one. Where the launcher cannot change worlds without a
-        restart, faults end the process, for its agent to start anew.
+        When the world changes, ``fn`` is called again in the next one: loops resume, local
+        variables are reset. Exceptions other than faults of the world are raised. An inner retry
+        raises all of them to the outer one. If the launcher cannot change worlds without a restart,
+        faults end the process, and its agent restarts it.
         """
         for attempt in self.attempts():
             with attempt:
@@ -203,7 +209,7 @@ class Run(BuildsInWorlds, RunLogging):
         return result
 
     def attempts(self) -> Iterator[Attempt]:
-        """:meth:`retry` inline: ``for attempt in run.attempts(): with attempt: …``."""
+        """Inline form of :meth:`retry`: ``for attempt in run.attempts(): with attempt: …``."""
         is_again = False
         while True:
             attempt = self._parts.attempts.attempt(is_again=is_again)
@@ -217,15 +223,17 @@ class Run(BuildsInWorlds, RunLogging):
     # -- for frameworks with their own loop -----------------------------------------------------
 
     def begin(self) -> Step:
-        """Begin a step of a loop that the caller owns: for plug-ins (Lightning, Accelerate, …).
+        """Begin a step of the caller's own loop, for frameworks (Lightning, Accelerate, …).
 
-        The first call enters the world. Raises WorldChanged when the world is to change now.
-        The caller distributes the data and tracks its position; every rank has the same share.
+        The first call enters the world. Raises WorldChanged when the world is to change now,
+        NoWorld after :meth:`close`, and what :meth:`epochs` raises. The caller distributes the data
+        and tracks its position; every rank has the same share.
         """
         return self._parts.attempts.begin_own_step()
 
     def commit(self) -> None:
-        """The step begun by :meth:`begin` has taken effect."""
+        """The step begun by :meth:`begin` has taken effect. Raises TrainingError if some of its
+        micro-batches are missing."""
         self._parts.loop.commit()
 
     def is_fault(self, error: BaseException) -> bool:
@@ -233,7 +241,7 @@ class Run(BuildsInWorlds, RunLogging):
         return self._parts.recovery.strategies.active.is_fault(error)
 
     def recover(self, error: BaseException) -> None:
-        """Enter the next world; the state is that of the last commit. Raises ``error`` itself
+        """Enter the next world, with the state of the last commit. Raises ``error`` itself
         if it is not a fault of the world."""
         if not self.is_fault(error):
             raise error
@@ -250,11 +258,11 @@ class Run(BuildsInWorlds, RunLogging):
         self._parts.script.callbacks.add(callback)
 
     def on_world(self, callback: Callable[[World], object]) -> None:
-        """Call back when a world has begun and its state is restored; at once if one has."""
+        """Call back when a world has begun and its state is restored; immediately if one has."""
         self._parts.script.listeners.on_world(callback)
 
     def on_main(self, callback: Callable[[], object]) -> None:
-        """Call back when this rank becomes main; at once if it is."""
+        """Call back when this rank becomes main; immediately if it is."""
         self._parts.script.listeners.on_main(callback)
 
     # -- things to do together ----------------------------------------------------------------
@@ -262,8 +270,8 @@ class Run(BuildsInWorlds, RunLogging):
     def mean(self, weight: float, **values: float | torch.Tensor) -> dict[str, float]:
         """The weighted mean of each value over the world; NaN if all weights are 0.
 
-        Every rank calls it, with the same names. A rank of weight 0 has no influence, whatever
-        its values are.
+        Call it on every rank, with the same names. Values of a rank with weight 0 are ignored, even
+        NaN. Raises NoWorld after :meth:`close`.
         """
         self._parts.recovery.bootstrap.enter_world()
         names = sorted(values)
@@ -274,17 +282,21 @@ class Run(BuildsInWorlds, RunLogging):
         return {n: WorldMean(m) for n, m in zip(names, means, strict=True)}
 
     def node_first(self) -> AbstractContextManager[None]:
-        """The body runs on one worker of each node first, then on its others: for downloads."""
+        """The body runs on one worker of each node first, then on its others: for downloads.
+
+        Raises PermissionError if the lock file in the folder for temporary files is a link, or
+        another user's.
+        """
         self._turns += 1
         return node_first(self._turns)
 
     def close(self, *, clean: bool, error: str = "", is_of_the_world: bool = False) -> None:
-        """The job ends for this process. ``join`` does it at exit.
+        """End the job for this process. ``join`` registers this at exit.
 
-        A clean end saves what is not saved and takes the group down. So does an error of the
-        script, if no update was under way. After one ``of the world`` nothing is touched
-        in-process, since peers continue with the state; where worlds change by a restart, it is
-        saved as after any other.
+        A clean end saves the state unless it is saved, and destroys the group. So does an error of
+        the script, if no update was in progress. After a fault of the world nothing is changed
+        in-process, because peers continue with the state; with recovery by a restart, the state is
+        saved as after any other error.
         """
         self._parts.ending.shutdown.close(clean=clean, error=error, is_of_the_world=is_of_the_world)
 
@@ -302,21 +314,22 @@ def join(
     preflight: bool = False,
     mesh: Mapping[str, int] | None = None,
 ) -> Run:
-    """Become part of the job. The same object on every call.
+    """Join the job. Returns the same object on every call.
 
-    ``checkpoints`` is a folder or :class:`Checkpoints`; by default ``ELASTIC_CHECKPOINTS``, and
-    without that nothing is saved. ``when`` is a policy of :mod:`checkpoints.policies.save`, or the
-    number of steps between two saves (50); ``keep`` is one of
+    ``checkpoints`` is a folder or :class:`Checkpoints`; the default is ``ELASTIC_CHECKPOINTS``, and
+    without either nothing is saved. ``when`` is a policy of :mod:`checkpoints.policies.save`, or
+    the number of steps between two saves (50); ``keep`` is one of
     :mod:`checkpoints.policies.retention`, or how many of the newest are retained (3). ``seed``
     determines the order of the data and every random number inside steps. ``backend`` is
     torch.distributed's, by default ``gloo`` on CPUs and ``cpu:gloo,cuda:nccl`` on GPUs. ``mesh``
     names the dimensions of a replica, ``{"shard": 2}``: docs/how-to/sharded.md.
 
-    ``preflight`` checks this node first, in a second or two: ``/dev/shm``, limits and GPUs (unless
-    its agent has: ``--rdzv-conf preflight=1``), and the folder of checkpoints.
+    ``preflight`` first checks this node, in one to two seconds: ``/dev/shm``, limits and GPUs
+    (unless its agent has done so: ``--rdzv-conf preflight=1``), and the checkpoint folder.
 
-    Raises ConfigError for options that contradict each other, and NodeUnfit (exit code 71) for a
-    node that has failed, before this worker contacts any other node.
+    Raises ConfigError for options that contradict each other, or a torch that lacks what this
+    needs; NodeUnfit (exit code 71) for a node that has failed, before this worker contacts any
+    other node; and LinkError if this node's agent refuses or does not answer.
     """
     global _run
     if _run is None:
@@ -327,23 +340,18 @@ def join(
     return _run
 
 
-def components_of_process() -> Components | None:
-    """The parts of the run that :func:`join` has made in this process; None before. For tests."""
-    return _run._parts if _run is not None else None
-
-
 def _require_fit(policy: Checkpoints | None) -> None:
     try:
         require_fit(policy.local_folder if policy is not None else None)
     except NodeUnfit:
-        FailureHook().install()  # else torchrun knows of an exit code alone
+        FailureHook().install()  # without it, torchrun only knows the exit code
         raise
 
 
 def _join(
     policy: Checkpoints | None, seed: int, backend: str | None, mesh: Mapping[str, int] | None
 ) -> Run:
-    parts = start_components(policy, seed=seed, backend=backend, mesh=mesh)
+    parts = components.start_components(policy, seed=seed, backend=backend, mesh=mesh)
     run = Run(parts)
     hook = FailureHook(parts.reporting.recorders.journal, parts.position)
     hook.install()
@@ -353,40 +361,3 @@ def _join(
         )
     )
     return run
-
-
-def start_components(
-    policy: Checkpoints | None,
-    *,
-    seed: int = 0,
-    backend: str | None = None,
-    journal: EventSink | None = None,
-    worlds: Worlds | None = None,
-    mesh: Mapping[str, int] | None = None,
-) -> Components:
-    """The parts of a run, for a caller that closes it: :func:`join` without the hooks at the end of
-    the process. By default ``journal`` is that of ``ELASTIC_JOURNAL``, and ``worlds`` the link of
-    ``ELASTIC_LINK``."""
-    torch_private.check()
-    device = choose_device()
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
-    replica = mesh_of(mesh, device)
-    own = journal_of_environment() if journal is None else None
-    journal = own if own is not None else journal
-    assert journal is not None
-    components = assemble(
-        seed=seed,
-        group=process_group(device, backend, replica, journal),
-        replica=replica,
-        checkpoints=CheckpointManager(policy, journal),
-        ledger=Ledger.from_environment(),
-        journal=journal,
-        worlds=worlds,
-    )
-    if own is not None:
-        own.locate(components.position)
-        if components.worlds is not None:
-            own.listen(components.worlds.count)
-    components.ending.preemption.install()
-    return components

@@ -1,4 +1,4 @@
-"""The part of ``run`` that is about what people see: metrics, progress and profiles."""
+"""The methods of ``run`` for metrics, progress and profiles."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from elastic.training.observers.writer import MetricsWriter
 
 
 class RunLogging:
-    """What :class:`~elastic.training.run.Run` inherits."""
+    """Base class of :class:`~elastic.training.run.Run`: metrics, progress and profiles."""
 
     def __init__(self, metrics: MetricsLog, profiler: StepProfiler, scope: Scope) -> None:
         self._metrics = metrics
@@ -22,20 +22,20 @@ class RunLogging:
         self._profiler = profiler
 
     def log(self, values: Mapping[str, Loggable] | None = None, /, **named: Loggable) -> None:
-        """Log numbers for the present step: ``run.log(loss=loss, lr=lr)``.
+        """Log numbers for the current step: ``run.log(loss=loss, lr=lr)``.
 
-        Or ``run.log({"train/loss": loss})``. Call it on all ranks: those of rank 0 are written,
-        and if another rank becomes rank 0 it continues with its own. They are the values of one
+        Or ``run.log({"train/loss": loss})``. Call it on all ranks: values of rank 0 are written,
+        and another rank that becomes rank 0 continues with its own. They are the values of one
         rank; ``run.log(**run.mean(len(x), loss=loss))`` logs the mean over all ranks. A tensor
-        needs one element; one on a GPU is read later, and no step waits for it. Steps that are
-        done again replace what was logged for them. See docs/how-to/metrics.md.
+        must have one element; one on a GPU is read later, and no step waits for it. Repeated
+        steps replace their values. See docs/how-to/metrics.md.
 
-        Raises ConfigError for what is not a number.
+        Raises ConfigError for a value that is not a number.
         """
         self._metrics.log({**values, **named} if values else named)
 
     def log_to(self, *writers: MetricsWriter) -> None:
-        """Write what is logged there, and not to the default TensorBoard folder.
+        """Write logged values to these writers instead of the default TensorBoard folder.
 
         :class:`elastic.TensorBoard`, or any object with the three methods of
         :class:`~elastic.training.observers.writer.MetricsWriter`. Call it on all ranks, before
@@ -45,38 +45,38 @@ class RunLogging:
             self._metrics.add_writer(writer)
 
     def plan_steps(self, total: int) -> None:
-        """Say how many optimizer steps the job makes in all: ``run.plan_steps(10_000)``.
+        """Set the total number of optimizer steps of the job: ``run.plan_steps(10_000)``.
 
-        For people: the progress line and `elastic status` then know the time that is left. It ends
-        nothing. `run.epochs` says it by itself; call this where the script counts on its own, or
-        trains with :meth:`begin` and :meth:`commit`. The last call counts. Raises ConfigError for
-        what is no positive integer.
+        The progress line and `elastic status` then show the remaining time. Training does not end
+        there. `run.epochs` sets the total itself; call this if the script counts steps itself, or
+        trains with :meth:`begin` and :meth:`commit`. The last call applies. Raises ConfigError for
+        anything but a positive integer.
         """
         if type(total) is not int or total < 1:
             raise ConfigError(
-                f"run.plan_steps({total!r}) is no number of steps",
-                hint="the optimizer steps of the whole job, those before a resume included: "
+                f"run.plan_steps({total!r}) is not a valid step count",
+                hint="pass the optimizer steps of the whole job, including those before a resume: "
                 "run.plan_steps(10_000)",
             )
         self._scope.total_steps = total
         phases.plan_steps(total)
 
     def profile(self, steps: int | range, *, ranks: Sequence[int] = ()) -> None:
-        """Profile the next ``steps`` steps, or those numbered by a range, with torch.profiler.
+        """Profile the next ``steps`` steps, or a range of step numbers, with torch.profiler.
 
         Each rank, or each of ``ranks``, writes a trace
         ``gGENERATION-stepSTEP-rankRANK.pt.trace.json`` into ``ELASTIC_PROFILES``, by default
-        ``profiles`` in the folder of journals, for Perfetto or TensorBoard. It begins and ends
-        between two steps; if the world ends before, with those that were complete. `elastic
+        ``profiles`` in the journal folder, for Perfetto or TensorBoard. It begins and ends
+        between two steps; if the world ends before, it has the completed steps. `elastic
         profile` does the same from outside. Call it before :meth:`retry`: in the function that
         retry calls it would profile again after each recovery.
 
         Raises:
-            ConfigError: not 1 to 10,000 steps in a row.
-            TrainingError: a profile is under way.
+            ConfigError: not 1 to 10,000 consecutive steps.
+            TrainingError: another profile is running or requested.
         """
         if not self._profiler.ask(request_of(steps, tuple(ranks))):
             raise TrainingError(
-                "run.profile() while another profile is under way, or asked for",
-                hint="one at a time: call it when that has ended",
+                "run.profile() while another profile is running or requested",
+                hint="call it after the other profile has ended",
             )

@@ -18,7 +18,7 @@ from elastic.worker.worlds import Worlds
 
 
 class Shutdown:
-    """One per process."""
+    """Saves and reports at the end of the process. One per process."""
 
     def __init__(
         self,
@@ -34,7 +34,7 @@ class Shutdown:
         recorders: Recorders,
     ) -> None:
         self._job = state.job
-        self._guard = state.guard
+        self._optimizer_watch = state.optimizer_watch
         self._current = state.current
         self._progress = state.progress
         self._lifecycle = lifecycle
@@ -49,9 +49,9 @@ class Shutdown:
         self._journal = recorders.journal
 
     def close(self, *, clean: bool, error: str = "", is_of_the_world: bool = False) -> None:
-        """The process ends; ``error`` is reported to its agent as the reason."""
+        """End the process; ``error`` is reported to its agent as the reason."""
         strategy = self._strategies.active
-        self._guard.close()
+        self._optimizer_watch.close()
         if clean and not self._halt.has_left:
             self._close_in_order()
         else:
@@ -60,14 +60,14 @@ class Shutdown:
             self._end_with(error if must_save else "")
             strategy.release_peers()
         self._observers.close()
-        # After an error nothing else is touched: a step has begun, peers may be gone.
+        # After an error nothing else is changed: a step has begun, and peers may have ended.
         if self._worlds is not None:
             self._worlds.close(clean=clean, error=error)
         self._lifecycle.close()
         self._journal.emit(RunClosed(clean=clean, error=error), level=logging.DEBUG)
 
     def _close_in_order(self) -> None:
-        """Training is complete: its last state is committed before the process ends."""
+        """Commit the last state of a completed training before the process ends."""
         self._loop.finish()
         self._observers.end_world("close")
         if self._lifecycle.is_restored and self._ledger.is_on:
@@ -87,7 +87,7 @@ class Shutdown:
         self._group.destroy()
 
     def _end_with(self, error: str) -> None:
-        """The process ends with an exception of the script: save the last commit if possible."""
+        """Save the last commit, if possible, before an exception of the script ends the process."""
         if error and self._lifecycle.is_restored and self._checkpoints.is_open:
             with self._halt.own_save():
                 self._save_after(error)

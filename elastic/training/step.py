@@ -1,4 +1,4 @@
-"""One optimizer step as the user's loop sees it, and how far the job has come."""
+"""One optimizer step in the user's loop, and the job's progress."""
 
 from __future__ import annotations
 
@@ -16,14 +16,15 @@ from elastic.hangs.phases import phases
 
 @dataclass
 class Progress:
-    """How much of the job is committed. Saved with every checkpoint."""
+    """The committed progress of the job. Saved with every checkpoint."""
 
     step: int = 0  # steps committed since the job began
     epoch: int = 0
 
 
 class StepBatch(Protocol):
-    """What one batch of this rank is; :class:`elastic.training.data.loader.BatchInfo` is one."""
+    """Description of one batch of this rank, such as
+    :class:`elastic.training.data.loader.BatchInfo`."""
 
     @property
     def epoch(self) -> int:
@@ -39,7 +40,7 @@ class StepBatch(Protocol):
 
     @property
     def micro_batches(self) -> int:
-        """Of this step, the same on every rank."""
+        """The number of micro-batches of this step, the same on every rank."""
 
     @property
     def rank_indices(self) -> tuple[int, ...]:
@@ -80,7 +81,7 @@ Batches = Iterator[tuple[StepBatch, Any]]
 
 
 class Step:
-    """What ``run.steps(loader)`` yields: iterate over it for this rank's micro-batches.
+    """A step of ``run.steps(loader)``: iterate over it for this rank's micro-batches.
 
     With one micro-batch ``loss.backward()`` is exact. With several, use ``step.backward(loss)``
     or ``(loss * step.weight).backward()``, where ``loss`` is the mean over the micro-batch.
@@ -95,7 +96,7 @@ class Step:
         masked: tuple[str, ...] = (),
     ) -> None:
         self.number = number  # within the job, from 0
-        self.replay = bool(masked)  # the body runs again, with optimizers masked that had stepped
+        self.replay = bool(masked)  # repeated with masked optimizers, which had stepped
         self.stepped = list(masked)  # tracked optimizers whose update is in the weights, in order
         self._masked = Counter(masked) if masked else None
         self.is_weighted = False  # whether the user's losses carry the weight
@@ -108,7 +109,7 @@ class Step:
 
     @classmethod
     def past(cls, number: int, epoch: int, index: int, size: int) -> Step:
-        """A committed step, for callbacks of it that are called again in another world."""
+        """A committed step, for its callbacks that are called again in another world."""
         batch = OwnBatch(epoch, index, size)
         return cls(number, (batch, None), iter(()), lambda step: None)
 
@@ -118,7 +119,7 @@ class Step:
         return bool(self.stepped)
 
     def is_masked(self, optimizer: str) -> bool:
-        """Whether this update is in the weights already; each one is asked for once."""
+        """Whether this update is already in the weights; to be called once per update."""
         if self._masked is None or not self._masked[optimizer]:
             return False
         self._masked[optimizer] -= 1
@@ -141,23 +142,23 @@ class Step:
 
     @property
     def samples(self) -> int:
-        """How many of the global batch's samples are this rank's."""
+        """The number of this rank's samples in the global batch."""
         return self._info.rank_samples
 
     @property
     def share(self) -> float:
-        """This rank's part of the global batch, 0 to 1."""
+        """This rank's fraction of the global batch, 0 to 1."""
         return self._info.rank_weight
 
     @property
     def weight(self) -> float:
-        """What the mean loss of the present micro-batch counts for within this rank's share."""
+        """The weight of the current micro-batch's mean loss within this rank's share."""
         self.is_weighted = True
         return self._info.weight
 
     @property
     def micro_batch(self) -> int:
-        """The number of the present micro-batch, from 0."""
+        """The number of the current micro-batch, from 0."""
         return self._info.micro_batch
 
     @property
@@ -183,7 +184,7 @@ class Step:
         return data
 
     def only_micro_batch(self) -> Any:
-        """The data of a step that has one micro-batch, for ``for x, y in loader``.
+        """The data of a step with one micro-batch, for ``for x, y in loader``.
 
         Raises :class:`~elastic.TrainingError` if it has several.
         """
@@ -198,7 +199,7 @@ class Step:
         """``loss.backward()`` with the right weight; ``loss`` is the micro-batch's mean."""
         weight = self.weight
         if weight == 0.0:
-            # where and not × 0: a NaN of the filling sample must not reach the gradients.
+            # torch.where, not × 0: a NaN of the filler sample must not reach the gradients.
             loss = torch.where(torch.zeros((), dtype=torch.bool, device=loss.device), loss, 0.0)
         elif weight != 1.0:
             loss = loss * weight

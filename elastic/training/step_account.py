@@ -1,4 +1,4 @@
-"""Where this rank's time goes, summed up in the journal every few seconds.
+"""The time account of this rank, written to the journal every few seconds.
 
 One event per window rather than one per step: a step costs a few stores. The phases come from
 :data:`elastic.hangs.phases.phases`; :mod:`elastic.telemetry.goodput` reads the events.
@@ -17,19 +17,19 @@ from elastic.hangs.phases import phases
 from elastic.telemetry.journal import EventSink
 from elastic.tuning.worker_intervals import STEP_TIMES_S
 
-# What is no part of a step wherever it happens. Everything else is, once the step is committed.
+# Activities that are never part of a step. All others are, once the step is committed.
 _BESIDE_STEPS = (Phase.DATA, Phase.CHECKPOINT, Phase.EVALUATION)
 
 
 class PhaseTimes(Protocol):
-    """What is needed of the recorder of phases."""
+    """The required interface of the phase recorder."""
 
     def seconds(self) -> Sequence[float]: ...
     def at_commit(self) -> tuple[float, Sequence[float]]: ...
 
 
 class StepAccount:
-    """One per process. The main thread calls it; it does nothing outside of a world.
+    """The time account. One per process, used by the main thread; inactive outside of a world.
 
     :meth:`committed` need not be called after each step: the recorder knows when the last one was.
     """
@@ -47,13 +47,13 @@ class StepAccount:
         self._began: Sequence[float] = ()
 
     def begin_world(self, generation: int, step: int) -> None:
-        """Training continues in a world, after ``step`` steps."""
+        """Begin accounting in a world, after ``step`` steps."""
         phases.account()
         self._generation, self._step, self._is_first = generation, step, True
         self._begin_window(self._clock.monotonic(), self._times.seconds())
 
     def committed(self, step: int) -> None:
-        """That many steps have taken effect."""
+        """Note that ``step`` steps are committed."""
         if self._generation is None:
             return
         self._step = step
@@ -62,14 +62,14 @@ class StepAccount:
             self._is_first = False
 
     def end_world(self, ended: str) -> None:
-        """The world is over, or the process ends. ``ended``: "fault", "change" or "close"."""
+        """End the world, or the process. ``ended``: "fault", "change" or "close"."""
         if self._generation is None:
             return
         self._report(ended, self._clock.monotonic(), self._times.seconds())
         self._generation = None
 
     def pause(self) -> None:
-        """Nothing is trained in this world: the wait for the next one accounts for it."""
+        """Begin a paused world: its time is accounted as waiting for the next one."""
         self._generation = None
 
     def _begin_window(self, now_s: float, seconds: Sequence[float]) -> None:

@@ -13,7 +13,7 @@ from __future__ import annotations
 # second and job.
 PROGRESS_S = 2.0
 # The same while nothing but heartbeats is new: a job without progress.
-PROGRESS_STANDING_S = 5.0
+PROGRESS_IDLE_S = 5.0
 # A node's heartbeat goes to the leader over their connection this often: etcd sees nothing of it.
 HEARTBEAT_S = 2.0
 # A heartbeat older than this is shown as late: a node's thread may wait for one call to etcd, and
@@ -26,7 +26,7 @@ RECENT_LOSS_S = 600.0
 SILENT_SCRIPT_S = 120.0
 # A command that connects to etcd says so if that takes longer: it may take connect_timeout_s.
 SAY_CONNECTING_S = 1.0
-# Between two looks of `elastic status --watch`,
+# Between two looks of `elastic status --watch`: each is one read of a few keys.
 STATUS_WATCH_S = 2.0
 # Between two looks of `elastic dashboard` at etcd, once for all of its clients: a page that shows a
 # loss within two seconds asks every second.
@@ -42,21 +42,25 @@ DASHBOARD_PING_S = 15.0
 # A page that has lost the server tries again after this.
 DASHBOARD_RETRY_S = 1.0
 # When it ends, clients have this long to take what is on its way.
-DASHBOARD_GOODBYE_S = 1.0
+DASHBOARD_DRAIN_S = 1.0
 # Between two looks of `elastic wait`, whose caller waits for its end.
 WAIT_LOOK_S = 0.5
 # How long `elastic wait` waits unless told, as kubectl does.
 WAIT_TIMEOUT_S = 30.0
 # `elastic profile` holds its request for so long: all agents that watch have heard of it by then.
 PROFILE_REQUEST_S = 3.0
+# The least lease of that request, which removes it if the command is killed: longer than one call.
+PROFILE_LEASE_S = 10.0
 # One call to etcd, retries included.
 STORE_CALL_S = 5.0
 # For the first contact of a store that is not told another limit: one call.
 STORE_CONNECT_S = STORE_CALL_S
 # For an agent's first contact (connect_timeout_s): two calls, as etcd may be starting as well.
 FIRST_CONTACT_S = 2 * STORE_CALL_S
-# The longest pause between two tries. PROTOCOL section 3 builds on it.
+# The longest pause between two tries (docs/explanation/protocol.md, section 5).
 STORE_BACKOFF_CAP_S = 1.0
+# The first pause between two tries; each further one is twice as long, with jitter.
+STORE_RETRY_S = 0.05
 # The first pause between two connections to a member.
 STORE_FIRST_BACKOFF_S = 0.1
 # A connection to etcd is pinged after a silence of this: etcd closes those that are pinged more
@@ -68,19 +72,23 @@ STORE_KEEPALIVE_S = 6.0
 STORE_KEEPALIVE_ANSWER_S = 3.0
 # A call's first try; each further one has twice as long, within the limit of the call.
 STORE_FIRST_ATTEMPT_S = 1.5
-# A member of the cluster that does not answer in this time is not used;
+# The least time of a try: gRPC fails one whose deadline has passed without sending it.
+STORE_LEAST_ATTEMPT_S = 0.05
+# A member of the cluster that does not answer in this time is not used.
 STORE_PROBE_S = 1.0
-# on an overloaded machine the probe gets more patient, up to this.
+# The most time that a member gets: on an overloaded machine each failed round doubles it.
 STORE_SLOWEST_PROBE_S = 4.0
+# The least time that a member gets where the others need theirs: a handshake on one network.
+STORE_LEAST_PROBE_S = 0.1
 # A watch that is silent for longer is questioned.
-STORE_PULSE_S = 1.0
+STORE_SILENCE_S = 1.0
 # A read that brings a watch up to date.
 STORE_READ_S = 2.0
 # After a watch was made anew, its first messages may be older than what was read: they settle.
 STORE_SETTLING_S = 1.0
-# A renewal of a lease gets a share of the length of the lease, at least this,
+# A renewal of a lease gets a share of the length of the lease, and at least this.
 STORE_SHORTEST_RENEWAL_S = 0.3
-# and at most this: then another member is asked.
+# The most time that a renewal gets, however long the lease is: then another member is asked.
 STORE_LONGEST_RENEWAL_S = 1.5
 # To give a lease back when an agent ends: without it the lease ends by itself.
 STORE_REVOKE_S = 1.0
@@ -104,10 +112,10 @@ NODE_IDLE_S = 1.0
 # the others.
 LEAVING_WORLD_S = 2.0
 # Etcd is out of reach after twice the silence in which its watch is questioned.
-STORE_AWAY_S = 2 * STORE_PULSE_S
+STORE_AWAY_S = 2 * STORE_SILENCE_S
 # The node's thread turns every second (NODE_IDLE_S). After a pause of this length it may have been
-# frozen, and not etcd away: it gets as long to find etcd again. (The permission of its workers was
-# not extended meanwhile.)
+# frozen, and not etcd away: it gets as long to find etcd again. The permission of its workers was
+# not extended meanwhile.
 FROZEN_S = 5.0
 
 # torchrun's side -------------------------------------------------------------------------------
@@ -118,7 +126,7 @@ REPLACEMENT_DECIDED_S = STORE_CALL_S
 # How long torch's own backends wait for more nodes once there are enough (torch 2.11 to 2.15:
 # rendezvous/dynamic_rendezvous.py, RendezvousTimeout): what programs that launch are written for.
 STOCK_LAST_CALL_S = 30.0
-# torch/distributed/launcher/api.py puts this timeout into every configuration.
+# In every configuration of torch/distributed/launcher/api.py.
 TORCHRUN_TIMEOUT_S = 900
 # From the start of the workers to elastic.join(): imports, on a busy machine or from a cold cache.
 JOIN_EXPECTED_S = 30.0
@@ -142,15 +150,19 @@ PROBE_AGAIN_S = 0.05
 # A new leader waits this long for running worlds to be registered: longer than the cap of the
 # watch's back-off (STORE_BACKOFF_CAP_S), so that after a wipe every agent has registered again.
 ADOPTION_WAIT_S = 1.5
-# How long a planned world waits for the first report of a step before it interrupts one: a node
-# that leaves has little time,
+# How long a planned world waits for the first report of a step before it interrupts one, where a
+# node leaves: it has little time.
 STEP_RATE_LEAVING_S = 1.0
-# and a joining node has all of it.
+# The same, where nodes only join: nothing presses.
 STEP_RATE_JOINING_S = 5.0
 # The leader looks again for the report of a step this often.
 STEP_RATE_AGAIN_S = 0.05
 # The leader asks a silent node again this often.
 RECHECK_S = 0.5
+# With nothing to do the leader looks again after this: what changes wakes it through its watch.
+LEADER_IDLE_S = 5.0
+# The same, before its watch has listed the nodes.
+LEADER_UNLISTED_S = 1.0
 # A follower that could not follow the leader's key tries again after this.
 FOLLOW_AGAIN_S = 0.5
 # How long an announcement takes from the leader to the last worker, with room to spare: pushed over
@@ -192,7 +204,7 @@ EMBEDDED_STOP_S = 5.0
 EMBEDDED_PROBE_S = 2.0
 # For `etcd --version`, from a cold disk.
 EMBEDDED_VERSION_S = 20.0
-# etcd's own defaults for one machine.
+# The default of etcd, for members on one machine or network.
 EMBEDDED_HEARTBEAT_MS = 100
 # Ten heartbeats, as etcd's documentation advises.
 EMBEDDED_ELECTION_MS = 10 * EMBEDDED_HEARTBEAT_MS
@@ -252,11 +264,15 @@ CLI_POLL_S = 0.1
 CLI_TOO_FEW_S = 5.0
 # Each step of the demo takes this long, so that people can see it.
 DEMO_STEP_S = 0.06
+# The demo gives up after this, unless told otherwise: ten times as long as on an idle laptop.
+DEMO_TIMEOUT_S = 300.0
 # For a node of the demo to start and take part.
 DEMO_PATIENCE_S = 180.0
 # One call to Kubernetes' API server.
 CLUSTER_CALL_S = 10.0
 # For the API server to do it: longer than an upgrade of a control plane is away.
 CLUSTER_PATIENCE_S = 600.0
+# The first pause between two calls to an API server that failed, or to etcd by `elastic finish`.
+CLUSTER_FIRST_BACKOFF_S = 0.5
 # The longest pause between two calls to an API server, or to etcd by `elastic finish`.
 CLUSTER_BACKOFF_CAP_S = 30.0

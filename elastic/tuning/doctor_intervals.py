@@ -21,6 +21,12 @@ DOCTOR_OTHER_RANKS_S = 2.0
 DOCTOR_END_S = 2.0
 # The ranks of one node may be done at once while another node's wait for their deadline.
 DOCTOR_EXCHANGE_MARGIN_S = 15.0
+# A result that has arrived is taken even at its deadline: the least wait for one.
+DOCTOR_LEAST_WAIT_S = 0.01
+# After its SIGKILL a probe's process is waited for this long: one in a hung system call never ends.
+DOCTOR_KILLED_S = 0.2
+# The servers of the checks between nodes look this often whether they are to end.
+DOCTOR_SERVER_TURN_S = 0.05
 # Between two looks at what ranks have written that mpirun has started.
 DOCTOR_MPI_POLL_S = 0.1
 # A message size whose round trip takes longer ends the series of speeds.

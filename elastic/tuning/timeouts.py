@@ -90,15 +90,15 @@ class Timeouts:
     checkpoint_budget_s: float = 16.0
     # A leaving node has gone by then: termination_grace_s less the agent's own end.
     leave_grace_s: float = 20.0
-    # torchrun's --shutdown-timeout: as long as leave_grace_s.
+    # The --shutdown-timeout of torchrun: as long as leave_grace_s.
     shutdown_timeout_s: float = 20.0
     # From SIGTERM to SIGKILL of a pod; Kubernetes' default is 30 s.
     termination_grace_s: float = 30.0
 
     # A rank that shows no sign of progress for so long inside a step, or ten times as long as
-    # lately, hangs if others wait for it (elastic/hangs/budgets.py);
+    # lately, hangs if others wait for it (elastic/hangs/budgets.py).
     hang_timeout_s: float = 3.5
-    # outside of a step, where evaluations and checkpoints are, this.
+    # The same outside of a step, where evaluations and checkpoints are.
     hang_script_timeout_s: float = 900.0
     # A collective fails after so long, whichever rank is missing: the process group's timeout. The
     # second line behind the detection of hangs, so by default at least twice

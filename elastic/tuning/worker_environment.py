@@ -165,7 +165,7 @@ def choose_route(
     *,
     max_nodes: int,
     own_address: str,
-    is_told: bool,
+    is_configured: bool,
     peers: Sequence[str],
     interface: str | None = None,
     own_network: str | None = None,
@@ -176,7 +176,8 @@ def choose_route(
     Args:
         max_nodes: of the job.
         own_address: where the other nodes reach this one.
-        is_told: whether a person gave that address (``--local-addr``, ``pod_ip``, ``network``).
+        is_configured: whether that address was configured (``--local-addr``, ``pod_ip``,
+            ``network``).
         peers: addresses of the other nodes, the leader's first; none are known to the first node.
         interface: its name, if a person gave it.
         own_network: the option ``network``, which has that address.
@@ -191,7 +192,7 @@ def choose_route(
     if max_nodes == 1 and network.interface(LOOPBACK) is not None:
         return Route(LOOPBACK, "all ranks are on this machine")
     own = network.with_address(own_address)
-    if is_told and own is not None:
+    if is_configured and own is not None:
         told = (
             f"this node's address in network={own_network}"
             if own_network

@@ -14,9 +14,11 @@ from __future__ import annotations
 LINK_HEARTBEAT_S = 0.2
 # To connect to the agent, tries included: it may be busy with starting workers.
 LINK_CONNECT_S = 10.0
-# Between two attempts to connect again: the first pause,
+# Between two attempts of the first connection: the agent listens before it starts workers.
+LINK_CONNECT_AGAIN_S = 0.1
+# The first pause between two attempts to connect again; each further one is twice as long.
 LINK_FIRST_PAUSE_S = 0.05
-# and the longest: an agent that comes back is found within this.
+# The longest pause between them: an agent that comes back is found within this.
 LINK_LONGEST_PAUSE_S = 1.0
 # What close() waits for an agent that does not read.
 LINK_CLOSE_S = 0.5
@@ -41,6 +43,12 @@ UNREPORTED_S = 2 * STEP_TIMES_S
 MERGED_WINDOWS_S = 300.0
 # A wall clock that moves by this against the monotonic one of its machine was set.
 CLOCK_SET_S = 1.0
+# Nodes write that they have joined a world within this of each other: a push from the leader.
+JOINED_TOGETHER_S = 1.0
+# Ranks write that they have entered it within this: they build their group and load the state.
+ENTERED_TOGETHER_S = 20.0
+# Agents write the end of the job within this: their workers end first.
+ENDED_TOGETHER_S = 20.0
 # A node whose journal ends this long before the run, without a word, is named in a note.
 SILENT_NODE_S = 10.0
 # Between two looks of `elastic events --follow` for new lines.
@@ -75,9 +83,9 @@ REPLICA_MEETS_S = 300.0
 
 # Between two looks for a newer world, while nobody listens at the store's port.
 STORE_HOST_PROBE_S = 0.1
-# The first look at a key that is not there yet; each further one waits twice as long,
+# The pause after the first look at a key that is not there yet; each further one is twice as long.
 FIRST_LOOK_S = 0.001
-# up to this: a thousand ranks that wait ask the store 50,000 times a second.
+# The longest of these pauses: a thousand ranks that wait ask the store 50,000 times a second.
 SLOWEST_LOOK_S = 0.02
 # Between two looks for the other ranks of a world that no agent has announced.
 DISCOVERY_LOOK_S = 0.02
@@ -107,8 +115,14 @@ ABORT_AGAIN_S = 0.005
 # A group is built in milliseconds. One that is not connects to somebody who does not answer: the
 # connections that it has begun since the last look get their limit (peer_silence_s).
 BUILD_LOOK_S = 0.25
+# The least time of a part of a build: torch takes a timeout of nothing for one without an end, and
+# peers that are there answer in milliseconds.
+BUILD_LEAST_S = 1.0
 # After its time a build ends by itself, and says who is missing, unless it hangs.
 BUILD_GRACE_S = 0.5
+# Beyond the limit of an abort: then a timer that needs no Python ends the process, if the deadline
+# in Python has not, because a thread holds the interpreter lock.
+LAST_RESORT_S = 2.0
 # A deadline that ends the process counts in ticks of this: a machine that was frozen counts one.
 DEADLINE_TICK_S = 0.05
 
@@ -123,8 +137,8 @@ LEAVE_SLICE_S = 0.2
 
 # In-process, peers that continue wait for this process's end before they can.
 SHARE_S = 3.0
-# torchrun kills what has not ended 30 s after its SIGTERM (PContext.close, torch 2.11 to 2.15): six
-# are left for the interpreter's end.
+# A worker that torchrun has sent SIGTERM gets SIGKILL after 30 s (PContext.close, torch 2.11 to
+# 2.15): six are left for the interpreter's end.
 STOPPED_BY_TORCHRUN_S = 24.0
 # The main thread may take so long to a step's boundary, or to notice that peers are gone; then it
 # is interrupted. Without the dead rank the current step cannot be completed anyway.

@@ -20,10 +20,10 @@ from elastic.hangs.phases import phases
 from elastic.link.client import LinkClient
 from elastic.link.protocol import (
     COUNTED,
-    Bye,
     CollectiveFailure,
     CountEvents,
     Entered,
+    Exiting,
     FlightAsk,
     Heartbeat,
     Left,
@@ -97,7 +97,7 @@ class Worlds:
                 local_rank=local_rank,
                 on_message=self.receive,
                 on_agent_death=_die,
-                beat=self._beat,
+                heartbeat=self._heartbeat,
             )
         )
         if (page := offer_page()) is not None:
@@ -111,7 +111,7 @@ class Worlds:
         """The process is about to end."""
         self._flights.close()
         if self._client is not None:
-            self._client.send(Bye(clean=clean, error=error, step=self._position().step))
+            self._client.send(Exiting(clean=clean, error=error, step=self._position().step))
             self._client.close()
 
     # -- called by the main thread -------------------------------------------------------------
@@ -128,7 +128,7 @@ class Worlds:
         return newest is not None and newest.world.generation > self._entering
 
     @property
-    def is_told_to_leave(self) -> bool:
+    def is_asked_to_leave(self) -> bool:
         """Whether the next world is without this worker."""
         newest = self._newest
         return (
@@ -306,7 +306,7 @@ class Worlds:
 
     # -- the link's thread --------------------------------------------------------------------
 
-    def _beat(self) -> Heartbeat:
+    def _heartbeat(self) -> Heartbeat:
         if (times := step_windows.take()) is not None:
             self.send(StepReport(times=times))
         return self._position()

@@ -33,7 +33,12 @@ from elastic.secure_channel.keys import SecretKey
 from elastic.secure_channel.limits import PEER_SILENCE_S
 from elastic.secure_channel.tls import Tls, TlsFiles
 from elastic.telemetry.log import get_logger
-from elastic.tuning.worker_intervals import FIRST_LOOK_S, SLOWEST_LOOK_S, STORE_HOST_PROBE_S
+from elastic.tuning.worker_intervals import (
+    BUILD_LEAST_S,
+    FIRST_LOOK_S,
+    SLOWEST_LOOK_S,
+    STORE_HOST_PROBE_S,
+)
 from elastic.world.faults import GroupBuildFailed
 from elastic.world.world_store import StoreServer, WorldStore, connect
 
@@ -145,7 +150,7 @@ def _join(spec: GroupSpec, give_up: GiveUp, patience: _Patience, *, use_torchs: 
                 nonce=spec.nonce,
                 key=spec.store_key,
                 tls=_tls_of(spec),
-                timeout_s=max(1.0, patience.left_s),
+                timeout_s=max(BUILD_LEAST_S, patience.left_s),
                 give_up=give_up,
                 silence_s=spec.silence_s,
             )
@@ -182,7 +187,7 @@ def _tcp_store(spec: GroupSpec, patience: _Patience, *, is_server: bool) -> Stor
         spec.store_port,
         spec.size,
         is_server,
-        timeout=datetime.timedelta(seconds=max(1.0, patience.left_s)),
+        timeout=datetime.timedelta(seconds=max(BUILD_LEAST_S, patience.left_s)),
         wait_for_workers=False,
     )
 

@@ -7,7 +7,7 @@ split the batch, for the sampler, the loaders and the random numbers of steps al
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from elastic.errors import ConfigError
@@ -72,6 +72,11 @@ class ReplicaMesh:
         return tuple(name for name, size in self.dims if size > 1 and _splits_batch(name))
 
     @property
+    def split_dims(self) -> tuple[str, ...]:
+        """The dimensions of more than one rank."""
+        return tuple(name for name, size in self.dims if size > 1)
+
+    @property
     def data_size(self) -> int:
         """Into how many parts a replica splits its samples."""
         return math.prod(size for name, size in self.dims if _splits_batch(name))
@@ -88,6 +93,45 @@ class ReplicaMesh:
             if _splits_batch(name):
                 part = part * size + position // stride % size
         return part
+
+    def coordinates(self, position: int) -> tuple[int, ...]:
+        """Of a rank of the replica, along each dimension.
+
+        >>> ReplicaMesh((("shard", 2), ("tp", 2))).coordinates(2)
+        (1, 0)
+        """
+        found = []
+        for _, size in reversed(self.dims):
+            position, coordinate = divmod(position, size)
+            found.append(coordinate)
+        return tuple(reversed(found))
+
+    def dims_along(self, positions: Sequence[int]) -> frozenset[str] | None:
+        """The dimensions along which these ranks lie, those of one rank left out; None: they are
+        not all the ranks along any dimensions.
+
+        >>> mesh = ReplicaMesh((("shard", 2), ("cp", 2)))
+        >>> sorted(mesh.dims_along([1, 3])), sorted(mesh.dims_along(range(4)))
+        (['shard'], ['cp', 'shard'])
+        """
+        places = {self.coordinates(position) for position in positions if position < self.size}
+        along = {i for i, each in enumerate(zip(*places, strict=True)) if len(set(each)) > 1}
+        count = math.prod(self.dims[i][1] for i in along)
+        if not len(places) == len(positions) == count:
+            return None
+        return frozenset(self.dims[i][0] for i in along)
+
+    def first_alike(self, position: int, sharded: Collection[str]) -> int:
+        """The first rank that holds what the one at ``position`` does, of what these dimensions
+        split.
+
+        >>> ReplicaMesh((("shard", 2), ("tp", 2))).first_alike(3, {"shard"})
+        2
+        """
+        found = 0
+        for (name, size), at in zip(self.dims, self.coordinates(position), strict=True):
+            found = found * size + (at if name in sharded else 0)
+        return found
 
     def check_node(self, workers: int, *, replica_size: int = 1) -> None:
         """Raise ConfigError unless so many workers of a node are whole replicas, or a part of one

@@ -59,6 +59,25 @@ def test_the_region_is_the_backends_own_where_it_has_one() -> None:
     assert calls == ["group start", "aborts", "group end"]
 
 
+def test_the_region_ends_where_an_abort_fails() -> None:
+    """Or every later call of NCCL's in this thread would be part of it."""
+    calls: list[str] = []
+
+    class Legacy:
+        def _group_start(self) -> None:
+            calls.append("group start")
+
+        def _group_end(self) -> None:
+            calls.append("group end")
+
+    with (
+        pytest.raises(RuntimeError),
+        communicators._as_one(object(), Legacy(), torch.device("cpu")),
+    ):
+        raise RuntimeError("the abort fails")
+    assert calls == ["group start", "group end"]
+
+
 def test_every_backend_named_nccl_runs_on_a_stream() -> None:
     """A new name is to be looked at, and added to elastic/process_group/semantics.py."""
     names = {name for name in dist.Backend.backend_list if "nccl" in name}

@@ -34,20 +34,51 @@ REPOSITORY = Path(__file__).parents[2]
 # Whose business private names are.
 PLACES = {
     "elastic/rendezvous/torch_private.py",
+    "elastic/rendezvous/torch_registry.py",  # must import nothing heavy; optional
     "elastic/torch_private.py",
+    "elastic/torch_fsdp.py",
     "checkpoints/tensors/torch_private.py",
     "elastic/process_group/communicators.py",  # NCCL's abort
     "elastic/testing/doubles/nccl_semantics.py",  # a backend of torch's kind, for tests
+    "elastic/testing/doubles/device_stream.py",  # its device
 }
 # By file: names that are not torch's, or are looked for with a default.
 ELSEWHERE = {
-    "elastic/rendezvous/entrypoint.py": {"_registry"},  # must import nothing heavy; optional
     "elastic/cli/launch/flags.py": {"_actions"},  # argparse
     "elastic/cli/kube/options.py": {"_ActionsContainer"},  # argparse
     "elastic/testing/forks/server.py": {"_devnull"},  # subprocess
     "elastic/testing/small_world/worker.py": {"_clear", "_run_exitfuncs"},  # atexit
 }
+# By file outside of them: what is replaced in the modules and classes of others.
+REPLACED = {
+    "elastic/process_group/patches.py": {"dist.Work.wait", "sys.excepthook"},  # with an end
+    "elastic/world/failure.py": {"sys.excepthook"},  # reports the error, then calls the other one
+    "elastic/hangs/phases.py": {"pdb.Pdb.interaction"},  # a person at a prompt is no hang
+    # Processes that become another program: its arguments and files.
+    "elastic/testing/forks/server.py": {
+        "sys.__stdin__",
+        "sys.argv",
+        "sys.stdin",
+        "tempfile.tempdir",
+    },
+    "elastic/testing/small_world/worker.py": {
+        "components.start_components",  # to know the run that the script joins
+        "sys.argv",
+        "sys.stderr",
+        "sys.stdout",
+    },
+}
 OF_PYTHON = {"_exit", "_getframe", "_asdict"}  # os, sys, namedtuple: documented there
+
+
+# What torch's own objects have: on anything but ``self`` these are torch's, whoever defines such a
+# name as well, and a string that names one is for getattr or for a ``__dict__``.
+OF_OBJECTS = {
+    name
+    for name in (*vars(torch.nn.Module()), *dir(torch.Tensor))
+    if name.startswith("_") and not name.startswith("__")
+}
+GETTERS = {"attrgetter", "methodcaller"}
 
 
 def is_private(name: str) -> bool:
@@ -102,11 +133,49 @@ def foreign_names(tree: ast.Module, own: set[str]) -> Iterator[str]:
             yield from (p for p in path.split(".") if path.startswith("torch") and is_private(p))
     for node in ast.walk(tree):
         if isinstance(node, ast.Attribute) and is_private(node.attr):
-            if root_of(node) in of_torch or node.attr not in own:
+            is_of_object = node.attr in OF_OBJECTS and root_of(node) not in ("self", "cls")
+            if root_of(node) in of_torch or node.attr not in own or is_of_object:
                 yield node.attr
-        elif isinstance(node, ast.Call) and called(node).endswith("attr"):
+        elif isinstance(node, ast.Constant) and node.value in OF_OBJECTS:
+            yield str(node.value)
+        elif isinstance(node, ast.Call) and (
+            called(node).endswith("attr") or called(node) in GETTERS
+        ):
             words = [a.value for a in node.args if isinstance(a, ast.Constant)]
             yield from (w for w in words if isinstance(w, str) and is_private(w) and w not in own)
+
+
+def assigned(node: ast.AST) -> Iterator[tuple[ast.expr, str]]:
+    """The objects of which a statement replaces an attribute, and its name, however it does so."""
+    match node:
+        case ast.Attribute(value=owner, attr=name, ctx=ast.Store() | ast.Del()):
+            yield owner, name
+        case ast.Subscript(
+            value=ast.Call(func=ast.Name(id="vars"), args=[owner])
+            | ast.Attribute(value=owner, attr="__dict__"),
+            slice=slice,
+            ctx=ast.Store() | ast.Del(),
+        ):
+            yield owner, ast.unparse(slice).strip("'")
+        case ast.Call(
+            func=ast.Name(id="setattr" | "delattr"), args=[owner, ast.Constant(value=str(name)), *_]
+        ):
+            yield owner, name
+
+
+def replaced_names(tree: ast.Module) -> Iterator[str]:
+    """What a module replaces in modules and classes of others, by the names of its imports."""
+    of_others: set[str] = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            of_others |= {(a.asname or a.name).partition(".")[0] for a in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            of_others |= {alias.asname or alias.name for alias in node.names}
+    for node in ast.walk(tree):
+        for owner, name in assigned(node):
+            path = ast.unparse(owner).split(".")
+            if path[0] in of_others and all(part.isidentifier() for part in path):
+                yield ".".join([*path, name])
 
 
 def test_no_other_module_uses_a_private_name_of_torch() -> None:
@@ -122,6 +191,32 @@ def test_no_other_module_uses_a_private_name_of_torch() -> None:
     assert found == {}
 
 
+def test_what_is_replaced_in_others_is_listed() -> None:
+    files = [p for top in ("elastic", "checkpoints") for p in (REPOSITORY / top).rglob("*.py")]
+    found = {
+        path: names
+        for file in files
+        if (path := str(file.relative_to(REPOSITORY))) not in PLACES
+        and (names := set(replaced_names(ast.parse(file.read_text()))))
+    }
+    assert found == REPLACED
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "import torch.distributed as dist\ndist.Work.wait = None",
+        "from torch.distributed.elastic import events\nvars(events)['record'] = None",
+        "from torch import nn\nnn.Module.__dict__['forward'] = None",
+        "import torch\nsetattr(torch, 'compile', None)",
+        "def f():\n    import pdb\n    pdb.Pdb.interaction = None",
+    ],
+)
+def test_the_scan_finds_what_is_replaced(code: str) -> None:
+    assert len(list(replaced_names(ast.parse(code)))) == 1
+    assert not list(replaced_names(ast.parse("import os\nos.environ['X'] = ''")))
+
+
 @pytest.mark.parametrize(
     "code",
     [
@@ -131,6 +226,9 @@ def test_no_other_module_uses_a_private_name_of_torch() -> None:
         "from torch._C._distributed_c10d import HashStore",
         "def f(loader): return loader._index_sampler",
         "def f(loader): return getattr(loader, '_index_sampler', None)",
+        "from operator import attrgetter\nf = attrgetter('_index_sampler')",
+        "class Own:\n    def f(self, part):\n        self._buffers = part._buffers",
+        "TABLES = ('_forward_hooks', '_backward_hooks')",
     ],
 )
 def test_the_scan_finds_them(code: str) -> None:

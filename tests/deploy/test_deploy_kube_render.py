@@ -129,7 +129,7 @@ REFUSED: tuple[tuple[tuple[str, ...], str, str], ...] = (
     (("--nodes=many",), "--nodes=many", "--nodes=2:4"),
     (("--nodes=",), "--nodes= ", "--nodes=2:4"),
     (("--gpus-per-node=0",), "--gpus-per-node=0", "dev"),
-    (("--overlay=dev", "--gpus-per-node=1"), "--overlay=dev", "without GPUs"),
+    (("--overlay=dev", "--gpus-per-node=1"), "--overlay=dev", "has no GPUs"),
     (("--with=spott",), "did you mean 'spot'", "known"),
     (("--with=spot", "--grace=90"), "--grace=90", "leave one"),
     (("--grace=5",), "no time for a checkpoint", "or more"),
@@ -168,7 +168,7 @@ REFUSED: tuple[tuple[tuple[str, ...], str, str], ...] = (
     (("--overly=prod",), "--overly", "-h"),
     # resources and placement
     (("--cpu=lots",), "--cpu='lots'", "500m"),
-    (("--cpu=0",), "--cpu='0'", "above 0"),
+    (("--cpu=0",), "--cpu='0'", "is not a positive quantity"),
     (("--cpu=0.0001",), "--cpu=0.0001", "500m"),
     (("--memory=64GB",), "--memory='64GB'", "256Gi"),
     (("--memory=64",), "--memory=64 is 64 bytes", "256Gi"),
@@ -283,7 +283,7 @@ def test_kueue_gets_a_least_parallelism_that_it_accepts(
 
 def test_a_fixed_size_is_warned_of(render: Render, capsys: pytest.CaptureFixture[str]) -> None:
     render("--nodes=4")
-    assert "`kubectl drain` waits" in capsys.readouterr().err
+    assert "`kubectl drain` blocks" in capsys.readouterr().err
     render("--nodes=4:5")
     render()
     assert "warning" not in capsys.readouterr().err

@@ -90,7 +90,7 @@ def test_nothing_else_is_set(manifests: Rendered, environ: dict[str, str]) -> No
 
 
 def test_the_backend_is_ours_and_failures_do_not_end_a_node(flags: Namespace) -> None:
-    assert flags.rdzv_backend == "etcd-v3"
+    assert flags.rdzv_backend == "etcd"
     assert flags.max_restarts > 1000
     low, high = node_range(flags.nnodes)
     assert low < high, "not elastic"

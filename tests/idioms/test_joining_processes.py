@@ -58,7 +58,7 @@ def test_a_joining_process_that_trains_otherwise_is_noticed(
     outcome = runs.world.run(script, tmp_path / "job", size=3, death=BY_ITSELF, is_replaced=True)
     assert not outcome.survivors, outcome.describe()
     assert message in outcome.describe()
-    assert f"after step {LATE} " in outcome.describe()
+    assert f"after step {LATE}, " in outcome.describe()
 
 
 COUNTS = {
@@ -74,7 +74,7 @@ def train():
             STEP
             count += 1
 """,
-        f"step {LATE} is done again with lr=0.001 for optimizer, and had lr=0.000134",
+        f"step {LATE} is repeated with lr=0.001 for optimizer (previously lr=0.000134",
     ),
     "a number of steps in a local variable": (
         """
@@ -86,7 +86,7 @@ def train():
         STEP
         count += 1
 """,
-        "this pass goes on after 2 steps of the job, without run.epochs",
+        "this loop resumes after 2 steps without run.epochs",
     ),
 }
 
@@ -146,5 +146,5 @@ def train():
         outcome.assert_success(workers=2)
         return
     assert not outcome.survivors, outcome.describe()
-    expected = f"the gradients of {4 - counted} batches were used in step {11 - counted}"
+    expected = f"step {11 - counted} used the gradients of {4 - counted} batches"
     assert expected in outcome.describe()

@@ -113,6 +113,41 @@ def train():
                 p.data -= 0.01 * p.grad.data
             die(epoch * 8 + i, at)
 """,
+    "gradients summed up by hand": """
+def train():
+    for epoch in run.epochs(2):
+        for i, (inputs, targets) in enumerate(loader, start=loader.index):
+            loss = F.mse_loss(network(inputs), targets, reduction="sum") / 12
+            gradients = torch.autograd.grad(loss, list(network.parameters()))
+            if run.world.rank == 2 and run.world.generation == 1 and epoch * 8 + i == at:
+                os.kill(os.getpid(), signal.SIGKILL)
+            with torch.no_grad():
+                for p, g in zip(network.parameters(), gradients):
+                    dist.all_reduce(g)
+                    p -= 0.01 * g
+""",
+    "gradients summed up by hand, for the next step": """
+class Sums(nn.Module):
+    def __init__(self):
+        super().__init__()
+        for i, p in enumerate(network.parameters()):
+            self.register_buffer(f"sum{i}", torch.zeros_like(p))
+sums = Sums()
+run.track(sums=sums)
+def train():
+    for epoch in run.epochs(2):
+        for i, (inputs, targets) in enumerate(loader, start=loader.index):
+            with torch.no_grad():
+                for p, g in zip(network.parameters(), sums.buffers()):
+                    p -= 0.01 * g
+            loss = F.mse_loss(network(inputs), targets, reduction="sum") / 12
+            gradients = torch.autograd.grad(loss, list(network.parameters()))
+            if run.world.rank == 2 and run.world.generation == 1 and epoch * 8 + i == at:
+                os.kill(os.getpid(), signal.SIGKILL)
+            for s, g in zip(sums.buffers(), gradients):
+                s.copy_(g)
+                dist.all_reduce(s)
+""",
     "sharpness-aware minimization": """
 def train():
     for epoch in run.epochs(2):
@@ -225,7 +260,7 @@ def train():
     for inputs, targets in loader:
         STEP
 """,
-        "after step 0 rank 1 has other weights than rank 0",
+        "after step 0, rank 1 has other weights than rank 0",
     ),
     "weights are loaded by the function that is called again": (
         TRAINED
@@ -239,7 +274,7 @@ def train():
             STEP
             die(epoch * 8 + i, at)
 """,
-        "weights were changed after they had been restored for step 5",
+        "weights were changed after they were restored for step 5",
     ),
     "the next batch is fetched before the backward pass": (
         TRAINED
@@ -430,7 +465,7 @@ def train():
     script.write_text(head + TRAINED + body.replace("STEP", STEP) + TAIL)
     runs.world.run(script, tmp_path / "first", size=1).assert_success(workers=1)
     outcome = runs.world.run(script, tmp_path / "second", size=1)
-    assert "weights were changed after they had been restored for step 8" in outcome.describe()
+    assert "weights were changed after they were restored for step 8" in outcome.describe()
 
 
 @pytest.mark.parametrize("loop", REFUSED)

@@ -22,10 +22,10 @@ DEADLINE_S = 60.0
 WORKER = """
 import os, sys, time
 from elastic.link.client import LinkClient
-from elastic.link.protocol import Heartbeat, Bye, Entered, Ready, CollectiveFailure
+from elastic.link.protocol import Heartbeat, Exiting, Entered, Ready, CollectiveFailure
 client = LinkClient.connect(
     sys.argv[1], local_rank=int(sys.argv[2]), on_message=lambda m: None,
-    on_agent_death=lambda: os._exit(9), beat=lambda: Heartbeat(
+    on_agent_death=lambda: os._exit(9), heartbeat=lambda: Heartbeat(
         generation=1, step=2, phase="step", step_time_s=0.5),
 )
 client.send(Ready())
@@ -44,13 +44,13 @@ elif what == "forked client":
     os.wait()
     client.send(Entered(generation=1, step=1))
 elif what == "bye":
-    client.send(Bye(clean=True, error=""))
+    client.send(Exiting(clean=True, error=""))
     client.close()
     sys.exit(3)
 elif what == "talk":
     for step in range(40):
         client.send(CollectiveFailure(generation=step, error="x" * 3000))
-    client.send(Bye(clean=False, error="the last word"))
+    client.send(Exiting(clean=False, error="the last word"))
     client.close()
     sys.exit(3)
 elif what == "close":
@@ -154,7 +154,7 @@ def connect(path: str, **more: Any) -> LinkClient:
         "local_rank": 0,
         "on_message": lambda message: None,
         "on_agent_death": lambda: None,
-        "beat": lambda: Heartbeat(generation=0, step=0, phase="other", step_time_s=0.0),
+        "heartbeat": lambda: Heartbeat(generation=0, step=0, phase="other", step_time_s=0.0),
         **more,
     }
     return LinkClient.connect(path, **settings)

@@ -184,7 +184,7 @@ def test_who_would_wait_for_ever_for_a_failed_node_is_ended(folder: Path) -> Non
     words = ["--nodes-local=2", "--nnodes=2", "--max-restarts=0", "--embedded-etcd"]
     done = run(folder, *words, "fail_alone.py")
     assert done.returncode == 1, done.stderr
-    assert "fewer than 2 nodes are left and none will join: ending 1" in done.stderr
+    assert "fewer than 2 nodes remain and none will join: ending 1" in done.stderr
     assert "Traceback" not in done.stderr
 
 

@@ -23,7 +23,7 @@ from elastic.store.etcd.compat import load_grpc, load_rpc
 from elastic.store.keyvalue import Lease
 from elastic.testing.doubles.manual_clock import ManualClock
 from elastic.testing.doubles.memory_store import MemoryServer, MemoryStore
-from elastic.tuning.agent_intervals import PROGRESS_STANDING_S
+from elastic.tuning.agent_intervals import PROGRESS_IDLE_S
 
 KEYS = Keys.of("/elastic", "llama-7")
 # docs/security.md: what a user needs who may look, and no more.
@@ -179,10 +179,10 @@ def test_only_a_leader_writes_and_only_news_and_on_its_lease(node: TestNode) -> 
     heard["id-b"] = HeardHeartbeat(replace(began, step=40), clock.monotonic() - 3.0)
     writer.write()
     assert len(store.puts) == writes, "nor are heartbeats alone"
-    clock.advance(PROGRESS_STANDING_S)
+    clock.advance(PROGRESS_IDLE_S)
     writer.write()
     assert len(store.puts) == writes + 1, "but they are written every few seconds"
-    at_s = clock.wall() - PROGRESS_STANDING_S - 3.0
+    at_s = clock.wall() - PROGRESS_IDLE_S - 3.0
     assert written().heartbeats == (
         RecordedHeartbeat(node_id="id-b", generation=2, step=40, heard_at_s=at_s, has_joined=True),
     )

@@ -22,7 +22,7 @@ from test_node_service import (
 )
 
 from elastic.agent.messages import ChangeNode
-from elastic.agent.supervision.workers import LinkSaid
+from elastic.agent.supervision.workers import LinkEvent
 from elastic.clock import SYSTEM_CLOCK
 from elastic.events import StragglerFound
 from elastic.link.protocol import StepReport
@@ -450,7 +450,7 @@ def end_a_window(node: InProcess, number: int, compute_s: float) -> None:
         checkpoint_s=0.0,
         script_s=0.0,
     )
-    node.service.loop.post(LinkSaid(KnownWorker(), StepReport(times=times)))  # type: ignore[arg-type]
+    node.service.loop.post(LinkEvent(KnownWorker(), StepReport(times=times)))  # type: ignore[arg-type]
 
 
 def find_straggler(nodes: list[InProcess], slow: InProcess) -> StragglerFound:

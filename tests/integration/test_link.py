@@ -15,11 +15,11 @@ from link_kit import DEADLINE_S, Agent, Processes, connect
 
 from elastic.errors import LinkError
 from elastic.link.protocol import (
-    Bye,
+    ClientHandshakeRequest,
     CollectiveFailure,
     Entered,
+    Exiting,
     Heartbeat,
-    Hello,
     Message,
     Ready,
     SigtermAnswer,
@@ -52,7 +52,7 @@ def test_messages_go_both_ways_in_order(agent: Agent) -> None:
 
 
 def test_it_beats(agent: Agent) -> None:
-    client = connect(agent.server.path, beat_every_s=0.01)
+    client = connect(agent.server.path, heartbeat_every_s=0.01)
     senders = [agent.wait_for(Heartbeat)[0] for _ in range(3)]
     assert {worker.pid for worker in senders} == {os.getpid()}
     client.close()
@@ -75,7 +75,7 @@ def test_the_last_words_and_the_exit_code_come_with_the_death(
 ) -> None:
     process = processes.worker(agent.server.path, "bye")
     death = agent.deaths.get(timeout=DEADLINE_S)
-    assert death == WorkerDeath(process.pid, 3, None, Bye(clean=True, error=""))
+    assert death == WorkerDeath(process.pid, 3, None, Exiting(clean=True, error=""))
     assert process.wait() == 3  # left to its parent to reap
 
 
@@ -85,8 +85,8 @@ def test_the_last_words_come_however_much_was_unread(agent: Agent, processes: Pr
     process = processes.worker(agent.server.path, "talk")
     process.wait(timeout=DEADLINE_S)
     may_read.set()
-    said_bye = agent.deaths.get(timeout=DEADLINE_S).said_bye
-    assert said_bye == Bye(clean=False, error="the last word")
+    exit_notice = agent.deaths.get(timeout=DEADLINE_S).exit_notice
+    assert exit_notice == Exiting(clean=False, error="the last word")
     generations = [m.generation for _, m in agent.said.queue if isinstance(m, CollectiveFailure)]
     assert generations == list(range(40))
 
@@ -120,7 +120,7 @@ def test_a_stopped_worker_holds_up_nobody(agent: Agent, processes: Processes) ->
     client.close()
     os.kill(process.pid, signal.SIGCONT)
     # It was disconnected for not reading, and says hello again.
-    assert agent.wait_for(Hello)[0].pid == process.pid
+    assert agent.wait_for(ClientHandshakeRequest)[0].pid == process.pid
 
 
 def test_nobody_there_is_a_clear_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

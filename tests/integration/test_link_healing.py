@@ -13,7 +13,14 @@ import pytest
 from link_kit import DEADLINE_S, Agent, Processes, connect, hang_up
 
 from elastic.link.client import LinkClient
-from elastic.link.protocol import Entered, Heartbeat, Hello, Message, Ready, SigtermAnswer
+from elastic.link.protocol import (
+    ClientHandshakeRequest,
+    Entered,
+    Heartbeat,
+    Message,
+    Ready,
+    SigtermAnswer,
+)
 from elastic.testing.waiting import eventually
 
 NAMESPACE = ("unshare", "--pid", "--fork", "--kill-child", "--mount-proc")
@@ -27,11 +34,11 @@ def line(process: subprocess.Popen[str]) -> str:
 def test_a_lost_connection_heals_and_nothing_said_meanwhile_is_lost(agent: Agent) -> None:
     heard: queue.Queue[Message] = queue.Queue()
     client = connect(agent.server.path, on_message=heard.put)
-    first, _ = agent.wait_for(Hello)
+    first, _ = agent.wait_for(ClientHandshakeRequest)
     hang_up(client, agent.server.path)
     for step in range(100):
         client.send(Entered(generation=1, step=step))
-    second, _ = agent.wait_for(Hello)
+    second, _ = agent.wait_for(ClientHandshakeRequest)
     assert second.token != first.token
     assert [agent.wait_for(Entered)[1].step for _ in range(100)] == list(range(100))
     agent.server.send(SigtermAnswer(leaving=True), first)  # as its owner knew it
@@ -41,12 +48,12 @@ def test_a_lost_connection_heals_and_nothing_said_meanwhile_is_lost(agent: Agent
 
 def test_connections_made_again_leave_no_descriptors(agent: Agent) -> None:
     client = connect(agent.server.path)
-    agent.wait_for(Hello)
+    agent.wait_for(ClientHandshakeRequest)
     descriptors = len(os.listdir("/proc/self/fd"))
     for _ in range(20):
         eventually(lambda: len(client.sockets()) == 3)  # it has heard the welcome
         hang_up(client, agent.server.path)
-        agent.wait_for(Hello)
+        agent.wait_for(ClientHandshakeRequest)
     eventually(lambda: len(os.listdir("/proc/self/fd")) == descriptors)
     client.close()
 
@@ -54,7 +61,7 @@ def test_connections_made_again_leave_no_descriptors(agent: Agent) -> None:
 def test_an_agent_that_is_stopped_holds_up_no_worker(processes: Processes) -> None:
     process, path = processes.agent()
     client = connect(path)
-    assert line(process) == "Hello"
+    assert line(process) == "ClientHandshakeRequest"
     os.kill(process.pid, signal.SIGSTOP)
     done = threading.Event()
 
@@ -77,7 +84,7 @@ def test_heartbeats_take_no_room_from_messages_while_the_agent_is_stopped(
 ) -> None:
     process, path = processes.agent()
     client = connect(path)
-    assert line(process) == "Hello"
+    assert line(process) == "ClientHandshakeRequest"
     os.kill(process.pid, signal.SIGSTOP)
     for step in range(5000):  # more than there is room for
         client.send_heartbeat(Heartbeat(generation=1, step=step, phase="step", step_time_s=0.5))
@@ -105,12 +112,12 @@ def test_an_agent_without_a_link_is_alive_until_its_process_ends(processes: Proc
     died = threading.Event()
     beats = threading.Semaphore(0)
 
-    def beat() -> Heartbeat:
+    def heartbeat() -> Heartbeat:
         beats.release()
         return Heartbeat(generation=0, step=0, phase="other", step_time_s=0.0)
 
-    client = connect(path, on_agent_death=died.set, beat=beat, beat_every_s=0.01)
-    assert line(process) == "Hello"
+    client = connect(path, on_agent_death=died.set, heartbeat=heartbeat, heartbeat_every_s=0.01)
+    assert line(process) == "ClientHandshakeRequest"
     assert process.stdin is not None
     print(file=process.stdin, flush=True)  # it closes its server, and lives
     while line(process) != "closed":
@@ -145,7 +152,7 @@ def test_a_callback_may_close_its_client(agent: Agent) -> None:
 
     client = connect(agent.server.path, on_message=close)
     clients.put(client)
-    agent.wait_for(Hello)
+    agent.wait_for(ClientHandshakeRequest)
     agent.server.send(SigtermAnswer(leaving=True))
     assert closed.wait(DEADLINE_S)
     client.close()

@@ -18,8 +18,8 @@ from elastic.link.handshake import key_path, read_key
 from elastic.link.protocol import (
     MAX_MESSAGE,
     PROTOCOL_VERSION,
+    ClientHandshakeRequest,
     Heartbeat,
-    Hello,
     Message,
     Ready,
     WorldMessage,
@@ -51,7 +51,8 @@ def connected(agent: Agent, *, proves: bool = True) -> socket.socket:
         b"\x00\xff\x00\xff\n",
         frame(b'{"type": "Ready"}'),
         frame(
-            b'{"type": "Hello", "version": 99, "pid": 1, "local_rank": 0, "library": "9"}',
+            b'{"type": "ClientHandshakeRequest", "version": 99, "pid": 1, "local_rank": 0,'
+            b' "library": "9"}',
         ),
         frame(b"x" * (MAX_MESSAGE + 1)),
         b"GET / HTTP/1.1\r\n\r\n",
@@ -61,7 +62,7 @@ def connected(agent: Agent, *, proves: bool = True) -> socket.socket:
 def test_strangers_are_disconnected_and_nothing_else_happens(
     agent: Agent, sent: bytes, proves: bool
 ) -> None:
-    client = connect(agent.server.path, beat_every_s=0.01)
+    client = connect(agent.server.path, heartbeat_every_s=0.01)
     with connected(agent, proves=proves) as stranger:
         with contextlib.suppress(BrokenPipeError, ConnectionResetError):
             stranger.sendall(sent)
@@ -91,11 +92,11 @@ def test_an_agent_that_does_not_know_the_links_key_is_refused(agent: Agent) -> N
 
 def test_a_key_that_was_cleaned_away_is_there_for_the_next_workers(agent: Agent) -> None:
     """systemd-tmpfiles takes what nobody has touched for days, and leaves live sockets."""
-    client = connect(agent.server.path, beat_every_s=0.01)
-    agent.wait_for(Hello)
+    client = connect(agent.server.path, heartbeat_every_s=0.01)
+    agent.wait_for(ClientHandshakeRequest)
     Path(key_path(agent.server.path)).unlink()
     hang_up(client, agent.server.path)
-    agent.wait_for(Hello)  # who has read it needs no file
+    agent.wait_for(ClientHandshakeRequest)  # who has read it needs no file
     agent.server.keep_key()
     assert Path(key_path(agent.server.path)).exists()
     agent.server.keep_key()
@@ -139,7 +140,7 @@ WORLD = WorldMessage(
     nodes=1,
     store_key="",
 )
-HELLO = Hello(version=PROTOCOL_VERSION, pid=os.getpid(), local_rank=1, library="0")
+HELLO = ClientHandshakeRequest(version=PROTOCOL_VERSION, pid=os.getpid(), local_rank=1, library="0")
 
 
 @pytest.mark.parametrize(
@@ -204,14 +205,18 @@ def test_another_user_is_refused(agent: Agent) -> None:
 
 def test_half_a_frame_is_no_message(agent: Agent) -> None:
     hello = frame(
-        encode(Hello(version=PROTOCOL_VERSION, pid=os.getpid(), local_rank=0, library="0"))
+        encode(
+            ClientHandshakeRequest(
+                version=PROTOCOL_VERSION, pid=os.getpid(), local_rank=0, library="0"
+            )
+        )
     )
     with connected(agent) as half:
         for byte in hello[:-1]:
             half.sendall(bytes([byte]))
         assert agent.said.empty()
         half.sendall(hello[-1:])
-        agent.wait_for(Hello)
+        agent.wait_for(ClientHandshakeRequest)
 
 
 def test_a_second_worker_of_the_same_rank_is_refused(agent: Agent, processes: Processes) -> None:
@@ -245,15 +250,15 @@ def test_a_successor_may_be_faster_than_the_news_of_a_death(
         process.kill()
         process.wait()
         goes_on.set()
-        assert b"Welcome" in successor.recv(1 << 16)
+        assert b"ClientHandshakeReply" in successor.recv(1 << 16)
     assert agent.deaths.get(timeout=DEADLINE_S).pid == process.pid
     assert [worker.pid for worker in agent.server.workers()] == [os.getpid()]
 
 
 def test_connecting_twice_keeps_the_newer_connection(agent: Agent) -> None:
     first = connect(agent.server.path)
-    second = connect(agent.server.path, beat_every_s=0.01)
-    tokens = {agent.wait_for(Hello)[0].token for _ in range(2)}
+    second = connect(agent.server.path, heartbeat_every_s=0.01)
+    tokens = {agent.wait_for(ClientHandshakeRequest)[0].token for _ in range(2)}
     for _ in range(20):
         assert agent.wait_for(Heartbeat)[0].token <= max(tokens)  # no third connection
     assert [worker.token for worker in agent.server.workers()] == [max(tokens)]

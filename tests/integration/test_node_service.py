@@ -1,6 +1,7 @@
 """Several nodes' services in one process, on the store's twin in memory and real sockets.
 
-Histories of PROTOCOL section 4 and 8 that need no torchrun: tests/kill runs them with it.
+Histories of docs/explanation/protocol.md, section 2, that need no torchrun: tests/kill runs them
+with it.
 """
 
 from __future__ import annotations
@@ -50,6 +51,7 @@ from elastic.membership.records import (
     WorldRecord,
     WorldState,
     decode,
+    encode,
 )
 from elastic.node.context import NodeContext
 from elastic.node.identity import current_process
@@ -57,6 +59,7 @@ from elastic.node.oom_kills import OomKillCounter
 from elastic.node.run_secret import RunSecret
 from elastic.node.status import JobSucceeded
 from elastic.secure_channel.tls import Tls, TlsFiles
+from elastic.store.keyvalue import Put, WatchEvent
 from elastic.testing.doubles.memory_store import MemoryServer, MemoryStore
 from elastic.testing.waiting import eventually
 from elastic.tuning.agent_options import AgentOptions
@@ -551,6 +554,38 @@ def test_finish_waits_for_the_live_and_not_for_the_dead(start: Callable[..., Tes
     for thread in threads:
         thread.join(DEADLINE_S)
     assert [done.outcome for done in ended if done] == [Outcome.SUCCESS] * 2
+
+
+def test_a_new_leader_that_has_not_heard_of_the_end_takes_nobody_for_lost(
+    start: Callable[..., TestNode], server: MemoryServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The last leader writes the end of the job and goes. Its successor's watch is late."""
+    a, b = start(max_nodes=2).arrive(), start(max_nodes=2).arrive()
+    a.enter(), b.enter()
+    leader, successor = (a, b) if a.id == leader_in(server) else (b, a)
+    store_events = successor.service.loop.store_events
+    hear = store_events.handle
+
+    def hear_no_end(event: WatchEvent) -> None:
+        if not (isinstance(event, Put) and event.entry.key == KEYS.done):
+            hear(event)
+
+    monkeypatch.setattr(store_events, "handle", hear_no_end)
+    end = Done(
+        outcome=Outcome.SUCCESS,
+        reason="all nodes finished",
+        exit_code=0,
+        generation=1,
+        final_step=None,
+        time_s=0.0,
+    )
+    leader.store.put(KEYS.done, encode(end))
+    leader.crash()
+    server.delete(KEYS.node(leader.id))
+    server.delete(KEYS.leader)
+    eventually(lambda: successor.status.done)
+    assert not [event for event in successor.events if isinstance(event, NodeLost)]
+    assert world_in(server).generation == 1
 
 
 def test_a_joining_node_to_a_finished_job_is_told_so(start: Callable[..., TestNode]) -> None:

@@ -132,7 +132,7 @@ def test_a_leader_that_cannot_be_reached_keeps_the_node_out() -> None:
     with pytest.raises(NodeUnfit) as refused:
         require_fit([found], "n1")
     assert "node n1" in refused.value.message
-    assert "let all TCP ports pass" in refused.value.hint
+    assert "open all TCP ports" in refused.value.hint
     assert refused.value.exit_code == 71
 
 
@@ -155,7 +155,7 @@ def test_a_worker_that_asks_for_it_is_checked_before_it_joins(
     assert sick.returncode == 71, said
     assert "node this-one does not join the job: checkpoint folder" in said
     assert "Not a directory" in said
-    assert "name a folder that exists and that this user may write" in said
+    assert "use an existing folder that this user can write to" in said
     assert "trained" not in said
 
     script = JOINING.format(folder=str(tmp_path / "checkpoints"))

@@ -136,7 +136,7 @@ def test_a_state_arrives_as_it_was_or_not_at_all(tmp_path: Path, ports: tuple[in
     bystander, source, receiver = run("moved_state", 3, tmp_path, ports)
     assert set(receiver["got"].values()) == {True}
     assert not any([*bystander["got"].values(), *source["got"].values()])
-    assert "arrived damaged" in receiver["damaged"] and "rank 1" in receiver["damaged"]
+    assert "was corrupted in transfer" in receiver["damaged"] and "rank 1" in receiver["damaged"]
     assert bystander["damaged"] == source["damaged"] == "None"
 
 

@@ -13,8 +13,10 @@ from pathlib import Path
 import pytest
 from training_job import NEVER, SCRIPTS, TrainingJob, Workload, train_undisturbed
 
+import checkpoints
 from elastic.store.embedded.etcd import EmbeddedEtcd
 from elastic.testing.node import LocalNode, worker_pids
+from elastic.testing.waiting import PATIENCE_S
 
 pytestmark = pytest.mark.cluster
 
@@ -52,7 +54,7 @@ def order(job: TrainingJob, point: str, node: LocalNode) -> Path:
     return staged.rename(job.folder / f"die-{point}")
 
 
-def test_deaths_in_a_step_and_in_a_rebuild_then_of_a_node_then_one_joins(
+def test_deaths_in_a_step_in_a_rebuild_and_of_a_node_then_one_joins_and_all_leave(
     etcd: EmbeddedEtcd, tmp_path: Path
 ) -> None:
     of = workload(tmp_path / "text")
@@ -99,6 +101,17 @@ def test_deaths_in_a_step_and_in_a_rebuild_then_of_a_node_then_one_joins(
         assert went_on[0] >= last
         after = worker_pids(job.running)
         assert all(after.get(name) == before[name] for name in before.keys() & after.keys())
+
+        # All leave, and the nodes' memory with them: at one step, and that is on disk.
+        generation, nodes = job.generation(), job.running
+        job.wait_progress(1)
+        for node in nodes:
+            node.terminate()
+        assert [node.wait(PATIENCE_S) for node in nodes] == [75, 75, 75]
+        saved = checkpoints.list_checkpoints(job.folder / "checkpoints")[0].step
+        assert saved == job.ledger().last_step + 1
+        job.start_nodes(3)
+        job.wait_training(nodes=3, after_generation=generation)
 
         job.assert_finishes_whole(undisturbed)
         assert all(count <= MOST_RECOMPUTED for count in recomputed(job).values()), recomputed(job)

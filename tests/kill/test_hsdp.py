@@ -12,6 +12,7 @@ import pytest
 from state_moves import wait_moved
 from training_job import SCRIPTS, TrainingJob, Workload, train_undisturbed
 
+import checkpoints
 from elastic.store.embedded.etcd import EmbeddedEtcd
 from elastic.testing.node import LocalNode
 from elastic.testing.waiting import PATIENCE_S
@@ -51,7 +52,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return train_undisturbed(tmp_path_factory.mktemp("hsdp-alone"), alone, SCRIPT)
 
 
-def test_a_rank_and_then_a_node_die_and_another_leaves_while_one_replica_stays(
+def test_a_rank_and_a_node_die_another_leaves_and_then_the_only_replica_does(
     etcd: EmbeddedEtcd, tmp_path: Path, undisturbed: Path
 ) -> None:
     """Two nodes of two workers: each node is a replica."""
@@ -79,9 +80,17 @@ def test_a_rank_and_then_a_node_die_and_another_leaves_while_one_replica_stays(
         generation = job.wait_training(nodes=2, after_generation=generation)
         leaver.terminate()
         assert leaver.wait(PATIENCE_S) == 75
-        job.wait_training(nodes=1, after_generation=generation)
+        generation = job.wait_training(nodes=1, after_generation=generation)
         assert pids(survivor) == before
         assert {e["source"] for e in job.journaled("state-restored")} == {"initial"}
+        # The only replica: nobody else has the state, so it is saved where it leaves.
+        survivor.terminate()
+        assert survivor.wait(PATIENCE_S) == 75
+        saved = checkpoints.list_checkpoints(job.folder / "checkpoints")[0].step
+        assert saved == job.ledger().last_step + 1
+        job.start_node()
+        job.wait_training(nodes=1, after_generation=generation)
+        assert {e["step"] for e in job.journaled("state-restored")[-2:]} == {saved}
         job.assert_finishes_whole(undisturbed)
 
 

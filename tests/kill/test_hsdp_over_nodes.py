@@ -10,6 +10,7 @@ import pytest
 from state_moves import wait_moved
 from training_job import SCRIPTS, TrainingJob, Workload, train_undisturbed
 
+import checkpoints
 from elastic.cli.observe.job_view import read_job
 from elastic.cli.observe.sentence import sentence
 from elastic.clock import SYSTEM_CLOCK
@@ -29,7 +30,7 @@ WORKLOAD = Workload(
     batch=22,  # does not divide by the ranks: their shares differ
     epochs=10,
     step_s=0.8,
-    save_every=5,
+    save_every=9,
     extra=(f"--example={EXAMPLE}", "--width=8", "--layers=1", "--precision=fp64"),
 )
 
@@ -117,4 +118,16 @@ def test_one_replica_stays_while_nodes_of_the_other_die_and_leave(
             lambda: job.training_nodes()[1] == names or None, PATIENCE_S, "both remaining nodes"
         )
         assert not set(pids(*job.running)) & set(before)
+
+        # The only replica: the node that was not told leaves with the other, and both save.
+        generation = job.wait_training(nodes=2)
+        job.wait_progress(1)
+        told, partner = job.running
+        told.terminate()
+        assert told.wait(PATIENCE_S) == 75
+        saved = checkpoints.list_checkpoints(job.folder / "checkpoints")[0].step
+        assert saved == job.ledger().last_step + 1
+        job.start_node()
+        job.wait_training(nodes=2, after_generation=generation)
+        assert {e["step"] for e in job.journaled("state-restored")[-2:]} == {saved}
         job.assert_finishes_whole(undisturbed)

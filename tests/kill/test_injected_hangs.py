@@ -32,7 +32,7 @@ RUNS_OF_A_JOB = 20  # a ledger of hours takes long to read
 
 
 @pytest.mark.timeout(1200)
-def test_ten_hangs_of_ten_kinds(etcd: EmbeddedEtcd, tmp_path: Path) -> None:
+def test_every_kind_of_hang_at_another_place(etcd: EmbeddedEtcd, tmp_path: Path) -> None:
     undisturbed = train_undisturbed(tmp_path / "alone", WORKLOAD, SCRIPT)
     with start(etcd.endpoint, tmp_path, WORKLOAD) as job:
         outcomes = [inject(job, injection) for injection in one_of_each(random.Random(SEED))]

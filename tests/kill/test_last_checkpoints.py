@@ -132,7 +132,7 @@ def test_a_second_job_in_the_same_folder_is_told_so(tmp_path: Path) -> None:
         second = alone(tmp_path, "second")
         assert second.wait(PATIENCE_S) == 2
         said = second.log_text()
-        assert f"another job saves into {tmp_path / 'checkpoints'}" in said
+        assert f"another job saves to {tmp_path / 'checkpoints'}" in said
         assert "on node first" in said
     finally:
         first.kill()

@@ -1,7 +1,7 @@
 """A peer dies on NCCL while the host has queued this step and the next: no parameter may change.
 
-PROTOCOL section 8, history 1. What was queued behind a collective runs when the group is aborted:
-an update on half-reduced gradients would show in the final weights.
+See docs/explanation/protocol.md, section 6. Work queued behind a collective runs when the group is
+aborted: an update on half-reduced gradients would show in the final weights.
 """
 
 from __future__ import annotations

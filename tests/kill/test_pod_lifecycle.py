@@ -248,6 +248,7 @@ def test_a_step_longer_than_the_grace_does_not_get_the_pod_killed(
     ) as workers:
         workers.scale(1)
         workers.wait_for(lambda: workers.ledger().begins, PATIENCE_S, "a step")
+        workers.wait_running("workers-0")
         workers.scale(0)
         (end,) = workers.wait_ended_pods(1)
         # -9 if it was the kubelet's SIGKILL.

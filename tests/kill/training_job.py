@@ -150,6 +150,17 @@ class TrainingJob(LocalCluster):
         entries = self.store.list(self.keys.nodes).entries
         return {decode(Node, entry.key, entry.value).name for entry in entries}
 
+    def wait_running(self, name: str) -> None:
+        """Until the node's agent has written down that its workers run in a world: a worker may
+        begin a step before that."""
+
+        def runs() -> bool:
+            entries = self.store.list(self.keys.nodes).entries
+            nodes = (decode(Node, entry.key, entry.value) for entry in entries)
+            return any(node.name == name and node.running is not None for node in nodes)
+
+        self.wait_for(runs, PATIENCE_S, f"{name}'s workers running")
+
     def journaled(self, name: str, *, since_s: float = 0.0) -> list[dict[str, Any]]:
         """From all journals, oldest first, since a moment on the monotonic clock."""
         return read_events(self.folder / "journal", name, since_s=since_s)

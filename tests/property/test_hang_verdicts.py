@@ -284,6 +284,18 @@ def test_a_collective_waits_for_who_may_still_come_to_it(flags: Flag) -> None:
     assert judge([left, waits, joins], 3, POLICY).culprits == (1,), "nobody comes to it"
 
 
+def test_a_read_behind_a_collective_that_nobody_waits_for_is_a_wait_for_others() -> None:
+    """``dist.all_reduce(t)`` on NCCL returns at once, and ``t.item()`` blocks in the script."""
+    for t in (0.99 * POLICY.outside_step_s, 1.01 * POLICY.outside_step_s):
+        blocked = [
+            fact(r, phase=Phase.SCRIPT, quiet_s=t, flags=Flag.ON_STREAM, collective=58)
+            for r in (0, 2)
+        ]
+        hangs = fact(1, phase=Phase.SCRIPT, quiet_s=t, flags=Flag.ON_STREAM, collective=57)
+        verdict = judge([*blocked, hangs], 3, POLICY)
+        assert verdict.culprits == ((1,) if t > POLICY.outside_step_s else ()), t
+
+
 def test_a_mismatch_of_two_names_both_places_and_claims_little() -> None:
     ranks = [
         waiting(0, 9.0, fact(0), outer=Phase.SCRIPT),

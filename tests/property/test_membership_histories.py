@@ -1,4 +1,4 @@
-"""Random histories of a job, decided by ``decide``, with the invariants of DESIGN section 10.
+"""Random histories of a job, decided by ``decide``, with the invariants of the protocol.
 
 A model of what surrounds the decision: nodes with keys on leases, one world key written by
 compare-and-swap, leaders that may look at an old view, and time that moves only by rules.
@@ -146,7 +146,7 @@ class Histories(RuleBasedStateMachine):
         elif proposal.state is WorldState.ACTIVE:
             check_replicas(proposal, view, self.per_replica, self.policy.max_nodes)
         if before and not survivors and chosen:
-            # PROTOCOL section 2: proof, leave, or takeover_s without a sign.
+            # docs/explanation/protocol.md, section 3: proof, leave, or takeover_s without a sign.
             assert proposal.cause is Cause.TAKEOVER
             for m in view.missing:
                 silent_s = self.now - m.last_sign_s

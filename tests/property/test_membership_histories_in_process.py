@@ -154,7 +154,9 @@ class InProcessHistories(RuleBasedStateMachine):
         assert proposal.generation > (before.generation if before else 0)
         self.check_replicas(proposal, view)
         if proposal.mode != "in-process":
-            assert not proposal.planned
+            assert not (proposal.planned and chosen)
+            if proposal.planned and is_fresh:  # all leave: at one step, or nobody is told which
+                self.check_plan(proposal)
             return
         for chosen_node in proposal.nodes:
             assert chosen_node.in_process and chosen_node.state is NodeState.READY, (
@@ -373,7 +375,9 @@ class InProcessHistories(RuleBasedStateMachine):
         newest = record.running.generation if record.running else record.arrived_for
         excluded = record.running is not None and record.node_id not in world.node_ids
         restarts = record.node_id in world.node_ids and world.mode == "restart"
-        switched = not world.switch_at_step or any(m.record.running == world for m in self.members)
+        switched = not (world.switch_at_step and world.members) or any(
+            m.record.running == world for m in self.members
+        )
         if newest < world.generation and (excluded or restarts) and switched:
             self.end_workers(machine, arrived_for=newest)
 

@@ -183,7 +183,7 @@ def _link(folder: Path, change: Change) -> Iterator[Listener]:
             local_rank=0,
             on_message=lambda message: None,
             on_agent_death=lambda: None,
-            beat=lambda: Heartbeat(generation=0, step=0, phase="other", step_time_s=0.0),
+            heartbeat=lambda: Heartbeat(generation=0, step=0, phase="other", step_time_s=0.0),
         ).close()
 
     try:

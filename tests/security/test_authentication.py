@@ -185,7 +185,7 @@ def test_a_worker_does_not_talk_to_an_impostor_of_its_agent(tmp_path: Path) -> N
                 local_rank=0,
                 on_message=lambda message: None,
                 on_agent_death=lambda: None,
-                beat=lambda: Heartbeat(generation=0, step=0, phase="", step_time_s=0.0),
+                heartbeat=lambda: Heartbeat(generation=0, step=0, phase="", step_time_s=0.0),
             )
         thread.join()
     assert told == b""

@@ -57,6 +57,11 @@ _FILE = re.compile(
     r"/[\w./*{},-]*\w+(?:\.(?:py|md|json|yaml|sh|env))"
 )
 _TEST = re.compile(r"(?<![\w/])test_\w+(?![\w.*/])")
+# "docs/explanation/protocol.md, section 3", which a line break may divide; and a document that is
+# named in capitals, of which the repository has none with numbered sections.
+_BREAK = re.compile(r"\s*\n\s*(?:#+ )?\s*")
+_SECTION = re.compile(r"(docs/[\w./-]+\.md),? sections? (\d+)")
+_CAPITALS = re.compile(r"\b[A-Z]{4,}(?:\.md)?,? sections? \d+")
 
 
 @dataclass(frozen=True)
@@ -115,6 +120,24 @@ def pages() -> Iterator[Text]:
     for path in found:
         name = str(path.relative_to(REPOSITORY))
         yield from codes_of(path.read_text(), name)
+
+
+def whole_files() -> Iterator[Text]:
+    """Everything that a person reads in the repository: code with its comments, and pages."""
+    folders = (
+        "elastic",
+        "checkpoints",
+        "tests",
+        "benchmarks",
+        "scripts",
+        "examples",
+        "docs",
+        "deploy",
+    )
+    for folder in folders:
+        for path in sorted((REPOSITORY / folder).rglob("*.*")):
+            if path.suffix in (".py", ".md", ".yaml"):
+                yield Text(str(path.relative_to(REPOSITORY)), path.read_text())
 
 
 def codes_of(page: str, name: str) -> Iterator[Text]:
@@ -246,6 +269,17 @@ def unknown_files(text: str) -> Iterator[str]:
     for name in _TEST.findall(text):
         if name not in _tests():
             yield name
+
+
+def unknown_sections(text: str) -> Iterator[str]:
+    """Sections by number that no document of the repository has."""
+    line = _BREAK.sub(" ", text)
+    yield from _CAPITALS.findall(line)
+    for document, number in _SECTION.findall(line):
+        path = REPOSITORY / document
+        heading = re.compile(rf"^## {number}\. ", re.MULTILINE)
+        if not path.is_file() or not heading.search(path.read_text()):
+            yield f"{document}, section {number}"
 
 
 @cache

@@ -15,10 +15,10 @@ from torch.utils.data import DataLoader, TensorDataset
 from checkpoints import Root
 from elastic.telemetry.journal import EventSink
 from elastic.training.checkpointing.options import Checkpoints
-from elastic.training.components import Components
+from elastic.training.components import Components, start_components
 from elastic.training.data.loader import ElasticLoader
 from elastic.training.gradients.wrap import ElasticDDP
-from elastic.training.run import Run, start_components
+from elastic.training.run import Run
 from elastic.worker.worlds import Worlds
 
 SAMPLES = 52

@@ -1,4 +1,4 @@
-"""Whose state a new world goes on with (PROTOCOL section 6)."""
+"""The state that a new world continues with (docs/explanation/protocol.md, section 6)."""
 
 from __future__ import annotations
 

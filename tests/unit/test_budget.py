@@ -51,6 +51,16 @@ def test_nothing_broken_is_no_reason_to_stop() -> None:
     assert judge() is None
 
 
+@pytest.mark.parametrize("lost", [(), ("n2",)])
+def test_a_world_in_which_nobody_has_the_state_is_the_last(lost: tuple[str, ...]) -> None:
+    """Two nodes that failed alternately went through a hundred generations like that."""
+    without = broke(failed("CheckpointRequired: none is complete", 65), lost=lost)
+    stop = judge(replace(without, counts=False))
+    assert stop is not None and stop.exit_code == 65
+    assert "no node has the state of the job: CheckpointRequired: none is" in stop.reason
+    assert judge(without, replace(broke(lost=("n2",)), counts=False)) is None, "it got on"
+
+
 def test_the_same_error_three_times_in_a_row_stops_with_that_error() -> None:
     assert judge(broke(BOOM), broke(BOOM)) is None
     stop = judge(broke(BOOM), broke(BOOM), broke(BOOM))

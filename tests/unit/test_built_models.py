@@ -208,7 +208,7 @@ def test_calls_at_the_wrong_place_are_refused(tmp_path: Path) -> None:
             run.build(build)
             run.build(build)
 
-        with refused(TrainingError, "run.build() a second time in one world"):
+        with refused(TrainingError, "run.build() was called twice in one world"):
             in_retry(run, twice)
 
 
@@ -220,7 +220,7 @@ def test_build_after_the_state_was_restored_is_refused(tmp_path: Path) -> None:
             assert run.is_main
             run.build(build)
 
-        with refused(TrainingError, "run.build() comes too late"):
+        with refused(TrainingError, "run.build() is called too late"):
             in_retry(run, late)
 
 
@@ -233,7 +233,7 @@ def test_build_without_checkpoints_or_beside_wrap_is_refused(tmp_path: Path) -> 
             run.build(build)
             run.wrap(network())
 
-        with refused(ConfigError, "run.wrap() beside run.build()"):
+        with refused(ConfigError, "run.wrap() in addition to run.build()"):
             in_retry(run, both)
 
 
@@ -261,10 +261,10 @@ def optimizer_first(mesh: DeviceMesh) -> Any:
 @pytest.mark.parametrize(
     ("fn", "message"),
     [
-        (unsharded, "model: '0.weight' is trained, and not sharded"),
-        (partly, "model: '2.weight' is trained, and not sharded"),
+        (unsharded, "model: '0.weight' is trained but not sharded"),
+        (partly, "model: '2.weight' is trained but not sharded"),
         (tensor_parallel, "model is sharded, but not by fully_shard"),
-        (optimizer_first, "parameter 0 of optimizer is in no module that was returned"),
+        (optimizer_first, "parameter 0 of optimizer is in no returned module"),
         (lambda mesh: None, "the function of run.build() returned None"),
         (lambda mesh: (build(mesh)[0], 7), "returned a int, which has no state_dict"),
         (lambda mesh: build(mesh)[1], "the function of run.build() returned no module"),
@@ -307,14 +307,14 @@ def leave_a_world(folder: Path) -> None:
             lambda: held["optimizer"].step(),
             lambda: held["model"].state_dict(),
         ):
-            with refused(TrainingError, "was built in generation 1, which is over") as error:
+            with refused(TrainingError, "was built in generation 1, which has ended") as error:
                 use()  # type: ignore[no-untyped-call]
             assert "model, optimizer = run.build(build)" in str(error.value)
         held.clear()
         del error, use
         parts_of(
             run
-        ).state.registry.guard.reset()  # as in every recovery: the refused update is over
+        ).state.registry.optimizer_watch.reset()  # as in every recovery: the refused update is over
         assert job.remains.collect() == 0
         gc.collect()
         assert first() is None
@@ -373,7 +373,7 @@ def test_a_model_on_the_mesh_of_another_world_is_refused(tmp_path: Path) -> None
 
         in_retry(run, lambda: run.build(keeps))
         parts_of(run).job.retire_built()
-        with refused(ConfigError, "is sharded over the mesh of a world that is over"):
+        with refused(ConfigError, "is sharded over the mesh of an ended world"):
             in_retry(run, lambda: run.build(keeps))
 
 

@@ -67,7 +67,7 @@ def test_a_writer_that_repeats_its_share_does_not_touch_it(tmp_path: Path) -> No
 
 
 def test_parts_of_a_dead_run_and_its_successor_never_make_one_checkpoint(tmp_path: Path) -> None:
-    """PROTOCOL, history 11: parts 0 and 1 of a crashed run, 2 and 3 of the next, same step."""
+    """Parts 0 and 1 of a crashed run, 2 and 3 of the next, same step."""
     for rank in (0, 1):
         _save(tmp_path, rank, 4, nonce="dead")
     for rank in (2, 3):

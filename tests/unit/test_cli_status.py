@@ -345,7 +345,7 @@ def test_every_other_state(job: Job) -> None:
     assert sentence(job.view()).startswith("down: no node is alive; generation 3")
     job.put_world(replace(world(generation=4), time_s=NOW - 5))
     assert sentence(job.view()) == (
-        "down: all nodes have left in order, 5.0 s ago; a new start continues it"
+        "down: all nodes left gracefully 5.0 s ago; a new start continues it"
     )
     job.finish(Outcome.SUCCESS, 0)
     assert sentence(job.view()) == (
@@ -445,7 +445,7 @@ def test_watching_goes_on_with_what_was_last_seen_while_etcd_is_away(
     monkeypatch.setattr(status, "SYSTEM_CLOCK", Clock(NOW))
     assert cli("status", "--watch") == 130
     found = capsys.readouterr()
-    assert "etcd does not answer; this was so 2.0 s ago:" in found.out
+    assert "etcd does not answer; status 2.0 s ago:" in found.out
     assert found.out.count("llama-7: training in generation 7 with 3 of 4 nodes") == 3
     assert "elastic: " in found.err
 
@@ -544,7 +544,7 @@ def test_heartbeats_that_nobody_writes_any_more_are_the_leaders_fault(training: 
     training.put_progress(52, heartbeats=heartbeats(("n1", 52, 1.0), ("n2", 52, 1.0)))
     view = replace(training.view(), at_s=NOW + 60)
     assert sentence(view).endswith(
-        "; the leader has written no heartbeats for 1 min 0 s, or clocks differ"
+        "; the leader has recorded no heartbeats for 1 min 0 s, or clocks differ"
     )
     assert str(view.signs_of(view.nodes[0])) == "1 min 1 s ago (late)"
     behind = replace(training.view(), at_s=NOW - 60)  # no age is negative
@@ -688,7 +688,7 @@ def test_while_etcd_is_away_the_journal_tells_the_last_known_state(
     journal.locate(lambda: {"generation": 7, "step": 52})
     journal.emit(Waiting(reason="x"))
     said = last_known(str(tmp_path), "llama-7", NOW + 9)
-    assert said == ["last known: step 52 in generation 7, 9.0 s ago, by the journal of n1"]
+    assert said == ["last known: step 52 in generation 7, 9.0 s ago, from the journal of n1"]
     conf = "--rdzv-conf=connect_timeout_s=0.5"
     argv = ["status", "--rdzv-endpoint=127.0.0.1:1", "--rdzv-id=llama-7", conf]
     assert main([*argv, f"--journal={tmp_path}"]) == 69
@@ -697,9 +697,9 @@ def test_while_etcd_is_away_the_journal_tells_the_last_known_state(
     assert "127.0.0.1:1" in found.err
     assert "--journal" not in found.err
     assert main(argv) == 69
-    assert "--journal FOLDER shows the last known state" in capsys.readouterr().err
+    assert "--journal FOLDER would show the last known state" in capsys.readouterr().err
     assert main([*argv, f"--journal={tmp_path / 'none'}"]) == 69
-    assert "state not known" in capsys.readouterr().out
+    assert "state unknown" in capsys.readouterr().out
 
 
 def test_a_connection_that_takes_long_says_what_it_waits_for(
@@ -715,7 +715,7 @@ def test_a_connection_that_takes_long_says_what_it_waits_for(
     monkeypatch.setattr("sys.stderr", said)
     argv = ["status", "--rdzv-endpoint=127.0.0.1:1", "--rdzv-id=x"]
     assert main([*argv, "--rdzv-conf=connect_timeout_s=7.5"]) == 1
-    assert "trying for 7.5 s" in said.getvalue()
+    assert "waiting up to 7.5 s" in said.getvalue()
 
 
 def test_a_quick_connection_says_nothing_of_it(
@@ -731,7 +731,7 @@ def test_the_journals_tell_of_checkpoints_incidents_and_the_end(tmp_path: Path) 
     clock = ManualClock(NOW)
     folder = str(tmp_path)
     assert last_known(folder, "llama-7", NOW) == [
-        f"state not known: etcd does not answer, and {folder} tells nothing"
+        f"state unknown: etcd does not answer, and {folder} has no events"
     ]
     other = Journal(folder=folder, identity={"node": "z"}, clock=clock, run_id="another")
     other.locate(lambda: {"generation": 99, "step": 9999})
@@ -759,9 +759,9 @@ def test_the_journals_tell_of_checkpoints_incidents_and_the_end(tmp_path: Path) 
     journal.emit(NodeLost(lost="n3\x1b[2J", reason="its lease has ended"))
     other.emit(NodeLost(lost="of another run", reason=""))
     assert last_known(folder, "llama-7", NOW + 40) == [
-        "last known: step 52 in generation 7 with 2 nodes, 10.0 s ago, by the journal of n1",
+        "last known: step 52 in generation 7 with 2 nodes, 10.0 s ago, from the journal of n1",
         "last checkpoint of step 40, 40.0 s ago",
-        "nodes, by their journals:",
+        "nodes, from their journals:",
         "  n1: step 52, heard 10.0 s ago",
         "  n2: heard 40.0 s ago",
         "recent incidents:",
@@ -798,7 +798,8 @@ def test_a_node_that_is_too_few_for_a_replica_says_so(job: Job) -> None:
     for name in ("n1", "n2", "n3"):
         job.put_node(name, None, NodeState.ARRIVED, replica_size=4, min_nodes=4, max_nodes=8)
     assert sentence(job.view()) == (
-        "waiting for nodes: 3 of at least 4 arrived; n1, n2, n3 wait: 3 of 4 nodes of a replica"
+        "waiting for nodes: 3 of at least 4 have arrived; "
+        "n1, n2, n3 wait: 3 of 4 nodes of a replica"
     )
     record = world("n1", "n2", limits=(2, 6), replica_size=2)
     job.put_world(record)

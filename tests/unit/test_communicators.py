@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from types import SimpleNamespace
@@ -190,6 +192,35 @@ def test_a_build_that_ends_after_it_was_given_up_is_not_stuck() -> None:
     assert not stuck.is_set()
     names = [thread.name for thread in threading.enumerate()]
     assert "elastic-build-deadline" not in names
+
+
+FROZEN = """
+import ctypes, sys, threading, time
+import torch
+from elastic.process_group import communicators
+from elastic.process_group.deadline import end_process
+
+communicators.LAST_RESORT_S = 0.5
+communicators.abort_communicators = lambda device: time.sleep(3600)  # ncclCommAbort
+communicators.CommunicatorAbort(
+    torch.device("cpu"), timeout_s=0.5, expire=lambda: end_process("in Python")
+)
+ctypes.PyDLL(None).sleep(3600)  # Work.is_completed, which waits for the same mutex
+"""
+
+
+def test_an_abort_that_hangs_ends_a_process_whose_interpreter_is_held() -> None:
+    """No thread of Python runs then: neither the deadline's nor that of heartbeats."""
+    done = subprocess.run(
+        [sys.executable, "-c", FROZEN],
+        capture_output=True,
+        text=True,
+        timeout=DEADLINE_S,
+        check=False,
+    )
+    assert done.returncode == 1
+    assert "Timeout" in done.stderr and "in Python" not in done.stderr
+    assert "communicators.py" in done.stderr or "most recent call first" in done.stderr
 
 
 def test_a_deadline_that_is_met_does_nothing() -> None:

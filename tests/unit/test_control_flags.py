@@ -78,7 +78,7 @@ def test_gradients_of_different_steps_are_noticed_by_all(
     exchanged([(rank, torch.ones(4, dtype=dtype)) for rank in ranks])
     for rank, step in zip(ranks, steps, strict=True):
         assert rank.flags is not None
-        with pytest.raises(TrainingError, match=f"at step {step} ") if differ else nullcontext():
+        with pytest.raises(TrainingError, match=f"at step {step}, ") if differ else nullcontext():
             rank.flags.require_one_step(step)
     assert [r.flags.received() for r in ranks if r.flags] == [StepFlags(save=True)] * 3
 

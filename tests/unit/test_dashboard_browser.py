@@ -217,7 +217,7 @@ def test_contrast_labels_and_width(
         show(browser, port, size=size, dark=theme == "dark")
         eventually(lambda: len(browser.find_elements(By.CSS_SELECTOR, "svg")) == 3, "the charts")
         job.server.disconnect()
-        eventually(sees(browser, "etcd does not answer, or refuses"), "the outage")
+        eventually(sees(browser, "etcd does not answer, or denies access"), "the outage")
         picture(browser, f"{size}-{theme}")
         width = browser.execute_script("return document.documentElement.scrollWidth")
         assert width <= SIZES[size][0], "nothing is cut off, and nobody has to scroll sideways"

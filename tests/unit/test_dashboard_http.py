@@ -287,7 +287,7 @@ def test_journals_alone_are_enough(tmp_path: Path) -> None:
         eventually(lambda: dashboard.feed.snapshot.charts, "the charts")
         eventually(lambda: "<svg" in httpx.get(f"http://127.0.0.1:{port}/").text, "they are shown")
         page = httpx.get(f"http://127.0.0.1:{port}/").text
-        assert "of-yesterday" in page and "by the journals alone" in page
+        assert "of-yesterday" in page and "from the journals only" in page
         status = httpx.get(f"http://127.0.0.1:{port}/api/status").json()
     assert status["state"] == "unknown" and not status["source"]["asks_etcd"]
     assert len(page.encode()) <= 250_000

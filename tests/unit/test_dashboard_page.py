@@ -244,7 +244,7 @@ def test_heartbeats_of_many_nodes_are_looked_up_once() -> None:
 def test_an_outage_of_etcd_is_said_above_the_last_view(job: FakeJob) -> None:
     snapshot = snapshot_of(view_of(job), outage=Outage(NOW, "permission denied <x>"))
     said = Reader(PageTemplate().render(snapshot, sections_of(snapshot))).text
-    assert "etcd does not answer, or refuses, since 2026-01-31 12:00:00 UTC" in said
+    assert "etcd does not answer, or denies access, since 2026-01-31 12:00:00 UTC" in said
     assert "permission denied <x>" in said
     assert "training in generation 7" in said
     before = snapshot_of(None, outage=Outage(NOW, "away"), last_known=["last known: step 52"])

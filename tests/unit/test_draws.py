@@ -206,18 +206,18 @@ def test_a_sample_that_is_drawn_again_is_augmented_anew() -> None:
 @pytest.mark.parametrize(
     ("sampler", "named", "remedy"),
     [
-        (SubsetRandomSampler([1, 60]), "names sample 60 of a dataset of 53", "from 0"),
+        (SubsetRandomSampler([1, 60]), "has index 60, the dataset 53 samples", "from 0"),
         (SubsetRandomSampler([]), "SubsetRandomSampler is empty", "split"),
-        (["a.png", "b.png"], "list does not hold the indices of samples", "list of integers"),
+        (["a.png", "b.png"], "list does not contain sample indices", "list of integers"),
         ([1.0, 2.5], "float64 values of shape", "list of integers"),
         ([[1, 2], [3, 4]], r"shape \(2, 2\)", "flat list"),
-        ([-1], "list names sample -1", "from 0"),
+        ([-1], "list has index -1", "from 0"),
         (SequentialSampler(range(60)), "draws from 60 samples, the dataset has 53", "same"),
         (RandomSampler(range(60), num_samples=3), "draws from 60 samples", "same"),
         (WeightedRandomSampler([1.0] * 60, 3), "draws from 60 samples", "same"),
-        (WeightedRandomSampler([0.0, 0.0], 3), "cannot be drawn from", "above 0"),
-        (WeightedRandomSampler([1.0, -1.0], 3), "cannot be drawn from", "at least 0"),
-        (WeightedRandomSampler([1.0, float("nan")], 3), "cannot be drawn from", "finite"),
+        (WeightedRandomSampler([0.0, 0.0], 3), "the weights are invalid", "above 0"),
+        (WeightedRandomSampler([1.0, -1.0], 3), "the weights are invalid", "at least 0"),
+        (WeightedRandomSampler([1.0, float("nan")], 3), "the weights are invalid", "finite"),
         (
             WeightedRandomSampler([1.0, 0.0, 2.0], 3, replacement=False),
             "draws 3 samples without replacement, 2 have",
@@ -280,7 +280,7 @@ def test_a_sampler_that_changes_in_training_is_refused_at_the_next_epoch() -> No
     for one in both:
         with pytest.raises(ConfigError, match=r"has changed since run\.loader") as refused:
             epoch(one, 1)
-        assert "weigh the losses" in refused.value.hint
+        assert "weight the losses" in refused.value.hint
 
 
 def test_states_of_older_releases_are_of_plain_loaders() -> None:

@@ -91,11 +91,11 @@ def test_a_parked_node_is_not_ready_and_tells_the_result(outcome: Outcome, code:
 def test_a_thread_that_does_not_turn_is_named() -> None:
     clock = ManualClock()
     watchdog = Watchdog(clock)
-    thread = threading.Thread(target=watchdog.beat, name="elastic-node")
+    thread = threading.Thread(target=watchdog.heartbeat, name="elastic-node")
     thread.start()
     thread.join()
     clock.advance(80)
-    watchdog.beat()
+    watchdog.heartbeat()
     assert liveness(watchdog.silences_s(), 90).is_ok
     clock.advance(20)
     verdict = liveness(watchdog.silences_s(), 90)
@@ -106,7 +106,7 @@ def test_a_thread_that_does_not_turn_is_named() -> None:
 def test_a_thread_that_ended_in_order_is_not_missed() -> None:
     clock = ManualClock()
     watchdog = Watchdog(clock)
-    watchdog.beat()
+    watchdog.heartbeat()
     watchdog.rest()
     clock.advance(1000)
     assert liveness(watchdog.silences_s(), 90).is_ok

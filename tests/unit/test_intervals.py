@@ -87,6 +87,96 @@ def defaults(arguments: ast.arguments) -> Iterator[tuple[str, int]]:
             yield argument.arg, argument.lineno
 
 
+# Waits of the standard library, of tenacity and of clocks: their numbers are intervals.
+_WAITING = {
+    "sleep",
+    "wait",
+    "join",
+    "serve_forever",
+    "stop_after_delay",
+    "wait_fixed",
+    "wait_exponential",
+    "wait_random_exponential",
+    "Timer",
+    "settimeout",
+}
+_MOMENT = re.compile(r"(?i)(^|[._])(now|began|monotonic|time)(_s)?(\(\))?$")
+
+
+def literal_intervals(tree: ast.Module) -> Iterator[tuple[str, int]]:
+    """Numbers in the middle of code: what a wait is given, ``within_s=5.0``, ``now + 5.0``, and the
+    least and most of a duration."""
+    for node in ast.walk(tree):
+        match node:
+            case ast.Call(func=ast.Name(id=name) | ast.Attribute(attr=name)):
+                given = [k for k in node.keywords if is_interval(k.arg or "")]
+                if name in _WAITING:
+                    keywords = [k.value for k in node.keywords if k.arg != "exp_base"]
+                    literals = [v for v in (*node.args, *keywords) if holds_literal(v)]
+                elif name == "Thread":
+                    target = [ast.unparse(k.value) for k in node.keywords if k.arg == "target"]
+                    waits = any(t.rpartition(".")[2] in _WAITING for t in target)
+                    literals = [
+                        k.value
+                        for k in node.keywords
+                        if k.arg == "args" and waits and holds_literal(k.value)
+                    ]
+                elif name in ("min", "max") and any(is_duration(v) for v in node.args):
+                    literals = [v for v in node.args if holds_literal(v) and not is_epsilon(v)]
+                elif name == "add_argument" and _of_interval(node):
+                    literals = [
+                        k.value
+                        for k in node.keywords
+                        if k.arg == "default" and holds_literal(k.value)
+                    ]
+                else:
+                    literals = [k.value for k in given if holds_literal(k.value)]
+                yield from ((f"{name}(… {ast.unparse(v)} …)", node.lineno) for v in literals)
+            case ast.BinOp(left=left, op=ast.Add() | ast.Sub(), right=right):
+                if _MOMENT.search(ast.unparse(left)) and holds_literal(right):
+                    yield ast.unparse(node), node.lineno
+
+
+def _of_interval(node: ast.Call) -> bool:
+    """Whether it is an option for one: ``--timeout-s``."""
+    names = [a.value for a in node.args if isinstance(a, ast.Constant)]
+    return any(is_interval(str(name).replace("-", "_")) for name in names)
+
+
+def is_duration(value: ast.expr) -> bool:
+    """Whether an expression is about seconds, by the names in it; no ratio of two durations."""
+    if isinstance(value, ast.BinOp) and isinstance(value.op, ast.Div):
+        return False
+    if isinstance(value, ast.Call) and ast.unparse(value.func) in (
+        "round",
+        "math.ceil",
+        "math.floor",
+    ):
+        return False
+    names = [n.id for n in ast.walk(value) if isinstance(n, ast.Name)]
+    names += [n.attr for n in ast.walk(value) if isinstance(n, ast.Attribute)]
+    return any(is_interval(name) for name in names)
+
+
+def is_epsilon(value: ast.expr) -> bool:
+    """What keeps a divisor above zero."""
+    return isinstance(value, ast.Constant) and isinstance(value.value, float) and value.value < 1e-4
+
+
+def holds_literal(value: ast.expr) -> bool:
+    """A number itself, a product or quotient of numbers, or a choice that has one."""
+    match value:
+        case ast.IfExp(body=body, orelse=orelse):
+            return holds_literal(body) or holds_literal(orelse)
+        case ast.Tuple(elts=elements):
+            return any(map(holds_literal, elements))
+        case ast.BinOp(left=left, right=right):
+            return holds_literal(left) and holds_literal(right)
+        case ast.Call(func=ast.Name(id="min" | "max"), args=arguments):
+            return any(map(holds_literal, arguments))
+    return isinstance(value, ast.Constant) and has_number(value)
+
+
 def read_when_imported(node: ast.AST) -> Iterator[ast.AST]:
     """What is evaluated at import: not the bodies of functions, but their defaults."""
     if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
@@ -126,16 +216,80 @@ def test_intervals_have_one_place() -> None:
     assert found == [], "move these to elastic/tuning or checkpoints/intervals.py, with reasons"
 
 
+def test_no_interval_is_a_number_in_the_middle_of_code() -> None:
+    found = [
+        f"{name}:{line}: {code}"
+        for name, tree in sources()
+        if not name.startswith(TEST_KITS)
+        for code, line in literal_intervals(tree)
+    ]
+    assert found == [], "name these in elastic/tuning or checkpoints/intervals.py, with reasons"
+
+
+@pytest.mark.parametrize(
+    ("source", "count"),
+    [
+        ("clock.sleep(0.1)", 1),
+        ("process.wait(timeout=0.2)", 1),
+        ("process.wait(SLICE_S)", 0),
+        ("event.wait(0.0)", 0),
+        ("server.serve_forever(0.05)", 1),
+        ("Thread(target=server.serve_forever, args=(0.05,))", 1),
+        ("Thread(target=work, args=(1,))", 0),
+        ("tenacity.wait_random_exponential(multiplier=0.5, max=CAP_S)", 1),
+        ("tenacity.wait_fixed(PAUSE_S)", 0),
+        ("until_s = now + 5.0", 1),
+        ("until_s = clock.monotonic() + 2 * 5", 1),
+        ("soon = now + (RECHECK_S if silent else 5.0)", 1),
+        ("until_s = now + RECHECK_S", 0),
+        ("max(until_s - now_s, 0.05)", 1),
+        ("max(count, 5)", 0),
+        ("max(1e-9, end_s - start_s)", 0),
+        ("min(1.0, busy_s / whole_s)", 0),
+        ("find(within_s=5.0)", 1),
+        ("parser.add_argument('--timeout-s', type=float, default=300.0)", 1),
+        ("parser.add_argument('--count', default=3)", 0),
+    ],
+)
+def test_what_counts_as_one(source: str, count: int) -> None:
+    assert len(list(literal_intervals(ast.parse(source)))) == count
+
+
+def test_no_interval_has_a_second_name() -> None:
+    """``_WAIT_S = WAIT_S``: a reader has to look it up twice."""
+    found = [
+        f"{name}:{statement.lineno}: {ast.unparse(statement)}"
+        for name, tree in sources()
+        for statement in tree.body
+        if isinstance(statement, ast.Assign)
+        and isinstance(statement.value, ast.Name)
+        and re.fullmatch(r"[A-Z_]+_(S|MS)", statement.value.id)
+        and REPOSITORY / name not in PLACES
+    ]
+    assert found == []
+
+
 def test_places_of_their_own_are_still_needed() -> None:
     for name in OWN_PLACES:
         assert list(intervals(ast.parse((REPOSITORY / name).read_text())))
 
 
-@pytest.mark.parametrize("place", PLACES[1:], ids=lambda path: path.stem)
-def test_every_interval_has_its_reason_above(place: Path) -> None:
+@pytest.mark.parametrize("place", PLACES, ids=lambda path: path.stem)
+def test_every_interval_has_its_reason_above_in_full_sentences(place: Path) -> None:
+    """docs/timeouts.md prints each alone: a comment that goes on below the next line says half."""
     lines = place.read_text().splitlines()
-    for name, line in intervals(ast.parse("\n".join(lines))):
-        assert re.match(r"# .{10,}", lines[line - 2]), f"{place.name}:{line}: {name}"
+    tree = ast.parse("\n".join(lines))
+    classes = [node for node in tree.body if isinstance(node, ast.ClassDef)]
+    for statement in (s for body in (tree.body, *(c.body for c in classes)) for s in body):
+        for name, line in assigned(statement):
+            if name.startswith("_"):
+                continue
+            first = line - 1
+            while lines[first - 1].strip().startswith("# "):
+                first -= 1
+            reason = " ".join(text.strip().removeprefix("# ") for text in lines[first : line - 1])
+            said = f"{place.name}:{line}: {name}: {reason}"
+            assert re.fullmatch(r"[A-Z`].{10,}\.", reason), said
 
 
 def test_no_interval_is_defined_twice() -> None:

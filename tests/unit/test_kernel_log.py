@@ -16,11 +16,11 @@ from test_worker_deaths import Context
 
 from elastic.agent.supervision.workers import Workers
 from elastic.events import Event, WorkerDied
-from elastic.failures.kernel_log import KernelLog, KernelSaid
+from elastic.failures.kernel_log import KernelLog, KernelLogExcerpt
 from elastic.failures.rules import RULES, Action
 from elastic.failures.verdict import FailureFacts, is_consequence, judge_failure
 from elastic.hangs import kernel
-from elastic.link.protocol import Hello, Ready
+from elastic.link.protocol import ClientHandshakeRequest, Ready
 from elastic.link.server import Worker, WorkerDeath
 from elastic.node.context import NodeContext
 from elastic.testing.doubles.manual_clock import ManualClock
@@ -67,12 +67,12 @@ def log(kmsg: Kmsg) -> Iterator[KernelLog]:
 def test_what_was_said_before_the_workers_started_is_not_about_them(
     kmsg: Kmsg, log: KernelLog
 ) -> None:
-    assert log.said() == KernelSaid()
+    assert log.said() == KernelLogExcerpt()
     kmsg.say("eth0: renamed from veth1", XID_79)
     assert log.said().lines == (XID_79,)
     assert log.said().lines == (XID_79,), "also for the next worker of the same start"
     log.mark()
-    assert log.said() == KernelSaid()
+    assert log.said() == KernelLogExcerpt()
 
 
 def test_many_lines_do_not_hide_the_one_that_explains(kmsg: Kmsg, log: KernelLog) -> None:
@@ -108,14 +108,14 @@ def test_without_the_right_to_read_it_a_sentence_says_so(tmp_path: Path) -> None
     log.close()
     (tmp_path / "kmsg").write_text("")
     log.mark()  # it may be read by now
-    assert log.said() == KernelSaid()
+    assert log.said() == KernelLogExcerpt()
     log.close()
 
 
 def test_the_kernels_own_log_is_read_without_waiting() -> None:
     with closing(KernelLog()) as log:
         log.mark()
-        assert isinstance(log.said(), KernelSaid)
+        assert isinstance(log.said(), KernelLogExcerpt)
 
 
 def test_a_hang_report_says_why_there_is_no_kernel_log(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -205,7 +205,9 @@ class Agent:
         self.context.journal = self.journal  # type: ignore[assignment]
         self.workers = Workers(cast(NodeContext, self.context))
         self.worker = Worker(pid=PID, local_rank=0, token=1)
-        self.workers.on_said(self.worker, Hello(version=1, pid=PID, local_rank=0, library="1"))
+        self.workers.on_said(
+            self.worker, ClientHandshakeRequest(version=1, pid=PID, local_rank=0, library="1")
+        )
         self.workers.on_said(self.worker, Ready())
 
     def ends(self, code: int | None, signum: int | None) -> None:
@@ -254,4 +256,4 @@ def test_the_next_start_forgets_it(kmsg: Kmsg, log: KernelLog) -> None:
     agent.ends(1, None)
     agent.context.status.change_node(lambda n: replace(n, failure_kernel_log=()))
     log.mark()
-    assert log.said() == KernelSaid()
+    assert log.said() == KernelLogExcerpt()

@@ -87,11 +87,23 @@ def test_without_an_order_to_keep_the_node_ends_at_once(phase: LauncherPhase) ->
     assert told.node.said == ["leave: SIGTERM", "workers end"]
 
 
-@pytest.mark.parametrize("in_order", [True, False])
-def test_the_start_of_workers_is_not_interrupted(in_order: bool) -> None:
-    told = Told(LauncherPhase.STARTING, in_order=in_order)
+def test_the_start_of_workers_is_not_interrupted_and_then_they_leave_in_order() -> None:
+    told = Told(LauncherPhase.STARTING)
     assert told.sigterm() is None
+    assert told.node.said == []
+    told.leaving.phase = LauncherPhase.RUNNING
+    assert told.poll() is None
+    assert told.node.said == ["leave: SIGTERM"]
+    told.node.has_left = True
     assert told.poll() == 75
+
+
+def test_workers_that_have_just_started_and_know_no_order_end_with_the_next_poll() -> None:
+    told = Told(LauncherPhase.STARTING, in_order=False)
+    assert told.sigterm() is None
+    told.leaving.phase = LauncherPhase.RUNNING
+    assert told.poll() == 75
+    assert told.node.said == ["leave: SIGTERM", "workers end"]
 
 
 def test_a_node_that_has_finished_takes_nothing_back() -> None:

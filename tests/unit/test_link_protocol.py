@@ -20,10 +20,10 @@ from elastic.link.protocol import (
     FROM_AGENT,
     FROM_WORKER,
     MAX_MESSAGE,
-    Bye,
+    ClientHandshakeRequest,
     CountEvents,
+    Exiting,
     Heartbeat,
-    Hello,
     MeasureSteps,
     Message,
     Ready,
@@ -55,7 +55,7 @@ WORLD = WorldMessage(
 )
 SAID = [
     WORLD,
-    Hello(version=1, pid=2, local_rank=0, library="0.1"),
+    ClientHandshakeRequest(version=1, pid=2, local_rank=0, library="0.1"),
     Heartbeat(generation=1, step=2, phase="step", step_time_s=0.1),
     Ready(),
     StepReport(
@@ -75,7 +75,7 @@ SAID = [
     CountEvents(),
     CheckpointSaved(name="step-10", step=10, duration_s=3.0, stall_s=0.5, bytes=1000),
     CheckpointSkipped(name="step-15", reason="the disk is full"),
-    Bye(clean=False, error="ValueError: ä\n"),
+    Exiting(clean=False, error="ValueError: ä\n"),
 ]
 
 
@@ -152,7 +152,7 @@ def test_a_message_that_lacks_a_field_with_a_default_is_none() -> None:
     "line",
     [
         b'{"type": "Ready", "more": 1}',
-        b'{"type": "Hello", "version": 1}',
+        b'{"type": "ClientHandshakeRequest", "version": 1}',
         b'{"type": "os.system"}',
         b'{"type": ["Ready"]}',
         b'["Ready"]',
@@ -174,15 +174,17 @@ def test_what_is_no_message(line: bytes) -> None:
 
 
 def test_long_errors_lose_their_middle() -> None:
-    said = decode(encode(Bye(clean=False, error="first\U0001f525" + "\U0001f525" * 10**6 + "last")))
-    assert isinstance(said, Bye)
+    said = decode(
+        encode(Exiting(clean=False, error="first\U0001f525" + "\U0001f525" * 10**6 + "last"))
+    )
+    assert isinstance(said, Exiting)
     assert said.error.startswith("first")
     assert said.error.endswith("last")
 
 
 def test_what_no_log_can_write_is_replaced() -> None:
     error = os.fsdecode(b"no such file: \xff")
-    assert decode(encode(Bye(clean=False, error=error))) == Bye(
+    assert decode(encode(Exiting(clean=False, error=error))) == Exiting(
         clean=False, error="no such file: ?"
     )
 
@@ -197,7 +199,7 @@ def test_texts_within_a_record_are_cut_and_replaced_too() -> None:
 def test_what_the_other_end_would_not_take_is_not_sent() -> None:
     with pytest.raises(LinkError, match="WorldMessage"):
         encode(replace(WORLD, world=replace(WORLD.world, lineage=tuple(range(10**5)))))
-    line = json.dumps({"type": "Bye", "clean": True, "error": "x" * MAX_MESSAGE}).encode()
+    line = json.dumps({"type": "Exiting", "clean": True, "error": "x" * MAX_MESSAGE}).encode()
     with pytest.raises(LinkError, match="bytes"):
         decode(line)
 

@@ -189,7 +189,7 @@ def test_enumerate_from_0_in_the_middle_of_an_epoch_is_warned_of_once(
                     break
     (warning,) = [record for record in caplog.records if "counts from" in record.message]
     assert warning.levelno == logging.WARNING
-    assert "goes on at step 2" in warning.message and f"counts from {start}" in warning.message
+    assert "resumes at step 2" in warning.message and f"counts from {start}" in warning.message
     remedy = "start=1 + loader.index" if start else "start=loader.index"
     assert f"enumerate(loader, {remedy})" in warning.message
 
@@ -206,7 +206,7 @@ def test_enumerate_after_a_recovery_is_warned_of(
                     break
                 script.update(x, y)
             undo_step(run) if attempt == 0 else None
-    assert "goes on at step 2" in caplog.text
+    assert "resumes at step 2" in caplog.text
 
 
 @pytest.mark.parametrize("resumed_at", [0, 2])

@@ -1,4 +1,5 @@
-"""Rules 1 to 7 of PROTOCOL section 4 and section 2's rule, in restart mode, one by one."""
+"""Rules 1 to 7 of docs/explanation/protocol.md, section 2, and the rule of section 3, one by one,
+in restart mode."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""PROTOCOL section 4 where members keep their processes: ready joining nodes, planned switches."""
+"""docs/explanation/protocol.md, section 2, where members keep their processes: ready joining nodes,
+planned switches."""
 
 from __future__ import annotations
 
@@ -48,6 +49,32 @@ def report(name: str, generation: int) -> FailureReport:
 def test_a_ready_joining_node_switches_at_a_step_boundary() -> None:
     p = proposal(view(SEVEN, *members("n1", "n2", "n3"), ready("n4", None)))
     assert (named(p)[-1], p.mode, p.cause, p.planned) == ("n4", "in-process", Cause.JOINED, True)
+
+
+def leaving(*names: str) -> list[NodeView]:
+    return [replace(n, node=replace(n.node, state=NodeState.LEAVING)) for n in members(*names)]
+
+
+def test_the_last_ones_leave_at_a_step_that_all_of_them_are_told() -> None:
+    """Where each holds a part of the state alone, they have to save it at the same step."""
+    p = proposal(view(SEVEN, *leaving("n1", "n2", "n3")))
+    assert (named(p), p.state, p.planned) == ([], WorldState.PAUSED, True)
+    # Nodes that wait do not begin beside them, nor keep them from being told.
+    others = [ready(name, None) for name in ("n4", "n5")]
+    p = proposal(view(SEVEN, *leaving("n1", "n2", "n3"), *others))
+    assert (named(p), p.planned) == ([], True)
+    told = replace(SEVEN, generation=8, members=(), switch_at_step=40, state=WorldState.PAUSED)
+    w = wait(view(told, *leaving("n1", "n2", "n3"), *others))
+    assert "n1, n2, n3 still to leave" in w.reason
+
+
+def test_the_last_ones_leave_at_once_where_a_step_cannot_end() -> None:
+    gone = view(SEVEN, *leaving("n1", "n2"), gone=[missing("n3", proved_dead=True)])
+    assert (named(proposal(gone)), proposal(gone).planned) == ([], False)
+    broken = replace(view(SEVEN, *leaving("n1", "n2", "n3")), failure_reports=(report("n1", 7),))
+    assert (named(proposal(broken)), proposal(broken).planned) == ([], False)
+    answered = replace(broken, failure_reports=(report("n1", 6),))
+    assert proposal(answered).planned
 
 
 FULL = world("n1", "n2", "n3", "n4", mode="in-process")
@@ -255,8 +282,8 @@ def test_one_of_two_joining_nodes_dies_before_the_switch() -> None:
 def test_trouble_with_everyone_alive_waits_a_moment_for_its_explanation() -> None:
     v = view(SEVEN, *members("n1", "n2", "n3"), failure_reports=(report("n2", 7),))
     fresh = replace(v, failing_since_s=NOW)
-    assert wait(fresh).until_s == NOW + POLICY.trouble_settle_s
-    assert named(proposal(fresh, now=NOW + POLICY.trouble_settle_s)) == ["n1", "n2", "n3"]
+    assert wait(fresh).until_s == NOW + POLICY.failure_settle_s
+    assert named(proposal(fresh, now=NOW + POLICY.failure_settle_s)) == ["n1", "n2", "n3"]
     explained = replace(fresh, missing=(missing("n3", proved_dead=True),), nodes=fresh.nodes[:2])
     assert named(proposal(explained)) == ["n1", "n2"]
 
@@ -410,4 +437,4 @@ def test_who_is_accused_has_a_moment_to_accuse_in_turn() -> None:
     fresh = replace(v, failing_since_s=NOW)
     assert wait(fresh).until_s == NOW + POLICY.origin_settle_s
     both = replace(fresh, failure_reports=(accuses("n2", "n3"), accuses("n3", "n2")))
-    assert wait(both).until_s == NOW + POLICY.trouble_settle_s
+    assert wait(both).until_s == NOW + POLICY.failure_settle_s

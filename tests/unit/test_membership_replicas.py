@@ -267,7 +267,7 @@ def test_the_last_replica_leaves_as_the_last_ones_of_a_job_do() -> None:
     two = pairs("n1", "n2", mode="in-process")
     v = view(two, steps("n1", two), steps("n2", two, NodeState.LEAVING), steps("n3", None))
     p = proposal(v)
-    assert (p.state, named(p)) == (WorldState.PAUSED, [])
+    assert (p.state, named(p), p.planned) == (WorldState.PAUSED, [], True)
     # n3 has a partner as soon as n1 has left, not before.
     empty = replace(pairs(state=WorldState.PAUSED), generation=8)
     still = view(empty, steps("n1", two), steps("n3", None), steps("n4", None))

@@ -192,7 +192,7 @@ def busy(scraped: ScrapedNode) -> ScrapedNode:
     metrics.on_etcd_call("get /elastic/r/world", 4.0, True)
     scraped.said(2, 0, WINDOW, RECOVERED, SAVED, CheckpointSkipped(name="step-15", reason="full"))
     status.step_rate = StepRate(7, 20, 0.5, 0.0)
-    status.watchdog.beat()
+    status.watchdog.heartbeat()
     scraped.states = {NodeState.READY: 2, NodeState.LEAVING: 1}
     return scraped
 

@@ -406,7 +406,7 @@ def test_a_folder_that_cannot_be_written_is_one_warning(
     said = [r.getMessage() for r in kept.buffer if r.levelno >= logging.WARNING]
     warning, of_the_writer = [line for line in said if "run.log" in line]
     assert of_the_writer == warning, "once for each"
-    assert f"folder {folder} cannot be written (Not a directory)" in warning
+    assert f"folder {folder} is not writable (Not a directory)" in warning
     assert "Set ELASTIC_TENSORBOARD to" in warning
     folder.parent.unlink()  # a folder that comes back is written to when a world begins
     writer.rewind(0)

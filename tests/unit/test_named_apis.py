@@ -20,7 +20,9 @@ from named_apis import (
     unknown_flags,
     unknown_keywords,
     unknown_names,
+    unknown_sections,
     unknown_variables,
+    whole_files,
 )
 
 from elastic.tuning.agent_options import AgentOptions
@@ -61,6 +63,11 @@ def test_pages_name_only_what_exists() -> None:
     assert unknown(pages(), *finders) == []
 
 
+def test_sections_are_those_of_documents_that_exist() -> None:
+    texts = [text for text in whole_files() if text.place != "tests/unit/test_named_apis.py"]
+    assert unknown(texts, unknown_sections) == []
+
+
 @pytest.mark.parametrize(
     ("text", "find", "named"),
     [
@@ -78,6 +85,14 @@ def test_pages_name_only_what_exists() -> None:
         ("set ELASTIC_LEASE_S and ELASTIC_LEESE_S", unknown_variables, ["ELASTIC_LEESE_S"]),
         ("see docs/nowhere.md, docs/data.md", unknown_files, ["docs/nowhere.md"]),
         ("test_messages_name_only_what_exists, test_nothing", unknown_files, ["test_nothing"]),
+        ("docs/explanation/protocol.md, section 3", unknown_sections, []),
+        (
+            "docs/explanation/protocol.md,\n    # section 33",
+            unknown_sections,
+            ["docs/explanation/protocol.md, section 33"],
+        ),
+        ("docs/nowhere.md, section 1", unknown_sections, ["docs/nowhere.md, section 1"]),
+        ("rule 3 of PROTOCOL section 4", unknown_sections, ["PROTOCOL section 4"]),
     ],
 )
 def test_a_name_that_does_not_exist_is_found(text: str, find: Finder, named: list[str]) -> None:

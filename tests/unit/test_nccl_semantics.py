@@ -16,13 +16,15 @@ from torch.distributed import HashStore  # type: ignore[attr-defined]
 
 from elastic.process_group import patches
 from elastic.process_group.pending import PendingWorks, open_works
-from elastic.testing.doubles import nccl_semantics
-from elastic.testing.doubles.nccl_semantics import POISON, StreamGroup, StreamWork, control
+from elastic.testing.doubles import device_stream, nccl_semantics
+from elastic.testing.doubles.device_stream import POISON
+from elastic.testing.doubles.nccl_semantics import StreamGroup, StreamWork, control
 from elastic.testing.waiting import eventually
 from elastic.training.gradients.reduction import Reduction
 from elastic.world.faults import GroupAborted
 
 DEADLINE_S = 60.0
+ON_STREAM = nccl_semantics.SEMANTICS
 TIMEOUT = datetime.timedelta(seconds=DEADLINE_S)
 
 
@@ -33,13 +35,14 @@ def told() -> Iterator[None]:
     yield
     vars(control).update(before)
     control.calls.clear()
-    nccl_semantics.synchronize()
+    device_stream.synchronize()
     open_works()
 
 
-@pytest.fixture
-def groups() -> Iterator[tuple[StreamGroup, StreamGroup]]:
+@pytest.fixture(params=[False, True], ids=["NCCL", "NCCL2"])
+def groups(request: pytest.FixtureRequest) -> Iterator[tuple[StreamGroup, StreamGroup]]:
     """Both ranks of a world of two, in this process."""
+    control.is_nccl2 = request.param
     store, made = HashStore(), {}
 
     def make(rank: int) -> None:
@@ -83,7 +86,7 @@ def test_results_land_later_and_outputs_are_poisoned_until_then(groups: Any) -> 
 
 def test_wait_orders_the_stream_and_not_the_host(groups: Any) -> None:
     control.latency_s = 0.2
-    with nccl_semantics.Kernels():  # type: ignore[no-untyped-call]
+    with device_stream.Kernels():  # type: ignore[no-untyped-call]
         tensor, work = reduce(groups[0], 1.0)
         reduce(groups[1], 2.0)
         assert work.wait()
@@ -95,10 +98,10 @@ def test_synchronising_covers_what_the_stream_waits_for_and_no_more(groups: Any)
     control.latency_s = 0.2
     tensor, work = reduce(groups[0], 1.0)
     reduce(groups[1], 2.0)
-    nccl_semantics.synchronize()
+    device_stream.synchronize()
     assert math.isnan(tensor.item())
     work.wait()
-    nccl_semantics.synchronize()
+    device_stream.synchronize()
     assert tensor.item() == 3.0
 
 
@@ -134,13 +137,27 @@ def test_a_dead_peer_is_not_noticed(groups: Any) -> None:
     assert not work.is_completed()
 
 
+def test_a_dead_peer_is_an_error_of_the_communicator_where_the_network_says_so(groups: Any) -> None:
+    control.async_error = True
+    tensor, work = reduce(groups[0], 1.0)
+    groups[1]._gloo.abort()
+    groups[1].abort()
+    groups[0].async_error = dist.DistBackendError("remote process exited")
+    assert work.exception() is None, "nobody has looked"
+    assert work.is_completed() and math.isnan(tensor.item())
+    assert isinstance(work.exception(), dist.DistBackendError)
+    with pytest.raises(dist.DistBackendError):
+        work.wait()
+    assert groups[0].is_aborted, "torch has aborted it first"
+
+
 def test_an_abort_can_hang(groups: Any) -> None:
     control.hang_in_abort = True
     _, work = reduce(groups[0], 1.0)
     thread = threading.Thread(target=groups[0].abort)
     thread.start()
     thread.join(0.05)
-    assert thread.is_alive() and not work.is_completed()
+    assert thread.is_alive() and not work.landed.is_set()
     control.hang_in_abort = False
     thread.join(DEADLINE_S)
     assert not thread.is_alive()
@@ -152,7 +169,7 @@ def test_an_abort_can_hang(groups: Any) -> None:
 def test_gradients_of_an_aborted_group_reach_no_optimizer(groups: Any) -> None:
     """The collective has ended, and nothing was raised: only the abort says that it is no sum."""
     reduction = Reduction()
-    works = open_works(is_on_stream=True)
+    works = open_works(ON_STREAM)
     _, work = reduce(groups[0], 1.0)
     reduction.works.append(work)
     works.abort()
@@ -164,7 +181,7 @@ def test_gradients_of_an_aborted_group_reach_no_optimizer(groups: Any) -> None:
 
 def test_gradients_that_are_reduced_reach_the_optimizer(groups: Any) -> None:
     reduction = Reduction()
-    open_works(is_on_stream=True)
+    open_works(ON_STREAM)
     control.latency_s = 0.1
     tensor, work = reduce(groups[0], 1.0)
     reduction.works.append(work)
@@ -175,11 +192,42 @@ def test_gradients_that_are_reduced_reach_the_optimizer(groups: Any) -> None:
 
 def test_an_abort_ends_the_wait_for_gradients(groups: Any) -> None:
     reduction = Reduction()
-    works = open_works(is_on_stream=True)
+    works = open_works(ON_STREAM)
     reduction.works.append(reduce(groups[0], 1.0)[1])
     threading.Timer(0.05, works.abort).start()
     with pytest.raises(GroupAborted):
         reduction.wait()
+
+
+def test_an_error_that_torch_has_noticed_aborts_the_group_before_it_is_raised(groups: Any) -> None:
+    """Work.wait would abort the communicator itself, while nobody knows, and without a deadline."""
+    aborted_by_torch: list[bool] = []
+    works = open_works(ON_STREAM, on_error=lambda: aborted_by_torch.append(groups[0].is_aborted))
+    _, work = reduce(groups[0], 1.0)
+    groups[0].async_error = dist.DistBackendError("remote process exited")
+    with pytest.raises(dist.DistBackendError, match="remote process exited"):
+        works.finish_on_stream(work)
+    assert aborted_by_torch == [False]
+    with pytest.raises(GroupAborted):
+        works.raise_failure()
+
+
+def test_a_work_is_not_looked_at_once_its_group_is_aborted(groups: Any) -> None:
+    """The look would block with the interpreter lock, while the abort hangs."""
+    works = open_works(ON_STREAM)
+    _, work = reduce(groups[0], 1.0)
+    looks: list[None] = []
+
+    def is_completed() -> bool:
+        looks.append(None)
+        return False
+
+    work.is_completed = is_completed  # type: ignore[method-assign]
+    works.abort()
+    for look in (works.finish_on_stream, works.queue):
+        with pytest.raises(GroupAborted):
+            look(work)
+    assert not looks
 
 
 def test_what_the_script_has_read_counts_once_it_was_a_result(groups: Any) -> None:
@@ -199,7 +247,7 @@ def test_what_the_script_has_read_counts_once_it_was_a_result(groups: Any) -> No
 def test_a_script_waits_through_the_patched_wait(groups: Any) -> None:
     """torch's own wait is called by the package below: the test double must recognise it."""
     patches.release_waits()
-    works = open_works(is_on_stream=True)
+    works = open_works(ON_STREAM)
     tensor, work = reduce(groups[0], 1.0)
     reduce(groups[1], 2.0)
     try:

@@ -216,7 +216,7 @@ def route(**changes: object) -> Route | None:
     settings: dict[str, object] = {
         "max_nodes": 2,
         "own_address": "10.1.0.5",
-        "is_told": False,
+        "is_configured": False,
         "peers": [],
         "source": SOURCES.get,
         **changes,
@@ -229,7 +229,7 @@ def route(**changes: object) -> Route | None:
     [
         ({"peers": ["10.2.0.9", "10.1.0.9"]}, "eth1"),  # the leader's way, not etcd's
         ({"peers": ["10.9.9.9", "10.2.0.9"]}, "eth1"),  # no route to the first
-        ({"peers": ["10.2.0.9"], "is_told": True}, "eth0"),  # --local-addr
+        ({"peers": ["10.2.0.9"], "is_configured": True}, "eth0"),  # --local-addr
         ({}, "eth0"),  # nobody is known yet
         ({"max_nodes": 1}, "lo"),
         ({"interface": "eth1"}, "eth1"),
@@ -248,7 +248,12 @@ def test_the_interface_is_the_one_on_the_way_to_the_leader(
 def test_a_faster_interface_than_the_chosen_one_is_named_with_what_to_set() -> None:
     """By link speed alone nobody knows whether the other nodes reach it: it is not chosen."""
     route = choose_route(
-        PLAIN, max_nodes=2, own_address="", is_told=False, peers=["10.1.0.9"], source=SOURCES.get
+        PLAIN,
+        max_nodes=2,
+        own_address="",
+        is_configured=False,
+        peers=["10.1.0.9"],
+        source=SOURCES.get,
     )
     assert route is not None and route.interface == "eth0"
     warnings = found(PLAIN, route=route).warnings
@@ -256,17 +261,27 @@ def test_a_faster_interface_than_the_chosen_one_is_named_with_what_to_set() -> N
     assert "eth0 has 1000 Mbit/s and eth1 100000" in warnings[0]
     assert "--local-addr=10.2.0.5" in warnings[0]
     on_fast = choose_route(
-        PLAIN, max_nodes=2, own_address="", is_told=False, peers=["10.2.0.9"], source=SOURCES.get
+        PLAIN,
+        max_nodes=2,
+        own_address="",
+        is_configured=False,
+        peers=["10.2.0.9"],
+        source=SOURCES.get,
     )
     assert on_fast is not None and found(PLAIN, route=on_fast).warnings == ()
     given = choose_route(
-        PLAIN, max_nodes=2, own_address="", is_told=False, peers=["10.1.0.9"], interface="eth0"
+        PLAIN,
+        max_nodes=2,
+        own_address="",
+        is_configured=False,
+        peers=["10.1.0.9"],
+        interface="eth0",
     )
     assert given is not None and found(PLAIN, route=given).warnings == (), "a person has chosen"
 
 
 def test_the_network_that_was_given_is_the_reason() -> None:
-    chosen = route(own_address="10.2.0.5", is_told=True, own_network="10.2.0.0/24")
+    chosen = route(own_address="10.2.0.5", is_configured=True, own_network="10.2.0.0/24")
     assert chosen is not None and chosen.interface == "eth1"
     assert chosen.reason == "it has 10.2.0.5, this node's address in network=10.2.0.0/24"
 
@@ -277,7 +292,7 @@ def test_a_faster_interface_is_named_by_its_network_where_that_is_known() -> Non
         Network(interfaces=(MANAGEMENT, fast, LO)),
         max_nodes=2,
         own_address="",
-        is_told=False,
+        is_configured=False,
         peers=["10.1.0.9"],
         source=SOURCES.get,
     )
@@ -290,7 +305,7 @@ def test_the_networks_of_this_machine_hold_its_addresses() -> None:
 
 
 def test_an_address_behind_a_translation_leaves_the_choice_to_the_libraries() -> None:
-    assert route(own_address="203.0.113.1", is_told=True) is None
+    assert route(own_address="203.0.113.1", is_configured=True) is None
     assert "GLOO_SOCKET_IFNAME" not in found(PLAIN).variables()
 
 

@@ -11,7 +11,7 @@ from test_worker_deaths import Context
 
 from elastic.agent.supervision.workers import Workers
 from elastic.failures.verdict import FailureFacts, judge_failure
-from elastic.link.protocol import Bye, Hello, Ready
+from elastic.link.protocol import ClientHandshakeRequest, Exiting, Ready
 from elastic.link.server import Worker, WorkerDeath
 from elastic.node.context import NodeContext
 from elastic.node.oom_kills import OomKillCounter
@@ -109,10 +109,12 @@ class Agent:
         self.context = Context()
         self.workers = Workers(cast(NodeContext, self.context), self.cgroup.counter())
         self.worker = Worker(pid=1 << 22, local_rank=0, token=1)
-        self.workers.on_said(self.worker, Hello(version=1, pid=1 << 22, local_rank=0, library="1"))
+        self.workers.on_said(
+            self.worker, ClientHandshakeRequest(version=1, pid=1 << 22, local_rank=0, library="1")
+        )
         self.workers.on_said(self.worker, Ready())
 
-    def ends(self, code: int | None, signum: int | None, bye: Bye | None = None) -> None:
+    def ends(self, code: int | None, signum: int | None, bye: Exiting | None = None) -> None:
         self.workers.on_ended(self.worker, WorkerDeath(self.worker.pid, code, signum, bye))
 
 
@@ -156,6 +158,6 @@ def test_a_worker_that_this_agent_ends_as_hung_is_not(tmp_path: Path) -> None:
 
 def test_a_worker_says_at_which_step_it_failed(tmp_path: Path) -> None:
     agent = Agent(tmp_path)
-    agent.ends(1, None, Bye(clean=False, error="ValueError: boom", step=42))
+    agent.ends(1, None, Exiting(clean=False, error="ValueError: boom", step=42))
     node = agent.context.status.node
     assert (node.failure, node.failure_step) == ("ValueError: boom", 42)

@@ -136,7 +136,7 @@ def test_a_collector_that_is_away_costs_one_line_and_no_end(told: list[str]) -> 
     export.close()
     away, back, again = told
     assert "trying again every 0.001 s" in away and again == away
-    assert back == "OTLP: the collector takes metrics again"
+    assert back == "OTLP: the collector accepts metrics again"
     assert not [t for t in threading.enumerate() if t.name == "elastic-otlp"]
 
 
@@ -165,7 +165,7 @@ def test_a_defect_ends_the_export_and_nothing_else(told: list[str]) -> None:
     export._thread.join(DEADLINE_S)
     export.close()
     (said,) = told
-    assert "exports no metrics any more" in said and "boom" in said
+    assert "this node no longer exports metrics" in said and "boom" in said
 
 
 def test_it_is_off_unless_switched_on(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -52,7 +52,7 @@ def test_a_second_job_is_told_which_folder_and_whose(
     first = claim("one")
     assert first.claim() is None
     with pytest.raises(ConfigError) as told:
-        claim("two", meanwhile=first.beat).claim()
+        claim("two", meanwhile=first.heartbeat).claim()
     assert str(tmp_path) in str(told.value) and "'one'" in str(told.value)
     assert "node-of-one" in str(told.value)
 
@@ -82,7 +82,7 @@ def test_a_job_that_stands_still_is_taken_over_and_told(claim: Callable[..., Own
     second.claim()
     assert len(slept) * 0.25 >= OWNER_WATCH_S
     first.hold()  # it was only stopped, and continues
-    first.beat()
+    first.heartbeat()
     assert first.is_lost
     first.close(release=False)
 
@@ -125,7 +125,7 @@ def test_launches_of_one_node_share_a_run_id_but_no_folder(
             "elastic.training.checkpointing.ownership._launcher", lambda: launcher.pid
         )
         with pytest.raises(ConfigError, match="'none'"):
-            claim("none", meanwhile=first.beat).claim()
+            claim("none", meanwhile=first.heartbeat).claim()
         launcher.kill()
 
 

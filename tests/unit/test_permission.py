@@ -76,7 +76,7 @@ class Agent:
         self.status = NodeStatus(running, KEYS, 0.0)
         self.status.world = WorldEntry(WORLD, 5, 0.0)
         self.lease, self.workers = HeldLease(), Told()
-        self.guard: list[float] = []
+        self.granted: list[float] = []
         context = NodeContext(
             store=MemoryStore(),
             keys=KEYS,
@@ -87,7 +87,7 @@ class Agent:
             journal=Journal(),
         )
         self.permission = Permission(context, self.workers)
-        self.permission.tell_guard = self.guard.append
+        self.permission.on_permission = self.granted.append
 
     def turns(self) -> float | None:
         """The end of the permission that a turn of the node's thread grants, if it does."""
@@ -166,7 +166,7 @@ def test_the_guard_ends_only_workers_that_do_not_heed_it() -> None:
     agent.workers.are_all_here = False  # a script that knows nothing of us
     agent.lease.renewed_s += 10.0
     until_s = agent.turns()
-    assert agent.guard == [math.inf, until_s]
+    assert agent.granted == [math.inf, until_s]
 
 
 # -- the worker -------------------------------------------------------------------------------

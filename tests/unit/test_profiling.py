@@ -127,7 +127,7 @@ def test_a_script_profiles_by_torchs_profiler(
     monkeypatch.setenv("ELASTIC_PROFILES", str(tmp_path))
     with process() as run:
         run.profile(steps=2)
-        with pytest.raises(TrainingError, match="another profile is under way"):
+        with pytest.raises(TrainingError, match="another profile is running"):
             run.profile(steps=2)
         script = job(run)
         script.train(1)
@@ -139,7 +139,7 @@ def test_a_script_profiles_by_torchs_profiler(
 
 @pytest.mark.parametrize("steps", [0, -1, True, range(0), range(0, 10, 2), 10_001])
 def test_steps_that_cannot_be_are_refused(steps: int) -> None:
-    with process() as run, pytest.raises(ConfigError, match="not 1 to 10000 steps in a row"):
+    with process() as run, pytest.raises(ConfigError, match="not 1 to 10000 consecutive steps"):
         run.profile(steps)
 
 
@@ -151,7 +151,7 @@ KEYS = Keys.of("/elastic", "llama")
 
 def test_a_request_without_a_job_is_refused() -> None:
     store = MemoryStore(MemoryServer())
-    with pytest.raises(ConfigError, match="nobody trains in the job llama"):
+    with pytest.raises(ConfigError, match="job llama is not training"):
         ask(store, KEYS, Profile(steps=1, ranks=()), clock=ManualClock())
     done = Done(
         outcome=Outcome.SUCCESS,

@@ -163,7 +163,7 @@ def test_what_is_left_of_planned_steps(tmp_path: Path, monkeypatch: pytest.Monke
             lambda step: seen.append(steps_left(at.script.scope, at.job)),
         )
         for no_number in (0, -5, 1.5, True, "9"):
-            with pytest.raises(ConfigError, match="is no number of steps"):
+            with pytest.raises(ConfigError, match="is not a valid step count"):
                 run.plan_steps(no_number)  # type: ignore[arg-type]
         assert phases.planned_steps == 0
         run.plan_steps(STEPS_PER_EPOCH + 3)

@@ -18,7 +18,7 @@ from elastic.telemetry.log import get_logger
 from elastic.training.gradients.wrap import ElasticDDP
 from elastic.training.state.copies import WeightCopies
 from elastic.training.state.job_state import JobState
-from elastic.training.state.optimizers import OptimizerGuard, inner_optimizers
+from elastic.training.state.optimizers import OptimizerWatch, inner_optimizers
 from elastic.training.state.rollback import Rollback
 from elastic.training.step import Step
 
@@ -28,19 +28,21 @@ class Script:
 
     def __init__(self) -> None:
         self.step: Step | None = None
-        self.guard = OptimizerGuard(lambda: self.step)
+        self.optimizer_watch = OptimizerWatch(lambda: self.step)
         self.job = JobState(seed=0)
         self.model = ElasticDDP(network(hidden=200))
         self.job.modules["model"] = self.model
-        self.guard.watch(self.model)
+        self.optimizer_watch.watch(self.model)
         self.optimizer = torch.optim.Adam(self.model.parameters(), lr=0.01)
         self.job.track("optimizer", self.optimizer)
-        self.guard.allow("optimizer", self.optimizer)
+        self.optimizer_watch.allow("optimizer", self.optimizer)
         self.average = copy.deepcopy(self.model.module)
         for _ in range(3):
             self.average.append(nn.Linear(200, 200))  # large enough not to be copied always
         self.job.track("average", self.average)
-        self.rollback = self.guard.rollback = Rollback(self.job, self.guard.tracked)
+        self.rollback = self.optimizer_watch.rollback = Rollback(
+            self.job, self.optimizer_watch.tracked
+        )
 
     def update(self) -> None:
         x, y = dataset()[:8]
@@ -63,7 +65,7 @@ def script() -> Iterator[Script]:
     made.update()
     made.commit()  # the first step, in which everything is copied, is over
     yield made
-    made.guard.close()
+    made.optimizer_watch.close()
 
 
 def clip(script: Script) -> None:
@@ -135,7 +137,7 @@ def test_the_first_step_is_undone_whatever_it_changes() -> None:
         assert made.optimizer.state_dict()["state"] == {}
         assert made.average[-1].weight.abs().sum() > 0
     finally:
-        made.guard.close()
+        made.optimizer_watch.close()
 
 
 def test_ranks_that_begin_are_told_what_is_known_of_the_script(script: Script) -> None:
@@ -152,7 +154,7 @@ def test_ranks_that_begin_are_told_what_is_known_of_the_script(script: Script) -
         assert not new.rollback.put_back(is_torn=False).is_torn
         assert torch.equal(new.weights(), before)
     finally:
-        new.guard.close()
+        new.optimizer_watch.close()
 
 
 def test_without_memory_for_copies_an_interrupted_step_is_torn(
@@ -167,7 +169,7 @@ def test_without_memory_for_copies_an_interrupted_step_is_torn(
     with caplog.at_level(logging.WARNING, "elastic"):
         monkeypatch.setattr(get_logger(), "propagate", True)
         script.commit()
-    assert "no memory for a copy of the weights" in caplog.text
+    assert "not enough memory for a copy of the weights" in caplog.text
     script.update()
     clip(script)
     assert script.rollback.put_back(is_torn=False).is_torn
@@ -242,7 +244,7 @@ def test_a_commit_with_unused_gradients_warns_once(
                 x, y = dataset()[:8]
                 F.mse_loss(script.model(x), y).backward()  # type: ignore[no-untyped-call]
                 run.commit()
-        said = [r for r in caplog.records if "gradients that it has not used" in r.getMessage()]
+        said = [r for r in caplog.records if "has unapplied gradients" in r.getMessage()]
         assert len({id(record) for record in said}) == 1
         script.optimizer.zero_grad()
 

@@ -18,7 +18,8 @@ from torch.utils.data import DataLoader
 import checkpoints
 from elastic.errors import CheckpointRequired, ConfigError, TrainingError
 from elastic.training.checkpointing.options import Checkpoints
-from elastic.training.run import Run, start_components
+from elastic.training.components import start_components
+from elastic.training.run import Run
 
 
 def train_some(folder: Path, steps: int | None = 8) -> None:
@@ -87,7 +88,7 @@ def test_another_seed_names_both(tmp_path: Path) -> None:
     train_some(tmp_path)
     with process(tmp_path, seed=7, clean=False) as run:
         script = job(run)
-        with pytest.raises(ConfigError, match=r"seed=7 was given.*seed=0"):
+        with pytest.raises(ConfigError, match=r"seed=7, but.*seed=0"):
             script.train()
 
 
@@ -138,7 +139,7 @@ def test_a_folder_that_cannot_be_written_stops_before_training(tmp_path: Path) -
     (tmp_path / "file").write_text("")
     with process(tmp_path / "file" / "folder", clean=False) as run:
         script = job(run)
-        with pytest.raises(ConfigError, match="checkpoints cannot be written into"):
+        with pytest.raises(ConfigError, match="checkpoints cannot be written to"):
             script.train()
         assert script.loader.position.step == 0
 
@@ -247,7 +248,7 @@ def test_registering_after_the_first_loop() -> None:
     with process() as run:
         script = job(run)
         script.train(1)
-        with pytest.raises(TrainingError, match=r"run\.wrap\(\) comes too late"):
+        with pytest.raises(TrainingError, match=r"run\.wrap\(\) is called too late"):
             run.wrap(nn.Linear(1, 1))
 
 
@@ -255,7 +256,7 @@ def test_an_iterator_that_is_older_than_the_function_that_reads_it() -> None:
     with process() as run:
         script = job(run)
         batches = iter(script.loader)
-        with pytest.raises(TrainingError, match=r"was made before run\.retry called"):
+        with pytest.raises(TrainingError, match=r"was created before run\.retry called"):
             run.retry(lambda: script.update(*next(batches)))
 
 

@@ -278,7 +278,7 @@ def test_a_state_of_another_order_version_is_refused() -> None:
 def test_a_state_that_is_not_one_is_refused(name: str) -> None:
     state = sampler().state_dict()
     del state[name]
-    with pytest.raises(ConfigError, match=f"no '{name}'"):
+    with pytest.raises(ConfigError, match=f"lacks '{name}'"):
         sampler().load_state_dict(state)
 
 

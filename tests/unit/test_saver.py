@@ -100,7 +100,7 @@ def test_options_that_cannot_work_name_the_value(arguments: Any, said: str) -> N
 
 
 def test_options_that_contradict_each_other() -> None:
-    with pytest.raises(ConfigError, match=r"no folder for checkpoints"):
+    with pytest.raises(ConfigError, match=r"without a checkpoint folder"):
         checkpoints_from(None, {}, when=5)
     with pytest.raises(ConfigError, match=r"keep=5 in addition to checkpoints="):
         checkpoints_from(Checkpoints("a"), {}, keep=5)
@@ -121,14 +121,14 @@ def test_run_steps_names_the_folder_and_the_policies(tmp_path: Path) -> None:
 def test_run_steps_says_when_it_is_too_late_for_a_folder(tmp_path: Path) -> None:
     with run_of(None) as (run, _):
         script = job(run)
-        with pytest.raises(TrainingError, match=r"comes after the state was to be restored"):
+        with pytest.raises(TrainingError, match=r"is set after the state was restored"):
             for _ in run.epochs(1):
                 run.steps(script.loader, checkpoints=tmp_path)
-        with pytest.raises(ConfigError, match="no folder for checkpoints"):
+        with pytest.raises(ConfigError, match="without a checkpoint folder"):
             run.steps(script.loader, when=5)
     with run_of(Checkpoints(tmp_path)) as (run, _):
         script = job(run)
-        with pytest.raises(TrainingError, match=r"but this job saves into"):
+        with pytest.raises(TrainingError, match=r"but this job saves to"):
             run.steps(script.loader, checkpoints=tmp_path / "other")
         with pytest.raises(ConfigError, match=r"when=5, keep=None in addition to"):
             run.steps(script.loader, checkpoints=Checkpoints(tmp_path), when=5)

@@ -102,7 +102,7 @@ def test_without_a_host_disk_is_all_there_is_and_that_is_told_once(
     monkeypatch.delenv(VARIABLE, raising=False)
     told: list[str] = []
     save(tier(told), range(1, 20))
-    assert told == ["no agent hosts memory here: checkpoints go to disk only"]
+    assert told == ["no agent hosts memory here: checkpoints are saved to disk only"]
     monkeypatch.setenv(VARIABLE, str(tmp_path / "gone"))
     save(tier(told), range(1, 20))
     assert len(told) == 2 and "cannot be used" in told[1]

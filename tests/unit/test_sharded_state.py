@@ -26,7 +26,7 @@ from elastic.mesh import ModelReplica, ReplicaProcessGroup
 from elastic.training.gradients.sharded import ShardedModule
 from elastic.training.state.copies import WeightCopies
 from elastic.training.state.job_state import JobState
-from elastic.training.state.optimizers import OptimizerGuard
+from elastic.training.state.optimizers import OptimizerWatch
 from elastic.training.state.shards import pack, room_for, unpack
 from elastic.world.mesh import ReplicaMesh
 
@@ -110,13 +110,17 @@ def test_a_checkpoint_is_read_into_shards_that_a_new_job_has_no_moments_for_yet(
     assert_equal(values(fresh), values(saved))
 
 
-def test_a_module_on_another_mesh_is_refused(mesh: DeviceMesh) -> None:
+def test_a_module_on_a_mesh_of_other_ranks_is_refused(mesh: DeviceMesh) -> None:
+    """By ranks: a flattened dimension has a name of its own."""
     model = nn.Linear(4, 2)
     fully_shard(model, mesh=init_device_mesh("cpu", (1,), mesh_dim_names=("rows",)))
-    group = ReplicaProcessGroup(torch.device("cpu"), ModelReplica(MESH))
+    ShardedModule(model, ReplicaProcessGroup(torch.device("cpu"), ModelReplica(MESH)))
+    model = nn.Linear(4, 2)
+    fully_shard(model, mesh=init_device_mesh("cpu", (1,), mesh_dim_names=("rows",)))
+    two = ReplicaMesh.parse({"shard": 2})
+    group = ReplicaProcessGroup(torch.device("cpu"), ModelReplica(two))
     with pytest.raises(
-        ConfigError,
-        match=r"over another mesh: 'weight' is on .*rows.* a replica is shard=1",
+        ConfigError, match=r"'weight' is on .*rows.*, which lacks the dimension 'shard'"
     ) as caught:
         ShardedModule(model, group)
     assert 'mesh=run.mesh["shard"]' in (caught.value.hint or "")
@@ -132,7 +136,9 @@ def test_an_optimizer_from_before_fully_shard_is_refused(mesh: DeviceMesh) -> No
     job, *_ = trained(mesh, 1, steps=0)
     job.check_unsharded()
     job.track("early", torch.optim.SGD(nn.Linear(4, 2).parameters(), lr=0.1))
-    with pytest.raises(ConfigError, match=r"run.track\(early=…\): an optimizer over parameters"):
+    with pytest.raises(
+        ConfigError, match=r"run.track\(early=…\): the optimizer's parameters are not"
+    ):
         job.check_unsharded()
 
 
@@ -150,9 +156,11 @@ def test_an_optimizer_over_dtensors_from_before_fully_shard_is_refused() -> None
         job = JobState(seed=0, is_sharded=True)
         job.modules["model"] = ShardedModule(model, group)
         job.track("early", early)
-        with pytest.raises(ConfigError, match=r"run.track\(early=…\): an optimizer over") as caught:
+        with pytest.raises(
+            ConfigError, match=r"run.track\(early=…\): the optimizer's parameters"
+        ) as caught:
             job.check_unsharded()
-        assert "make the optimizer after fully_shard" in (caught.value.hint or "")
+        assert "create the optimizer after fully_shard" in (caught.value.hint or "")
     finally:
         dist.destroy_process_group()
 
@@ -164,10 +172,10 @@ def test_an_untracked_optimizer_from_before_fully_shard_is_refused_when_it_steps
     model, other = nn.Linear(4, 2), nn.Linear(4, 2)
     early, others = (torch.optim.SGD(m.parameters(), lr=0.1) for m in (model, other))
     fully_shard(model, mesh=mesh["shard"])
-    guard = OptimizerGuard(lambda: cast(Any, SimpleNamespace(number=3)))
+    watch = OptimizerWatch(lambda: cast(Any, SimpleNamespace(number=3)))
     group = ReplicaProcessGroup(torch.device("cpu"), ModelReplica(MESH))
     try:
-        guard.watch(ShardedModule(model, group))
+        watch.watch(ShardedModule(model, group))
         model(torch.ones(3, 4)).sum().backward()
         other(torch.ones(3, 4)).sum().backward()
         others.step()  # of the same shapes, and it has gradients
@@ -176,7 +184,7 @@ def test_an_untracked_optimizer_from_before_fully_shard_is_refused_when_it_steps
         ):
             early.step()
     finally:
-        guard.close()
+        watch.close()
 
 
 @pytest.mark.parametrize("steps", [0, 1])

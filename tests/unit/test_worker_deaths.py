@@ -13,7 +13,15 @@ from membership_nodes import node
 from elastic.agent.supervision.workers import Workers
 from elastic.events import CheckpointSaved, Event, Waiting
 from elastic.failures.kernel_log import KernelLog
-from elastic.link.protocol import IN_STEP, Bye, CountEvents, Heartbeat, Hello, Message, Ready
+from elastic.link.protocol import (
+    IN_STEP,
+    ClientHandshakeRequest,
+    CountEvents,
+    Exiting,
+    Heartbeat,
+    Message,
+    Ready,
+)
 from elastic.link.server import LinkServer, Worker, WorkerDeath
 from elastic.membership.records import Keys, NodeState
 from elastic.metrics.counting import NodeMetrics
@@ -73,7 +81,9 @@ def test_a_death_that_is_heard_of_after_the_next_start_is_not_one_of_it() -> Non
     context = Context()
     workers = Workers(cast(NodeContext, context))
     old = Worker(pid=1 << 22, local_rank=0, token=1)
-    workers.on_said(old, Hello(version=1, pid=old.pid, local_rank=0, library="0.1.0"))
+    workers.on_said(
+        old, ClientHandshakeRequest(version=1, pid=old.pid, local_rank=0, library="0.1.0")
+    )
     workers.on_said(old, Ready())
 
     context.status.starts += 1  # as NodeService.warm_up does, on the main thread
@@ -99,14 +109,16 @@ def test_the_last_words_of_a_worker_say_at_which_step() -> None:
     said: list[Message] = []
     worlds.attach(Agent(said))
     worlds.close(clean=False, error="ValueError: boom")
-    assert said == [Bye(clean=False, error="ValueError: boom", step=42)]
+    assert said == [Exiting(clean=False, error="ValueError: boom", step=42)]
 
 
 def test_a_death_in_the_present_start_is_the_nodes() -> None:
     context = Context()
     workers = Workers(cast(NodeContext, context))
     worker = Worker(pid=1 << 22, local_rank=0, token=1)
-    workers.on_said(worker, Hello(version=1, pid=worker.pid, local_rank=0, library="0.1.0"))
+    workers.on_said(
+        worker, ClientHandshakeRequest(version=1, pid=worker.pid, local_rank=0, library="0.1.0")
+    )
     workers.on_said(worker, Ready())
     workers.on_ended(worker, WorkerDeath(worker.pid, 1, None, None))
     assert context.status.node.state is NodeState.ARRIVED
@@ -136,7 +148,9 @@ def test_two_that_die_one_after_the_other_are_replaced_and_the_third_stays(
     three = [Worker(pid=(1 << 22) + n, local_rank=n, token=n) for n in range(3)]
     for worker in three:
         links[0].present.append(worker)
-        workers.on_said(worker, Hello(version=1, pid=worker.pid, local_rank=0, library="0.1.0"))
+        workers.on_said(
+            worker, ClientHandshakeRequest(version=1, pid=worker.pid, local_rank=0, library="0.1.0")
+        )
         workers.on_said(worker, Ready())
     for dead in three[:2]:
         assert status.is_to_be_replaced(dead.pid) is None, "the node's thread decides"
@@ -146,7 +160,9 @@ def test_two_that_die_one_after_the_other_are_replaced_and_the_third_stays(
     starting = replace(three[0], pid=three[2].pid + 1)
     assert status.is_to_be_replaced(starting.pid) is False, "it has not joined"
     links[0].present.append(starting)
-    workers.on_said(starting, Hello(version=1, pid=starting.pid, local_rank=0, library="0.1.0"))
+    workers.on_said(
+        starting, ClientHandshakeRequest(version=1, pid=starting.pid, local_rank=0, library="0.1.0")
+    )
     assert status.is_to_be_replaced(starting.pid) is None, "the node's thread decides"
     links[0].present.remove(starting)
     workers.on_ended(starting, death_of(starting))
@@ -187,7 +203,9 @@ def test_an_agent_asks_its_workers_for_events_if_it_has_metrics(asks_workers: bo
     sent: list[Message] = []
     workers = Workers(cast(NodeContext, context), metrics=metrics, make_server=partial(Links, sent))
     worker = Worker(pid=1 << 22, local_rank=0, token=1)
-    workers.on_said(worker, Hello(version=1, pid=worker.pid, local_rank=0, library="0.1.0"))
+    workers.on_said(
+        worker, ClientHandshakeRequest(version=1, pid=worker.pid, local_rank=0, library="0.1.0")
+    )
     assert (CountEvents() in sent) == asks_workers
     context.clock.advance(3)
     assert metrics.heartbeat_age_s == 3

@@ -42,7 +42,7 @@ def tuning(
         journal,
         max_nodes=2,
         own_address="127.0.0.9",
-        is_told=False,
+        is_configured=False,
         network=NETWORK,
     )
 

@@ -8,7 +8,7 @@ import os
 from elastic.events import FailureTimelineWritten, JobEnded
 from elastic.hangs.report import ReportFolder
 from elastic.leadership import failure_timeline
-from elastic.membership.records import Done
+from elastic.membership.records import Done, decode
 from elastic.node.context import NodeContext
 
 
@@ -21,6 +21,17 @@ def record_end(context: NodeContext, done: Done) -> None:
         context.journal.emit(
             JobEnded(outcome=done.outcome.value, reason=done.reason, exit_code=done.exit_code)
         )
+
+
+def read_end(context: NodeContext) -> None:
+    """Read from the store whether the job has ended.
+
+    A new leader calls this once per term. Its watch may deliver the end of the old leader's key
+    before the end of the job, and a leader that has left in order is not lost.
+    """
+    entry = context.store.get(context.keys.done)
+    if entry is not None:
+        record_end(context, decode(Done, entry.key, entry.value))
 
 
 def _write_timeline(context: NodeContext, done: Done) -> None:

@@ -86,6 +86,7 @@ class Leaving:
         self._claim_signal = claim_signal  # torchrun installs no handler of its own for it
         self._tell_workers = tell_workers  # that torchrun's SIGTERM is for good
         self._clock = clock
+        self._has_left_job = False
         self._in_order = False
         self._by_s = 0.0
 
@@ -109,13 +110,17 @@ class Leaving:
             self.phase is LauncherPhase.FINISHING
         ):  # nothing is taken back: the others count it as finished
             raise self.end()
+        if self.phase is not LauncherPhase.STARTING:  # else the next poll leaves
+            self._leave()
+
+    def _leave(self) -> None:
+        self._has_left_job = True
         self._in_order = self.phase is LauncherPhase.RUNNING and self._node.can_leave_in_order
         self._node.leave("SIGTERM")
-        if self._in_order:
-            # The workers leave at a step's boundary; torchrun's next poll sees that they have.
-            self._by_s = self._clock.monotonic() + self._grace_s
-        elif self.phase is not LauncherPhase.STARTING:  # else the next poll ends it
+        if not self._in_order:
             self._stop()
+        # The workers leave at a step's boundary; torchrun's next poll sees that they have.
+        self._by_s = self._clock.monotonic() + self._grace_s
 
     def end(self) -> BaseException:
         """What this launch ends with, now that its node was told to leave."""
@@ -129,6 +134,8 @@ class Leaving:
 
     def end_if_left(self) -> None:
         """Raise :meth:`end` once the workers have left, or their time is up."""
+        if not self._has_left_job:  # the signal came while torch started the workers
+            self._leave()
         if self._in_order and not self._node.has_left:
             if self._clock.monotonic() <= self._by_s:
                 return

@@ -31,5 +31,5 @@ def park(
         NodeParked(outcome=done.outcome.value, exit_code=done.exit_code, reason=done.reason)
     )
     while not leaving.told:
-        status.watchdog.beat()
+        status.watchdog.heartbeat()
         clock.sleep(MAIN_THREAD_SLICE_S)

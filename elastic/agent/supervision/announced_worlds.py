@@ -61,7 +61,7 @@ class AnnouncedWorlds:
         self.newest = world
         if is_member:
             self._at.status.told = world
-            self._at.status.before_telling()  # they may read what this node knows of the others
+            self._at.status.before_announcing()  # they may read what this node knows of the others
         self._send(world, None)
 
     def part(self, reason: str) -> None:

@@ -16,7 +16,7 @@ from elastic.agent.supervision.hangs import (
     WorkerHung,
     WorldHung,
 )
-from elastic.agent.supervision.workers import LinkSaid, WorkerEnded, Workers
+from elastic.agent.supervision.workers import LinkEvent, WorkerEnded, Workers
 from elastic.hangs.watch import Supervised
 from elastic.link.protocol import FlightTrace, ProgressPage, StepReport
 from elastic.liveness.heartbeats import NodeHeartbeat
@@ -95,7 +95,7 @@ class WorkerSupervisor:
     def handle(self, message: object) -> None:
         """A message of a worker, or of one of the threads that watch workers."""
         match message:
-            case LinkSaid():
+            case LinkEvent():
                 self._on_said(message)
             case WorkerEnded(worker, death):
                 self._step_times.on_ended(worker.pid)
@@ -118,7 +118,7 @@ class WorkerSupervisor:
                 if self.workers is not None:
                     self.workers.world_is_hung(generation, reason)
 
-    def _on_said(self, said: LinkSaid) -> None:
+    def _on_said(self, said: LinkEvent) -> None:
         worker = said.worker
         match said.message:
             case ProgressPage() as page:

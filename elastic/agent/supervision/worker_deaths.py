@@ -74,7 +74,7 @@ class WorkerDeaths:
         if worker.pid in status.to_replace:  # ended with another one of its replica
             kill_group(worker.pid)
             return
-        bye = death.said_bye
+        bye = death.exit_notice
         is_unknown = death.exit_code is None and death.signal is None
         if death.exit_code == 0 or (is_unknown and bye is not None and bye.clean):
             return
@@ -83,12 +83,12 @@ class WorkerDeaths:
             was_ready or self._was_replacing(worker, death, siblings)
         )
         is_killed = death.signal == signal.SIGKILL and hung is None
-        kernel_said = self._at.kernel_log.said()
+        kernel_log = self._at.kernel_log.said()
         # Asked once for each failure: of what it has been told, the counter says no more.
         is_oom_kill = (
             is_failure
             and is_killed
-            and (self._oom_kills.has_killed() or kernel_said.has_killed(worker.pid))
+            and (self._oom_kills.has_killed() or kernel_log.has_killed(worker.pid))
         )
         text = hung or (
             bye.error if bye is not None and bye.error else describe_death(worker, death)
@@ -101,14 +101,14 @@ class WorkerDeaths:
                 pid=worker.pid,
                 local_rank=worker.local_rank,
                 reason=text,
-                kernel_log=str(kernel_said),
+                kernel_log=str(kernel_log),
             )
         )
         # If torchrun alone restarts it: the others have not trained with it without a restart.
         if is_failure:
             # What this agent has ended was not killed from outside: it is held against it.
             exit_code = exit_code_of(death) if hung is None else HUNG_EXIT_CODE
-            failure = WorkerFailed(text, exit_code, is_oom_kill, kernel_said.lines)
+            failure = WorkerFailed(text, exit_code, is_oom_kill, kernel_log.lines)
             self._tell_others(worker, siblings, failure)
 
     def _tell_others(

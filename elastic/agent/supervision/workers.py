@@ -16,16 +16,16 @@ from elastic.agent.supervision.failure_reporter import FailureReporter, nodes_at
 from elastic.agent.supervision.known_workers import KnownWorkers
 from elastic.agent.supervision.replica_meetings import ReplicaMeetings
 from elastic.agent.supervision.worker_deaths import WorkerDeaths
-from elastic.events import WorkerTrouble, WorldEntered
+from elastic.events import CollectiveFailed, WorldEntered
 from elastic.link.protocol import (
     IN_STEP,
-    Bye,
+    ClientHandshakeRequest,
     CollectiveFailure,
     CountEvents,
     Entered,
+    Exiting,
     FlightAsk,
     Heartbeat,
-    Hello,
     Left,
     MeasureSteps,
     Message,
@@ -45,7 +45,7 @@ from elastic.node.oom_kills import OomKillCounter
 
 
 @dataclass(frozen=True)
-class LinkSaid:
+class LinkEvent:
     """A worker said something."""
 
     worker: Worker
@@ -75,7 +75,7 @@ class Workers:
         self._metrics = metrics if metrics is not None else NodeMetrics(context.clock)
         oom_kills = oom_kills if oom_kills is not None else OomKillCounter()
         self._server = make_server(
-            on_message=lambda worker, message: context.post(LinkSaid(worker, message)),
+            on_message=lambda worker, message: context.post(LinkEvent(worker, message)),
             on_death=lambda worker, death: context.post(WorkerEnded(worker, death)),
             on_error=context.status.fail,
         )
@@ -121,7 +121,7 @@ class Workers:
         world = self._at.status.world.world
         self._metrics.on_worker_said(worker.pid, worker.local_rank, message, world)
         match message:
-            case Hello():
+            case ClientHandshakeRequest():
                 self._known.starts[worker.pid] = self._at.status.starts
                 self._at.status.workers_joined = True
                 if self._at.status.to_replace:
@@ -144,7 +144,7 @@ class Workers:
             case SigtermAsk():
                 leaving = self._node.state is NodeState.LEAVING and not self._at.status.stopping
                 self._server.send(SigtermAnswer(leaving=leaving), worker)
-            case Bye():
+            case Exiting():
                 pass  # comes back with the worker's death
             case _:
                 pass
@@ -172,13 +172,15 @@ class Workers:
             self._at.status.to_replace.clear()
             publish_change(self._at, lambda n: replace(n, in_process=True, state=NodeState.READY))
 
-    def _on_heartbeat(self, worker: Worker, beat: Heartbeat) -> None:
-        if worker.local_rank == 0 and (beat.phase == IN_STEP or beat.step_time_s > 0):
-            self._at.status.stepping_generation = beat.generation
+    def _on_heartbeat(self, worker: Worker, heartbeat: Heartbeat) -> None:
+        if worker.local_rank == 0 and (heartbeat.phase == IN_STEP or heartbeat.step_time_s > 0):
+            self._at.status.stepping_generation = heartbeat.generation
         # Without a step's duration nobody can say when a step will begin.
-        if worker.local_rank == 0 and beat.generation and beat.step_time_s > 0:
+        if worker.local_rank == 0 and heartbeat.generation and heartbeat.step_time_s > 0:
             now = self._at.clock.monotonic()
-            self._at.status.step_rate = StepRate(beat.generation, beat.step, beat.step_time_s, now)
+            self._at.status.step_rate = StepRate(
+                heartbeat.generation, heartbeat.step, heartbeat.step_time_s, now
+            )
 
     def _on_entered(self, worker: Worker, generation: int, step: int) -> None:
         entered = self._known.entered
@@ -223,7 +225,7 @@ class Workers:
         if self.reporter.has_reported(generation):
             return
         self._at.journal.emit(
-            WorkerTrouble(generation=generation, local_rank=worker.local_rank, error=error),
+            CollectiveFailed(generation=generation, local_rank=worker.local_rank, error=error),
             level=logging.DEBUG,  # who is lost, and why, is in the leader's log
         )
         accused = (

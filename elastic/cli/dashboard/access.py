@@ -1,8 +1,8 @@
-"""Who may see the page: pure decisions over the headers of a request.
+"""Access control of the page: pure decisions on the headers of a request.
 
-On loopback every user of the machine may, unless a token is set; a web site that has its name
-resolved to 127.0.0.1 (DNS rebinding) is recognized by the Host header. On any other address a token
-is demanded: as ``Authorization: Bearer``, or once as ``?token=``, which sets a cookie.
+On loopback every user of the machine has access unless a token is set. A web site whose name is
+resolved to 127.0.0.1 (DNS rebinding) is detected by the Host header. On any other address a token
+is required: as ``Authorization: Bearer``, or once as ``?token=``, which sets a cookie.
 """
 
 from __future__ import annotations
@@ -18,22 +18,22 @@ from elastic.errors import ConfigError
 
 LEAST_TOKEN = 16  # characters
 LOOPBACK_NAMES = frozenset({"localhost", "127.0.0.1", "::1"})
-# `kubelet` and load balancers have no token; it says whether the server turns, and nothing else.
+# kubelet and load balancers have no token; the check reveals only whether the server is alive.
 OPEN_PATHS = frozenset({"/healthz"})
 
 
 class AccessVerdict(Enum):
-    """What becomes of a request."""
+    """The decision on a request."""
 
     ALLOWED = "allowed"
     WRONG_HOST = "wrong host"
     NO_TOKEN = "no token"
-    TOKEN_IN_QUERY = "token in query"  # right: set the cookie and go on without it
+    TOKEN_IN_QUERY = "token in query"  # correct: set the cookie and redirect to the URL without it
 
 
 @dataclass(frozen=True)
 class AccessPolicy:
-    """``token``: None demands none. ``hosts``: the Host headers to answer; None: all."""
+    """``token``: None requires none. ``hosts``: the accepted Host headers; None accepts all."""
 
     token: str | None
     hosts: frozenset[str] | None
@@ -42,7 +42,7 @@ class AccessPolicy:
     def judge(
         self, *, host: str, path: str, authorization: str, cookie: str, query_token: str
     ) -> AccessVerdict:
-        """Of one request. ``cookie``: the value of the cookie with our name."""
+        """Credentials of one request. ``cookie``: the value of the dashboard's cookie."""
         if self.hosts is not None and host_name(host) not in self.hosts:
             return AccessVerdict.WRONG_HOST
         if self.token is None or path in OPEN_PATHS:
@@ -58,7 +58,7 @@ class AccessPolicy:
 
     @property
     def cookie_value(self) -> str:
-        """Proves the token without containing it."""
+        """A value that proves knowledge of the token without containing it."""
         token = (self.token or "").encode()
         return hmac.new(token, b"elastic dashboard cookie", hashlib.sha256).hexdigest()
 
@@ -66,7 +66,7 @@ class AccessPolicy:
 def policy_of(
     host: str, port: int, token: str | None, allowed_hosts: tuple[str, ...] = ()
 ) -> AccessPolicy:
-    """For a server at ``host``. Raises ConfigError where it would be open to a network."""
+    """The policy of a server at ``host``. Raises ConfigError if it would be open to a network."""
     is_local = is_loopback(host)
     if not is_local and token is None:
         raise ConfigError(
@@ -78,12 +78,12 @@ def policy_of(
     if is_local:
         hosts: frozenset[str] | None = LOOPBACK_NAMES | {host_name(host)} | extra
     else:
-        hosts = extra or None  # a site that is rebound does not get the cookie of another name
+        hosts = extra or None  # a rebound site does not receive a cookie set under another name
     return AccessPolicy(token, hosts, f"elastic-dashboard-{port}")
 
 
 def is_loopback(host: str) -> bool:
-    """Whether only this machine can connect to it.
+    """Whether only this machine can connect to ``host``.
 
     >>> [is_loopback(h) for h in ("localhost", "127.0.0.2", "::1", "0.0.0.0", "node-a")]
     [True, True, True, False, False]
@@ -97,7 +97,7 @@ def is_loopback(host: str) -> bool:
 
 
 def host_name(header: str) -> str:
-    """Of a Host header, without the port.
+    """The name in a Host header, without the port.
 
     >>> [host_name(h) for h in ("Localhost.:80", "[::1]:80", "::1", "10.0.0.1")]
     ['localhost', '::1', '::1', '10.0.0.1']
@@ -111,18 +111,19 @@ def host_name(header: str) -> str:
 
 
 def read_token(path: str) -> str:
-    """The first line of a file. Raises ConfigError."""
+    """The token in the first line of a file. Raises ConfigError."""
     try:
         lines = Path(path).read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(
-            f"--token-file={path} cannot be read: {error}", hint="give a file that holds the token"
+            f"--token-file={path} cannot be read: {error}",
+            hint="name a file that contains the token",
         ) from error
     return checked_token(lines[0].strip() if lines else "", f"--token-file={path}")
 
 
 def checked_token(token: str, place: str) -> str:
-    """Raises ConfigError for one that can be guessed, or that no header can hold."""
+    """The token. Raises ConfigError if it is too short, or no header can hold it."""
     if len(token) < LEAST_TOKEN or not token.isascii() or not token.isprintable() or " " in token:
         raise ConfigError(
             f"{place}: a token has at least {LEAST_TOKEN} printable ASCII characters and no spaces",
@@ -132,5 +133,5 @@ def checked_token(token: str, place: str) -> str:
 
 
 def _is_same(given: str, expected: str) -> bool:
-    """In a time that says nothing of where they differ."""
+    """Compare in constant time."""
     return hmac.compare_digest(given.encode(errors="surrogatepass"), expected.encode())

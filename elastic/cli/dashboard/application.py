@@ -1,4 +1,4 @@
-"""The routes of the page, as a Starlette application. Every answer is made of ready bytes."""
+"""The routes of the page, as a Starlette application. Responses are rendered in advance."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ from starlette.routing import Route
 from starlette.types import ASGIApp
 
 from elastic.cli.dashboard.access import AccessPolicy
-from elastic.cli.dashboard.guard import Guard
 from elastic.cli.dashboard.prometheus_page import exposition
 from elastic.cli.dashboard.publisher import (
     MOST_STREAMS,
@@ -21,6 +20,7 @@ from elastic.cli.dashboard.publisher import (
     api_changes,
     page_changes,
 )
+from elastic.cli.dashboard.request_filter import RequestFilter
 from elastic.cli.dashboard.status_api import event_document
 from elastic.cli.observe.status_document import SCHEMA
 
@@ -42,7 +42,7 @@ def application(
         "/api/events": pages.events,
     }
     app = Starlette(routes=[Route(path, endpoint) for path, endpoint in routes.items()])
-    return Guard(app, policy, publisher.template.policy)
+    return RequestFilter(app, policy, publisher.template.policy)
 
 
 class _Pages:
@@ -73,13 +73,13 @@ class _Pages:
 
     async def healthz(self, request: Request) -> Response:
         is_ok = self._is_alive()
-        reason = "the job is watched" if is_ok else "a thread that watches the job has died"
+        reason = "the job is being watched" if is_ok else "a thread that watches the job has died"
         return JSONResponse({"ok": is_ok, "reason": reason}, status_code=200 if is_ok else 503)
 
     async def metrics(self, request: Request) -> Response:
         snapshot = self._publisher.shown.snapshot
         if snapshot is None:
-            return PlainTextResponse("nothing is known yet\n", status_code=503)
+            return PlainTextResponse("no data yet\n", status_code=503)
         try:
             data, content_type = exposition(snapshot)
         except ImportError:

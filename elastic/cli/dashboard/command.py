@@ -1,4 +1,4 @@
-"""``elastic dashboard``: its arguments, and how its parts are put together."""
+"""``elastic dashboard``: arguments, and assembly of the parts."""
 
 from __future__ import annotations
 
@@ -37,45 +37,48 @@ def parser(environ: Mapping[str, str] = os.environ) -> argparse.ArgumentParser:
     """The command line of ``elastic dashboard``."""
     own = CommandParser(
         prog="elastic dashboard",
-        description="Serve a live page that shows how a job is: its state, nodes, incidents, where "
-        "its time goes, and its events. It changes nothing. Reads etcd, and journals where they "
-        "are given. docs/how-to/observe.md",
-        epilog="exit codes: 0, 2 usage, 130 Ctrl-C",
+        description="Serve a live, read-only page with a job's status: state, nodes, incidents, "
+        "where its time goes, and events. Reads etcd, and the journals if --journal is given. "
+        "See docs/how-to/observe.md.",
+        epilog="exit codes: 0 success, 2 usage, 130 Ctrl-C",
     )
     add_job_arguments(own, environ)
     own.add_argument(
         "--journal",
         default=environ.get("ELASTIC_JOURNAL"),
         metavar="FOLDER",
-        help="of the job's journals, for events and charts; without --rdzv-endpoint the page shows "
-        "only these (default: ELASTIC_JOURNAL)",
+        help="journal folder, for events and charts; required without --rdzv-endpoint (default: "
+        "ELASTIC_JOURNAL)",
     )
     own.add_argument(
         "--host",
         default="127.0.0.1",
         metavar="ADDRESS",
-        help="to listen on; any but a loopback address demands a token (default: %(default)s)",
+        help="listen address; any but a loopback address needs a token (default: %(default)s)",
     )
     own.add_argument(
-        "--port", type=int, default=DEFAULT_PORT, help="TCP; 0: any (default: %(default)s)"
+        "--port",
+        type=int,
+        default=DEFAULT_PORT,
+        help="TCP port; 0: any free port (default: %(default)s)",
     )
     own.add_argument(
         "--token-file",
         metavar="FILE",
-        help=f"whose first line is the token that clients need (default: ${TOKEN_VARIABLE})",
+        help=f"file whose first line is the access token (default: ${TOKEN_VARIABLE})",
     )
     own.add_argument(
         "--allowed-host",
         action="append",
         default=[],
         metavar="NAME",
-        help="a name by which a proxy or a browser calls this server; may be repeated",
+        help="additional host name to accept in requests; may be repeated",
     )
     return own
 
 
 def token_of(args: argparse.Namespace, environ: Mapping[str, str] = os.environ) -> str | None:
-    """That clients need; None: none. Raises ConfigError."""
+    """The access token, or None. Raises ConfigError."""
     if args.token_file:
         return read_token(args.token_file)
     if TOKEN_VARIABLE in environ:
@@ -128,7 +131,7 @@ def _feed_of(
     on_change: Callable[[JobSnapshot], object],
     on_error: Callable[[BaseException], object],
 ) -> JobFeed:
-    """What watches the job. Raises ConfigError if nothing says where it is."""
+    """The feed of the job. Raises ConfigError if neither etcd nor journals are given."""
     asks_etcd = bool(args.rdzv_endpoint)
     if not asks_etcd and not args.journal:
         raise ConfigError(

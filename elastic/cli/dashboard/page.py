@@ -1,6 +1,6 @@
-"""A snapshot as HTML: sections that are sent again when they change, and the page around them.
+"""A snapshot as HTML: sections that are resent when they change, and the page around them.
 
-Pure. Whatever others have named or raised passes through :func:`text`, and nothing else does.
+Pure. All untrusted text (names, errors) passes through :func:`text`, and nothing else does.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ _CELL = re.compile(r'(<td id="[^>]*>).*?(?=</td>)')
 _MOMENT = re.compile(r"⟦(\d{1,12}\.\d{3})⟧")
 _BLOCK = "<{0}>(.*?)</{0}>"
 
-# In the order of the page. What is sent again is found by these ids, and by those of the cells that
-# change with every heartbeat: a table is not sent for them, and keeps what a reader has selected.
+# In the order of the page. Resent parts are found by these ids, and by the ids of cells that
+# change with every heartbeat: the table is not resent for them, so a reader's selection is kept.
 SECTIONS = (
     *("headline", "outage", "facts", "nodes", "incidents", "timeline", "breakdown", "curves"),
     *("events", "notes"),
@@ -39,8 +39,8 @@ SECTIONS = (
 
 
 def text(value: object, limit: int = 200) -> str:
-    """Anything, as text of a page: shortened, without control characters, escaped. Where that makes
-    it long, it is shortened further: at most about twice ``limit`` characters.
+    """Any value as page text: shortened, escaped, without control characters. If escaping makes
+    it long, it is shortened further, to at most about twice ``limit`` characters.
 
     >>> text("<b>\\x1b")
     '&lt;b&gt;\\\\x1b'
@@ -68,8 +68,8 @@ def sections_of(snapshot: JobSnapshot) -> dict[str, str]:
 
 
 def lasting(section: str) -> str:
-    """What stays the same while time passes, and is sent again if it changes: the page counts ages
-    by itself, and cells with an id are sent by themselves."""
+    """The part of the HTML that decides whether it is resent, without ages: the page counts those
+    itself, and cells with an id are sent separately."""
     return _AGE.sub(r"\1", _CELL.sub(r"\1", section))
 
 
@@ -83,7 +83,7 @@ def _headline(snapshot: JobSnapshot) -> str:
     spoken = state if generation is None else f"{state}, generation {generation}"
     title = f"{state} · {printable(snapshot.run_id, 60)}"
     is_good = state in _GOOD and not snapshot.is_stale
-    mood = "bad" if snapshot.is_trouble else ("good" if is_good else "plain")
+    mood = "bad" if snapshot.needs_attention else ("good" if is_good else "plain")
     return (
         f'<p class="state" data-title="{html.escape(title)}" data-spoken="{text(spoken)}">'
         f'<span class="badge {mood}" aria-hidden="true"></span> {said}</p>'
@@ -94,14 +94,14 @@ _GOOD = frozenset({"training", "succeeded"})
 
 
 def _sentence(view: JobView, now_s: float) -> str:
-    """Its ages become those that the page counts on."""
+    """Replace its ages by elements that the page updates itself."""
     said = html.escape(sentence(view, lambda at_s: f"⟦{at_s:.3f}⟧"))
     return _MOMENT.sub(lambda match: _age(float(match[1]), now_s), said)
 
 
 def _before_etcd(snapshot: JobSnapshot) -> str:
     if not snapshot.asks_etcd:
-        return "by the journals alone: no etcd is asked"
+        return "from the journals only: etcd is not used"
     return "etcd has not answered yet"
 
 
@@ -110,12 +110,12 @@ def _outage(snapshot: JobSnapshot) -> str:
         return ""
     view = snapshot.view
     shown = (
-        f"This page shows what it said {_age(view.at_s, snapshot.at_s)}."
+        f"This page shows its state of {_age(view.at_s, snapshot.at_s)}."
         if view is not None
         else "".join(f"{text(line, 400)}<br>" for line in snapshot.last_known)
     )
     return (
-        f'<div class="outage"><strong>etcd does not answer</strong>, or refuses, since '
+        f'<div class="outage"><strong>etcd does not answer</strong>, or denies access, since '
         f"{_clock_time(snapshot.outage.since_s)}: {text(snapshot.outage.reason, 400)}<br>{shown}"
         "</div>"
     )
@@ -165,11 +165,11 @@ def _step(step: int, planned: int | None) -> str:
 
 
 def _goodput(snapshot: JobSnapshot) -> Iterator[tuple[str, str]]:
-    """By the journals, which know more than the leader's estimate."""
+    """Goodput from the journals, which have more detail than the leader's estimate."""
     charts, view = snapshot.charts, snapshot.view
     if charts is not None and charts.goodput is not None:
         covers = duration(charts.goodput_of_s)
-        yield "Goodput", f"{charts.goodput:.1%} of {text(covers)}, by the journals"
+        yield "Goodput", f"{charts.goodput:.1%} of {text(covers)}, from the journals"
     elif view is not None and (goodput := view.goodput) is not None:
         since_s = (view.progress.goodput_since_s if view.progress else None) or view.at_s
         covers = duration(max(0.0, view.at_s - since_s))
@@ -203,7 +203,7 @@ def _node(view: JobView, node: Node, row: int, now_s: float) -> str:
 
 
 def _cells(view: JobView, now_s: float) -> dict[str, str]:
-    """Of the rows of nodes, what changes every few seconds."""
+    """The cells of the node rows that change every few seconds."""
     found = {}
     for row, node in enumerate([*view.members, *view.joining][:MOST_NODES]):
         found[f"step-{row}"], found[f"heartbeat-{row}"] = _signs(view, node, now_s)
@@ -211,7 +211,7 @@ def _cells(view: JobView, now_s: float) -> dict[str, str]:
 
 
 def _signs(view: JobView, node: Node, now_s: float) -> tuple[str, str]:
-    """The step of its workers and its last heartbeat, as the leader has heard them."""
+    """The step of the node's workers and its last heartbeat, as received by the leader."""
     signs = view.signs_of(node)
     step = str(signs.step) if signs.step is not None else "–"
     if signs.age_s is None:
@@ -223,7 +223,7 @@ def _signs(view: JobView, node: Node, now_s: float) -> tuple[str, str]:
 def _incidents(view: JobView, now_s: float) -> str:
     broken = view.breakages
     if not broken:
-        return "<p>None that etcd remembers.</p>"
+        return "<p>None recorded in etcd.</p>"
     rows = "".join(_breakage(b, now_s) for b in reversed(broken[-_MOST_INCIDENTS:]))
     heads = ("When", "*Generation", "*Step", "What", "Response")
     return _table("Recent incidents", heads, rows)
@@ -250,7 +250,7 @@ def _charts(snapshot: JobSnapshot) -> dict[str, str]:
         "timeline": (_chart("Timeline", charts.timeline) or too_large) + _legend(charts.legend),
         "breakdown": _chart("Breakdown", charts.breakdown) or too_large,
         "curves": "".join(_chart("Curve", svg) or too_large for svg in charts.curves)
-        or "<p>The journals hold no values that the script has logged.</p>",
+        or "<p>The script has logged no values.</p>",
     }
 
 
@@ -299,7 +299,7 @@ _EXTRA = ' class="extra"'
 
 
 def _table(name: str, heads: Iterable[str], rows: str) -> str:
-    """It scrolls by itself on a narrow screen, by keys too. Columns with ``*`` are hidden there."""
+    """A table that scrolls on a narrow screen, also by keyboard; ``*`` columns are hidden there."""
     head = "".join(
         f'<th scope="col"{_EXTRA if cell.startswith("*") else ""}>{cell.lstrip("*")}</th>'
         for cell in heads
@@ -314,7 +314,7 @@ def _table(name: str, heads: Iterable[str], rows: str) -> str:
 
 
 def _age(at_s: float, now_s: float) -> str:
-    """``12 s ago``, which the page counts on."""
+    """``12 s ago``, which the page keeps updating."""
     return f"{_time_tag(at_s, 'age')}{age_text(now_s - at_s)}</time>"
 
 
@@ -340,7 +340,7 @@ def age_text(seconds: float) -> str:
 
 
 class PageTemplate:
-    """page.html, and the policy under which a browser runs it."""
+    """page.html and its Content-Security-Policy."""
 
     def __init__(self, path: Path = _TEMPLATE) -> None:
         source = path.read_text(encoding="utf-8")
@@ -354,11 +354,11 @@ class PageTemplate:
         )
 
     def render(self, snapshot: JobSnapshot, sections: Mapping[str, str]) -> str:
-        """The complete page, readable without a script."""
+        """The complete page, readable without JavaScript."""
         at = datetime.fromtimestamp(snapshot.at_s, timezone.utc)
         return self._template.substitute(
             {f"section_{name}": sections[name] for name in SECTIONS},
-            run=text(snapshot.run_id or "a run without a name", 100),
+            run=text(snapshot.run_id or "an unnamed run", 100),
             state=text(snapshot.state),
             digest=self.digest,
             rendered=f"{snapshot.at_s:.3f}",

@@ -1,6 +1,6 @@
 """``/metrics`` of the dashboard: the job as a whole, as gauges (prometheus-client).
 
-Agents have metrics of their own, one port per node; these are about the job, and end with it.
+Agents serve metrics per node; these describe the job and end with it.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from elastic.cli.observe.printable import printable
 
 @dataclass(frozen=True)
 class JobGauge:
-    """A metric, and its samples: by the value of its only label, or one without."""
+    """A metric and its samples: one per value of its only label, or one without a label."""
 
     name: str
     help: str
@@ -25,29 +25,29 @@ class JobGauge:
 
 
 def gauges_of(snapshot: JobSnapshot) -> Iterator[JobGauge]:
-    """All of them; a number that is not known has no sample."""
+    """All metrics; an unknown number has no sample."""
     view = snapshot.view
     progress = view.progress if view is not None else None
     states = [*(condition.value for condition in JobCondition), UNKNOWN]
     yield JobGauge(
         "elastic_job_state",
-        "1 for the state that the job is in, else 0",
+        "1 for the job's current state, else 0",
         "state",
         tuple((state, float(state == snapshot.state)) for state in states),
     )
     world = view.world if view is not None else None
-    yield _one("generation", "Of the newest world", world.generation if world else None)
+    yield _one("generation", "Generation of the newest world", world.generation if world else None)
     yield _one("step", "Steps committed", view.step if view else None)
     planned = progress.planned_steps if progress else None
-    yield _one("planned_steps", "Steps that the script is to make in all", planned)
+    yield _one("planned_steps", "Total number of steps planned by the script", planned)
     rate = view.steps_per_s if view else None
-    yield _one("steps_per_second", "While the job trains", rate)
-    yield _one("eta_seconds", "Until the last planned step", view.eta_s if view else None)
-    yield _one("goodput_ratio", "Part of the time in steps that count", _goodput(snapshot))
+    yield _one("steps_per_second", "Step rate while the job trains", rate)
+    yield _one("eta_seconds", "Time until the last planned step", view.eta_s if view else None)
+    yield _one("goodput_ratio", "Fraction of time spent in steps that count", _goodput(snapshot))
     saved = progress.checkpoint_step if progress else None
-    yield _one("checkpoint_step", "Of the last committed checkpoint", saved)
+    yield _one("checkpoint_step", "Step of the last committed checkpoint", saved)
     age_s = view.checkpoint_age_s if view else None
-    yield _one("checkpoint_age_seconds", "Since it was known to be committed", age_s)
+    yield _one("checkpoint_age_seconds", "Age of the last committed checkpoint", age_s)
     states_of_nodes = Counter(node.state.value for node in (view.nodes if view else ()))
     yield JobGauge(
         "elastic_job_nodes",
@@ -57,7 +57,7 @@ def gauges_of(snapshot: JobSnapshot) -> Iterator[JobGauge]:
     )
     yield _one("etcd_up", "0 while etcd does not answer the dashboard", float(not snapshot.outage))
     view_age_s = snapshot.at_s - view.at_s if view is not None else None
-    yield _one("view_age_seconds", "Since etcd has last answered", view_age_s)
+    yield _one("view_age_seconds", "Time since etcd last answered", view_age_s)
 
 
 def _one(name: str, help: str, value: float | None) -> JobGauge:

@@ -1,7 +1,7 @@
 """Renders each snapshot once, for all clients, and wakes them.
 
-``publish`` may be called on any thread; everything else belongs to the event loop. A client that is
-slow misses what was in between: it always gets the newest state.
+``publish`` may be called on any thread; everything else runs on the event loop. A slow client
+skips intermediate states and always gets the newest one.
 """
 
 from __future__ import annotations
@@ -23,14 +23,15 @@ _PING = b": ping\n\n"
 
 @dataclass(frozen=True)
 class Rendering:
-    """All that any client may ask for, as bytes."""
+    """Every response that a client may request, as bytes."""
 
     number: int = 0
     snapshot: JobSnapshot | None = None
     page: bytes = b""
     status: bytes = b"{}"  # the JSON document
     sections: Mapping[str, str] = field(default_factory=dict)
-    changed: Mapping[str, int] = field(default_factory=dict)  # in which rendering each one has
+    # The number of the rendering in which each section last changed.
+    changed: Mapping[str, int] = field(default_factory=dict)
     events: tuple[JobEvent, ...] = ()
 
 
@@ -38,14 +39,14 @@ Following = Callable[[Rendering, Rendering], bytes]
 
 
 class Publisher:
-    """One per server. ``server`` names this start of it, for pages that survive several."""
+    """The publisher. ``server`` identifies this start of the server to pages that outlive it."""
 
     def __init__(self, server: str, template: PageTemplate | None = None) -> None:
         self.template = template or PageTemplate()
         self._server = server
-        self._newest = Rendering()  # of the thread that publishes
+        self._newest = Rendering()  # owned by the publishing thread
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._shown = Rendering()  # of the event loop
+        self._shown = Rendering()  # owned by the event loop
         self._changed = asyncio.Event()
         self._made: dict[tuple[Following, int, int], bytes] = {}
         self._is_closed = False
@@ -59,10 +60,10 @@ class Publisher:
     # -- on any thread ------------------------------------------------------------------------
 
     def publish(self, snapshot: JobSnapshot) -> None:
-        """Render, and hand over to the event loop if it runs. One call at a time."""
+        """Render, and pass to the event loop if it runs. Not reentrant."""
         self._newest = render(snapshot, self._newest, self.template)
         loop = self._loop
-        if loop is None:  # nobody is served yet
+        if loop is None:  # no clients yet
             self._shown = self._newest
         elif not loop.is_closed():
             loop.call_soon_threadsafe(self._show)
@@ -70,7 +71,7 @@ class Publisher:
     # -- on the event loop --------------------------------------------------------------------
 
     def attach(self) -> None:
-        """The running event loop serves from now on."""
+        """Start serving on the running event loop."""
         self._loop = asyncio.get_running_loop()
         self._changed = asyncio.Event()
         self._show()
@@ -89,7 +90,7 @@ class Publisher:
         changed.set()
 
     async def stream(self, following: Following) -> AsyncIterator[bytes]:
-        """Server-sent events: what ``following(before, now)`` makes of each new rendering."""
+        """Server-sent events: ``following(before, now)`` for each new rendering."""
         self.streams += 1
         try:
             yield self._hello()
@@ -109,7 +110,7 @@ class Publisher:
             self.streams -= 1
 
     def _following(self, following: Following, before: Rendering, now: Rendering) -> bytes:
-        """Most clients have the same rendering: what follows it is made once."""
+        """The update from a rendering, computed once: most clients have the same one."""
         key = (following, before.number, now.number)
         if key not in self._made:
             self._made = {k: v for k, v in self._made.items() if k[2] == now.number}
@@ -128,7 +129,7 @@ class Publisher:
 
 
 def render(snapshot: JobSnapshot, before: Rendering, template: PageTemplate) -> Rendering:
-    """Everything, once; what has not changed but for ages keeps the number of its last change."""
+    """Render everything; parts that changed only in ages keep the number of their last change."""
     number = before.number + 1
     sections = sections_of(snapshot)
     changed = {
@@ -153,13 +154,13 @@ def render(snapshot: JobSnapshot, before: Rendering, template: PageTemplate) -> 
 
 
 def page_changes(before: Rendering, now: Rendering) -> bytes:
-    """The sections that a page has not got: all of them at first."""
+    """The sections that a page does not have yet: at first all of them."""
     changed = {name: now.sections[name] for name, at in now.changed.items() if at > before.number}
     return message("sections", changed) if changed else b""
 
 
 def api_changes(before: Rendering, now: Rendering) -> bytes:
-    """The status, and the events that were not sent."""
+    """The status and the events not yet sent."""
     last = before.events[-1].number if before.events else 0
     events = b"".join(
         message("event", event_document(event), event.number)
@@ -171,6 +172,6 @@ def api_changes(before: Rendering, now: Rendering) -> bytes:
 
 
 def message(kind: str, data: Any, number: int | None = None) -> bytes:
-    """One server-sent event. JSON holds no line break."""
+    """One server-sent event. The JSON contains no line breaks."""
     identity = f"id: {number}\n" if number is not None else ""
     return f"event: {kind}\n{identity}data: {json.dumps(data)}\n\n".encode()

@@ -1,4 +1,4 @@
-"""Serves the page with uvicorn until a signal, or until what watches the job has died."""
+"""Serves the page with uvicorn until a signal, or until the job feed fails."""
 
 from __future__ import annotations
 
@@ -12,25 +12,25 @@ from starlette.types import ASGIApp
 
 from elastic.cli.dashboard.publisher import Publisher
 from elastic.errors import ConfigError
-from elastic.tuning.agent_intervals import DASHBOARD_GOODBYE_S, DASHBOARD_PING_S
+from elastic.tuning.agent_intervals import DASHBOARD_DRAIN_S, DASHBOARD_PING_S
 
 _BACKLOG = 512
 
 
 class DashboardServer(uvicorn.Server):
-    """Ends its streams when it ends: clients would keep it otherwise."""
+    """A server that closes its streams on shutdown: connected clients would keep it alive."""
 
     def __init__(self, app: ASGIApp, publisher: Publisher) -> None:
         super().__init__(
             uvicorn.Config(
                 app,
                 log_level="warning",
-                access_log=False,  # addresses may hold the token
+                access_log=False,  # URLs may contain the token
                 lifespan="off",
                 server_header=False,
                 ws="none",
                 timeout_keep_alive=int(DASHBOARD_PING_S),
-                timeout_graceful_shutdown=int(DASHBOARD_GOODBYE_S),
+                timeout_graceful_shutdown=int(DASHBOARD_DRAIN_S),
             )
         )
         self._publisher = publisher
@@ -50,14 +50,14 @@ class DashboardServer(uvicorn.Server):
 
 @contextlib.contextmanager
 def listening(host: str, port: int) -> Iterator[socket.socket]:
-    """A socket that is bound. Raises ConfigError."""
+    """A bound socket. Raises ConfigError."""
     try:
         family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
         listener = socket.create_server((host, port), family=family, backlog=_BACKLOG)
     except (OSError, OverflowError, UnicodeError) as error:
         raise ConfigError(
             f"--host={host} --port={port} could not be bound: {error}",
-            hint="give another --port; 0 lets the kernel choose",
+            hint="pass another --port; 0 selects a free one",
         ) from error
     try:
         yield listener

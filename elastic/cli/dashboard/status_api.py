@@ -1,4 +1,4 @@
-"""What ``/api/status`` and ``/api/events`` answer: docs/reference/status.md lists the fields."""
+"""Documents of ``/api/status`` and ``/api/events``: docs/reference/status.md lists the fields."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from elastic.cli.observe.status_document import SCHEMA, document
 
 
 def status_document(snapshot: JobSnapshot) -> dict[str, Any]:
-    """That of ``elastic status -o json``, and what the server knows beside it."""
+    """The document of ``elastic status -o json`` with the server's additional fields."""
     view = snapshot.view
     found = document(view) if view is not None else _unknown(snapshot)
     charts, outage = snapshot.charts, snapshot.outage
@@ -40,7 +40,7 @@ def _unknown(snapshot: JobSnapshot) -> dict[str, Any]:
 
 
 def event_document(event: JobEvent) -> dict[str, Any]:
-    """One event."""
+    """The document of one event."""
     return {
         "number": event.number,
         "time": round(event.at_s, 3),

@@ -1,5 +1,5 @@
-"""``elastic demo``: three local nodes train on real images, one is killed, one is added.
+"""``elastic demo``: train on three local nodes, kill one, add one.
 
-Start with ``command``. ``plan`` decides when to kill and when to add, ``journal`` follows the
-nodes, ``view`` shows them, ``summary`` checks every promise at the end, ``report`` leaves a page.
+Start with ``command``. ``plan`` decides when to kill and to add a node, ``journal`` follows the
+nodes, ``view`` shows them, ``summary`` checks the result, ``report`` writes an HTML page.
 """

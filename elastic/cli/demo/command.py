@@ -1,8 +1,8 @@
-"""``elastic demo``: three local torchrun nodes train on real images, one is killed, one is added.
+"""``elastic demo``: train on three local torchrun nodes, kill one, add one.
 
-Everything lives in a temporary folder: etcd's data, checkpoints, ledger, journals, logs. It is
-removed at the end, unless ``--keep`` is given or a promise failed. A report of the run, as one
-HTML page, is left beside it.
+All files (etcd's data, checkpoints, ledger, journals, logs) are in a temporary folder. It is
+removed at the end, unless ``--keep`` is given or a check failed. A report of the run, one
+HTML page, is kept next to it.
 """
 
 from __future__ import annotations
@@ -37,21 +37,26 @@ from elastic.clock import SYSTEM_CLOCK, Clock
 from elastic.errors import ConfigError
 from elastic.store.embedded.etcd import EmbeddedEtcd
 from elastic.testing.ledger import LedgerReader
-from elastic.tuning.agent_intervals import CLI_POLL_S
+from elastic.tuning.agent_intervals import CLI_POLL_S, DEMO_TIMEOUT_S
 from elastic.tuning.agent_options import MODES
 
-# A copy of examples/digits.py, so that an installed wheel has the script, too. In a folder of
-# its own: a script's folder comes first on sys.path.
+# A copy of examples/digits.py, so that an installed wheel has the script, too. In a separate
+# folder: a script's folder comes first on sys.path.
 SCRIPT = Path(__file__).parents[1] / "scripts" / "digits.py"
 TRAIN_SAMPLES = 1437  # of 1,797: examples/digits.py keeps 360 for the test
 EPOCHS = 20
 STEPS_BETWEEN_CHECKPOINTS = 10
 TAIL_LINES = 15
 _RESULT = re.compile(r'\{"accuracy": ([0-9.]+)')
+_DESCRIPTION = (
+    "Train a small CNN on three local torchrun nodes, kill one, add one, and check that no sample "
+    "was lost or repeated. etcd's data, checkpoints and logs are in a temporary folder, which is "
+    "removed at the end unless --keep is given or a check failed. An HTML report is kept."
+)
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run the demo; returns 0 if every promise was kept."""
+    """Run the demo; returns 0 if every check passed."""
     args = parser().parse_args(list(argv))
     json_wanted = args.output == "json"
     _require_dependencies()
@@ -71,14 +76,14 @@ def main(argv: Sequence[str]) -> int:
         return exit_codes.DONE if summary.ok else exit_codes.FAILED
     finally:
         if keep:
-            print(f"elastic: everything is kept in {folder}", file=sys.stderr)
+            print(f"elastic: all files are kept in {folder}", file=sys.stderr)
         else:
             shutil.rmtree(folder, ignore_errors=True)
 
 
 def parser() -> argparse.ArgumentParser:
     """The command line of ``elastic demo``."""
-    parser = CommandParser(prog="elastic demo", description=__doc__, add_help=True)
+    parser = CommandParser(prog="elastic demo", description=_DESCRIPTION)
     parser.add_argument(
         "-o",
         "--output",
@@ -86,10 +91,15 @@ def parser() -> argparse.ArgumentParser:
         default="table",
         help="json: print the result as one object, and progress on stderr",
     )
-    parser.add_argument("--mode", choices=MODES, default=MODES[0], help="how to recover")
+    parser.add_argument(
+        "--mode", choices=MODES, default=MODES[0], help="recovery mode (default: %(default)s)"
+    )
     parser.add_argument("--keep", action="store_true", help="keep the temporary folder")
     parser.add_argument(
-        "--timeout-s", type=float, default=300.0, help="give up after this long (default: 300)"
+        "--timeout-s",
+        type=float,
+        default=DEMO_TIMEOUT_S,
+        help="give up after this long (default: %(default)g)",
     )
     return parser
 
@@ -126,11 +136,11 @@ class Demo:
         self._said: set[str] = set()
         self._logs: dict[str, TextIO] = {}
         self._accuracy: float | None = None
-        self._waiting_since_s: float | None = None  # for a node
+        self._waiting_since_s: float | None = None  # since when it waits for a node
         self._delay_ms = -1
 
     def run(self, stop: StopRequest) -> Summary:
-        """Play it to the end, to the timeout or to the user's signal."""
+        """Run to the end, to the timeout or to the user's signal."""
         began = self._clock.monotonic()
         with contextlib.ExitStack() as stack:
             etcd = stack.enter_context(EmbeddedEtcd(data_dir=self._folder / "etcd"))
@@ -210,7 +220,7 @@ class Demo:
         self._plan = self._plan.after(act, position)
 
     def _step_rate(self, position: JobPosition | None) -> None:
-        """Slow the job down while a node is waited for: it must not end before."""
+        """Slow the job down while waiting for a node, so that it does not end first."""
         if position is not None and not self._plan.waits_for_node(position):
             self._waiting_since_s = None
         elif self._waiting_since_s is None:
@@ -257,19 +267,19 @@ def node_command(endpoint: str, folder: Path, mode: str) -> list[str]:
 
 
 def step_delay_file(folder: Path) -> Path:
-    """Where the script reads, in milliseconds, how much to slow each step down."""
+    """The file from which the script reads its delay per step, in milliseconds."""
     return folder / "step-delay-ms"
 
 
 def node_environment(name: str, folder: Path) -> dict[str, str]:
-    """The user's environment, less what would change the demo."""
+    """The user's environment without the variables that would change the demo."""
     own = {k: v for k, v in os.environ.items() if not k.startswith(("ELASTIC_", "PET_"))}
     return {
         **own,
         "ELASTIC_NODE_NAME": name,
         "ELASTIC_LEDGER": str(folder / "ledger"),
         "ELASTIC_JOURNAL": str(folder / "journal"),
-        # The report draws the loss from the journals; nobody looks for a folder of the demo's.
+        # The report draws the loss from the journals: a TensorBoard folder is not needed.
         "ELASTIC_TENSORBOARD": "off",
         "OMP_NUM_THREADS": "1",  # three workers on what may be two cores
     }

@@ -1,4 +1,4 @@
-"""Follows the journals of the demo's nodes while they grow."""
+"""Follows the journals of the demo's nodes."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ class JournalEntry:
 
 
 class JournalReader:
-    """Reads each line once; a line without its end is left for the next time."""
+    """Reads each line once; an incomplete line is left for the next call."""
 
     def __init__(self, folder: Path) -> None:
         self._journals = JournalFolder(folder)
 
     def read_new(self) -> list[JournalEntry]:
-        """What was written since the last call, in order of time."""
+        """Entries written since the last call, in order of time."""
         entries = [_entry(record) for record in self._journals.read_new()]
         return sorted(entries, key=lambda entry: entry.time_s)
 

@@ -1,7 +1,7 @@
-"""What the demo does when: kill a node in the middle of an epoch, later add one. Pure.
+"""The demo's schedule: kill a node in the middle of an epoch, later add one. Pure.
 
-A node that starts slowly (a cold installation, a busy machine) must not find the job done. So the
-steps slow down while the plan waits for a node, and are never used up before the patience is.
+The job must not end before a slowly starting node joins (a cold installation, a busy machine), so
+steps slow down while the plan waits for a node, and last at least as long as the timeout.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ VICTIM = "node-1"
 ADDED = "node-3"
 MIN_NODES, MAX_NODES = 2, 3
 
-STEPS_BEFORE_KILL = 20  # of the first world: past warm-up, so that the pause is about the kill
-STEPS_BEFORE_JOIN = 10  # of the world without the victim
+STEPS_BEFORE_KILL = 20  # in the first world: past warm-up, so that the pause measures the kill
+STEPS_BEFORE_JOIN = 10  # in the world without the victim
 
 STEPS = 300  # 20 epochs of 1,437 samples in batches of 96
-STEPS_AFTER_JOIN = 60  # kept for the world with the joining node
-STEPS_AFTER_START = 180  # kept for what follows on the first world: kill, recovery, joining node
+STEPS_AFTER_JOIN = 60  # reserved for the world with the joining node
+STEPS_AFTER_START = 180  # reserved after the first world: kill, recovery, joining node
 
 
 class Act(Enum):
-    """What to do next to the job."""
+    """The next action on the job."""
 
     KILL = "kill"
     JOIN = "join"
@@ -46,13 +46,13 @@ class JobPosition:
 
 @dataclass(frozen=True)
 class DemoPlan:
-    """The acts that are done, and the job's position at each."""
+    """The completed acts, and the job's position at each."""
 
     killed_at: JobPosition | None = None
     joined_at: JobPosition | None = None
 
     def next_act(self, position: JobPosition | None) -> Act | None:
-        """The next act, once its moment has come."""
+        """The next act, once it is due."""
         if position is None:
             return None
         if self.killed_at is None:
@@ -64,15 +64,15 @@ class DemoPlan:
         return None
 
     def waits_for_node(self, position: JobPosition | None) -> bool:
-        """Whether nothing more can be done until a node that was started takes part."""
+        """Whether the plan waits for a started node to take part."""
         if position is None or self.killed_at is None:
             return position is None or len(position.nodes) < MAX_NODES
         return self.joined_at is not None and ADDED not in position.nodes
 
     def step_delay_s(self, position: JobPosition | None, waited_s: float) -> float:
-        """How much to slow a step down, ``waited_s`` seconds after waiting for a node began.
+        """The delay per step, ``waited_s`` seconds after the wait for a node began.
 
-        While waiting, the steps that can be spared last as long as the patience.
+        While waiting, the steps that are not reserved last as long as the timeout.
         """
         left_s = DEMO_PATIENCE_S - waited_s
         if position is None or left_s <= 0 or not self.waits_for_node(position):
@@ -82,7 +82,7 @@ class DemoPlan:
         return max(DEMO_STEP_S, left_s / spare)
 
     def after(self, act: Act, position: JobPosition) -> DemoPlan:
-        """The plan once ``act`` was done at ``position``."""
+        """The plan after ``act`` was done at ``position``."""
         if act is Act.KILL:
             return replace(self, killed_at=position)
         return replace(self, joined_at=position)

@@ -1,4 +1,4 @@
-"""The demo's report: what `elastic report` says of its journals, kept when they are removed."""
+"""The demo's report: `elastic report` of its journals, kept when the journals are removed."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from elastic.telemetry.merging import merge
 
 
 def keep_report(journals: Path, stem: Path) -> Path | None:
-    """Write ``stem``.html, or .md where matplotlib is missing; None: there is nothing to report,
-    or it cannot be written, which is said and harms nothing else."""
+    """Write ``stem``.html, or .md without matplotlib. Returns None if there is nothing to report or
+    the file cannot be written; the latter prints a message and does not fail the demo."""
     report = report_of(merge(*read_folder(journals)))
     if not report.goodput.nodes:
         return None

@@ -1,4 +1,4 @@
-"""The demo's result: what happened, what it cost, and whether every promise was kept."""
+"""The demo's result: what happened, the pauses, and whether every check passed."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ class Generation:
     nodes: tuple[str, ...]
     first_step: int
     last_step: int | None  # None: it ended before its first step
-    # Without a completed step on some survivor, before its first; less what its last step took:
-    # while the demo waits for a node, its steps are slow.
+    # The longest time without a completed step on a survivor, minus the duration of its last step:
+    # while the demo waits for a node, steps are slow.
     pause_s: float | None
-    recomputed_steps: int  # done here and thrown away by a later generation
+    recomputed_steps: int  # done here and discarded by a later generation
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,16 +42,16 @@ class EpochSamples:
 
 @dataclass(frozen=True, kw_only=True)
 class Summary:
-    """Everything the demo found out. ``failures`` is empty if every promise was kept."""
+    """All results of the demo. ``failures`` is empty if every check passed."""
 
     mode: str
     generations: tuple[Generation, ...]
     samples: tuple[EpochSamples, ...]
-    steps: int  # of the surviving lineage
+    steps: int  # on the surviving lineage
     recomputed_steps: int
     accuracy: float | None
-    killed: str | None  # the job's position then, for people
-    added: str | None  # the job's position when the joining node's agent was started
+    killed: str | None  # the job's position at the kill, as text
+    added: str | None  # the job's position at the start of the joining node's agent
     duration_s: float
     failures: tuple[str, ...]
 
@@ -60,7 +60,7 @@ class Summary:
         return not self.failures
 
     def as_json(self) -> dict[str, Any]:
-        """For ``-o json``: one object."""
+        """The object that ``-o json`` prints."""
         return {"ok": self.ok, **asdict(self)}
 
 
@@ -76,7 +76,7 @@ def summarize(
     exit_codes: dict[str, int | None],
     duration_s: float,
 ) -> Summary:
-    """Put everything together and judge it. Pure."""
+    """Summarize and check the run. Pure."""
     generations = generations_of(ledger, journal)
     samples = samples_of(ledger, train_samples, epochs)
     failures = [
@@ -101,7 +101,7 @@ def summarize(
 
 
 def generations_of(ledger: RunLedger, journal: Iterable[JournalEntry]) -> tuple[Generation, ...]:
-    """Every generation that began on a worker, with the cause that the journals name."""
+    """Every generation that began on a worker, with the cause recorded in the journals."""
     formed = {e.fields["generation"]: e.fields for e in journal if e.name == "world-formed"}
     pauses = {p.after: max(0.0, p.duration_s - p.step_s) for p in ledger.pauses}
     result = []
@@ -126,7 +126,7 @@ def generations_of(ledger: RunLedger, journal: Iterable[JournalEntry]) -> tuple[
 
 
 def samples_of(ledger: RunLedger, train_samples: int, epochs: int) -> tuple[EpochSamples, ...]:
-    """The count of every epoch."""
+    """The sample counts of every epoch."""
     result = []
     for epoch in range(epochs):
         seen = ledger.coverage(train_samples, epoch)

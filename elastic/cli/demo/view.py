@@ -36,21 +36,21 @@ class NodeRow:
 
 
 class DemoView(Protocol):
-    """What the demo shows."""
+    """The interface of the demo's displays."""
 
     def say(self, text: str, time_s: float) -> None:
-        """Something happened."""
+        """Show an event."""
         ...
 
     def update(self, rows: Sequence[NodeRow]) -> None:
-        """The present state of the nodes."""
+        """Show the current state of the nodes."""
         ...
 
     def close(self) -> None: ...
 
 
 class LineView:
-    """One line per happening, and one whenever an epoch begins."""
+    """One line per event, and one at the beginning of each epoch."""
 
     def __init__(self, file: TextIO) -> None:
         self._file = file
@@ -75,7 +75,7 @@ class LineView:
 
 
 class TableView:
-    """A table of the nodes and the latest happenings, redrawn in place."""
+    """A table of the nodes and the latest events, redrawn in place."""
 
     def __init__(self, console: Console) -> None:
         self._events: deque[tuple[str, str]] = deque(maxlen=EVENTS_SHOWN)
@@ -110,7 +110,7 @@ class TableView:
 
 
 def open_view(*, json_wanted: bool) -> DemoView:
-    """A table where a person looks, lines elsewhere; with -o json stdout is kept for the data."""
+    """A table on a terminal, lines elsewhere; with -o json, stdout is reserved for the data."""
     if json_wanted:
         return LineView(sys.stderr)
     console = Console()
@@ -118,7 +118,7 @@ def open_view(*, json_wanted: bool) -> DemoView:
 
 
 def sentence(entry: JournalEntry) -> str | None:
-    """A journal entry as a sentence for people, or None if it would only distract."""
+    """A journal entry as a sentence, or None if it is not worth showing."""
     f = entry.fields
     if entry.name == "world-formed":
         return f"generation {f['generation']}, {f['size']} workers: {f['reason']}"
@@ -136,7 +136,7 @@ def sentence(entry: JournalEntry) -> str | None:
 def rows_of(
     ledger: RunLedger, exit_codes: dict[str, int | None], killed: set[str], *, newest: int
 ) -> list[NodeRow]:
-    """One row per node that was started; ``newest`` is the generation agreed on last."""
+    """One row per started node; ``newest`` is the last agreed generation."""
     rows = []
     for node, code in exit_codes.items():
         start = max(
@@ -168,7 +168,7 @@ def _state(code: int | None, killed: bool, in_newest: bool) -> str:
 
 
 def print_summary(summary: Summary, console: Console) -> None:
-    """The result for people."""
+    """The result as text."""
     console.print(_generations_table(summary))
     once = sum(s.once for s in summary.samples)
     twice = sum(s.twice for s in summary.samples)
@@ -188,7 +188,7 @@ def print_summary(summary: Summary, console: Console) -> None:
     for failure in summary.failures:
         console.print(Text(f"FAILED: {failure}", style="bold red"), soft_wrap=True)
     if summary.ok:
-        console.print(Text("every promise was kept", style="bold green"))
+        console.print(Text("every check passed", style="bold green"))
 
 
 def _generations_table(summary: Summary) -> Table:

@@ -1,8 +1,8 @@
 """``elastic kube``: a job's manifests from a few flags, without editing YAML.
 
-Start with ``command``. ``options`` makes of the flags a record (``job``), each value checked by
-``names``, ``components`` or ``stores``; ``overlay`` and ``patches`` make of the record a
-kustomization upon one of deploy/overlays. kubectl renders it.
+Start with ``command``. ``options`` turns the flags into a record (``job``), each value checked by
+``names``, ``components`` or ``stores``; ``overlay`` and ``patches`` turn the record into a
+kustomization based on one of deploy/overlays, which kubectl renders.
 """
 
 from __future__ import annotations

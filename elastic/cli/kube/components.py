@@ -1,4 +1,4 @@
-"""``--with``: the components of deploy/ that a user adds, and which do nothing where. Pure."""
+"""``--with``: optional components of deploy/, and combinations that have no effect. Pure."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ KNOWN = (
     *("spot", "rdma", "kueue", "volcano", "node-tls", OWN_CERTIFICATES),
     *(MONITORING, "etcd-monitoring"),
 )
-# Of a component, what a job among several takes: alerts and dashboard are for all of them.
+# The part of a component that one of several jobs uses: alerts and dashboard serve all of them.
 _OF_NAMED = {MONITORING: f"{MONITORING}/scrape"}
 
 
 def chosen(given: Sequence[str], overlay: str, name: str | None) -> tuple[str, ...]:
-    """Each once. Raises ConfigError for what is not known, or would do nothing or harm there."""
+    """The distinct components. Raises ConfigError for an unknown, ineffective or harmful one."""
     for component in given:
         if component not in KNOWN:
             raise ConfigError(
@@ -33,7 +33,7 @@ def chosen(given: Sequence[str], overlay: str, name: str | None) -> tuple[str, .
 
 
 def in_order(wanted: Sequence[str], *, is_named: bool) -> tuple[str, ...]:
-    """As a kustomization lists them: what removes certificates after all that bring some."""
+    """In the order of a kustomization: removal of certificates comes after those that add some."""
     return (
         *(
             _OF_NAMED.get(component, component) if is_named else component
@@ -55,8 +55,8 @@ def _check_named(given: Sequence[str], name: str) -> None:
         )
     if "etcd-monitoring" in given:
         raise ConfigError(
-            f"--with=etcd-monitoring with --name={name}: this job brings no etcd",
-            hint="put components/etcd-monitoring upon deploy/overlays/shared",
+            f"--with=etcd-monitoring with --name={name}: this job has no etcd of its own",
+            hint="add components/etcd-monitoring to deploy/overlays/shared",
         )
 
 

@@ -1,4 +1,4 @@
-"""What a job on Kubernetes is to be: the records between `elastic kube`'s flags and its YAML."""
+"""The specification of a job on Kubernetes: records between `elastic kube`'s flags and its YAML."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from types import MappingProxyType
 
 @dataclass(frozen=True)
 class Workload:
-    """What an overlay makes of the workers."""
+    """The workload that an overlay creates for the workers."""
 
     kind: str
     name: str
     template: str  # the pod template, as a JSON pointer
     namespace: str
     gpus: bool = True
-    image: bool = False  # whether the overlay's own image can be right: it is built on the laptop
+    image: bool = False  # whether the overlay's own image is usable (dev: built locally)
 
     @property
     def finisher(self) -> bool:
-        """Whether pods are scaled to 0 at the job's end. Jobs end by themselves."""
+        """Whether pods are scaled to 0 at the job's end; Jobs end on their own."""
         return self.kind == "StatefulSet"
 
 
@@ -38,13 +38,13 @@ WORKLOADS: Mapping[str, Workload] = MappingProxyType(
         ),
     }
 )
-# Where jobs share a namespace and its etcd (deploy/overlays/shared), whatever their workload.
+# The namespace of jobs that share an etcd (deploy/overlays/shared), for every workload type.
 SHARED_NAMESPACE = "elastic-training"
 
 
 @dataclass(frozen=True)
 class Store:
-    """Where checkpoints go: a storage class, a claim that exists, or an object store's URL."""
+    """The checkpoint store: a storage class, an existing claim, or an object store's URL."""
 
     storage_class: str | None = None
     claim: str | None = None
@@ -62,16 +62,16 @@ class Image:
 
 @dataclass(frozen=True, kw_only=True)
 class Resources:
-    """Of one worker's pod. ``None`` keeps the overlay's value."""
+    """Resources of one worker pod. ``None`` keeps the overlay's value."""
 
     cpu: str | None = None
-    memory_bytes: int | None = None  # requested, and the limit
-    storage_bytes: int | None = None  # of the claim for checkpoints
+    memory_bytes: int | None = None  # request and limit
+    storage_bytes: int | None = None  # size of the checkpoint volume claim
 
 
 @dataclass(frozen=True, kw_only=True)
 class Placement:
-    """Where the scheduler may put the workers."""
+    """Scheduling constraints of the workers."""
 
     node_selector: Mapping[str, str] = field(default_factory=dict)
     tolerations: tuple[Mapping[str, str], ...] = ()
@@ -80,27 +80,27 @@ class Placement:
 
 @dataclass(frozen=True, kw_only=True)
 class Access:
-    """What pods are given to reach registries and stores."""
+    """Credentials and environment with which pods reach registries and stores."""
 
     pull_secrets: tuple[str, ...] = ()
     environment: Mapping[str, str] = field(default_factory=dict)
     environment_secrets: tuple[str, ...] = ()
     account_annotations: Mapping[str, str] = field(default_factory=dict)
-    ports: tuple[int, ...] = ()  # of the object store, or of a proxy, in addition to 443
+    ports: tuple[int, ...] = ()  # of the object store or a proxy, in addition to 443
 
 
 @dataclass(frozen=True, kw_only=True)
 class Overlay:
-    """What the user wants. ``None`` keeps the overlay's value."""
+    """The requested job. ``None`` keeps the overlay's value."""
 
     overlay: str
     deploy: str  # the path of deploy/, relative to the kustomization
     namespace: str
-    name: str | None = None  # of a job that shares namespace and etcd with others
+    name: str | None = None  # set if it shares namespace and etcd with other jobs
     components: tuple[str, ...] = ()
     image: Image | None = None
     nodes: tuple[int, int] | None = None
-    processes: int | None = None  # of a node: one per GPU
+    processes: int | None = None  # per node: one per GPU
     run_id: str | None = None
     grace_s: int | None = None
     store: Store | None = None
@@ -116,5 +116,5 @@ class Overlay:
 
     @property
     def prefix(self) -> str | None:
-        """The prefix of a named job's keys in an etcd that it shares."""
+        """The key prefix of a named job in a shared etcd."""
         return f"/elastic/{self.name}" if self.name else None

@@ -1,7 +1,7 @@
-"""What Kubernetes takes for a name, a label, a quantity, an image. Pure: each value is checked as
-the API server would, before anything is written.
+"""Validation of names, labels, quantities and images. Pure: each value is checked as
+the API server would check it, before anything is written.
 
-Every function takes the flag first, to name it, and raises ConfigError with value and rule. Rules:
+Every function takes the flag first, and raises ConfigError with flag, value and rule. Rules:
 kubernetes.io/docs/concepts/overview/working-with-objects (names, labels), apimachinery's
 ``resource.Quantity``, and the grammar of github.com/distribution/reference.
 """
@@ -19,7 +19,7 @@ _SUBDOMAIN = re.compile(r"[a-z0-9]([a-z0-9-]*[a-z0-9])?(\.[a-z0-9]([a-z0-9-]*[a-
 _QUALIFIED = re.compile(r"[A-Za-z0-9]([A-Za-z0-9_.-]{0,61}[A-Za-z0-9])?")
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _UNPRINTABLE = re.compile("[\x00-\x1f\x7f-\x9f\ud800-\udfff]")
-# What no manifest in git should hold. A file's name or a region may end otherwise.
+# Names of secrets, which must not be in manifests. A file name or region has another suffix.
 _SECRET = re.compile(
     r"SECRET|PASSWORD|PASSWD|PASSPHRASE|CONNECTION_STRING|(TOKEN|KEY)$", re.IGNORECASE
 )
@@ -70,7 +70,7 @@ def subdomain(flag: str, name: str) -> str:
 
 
 def run_id(flag: str, name: str) -> str:
-    """It becomes part of etcd's keys and a folder's name: what a label's value may be."""
+    """A run id, which becomes part of etcd keys and a folder name: same rule as a label value."""
     if not _QUALIFIED.fullmatch(name):
         raise ConfigError(
             f"{flag}={name!r} cannot name a job's keys and its folder of checkpoints",
@@ -81,7 +81,7 @@ def run_id(flag: str, name: str) -> str:
 
 
 def image(flag: str, reference: str) -> tuple[str, str | None, str | None]:
-    """Name, tag and digest, of which at least one is there and does not move."""
+    """An image's name, tag and digest; a digest or a tag other than `latest` is required."""
     match = _IMAGE.fullmatch(reference)
     if match is None or len(match["name"]) > 255:
         raise ConfigError(
@@ -106,7 +106,7 @@ def label(flag: str, text: str) -> tuple[str, str]:
     key, value = _pair(flag, text)
     if value and not _QUALIFIED.fullmatch(value):
         raise ConfigError(
-            f"{flag}={text}: {value!r} is not the value of a label",
+            f"{flag}={text}: {value!r} is not a valid label value",
             hint="use letters, digits, '-', '_' and '.', 63 at most, beginning and ending with a "
             "letter or digit",
         )
@@ -114,20 +114,20 @@ def label(flag: str, text: str) -> tuple[str, str]:
 
 
 def annotation(flag: str, text: str) -> tuple[str, str]:
-    """``KEY=VALUE`` of an annotation, whose value is free. Refuses Kubernetes' own keys, some of
-    which are kustomize's: with ``config.kubernetes.io/local-config`` the object is omitted."""
+    """``KEY=VALUE`` of an annotation with any value. Refuses Kubernetes' own keys: kustomize acts
+    on some of them, and omits an object with ``config.kubernetes.io/local-config``."""
     key, value = _pair(flag, text)
     _printable(flag, text)
     if is_of_kubernetes(_key(flag, text, key)):
         raise ConfigError(
             f"{flag}={text}: {key!r} is for Kubernetes and its tools to set",
-            hint="write the annotation of a cloud's identity, such as eks.amazonaws.com/role-arn",
+            hint="use the annotation of a cloud identity, such as eks.amazonaws.com/role-arn",
         )
     return key, value
 
 
 def is_of_kubernetes(key: str) -> bool:
-    """Whether a label's or an annotation's prefix is one that Kubernetes keeps for itself.
+    """Whether the prefix of a label or annotation is reserved for Kubernetes.
 
     >>> is_of_kubernetes("config.kubernetes.io/local-config"), is_of_kubernetes("example.com/team")
     (True, False)
@@ -142,7 +142,7 @@ def variable(flag: str, text: str) -> tuple[str, str]:
     _printable(flag, text)
     if not _VARIABLE.fullmatch(name):
         raise ConfigError(
-            f"{flag}={text}: {name!r} is not the name of an environment variable",
+            f"{flag}={text}: {name!r} is not a valid name of an environment variable",
             hint="use letters, digits and '_', not beginning with a digit",
         )
     if name.startswith(("PET_", "ELASTIC_")):
@@ -181,7 +181,7 @@ def toleration(flag: str, text: str) -> dict[str, str]:
     taint, colon, effect = text.partition(":")
     if colon and effect not in EFFECTS:
         raise ConfigError(
-            f"{flag}={text}: {effect!r} is not the effect of a taint",
+            f"{flag}={text}: {effect!r} is not a taint effect",
             hint=f"write KEY[=VALUE][:EFFECT]; effects are {', '.join(EFFECTS)}",
         )
     if "=" in taint:
@@ -204,7 +204,7 @@ def _key(flag: str, text: str, key: str) -> str:
     good_prefix = not slash or (len(prefix) <= 253 and _SUBDOMAIN.fullmatch(prefix))
     if not good_prefix or not _QUALIFIED.fullmatch(name):
         raise ConfigError(
-            f"{flag}={text}: {key!r} is not a key of labels",
+            f"{flag}={text}: {key!r} is not a valid label key",
             hint="write [PREFIX/]NAME: the prefix a DNS subdomain, the name of letters, digits, "
             "'-', '_' and '.', 63 at most, beginning and ending with a letter or digit",
         )
@@ -213,14 +213,14 @@ def _key(flag: str, text: str, key: str) -> str:
 
 def _printable(flag: str, text: str) -> None:
     if _UNPRINTABLE.search(text):
-        raise ConfigError(f"{flag}={text!r} has control characters", hint="leave them out")
+        raise ConfigError(f"{flag}={text!r} contains control characters", hint="remove them")
 
 
 # Quantities --------------------------------------------------------------------------------------
 
 
 def cpu(flag: str, text: str) -> str:
-    """CPUs: more than 0, in thousandths at the finest."""
+    """CPUs: more than 0, in steps of 0.001."""
     if _quantity(flag, text, "4, 1.5 or 500m") % Decimal("0.001"):
         raise ConfigError(f"{flag}={text} is finer than 1m", hint="write 4, 1.5 or 500m")
     return text
@@ -233,7 +233,7 @@ def size_bytes(flag: str, text: str) -> int:
     1610612736
     """
     size = _quantity(flag, text, "256Gi or 512Mi")
-    # `400m` of memory is a slip for 400M that Kubernetes accepts: 0.4 bytes.
+    # Kubernetes accepts the typo `400m` for 400M as 0.4 bytes of memory.
     if size != size.to_integral_value() or size < 2**20:
         raise ConfigError(
             f"{flag}={text} is {math.ceil(size)} bytes at most", hint="write 256Gi or 512Mi"
@@ -245,7 +245,7 @@ def _quantity(flag: str, text: str, examples: str) -> Decimal:
     match = _QUANTITY.fullmatch(text)
     if match is None or not (amount := Decimal(match["number"]) * _UNITS[match["unit"]]):
         raise ConfigError(
-            f"{flag}={text!r} is not a quantity above 0",
+            f"{flag}={text!r} is not a positive quantity",
             hint=f"write {examples}: a number and one of "
             f"{', '.join(unit for unit in _UNITS if unit)}",
         )

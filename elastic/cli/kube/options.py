@@ -1,4 +1,4 @@
-"""``elastic kube render``'s flags, and what they mean together. Everything is checked here, before
+"""The flags of ``elastic kube render``, and rules between them. Everything is checked here, before
 anything is written."""
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from elastic.tuning.timeouts import for_pod
 _LONGEST_NAME = 32
 # The StatefulSet's partition, which holds changed templates back: deploy/base/workers.yaml.
 _MOST_NODES = 1_000_000
-# The names by which etcd knows an administrator (deploy/README.md, A role for each job).
+# Names of etcd administrators (deploy/README.md, A role for each job).
 _ADMINISTRATORS = ("root", "etcd-client")
 # torchrun's default, with which an agent of several nodes refuses to start (rendezvous/handler.py).
 _NO_RUN_ID = "none"
@@ -57,7 +57,7 @@ def parser() -> argparse.ArgumentParser:
     command = commands.add_parser(
         "render",
         help=text,
-        description=f"{text.capitalize()}. What is not given stays as the overlay has it.",
+        description=f"{text.capitalize()}. Anything not given keeps the overlay's value.",
         epilog="example: elastic kube render --image registry.example/train:1.4.2 --nodes 4:16 "
         "--gpus-per-node 8 --run-id llama-7 --checkpoints s3://bucket/runs "
         "--env-from-secret s3-credentials train.py --lr 3e-4 | kubectl apply -f -",
@@ -66,17 +66,26 @@ def parser() -> argparse.ArgumentParser:
     _add_resources(command)
     _add_access(command)
     command.add_argument(
-        "--deploy", type=Path, default=Path("deploy"), metavar="DIR", help="default: ./deploy"
+        "--deploy",
+        type=Path,
+        default=Path("deploy"),
+        metavar="DIR",
+        help="the project's deploy/ folder (default: ./deploy)",
     )
     command.add_argument(
         "-o",
         "--output",
         type=Path,
         metavar="DIR",
-        help="write a kustomization there, for git and `kubectl apply -k`, instead of printing",
+        help="write a kustomization to this folder, for git and `kubectl apply -k`, instead of "
+        "printing manifests",
     )
-    command.add_argument("script", nargs="?", help="in the image, absolute or in /opt/elastic")
-    command.add_argument("arguments", nargs=argparse.REMAINDER, help="the script's")
+    command.add_argument(
+        "script",
+        nargs="?",
+        help="training script in the image: an absolute path, or relative to /opt/elastic",
+    )
+    command.add_argument("arguments", nargs=argparse.REMAINDER, help="arguments of the script")
     return kube
 
 
@@ -85,8 +94,8 @@ def _add_job(command: argparse.ArgumentParser) -> None:
         "--overlay",
         choices=tuple(WORKLOADS),
         default="prod",
-        help="what the workers are: a StatefulSet (prod, dev), a Job, a JobSet, a TrainingRuntime; "
-        "default: prod",
+        help="workload type: a StatefulSet (prod, dev), Job, JobSet or TrainingRuntime (default: "
+        "%(default)s)",
     )
     command.add_argument(
         "--with",
@@ -99,58 +108,73 @@ def _add_job(command: argparse.ArgumentParser) -> None:
     command.add_argument(
         "--name",
         metavar="NAME",
-        help="of one job among several: its objects are NAME-workers and so on, and it shares the "
-        "namespace and etcd of deploy/overlays/shared, under the prefix /elastic/NAME",
+        help="name of one job among several that share the namespace and etcd of "
+        "deploy/overlays/shared; its objects are called NAME-workers etc., its etcd prefix is "
+        "/elastic/NAME",
     )
     command.add_argument(
-        "--image", metavar="NAME:TAG", help="or NAME@sha256:DIGEST; only dev has a default"
+        "--image",
+        metavar="NAME:TAG",
+        help="container image, also NAME@sha256:DIGEST; required except for dev",
     )
     command.add_argument(
-        "--nodes", metavar="MIN:MAX", help="the smallest world and the largest; N is N:N"
+        "--nodes", metavar="MIN:MAX", help="minimum and maximum number of nodes; N means N:N"
     )
-    command.add_argument("--gpus-per-node", type=int, metavar="N", help="processes, too")
-    command.add_argument("--run-id", metavar="ID", help="a finished job stays finished: a new one")
+    command.add_argument(
+        "--gpus-per-node", type=int, metavar="N", help="GPUs, and worker processes, per node"
+    )
+    command.add_argument(
+        "--run-id", metavar="ID", help="the run's id; a finished run needs a new id to run again"
+    )
     command.add_argument(
         "--checkpoints",
         metavar="STORE",
-        help="class:NAME (a ReadWriteMany storage class), claim:NAME (an existing volume claim), "
-        "or a URL like s3://bucket/prefix",
+        help="class:NAME (a ReadWriteMany storage class), claim:NAME (an existing volume claim) "
+        "or a URL such as s3://bucket/prefix",
     )
     command.add_argument(
-        "--grace", type=int, metavar="SECONDS", help="from SIGTERM to SIGKILL, for a last save"
+        "--grace",
+        type=int,
+        metavar="SECONDS",
+        help="time from SIGTERM to SIGKILL, for a last checkpoint",
     )
     command.add_argument(
-        "--namespace", metavar="NAME", help="only for training jobs; default: the overlay's"
+        "--namespace",
+        metavar="NAME",
+        help="namespace, used for training jobs only (default: the overlay's)",
     )
-    _repeated(command, "--label", "KEY=VALUE", "of all objects and pods")
+    _repeated(command, "--label", "KEY=VALUE", "label of all objects and pods")
 
 
 def _add_resources(command: argparse.ArgumentParser) -> None:
-    group = command.add_argument_group("resources and placement of a worker's pod")
-    group.add_argument("--cpu", metavar="N", help="requested; default: 4 for each of N GPUs")
+    group = command.add_argument_group("resources and placement of worker pods")
+    group.add_argument("--cpu", metavar="N", help="CPU request (default: 4 per GPU)")
     group.add_argument(
         "--memory",
         metavar="SIZE",
-        help="requested, and the limit; a fourth may be shared memory; default: 32Gi for each GPU",
+        help="memory request and limit; a quarter may be shared memory (default: 32Gi per GPU)",
     )
-    group.add_argument("--storage-size", metavar="SIZE", help="of the claim for checkpoints")
-    _repeated(group, "--node-selector", "KEY=VALUE", "a label that nodes must have")
-    _repeated(group, "--toleration", "KEY[=VALUE][:EFFECT]", "a taint that nodes may have")
-    group.add_argument("--priority-class", metavar="NAME", help="of the cluster")
+    group.add_argument("--storage-size", metavar="SIZE", help="size of the checkpoint volume claim")
+    _repeated(group, "--node-selector", "KEY=VALUE", "required node label")
+    _repeated(group, "--toleration", "KEY[=VALUE][:EFFECT]", "tolerated node taint")
+    group.add_argument("--priority-class", metavar="NAME", help="name of a PriorityClass")
 
 
 def _add_access(command: argparse.ArgumentParser) -> None:
     group = command.add_argument_group("access to registries and object stores")
-    _repeated(group, "--image-pull-secret", "NAME", "for a private registry")
-    _repeated(group, "--env", "NAME=VALUE", "a worker's environment: a region, an endpoint")
+    _repeated(group, "--image-pull-secret", "NAME", "secret of a private registry")
+    _repeated(group, "--env", "NAME=VALUE", "worker environment variable: a region, an endpoint")
     _repeated(
-        group, "--env-from-secret", "NAME", "all keys of a secret as environment: credentials"
+        group,
+        "--env-from-secret",
+        "NAME",
+        "secret whose keys become environment variables: credentials",
     )
     _repeated(
         group,
         "--service-account-annotation",
         "KEY=VALUE",
-        "workload identity, as in eks.amazonaws.com/role-arn=arn:aws:iam::1:role/train",
+        "workload identity, such as eks.amazonaws.com/role-arn=arn:aws:iam::1:role/train",
     )
 
 
@@ -200,7 +224,7 @@ def _name(name: str | None, overlay: str) -> str | None:
         return None
     if overlay == "dev":
         raise ConfigError(
-            f"--name={name} with --overlay=dev, whose etcd is one job's",
+            f"--name={name} with --overlay=dev, whose etcd belongs to one job",
             hint="leave one of the two out",
         )
     names.label_name("--name", name)
@@ -211,12 +235,12 @@ def _name(name: str | None, overlay: str) -> str | None:
         )
     if name in _ADMINISTRATORS:
         raise ConfigError(
-            f"--name={name} is also etcd's name of the job's user, and this one administers etcd",
+            f"--name={name} would also be the job's etcd user, and this one administers etcd",
             hint="choose another",
         )
     if name == "workers":
         raise ConfigError(
-            f"--name={name} is what the job without a name is labelled with",
+            f"--name={name} is the label of the job without a name",
             hint="leave it out, or choose another",
         )
     return name
@@ -229,13 +253,13 @@ def _namespace(args: argparse.Namespace, locks_memory: bool) -> str:
     namespace = names.label_name("--namespace", args.namespace)
     if namespace == "default":
         raise ConfigError(
-            "--namespace=default: the policies would cut off everything else there, and "
+            "--namespace=default: the network policies would cut off everything else there, and "
             "`kubectl delete -k` would try to delete it",
             hint="name one that is only for training jobs",
         )
     if namespace.startswith("kube-"):
         raise ConfigError(
-            f"--namespace={namespace} is Kubernetes' own: nothing there would pass the policies",
+            f"--namespace={namespace} belongs to Kubernetes: the network policies would cut it off",
             hint="name one that is only for training jobs",
         )
     return namespace
@@ -246,7 +270,7 @@ def _image(image: str | None, overlay: str) -> Image | None:
         if WORKLOADS[overlay].image:
             return None
         raise ConfigError(
-            f"--overlay={overlay} without --image: no registry has the image that it names",
+            f"--overlay={overlay} without --image: the overlay's image is a placeholder",
             hint="add --image=REGISTRY/NAME:TAG (deploy/README.md, Images)",
         )
     name, tag, digest = names.image("--image", image)
@@ -259,7 +283,7 @@ def _gpus(count: int | None, overlay: str) -> int | None:
     if count < 1 or not WORKLOADS[overlay].gpus:
         raise ConfigError(
             f"--gpus-per-node={count} with --overlay={overlay}",
-            hint="dev is the overlay without GPUs, all others have one or more per node",
+            hint="overlay dev has no GPUs, all others have one or more per node",
         )
     return count
 
@@ -283,7 +307,7 @@ def _run_id(run_id: str | None, name: str | None) -> str | None:
         return None if name is None else f"{name}-1"
     if run_id == _NO_RUN_ID:
         raise ConfigError(
-            f"--run-id={run_id} is what torchrun calls a job without an id: agents refuse it",
+            f"--run-id={run_id} is torchrun's id for a job without one: agents refuse it",
             hint="name the run, for example --run-id=llama-7",
         )
     return names.run_id("--run-id", run_id)
@@ -294,7 +318,7 @@ def _grace(grace_s: int | None, chosen: Sequence[str]) -> int | None:
         return None
     if "spot" in chosen:
         raise ConfigError(
-            f"--grace={grace_s} with --with=spot, which sets it to what clouds give",
+            f"--grace={grace_s} with --with=spot, which sets it to the notice that clouds give",
             hint="leave one of the two out",
         )
     for_pod(grace_s)

@@ -1,6 +1,6 @@
 """The kustomization that sets sizes, image, script and store of a job. Pure: text from a record.
 
-Written in YAML whose scalars are JSON strings: no YAML library is needed to write it.
+The scalars of the YAML are JSON strings, so that no YAML library is needed.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _TEMPLATES: Mapping[str, tuple[str, ...]] = MappingProxyType(
     }
 )
 _SPREAD = "topologySpreadConstraints/labelSelector/matchLabels"
-# Where jobs are distinguished. NetworkPolicies' peers are patched: some are other components.
+# Fields by which jobs are distinguished. NetworkPolicy peers are patched: some are of other parts.
 _SELECTORS: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {
         "StatefulSet": ("spec/selector/matchLabels", f"spec/template/spec/{_SPREAD}"),

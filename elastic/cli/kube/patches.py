@@ -1,6 +1,6 @@
-"""The patches of `elastic kube render`'s kustomization: what no other field can express.
+"""The patches of `elastic kube render`'s kustomization: changes that no other field can express.
 
-They run upon the workload that is applied, after components and before names get their prefix.
+They apply to the workload, after components and before names get their prefix.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ Operation = Mapping[str, object]
 
 INSTANCE = "app.kubernetes.io/instance"
 GIB = 2**30
-# Of one GPU: an eighth of what deploy/components/gpu requests for a machine with eight.
+# Per GPU: an eighth of what deploy/components/gpu requests for a machine with eight.
 _CPUS, _MEMORY_BYTES = 4, 32 * GIB
-_SHARED_MEMORY = 4  # a fourth of the memory, in which it counts
-# Volumes of deploy/base/workers.yaml, and what components/etcd-client-tls adds to it.
+_SHARED_MEMORY = 4  # shared memory is 1/4 of the memory, and counts towards it
+# Volumes of deploy/base/workers.yaml, and those that components/etcd-client-tls adds.
 _SHM, _CHECKPOINTS, _ETCD_CLIENT = 1, 2, 3
 
 
@@ -79,7 +79,7 @@ def _workload_patch(wanted: Overlay) -> Iterator[_Patch]:
 
 
 def _queue_patches(wanted: Overlay) -> Iterator[_Patch]:
-    """Kueue refuses a Job whose least parallelism is not below its parallelism (its webhook:
+    """Kueue refuses a Job whose minimum parallelism is not below its parallelism (its webhook:
     ``validatePartialAdmissionCreate``)."""
     low, high = wanted.nodes or (0, 1)
     if "kueue" in wanted.components and wanted.workload.kind == "Job" and low == high:
@@ -89,13 +89,13 @@ def _queue_patches(wanted: Overlay) -> Iterator[_Patch]:
 
 def _script(wanted: Overlay, spec: str) -> Iterator[Operation]:
     if wanted.script:
-        # The kubelet replaces $(NAME); the script is meant to see it.
+        # The kubelet expands $(NAME); escape it for the script.
         words = [word.replace("$(", "$$(") for word in wanted.script]
         yield _replace(f"{spec}/containers/0/args", ["run", *words])
 
 
 def _resources(wanted: Overlay, spec: str) -> Iterator[Operation]:
-    """What is given, or what the node's GPUs need."""
+    """The given resources, or the defaults for the node's GPUs."""
     cpu, memory_bytes = wanted.resources.cpu, wanted.resources.memory_bytes
     if wanted.processes is not None:
         cpu = cpu or str(_CPUS * wanted.processes)
@@ -126,7 +126,7 @@ def _environment(wanted: Overlay, spec: str) -> Iterator[Operation]:
     for name in wanted.access.environment_secrets:
         yield _add(f"{container}/envFrom/-", {"secretRef": {"name": name}})
     for name, value in wanted.access.environment.items():
-        # The kubelet replaces $(NAME) here, too.
+        # The kubelet expands $(NAME) here, too.
         variable = {"name": name, "value": value.replace("$(", "$$(")}
         yield _add(f"{container}/env/-", variable)
 
@@ -154,7 +154,7 @@ def _certificate(wanted: Overlay, volume: str) -> Iterator[Operation]:
 
 
 def _account_patches(wanted: Overlay) -> Iterator[_Patch]:
-    """Pods get the secrets for registries by their service account, whatever makes the pods."""
+    """Set registry secrets on the service account, which works for every workload type."""
     pull, annotations = wanted.access.pull_secrets, wanted.access.account_annotations
     secrets = [_add("/imagePullSecrets", [{"name": name} for name in pull])] if pull else []
     own = [_add("/metadata/annotations", dict(annotations))] if annotations else []
@@ -165,7 +165,7 @@ def _account_patches(wanted: Overlay) -> Iterator[_Patch]:
 
 
 def _name_patches(wanted: Overlay) -> Iterator[_Patch]:
-    """What kustomize does not know to be a name, or to be this job's."""
+    """Names that kustomize does not recognize as names, or as this job's."""
     if wanted.name is None:
         return
     yield _Patch(
@@ -203,7 +203,7 @@ def _name_patches(wanted: Overlay) -> Iterator[_Patch]:
 
 
 def _secret_of(name: str) -> str:
-    """The job's own certificate's: components/shared-etcd."""
+    """Names in the job's own certificate: components/shared-etcd."""
     return f"{name}-etcd-user-tls"
 
 
@@ -222,7 +222,7 @@ def _claim_patches(wanted: Overlay) -> Iterator[_Patch]:
 
 
 def _policy_patches(wanted: Overlay) -> Iterator[_Patch]:
-    """Stores and proxies that are not at 443."""
+    """Egress to stores and proxies on ports other than 443."""
     rules = [{"ports": [{"port": port, "protocol": "TCP"}]} for port in wanted.access.ports]
     if rules:
         operations = tuple(_add("/spec/egress/-", rule) for rule in rules)
@@ -250,5 +250,5 @@ def _replace(path: str, value: object) -> Operation:
 
 
 def _test(path: str, value: object) -> Operation:
-    """Fails loudly where the manifests no longer look as this code expects."""
+    """Fail if the manifests no longer have the structure that this code expects."""
     return {"op": "test", "path": path, "value": value}

@@ -1,5 +1,5 @@
-"""Where checkpoints go, and what pods need to get there: volumes, URLs, endpoints, identities.
-Pure: values of flags in, records or ConfigError out."""
+"""Checkpoint stores and access to them: volumes, URLs, endpoints, identities.
+Pure: flag values in, records or ConfigError out."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from elastic.cli.kube import names
 from elastic.cli.kube.job import Access, Store
 from elastic.errors import ConfigError
 
-# Of a store or a proxy that is reached at another port than 443.
+# Variables that may name a store or proxy on another port than 443.
 _ENDPOINTS = (
     "AWS_ENDPOINT_URL",
     "AWS_ENDPOINT_URL_S3",
@@ -20,7 +20,7 @@ _ENDPOINTS = (
 )
 _PORTS = {"http": 80, "https": 443}
 _VOLUMES = ("class", "claim")
-# Of a pod's own file system, or without writing.
+# Schemes for a pod's own file system, or read-only ones.
 _NO_STORES = frozenset({"file", "local", "memory", "http", "https"})
 _GOOGLE = frozenset({"gs", "gcs"})
 # Azure's webhook reads the annotation only on the service accounts of pods with this label.
@@ -29,7 +29,7 @@ _AZURE_LABEL = ("azure.workload.identity/use", "true")
 
 
 def store(text: str) -> Store:
-    """The value of ``--checkpoints``. Raises ConfigError."""
+    """Parse ``--checkpoints``. Raises ConfigError."""
     kind, colon, rest = text.partition(":")
     if colon and kind in _VOLUMES and not rest.startswith("//"):
         name = names.subdomain(f"--checkpoints={kind}", rest)
@@ -60,7 +60,7 @@ def ports(environment: Mapping[str, str]) -> set[int]:
 
 
 def check_identity(annotations: Mapping[str, str], labels: Mapping[str, str]) -> None:
-    """Raises ConfigError where an annotation without a label has no effect."""
+    """Raise ConfigError for an annotation that has no effect without a label."""
     label, value = _AZURE_LABEL
     if _AZURE_IDENTITY in annotations and labels.get(label) != value:
         raise ConfigError(

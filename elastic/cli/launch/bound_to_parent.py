@@ -1,8 +1,8 @@
 """Runs a command that ends when its parent does: ``bound_to_parent.py PID COMMAND...``.
 
-A launcher killed with SIGKILL cannot stop its nodes; so every local node asks the kernel
-for SIGTERM on its parent's death. The setting survives execve (prctl(2)), which lets it work
-for plain torchrun, and it is made here rather than in ``preexec_fn``, which is not safe in a
+A launcher killed with SIGKILL cannot stop its nodes, so every local node asks the kernel
+for SIGTERM on its parent's death. The setting survives execve (prctl(2)), so that it also works
+for plain torchrun. It is made here rather than in ``preexec_fn``, which is not safe in a
 process with threads. SIGTERM, not SIGKILL: the agent then stops its workers.
 
 Run as a file, not as a module: it must not wait for this package's imports.
@@ -25,7 +25,7 @@ def main(argv: list[str]) -> NoReturn:
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.prctl(PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0) != 0:
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG)")
-    if os.getppid() != parent:  # it died before the line above
+    if os.getppid() != parent:  # the parent died before prctl
         sys.exit(1)
     os.execvp(command[0], command)
 

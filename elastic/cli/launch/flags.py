@@ -1,4 +1,4 @@
-"""``elastic run``'s flags: torchrun's own parser, a few flags more, and other defaults."""
+"""The flags of ``elastic run``: torchrun's parser with additional flags and other defaults."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ from elastic.errors import ConfigError
 
 OUR_BACKENDS = ("etcd-v3", "etcd")
 STOCK_BACKENDS = ("c10d", "static", "etcd", "etcd-v2")
-# The failure budget ends jobs; torchrun's count of restarts never refunds (DESIGN section 5).
+# The failure budget ends jobs; torchrun's restart count is never reset.
 MAX_RESTARTS = 1_000_000
 _NNODES = re.compile(r"(\d+)(?::(\d+))?")
 _HELP = "`elastic run -h` lists the flags"
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
-    """Read the command line (and ``PET_*``), fill in our defaults, check what can be checked.
+    """Parse the command line (and ``PET_*``), apply our defaults, and validate.
 
     Raises:
-        ConfigError: naming the value, its place and the remedy.
+        ConfigError: with the value, where it is set, and the remedy.
     """
     parser = build_parser()
     flags = [s for action in parser._actions for s in action.option_strings]
@@ -59,19 +59,19 @@ def build_parser() -> argparse.ArgumentParser:
         "--nodes_local",
         type=_positive,
         metavar="N",
-        help="start N agents on this machine, each its own process, instead of being one",
+        help="start N agents on this machine, one process each",
     )
     ours.add_argument(
         "--embedded-etcd",
         "--embedded_etcd",
         action="store_true",
-        help="start an etcd on this machine for the time of the job (laptops and tests)",
+        help="start an etcd on this machine for the duration of the job (laptops and tests)",
     )
     ours.add_argument(
         "--etcd-data",
         "--etcd_data",
         metavar="DIR",
-        help="keep the embedded etcd's data here (default: a temporary folder)",
+        help="data folder of the embedded etcd (default: a temporary folder)",
     )
     for dest, default in (
         ("rdzv_backend", OUR_BACKENDS[0]),
@@ -85,7 +85,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def is_ours(backend: str) -> bool:
-    """Whether this backend's worlds are formed by this package."""
+    """Whether this package forms the worlds of this backend."""
     if backend == "etcd" and os.environ.get("ELASTIC_STOCK_ETCD", "") in ("1", "true", "yes"):
         return False
     return backend in OUR_BACKENDS
@@ -124,7 +124,7 @@ def node_range(nnodes: str, flag: str = "--nnodes") -> tuple[int, int]:
 
 
 def check(args: argparse.Namespace) -> None:
-    """Refuse what cannot work before anything is started. Raises ConfigError."""
+    """Refuse contradictory flags before anything is started. Raises ConfigError."""
     _check_backend(args)
     _check_nodes(args)
     _check_etcd(args)
@@ -132,7 +132,7 @@ def check(args: argparse.Namespace) -> None:
     if args.max_restarts < 0:
         raise ConfigError(
             f"--max-restarts={args.max_restarts} is negative",
-            hint="leave it out: the failure budget ends a job that cannot succeed",
+            hint="omit it: the failure budget ends a job that cannot succeed",
         )
 
 
@@ -152,18 +152,18 @@ def _check_nodes(args: argparse.Namespace) -> None:
         return
     if args.standalone:
         raise ConfigError(
-            "--standalone is one agent by itself, --nodes-local several",
+            "--standalone starts one agent, --nodes-local several",
             hint="use --embedded-etcd instead of --standalone",
         )
     if local > 1 and args.rdzv_backend == "static":
         raise ConfigError(
-            f"--nodes-local={local} needs a rendezvous, --rdzv-backend=static is none",
-            hint="leave --rdzv-backend out, or use c10d",
+            f"--nodes-local={local} needs a rendezvous, --rdzv-backend=static has none",
+            hint="omit --rdzv-backend, or use c10d",
         )
     if local > high:
         raise ConfigError(
-            f"--nodes-local={local} is more than --nnodes={args.nnodes} takes",
-            hint=f"use --nnodes={low}:{local}, or leave it out",
+            f"--nodes-local={local} exceeds --nnodes={args.nnodes}",
+            hint=f"use --nnodes={low}:{local}, or omit it",
         )
     if args.embedded_etcd and low > local:
         raise ConfigError(
@@ -186,7 +186,7 @@ def _check_etcd(args: argparse.Namespace) -> None:
     if args.embedded_etcd and not is_ours(args.rdzv_backend):
         raise ConfigError(
             f"--rdzv-backend={args.rdzv_backend} cannot use the embedded etcd (v3)",
-            hint="leave --rdzv-backend out, or --embedded-etcd",
+            hint="omit --rdzv-backend or --embedded-etcd",
         )
     if args.standalone or args.embedded_etcd or args.rdzv_endpoint:
         return
@@ -205,7 +205,7 @@ def _check_script(args: argparse.Namespace) -> None:
         if shutil.which(script) is None:
             raise ConfigError(
                 f"training script {script!r} is not executable",
-                hint="with --no-python it must be one, on PATH or as a path",
+                hint="--no-python needs an executable, on PATH or as a path",
             )
     elif not Path(script).is_file():
         raise ConfigError(
@@ -215,11 +215,13 @@ def _check_script(args: argparse.Namespace) -> None:
 
 
 class _RunParser(CommandParser):
-    """argparse would print torchrun's own name of the argument."""
+    """Check the script here: argparse would print torchrun's internal argument name."""
 
     def error(self, message: str) -> NoReturn:
         if "training_script" in message:
-            raise ConfigError("no training script is given", hint="elastic run FLAGS SCRIPT ...")
+            raise ConfigError(
+                "no training script is given", hint="usage: elastic run FLAGS SCRIPT ..."
+            )
         super().error(message)
 
 

@@ -1,6 +1,6 @@
-"""One agent of ``elastic run --nodes-local``; its flags come as JSON, its one argument.
+"""One agent of ``elastic run --nodes-local``; its only argument is its flags as JSON.
 
-The flags were parsed and checked by the parent; they are passed as JSON rather than as arguments,
+The parent has parsed and checked the flags and passes them as JSON rather than as arguments,
 so that both sides run with the same values.
 """
 
@@ -14,9 +14,9 @@ from elastic.cli.launch.run import run_agent
 
 
 def main(argv: list[str]) -> int:
-    """Be the agent; returns its exit code."""
+    """Run the agent; returns its exit code."""
     args = argparse.Namespace(**json.loads(argv[0]))
-    # As if torchrun had been called with them: the handler searches them for folders.
+    # Mimic a call of torchrun: the handler searches sys.argv for folders.
     sys.argv[1:] = [args.training_script, *args.training_script_args]
     return run_agent(args)
 

@@ -1,7 +1,7 @@
 """Several nodes on one machine: each an agent process in a separate session.
 
-The owner calls :meth:`LocalNodes.pump` in a loop; it hands over the nodes' output line by line
-and notices ended processes. It needs one thread.
+The owner calls :meth:`LocalNodes.pump` in a loop; it passes on the nodes' output line by line
+and detects ended processes. Not thread-safe.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class NodeProcess:
 
     @property
     def exit_code(self) -> int | None:
-        """None while it runs; negative is a signal."""
+        """None while it runs; negative for a signal."""
         return self.process.poll()
 
 
@@ -48,7 +48,7 @@ class _Stream:
 
 
 class LocalNodes:
-    """Starts, follows and ends nodes. Use as a context manager: leaving kills what still runs."""
+    """Starts, follows and ends nodes. A context manager: its exit kills running nodes."""
 
     def __init__(self, on_line: LineSink, *, clock: Clock = SYSTEM_CLOCK) -> None:
         self._on_line = on_line
@@ -65,7 +65,7 @@ class LocalNodes:
     def start(
         self, name: str, command: Sequence[str], environment: Mapping[str, str]
     ) -> NodeProcess:
-        """Start an agent. It gets SIGTERM when this process dies, however it dies."""
+        """Start an agent. It gets SIGTERM when this process dies for any reason."""
         tied = [sys.executable, "-IS", str(_BOUND_TO_PARENT), str(os.getpid()), *command]
         process = subprocess.Popen(
             tied,
@@ -73,7 +73,7 @@ class LocalNodes:
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
-            start_new_session=True,  # Ctrl-C is for us to forward, once
+            start_new_session=True,  # so that Ctrl-C is forwarded by this process, once
         )
         node = self._nodes[name] = NodeProcess(name, process)
         for stream, file in (("stdout", process.stdout), ("stderr", process.stderr)):
@@ -84,7 +84,7 @@ class LocalNodes:
 
     @property
     def nodes(self) -> tuple[NodeProcess, ...]:
-        """All that were started, in that order."""
+        """All started nodes, in order of their start."""
         return tuple(self._nodes.values())
 
     @property
@@ -92,7 +92,7 @@ class LocalNodes:
         return tuple(node for node in self._nodes.values() if node.exit_code is None)
 
     def pump(self, timeout_s: float) -> None:
-        """Hand over output; returns after at most ``timeout_s``, sooner if there is some."""
+        """Pass on output; returns after at most ``timeout_s``, sooner if there was output."""
         if not self._selector.get_map():
             self._clock.sleep(timeout_s)
             return
@@ -109,16 +109,16 @@ class LocalNodes:
         node.process.wait()
 
     def drain(self) -> None:
-        """Hand over what ended nodes have left in their pipes."""
+        """Pass on the remaining output of ended nodes."""
         while self._selector.get_map():
             ready = self._selector.select(0)
-            if not ready:  # a process that outlived its agent holds the pipe: leave it
+            if not ready:  # a process that outlived its agent holds the pipe open
                 return
             for key, _ in ready:
                 self._read(key.data)
 
     def close(self) -> None:
-        """Kill what runs and close the pipes. Safe to call twice."""
+        """Kill running nodes and close the pipes. Idempotent."""
         for node in self.running:
             self.kill(node)
         self.drain()

@@ -1,4 +1,4 @@
-"""Process trees on this machine, read from /proc: psutil is not worth a dependency for this."""
+"""Process trees on this machine, read from /proc, which needs no dependency on psutil."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from pathlib import Path
 
 
 def tree(root: int) -> tuple[int, ...]:
-    """``root`` and its living descendants, parents first; empty when it is gone.
+    """``root`` and its living descendants, parents first; empty if it has ended.
 
-    Sessions and process groups do not matter here: torchrun gives each worker its own.
+    Independent of sessions and process groups: torchrun gives each worker its own.
     """
     children: dict[int, list[int]] = {}
     alive: set[int] = set()
@@ -19,7 +19,7 @@ def tree(root: int) -> tuple[int, ...]:
         alive.add(pid)
         children.setdefault(parent, []).append(pid)
     found = [root] if root in alive else []
-    for pid in found:  # grows while it is walked: breadth first
+    for pid in found:  # grows during the loop: breadth first
         found.extend(children.get(pid, ()))
     return tuple(found)
 
@@ -36,7 +36,7 @@ def kill_tree(root: int) -> tuple[int, ...]:
 
 
 def send(pids: Iterable[int], signum: int) -> None:
-    """Send a signal to each that still exists."""
+    """Send a signal to each process that still exists."""
     for pid in pids:
         try:
             os.kill(pid, signum)
@@ -50,7 +50,7 @@ def _parents() -> Iterable[tuple[int, int]]:
             continue
         try:
             stat = (entry / "stat").read_text()
-        except OSError:  # it ended while we were reading
+        except OSError:  # it ended meanwhile
             continue
         state, parent = stat.rpartition(")")[2].split()[:2]  # a name may hold anything
         if state not in "ZX":

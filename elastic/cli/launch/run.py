@@ -1,7 +1,7 @@
 """``elastic run``: torchrun with our defaults, in this process or as several local nodes.
 
 Without ``--nodes-local`` this process *is* the agent, so that in a container SIGTERM reaches
-it. With it, this process only starts agents, passes on their output and signals, and sums up.
+it. With it, this process only starts agents, passes on their output and signals, and summarizes.
 """
 
 from __future__ import annotations
@@ -51,11 +51,11 @@ def endpoint(args: argparse.Namespace) -> Iterator[None]:
 
 
 def announce(args: argparse.Namespace) -> None:
-    """Print the arguments that another node needs to join."""
+    """Print the arguments with which another node joins."""
     if not args.rdzv_id_generated or args.standalone:
         return
     where = f" --rdzv-endpoint={args.rdzv_endpoint}" if args.rdzv_endpoint else ""
-    say(f"another node joins with --rdzv-id={args.rdzv_id}{where} --nnodes={args.nnodes}")
+    say(f"join from another node with --rdzv-id={args.rdzv_id}{where} --nnodes={args.nnodes}")
 
 
 def say(text: str) -> None:
@@ -78,7 +78,7 @@ def run_agent(args: argparse.Namespace) -> int:
 
 
 def _report(error: BaseException) -> int:
-    """Print what ended the agent: a message for our errors, torch's summary, tracebacks for
+    """Print why the agent ended: a message for our errors, torch's summary, tracebacks for
     bugs."""
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -102,7 +102,7 @@ def _report(error: BaseException) -> int:
 
 
 class StopRequest:
-    """Signals of the user: the first is passed on, the second kills."""
+    """Signals from the user: the first is passed on, the second kills."""
 
     def __init__(self) -> None:
         self.signum: int | None = None
@@ -115,9 +115,9 @@ class StopRequest:
 
 @contextlib.contextmanager
 def stop_on_signals() -> Iterator[StopRequest]:
-    """Turn SIGINT, SIGTERM and SIGHUP into a StopRequest for the time of the block.
+    """Turn SIGINT, SIGTERM and SIGHUP into a StopRequest within the block.
 
-    What is ignored on entry (SIGHUP under nohup) stays ignored.
+    Signals ignored on entry (SIGHUP under nohup) stay ignored.
     """
     stop = StopRequest()
     asked = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -152,14 +152,14 @@ def run_local(args: argparse.Namespace) -> int:
 
 
 def least_nodes(args: argparse.Namespace) -> int:
-    """How many nodes must run here for the job to go on; 0: others may join from elsewhere."""
+    """How many nodes must run here for the job to continue; 0: others may join from elsewhere."""
     least, most = flags.node_range(args.nnodes)
     return least if args.embedded_etcd and args.nodes_local >= most else 0
 
 
 def follow(nodes: LocalNodes, stop: StopRequest, least: int = 0) -> frozenset[str]:
-    """Pass on output and signals until no agent runs. Agents that wait for failed ones, fewer than
-    ``least`` of them, are ended; returns their names."""
+    """Pass on output and signals until no agent runs. Fewer than ``least`` agents, which would wait
+    for failed ones, are ended; returns their names."""
     passed_on = False
     reported: set[str] = set()
     too_few, ended = TooFew(least), frozenset[str]()
@@ -179,13 +179,13 @@ def follow(nodes: LocalNodes, stop: StopRequest, least: int = 0) -> frozenset[st
                 say(f"{node.name} ended with {describe(node.exit_code)}")
         if not ended and stop.signum is None and too_few.is_final(nodes):
             ended = frozenset(node.name for node in running)
-            say(f"fewer than {least} nodes are left and none will join: ending {len(ended)}")
+            say(f"fewer than {least} nodes remain and none will join: ending {len(ended)}")
             nodes.signal(signal.SIGTERM)
     return ended
 
 
 class TooFew:
-    """Whether a job has lost nodes without which it waits forever."""
+    """Detects a job that has lost nodes without which it would wait forever."""
 
     def __init__(self, least: int, clock: Clock = SYSTEM_CLOCK) -> None:
         self._least = least
@@ -193,7 +193,7 @@ class TooFew:
         self._since_s: float | None = None
 
     def is_final(self, nodes: LocalNodes) -> bool:
-        """Since some time some have failed, none is done, and fewer run than are needed."""
+        """Whether for some time nodes have failed, none is done, and too few run."""
         codes = [node.exit_code for node in nodes.nodes]
         if codes.count(None) >= self._least or 0 in codes:
             self._since_s = None
@@ -204,7 +204,7 @@ class TooFew:
 
 
 def describe(code: int) -> str:
-    """An exit code for people.
+    """An exit code as text.
 
     >>> describe(-9), describe(75)
     ('SIGKILL', 'exit code 75')

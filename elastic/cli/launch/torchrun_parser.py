@@ -1,9 +1,9 @@
 """torchrun's argument parser without the import of torch, which takes seconds.
 
-``elastic run -h`` and a usage error need torchrun's flags, and nothing else of torch. So the
+``elastic run -h`` and usage errors need only torchrun's flags. So the
 function that builds the parser (``torch.distributed.run.get_args_parser``) is read from the
-installed torch's source and executed together with the few definitions it refers to. Where that
-does not work, because a torch version builds its parser from something heavier, torch is imported.
+installed torch's source and executed together with the few definitions it refers to. If that
+fails, because a torch version builds its parser from something heavier, torch is imported.
 ``tests/contract/test_torchrun_parser.py`` compares the two parsers.
 """
 
@@ -39,10 +39,10 @@ def imported_parser() -> argparse.ArgumentParser:
 
 
 class _TooHeavy(Exception):
-    """The definition needs more of torch than its own source."""
+    """The definition needs more of torch than its source code."""
 
 
-# Raised for a source of an unknown torch that cannot be read this way; then torch is imported.
+# Raised for an unknown torch whose source cannot be read this way; then torch is imported.
 _CANNOT_BE_READ = (
     _TooHeavy,
     ImportError,
@@ -55,7 +55,7 @@ _CANNOT_BE_READ = (
 
 
 class _Sources:
-    """Executes single definitions of torch's modules, each with those that it refers to."""
+    """Executes single definitions of torch's modules, with the definitions they refer to."""
 
     def __init__(self) -> None:
         spec = importlib.util.find_spec("torch")
@@ -66,7 +66,7 @@ class _Sources:
         self._trees: dict[str, ast.Module] = {}
 
     def load(self, module: str, name: str) -> Any:
-        """What ``from module import name`` would bind."""
+        """The object that ``from module import name`` would bind."""
         key = module, name
         if key not in self._loaded:
             self._loaded[key] = self._load(module, name)
@@ -108,7 +108,7 @@ class _Sources:
         return statement
 
     def _tree(self, module: str) -> ast.Module:
-        if module not in self._trees:  # parsing is what takes long: each file once
+        if module not in self._trees:  # parsing is slow: each file once
             self._trees[module] = ast.parse(self._file(module).read_bytes())
         return self._trees[module]
 

@@ -1,5 +1,5 @@
-"""Commands that look at a job and change nothing: ``elastic events`` and its kin.
+"""Read-only commands on a job: ``elastic status``, ``describe``, ``wait`` and ``events``.
 
-``printable`` is what everything goes through that others have written: names, reasons, tracebacks.
-They read journals (elastic/telemetry) and import neither torch nor, for journals alone, grpc.
+Untrusted text (names, reasons, tracebacks) is passed through ``printable``.
+They import neither torch nor, to read journals alone, grpc.
 """

@@ -1,4 +1,4 @@
-"""The store of the job that the command line names, for a command that only reads."""
+"""Connects a read-only command to the store of the job named on the command line."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ from elastic.tuning.agent_intervals import SAY_CONNECTING_S
 
 
 def keys_of(args: argparse.Namespace) -> Keys:
-    """The job's. Raises ConfigError."""
+    """The keys of the job. Raises ConfigError."""
     return Keys.of(options_of(args).prefix, run_id_of(args))
 
 
 @contextmanager
 def job_store(args: argparse.Namespace) -> Iterator[KeyValue]:
-    """Connect, and close at the end. Raises ConfigError and CoordinationError."""
+    """Connect for the duration of the block. Raises ConfigError and CoordinationError."""
     from elastic.store.etcd.store import EtcdStore
 
     endpoint, options = endpoint_of(args), options_of(args)
     with _said_if_slow(
-        f"elastic: etcd at {printable(endpoint, 200)} has not answered yet; trying for "
+        f"elastic: etcd at {printable(endpoint, 200)} has not answered yet; waiting up to "
         f"{options.connect_timeout_s:g} s (connect_timeout_s in --rdzv-conf)"
     ):
         store = EtcdStore(etcd_config(endpoint, options))
@@ -40,7 +40,7 @@ def job_store(args: argparse.Namespace) -> Iterator[KeyValue]:
 
 @contextmanager
 def _said_if_slow(line: str) -> Iterator[None]:
-    """Print it to stderr if what follows takes longer than a moment."""
+    """Print ``text`` to stderr if the block takes longer than a moment."""
     timer = threading.Timer(SAY_CONNECTING_S, print, (line,), {"file": sys.stderr, "flush": True})
     timer.name, timer.daemon = "elastic-slow-connection", True
     timer.start()

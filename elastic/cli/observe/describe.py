@@ -1,4 +1,4 @@
-"""``elastic describe``: all that etcd knows of a node, an incident, or the last checkpoint."""
+"""``elastic describe``: what etcd knows about a node, an incident, or the last checkpoint."""
 
 from __future__ import annotations
 
@@ -46,26 +46,29 @@ def parser(environ: Mapping[str, str] = os.environ) -> argparse.ArgumentParser:
     """The command line of ``elastic describe``."""
     own = CommandParser(
         prog="elastic describe",
-        description="Print what etcd knows of a node, of what broke a world, or of the last "
-        "checkpoint.",
-        epilog="exit codes: 0, 2 usage, or there is no such thing, 69 etcd cannot be reached, or "
-        "refuses",
+        description="Print what etcd knows about a node, an incident that ended a world, or the "
+        "last checkpoint.",
+        epilog="exit codes: 0 success, 2 usage or not found, 69 etcd unreachable or access denied",
     )
     own.add_argument("kind", choices=("node", "incident", "checkpoint"))
     own.add_argument(
         "name",
         nargs="?",
-        help="of the node; of an incident the generation that it broke (default: the last one)",
+        help="node name, or the generation that the incident ended (default: the last incident)",
     )
     add_job_arguments(own, environ)
     own.add_argument(
-        "-o", "--output", choices=("text", "json"), default="text", help="format (default: text)"
+        "-o",
+        "--output",
+        choices=("text", "json"),
+        default="text",
+        help="output format (default: %(default)s)",
     )
     return own
 
 
 def describe(view: JobView, kind: str, name: str | None) -> Iterator[str]:
-    """Lines for people. Raises ConfigError where there is no such thing."""
+    """The description as text lines. Raises ConfigError if the object does not exist."""
     if kind == "node":
         return _node(view, _node_named(view, name))
     if kind == "incident":
@@ -74,7 +77,7 @@ def describe(view: JobView, kind: str, name: str | None) -> Iterator[str]:
 
 
 def description(view: JobView, kind: str, name: str | None) -> dict[str, Any]:
-    """The same for programs. Raises ConfigError where there is no such thing."""
+    """The description as a JSON document. Raises ConfigError if the object does not exist."""
     if kind == "node":
         return node_document(view, _node_named(view, name))
     if kind == "incident":
@@ -205,7 +208,7 @@ def _checkpoint(view: JobView, step: int) -> Iterator[str]:
 
 
 def _indented(text: str) -> Iterator[str]:
-    """A traceback, its last lines: they say most."""
+    """The last lines of a traceback, which are the most informative."""
     rows = text.splitlines()
     if len(rows) > _MOST_LINES:
         yield f"    … ({len(rows) - _MOST_LINES} lines before)"

@@ -1,7 +1,7 @@
-"""What etcd shows of a job as events, for where its journals cannot be read, or not all of them.
+"""Changes of a job seen in etcd, as events, for use where not all journals can be read.
 
-etcd keeps the newest world and what broke the last ones, no history: a reader that starts late
-sees less than a journal tells.
+etcd keeps the newest world and the last incidents, no history: a reader that starts late
+sees less than a journal has.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ _LONGEST_REASON = 200
 
 @dataclass(frozen=True, kw_only=True)
 class JobChange:
-    """Something that has happened to the job."""
+    """A change of the job."""
 
     key: tuple[object, ...]  # equal for the same change
     at_s: float
-    name: str  # as of the event that journals have of it
+    name: str  # of the corresponding event in journals
     generation: int | None
     text: str
 
     def as_record(self) -> JournalRecord:
-        """As a line of a journal that etcd would write."""
+        """The change as a journal record."""
         data = {"event": self.name, "time": self.at_s, "node": "etcd", "writer": "etcd"}
         more = {"generation": self.generation, "text": self.text}
         return JournalRecord(
@@ -39,7 +39,7 @@ class JobChange:
 
 
 def changes_of(view: JobView) -> Iterator[JobChange]:
-    """What is to be seen now, oldest kinds first."""
+    """The changes visible now, oldest kinds first."""
     world = view.world
     for breakage in view.breakages:
         why = f": {printable(breakage.verdict, _LONGEST_REASON)}" if breakage.verdict else ""
@@ -78,22 +78,22 @@ def changes_of(view: JobView) -> Iterator[JobChange]:
 
 
 class EtcdChanges:
-    """Gives each change once, and none that a journal tells."""
+    """Yields each change once, except changes recorded in a journal."""
 
     def __init__(self, read: Callable[[], JobView]) -> None:
         self._read = read
         self._known: set[tuple[object, ...]] = set()
         self._held_back: list[JobChange] = []
-        self.problem = ""  # why etcd could not be read at last
+        self.problem = ""  # why the last read of etcd failed
 
     def told(self, records: Iterable[JournalRecord]) -> None:
-        """Journals tell these."""
+        """Exclude the changes that these journal records are about."""
         self._known.update(key for record in records if (key := _key(record)) is not None)
 
     def take(self, *, at_once: bool) -> list[JournalRecord]:
-        """What is new. Else than ``at_once`` with the next call: a journal may be about to tell it.
+        """New changes; unless ``at_once``, deferred to the next call, as a journal may record them.
 
-        Raises CoordinationError where etcd refuses.
+        Raises CoordinationError if etcd denies access.
         """
         due, self._held_back = self._held_back, list(self._look())
         if at_once:
@@ -114,7 +114,7 @@ class EtcdChanges:
 
 
 def _key(record: JournalRecord) -> tuple[object, ...] | None:
-    """Of the change that an event of a journal is about."""
+    """The key of the change that a journal's event is about."""
     match record.name:
         case "world-formed":
             return record.name, record.whole("generation")

@@ -1,6 +1,6 @@
-"""``elastic events``: the journals of a run as one, in order of time, and what etcd shows besides.
+"""``elastic events``: the merged journals of a run in order of time, and changes seen in etcd.
 
-With clocks that differ put right, and a note on stderr about whatever could not be read.
+Clock differences are corrected; files that could not be read are named on stderr.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from elastic.telemetry.journal_reader import JournalFolder, JournalRecord
 from elastic.telemetry.merging import merge
 from elastic.tuning.worker_intervals import FOLLOW_S
 
-# What begins each line, or is of no use to people.
+# Fields that begin each line, or that are not useful to people.
 _ENVELOPE = frozenset({"event", "seq", "time", "monotonic", "writer", "node", "node_id"})
 _PLACE = (("rank", "r"), ("generation", "g"), ("step", "s"))
 
@@ -43,7 +43,7 @@ def main(argv: Sequence[str], environ: Mapping[str, str] = os.environ) -> int:
     try:
         with _changes_in_etcd(args, is_needed=folder is None) as changes:
             _print_all(folder, changes, args, since_s, SYSTEM_CLOCK)
-    except BrokenPipeError:  # `| head` has seen enough
+    except BrokenPipeError:  # the reader, such as `head`, has exited
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return 0
 
@@ -52,42 +52,45 @@ def parser(environ: Mapping[str, str] = os.environ) -> argparse.ArgumentParser:
     """The command line of ``elastic events``."""
     own = CommandParser(
         prog="elastic events",
-        description="Print the events of a run: the journals of all its processes, in order of "
-        "time. What each event holds: docs/reference/events.md. With --rdzv-endpoint also what "
-        "etcd shows and no journal in FOLDER tells: worlds, nodes, the end.",
-        epilog="PET_RDZV_ENDPOINT counts only where neither FOLDER nor ELASTIC_JOURNAL is given. "
-        "exit codes: 0, 2 usage, 69 etcd refuses, or cannot be reached and there is no FOLDER",
+        description="Print the events of a run: the journals of all its processes, merged in order "
+        "of time. The fields of each event: docs/reference/events.md. With --rdzv-endpoint, also "
+        "changes that etcd shows and no journal in FOLDER records: worlds, nodes, the job's end.",
+        epilog="PET_RDZV_ENDPOINT is used only if neither FOLDER nor ELASTIC_JOURNAL is given. "
+        "exit codes: 0 success, 2 usage, 69 etcd denies access, or is unreachable and no FOLDER is "
+        "given",
     )
     add_job_arguments(own, {k: v for k, v in environ.items() if k != "PET_RDZV_ENDPOINT"})
     own.add_argument(
         "folder",
         nargs="?",
         metavar="FOLDER",
-        help="the journals' folder (default: ELASTIC_JOURNAL)",
+        help="journal folder (default: ELASTIC_JOURNAL)",
     )
-    own.add_argument("-f", "--follow", action="store_true", help="go on with what is written later")
+    own.add_argument(
+        "-f", "--follow", action="store_true", help="print new events as they are written"
+    )
     own.add_argument(
         "--since",
         metavar="TIME",
-        help="later ones only: an age such as 90s, 10m, 2h, 1d, or a time in UTC such as "
+        help="only later events: an age such as 90s, 10m, 2h, 1d, or a time in UTC such as "
         "2026-01-31T12:00",
     )
-    own.add_argument("--node", metavar="NAME", help="of one node only")
+    own.add_argument("--node", metavar="NAME", help="only events of this node")
     own.add_argument(
-        "--event", metavar="NAME", action="append", help="of this kind only; may be repeated"
+        "--event", metavar="NAME", action="append", help="only events of this kind; may be repeated"
     )
     own.add_argument(
         "-o",
         "--output",
         choices=("text", "json"),
         default="text",
-        help="json: a line each, with the corrected time as `at`",
+        help="json: one object per line, with the corrected time in `at` (default: %(default)s)",
     )
     return own
 
 
 def folder_of(given: str | None) -> Path:
-    """Where the journals are. Raises ConfigError if nothing says, or there is no such folder."""
+    """The journal folder. Raises ConfigError if none is given or it does not exist."""
     name = given or os.environ.get("ELASTIC_JOURNAL")
     if not name:
         raise ConfigError(
@@ -153,7 +156,7 @@ def _changes(
     *,
     at_once: bool,
 ) -> list[JournalRecord]:
-    """What etcd shows beside what journals tell."""
+    """Changes that etcd shows and journals do not record."""
     if changes is None:
         return []
     changes.told(told)
@@ -164,7 +167,7 @@ def _changes(
 
 @contextmanager
 def _changes_in_etcd(args: argparse.Namespace, *, is_needed: bool) -> Iterator[EtcdChanges | None]:
-    """Where etcd is asked; None also where it cannot be reached and journals are there.
+    """The connection to etcd, if requested; None also if it is unreachable and journals exist.
 
     Raises ConfigError and CoordinationError.
     """
@@ -185,7 +188,7 @@ def _changes_in_etcd(args: argparse.Namespace, *, is_needed: bool) -> Iterator[E
 
 
 class _Notes:
-    """Each is printed once."""
+    """Print each note once."""
 
     def __init__(self) -> None:
         self._told: set[str] = set()

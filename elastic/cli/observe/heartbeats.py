@@ -1,6 +1,6 @@
-"""How old the heartbeats of a job's nodes are, by what the leader has heard of them.
+"""The age of the nodes' heartbeats, as recorded by the leader.
 
-Whether one is late is judged by the leader's clock alone: this machine's may be another.
+Lateness is judged by the leader's clock alone: this machine's may differ.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from elastic.tuning.agent_intervals import HEARTBEAT_LATE_S
 
 @dataclass(frozen=True, kw_only=True)
 class NodeSigns:
-    """What is known of a node's heartbeat."""
+    """The last heartbeat of a node."""
 
-    age_s: float | None = None  # until now; None: the leader has written none of it
-    step: int | None = None  # that its workers reported last
+    age_s: float | None = None  # None: the leader has recorded none
+    step: int | None = None  # last step reported by its workers
     is_late: bool = False
     generation: int = 0  # the newest in which its workers have begun a step; 0: none, or not known
     has_joined: bool | None = False  # a worker has called elastic.join(); None: agents cannot know
@@ -31,7 +31,7 @@ class NodeSigns:
 
 
 def signs_by_node(progress: JobProgress | None, now_s: float) -> dict[str, NodeSigns]:
-    """By node id, of those that the leader's record names."""
+    """Heartbeats by node id, for the nodes in the leader's record."""
     if progress is None:
         return {}
     is_old = _is_old(progress, now_s)
@@ -53,12 +53,12 @@ def silence(
     signs: Mapping[str, NodeSigns],
     now_s: float,
 ) -> list[str]:
-    """What is to be said of late heartbeats; nothing where there are none."""
+    """Warnings about late heartbeats."""
     if progress is None or not progress.heartbeats:
         return []
     if _is_old(progress, now_s):
         ago = duration(now_s - progress.time_s)
-        return [f"the leader has written no heartbeats for {ago}, or clocks differ"]
+        return [f"the leader has recorded no heartbeats for {ago}, or clocks differ"]
     found = ((node, signs.get(node.node_id, NodeSigns())) for node in nodes)
     return [
         f"no heartbeat of {printable(node.name, 60)} for {duration(sign.age_s)}"

@@ -1,7 +1,7 @@
 """A job as etcd shows it.
 
-Reads single keys and ``nodes/``, never the run's secret: a role that may read no more is enough
-(docs/security.md). :mod:`~elastic.cli.observe.sentence` puts it into words.
+Reads single keys and ``nodes/``, never the run's secret: a role limited to these is enough
+(docs/security.md). :mod:`~elastic.cli.observe.sentence` describes it in words.
 """
 
 from __future__ import annotations
@@ -31,21 +31,21 @@ from elastic.tuning.agent_intervals import SILENT_SCRIPT_S
 
 
 class JobCondition(str, Enum):
-    """In one word."""
+    """The state of a job."""
 
-    ABSENT = "absent"  # nothing is there: not started, or forgotten
+    ABSENT = "absent"  # no keys: not started, or already deleted
     WAITING = "waiting"  # for its first world
-    STARTING = "starting"  # a world is formed, and not all of its nodes train in it yet
+    STARTING = "starting"  # a world has formed; not all of its nodes train yet
     TRAINING = "training"  # the workers of all its nodes have begun a step
     PAUSED = "paused"  # below the minimum of nodes
-    DOWN = "down"  # there was a world, and no node is alive
+    DOWN = "down"  # a world existed; no node is alive
     SUCCEEDED = "succeeded"
     FAILED = "failed"
 
 
 @dataclass(frozen=True, kw_only=True)
 class JobView:
-    """What was read, at ``at_s`` of the wall clock."""
+    """The records of a job, read at ``at_s`` of the wall clock."""
 
     run_id: str
     root: str
@@ -56,7 +56,7 @@ class JobView:
     progress: JobProgress | None = None
     done: Done | None = None
     notes: tuple[str, ...] = ()
-    is_progress_hidden: bool = False  # this user may not read it, or it is of another version
+    is_progress_hidden: bool = False  # no permission to read it, or of another version
 
     @property
     def members(self) -> tuple[Node, ...]:
@@ -68,7 +68,7 @@ class JobView:
 
     @cached_property
     def inside(self) -> tuple[Node, ...]:
-        """Members whose agents have handed the newest world to their workers."""
+        """Members whose agents have passed the newest world to their workers."""
         newest = self.world.generation if self.world is not None else 0
         return tuple(n for n in self.members if n.running and n.running.generation >= newest)
 
@@ -85,17 +85,17 @@ class JobView:
 
     @property
     def is_switching(self) -> bool:
-        """Whether the newest world is planned: until its first step the former one trains."""
+        """Whether the newest world is planned: until its first step the previous one trains."""
         world, step = self.world, self.step
         if world is None or world.switch_at_step is None or self.inside:
             return False
         return step is not None and step < world.switch_at_step
 
     def is_stepping(self, node: Node) -> bool:
-        """Whether the workers of a member have begun a step in the world that they run.
+        """Whether a member's workers have begun a step in their world.
 
-        Workers that change worlds without a restart go on with a step; others are believed once
-        they report one. Those of a script without elastic.join() never do, nor do any with
+        Workers that change worlds without a restart continue with a step; others count once
+        they report one. Scripts without elastic.join() never report steps, nor do any with
         ``mode=restart``.
         """
         if node.running is None:
@@ -109,7 +109,7 @@ class JobView:
         return not signs.has_joined and self._ran_s(node.running) > SILENT_SCRIPT_S
 
     def is_lost(self, node: Node) -> bool:
-        """Whether the leader has given it up: its record stays until its lease ends."""
+        """Whether the leader has declared it dead: its record remains until its lease ends."""
         running = node.running.generation if node.running is not None else None
         return running is not None and any(
             node.name in breakage.lost and running <= breakage.generation
@@ -117,7 +117,7 @@ class JobView:
         )
 
     def state_of(self, node: Node) -> str:
-        """In one word: ``training``, ``lost``, or what its agent says."""
+        """The node's state: ``training``, ``lost``, or as reported by its agent."""
         if self.is_lost(node):
             return "lost"
         is_active = self.world is not None and self.world.state is WorldState.ACTIVE
@@ -126,7 +126,7 @@ class JobView:
         return JobCondition.TRAINING.value if is_training else node.state.value
 
     def _ran_s(self, world: WorldRecord) -> float:
-        """For how long a world has run, by the clock of its leader."""
+        """How long a world has run, by its leader's clock."""
         return self.progress.time_s - world.time_s if self.progress is not None else 0.0
 
     @property
@@ -136,31 +136,31 @@ class JobView:
         return tuple(node for node in self.nodes if node.node_id not in inside)
 
     def signs_of(self, node: Node) -> NodeSigns:
-        """Its heartbeat and step, as the leader has heard them."""
+        """The node's heartbeat and step, as recorded by the leader."""
         return self.signs.get(node.node_id) or NodeSigns()
 
     @cached_property
     def signs(self) -> Mapping[str, NodeSigns]:
-        """By node id, of the nodes of which the leader has heard."""
+        """Heartbeats by node id, as recorded by the leader."""
         return signs_by_node(self.progress, self.at_s)
 
     def why_waiting(self, node: Node) -> str:
-        """``1 of 2 nodes of a replica`` where that is why it has no place in the world."""
+        """``1 of 2 nodes of a replica`` if that is why it is not in the world."""
         if node.nodes_per_replica == 1:
             return ""
-        from elastic.membership.replicas import why_waiting  # few jobs need it, all would wait
+        from elastic.membership.replicas import why_waiting  # slow to import, and rarely needed
 
         return why_waiting(node, self.world, self.nodes)
 
     @property
     def breakages(self) -> tuple[BreakageRecord, ...]:
-        """What broke worlds, as far as etcd remembers, oldest first."""
+        """The incidents recorded in etcd, oldest first."""
         known = self.world.breakages if self.world is not None else ()
         return known or (self.done.breakages if self.done is not None else ())
 
     @property
     def state(self) -> JobCondition:
-        """In one word."""
+        """The job's state."""
         if self.done is not None:
             is_success = self.done.outcome is Outcome.SUCCESS
             return JobCondition.SUCCEEDED if is_success else JobCondition.FAILED
@@ -177,7 +177,7 @@ class JobView:
 
     @property
     def step(self) -> int | None:
-        """Committed, as far as the store knows."""
+        """The last step known to be committed."""
         if self.done is not None and self.done.final_step is not None:
             return self.done.final_step
         if self.progress is not None and self.progress.step is not None:
@@ -186,7 +186,7 @@ class JobView:
 
     @property
     def steps_per_s(self) -> float | None:
-        """While it trains."""
+        """Steps per second, while it trains."""
         progress = self.progress
         if self.state is not JobCondition.TRAINING or progress is None or progress.step_time_s <= 0:
             return None
@@ -194,7 +194,7 @@ class JobView:
 
     @property
     def eta_s(self) -> float | None:
-        """Until the last step at the present rate; None where the script does not plan steps."""
+        """Time to the last step at the current rate; None if the script plans no steps."""
         rate, step, progress = self.steps_per_s, self.step, self.progress
         if rate is None or step is None or progress is None or progress.planned_steps is None:
             return None
@@ -202,7 +202,7 @@ class JobView:
 
     @property
     def goodput(self) -> float | None:
-        """By the leader's estimate, until now: it writes nothing for a job without progress."""
+        """The leader's estimate, extended to now: it records nothing without progress."""
         progress = self.progress
         if progress is None or progress.goodput is None or progress.goodput_since_s is None:
             return None
@@ -212,13 +212,13 @@ class JobView:
 
     @property
     def checkpoint_age_s(self) -> float | None:
-        """Since the leader knows that the last checkpoint is committed."""
+        """Time since the leader learned that the last checkpoint is committed."""
         if self.progress is None or self.progress.checkpoint_at_s is None:
             return None
         return max(0.0, self.at_s - self.progress.checkpoint_at_s)
 
     def behind_checkpoint(self, step: int) -> tuple[int | None, float | None]:
-        """Steps since the checkpoint of ``step``, and what they take; None: not known."""
+        """Steps since the checkpoint of ``step``, and their duration; None if unknown."""
         if self.step is None:
             return None, None
         behind = max(0, self.step - step)
@@ -227,9 +227,9 @@ class JobView:
 
 
 def read_job(store: KeyValue, keys: Keys, now_s: float) -> JobView:
-    """Read a job. A record that cannot be read, or that this user may not, becomes a note.
+    """Read a job. A record that is unreadable, or not permitted, becomes a note.
 
-    Raises CoordinationError where nothing can be read at all.
+    Raises CoordinationError if nothing can be read.
     """
     notes: list[str] = []
 
@@ -241,7 +241,7 @@ def read_job(store: KeyValue, keys: Keys, now_s: float) -> JobView:
             notes.append(error.message)
             return None
 
-    # Without the right to these two nothing can be said.
+    # Without permission to read these two, nothing is known.
     world = _world(store.get(keys.world), notes)
     nodes = _nodes(store, keys, notes)
     done = read(keys.done, lambda e: decode(Done, e.key, e.value))

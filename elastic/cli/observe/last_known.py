@@ -1,4 +1,4 @@
-"""The last known state of a job by its journals, while etcd does not answer."""
+"""The last known state of a job from its journals, while etcd does not answer."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ _MOST_NODES = 64
 
 
 def last_known(folder: str, run_id: str, now_s: float) -> list[str]:
-    """What the journals in ``folder`` say, in words. Reads the ends of the files only."""
+    """The state according to the journals in ``folder``. Reads only the ends of the files."""
     records = sorted(JournalFolder(Path(folder)).read_tails(run_id), key=lambda r: r.time_s)
     if not records:
-        return [f"state not known: etcd does not answer, and {printable(folder)} tells nothing"]
+        return [f"state unknown: etcd does not answer, and {printable(folder)} has no events"]
     return list(_lines(records, now_s))
 
 
@@ -33,12 +33,12 @@ def _lines(records: Sequence[JournalRecord], now_s: float) -> Iterator[str]:
 
 
 def _nodes(records: Sequence[JournalRecord], now_s: float) -> Iterator[str]:
-    """The last sign of each node, where there are several; those heard last come first."""
+    """The last event of each node, if there are several; most recent first."""
     newest = {record.node: record for record in records}
     if len(newest) < 2:
         return
     steps = {r.node: r.whole("step") for r in records if r.whole("step") is not None}
-    yield "nodes, by their journals:"
+    yield "nodes, from their journals:"
     for node, last in sorted(newest.items(), key=lambda n: -n[1].time_s)[:_MOST_NODES]:
         step = f"step {steps[node]}, " if node in steps else ""
         yield f"  {printable(node, 60)}: {step}heard {_ago(last, now_s)}"
@@ -56,7 +56,7 @@ def _state(records: Sequence[JournalRecord], now_s: float) -> str:
     if not stepped:
         newest = records[-1]
         return (
-            f"last known: {printable(newest.name, 60)}, {_ago(newest, now_s)}, by the journal of "
+            f"last known: {printable(newest.name, 60)}, {_ago(newest, now_s)}, from the journal of "
             f"{printable(newest.node, 60)}"
         )
     newest = stepped[-1]
@@ -67,13 +67,13 @@ def _state(records: Sequence[JournalRecord], now_s: float) -> str:
     is_same = formed is not None and formed.whole("generation") == generation
     return (
         f"last known: step {newest.whole('step')} in generation {generation}"
-        f"{with_nodes if is_same else ''}, {_ago(newest, now_s)}, by the journal of "
+        f"{with_nodes if is_same else ''}, {_ago(newest, now_s)}, from the journal of "
         f"{printable(newest.node, 60)}"
     )
 
 
 def incident_of(record: JournalRecord) -> str:
-    """An event that people are paged for, in a few words."""
+    """A short description of an incident."""
     why = printable(record.text("reason").strip().rpartition("\n")[2], 200)
     match record.name:
         case "node-lost":
@@ -81,7 +81,7 @@ def incident_of(record: JournalRecord) -> str:
         case "worker-died":
             what = f"a worker of {printable(record.node, 60)} died"
         case "hang-found":
-            what = f"generation {record.whole('generation')} does not go on"
+            what = f"generation {record.whole('generation')} made no progress"
         case _:
             what = f"{printable(record.node, 60)} leaves"
     return f"{what}: {why}" if why else what

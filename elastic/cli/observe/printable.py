@@ -1,4 +1,4 @@
-"""Times as people write them on a command line: ``90s``, ``10m``."""
+"""Durations on a command line: ``90s``, ``10m``."""
 
 from __future__ import annotations
 
@@ -24,8 +24,10 @@ def age(text: str) -> float | None:
 
 
 def seconds_of(text: str, flag: str) -> float:
-    """What a flag says. Raises ConfigError."""
+    """The value of a flag in seconds. Raises ConfigError."""
     seconds = age(text)
     if seconds is None:
-        raise ConfigError(f"{flag}={printable(text)} is no time", hint=f"for example {flag}=10m")
+        raise ConfigError(
+            f"{flag}={printable(text)} is not a valid duration", hint=f"for example {flag}=10m"
+        )
     return seconds

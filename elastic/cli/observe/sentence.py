@@ -1,4 +1,4 @@
-"""How a job is, in one sentence: ``training in generation 7 with 3 of 4 nodes; …``. Pure."""
+"""A job's status in one sentence: ``training in generation 7 with 3 of 4 nodes; …``. Pure."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ _MOST_NAMES = 3
 
 
 def sentence(view: JobView, ago: Ago | None = None) -> str:
-    """How the job is, for people: ``training in generation 7 with 3 of 4 nodes; …``.
+    """The job's status: ``training in generation 7 with 3 of 4 nodes; …``.
 
-    ``ago`` writes a time of the wall clock; else it is ``12.0 s ago``.
+    ``ago`` formats a wall-clock time; the default is ``12.0 s ago``.
     """
     ago = ago or (lambda time_s: f"{duration(max(0.0, view.at_s - time_s))} ago")
     parts = [_state(view, ago), *_losses(view, ago), *_silent(view), *_joining(view)]
@@ -37,10 +37,10 @@ def _state(view: JobView, ago: Ago) -> str:
         if not view.nodes:
             return f"no such job: there is nothing under {printable(view.root)}"
         least = max(node.min_nodes for node in view.nodes)
-        return f"waiting for nodes: {len(view.nodes)} of at least {least} arrived"
+        return f"waiting for nodes: {len(view.nodes)} of at least {least} have arrived"
     generation, members = world.generation, len(world.members)
     if view.state is JobCondition.DOWN and not members:
-        return f"down: all nodes have left in order, {ago(world.time_s)}; a new start continues it"
+        return f"down: all nodes left gracefully {ago(world.time_s)}; a new start continues it"
     if view.state is JobCondition.DOWN:
         return (
             f"down: no node is alive; generation {generation} was formed with "
@@ -89,7 +89,7 @@ def _names(nodes: Sequence[Node], all_nodes: int) -> str:
 
 
 def _losses(view: JobView, ago: Ago) -> list[str]:
-    """Who went lately and is not back, and whose workers broke the last world."""
+    """Nodes that left recently and have not returned, and nodes whose workers failed last."""
     breakages = view.world.breakages if view.world is not None else ()
     recent = [b for b in reversed(breakages) if view.at_s - b.time_s <= RECENT_LOSS_S]
     if view.done is not None or not recent or not (view.world and view.world.members):
@@ -140,7 +140,7 @@ def _incomplete_replicas(view: JobView) -> list[str]:
 
 
 def incident(breakage: BreakageRecord) -> str:
-    """What broke a world, in a few words."""
+    """A short description of what broke a world."""
     parts = [f"{printable(name, 60)} was lost" for name in breakage.lost]
     parts += [f"{printable(name, 60)} left" for name in breakage.left]
     failed = dict.fromkeys(f.node for f in breakage.failures if f.node not in breakage.lost)

@@ -1,4 +1,4 @@
-"""``elastic status``: how a job is, in one sentence and a table, from etcd alone."""
+"""``elastic status``: a job's status in one sentence and a table, from etcd alone."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from elastic.membership.keys import Keys
 from elastic.membership.records import Node
 from elastic.tuning.agent_intervals import STATUS_WATCH_S
 
-ABSENT = 1  # exit code: there is no such job
+ABSENT = 1  # exit code: no such job
 _CLEAR = "\x1b[H\x1b[2J"
 
 
@@ -59,22 +59,26 @@ def parser(environ: Mapping[str, str] = os.environ) -> argparse.ArgumentParser:
     """The command line of ``elastic status``."""
     own = CommandParser(
         prog="elastic status",
-        description="Print how a job is: its state in a sentence, its step, its nodes. Reads etcd "
-        "and changes nothing.",
-        epilog="exit codes: 0, 1 there is no such job, 2 usage, 69 etcd cannot be reached, or "
-        "refuses",
+        description="Print a job's status: its state in one sentence, its step and its nodes. "
+        "Reads etcd and changes nothing.",
+        epilog="exit codes: 0 success, 1 no such job, 2 usage, 69 etcd unreachable, or access "
+        "denied",
     )
     add_job_arguments(own, environ)
     own.add_argument(
         "--journal",
         default=environ.get("ELASTIC_JOURNAL"),
         metavar="FOLDER",
-        help="of the job's journals, for its last known state while etcd is away (default: "
-        "ELASTIC_JOURNAL)",
+        help="journal folder; used to show the last known state when etcd is unreachable "
+        "(default: ELASTIC_JOURNAL)",
     )
-    own.add_argument("-w", "--watch", action="store_true", help="again and again, until Ctrl-C")
+    own.add_argument("-w", "--watch", action="store_true", help="refresh until Ctrl-C")
     own.add_argument(
-        "-o", "--output", choices=("table", "wide", "json"), default="table", help="format"
+        "-o",
+        "--output",
+        choices=("table", "wide", "json"),
+        default="table",
+        help="output format (default: %(default)s)",
     )
     return own
 
@@ -89,19 +93,19 @@ def _show(view: JobView, args: argparse.Namespace) -> None:
 
 
 def _show_outage(view: JobView, args: argparse.Namespace, message: str) -> None:
-    """etcd has gone while it was watched: what it said last, and how long ago that was."""
+    """Print the last status and its age after etcd became unreachable during --watch."""
     print(f"elastic: {printable(message, 500)}", file=sys.stderr)
     if args.output != "json":
         ago = duration(max(0.0, SYSTEM_CLOCK.wall() - view.at_s))
-        head = f"etcd does not answer; this was so {ago} ago:"
+        head = f"etcd does not answer; status {ago} ago:"
         _print([head, *lines(view, is_wide=args.output == "wide")], args)
 
 
 def _show_last_known(args: argparse.Namespace, run_id: str) -> None:
     if not args.journal:
-        print("elastic: --journal FOLDER shows the last known state meanwhile", file=sys.stderr)
+        print("elastic: --journal FOLDER would show the last known state", file=sys.stderr)
         return
-    from elastic.cli.observe.last_known import last_known  # reads journals: etcd needs none of it
+    from elastic.cli.observe.last_known import last_known  # reads journals; slow to import
 
     known = last_known(args.journal, run_id, SYSTEM_CLOCK.wall())
     known[0] = f"{printable(run_id)}: {known[0]}"

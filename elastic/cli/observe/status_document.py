@@ -1,5 +1,5 @@
-"""How a job is, for programs: what ``elastic status -o json``, ``/api/status`` and
-``elastic describe -o json`` answer.
+"""A job's status as JSON: the documents of ``elastic status -o json``, ``/api/status`` and
+``elastic describe -o json``.
 
 docs/reference/status.md lists the fields, and tests compare the two.
 """
@@ -13,9 +13,9 @@ from elastic.cli.observe.sentence import incident, sentence
 from elastic.membership.records import BreakageRecord, Node
 from elastic.telemetry.printable import shorten
 
-_LONGEST_TEXT = 1000  # of any text: a reason may be a traceback of a megabyte
-_LONGEST_DESCRIBED = 16_384  # of one that was asked for: a traceback of many ranks
-SCHEMA = 1  # grows when a field changes its meaning or goes away
+_LONGEST_TEXT = 1000  # characters: a reason may be a traceback of a megabyte
+_LONGEST_DESCRIBED = 16_384  # in `elastic describe`: a traceback of many ranks
+SCHEMA = 1  # incremented when a field changes its meaning or is removed
 
 
 def document(view: JobView) -> dict[str, Any]:
@@ -59,7 +59,7 @@ def document(view: JobView) -> dict[str, Any]:
 
 
 def node_document(view: JobView, node: Node) -> dict[str, Any]:
-    """All that etcd knows of a live node."""
+    """What etcd knows about a live node."""
     found = {
         **_node(view, node),
         "leads": view.leader is not None and view.leader.node_id == node.node_id,
@@ -78,7 +78,7 @@ def node_document(view: JobView, node: Node) -> dict[str, Any]:
 
 
 def incident_document(view: JobView, breakage: BreakageRecord) -> dict[str, Any]:
-    """All that etcd knows of what broke a world."""
+    """What etcd knows about an incident."""
     found = {
         **_incident(breakage),
         "lived_s": round(breakage.lived_s, 3),
@@ -95,7 +95,7 @@ def incident_document(view: JobView, breakage: BreakageRecord) -> dict[str, Any]
 
 
 def checkpoint_document(view: JobView, step: int) -> dict[str, Any]:
-    """All that etcd knows of the last committed checkpoint, that of ``step``."""
+    """What etcd knows about the last committed checkpoint, that of ``step``."""
     behind, cost_s = view.behind_checkpoint(step)
     found = {
         "step": step,
@@ -107,7 +107,7 @@ def checkpoint_document(view: JobView, step: int) -> dict[str, Any]:
 
 
 def names_in(breakage: BreakageRecord) -> frozenset[str]:
-    """The nodes that it is about."""
+    """The nodes that the incident is about."""
     failed = (failure.node for failure in breakage.failures)
     return frozenset((*breakage.lost, *breakage.left, *failed))
 

@@ -27,7 +27,7 @@ _CONDITION = re.compile(r"done|(step|nodes)=(\d+)")
 
 @dataclass(frozen=True)
 class WaitCondition:
-    """What is waited for: "done", or a number of steps or nodes."""
+    """The condition to wait for: "done", or a number of steps or nodes."""
 
     kind: str
     number: int = 0
@@ -38,13 +38,13 @@ class WaitCondition:
         match = _CONDITION.fullmatch(text)
         if match is None:
             raise ConfigError(
-                f"--for={printable(text)} is no condition",
+                f"--for={printable(text)} is not a valid condition",
                 hint="give --for=done, --for=step=1000 or --for=nodes=4",
             )
         return WaitCondition(match[1] or "done", int(match[2] or 0))
 
     def is_met(self, view: JobView) -> bool:
-        """By a job that has not ended."""
+        """Whether a job that has not ended meets it."""
         if self.kind == "step":
             return view.step is not None and view.step >= self.number
         return (
@@ -90,7 +90,7 @@ def wait(
 
 
 def _ended(view: JobView, done: Done, condition: WaitCondition) -> int:
-    """The job is over: that was waited for, or will now never come."""
+    """The exit code once the job has ended: the condition is met now, or never will be."""
     print(sentence(view), file=sys.stdout if condition.kind == "done" else sys.stderr)
     if done.outcome is not Outcome.SUCCESS:
         return done.exit_code or ENDED_OTHERWISE
@@ -103,11 +103,12 @@ def parser(environ: Mapping[str, str] = os.environ) -> argparse.ArgumentParser:
     own = CommandParser(
         prog="elastic wait",
         description="Wait until a job is done, has committed a step, or trains on N nodes or more. "
-        "A job trains once the workers of all nodes of its newest world have begun a step. (Nobody "
-        "reports the steps of scripts without elastic.join(): those train after two minutes, with "
-        "mode=restart from their start.)",
-        epilog="exit codes: 0 it is so; 124 timed out; 1 the job ended before; the job's own if "
-        "it failed; 2 usage; 69 etcd cannot be reached at the start, or refuses",
+        "A job counts as training once the workers of all nodes of its newest world have begun a "
+        "step. Scripts without elastic.join() report no steps: they count as training after two "
+        "minutes, or with mode=restart from their start.",
+        epilog="exit codes: 0 the condition holds; 124 timed out; 1 the job ended before it held; "
+        "the job's exit code if it failed; 2 usage; 69 etcd unreachable at the start, or access "
+        "denied",
     )
     add_job_arguments(own, environ)
     own.add_argument(
@@ -115,12 +116,12 @@ def parser(environ: Mapping[str, str] = os.environ) -> argparse.ArgumentParser:
         dest="condition",
         required=True,
         metavar="CONDITION",
-        help="done, step=N or nodes=N",
+        help="the condition: done, step=N or nodes=N",
     )
     own.add_argument(
         "--timeout",
         default=f"{WAIT_TIMEOUT_S:g}s",
         metavar="TIME",
-        help="such as 90s, 10m, 2h, 1d (default: %(default)s)",
+        help="give up after this time, such as 90s, 10m, 2h, 1d (default: %(default)s)",
     )
     return own

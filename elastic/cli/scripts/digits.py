@@ -3,7 +3,7 @@
     python examples/digits.py
     torchrun --nproc-per-node=2 examples/digits.py --checkpoints /tmp/digits
 
-Kill it wherever you like and start it again, with any number of workers: it goes on from the
+Kill it at any point and start it again, with any number of workers: it resumes from the
 newest checkpoint, and every image still counts once per epoch. Rank 0 prints one JSON line.
 """
 

@@ -1,5 +1,5 @@
-"""TCP between nodes: whether every port answers (``pairs``), and how fast each way is
+"""TCP between nodes: whether every port answers (``pairs``), and how fast each path is
 (``bandwidth``).
 
-Start with ``pairs``. Both listen for a moment, and give findings of :mod:`elastic.doctor.findings`.
+Start with ``pairs``. Both listen briefly and return findings of :mod:`elastic.doctor.findings`.
 """

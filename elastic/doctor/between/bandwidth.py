@@ -1,7 +1,7 @@
-"""How fast the ways between two nodes are: a job uses one address of each, maybe the slow one.
+"""Bandwidth of the paths between two nodes: a job uses one address per node, maybe the slow one.
 
-Every node sends for a moment to each address of the next one, over whatever interface the kernel
-takes. No two measurements share a node.
+Every node sends briefly to each address of the next one, over the interface that the kernel
+selects. No two measurements share a node.
 """
 
 from __future__ import annotations
@@ -18,7 +18,11 @@ from dataclasses import asdict, dataclass
 from elastic.clock import SYSTEM_CLOCK
 from elastic.doctor.findings import Finding, ok, skipped, warning
 from elastic.doctor.meeting import AllGather, Participant
-from elastic.tuning.doctor_intervals import DOCTOR_BANDWIDTH_S, DOCTOR_PAIR_CONNECT_S
+from elastic.tuning.doctor_intervals import (
+    DOCTOR_BANDWIDTH_S,
+    DOCTOR_PAIR_CONNECT_S,
+    DOCTOR_SERVER_TURN_S,
+)
 from elastic.tuning.network import LOOPBACK, Network, interface_towards
 
 NAME = "bandwidth"
@@ -26,13 +30,13 @@ _CHUNK_BYTES = 256 << 10
 # In the kernel, of one connection: a slow link has to send it all after the time is up.
 _BUFFER_BYTES = 512 << 10
 _MOST_ADDRESSES = 8
-# Measurements of so short a time differ by half on a busy machine.
+# Measurements this short differ by half on a busy machine.
 _MUCH_FASTER = 2.0
 
 
 @dataclass(frozen=True, kw_only=True)
 class Sink:
-    """An address of a node that takes what is sent to it."""
+    """An address of a node that accepts test data."""
 
     interface: str
     address: str
@@ -42,7 +46,7 @@ class Sink:
 
 @dataclass(frozen=True, kw_only=True)
 class MeasuredWay:
-    """To one address of the next node."""
+    """The measurement of one address of the next node."""
 
     to: int  # its number
     address: str
@@ -53,7 +57,7 @@ class MeasuredWay:
 
 
 class _Handler(socketserver.BaseRequestHandler):
-    """Counts what comes, and says how much it was."""
+    """Counts received bytes and reports the number."""
 
     def handle(self) -> None:
         stream: socket.socket = self.request
@@ -75,12 +79,12 @@ class _ServerV6(_Server):
 
 @contextlib.contextmanager
 def listening(network: Network) -> Iterator[tuple[Sink, ...]]:
-    """Take data on every address of this machine but the loopback's, for the time of the block."""
+    """Accept data on every address of this machine except loopback, within the block."""
     sinks, servers = [], []
     interfaces = [one for one in network.interfaces if one.name != LOOPBACK]
     addresses = [(i, address) for i in interfaces for address in i.addresses]
     for interface, address in addresses[:_MOST_ADDRESSES]:
-        with contextlib.suppress(OSError):  # an address that has gone since it was read
+        with contextlib.suppress(OSError):  # the address has been removed since it was read
             server = (_ServerV6 if ":" in address else _Server)((address, 0), _Handler)
             servers.append(server)
             port = int(server.server_address[1])
@@ -94,7 +98,9 @@ def listening(network: Network) -> Iterator[tuple[Sink, ...]]:
             )
     threads = [
         threading.Thread(
-            target=server.serve_forever, args=(0.05,), name=f"elastic-doctor-sink-{sink.port}"
+            target=server.serve_forever,
+            args=(DOCTOR_SERVER_TURN_S,),
+            name=f"elastic-doctor-sink-{sink.port}",
         )
         for server, sink in zip(servers, sinks, strict=True)
     ]
@@ -117,7 +123,7 @@ def between_nodes(
     network: Network,
     within_s: float,
 ) -> list[Finding]:
-    """Measure from each node to the next one; the same findings on all of them."""
+    """Measure from each node to the next one; the findings are the same on all nodes."""
     with listening(network) as own:
         sinks = exchange("sinks", [asdict(sink) for sink in own], within_s)
         ways: list[MeasuredWay] = []
@@ -132,7 +138,7 @@ def between_nodes(
 
 
 def _measure(network: Network, to: int, targets: Sequence[Sink]) -> list[MeasuredWay]:
-    """One after the other. An address that this machine has, too, is not the other node's."""
+    """Measure one after the other. Addresses that this machine also has are skipped."""
     return [
         MeasuredWay(
             to=to,
@@ -149,7 +155,7 @@ def _measure(network: Network, to: int, targets: Sequence[Sink]) -> list[Measure
 
 
 def send_for_a_moment(address: str, port: int) -> float:
-    """Bytes in a second, until the other end has them; 0.0 if it cannot be reached."""
+    """Bytes per second, as received by the other end; 0.0 if it is unreachable."""
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     chunk, sent = bytes(_CHUNK_BYTES), 0
     with socket.socket(family, socket.SOCK_STREAM) as stream:
@@ -171,14 +177,14 @@ def send_for_a_moment(address: str, port: int) -> float:
 def findings(
     members: Sequence[Participant], measured: Mapping[int, Sequence[MeasuredWay]]
 ) -> list[Finding]:
-    """One for each pair of neighbours. ``measured``: by the number of the node that has sent."""
+    """One finding per pair of neighbours. ``measured``: by the number of the sending node."""
     reached = [
         (number, list(ways))
         for number, of_node in sorted(measured.items())
         if (ways := [way for way in of_node if way.bytes_per_s])
     ]
     if not reached:
-        return [skipped(NAME, "the nodes have no address but one of the same machine")]
+        return [skipped(NAME, "the nodes have only addresses of the same machine")]
     shared = set.intersection(*({n for way in ways for n in way.networks} for _, ways in reached))
     return [_of_pair(members, number, ways, shared) for number, ways in reached]
 
@@ -189,7 +195,7 @@ def _of_pair(
     ways: Sequence[MeasuredWay],
     shared: AbstractSet[str],
 ) -> Finding:
-    """``ways``: to the next node, as far as it was reached; ``shared``: networks of all pairs."""
+    """The finding for ``ways``, the reached paths to a node; ``shared``: networks of all pairs."""
     other = members[ways[0].to]
     name = f"{NAME} {members[number].name} → {other.name}"
     used = next((way for way in ways if way.address == other.address), None)
@@ -210,8 +216,8 @@ def _remedy(best: MeasuredWay, other: Participant, shared: AbstractSet[str]) -> 
             f"({best.address} on {other.name})"
         )
     return (
-        f"{start}: it is for the store, state transfer, NCCL and gloo; or set "
-        f"ELASTIC_INTERFACE={best.their_interface} for NCCL and gloo alone"
+        f"{start}, for the store, state transfer, NCCL and gloo; or set "
+        f"ELASTIC_INTERFACE={best.their_interface} for NCCL and gloo only"
     )
 
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from elastic.clock import SYSTEM_CLOCK
 from elastic.doctor.findings import Finding, failed, ok
-from elastic.tuning.doctor_intervals import DOCTOR_PAIR_CONNECT_S
+from elastic.tuning.doctor_intervals import DOCTOR_PAIR_CONNECT_S, DOCTOR_SERVER_TURN_S
 
 PAYLOAD_BYTES = 64 << 10
 _NAMED_AT_MOST = 4
@@ -32,7 +32,7 @@ class ConnectionAttempt:
 
 @dataclass(frozen=True, kw_only=True)
 class BoundPorts:
-    """The ports that a node serves, and those that it could not bind, with the reason."""
+    """The ports that a node serves, and ports that it could not bind, with the reason."""
 
     ports: tuple[int, ...]
     errors: tuple[str, ...]
@@ -58,7 +58,7 @@ class _ServerV6(_Server):
 
 @contextlib.contextmanager
 def listening(address: str, wanted: Sequence[int]) -> Iterator[BoundPorts]:
-    """Serve an ephemeral port and those wanted, for the time of the block."""
+    """Serve an ephemeral port and the requested ones, within the block."""
     kind = _ServerV6 if ":" in address else _Server
     servers, errors = [], []
     for port in (0, *wanted):
@@ -68,7 +68,9 @@ def listening(address: str, wanted: Sequence[int]) -> Iterator[BoundPorts]:
             errors.append(f"port {port}: {error.strerror}")
     threads = [
         threading.Thread(
-            target=s.serve_forever, args=(0.05,), name=f"elastic-doctor-port-{s.server_address[1]}"
+            target=s.serve_forever,
+            args=(DOCTOR_SERVER_TURN_S,),
+            name=f"elastic-doctor-port-{s.server_address[1]}",
         )
         for s in servers
     ]
@@ -86,7 +88,7 @@ def listening(address: str, wanted: Sequence[int]) -> Iterator[BoundPorts]:
 
 
 def connect_to_all(targets: Sequence[tuple[int, str, int]]) -> list[ConnectionAttempt]:
-    """``targets``: number, address and port. All at once: those that drop take their time."""
+    """Connect to all ``targets`` (number, address, port) at once, because timeouts take long."""
     if not targets:
         return []
     with ThreadPoolExecutor(min(len(targets), 64), "elastic-doctor-connect") as pool:
@@ -120,7 +122,7 @@ def _receive(stream: socket.socket) -> bytes:
 
 
 def connection_error(address: str, port: int, within_s: float) -> OSError | None:
-    """Why a port cannot be connected to; None: it can."""
+    """Why a port cannot be connected to; None if it can."""
     try:
         socket.create_connection((address, port), timeout=within_s).close()
     except OSError as error:
@@ -131,7 +133,7 @@ def connection_error(address: str, port: int, within_s: float) -> OSError | None
 def findings(names: Sequence[str], attempts: dict[int, list[Any]]) -> list[Finding]:
     """``attempts``: number of a node → its :class:`ConnectionAttempt`, as dictionaries.
 
-    One for each pair that fails; those that a node reaches share one.
+    One finding per failing pair; all reachable nodes share one.
     """
     found: list[Finding] = []
     for number, raw in sorted(attempts.items()):
@@ -166,7 +168,7 @@ def _of_broken(source: str, target: str, broken: Sequence[ConnectionAttempt]) ->
     elif any("no answer" in one.error for one in broken):
         remedy = "a firewall drops packets: let all TCP ports pass between the nodes, both ways"
     else:
-        remedy = "compare the address with that of the node (--local-addr), and its firewall"
+        remedy = "check the node's address (--local-addr) and its firewall"
     return failed(f"TCP {source} → {target}", measured, remedy)
 
 

@@ -1,7 +1,7 @@
 """The same operations on MPI, whose processes only ``mpirun`` can start: on one machine.
 
-torch's wheels are built without MPI. Where it is there, each rank writes what it does into a file;
-it is told nothing, and ended with all others once nobody has written anything for a while.
+torch's wheels are built without MPI. With MPI, each rank writes its progress to a file;
+ranks receive no commands and are killed after an idle timeout.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ _LOG_CHARACTERS = 300
 
 
 def why_not(*, has_mpi: bool, nodes: int) -> str:
-    """Why MPI is not examined; "": it is."""
+    """Why MPI is not examined; "" if it is."""
     if not has_mpi:
         return "not available, because this torch is built without MPI (as all of its wheels are)"
     if nodes > 1:
-        return "mpirun connects nodes by itself: start the doctor on one of them, without --nnodes"
+        return "mpirun connects nodes itself: start the doctor on one node, without --nnodes"
     if shutil.which(MPIRUN) is None:
         return f"not available, because there is no {MPIRUN} in PATH to start its processes"
     return ""
@@ -50,7 +50,7 @@ def why_not(*, has_mpi: bool, nodes: int) -> str:
 def examine(
     ranks: int, expected: tuple[str, ...], silence_s: float, clock: Clock = SYSTEM_CLOCK
 ) -> list[Finding]:
-    """All operations on so many ranks of this machine: what has come of each."""
+    """Run all operations on ``ranks`` ranks of this machine and return the findings."""
     with tempfile.TemporaryDirectory(prefix="elastic-doctor-mpi-") as folder:
         config = json.dumps({"backend": "mpi", "folder": folder})
         program = [sys.executable, "-m", "elastic.doctor.collectives.operations", config]
@@ -77,7 +77,7 @@ def examine(
 def _wait_while_they_write(
     process: subprocess.Popen[bytes], folder: Path, ranks: int, silence_s: float, clock: Clock
 ) -> None:
-    """Until all have ended, or nobody has written for that long; torch's import gets more."""
+    """Wait until all have ended, or none has written for that long; torch's import gets longer."""
     before, since_s = 0, clock.monotonic()
     while process.poll() is None:
         sizes = [file.stat().st_size for file in folder.glob("rank-*")]
@@ -112,8 +112,8 @@ def _outcome(file: Path, rank: int) -> RankOutcome:
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """mpirun ends its ranks on SIGTERM: they need not be in its process group. What is in it, and
-    is stopped, does not hear that."""
+    """End mpirun with SIGTERM, on which it ends its ranks: they may be outside of its process
+    group. Stopped processes in the group do not receive it."""
     for signum in (signal.SIGTERM, signal.SIGKILL):
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signum)

@@ -1,7 +1,7 @@
 """One rank: runs the groups of operations named on stdin, and reports as JSON on stdout.
 
-It may hang in any of them, so it reports what it enters, and its parent ends it. Run as
-``python -m elastic.doctor.collectives.operations CONFIG``.
+It may hang in any of them, so it reports each operation that it enters, and its parent ends it. Run
+as ``python -m elastic.doctor.collectives.operations CONFIG``.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _UNSUPPORTED = ("not support", "not implement", "unsupported")
 
 @dataclass(frozen=True, kw_only=True)
 class Rank:
-    """What an operation works with. ``entered(peer)`` reports whom it waits for next."""
+    """The context of an operation. ``entered(peer)`` reports the peer that it waits for next."""
 
     rank: int
     size: int
@@ -47,7 +47,7 @@ class Rank:
 
 
 def wrong(found: torch.Tensor, expected: float) -> str:
-    """What is wrong with a result, "" if nothing."""
+    """A description of the error in a result, or ""."""
     if bool((found == float(expected)).all()):
         return ""
     off = found[found != float(expected)]
@@ -58,11 +58,12 @@ def first_wrong(*sentences: str) -> str:
     return next((sentence for sentence in sentences if sentence), "")
 
 
-# The operations: each returns what is wrong with its result ---------------------------------------
+# The operations: each returns a description of the error in its result, or ""
+# ----------------------
 
 
 def send_recv(me: Rank) -> str:
-    """Every pair, both ways: the lower rank sends first."""
+    """Every pair in both directions: the lower rank sends first."""
     said = []
     for peer in me.others:
         me.entered(peer)
@@ -78,11 +79,11 @@ def send_recv(me: Rank) -> str:
 
 
 def isend_irecv(me: Rank) -> str:
-    """A ring: everybody sends to the next one and receives from the one before."""
+    """A ring: each rank sends to the next one and receives from the previous one."""
     before, after = (me.rank - 1) % me.size, (me.rank + 1) % me.size
     me.entered(before)
     received = me.tensor(-1)
-    # As one batch: on NCCL a send alone may wait for its receiver.
+    # In one batch: on NCCL a single send may wait for its receiver.
     works = dist.batch_isend_irecv(
         [
             dist.P2POp(dist.isend, me.tensor(me.rank), after),
@@ -196,7 +197,7 @@ OPERATIONS: Mapping[str, Callable[[Rank], str]] = {
 
 
 class Program:
-    """A rank's life: one group of operations for each line on stdin."""
+    """The main loop of a rank: one group of operations per line on stdin."""
 
     def __init__(self, config: Mapping[str, Any], out: TextIO) -> None:
         self._rank, self._size = int(config["rank"]), int(config["world_size"])
@@ -211,7 +212,7 @@ class Program:
             self._device = f"cuda:{local}"
 
     def run(self) -> None:
-        """Until stdin ends."""
+        """Run until stdin ends."""
         self._tell(event="ready", **_build(), gpu_errors=_gpu_errors() if self._is_first else [])
         for line in sys.stdin:
             command = json.loads(line)
@@ -236,7 +237,8 @@ class Program:
             self._tell(event="end", group="operations", peak_bytes=peak_bytes)
 
     def _run_group(self, command: Mapping[str, Any]) -> None:
-        """Its operations in order; the first that fails ends it: the ranks are out of step then."""
+        """Run its operations in order; the first failure ends it, because ranks are then out of
+        step."""
         methods: list[str] = command["methods"]
         is_initialisation = command["group"] == "initialisation"
         for method in methods:
@@ -316,7 +318,7 @@ class Program:
 
 
 def _build() -> dict[str, Any]:
-    """What this torch was built with, and sees."""
+    """Build facts of this torch, and the devices that it sees."""
     version: Callable[[], tuple[int, ...]] = torch.cuda.nccl.version  # torch has no types for it
     nccl = ".".join(map(str, version())) if dist.is_nccl_available() else ""
     return {
@@ -330,7 +332,7 @@ def _build() -> dict[str, Any]:
 
 
 def _gpu_errors() -> list[str]:
-    """What is wrong with the devices of this node, by a small product on each."""
+    """Errors of this node's devices, tested with a small matrix product on each."""
     found = []
     for device in range(torch.cuda.device_count()):
         try:
@@ -349,7 +351,7 @@ def _said(error: Exception) -> str:
 
 
 def _run_under_mpi(folder: str) -> None:
-    """As a process of mpirun's, which has numbered it; what it reports goes into a file."""
+    """Run as a process of mpirun, which sets its rank; reports are written to a file."""
     rank = next((int(os.environ[name]) for name in _MPI_RANKS if name in os.environ), 0)
     config = {"backend": "mpi", "rank": rank, "world_size": 0, "local_rank": rank, "addresses": []}
     with open(os.path.join(folder, f"rank-{rank}"), "w") as out:

@@ -1,8 +1,8 @@
-"""From what all ranks have reported to findings. Pure.
+"""Turns the reports of all ranks into findings. Pure.
 
-When an operation does not end, every rank that waits reports the same, whichever rank is to blame.
-So ranks that cannot take part come first (dead, stopped), then those with an error of their own,
-then those that have not come as far as the others.
+If an operation does not end, all waiting ranks report the same, whichever rank is at fault.
+So ranks that cannot take part are named first (dead, stopped), then ranks with their own error,
+then ranks that are behind the others.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from elastic.doctor.findings import Finding, failed, ok, skipped, warning
 from elastic.tuning.memory import human
 
 RUNNING, STOPPED, ENDED = "running", "stopped", "ended"
-# Of the largest message, between two machines. A plain stream has no copies.
+# Fraction for the largest message between two machines. A plain stream has no copies.
 _LEAST_SHARE_OF_RAW = 0.25
 
 
 @dataclass(frozen=True, kw_only=True)
 class Result:
-    """An operation that has come to an end on one rank."""
+    """An operation that has ended on one rank."""
 
     operation: str
     took_ms: float = 0.0
@@ -30,7 +30,7 @@ class Result:
 
 @dataclass(frozen=True, kw_only=True)
 class Speed:
-    """One way between rank 0 and ``peer``."""
+    """The speed between rank 0 and ``peer``."""
 
     peer: int
     size: int
@@ -50,7 +50,7 @@ class RankOutcome:
     is_done: bool = False
     entered: int = 0  # how many times it has entered an operation
     operation: str = ""  # the last one that it entered
-    peer: int | None = None  # whom it waits for there, if that is one rank
+    peer: int | None = None  # the rank it waits for there, if it is a single one
     error: str = ""
     results: tuple[Result, ...] = ()
     speeds: tuple[Speed, ...] = ()
@@ -65,7 +65,7 @@ class RankOutcome:
 def findings(
     label: str, ranks: Sequence[RankOutcome], expected: Sequence[str], waited_s: float
 ) -> list[Finding]:
-    """One for each operation of a group. ``label``: the backend."""
+    """One finding per operation of a group. ``label``: the backend."""
     found = []
     stuck = stuck_in(ranks)
     for operation in expected:
@@ -88,7 +88,7 @@ def findings(
 
 
 _BAD_DATA = (
-    "a link or a memory corrupts data: replace the node that is named, and check `ethtool -S`, "
+    "a link or memory corrupts data: replace the named node, and check `ethtool -S`, "
     "ECC counters and NIC offloads"
 )
 
@@ -148,11 +148,11 @@ def _for(rank: RankOutcome) -> str:
 def _remedy(ranks: Sequence[RankOutcome]) -> str:
     states = {rank.state for rank in ranks}
     if STOPPED in states:
-        return "continue the process that is named (kill -CONT), or end it and what stopped it"
+        return "continue the named process (kill -CONT), or end it and find what stopped it"
     if ENDED in states:
-        return "look at `dmesg` and the memory limit of the node that is named"
+        return "check `dmesg` and the memory limit of the named node"
     return (
-        "let all ports pass between the nodes, and set GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME "
+        "open all ports between the nodes, and set GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME "
         "to the interface that has the node's address"
     )
 
@@ -196,7 +196,7 @@ def rate(size: int, milliseconds: float) -> float:
 
 
 def of_memory(label: str, ranks: Sequence[RankOutcome]) -> list[Finding]:
-    """The peak of each rank, torch itself included."""
+    """The peak memory of each rank, including torch itself."""
     peaks = [rank.peak_bytes for rank in ranks if rank.peak_bytes]
     if not peaks:
         return []

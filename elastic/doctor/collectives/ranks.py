@@ -1,4 +1,4 @@
-"""This node's ranks: started, told what to run, and killed at a deadline."""
+"""This node's ranks: starts them, sends them operations, and kills them at a deadline."""
 
 from __future__ import annotations
 
@@ -18,15 +18,20 @@ from typing import IO, Any
 
 from elastic.clock import SYSTEM_CLOCK
 from elastic.doctor.collectives.outcomes import ENDED, RUNNING, STOPPED, RankOutcome, Result, Speed
-from elastic.tuning.doctor_intervals import DOCTOR_END_S, DOCTOR_OTHER_RANKS_S, DOCTOR_START_S
+from elastic.tuning.doctor_intervals import (
+    DOCTOR_END_S,
+    DOCTOR_LEAST_WAIT_S,
+    DOCTOR_OTHER_RANKS_S,
+    DOCTOR_START_S,
+)
 
-# Of a launcher around us: not for these ranks.
+# Variables of an outer launcher, which these ranks must not inherit.
 _LAUNCHER = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
 @dataclass(frozen=True, kw_only=True)
 class RankLayout:
-    """Which of all ranks are this node's, and where rank r's node is reached."""
+    """The assignment of ranks to nodes, and the address of each rank's node."""
 
     backend: str
     first_rank: int
@@ -67,7 +72,7 @@ class Ranks:
         return tuple(one.process.pid for one in self._processes.values())
 
     def wait_until_ready(self, within_s: float = DOCTOR_START_S) -> bool:
-        """Until all have imported torch."""
+        """Wait until all have imported torch."""
         ends_s = SYSTEM_CLOCK.monotonic() + within_s
         while any(one.build is None for one in self._processes.values()):
             if not self._take(ends_s) or self._has_failed():
@@ -76,13 +81,13 @@ class Ranks:
 
     @property
     def builds(self) -> list[Mapping[str, Any]]:
-        """What the torch of each rank was built with; without those that have not come up."""
+        """Build facts of each rank's torch, without ranks that have not started."""
         return [one.build for one in self._processes.values() if one.build is not None]
 
     def run(self, group: str, methods: Sequence[str], silence_s: float) -> tuple[RankOutcome, ...]:
-        """Run a group of operations; returns once all are through, or one has failed, or nobody
-        has reported anything for ``silence_s``. Who is not through cannot be used again."""
-        # gloo's own timeout comes later: ours names the rank.
+        """Run a group of operations; returns once all are done, one has failed, or none
+        has reported anything for ``silence_s``. Unfinished ranks cannot be used again."""
+        # gloo's own timeout is longer: ours names the rank.
         command = {"group": group, "methods": list(methods), "timeout_s": 2 * silence_s}
         for one in self._processes.values():
             one.progress = _fresh(one.progress)
@@ -98,11 +103,11 @@ class Ranks:
         return self.progress()
 
     def progress(self) -> tuple[RankOutcome, ...]:
-        """Where all are now."""
+        """The current progress of all ranks."""
         return tuple(_with_state(one.progress) for one in self._processes.values())
 
     def close(self) -> None:
-        """Kill them all. A process that is stuck inside the kernel is not waited for."""
+        """Kill all ranks, without waiting for a process that is blocked in the kernel."""
         for one in self._processes.values():
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(one.process.pid, signal.SIGKILL)
@@ -156,7 +161,7 @@ class Ranks:
     def _take(self, ends_s: float) -> bool:
         """Wait for one message and note it; False if none came in time."""
         try:
-            left_s = max(ends_s - SYSTEM_CLOCK.monotonic(), 0.001)
+            left_s = max(ends_s - SYSTEM_CLOCK.monotonic(), DOCTOR_LEAST_WAIT_S)
             rank, message = self._messages.get(timeout=left_s)
         except queue.Empty:
             return False
@@ -207,7 +212,7 @@ def _fresh(progress: RankOutcome) -> RankOutcome:
 
 
 def _with_state(progress: RankOutcome) -> RankOutcome:
-    """A rank that is being stopped cannot say so; the kernel does."""
+    """Whether a rank is stopped, according to the kernel: it cannot report that itself."""
     if progress.state != RUNNING:
         return progress
     try:

@@ -1,7 +1,7 @@
-"""The operations of one backend over all nodes: groups of them, in step on every node.
+"""Runs the operations of one backend over all nodes: group by group, in step on every node.
 
-After each group all nodes tell each other how their ranks did. If any has failed, everybody starts
-new processes for the next group: so one operation that hangs does not hide what the others do.
+After each group all nodes exchange the results of their ranks. If any has failed, all nodes start
+new processes for the next group: so one hanging operation does not hide the results of others.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class TransferMeasurement:
 
 @dataclass(frozen=True)
 class Session:
-    """The nodes, which of them this one is, and how they talk. ``shared``: a folder of all."""
+    """The nodes, this node's number, and their communication. ``shared``: a shared folder."""
 
     members: tuple[Participant, ...]
     number: int
@@ -75,7 +75,7 @@ class Session:
 
 
 class NodeMissing(Exception):
-    """A node has left in the middle; its ranks, as progress."""
+    """A node has left during the session; has the progress of its ranks."""
 
     def __init__(self, progress: tuple[RankOutcome, ...]) -> None:
         super().__init__("a node is missing")
@@ -83,7 +83,7 @@ class NodeMissing(Exception):
 
 
 def torch_findings(session: Session) -> tuple[list[Finding], list[TransferMeasurement]]:
-    """On gloo, on NCCL where every rank has a GPU of its own, and on MPI where torch has it."""
+    """Run on gloo, on NCCL if every rank has its own GPU, and on MPI if torch has it."""
     if session.size < 2:
         return [skipped("process group", "one rank alone: --nproc-per-node=2 or --nnodes=2")], []
     backend = _Backend(session, "gloo")
@@ -118,7 +118,7 @@ def _on_mpi(session: Session, *, has_mpi: bool) -> list[Finding]:
 
 
 def gpu_findings(build: Mapping[str, Any]) -> list[Finding]:
-    """Whether torch sees a node's GPUs, and whether they compute; nothing where there are none."""
+    """Whether torch sees a node's GPUs, and whether they compute; nothing without GPUs."""
     name, count = "GPUs in torch", build["gpus"]
     if build["gpu_errors"]:
         remedy = "`nvidia-smi -q`, `dmesg | grep Xid`; reset or replace the device"
@@ -131,7 +131,7 @@ def gpu_findings(build: Mapping[str, Any]) -> list[Finding]:
     return [
         warning(
             name,
-            f"none, though there is a driver: torch {build['torch']} is {cuda}",
+            f"none, although a driver is installed: torch {build['torch']} is {cuda}",
             "install a torch for this driver's CUDA, and look at CUDA_VISIBLE_DEVICES",
         )
     ]
@@ -150,7 +150,7 @@ def _why_no_nccl(session: Session, builds: Mapping[int, Mapping[str, Any]]) -> s
 
 
 def _equal_builds(builds: Mapping[int, Mapping[str, Any]]) -> list[Finding]:
-    """NCCL and CUDA are torch's own: only it knows which."""
+    """Compare NCCL and CUDA versions, which are part of torch."""
     if len(builds) < 2:
         return []
     name = "equal NCCL and CUDA"
@@ -173,7 +173,7 @@ class _Backend:
         self._starts = 0
 
     def run(self) -> tuple[list[Finding], list[TransferMeasurement], dict[int, Mapping[str, Any]]]:
-        """Findings, speeds and what every node's torch was built with."""
+        """Findings, speeds and the build facts of every node's torch."""
         found: list[Finding] = []
         speeds: list[TransferMeasurement] = []
         builds: dict[int, Mapping[str, Any]] = {}
@@ -197,7 +197,7 @@ class _Backend:
             is_hopeless = all(one.status is not Status.OK for one in of_group)
             if group == "initialisation" and is_hopeless:
                 self.close()
-                why = "no process group can be made: its remedy comes first"
+                why = "no process group can be created: see the remedy above"
                 found.append(skipped(f"{self._name} after that", why))
                 break
             speeds += [self._measured(speed) for p in progress for speed in p.speeds]
@@ -246,13 +246,13 @@ class _Backend:
         for number, member in enumerate(self._session.members):
             where = f"node {member.name}: " if len(self._session.members) > 1 else ""
             if number not in everyone:
-                whys.append(f"{where}it does not answer any more")
+                whys.append(f"{where}it no longer answers")
             elif everyone[number]["why"]:
                 whys.append(f"{where}{everyone[number]['why']}")
         return failed(
             f"{self._name} start",
             f"not all ranks have started: {'; '.join(whys)}",
-            "`python -c 'import torch'` there; look at its load and memory",
+            "run `python -c 'import torch'` there; check its load and memory",
         )
 
     def _run_group(self, group: str) -> tuple[RankOutcome, ...]:
@@ -280,7 +280,7 @@ class _Backend:
         return progress
 
     def _silence_s(self, group: str) -> float:
-        """In the group that measures, all but two ranks wait."""
+        """In the measuring group, all but two ranks wait."""
         pairs = max(self._session.size - 1, 1) if group == "speed" else 1
         return self._session.silence_s * pairs
 
@@ -306,7 +306,7 @@ class _Backend:
                         node=member.name,
                         pid=0,
                         state=ENDED,
-                        how_ended="does not answer any more: its doctor has ended or is stopped",
+                        how_ended="no longer answers: its doctor has ended or is stopped",
                     )
                     for local in range(member.nproc)
                 ]

@@ -1,4 +1,4 @@
-"""How fast messages of each size are, through torch and through a plain TCP stream beside it.
+"""The speed of messages of each size, through torch and through a plain TCP stream.
 
 Rank 0 and one other rank at a time send a message back and forth; the others wait.
 """
@@ -21,7 +21,7 @@ _MOST_ROUNDS, _BYTES_EACH = 30, 8 << 20
 
 
 def rounds_of(size: int) -> int:
-    """How many round trips of a size are made.
+    """The number of round trips of a size.
 
     >>> rounds_of(4), rounds_of(64 << 20)
     (30, 2)
@@ -32,7 +32,7 @@ def rounds_of(size: int) -> int:
 def measure(
     rank: int, size: int, device: str, address: str, entered: Callable[[int | None], None]
 ) -> Iterator[dict[str, Any]]:
-    """Rank 0's measurements, one for each peer and size; the others only take part.
+    """Rank 0's measurements, one per peer and size; other ranks return none.
 
     ``torch_ms`` and ``raw_ms`` are one way: half of the fastest round trip.
     """
@@ -96,7 +96,7 @@ def _receive(stream: socket.socket, buffer: bytearray) -> None:
 
 
 def _stream(rank: int, peer: int, device: str, address: str) -> socket.socket:
-    """A connection between the two, to where rank 0's node is reached."""
+    """A connection between the two ranks, to the address of rank 0's node."""
     if rank == 0:
         family = socket.AF_INET6 if ":" in address else socket.AF_INET
         with socket.socket(family, socket.SOCK_STREAM) as listener:

@@ -74,7 +74,7 @@ class HangJudge:
             ranks=ranks,
             size=world.size,
         )
-        if self._is_told(record):
+        if self._is_announced(record):
             return
         self._at.store.put(self._at.keys.hang_verdict, encode(record))
         self._told = record
@@ -87,7 +87,7 @@ class HangJudge:
         generations = (r.generation for facts in self._facts.values() for r in facts.ranks)
         return world if max(generations, default=0) >= world.generation else running
 
-    def _is_told(self, record: HangVerdict) -> bool:
+    def _is_announced(self, record: HangVerdict) -> bool:
         told = self._told
         return told is not None and _identity(told) == _identity(record)
 

@@ -58,11 +58,11 @@ class RestartNotice:
         self._clock = clock
         self._say = say or get_logger().warning
         self._due_s: float | None = None
-        self._is_told = False
+        self._is_reported = False
 
     def workers_start(self, *, is_first_node: bool) -> None:
         """Workers are started, in a world whose rank 0 is one of them or not."""
-        if self._is_told or not is_first_node:
+        if self._is_reported or not is_first_node:
             self._due_s = None
         elif self._mode == "restart":
             self._tell(RESTART_MODE)
@@ -77,5 +77,5 @@ class RestartNotice:
             self._tell(UNMODIFIED.format(after_s=JOIN_EXPECTED_S))
 
     def _tell(self, sentence: str) -> None:
-        self._is_told, self._due_s = True, None
+        self._is_reported, self._due_s = True, None
         self._say(sentence)

@@ -11,9 +11,13 @@ import tenacity
 
 from elastic.clock import Clock
 from elastic.errors import CoordinationError, LeaseGone, StoreRefused
+from elastic.store.etcd.backoff import pause_s
 from elastic.store.etcd.connection import EtcdConnection, EtcdConnections
 from elastic.store.etcd.failures import CallFailure, Remedy
-from elastic.tuning.agent_intervals import STORE_BACKOFF_CAP_S, STORE_FIRST_ATTEMPT_S
+from elastic.tuning.agent_intervals import (
+    STORE_FIRST_ATTEMPT_S,
+    STORE_LEAST_ATTEMPT_S,
+)
 
 Observer = Callable[[str, float, bool], None]
 """Called with what a request was for, its duration in seconds, and whether it has failed."""
@@ -75,7 +79,7 @@ class Calls:
         def attempt() -> Reply:
             nonlocal sent, answered
             connection = self._connections.current(ends_s)
-            left_s = max(ends_s - self._clock.monotonic(), 0.05)
+            left_s = max(ends_s - self._clock.monotonic(), STORE_LEAST_ATTEMPT_S)
             in_doubt = sent > 0
             sent += 1
             patience_s = min(left_s, STORE_FIRST_ATTEMPT_S * 2 ** (sent - 1))
@@ -98,10 +102,9 @@ class Calls:
             raise self._error(what, told or failure) from None
 
     def _retrying(self, limit_s: float) -> tenacity.Retrying:
-        backoff = tenacity.wait_random_exponential(multiplier=0.05, max=STORE_BACKOFF_CAP_S)
-
         def wait(state: tenacity.RetryCallState) -> float:
-            return max(0.0, min(backoff(state), limit_s - (state.seconds_since_start or 0.0)))
+            wanted_s = pause_s(state.attempt_number - 1)
+            return max(0.0, min(wanted_s, limit_s - (state.seconds_since_start or 0.0)))
 
         return tenacity.Retrying(
             retry=tenacity.retry_if_exception(self._worth_retrying),

@@ -45,7 +45,7 @@ class Followed:
 
 
 @dataclass(frozen=True)
-class Untold:
+class PendingEvent:
     """A change from etcd that has not been delivered yet."""
 
     followed: Followed

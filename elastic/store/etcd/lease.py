@@ -16,12 +16,12 @@ from typing import Any
 
 from elastic.clock import Clock
 from elastic.errors import CoordinationError
+from elastic.store.etcd.backoff import pause_s
 from elastic.store.etcd.calls import Calls, Reply
 from elastic.store.etcd.compat import load_grpc, load_rpc
 from elastic.store.etcd.connection import EtcdConnections
 from elastic.store.etcd.failures import CallFailure, Remedy, classify
 from elastic.tuning.agent_intervals import (
-    STORE_BACKOFF_CAP_S,
     STORE_LONGEST_RENEWAL_S,
     STORE_REVOKE_S,
     STORE_SHORTEST_RENEWAL_S,
@@ -126,11 +126,10 @@ class EtcdLease:
     def _keep(self) -> None:
         failures = 0
         while True:
-            pause_s = self._ttl_s / _RENEWALS_PER_TTL
+            wait_s = self._ttl_s / _RENEWALS_PER_TTL
             if failures:
-                longest_s = min(STORE_BACKOFF_CAP_S, 0.05 * 2 ** min(failures, 10))
-                pause_s = min(pause_s, random.uniform(longest_s / 2, longest_s))
-            self._clock.wait(self._wake, pause_s)
+                wait_s = min(wait_s, pause_s(failures))
+            self._clock.wait(self._wake, wait_s)
             self._wake.clear()
             if self._closed.is_set():
                 return

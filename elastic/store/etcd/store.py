@@ -22,7 +22,7 @@ from elastic.store.etcd.keys import bytes_of, entry_of, range_of
 from elastic.store.etcd.lease import EtcdLease
 from elastic.store.etcd.watch import EtcdWatch
 from elastic.store.keyvalue import Entry, Lease, Snapshot, Watch, WatchEvent
-from elastic.tuning.agent_intervals import STORE_PULSE_S
+from elastic.tuning.agent_intervals import STORE_SILENCE_S
 
 __all__ = ["Endpoint", "EtcdConfig", "EtcdStore", "parse_endpoints"]
 
@@ -234,10 +234,10 @@ class EtcdStore:
 
     def _watch_silence(self) -> None:
         """A member that stops answering keeps its TCP connections: check it, and drop it."""
-        while not self._clock.wait(self._closed, STORE_PULSE_S / 4):
+        while not self._clock.wait(self._closed, STORE_SILENCE_S / 4):
             connection = self._connections.peek()
             silent_s = self._clock.monotonic() - self._connections.last_contact_s
-            if connection is not None and silent_s > STORE_PULSE_S:
+            if connection is not None and silent_s > STORE_SILENCE_S:
                 self._connections.verify(connection)
 
     def _guard(self, run: Callable[[], None]) -> Callable[[], None]:

@@ -5,7 +5,7 @@ reads the prefix *at that old revision* and compares. A store that has not reach
 has another cluster id, or remembers another past is not the one we knew: everything starts over
 ("wiped"). Comparing the past matters: a wiped etcd with the same name and addresses has the same
 cluster id, and may have passed the old revision before we come back; a watch resumed there would
-deliver nothing, and no error (PROTOCOL section 3).
+deliver nothing, and no error (docs/explanation/protocol.md, section 5).
 
 Order: every prefix is a separate watcher to etcd, and watchers catch up one after the other
 (``syncWatchers`` in etcd's ``mvcc/watchable_store.go``, every 100 ms), while those that have
@@ -17,18 +17,18 @@ from __future__ import annotations
 
 import contextlib
 import queue
-import random
 import threading
 from collections.abc import Callable, Generator, Iterable, Sequence
 from typing import Any
 
 from elastic.clock import Clock
+from elastic.store.etcd.backoff import pause_s
 from elastic.store.etcd.compat import load_grpc, load_rpc
 from elastic.store.etcd.connection import EtcdConnection, EtcdConnections
 from elastic.store.etcd.failures import CallFailure, Remedy, classify, classify_text
 from elastic.store.etcd.followed_prefix import (
     Followed,
-    Untold,
+    PendingEvent,
     change_of,
     entries_of,
     revision_of,
@@ -43,7 +43,7 @@ from elastic.store.keyvalue import (
     Snapshot,
     WatchEvent,
 )
-from elastic.tuning.agent_intervals import STORE_BACKOFF_CAP_S, STORE_READ_S, STORE_SETTLING_S
+from elastic.tuning.agent_intervals import STORE_READ_S, STORE_SETTLING_S
 
 
 class EtcdWatch:
@@ -91,9 +91,9 @@ class EtcdWatch:
                 if self._connected and self._cluster_id is not None:
                     self._connected = False
                     self._emit(Disconnected(str(failure)))
-                longest_s = min(STORE_BACKOFF_CAP_S, 0.05 * 2 ** min(self._failures, 10))
+                wait_s = pause_s(self._failures)
                 self._failures += 1
-                self._clock.wait(self._closed, random.uniform(longest_s / 2, longest_s))
+                self._clock.wait(self._closed, wait_s)
 
     def _follow(self) -> None:
         """Connect, make sure that it is the store we knew, follow until something breaks."""
@@ -214,18 +214,20 @@ class EtcdWatch:
     def _read(self, connection: EtcdConnection, responses: Iterable[Any]) -> None:
         """Deliver events in order. Raises Failure at the end of the stream."""
         watched: dict[int, Followed] = {}
-        untold: list[Untold] = []
+        untold: list[PendingEvent] = []
         for response in responses:
             if response.created:  # in the order of the requests
                 watched[response.watch_id] = self._followed[len(watched)]
                 if len(watched) == len(self._followed):
                     self._established()
-            untold += [Untold(watched[response.watch_id], change_of(e)) for e in response.events]
+            untold += [
+                PendingEvent(watched[response.watch_id], change_of(e)) for e in response.events
+            ]
             if len(watched) == len(self._followed) and self._in_order(connection, untold):
                 self._tell(untold)
                 untold = []
 
-    def _in_order(self, connection: EtcdConnection, untold: Sequence[Untold]) -> bool:
+    def _in_order(self, connection: EtcdConnection, untold: Sequence[PendingEvent]) -> bool:
         """Whether no earlier change of another prefix can still be on its way."""
         settled = self._clock.monotonic() >= self._settled_at_s
         if len(self._followed) == 1 or settled or not untold:
@@ -244,7 +246,7 @@ class EtcdWatch:
             self._connected = True
             self._emit(Reconnected())
 
-    def _tell(self, untold: list[Untold]) -> None:
+    def _tell(self, untold: list[PendingEvent]) -> None:
         known = {id(followed): followed.revision for followed in self._followed}
         for one in sorted(untold, key=lambda one: revision_of(one.change)):
             if revision_of(one.change) > known[id(one.followed)]:

@@ -1,5 +1,5 @@
-"""Test doubles: they behave as the real thing, and pass the same contract tests.
+"""Test doubles, which pass the same contract tests as the real implementations.
 
 ``memory_store`` is the store without etcd, ``nccl_semantics`` a c10d backend with NCCL's semantics
-on CPU tensors, ``manual_clock`` time that moves when it is told to.
+on CPU tensors, ``manual_clock`` a clock that a test advances.
 """

@@ -1,4 +1,4 @@
-"""Time that a test owns."""
+"""A clock controlled by a test."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import threading
 
 
 class ManualClock:
-    """An :class:`elastic.clock.Clock` that moves only when told to."""
+    """An :class:`elastic.clock.Clock` that only a test advances."""
 
     def __init__(self, start: float = 0.0) -> None:
         self._now = start

@@ -1,4 +1,4 @@
-"""The store inside one process: etcd's twin for unit tests, with faults at the push of a button.
+"""An in-memory store for unit tests in place of etcd, with fault injection.
 
 A :class:`MemoryServer` is the etcd, a :class:`MemoryStore` one client of it. Leases never end by
 time here: a test ends them (:meth:`MemoryServer.expire`).
@@ -53,7 +53,7 @@ class MemoryServer:
     # -- faults ----------------------------------------------------------------------------
 
     def disconnect(self) -> None:
-        """No call gets through, every watch loses its connection, until :meth:`reconnect`."""
+        """Fail every call and disconnect every watch until :meth:`reconnect`."""
         with self.changed:
             self.down = True
             self.cuts += 1
@@ -66,7 +66,7 @@ class MemoryServer:
             self.changed.notify_all()
 
     def wipe(self) -> None:
-        """Another, empty store answers from now on; revisions start over, leases are gone."""
+        """Replace the store by an empty one: revisions start over, leases are lost."""
         with self.changed:
             self.epoch += 1
             self.cuts += 1
@@ -75,7 +75,7 @@ class MemoryServer:
             self.changed.notify_all()
 
     def compact(self) -> None:
-        """Forget the history: a watch that is cut off now cannot resume."""
+        """Compact the history: a watch that is disconnected now cannot resume."""
         with self.changed:
             self.compacted = self.revision
 
@@ -308,7 +308,7 @@ class MemoryWatch:
                 return
 
     def _next_batch(self) -> list[WatchEvent]:
-        """What has happened since the last call, as events of a watch."""
+        """Changes since the last call, as events of a watch."""
         server = self._server
         was_cut, self._cuts = self._cuts != server.cuts, server.cuts
         if was_cut and self._connected and self._epoch is not None:

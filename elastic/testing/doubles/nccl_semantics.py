@@ -7,10 +7,8 @@ data underneath. Each behaviour names what it imitates; files are those of torch
 https://github.com/pytorch/pytorch/blob/v2.13.0/torch/distributed/ for Python), and for its
 ProcessGroupNCCL2 those of v2.15.
 
-The host simulates the device: an operation on a tensor is what a kernel on the current stream
-would be, and runs behind the collectives that the stream was made to wait for (:class:`Kernels`).
-What reads memory without an operation (``tolist``, ``numpy``) is a host that reads without having
-synchronised: it sees the poison that outputs hold until their collective has run.
+The device is simulated in :mod:`elastic.testing.doubles.device_stream`; what each collective does
+is in :mod:`elastic.testing.doubles.nccl_operations`.
 
 :func:`register` makes it known to torch and to :mod:`elastic.process_group.semantics`;
 :func:`use_by_default` makes it the backend of ``elastic.join()`` in this process.
@@ -18,9 +16,9 @@ synchronised: it sees the poison that outputs hold until their collective has ru
 
 from __future__ import annotations
 
+import ctypes
 import datetime
 import functools
-import math
 import os
 import queue
 import sys
@@ -34,20 +32,32 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from elastic.process_group import (
     DEFAULT_BACKENDS,
     Semantics,
-    keep_for_ever,
+    leak,
     register_semantics,
+)
+from elastic.testing.doubles.device_stream import (
+    CPU,
+    Kernels,
+    poison,
+    record,
+    stream,
+    synchronize,
+)
+from elastic.testing.doubles.nccl_operations import (
+    CoalescedPart,
+    Exchange,
+    Operations,
+    wait_for_gloo,
 )
 
 NAME = "nccl_semantics"
-POISON = -77  # of integers; a size that was read too early is negative, and fails at once
+SEMANTICS = Semantics(is_on_stream=True, synchronize=synchronize, record=record)
 _LOOK_S = 0.0002
 _NO_TIMEOUT = datetime.timedelta(0)
-_CPU = torch.device("cpu")
 _in_torch = dist.Work.wait
 
 
@@ -57,7 +67,11 @@ class Control:
 
     # From the end of the exchange until the result is in the output.
     latency_s: float = 0.001
+    # While it hangs, ``is_completed`` of any work blocks, with the interpreter lock.
     hang_in_abort: bool = False
+    # The network reports dead peers (``ncclCommGetAsyncError``); over NVLink and shared memory
+    # nothing does.
+    async_error: bool = False
     hang_in_build: bool = False
     # ProcessGroupNCCL2 (torch 2.15) has no _group_start and _group_end.
     is_nccl2: bool = field(default_factory=lambda: os.environ.get("NCCL_SEMANTICS") == "2")
@@ -66,40 +80,7 @@ class Control:
 
 control = Control()
 
-# Begins a collective on the gloo group; gives its work, and what puts its result into the outputs.
-Exchange = Callable[[Any], tuple[dist.Work, Callable[[], None]]]
-
-
-class Stream:
-    """The device's current stream: what it was made to wait for."""
-
-    def __init__(self) -> None:
-        self._awaited: queue.SimpleQueue[threading.Event] = queue.SimpleQueue()
-
-    def wait_for(self, landed: threading.Event) -> None:
-        """What is queued from now on runs behind that collective (``cudaStreamWaitEvent``)."""
-        self._awaited.put(landed)
-
-    def run_up(self) -> None:
-        """Run everything that is queued: before the next kernel, or when the host synchronizes."""
-        while not self._awaited.empty():
-            self._awaited.get().wait()
-
-
-stream = Stream()
-
-
-def synchronize(device: torch.device = _CPU) -> None:
-    """``torch.cuda.current_stream().synchronize()``: of what the stream waits for, no more."""
-    stream.run_up()
-
-
-class Kernels(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """While it is entered, operations of this thread run in the order of the stream."""
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        stream.run_up()
-        return func(*args, **(kwargs or {}))
+_is_aborting = threading.Event()  # some communicator of this process
 
 
 class _Future(torch.futures.Future):  # type: ignore[type-arg]
@@ -135,6 +116,7 @@ class StreamWork(dist.Work):
         garbage: Callable[[], None] = lambda: None,
         *,
         is_barrier: bool = False,
+        group: StreamGroup | None = None,
     ) -> None:
         super().__init__()
         self.exchange = exchange
@@ -142,11 +124,24 @@ class StreamWork(dist.Work):
         self.landed = threading.Event()
         self._outputs = outputs
         self._is_barrier = is_barrier
+        self._group = group
+        self._error: BaseException | None = None
 
     def is_completed(self) -> bool:
-        """ProcessGroupNCCL.cpp, ``WorkNCCL::isCompleted``: whether the kernel has returned. Of an
-        aborted communicator it has, and errors are not looked for."""
-        return self.landed.is_set()
+        """ProcessGroupNCCL.cpp, ``WorkNCCL::isCompleted``: whether the kernel has returned, or its
+        communicator has an error. Of an aborted one kernels have, and errors are not looked for.
+
+        Both looks take the mutex that ``NCCLComm::abort`` holds while it is in ``ncclCommAbort``
+        (NCCLUtils.cpp), and the binding (init.cpp, ``is_completed``) keeps the interpreter lock.
+        """
+        _hold_the_interpreter_while(lambda: control.hang_in_abort and _is_aborting.is_set())
+        if self._group is not None and not self._group.is_aborted and self._error is None:
+            self._error = self._group.async_error
+        return self._error is not None or self.landed.is_set()
+
+    def exception(self) -> BaseException | None:
+        """ProcessGroupNCCL.cpp, ``WorkNCCL::checkAndSetException``: what the last look found."""
+        return self._error
 
     def is_success(self) -> bool:
         """ProcessGroupNCCL.cpp, ``WorkNCCL::isSuccess``."""
@@ -164,6 +159,10 @@ class StreamWork(dist.Work):
             self.landed.wait()
         elif timeout != _NO_TIMEOUT and not self.landed.wait(timeout.total_seconds()):
             raise dist.DistBackendError("timed out in blocking wait")
+        if self._error is not None and self._group is not None:
+            # WorkNCCL::wait: "If exception is detected, throw it from the main CPU thread".
+            self._group.abort_communicator()
+            raise self._error
         return True
 
     def synchronize(self) -> None:
@@ -176,7 +175,7 @@ class StreamWork(dist.Work):
         return self._outputs
 
 
-class StreamGroup(dist.ProcessGroup):
+class StreamGroup(Operations):
     """A communicator: one thread runs its collectives, one after the other, behind the host."""
 
     def __init__(self, store: Any, rank: int, size: int, timeout: datetime.timedelta) -> None:
@@ -187,6 +186,8 @@ class StreamGroup(dist.ProcessGroup):
             time.sleep(_LOOK_S)
         self._gloo = dist.ProcessGroupGloo(store, rank, size, timeout=timeout)
         self._aborted = threading.Event()
+        self.async_error: BaseException | None = None  # of the communicator
+        self._begun = 0
         self._works: queue.SimpleQueue[StreamWork | None] = queue.SimpleQueue()
         self._backend = _Backend2(self) if control.is_nccl2 else _Backend(self)
         self._thread = threading.Thread(target=self._run, name="nccl-semantics", daemon=True)
@@ -199,19 +200,13 @@ class StreamGroup(dist.ProcessGroup):
 
     @property
     def _device_types(self) -> list[torch.device]:
-        return [_CPU]
+        return [CPU]
 
     def _get_backend(self, device: torch.device) -> Any:
         return self._backend
 
     def _set_default_timeout(self, timeout: datetime.timedelta) -> None:
         """Of collectives: they wait until they are aborted."""
-
-    def _start_coalescing(self, device: torch.device) -> None:
-        control.calls.append("start coalescing")
-
-    def _end_coalescing(self, device: torch.device) -> None:  # type: ignore[override]
-        control.calls.append("end coalescing")
 
     def abort(self) -> None:
         """ProcessGroup.hpp, ``abort``: of all backends."""
@@ -222,62 +217,25 @@ class StreamGroup(dist.ProcessGroup):
         self._works.put(None)
         self._thread.join()
 
-    # -- collectives ----------------------------------------------------------------------------
+    def _get_sequence_number_for_group(self) -> int:
+        """ProcessGroupNCCL.cpp, ``getSequenceNumberForGroup``: of collectives, however they were
+        begun; sends and receives are not counted."""
+        return self._begun
 
-    def allreduce(self, tensors: list[torch.Tensor], opts: Any = None) -> dist.Work:  # type: ignore[override]
-        (tensor,) = tensors
-        staged = tensor.detach().clone()
-        options = dist.AllreduceOptions()
-        if opts is not None:
-            options.reduceOp = opts.reduceOp
-        own = staged.clone()
-        return self._queue(
-            [tensor],
-            lambda gloo: (gloo.allreduce([staged], options), lambda: _land(tensor, staged)),
-            # A ring has summed up some ranks' parts of some chunks.
-            lambda: _land(tensor, own),
-        )
+    # -- coalescing -----------------------------------------------------------------------------
 
-    def broadcast(self, tensors: list[torch.Tensor], opts: Any) -> dist.Work:  # type: ignore[override]
-        (tensor,) = tensors
-        staged = tensor.detach().clone()
-        options = dist.BroadcastOptions()
-        options.rootRank, options.rootTensor = opts.rootRank, 0
-        is_root = opts.rootRank == self.rank()  # ncclBroadcast in place: nothing is written there
-        return self._queue(
-            [] if is_root else [tensor],
-            lambda gloo: (
-                gloo.broadcast([staged], options),
-                lambda: None if is_root else _land(tensor, staged),
-            ),
-        )
+    def _start_coalescing(self, device: torch.device) -> None:
+        """ProcessGroupNCCL.cpp, ``startCoalescing``: what follows is one operation."""
+        control.calls.append("start coalescing")
+        self._coalesced = []
 
-    def allgather(  # type: ignore[override]
-        self, outputs: list[list[torch.Tensor]], inputs: list[torch.Tensor], opts: Any = None
-    ) -> dist.Work:
-        (gathered,), (mine,) = outputs, inputs
-        sent = mine.detach().clone()
-        staged = [torch.empty_like(t) for t in gathered]
+    def _end_coalescing(self, device: torch.device) -> dist.Work | None:  # type: ignore[override]
+        """ProcessGroupNCCL.cpp, ``endCoalescing``."""
+        control.calls.append("end coalescing")
+        parts, self._coalesced = self._coalesced or [], None
+        return self._queue_all(parts, is_async=True) if parts else None
 
-        def land() -> None:
-            for output, result in zip(gathered, staged, strict=True):
-                _land(output, result)
-
-        return self._queue(gathered, lambda gloo: (gloo.allgather([staged], [sent]), land))
-
-    def _allgather_base(
-        self, output: torch.Tensor, mine: torch.Tensor, opts: Any = None
-    ) -> dist.Work:
-        parts = list(output.reshape(self.size(), *mine.shape).unbind(0))
-        return self.allgather([parts], [mine], opts)
-
-    def barrier(self, opts: Any = None) -> dist.Work:
-        """ProcessGroupNCCL.cpp, ``barrier``: an all-reduce of one element, and who waits for it
-        waits on the host."""
-        token = torch.zeros(1)
-        return self._queue(
-            [], lambda gloo: (gloo.allreduce([token]), lambda: None), is_barrier=True
-        )
+    # -- collectives: see nccl_operations ---------------------------------------------------------
 
     def _queue(
         self,
@@ -286,14 +244,26 @@ class StreamGroup(dist.ProcessGroup):
         garbage: Callable[[], None] = lambda: None,
         *,
         is_barrier: bool = False,
-    ) -> dist.Work:
+        is_async: bool = True,
+        is_collective: bool = True,
+    ) -> dist.Work | None:
+        """ProcessGroupNCCL.cpp, ``collective``: with ``asyncOp`` it runs on a stream of its own,
+        and there is a work; without, on the current one, and there is none: ``return asyncOp ? work
+        : nullptr``. Nothing waits on the host."""
         if self._aborted.is_set():  # NCCLUtils.cpp, ``NCCLComm::getNcclComm``
             raise dist.DistBackendError(f"NCCL communicator was aborted on rank {self.rank()}.")
+        if self._coalesced is not None:
+            self._coalesced.append(CoalescedPart(outputs, exchange, garbage))
+            return None
         for output in outputs:
-            _poison(output)
-        work = StreamWork(list(outputs), exchange, garbage, is_barrier=is_barrier)
+            poison(output)
+        work = StreamWork(list(outputs), exchange, garbage, is_barrier=is_barrier, group=self)
+        self._begun += is_collective
         self._works.put(work)
-        return work
+        if is_async:
+            return work
+        stream.wait_for(work.landed)
+        return None
 
     # -- the stream's thread ----------------------------------------------------------------------
 
@@ -312,11 +282,15 @@ class StreamGroup(dist.ProcessGroup):
             inner, land = work.exchange(self._gloo)
             while not inner.is_completed():
                 if self._aborted.is_set():
-                    keep_for_ever(self._gloo)  # gloo may never give it back
+                    leak(self._gloo)  # gloo may never give it back
                     return False
                 time.sleep(_LOOK_S)
-            inner.wait()
-        except RuntimeError:  # a peer has died: NCCL does not notice
+            wait_for_gloo(inner)
+        except RuntimeError:  # a peer has died: the kernel waits for it
+            if control.async_error and not self._aborted.is_set():
+                self.async_error = dist.DistBackendError(
+                    "NCCL error: remote process exited or there was a network error"
+                )
             return False
         if self._aborted.wait(control.latency_s):
             return False
@@ -326,10 +300,17 @@ class StreamGroup(dist.ProcessGroup):
     def abort_communicator(self) -> None:
         """``ncclCommAbort``: kernels return, whatever has become of their results, and nothing is
         raised. It can hang (pytorch issue 119797)."""
+        _is_aborting.set()
         while control.hang_in_abort:
             time.sleep(_LOOK_S)
+        _is_aborting.clear()
         self._aborted.set()
         self._works.put(None)
+
+    @property
+    def is_aborted(self) -> bool:
+        """NCCLUtils.cpp, ``NCCLComm::isAborted``."""
+        return self._aborted.is_set()
 
 
 class _Backend2:
@@ -356,25 +337,17 @@ class _Backend(_Backend2):
         control.calls.append("group end")
 
 
+def _hold_the_interpreter_while(is_stuck: Callable[[], bool]) -> None:
+    """Block as C++ does that keeps the interpreter lock: no other thread of Python's runs."""
+    while is_stuck():
+        ctypes.PyDLL(None).sleep(3600)
+
+
 def _is_called_from_below(frame: FrameType) -> bool:
     """Whether C++ calls, for the reducer or for who has called torch's own ``wait``. C++ has no
     frames: the next one is that of who has called it."""
     module = str(frame.f_globals.get("__name__", ""))
     return module.startswith(("elastic.process_group.", "torch.nn.", "torch.autograd."))
-
-
-def _land(output: torch.Tensor, result: torch.Tensor) -> None:
-    """As a kernel writes: autograd and version counters know nothing of it."""
-    output.data.copy_(result)
-
-
-def _poison(output: torch.Tensor) -> None:
-    if output.is_floating_point() or output.is_complex():
-        output.data.fill_(math.nan)
-    elif output.dtype == torch.bool:
-        output.data.fill_(True)
-    else:
-        output.data.fill_(POISON & 0xFF if output.dtype == torch.uint8 else POISON)
 
 
 @functools.cache  # once per process
@@ -385,7 +358,7 @@ def register() -> str:
     # to a group in Python (distributed_c10d.py, _maybe_attach_flight_recorder).
     recorders: set[str] = getattr(distributed_c10d, "_FR_SELF_RECORDING_BACKENDS", set())
     recorders.add(NAME)
-    register_semantics(NAME, Semantics(is_on_stream=True, synchronize=synchronize))
+    register_semantics(NAME, SEMANTICS)
     return NAME
 
 

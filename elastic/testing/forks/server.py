@@ -379,7 +379,7 @@ def main(connection: socket.socket) -> None:
     # A shell ignores SIGINT for what it starts in the background, and that is inherited.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     own = dict(os.environ)
-    os.environ.clear()  # the strings of the kernel's block are nobody's from now on
+    os.environ.clear()  # the strings of the kernel's block are unused from now on
     os.environ.update(own)
     for name in _WARM:
         importlib.import_module(name)

@@ -1,4 +1,4 @@
-"""Machines of their own for the nodes of a test, on a network that does what the test says::
+"""Emulated machines for the nodes of a test, on a network with injected faults::
 
     with EmulatedNetwork(3) as network:
         one, two, three = network.machines
@@ -86,21 +86,21 @@ class EmulatedNetwork:
 
     @property
     def addresses(self) -> tuple[str, ...]:
-        """Of all machines, and the host's."""
+        """The addresses of all machines and the host."""
         return (*(machine.address for machine in self.machines), self.host)
 
     # What goes wrong -------------------------------------------------------------------------
 
     def drop(self, source: str, target: str) -> None:
-        """Lose what goes from one address to the other, and only in this direction."""
+        """Drop packets from one address to the other, in this direction only."""
         self._impair([(source, target)], Impairment(loss=1.0))
 
     def cut(self, one: str, *others: str) -> None:
-        """Lose everything between an address and the others, both ways."""
+        """Drop all packets between an address and the others, in both directions."""
         self._impair(_both_ways(one, others), Impairment(loss=1.0))
 
     def degrade(self, one: str, *others: str, loss: float = 0.0, delay_s: float = 0.0) -> None:
-        """Lose a share of the packets, or deliver them late, in each direction."""
+        """Drop a fraction of the packets, or delay them, in each direction."""
         self._impair(_both_ways(one, others), Impairment(loss, delay_s))
 
     def drop_established(self, one: str, *others: str) -> int:

@@ -1,4 +1,4 @@
-"""What the switch reads of an IPv4 packet: who sends it to whom, and over which connection."""
+"""Parses IPv4 packets for the switch: source, target and connection."""
 
 from __future__ import annotations
 

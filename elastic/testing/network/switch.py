@@ -45,7 +45,7 @@ _NICENESS = -10
 
 @dataclass(frozen=True)
 class Impairment:
-    """What happens to packets from one address to another."""
+    """A rule for packets from one address to another."""
 
     loss: float = 0.0  # the share that is lost
     delay_s: float = 0.0

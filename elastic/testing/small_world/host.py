@@ -23,10 +23,10 @@ from typing import Any
 import torch
 
 from elastic.link.protocol import (
+    ClientHandshakeRequest,
     CollectiveFailure,
     Entered,
     Heartbeat,
-    Hello,
     Message,
     Ready,
     ReplicaJoin,
@@ -81,7 +81,7 @@ class _Process:
     server: LinkServer
     local_rank: int = 0
     worker: Worker | None = None  # as the link knows it
-    has_said_hello: bool = False
+    is_handshaken: bool = False
     is_ready: bool = False
     has_ended: bool = False
     exit_code: int | None = None
@@ -207,7 +207,7 @@ class SmallJob:
         for process in self._processes:
             if not process.has_ended and self._reap(process):
                 self._on_end(process)
-        self._look_at_trouble()
+        self._handle_failures()
         if time.monotonic() > self._until_s:
             self._problem = "not over within the limit"
 
@@ -254,8 +254,8 @@ class SmallJob:
                     process.server.send(
                         ReplicaMeet(nonce=nonce, rank=member.local_rank % size), member
                     )
-            case Hello():
-                process.has_said_hello, process.worker = True, worker
+            case ClientHandshakeRequest():
+                process.is_handshaken, process.worker = True, worker
                 if process in self._members:
                     self._tell(process)
             case Ready():
@@ -270,7 +270,7 @@ class SmallJob:
             case _:
                 pass
 
-    def _look_at_trouble(self) -> None:
+    def _handle_failures(self) -> None:
         """A failure while all ranks are alive: the world is formed again."""
         since_s = self._failing_since_s
         if since_s is not None and time.monotonic() - since_s > _HEARD_WITHIN_S:
@@ -295,7 +295,7 @@ class SmallJob:
             self._tell(process)
 
     def _tell(self, process: _Process) -> None:
-        if not process.has_said_hello:
+        if not process.is_handshaken:
             return  # not yet here: it is told when it says hello
         rank, size = self._members.index(process), len(self._members)
         message = WorldMessage(

@@ -25,9 +25,10 @@ from safetensors.torch import save_file
 
 from elastic.testing.doubles import nccl_semantics
 from elastic.testing.small_world.world import CALLS, LINES, Death
-from elastic.training import run as training
+from elastic.training import components
 
 _PR_SET_PDEATHSIG = 1
+_started: list[components.Components] = []
 
 
 def become_worker(
@@ -47,6 +48,7 @@ def become_worker(
         _separate_from_the_host(folder / f"{name}.log", environment)
         if on_stream:
             nccl_semantics.use_by_default()
+        _watch_start()
         sys.argv = [str(script), *arguments]
         code = _run(script, folder, name, death, counts)
     except BaseException:  # noqa: BLE001  printed, and the process ends with 1
@@ -82,6 +84,21 @@ def _separate_from_the_host(log: Path, environment: Mapping[str, str]) -> None:
         sys.modules["numpy"].random.seed()
 
 
+def _watch_start() -> None:
+    """Know what ``elastic.join()`` starts in the script."""
+    original = components.start_components
+
+    def start_components(*args: Any, **options: Any) -> components.Components:
+        _started.append(original(*args, **options))
+        return _started[-1]
+
+    components.start_components = start_components
+
+
+def _components_of_script() -> components.Components | None:
+    return _started[-1] if _started else None
+
+
 def _run(script: Path, folder: Path, name: str, death: Death | None, counts: bool) -> int:
     sys.path.insert(0, str(script.parent))
     events = _Events(str(script), death, folder / "death.json", are_wanted=counts)
@@ -108,7 +125,7 @@ def _write(left: dict[str, Any], path: Path, events: _Events) -> None:
     }
     save_file(result, f"{path}.part")
     os.replace(f"{path}.part", f"{path}.safetensors")
-    parts = training.components_of_process()
+    parts = _components_of_script()
     steps = parts.job.progress.step if parts is not None else 0
     numbers = {"steps": steps, LINES: events.lines, CALLS: events.calls}
     _write_json(Path(f"{path}.json"), numbers)
@@ -157,12 +174,12 @@ class _Events:
     def _die(self, where: str) -> None:
         sys.settrace(None)
         line = Path(self._script).read_text().splitlines()[self._at - 1].strip()
-        parts = training.components_of_process()
+        parts = _components_of_script()
         step = parts.job.progress.step if parts is not None else 0
         self._note.write_text(json.dumps(f"{where} ({line}), {step} steps committed"))
         os.kill(os.getpid(), signal.SIGKILL)
 
 
 def _is_within_retry() -> bool:
-    parts = training.components_of_process()
+    parts = _components_of_script()
     return parts is not None and parts.script.scope.in_retry and parts.lifecycle.has_world

@@ -48,7 +48,7 @@ class Death:
 
 @dataclass(frozen=True, kw_only=True)
 class WorkerResult:
-    """What became of one process."""
+    """The result of one process."""
 
     name: str
     pid: int

@@ -1,5 +1,5 @@
-"""``run.build``: calls the script's function in each world, and holds it to what can be rebuilt.
+"""``run.build``: calls the script's function in each world and checks what it returns.
 
-Start with ``builder``. What becomes of the objects is in :mod:`elastic.training.rebuilding`. May
-import ``components`` and everything below it; not ``run``.
+Start with ``builder``. :mod:`elastic.training.rebuilding` manages the returned objects. May
+import ``components`` and everything below it, but not ``run``.
 """

@@ -1,4 +1,4 @@
-"""``run.build``: objects that are made in each world, on a DeviceMesh of that world."""
+"""``run.build``: objects that are created in each world, on a DeviceMesh of that world."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ from elastic.training.rebuilding.built import AGAIN, Built
 T = TypeVar("T")
 
 MESH_DIM = "shard"
-_SEED = 0x6275696C64  # of what the function draws: the same on all ranks, in every world
+_SEED = 0x6275696C64  # for random numbers in the function: same on all ranks and in all worlds
 
 
 class BuildsInWorlds:
-    """The part of a run that builds objects anew in each world."""
+    """The part of a run that rebuilds objects in each world."""
 
     _parts: Components
 
     def build(self, fn: Callable[[DeviceMesh], T]) -> T:
-        """Call ``fn`` with a DeviceMesh of the present world, and return what it returns.
+        """Call ``fn`` with a DeviceMesh of the current world, and return its result.
 
-        For models sharded over the whole world, which no rank holds whole (FSDP2)::
+        For models sharded over the whole world, of which no rank has a full copy (FSDP2)::
 
             def build(mesh):
                 model = Net()
@@ -44,13 +44,13 @@ class BuildsInWorlds:
 
         ``mesh`` has one dimension, ``shard``, of the world's size. ``fn`` returns a module, or a
         tuple, list or dict of modules, optimizers and other objects with state; all of it is part
-        of the job's state, and is loaded before the first loop: ranks that are left bring nothing
-        but the shards in their nodes' memory. Random numbers in ``fn`` are the same on all ranks
-        and in all worlds. Gradients are those of the mean over the global batch, also where ranks
+        of the job's state, and is loaded before the first loop: surviving ranks contribute only
+        the shards in their nodes' memory. Random numbers in ``fn`` are the same on all ranks
+        and in all worlds. Gradients are those of the mean over the global batch, even if ranks
         have different numbers of samples.
 
         When the world changes, ``run.retry`` calls its function again, which has to call this
-        again. Objects of an earlier world raise TrainingError when they are used.
+        again. Using an object of an earlier world raises TrainingError.
 
         Raises:
             ConfigError: what ``fn`` returned is not sharded over ``mesh``, or cannot be saved;
@@ -80,26 +80,26 @@ class BuildsInWorlds:
         job = parts.job
         if not parts.script.scope.in_retry:
             raise TrainingError(
-                "run.build() outside of the function that run.retry calls: what it returns is of "
-                "one world, and the next one needs another",
+                "run.build() outside of the function that run.retry calls: its result belongs to "
+                "one world, and each world needs a new one",
                 hint=AGAIN,
             )
         if job.built is not None:
             raise TrainingError(
-                "run.build() a second time in one world",
+                "run.build() was called twice in one world",
                 hint="return all models and optimizers from one function: "
                 "return model, critic, optimizer, critic_optimizer",
             )
         if parts.lifecycle.is_restored:
             raise TrainingError(
-                "run.build() comes too late: the job's state is restored already",
+                "run.build() is called too late: the job's state is already restored",
                 hint="call run.build() first in the function that run.retry calls: before "
                 "run.state, run.world, run.is_main, run.epochs and the loader are read",
             )
         if job.is_sharded:
             raise ConfigError(
-                "run.build() in a job of elastic.join(mesh=…): a replica keeps what it has built",
-                hint="run.wrap(fully_shard(model, mesh=run.mesh)); or leave out mesh=",
+                "run.build() in a job with elastic.join(mesh=…): a replica keeps its model",
+                hint="use run.wrap(fully_shard(model, mesh=run.mesh)), or omit mesh=",
             )
         if job.modules:
             raise ConfigError(

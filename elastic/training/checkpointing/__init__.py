@@ -1,8 +1,8 @@
-"""When, where and how a job saves.
+"""Saving and restoring a job's checkpoints.
 
-Start with ``manager``, the only module that the rest of training uses, besides ``options``, what
-scripts configure. ``restore`` loads, ``saver`` saves and ``last_save`` does so for the last time;
-``due`` decides when, ``writers`` are the ranks that do, ``outcomes`` reports, ``folder`` and
+Start with ``manager``, the only module that the rest of training uses, besides ``options``, which
+scripts configure. ``restore`` loads, ``saver`` saves, ``last_save`` saves before the process ends;
+``due`` decides when to save, ``writers`` are the saving ranks, ``outcomes`` reports, ``folder`` and
 ``ownership`` are about the shared storage, ``memory_tier`` and ``memory_limit`` about the nodes'
 memory.
 

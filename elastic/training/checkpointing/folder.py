@@ -1,7 +1,7 @@
-"""The folder of a job's checkpoints, as rank 0 of a new world finds it.
+"""The checkpoint folder, as managed by rank 0 of a new world.
 
-Rank 0 commits or removes what a dead world has left, and chooses the checkpoint to resume from and
-the next generation of saves.
+Rank 0 commits or removes the leftovers of a dead world, and chooses the checkpoint to resume from
+and the generation of the next saves.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ GENERATION_FILE = ".generation"
 
 @dataclass(frozen=True)
 class RestoreSource:
-    """The checkpoint that rank 0 has chosen for a world's state. JSON, for the other ranks."""
+    """The checkpoint chosen by rank 0 for a world's state. Sent to the other ranks as JSON."""
 
     name: str | None = None  # None: no checkpoint, start with rank 0's initial state
     generation: int = 0  # of the next checkpoints
@@ -47,12 +47,12 @@ class CheckpointFolder:
         memory: bool = False,
     ) -> None:
         self.storage = storage_for(root)
-        self.has_memory = memory  # the nodes' memory is read, too
+        self.has_memory = memory  # also read the nodes' memory
         self._report = report
         self.ownership = Ownership(self.storage, lambda reason: report("folder", reason))
 
     def check_writable(self, rank: int) -> None:
-        """Raise ConfigError if this worker cannot write into the folder."""
+        """Raise ConfigError if this worker cannot write to the folder."""
         name = f".writable-{rank}"
         try:
             self.storage.make_folder("")
@@ -62,15 +62,15 @@ class CheckpointFolder:
             cause = error.__cause__ or error
             reason = getattr(cause, "strerror", None) or str(cause)
             raise ConfigError(
-                f"checkpoints cannot be written into {self.storage.place}: {reason}",
-                hint="give a folder that every worker may write, on storage that all nodes share",
+                f"checkpoints cannot be written to {self.storage.place}: {reason}",
+                hint="use a folder that every worker can write to, on storage shared by all nodes",
             ) from error
 
     def resolve(self, world: World, *, required: bool) -> RestoreSource:
-        """Commit or remove what a dead world left, and choose the checkpoint to resume from.
+        """Commit or remove the leftovers of a dead world, and choose the checkpoint to resume from.
 
-        Raises CheckpointRequired if there is none and one was required, or there are some and
-        none is complete: a silent start from zero would throw the work away.
+        Raises CheckpointRequired if there is none and one is required, or if checkpoints exist and
+        none is complete: a silent start from step 0 would discard the work.
         """
         checkpoints.collect_garbage(self.storage, generation=world.generation, nonce=world.nonce)
         with self._readable() as storage:
@@ -83,12 +83,12 @@ class CheckpointFolder:
             raise CheckpointRequired(
                 f"none of the {len(found.skipped)} checkpoints in {place} can be loaded; "
                 f"the newest: {found.skipped[0].name}: {found.skipped[0].reason}",
-                hint="repair the folder, or give another one to start from step 0",
+                hint="repair the folder, or use another one to start from step 0",
             )
         if found.checkpoint is None and required:
             raise CheckpointRequired(
-                f"there is no checkpoint in {place}, and one is required",
-                hint="give the folder of the job to resume, or required=False",
+                f"there is no checkpoint in {place}, but one is required",
+                hint="use the folder of the job to resume, or required=False",
             )
         name = found.checkpoint.name if found.checkpoint else None
         return RestoreSource(name, self._next_generation(world, found, seen))
@@ -99,10 +99,10 @@ class CheckpointFolder:
         found: checkpoints.Resolution,
         listed: tuple[checkpoints.CheckpointInfo, ...],
     ) -> int:
-        """The world's generation, unless the folder has seen that one: then the next unseen.
+        """The world's generation, or the next unused one if the folder already contains it.
 
-        Launchers that count from one again (plain python, stock backends, an emptied etcd) must
-        not save below what is there, nor under the number of a world that died before it saved.
+        Launchers that restart at generation 1 (plain python, stock backends, an emptied etcd) must
+        neither save below existing generations, nor reuse that of a world that died before saving.
         """
         seen = [info.generation for info in listed]
         passed = [parse_committed(p.name) for p in found.skipped]
@@ -113,8 +113,8 @@ class CheckpointFolder:
         return generation
 
     def load(self, name: str, job: JobState | None = None) -> checkpoints.LoadResult:
-        """Read and verify a checkpoint into fresh memory: of sharded tensors this rank's shards,
-        and those of objects that run.build has made in place."""
+        """Read and verify a checkpoint into new memory: for sharded tensors this rank's shards,
+        and in place for objects created by run.build."""
         with self._readable() as storage:
             if job is not None and job.built is not None:
                 return load_shards(
@@ -131,7 +131,7 @@ class CheckpointFolder:
 
     @contextlib.contextmanager
     def _readable(self) -> Iterator[checkpoints.Storage]:
-        """The folder; with memory, that of all nodes, too."""
+        """The folder, combined with all nodes' memory if that is enabled."""
         if not self.has_memory:
             yield self.storage
             return
@@ -142,6 +142,6 @@ class CheckpointFolder:
 def _number(record: bytes | None) -> list[int]:
     try:
         value = json.loads(record or b"")
-    except ValueError:  # none yet, or not ours
+    except ValueError:  # no record yet, or unreadable
         return []
     return [value] if type(value) is int and value >= 0 else []

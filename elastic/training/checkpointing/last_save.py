@@ -1,9 +1,9 @@
 """The last checkpoint of a process: on disk before it ends, or abandoned after its budget.
 
-All ranks of a complete world save together, as always, and wait until one of them has committed.
-Where peers are gone their shares never come; but every rank has the complete state, so one of the
-remaining ranks writes all of it, as a world of one. Which one needs no agreement: they list the
-folder one after the other, by rank, and the first that finds no other rank's attempt begins.
+All ranks of a complete world save together, as usual, and wait until one of them has committed.
+If peers have died, their shares never arrive; but every rank has the complete state, so one of the
+remaining ranks writes all of it, as a world of one. Choosing it needs no agreement: they list the
+folder one after the other, by rank, and the first that finds no other attempt writes.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from elastic.training.checkpointing.saver import Saver
 from elastic.training.state.job_state import JobState
 from elastic.tuning.worker_intervals import LAST_SAVE_PEERS_S, LAST_SAVE_TURN_S, SAVE_SLICE_S
 
-# How much longer than for its own share a rank waits for those of others.
+# How much longer a rank waits for other ranks' shares than for its own.
 PEERS_FACTOR = 2.0
-LAST_TURN = 8  # ranks after that look together: so many do not die at once
+LAST_TURN = 8  # later ranks take their turn together: that many do not die at once
 
 
 class _Seen(Enum):
-    """The state of a step in the folder."""
+    """The status of a step in the folder."""
 
     COMMITTED = "it is committed"
     BEGUN = "another rank is writing it"
@@ -34,7 +34,7 @@ class _Seen(Enum):
 
 
 class LastSave:
-    """One attempt to commit the job's present step. ``saver`` has a policy."""
+    """One attempt to commit the job's current step. ``saver`` has a policy."""
 
     def __init__(
         self, saver: Saver, job: JobState, budget_s: float, clock: Clock = SYSTEM_CLOCK
@@ -46,22 +46,24 @@ class LastSave:
         self._step = job.progress.step
 
     def together(self) -> bool:
-        """Every rank of a complete world calls it at the same step. Returns whether the step is
+        """Called by every rank of a complete world at the same step. Returns whether the step is
         committed."""
         if not self._saver.writers.is_writer:
             return self._see_committed()
         if self._saver.writers.is_complete:
             self._saver.save(self._job, wait_s=self._left_s())
             handle = self._saver.handle_of(self._step)
-            if handle is not None and _was_skipped(handle):  # training did not wait; this does
+            if handle is not None and _was_skipped(
+                handle
+            ):  # training does not wait for a buffer; this does
                 handle = self._saver.save_again(self._job, wait_s=self._left_s())
             if self._wait_for_commit(handle):
                 return True
-            # A save of before that was still under way when the job's last world was announced,
-            # the one without members, is stale: it did not commit, and this rank is free to.
+            # An earlier save that was still running when the job's last world was announced,
+            # the one without members, is stale: it did not commit, so this rank may.
             is_overtaken = _is_stale(handle) and self._saver.is_permitted()
             if self._saver.writers.world_size == 1 and not is_overtaken:
-                return False  # no permission; or the disk has failed, or does not answer
+                return False  # no permission, or the disk has failed or does not respond
         return self.alone()
 
     def alone(self) -> bool:
@@ -70,12 +72,12 @@ class LastSave:
         if self._saver.has_committed(self._step):
             return True
         if (self._job.is_sharded or self._job.is_rebuilt) and self._saver.writers.world_size > 1:
-            return False  # this rank has shards alone
+            return False  # this rank has only shards
         turn_s = self._clock.monotonic() + LAST_SAVE_TURN_S * min(
             self._saver.writers.rank, LAST_TURN
         )
         while self._left_s() > 0:
-            # Also before its turn: a rank that sees the step committed stops waiting.
+            # Checked before its turn, too: a rank that sees the step committed stops waiting.
             self._wait(
                 lambda: False, at_most_s=min(LAST_SAVE_TURN_S, turn_s - self._clock.monotonic())
             )
@@ -107,7 +109,7 @@ class LastSave:
     def _write_all(self) -> bool:
         world = self._saver.writers.of_one(checkpoints.new_nonce())
         in_memory = self._saver.begin_in_memory(self._job, world, wait_s=self._left_s())
-        if in_memory is not None:  # it is the faster one, and survives this process
+        if in_memory is not None:  # faster, and it survives this process
             self._wait(lambda: in_memory.outcome is not None, at_most_s=self._left_s() / 2)
         handle = self._saver.begin(self._job, world, wait_s=self._left_s())
         return self._wait_for_commit(handle)
@@ -126,7 +128,7 @@ class LastSave:
         return self._saver.has_committed(self._step)
 
     def _look(self) -> _Seen:
-        """On the engine's thread: a disk may hang."""
+        """Look on the engine's thread, because a disk may hang."""
         answers: list[list[str]] = []
         self._saver.list_later(answers.append)
         if not self._wait(lambda: bool(answers)):
@@ -134,7 +136,7 @@ class LastSave:
         mine = (self._saver.writers.generation, self._step)
         if any(_place(name) >= mine for name in map(parse_committed, answers[0]) if name):
             return _Seen.COMMITTED
-        # What this world began together waits for ranks that are gone.
+        # Saves begun together by this world would wait for ranks that have died.
         attempts = [name for name in map(parse_attempt, answers[0]) if name]
         others = [name for name in attempts if name.nonce != self._saver.writers.nonce]
         return _Seen.BEGUN if any(_place(n) == mine for n in others) else _Seen.NOTHING
@@ -151,7 +153,7 @@ class LastSave:
         while not done():
             if self._clock.monotonic() >= until_s:
                 return False
-            self._saver.poll()  # notices what hangs, or died
+            self._saver.poll()  # detects a hung disk or a dead engine
             self._clock.sleep(SAVE_SLICE_S)
         return True
 

@@ -1,8 +1,8 @@
-"""The checkpoints of one process, as the rest of training sees them.
+"""The interface between training and checkpoints, one per process.
 
 :meth:`CheckpointManager.restore` brings a new world to one state,
 :meth:`~CheckpointManager.at_boundary` runs between two steps, and
-:meth:`~CheckpointManager.flush` commits the state of a process that ends. Without a policy
+:meth:`~CheckpointManager.flush` commits the state before the process ends. Without a policy
 nothing is saved, and ``restore`` shares rank 0's initial state.
 """
 
@@ -36,8 +36,8 @@ __all__ = ["CheckpointManager", "Peers", "leaving_s"]
 
 
 def leaving_s() -> float:
-    """The budget of a process that ends with an exception or on request, as the pod's grace period
-    leaves it; on SIGTERM it is what remains of that period.
+    """The time for a last save in a process that ends with an exception or on request. Derived from
+    the pod's grace period; on SIGTERM it is the rest of that period.
 
     Raises:
         ConfigError: the pod's grace period is not a number of seconds.
@@ -46,7 +46,7 @@ def leaving_s() -> float:
 
 
 class Peers(Enum):
-    """What the other ranks do while this process flushes its last state."""
+    """The state of the other ranks while this process flushes its last state."""
 
     SAVE_AS_WELL = "every rank of the world flushes the same step"
     ARE_GONE = "some parts will be missing: one of the remaining ranks writes the complete state"
@@ -59,7 +59,7 @@ class CheckpointManager:
     def __init__(
         self, policy: Checkpoints | None, journal: EventSink, *, clock: Clock = SYSTEM_CLOCK
     ) -> None:
-        leaving_s()  # a grace period that is not one is refused now, not at the end
+        leaving_s()  # refuse an invalid grace period now, not at the end
         self._journal = journal
         self._clock = clock
         self._is_superseded: Callable[[], bool] = lambda: False
@@ -73,17 +73,17 @@ class CheckpointManager:
 
     @property
     def is_on(self) -> bool:
-        """Whether a folder is known to save into."""
+        """Whether a checkpoint folder is configured."""
         return self._saver.is_on
 
     @property
     def is_open(self) -> bool:
-        """Whether saves are still accepted: not without a folder, nor after :meth:`close`."""
+        """Whether saves are accepted: not without a folder, nor after :meth:`close`."""
         return self._saver.due is not None
 
     @property
     def flags(self) -> ControlFlags:
-        """To be piggybacked on each step's gradients."""
+        """The control flags to piggyback on each step's gradients."""
         return self._flags
 
     def fence(self, *, is_superseded: Callable[[], bool], is_permitted: Callable[[], bool]) -> None:
@@ -114,8 +114,8 @@ class CheckpointManager:
         if given is not None and is_restored:
             folder = given.folder if isinstance(given, Checkpoints) else given
             raise TrainingError(
-                f"checkpoints={folder} comes after the state was to be restored from it",
-                hint="elastic.join(checkpoints=…): run.retry and run.epochs restore the state",
+                f"checkpoints={folder} is set after the state was restored",
+                hint="use elastic.join(checkpoints=…): run.retry and run.epochs restore the state",
             )
         policy = checkpoints_from(given, when=when, keep=keep)
         self._saver = Saver(policy, self._journal, clock=self._clock)
@@ -126,9 +126,9 @@ class CheckpointManager:
     def restore(self, world: World, job: JobState, *, may_begin: bool = True) -> int:
         """Bring every rank to one state. Returns the generation that the job continues with.
 
-        That is the world's, or a later one if the checkpoint folder has seen that before. Without
-        a checkpoint rank 0's state is the initial one, if it ``may_begin``; else
-        CheckpointRequired.
+        That is the world's, or a later one if the checkpoint folder already contains it. Without
+        a checkpoint, rank 0's state is the initial one if it ``may_begin``, else
+        CheckpointRequired is raised.
         """
         return restore(world, job, self._saver, self._journal, may_begin=may_begin)
 
@@ -138,32 +138,32 @@ class CheckpointManager:
         return self._saver.origin
 
     def inherit(self, lineage: Lineage, generation: int, saved_step: int) -> None:
-        """From now on save as ``generation``, which began with a live peer's state."""
+        """Save as ``generation`` from now on; its state came from a live peer."""
         self._saver.inherit(lineage, generation, saved_step)
 
     def begin_world(self, world: World, job: JobState) -> None:
-        """State is restored and the same on all ranks: saves are for ``world`` from now on."""
+        """Save for ``world`` from now on: the state is restored and the same on all ranks."""
         self._send(StepFlags())
         self._has_stepped = False
         self._saver.enter(world, job)
 
     def end_world(self, *, broken: bool) -> None:
-        """The present world is over. Broken: a peer may be gone, and never write its shares."""
+        """End the current world. If it is broken, a dead peer may never write its shares."""
         self._saver.leave(broken=broken)
 
     # -- steps --------------------------------------------------------------------------------
 
     def step_ended(self) -> None:
-        """The control flags of a step were exchanged with its gradients."""
+        """Called after a step's control flags were exchanged with its gradients."""
         self._has_stepped = True
 
     def at_boundary(
         self, job: JobState, together: Callable[[], AbstractContextManager[None]] = nullcontext
     ) -> StepFlags | None:
-        """Between two steps: report saves that ended, and begin one if it is due on all ranks.
+        """Between two steps: report finished saves, and begin one if it is due on all ranks.
 
-        Returns the control flags of all ranks; None if no step was taken since the last boundary.
-        ``together``: makes the context of a collective of the world.
+        Returns the control flags of all ranks, or None if no step was made since the last boundary.
+        ``together``: creates the context for a collective of the world.
         """
         if not self.is_open:
             return None
@@ -178,32 +178,32 @@ class CheckpointManager:
         return received
 
     def announce(self, job: JobState, *, is_leaving: bool) -> None:
-        """A step begins: choose the control flags that this rank sends with its gradients."""
+        """Choose the control flags that this rank sends with a step's gradients."""
         if self.is_open:
             self._send(self._saver.flags(job.progress.step, leaving=is_leaving))
 
     def save(self, job: JobState) -> None:
-        """Begin to save this step, whatever the policy, unless it is saved already."""
+        """Begin to save this step regardless of the policy, unless it is already saved."""
         self._saver.save(job)
 
     def keep_shards_in_memory(self) -> None:
-        """No rank holds all of the state: save it into the nodes' memory, unless the policy says
-        no."""
+        """No rank holds the complete state: save it to the nodes' memory, unless the policy
+        disables that."""
         self._saver.keep_shards_in_memory()
 
     @property
     def memory_steps(self) -> int | None:
-        """Steps between two saves into the nodes' memory; None: there is none."""
+        """Steps between two saves to the nodes' memory; None: disabled."""
         return self._saver.memory_steps
 
     @property
     def is_resumed(self) -> bool:
-        """Whether the present state comes from a checkpoint, be it of step 0."""
+        """Whether the current state comes from a checkpoint, even one of step 0."""
         return self._saver.is_resumed
 
     def save_between_worlds(self, job: JobState, *, is_last: bool) -> None:
-        """All ranks leave the present world at this step, and none keeps its state. ``is_last``:
-        no world follows, and the nodes' memory ends."""
+        """All ranks leave the current world at this step, and none keeps its state. ``is_last``:
+        no world follows, and the nodes' memory is lost."""
         if not self.is_open:
             return
         self._saver.save_between_worlds(job, MEMORY_WAIT_S)
@@ -211,19 +211,19 @@ class CheckpointManager:
             self.flush(job, leaving_s())
 
     def poll(self) -> None:
-        """Report saves that ended, and detect hung ones."""
+        """Report finished saves and detect hung ones."""
         self._saver.poll()
 
     def stop(self) -> None:
-        """Accept no further saves: the state is not one to go back to."""
+        """Accept no further saves: the state must not be restored."""
         self._saver.due = None
 
     # -- the end ------------------------------------------------------------------------------
 
     def flush(self, job: JobState, deadline_s: float, peers: Peers = Peers.SAVE_AS_WELL) -> bool:
-        """Commit the job's present step within ``deadline_s`` seconds.
+        """Commit the job's current step within ``deadline_s`` seconds.
 
-        Returns whether that is known to have succeeded; for ``Peers.CONTINUE``, whether this
+        Returns whether it is known to be committed; for ``Peers.CONTINUE``, whether this
         rank's share is written.
         """
         if not self.is_open:
@@ -237,7 +237,7 @@ class CheckpointManager:
 
     @property
     def world_size(self) -> int:
-        """Of the present world, or the last one."""
+        """The writers of the current or last world."""
         return self._saver.writers.world_size
 
     def wait(self, budget_s: float) -> bool:
@@ -249,7 +249,7 @@ class CheckpointManager:
         self._saver.finish_writing(budget_s)
 
     def release(self) -> None:
-        """The job has ended: another one may save into the folder."""
+        """Release the folder for another job: this one has ended."""
         self._saver.release()
 
     def close(self, budget_s: float) -> None:

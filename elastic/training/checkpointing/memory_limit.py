@@ -11,13 +11,13 @@ from elastic.tuning.memory import staging_shortage
 
 
 def resident_bytes() -> int:
-    """Of this process."""
+    """Warns once per process if a checkpoint does not fit into memory."""
     pages = Path("/proc/self/statm").read_text().split()[1]
     return int(pages) * os.sysconf("SC_PAGE_SIZE")
 
 
 class MemoryLimit:
-    """``ELASTIC_MEMORY_LIMIT_BYTES``, which the agent has checked; without it there is no
+    """Read ``ELASTIC_MEMORY_LIMIT_BYTES``, checked by the agent; without it there is no
     warning."""
 
     def __init__(
@@ -29,7 +29,7 @@ class MemoryLimit:
         self._used = used
 
     def saw_share(self, share_bytes: int, world_size: int) -> None:
-        """One rank's share of a checkpoint in a world of that size. Warns once."""
+        """Check one rank's share of a checkpoint in a world of that size. Warns once."""
         if self._limit_bytes is None:
             return
         said = staging_shortage(

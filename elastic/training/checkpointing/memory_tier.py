@@ -1,8 +1,8 @@
-"""Saves into the memory of the nodes between two saves to disk: cheap, frequent, asynchronous.
+"""Frequent, asynchronous saves to the nodes' memory, between two saves to disk.
 
 The agents host that memory (:mod:`checkpoints.memory.host`), so it survives the workers, and one
-agent's copy of another's parts survives a node. When no rank with the state is left, a new
-world resumes from the newest checkpoint in memory and on disk.
+agent's copy of another's parts survives a node. If no rank with the state survives, a new
+world resumes from the newest checkpoint in memory or on disk.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from elastic.training.state.job_state import JobState
 from elastic.tuning.worker_intervals import MEMORY_WAIT_S
 
 VARIABLE = "ELASTIC_NODE_MEMORY"
-KEEP = LatestN(3)  # ranks write at their own pace, and a checkpoint needs all their parts
+KEEP = LatestN(3)  # ranks write at different speeds, and a checkpoint needs all parts
 
 Report = Callable[[str, str], object]
 
 
 class MemoryTier:
-    """This rank's writes into its node's memory. ``report``: what is skipped, and why."""
+    """This rank's saves to its node's memory. ``report`` gets each skipped save and its reason."""
 
     def __init__(
         self,
@@ -40,13 +40,15 @@ class MemoryTier:
     ) -> None:
         self.every_steps = every_steps
         self._report = report
-        self._failure = ""  # that was reported
+        self._failure = ""  # the last reported one
         self._saved_step = self._previous_step = -1
         self._engine: SupervisedEngine | None = None
-        self.waits = False  # training waits where this rank's writing falls behind
+        self.waits = False  # training waits if this rank's writes fall behind
         folder = node_memory(env)
         if folder is None:
-            self._report_once("memory", "no agent hosts memory here: checkpoints go to disk only")
+            self._report_once(
+                "memory", "no agent hosts memory here: checkpoints are saved to disk only"
+            )
             return
         try:
             storage = own_memory(folder)
@@ -64,8 +66,8 @@ class MemoryTier:
         )
 
     def at_boundary(self, job: JobState, world: checkpoints.WriterGroup) -> None:
-        """Between two steps: save if it is time, and there is a free buffer. Waits only where
-        :attr:`waits` is set: until the share of an earlier boundary is written."""
+        """Between two steps: save if it is due and a buffer is free. Waits only if
+        :attr:`waits` is set, until the share of an earlier boundary is written."""
         step = job.progress.step
         if self._engine is None:
             return
@@ -83,7 +85,7 @@ class MemoryTier:
         )
 
     def save_now(self, job: JobState, world: checkpoints.WriterGroup, budget_s: float) -> None:
-        """Write this rank's share of the present step, unless that was begun, and wait for it."""
+        """Write this rank's share of the current step unless begun before, and wait for it."""
         if self._engine is None:
             return
         if job.progress.step != self._saved_step:
@@ -94,7 +96,7 @@ class MemoryTier:
     def begin(
         self, job: JobState, world: checkpoints.WriterGroup, *, wait_s: float
     ) -> SaveHandle | None:
-        """Hand this rank's share of a checkpoint of ``world`` to the engine; None without one."""
+        """Pass this rank's share of a checkpoint of ``world`` to the engine; None without one."""
         if self._engine is None:
             return None
         return self._engine.save(
@@ -106,12 +108,12 @@ class MemoryTier:
         )
 
     def poll(self) -> None:
-        """Report what has ended."""
+        """Report finished saves."""
         if self._engine is not None:
             self._engine.poll()
 
     def close(self) -> None:
-        """Incomplete writes are lost; the other tiers and older checkpoints have the state."""
+        """Drop incomplete writes; other tiers and older checkpoints have the state."""
         if self._engine is not None:
             self._engine.close(0.0)
 
@@ -122,7 +124,7 @@ class MemoryTier:
             self._report_once(outcome.name, f"memory: {outcome.status.value}: {outcome.reason}")
 
     def _report_once(self, name: str, reason: str) -> None:
-        """Once for as long as it lasts: it may happen every few steps."""
+        """Report a failure once while it lasts: it may occur every few steps."""
         if not self._failure:
             self._failure = reason
             self._report(name, reason)
@@ -136,7 +138,7 @@ def node_memory(env: Mapping[str, str] = os.environ) -> Path | None:
 
 @contextlib.contextmanager
 def everywhere(disk: Storage, report: Report) -> Iterator[Storage]:
-    """The disk and the memory of all nodes as one, for reading; what fails is reported."""
+    """The disk and all nodes' memory combined, for reading; failures are reported."""
     folder = node_memory()
     try:
         memory = memory_roots(folder) if folder is not None else []

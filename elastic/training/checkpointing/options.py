@@ -1,4 +1,4 @@
-"""Where, when and what a job saves, as its script configures it."""
+"""The script's configuration of checkpoints: folder, save policy and retention."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ KeepGiven = RetentionPolicy | int | None
 
 @dataclass(frozen=True)
 class Checkpoints:
-    """Where, when and what to save. ``join(checkpoints="folder")`` takes the defaults.
+    """The configuration of checkpoints. ``join(checkpoints="folder")`` uses the defaults.
 
     ``folder`` is a path on storage that all nodes share, a URL of an object store, or a
     :class:`checkpoints.Storage`. The end of training is always saved. Raises ConfigError.
@@ -38,14 +38,17 @@ class Checkpoints:
     folder: checkpoints.Root
     _: KW_ONLY
     when: WhenGiven = None  # a checkpoints.SavePolicy, or the steps between two saves (50)
-    keep: RetentionPolicy | int = 3  # a checkpoints.RetentionPolicy; a number is the newest ones
+    keep: RetentionPolicy | int = 3  # a checkpoints.RetentionPolicy, or how many of the newest
     required: bool = False  # refuse to start from step 0 (exit code 65)
-    # Steps between two saves into the nodes' memory. True: 10; None: 10 with run.build, else none.
+    # Steps between two saves to the nodes' memory. True: 10; None: 10 with run.build, else off.
     memory: int | bool | None = None
 
     @property
     def local_folder(self) -> str | None:
-        """Its path; None where it is not one of files, but in an object store."""
+        """Its path; None for an object store.
+
+        Raises :class:`checkpoints.ArgumentError` for an address that names no storage.
+        """
         storage = self.folder
         if isinstance(storage, str) and _IN_A_STORE.match(storage):
             return None
@@ -60,34 +63,40 @@ class Checkpoints:
 
     @property
     def saving(self) -> SavePolicy:
-        """When to save, as a policy."""
+        """The save policy.
+
+        Raises :class:`checkpoints.ArgumentError` for a number of steps below 1.
+        """
         if isinstance(self.when, SavePolicy):
             return self.when
         return EverySteps(self.when or EVERY_STEPS)
 
     @property
     def memory_steps(self) -> int | None:
-        """Steps between two saves into memory; None: there is none."""
+        """Steps between two saves to memory; None: disabled."""
         return MEMORY_EVERY_STEPS if self.memory is True else self.memory or None
 
     @property
     def keeping(self) -> RetentionPolicy:
-        """What to keep, as a policy."""
+        """The retention policy.
+
+        Raises :class:`checkpoints.ArgumentError` for a number below 1.
+        """
         return self.keep if isinstance(self.keep, RetentionPolicy) else LatestN(self.keep)
 
     def amended(
         self, given: Checkpoints | checkpoints.Root | None, when: WhenGiven, keep: KeepGiven
     ) -> Checkpoints:
-        """With the arguments of ``run.steps``.
+        """A copy with the arguments of ``run.steps``.
 
-        Raises TrainingError for another folder: it comes too late. Raises ConfigError for
-        policies that are given twice.
+        Raises TrainingError for another folder, which is too late. Raises ConfigError for
+        policies given twice.
         """
         folder = given.folder if isinstance(given, Checkpoints) else given
         if folder is not None and not _is_same(folder, self.folder):
             raise TrainingError(
-                f"checkpoints={_shown(folder)}, but this job saves into {_shown(self.folder)}",
-                hint="name one folder, and do it in elastic.join(checkpoints=…)",
+                f"checkpoints={_shown(folder)}, but this job saves to {_shown(self.folder)}",
+                hint="set one folder, in elastic.join(checkpoints=…)",
             )
         if isinstance(given, Checkpoints):
             return _without_overrides(given, when, keep)
@@ -106,9 +115,9 @@ def checkpoints_from(
     when: WhenGiven = None,
     keep: KeepGiven = None,
 ) -> Checkpoints | None:
-    """The argument of ``join``, else ``ELASTIC_CHECKPOINTS``, else None: nothing is saved.
+    """From ``join``'s argument, else ``ELASTIC_CHECKPOINTS``, else None: nothing is saved.
 
-    Raises ConfigError for policies without a folder, and for policies that are given twice.
+    Raises ConfigError for policies without a folder, and for policies given twice.
     """
     if isinstance(given, Checkpoints):
         return _without_overrides(given, when, keep)
@@ -117,8 +126,8 @@ def checkpoints_from(
         return Checkpoints(folder).amended(None, when, keep)
     if when is not None or keep is not None:
         raise ConfigError(
-            f"when={when}, keep={keep}, but no folder for checkpoints",
-            hint="join(checkpoints=…), or ELASTIC_CHECKPOINTS in the environment",
+            f"when={when}, keep={keep} without a checkpoint folder",
+            hint="pass join(checkpoints=…), or set ELASTIC_CHECKPOINTS",
         )
     return None
 
@@ -127,7 +136,7 @@ def _without_overrides(given: Checkpoints, when: WhenGiven, keep: KeepGiven) -> 
     if when is not None or keep is not None:
         raise ConfigError(
             f"when={when}, keep={keep} in addition to checkpoints=Checkpoints(…)",
-            hint="set them there: Checkpoints(folder, when=…, keep=…)",
+            hint="pass them to Checkpoints(folder, when=…, keep=…)",
         )
     return given
 
@@ -138,7 +147,7 @@ def _check(name: str, value: object, policy: type[object], examples: str) -> Non
     if not isinstance(value, int) or isinstance(value, bool):
         raise ConfigError(
             f"{name}={value!r} is neither an integer nor a policy",
-            hint=f"from checkpoints import …: {examples}; policies are joined with |",
+            hint=f"from checkpoints import …: {examples}; policies are combined with |",
         )
     _check_count(name, value)
 

@@ -9,11 +9,11 @@ from elastic.events import CheckpointSaved, CheckpointSkipped
 from elastic.telemetry.journal import EventSink
 from elastic.telemetry.log import get_logger
 
-WARN_AFTER_FAILURES = 2  # one may be a disk error that passes; a series of them is lost work
+WARN_AFTER_FAILURES = 2  # one may be a transient disk error; a series means lost work
 
 
 class OutcomeLog:
-    """One per process. Knows the newest step that is known to be committed."""
+    """Records outcomes, and the newest step known to be committed. One per process."""
 
     def __init__(self, journal: EventSink) -> None:
         self.committed_step = 0
@@ -21,9 +21,9 @@ class OutcomeLog:
         self._failures_in_a_row = 0
 
     def ended(self, outcome: SaveOutcome, *, is_known_elsewhere: bool) -> None:
-        """A save has ended. ``is_known_elsewhere``: another rank logs its commit as well."""
+        """Record the end of a save. ``is_known_elsewhere``: another rank also logs its commit."""
         if outcome.status is not SaveStatus.COMMITTED:
-            # The next world saves this step, or has it already.
+            # The next world saves this step, or has already saved it.
             level = logging.DEBUG if outcome.status is SaveStatus.STALE else logging.WARNING
             self.skipped(outcome.name, f"{outcome.status.value}: {outcome.reason}", level=level)
             self._failures_in_a_row += 1
@@ -46,11 +46,11 @@ class OutcomeLog:
         )
 
     def skipped(self, name: str, reason: str, *, level: int = logging.WARNING) -> None:
-        """Something was not saved, or not loaded."""
+        """Report a skipped save or load."""
         self._journal.emit(CheckpointSkipped(name=name, reason=reason), level=level)
 
     def writer_died(self, reason: str) -> None:
-        """The engine's thread has died, of a bug."""
+        """Report that a bug ended the engine's thread."""
         self.skipped("writer", reason, level=logging.ERROR)
 
     def _warn_of_failures(self, outcome: SaveOutcome) -> None:

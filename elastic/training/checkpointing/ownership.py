@@ -1,12 +1,12 @@
 """The owner of a checkpoint folder: one job at a time; a second one is refused.
 
-Rank 0 keeps a record in the folder and counts it up every few seconds. A job with another run id
-that finds one watches it: if it moves, its owner lives. No two clocks are compared, neither of
-two machines nor of one machine at two moments, so a clock that jumps changes nothing.
+Rank 0 keeps a record in the folder and increments its counter every few seconds. A job with
+another run id watches the counter: if it changes, its owner is alive. Clocks are never compared,
+neither between machines nor over time, so a clock that jumps has no effect.
 
-The same run id is welcome, a record that was given back is free, and so is that of a job on one
-node whose process is gone: the launcher's, or that of a plain ``python train.py``. If that is
-there, it is another job even with the same run id (torchrun's default is "none" for all).
+The same run id may continue. A released record is free, and so is that of a job on one
+node whose process has ended: the launcher, or a plain ``python train.py``. If that process
+is alive, it is another job, even with the same run id (torchrun's default is "none" for all).
 Any other record is replaced once it has not changed for :data:`OWNER_WATCH_S`.
 """
 
@@ -39,12 +39,12 @@ class Owner:
     """The contents of the record."""
 
     run_id: str
-    node: str  # of rank 0
-    process: str  # that the job cannot outlive: boot, pid namespace, pid, start; "" if none
-    beat: int = 0
+    node: str  # the node of rank 0
+    process: str  # the job cannot outlive it: boot, pid namespace, pid, start; "" if none
+    counter: int = 0
     is_released: bool = False
     running_s: float = 0.0  # how long the job has run, over all its processes
-    failures: int = 0  # worlds of it that broke
+    failures: int = 0  # number of its broken worlds
 
 
 class Ownership:
@@ -66,19 +66,19 @@ class Ownership:
         self._has_claimed = False
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
-        self.failures: Callable[[], int] = lambda: 0  # of this process's worlds
+        self.failures: Callable[[], int] = lambda: 0  # broken worlds of this process
         self.is_lost = False
 
     def claim(self) -> Owner | None:
-        """Make the folder this job's; what is known of the job from before, if anything.
+        """Claim the folder for this job; returns the job's earlier record, if any.
 
-        Raises ConfigError if another job saves into it, after at most OWNER_WATCH_S.
+        Raises ConfigError if another job saves to it, after at most OWNER_WATCH_S.
         """
         found = self._read()
         if found is not None and self._is_anothers(found):
             self._watch(found)
         self._adopt(found)
-        self.beat()
+        self.heartbeat()
         return self._before if found is not None else None
 
     def _adopt(self, found: Owner | None) -> None:
@@ -97,20 +97,20 @@ class Ownership:
         self._thread = threading.Thread(target=self._run, name="checkpoint-owner", daemon=True)
         self._thread.start()
 
-    def beat(self, *, release: bool = False) -> None:
-        """Increment the record's counter. Saves report a folder that cannot be written."""
+    def heartbeat(self, *, release: bool = False) -> None:
+        """Increment the record's counter. An unwritable folder is reported by the saves."""
         try:
             found = self._read()
             if found is not None and self._thread is not None and self._is_anothers(found):
                 self.is_lost = True
                 self._report(
-                    f"{self._storage.place} was taken over by {_words(found)}: nothing more is "
-                    "saved into it"
+                    f"{self._storage.place} was taken over by {_words(found)}: this job no longer "
+                    "saves to it"
                 )
                 return
             owner = replace(
                 self._before,
-                beat=(found.beat if found is not None else 0) + 1,
+                counter=(found.counter if found is not None else 0) + 1,
                 is_released=release,
                 running_s=self._before.running_s + self._clock.monotonic() - self._began_s,
                 failures=self._before.failures + self.failures(),
@@ -120,20 +120,20 @@ class Ownership:
             return
 
     def close(self, *, release: bool) -> None:
-        """Stop counting; ``release``: the job has ended, the folder is free."""
+        """Stop updating. ``release``: the job has ended, and the folder is free."""
         if self._thread is None:
             return
         self._stop.set()
-        self._thread.join(timeout=OWNER_JOIN_S)  # a disk may hang: the thread is a daemon
+        self._thread.join(timeout=OWNER_JOIN_S)  # a disk may hang; the thread is a daemon
         if release and not self._thread.is_alive() and not self.is_lost:
-            self.beat(release=True)
+            self.heartbeat(release=True)
 
     def _run(self) -> None:
-        if not self._has_claimed:  # an earlier rank 0 of this job has
+        if not self._has_claimed:  # an earlier rank 0 of this job did
             with contextlib.suppress(CheckpointError):  # reported by the saves
                 self._adopt(self._read())
         while not self.is_lost and not self._stop.wait(OWNER_HEARTBEAT_S):
-            self.beat()
+            self.heartbeat()
 
     def _is_anothers(self, found: Owner) -> bool:
         if found.is_released:
@@ -149,9 +149,9 @@ class Ownership:
             now = self._read()
             if now is None or not self._is_anothers(now):
                 return
-            if now.beat != found.beat:
+            if now.counter != found.counter:
                 raise ConfigError(
-                    f"another job saves into {self._storage.place}: {_words(now)}",
+                    f"another job saves to {self._storage.place}: {_words(now)}",
                     hint="give every job its own folder; to continue that job, end "
                     "it first, or start with its run id",
                 )
@@ -162,9 +162,9 @@ class Ownership:
             values = json.loads(data or b"")
             known = {field.name: values[field.name] for field in fields(Owner)}
         except (ValueError, KeyError, TypeError):
-            return None  # none yet, or not ours
+            return None  # no record yet, or unreadable
         owner = Owner(**known)
-        texts, counts = (owner.run_id, owner.node, owner.process), (owner.beat, owner.failures)
+        texts, counts = (owner.run_id, owner.node, owner.process), (owner.counter, owner.failures)
         is_sane = all(isinstance(text, str) for text in texts)
         is_sane = is_sane and all(type(count) is int and count >= 0 for count in counts)
         return owner if is_sane and isinstance(owner.running_s, (int, float)) else None
@@ -175,7 +175,7 @@ def _words(owner: Owner) -> str:
 
 
 def _lasting_process() -> str:
-    """The process that this job cannot outlive; "" if there are others, or it is unknown."""
+    """The only process without which this job cannot run; "" if there is none, or unknown."""
     if not is_launched():
         return _process(os.getpid())
     nodes = os.environ.get("ELASTIC_MAX_NODES") or os.environ.get("GROUP_WORLD_SIZE")
@@ -183,7 +183,7 @@ def _lasting_process() -> str:
 
 
 def _launcher() -> int:
-    """The pid of the nearest ancestor that was not launched itself; 0 if it cannot be known.
+    """The pid of the nearest ancestor that was not launched itself; 0 if unknown.
 
     A parent may be a wrapper, which ends with this process.
     """
@@ -194,7 +194,7 @@ def _launcher() -> int:
 
 
 def _process(pid: int) -> str:
-    """A process, unlike any other one on any machine at any time; "" if it has ended."""
+    """A globally unique identifier of a process; "" if it has ended."""
     state, _, start = _stat(pid)
     boot = _read_bytes("/proc/sys/kernel/random/boot_id").decode().strip()
     if state in "ZX" or not boot:
@@ -207,8 +207,8 @@ def _parent_of(pid: int) -> int:
 
 
 def _stat(pid: int) -> tuple[str, str, str]:
-    """State, parent and start; a process that is gone is as good as a zombie."""
-    # The command, in brackets, may hold anything.
+    """State, parent and start; a process that has ended counts as a zombie."""
+    # The command, in parentheses, may contain any character.
     told = _read_bytes(f"/proc/{pid}/stat").decode(errors="replace").rpartition(")")[2].split()
     return (told[0], told[1], told[19]) if len(told) > 19 else ("X", "0", "")
 

@@ -1,7 +1,7 @@
 """Restores a new world's state: the newest checkpoint, else rank 0's initial state.
 
 Rank 0 removes leftovers, chooses and verifies the checkpoint; the other ranks receive its name. A
-failure of one rank is raised on all: none is left waiting in a collective.
+failure of one rank is raised on all, so that none waits in a collective.
 """
 
 from __future__ import annotations
@@ -32,8 +32,9 @@ def restore(
 ) -> int:
     """Bring every rank to one state. Returns the generation that the job continues with.
 
-    That is the world's, or a later one if the checkpoint folder has seen that before. Without a
-    checkpoint rank 0's state is the initial one, if it ``may_begin``; else CheckpointRequired.
+    That is the world's, or a later one if the checkpoint folder already contains it. Without a
+    checkpoint, rank 0's state is the initial one if it ``may_begin``, else CheckpointRequired is
+    raised.
     """
     began_s = SYSTEM_CLOCK.monotonic()
     on_all_ranks(world, lambda: saver.check_writable(world))
@@ -43,9 +44,9 @@ def restore(
     if source.name is None:
         if not may_begin:
             raise CheckpointRequired(
-                "a fault has interrupted a change of the weights on all ranks that had them, and "
+                "a fault interrupted an update of the weights on all ranks that had them, and "
                 "there is no checkpoint to resume from",
-                hint="give elastic.join(checkpoints=…) a folder that all nodes share",
+                hint="pass elastic.join(checkpoints=…) a folder that all nodes share",
             )
         _share_initial(world, job)
     else:
@@ -71,11 +72,11 @@ def _load(world: World, job: JobState, saver: Saver, name: str) -> CheckpointInf
 
 
 def _share_initial(world: World, job: JobState) -> None:
-    """Rank 0's state to all, tensors and the rest alike."""
+    """Send rank 0's complete state to all ranks."""
     node, every = on_all_ranks(world, lambda: flatten(job.tree()))
     plan = broadcast_json(_plan(node, every))
     on_all_ranks(world, lambda: _check_same_model(world, plan["specs"], every))
-    # What run.build has made is alike on all ranks, and no rank has the shards of another one.
+    # Objects of run.build are equal on all ranks, and no rank has another one's shards.
     own = {n for n, t in every.items() if is_dtensor(t)} if job.built is not None else set()
     tensors = {name: t for name, t in every.items() if name not in own}
     specs = {name: spec for name, spec in plan["specs"].items() if name not in own}
@@ -106,7 +107,7 @@ def _check_same_model(
     mine = {n: s for n, s in _plan({}, tensors)["specs"].items() if n.startswith("model/")}
     if differing := sorted(n for n in theirs.keys() | mine if theirs.get(n) != mine.get(n)):
         raise TrainingError(
-            f"rank {world.rank} has another model than rank 0: {', '.join(differing[:10])}",
+            f"rank {world.rank} has a different model from rank 0: {', '.join(differing[:10])}",
             hint="every rank must build the same model",
         )
 
@@ -114,7 +115,7 @@ def _check_same_model(
 def _small_tensors(
     world: World, specs: dict[str, Any], tensors: dict[str, torch.Tensor]
 ) -> dict[str, torch.Tensor]:
-    """Copies, on the CPU, of what trackers hold: rank 0's, and room for them on the others."""
+    """CPU copies of tracked tensors: values on rank 0, buffers to receive them on the others."""
     names = [
         name
         for name in specs

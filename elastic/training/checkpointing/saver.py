@@ -1,7 +1,7 @@
-"""The saves of one process: when one is due, its world, its outcome.
+"""Finds, loads and saves the checkpoints of one process.
 
 Used by the :mod:`~elastic.training.checkpointing.manager` and within this package only. One engine
-for the life of the process: the caller's thread copies this rank's share, a thread of the engine
+for the process lifetime: the caller's thread copies this rank's share, a thread of the engine
 writes and commits. Nothing here waits for another rank, and every failure is an event: training
 continues with the older checkpoints.
 """
@@ -50,8 +50,8 @@ class Saver:
         self.is_superseded: Callable[[], bool] = lambda: False  # a newer world is known
         self.is_permitted: Callable[[], bool] = lambda: True  # by this node's agent
         self.is_resumed = False  # the state comes from a checkpoint
-        self._saved_step = 0  # the last step that this world need not save any more
-        self._latest: SaveHandle | None = None  # of the present world
+        self._saved_step = 0  # the last step that this world need not save again
+        self._latest: SaveHandle | None = None  # of the current world
         self._others_are_stuck = False
         self._memory_limit = MemoryLimit()
         self.due = Due(policy.saving, clock) if policy else None  # None: closed, too
@@ -68,8 +68,8 @@ class Saver:
             )
 
     def keep_shards_in_memory(self) -> None:
-        """No rank holds all of the state: save it into the nodes' memory, unless the policy says
-        no, and let no rank run ahead of its own writing."""
+        """No rank holds the complete state: save it to the nodes' memory unless the policy
+        disables that, and let no rank run ahead of its own writes."""
         if self._policy is None or self._policy.memory is False:
             return
         if self._memory is None:
@@ -79,7 +79,7 @@ class Saver:
 
     @property
     def memory_steps(self) -> int | None:
-        """Steps between two saves into the nodes' memory; None: there is none."""
+        """Steps between two saves to the nodes' memory; None: disabled."""
         return self._memory.every_steps if self._memory is not None else None
 
     def _keep_in_memory(self, every_steps: int) -> None:
@@ -101,25 +101,25 @@ class Saver:
 
     @property
     def policy(self) -> Checkpoints | None:
-        """Where, when and what is saved."""
+        """The configuration of checkpoints."""
         return self._policy
 
     def amend(self, policy: Checkpoints) -> None:
-        """Save by another policy from now on, into the same folder."""
+        """Use another policy from now on, for the same folder."""
         self._policy = policy
         assert self.due is not None
         self.due.when = policy.saving
 
     def check_writable(self, world: World) -> None:
-        """Raise ConfigError if this worker cannot write into the folder."""
+        """Raise ConfigError if this worker cannot write to the folder."""
         if self._folder is not None:
             self._folder.check_writable(world.rank)
 
     def resolve(self, world: World) -> RestoreSource:
-        """Complete what a broken world left, and choose the checkpoint to resume from, on rank 0.
+        """On rank 0: commit or remove leftovers, and choose the checkpoint to resume from.
 
         Raises CheckpointRequired if there is none and one was required, or none is complete, and
-        ConfigError if another job saves into the folder.
+        ConfigError if another job saves to the folder.
         """
         if self._folder is None or self._policy is None or self.due is None:
             return RestoreSource(None, world.generation)
@@ -128,38 +128,38 @@ class Saver:
         return self._folder.resolve(world, required=self._policy.required)
 
     def load(self, name: str, job: JobState) -> checkpoints.LoadResult:
-        """Read and verify a checkpoint into fresh memory, as this rank of ``job`` holds it."""
+        """Read and verify a checkpoint into new memory, as this rank of ``job`` holds it."""
         assert self._folder is not None
         return self._folder.load(name, job)
 
     # -- worlds -------------------------------------------------------------------------------
 
     def resume(self, origin: checkpoints.CheckpointInfo | None, generation: int, step: int) -> None:
-        """From now on save as ``generation``, which began at ``step`` with ``origin``'s state."""
+        """Save as ``generation`` from now on; it began at ``step`` with ``origin``'s state."""
         self.writers.descend(checkpoints.derive_lineage(origin, generation), generation)
         self.is_resumed = origin is not None
         self._saved_step = self._outcomes.committed_step = step
 
     @property
     def origin(self) -> tuple[checkpoints.Lineage, int, int]:
-        """Lineage, generation and last committed step: for the next world's saves."""
+        """Lineage, generation and last committed step, for the next world's saves."""
         self.poll()
         return self.writers.lineage, self.writers.generation, self._outcomes.committed_step
 
     def inherit(self, lineage: checkpoints.Lineage, generation: int, saved_step: int) -> None:
-        """From now on save as ``generation``, which began with a live peer's state."""
+        """Save as ``generation`` from now on; its state came from a live peer."""
         self.writers.descend(lineage, generation)
         self._saved_step = self._outcomes.committed_step = saved_step
 
     def enter(self, world: World, job: JobState) -> None:
-        """State is restored in ``world``: saves are for it from now on."""
+        """Save for ``world`` from now on: its state is restored."""
         if self._folder is None or self.due is None or self.engine is None:
             return
         if job.is_sharded and self._memory is not None:
             raise ConfigError(
-                "elastic.Checkpoints(memory=…) with elastic.join(mesh=…): saves of shards into the "
-                "nodes' memory are not built yet",
-                hint="leave memory out: another replica has the state of one that dies",
+                "elastic.Checkpoints(memory=…) with elastic.join(mesh=…): saving shards to the "
+                "nodes' memory is not implemented yet",
+                hint="omit memory=: if a replica dies, another one has its state",
             )
         before = self.writers.present
         writes = self.writers.enter(world, job, self._may_commit)
@@ -175,18 +175,19 @@ class Saver:
             self.engine.submit(lambda: self._sweep(generation, world.nonce))
 
     def leave(self, *, broken: bool) -> None:
-        """The present world is over. Broken: a peer may be gone, and never write its shares."""
+        """End the current world. If it is broken, a dead peer may never write its shares."""
         if self.writers.leave(broken=broken) and self.due is not None:
             self.due.failures += 1
 
     def _may_commit(self, writers: Writers) -> bool:
-        """On the engine's thread. False: a newer world exists, or the agent does not permit it."""
+        """Whether no newer world is known and the agent permits commits. Called on the engine's
+        thread."""
         is_present = writers is self.writers.present
         is_stale = writers.is_over or (is_present and self.is_superseded())
         return not is_stale and self.is_permitted()
 
     def _sweep(self, generation: int, nonce: str) -> None:
-        """On the engine's thread: complete or remove what the broken world has left."""
+        """Commit or remove the broken world's leftovers. Called on the engine's thread."""
         assert self._folder is not None
         try:
             checkpoints.collect_garbage(self._folder.storage, generation=generation, nonce=nonce)
@@ -196,9 +197,9 @@ class Saver:
     # -- steps --------------------------------------------------------------------------------
 
     def at_boundary(self, job: JobState, received: StepFlags | None) -> None:
-        """Between two steps: report saves that ended, and save if it is due, on all ranks alike.
+        """Between two steps: report finished saves, and save on all ranks if it is due.
 
-        ``received`` are the control flags of all ranks in the last step; None if there was none.
+        ``received`` are all ranks' control flags of the last step; None if there was no step.
         """
         if self.due is None or self.engine is None:
             return
@@ -221,16 +222,16 @@ class Saver:
         return self.due is not None and self.due.needs_agreement
 
     def flags(self, step: int, *, leaving: bool) -> StepFlags:
-        """The control flags that this rank sends during ``step``."""
+        """The control flags that this rank sends in ``step``."""
         assert self.due is not None and self.engine is not None
         wants = self.due.wants(step + 1, self._saved_step, int(self.engine.is_busy))
         return StepFlags(save=wants, leaving=leaving, stuck=self.engine.is_stuck)
 
     def save(self, job: JobState, *, wait_s: float | None = None) -> SaveHandle | None:
-        """Begin to write this rank's share, unless this step is saved. Never stops training.
+        """Begin to write this rank's share, unless this step is saved. Never blocks training.
 
-        ``wait_s``: for a buffer; by default BUSY_WAIT_S, and 0 while the disk hangs.
-        Raises checkpoints.StateError if the state holds what cannot be saved.
+        ``wait_s``: how long to wait for a buffer; default BUSY_WAIT_S, and 0 while the disk hangs.
+        Raises checkpoints.StateError if the state has values that cannot be saved.
         """
         step = job.progress.step
         if self.due is None or self.writers.present is None or step <= self._saved_step:
@@ -244,7 +245,7 @@ class Saver:
         return self.save_again(job, wait_s=wait_s)
 
     def save_again(self, job: JobState, *, wait_s: float) -> SaveHandle | None:
-        """Write this rank's share of the present step again, after a save of it was skipped."""
+        """Write this rank's share of the current step again, after its save was skipped."""
         assert self.writers.present is not None
         if not self.writers.is_writer:
             return None
@@ -254,7 +255,7 @@ class Saver:
     def begin(
         self, job: JobState, world: checkpoints.WriterGroup, *, wait_s: float
     ) -> SaveHandle | None:
-        """Hand this rank's share of a checkpoint of ``world`` to the engine."""
+        """Pass this rank's share of a checkpoint of ``world`` to the engine."""
         assert self.engine is not None
         return self.engine.save(
             job.tree(),
@@ -265,14 +266,14 @@ class Saver:
         )
 
     def save_between_worlds(self, job: JobState, budget_s: float) -> None:
-        """All ranks leave at this step: write this rank's share into memory, and wait for that."""
+        """Write this rank's share to memory and wait for it: all ranks leave at this step."""
         if self._memory is not None and (group := self._group) is not None:
             self._memory.save_now(job, group, budget_s)
 
     def begin_in_memory(
         self, job: JobState, world: checkpoints.WriterGroup, *, wait_s: float
     ) -> SaveHandle | None:
-        """The same, into the memory tier; None if there is none."""
+        """The same for the memory tier; None without one."""
         if self._memory is None:
             return None
         return self._memory.begin(job, world, wait_s=wait_s)
@@ -281,20 +282,20 @@ class Saver:
 
     @property
     def _group(self) -> checkpoints.WriterGroup | None:
-        """The writers of the present world; None if they can no longer save together."""
+        """The writers of the current world; None if they can no longer save together."""
         present = self.writers.present
         return present.group if present is not None and not present.is_over else None
 
     def has_committed(self, step: int) -> bool:
-        """Whether this rank knows that the step is on disk."""
+        """Whether the step is known to be on disk."""
         return self._outcomes.committed_step >= step
 
     def handle_of(self, step: int) -> SaveHandle | None:
-        """The save of that step in the present world, if there was one."""
+        """The save of that step in the current world, if any."""
         return self._latest if self._latest is not None and self._latest.step == step else None
 
     def list_later(self, answer: Callable[[list[str]], object]) -> None:
-        """Call back with the names in the folder, on the engine's thread."""
+        """Call ``done`` with the names in the folder, on the engine's thread."""
         assert self._folder is not None and self.engine is not None
         storage = self._folder.storage
 
@@ -309,30 +310,30 @@ class Saver:
         self.engine.submit(look)
 
     def poll(self) -> None:
-        """Report saves that ended, and detect hung ones."""
+        """Report finished saves and detect hung ones."""
         if self.engine is not None:
             self.engine.poll()
         if self._memory is not None:
             self._memory.poll()
 
     def wait(self, budget_s: float) -> bool:
-        """Until nothing is in flight; False if something still is."""
+        """Wait until no save is in flight; False if one still is."""
         return self.engine is None or self.engine.wait(budget_s)
 
     def finish_writing(self, budget_s: float) -> None:
-        """Until this rank's part of every save is done: others may still commit it."""
+        """Wait until this rank's share of every save is written; others may still commit it."""
         if self.engine is not None:
             self.engine.finish_writing(budget_s)
 
     def release(self) -> None:
-        """The job has ended: another one may save into the folder."""
+        """Release the folder for another job: this one has ended."""
         if self._folder is not None:
             self._folder.ownership.close(release=True)
 
     def close(self, budget_s: float) -> None:
-        """Wait so long for this rank's shares, then save no more.
+        """Wait up to ``budget_s`` for this rank's shares, then accept no more saves.
 
-        Saves that wait for parts of peers are left to them, or to the next start.
+        Saves that wait for peers' shares are left to them or to the next start.
         """
         self.due = None
         if self._folder is not None and self.engine is not None:
@@ -345,7 +346,7 @@ class Saver:
     # -- outcomes -----------------------------------------------------------------------------
 
     def report(self, outcome: SaveOutcome) -> None:
-        """A save of this process has ended."""
+        """Record the end of a save of this process."""
         # All ranks see a commit; one line in the logs is enough.
         is_known_elsewhere = self.writers.rank > 0 and self.writers.nonce in outcome.name
         self._outcomes.ended(outcome, is_known_elsewhere=is_known_elsewhere)
@@ -357,7 +358,7 @@ class Saver:
 
 
 class _AmendableRetention(RetentionPolicy):
-    """The present policy: a script may change it while it trains."""
+    """The current policy, which a script may change during training."""
 
     def __init__(self, saver: Saver) -> None:
         self._saver = saver

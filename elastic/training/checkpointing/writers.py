@@ -1,7 +1,7 @@
-"""Who writes a checkpoint: the ranks of the present world, its generation, and its lineage.
+"""The writers of a checkpoint: the ranks of the current world, its generation and lineage.
 
-A save belongs to the world that began it. When that world breaks, a peer may be gone with its
-share: what could not be committed by then is abandoned, and removed by the next world's rank 0.
+A save belongs to the world that began it. When that world breaks, a peer may have died with its
+share: a save not committed by then is abandoned, and removed by the next world's rank 0.
 """
 
 from __future__ import annotations
@@ -19,27 +19,27 @@ class Writers:
     """The ranks of one world, as the writers of its checkpoints."""
 
     group: checkpoints.WriterGroup
-    is_over: bool = False  # the world broke: what it could not commit by now lacks a share
+    is_over: bool = False  # the world broke: saves not committed by now lack a share
 
 
 class WriterHistory:
-    """The writers of the present world, and what their saves descend from. One per process."""
+    """The writers of the current world, and the lineage of their saves. One per process."""
 
     def __init__(self) -> None:
         self.lineage: checkpoints.Lineage = ()
-        self.generation = 0  # that this rank's state belongs to
-        self.present: Writers | None = None  # of the last world, between two
+        self.generation = 0  # of this rank's state
+        self.present: Writers | None = None  # between two worlds, those of the last
         self.is_writer = True  # this rank has a share in the saves of its world
-        self.broken_worlds = 0  # of this process
+        self.broken_worlds = 0  # in this process
 
     def descend(self, lineage: checkpoints.Lineage, generation: int) -> None:
-        """From now on save as ``generation``, with these ancestors."""
+        """Save as ``generation`` from now on, with these ancestors."""
         self.lineage, self.generation = lineage, generation
 
     def enter(
         self, world: World, job: JobState, may_commit: Callable[[Writers], bool]
     ) -> checkpoints.WriterGroup:
-        """Saves are for ``world`` from now on. ``may_commit`` is asked on the engine's thread."""
+        """Save for ``world`` from now on. ``may_commit`` is called on the engine's thread."""
         # Each replica of several ranks holds the state once: the first one writes.
         self.is_writer = not job.is_sharded or world.replica == 0
         writers = Writers(
@@ -56,7 +56,7 @@ class WriterHistory:
         return writers.group
 
     def leave(self, *, broken: bool) -> bool:
-        """The present world is over. Whether it has just broken."""
+        """End the current world; returns whether it has just broken."""
         if self.present is None or not broken or self.present.is_over:
             return False
         self.present.is_over = True
@@ -65,22 +65,22 @@ class WriterHistory:
 
     @property
     def is_complete(self) -> bool:
-        """Whether the ranks of the present world can still save together."""
+        """Whether the ranks of the current world can still save together."""
         return self.present is not None and not self.present.is_over
 
     @property
     def rank(self) -> int:
-        """In the present world, or the last one."""
+        """This rank in the current or last world."""
         return self.present.group.rank if self.present is not None else 0
 
     @property
     def world_size(self) -> int:
-        """Of the present world, or the last one."""
+        """The size of the current or last world."""
         return self.present.group.size if self.present is not None else 1
 
     @property
     def nonce(self) -> str:
-        """Of the present world, or the last one."""
+        """The nonce of the current or last world."""
         return self.present.group.nonce if self.present is not None else ""
 
     def of_one(self, nonce: str) -> checkpoints.WriterGroup:

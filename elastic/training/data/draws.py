@@ -1,9 +1,9 @@
 """The samples at the positions of an epoch: the index lists of torch's samplers.
 
-torch's samplers draw an epoch from a generator whose state is not saved. Here a draw is a function
-of (seed, epoch, position): the same on every rank and in every world, and the same again after a
-restart. Where an epoch reads each index once it is the keyed permutation of ``permutation.py``;
-where it draws with replacement, each position has its own random number.
+torch's samplers draw an epoch from a generator whose state is not saved. Here, a draw is a function
+of (seed, epoch, position): the same on every rank, in every world, and after a
+restart. If an epoch reads each index once, it is the keyed permutation of ``permutation.py``;
+if it draws with replacement, each position has its own random number.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ from elastic.training.data.permutation import Int64s, Permutation
 from elastic.training.data.randomness import derive_seed
 
 Order = Callable[[Int64s], Int64s]
-"""Of one epoch: from global positions to dataset indices."""
+"""The order of one epoch: a function from global positions to dataset indices."""
 
-_REPLACEMENT = 1  # part of the keys of random numbers, so that no two uses share any
+_REPLACEMENT = 1  # part of random number keys, so that no two uses share numbers
 _WITHOUT_REPLACEMENT = 2
 _ROUND = 3
 # The constants of SplitMix64 (Steele, Lea and Flood, 2014).
@@ -43,11 +43,11 @@ class Draw(Protocol):
 
     @property
     def n(self) -> int:
-        """Positions of an epoch."""
+        """The number of positions of an epoch."""
 
     @property
     def name(self) -> str | None:
-        """A description of what a position depends on; None: all samples of the dataset, once
+        """A description of what positions depend on; None: all samples of the dataset, once
         each."""
 
     @property
@@ -55,10 +55,10 @@ class Draw(Protocol):
         """Whether an epoch may read an index more than once."""
 
     def order(self, seed: int, epoch: int) -> Order:
-        """Of ``epoch``. Raises ConfigError when the user's sampler has changed."""
+        """The order of ``epoch``. Raises ConfigError if the user's sampler has changed."""
 
     def each_once(self) -> Sequence[int]:
-        """The indices to evaluate on, each one once, in a fixed order."""
+        """The indices to evaluate on, each once, in a fixed order."""
 
 
 class WholeDataset:
@@ -100,13 +100,13 @@ class IndexList:
         if not self._indices.size:
             raise ConfigError(
                 f"{self._kind} is empty",
-                hint="check the filter or the split that its indices come from",
+                hint="check the filter or split that produced its indices",
             )
         low, high = int(self._indices.min()), int(self._indices.max())
         if low < 0 or high >= samples:
             raise ConfigError(
-                f"{self._kind} names sample {low if low < 0 else high} of a dataset of {samples}",
-                hint="its indices count from 0 within the dataset that the DataLoader was given",
+                f"{self._kind} has index {low if low < 0 else high}, the dataset {samples} samples",
+                hint="indices are counted from 0 in the dataset of the DataLoader",
             )
         self.n = int(self._indices.size)
         self.repeats = int(np.unique(self._indices).size) < self.n
@@ -116,9 +116,9 @@ class IndexList:
         indices = _array(self._given.indices if self._shuffle else self._given)
         if indices.ndim != 1 or (indices.size and indices.dtype.kind not in "iu"):
             raise ConfigError(
-                f"{self._kind} does not hold the indices of samples, but {indices.dtype} values "
+                f"{self._kind} does not contain sample indices, but {indices.dtype} values "
                 f"of shape {indices.shape}",
-                hint="give a flat list of integers: indices into the dataset, from 0",
+                hint="pass a flat list of integers: indices into the dataset, from 0",
             )
         return indices.astype(np.int64)
 
@@ -139,8 +139,8 @@ class IndexList:
 class RandomSamples:
     """``RandomSampler`` with ``replacement`` or ``num_samples``.
 
-    Without replacement more samples than there are come in rounds, each of which reads every
-    sample once, as torch's do.
+    Without replacement, more samples than the dataset has come in rounds, each of which reads every
+    sample once, as in torch.
     """
 
     def __init__(self, sampler: RandomSampler, samples: int) -> None:
@@ -179,7 +179,7 @@ class RandomSamples:
 
 
 class WeightedSamples:
-    """``WeightedRandomSampler``: its weights, its number of samples, drawn anew in each epoch."""
+    """``WeightedRandomSampler``: its weights and number of samples, drawn again in each epoch."""
 
     def __init__(self, sampler: WeightedRandomSampler, samples: int) -> None:
         self._sampler = sampler
@@ -190,8 +190,8 @@ class WeightedSamples:
         _check_range("WeightedRandomSampler", weights.size, samples)
         if not (np.isfinite(weights).all() and (weights >= 0).all() and weights.any()):
             raise ConfigError(
-                "WeightedRandomSampler: the weights cannot be drawn from",
-                hint="each weight is a finite number of at least 0, and one at least is above 0",
+                "WeightedRandomSampler: the weights are invalid",
+                hint="each weight must be finite and at least 0, and one must be above 0",
             )
         drawable = int(np.count_nonzero(weights))
         if not self._replacement and self.n > drawable:
@@ -222,7 +222,7 @@ class WeightedSamples:
         last = int(np.flatnonzero(self._weights)[-1])
 
         def at(positions: Int64s) -> Int64s:
-            # side="right": a weight of 0 makes no step in the sums, so it is never drawn.
+            # side="right": a weight of 0 adds nothing to the cumulative sums, so it is never drawn.
             found = np.searchsorted(sums, _uniform(positions, key) * sums[-1], side="right")
             drawn: Int64s = np.minimum(found, last).astype(np.int64)
             return drawn
@@ -230,8 +230,8 @@ class WeightedSamples:
         return at
 
     def _by_exponentials(self, key: int) -> Int64s:
-        """The first arrivals of one exponential clock per sample, of rate ``weight``: that is
-        drawing one after the other (Efraimidis and Spirakis, 2006), and what torch does."""
+        """The smallest of exponential variates, one per sample with rate ``weight``: equivalent to
+        drawing one after the other (Efraimidis and Spirakis, 2006), as torch does."""
         candidates = np.flatnonzero(self._weights)
         arrivals = -np.log1p(-_uniform(candidates, key)) / self._weights[candidates]
         first = np.argsort(arrivals, kind="stable")[: self.n]
@@ -243,10 +243,10 @@ class WeightedSamples:
 
 
 def draw_of(sampler: object, samples: int) -> Draw | None:
-    """What a sampler of a dataset of ``samples`` draws; None for one that we do not know.
+    """The draw of a sampler for a dataset of ``samples``; None for an unknown sampler.
 
-    Subclasses are not known: they may draw differently. Raises ConfigError for one of torch's
-    samplers, or a list, that names samples which are not there.
+    Subclasses are unknown: they may draw differently. Raises ConfigError for one of torch's
+    samplers, or a list, with indices outside the dataset.
     """
     if type(sampler) is SequentialSampler:
         n = len(sampler)
@@ -267,7 +267,7 @@ def _check_range(kind: str, named: int, samples: int) -> None:
     if named > samples:
         raise ConfigError(
             f"{kind} draws from {named} samples, the dataset has {samples}",
-            hint="give the sampler and the DataLoader the same dataset",
+            hint="use the same dataset for the sampler and the DataLoader",
         )
 
 
@@ -277,7 +277,7 @@ def _check_unchanged(before: str, now: str) -> None:
             f"the loader's sampler has changed since run.loader was called: it was {before}, "
             f"it is {now}",
             hint="a resumed job could not reproduce its order: keep the sampler unchanged, and "
-            "weigh the losses instead if the weights of samples change in training",
+            "weight the losses instead if the weights of samples change during training",
         )
 
 

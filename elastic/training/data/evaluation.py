@@ -1,4 +1,4 @@
-"""Evaluation over all ranks: each sample on exactly one of them, none twice to even things out."""
+"""Evaluation over all ranks: each sample on exactly one rank, without padding."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from elastic.training.data.source import describe, over_batches
 
 
 def shard(loader: DataLoader[Any], rank: int, size: int) -> DataLoader[Any]:
-    """The part of ``rank`` of ``size``: a contiguous run of the dataset, in its order.
+    """The part of rank ``rank`` of ``size``: a contiguous range of the dataset, in its order.
 
-    Of a loader that reads a part of its dataset (``SubsetRandomSampler``, a list of indices,
-    ``SequentialSampler`` of a shorter one) it is a run of that part. How often and in which order
-    other samplers draw does not matter here: each sample comes once. Same dataset, workers,
-    collate_fn and batch size. Parts differ by at most one sample; with fewer samples than ranks
-    some get no batch, so a loop over it must hold no collectives. The last batch is never
-    dropped. Raises ConfigError for a loader that cannot be dealt out.
+    For a loader that reads a part of its dataset (``SubsetRandomSampler``, a list of indices,
+    ``SequentialSampler`` of a shorter one), it is a range of that part. How often and in which
+    order other samplers draw has no effect: each sample comes once. Dataset, workers, collate_fn
+    and batch size are kept. Parts differ by at most one sample; with fewer samples than ranks, some
+    get no batch, so a loop over it must not contain collectives. The last batch is never dropped.
+    Raises ConfigError for a loader that cannot be distributed.
     """
     check_world(rank, size)
     return shard_by(loader, lambda: (rank, size))
@@ -34,7 +34,7 @@ def shard_by(loader: DataLoader[Any], world: Callable[[], tuple[int, int]]) -> D
 
 
 class _Part(Sampler[int]):
-    """One rank's run of the samples."""
+    """One rank's range of the samples."""
 
     def __init__(self, samples: Sequence[int], world: Callable[[], tuple[int, int]]) -> None:
         self._samples, self._world = samples, world

@@ -1,13 +1,13 @@
 """A second loader, read inside the steps of the first: ``for a, b in zip(loader_a, loader_b)``.
 
-The step is the first loader's. The second one gives its own next batches whenever it is asked
-within that step, and moves on when the step commits. A fault puts both positions back, so a step
+The step belongs to the first loader. The second one yields its next batches when requested
+within that step, and advances when the step commits. A fault resets both positions, so a step
 that is redone reads the same batches of both.
 
-A pass of the second loader begins with an iterator and may end where the first does not: it spans
-the passes of the first (``next(b)``), ends before them, or is left with them (``zip``). So where
-its next iterator begins is a rule of its own. The first one after a restart or a recovery goes on
-at the position; every further one begins a new epoch, if the present one has begun.
+A pass of the second loader begins with an iterator and need not end with the first: it spans
+passes of the first (``next(b)``), ends before them, or is left with them (``zip``). So where
+its next iterator begins has a separate rule: the first one after a restart or a recovery resumes
+at the position; every further one begins a new epoch, if the current one has begun.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Pass:
 
 
 class Following:
-    """What a loader has given within the step of another. One per loader."""
+    """The batches that a loader has yielded within the steps of another. One per loader."""
 
     def __init__(self, sampler: ElasticSampler) -> None:
         self._sampler = sampler
@@ -48,38 +48,38 @@ class Following:
     # -- positions ----------------------------------------------------------------------------
 
     def put_back(self) -> None:
-        """The position was set from outside: what was given since then does not count."""
+        """Called when the position was set: batches yielded before do not count."""
         self._pending = None
         self._resumes = True
         self.put_backs += 1
 
     def position(self, step: Step) -> Position:
-        """Of the next batch within ``step``."""
+        """The position of the next batch within ``step``."""
         if self._pending is not None and self._pending[0] is step:
             return self._pending[1]
         return self._sampler.position
 
     def give(self, step: Step) -> Position:
-        """One more batch is given within ``step``; the position of the next one."""
+        """Record one more batch within ``step``, followed by the given position."""
         at = self.position(step)
         self._pending = (step, Position(at.epoch, at.step + 1))
         self._has_followed = self.follows = True
         return self._pending[1]
 
     def commit(self, step: Step) -> None:
-        """What was given within ``step`` has taken effect."""
+        """Commit the batches yielded within ``step``."""
         pending, self._pending = self._pending, None
         if pending is not None and pending[0] is step:
             self._sampler.seek(pending[1])
 
     def led(self) -> None:
-        """A step of this loader's own has committed."""
+        """Called when a step defined by this loader has committed."""
         self._has_led, self.follows = True, False
 
     # -- passes -------------------------------------------------------------------------------
 
     def new_pass(self) -> Pass:
-        """The script makes an iterator."""
+        """Called when the script creates an iterator."""
         made = self._newest = Pass(self._resumes, is_first=self._newest is None)
         self._resumes = False
         if self.follows and not made.resumes:
@@ -87,7 +87,7 @@ class Following:
         return made
 
     def looked(self, passed: Pass) -> None:
-        """The iterator follows nothing; another one may still resume."""
+        """The iterator is not used for following; another one may still resume."""
         self._resumes = self._resumes or (passed is self._newest and passed.resumes)
 
     def check_leads(self) -> None:
@@ -96,7 +96,7 @@ class Following:
             raise self.not_within_a_step()
 
     def not_within_a_step(self) -> TrainingError:
-        """A batch was requested while the first loader has no step."""
+        """The error for a batch requested while the first loader has no step."""
         return TrainingError(
             "this loader yields batches within the steps of another one; one was requested "
             "outside of them",
@@ -105,11 +105,11 @@ class Following:
         )
 
     def start(self, passed: Pass, *, epochs_are_counted: bool) -> None:
-        """The first batch of a pass is requested."""
+        """Called when the first batch of a pass is requested."""
         if self._has_led:
             raise TrainingError(
-                "this loader has defined steps, and is now read within a step of another one",
-                hint="make another one for each use: run.loader(DataLoader(…))",
+                "this loader has defined steps, but is now read within a step of another one",
+                hint="create a separate loader for each use: run.loader(DataLoader(…))",
             )
         self._resumes = False
         is_over = self._sampler.step == self._sampler.plan.steps
@@ -117,20 +117,20 @@ class Following:
             self.end()
 
     def end(self) -> None:
-        """The pass is over: the next one reads the next epoch, unless this one was not begun."""
+        """End the pass: the next one reads the next epoch, unless this one had not begun."""
         at = self._sampler.position if self._pending is None else self._pending[1]
         self._pending = None
         if at.step:
             self._sampler.seek(Position(at.epoch + 1, 0))
 
     def is_newest(self, passed: Pass) -> bool:
-        """Whether the script has made no further iterator since then."""
+        """Whether this is the script's newest iterator."""
         return passed is self._newest
 
 
 @lru_cache(maxsize=16)
 def same_shares(one: EpochPlan, samples: int, other: EpochPlan, others: int, world: int) -> bool:
-    """Whether every rank has the same part of two steps of so many samples.
+    """Whether every rank has the same share of two steps with these numbers of samples.
 
     >>> same_shares(EpochPlan(100, 8), 8, EpochPlan(100, 4), 4, 2)
     True

@@ -1,4 +1,4 @@
-"""A user's ``DataLoader``, dealt out over a world that changes.
+"""A user's ``DataLoader``, distributed over a changing world.
 
 The loader keeps its dataset, workers and collate_fn; only its batches are replaced: this rank's
 micro-batches from the position to the end of the epoch. What a batch means (step, samples,
@@ -32,7 +32,7 @@ from elastic.training.data.source import (
 
 @dataclass(frozen=True, slots=True)
 class BatchInfo:
-    """What one batch of this rank is: micro-batch ``micro_batch`` of ``part``."""
+    """Description of one batch of this rank: micro-batch ``micro_batch`` of ``part``."""
 
     part: RankStep
     micro_batch: int
@@ -44,12 +44,12 @@ class BatchInfo:
 
     @property
     def step(self) -> int:
-        """Within the epoch, from 0."""
+        """The step within the epoch, from 0."""
         return self.part.step
 
     @property
     def micro_batches(self) -> int:
-        """Of this step, the same on every rank."""
+        """The number of micro-batches of this step, the same on every rank."""
         return len(self.part.micro_batches)
 
     @property
@@ -58,7 +58,7 @@ class BatchInfo:
 
     @property
     def indices(self) -> tuple[int, ...]:
-        """The dataset indices that count; empty when the batch only fills a gap."""
+        """The dataset indices that count; empty if the batch is only a filler."""
         return self.part.micro_batches[self.micro_batch].indices
 
     @property
@@ -68,53 +68,53 @@ class BatchInfo:
 
     @property
     def samples(self) -> int:
-        """Of this micro-batch; 0: it holds one real sample, whose loss must be masked."""
+        """Samples of this micro-batch; if 0, it has one filler sample whose loss must be masked."""
         return len(self.indices)
 
     @property
     def rank_samples(self) -> int:
-        """Of this rank in the complete step."""
+        """Samples of this rank in the complete step."""
         return self.part.samples
 
     @property
     def global_samples(self) -> int:
-        """Of all ranks in the step."""
+        """Samples of all ranks in the step."""
         return self.part.global_samples
 
     @property
     def weight(self) -> float:
-        """What this micro-batch's mean loss counts for within the rank's share, 0 to 1."""
+        """The weight of this micro-batch's mean loss within the rank's share, 0 to 1."""
         return self.samples / self.rank_samples if self.samples else 0.0
 
     @property
     def rank_weight(self) -> float:
-        """What the rank's share counts for within the global batch, 0 to 1."""
+        """The weight of the rank's share within the global batch, 0 to 1."""
         return self.rank_samples / self.global_samples
 
 
 class ElasticLoader:
-    """What ``run.loader(…)`` returns.
+    """The loader that ``run.loader(…)`` returns.
 
-    ``loader`` is a ``DataLoader``, or anything iterable that gives the batches of the
-    ``DataLoader`` named by ``dataloader`` one for one and in order; that one is changed in place.
+    ``loader`` is a ``DataLoader``, or any iterable that yields the batches of the ``DataLoader``
+    passed as ``dataloader`` one for one and in order; the latter is changed in place.
     ``global_batch`` defaults to batch_size × ``largest_world``; ``micro_batch`` to the rank's
     share.
 
-    With ``max_steps`` an epoch ends after so many steps at the latest, in every world and after
-    every recovery: what ``itertools.islice(loader, 9)`` and ``if i == 9: break`` mean, which
-    count from where the loop resumes and so run more steps after a recovery::
+    With ``max_steps`` an epoch ends after at most that many steps, in every world and after
+    every recovery. ``itertools.islice(loader, 9)`` and ``if i == 9: break`` instead
+    count from where the loop resumes, and so run more steps after a recovery::
 
         loader = run.loader(DataLoader(…), max_steps=9)   # len(loader) is at most 9
         for x, y in loader:
             …
 
-    A resumed job may change it: the epoch that it is in then ends at the new step, or at once.
+    A resumed job may change it: the current epoch then ends at the new step, or immediately.
 
-    ``drive`` is what iterating means: the run puts its steps around the batches. Without it the
-    loader trains alone: a world of one, each step done when the next batch is asked for, and the
+    ``drive`` implements iteration: the run wraps batches in its steps. Without it the
+    loader trains alone: a world of one, each step done when the next batch is requested, and the
     next epoch after the last one.
 
-    Raises ConfigError for a loader that cannot be dealt out, an empty dataset and bad sizes.
+    Raises ConfigError for a loader that cannot be distributed, an empty dataset and invalid sizes.
     """
 
     def __init__(
@@ -138,7 +138,7 @@ class ElasticLoader:
             if micro_batch not in (None, 1):
                 raise ConfigError(
                     f"micro_batch is {micro_batch} for a DataLoader with batch_size=None",
-                    hint="omit it: each item of the dataset is a batch already",
+                    hint="omit it: each item of the dataset is already a batch",
                 )
             micro_batch = 1
         if global_batch is None:
@@ -181,8 +181,8 @@ class ElasticLoader:
         self._index = index or _index_alone
 
     def __getattr__(self, name: str) -> Any:
-        # dataset, num_workers, a wrapper's own attributes. A name that starts with an underscore
-        # is ours and missing: an object that copy or pickle is still making must not recurse.
+        # dataset, num_workers, a wrapper's attributes. A name that starts with an underscore
+        # is ours and missing: an object under construction by copy or pickle must not recurse.
         if name.startswith("_"):
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
         return getattr(self._given, name)
@@ -194,29 +194,35 @@ class ElasticLoader:
 
     @property
     def index(self) -> int:
-        """Within the epoch, from 0: of the present step, or else of the next one.
+        """The index within the epoch, from 0, of the current step, or else of the next one.
 
-        For what counts steps itself, since a pass may begin in the middle of an epoch::
+        For counters and progress bars, because a pass may begin in the middle of an epoch::
 
             for i, (x, y) in enumerate(loader, start=loader.index):
             for x, y in tqdm(loader, initial=loader.index, total=len(loader)):
 
-        Restores the state of the job, as the loop would.
+        Restores the job's state, as the loop would.
         """
         return self._index(self)
 
     def advance(self) -> None:
-        """The step at the position is committed."""
+        """Advance the position: the step is committed. Raises ConfigError at the epoch's end."""
         self.sampler.advance()
         self.following.led()
 
     def seek(self, position: Position) -> None:
-        """Continue at ``position`` with the next iteration."""
+        """Continue at ``position`` with the next iteration.
+
+        Raises ConfigError if the epoch has no such step.
+        """
         self.sampler.seek(position)
         self.following.put_back()
 
     def begin_epoch(self, epoch: int) -> None:
-        """Start ``epoch``, or stay in the middle of it when it is the one resumed."""
+        """Start ``epoch``, or stay in the middle of it if it is the resumed one.
+
+        Raises ConfigError if it is negative.
+        """
         if epoch != self.position.epoch:
             self.seek(Position(epoch, 0))
 
@@ -225,7 +231,7 @@ class ElasticLoader:
         return {**self.sampler.state_dict(), "follows": self.following.follows}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Resume where :meth:`state_dict` was taken; ConfigError if it is of other data."""
+        """Resume where :meth:`state_dict` was taken. Raises ConfigError for other data."""
         self.sampler.load_state_dict(state)
         self.following.put_back()
         self.following.follows = state.get("follows", False)
@@ -242,17 +248,17 @@ class ElasticLoader:
     ) -> Iterator[tuple[BatchInfo, Any]]:
         """The batches of ``rank`` of ``size`` from the position to the end of the epoch.
 
-        The position is read now and never moved: :meth:`advance` does that. Left before its end
-        and with ``keeps_workers``, the data workers wait for the next pass over this epoch, or
-        for :meth:`let_workers_go`. Raises ConfigError when the global batch is smaller than the
-        world, TrainingError when a wrapper does not give the batches of its DataLoader one for
-        one, and when an older pass is advanced.
+        The position is read now and not changed; :meth:`advance` changes it. If left before the end
+        with ``keeps_workers``, the data workers wait for the next pass over this epoch, or
+        for :meth:`let_workers_go`. Raises ConfigError if the global batch is smaller than the
+        world, TrainingError if a wrapper does not yield the batches of its DataLoader one for
+        one, or an older pass is advanced.
         """
         self.sampler.set_world(rank, size)
         self._passes += 1
         if self.position.step == self.plan.steps:
             self.let_workers_go()
-            return iter(())  # not worth starting data workers for
+            return iter(())  # do not start data workers
         if self._workers is not None:
             self._workers.enter(self.position.epoch)
         infos = self._infos(self.sampler.steps(self.micro_batch))
@@ -264,7 +270,7 @@ class ElasticLoader:
         return self._matched(infos, batches, times_read, self._passes, keeps_workers)
 
     def let_workers_go(self) -> None:
-        """No further pass over this epoch will come."""
+        """End the data workers: no further pass over this epoch follows."""
         if self._workers is not None:
             self._workers.let_go()
 
@@ -295,7 +301,7 @@ class ElasticLoader:
                 if batch is _NOTHING:
                     raise self._mismatch(f"ended before step {info.step} of epoch {info.epoch}")
                 if self._batches.times_read == times_read:
-                    raise self._mismatch("does not read the DataLoader that was named")
+                    raise self._mismatch("does not read the DataLoader passed as dataloader=")
                 yield info, batch
             with self._read_here():
                 if next(batches, _NOTHING) is not _NOTHING:
@@ -306,14 +312,14 @@ class ElasticLoader:
                 self.let_workers_go()
 
     def _read_here(self) -> AbstractContextManager[None]:
-        """Reading without workers seeds the generators of this process; they are the user's."""
+        """Restore this process's random generators, which reading without workers has seeded."""
         seeds_here = self._draws and not self._inner.num_workers
         return preserved_generators() if seeds_here else nullcontext()
 
     def _mismatch(self, what: str) -> TrainingError:
         return TrainingError(
             f"{type(self._outer).__name__} {what}",
-            hint="a wrapper named with dataloader= must give its batches one for one, in order",
+            hint="a wrapper of dataloader= must yield its batches one for one, in order",
         )
 
 
@@ -337,7 +343,7 @@ class _DrivenSampler(ElasticSampler):
     """The sampler of a loader whose epochs a run drives."""
 
     def set_epoch(self, epoch: int) -> None:
-        """Ignored, so that scripts may keep the call: ``run.epochs`` sets the epoch."""
+        """Do nothing, so that scripts may keep the call: ``run.epochs`` sets the epoch."""
 
 
 class _MicroBatches(ReplacedBatches):
@@ -357,7 +363,7 @@ class _MicroBatches(ReplacedBatches):
 
     def __iter__(self) -> Iterator[list[int]]:
         self.times_read += 1
-        steps = self.sampler.steps(self._micro_batch)  # taken now; the rest is read ahead
+        steps = self.sampler.steps(self._micro_batch)  # evaluated now: data workers read ahead
         return (self._batch(micro, part.epoch) for part in steps for micro in part.micro_batches)
 
     def _batch(self, micro: MicroShare, epoch: int) -> list[int]:
@@ -368,7 +374,7 @@ class _MicroBatches(ReplacedBatches):
         return SeededBatch(indices, self._seed, epoch, first)
 
     def __len__(self) -> int:
-        """Batches of a complete epoch in the present world."""
+        """Batches of a complete epoch in the current world."""
         plan, world = self.sampler.plan, self.sampler.num_replicas
         return sum(
             plan.micro_batch_count(*plan.span(step), world, self._micro_batch) * times

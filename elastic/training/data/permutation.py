@@ -1,4 +1,4 @@
-"""The order of an epoch: a keyed permutation of ``range(n)`` that is computed, never stored.
+"""The order of an epoch: a keyed permutation of ``range(n)``, computed and never stored.
 
 ``randperm(n)`` holds n numbers on every rank and must be drawn again after each resume. Here
 position p of an epoch maps to its sample by arithmetic: a Feistel network over the next
@@ -17,20 +17,20 @@ import numpy.typing as npt
 from elastic.errors import ConfigError
 
 ORDER_VERSION = 1
-"""Part of the key. Any change to the arithmetic below is a new version: a job that resumes must
-find its own order again, or refuse."""
+"""Part of the key. Any change to the arithmetic below is a new version: a resumed job must
+reproduce its order or be refused."""
 
 MAX_N = 2**63
 
 Int64s = npt.NDArray[np.int64]
 _UInt64s = npt.NDArray[np.uint64]
 
-# Ten rounds pass the tests of mixing from 17 bits up; halves of one or two bits need more: with
+# Ten rounds pass mixing tests from 17 bits up; halves of one or two bits need more: with
 # ten, the 720 orders of 6 samples were visibly uneven (z = 11 over 36,000 draws) [measured].
 _ROUNDS = 10
 _ROUNDS_SMALL = 24
 _SMALL_BITS = 16
-# Inputs are worked on in pieces whose temporaries stay in a core's L2 cache.
+# Inputs are processed in blocks whose temporaries fit a core's L2 cache.
 _BLOCK = 8192
 # The odd multipliers of MurmurHash3's 64-bit finaliser.
 _MULTIPLY_1 = np.uint64(0xFF51AFD7ED558CCD)
@@ -53,7 +53,7 @@ class Permutation:
             )
         if version != ORDER_VERSION:
             raise ConfigError(
-                f"data order version {version} is not known, only {ORDER_VERSION}",
+                f"data order version {version} is unknown; known is {ORDER_VERSION}",
                 hint="resume with the release of this package that wrote the checkpoint",
             )
         self.n = n
@@ -68,7 +68,7 @@ class Permutation:
         return self._walk(positions, range(len(self._keys)))
 
     def position_of(self, samples: npt.ArrayLike) -> Int64s:
-        """The inverse of :meth:`at`: where in the epoch each of ``samples`` comes."""
+        """The inverse of :meth:`at`: the position of each of ``samples`` in the epoch."""
         return self._walk(samples, range(len(self._keys) - 1, -1, -1))
 
     def _walk(self, values: npt.ArrayLike, rounds: range) -> Int64s:
@@ -107,7 +107,7 @@ class Permutation:
 
 
 def _mix(half: _UInt64s, key: np.uint64, bits: int) -> _UInt64s:
-    """The top ``bits`` of a keyed hash of each value; wraps around on purpose."""
+    """The top ``bits`` of a keyed hash of each value; overflow is intended."""
     mixed: _UInt64s = half + key
     mixed *= _MULTIPLY_1
     mixed ^= mixed >> np.uint64(32)

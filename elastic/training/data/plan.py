@@ -1,8 +1,8 @@
-"""Which rank takes which positions of an epoch: arithmetic without torch.
+"""The assignment of an epoch's positions to ranks: arithmetic without torch.
 
-Step t of an epoch takes the global positions ``[t*B, min((t+1)*B, N))``, whatever the world is.
-A world only decides how those positions are cut: rank r takes a contiguous run of them. So the
-world may change between any two steps, and every sample still counts once.
+Step t of an epoch has the global positions ``[t*B, min((t+1)*B, N))`` in every world.
+A world only decides how they are divided: rank r takes a contiguous range. So the
+world may change between any two steps, and every sample counts exactly once.
 """
 
 from __future__ import annotations
@@ -47,12 +47,12 @@ def check_world(rank: int, world: int) -> None:
 class EpochPlan:
     """An epoch of ``n`` samples in global batches of ``global_batch``.
 
-    With ``shards`` = V, a global batch is V slices that never change, and ranks own contiguous
-    runs of slices; without, ranks own runs of samples. ``drop_last`` leaves out the last step
-    when it is not full. An epoch ends after ``max_steps`` at the latest: samples beyond them are
-    not read in it.
+    With ``shards`` = V, a global batch is V fixed slices, and ranks own contiguous
+    ranges of slices; without, ranks own ranges of samples. ``drop_last`` drops the last step
+    if it is not full. An epoch ends after ``max_steps`` at the latest: samples beyond them are
+    not read.
 
-    Raises ConfigError for an empty dataset and for sizes that cannot work.
+    Raises ConfigError for an empty dataset and for invalid sizes.
     """
 
     n: int
@@ -65,7 +65,7 @@ class EpochPlan:
         if self.n < 1:
             raise ConfigError(
                 f"the dataset is empty ({self.n} samples)",
-                hint="check the path and the filter that the dataset was built with",
+                hint="check the path and filter of the dataset",
             )
         if self.global_batch < 1:
             raise ConfigError(
@@ -78,7 +78,7 @@ class EpochPlan:
             )
         if self.shards is not None and not 1 <= self.shards <= self.global_batch:
             raise ConfigError(
-                f"{self.shards} shards cannot cut a global batch of {self.global_batch}",
+                f"{self.shards} shards cannot divide a global batch of {self.global_batch}",
                 hint=f"use 1 to {self.global_batch} shards",
             )
         if self.max_steps is not None and self.max_steps < 1:
@@ -92,7 +92,7 @@ class EpochPlan:
 
     @property
     def samples(self) -> int:
-        """Samples that one epoch reads: ``n``, less what its steps drop."""
+        """Samples that one epoch reads: ``n`` minus dropped ones."""
         return min(self.n, self.steps * self.global_batch)
 
     def span(self, step: int) -> Span:
@@ -102,7 +102,7 @@ class EpochPlan:
         return step * self.global_batch, min((step + 1) * self.global_batch, self.n)
 
     def check_world(self, rank: int, world: int) -> None:
-        """Raise ConfigError when ``world`` ranks cannot all have a part of a full step."""
+        """Raise ConfigError if ``world`` ranks cannot all have a part of a full step."""
         check_world(rank, world)
         if world > self.global_batch:
             raise ConfigError(
@@ -116,7 +116,7 @@ class EpochPlan:
             )
 
     def share(self, start: int, stop: int, rank: int, world: int) -> Span:
-        """What ``rank`` takes of the step ``[start, stop)``; may be empty in a last step."""
+        """The share of ``rank`` in the step ``[start, stop)``; may be empty in a last step."""
         if self.shards is None:
             return split(start, stop, rank, world)
         first, last = split(0, self.shards, rank, world)
@@ -125,10 +125,10 @@ class EpochPlan:
     def micro_batches(
         self, start: int, stop: int, rank: int, world: int, micro_batch: int | None = None
     ) -> list[Span]:
-        """The share of ``rank`` cut into micro-batches, as many on every rank of the world.
+        """The share of ``rank`` divided into micro-batches, the same number on every rank.
 
-        At most ``micro_batch`` samples each; None: the complete share. An empty span stands
-        for a micro-batch that must run, for the collectives' sake, and must not count. With
+        At most ``micro_batch`` samples each; None: the complete share. An empty span denotes
+        a micro-batch that must run for its collectives, and must not count. With
         ``shards`` each micro-batch is one shard and ``micro_batch`` is ignored.
         """
         count = self.micro_batch_count(start, stop, world, micro_batch)

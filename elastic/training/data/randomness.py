@@ -1,7 +1,7 @@
-"""Randomness as a function of (seed, step, rank, micro-batch), set before each micro-batch.
+"""Random seeds as a function of (seed, step, rank, micro-batch), set before each micro-batch.
 
-A step that is redone or resumed draws the same numbers, whatever was drawn before it: no
-generator's state has to be saved or restored.
+A repeated or resumed step draws the same numbers, regardless of what was drawn before: no
+generator state has to be saved or restored.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _MASK = (1 << 64) - 1
 def derive_seed(*parts: int) -> int:
     """A well-mixed 64-bit seed from integers: SplitMix64's finalizer over each of them.
 
-    In every step, with cold caches, a cryptographic hash of them took 24 µs [measured].
+    A cryptographic hash took 24 µs in each step, with cold caches [measured].
     Source: Steele, Lea and Flood, Fast Splittable Pseudorandom Number Generators, 2014.
 
     >>> derive_seed(0, 1) == derive_seed(0, 1) != derive_seed(1, 0)
@@ -35,8 +35,8 @@ def derive_seed(*parts: int) -> int:
 def seed_all(seed: int) -> None:
     """Seed torch (CPU and this process's GPU), Python and, if the script imported it, NumPy.
 
-    Not ``torch.manual_seed``: it seeds every kind of device, and formats a stack trace for each
-    that is not initialised, 0.6 ms in all [measured].
+    ``torch.manual_seed`` is not used: it seeds every kind of device, and formats a stack trace for
+    each that is not initialised, 0.6 ms in total [measured].
     """
     torch.default_generator.manual_seed(seed)
     if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]

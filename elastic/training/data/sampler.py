@@ -1,8 +1,8 @@
 """A ``DistributedSampler`` whose world may change between any two steps.
 
-The stock sampler deals samples round-robin to a fixed number of ranks and pads; a resume at
-another world size then repeats some samples and never reads others. Here the order belongs to
-the epoch and the cut to the world (``plan.py``), so neither can happen.
+The stock sampler distributes samples round-robin over a fixed number of ranks and pads; a resume at
+another world size then repeats some samples and never reads others. Here, the order depends on
+the epoch and only the division on the world (``plan.py``), so neither can happen.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from elastic.training.data.draws import Draw, Order, WholeDataset
 from elastic.training.data.permutation import ORDER_VERSION, Int64s
 from elastic.training.data.plan import EpochPlan, Position, Span, check_world
 
-# Positions turned into samples at once: numpy's cost per call (0.2 ms for one small step
-# [measured]) is shared by many steps, and the first batch still comes within milliseconds.
+# Positions are mapped to samples in blocks: numpy's cost per call (0.2 ms for one small step
+# [measured]) is spread over many steps, and the first batch still arrives within milliseconds.
 _READ_AHEAD = 32768
 
-# What states of older releases do not name, and meant.
+# Implied values of fields that states of older releases lack.
 _UNNAMED = {"sampler": None, "max_steps": None}
 
 
@@ -41,8 +41,8 @@ _SAME_DRAW = (
 class MicroShare:
     """The dataset indices of one micro-batch of one rank.
 
-    ``indices`` may be empty: then ``filler``, a sample of the same step, is run with its loss
-    masked, because every rank must run as many micro-batches as the others. ``first`` is the
+    ``indices`` may be empty: then ``filler``, a sample of the same step, runs with its loss
+    masked, because every rank must run the same number of micro-batches. ``first`` is the
     global position of the first of them in the epoch; the others follow.
     """
 
@@ -74,15 +74,15 @@ class RankStep:
 class ElasticSampler(DistributedSampler[int]):
     """This rank's indices of an epoch, at any world size, each sample once per epoch.
 
-    Takes what ``DistributedSampler`` takes, and ``global_batch``: the samples of one step of the
-    whole job. Nothing is padded; nothing is dropped unless ``drop_last``, which leaves out the
-    last step when it is not full, or ``max_steps``, after which an epoch ends. ``draw`` is what
-    an epoch reads, if that is not all samples once each. Without ``num_replicas`` and ``rank``
+    Takes the arguments of ``DistributedSampler``, and ``global_batch``: the samples per step of the
+    whole job. Nothing is padded; nothing is dropped except by ``drop_last``, which drops the
+    last step if it is not full, or by ``max_steps``, after which an epoch ends. ``draw`` is what
+    an epoch reads, if not every sample once. Without ``num_replicas`` and ``rank``
     they come from the process group, and without a process group the world is this process.
 
-    Alone, with ``DataLoader(dataset, sampler=sampler, batch_size=sampler.rank_batch)``, each batch
-    is this rank's part of one step. The last step of an epoch is smaller, and where it has fewer
-    samples than there are ranks some get no batch of it: ``drop_last`` avoids both.
+    With ``DataLoader(dataset, sampler=sampler, batch_size=sampler.rank_batch)``, each batch
+    is this rank's part of one step. The last step of an epoch may be smaller; if it has fewer
+    samples than ranks, some ranks get no batch: ``drop_last`` avoids both.
 
     To resume, save :meth:`state_dict` after :meth:`advance` at the end of each step, and load it
     before iterating. ``len()`` is this rank's samples in a complete epoch, at any position, so
@@ -127,28 +127,38 @@ class ElasticSampler(DistributedSampler[int]):
         return stop - start
 
     def seek(self, position: Position) -> None:
-        """Continue at ``position``. ``step`` may be the number of steps: the epoch is over.
+        """Continue at ``position``. ``step`` may equal the number of steps: the epoch is complete.
 
         Raises :class:`~elastic.ConfigError` if the epoch has no such step.
         """
         if position.epoch < 0 or not 0 <= position.step <= self.plan.steps:
             raise ConfigError(
-                f"no such place in the data: epoch {position.epoch}, step {position.step}",
+                f"no such position in the data: epoch {position.epoch}, step {position.step}",
                 hint=f"an epoch has {self.plan.steps} steps of {self.plan.global_batch} samples",
             )
         self.epoch, self.step = position.epoch, position.step
 
     def advance(self) -> None:
-        """The step at the position is done."""
+        """Advance the position: the step is done.
+
+        Raises :class:`~elastic.ConfigError` at the end of the epoch, which has no further step.
+        """
         self.seek(Position(self.epoch, self.step + 1))
 
     def set_epoch(self, epoch: int) -> None:
-        """Start ``epoch``, or stay in the middle of it when it is the one resumed."""
+        """Start ``epoch``, or stay in the middle of it if it is the resumed one.
+
+        Raises :class:`~elastic.ConfigError` if it is negative.
+        """
         if epoch != self.epoch:
             self.seek(Position(epoch, 0))
 
     def set_world(self, rank: int, size: int) -> None:
-        """Be ``rank`` of ``size`` from the next iteration on: same global batches, same order."""
+        """Use ``rank`` and ``size`` from the next iteration on: same global batches, same order.
+
+        Raises :class:`~elastic.ConfigError` for a rank outside of the world, and for a world with
+        more ranks than a global batch has samples, or shards.
+        """
         self.plan.check_world(rank, size)
         self.rank, self.num_replicas = rank, size
         self.num_samples = sum(stop - start for start, stop in self._kinds_of_share())
@@ -163,8 +173,8 @@ class ElasticSampler(DistributedSampler[int]):
     def steps(self, micro_batch: int | None = None) -> Iterator[RankStep]:
         """This rank's part of each step from the position to the end of the epoch.
 
-        Position and world are taken now, not with the first step: data workers
-        read ahead, and must not see a position that moves.
+        Position and world are read now, not at the first step: data workers
+        read ahead, and must not see a changing position.
         """
         return self._steps(self.position, self.rank, self.num_replicas, micro_batch)
 
@@ -182,13 +192,13 @@ class ElasticSampler(DistributedSampler[int]):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Resume where :meth:`state_dict` was taken, at any world size.
 
-        Raises ConfigError when the state is of another order, dataset or global batch: the
-        position would then mean other samples. ``max_steps`` may be another one: it says where
-        epochs end from here on, and an epoch that was complete stays complete.
+        Raises ConfigError if the state is of another order, dataset or global batch: the
+        position would mean other samples. ``max_steps`` may differ: it determines where
+        epochs end from now on, and a complete epoch stays complete.
         """
         state = {**_UNNAMED, **state}
         for name in self.state_dict().keys() - state.keys():
-            raise ConfigError(f"the data position has no {name!r}: {dict(state)}")
+            raise ConfigError(f"the saved data position lacks {name!r}: {dict(state)}")
         for name, here in self._identity().items():
             if state[name] != here:
                 raise ConfigError(
@@ -217,7 +227,7 @@ class ElasticSampler(DistributedSampler[int]):
         }
 
     def _kinds_of_share(self) -> Iterator[Span]:
-        """Spans as long, together, as this rank's part of an epoch; not one per step."""
+        """Spans with the total length of this rank's part of an epoch; not one per step."""
         full, tail = divmod(self.plan.samples, self.plan.global_batch)
         yield 0, full * self.rank_batch
         yield self.plan.share(0, tail, self.rank, self.num_replicas)
@@ -268,7 +278,7 @@ def _from_group(ask: Callable[[], int], alone: int) -> int:
 def size_of(dataset: Dataset[Any]) -> int:
     if not hasattr(dataset, "__len__"):
         raise ConfigError(
-            f"{type(dataset).__name__} has no len(): its samples cannot be dealt out once each",
-            hint="give the dataset a __len__ and a __getitem__ by index",
+            f"{type(dataset).__name__} has no len(): its samples cannot be distributed once each",
+            hint="define __len__ and __getitem__ by index in the dataset",
         )
     return len(cast(Sized, dataset))

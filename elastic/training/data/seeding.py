@@ -1,14 +1,14 @@
-"""Random numbers of data loading as a function of (seed, epoch, sample index), or, where an
+"""Random numbers of data loading as a function of (seed, epoch, sample index), or, if an
 epoch may read a sample more than once, of (seed, epoch, position).
 
-A sample's augmentation must not depend on which rank or data worker reads it, or on what that
-process read before: else a step redone in another world would train on other data. The seed
+A sample's augmentation must not depend on which rank or data worker reads it, nor on what that
+process read before: otherwise a step repeated in another world would train on other data. The seed
 travels with the indices, because persistent data workers are not notified of a new epoch;
 the user's dataset, collate_fn and worker_init_fn stay as they are.
 
 Seeded are ``random``, ``numpy.random`` and torch's CPU generator: 8 µs a sample [measured].
-Generators that a dataset owns (``np.random.default_rng()``) are its own affair. Data that torch's
-own classes only index is not seeded for: nothing draws there.
+Generators owned by a dataset (``np.random.default_rng()``) are not seeded. Nor is data that torch's
+own classes only index: nothing is drawn there.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _BY_POSITION = 1  # part of the key
 def draws_nothing(loader: DataLoader[Any]) -> bool:
     """Whether reading this loader's data certainly uses no random generator.
 
-    Subclasses, and whatever else a user may have written, count as drawing.
+    Subclasses and user-defined classes count as drawing.
     """
     is_torchs = type(loader) is DataLoader and loader.collate_fn is default_collate
     return is_torchs and _only_indexes(loader.dataset)
@@ -56,10 +56,10 @@ def _only_indexes(dataset: Dataset[Any]) -> bool:
 
 
 class SeededBatch(list[int]):
-    """Dataset indices that seed the generators, each for its own sample, while they are read.
+    """Dataset indices that seed the generators for their sample while they are iterated.
 
     ``DataLoader`` reads a batch with ``[dataset[i] for i in batch]``
-    (torch/utils/data/_utils/fetch.py), so each sample finds its own seed, and collate_fn goes on
+    (torch/utils/data/_utils/fetch.py), so each sample has its own seed, and collate_fn continues
     from that of the last one. A dataset whose ``__getitems__`` takes the batch as a whole, without
     iterating it, draws unseeded.
     """
@@ -72,19 +72,19 @@ class SeededBatch(list[int]):
 
     def __iter__(self) -> Iterator[int]:
         for number, index in enumerate(super().__iter__()):
-            # Where a sample may come twice in an epoch, what it draws belongs to its position.
+            # If a sample may come twice in an epoch, its draws depend on its position.
             of = (index,) if self._first is None else (self._first + number, _BY_POSITION)
             _seed_generators(derive_seed(self._seed, self._epoch, *of))
             yield index
 
     def __reduce__(self) -> tuple[type[SeededBatch], tuple[list[int], int, int, int | None]]:
-        # The inherited one iterates, and so would seed the process that sends the batch.
+        # The inherited one iterates, which would seed the process that sends the batch.
         return SeededBatch, (self[:], self._seed, self._epoch, self._first)
 
 
 @contextmanager
 def preserved_generators() -> Iterator[None]:
-    """Put the generators of this process back as they were: for data read without workers."""
+    """Restore the generators of this process afterwards: for data read without workers."""
     python, torch_cpu = random.getstate(), torch.default_generator.get_state()
     numpy = np.random.get_state(legacy=False)
     try:

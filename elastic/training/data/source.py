@@ -28,17 +28,17 @@ from elastic.training.data.sampler import ElasticSampler, size_of
 
 # For data that cannot be distributed here: the script distributes it.
 _OWN_LOOP = (
-    "or deal it out yourself, the same amount to every rank, in a loop of your own: "
+    "or distribute it yourself, the same amount to every rank, in your own loop: "
     "`run.begin()` before each step and `run.commit()` after it"
 )
 
 
 class Collation(Enum):
-    """What becomes of the samples of one batch."""
+    """How the samples of one batch are read."""
 
     SAMPLES = "samples"  # each is read, collate_fn makes a batch of them: torch's default
-    ITEM = "item"  # batch_size=None: each item of the dataset is a batch already
-    LIST = "list"  # batch_size=None with a BatchSampler: the dataset is given the list of indices
+    ITEM = "item"  # batch_size=None: each item of the dataset is already a batch
+    LIST = "list"  # batch_size=None with a BatchSampler: the dataset gets the list of indices
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,12 +51,12 @@ class DataSource:
     shuffle: bool
     draw: Draw
     collation: Collation = Collation.SAMPLES
-    seed: int | None = None  # None: the loader names none, the job's holds
-    global_batch: int | None = None  # None: the loader names none
+    seed: int | None = None  # None: the job's seed applies
+    global_batch: int | None = None  # None: the loader does not specify one
 
 
 class ReplacedBatches(Sampler[list[int]]):
-    """Our batches in a user's loader; remembers the original ones."""
+    """Our batches in a user's loader, with a reference to the original ones."""
 
     def __init__(self, source: DataSource) -> None:
         self.source = source
@@ -65,24 +65,24 @@ class ReplacedBatches(Sampler[list[int]]):
 def describe(loader: object) -> DataSource:
     """Read a loader's order and batch size.
 
-    Raises ConfigError, saying what to use instead, for a loader whose order is not a function of
+    Raises ConfigError, with an alternative, for a loader whose order is not a function of
     a position: iterable datasets, samplers and batch samplers that are not torch's own.
     """
     if not isinstance(loader, DataLoader):
         raise ConfigError(
             f"not a DataLoader: {type(loader).__name__}",
-            hint="pass the DataLoader; name a wrapped one together with its wrapper: "
+            hint="pass the DataLoader; pass a wrapped one together with its wrapper: "
             "run.loader(wrapper, dataloader=inner)",
         )
     if isinstance(loader.dataset, IterableDataset):
         raise ConfigError(
-            f"{type(loader.dataset).__name__} is an IterableDataset: it has no samples to deal out",
-            hint="give the dataset `__len__` and `__getitem__(index)` "
+            f"{type(loader.dataset).__name__} is an IterableDataset: samples cannot be distributed",
+            hint="define `__len__` and `__getitem__(index)` in the dataset "
             f"(torch.utils.data.Dataset), {_OWN_LOOP}",
         )
     for replaced in (loader.batch_sampler, loader.sampler):
         if isinstance(replaced, ReplacedBatches):
-            return replaced.source  # changed in place before, and given to us again
+            return replaced.source  # changed in place before, and passed again
     batches = loader.batch_sampler
     if batches is None:
         return _without_collation(loader)
@@ -93,7 +93,7 @@ def describe(loader: object) -> DataSource:
 
 def _unknown_batches(batches: object) -> ConfigError:
     return ConfigError(
-        f"the loader's batches come from {type(batches).__name__}, which cannot be dealt out",
+        f"the loader's batches come from {type(batches).__name__}, which cannot be distributed",
         hint="use DataLoader(dataset, batch_size=…, sampler=…); batches that are always the same "
         "are items of a dataset whose `__getitem__(i)` returns "
         "`collate_fn([dataset[j] for j in batches[i]])`, in DataLoader(…, batch_size=None), "
@@ -129,10 +129,10 @@ def _with_sampler(dataset: Dataset[Any], batches: BatchSampler) -> DataSource:
         draw = draw_of(sampler, samples)
     if draw is None:
         raise ConfigError(
-            f"the order of {type(sampler).__name__} cannot be kept over changes of the world: "
-            "it is drawn by code that only its own process can repeat",
-            hint="if it is the same in each epoch and on each rank, give it as a list: "
-            "DataLoader(dataset, sampler=list(sampler), …); orders that are drawn anew are "
+            f"the order of {type(sampler).__name__} cannot be reproduced in another world: "
+            "only the process that draws it can repeat it",
+            hint="if it is the same in each epoch and on each rank, pass it as a list: "
+            "DataLoader(dataset, sampler=list(sampler), …); orders drawn in each epoch are "
             "shuffle=True, SubsetRandomSampler(indices) and "
             "WeightedRandomSampler(weights, num_samples)",
         )
@@ -181,10 +181,10 @@ def over_batches(
     object.__setattr__(ours, "sampler", batches if by_list else sampler)
     if collation is Collation.ITEM and not isinstance(ours.collate_fn, OnlyItem):
         ours.collate_fn = OnlyItem(ours.collate_fn)
-    # Persistent workers' iterator holds the old batches, and a copy must not share it.
+    # The iterator of persistent workers holds the old batches: a copy must not share it.
     forget_iterator(ours)
     # Batches are matched with the plan by their order.
     ours.in_order = True
-    # Torch draws the workers' base seed from this one: from its own, not the training's.
+    # torch draws the workers' base seed from this generator, which is not the training's.
     ours.generator = torch.Generator()
     return ours

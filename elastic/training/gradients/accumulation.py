@@ -1,9 +1,9 @@
-"""Steps whose gradients no optimizer has used yet: the everyday loop that accumulates gradients.
+"""Gradient accumulation: steps whose gradients no optimizer has used yet.
 
-``if (i + 1) % 4 == 0: optimizer.step()``: after each of the other three iterations gradients are
-held that exist nowhere else. So they do not commit: the data advances, but a recovery returns to
-the last iteration after which no tracked optimizer held gradients, and nothing is saved, and no
-world changes in order, before the next one.
+With ``if (i + 1) % 4 == 0: optimizer.step()``, after each of the other three iterations this rank
+holds gradients that exist nowhere else. So they do not commit: the data advances, but a recovery
+returns to the last iteration after which no tracked optimizer held gradients, and until the next
+such iteration nothing is saved and no planned change of the world takes place.
 """
 
 from __future__ import annotations
@@ -18,22 +18,22 @@ class Accumulation:
 
     def __init__(self) -> None:
         self._steps: list[Step] = []
-        self.has_updates = False  # some optimizer stepped, while another one accumulates
-        self._lengths: deque[int] = deque(maxlen=2)  # of the last groups
-        self._interrupted: int | None = None  # the number of the first step of a group to be redone
+        self.has_updates = False  # an optimizer stepped while another one accumulates
+        self._lengths: deque[int] = deque(maxlen=2)  # iterations of the last groups
+        self._interrupted: int | None = None  # the first step of a group to be repeated
 
     @property
     def since(self) -> int | None:
-        """The number of the first step that is not committed; None: all are."""
+        """The number of the first uncommitted step; None if all are committed."""
         return self._steps[0].number if self._steps else None
 
     def add(self, step: Step) -> None:
-        """An iteration has ended, and gradients of it are still to be used."""
+        """Add a finished iteration whose gradients are still unused."""
         self._steps.append(step)
         self.has_updates = self.has_updates or step.optimizer_stepped
 
     def end(self, step: Step) -> list[Step]:
-        """Optimizers have used all gradients: what is committed now, ``step`` last."""
+        """Optimizers have used all gradients: returns the steps to commit, ``step`` last."""
         steps = [*self._steps, step]
         self._lengths.append(len(steps))
         self._interrupted = None
@@ -41,8 +41,8 @@ class Accumulation:
         return steps
 
     def other_length(self, step: Step) -> tuple[int, int] | None:
-        """If the group that ``step`` ends was interrupted before: how many iterations it has now,
-        and how many those before it had, unless they are as many."""
+        """If the group that ``step`` ends was interrupted before: its number of iterations now
+        and that of earlier groups, if they differ."""
         length = len(self._steps) + 1
         first = step.number if self.since is None else self.since
         usual = self._lengths[0] if len(set(self._lengths)) == 1 and len(self._lengths) == 2 else 1
@@ -50,7 +50,7 @@ class Accumulation:
         return (length, usual) if is_other else None
 
     def interrupt(self, step: Step | None) -> None:
-        """A fault of the world, in ``step``: the iterations are to be done again."""
+        """After a fault of the world in ``step``: the iterations will be repeated."""
         if self.since is not None:
             self._interrupted = self.since
         elif step is not None:
@@ -58,10 +58,10 @@ class Accumulation:
         self.drop()
 
     def take_last(self) -> Step | None:
-        """The last iteration, out of here; None if there is none."""
+        """Remove and return the last iteration; None if there is none."""
         return self._steps.pop() if self._steps else None
 
     def drop(self) -> None:
-        """The iterations are to be done again, or their gradients are never used."""
+        """Drop the iterations: they are repeated, or their gradients are never used."""
         self._steps = []
         self.has_updates = False

@@ -1,17 +1,17 @@
-"""Gradients of sharded models, reduced across replicas: each position's shards by itself.
+"""Gradients of sharded models, reduced across replicas separately for each position's shards.
 
-FSDP has averaged them over the ranks of the replica that split its samples (reduce-scatter); what
-is left is the sum over replicas. ``FSDPModule.set_all_reduce_hook`` calls :meth:`AcrossReduction.
-reduce` with each group of parameters, in Python, in the middle of the backward pass
-(``foreach_reduce`` in torch/distributed/fsdp/_fully_shard/_fsdp_collectives.py). Where the world is
-over, nothing is raised there: FSDP's collectives within the replica go on, on all of its ranks
-alike, and at the end of the backward pass the replica settles whether the gradients are any. That
-sum is the only collective of a step beside those of the gradients: control flags follow the first
-bucket across replicas, as with DDP, and then go with the sum, as does what the replica would ask at
-the next boundary (``ModelReplica.question``).
+FSDP has averaged them over the ranks of the replica that split its samples (reduce-scatter); the
+sum over replicas remains. ``FSDPModule.set_all_reduce_hook`` calls :meth:`AcrossReduction. reduce`
+with each group of parameters, in Python, in the middle of the backward pass (``foreach_reduce`` in
+torch/distributed/fsdp/_fully_shard/_fsdp_collectives.py). If the world is over, nothing is raised
+there: FSDP's collectives within the replica continue on all of its ranks, and at the end of the
+backward pass the replica agrees on whether the gradients are valid. That sum is the only collective
+of a step in addition to those of the gradients: control flags follow the first bucket across
+replicas, as with DDP, and are then added to the sum, as is the replica's question for the next
+boundary (``ModelReplica.question``).
 
 Modules with DTensors but without FSDP (tensor parallelism alone) have their local gradients summed
-in buckets, once the backward pass has ended.
+in buckets at the end of the backward pass.
 
 Shares of the batch may differ by a sample, between replicas and within one. So a rank's gradients
 are weighted before the reduce-scatter, by its share over that of an even split.
@@ -44,36 +44,36 @@ _LEFT = "the world is over for a rank of this replica: the gradients of this ste
 
 
 class AcrossReduction(Reduction):
-    """How the gradients of one module's shards are summed over the replicas of a world."""
+    """Sums the gradients of one module's shards over the replicas of a world."""
 
     def __init__(self, replica: ModelReplica) -> None:
         super().__init__()
         self._replica = replica
-        self._across: OwnGroup | None = None  # None: in no world
-        self._fault: Exception | None = None  # of this rank, not settled yet
+        self._across: OwnGroup | None = None  # None outside of a world
+        self._fault: Exception | None = None  # of this rank, not yet settled
         self._pass: int | None = None  # the backward pass that ends with a call of _settle
-        self._end: torch.Tensor | None = None  # flags of this step, not settled yet
+        self._end: torch.Tensor | None = None  # flags of this step, not yet settled
         self._parameters: list[torch.nn.Parameter] = []  # of a module without FSDP
         self._summed: list[weakref.ref[torch.Tensor]] = []  # their gradients
         self.holds_gradients: Callable[[], bool] = lambda: False  # of passes that reduced none
 
     def enter_across(self, across: OwnGroup) -> None:
-        """A new world."""
+        """Begin a new world."""
         self._across = across
 
     def leave(self) -> None:
-        """Hold nothing of the world that is over."""
+        """Release everything that belongs to the ended world."""
         super().leave()
         self._across = self._end = None
 
     def begin(self, weight: float) -> None:
-        """A new step, in which this rank holds the part ``weight`` of the global batch."""
+        """Begin a step in which this rank has the fraction ``weight`` of the global batch."""
         super().begin(weight)
         self._fault = self._end = self._pass = None
 
     @property
     def has_new_gradients(self) -> bool:
-        """As of any module; FSDP keeps gradients that are not reduced by itself."""
+        """Same interface as for DDP; FSDP itself keeps gradients that are not reduced."""
         return self.is_done or self.holds_gradients()
 
     def weigh_local(self, gradients: torch.Tensor) -> None:
@@ -82,7 +82,7 @@ class AcrossReduction(Reduction):
             return
         factor = self.weight * self._across.size * self._replica.mesh.data_size
         if factor == 0.0:
-            gradients.zero_()  # × 0 would keep a NaN of the sample that only filled a gap
+            gradients.zero_()  # × 0 would keep a NaN of the filler sample
         elif abs(factor - 1.0) > NEARLY:
             gradients.mul_(factor)
 
@@ -99,7 +99,7 @@ class AcrossReduction(Reduction):
         self.reduced()
 
     def watch(self, parameters: list[torch.nn.Parameter]) -> None:
-        """Without FSDP: sum up the gradients of these at the end of each backward pass."""
+        """Without FSDP: sum the gradients of these parameters after each backward pass."""
         self._parameters = [p for p in parameters if p.requires_grad]
         for parameter in self._parameters:
             parameter.register_post_accumulate_grad_hook(self._accumulated)  # type: ignore[no-untyped-call]
@@ -109,7 +109,7 @@ class AcrossReduction(Reduction):
             return
         if any(parameter.grad is known() for known in self._summed):
             raise TrainingError(
-                "a second backward pass adds to gradients that are summed over the replicas: "
+                "a second backward pass adds to gradients already summed over the replicas: "
                 "without fully_shard they are reduced once per step",
                 hint="optimizer.zero_grad() before each backward pass; for several passes per step "
                 'fully_shard(model, mesh=run.mesh["shard"])',
@@ -122,9 +122,9 @@ class AcrossReduction(Reduction):
         lacking = sum(p.grad is None for p in self._parameters)
         if lacking:
             raise TrainingError(
-                f"{lacking} parameters got no gradient in a backward pass: without fully_shard "
+                f"{lacking} parameters got no gradient in a backward pass: without fully_shard, "
                 "all replicas reduce all of them",
-                hint="parameter.requires_grad_(False) before run.wrap for what is not trained",
+                hint="call parameter.requires_grad_(False) before run.wrap for untrained ones",
             )
         gradients = [p.grad for p in self._parameters if p.grad is not None]
         self._summed = [weakref.ref(gradient) for gradient in gradients]
@@ -158,14 +158,15 @@ class AcrossReduction(Reduction):
             self._end.copy_(room.end)
 
     def _room_with_flags(self, gradients: torch.Tensor) -> Room | None:
-        """What is summed in place of a step's first bucket: behind it, this rank's flags."""
+        """A step's first bucket, followed by this rank's flags."""
         room = None if self._has_spoken or self.flags is None else Room.behind(gradients)
         if room is not None:
             room.end.copy_(self._write_flags())
         return room
 
     def _write_flags(self) -> torch.Tensor:
-        """This rank's flags, once a step: for its position of each replica, then for all ranks."""
+        """This rank's flags, once per step: for its position in each replica, then for all
+        ranks."""
         if self._end is None:
             self._end = torch.zeros(COUNT, dtype=torch.float64)
             if self.flags is not None and not self._has_spoken:
@@ -179,7 +180,7 @@ class AcrossReduction(Reduction):
             call_after_backward(self._settle)  # after FSDP's own, which was queued before
 
     def _settle(self) -> None:
-        """The end of a backward pass: all ranks of the replica have the sum, or all raise."""
+        """At the end of a backward pass: all ranks of the replica have the sum, or all raise."""
         if self._parameters:
             self._sum_all()
         is_over = self._fault is not None or self._has_failed
@@ -199,7 +200,7 @@ class AcrossReduction(Reduction):
 
     @property
     def _has_failed(self) -> bool:
-        """Whether a collective of this world has, and the script has caught its error."""
+        """Whether a collective of this world has failed and the script has caught its error."""
         return self._across is not None and self._across.works.may_be_garbage
 
 

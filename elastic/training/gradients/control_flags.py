@@ -1,13 +1,13 @@
-"""Flags of each rank for all others, piggybacked on the first gradient bucket of a step.
+"""Control flags sent by each rank to all others with the first gradient bucket of a step.
 
 A decision that needs all ranks at the same step (save now, a node is leaving) would cost a
 separate collective. The first bucket of gradients is summed over all ranks in every step
-anyway, so it is made five elements longer: each is 1 on a rank that sets the flag, so a sum above
-0 means that some rank did. The bucket's own memory grows by them, once, so that no
+anyway, so it is extended by five elements: each is 1 on a rank that sets the flag, so a sum above
+0 means that some rank did. The bucket's memory is extended once, so that no
 gradient is copied (docs/decisions/0014).
 
-The last two say whether the number of the rank's step is even or odd. If both are set, gradients of
-different steps were summed: a rank has left a step without a backward pass.
+The last two tell whether the number of the rank's step is even or odd. If both are set, gradients
+of different steps were summed: a rank has left a step without a backward pass.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ _PARITY = 3  # where the flags of even and odd steps are
 
 @dataclass(frozen=True)
 class StepFlags:
-    """The flags of one rank, sent with a step's gradients; or those of any rank, received."""
+    """The flags that one rank sends with a step's gradients, or the combined received ones."""
 
     save: bool = False  # rank 0's policy: save after this step
     leaving: bool = False  # this rank's node drains
-    stuck: bool = False  # this rank has no buffer to save from: its disk hangs
+    stuck: bool = False  # this rank has no free buffer to save from: its disk hangs
 
 
 _NOTHING = StepFlags()
 
 
 class ControlFlags:
-    """One per process: the flags that this rank sends in the current step, and those received."""
+    """The flags sent and received in the current step. One per process."""
 
     def __init__(self) -> None:
         self._sent = StepFlags()
@@ -45,22 +45,22 @@ class ControlFlags:
         self._nothing: dict[tuple[int | None, torch.dtype, torch.device], torch.Tensor] = {}
 
     def begin_step(self, number: int) -> None:
-        """The gradients that are sent next are those of step ``number``."""
+        """Label the gradients sent next as those of step ``number``."""
         self._step = number
         self._ends.clear()
 
     def abstain(self) -> None:
-        """Send no number until the next step begins: this rank has none, and its peers go on."""
+        """Send no number until the next step begins: this rank has no step, its peers do."""
         self._step = None
 
     def send(self, flags: StepFlags) -> None:
-        """A step begins: send these flags with its gradients."""
+        """Send these flags with the gradients of the next step."""
         self._sent = flags
         self._ends.clear()
 
     def write(self, end: torch.Tensor) -> None:
-        """Write the flags into ``end``, which follows gradients that are about to be summed; the
-        flags of all ranks are read from there once they are."""
+        """Write the flags into ``end``, which follows gradients to be summed; the
+        flags of all ranks are read from there afterwards."""
         parity = None if self._step is None else self._step % 2
         key = parity, end.dtype, end.device
         pattern = self._nothing.get(key)
@@ -81,11 +81,11 @@ class ControlFlags:
         self._ends.clear()
 
     def settle(self) -> None:
-        """The collectives have ended: copy from a GPU now, before more is queued."""
+        """After the collectives: copy from a GPU now, before more work is queued."""
         self._ends = [end.cpu() for end in self._ends]
 
     def received(self) -> StepFlags | None:
-        """The flags of all ranks in this step; None if no bucket has carried any."""
+        """The flags of all ranks in this step; None if no bucket carried flags."""
         if not self._ends:
             return None
         sums = [end[:_PARITY].tolist() for end in self._ends]
@@ -96,9 +96,9 @@ class ControlFlags:
         rank's. All ranks see it."""
         if any(even > 0 and odd > 0 for even, odd in (e[_PARITY:].tolist() for e in self._ends)):
             raise TrainingError(
-                f"at step {number} gradients of different steps were summed: a rank has left a "
+                f"at step {number}, gradients of different steps were summed: a rank left a "
                 "step without a backward pass, by `continue` or after an exception",
-                hint="leave a step out on all ranks or on none, by what every rank calls: "
+                hint="skip a step on all ranks or on none, with a call that every rank makes: "
                 "`if run.mean(1.0, bad=float(is_bad))['bad'] > 0: continue`",
             )
 

@@ -1,7 +1,7 @@
-"""The parts of a module that ``fully_shard`` was called for: what they hold, and their settings.
+"""The parts of a module that ``fully_shard`` was applied to, and their settings.
 
-The harness reduces with FSDP's mean over ranks, and adds to it. So settings that make it something
-else than that mean are refused: before ``run.wrap`` and ``run.build``, and after them.
+The harness reduces with FSDP's mean over ranks, and builds on it. So settings that change that mean
+are refused, before and after ``run.wrap`` and ``run.build``.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any, NoReturn
 
 from torch import nn
 
-from elastic import torch_private
+from elastic import torch_fsdp
 from elastic.errors import ConfigError
 
 _SETTINGS = {
@@ -28,7 +28,7 @@ _SETTINGS = {
 
 
 class FSDPParts:
-    """Of one module, in the order of ``modules()``; none if it was not sharded by FSDP2."""
+    """The FSDP parts of a module, in the order of ``modules()``; none without FSDP2."""
 
     def __init__(self, module: nn.Module) -> None:
         fsdp: Any = sys.modules.get("torch.distributed.fsdp")  # importing it takes a second
@@ -38,15 +38,15 @@ class FSDPParts:
 
     @property
     def holds_gradients(self) -> bool:
-        """Whether gradients of passes that reduced none wait for one that does
+        """Whether gradients of backward passes without reduction wait for one with reduction
         (``set_requires_gradient_sync``)."""
-        return any(torch_private.fsdp_holds_gradients(part) for part in self.parts)
+        return any(torch_fsdp.fsdp_holds_gradients(part) for part in self.parts)
 
     def reset(self) -> None:
         """Forget what an interrupted step has left. A module that no forward pass has reached holds
         nothing: its world may end before its first step."""
         for part in self.parts:
-            if torch_private.fsdp_is_root(part):
+            if torch_fsdp.fsdp_is_root(part):
                 part.reset_iter_state()
 
     def check(self, call: str, settings: Iterable[str] = tuple(_SETTINGS)) -> None:
@@ -56,7 +56,7 @@ class FSDPParts:
         """
         refused = frozenset(settings)
         for part in self.parts:
-            for name in torch_private.fsdp_settings(part):
+            for name in torch_fsdp.fsdp_settings(part):
                 if name in refused:
                     raise _refusal(f"{call} of a module with {name}()", name)
         self._check_ties(call)
@@ -64,7 +64,7 @@ class FSDPParts:
     def _check_ties(self, call: str) -> None:
         owners: dict[object, str] = {}
         for part in self.parts:
-            for parameter, original in torch_private.fsdp_originals(part):
+            for parameter, original in torch_fsdp.fsdp_originals(part):
                 name = self._names.get(id(parameter), "?")
                 if original is not None and original in owners:
                     raise ConfigError(

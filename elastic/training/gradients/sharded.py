@@ -1,7 +1,7 @@
-"""A module that is sharded over ``run.mesh``, as a part of the job: what ElasticDDP is to others.
+"""A module sharded over ``run.mesh`` as a part of the job: the counterpart of ElasticDDP.
 
-The script's module stays the object that it is; this one stands for it in the job's state. FSDP's
-collectives run within the replica; :mod:`elastic.training.gradients.across` adds those between
+The script keeps its module object; this one represents it in the job's state. FSDP's
+collectives run within the replica; :mod:`elastic.training.gradients.across` adds those across
 replicas.
 """
 
@@ -22,11 +22,18 @@ from elastic.mesh import ReplicaProcessGroup
 from elastic.training.gradients.across import AcrossReduction, WeightedReduceScatter
 from elastic.training.gradients.fsdp_parts import FSDPParts
 from elastic.training.gradients.reduction import NEARLY
+from elastic.training.gradients.sharding import ranks_along, refusal, sharded_over
 from elastic.world.mesh import ReplicaMesh
+
+# Dimensions along which ranks hold different parameters, under the same names or under others.
+_OTHER_PARAMETERS = {
+    "pp": "its ranks hold different stages of the model",
+    "ep": "its ranks hold different experts of the model",
+}
 
 
 class ShardedModule:
-    """One per ``run.wrap`` of a sharded module. Raises ConfigError for one that cannot be."""
+    """A sharded module, one per ``run.wrap``. Raises ConfigError for an unsupported one."""
 
     def __init__(self, module: nn.Module, group: ReplicaProcessGroup) -> None:
         mesh = group.replica.mesh
@@ -42,9 +49,9 @@ class ShardedModule:
         self._fsdp = self._parts.parts
         if self._fsdp and not hasattr(FSDPModule, "reset_iter_state"):
             raise ConfigError(
-                f"run.wrap() of a module with fully_shard, on torch {torch.__version__}: it cannot "
-                "drop what FSDP has accumulated of an interrupted step (reset_iter_state)",
-                hint="torch 2.13 or later; with older ones sharded models recover by a restart "
+                f"run.wrap() of a module with fully_shard: torch {torch.__version__} cannot "
+                "drop FSDP's accumulated state of an interrupted step (reset_iter_state)",
+                hint="use torch 2.13 or later; with older versions, recovery is by a restart "
                 "(docs/how-to/sharded.md)",
             )
         self._parts.check("run.wrap()")
@@ -79,7 +86,7 @@ class ShardedModule:
         self.reduction.has_forward = True
 
     def enter_world(self) -> None:
-        """Reduce over the replicas of the present world."""
+        """Reduce over the replicas of the current world."""
         assert self._group.across is not None, "a world has groups"
         self.reduction.enter_across(self._group.across)
         self.in_world = True
@@ -88,7 +95,7 @@ class ShardedModule:
             self._in_world_parameters = found
 
     def leave_world(self) -> None:
-        """Hold nothing of the world; forget what FSDP has kept of an interrupted step."""
+        """Release everything of the world, and FSDP's state of an interrupted step."""
         self.reduction.leave()
         self._in_world_parameters = ()
         if self.in_world:
@@ -96,7 +103,7 @@ class ShardedModule:
             self._parts.reset()
 
     def begin_step(self, weight: float) -> None:
-        """A step begins, in which this rank holds the part ``weight`` of the global batch."""
+        """Begin a step in which this rank has the fraction ``weight`` of the global batch."""
         before = self.reduction.weight
         if abs(weight - before) > NEARLY and self.holds_gradients:
             raise TrainingError(
@@ -105,40 +112,48 @@ class ShardedModule:
                 f"({weight:.4g}, before {before:.4g}): the last batch of an epoch is smaller, or "
                 "the shares of ranks differ",
                 hint="DataLoader(…, drop_last=True) and a global_batch that every size of the "
-                "world divides; or leave set_requires_gradient_sync alone: each pass is reduced",
+                "world divides; or do not call set_requires_gradient_sync: each pass is reduced",
             )
         self.reduction.begin(weight)
 
     @property
     def holds_gradients(self) -> bool:
-        """Whether it has gradients that are in no parameter's ``.grad``: those of passes that
-        reduced none."""
+        """Whether gradients exist that are in no parameter's ``.grad``: of backward passes
+        without reduction."""
         return self._parts.holds_gradients
 
     @property
     def all_parameters(self) -> tuple[nn.Parameter, ...]:
-        """The sharded ones, which optimizers have; in a world those that it began with, as in
+        """The sharded parameters, which optimizers use. In a world, those at its beginning, as in
         ElasticDDP. Without a world, and where the script has replaced some, a walk finds them."""
         return self._in_world_parameters or tuple(self.module.parameters())
 
     @property
     def local_parameters(self) -> tuple[torch.Tensor, ...]:
-        """This rank's shards of them."""
+        """This rank's shards of the parameters."""
         return tuple(local_of(p) if is_dtensor(p) else p for p in self.all_parameters)
 
     @property
     def counted_parameters(self) -> tuple[torch.Tensor, ...]:
-        """Those whose changes torch counts: the script may change a DTensor, or its shard."""
+        """The tensors whose changes torch counts: the script may change a DTensor or its shard."""
         parameters: tuple[Any, ...] = self.all_parameters
         with torch.no_grad():
             return (*parameters, *(p.to_local() for p in parameters if is_dtensor(p)))
 
+    def first_alike(self) -> tuple[int, ...]:
+        """For each of them the first rank of the replica that holds the same part of it."""
+        replica = self._group.replica
+        return tuple(
+            replica.mesh.first_alike(replica.position, sharded_over(p, replica.mesh))
+            for p in self.all_parameters
+        )
+
     def frozen_indices(self) -> list[int]:
-        """Which of the parameters are not trained, in their order."""
+        """Which parameters are not trained, in order."""
         return [i for i, p in enumerate(self.all_parameters) if not p.requires_grad]
 
     def set_frozen(self, indices: list[int]) -> None:
-        """Train all parameters but these."""
+        """Train all parameters except these."""
         frozen = set(indices)
         for index, parameter in enumerate(self.all_parameters):
             if parameter.requires_grad is (index in frozen):
@@ -147,10 +162,12 @@ class ShardedModule:
 
 def _check(module: nn.Module, mesh: ReplicaMesh) -> None:
     """Raise ConfigError unless something reduces the gradients of each parameter over every
-    dimension that splits the batch, and all of it is on the replica's mesh."""
+    dimension that splits the batch, or its samples, and all of it is on the replica's mesh."""
+    _check_dimensions(mesh)
     parameters = dict(module.named_parameters())
     is_fsdp = any(isinstance(part, FSDPModule) for part in module.modules())
-    if not is_fsdp and (mesh.data_dims or not any(map(is_dtensor, parameters.values()))):
+    is_split = bool(mesh.data_dims) or "cp" in mesh.split_dims
+    if not is_fsdp and (is_split or not any(map(is_dtensor, parameters.values()))):
         raise ConfigError(
             "run.wrap() of a module without fully_shard, under elastic.join(mesh=…): nothing "
             "reduces its gradients over the replica",
@@ -169,31 +186,48 @@ def _check(module: nn.Module, mesh: ReplicaMesh) -> None:
             )
 
 
+def _check_dimensions(mesh: ReplicaMesh) -> None:
+    """Raise ConfigError for those whose ranks hold other parameters than each other."""
+    for dim, why in _OTHER_PARAMETERS.items():
+        if dim in mesh.split_dims:
+            raise refusal(
+                f"run.wrap() under elastic.join(mesh=…) with the dimension {dim!r}: {why}, and the "
+                "state of one rank is taken for that of all ranks at its position of a shard"
+            )
+
+
 def _check_parameter(name: str, parameter: Any, mesh: ReplicaMesh) -> None:
-    theirs, sizes = parameter.device_mesh, dict(mesh.dims)
-    names = theirs.mesh_dim_names
-    if names is None and theirs.ndim == len(mesh.dims) == 1:
-        names = (mesh.dims[0][0],)  # fully_shard(model): over torch's default group
-    given = dict(zip(names or (), theirs.shape, strict=False))
-    if not given or any(sizes.get(dim) != size for dim, size in given.items()):
+    theirs = parameter.device_mesh
+    along = [mesh.dims_along(ranks) for ranks in ranks_along(theirs)]
+    if any(dims is None for dims in along):
         raise ConfigError(
             f"run.wrap() of a module sharded over another mesh: {name!r} is on {theirs}, and a "
             f"replica is {mesh}",
             hint='fully_shard(model, mesh=run.mesh["shard"]): run.mesh has the dimensions of '
             "elastic.join(mesh=…)",
         )
+    spanned = {dim: i for i, dims in enumerate(along) for dim in dims or ()}
     for dim in mesh.data_dims:
-        if dim not in given:
+        if dim not in spanned:
             raise ConfigError(
                 f"run.wrap() of a sharded module: {name!r} is on {theirs}, which lacks the "
                 f"dimension {dim!r}: it splits the batch, and nothing would reduce over it",
                 hint=f'fully_shard(model, mesh=run.mesh["{dim}"])',
             )
-        placement = parameter.placements[list(given).index(dim)]
-        if placement.is_replicate():
+        if parameter.placements[spanned[dim]].is_replicate():
             raise ConfigError(
-                f"run.wrap() of a module with a replicate dimension of its own: {name!r} is "
+                f"run.wrap() of a module with its own replicate dimension: {name!r} is "
                 f"replicated over {dim!r}",
-                hint="the replicas of a job are those of elastic.join(mesh=…): name the sharded "
-                'dimension alone, fully_shard(model, mesh=run.mesh["shard"])',
+                hint="the replicas of a job come from elastic.join(mesh=…): pass only the sharded "
+                'dimension: fully_shard(model, mesh=run.mesh["shard"])',
             )
+    if "cp" in mesh.split_dims and (
+        "cp" not in spanned or parameter.placements[spanned["cp"]].is_replicate()
+    ):
+        names = ", ".join(f'"{dim}"' for dim in (*mesh.data_dims, "cp"))
+        raise ConfigError(
+            f"run.wrap() of a sharded module: {name!r} is on {theirs}, which lacks the dimension "
+            "'cp': its ranks see other parts of each sample, and nothing would reduce over it",
+            hint=f'fully_shard(model, mesh=run.mesh[{names}]._flatten("shard_cp")): FSDP then '
+            "averages over the parts, too",
+        )

@@ -1,11 +1,11 @@
-"""Sharded models, as torch's own APIs make them: found by their tensors, and refused.
+"""Detects sharded models by their tensors, and refuses them where they cannot work.
 
-A world that changes in process takes its group down and builds another one. DTensors (FSDP2's
+A change of the world in process destroys its group and builds another one. DTensors (FSDP2's
 ``fully_shard``, ``parallelize_module``, anything on a DeviceMesh) and FSDP1 keep the groups that
-they were made with, and a rank that joins has no shards: neither DDP nor the transfer of state
-between ranks can be right for them. FSDP2 over the replicas of ``elastic.join(mesh=…)`` is another
-matter (:mod:`elastic.training.gradients.sharded`); all others recover by a restart of the workers,
-without ``elastic.join``: docs/how-to/sharded.md, which every refusal names together with the lines.
+they were created with, and a joining rank has no shards: neither DDP nor the transfer of state
+between ranks can handle them. FSDP2 over the replicas of ``elastic.join(mesh=…)`` is supported
+(:mod:`elastic.training.gradients.sharded`); all others recover by a restart of the workers,
+without ``elastic.join``: docs/how-to/sharded.md, which every error names with the lines to use.
 """
 
 from __future__ import annotations
@@ -18,12 +18,13 @@ import torch
 from torch import nn
 
 from checkpoints.tensors.dtensors import is_dtensor, local_of
-from elastic import torch_private
+from elastic import torch_fsdp
 from elastic.errors import ConfigError
+from elastic.world.mesh import ReplicaMesh
 
 _INSTEAD = """\
-FSDP2 in replicas recovers in process: elastic.join(mesh={"shard": 2}), and \
-run.wrap(fully_shard(model, mesh=run.mesh["shard"])). Over the whole world it is built in each one:
+FSDP2 in replicas recovers in process with elastic.join(mesh={"shard": 2}) and \
+run.wrap(fully_shard(model, mesh=run.mesh["shard"])). FSDP2 over the whole world is built in each:
       def build(mesh):
           model = Net(); fully_shard(model, mesh=mesh)
           return model, torch.optim.AdamW(model.parameters())
@@ -31,9 +32,9 @@ run.wrap(fully_shard(model, mesh=run.mesh["shard"])). Over the whole world it is
           model, optimizer = run.build(build)                     # in place of run.wrap, run.track
           for epoch in run.epochs(…): …
       run.retry(train)
-    any other sharded model recovers by a restart of its workers (docs/how-to/sharded.md has all \
-loops): leave out elastic.join, run.wrap, run.track and run.retry, and use in their place
-      dist.init_process_group()                  # torchrun --rdzv-backend=etcd-v3 …
+Any other sharded model recovers by a restart of its workers (docs/how-to/sharded.md has complete \
+loops). Replace elastic.join, run.wrap, run.track and run.retry by
+      dist.init_process_group()                  # torchrun --rdzv-backend=etcd …
       fully_shard(model)                         # or parallelize_module(model, mesh, plan)
       optimizer = torch.optim.AdamW(model.parameters())           # after the model is sharded
       state = {"model": get_model_state_dict(model),
@@ -41,13 +42,13 @@ loops): leave out elastic.join, run.wrap, run.track and run.retry, and use in th
       if found := checkpoints.latest(folder).checkpoint:
           checkpoints.load(folder, found.name, into=state, group=dist.group.WORLD)
           set_optimizer_state_dict(model, optimizer, state["optimizer"])
-    or train it unsharded, with DDP: run.wrap(model) before anything shards it"""
+    or train it unsharded with DDP: call run.wrap(model) without sharding it."""
 
 
 def refuse_module(call: str, module: nn.Module, *, stale: Iterable[str] = ()) -> None:
     """Raise ConfigError if ``module`` is sharded, naming the place.
 
-    ``stale``: names of optimizers with parameters that no module has (any more).
+    ``stale``: names of optimizers with parameters that no module has.
     """
     if found := _sharded_part(module):
         raise refusal(f"{call}: {found}{_made_before(stale)}")
@@ -70,15 +71,37 @@ def refuse_stale_optimizers(module: str, names: Iterable[str]) -> None:
     """Raise ConfigError if there are tracked optimizers of parameters that no module has."""
     if stale := list(names):
         raise ConfigError(
-            f"run.track({stale[0]}=…): an optimizer over parameters that the wrapped {module} does "
-            "not have: those from before it was sharded, which get no gradients",
-            hint="make the optimizer after fully_shard: torch.optim.AdamW(model.parameters())",
+            f"run.track({stale[0]}=…): the optimizer's parameters are not in the wrapped {module}: "
+            "they are from before it was sharded, and get no gradients",
+            hint="create the optimizer after fully_shard: torch.optim.AdamW(model.parameters())",
         )
 
 
 def local_value(tensor: torch.Tensor) -> torch.Tensor:
-    """What this rank holds of a tensor: its shard, or all of it."""
+    """This rank's part of a tensor: its shard, or all of it."""
     return local_of(tensor) if is_dtensor(tensor) else tensor
+
+
+def ranks_along(device_mesh: Any) -> list[list[int]]:
+    """For each dimension of a DeviceMesh, the ranks along it, this one among them.
+
+    By ranks, since a flattened dimension has a name of its own.
+    """
+    place, ranks = device_mesh.get_coordinate(), device_mesh.mesh
+    if place is None:  # this rank is not on it
+        return [[]]
+    every = slice(None)
+    places = [(*place[:i], every, *place[i + 1 :]) for i in range(device_mesh.ndim)]
+    return [ranks[row].tolist() for row in places]
+
+
+def sharded_over(parameter: Any, mesh: ReplicaMesh) -> frozenset[str]:
+    """The dimensions of the replica along which ranks hold different parts of it."""
+    if not is_dtensor(parameter):
+        return frozenset()
+    along = zip(parameter.placements, ranks_along(parameter.device_mesh), strict=True)
+    found = [mesh.dims_along(ranks) for placement, ranks in along if not placement.is_replicate()]
+    return frozenset().union(*(dims for dims in found if dims is not None))
 
 
 def is_sharded(module: nn.Module) -> bool:
@@ -145,7 +168,7 @@ def _description(tensor: torch.Tensor) -> str:
         placed: Any = tensor
         kinds = ", ".join(map(str, placed.placements))
         return f"a DTensor ({kinds} over {placed.device_mesh})"
-    if torch_private.is_flat_parameter(tensor):
+    if torch_fsdp.is_flat_parameter(tensor):
         return "the flat parameter of a FullyShardedDataParallel (FSDP1)"
     return ""
 

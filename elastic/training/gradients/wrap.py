@@ -1,4 +1,4 @@
-"""A DistributedDataParallel that is one object for life, whatever happens to the world.
+"""A DistributedDataParallel that stays the same object through all worlds.
 
 Before the first world, in eval mode and without gradients it is a plain module without
 collectives: rank 0 may evaluate alone. (Stock DDP broadcasts buffers in eval mode, too, and such
@@ -32,23 +32,8 @@ if TYPE_CHECKING:  # it imports FSDP, which takes long: only scripts that shard 
     from elastic.training.gradients.sharded import ShardedModule
 
 Wrapped: TypeAlias = "ElasticDDP | ShardedModule"
-"""A module of the job, in either form."""
+"""A module of the job: DDP or sharded."""
 
-# Module.__init__ starts these afresh; they belong to the user.
-_HOOK_TABLES = (
-    "_backward_pre_hooks",
-    "_backward_hooks",
-    "_is_full_backward_hook",
-    "_forward_hooks",
-    "_forward_hooks_with_kwargs",
-    "_forward_hooks_always_called",
-    "_forward_pre_hooks",
-    "_forward_pre_hooks_with_kwargs",
-    "_state_dict_hooks",
-    "_state_dict_pre_hooks",
-    "_load_state_dict_pre_hooks",
-    "_load_state_dict_post_hooks",
-)
 _BYPASS = "gradients would bypass the weights of uneven shares"
 _REFUSED = {
     "process_group": "the world's group is the only one that is rebuilt",
@@ -60,7 +45,7 @@ _REFUSED = {
 
 
 class ElasticDDP(DDP):
-    """What ``run.wrap`` returns. ``options`` are DistributedDataParallel's."""
+    """The module that ``run.wrap`` returns. ``options`` are DistributedDataParallel's."""
 
     def __init__(self, module: nn.Module, **options: Any) -> None:
         for name in options.keys() & _REFUSED.keys():
@@ -71,16 +56,16 @@ class ElasticDDP(DDP):
         self.options = options
         self.reduction = Reduction()
         self.in_world = False
-        self._trained: tuple[bool, ...] = ()  # which parameters the reducer was made for
-        self._releasable: ReleasableGroup | None = None  # the reducer does not keep it alive
+        self._trained: tuple[bool, ...] = ()  # the parameters the reducer was created for
+        self._releasable: ReleasableGroup | None = None  # kept alive here: the reducer does not
         self.require_backward_grad_sync = True
         self.training = module.training
         self._in_world_parameters: tuple[nn.Parameter, ...] = ()
 
     def enter_world(self) -> None:
-        """Become a working DDP over the present default group. Parameters must agree already.
+        """Become a working DDP over the current default group. Parameters must already agree.
 
-        Without anything to train it stays a plain module, until something is.
+        Without trainable parameters it stays a plain module until there are some.
         """
         self.leave_world()
         self._in_world_parameters = tuple(self.module.parameters())
@@ -90,10 +75,10 @@ class ElasticDDP(DDP):
             self._become_ddp()
 
     def _become_ddp(self) -> None:
-        kept = {name: self.__dict__[name] for name in _HOOK_TABLES if name in self.__dict__}
+        kept = torch_private.hook_tables(self)
         training, module = self.training, self.module
-        # State is agreed before, by restore: init_sync would broadcast all of it once more.
-        # Gradients that are views of the buckets are not copied back out of them: that pays for
+        # Restore has already agreed on the state: init_sync would broadcast all of it again.
+        # Gradients that are views of the buckets are not copied back: that offsets the cost of
         # the weighting, which plain DDP does in its copy into them.
         defaults = {"init_sync": False, "gradient_as_bucket_view": True}
         DDP.__init__(self, module, **{**defaults, **self.options})
@@ -105,7 +90,7 @@ class ElasticDDP(DDP):
             reduction.enter(group, is_divided=True)
             self._releasable = ReleasableGroup(group, reduction.all_reduce, is_on_stream=False)
             self._releasable.replace(self.reducer)
-        else:  # nobody waits on the host, and an abort releases the stream
+        else:  # nothing waits on the host, and an abort releases the stream
             reduction.enter(group, is_divided=False)
             super().register_comm_hook(reduction, weighted_sum)
             if is_on_stream:
@@ -113,11 +98,11 @@ class ElasticDDP(DDP):
                 self._releasable.replace(self.reducer)
 
     def leave_world(self) -> None:
-        """Back to a plain module, with nothing left of the group.
+        """Become a plain module again and release the group.
 
-        The old reducer's hooks must go: the next DDP over the same parameters fails forever
-        otherwise (DESIGN section 6). So must the reducer itself, here and now: it holds the
-        group, and if the garbage collector of a forked DataLoader worker is the one to find it,
+        The old reducer's hooks must be removed: otherwise the next DDP over the same parameters
+        fails. The reducer itself must also be freed now: it holds the
+        group, and if the garbage collector of a forked DataLoader worker frees it,
         the group's destructor joins a thread that the child does not have: SIGSEGV [measured].
         """
         if "reducer" in self.__dict__:
@@ -130,17 +115,17 @@ class ElasticDDP(DDP):
         self.in_world = False
 
     def _set_static_graph(self) -> None:
-        """DDP calls it for ``static_graph=True``; scripts do, too."""
+        """Called by DDP for ``static_graph=True``, and by scripts."""
         super()._set_static_graph()  # type: ignore[no-untyped-call]
         self.reduction.is_static = True
 
     def _match_all_reduce_for_bwd_pass(self) -> None:
-        """In ``join()``, on a rank that has no data left: another pass of its peers."""
+        """In ``join()``, on a rank without data: shadow another pass of its peers."""
         self.reduction.speak_again()
         super()._match_all_reduce_for_bwd_pass()  # type: ignore[no-untyped-call]
 
     def register_comm_hook(self, state: object, hook: object) -> None:
-        """Refused: gradients would bypass the weights of uneven shares."""
+        """Raise ConfigError: gradients would bypass the weights of uneven shares."""
         raise _refusal("register_comm_hook", hook)
 
     def _register_builtin_comm_hook(self, comm_hook_type: object) -> None:
@@ -148,17 +133,17 @@ class ElasticDDP(DDP):
 
     @property
     def is_plain(self) -> bool:
-        """Whether a forward pass now is one without collectives."""
+        """Whether a forward pass would run without collectives."""
         return not (self.in_world and self.training and torch.is_grad_enabled())
 
     @not_compiled_itself
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
-        """The module's forward; with DDP's work around it only while training in a world."""
+        """The module's forward pass; with DDP's only while training in a world."""
         is_plain = self.is_plain
         self._note_phase(is_plain=is_plain)
         if not is_plain and self._is_reduced():
             if self.reduction.failure is not None:
-                raise self.reduction.failure  # swallowed by the script, and DDP's pass has no end
+                raise self.reduction.failure  # caught by the script, and DDP's pass would not end
             self.reduction.has_forward = True
             if not self.require_backward_grad_sync:
                 self.reduction.accumulates()
@@ -170,7 +155,7 @@ class ElasticDDP(DDP):
 
     @not_compiled
     def _note_phase(self, *, is_plain: bool) -> None:
-        """A forward pass is a sign of life, and says whether the script trains or evaluates."""
+        """Report a forward pass as progress, in training or evaluation."""
         if not is_plain:
             phases.enter(COMPUTE)
         elif not (self.training and torch.is_grad_enabled()):
@@ -178,11 +163,11 @@ class ElasticDDP(DDP):
 
     @not_compiled
     def _is_reduced(self) -> bool:
-        """Whether gradients of a pass that begins now are reduced: if there will be any.
+        """Whether gradients of a pass that begins now are reduced.
 
-        The reducer knows only parameters that were trained when it was made. Where the script has
-        frozen or unfrozen some since, it is made anew, in milliseconds; where it has frozen all of
-        them (a discriminator, while the generator trains), it is left out for as long.
+        The reducer handles only parameters that were trainable when it was created. If the script
+        has frozen or unfrozen some since, it is recreated, in milliseconds; if all are frozen (a
+        discriminator, while the generator trains), it is not used meanwhile.
         """
         trained = tuple(map(_is_trained, self._in_world_parameters))
         if trained == self._trained:
@@ -193,14 +178,14 @@ class ElasticDDP(DDP):
         return True
 
     def begin_step(self, weight: float) -> None:
-        """A step begins, in which this rank holds the part ``weight`` of the global batch."""
+        """Begin a step in which this rank has the fraction ``weight`` of the global batch."""
         factor = self.reduction.rescale(weight)
         if factor is None:
             raise TrainingError(
                 "gradients accumulated under no_sync() cannot be added to those of a step in which "
                 f"this rank has another share of the samples ({weight:.4g} of them, before "
                 f"{self.reduction.weight:.4g}): the last batch of an epoch is smaller",
-                hint="DataLoader(…, drop_last=True), or do not use no_sync()",
+                hint="use DataLoader(…, drop_last=True), or do not use no_sync()",
             )
         if factor != 1.0:
             gradients = [p.grad for p in self.all_parameters if p.grad is not None]
@@ -209,23 +194,24 @@ class ElasticDDP(DDP):
 
     @property
     def holds_gradients(self) -> bool:
-        """Never: those of passes under ``no_sync()`` are in the parameters' ``.grad``."""
+        """False: gradients of passes under ``no_sync()`` are in the parameters' ``.grad``."""
         return False
 
     def frozen_indices(self) -> list[int]:
-        """Which of the parameters are not trained, in their order."""
+        """Which parameters are not trained, in order."""
         return [i for i, p in enumerate(self.all_parameters) if not p.requires_grad]
 
     def set_frozen(self, indices: list[int]) -> None:
-        """Train all parameters but these."""
+        """Train all parameters except these."""
         frozen = set(indices)
         for index, parameter in enumerate(self.all_parameters):
             if parameter.requires_grad is (index in frozen):
                 parameter.requires_grad_(index not in frozen)
 
     def __getstate__(self) -> dict[str, Any]:
-        """For ``copy.deepcopy`` and ``torch.save``: a wrapped module that is in no world."""
-        kept = {name: self.__dict__[name] for name in _HOOK_TABLES if name in self.__dict__}
+        """The state for ``copy.deepcopy`` and ``torch.save``: a wrapped module outside of a
+        world."""
+        kept = torch_private.hook_tables(self)
         return {
             "module": self.module,
             "options": self.options,
@@ -234,7 +220,7 @@ class ElasticDDP(DDP):
         }
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Copies are plain modules: nothing of the job, for target networks and averages."""
+        """Copy as a plain module outside of the job, for target networks and averages."""
         ElasticDDP.__init__(self, state["module"], **state["options"])
         self.__dict__.update(state["kept"])
         self.training = state["training"]
@@ -243,8 +229,8 @@ class ElasticDDP(DDP):
     def _distributed_broadcast_coalesced(
         self, tensors: list[torch.Tensor], buffer_size: int, authoritative_rank: int = 0
     ) -> None:
-        """DDP gives rank 0's buffers to all before each forward pass, waiting inside gloo, where
-        nothing could release it (see elastic/process_group/pending.py). On the CPU it waits
+        """Broadcast rank 0's buffers before each forward pass. DDP would wait inside gloo, where
+        the wait cannot be interrupted (see elastic/process_group/pending.py). On the CPU this waits
         here."""
         if semantics_of("cpu").is_on_stream or not all(t.device.type == "cpu" for t in tensors):
             super()._distributed_broadcast_coalesced(tensors, buffer_size, authoritative_rank)  # type: ignore[no-untyped-call]
@@ -260,18 +246,23 @@ class ElasticDDP(DDP):
 
     @property
     def all_parameters(self) -> tuple[nn.Parameter, ...]:
-        """In a world those that it began with, as in DDP: a walk through a large model in every
+        """In a world, the parameters at its beginning, as in DDP: walking a large model in every
         step would cost more than a millisecond."""
         return self._in_world_parameters if self.in_world else tuple(self.module.parameters())
 
+    def first_alike(self) -> tuple[int, ...]:
+        """For each of them the first rank of the replica that holds the same: a replica is one
+        rank here."""
+        return (0,) * len(self.local_parameters)
+
     @property
     def local_parameters(self) -> tuple[torch.Tensor, ...]:
-        """What this rank holds of them: everything."""
+        """This rank's part of the parameters: all."""
         return self.all_parameters
 
     @property
     def counted_parameters(self) -> tuple[torch.Tensor, ...]:
-        """Those whose changes torch counts."""
+        """The tensors whose changes torch counts."""
         return self.all_parameters
 
 
@@ -279,7 +270,7 @@ _is_trained = attrgetter("requires_grad")
 
 
 def _check_kind(module: nn.Module) -> None:
-    """Raise ConfigError for a module that DDP cannot take."""
+    """Raise ConfigError for a module that DDP does not support."""
     if isinstance(module, nn.parallel.DistributedDataParallel):
         raise ConfigError(
             f"run.wrap() of a {type(module).__name__}: its process group would end with the world",

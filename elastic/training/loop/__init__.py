@@ -1,10 +1,10 @@
-"""The loops of a script: epochs, steps, and what the end of a step means.
+"""The loops of a script: epochs, steps, and commits.
 
-Start with ``loops``, which a script iterates; ``step_loop`` begins and ends steps, ``boundary``
+Start with ``loops``, which a script iterates. ``step_loop`` begins and ends steps, ``boundary``
 saves or leaves between two of them, ``commits`` decides when a step has taken effect, ``follower``
 reads a second loader within the steps of the first. ``callbacks`` are called after steps;
-``consumers`` finds the consumer of an iterator; ``scope`` is the part of the API that the script
-is inside of.
+``consumers`` finds the consumer of an iterator; ``scope`` tracks the part of the API that the
+script is in.
 
 May import ``recovery`` and everything below it; neither ``attempts`` nor ``run``.
 """

@@ -1,4 +1,4 @@
-"""Between two steps: everything before is committed, so the job can be saved, or left."""
+"""The boundary between two steps: everything before is committed, so the job can save or leave."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from elastic.worker.worlds import Worlds
 
 
 class StepBoundary:
-    """One per process. ``worlds`` is the link to the agent, or None."""
+    """Actions between two steps. One per process. ``worlds`` is the link to the agent, or None."""
 
     def __init__(
         self,
@@ -31,8 +31,8 @@ class StepBoundary:
         self._worlds = worlds
 
     def cross(self) -> None:
-        """The next step is about to begin: save if a save is due. Does not return if the process
-        is to end here.
+        """Before the next step: save if a save is due. Does not return if the process
+        ends here.
 
         The ranks of a replica need no vote here unless they exchange control flags by a collective
         of the world, which an abort can end on some of them only. The flags that came with the
@@ -48,14 +48,14 @@ class StepBoundary:
         replica = self._lifecycle.replica
         received = self._checkpoints.at_boundary(self._state.job, replica.whole)
         self._strategies.active.at_boundary(received)
-        is_told = self._worlds is not None and self._worlds.is_told_to_leave
-        is_leaving = self._halt.is_preempted or is_told
+        is_asked = self._worlds is not None and self._worlds.is_asked_to_leave
+        is_leaving = self._halt.is_preempted or is_asked
         self._checkpoints.announce(self._state.job, is_leaving=is_leaving)
 
     def finish(self) -> None:
-        """Training is complete so far: save this step unless it is saved already."""
+        """At the end of training: save this step unless it is already saved."""
         self._checkpoints.save(self._state.job)
 
     def begin_step(self, number: int) -> None:
-        """Step ``number`` begins. The flags that its gradients carry say which one it is."""
+        """Begin step ``number``, which its control flags identify."""
         self._checkpoints.flags.begin_step(number)

@@ -10,7 +10,7 @@ Callback = Callable[[Step], object]
 
 
 class StepCallbacks:
-    """``run.after_step``: in the order of their registration."""
+    """The callbacks of ``run.after_step``, in order of registration."""
 
     def __init__(self) -> None:
         self._callbacks: list[Callback] = []
@@ -24,12 +24,12 @@ class StepCallbacks:
         self._callbacks.append(callback)
 
     def last(self, count: int) -> list[Callback]:
-        """The last ``count`` of them."""
+        """The last ``count`` callbacks."""
         return self._callbacks[len(self._callbacks) - count :] if count else []
 
     def begin_attempt(self, *, is_again: bool) -> None:
-        """The function that ``run.retry`` calls begins, again: what its earlier call has
-        registered is registered anew."""
+        """Forget the callbacks that the function of ``run.retry`` registered in its previous call:
+        it registers them again."""
         if is_again:
             del self._callbacks[self._before_attempts :]
         self._before_attempts = len(self._callbacks)

@@ -1,4 +1,4 @@
-"""What the end of a step means: committed, or open until its gradients are used; then callbacks.
+"""Commits of steps: at their end, or once their gradients are used; then callbacks.
 
 See docs/decisions/0020.
 """
@@ -23,7 +23,6 @@ from elastic.training.state.replicas import (
     compare,
     differing_names,
     is_compared_after,
-    settings_of,
     warn_of_differing,
 )
 from elastic.training.state.rollback import PARTIAL
@@ -32,7 +31,7 @@ from elastic.world.world import World
 
 
 class Commits:
-    """One per process."""
+    """Decides when steps are committed. One per process."""
 
     def __init__(
         self,
@@ -44,7 +43,7 @@ class Commits:
         recorders: Recorders,
     ) -> None:
         self._job = state.job
-        self._guard = state.guard
+        self._optimizer_watch = state.optimizer_watch
         self._current = state.current
         self._progress = state.progress
         self._lifecycle = lifecycle
@@ -58,7 +57,7 @@ class Commits:
         self._has_warned_of_state = False
 
     def commit(self, step: Step, loader: ElasticLoader | None) -> None:
-        """An iteration has ended: its data is used, and its gradients may be."""
+        """End an iteration: its data is used, and its gradients may be."""
         waiting = self._waiting(step)
         if waiting and loader is None:
             self._warn_of_accumulation(waiting)
@@ -83,29 +82,29 @@ class Commits:
                 raise _shifted(step, *lengths)
 
     def finish(self) -> None:
-        """Training is complete: nothing is open any more."""
+        """End training: no step stays open."""
         self.call_back_again()
         if (last := self._current.accumulation.take_last()) is not None:
             self._commit(last)  # leftover gradients are dropped, as in any loop
 
     def _waiting(self, step: Step) -> list[str]:
-        """The optimizers that hold gradients of this step for later ones."""
+        """The optimizers that keep gradients of this step for later ones."""
         if not self._strategies.active.can_roll_back:
             return []
         if self._job.built is not None:
             return self._job.built.accumulating(step.stepped)
-        waiting = self._guard.accumulating(step)
-        if not waiting or self._guard.has_stepped:
+        waiting = self._optimizer_watch.accumulating(step)
+        if not waiting or self._optimizer_watch.has_stepped:
             return waiting
         # The script may use gradients without an optimizer.
         return [] if self._progress.rollback.script_changes_weights else waiting
 
     def _commit(self, last: Step) -> None:
-        """Optimizers have used all gradients: the iterations up to ``last`` have taken effect."""
+        """Commit the iterations up to ``last``: optimizers have used all gradients."""
         self._progress.has_committed = True
         if self._current.accumulation.has_updates:
             self._progress.rollback.copy_weights(PARTIAL)
-        if unwrapped := self._guard.unwrapped_and_tracked:
+        if unwrapped := self._optimizer_watch.unwrapped_and_tracked:
             self._progress.rollback.watch_also(unwrapped)
         for module in self._job.modules.values():
             module.reduction.forget_gradients()
@@ -114,7 +113,7 @@ class Commits:
         if self._strategies.active.can_roll_back:
             place = (last.number, last.epoch, last.index)
             self._progress.committed(place, len(self._callbacks))
-        self._compare_replicas(last)  # last: the step is committed even if a peer fails now
+        self._compare_replicas(last)  # after the commit, in case a peer fails now
         self._call_back(last, len(self._callbacks))
         self._strategies.active.committed()
 
@@ -129,16 +128,16 @@ class Commits:
             )
 
     def _call_back(self, step: Step, left: int) -> None:
-        """Call the last ``left`` callbacks: once each, even if the world changes meanwhile."""
+        """Call the last ``left`` callbacks, once each even if the world changes meanwhile."""
         for callback in self._callbacks.last(left):
             callback(step)
-            self._lifecycle.settle()  # it may have used what an abort has left of a collective
+            self._lifecycle.settle()  # it may have used the invalid result of an aborted collective
             left -= 1
             if self._strategies.active.can_roll_back:
                 self._progress.called_back(left)
 
     def call_back_again(self) -> None:
-        """Call those callbacks of the last step that a fault has prevented."""
+        """Call the callbacks of the last step that a fault prevented."""
         tag = self._progress.tag
         if tag is not None and tag.callbacks:
             step = Step.past(*self._progress.callback_step, self._lifecycle.world.data_size)
@@ -148,15 +147,15 @@ class Commits:
         if not self._has_warned_of_accumulation and not self._job.has_scaler:
             self._has_warned_of_accumulation = True
             get_logger().warning(
-                "run.commit() while %s holds gradients that it has not used: a change of the world "
-                "would lose them. Call run.begin() before the first micro-batch of an "
+                "run.commit() while %s has unapplied gradients, which a change of the world would "
+                "discard. Call run.begin() before the first micro-batch of an "
                 "optimizer step, and run.commit() after optimizer.step().",
                 ", ".join(waiting),
             )
 
     def _compare_replicas(self, step: Step) -> None:
-        """Now and then, and after the first update of each world: what a joining process lacks of
-        a script's own state shows there."""
+        """Compare replicas periodically and after the first update of each world, where a joining
+        process that lacks some of the script's state differs."""
         world = self._lifecycle.world
         if not step.optimizer_stepped or world.size == 1:
             return
@@ -173,22 +172,28 @@ class Commits:
                 warn_of_differing(differing)
             weights |= {name: m.local_parameters for name, m in self._job.modules.items()}
         if is_first:
-            weights |= self._guard.unwrapped
+            weights |= self._optimizer_watch.unwrapped
         if not weights:
             return
         try:
             with self._lifecycle.replica.whole():
-                compare(weights, settings_of(self._guard.tracked), world, step.number)
+                tracked = self._optimizer_watch.tracked
+                compare(weights, tracked, world, step.number, alike=self._alike)
         except TrainingError:
             self._checkpoints.stop()  # nothing of these weights is to be saved
             raise
 
+    @property
+    def _alike(self) -> dict[str, Sequence[int]]:
+        """For each parameter, the first rank of a replica that holds the same part of it."""
+        return {name: module.first_alike() for name, module in self._job.modules.items()}
+
 
 def _shifted(step: Step, length: int, usual: int) -> TrainingError:
     return TrainingError(
-        f"the gradients of {length} batches were used in step {step.number}, before it those of "
-        f"{usual}: the script's count of batches went on while a fault of the world had them done "
-        "again from the first",
-        hint="count with enumerate(loader, start=loader.index), or make the object that counts in "
+        f"step {step.number} used the gradients of {length} batches, earlier steps those of "
+        f"{usual}: the script's batch counter was not reset when a fault made them start again "
+        "from the first one",
+        hint="count with enumerate(loader, start=loader.index), or create the counter in "
         "the function that run.retry calls",
     )

@@ -1,6 +1,6 @@
-"""The consumer of one of our iterators: ``enumerate``, ``itertools.islice`` or ``cycle``.
+"""Detects the consumer of a loader's iterator: ``enumerate``, ``itertools.islice`` or ``cycle``.
 
-``enumerate`` and ``islice`` count from 0 wherever a pass begins, and ``cycle`` never asks for a
+``enumerate`` and ``islice`` count from 0 wherever a pass begins, and ``cycle`` never starts a
 second pass.
 The iterator is not notified, but Python's garbage collector can list its referrers.
 """
@@ -25,14 +25,14 @@ _warned: set[str] = set()
 
 @dataclass(frozen=True, slots=True)
 class Consumer:
-    """What is known of the reader of a pass."""
+    """The reader of a pass, as far as known."""
 
-    counts_from: int | None = None  # of enumerate
+    counts_from: int | None = None  # start value of enumerate
     is_cycle: bool = False
     is_slice: bool = False
 
     def refuse_cycle(self) -> None:
-        """Raise TrainingError for ``itertools.cycle``: it keeps every batch and gives them again.
+        """Raise TrainingError for ``itertools.cycle``, which stores every batch and repeats them.
 
         After the first epoch no step would begin or commit.
         """
@@ -48,7 +48,7 @@ class Consumer:
         if self.is_slice and index and "slice" not in _warned:
             _warned.add("slice")
             get_logger().warning(
-                "this pass goes on at step %d of its epoch, and itertools.islice(loader, n) counts "
+                "this loop resumes at step %d of its epoch, and itertools.islice(loader, n) counts "
                 "from there: use run.loader(…, max_steps=n), whose epochs end at the same step",
                 index,
             )
@@ -57,7 +57,7 @@ class Consumer:
             return
         _warned.add("count")
         get_logger().warning(
-            "this pass goes on at step %d of its epoch, and enumerate(loader) counts from %d: "
+            "this loop resumes at step %d of its epoch, and enumerate(loader) counts from %d: "
             "use enumerate(loader, start=%sloader.index)",
             index,
             start,
@@ -66,11 +66,12 @@ class Consumer:
 
 
 def consumer_of(iterator: object, *, everywhere: bool) -> Consumer:
-    """Who has asked ``iterator``, a generator of the calling frame, for its first item.
+    """Find the reader that requested the first item of ``iterator``, a generator of the calling
+    frame.
 
-    ``everywhere`` scans all objects (22 ms at 290,000 of them; 110 ms behind a progress bar
-    [measured]), else only at those of the last few thousand allocations, where what a ``for``
-    statement has just made is.
+    ``everywhere`` scans all objects (22 ms at 290,000 objects; 110 ms behind a progress bar
+    [measured]), else only the last few thousand allocations, which include the objects that a
+    ``for`` statement has just created.
     """
     frames = _frames_of_progress_bars(sys._getframe(1).f_back)
     if not everywhere:
@@ -92,8 +93,8 @@ def consumer_of(iterator: object, *, everywhere: bool) -> Consumer:
 
 
 def _holders(iterator: object) -> list[Any]:
-    """What refers to the iterator, itself or by way of a ``zip``. The collector looks for it much
-    faster than a loop over all objects: a joining process keeps all others waiting meanwhile."""
+    """Objects that refer to the iterator, directly or through a ``zip``. The collector finds them
+    much faster than a loop over all objects, and all ranks wait for a joining process meanwhile."""
     found = gc.get_referrers(iterator)
     parts = [holder for holder in found if type(holder) is tuple]
     zips = [holder for holder in gc.get_referrers(*parts) if type(holder) is zip] if parts else []

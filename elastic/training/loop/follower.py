@@ -26,7 +26,7 @@ def follow(loop: StepLoop, loader: ElasticLoader, passed: Pass) -> Iterator[Any]
         while True:
             leading = loop.current.leading(loader)
             if leading is None and loader.position.step == len(loader):
-                following.end()  # zip(…, strict=True) makes sure that both are at their end
+                following.end()  # zip(…, strict=True) checks that both have ended
                 return
             if leading is None:
                 raise following.not_within_a_step()

@@ -24,10 +24,10 @@ from elastic.world.world import world_from_environment
 
 
 def epochs(loop: StepLoop, count: int) -> Iterator[int]:
-    """The remaining epochs of ``count``; the first may be in its middle.
+    """The remaining epochs of ``count``; the first may resume in its middle.
 
-    An epoch is over when the next one begins: what the script does after the loader
-    (evaluation, schedulers) is part of it, and repeated if it was interrupted.
+    An epoch ends when the next one begins: the code after the loop over the loader
+    (evaluation, schedulers) is part of it, and is repeated if interrupted.
     """
     loop.bootstrap.enter_loop()
     loop.scope.owns_epochs, loop.scope.epochs = True, count
@@ -42,8 +42,8 @@ def epochs(loop: StepLoop, count: int) -> Iterator[int]:
 
 
 def steps_left(scope: Scope, job: JobState) -> int | None:
-    """For people: of what `run.plan_steps` has said, else of all epochs. None if the script counts
-    them itself, or has several loaders."""
+    """The remaining steps to display: from `run.plan_steps`, else from all epochs. None if the
+    script counts steps itself or has several loaders."""
     if scope.total_steps is not None:
         return max(0, scope.total_steps - job.progress.step)
     if scope.epochs is None or len(job.loaders) != 1:
@@ -57,8 +57,8 @@ def steps_left(scope: Scope, job: JobState) -> int | None:
 def steps(loop: StepLoop, loader: ElasticLoader) -> Generator[Step]:
     """The remaining steps of the loader's epoch.
 
-    A step begins when it is handed out and commits when the next is asked for, or when the loop
-    is left after an optimizer has stepped. So a peek costs nothing.
+    A step begins when it is yielded and commits when the next is requested, or when the loop
+    is left after an optimizer has stepped. So a peek has no effect.
     """
     if loop.scope.in_retry:
         loop.scope.generators.refuse()
@@ -73,7 +73,7 @@ def steps(loop: StepLoop, loader: ElasticLoader) -> Generator[Step]:
         for first in batches:
             yield loop.begin(loader, first, batches)
             if loop.lifecycle.world is not world:
-                raise made_too_early()  # by an attempt that is over
+                raise made_too_early()  # created by an attempt that has ended
             loop.commit()
             phases.enter(DATA)
         phases.enter(SCRIPT)
@@ -85,9 +85,9 @@ def steps(loop: StepLoop, loader: ElasticLoader) -> Generator[Step]:
 
 
 def batches(loop: StepLoop, loader: ElasticLoader) -> Iterator[Any]:
-    """The steps' data, for steps of one micro-batch: what iterating a loader means.
+    """The batches of steps with one micro-batch, which iterating a loader yields.
 
-    Within a step of another loader: batches of this one, which follows it.
+    Within a step of another loader, batches of this loader, which follows it.
     """
     passed = loader.following.new_pass()
     iterator = _batches(loop, loader, passed)
@@ -98,10 +98,10 @@ def batches(loop: StepLoop, loader: ElasticLoader) -> Iterator[Any]:
 def _batches(loop: StepLoop, loader: ElasticLoader, passed: Pass) -> Iterator[Any]:
     consumer = Consumer()
     if passed.is_first or not loader.following.follows:  # a follower may begin one in each step
-        # No name here for the iterator: it would keep itself alive.
+        # The iterator must not be a local variable: it would keep itself alive.
         consumer = consumer_of(passed.iterator and passed.iterator(), everywhere=passed.is_first)
     if loop.is_peek:
-        # Nothing can be trained yet: the script inspects the data, for its shape or statistics.
+        # Training is not possible yet: the script inspects the data, for its shape or statistics.
         loader.following.looked(passed)
         world = loop.lifecycle.world if loop.lifecycle.has_world else world_from_environment()
         for _, data in loader.batches(world.data_rank, world.data_size):
@@ -127,11 +127,14 @@ def _batches(loop: StepLoop, loader: ElasticLoader, passed: Pass) -> Iterator[An
         for step in left:
             consumer.warn_of_count(step.index)
             consumer = Consumer()
-            yield step.only_micro_batch()
+            batch = step.only_micro_batch()
+            loop.reading_ahead.hand_out(batch)
+            yield batch
+            del batch
 
 
 def index(loop: StepLoop, loader: ElasticLoader) -> int:
-    """Within the epoch: of the present step of the loader, or else of the next one."""
+    """The index within the epoch of the loader's current step, or else of the next one."""
     if not loop.is_peek:
         loop.bootstrap.enter_loop()
     position = loader.position

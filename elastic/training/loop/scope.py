@@ -1,4 +1,4 @@
-"""The part of the API that the script is inside of."""
+"""The part of the API that the script is currently in."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ from elastic.training.loop.generators import EarlierGenerators
 
 @dataclass
 class Scope:
-    """One per process."""
+    """The script's scope. One per process."""
 
     in_retry: bool = False  # within run.retry, run.attempts, or after run.begin
     owns_epochs: bool = False  # run.epochs counts them, otherwise each pass of a loader is one
-    epochs: int | None = None  # that run.epochs counts to
-    total_steps: int | None = None  # of the job, as run.plan_steps has said
-    resumed_at: int = 0  # the step within its epoch at which the last pass has begun
+    epochs: int | None = None  # the count of run.epochs
+    total_steps: int | None = None  # of the job, from run.plan_steps
+    resumed_at: int = 0  # the step within its epoch at which the last pass began
     passes: int = 0  # of this attempt, over loaders without ``run.epochs``
     epoch_steps: dict[int, int] = field(default_factory=dict)  # of each loader, by its id
     generators: EarlierGenerators = field(default_factory=EarlierGenerators)
 
     def plan(self, loader_id: int, steps: int) -> int:
-        """Each epoch has ``steps`` of this loader; how many steps the job is to make in all."""
+        """Record ``steps`` of this loader per epoch; returns the job's total number of steps."""
         self.epoch_steps[loader_id] = steps
         if self.total_steps is not None:
             return self.total_steps

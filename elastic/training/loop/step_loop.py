@@ -1,5 +1,5 @@
-"""When a step begins and ends: it begins when the script gets it, and commits when the script asks
-for the next one."""
+"""Begins and commits steps: a step begins when the script gets it, and commits when it requests
+the next one."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from elastic.training.data.randomness import derive_seed, seed_all
 from elastic.training.lifecycle import Lifecycle
 from elastic.training.loop.boundary import StepBoundary
 from elastic.training.loop.commits import Commits
+from elastic.training.loop.reading_ahead import ReadingAhead
 from elastic.training.loop.scope import Scope
 from elastic.training.recovery.bootstrap import Bootstrap
 from elastic.training.recovery.selection import Strategies
@@ -25,7 +26,7 @@ from elastic.world.world import World
 
 
 class StepLoop:
-    """One per process."""
+    """The loop over steps. One per process."""
 
     def __init__(
         self,
@@ -44,35 +45,36 @@ class StepLoop:
         self.lifecycle = lifecycle
         self.bootstrap = bootstrap
         self._job = state.job
-        self._guard = state.guard
+        self._optimizer_watch = state.optimizer_watch
         self._progress = state.progress
         self._strategies = strategies
         self._boundary = boundary
         self._commits = commits
         self._ledger = ledger
+        self.reading_ahead = ReadingAhead()
         self._has_warned_of_counts = False
-        self._ended: World | None = None  # the script was told, by an exception, that it is over
+        self._ended: World | None = None  # the world whose end was raised in the script
 
     # -- loops --------------------------------------------------------------------------------
 
     @property
     def epoch(self) -> int:
-        """The job's present epoch."""
+        """The job's current epoch."""
         return self._job.progress.epoch
 
     def end_epoch(self) -> None:
-        """The script asks for the next epoch."""
+        """Begin the next epoch, at the script's request."""
         self.settle()
         self._job.progress.epoch += 1
 
     @property
     def is_peek(self) -> bool:
-        """Whether a loop now can only inspect the data: there is nothing to train yet."""
+        """Whether a loop can only inspect data, because there is nothing to train yet."""
         is_set_up = self.lifecycle.is_restored or self.scope.in_retry or self._job.tracked
         return not is_set_up
 
     def begin_pass(self, loader: ElasticLoader) -> None:
-        """A loop over ``loader`` begins: in the run's epoch, or in its own next one."""
+        """Begin a loop over ``loader``: in the run's epoch, or in the loader's next one."""
         self.settle()
         self.current.last_left = None
         self._progress.script_has_run()
@@ -87,7 +89,7 @@ class StepLoop:
             get_logger().warning(
                 "this is the second pass over the loader, without run.epochs: after a fault "
                 "run.retry calls its function again, where `for epoch in range(n)` begins at 0 "
-                "and trains too much. Use `for epoch in run.epochs(n)`, or keep the count in "
+                "and trains too long. Use `for epoch in run.epochs(n)`, or keep the count in "
                 "run.state"
             )
         if loader.position.step == len(loader):
@@ -95,23 +97,23 @@ class StepLoop:
         self._job.progress.epoch = loader.position.epoch
 
     def _warn_of_counts(self) -> None:
-        """The first pass of an attempt begins, without ``run.epochs`` and with nothing in
+        """Warn in the first pass of an attempt without ``run.epochs`` and with nothing in
         ``run.state``."""
         step = self._job.progress.step
         if step and not self._has_warned_of_counts:
             self._has_warned_of_counts = True
             get_logger().warning(
-                "this pass goes on after %d steps of the job, without run.epochs: if the script "
-                "counts steps or epochs in a variable of its own, that has begun anew, and it "
-                "trains too much. Keep the count in run.state, or use run.epochs",
+                "this loop resumes after %d steps without run.epochs; a step or epoch counter in a "
+                "local variable restarts at zero and the job trains too long. Keep the count in "
+                "run.state, or use run.epochs",
                 step,
             )
 
     def leave(self, world: World, loader: ElasticLoader) -> None:
-        """The loop over the steps of ``loader`` is left in the middle, for any reason.
+        """Handle a loop over the steps of ``loader`` that is left in the middle, for any reason.
 
         After `break` or `return` the current step counts if an optimizer has stepped; after a
-        fault of the world it does not. The two cannot be distinguished here, but in :meth:`settle`.
+        fault of the world it does not. They cannot be distinguished here, but in :meth:`settle`.
         """
         if self.lifecycle.is_changing:
             return  # the frames of an interrupted attempt are cleared
@@ -119,20 +121,20 @@ class StepLoop:
             self.current.leave(loader)
             if self._strategies.active.settles_left_loops:
                 self.current.last_left = self.current.step
-                # Otherwise the next loop does, which can raise: what is raised here, where the
-                # loop's generator is closed, Python prints and forgets.
+                # Otherwise the next loop does, which can raise: an exception here, where the
+                # loop's generator is closed, would only be printed by Python.
                 if not any(m.reduction.failure for m in self._job.modules.values()):
                     self._settle_left()
 
     def settle(self) -> None:
-        """The script continues after it has left a loop: it was its own will.
+        """Settle a loop that the script has left: since it continues, it left deliberately.
 
-        Raises the fault of the world again that the script has caught in the loop.
+        Raises a fault of the world again if the script has caught it in the loop.
         """
         if self._ended is not None and self._ended is self.lifecycle.world:
             raise WorldChanged(
                 "the script has caught the exception that ends this world",
-                hint="let it pass: run.retry continues in the next world",
+                hint="do not catch it: run.retry continues in the next world",
             )
         if self.current.step is not None:
             self.lifecycle.settle()
@@ -150,10 +152,10 @@ class StepLoop:
         self.script_goes_on()
 
     def _has_new_gradients(self, step: Step) -> bool:
-        return step.is_last_micro_batch and bool(self._guard.accumulating(step))
+        return step.is_last_micro_batch and bool(self._optimizer_watch.accumulating(step))
 
     def script_goes_on(self) -> None:
-        """A loop has ended: from here on the script's code runs outside of a step."""
+        """End a loop: from now on the script runs outside of a step."""
         is_accumulating = self.current.accumulation.since is not None
         if self._strategies.active.can_roll_back and not is_accumulating:
             self._progress.rollback.script_goes_on()
@@ -163,7 +165,7 @@ class StepLoop:
     def begin(
         self, loader: ElasticLoader | None, first: tuple[StepBatch, Any], rest: Batches
     ) -> Step:
-        """A step is handed out. Saves first, if it is time: everything before it is complete."""
+        """Begin a step. Saves first if a save is due, because everything before is committed."""
         if self.current.step is not None:
             raise _second_step(self.current.step, loader)
         number, strategy = self._job.progress.step, self._strategies.active
@@ -201,19 +203,21 @@ class StepLoop:
         seed_all(derive_seed(self._job.seed, step.number, rank, step.micro_batch))
         is_last = step.is_last_micro_batch
         for module in self._job.modules.values():
-            if module.require_backward_grad_sync != is_last:  # to set it costs more than to look
+            if (
+                module.require_backward_grad_sync != is_last
+            ):  # setting it costs more than reading it
                 module.require_backward_grad_sync = is_last
 
     def commit(self) -> None:
-        """The current step has taken effect."""
+        """Commit the current step."""
         step, loader = self.current.step, self.current.loader
         if step is None:
             return
         for module in self._job.modules.values():
             if module.reduction.failure is not None:
-                raise module.reduction.failure  # the script has swallowed it
+                raise module.reduction.failure  # the script has caught it
             module.reduction.wait()
-        self.lifecycle.settle()  # what was queued may have ended because the group was aborted
+        self.lifecycle.settle()  # queued work may have ended because the group was aborted
         if not step.is_last_micro_batch:
             raise TrainingError(
                 f"step {step.number} was left before the last of its {len(step)} micro-batches",
@@ -221,21 +225,31 @@ class StepLoop:
             )
         if loader is not None and self._is_evaluation(step):
             raise _no_training(step)
+        if loader is not None:
+            self.reading_ahead.step_ended(
+                step.number,
+                [module.module for module in self._job.modules.values()],
+                trained=self._has_trained(step),
+            )
         self._commits.commit(step, loader)
 
     def _is_evaluation(self, step: Step) -> bool:
         """Whether the script has used the step's batch without training on it."""
         modules = self._job.modules.values()
-        if step.stepped or any(m.reduction.has_forward for m in modules):
+        if self._has_trained(step):
             return False
         return not torch.is_grad_enabled() or (
             bool(modules) and not any(m.module.training for m in modules)
         )
 
+    def _has_trained(self, step: Step) -> bool:
+        modules = self._job.modules.values()
+        return bool(step.stepped) or any(m.reduction.has_forward for m in modules)
+
     # -- the end ------------------------------------------------------------------------------
 
     def finish(self) -> None:
-        """Training is complete so far: save what is not saved yet."""
+        """At the end of training: save the state unless it is already saved."""
         self.settle()
         if self.scope.in_retry:
             self.lifecycle.settle()
@@ -248,10 +262,10 @@ class StepLoop:
 
 def _no_training(step: Step) -> TrainingError:
     return TrainingError(
-        f"step {step.number} was made without gradients, or in eval mode: each batch of run.loader "
-        "is a training step of the job, and after a recovery a pass over it goes on in its middle",
-        hint="evaluate with run.shard(DataLoader(…)); update_bn of torch.optim.swa_utils, and "
-        "what else passes over the data, with the plain DataLoader",
+        f"step {step.number} ran without gradients or in eval mode, but each batch of run.loader "
+        "is a training step of the job, and a recovery would resume this pass in its middle",
+        hint="evaluate with run.shard(DataLoader(…)); for torch.optim.swa_utils.update_bn and "
+        "other passes over the data, use the plain DataLoader",
     )
 
 

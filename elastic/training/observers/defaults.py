@@ -1,4 +1,4 @@
-"""Where metrics go if the script does not say."""
+"""The default destination of metrics."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ OFF = "off"
 def default_writers(env: Mapping[str, str] = os.environ) -> Sequence[MetricsWriter]:
     """TensorBoard, if it is installed, in ``ELASTIC_TENSORBOARD`` or ``runs/RUN_ID``.
 
-    ``ELASTIC_TENSORBOARD=off``: none. Raises ConfigError for a folder without TensorBoard.
+    ``ELASTIC_TENSORBOARD=off``: none. Raises ConfigError if it names a folder and TensorBoard is
+    not installed.
     """
     folder = env.get("ELASTIC_TENSORBOARD")
     if folder == OFF or (not folder and not is_installed()):

@@ -1,7 +1,7 @@
-"""Reads scalars that are copied from a device, without waiting for it.
+"""Reads scalars copied from a device, without waiting for it.
 
-A copy that has been queued is read once an event that was recorded after it has passed. So a value
-is known a flush later, and no step waits.
+A queued copy is read once an event recorded after it has completed. So a value
+is available one flush later, and no step waits.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from elastic.training.observers.history import Row
 
 
 class DeviceEvent(Protocol):
-    """What is needed of ``torch.Event``."""
+    """The required interface of ``torch.Event``."""
 
     def query(self) -> bool:
-        """Whether everything queued before it is done."""
+        """Whether all work queued before it is done."""
 
     def synchronize(self) -> None:
-        """Wait for that."""
+        """Wait until all work queued before it is done."""
 
 
 def record_event() -> DeviceEvent:
@@ -32,15 +32,15 @@ def record_event() -> DeviceEvent:
 
 
 class DeviceReads:
-    """One per process, used by the main thread."""
+    """Pending device reads. One per process, used by the main thread."""
 
     def __init__(self, record: Callable[[], DeviceEvent] = record_event) -> None:
         self._record = record
         self._event: DeviceEvent | None = None
-        self._covered: list[Row] = []  # whose copies were queued before the event
+        self._covered: list[Row] = []  # rows whose copies were queued before the event
 
     def finish(self, rows: Sequence[Row], *, wait: bool = False) -> list[Row]:
-        """Those of ``rows``, from the first one on, whose values are known."""
+        """The leading rows whose values are available."""
         open_ = [row for row in rows if _is_open(row)]
         if not open_:
             return list(rows)

@@ -1,4 +1,4 @@
-"""The values that were logged lately, by step."""
+"""The recently logged values, by step."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ _ALWAYS_KEPT = 8  # rows, however old: steps may take minutes
 
 @dataclass(slots=True)
 class Row:
-    """What was logged for one step, or a part of it."""
+    """Values logged for one step, or some of them."""
 
-    step: int  # steps committed when it is
+    step: int  # number of committed steps once this one commits
     logged_s: float
     values: dict[str, Scalar]
     is_sent: bool = False
 
 
 class History:
-    """Rows with steps that never decrease. Every rank keeps them for a while: the next rank 0
-    writes what the last one did not get to."""
+    """Rows with non-decreasing steps. Every rank keeps recent ones: the next rank 0
+    writes rows that the last one did not."""
 
     def __init__(self, keep_s: float) -> None:
         self._keep_s = keep_s
@@ -33,9 +33,9 @@ class History:
         return iter(self._rows)
 
     def put(self, step: int, values: dict[str, Scalar], now_s: float) -> None:
-        """Add to the row of ``step``; a name that has a value there gets this one.
+        """Add to the row of ``step``, replacing values of the same name.
 
-        The caller makes a new dictionary for each call, and leaves it alone.
+        The caller passes a new dictionary in each call and does not modify it.
         """
         rows = self._rows
         if rows and rows[-1].step >= step:
@@ -46,18 +46,18 @@ class History:
         rows.append(Row(step, now_s, values))
 
     def rewind(self, step: int) -> None:
-        """Forget what was logged for later steps than ``step``: they are done again."""
+        """Forget values of steps after ``step``, which are repeated."""
         rows = self._rows
         while rows and rows[-1].step > step:
             rows.pop()
 
     def send_again(self) -> None:
-        """Nothing is known to be written."""
+        """Mark all rows as not written."""
         for row in self._rows:
             row.is_sent = False
 
     def unsent(self, step: int) -> list[Row]:
-        """Rows up to ``step`` that are to be sent, oldest first."""
+        """Unsent rows up to ``step``, oldest first."""
         found: list[Row] = []
         for row in reversed(self._rows):
             if row.is_sent:
@@ -67,7 +67,7 @@ class History:
         return found[::-1]
 
     def prune(self, now_s: float, *, is_writer: bool) -> None:
-        """Forget old rows. ``is_writer``: those that were not sent are kept."""
+        """Forget old rows. ``is_writer``: unsent rows are kept."""
         rows = self._rows
         while len(rows) > _ALWAYS_KEPT and now_s - rows[0].logged_s > self._keep_s:
             if is_writer and not rows[0].is_sent:

@@ -1,9 +1,9 @@
-"""What is written when, and by which rank.
+"""Decides which rank writes which logged values, and when.
 
-Every rank keeps what it logs for a while; rank 0 sends it to the writers. A step's values are sent
-once the next step is committed, so they can be completed until then, and a step that a fault has
-interrupted leaves nothing. The rank that becomes 0 sends what it has kept: writers skip what is
-there.
+Every rank keeps recent values; rank 0 sends them to the writers. A step's values are sent
+once the next step is committed, so they can be completed until then, and an interrupted step
+leaves nothing. A rank that becomes rank 0 sends the values it has kept: writers skip
+existing ones.
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ from elastic.tuning.worker_intervals import (
 )
 from elastic.world.world import World
 
-_MOST_LOGGED = 256  # calls between two steps, where a script logs in a loop of its own
+_MOST_LOGGED = 256  # calls between two steps, if a script logs in its own loop
 
 
 class MetricsLog:
-    """One per process. The main thread calls it.
+    """The log of metrics. One per process, used by the main thread.
 
     Args:
-        position: the number of steps committed when the present one is, or the last one.
-        default_writers: makes the writers, if the script gives none.
+        position: the number of committed steps once the current one commits, or after the last.
+        default_writers: creates the writers if the script sets none.
     """
 
     SEES_EACH_STEP: ClassVar = False
@@ -57,19 +57,19 @@ class MetricsLog:
         self._position = position
         self._default_writers = default_writers
         self._writers: list[MetricsWriter] | None = None  # None: the default ones
-        self._is_open = False  # something was logged
-        self._logged: list[tuple[int, dict[str, Scalar]]] = []  # since it last became history
+        self._is_open = False  # values were logged
+        self._logged: list[tuple[int, dict[str, Scalar]]] = []  # not yet in the history
         self._history = History(METRICS_KEEP_S)
         self._reads = reads if reads is not None else DeviceReads()
         self._clock = clock
         self._thread: WriterThread | None = None
         self._is_main = False
-        self._is_drained = True  # what this process sent, when its last world ended
+        self._is_drained = True  # whether all sent values were written when the last world ended
         self._began_at = 0  # step
         self._step = 0
         self._flushed_s = self._noted_s = float("-inf")
-        self._newest: dict[str, float] = {}  # value of each name, as sent
-        self._unnoted: dict[str, float] = {}  # of it: since the last event in the journal
+        self._newest: dict[str, float] = {}  # last sent value of each name
+        self._unnoted: dict[str, float] = {}  # sent since the last event in the journal
         self._noted_step = 0
 
     @property
@@ -78,10 +78,10 @@ class MetricsLog:
         return self._newest
 
     def log(self, values: dict[str, Loggable]) -> None:
-        """Keep the values of the present step; the dictionary is the log's from now on.
+        """Keep the values of the current step; takes ownership of the dictionary.
 
-        Only what cannot wait is done here: a step's telemetry runs from cold caches. Raises
-        ConfigError for what is not a number.
+        Only urgent work is done here: a step's telemetry runs with cold caches. Raises
+        ConfigError for a value that is not a number.
         """
         if not self._is_open:
             self._open()
@@ -99,20 +99,20 @@ class MetricsLog:
             self._writers = list(self._default_writers())
 
     def _keep(self) -> None:
-        """What was logged becomes history."""
+        """Move logged values to the history."""
         logged, self._logged = self._logged, []
         now_s = self._clock.monotonic()
         for step, values in logged:
             self._history.put(step, values, now_s)
 
     def add_writer(self, writer: MetricsWriter) -> None:
-        """Write there, too, and not to the default.
+        """Write to these writers instead of the default.
 
-        Raises TrainingError once values were logged: they would not be there.
+        Raises TrainingError once values were logged, which would be missing there.
         """
         if self._is_open:
             raise TrainingError(
-                "run.log_to() after run.log(): what was logged before would not be there",
+                "run.log_to() after run.log(): the values logged before would be missing",
                 hint="call run.log_to(…) right after run = elastic.join(…)",
             )
         self._writers = [*(self._writers or []), writer]
@@ -120,7 +120,7 @@ class MetricsLog:
     # -- what happens in training --------------------------------------------------------------
 
     def begin_world(self, world: World, step: int) -> None:
-        """Training continues in a world, after ``step`` steps."""
+        """See :class:`StepObserver`."""
         self._keep()
         self._history.rewind(step)
         self._newest.clear()
@@ -133,10 +133,10 @@ class MetricsLog:
             if self._thread is not None:
                 self._thread.rewind(step)
         elif self._thread is not None and not self._is_drained:
-            self._thread.abandon()  # the new rank 0 writes what it has kept of them
+            self._thread.abandon()  # the new rank 0 writes its own copies of them
 
     def committed(self, step: int) -> None:
-        """That many steps have taken effect."""
+        """See :class:`StepObserver`."""
         self._step = step
         self._keep()
         now_s = self._clock.monotonic()
@@ -146,21 +146,21 @@ class MetricsLog:
             self._history.prune(now_s, is_writer=self._is_main)
 
     def end_world(self, ended: str) -> None:
-        """The world is over, or the process ends: another process may write from now on."""
+        """See :class:`StepObserver`. Another process may write from now on."""
         self._keep()
         if not self._is_main:
             return
-        # After a fault a device may not have made what was logged, and this may never return.
+        # After a fault a device may not have computed logged values, and this may never return.
         self._flush(self._step, wait=ended != "fault", is_last=True)
         self._is_main = False
         self._is_drained = self._thread is None or self._thread.drain(METRICS_DRAIN_S)
 
     def pause(self) -> None:
-        """Nothing is trained in this world."""
+        """See :class:`StepObserver`."""
         self.end_world("change")
 
     def close(self) -> None:
-        """The process ends."""
+        """See :class:`StepObserver`."""
         self._close_thread()
 
     # -- writing -------------------------------------------------------------------------------
@@ -204,7 +204,7 @@ class MetricsLog:
         thread, self._thread = self._thread, None
         if thread is not None and not thread.close(METRICS_CLOSE_S):
             get_logger().warning(
-                "run.log: a destination of metrics did not take everything within %g s; its last "
+                "run.log: a destination of metrics did not accept all values within %g s; its last "
                 "values are lost",
                 METRICS_CLOSE_S,
             )

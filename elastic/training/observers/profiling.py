@@ -1,8 +1,8 @@
-"""Traces of a few steps by torch.profiler: one file per rank, begun and ended between two steps.
+"""Traces of a few steps by torch.profiler: one file per rank, started and stopped between steps.
 
-The script asks for them (``run.profile``), or somebody outside (``elastic profile``), whose request
-comes over the link to the agent. In a world that breaks, the trace ends once the next world has
-begun: ending one waits for the device, where collectives of lost peers may hang until then.
+Requested by the script (``run.profile``) or from outside (``elastic profile``), whose request
+arrives over the link to the agent. If a world breaks, the trace ends once the next world has
+begun: stopping waits for the device, where collectives of lost peers may hang until then.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ LONGEST_STEPS = 10_000  # a trace holds every operator of every step in memory
 
 
 class Trace(Protocol):
-    """What is needed of ``torch.profiler.profile``."""
+    """The required interface of ``torch.profiler.profile``."""
 
     def start(self) -> None: ...
     def stop(self) -> None: ...
@@ -37,7 +37,7 @@ class Trace(Protocol):
 
 @dataclass(frozen=True)
 class ProfileRequest:
-    """The steps numbered ``first`` (None: from the next one on) and so many."""
+    """``steps`` steps from number ``first`` on (None: from the next one)."""
 
     steps: int
     first: int | None = None
@@ -45,28 +45,28 @@ class ProfileRequest:
 
 
 def request_of(steps: int | range, ranks: tuple[int, ...]) -> ProfileRequest:
-    """Raises ConfigError for steps or ranks that cannot be."""
+    """Validate. Raises ConfigError for invalid steps or ranks."""
     count = len(steps) if isinstance(steps, range) else steps
     is_plain = not isinstance(steps, range) or steps.step == 1
     if isinstance(count, bool) or not 1 <= count <= LONGEST_STEPS or not is_plain:
         raise ConfigError(
-            f"run.profile(steps={steps!r}): not 1 to {LONGEST_STEPS} steps in a row",
+            f"run.profile(steps={steps!r}): not 1 to {LONGEST_STEPS} consecutive steps",
             hint="run.profile(steps=10), or run.profile(steps=range(100, 110))",
         )
     if any(rank < 0 for rank in ranks):
-        raise ConfigError(f"run.profile(ranks={ranks!r}): ranks are counted from 0")
+        raise ConfigError(f"run.profile(ranks={ranks!r}): ranks are integers from 0")
     return ProfileRequest(count, steps.start if isinstance(steps, range) else None, ranks)
 
 
 def traces_folder(env: Mapping[str, str] = os.environ) -> Path:
-    """``ELASTIC_PROFILES``; else ``profiles`` in the folder of journals, or here."""
+    """``ELASTIC_PROFILES``, else ``profiles`` in the journal folder or in the working directory."""
     if folder := env.get("ELASTIC_PROFILES"):
         return Path(folder)
     return Path(env.get("ELASTIC_JOURNAL", "")) / "profiles"
 
 
 def torch_trace() -> Trace:
-    """Of this thread's operators and, where there is a GPU, its kernels."""
+    """A profiler of this thread's operators and, with a GPU, its kernels."""
     activities = [ProfilerActivity.CPU]
     if torch.cuda.is_available():
         activities.append(ProfilerActivity.CUDA)
@@ -74,7 +74,7 @@ def torch_trace() -> Trace:
 
 
 class StepProfiler:
-    """One per process. The main thread calls it, but for :meth:`ask`."""
+    """The profiler of this rank. One per process; used by the main thread, except :meth:`ask`."""
 
     SEES_EACH_STEP: ClassVar = True
 
@@ -97,8 +97,8 @@ class StepProfiler:
         self._is_interrupted = False
 
     def ask(self, request: ProfileRequest) -> bool:
-        """Begin at the next boundary, or that of its first step. False: one is asked for, or runs,
-        already. From any thread."""
+        """Start at the next boundary, or at that of its first step. False if another is requested
+        or running. Thread-safe."""
         with self._lock:
             if self._asked is not None or self._trace is not None:
                 return False
@@ -108,14 +108,14 @@ class StepProfiler:
     # -- what happens in training --------------------------------------------------------------
 
     def begin_world(self, world: World, step: int) -> None:
-        """Training continues in a world, after ``step`` steps."""
+        """See :class:`StepObserver`."""
         if self._trace is not None:
             self._end()
         self._world, self._step = world, step
         self._begin_if_asked(step)
 
     def committed(self, step: int) -> None:
-        """That many steps have taken effect."""
+        """See :class:`StepObserver`."""
         self._step = step
         if self._trace is not None and step >= self._last:
             self._end()
@@ -123,17 +123,17 @@ class StepProfiler:
             self._begin_if_asked(step)
 
     def end_world(self, ended: str) -> None:
-        """The world is over, or the process ends."""
+        """See :class:`StepObserver`."""
         self._is_interrupted = self._trace is not None
         if ended != "fault" and self._trace is not None:
             self._end()
 
     def pause(self) -> None:
-        """Nothing is trained in this world."""
+        """See :class:`StepObserver`."""
         self.end_world("change")
 
     def close(self) -> None:
-        """The process ends."""
+        """See :class:`StepObserver`."""
         if self._trace is not None and not self._is_interrupted:
             self._end()
 
@@ -150,11 +150,11 @@ class StepProfiler:
             self._asked = None
         last = first + request.steps
         if step >= last or (request.ranks and world.rank not in request.ranks):
-            return  # a job that resumes later than that
+            return  # the job has resumed after these steps
         try:
             trace = self._begin()
             trace.start()
-        except Exception as error:  # noqa: BLE001 - of torch's profiler: training goes on
+        except Exception as error:  # noqa: BLE001 - of torch's profiler: training continues
             get_logger().warning("no profile of steps %d to %d: %s", step, last, error)
             return
         self._trace, self._began_in, self._is_interrupted = trace, world.generation, False

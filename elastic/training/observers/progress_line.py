@@ -1,8 +1,8 @@
-"""How far training is, for people: a line every few seconds, from rank 0.
+"""The progress line, printed by rank 0 every few seconds.
 
-In a terminal it is one line that changes, in a file lines of the log. The rate is that of the last
-few seconds in the present world, without its first step, so that neither a recovery nor a larger
-world falsifies what is left.
+On a terminal the line is updated in place, otherwise lines are logged. The rate is that of the last
+few seconds in the current world, without its first step, so that neither a recovery nor a larger
+world distorts the remaining time.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from elastic.training.observers.values import WorldMean
 from elastic.tuning.worker_intervals import PROGRESS_LINE_S, PROGRESS_STATUS_S
 from elastic.world.world import World
 
-_MOST_VALUES = 6  # that fit into a line
+_MOST_VALUES = 6  # values per line
 _CLEAR_TO_END = "\x1b[K"
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingProgress:
-    """What a line says."""
+    """The content of a progress line."""
 
-    step: int  # committed
+    step: int  # committed steps
     steps_left: int | None  # None: not known
     step_time_s: float
     size: int  # of the world
@@ -80,20 +80,20 @@ def _duration(seconds: float) -> str:
 
 
 def is_wanted(env: Mapping[str, str] = os.environ) -> bool:
-    """What ``ELASTIC_PROGRESS`` says. Raises ConfigError if that is neither "on" nor "off"."""
+    """The value of ``ELASTIC_PROGRESS``. Raises ConfigError if it is neither "on" nor "off"."""
     said = env.get("ELASTIC_PROGRESS", "on")
     if said not in ("on", "off"):
-        raise ConfigError(f"ELASTIC_PROGRESS={said}", hint="it is on (the default) or off")
+        raise ConfigError(f"ELASTIC_PROGRESS={said}", hint="set it to on (the default) or off")
     return said == "on"
 
 
 class ProgressLine:
-    """One per process; only rank 0's says anything.
+    """The progress line. One per process; only rank 0 prints.
 
     Args:
         newest: the last known values.
-        steps_left: until the end of training; None: not known.
-        out: where a terminal may be.
+        steps_left: steps until the end of training; None if unknown.
+        out: the stream that may be a terminal.
     """
 
     SEES_EACH_STEP: ClassVar = False
@@ -114,21 +114,21 @@ class ProgressLine:
         self._is_on = is_on
         self._is_live = is_on and self._out.isatty()
         self._every_s = PROGRESS_STATUS_S if self._is_live else PROGRESS_LINE_S
-        self._world: World | None = None  # in which this is rank 0
+        self._world: World | None = None  # the world in which this is rank 0
         self._step = 0
         self._said_s = 0.0
         self._said_step = 0
-        self._is_first = False  # no step of this world is done yet
+        self._is_first = False  # no step of this world is done
         self._is_status_shown = False
 
     def begin_world(self, world: World, step: int) -> None:
-        """Training continues in a world, after ``step`` steps."""
+        """See :class:`StepObserver`."""
         self._world = world if world.rank == 0 and self._is_on else None
         self._is_first = True
         self._begin_window(self._clock.monotonic(), step)
 
     def committed(self, step: int) -> None:
-        """That many steps have taken effect."""
+        """See :class:`StepObserver`."""
         if self._world is None:
             return
         now_s = self._clock.monotonic()
@@ -140,7 +140,7 @@ class ProgressLine:
             self._begin_window(now_s, step)
 
     def end_world(self, ended: str) -> None:
-        """The world is over, or the process ends."""
+        """See :class:`StepObserver`."""
         self._world = None
         if self._is_status_shown:
             self._is_status_shown = False
@@ -148,11 +148,11 @@ class ProgressLine:
             self._out.flush()
 
     def pause(self) -> None:
-        """Nothing is trained in this world."""
+        """See :class:`StepObserver`."""
         self.end_world("change")
 
     def close(self) -> None:
-        """The process ends."""
+        """See :class:`StepObserver`."""
 
     def _begin_window(self, now_s: float, step: int) -> None:
         self._said_s, self._said_step = now_s, step
@@ -172,7 +172,7 @@ class ProgressLine:
         if not self._is_live:
             get_logger().info("%s", text)
             return
-        # The cursor goes back to the line's start: what other processes print replaces it.
+        # The cursor returns to the start of the line: output of other processes replaces it.
         self._out.write(f"\r{text}{_CLEAR_TO_END}\r")
         self._out.flush()
         self._is_status_shown = True

@@ -14,30 +14,30 @@ from elastic.world.world import World
 
 
 class StepObserver(Protocol):
-    """Called by the main thread. Must not fail, and must not take long."""
+    """The interface of observers. Called by the main thread; must not fail or take long."""
 
     SEES_EACH_STEP: ClassVar[bool]
     """Whether :meth:`committed` is called after each step, or only after the first and the last
     one of a world and every STEP_SUMS_S in between."""
 
     def begin_world(self, world: World, step: int) -> None:
-        """Training continues in a world, after ``step`` steps."""
+        """Begin or continue training in a world, after ``step`` steps."""
 
     def committed(self, step: int) -> None:
-        """That many steps have taken effect."""
+        """Note that ``step`` steps are committed."""
 
     def end_world(self, ended: str) -> None:
-        """The world is over, or the process ends. ``ended``: "fault", "change" or "close"."""
+        """End the world, or the process. ``ended``: "fault", "change" or "close"."""
 
     def pause(self) -> None:
-        """Nothing is trained in this world."""
+        """Begin a paused world: nothing is trained in it."""
 
     def close(self) -> None:
-        """The process ends; :meth:`end_world` was called."""
+        """End the process, after :meth:`end_world`."""
 
 
 class StepObservers:
-    """All of a process; time is accounted for first."""
+    """All observers of a process; the time account comes first."""
 
     def __init__(
         self, account: StepAccount, *others: StepObserver, clock: Clock = SYSTEM_CLOCK
@@ -51,7 +51,7 @@ class StepObservers:
         self._due_s = float("-inf")  # when the observers that do not see each step are called next
 
     def begin_world(self, world: World, step: int) -> None:
-        """See :class:`StepObserver`; so for the others."""
+        """See :class:`StepObserver`, as for the other methods."""
         self._step = self._told = step
         self._due_s = float("-inf")
         self._account.begin_world(world.generation, step)
@@ -96,7 +96,7 @@ class StepObservers:
 
 @dataclass(frozen=True, slots=True)
 class Recorders:
-    """Where a process records what it does."""
+    """The records that a process writes."""
 
     ledger: Ledger  # the samples of each step
     journal: EventSink  # events

@@ -1,10 +1,11 @@
-"""TensorBoard's event files: one per process that writes, in one folder per run.
+"""TensorBoard event files: one per writing process, in one folder per run.
 
 TensorBoard reads the files of a folder in the order of their names, so a file's name comes after
-all that are there, whatever the clock says. A ``SessionLog.START`` with a step makes it forget
+all existing ones, regardless of the clock. A ``SessionLog.START`` with a step makes it discard
 that step and later ones (TensorBoard's EventAccumulator, and
-preemption in its Rust reader): that is how redone steps replace. Which step of each name is
-written is in a small file beside them, so that the next process leaves no hole and doubles nothing.
+preemption in its Rust reader): that is how repeated steps replace earlier values. The last written
+step of each name is kept in a small file next to them, so that the next process neither omits nor
+duplicates values.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ def is_installed() -> bool:
 class TensorBoard:
     """Writes ``folder/events.out.tfevents.*``: ``run.log_to(elastic.TensorBoard("runs/a"))``.
 
-    The folder must be one that every node of the job can write to: any of them may become rank 0.
+    Every node of the job must be able to write to the folder: any of them may become rank 0.
 
     Raises:
         ConfigError: TensorBoard is not installed.
@@ -52,7 +53,7 @@ class TensorBoard:
                 hint="pip install tensorboard",
             )
         self._folder = Path(folder)
-        self._file: Any = None  # a RecordWriter; None: nothing can be written
+        self._file: Any = None  # a RecordWriter; None: the folder cannot be written
         self._has_warned = False
         self._name = ""
         self._steps: dict[str, int] = {}
@@ -71,9 +72,9 @@ class TensorBoard:
             if not self._has_warned:
                 self._has_warned = True
                 get_logger().warning(
-                    "run.log: TensorBoard's folder %s cannot be written (%s): training goes on "
-                    "without curves there. Set ELASTIC_TENSORBOARD to a folder that all nodes can "
-                    "write to, or to off",
+                    "run.log: TensorBoard's folder %s is not writable (%s): training "
+                    "continues without TensorBoard output. Set ELASTIC_TENSORBOARD to a folder "
+                    "that all nodes can write to, or to off",
                     self._folder.absolute(),
                     error.strerror or error,
                 )
@@ -85,13 +86,13 @@ class TensorBoard:
             self._open()
             if step and not steps:
                 get_logger().warning(
-                    "run.log: the curves in %s begin at step %d: what was logged before is not "
-                    "there. Name a folder that all nodes share (ELASTIC_TENSORBOARD)",
+                    "run.log: the curves in %s begin at step %d: earlier values are not "
+                    "there. Use a folder that all nodes share (ELASTIC_TENSORBOARD)",
                     self._folder,
                     step,
                 )
         newest = max(steps.values(), default=-1)
-        # A writer that was killed may have written steps that it had not noted: they come again.
+        # A killed writer may have written steps without recording them: they are written again.
         if newest > step or (is_new and steps):
             self._purge(min(newest, step) + 1)
         self._steps = {tag: min(known, step) for tag, known in steps.items()}
@@ -144,8 +145,8 @@ class TensorBoard:
         self._file.write(event.SerializeToString())
 
     def _flush(self) -> None:
-        """Write what was appended, at once: a process that is killed leaves a record cut at most.
-        Then note it, for the next process that writes."""
+        """Write appended records with one write: a killed process leaves at most one truncated
+        record. Then record it for the next writing process."""
         self._file.flush()
         self._write_written()
 
@@ -156,7 +157,7 @@ class TensorBoard:
         return "", {}
 
     def _write_written(self) -> None:
-        """With one write in place, which a kill does not cut."""
+        """Write in place with one call, which a kill does not truncate."""
         if self._written_fd is None:
             flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC
             self._written_fd = os.open(self._folder / WRITTEN, flags, 0o644)

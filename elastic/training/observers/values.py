@@ -1,4 +1,4 @@
-"""What may be logged: numbers, and tensors of one number."""
+"""Validation of logged values: numbers, and tensors with one element."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from elastic.errors import ConfigError
 
 Loggable = SupportsFloat | torch.Tensor
 Scalar = float | torch.Tensor
-"""A number, or a copy of one on its way from a device: see
+"""A number, or its pending copy from a device: see
 :mod:`~elastic.training.observers.device_reads`."""
 
 _TENSOR = torch.Tensor
@@ -23,7 +23,7 @@ class WorldMean(float):
 
 
 def scalar_of(name: object, value: object) -> Scalar:
-    """The number, or for a tensor on a device a copy that is being made.
+    """The number, or for a tensor on a device a pending copy.
 
     Raises ConfigError, which names the value, for anything else.
     """
@@ -31,7 +31,7 @@ def scalar_of(name: object, value: object) -> Scalar:
     if kind is float or kind is WorldMean:
         scalar: Scalar = value  # type: ignore[assignment]
     elif kind is _TENSOR and value.is_cpu:  # type: ignore[attr-defined]
-        try:  # the fast path: each call of torch costs as much as all the rest
+        try:  # the fast path: each call of torch costs as much as everything else here
             scalar = value.item()  # type: ignore[attr-defined]
         except RuntimeError:  # not one element
             scalar = _scalar_of_tensor(name, value)  # type: ignore[arg-type]
@@ -43,7 +43,7 @@ def scalar_of(name: object, value: object) -> Scalar:
         scalar = _float_of(name, value)
     if not isinstance(name, str) or not name:
         raise ConfigError(
-            f"run.log({{{name!r}: …}}): the name of a value is a text that is not empty",
+            f"run.log({{{name!r}: …}}): the name of a value must be a non-empty string",
             hint="run.log(loss=loss), or run.log({'train/loss': loss})",
         )
     return scalar
@@ -58,7 +58,7 @@ def _scalar_of_tensor(name: object, tensor: torch.Tensor) -> Scalar:
     tensor = tensor.detach()
     if tensor.device.type == "cpu":
         return float(tensor)
-    # A copy now, since the script may change the tensor in place; into pinned memory, so that
+    # Copied now, because the script may change the tensor in place; into pinned memory, so that
     # neither this call nor the device waits (aten/src/ATen/native/TensorConversions.cpp).
     return tensor.to("cpu", non_blocking=True)
 

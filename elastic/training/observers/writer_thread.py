@@ -11,7 +11,7 @@ from functools import partial
 from elastic.telemetry.log import get_logger
 from elastic.training.observers.writer import BatchWriter, MetricsWriter, Rows
 
-_MOST_WAITING = 4096  # batches: half an hour of a destination that hangs
+_MOST_WAITING = 4096  # queued batches: half an hour of a hanging destination
 
 
 @dataclass(frozen=True)
@@ -25,7 +25,7 @@ class _Drained:
 
 
 class WriterThread:
-    """One per process that is, or was, rank 0. Its owner calls :meth:`close`."""
+    """The writer thread of a process that is, or was, rank 0. Its owner calls :meth:`close`."""
 
     def __init__(self, writers: Sequence[MetricsWriter]) -> None:
         self._writers = tuple(writers)
@@ -37,26 +37,26 @@ class WriterThread:
         self._thread.start()
 
     def rewind(self, step: int) -> None:
-        """The job continues after ``step``."""
+        """Rewind the writers to ``step``."""
         self._is_abandoned = False
         self._put(_Rewind(step))
 
     def log(self, rows: Rows) -> None:
-        """Write these, oldest first."""
+        """Queue these rows, oldest first."""
         self._put(rows)
 
     def drain(self, timeout_s: float) -> bool:
-        """Wait until everything is written; False if that takes longer."""
+        """Wait until everything is written; False on a timeout."""
         drained = _Drained(threading.Event())
         self._put(drained)
         return drained.event.wait(timeout_s)
 
     def abandon(self) -> None:
-        """Drop what is queued: another process writes from now on."""
+        """Drop queued rows: another process writes from now on."""
         self._is_abandoned = True
 
     def close(self, timeout_s: float) -> bool:
-        """Write everything, and end. False if that takes longer than ``timeout_s``."""
+        """Write everything and end. False if that takes longer than ``timeout_s``."""
         self._put(None)
         self._thread.join(timeout_s)
         return not self._thread.is_alive()
@@ -68,8 +68,8 @@ class WriterThread:
             if not self._has_dropped:
                 self._has_dropped = True
                 get_logger().warning(
-                    "run.log: a destination of metrics does not take anything any more; values "
-                    "are lost while that lasts"
+                    "run.log: a destination of metrics no longer accepts values; values "
+                    "are lost meanwhile"
                 )
 
     # -- the thread ---------------------------------------------------------------------------
@@ -97,14 +97,14 @@ class WriterThread:
             self._call(index, partial(call, writer))
 
     def _call(self, index: int, call: Callable[[], object]) -> None:
-        """Of one writer: what it raises is reported once, and loses what it was given alone."""
+        """Call one writer: its exception is reported once, and only its own values are lost."""
         try:
             call()
-        except Exception as error:  # noqa: BLE001 - of a user's writer: training goes on
+        except Exception as error:  # noqa: BLE001 - of a user's writer: training continues
             if index not in self._failing:  # once: it may fail in every step
                 self._failing.add(index)
                 get_logger().warning(
-                    "run.log: %s: %s: %s; its values are lost while that lasts",
+                    "run.log: %s: %s: %s; its values are lost meanwhile",
                     type(self._writers[index]).__name__,
                     type(error).__name__,
                     error,
@@ -115,7 +115,7 @@ class WriterThread:
 
 
 def _calls(writer: MetricsWriter, rows: Rows) -> Iterator[Callable[[], object]]:
-    """That write the rows: one for all of them, or one for each."""
+    """The calls that write the rows: one for all, or one for each."""
     if isinstance(writer, BatchWriter):
         yield partial(writer.log_batch, rows)
         return

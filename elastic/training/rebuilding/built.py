@@ -1,4 +1,4 @@
-"""The objects that the function of ``run.build`` has made for one world."""
+"""The objects that the function of ``run.build`` created for one world."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ call run.build in the function that run.retry calls, and use what it returns:
 
 
 class Built:
-    """Modules, optimizers and other objects with state, by the names that they are saved under.
+    """Modules, optimizers and other objects with state, by their names in checkpoints.
 
-    ``returned`` is what the function has returned: a module, or a tuple, list or dict with modules,
+    ``returned`` is the function's result: a module, or a tuple, list or dict with modules,
     optimizers and other objects that have ``state_dict`` and ``load_state_dict``.
 
     Raises ConfigError for anything else, and for a model that is not sharded over ``mesh``.
@@ -62,8 +62,8 @@ class Built:
         if not (hasattr(item, "state_dict") and hasattr(item, "load_state_dict")):
             raise ConfigError(
                 f"the function of run.build() returned a {type(item).__name__}, which has no "
-                "state_dict and load_state_dict: it would begin anew in each world",
-                hint="return model, optimizer (and scheduler, …); make what has no state in the "
+                "state_dict and load_state_dict: its state would be lost in each new world",
+                hint="return model, optimizer (and scheduler, …); create stateless objects in the "
                 "function that run.retry calls",
             )
         is_optimizer = isinstance(item, torch.optim.Optimizer)
@@ -72,18 +72,18 @@ class Built:
 
     @property
     def optimizers(self) -> dict[str, torch.optim.Optimizer]:
-        """The optimizers among them."""
+        """The optimizers."""
         return {n: t for n, t in self.tracked.items() if isinstance(t, torch.optim.Optimizer)}
 
     # -- steps --------------------------------------------------------------------------------
 
     def begin_step(self, share: float, size: int) -> None:
-        """A step begins, in which this rank holds the part ``share`` of the global batch."""
+        """Begin a step in which this rank has the fraction ``share`` of the global batch."""
         for weight in self._weights:
             weight.begin(share * size)
 
     def accumulating(self, stepped: Collection[str]) -> list[str]:
-        """Optimizers that have not stepped, and hold gradients for a later step."""
+        """Optimizers that have not stepped, and keep gradients for a later step."""
         waiting = {n: o for n, o in self.optimizers.items() if n not in stepped}
         if waiting and any(parts.holds_gradients for parts in self._parts):
             return list(waiting)
@@ -94,14 +94,14 @@ class Built:
         ]
 
     def frozen_indices(self) -> dict[str, list[int]]:
-        """By module, which of its parameters are not trained, in their order."""
+        """For each module, which parameters are not trained, in order."""
         return {
             name: [i for i, p in enumerate(module.parameters()) if not p.requires_grad]
             for name, module in self.modules.items()
         }
 
     def set_frozen(self, name: str, indices: list[int]) -> None:
-        """Train all parameters of a module but these."""
+        """Train all parameters of a module except these."""
         frozen = set(indices)
         for index, parameter in enumerate(self.modules[name].parameters()):
             if parameter.requires_grad is (index in frozen):
@@ -110,9 +110,9 @@ class Built:
     # -- the end of its world -------------------------------------------------------------------
 
     def retire(self) -> Remains:
-        """The world is over: any use of one of the objects raises TrainingError from now on.
+        """End the world: any later use of one of the objects raises TrainingError.
 
-        They are not referred to afterwards; the result knows whether they are still in memory.
+        They are no longer referenced; the result can tell whether they are still in memory.
         """
         remains = Remains(self)
         for module in self.modules.values():
@@ -136,7 +136,7 @@ class Built:
 
 
 class Remains:
-    """What may be left in memory of the objects of a world that is over."""
+    """Objects of an ended world that may still be in memory."""
 
     def __init__(self, built: Built) -> None:
         self._generation = built.generation
@@ -147,7 +147,7 @@ class Remains:
         ]
 
     def collect(self) -> int:
-        """Free what nobody refers to; bytes of parameters that are still in memory."""
+        """Free unreferenced objects; returns the bytes of parameters still in memory."""
         gc.collect()
         if self._is_left():
             garbage.look_at_all()
@@ -164,7 +164,7 @@ class Remains:
         return any(reference() is not None for reference in self._parameters)
 
     def warn_of_leftovers(self) -> None:
-        """Say so if the script keeps a model of an earlier world: both need memory."""
+        """Warn if the script keeps a model of an earlier world: both need memory."""
         if size_bytes := self.collect():
             get_logger().warning(
                 "%.1f MiB of the model built in generation %d are still in memory, because the "
@@ -189,7 +189,7 @@ def _items(returned: object) -> Iterator[Any]:
 
 
 def _free_name(wanted: str, taken: Mapping[str, object]) -> str:
-    """As ``run.wrap`` names modules: model, model1, …"""
+    """Module names as in ``run.wrap``: model, model1, …"""
     count = sum(1 for name in taken if name.rstrip("0123456789") == wanted)
     return wanted if count == 0 else f"{wanted}{count}"
 
@@ -197,8 +197,8 @@ def _free_name(wanted: str, taken: Mapping[str, object]) -> str:
 def _refusal_of(what: str, generation: int) -> Any:
     def refuse(*_: object) -> NoReturn:
         raise TrainingError(
-            f"this {what} was built in generation {generation}, which is over: its shards and its "
-            "process group are those of that world",
+            f"this {what} was built in generation {generation}, which has ended: its shards and "
+            "process group belong to that world",
             hint=AGAIN,
         )
 

@@ -1,4 +1,4 @@
-"""What the function of ``run.build`` may not return: models that would not be trained as meant."""
+"""Checks of the result of ``run.build``'s function: refuses models that would train incorrectly."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from elastic.errors import ConfigError
 _LINES = """\
 def build(mesh):
           model = Net()
-          fully_shard(model, mesh=mesh)                       # of each world
+          fully_shard(model, mesh=mesh)                       # the mesh of each world
           return model, torch.optim.AdamW(model.parameters()) # after it is sharded"""
 
-_used_meshes: list[weakref.ref[Any]] = []  # a DeviceMesh equals any other one of as many ranks
+_used_meshes: list[weakref.ref[Any]] = []  # by identity: DeviceMeshes of equal size are equal
 
 
 def forget_mesh(mesh: Any) -> None:
-    """The world of ``mesh`` is over: a model on it is refused from now on."""
+    """Refuse models on ``mesh`` from now on: its world has ended."""
     _used_meshes[:] = [known for known in _used_meshes if known() is not None]
     _used_meshes.append(weakref.ref(mesh))
 
@@ -54,7 +54,7 @@ def _check_parameter(place: str, parameter: torch.Tensor, mesh: Any) -> None:
     if not is_dtensor(parameter):
         if parameter.requires_grad:
             raise ConfigError(
-                f"run.build(): {place} is trained, and not sharded: nothing would reduce its "
+                f"run.build(): {place} is trained but not sharded: nothing would reduce its "
                 "gradients over the world",
                 hint=f"shard the whole model, or use run.wrap for one that is not sharded\n"
                 f"      {_LINES}",
@@ -63,7 +63,7 @@ def _check_parameter(place: str, parameter: torch.Tensor, mesh: Any) -> None:
     own: Any = parameter
     if any(own.device_mesh is used() for used in _used_meshes):
         raise ConfigError(
-            f"run.build(): {place} is sharded over the mesh of a world that is over",
+            f"run.build(): {place} is sharded over the mesh of an ended world",
             hint=f"use the mesh that the function is called with\n      {_LINES}",
         )
     if own.device_mesh.ndim != 1 or own.device_mesh.size() != mesh.size():
@@ -78,8 +78,8 @@ def _check_optimizer(name: str, parameters: Iterable[torch.Tensor], known: set[i
     for number, parameter in enumerate(parameters):
         if id(parameter) not in known:
             raise ConfigError(
-                f"run.build(): parameter {number} of {name} is in no module that was returned: "
-                "made before the model was sharded, it would train parameters that sharding has "
+                f"run.build(): parameter {number} of {name} is in no returned module: "
+                "created before the model was sharded, it would train parameters that sharding has "
                 "replaced",
                 hint=_LINES,
             )

@@ -1,6 +1,6 @@
-"""Loads a checkpoint into objects that were just built: each rank reads the shards that it holds.
+"""Loads a checkpoint into newly built objects: each rank reads its shards.
 
-The layout of the ranks that have saved does not matter: shards are read by their place in the
+The layout of the saving ranks is irrelevant: shards are read by their position in the
 whole tensor (:mod:`checkpoints.tensors.layout`).
 """
 
@@ -31,9 +31,9 @@ def load_shards(
 ) -> checkpoints.LoadResult:
     """Read and verify a checkpoint: the modules' tensors in place, everything else into memory.
 
-    Of tensors that optimizers keep for a sharded parameter, in its shape, this rank's shard is
+    For optimizer state of a sharded parameter with its shape, this rank's shard is
     read. ``check`` is called before anything changes, with a state whose tensors have no memory;
-    it raises if that does not fit.
+    it raises if the state does not fit.
 
     Raises checkpoints.LoadError.
     """
@@ -68,7 +68,7 @@ class _Saved:
 def _room_for_state(
     manifest: Manifest, key: str, optimizer: torch.optim.Optimizer
 ) -> dict[int, dict[str, torch.Tensor]]:
-    """Shards for what the checkpoint holds of an optimizer's state, in the parameters' layout."""
+    """Shards for an optimizer's state in the checkpoint, in the layout of the parameters."""
     saved = unflatten(manifest.tree, lambda path, name: _Saved(name))["tracked"].get(key)
     state = saved.get("state") if isinstance(saved, Mapping) else None
     if not isinstance(state, Mapping):

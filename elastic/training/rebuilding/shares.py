@@ -1,9 +1,9 @@
-"""Gradients of uneven shares, where FSDP takes the mean over ranks.
+"""Gradient weights for uneven shares where FSDP takes the mean over ranks.
 
 A rank that holds n of the N samples of a step has the gradient of the mean over its n. FSDP's mean
-over W ranks is right if each is multiplied with W·n/N first: then the sum is the gradient of the
-mean over all N. That is done to the gradient of the module's output, once, on its way into the
-module; with equal shares there is nothing to do.
+over W ranks is correct if each is multiplied by W·n/N first: then the sum is the gradient of the
+mean over all N. This is applied to the gradient of the module's output, once, as it enters the
+module; with equal shares nothing is needed.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ class ShareWeight:
         ]
 
     def begin(self, factor: float) -> None:
-        """A step begins; ``factor`` is 1 where all ranks hold the same number of samples."""
+        """Begin a step; ``factor`` is 1 if all ranks have the same number of samples."""
         self._factor = 1.0 if abs(factor - 1.0) <= _NEARLY else factor
 
     def remove(self) -> None:
-        """Take the hooks off."""
+        """Remove the hooks."""
         for handle in self._handles:
             handle.remove()
 

@@ -1,8 +1,10 @@
-"""The rank whose state a new world continues with (PROTOCOL section 6, "Agreement").
+"""Selects the rank whose state a new world continues with.
+
+docs/explanation/protocol.md, section 6, "Agreement".
 
 Every rank reports its position; the lowest of the most advanced ranks is the source. The generation
-of the last agreement comes first: a rank that completed a step alone in an old generation, and
-comes back after the others did that step again, has the same count and other bits.
+of the last agreement is compared first: a rank that completed a step alone in an old generation and
+returns after the others repeated that step has the same step count but different weights.
 """
 
 from __future__ import annotations
@@ -16,23 +18,23 @@ from elastic.process_group import all_gather_json
 
 @dataclass(frozen=True)
 class Tag:
-    """How far a rank's weights are. Equal tags mean equal weights."""
+    """The position of a rank's weights. Equal tags mean equal weights."""
 
     generation: int  # in which all ranks last agreed
     step: int  # steps committed since the job began
     stepped: tuple[str, ...] = ()  # optimizers that have stepped since, in order
     iteration: int = 0  # of the accumulation in which they did, from 0
-    callbacks: int = 0  # of run.after_step that are not done for the last committed step
+    callbacks: int = 0  # outstanding run.after_step callbacks of the last committed step
 
 
 @dataclass(frozen=True)
 class RankState:
-    """What one rank brings to an agreement."""
+    """One rank's contribution to an agreement."""
 
-    nonce: str  # of the world it believes to be in
+    nonce: str  # of the world that the rank is in
     tag: Tag | None  # None: a joining node, or weights that belong to no step
     begun: bool = False  # whether it is inside a step
-    is_torn: bool = False  # it has trained, and its weights belong to no step any more
+    is_torn: bool = False  # it has trained, and its weights no longer belong to a step
     retries: int = 0  # calls of run.retry that it has completed
 
 
@@ -43,7 +45,7 @@ class Agreement:
     source: int | None  # the rank that has the state, or the first of a replica; None: no rank
     tag: Tag | None
     receivers: tuple[int, ...]  # ranks that need the source's weights
-    is_torn: bool = False  # some rank has weights that are not the initial ones, of no step
+    is_torn: bool = False  # some rank's weights are neither the initial ones nor of a step
     retries: int = 0  # calls of run.retry that some rank has completed
     # Replicas with that state, the source's first: it follows from the rest.
     holders: tuple[int, ...] = field(default=(), compare=False)
@@ -55,7 +57,7 @@ class Agreement:
 
 
 def agree(mine: RankState, replica_size: int = 1) -> Agreement:
-    """Compare all ranks' standings; the same answer on every rank.
+    """Compare all ranks' states; the result is the same on every rank.
 
     Raises TrainingError if the group joins ranks of different worlds.
     """
@@ -66,12 +68,12 @@ def choose(states: list[RankState], replica_size: int = 1) -> Agreement:
     """The lowest rank with the greatest tag, and the ranks with another one.
 
     With replicas of several ranks: the first of the lowest replica whose ranks all have that tag.
-    One whose ranks differ has no state, since nobody else can use a part of it.
+    A replica whose ranks differ has no state, because a part of it is useless.
     """
     if len({s.nonce for s in states}) > 1:
         raise TrainingError(
             f"ranks of different worlds are in one group: {[s.nonce for s in states]}",
-            hint="this should be impossible: report it with the journals of all nodes",
+            hint="this is a bug: report it with the journals of all nodes",
         )
     whole = [
         states[first]

@@ -13,30 +13,30 @@ from elastic.world.world import World
 
 
 class Bootstrap:
-    """One per process."""
+    """Enters worlds and restores state. One per process."""
 
     def __init__(self, state: TrainingState, lifecycle: Lifecycle, strategies: Strategies) -> None:
         self._job = state.job
         self._progress = state.progress
         self._lifecycle = lifecycle
         self._strategies = strategies
-        self._inherited: dict[str, Any] | None = None  # state for objects that are registered again
+        self._inherited: dict[str, Any] | None = None  # state for objects registered again
 
     def enter_world(self) -> World:
-        """Enter a world, unless there is one."""
+        """Enter a world, unless in one."""
         if not self._lifecycle.has_world:
             self._strategies.active.enter_world()
         return self._lifecycle.world
 
     def rank_and_size(self) -> tuple[int, int]:
-        """Among those that split the data of the present world; enters the first one."""
+        """This rank's position among the ranks that split the data; enters the first world."""
         world = self.enter_world()
         return world.data_rank, world.data_size
 
     def enter_loop(self) -> None:
-        """Enter a world and restore the state, unless that has happened.
+        """Enter a world and restore the state, unless already done.
 
-        Raises ConfigError if something was sharded since it was registered: nothing is changed.
+        Raises ConfigError, without changes, if an object was sharded since it was registered.
         """
         if self._lifecycle.is_restored:
             return
@@ -47,7 +47,7 @@ class Bootstrap:
         if self._job.is_rebuilt and self._job.built is None:
             raise TrainingError(
                 "run.build() was not called in this world: the model and the optimizer are those "
-                "of a world that is over",
+                "of an ended world",
                 hint=AGAIN,
             )
         self.enter_world()

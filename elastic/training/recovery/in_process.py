@@ -1,4 +1,4 @@
-"""Recovery in process: the worker leaves a world that is over and keeps its state for the next."""
+"""Recovery in process: the worker leaves an ended world and keeps its state for the next one."""
 
 from __future__ import annotations
 
@@ -66,8 +66,8 @@ class InProcess:
         )
         self._laps: dict[str, float] = {}
         self._recovering_since_s: float | None = None
-        self._committed_step: int | None = None  # of the job, when the present world was decided
-        self._asked_for: int | None = None  # the step that the last answers of the replica are for
+        self._committed_step: int | None = None  # of the job, when the current world was decided
+        self._asked_for: int | None = None  # the step of the replica's last answers
         self._replica.question = self._will_leave
 
     # -- steps --------------------------------------------------------------------------------
@@ -75,16 +75,17 @@ class InProcess:
     def before_step(self, step: Step) -> None:
         """Raise WorldChanged if the next world is to be entered before this step.
 
-        Asked after the step has begun: from now on the link's thread knows that it is too late
-        for this rank to switch at it, and one of the two notices (PROTOCOL section 6). Within an
-        accumulation of gradients only a world that is over is left. The ranks of a replica have
+        Checked after the step has begun: from now on the link's thread knows that it is too late
+        for this rank to switch at it, so one of the two notices (docs/explanation/protocol.md,
+        section 6). Within an
+        accumulation of gradients only an ended world is left. The ranks of a replica have
         settled it at the end of the last backward pass, if there was one.
         """
         if self._leaves(step):
             self._current.drop()
             raise WorldChanged(
                 f"the world changes before step {step.number}",
-                hint="let it pass: run.retry continues in the next world",
+                hint="do not catch it: run.retry continues in the next world",
             )
 
     def _leaves(self, step: Step) -> bool:
@@ -98,45 +99,46 @@ class InProcess:
         return self._replica.any(leaves)
 
     def _will_leave(self) -> tuple[bool, bool]:
-        """At the end of a backward pass: whether the next step is to begin in another world, and
-        whether it is even if it continues an accumulation.
+        """Called at the end of a backward pass: whether the next step begins in another world, and
+        whether it does so even within an accumulation.
 
-        For a world that this rank learns of later, the next step has begun: the link's thread
-        treats it like that, and the step is redone.
+        For a world announced later, the next step counts as begun: the link's thread
+        treats it so, and the step is repeated.
         """
         step = self._current.step
-        if step is None:  # a backward pass of the script's own
+        if step is None:  # a backward pass outside of a step
             self._asked_for = None
             return False, False
         following = self._asked_for = self._current.answered_for = step.number + 1
         return self._worlds.is_due(following), self._worlds.is_superseded()
 
     def committed(self) -> None:
-        """Measure the time of a step, and report a slow one at once: where a planned world takes
-        over is counted from the last report, which would be a step old otherwise."""
+        """Measure the time of a step, and report a slow one immediately: the switch step of a
+        planned world is counted from the last report, which would otherwise be one step old."""
         self._timer.committed()
         if self._timer.is_slow:
             self._worlds.report_position()
 
     def at_boundary(self, received: StepFlags | None) -> None:
-        """Nothing: the agent announces a world without a node that is to leave."""
+        """Do nothing: the agent announces a world without a leaving node."""
 
     # -- worlds -------------------------------------------------------------------------------
 
     def is_fault(self, error: BaseException) -> bool:
         """Whether a collective has failed, or a planned change has interrupted the script."""
         if isinstance(error, ReplicaLost):
-            return False  # what this rank holds is of no use without the rest of its replica
+            return False  # this rank's part is useless without the rest of its replica
         if is_world_fault(error) or _is_switch(error):
             return True
-        # Whatever the script makes of results that an abort has left is not its mistake.
+        # An error caused by the invalid results of an abort is not the script's mistake.
         return self._group.may_be_garbage and may_come_of_garbage(error)
 
     def recover(self, error: BaseException) -> None:
-        """Leave the world that is over, enter the next one, and restore the state of a commit."""
+        """Leave the ended world, enter the next one, and restore the state of a commit."""
         began_s = SYSTEM_CLOCK.monotonic()
         self._replica.check_in()
         is_planned = isinstance(error, WorldChanged)
+        is_together = is_planned and not self._is_over_for_some
         self._observers.end_world("change" if is_planned else "fault")
         self._lifecycle.begin_change()
         if not is_planned:
@@ -144,14 +146,14 @@ class InProcess:
         self._laps.clear()
         with self._lap("leave_s"):
             if self._job.built is not None:
-                self._leave_shards(error, is_complete=is_planned and not self._is_over)
+                self._leave_shards(error, is_complete=is_together)
             self._progress.interrupt()
             # A peer's death may be known between two steps, before anything has failed here.
-            self._checkpoints.end_world(broken=not is_planned or self._is_over)
+            self._checkpoints.end_world(broken=not is_together)
             self._lifecycle.end(broken=not is_planned)
-        # The frames of the attempt hold activations, for as long as the traceback is known: a GPU
-        # may have no room for them and for a state that is received. While others come to the next
-        # world there is time for it, also to end data workers that a frame holds.
+        # The frames of the attempt hold activations as long as the traceback exists: a GPU
+        # may have no room for them and a received state. While others enter the next
+        # world there is time to free them, and to end data workers that a frame holds.
         _clear_frames(error)
         self._recovering_since_s = began_s
         self.enter_world()
@@ -159,18 +161,20 @@ class InProcess:
             self._recovered()
 
     @property
-    def _is_over(self) -> bool:
-        return self._worlds.is_superseded()
+    def _is_over_for_some(self) -> bool:
+        """Whether the present world has ended without a boundary that all ranks leave it at. (The
+        last nodes of a job end no peer's step when they leave, and save.)"""
+        return self._worlds.is_superseded() and self._worlds.nodes > 0
 
     def _leave_shards(self, error: BaseException, *, is_complete: bool) -> None:
-        """Forget what was built for the present world: the next one loads what was saved.
+        """Release the objects built for the current world: the next one loads the saved state.
 
         ``is_complete``: all ranks leave at this step, and save it.
         """
         if is_complete:
             self._checkpoints.save_between_worlds(self._job, is_last=self._worlds.nodes == 0)
         else:
-            self._group.abort()  # before what its collectives write into is freed
+            self._group.abort()  # before the buffers of its collectives are freed
         self._progress.lose_state()
         _clear_frames(error)
         self._job.retire_built()
@@ -215,7 +219,7 @@ class InProcess:
             self._laps[name] = self._laps.get(name, 0.0) + took_s
 
     def enter_world(self) -> None:
-        """Wait for the next world, and for as long as worlds fail, the one after it."""
+        """Wait for the next world, and if it fails for the one after it."""
         while True:
             with self._lap("wait_s"):
                 message = self._next()
@@ -234,7 +238,7 @@ class InProcess:
                     self._worlds.entered(self._job.progress.step)
                 return
             self._worlds.entered(self._job.progress.step)
-            # Fewer nodes than the job's minimum: nothing is trained, nothing may get lost.
+            # Fewer nodes than the job's minimum: nothing is trained, and nothing may be lost.
             if self._lifecycle.is_restored:
                 self._lifecycle.pause()
             with self._lap("paused_s"):
@@ -243,8 +247,8 @@ class InProcess:
             self._lifecycle.end(broken=False)
 
     def _next(self) -> WorldMessage:
-        """The next world: the same one on all ranks of the replica, or its group would wait for
-        one that waits for them."""
+        """The next world, the same on all ranks of the replica: otherwise its groups would
+        deadlock."""
         message = self._worlds.next()
         while True:
             generations = self._replica.all_numbers(message.world.generation)
@@ -277,7 +281,7 @@ class InProcess:
             return self._reconfiguration.enter(world, message.world.committed_step)
 
     def restore(self) -> None:
-        """The objects of the job are built in the present world: load their state."""
+        """Load the state of the objects built in the current world."""
         with self._lap("agree_s"):
             world = self._reconfiguration.restore(self._lifecycle.world, self._committed_step)
         self._lifecycle.begin(world)
@@ -285,7 +289,7 @@ class InProcess:
         self._recovered()
 
     def _leave_job(self, message: WorldMessage) -> None:
-        """The job continues without this node, or ends here: wait for the agent to end it."""
+        """Wait for the agent to end this process: the job continues without this node, or ends."""
         if self._lifecycle.is_restored and self._checkpoints.is_open:
             if message.nodes == 0:
                 self._checkpoints.flush(self._job, leaving_s())
@@ -297,8 +301,8 @@ class InProcess:
             SYSTEM_CLOCK.sleep(LEAVE_SLICE_S)
 
     def end_attempt(self) -> None:
-        """No rank is done before all are: one that fails in the last step still finds peers that
-        hold its state."""
+        """Wait until all ranks are done: a rank that fails in the last step still finds peers that
+        have its state."""
         lifecycle = self._lifecycle
         is_with_others = lifecycle.has_world and lifecycle.world.size > 1
         if is_with_others and not self._progress.is_catching_up:
@@ -309,15 +313,15 @@ class InProcess:
     # -- the end of the process ---------------------------------------------------------------
 
     def must_save_after_error(self, *, is_of_the_world: bool) -> bool:
-        """After errors of the script; after a fault of the world the peers hold the state."""
+        """True after errors of the script; after a fault of the world, peers have the state."""
         return not is_of_the_world
 
     def flush_after_error(self) -> None:
-        """This rank's share: the peers wait for the end of this process."""
+        """Write this rank's share: peers wait for the end of this process."""
         self._checkpoints.flush(self._job, SHARE_S, Peers.CONTINUE)
 
     def release_peers(self) -> None:
-        """They need not wait for this process to be gone."""
+        """Close connections, so that peers need not wait for the end of this process."""
         self._group.abort()
 
     @property
@@ -326,7 +330,8 @@ class InProcess:
         return self._worlds.nodes > 1
 
     def roll_back(self, *, is_stopped: bool) -> bool:
-        """While the main thread waits for a world, the state is that of the last commit, unless
+        """True while the main thread waits for a world: the state is that of the last commit,
+        unless
         it was interrupted in the middle of an update."""
         if is_stopped:
             self._progress.interrupt()
@@ -342,10 +347,10 @@ def _is_switch(error: BaseException) -> bool:
 
 
 def _clear_frames(error: BaseException) -> None:
-    """Forget the locals of the interrupted attempt: activations, iterators, data workers."""
+    """Clear the locals of the interrupted attempt: activations, iterators, data workers."""
     found: list[BaseException] = []
     left: list[BaseException | None] = [error]
-    while left:  # also what `raise … from None` does not show holds its frames
+    while left:  # also exceptions hidden by `raise … from None` hold frames
         failure = left.pop()
         if failure is None or any(failure is known for known in found):
             continue

@@ -1,4 +1,4 @@
-"""Which step a rank's weights belong to, and how an interrupted step is undone."""
+"""Tracks the step that a rank's weights belong to, and undoes an interrupted step."""
 
 from __future__ import annotations
 
@@ -9,38 +9,40 @@ from elastic.training.current_step import CurrentStep
 from elastic.training.recovery.agreement import RankState, Tag
 from elastic.training.recovery.redone_rates import RedoneRates, rates_of
 from elastic.training.state.job_state import JobState
-from elastic.training.state.optimizers import OptimizerGuard
+from elastic.training.state.optimizers import OptimizerWatch
 from elastic.training.state.rollback import Rollback
 
 
 class RankProgress:
-    """One per process: which step this rank's weights belong to, and the way back to a commit."""
+    """The step of this rank's weights, and the rollback to a commit. One per process."""
 
-    def __init__(self, job: JobState, guard: OptimizerGuard, current: CurrentStep) -> None:
+    def __init__(self, job: JobState, watch: OptimizerWatch, current: CurrentStep) -> None:
         self._job = job
-        self._guard = guard
+        self._optimizer_watch = watch
         self._current = current
-        self.has_committed = False  # any step, in this process
+        self.has_committed = False  # a step was committed in this process
         self._rollback: Rollback | None = None
-        self._replaced: Rollback | None = None  # of objects that the script has replaced
-        self._is_fresh = False  # nothing of the script has run since the last snapshot
+        self._replaced: Rollback | None = None  # for objects that the script has replaced
+        self._is_fresh = False  # the script has not run since the last snapshot
         self._is_entering = False  # no step has begun in the present world
-        self._is_torn = False  # weights that are not the initial ones, and of no step
+        self._is_torn = False  # the weights are neither the initial ones nor of a step
         self.retries = 0  # calls of run.retry that this rank has completed
-        self.retries_of_others = 0  # the most that a rank of this world had when it began
+        self.retries_of_others = 0  # the maximum over this world's ranks at its beginning
         self.tag: Tag | None = None  # of this rank's weights
         self.begun = False  # a step was begun
-        self._masked: tuple[str, ...] = ()  # optimizers to mask in a step that is done again
+        self._masked: tuple[str, ...] = ()  # optimizers to mask in a repeated step
         self._masked_at = 0  # its number
         self.callback_step = (0, 0, 0)  # number, epoch, index of the last committed step
         self._rates = RedoneRates()
-        guard.on_update = self._rates.stepping
+        watch.on_update = self._rates.stepping
 
     @property
     def rollback(self) -> Rollback:
-        """Created at its first use: the objects of the job are registered by then."""
+        """The rollback, created at first use, when the job's objects are registered."""
         if self._rollback is None:
-            self._rollback = self._guard.rollback = Rollback(self._job, self._guard.tracked)
+            self._rollback = self._optimizer_watch.rollback = Rollback(
+                self._job, self._optimizer_watch.tracked
+            )
             if (replaced := self._replaced) is not None:
                 self._rollback.adopt(replaced.habits, replaced.snapshot)
                 self._rollback.final_buffers = replaced.final_buffers
@@ -49,14 +51,14 @@ class RankProgress:
 
     @property
     def is_catching_up(self) -> bool:
-        """Whether other ranks have completed the call of run.retry that this one is in: it has
-        nothing to train in it, and no rank to save or wait with."""
+        """Whether other ranks have completed this rank's current call of run.retry: it has
+        nothing to train in it, and no peers to save or synchronize with."""
         return self.retries < self.retries_of_others
 
     # -- while training -----------------------------------------------------------------------
 
     def before_step(self, number: int) -> None:
-        """Outside of an accumulation: the state is that of a commit, and a step comes next.
+        """Before a step, outside of an accumulation: the state is that of a commit.
 
         Raises TrainingError if the script has overwritten the state that the world began with.
         """
@@ -64,7 +66,7 @@ class RankProgress:
             return
         if self._is_entering and number > 0 and self.rollback.weights_have_changed:
             raise TrainingError(
-                f"weights were changed after they had been restored for step {number}: "
+                f"weights were changed after they were restored for step {number}: "
                 "run.retry calls its function again in each new world",
                 hint="initialize weights, or load pretrained ones, before run.retry(train), not "
                 "in train",
@@ -73,32 +75,32 @@ class RankProgress:
         self._take()
 
     def expect_weights(self) -> None:
-        """A world begins with the present weights: nothing but training may change them."""
+        """Begin a world with the current weights, which only training may change."""
         self._is_entering = True
         self.rollback.expect_weights()
 
     def register_again(self) -> None:
-        """The objects of the job are about to be replaced by others of the same kind."""
+        """Prepare for the replacement of the job's objects by new ones of the same kind."""
         self._replaced = self._rollback
-        self._rollback = self._guard.rollback = None
+        self._rollback = self._optimizer_watch.rollback = None
         self._is_fresh = False
 
     def lose_state(self) -> None:
-        """What this rank holds is of no use in another world: it is a part of a state only."""
+        """Drop this rank's state: a part of a state is useless in another world."""
         self.tag = None
-        self._rollback = self._guard.rollback = None
+        self._rollback = self._optimizer_watch.rollback = None
         self._is_fresh = self.begun = False
 
     def script_has_run(self) -> None:
-        """It may have changed what it likes."""
+        """Note that the script has run and may have changed any object."""
         self._is_fresh = False
 
     def masked(self, number: int) -> tuple[str, ...]:
-        """The optimizers whose update in step ``number`` is in the weights already."""
+        """The optimizers whose update in step ``number`` is already in the weights."""
         return self._masked if number == self._masked_at else ()
 
     def committed(self, step: tuple[int, int, int], callbacks: int = 0) -> None:
-        """A step (number, epoch, index) has taken effect; so many callbacks of it come next."""
+        """Commit a step (number, epoch, index) that is followed by ``callbacks`` callbacks."""
         self.rollback.committed()
         self.begun = False
         self._masked = ()
@@ -106,7 +108,7 @@ class RankProgress:
         self.called_back(callbacks)
 
     def called_back(self, left: int) -> None:
-        """One more callback of the last committed step is done; so many are left."""
+        """Record that a callback of the last committed step is done; ``left`` remain."""
         self._take()
         if self.tag is not None:
             step = self._job.progress.step
@@ -120,34 +122,34 @@ class RankProgress:
 
     @property
     def is_torn(self) -> bool:
-        """Whether the weights belong to no step just now: an update has begun and not ended, or
+        """Whether the weights currently belong to no step: an update has begun and not ended, or
         optimizers have stepped in the middle of an accumulation."""
-        return self._guard.is_torn or self._has_partial_updates
+        return self._optimizer_watch.is_torn or self._has_partial_updates
 
     @property
     def _has_partial_updates(self) -> bool:
         accumulation, step = self._current.accumulation, self._current.step
         if accumulation.since is None:
             return False
-        is_partial = step is not None and step.stepped and self._guard.accumulating(step)
+        is_partial = step is not None and step.stepped and self._optimizer_watch.accumulating(step)
         return accumulation.has_updates or bool(is_partial)
 
     def interrupt(self) -> None:
-        """Undo what the current step has changed; :attr:`tag` says which step the weights belong
-        to afterwards."""
-        step, guard = self._current.step, self._guard
-        rates = rates_of(guard.tracked)
+        """Undo the changes of the current step; :attr:`tag` then names the step that the weights
+        belong to."""
+        step, watch = self._current.step, self._optimizer_watch
+        rates = rates_of(watch.tracked)
         self._interrupted(
             number=step.number if step is not None else None,
             stepped=tuple(step.stepped) if step is not None else (),
             is_torn=self.is_torn,
         )
         if step is not None:
-            committed = rates_of(guard.tracked)
+            committed = rates_of(watch.tracked)
             self._rates.interrupted(step.number, step.stepped, rates, committed)
-        guard.reset()
+        watch.reset()
         self._current.drop_uncommitted()
-        for optimizer in guard.tracked.values():
+        for optimizer in watch.tracked.values():
             optimizer.zero_grad(set_to_none=True)
         for module in self._job.modules.values():
             module.module.zero_grad(set_to_none=True)
@@ -155,11 +157,11 @@ class RankProgress:
             module.reduction.begin(1.0)
 
     def put_back(self) -> bool:
-        """Make the state that of the last commit; False if the weights may hold more.
+        """Roll back to the last commit; False if the weights may contain later updates.
 
-        A loop that was left with `break` looks the same as one that an exception has ended, and
-        its step counts if an optimizer stepped. If that was an exception, what follows an update
-        in the script (a scheduler) was not done.
+        A loop left with `break` looks the same as one ended by an exception, and
+        its step counts if an optimizer stepped. If it was an exception, the code after an update
+        in the script (a scheduler step) has not run.
         """
         step, last_left = self._current.step, self._current.last_left
         if last_left is not None and last_left.optimizer_stepped:
@@ -171,11 +173,11 @@ class RankProgress:
         return True
 
     def _interrupted(self, *, number: int | None, stepped: tuple[str, ...], is_torn: bool) -> None:
-        """Put the non-parameter state back to the last commit, and set :attr:`tag`.
+        """Restore the non-parameter state of the last commit, and set :attr:`tag`.
 
         Args:
-            number: of the step that was begun; None between two steps.
-            stepped: the optimizers whose updates of it are in the weights.
+            number: the step that was begun; None between two steps.
+            stepped: the optimizers whose updates in it are in the weights.
             is_torn: whether an update was begun and not ended.
         """
         if self.tag is None:
@@ -199,25 +201,25 @@ class RankProgress:
     # -- in a new world -----------------------------------------------------------------------
 
     def rank_state(self, nonce: str) -> RankState:
-        """What this rank brings to the agreement of the world with that nonce."""
+        """This rank's contribution to the agreement of the world with that nonce."""
         return RankState(nonce, self.tag, self.begun, self._is_torn, self.retries)
 
     def begin_fresh(self) -> None:
-        """The state was restored from a checkpoint, or is the initial one."""
+        """Note that the state was restored from a checkpoint, or is the initial one."""
         self._take()
         self.rollback.forget()
 
     def begin_taking_over(self) -> None:
-        """A peer's weights are about to be applied: if that fails half way, they belong to no
+        """Before a peer's weights are applied: if that fails half way, the weights belong to no
         step."""
         self.tag, self._is_torn = None, True
 
     def took_over(self, tag: Tag) -> None:
-        """All of a peer's weights are applied."""
+        """Note that a peer's weights are completely applied."""
         self.tag, self._is_torn = tag, False
 
     def agreed(self, tag: Tag, *, generation: int) -> None:
-        """All ranks of a world hold the state of ``tag``."""
+        """Note that all ranks of a world have the state of ``tag``."""
         self.tag = dataclasses.replace(tag, generation=generation)
         self._masked, self._masked_at = tag.stepped, tag.step + tag.iteration
         self._is_fresh, self._is_entering, self._is_torn = False, True, False

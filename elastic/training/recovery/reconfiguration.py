@@ -1,7 +1,7 @@
-"""Brings all ranks of a new world to one state without a restart: agree, then send the state.
+"""Brings all ranks of a new world to one state without a restart: agreement, then transfer.
 
 The main thread of every rank runs this between two steps of the job. A rank's state does not
-change before what it receives is complete, so a fault in here is followed by another attempt in
+change before the received state is complete, so a fault here is followed by another attempt in
 the next world, with the same state.
 """
 
@@ -30,7 +30,7 @@ from elastic.world.world import World
 
 
 class Reconfiguration:
-    """One per process: how its progress becomes that of a world."""
+    """The reconfiguration of a rank. One per process."""
 
     def __init__(
         self,
@@ -47,7 +47,7 @@ class Reconfiguration:
         self._device = device
 
     def enter(self, world: World, committed_step: int | None) -> World:
-        """Bring all ranks of the group to one state; the world as the job numbers it.
+        """Bring all ranks of the group to one state; returns the world as numbered by the job.
 
         Raises CheckpointRequired if no rank has a state, no checkpoint can be loaded, and steps
         were committed before.
@@ -63,22 +63,23 @@ class Reconfiguration:
         return world
 
     def meet(self, world: World) -> World:
-        """Make sure that all ranks of the group are in one world, where none brings a state: what
-        is built in it is restored by :meth:`restore`."""
+        """Verify that all ranks of the group are in one world, in which none has a state: objects
+        built in it are restored by :meth:`restore`."""
         agreement = agree(self._progress.rank_state(world.nonce))
         self._progress.retries_of_others = agreement.retries
         if not agreement.is_fresh:
             raise TrainingError(
-                f"rank {agreement.source} holds a complete model, and this one builds a sharded "
+                f"rank {agreement.source} has a complete model, but this rank builds a sharded "
                 "one in each world",
-                hint="every rank has to run the same script: run.build on all, or on none",
+                hint="run the same script on every rank: run.build on all or on none",
             )
         return world
 
     def restore(self, world: World, committed_step: int | None) -> World:
-        """Load what the ranks of ``world`` have built; the world as the job numbers it.
+        """Load the state of the objects built in ``world``; returns the world as numbered by the
+        job.
 
-        Where no checkpoint is found, the job begins again if no more is lost than always may be.
+        Without a checkpoint, the job restarts if not more is lost than is always allowed.
         Raises CheckpointRequired if it is more.
         """
         began_s = SYSTEM_CLOCK.monotonic()
@@ -138,7 +139,7 @@ class Reconfiguration:
         number, epoch, index = told["callback_step"]
         self._progress.callback_step = (number, epoch, index)
         if not is_source:
-            self._progress.tag = tag  # the same bits: a fault from here on is no loss
+            self._progress.tag = tag  # equal weights: a fault from here on loses nothing
         generation = max(world.generation, told["generation"] + 1)
         lineage = tuple(Ancestor(*pair) for pair in told["lineage"])
         step = self._job.progress.step
@@ -166,7 +167,7 @@ class Reconfiguration:
         tag = agreement.tag
         assert tag is not None
         began_s = SYSTEM_CLOCK.monotonic()
-        # Each position of the replicas by itself, and from another one of those that have it.
+        # Each position of the replicas separately, each from a different replica that has it.
         sender = agreement.holders[world.rank_in_replica % len(agreement.holders)]
         source = sender * world.mesh.size + world.rank_in_replica
         is_source, is_receiver = world.rank == source, world.rank in agreement.receivers

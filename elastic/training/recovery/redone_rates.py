@@ -1,7 +1,7 @@
-"""The learning rates of a step that is done again: the same as before, or the script counts wrong.
+"""Compares the learning rates of a repeated step: different rates mean a miscounting script.
 
-A script that computes them from a variable of its own begins to count anew, because ``run.retry``
-calls its function again. Nothing fails then.
+A script that computes them from a local counter restarts the counter, because ``run.retry``
+calls its function again. No error would occur.
 """
 
 from __future__ import annotations
@@ -17,23 +17,23 @@ Rates = dict[str, list[Any]]
 
 
 def rates_of(optimizers: Mapping[str, torch.optim.Optimizer]) -> Rates:
-    """Of each optimizer, by its groups."""
+    """The learning rates of each optimizer, by group."""
     return {name: [g.get("lr") for g in o.param_groups] for name, o in optimizers.items()}
 
 
 class RedoneRates:
-    """One per process."""
+    """The comparison. One per process."""
 
     def __init__(self) -> None:
-        self._expected: Rates = {}  # that the script had set in the interrupted step
+        self._expected: Rates = {}  # set by the script in the interrupted step
         self._step: int | None = None
         self._has_warned = False
 
     def interrupted(
         self, step: int, stepped: Collection[str], was: Rates, committed: Rates
     ) -> None:
-        """``was``: the rates when step number ``step`` was interrupted; ``committed``: those of
-        the last commit, now put back; ``stepped``: the optimizers that were through with it."""
+        """Record ``was``, the rates when step number ``step`` was interrupted; ``committed``, those
+        of the last commit, now restored; and ``stepped``, the optimizers that had finished it."""
         self._step = step
         self._expected = {
             name: rates
@@ -42,7 +42,7 @@ class RedoneRates:
         }
 
     def stepping(self, step: int, name: str, optimizer: torch.optim.Optimizer) -> None:
-        """An optimizer is about to step: warn, once, if it does so at another rate than before."""
+        """Warn once if an optimizer is about to step at a different rate than before."""
         if step != self._step or self._has_warned:
             return
         expected = self._expected.pop(name, None)
@@ -51,9 +51,9 @@ class RedoneRates:
             return
         self._has_warned = True
         get_logger().warning(
-            "step %d is done again with lr=%s for %s, and had lr=%s before: if the script computes "
-            "it from a variable of its own, that has begun anew with the function that run.retry "
-            "calls. Keep the count in run.state, or track a scheduler: "
+            "step %d is repeated with lr=%s for %s (previously lr=%s): a counter local to the "
+            "function that run.retry calls was reset. "
+            "Keep the count in run.state, or track a scheduler: "
             "run.track(optimizer=optimizer, scheduler=scheduler)",
             step,
             rates[0],

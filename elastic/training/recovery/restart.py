@@ -1,4 +1,4 @@
-"""Recovery by a restart: the process ends, and restores a checkpoint when it is started again."""
+"""Recovery by a restart: the process ends and restores a checkpoint after its restart."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from elastic.world.world import World
 
 
 class Restart:
-    """The strategy of plain scripts, and wherever the launcher cannot change worlds otherwise.
+    """The strategy of plain scripts, and under launchers that cannot change worlds in process.
 
-    ``worlds`` is the link to an agent that could, or None.
+    ``worlds`` is the link to an agent that can, or None.
     """
 
     waits_for_registration = False
@@ -47,14 +47,14 @@ class Restart:
         self._has_warned_of_foreign_group = False
 
     def warn_of_foreign_group(self) -> None:
-        """The script has created a process group before run.retry: warn once."""
+        """Warn once if the script has created a process group before run.retry."""
         if not self._has_warned_of_foreign_group:
             self._has_warned_of_foreign_group = True
             get_logger().warning(
                 "torch.distributed.init_process_group() was called before run.retry(): recovery "
                 "in process is off, and every change of the world restarts all workers from the "
                 "last checkpoint. Remove the call (and destroy_process_group): run.retry and the "
-                "first loop make the process group; elastic.join(backend=…) chooses its backend."
+                "first loop create the process group; elastic.join(backend=…) sets its backend."
             )
 
     # -- worlds -------------------------------------------------------------------------------
@@ -77,31 +77,31 @@ class Restart:
             self._progress.expect_weights()
 
     def is_fault(self, error: BaseException) -> bool:
-        """No exception can be recovered from within the process."""
+        """False: no exception can be recovered from within the process."""
         return False
 
     def recover(self, error: BaseException) -> None:
-        """Pass the error on: it ends the process."""
+        """Raise the error, which ends the process."""
         raise error
 
     def end_attempt(self) -> None:
-        """Nothing: other ranks do not depend on this one any more."""
+        """Do nothing: other ranks no longer depend on this one."""
 
     # -- steps --------------------------------------------------------------------------------
 
     @property
     def can_roll_back(self) -> bool:
-        """With checkpoints: an error of the script saves the last commit."""
+        """True with checkpoints: an error of the script saves the last commit."""
         return self._checkpoints.is_on
 
     def before_step(self, step: Step) -> None:
-        """Nothing: torchrun ends this process when the world changes."""
+        """Do nothing: torchrun ends this process when the world changes."""
 
     def committed(self) -> None:
         """Nothing."""
 
     def at_boundary(self, received: StepFlags | None) -> None:
-        """Exit if this process was asked to leave, and will not be restarted.
+        """Exit if this process was asked to leave and will not be restarted.
 
         All ranks receive that at the same boundary: they save, and the leaving ones exit.
         """
@@ -117,7 +117,7 @@ class Restart:
     # -- the end of the process ---------------------------------------------------------------
 
     def must_save_after_error(self, *, is_of_the_world: bool) -> bool:
-        """Always: all processes end now."""
+        """True: all processes end now."""
         return True
 
     def flush_after_error(self) -> None:
@@ -125,7 +125,7 @@ class Restart:
         self._checkpoints.flush(self._job, leaving_s(), Peers.ARE_GONE)
 
     def release_peers(self) -> None:
-        """Nothing: torchrun ends the peers."""
+        """Do nothing: torchrun ends the peers."""
 
     def roll_back(self, *, is_stopped: bool) -> bool:
         """See :meth:`RankProgress.put_back <elastic.training.recovery.progress.RankProgress>`."""
@@ -133,11 +133,12 @@ class Restart:
 
 
 def _warn_without_retry(world: World) -> None:
-    """``world`` is entered without run.retry, though the agent could recover in-process."""
+    """Warn that ``world`` is entered without run.retry although the agent supports recovery in
+    process."""
     if world.rank == 0 and world.generation == 1:
         get_logger().warning(
-            "training begins without run.retry(): when the world changes, all workers are started "
-            "again and resume from the last checkpoint, with the same global batch and order of "
-            "data (of loaders made with run.loader). With run.retry(train) they keep their "
+            "training begins without run.retry(): a change of the world restarts all workers, "
+            "which resume from the last checkpoint, with the same global batch and order of "
+            "data (for loaders created by run.loader). With run.retry(train) they keep their "
             "processes and their state"
         )

@@ -1,4 +1,4 @@
-"""Which recovery strategy is in force."""
+"""Selects the active recovery strategy."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from elastic.training.recovery.strategy import RecoveryStrategy
 
 
 class Strategies:
-    """The strategy in force. Without ``in_process`` it is always ``restart``."""
+    """The active strategy. Without ``in_process`` it is always ``restart``."""
 
     def __init__(self, restart: Restart, in_process: InProcess | None, group: ProcessGroup) -> None:
         self._restart = restart
@@ -18,7 +18,7 @@ class Strategies:
         self.active: RecoveryStrategy = restart
 
     def begin_retry(self) -> None:
-        """A call of run.retry begins, and no state is restored yet: recover in process from now
+        """At a call of run.retry, before state is restored: recover in process from now
         on, if that is possible."""
         if self._in_process is None:
             return

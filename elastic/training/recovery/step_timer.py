@@ -12,7 +12,7 @@ _SMOOTHING = 0.1  # exponential
 
 
 class StepTimer:
-    """One per process. Written by the main thread, read by the link's thread."""
+    """The step timer. One per process; written by the main thread, read by the link's thread."""
 
     def __init__(self, clock: Clock = SYSTEM_CLOCK) -> None:
         self._clock = clock
@@ -20,7 +20,7 @@ class StepTimer:
         self._last_commit_s: float | None = None
 
     def committed(self) -> None:
-        """A step was committed."""
+        """Record a committed step."""
         now_s = self._clock.monotonic()
         if self._last_commit_s is not None:
             took_s = now_s - self._last_commit_s
@@ -30,11 +30,12 @@ class StepTimer:
 
     @property
     def is_slow(self) -> bool:
-        """Whether a heartbeat after each step is no more than those of the link's thread."""
+        """Whether heartbeats after each step are no more frequent than those of the link's
+        thread."""
         return self._step_time_s >= LINK_HEARTBEAT_S
 
     def restart(self) -> None:
-        """What comes until the next commit is not a step's time."""
+        """Exclude the time until the next commit: it is not that of a step."""
         self._last_commit_s = None
 
     def heartbeat(self, generation: int, job: JobState, current: CurrentStep) -> Heartbeat:

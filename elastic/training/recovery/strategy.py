@@ -1,4 +1,4 @@
-"""What follows when the world changes: the interface of the two recovery strategies.
+"""The interface of the two recovery strategies.
 
 :class:`~elastic.training.recovery.restart.Restart`: the process ends, the launcher starts it
 again, and it restores the newest checkpoint.
@@ -16,7 +16,7 @@ from elastic.training.step import Step
 
 
 class RecoveryStrategy(Protocol):
-    """How a process enters worlds, and what it owes its state when one breaks."""
+    """How a process enters worlds, and how it preserves its state when one breaks."""
 
     # -- worlds -------------------------------------------------------------------------------
 
@@ -28,7 +28,7 @@ class RecoveryStrategy(Protocol):
         """Enter the first world."""
 
     def restore(self) -> None:
-        """Restore the job's state in a world that is entered, once its objects are complete."""
+        """Restore the job's state in an entered world, once its objects are complete."""
 
     def is_fault(self, error: BaseException) -> bool:
         """Whether ``error`` means that the world is over, and :meth:`recover` can help."""
@@ -37,7 +37,7 @@ class RecoveryStrategy(Protocol):
         """Enter the next world, after a fault or a planned change."""
 
     def end_attempt(self) -> None:
-        """The training function has returned."""
+        """Called after the training function has returned."""
 
     # -- steps --------------------------------------------------------------------------------
 
@@ -47,27 +47,27 @@ class RecoveryStrategy(Protocol):
 
     @property
     def settles_left_loops(self) -> bool:
-        """Whether a loop that is left in the middle was left by the script's own will."""
+        """Whether the loop was left by break or return."""
 
     def before_step(self, step: Step) -> None:
         """Raise WorldChanged if another world is to be entered before ``step``."""
 
     def committed(self) -> None:
-        """A step was committed."""
+        """Called after each committed step."""
 
     def at_boundary(self, received: StepFlags | None) -> None:
-        """Between two steps; ``received`` are the control flags of all ranks. May not return."""
+        """Called between two steps; ``received``: control flags of all ranks. May not return."""
 
     # -- the end of the process ---------------------------------------------------------------
 
     def must_save_after_error(self, *, is_of_the_world: bool) -> bool:
-        """Whether the state is lost with this process, which an error ends."""
+        """Whether the state would be lost with this process, which an error ends."""
 
     def flush_after_error(self) -> None:
-        """Save the state of a process of several, which an error ends."""
+        """Save the state of one of several processes, which an error ends."""
 
     def release_peers(self) -> None:
-        """Let peers notice at once that this process ends."""
+        """Let peers notice immediately that this process ends."""
 
     @property
     def is_state_held_elsewhere(self) -> bool:
@@ -75,10 +75,10 @@ class RecoveryStrategy(Protocol):
 
     @property
     def has_snapshot_between_steps(self) -> bool:
-        """Whether the state can be put back to the last commit while no step has begun."""
+        """Whether the state can be rolled back to the last commit while no step has begun."""
 
     def roll_back(self, *, is_stopped: bool) -> bool:
-        """Make the state that of the last commit; False if the weights may hold more.
+        """Roll back to the last commit; False if the weights may contain later updates.
 
         Called by another thread while the main thread ``is_stopped`` in a step, or else waits for
         a world.

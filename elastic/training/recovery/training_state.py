@@ -1,4 +1,4 @@
-"""What a rank trains, and how far it is: shared by the loops, recovery and the process's end."""
+"""The training state of a rank: shared by the loops, recovery and the end of the process."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ from dataclasses import dataclass
 from elastic.training.current_step import CurrentStep
 from elastic.training.recovery.progress import RankProgress
 from elastic.training.state.job_state import JobState
-from elastic.training.state.optimizers import OptimizerGuard
+from elastic.training.state.optimizers import OptimizerWatch
 from elastic.training.state.registry import Registry
 
 
 @dataclass(frozen=True, slots=True)
 class TrainingState:
-    """One per process."""
+    """The training state. One per process."""
 
-    registry: Registry  # what the script has registered
+    registry: Registry  # objects registered by the script
     current: CurrentStep  # the step that has begun
     progress: RankProgress  # the commit that the weights belong to
 
@@ -25,6 +25,6 @@ class TrainingState:
         return self.registry.job
 
     @property
-    def guard(self) -> OptimizerGuard:
-        """What watches the registered optimizers."""
-        return self.registry.guard
+    def optimizer_watch(self) -> OptimizerWatch:
+        """The watch on registered optimizers."""
+        return self.registry.optimizer_watch

@@ -1,7 +1,7 @@
-"""State from one rank to others: JSON and raw bytes, never pickle, always into spare memory.
+"""Transfers state from one rank to others: JSON and raw bytes, never pickle, into spare memory.
 
-Nothing of the receiver changes before everything has arrived and its hash is right, so a source
-that dies in the middle leaves every receiver as it was.
+The receiver is unchanged until everything has arrived with a correct hash, so a source
+that dies in the middle has no effect on receivers.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from elastic.process_group import (
     world_group,
 )
 
-# A state travels in some chunks at least, so that one is on its way while another is hashed and put
-# in place, and in none so long that three of them would need memory that is missed.
+# A state is sent in at least a few chunks, so that one is transferred while another is hashed and
+# copied, and chunks are small enough that three of them need little memory.
 CHUNKS, SHORTEST_CHUNK_BYTES, LONGEST_CHUNK_BYTES = 8, 1 << 20, 32 << 20
-# From here on two copies of a tensor cost more than one collective more.
+# From this size on, two copies of a tensor cost more than an additional collective.
 IN_PLACE_BYTES = 4 << 20
 
 Tensors = dict[str, torch.Tensor]
@@ -39,8 +39,8 @@ def broadcast_blob(
 ) -> tuple[Any, Tensors]:
     """Give every rank the JSON value and the small tensors of ``source``, on the CPU.
 
-    Other ranks may pass anything. For what fits into a packet: everything is one buffer.
-    ``group``: by default the world, here and below; ranks are those in it.
+    Other ranks may pass anything. For state that fits into one packet: everything is one buffer.
+    ``group``: by default the world, here and below; ranks are numbered in it.
     """
     group = group or world_group()
     if group.size == 1:
@@ -74,7 +74,7 @@ def _parse_blob(buffer: torch.Tensor) -> tuple[Any, Tensors]:
 
 
 def specs_of(tensors: Mapping[str, torch.Tensor]) -> dict[str, Any]:
-    """Name to ``[dtype, shape, device type]``: what a receiver needs to make room."""
+    """Name to ``[dtype, shape, device type]``, for the receiver's buffers."""
     return {
         name: [str(t.dtype).removeprefix("torch."), list(t.shape), t.device.type]
         for name, t in tensors.items()
@@ -111,7 +111,7 @@ def transfer(
     wire = device if device.type == "cuda" else control_device()
     sizes = {name: _count_bytes(spec) for name, spec in plan["specs"].items()}
     flat = {name: _bytes(tensor) for name, tensor in spare.items()}
-    # Towards one rank nothing is sent to those that have it. Several get it by a broadcast, in
+    # One receiver is sent to directly. Several receive a broadcast, in
     # which receivers pass it on.
     is_on_host = wire.type == "cpu" and not semantics_of(wire.type).is_on_stream
     only = receivers[0] if len(receivers) == 1 and is_on_host else None
@@ -125,9 +125,9 @@ Piece = tuple[str, int, int]
 
 
 def _chunks(sizes: Mapping[str, int], longest: int) -> Iterator[list[Piece]]:
-    """All tensors' bytes, cut so that many small ones travel together and no chunk is too long.
+    """All tensors' bytes, divided so that small ones share a chunk and no chunk is too long.
 
-    A large tensor shares its chunks with no other: they can be sent from its own memory.
+    A large tensor does not share chunks: they can be sent from its own memory.
     """
     pieces: list[Piece] = []
     room = longest
@@ -146,10 +146,10 @@ def _chunks(sizes: Mapping[str, int], longest: int) -> Iterator[list[Piece]]:
 
 
 class ChunkedBroadcast:
-    """All chunks, from the source to all: one is on its way while the one before is copied.
+    """Transfer all chunks from the source: one is sent while the previous one is copied.
 
     ``flat`` holds the bytes of each tensor, to read or to fill; it is empty on a rank that is not
-    concerned. ``only``: the one rank that receives, if it is one.
+    involved. ``only``: the receiving rank, if there is only one.
     """
 
     def __init__(
@@ -172,7 +172,7 @@ class ChunkedBroadcast:
         self._digest = xxhash.xxh3_64()
 
     def run(self) -> str:
-        """Returns the hash of what was moved."""
+        """Transfer all chunks; returns the hash of the data."""
         total = sum(self._sizes.values())
         longest = min(max(total // CHUNKS, SHORTEST_CHUNK_BYTES), LONGEST_CHUNK_BYTES)
         buffers = [torch.empty(min(longest, total), dtype=torch.uint8) for _ in range(2)]
@@ -187,8 +187,8 @@ class ChunkedBroadcast:
         return str(self._digest.hexdigest())
 
     def send_chunk(self, pieces: list[Piece], buffer: torch.Tensor) -> SentChunk:
-        """Begin to broadcast a chunk of these pieces: from the memory of their tensor to that of
-        the receiver's, or by way of ``buffer``."""
+        """Begin to broadcast a chunk of these pieces, from the memory of their tensor to that of
+        the receiver's, or through ``buffer``."""
         chunk = self._in_place(pieces)
         if chunk is None:
             chunk = buffer[: sum(stop - start for _, start, stop in pieces)]
@@ -201,11 +201,11 @@ class ChunkedBroadcast:
         else:
             work = self._group.send_one(moved, self._source, self._only)
         if work is not None and not self._semantics.is_on_stream:
-            self._group.works.begin(work)  # nobody waits for it if the chunk before fails
+            self._group.works.begin(work)  # not waited for if the previous chunk fails
         return pieces, moved, work
 
     def _in_place(self, pieces: list[Piece]) -> torch.Tensor | None:
-        """The part of one tensor that the chunk is, if it can be sent as it is in memory."""
+        """The part of a tensor that equals the chunk, if it can be sent from memory directly."""
         name, start, stop = pieces[0]
         flat = self._flat.get(name)
         if len(pieces) > 1 or flat is None or {flat.device, self._wire} != {torch.device("cpu")}:
@@ -213,7 +213,7 @@ class ChunkedBroadcast:
         return flat[start:stop]
 
     def finish_chunk(self, sent: SentChunk) -> None:
-        """Wait for a chunk, hash it, and copy it to where a receiver needs it."""
+        """Wait for a chunk, hash it, and copy it to its destination on a receiver."""
         pieces, moved, work = sent
         self._wait(work)
         if not self._flat:
@@ -238,7 +238,7 @@ SentChunk = tuple[list[Piece], torch.Tensor, dist.Work | None]
 
 
 def _places(pieces: list[Piece]) -> Iterator[tuple[slice, Piece]]:
-    """Where in its chunk each piece is."""
+    """The offset of each piece in its chunk."""
     at = 0
     for piece in pieces:
         _, start, stop = piece
@@ -254,9 +254,9 @@ def check_hashes(mine: str, source: int, concerned: bool, group: RankGroup) -> N
     complete(group.broadcast(got, source), device, group)
     if concerned and int(got.item()) != int(sent.item()):
         raise TrainingError(
-            f"the state that rank {source} sent arrived damaged (hash {int(sent):x}, "
+            f"the state sent by rank {source} was corrupted in transfer (hash {int(sent):x}, "
             f"expected {int(got):x}); nothing was changed",
-            hint="look for hardware errors on the network between the nodes",
+            hint="check for hardware errors on the network between the nodes",
         )
 
 

@@ -1,4 +1,4 @@
-"""Something that every rank does, and that must fail on all ranks if it fails on one."""
+"""Actions of all ranks that must fail on all ranks if they fail on one."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ T = TypeVar("T")
 
 
 def on_all_ranks(world: World, act: Callable[[], T], *, is_loss: bool = False) -> T:
-    """Act on every rank; if that fails on one, raise on all: its own error there, else a
+    """Act on every rank; if that fails on one, raise on all: there its own error, elsewhere a
     TrainingError that names the rank.
 
     ``is_loss``: the other ranks continue without one that failed, and raise WorldLost instead.

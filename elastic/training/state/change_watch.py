@@ -1,20 +1,20 @@
-"""Detects unannounced changes of tensors: of weights outside of ``optimizer.step()``.
+"""Detects changes of tensors by other means: weights changed outside of ``optimizer.step()``.
 
-Torch counts in-place changes of each tensor (``Tensor._version``), which costs next to nothing to
-compare but misses changes through ``.data`` and through NumPy. Those are found by content, which
-reads all memory once: in a few steps only, since a script that changes weights by itself does so
-in every step, or in its first ones.
+torch counts in-place changes of each tensor (``Tensor._version``), which is very cheap to
+compare but misses changes through ``.data`` and through NumPy. These are found by content, which
+reads all memory once: only in a few steps, because a script that changes weights itself does so
+in every step, or in the first ones.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from operator import attrgetter
 
 import torch
 
+from elastic import torch_private
+
 _FIRST_STEPS = 3  # of a process, which are compared by content; then at each power of two
-_version_of = attrgetter("_version")
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 Tensors = Callable[[], Sequence[torch.Tensor]]
@@ -30,9 +30,9 @@ def compares_content(step: int) -> bool:
 
 
 class ChangeWatch:
-    """Whether tensors have changed since :meth:`expect`. False before the first call of it.
+    """Detects changes of tensors since :meth:`expect`; none before the first call of it.
 
-    ``counted`` are those whose changes torch counts, if not the tensors alone: an operation on a
+    ``counted`` are the tensors whose changes torch counts, if different: an operation on a
     DTensor counts there, and one on its local tensor at that one [measured, torch 2.13].
     """
 
@@ -43,17 +43,17 @@ class ChangeWatch:
         self._content: tuple[int, ...] | None = None
 
     def expect(self, *, by_content: bool) -> None:
-        """The present values are the expected ones."""
+        """Expect the current values."""
         self._version = versions(self._counted())
         self._content = contents(self._tensors()) if by_content else None
 
     def forget(self) -> None:
-        """Nothing is expected any longer."""
+        """Stop expecting values."""
         self._version = self._content = None
 
     @property
     def has_changed(self) -> bool:
-        """Whether the values are not the expected ones."""
+        """Whether the values differ from the expected ones."""
         if self._version is None:
             return False
         if versions(self._counted()) != self._version:
@@ -62,12 +62,12 @@ class ChangeWatch:
 
 
 def versions(tensors: Iterable[torch.Tensor]) -> int:
-    """Grows with every counted change of any of them."""
-    return sum(map(_version_of, tensors))
+    """A number that grows with every counted change of any tensor."""
+    return torch_private.count_of_changes(tensors)
 
 
 def contents(tensors: Iterable[torch.Tensor]) -> tuple[int, ...]:
-    """The sum of each tensor's bits, read as integers: others if the values are, in practice."""
+    """The sum of each tensor's bits, read as integers: in practice different for other values."""
     with torch.no_grad():
         sums = [_bits(t).sum(dtype=torch.int64) for t in tensors if t.numel() and not t.is_sparse]
         if not sums:
@@ -76,7 +76,7 @@ def contents(tensors: Iterable[torch.Tensor]) -> tuple[int, ...]:
 
 
 def _bits(tensor: torch.Tensor) -> torch.Tensor:
-    """Eight bytes at a time where that is possible: such a sum takes a quarter of the time."""
+    """A view of eight-byte integers if possible: summing it takes a quarter of the time."""
     plain = torch.view_as_real(tensor) if tensor.is_complex() else tensor
     flat = plain.detach()
     if flat.is_contiguous() and not flat.storage_offset() and not flat.nbytes % 8:

@@ -48,7 +48,7 @@ class TensorCopies:
 
     @property
     def size_bytes(self) -> int:
-        """Of all copies."""
+        """Total size of all copies."""
         return sum(t.numel() * t.element_size() for t in self._copies.values())
 
     def take(self, tensors: Mapping[Any, torch.Tensor]) -> None:
@@ -63,7 +63,7 @@ class TensorCopies:
                 copy_each([local_value(self._copies[key]) for key in tensors], sources)
 
     def put_back(self, tensors: Mapping[Any, torch.Tensor]) -> None:
-        """Give the tensors their values back, in place. What was not there then keeps its value."""
+        """Restore the tensors in place. Tensors without a copy keep their value."""
         known = [key for key in tensors if key in self._copies]
         with torch.no_grad():
             for key in known:
@@ -75,7 +75,7 @@ class TensorCopies:
 
 
 class WeightCopies:
-    """Parameters, and all that optimizers keep about them (momenta, step counts, …).
+    """Parameters, and the optimizer state of them (momenta, step counts, …).
 
     Hyper-parameters are non-parameter state: see :mod:`elastic.training.state.snapshot`.
     """
@@ -83,11 +83,11 @@ class WeightCopies:
     def __init__(self) -> None:
         self._tensors = TensorCopies()
         self._entries: list[_Entry] = []
-        self._values: dict[Any, Any] = {}  # of entries that are no tensors
+        self._values: dict[Any, Any] = {}  # entries other than tensors
 
     @property
     def size_bytes(self) -> int:
-        """Of the copies."""
+        """Total size of the copies."""
         return self._tensors.size_bytes
 
     def take(
@@ -102,7 +102,7 @@ class WeightCopies:
     def put_back(
         self, parameters: Sequence[torch.Tensor], optimizers: Sequence[torch.optim.Optimizer]
     ) -> None:
-        """Give everything its values back, in place: references to these tensors stay valid."""
+        """Restore everything in place: references to these tensors stay valid."""
         known = {entry.place for entry in self._entries}
         for entry in _entries(optimizers):
             if entry.place not in known:

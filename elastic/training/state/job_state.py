@@ -1,4 +1,4 @@
-"""Everything of a job that must survive: what is in it, whether other state fits, taking it over.
+"""The complete state of a job: its content, checks of other states, and loading them.
 
 As a tree it is::
 
@@ -33,7 +33,7 @@ from elastic.training.step import Progress
 
 
 class Stateful(Protocol):
-    """What ``run.track`` takes."""
+    """The interface of objects for ``run.track``."""
 
     def state_dict(self) -> dict[str, Any]: ...
     def load_state_dict(self, state_dict: dict[str, Any], /) -> object: ...
@@ -52,24 +52,24 @@ class JobState:
     user: dict[str, Any] = field(default_factory=dict)
     is_sharded: bool = False  # elastic.join(mesh=…): each rank holds shards of a replica
     is_rebuilt: bool = False  # run.build was called: model and optimizers are made in each world
-    built: Built | None = None  # by run.build, in the present world
+    built: Built | None = None  # by run.build, in the current world
     remains: Remains | None = None  # of the objects of the last world
 
     @property
     def all_modules(self) -> dict[str, nn.Module]:
-        """Wrapped and built ones."""
+        """The modules of the job, wrapped and built."""
         wrapped = {name: module.module for name, module in self.modules.items()}
         return wrapped | (self.built.modules if self.built is not None else {})
 
     @property
     def all_tracked(self) -> dict[str, Stateful]:
-        """Objects that the script has tracked, and built ones that are no modules."""
+        """Objects tracked by the script, and built objects other than modules."""
         return self.tracked | (self.built.tracked if self.built is not None else {})
 
     def track(self, name: str, tracked: Any) -> None:
-        """Register an object under a name of its own.
+        """Register an object under a unique name.
 
-        Raises TrainingError if it cannot be, and ConfigError for one with sharded tensors.
+        Raises TrainingError if that is impossible, and ConfigError for one with sharded tensors.
         """
         if not (hasattr(tracked, "state_dict") and hasattr(tracked, "load_state_dict")):
             raise TrainingError(
@@ -77,14 +77,16 @@ class JobState:
                 "load_state_dict"
             )
         if any(tracked is module for module in self.modules.values()):
-            raise TrainingError(f"run.track({name}=…): a wrapped module is part of the state")
+            raise TrainingError(
+                f"run.track({name}=…): a wrapped module is already part of the state"
+            )
         if name in self.tracked and self.tracked[name] is not tracked:
-            raise TrainingError(f"run.track({name}=…): another object has that name")
+            raise TrainingError(f"run.track({name}=…): the name is used by another object")
         self._refuse_sharded(name, tracked)
         self.tracked[name] = tracked
 
     def check_unsharded(self) -> None:
-        """Raise ConfigError if something was sharded after it was registered, naming the place."""
+        """Raise ConfigError, naming the object, if one was sharded after its registration."""
         for name, module in self.modules.items():
             stale = self.optimizers_of_others(module.module)
             if self.is_sharded:
@@ -97,9 +99,9 @@ class JobState:
             self._refuse_sharded(name, tracked)
 
     def _refuse_sharded(self, name: str, tracked: Any) -> None:
-        """Raise ConfigError for a module or an optimizer, or one around either, that is sharded.
+        """Raise ConfigError for a sharded module or optimizer, or a wrapper of one.
 
-        With a mesh, optimizers may be, and so may the one in a scheduler if run.build has made it.
+        With a mesh, optimizers may be sharded, and so may a scheduler's if created by run.build.
         """
         call = f"run.track({name}=…) of a sharded"
         built = self.built.optimizers.values() if self.built is not None else ()
@@ -123,7 +125,7 @@ class JobState:
         ]
 
     def registered(self) -> JobState:
-        """What is registered now, for :meth:`go_back_to`."""
+        """The current registrations, for :meth:`go_back_to`."""
         return dataclasses.replace(
             self,
             modules=dict(self.modules),
@@ -135,26 +137,26 @@ class JobState:
         )
 
     def retire_built(self) -> None:
-        """The present world is over: nothing of the job refers to what was built for it.
+        """Drop the references to objects built for the current world, which is over.
 
-        It is freed when the next one is about to be built: the group of this world refers to it.
+        They are freed before the next ones are built: the group of this world refers to them.
         """
         built, self.built = self.built, None
         if built is not None:
             self.remains = built.retire()
 
     def go_back_to(self, earlier: JobState) -> None:
-        """Forget what was registered since. Progress and ``run.state`` stay."""
+        """Forget later registrations. Progress and ``run.state`` are kept."""
         self.modules = dict(earlier.modules)
         self.tracked = dict(earlier.tracked)
         self.loaders = dict(earlier.loaders)
         self.open_batch = set(earlier.open_batch)
 
     def tree(self) -> dict[str, Any]:
-        """The present state. Tensors are the live ones.
+        """The current state, with the live tensors.
 
-        Raises ConfigError for a sharded one without a mesh that run.build has not made: every rank
-        must be able to give all of it. With a mesh they are DTensors of the replica.
+        Raises ConfigError for sharded tensors without a mesh and without run.build: every rank
+        must have the complete state. With a mesh they are DTensors of the replica.
         """
         modules = {name: m.module.state_dict() for name, m in self.modules.items()}
         tracked = {name: t.state_dict() for name, t in self.tracked.items()}
@@ -180,11 +182,11 @@ class JobState:
 
     @property
     def has_scaler(self) -> bool:
-        """Whether some steps may be left out on purpose, for an overflow."""
+        """Whether steps may be skipped because of an overflow."""
         return any(isinstance(t, torch.amp.GradScaler) for t in self.all_tracked.values())
 
     def data_position(self) -> dict[str, Any]:
-        """The position of each loader: for people who inspect a checkpoint."""
+        """The position of each loader, for the inspection of checkpoints."""
         return {name: loader.state_dict() for name, loader in self.loaders.items()}
 
     def check(self, tree: Mapping[str, Any], source: str) -> None:
@@ -202,13 +204,13 @@ class JobState:
             shown = "\n    ".join(problems[:20] + more)
             raise TrainingError(
                 f"{source} is of another model; nothing was changed:\n    {shown}",
-                hint="give another checkpoints folder, or the script that wrote this one",
+                hint="use another checkpoint folder, or the script that wrote this one",
             )
         if tree["seed"] != self.seed:
             raise ConfigError(
-                f"seed={self.seed} was given, {source} was trained with seed={tree['seed']}: "
-                "samples would be repeated and left out",
-                hint=f"join(seed={tree['seed']}), or another checkpoints folder",
+                f"seed={self.seed}, but {source} was trained with seed={tree['seed']}: "
+                "samples would be repeated and omitted",
+                hint=f"pass join(seed={tree['seed']}), or use another checkpoint folder",
             )
         for name in self.loaders.keys() & tree["loaders"].keys():
             self._check_data(name, tree["loaders"][name])
@@ -216,19 +218,19 @@ class JobState:
     def _check_data(self, name: str, saved: dict[str, Any]) -> None:
         loader = self.loaders[name]
         if name in self.open_batch:
-            # The default depends on the size of the world; a job keeps the one it began with.
+            # The default depends on the size of the world; a job keeps its initial value.
             plan = dataclasses.replace(loader.plan, global_batch=saved["global_batch"])
             loader.plan = loader.sampler.plan = plan
         loader.load_state_dict(saved)
 
     def apply(self, tree: Mapping[str, Any]) -> None:
-        """Take over a state that :meth:`check` found to fit."""
+        """Load a state that :meth:`check` has accepted."""
         for name, module in self.all_modules.items():
             module.load_state_dict(tree["model"][name])
         self.apply_small(tree)
 
     def apply_small(self, tree: Mapping[str, Any]) -> None:
-        """Take over everything but the modules' tensors."""
+        """Load everything except the modules' tensors."""
         linked = _shared_groups(self.all_tracked)
         for name, tracked in self.all_tracked.items():
             tracked.load_state_dict(tree["tracked"][name])
@@ -246,7 +248,7 @@ class JobState:
             self.loaders[name].load_state_dict(tree["loaders"][name])
 
     def weights_sha256(self) -> str:
-        """A hash of all wrapped modules' tensors: equal exactly when the weights are."""
+        """A hash of all wrapped modules' tensors: equal if and only if the weights are."""
         digest = hashlib.sha256()
         for name, module in sorted(self.modules.items()):
             for key, value in sorted(module.module.state_dict().items()):
@@ -279,7 +281,8 @@ def _differing_tensors(name: str, live: Mapping[str, Any], saved: Mapping[str, A
 
 
 def _differing_groups(name: str, tracked: Stateful, saved: Mapping[str, Any]) -> list[str]:
-    """Optimizers check their groups only while they load, after the model has been changed."""
+    """Check parameter groups first: optimizers check them only while loading, after the model was
+    changed."""
     if not isinstance(tracked, torch.optim.Optimizer):
         return []
     mine = [len(group["params"]) for group in tracked.param_groups]
@@ -287,15 +290,15 @@ def _differing_groups(name: str, tracked: Stateful, saved: Mapping[str, Any]) ->
     if mine == theirs:
         return []
     return [
-        f"{name}: parameter groups of sizes {theirs}, here {mine}; groups added in mid-training "
-        "cannot be restored: make all of them before run.retry, with lr=0 until they are used"
+        f"{name}: parameter groups of sizes {theirs}, here {mine}; groups added during training "
+        "cannot be restored: create all of them before run.retry, with lr=0 until they are used"
     ]
 
 
 def _shared_groups(
     tracked: Mapping[str, Stateful],
 ) -> list[tuple[torch.optim.Optimizer, torch.optim.Optimizer]]:
-    """Optimizers that work on the parameter groups of another one (SAM and the one inside it)."""
+    """Optimizers that share the parameter groups of another one (SAM and its base optimizer)."""
     first: dict[int, torch.optim.Optimizer] = {}
     linked = []
     for optimizer in tracked.values():

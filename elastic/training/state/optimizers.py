@@ -1,6 +1,6 @@
-"""Watches optimizers step: a step with gradients that are not the job's is an error, not a drift.
+"""Watches optimizer steps: stepping with gradients that are not the job's is an error.
 
-One hook on all of torch's optimizers, so that those which nobody told us about are seen, too.
+One hook on all of torch's optimizers, so that unregistered optimizers are detected, too.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ from elastic.training.step import Step
 Closure = Callable[[], Any]
 
 
-class OptimizerGuard:
+class OptimizerWatch:
     """Checks every ``optimizer.step()`` that would change wrapped parameters."""
 
     def __init__(self, present_step: Callable[[], Step | None]) -> None:
         self.tracked: dict[str, torch.optim.Optimizer] = {}
-        self.has_stepped = False  # some tracked optimizer, in this process
-        self.rollback: Rollback | None = None  # is told of updates, once there is one
+        self.has_stepped = False  # a tracked optimizer has stepped in this process
+        self.rollback: Rollback | None = None  # notified of updates, if set
         # Called before each update of a tracked optimizer, with the step's number and its name.
         self.on_update: Callable[[int, str, torch.optim.Optimizer], object] | None = None
         self._present_step = present_step
@@ -47,27 +47,27 @@ class OptimizerGuard:
         self._known: dict[int, _Known] = {}  # by id
         self._objects: list[object] = []  # all that are tracked
         self._companions = Companions()
-        self._updates: list[_Update] = []  # under way, the outermost first
-        self._unwrapped: dict[int, _Known] = {}  # by id: they step parameters of no wrapped module
+        self._updates: list[_Update] = []  # in progress, the outermost first
+        self._unwrapped: dict[int, _Known] = {}  # by id: step parameters of no wrapped module
         self._handles: Sequence[Any] = (
             register_optimizer_step_pre_hook(self._before),
             register_optimizer_step_post_hook(self._after),
         )
 
     def watch(self, module: Wrapped) -> None:
-        """From now on this module's parameters are guarded."""
+        """Watch this module's parameters from now on."""
         self._modules.append(module)
         for known in self._known.values():
             known.count = None
 
     def allow(self, name: str, tracked: object) -> None:
-        """This object was tracked. Wrappers show the real optimizer as ``.optimizer``."""
+        """Add a tracked object. Wrappers expose the real optimizer as ``.optimizer``."""
         self._objects.append(tracked)
         for candidate in (tracked, getattr(tracked, "optimizer", None)):
             if isinstance(candidate, torch.optim.LBFGS):
                 raise TrainingError(
-                    f"run.track({name}=…): LBFGS changes its state before it knows the gradients, "
-                    "a step of it cannot be done again",
+                    f"run.track({name}=…): LBFGS changes its state before gradients are known, "
+                    "so its steps cannot be repeated",
                     hint="use another optimizer",
                 )
             if isinstance(candidate, torch.optim.Optimizer):
@@ -79,13 +79,13 @@ class OptimizerGuard:
                     self.tracked[name] = candidate
 
     def allow_built(self, name: str, optimizer: torch.optim.Optimizer) -> None:
-        """This optimizer was built for the present world, over sharded parameters: its updates are
-        noted, and never undone or masked."""
+        """Add an optimizer built for the current world, over sharded parameters: its updates are
+        recorded, and never undone or masked."""
         known = self._of(optimizer)
         known.name, known.is_built = name, True
 
     def go_back_to(self, job: JobState) -> None:
-        """Guard what is registered in ``job``, and nothing else."""
+        """Watch the objects registered in ``job``, and no others."""
         self.tracked.clear()
         self._modules = list(job.modules.values())
         self._known.clear()
@@ -96,7 +96,7 @@ class OptimizerGuard:
 
     @property
     def is_torn(self) -> bool:
-        """Whether an update was begun and not ended: the weights belong to no step."""
+        """Whether an update has begun and not ended: the weights belong to no step."""
         return any(
             update.version is None or update.version != _version(update.optimizer)
             for update in self._updates
@@ -104,17 +104,17 @@ class OptimizerGuard:
         )
 
     def reset(self) -> None:
-        """A new attempt: what was interrupted is forgotten."""
+        """Begin a new attempt: forget interrupted updates."""
         self._updates.clear()
 
     def close(self) -> None:
-        """Watch no longer."""
+        """Stop watching."""
         self._companions.close()
         for handle in self._handles:
             handle.remove()
 
     def accumulating(self, step: Step) -> list[str]:
-        """Tracked optimizers with gradients from this step that they have not used in it."""
+        """Tracked optimizers with unused gradients from this step."""
         waiting = [name for name in self.tracked if name not in step.stepped]
         if not waiting or not any(m.reduction.has_new_gradients for m in self._modules):
             return []
@@ -132,15 +132,15 @@ class OptimizerGuard:
 
     @property
     def unwrapped(self) -> dict[str, list[torch.Tensor]]:
-        """What optimizers have stepped that is in no wrapped module, by optimizer."""
+        """Stepped parameters that are in no wrapped module, by optimizer."""
         return {known.label: known.own for known in self._unwrapped.values() if known.own}
 
     @property
     def unwrapped_and_tracked(self) -> list[torch.Tensor]:
-        """Of these, the parameters of tracked optimizers."""
+        """The subset of these parameters that tracked optimizers have."""
         return [p for known in self._unwrapped.values() if known.name for p in known.own]
 
-    # Both run in every step: whatever they call is called with cold caches.
+    # Both hooks run in every step, with cold caches.
 
     def _before(
         self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any
@@ -172,9 +172,9 @@ class OptimizerGuard:
         return _with_closure(args, kwargs, prepared)
 
     def _prepare(self, update: _Update, known: _Known, step: Step | None) -> None:
-        """The gradients are there, and the update comes next."""
+        """The pre-step hook: gradients exist, and the update follows."""
         optimizer = update.optimizer
-        pending_works().raise_failure()  # there may be no gradients, or a part of them
+        pending_works().raise_failure()  # gradients may be missing or partial
         if known.is_built:
             return
         touched = self._touched(known, optimizer)
@@ -219,7 +219,7 @@ class OptimizerGuard:
             self.rollback.after_update()
 
     def _forget_abandoned(self, optimizer: torch.optim.Optimizer) -> None:
-        """An update that ended with an exception, which the script has caught."""
+        """Handle an update that ended with an exception that the script caught."""
         for place, update in enumerate(self._updates):
             if update.optimizer is optimizer:
                 del self._updates[place:]
@@ -254,19 +254,19 @@ class _Update:
     optimizer: torch.optim.Optimizer
     name: str | None  # if it is tracked
     is_masked: bool
-    version: int | None  # of its parameters before; None: it changes them at once
+    version: int | None  # of its parameters before; None: it changes them immediately
 
 
 class _Known:
-    """What is known of an optimizer."""
+    """Recorded facts about an optimizer."""
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self.optimizer = weakref.ref(optimizer)
         self.name: str | None = None  # if it is tracked
         self.is_built = False  # by run.build
-        self.count: int | None = None  # of its parameters when it was looked through
-        self.touched: list[Wrapped] = []  # modules with some of them
-        self.own: list[torch.Tensor] = []  # parameters of no wrapped module
+        self.count: int | None = None  # of its parameters when last scanned
+        self.touched: list[Wrapped] = []  # modules that contain some of its parameters
+        self.own: list[torch.Tensor] = []  # parameters in no wrapped module
         self.sharded = ""  # the first sharded parameter, in words
 
     @property
@@ -284,11 +284,11 @@ class _Known:
 
 
 def inner_optimizers(tracked: object) -> dict[str, torch.optim.Optimizer]:
-    """Optimizers inside of one (SAM's ``base_optimizer``), by name, if its state lacks theirs."""
+    """Inner optimizers (SAM's ``base_optimizer``), by name, if the outer state lacks theirs."""
     if not isinstance(tracked, torch.optim.Optimizer):
         return {}
     if type(tracked).state_dict is not torch.optim.Optimizer.state_dict:
-        return {}  # it sees to that
+        return {}  # it includes them
     return {
         name: inner
         for name, inner in vars(tracked).items()
@@ -310,12 +310,12 @@ def _with_closure(args: Any, kwargs: Any, closure: Closure) -> tuple[Any, Any]:
 def _not_tracked(optimizer: torch.optim.Optimizer) -> TrainingError:
     return TrainingError(
         f"{type(optimizer).__name__} is about to change wrapped parameters, but is not tracked",
-        hint="run.track(optimizer=optimizer), or a restart would lose its state",
+        hint="call run.track(optimizer=optimizer); otherwise a restart would lose its state",
     )
 
 
 def _is_from_before_sharding(known: _Known, modules: Sequence[Wrapped]) -> bool:
-    """Whether an optimizer has what a sharded module's parameters were before: the same shapes, and
+    """Whether an optimizer has a sharded module's former parameters: the same shapes, and
     no gradient, while the module has some. torch does not notice, and nothing is trained."""
     if any(p.grad is not None for p in known.own):
         return False
@@ -331,7 +331,7 @@ def _made_too_early(optimizer: torch.optim.Optimizer, step: Step) -> ConfigError
     return ConfigError(
         f"{type(optimizer).__name__}.step() at step {step.number}: an optimizer over parameters "
         "from before fully_shard, which get no gradients; nothing is trained",
-        hint="make the optimizer after fully_shard: torch.optim.AdamW(model.parameters()), and "
+        hint="create the optimizer after fully_shard: torch.optim.AdamW(model.parameters()), and "
         "run.track(optimizer=optimizer)",
     )
 
@@ -344,12 +344,12 @@ def _check(
     if name is None:
         raise _not_tracked(optimizer)
     if not module.in_world:
-        return  # before the first world: rank 0's result is given to all
+        return  # before the first world: rank 0's result is sent to all
     if step is None:
         raise TrainingError(
             f"{kind}.step() outside of a step of the loop",
-            hint="step inside `for … in loader`, where loader = run.loader(…); without a loader, "
-            "between run.begin() and run.commit()",
+            hint="step inside `for … in loader`, where loader = run.loader(…), before the next "
+            "batch is asked for; without a loader, between run.begin() and run.commit()",
         )
     if not step.is_last_micro_batch:
         raise TrainingError(
@@ -359,7 +359,7 @@ def _check(
         )
     reduction = module.reduction
     if reduction.failure is not None:
-        raise reduction.failure  # the script has swallowed it
+        raise reduction.failure  # the script has caught it
     reduction.wait()
     if reduction.flags is not None:
         reduction.flags.require_one_step(step.number)
@@ -372,7 +372,7 @@ def _check(
     if reduction.is_late:
         raise TrainingError(
             f"{kind}.step() at step {step.number} with gradients of a forward pass that ran in the "
-            "step before: the next batch was asked for between forward and backward pass, so that "
+            "step before: the next batch was requested between forward and backward pass, so that "
             "a change of the world there would lose that batch",
             hint="fetch the next batch after loss.backward(), and after optimizer.step()",
         )
@@ -389,7 +389,7 @@ def _has_gradient(module: Wrapped) -> bool:
 
 
 def _version(optimizer: torch.optim.Optimizer) -> int:
-    """Grows with every change of the optimizer's parameters."""
+    """A number that grows with every change of the optimizer's parameters."""
     return versions(_parameters(optimizer))
 
 

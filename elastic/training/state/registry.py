@@ -1,4 +1,5 @@
-"""What the script registers: modules, optimizers and other objects with state, loaders."""
+"""The objects that the script registers: modules, optimizers and other stateful objects,
+loaders."""
 
 from __future__ import annotations
 
@@ -16,25 +17,25 @@ from elastic.training.gradients.sharding import refuse_module
 from elastic.training.gradients.wrap import ElasticDDP, Wrapped
 from elastic.training.rebuilding.built import Built
 from elastic.training.state.job_state import JobState
-from elastic.training.state.optimizers import OptimizerGuard, inner_optimizers
+from elastic.training.state.optimizers import OptimizerWatch, inner_optimizers
 from elastic.training.step import Step
 from elastic.world.world import largest_world
 
 
 class Registry:
-    """One per process. ``inside`` returns the step that the script is inside of."""
+    """The registry. One per process. ``inside`` returns the step that the script is in."""
 
     def __init__(
         self, *, seed: int, inside: Callable[[], Step | None], group: ProcessGroup | None = None
     ) -> None:
         self._group = group if isinstance(group, ReplicaProcessGroup) else None
         self.job = JobState(seed=seed, is_sharded=self._group is not None)
-        self.guard = OptimizerGuard(inside)
+        self.optimizer_watch = OptimizerWatch(inside)
         self._flags: ControlFlags | None = None
 
     @property
     def is_complete(self) -> bool:
-        """Whether there is a model, something tracked, and a loader."""
+        """Whether a model, a tracked object and a loader are registered."""
         is_built = self.job.built is not None
         return bool((is_built or (self.job.modules and self.job.tracked)) and self.job.loaders)
 
@@ -49,15 +50,15 @@ class Registry:
         return bool(self.job.loaders)
 
     def piggyback(self, flags: ControlFlags | None) -> None:
-        """Send ``flags`` with the gradients of all modules, present and future."""
+        """Send ``flags`` with the gradients of all modules, current and future."""
         self._flags = flags
         for module in self.job.modules.values():
             module.reduction.flags = flags
 
     def wrap(self, module: nn.Module, options: dict[str, Any]) -> nn.Module:
-        """Make a module part of the job's state. Raises ConfigError for one that cannot be.
+        """Make a module part of the job's state. Raises ConfigError for an unsupported one.
 
-        Returns what the script trains: a DDP around ``module``, or the sharded module itself.
+        Returns the module to train: a DDP around ``module``, or the sharded module itself.
         """
         stale = self.job.optimizers_of_others(module)
         if self._group is not None:
@@ -66,8 +67,8 @@ class Registry:
         refuse_module("run.wrap() of a sharded module", module, stale=stale)
         if self.job.is_rebuilt:
             raise ConfigError(
-                "run.wrap() beside run.build(): the state of a wrapped module is kept by ranks, "
-                "that of a built one by nothing but checkpoints",
+                "run.wrap() in addition to run.build(): ranks keep the state of a wrapped module, "
+                "but only checkpoints keep that of a built one",
                 hint="return it, sharded, from the function of run.build()",
             )
         wrapped = ElasticDDP(module, **options)
@@ -78,22 +79,22 @@ class Registry:
         wrapped.reduction.flags = self._flags
         count = len(self.job.modules)
         self.job.modules["model" if count == 0 else f"model{count}"] = wrapped
-        self.guard.watch(wrapped)
+        self.optimizer_watch.watch(wrapped)
 
     def hold(self, built: Built) -> None:
-        """What was built for the present world is part of the job's state."""
+        """Make the objects built for the current world part of the job's state."""
         self.job.built = built
         for name, optimizer in built.optimizers.items():
-            self.guard.allow_built(name, optimizer)
+            self.optimizer_watch.allow_built(name, optimizer)
 
     def track(self, named: dict[str, Any]) -> None:
         """Make objects with a state_dict part of the job's state."""
         for name, tracked in named.items():
             self.job.track(name, tracked)
-            self.guard.allow(name, tracked)
+            self.optimizer_watch.allow(name, tracked)
             for attribute, inner in inner_optimizers(tracked).items():
                 self.job.track(f"{name}.{attribute}", inner)
-                self.guard.allow(f"{name}.{attribute}", inner)
+                self.optimizer_watch.allow(f"{name}.{attribute}", inner)
 
     def add_loader(self, loader: Any, **options: Any) -> ElasticLoader:
         """Make a loader part of the job's state, and its steps the job's."""
@@ -107,18 +108,18 @@ class Registry:
         return made
 
     def _most_shares(self) -> int:
-        """Into how many parts the largest world splits a global batch."""
+        """The number of parts into which the largest world splits a global batch."""
         if self._group is None:
             return largest_world()
         mesh = self._group.replica.mesh
         return largest_world() // mesh.size * mesh.data_size
 
     def go_back_to(self, earlier: JobState) -> None:
-        """Forget what was registered since ``earlier = job.registered()``."""
+        """Forget registrations since ``earlier = job.registered()``."""
         for module in self.job.modules.values():
             module.leave_world()
         self.job.go_back_to(earlier)
-        self.guard.go_back_to(self.job)
+        self.optimizer_watch.go_back_to(self.job)
 
 
 def _sharded(module: nn.Module, options: dict[str, Any], group: ReplicaProcessGroup) -> Wrapped:
@@ -127,7 +128,7 @@ def _sharded(module: nn.Module, options: dict[str, Any], group: ReplicaProcessGr
 
     if options:
         raise ConfigError(
-            f"run.wrap(…, {next(iter(options))}=…) of a sharded module: these are options of DDP",
+            f"run.wrap(…, {next(iter(options))}=…) of a sharded module: this is an option of DDP",
             hint="run.wrap(fully_shard(model, …)): FSDP's options are those of fully_shard",
         )
     return ShardedModule(module, group)

@@ -1,13 +1,13 @@
-"""What an interrupted step is rolled back to: the state of the last commit, exactly or not at all.
+"""The rollback of an interrupted step: to the exact state of the last commit, or not at all.
 
 Non-parameter state is copied at every commit (:mod:`elastic.training.state.snapshot`). Weights and
-large tracked objects are not, as long as the script changes them only where that is noticed and
-need not be undone: weights by ``optimizer.step()`` (a redone step masks it, see
+large tracked objects are not, as long as the script changes them only where that is detected and
+need not be undone: weights by ``optimizer.step()`` (a repeated step masks it, see
 :class:`elastic.training.step.Step`), large objects in ``run.after_step``. They are watched, and a
-step interrupted after any other change leaves this rank's state torn: it is taken from a peer or a
-checkpoint. Scripts that change them otherwise (hand-written SGD, SAM, weight clipping, an EMA
-updated in the loop) do it in every step, so once they have done it, copies are kept from then on,
-and interrupted steps are redone exactly. That costs one copy of the state concerned per step.
+step interrupted after any other change leaves this rank's state torn: it is restored from a peer or
+a checkpoint. Scripts that change them otherwise (hand-written SGD, SAM, weight clipping, an EMA
+updated in the loop) do so in every step, so after the first such change, copies are kept, and
+interrupted steps are repeated exactly. That costs one copy of the affected state per step.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ PARTIAL = "an optimizer steps while another one accumulates gradients"
 
 @dataclass(frozen=True)
 class RolledBack:
-    """What became of this rank's state."""
+    """The result of a rollback of this rank's state."""
 
     is_torn: bool  # it belongs to no step
-    has_updates: bool  # what optimizers have done in the step is still in the weights
+    has_updates: bool  # the weights still contain the step's optimizer updates
 
 
 class Rollback:
-    """One per process. Made when all objects of the job are registered."""
+    """The rollback. One per process, created when all objects of the job are registered."""
 
     def __init__(self, job: JobState, optimizers: Mapping[str, torch.optim.Optimizer]) -> None:
         self._job = job
@@ -50,15 +50,15 @@ class Rollback:
         self._large = {name: _Large(name, t) for name, t in self._small.large.items()}
         self._watch = ChangeWatch(self._weights, self._counted)
         self._copies: WeightCopies | None = None
-        self._has_told = False  # of copies
+        self._has_told = False  # whether copies were logged
         self._why_copies = ""  # empty: weights are watched
         self._copies_between_loops = False
-        self._has_copies = False  # of the last commit, or of the end of the last loop
-        self._has_changed = False  # weights, outside of an optimizer, since the last commit
+        self._has_copies = False  # copies exist of the last commit, or the end of the last loop
+        self._has_changed = False  # weights changed outside of optimizers since the last commit
         self._steps = 0  # of this process
-        self._has_adopted = False  # what others have learned of the script
-        # After a step whose updates stay in the weights while it is redone: its forward passes
-        # see other weights then, and their batch statistics are not the step's.
+        self._has_adopted = False  # whether facts learned by other ranks were adopted
+        # Set if a step is repeated while its updates stay in the weights: its forward passes
+        # see other weights, so their batch statistics are not the step's.
         self.final_buffers: dict[str, Any] | None = None
         self._own: tuple[torch.Tensor, ...] = ()
         self.snapshot: Snapshot = {}
@@ -78,7 +78,7 @@ class Rollback:
     # -- while training -----------------------------------------------------------------------
 
     def take(self) -> None:
-        """The present state is that of a commit, or of the begin of a step."""
+        """Take a snapshot: the current state is that of a commit, or of the beginning of a step."""
         self.snapshot = self._small.take()
         self._has_changed = False
         by_content = compares_content(self._steps)
@@ -90,7 +90,7 @@ class Rollback:
 
     @property
     def _is_learning(self) -> bool:
-        """Whether the first step of a job comes next: what the script changes is not known yet."""
+        """Whether the job's first step follows, before it is known what the script changes."""
         return self._steps == 0 and not self._has_adopted
 
     @property
@@ -98,7 +98,7 @@ class Rollback:
         return bool(self._why_copies) or self._is_learning
 
     def committed(self) -> None:
-        """A step has taken effect; record what it has changed. :meth:`take` comes next."""
+        """Commit a step and record its changes. :meth:`take` must follow."""
         self._steps += 1
         if self.final_buffers is not None:
             self._small.put_back_buffers(self.final_buffers)
@@ -111,27 +111,27 @@ class Rollback:
             large.learn()
 
     def script_goes_on(self) -> None:
-        """A loop has ended: what the script changes now belongs to no step."""
+        """End a loop: later changes by the script belong to no step."""
         if self._copies_between_loops and not self._why_copies:
             self._has_copies = self._copy_weights()
 
     def script_has_run(self) -> None:
-        """A loop begins; :meth:`take` comes next."""
+        """Begin a loop; :meth:`take` must follow."""
         if not self._copies_between_loops and self._watch.has_changed:
-            self._copies_between_loops = True  # weights are exchanged for evaluation, say
+            self._copies_between_loops = True  # for example weights swapped for evaluation
 
     def before_update(self) -> None:
-        """An optimizer is about to change weights."""
+        """Called before an optimizer changes weights."""
         if not self._why_copies and not self._has_changed:
             self._has_changed = self._watch.has_changed
 
     def after_update(self) -> None:
-        """An optimizer has changed weights."""
+        """Called after an optimizer has changed weights."""
         if not self._why_copies:
             self._watch.expect(by_content=compares_content(self._steps))
 
     def watch_also(self, parameters: Sequence[torch.Tensor]) -> None:
-        """Weights of the job that are in no wrapped module."""
+        """Add weights of the job that are in no wrapped module."""
         self._own = tuple(parameters)
         self._watch.forget()
         self.copy_weights(UNWRAPPED)
@@ -150,7 +150,7 @@ class Rollback:
 
     @property
     def habits(self) -> dict[str, Any]:
-        """What has been learned of the script, as JSON values, for ranks that begin."""
+        """Facts learned about the script, as JSON values, for joining ranks."""
         return {
             "weights": self._why_copies,
             "between_loops": self._copies_between_loops,
@@ -171,34 +171,34 @@ class Rollback:
         self.forget()
 
     def forget(self) -> None:
-        """The state is another one now: nothing is expected before the next :meth:`take`."""
+        """Forget the expected state, which was replaced, until the next :meth:`take`."""
         self._watch.forget()
         self._has_copies = self._has_changed = False
         for large in self._large.values():
             large.forget()
 
     def expect_weights(self) -> None:
-        """A world begins with the present weights: nothing but training may change them."""
+        """Begin a world with the current weights, which only training may change."""
         self._watch.expect(by_content=False)
 
     @property
     def weights_have_changed(self) -> bool:
-        """Whether weights have changed since, by whatever means."""
+        """Whether weights have changed since, by any means."""
         return self._watch.has_changed
 
     # -- after a fault ------------------------------------------------------------------------
 
     def put_back_small(self) -> None:
-        """Undo what a step has done to the non-parameter state."""
+        """Undo a step's changes of the non-parameter state."""
         if self.snapshot:
             self._small.put_back(self.snapshot)
 
     def put_back(self, *, is_torn: bool, is_updated: bool = False) -> RolledBack:
-        """Undo what the present step has done.
+        """Undo the changes of the current step.
 
         Args:
-            is_torn: an update was begun and not ended.
-            is_updated: an optimizer has stepped, for the first time in this step.
+            is_torn: whether an update has begun and not ended.
+            is_updated: whether an optimizer has stepped for the first time in this step.
         """
         buffers = self._small.buffers() if is_updated else None
         self.put_back_small()
@@ -215,7 +215,7 @@ class Rollback:
         return RolledBack(is_torn=is_torn, has_updates=has_updates and not is_torn)
 
     def _copy_weights(self) -> bool:
-        """Whether there was room for a copy."""
+        """Copy the state; returns whether memory sufficed."""
         if self._why_copies and not self._has_told:
             self._has_told = True
             get_logger().info(
@@ -231,15 +231,15 @@ class Rollback:
             self._copies = None
             if not self._is_learning:
                 get_logger().warning(
-                    "no memory for a copy of the weights: a step that a fault "
-                    "interrupts is taken from a peer or a checkpoint"
+                    "not enough memory for a copy of the weights: after a step that a fault "
+                    "interrupts, the state is restored from a peer or a checkpoint"
                 )
             return False
         return True
 
 
 class _Large:
-    """A tracked object that is too large to copy at every commit without need."""
+    """A tracked object that is too large to copy at every commit unnecessarily."""
 
     def __init__(self, name: str, tracked: Stateful) -> None:
         self.is_copied = False
@@ -259,13 +259,13 @@ class _Large:
         if not self.is_copied and self._watch.has_changed:
             self.is_copied = True
             get_logger().info(
-                "%s changes within steps: from now on it is copied at each one, so that an "
+                "%s changes within steps: from now on it is copied in each step, so that an "
                 "interrupted step can be redone exactly; run.after_step(update) needs no copies",
                 self._name,
             )
 
     def put_back(self) -> bool:
-        """Whether the object is now as it was."""
+        """Restore the object; returns whether its state is that of the commit."""
         if self._taken is not None:
             self._whole.put_back(self._taken)
             return True
@@ -278,6 +278,6 @@ class _Large:
 
 def _finder(tracked: Stateful) -> Callable[[], Sequence[torch.Tensor]]:
     if isinstance(tracked, nn.Module):
-        module = tracked  # its state_dict is made anew each time, for a third of a millisecond
+        module = tracked  # its state_dict is created each time, in a third of a millisecond
         return lambda: [*module.parameters(), *module.buffers()]
     return lambda: tensors_in(tracked.state_dict())

@@ -1,7 +1,7 @@
-"""A job's state as one rank of a replica holds it: DTensors sent as local tensors and made again.
+"""A job's state on one rank of a replica: DTensors are sent as local tensors and recreated.
 
 Ranks at the same position of two replicas hold the same shards, so between them a DTensor is its
-local tensor, its placements, and the dimensions of the mesh: each process has a mesh of its own.
+local tensor, its placements, and the dimensions of the mesh, which each process creates.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ Tensors = dict[str, torch.Tensor]
 
 
 def pack(state: object) -> tuple[dict[str, Any], Tensors]:
-    """JSON and plain tensors that :func:`unpack` makes the state from, elsewhere."""
+    """JSON and plain tensors from which :func:`unpack` recreates the state on another rank."""
     node, tensors = flatten(state)
     shards = {name: _described(t) for name, t in tensors.items() if is_dtensor(t)}
     local = {name: local_of(t) if name in shards else t for name, t in tensors.items()}
@@ -43,8 +43,8 @@ def unpack(packed: Mapping[str, Any], tensors: Mapping[str, torch.Tensor], job: 
 
 
 def room_for(manifest: Manifest, job: JobState) -> dict[str, Any]:
-    """Fresh DTensors, by path, for what a checkpoint has of this job's sharded tensors: each rank
-    reads its shards alone."""
+    """New DTensors, by path, for this job's sharded tensors in a checkpoint: each rank
+    reads only its shards."""
     like: dict[str, torch.Tensor] = {}
     for name, module in job.modules.items():
         for key, value in module.module.state_dict().items():
@@ -116,7 +116,7 @@ def _placement(placement: Any) -> list[Any]:
     if placement.is_replicate():
         return ["replicate"]
     if placement.is_partial() or not hasattr(placement, "dim"):
-        raise TrainingError(f"a tensor with placement {placement}: no rank holds its values")
+        raise TrainingError(f"a tensor with placement {placement}: no rank has its values")
     split = getattr(placement, "split_factor", None)
     return ["shard", placement.dim] if split is None else ["strided", placement.dim, split]
 
@@ -128,7 +128,7 @@ def _made(local: torch.Tensor, described: Mapping[str, Any], meshes: Mapping[str
     if mesh is None:
         raise TrainingError(
             f"a tensor on the mesh {described['mesh']}: no parameter of this rank is on that one",
-            hint="every rank shards the model alike",
+            hint="shard the model in the same way on every rank",
         )
     return DTensor.from_local(
         local,

@@ -1,8 +1,8 @@
-"""Copies of the non-parameter state that a step may change, taken at its begin and at its commit.
+"""Copies of the non-parameter state that a step may change, taken at its beginning and commit.
 
-Schedulers, the gradient scaler, hyper-parameters, ``run.state``, buffers, positions: everything
-but the weights and the optimizers' state, which only change when an optimizer steps. After a
-fault they are put back, so that a step that is done again finds what it found the first time.
+Schedulers, the gradient scaler, hyperparameters, ``run.state``, buffers, positions: everything
+except weights and optimizer state, which only change when an optimizer steps. After a
+fault they are restored, so that a repeated step starts from the same state.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from elastic.training.gradients.sharding import local_value
 from elastic.training.state.copies import are_alike, copied, tensors_in
 from elastic.training.state.job_state import JobState, Stateful
 
-SMALL_BYTES = 64 << 10  # larger tracked objects (an EMA) are copied where they must be: rollback.py
+SMALL_BYTES = 64 << 10  # larger tracked objects (an EMA) are copied on demand: rollback.py
 
 Snapshot = dict[str, Any]
 """Plain values and tensors only, so that it can be sent to other ranks."""
@@ -32,7 +32,7 @@ class Keeper(Protocol):
 
 
 class NonParameterState:
-    """Takes snapshots of a job. Made when its objects are complete."""
+    """Takes snapshots of a job. Created when its objects are complete."""
 
     def __init__(self, job: JobState) -> None:
         self._job = job
@@ -45,7 +45,7 @@ class NonParameterState:
         self._buffers = {name: _Buffers(m.module) for name, m in job.modules.items()}
 
     def take(self) -> Snapshot:
-        """A copy of the present state, good until the next one is taken."""
+        """A copy of the current state, valid until the next one is taken."""
         job = self._job
         return {
             "progress": dict(vars(job.progress)),
@@ -57,16 +57,16 @@ class NonParameterState:
         }
 
     def buffers(self) -> dict[str, dict[str, torch.Tensor]]:
-        """Copies of the modules' present buffers, for :meth:`put_back_buffers`."""
+        """Copies of the modules' current buffers, for :meth:`put_back_buffers`."""
         return {name: buffers.copies() for name, buffers in self._buffers.items()}
 
     def put_back_buffers(self, taken: dict[str, dict[str, torch.Tensor]]) -> None:
-        """Give the modules' buffers these values."""
+        """Restore the modules' buffers."""
         for name, buffers in self._buffers.items():
             buffers.put_back(taken[name])
 
     def put_back(self, snapshot: Snapshot) -> None:
-        """Make the present state what it was; the snapshot stays usable."""
+        """Restore the state; the snapshot stays usable."""
         job = self._job
         vars(job.progress).update(snapshot["progress"])
         job.user.clear()
@@ -96,7 +96,7 @@ def _keeper(tracked: Stateful) -> Keeper | None:
 
 
 def size_bytes(value: Any) -> int:
-    """Of all tensors in plain containers."""
+    """Total size of all tensors in plain containers."""
     return sum(t.numel() * t.element_size() for t in tensors_in(value))
 
 
@@ -129,7 +129,7 @@ class _HyperParameters:
         return groups
 
     def put_back(self, taken: Any) -> None:
-        del self._optimizer.param_groups[len(taken) :]  # added by the step that is undone
+        del self._optimizer.param_groups[len(taken) :]  # added by the undone step
         for group, values in zip(self._optimizer.param_groups, taken, strict=True):
             for name, value in values.items():
                 present = group.get(name)
@@ -140,10 +140,10 @@ class _HyperParameters:
 
 
 class _Scaler:
-    """``torch.amp.GradScaler``, without the host waiting for the device as state_dict does.
+    """``torch.amp.GradScaler``, without the device synchronization of its state_dict.
 
-    Its notes on what each optimizer has done in this step are not in its state_dict; a step
-    that is done again would be refused because of them [measured, torch 2.13].
+    Its per-optimizer stages of the current step are not in its state_dict; a repeated
+    step would be refused because of them [measured, torch 2.13].
     """
 
     def __init__(self, scaler: GradScaler) -> None:
@@ -161,9 +161,9 @@ class _Scaler:
 class _Buffers:
     """A module's buffers, copied into the same memory each time.
 
-    All of them, whether they have changed or not: batch norm updates its statistics without
+    All of them, changed or not: batch norm updates its statistics without
     counting up their version [measured, torch 2.13]. Which modules there are is looked up once,
-    as DDP does: to walk through a large model in every step costs more than the copies.
+    as in DDP: walking a large model in every step costs more than the copies.
     """
 
     def __init__(self, module: torch.nn.Module) -> None:
@@ -173,17 +173,17 @@ class _Buffers:
         self._copies: dict[str, torch.Tensor] = {}
 
     def _present(self) -> dict[str, torch.Tensor]:
-        """By name. The script may have put new tensors in the place of others."""
+        """The buffers by name. The script may have replaced tensors."""
         return {
             f"{path}{name}": buffer
             for path, part in self._modules
-            if part._buffers
-            for name, buffer in part._buffers.items()
+            if (own := torch_private.buffers_of(part))
+            for name, buffer in own.items()
             if buffer is not None
         }
 
     def copies(self) -> dict[str, torch.Tensor]:
-        """In their own memory."""
+        """Restore the values in place."""
         return {name: buffer.detach().clone() for name, buffer in self._present().items()}
 
     def take(self) -> dict[str, torch.Tensor]:

@@ -1,10 +1,10 @@
-"""What steps along with an optimizer, and is not tracked: schedulers, gradient scalers, averages.
+"""Finds untracked companions of an optimizer: schedulers, gradient scalers, weight averages.
 
-Nothing fails without them. A joining node begins the schedule anew, a step that is done again
-steps it twice, and every rank trains at another learning rate; a rank 0 that joined later saves an
-average that it began anew. So schedulers and scalers are looked for, once, when their optimizer
-steps for the first time, and averages before the first update after they were made, which torch
-tells.
+No error would occur without them. A joining process restarts the schedule, a repeated step
+steps it twice, and ranks train at different learning rates; a rank 0 that joined later saves an
+average that it restarted. So schedulers and scalers are searched for once, when their optimizer
+steps for the first time, and averages before the first update after their creation, which a torch
+hook reports.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from elastic.errors import TrainingError
 from elastic.training.gradients.wrap import Wrapped
 
 _DEPTH = 3  # of objects within tracked ones: a SequentialLR, in a wrapper of the script's own
-_FRAMES = 12  # between a hook of an optimizer and the scaler that has called it
+_FRAMES = 12  # between a hook of an optimizer and the scaler that called it
 _OF_SCALERS = GradScaler.step.__code__.co_filename
 # timm's ModelEmaV2 and V3, torchvision's ExponentialMovingAverage, ema-pytorch's EMA, and copies.
 _AVERAGES = re.compile(r"Ema(?![a-z])|EMA|MovingAverage|AveragedModel")
@@ -37,16 +37,16 @@ _OPAQUE = (torch.Tensor, nn.Module, torch.optim.Optimizer)
 
 
 class Companions:
-    """Of the optimizers of this process, and the averages that were made since this was."""
+    """Companions of this process's optimizers, and averages created after this object."""
 
     def __init__(self) -> None:
-        # Optimizers whose companions are tracked. To look for them takes a while.
+        # Optimizers whose companions are tracked. The search is slow.
         self._complete: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
-        self._averages: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # not looked for yet
+        self._averages: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # not yet checked
         self._handle = register_module_module_registration_hook(self._made)
 
     def close(self) -> None:
-        """Watch no longer."""
+        """Stop watching."""
         self._handle.remove()
 
     def require_tracked(
@@ -57,8 +57,8 @@ class Companions:
         wrapped: Sequence[Wrapped],
     ) -> None:
         """Raise TrainingError for a scheduler of ``optimizer``, the scaler that calls it now, or an
-        average of a ``wrapped`` module that is none of the ``tracked`` objects nor in one of them.
-        ``name`` is the optimizer's. Each is looked for once.
+        average of a ``wrapped`` module that is neither a ``tracked`` object nor inside one.
+        ``name`` is the optimizer's. Each is searched for once.
         """
         if optimizer not in self._complete:
             _require(lambda: _untracked(optimizer, tracked), name)
@@ -76,7 +76,7 @@ class Companions:
 def _require(untracked: Callable[[], Companion | None], name: str) -> None:
     if untracked() is None:
         return
-    gc.collect()  # one of an attempt that is over may only wait to be freed
+    gc.collect()  # objects of an ended attempt may not be freed yet
     if (one := untracked()) is not None:
         raise _refusal(name, one)
 
@@ -88,7 +88,8 @@ def _untracked(optimizer: torch.optim.Optimizer, tracked: Sequence[object]) -> C
 
 
 def _schedulers(optimizer: torch.optim.Optimizer) -> Iterator[LRScheduler]:
-    """The garbage collector knows who refers to the optimizer: an object, or its dict."""
+    """Find objects that refer to the optimizer, directly or in their dict, with the garbage
+    collector."""
     for holder in gc.get_referrers(optimizer):
         if isinstance(holder, LRScheduler):
             yield holder
@@ -101,7 +102,7 @@ def _calling_scaler() -> Iterator[GradScaler]:
     for _ in range(_FRAMES):
         if frame is None:
             return
-        # The locals of other frames are not read: until 3.12 that keeps alive whatever they hold.
+        # The locals of other frames are not read: until 3.12 that keeps their objects alive.
         if frame.f_code.co_filename == _OF_SCALERS:
             scaler = frame.f_locals.get("self")
             if isinstance(scaler, GradScaler) and scaler.is_enabled():
@@ -111,7 +112,7 @@ def _calling_scaler() -> Iterator[GradScaler]:
 
 
 def _ids(objects: Iterable[object], depth: int) -> set[int]:
-    """Of the objects, and of what they hold."""
+    """The ids of the objects and of objects inside them."""
     found = set()
     for one in objects:
         found.add(id(one))
@@ -144,7 +145,7 @@ def _shapes(module: nn.Module) -> Counter[tuple[int, ...]]:
 
 
 def _modules_of(holder: object) -> Iterator[nn.Module]:
-    """The object itself, or what it holds: a wrapper of the script's own may have the average."""
+    """The object itself, or objects inside it: a user-defined wrapper may contain the average."""
     for one in (holder, *getattr(holder, "__dict__", {}).values()):
         if isinstance(one, nn.Module):
             yield from one.modules()
@@ -154,18 +155,18 @@ def _refusal(name: str, untracked: Companion) -> TrainingError:
     kind = type(untracked).__name__
     if isinstance(untracked, nn.Module):
         return TrainingError(
-            f"{kind} averages the weights that {name} updates and is not tracked: a joining node "
-            "would begin its average anew, and a restart would lose it",
-            hint="run.track(ema=ema), on every rank, as soon as it is made",
+            f"{kind} averages the weights updated by {name} and is not tracked: a joining node "
+            "would restart its average, and a restart would lose it",
+            hint="call run.track(ema=ema) on every rank, right after creating it",
         )
     if isinstance(untracked, GradScaler):
         return TrainingError(
             f"{kind} scales the gradients of {name} and is not tracked: a joining node would "
-            "scale by another factor than the other ranks",
+            "use a different scale from the other ranks",
             hint="run.track(optimizer=optimizer, scaler=scaler)",
         )
     return TrainingError(
-        f"{kind} sets the learning rate of {name} and is not tracked: a joining node would begin "
-        "its schedule anew, and a step that is done again would step it twice",
+        f"{kind} sets the learning rate of {name} and is not tracked: a joining node would restart "
+        "its schedule, and a repeated step would step it twice",
         hint="run.track(optimizer=optimizer, scheduler=scheduler)",
     )

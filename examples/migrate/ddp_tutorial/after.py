@@ -2,7 +2,7 @@
 
     torchrun --standalone --nproc-per-node=2 train.py 10 2
 
-Ten epochs, a snapshot after every second one; started again, it goes on from the last snapshot.
+Ten epochs, a snapshot after every second one; started again, it resumes from the last snapshot.
 """
 
 import argparse

@@ -2,7 +2,7 @@
 
     torchrun --standalone --nproc-per-node=2 train.py --epochs 4
 
-The images are in data.py. Started again, it goes on where it was.
+The images are in data.py. Started again, it resumes where it stopped.
 """
 
 import argparse

@@ -2,7 +2,7 @@
 
     torchrun --standalone --nproc-per-node=2 train.py --epochs 4 --resume checkpoint.pth.tar
 
-The images are in data.py. Started again with --resume, it goes on after the last complete epoch.
+The images are in data.py. Started again with --resume, it resumes after the last complete epoch.
 """
 
 import argparse

@@ -132,7 +132,7 @@ def train_iteration(step):
                 }
                 print(f"saving checkpoint to {out_dir}")
                 torch.save(checkpoint, os.path.join(out_dir, "ckpt.pt"))
-    if iter_num % eval_interval == 0:  # whoever becomes rank 0 next must know the best loss
+    if iter_num % eval_interval == 0:  # every rank needs the best loss: it may become rank 0
         best_val_loss = run.mean(master_process, best=best_val_loss)["best"]
 
     # forward, backward, update, with gradient accumulation and a GradScaler for float16

@@ -1,7 +1,7 @@
 """A batch sampler of one's own
 
 Batches are cut anew for each world; a sampler that makes them itself cannot be cut.
-Refused: which cannot be dealt out
+Refused: which cannot be distributed
 
 ```python
 loader = run.loader(DataLoader(dataset, batch_size=8, shuffle=True), global_batch=24)

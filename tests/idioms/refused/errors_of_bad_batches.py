@@ -13,7 +13,7 @@ if run.mean(1.0, bad=float(loss is None))["bad"] > 0:      # the same answer on 
 loss.backward()
 ```
 
-Refused: a rank has left a step without a backward pass
+Refused: a rank left a step without a backward pass
 Workers: 3
 """
 

@@ -7,7 +7,7 @@ its middle, and the sums of the batches before are gone. The same holds for `upd
 valid_loader = run.shard(DataLoader(valid_set, batch_size=8))
 ```
 
-Refused: was made without gradients, or in eval mode
+Refused: ran without gradients or in eval mode
 """
 
 import torch

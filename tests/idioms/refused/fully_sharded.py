@@ -6,7 +6,7 @@ sharded parameter.
 Refused: run.wrap() of a sharded module: '0.weight' is a DTensor
 
 ```python
-dist.init_process_group()                      # torchrun --rdzv-backend=etcd-v3
+dist.init_process_group()                      # torchrun --rdzv-backend=etcd
 fully_shard(model)
 optimizer = torch.optim.AdamW(model.parameters())
 state = {

@@ -1,7 +1,7 @@
 """`IterableDataset`
 
 It has no samples that could be dealt out to another number of ranks, or found again.
-Refused: is an IterableDataset: it has no samples to deal out
+Refused: is an IterableDataset: samples cannot be distributed
 
 Give the dataset a length and random access:
 

@@ -10,7 +10,7 @@ def train():
         inputs, targets = next(batches)
 ```
 
-Refused: was made before run.retry called the function that reads it
+Refused: was created before run.retry called the function that reads it
 """
 
 import torch

@@ -1,7 +1,7 @@
 """Tracking after training has begun
 
 State is restored at the first loop: what is tracked later would miss it.
-Refused: comes too late
+Refused: is called too late
 
 ```python
 run.track(optimizer=optimizer, ema=ema)

@@ -1,7 +1,7 @@
 """LBFGS
 
 It changes its state before it knows the gradients: a step of it cannot be done again.
-Refused: LBFGS changes its state before it knows the gradients
+Refused: LBFGS changes its state before gradients are known
 
 ```python
 optimizer = torch.optim.AdamW(model.parameters())

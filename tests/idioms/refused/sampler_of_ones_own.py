@@ -2,7 +2,7 @@
 
 Only the order of samplers that are functions of an index list can be kept over changes of the
 world.
-Refused: cannot be kept over changes of the world
+Refused: cannot be reproduced in another world
 
 ```python
 part = torch.utils.data.Subset(dataset, indices)

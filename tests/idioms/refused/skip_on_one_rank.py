@@ -8,7 +8,7 @@ if is_bad:                             # the same answer on all ranks
     continue
 ```
 
-Refused: a rank has left a step without a backward pass
+Refused: a rank left a step without a backward pass
 Workers: 3
 """
 

@@ -5,7 +5,7 @@ refused for FSDP1's `FullyShardedDataParallel` and for whatever else holds a DTe
 Refused: run.wrap() of a sharded module: '0.weight' is a DTensor
 
 ```python
-dist.init_process_group()                      # torchrun --rdzv-backend=etcd-v3
+dist.init_process_group()                      # torchrun --rdzv-backend=etcd
 parallelize_module(model, mesh, plan)
 optimizer = torch.optim.AdamW(model.parameters())
 state = {

@@ -1,5 +1,5 @@
-"""What the dashboard knows of a job: ``job_feed`` watches it and makes ``snapshot``s.
+"""The dashboard's data: ``job_feed`` watches a job and produces ``snapshot``s.
 
-``journal_feed`` reads the journals while they grow, ``event_log`` makes lines of what happens,
-``charts`` has it drawn by :mod:`elastic.report`. Nothing here knows of HTTP.
+``journal_feed`` follows the journals, ``event_log`` turns events into lines,
+``charts`` draws charts with :mod:`elastic.report`. Nothing here depends on HTTP.
 """

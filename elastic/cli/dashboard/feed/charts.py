@@ -1,7 +1,7 @@
 """The charts of the page, drawn from the journals by :mod:`elastic.report`.
 
-The page's policy allows no style of its own to an element: what an SVG says in ``style`` attributes
-becomes attributes, and its ``<style>`` is left to the page.
+The page's Content-Security-Policy forbids inline styles: ``style`` attributes of an SVG
+become presentation attributes, and its ``<style>`` is left to the page.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from elastic.errors import ConfigError
 from elastic.telemetry.journal_reader import JournalRecord
 
 LARGEST = 36_000  # bytes of a chart: a page is 250 kB at most
-_SEGMENTS = 400  # of a timeline: they fit
+_SEGMENTS = 400  # per timeline, so that a chart stays below LARGEST
 _NAMESPACE = "http://www.w3.org/2000/svg"
 
 
 def charts_of(
     records: Sequence[JournalRecord], notes: Sequence[str], run_id: str | None
 ) -> RunCharts:
-    """Draw them. Imports matplotlib; what cannot be drawn is a sentence."""
+    """Draw the charts. Imports matplotlib; a chart that cannot be drawn becomes a sentence."""
     from elastic.report.charts import breakdown_svg, curve_svg, timeline_svg
     from elastic.report.curves import curves_of
     from elastic.report.timeline import TimelineLimits, generation_marks, timeline_of
@@ -31,7 +31,7 @@ def charts_of(
     run = run_of(merge(records, notes), run_id)
     goodput = goodput_of_run(run)
     if not goodput.nodes:
-        return RunCharts(problem="The journals tell nothing of this run yet.")
+        return RunCharts(problem="The journals have no events of this run yet.")
     of_run = run.records
     marks = generation_marks(of_run)
     timeline = timeline_of(goodput, marks, TimelineLimits(segments=_SEGMENTS))

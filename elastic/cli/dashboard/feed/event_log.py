@@ -1,6 +1,6 @@
-"""The last events of a job, numbered, each in one line: from its journals, else from etcd.
+"""The last events of a job, numbered, one line each: from its journals, else from etcd.
 
-A thousand ranks write down the same recovery: of those only the first is kept.
+A thousand ranks record the same recovery: only the first event is kept.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ MOST_EVENTS = 300
 _REMEMBERED = 2000
 _LONGEST_TEXT = 300
 _LONGEST_NAME = 60
-# What all ranks write: one of them is enough.
+# Events that all ranks write: one is kept.
 _OF_ALL_RANKS = frozenset({"recovered", "world-fault", "state-restored"})
 _OF_ALL_NODES = frozenset({"leader-changed", "job-ended", "node-parked"})
-# Not "checkpoint-saved": a job that saves every few steps would have no others.
+# Without "checkpoint-saved": in a job that saves every few steps it would displace all others.
 _SHOWN = frozenset(
     {
         *("world-formed", "recovered", "world-fault", "state-restored"),
-        *("worker-died", "worker-stuck", "worker-replaced", "worker-trouble", "failure-judged"),
+        *("worker-died", "worker-stuck", "worker-replaced", "collective-failed", "failure-judged"),
         *("node-lost", "node-found", "node-suspected", "node-leaving", "leader-changed"),
         *("hang-found", "hang-over", "straggler-found", "straggler-recovered"),
         *("checkpoint-skipped", "store-problem", "lease-lost", "waiting", "job-ended"),
@@ -35,7 +35,7 @@ _SHOWN = frozenset(
 
 
 class EventLog:
-    """Written by one thread, read by any."""
+    """The log. Written by one thread, readable from any."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -45,12 +45,12 @@ class EventLog:
 
     @property
     def events(self) -> tuple[JobEvent, ...]:
-        """The last ones, oldest first."""
+        """The last events, oldest first."""
         with self._lock:
             return tuple(self._events)
 
     def add_records(self, records: Iterable[JournalRecord]) -> bool:
-        """Those that people want to see; whether there were any."""
+        """Add the events worth showing; returns whether there were any."""
         shown = sorted((r for r in records if r.name in _SHOWN), key=lambda r: r.time_s)
         fresh = [record for record in shown if not self._is_known(_key(record))]
         for record in fresh:
@@ -65,7 +65,7 @@ class EventLog:
         return bool(fresh)
 
     def add_changes(self, view: JobView) -> bool:
-        """What etcd shows and has not shown before; whether there was any."""
+        """Add changes that etcd shows for the first time; returns whether there were any."""
         number = self._number
         for change in changes_of(view):
             if not self._is_known(change.key):
@@ -113,7 +113,7 @@ class EventLog:
 
 
 def _key(record: JournalRecord) -> tuple[object, ...] | None:
-    """Equal for those that many processes write at once; None: each counts."""
+    """A key that is equal for duplicates from many processes; None: not deduplicated."""
     if record.name in _OF_ALL_RANKS:
         return record.name, record.whole("generation")
     if record.name in _OF_ALL_NODES:
@@ -122,7 +122,7 @@ def _key(record: JournalRecord) -> tuple[object, ...] | None:
 
 
 def text_of(record: JournalRecord) -> str:
-    """An event of the journals in one line, for people."""
+    """An event of the journals as one readable line."""
     reason = _last_line(record.text("reason") or record.text("error"))
     said = _said(record, reason)
     return printable(said, _LONGEST_TEXT)
@@ -138,7 +138,7 @@ def _said(record: JournalRecord, reason: str) -> str:
         case "node-lost":
             return f"{_short(record.text('lost'))} was lost: {reason}"
         case "node-found":
-            return f"{_short(record.text('found'))} answers again: {reason}"
+            return f"{_short(record.text('found'))} responds again: {reason}"
         case "node-suspected":
             return f"{_short(record.text('suspect'))} may be dead: {reason}"
         case "worker-died":
@@ -170,5 +170,5 @@ def _short(name: str) -> str:
 
 
 def _last_line(text: str) -> str:
-    """Of a traceback: it says most."""
+    """The last line of a traceback, which is the most informative."""
     return text.strip().rpartition("\n")[2]

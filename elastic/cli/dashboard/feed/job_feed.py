@@ -1,6 +1,6 @@
-"""Watches a job, once for all clients of the page.
+"""Watches a job on behalf of all clients of the page.
 
-One thread asks etcd, one reads the journals, and one draws the charts.
+One thread reads etcd, one the journals, and one draws the charts.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ OpenStore = Callable[[], AbstractContextManager[KeyValue]]
 
 
 class JobFeed:
-    """From ``start`` to ``close``. ``on_change`` gets every snapshot, on one of its threads,
-    never on two at once; ``on_error`` what has ended a thread.
+    """Watches from ``start`` to ``close``. ``on_change`` gets every snapshot, on one thread
+    at a time; ``on_error`` gets the exception that ended a thread.
 
-    ``open_store``: connects to etcd; None: only journals are read. ``journals``: None: there are
+    ``open_store``: connects to etcd, or None to read journals only. ``journals``: None if there are
     none.
     """
 
@@ -75,17 +75,17 @@ class JobFeed:
 
     @property
     def snapshot(self) -> JobSnapshot:
-        """The newest one."""
+        """The newest snapshot."""
         with self._lock:
             return self._snapshot
 
     @property
     def is_alive(self) -> bool:
-        """Whether its threads run."""
+        """Whether all threads are running."""
         return all(thread.is_alive() for thread in self._threads)
 
     def start(self) -> None:
-        """Begin to watch."""
+        """Start watching."""
         for thread in self._threads:
             thread.start()
 
@@ -122,7 +122,7 @@ class JobFeed:
             self._clock.wait(self._closing, DASHBOARD_RECONNECT_S)
 
     def _poll(self, store: KeyValue) -> None:
-        """Until it is closed, whether etcd answers or not: the store connects again by itself."""
+        """Poll until closed, whether etcd answers or not: the store reconnects by itself."""
         while not self._closing.is_set():
             try:
                 self._take(self._read(store))
@@ -136,7 +136,7 @@ class JobFeed:
 
     def _take(self, view: JobView) -> None:
         changes: dict[str, object] = {"view": view, "outage": None, "last_known": ()}
-        if self._journals is None:  # else they know more
+        if self._journals is None:  # journals have more detail
             self._log.add_changes(view)
             changes["events"] = self._log.events
         self._publish(**changes)
@@ -163,7 +163,7 @@ class JobFeed:
             self._clock.wait(self._closing, DASHBOARD_JOURNALS_S)
 
     def _watch_charts(self) -> None:
-        """On a thread of its own: drawing takes longer than an event may wait."""
+        """Draw on a separate thread: drawing takes longer than an event may wait."""
         assert self._journals is not None
         while not self._closing.is_set():
             if self._journals.draw_if_due():

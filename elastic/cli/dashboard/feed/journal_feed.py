@@ -1,4 +1,4 @@
-"""The journals of a job while they grow: events at once, charts when they are due."""
+"""Follows the journals of a job: events immediately, charts when they are due."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from elastic.tuning.agent_intervals import DASHBOARD_CHARTS_S
 
 _UNNAMED = ("", "none")
 _MOST_NOTES = 10
-# A chart is drawn at once after these: somebody waits to see them in it.
+# A chart is redrawn immediately after these events.
 _URGENT = frozenset({"world-formed", "recovered", "job-ended"})
-_CHART_COSTS = 10  # drawing takes this part of a core at most: a tenth
+_CHART_COSTS = 10  # drawing takes at most 1/10 of a core
 
 Draw = Callable[[list[JournalRecord], list[str], "str | None"], RunCharts]
 
 
 class JournalFeed:
-    """Of one folder. ``look`` and ``draw_if_due`` are called by one thread each, the rest by any.
+    """Follows one folder. One thread calls ``look``, one ``draw_if_due``; the rest is thread-safe.
 
-    ``run_id``: "" for the run that began last.
+    ``run_id``: "" selects the run that began last.
     """
 
     def __init__(
@@ -47,7 +47,7 @@ class JournalFeed:
         self._lock = threading.Lock()
         self._records: list[JournalRecord] = []
         self._notes: list[str] = []
-        self._runs: dict[str, str] = {}  # of each writer
+        self._runs: dict[str, str] = {}  # by writer
         self._is_urgent = False
         self._drawn_records = 0
         self._due_s = float("-inf")
@@ -55,22 +55,22 @@ class JournalFeed:
 
     @property
     def run_id(self) -> str:
-        """Asked for, or of the journal that was opened last."""
+        """The requested run, or that of the journal opened last."""
         named = [run for run in self._runs.values() if run not in _UNNAMED]
         return self._run_id or (named[-1] if named else "")
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """What could not be read."""
+        """Notes on files that could not be read."""
         with self._lock:
             return tuple(self._notes[:_MOST_NOTES])
 
     def last_known(self, now_s: float) -> list[str]:
-        """The state by the journals, in words."""
+        """The last known state according to the journals, as lines of text."""
         return last_known(str(self._folder), self._run_id, now_s)
 
     def look(self) -> bool:
-        """Read what is new; whether anything was."""
+        """Read new events; returns whether there were any."""
         found = self._reader.read_new()
         for record in found:
             if record.name == "journal-opened":
@@ -86,7 +86,7 @@ class JournalFeed:
         return is_news
 
     def draw_if_due(self) -> bool:
-        """Draw the charts again where there is news for them; whether that was done."""
+        """Redraw the charts if there are new events for them; returns whether it did."""
         now_s = self._clock.monotonic()
         with self._lock:
             is_news = len(self._records) > self._drawn_records

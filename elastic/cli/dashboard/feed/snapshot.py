@@ -1,4 +1,4 @@
-"""What the page shows at one moment. Immutable: threads hand it to each other."""
+"""The state that the page shows at one moment. Immutable: it is passed between threads."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from dataclasses import dataclass
 
 from elastic.cli.observe.job_view import JobCondition, JobView
 
-UNKNOWN = "unknown"  # a state beside those of JobCondition: etcd has not answered yet
+UNKNOWN = "unknown"  # in addition to JobCondition: etcd has not answered yet
 
 
 @dataclass(frozen=True)
 class JobEvent:
-    """An event of the journals, or one that etcd has shown, for people and programs."""
+    """An event from the journals, or a change seen in etcd."""
 
-    number: int  # of this server: ascending, without gaps
+    number: int  # per server: ascending, without gaps
     at_s: float  # Unix time
     name: str
     node: str
@@ -25,7 +25,7 @@ class JobEvent:
 
 @dataclass(frozen=True)
 class Outage:
-    """etcd does not answer, or refuses."""
+    """A period in which etcd does not answer or denies access."""
 
     since_s: float  # Unix time
     reason: str
@@ -33,13 +33,13 @@ class Outage:
 
 @dataclass(frozen=True)
 class RunCharts:
-    """Drawn from the journals; SVG elements, or the reason why there are none."""
+    """Charts drawn from the journals as SVG elements, or the reason why there are none."""
 
     timeline: str = ""
     breakdown: str = ""
     curves: tuple[str, ...] = ()
     goodput: float | None = None
-    goodput_of_s: float = 0.0  # what it covers
+    goodput_of_s: float = 0.0  # the period that it covers
     legend: tuple[str, ...] = ()  # activities of the timeline
     problem: str = ""
 
@@ -50,18 +50,18 @@ class JobSnapshot:
 
     run_id: str
     at_s: float
-    view: JobView | None = None  # the last that etcd has answered
+    view: JobView | None = None  # from etcd's last answer
     outage: Outage | None = None
     asks_etcd: bool = True
     reads_journals: bool = False
-    last_known: Sequence[str] = ()  # by the journals, while etcd has not answered once
-    events: tuple[JobEvent, ...] = ()  # the last ones, oldest first
+    last_known: Sequence[str] = ()  # from the journals, until etcd has answered once
+    events: tuple[JobEvent, ...] = ()  # the last events, oldest first
     charts: RunCharts | None = None  # None: not drawn yet
     notes: tuple[str, ...] = ()
 
     @property
     def state(self) -> str:
-        """In one word: a value of :class:`JobCondition`, or "unknown"."""
+        """The state: a value of :class:`JobCondition`, or "unknown"."""
         return self.view.state.value if self.view is not None else UNKNOWN
 
     @property
@@ -70,7 +70,7 @@ class JobSnapshot:
         return self.outage is not None
 
     @property
-    def is_trouble(self) -> bool:
-        """Whether somebody should look."""
+    def needs_attention(self) -> bool:
+        """Whether the job needs attention."""
         bad = (JobCondition.FAILED, JobCondition.DOWN, JobCondition.PAUSED)
         return self.state in {condition.value for condition in bad}

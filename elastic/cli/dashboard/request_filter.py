@@ -15,7 +15,7 @@ _METHODS = ("GET", "HEAD")
 _LONGEST_QUERY = 2048
 
 
-class Guard:
+class RequestFilter:
     """ASGI middleware. ``content_policy``: the Content-Security-Policy of every answer."""
 
     def __init__(self, app: ASGIApp, policy: AccessPolicy, content_policy: str) -> None:
@@ -47,7 +47,7 @@ class Guard:
         await (answer or self._app)(scope, receive, send_with_headers)
 
     def _refusal(self, request: Request) -> Response | None:
-        """What is answered in the application's place."""
+        """The response that replaces the application's, or None."""
         if request.method not in _METHODS:
             return PlainTextResponse(
                 "this page changes nothing: GET and HEAD only\n",

@@ -1,0 +1,102 @@
+"""The stream of the simulated device: what is queued runs in order, and the host runs ahead.
+
+The host simulates the device: an operation on a tensor is what a kernel on the current stream would
+be, and runs behind the collectives that the stream was made to wait for (:class:`Kernels`). What
+reads memory without an operation (``tolist``, ``numpy``) is a host that reads without having
+synchronised: it sees the poison that outputs hold until their collective has run.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections import deque
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+POISON = -77  # of integers; a size that was read too early is negative, and fails at once
+CPU = torch.device("cpu")
+
+
+class Stream:
+    """The device's current stream: what it was made to wait for."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._awaited: deque[threading.Event] = deque()
+
+    def wait_for(self, landed: threading.Event) -> None:
+        """What is queued from now on runs behind that collective (``cudaStreamWaitEvent``)."""
+        with self._lock:
+            self._awaited.append(landed)
+
+    def record(self) -> SimulatedEvent:
+        """``cudaEventRecord``: an event that passes once everything queued by now has run."""
+        with self._lock:
+            return SimulatedEvent(tuple(self._awaited))
+
+    def run_up(self) -> None:
+        """Run everything that is queued: before the next kernel, or when the host synchronizes."""
+        while True:
+            with self._lock:
+                if not self._awaited:
+                    return
+                first = self._awaited[0]
+            first.wait()
+            with self._lock:
+                if self._awaited and self._awaited[0] is first:
+                    self._awaited.popleft()
+
+
+class SimulatedEvent:
+    """An event on the stream."""
+
+    def __init__(self, awaited: tuple[threading.Event, ...]) -> None:
+        self._awaited = awaited
+
+    def query(self) -> bool:
+        """``cudaEventQuery``."""
+        return all(landed.is_set() for landed in self._awaited)
+
+
+stream = Stream()
+
+
+def record(device: torch.device = CPU) -> SimulatedEvent:
+    """As :func:`torch.cuda.Event.record` on the current stream."""
+    return stream.record()
+
+
+def synchronize(device: torch.device = CPU) -> None:
+    """``torch.cuda.current_stream().synchronize()``: of what the stream waits for, no more."""
+    stream.run_up()
+
+
+class Kernels(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """While it is entered, operations of this thread run in the order of the stream."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        stream.run_up()
+        return func(*args, **(kwargs or {}))
+
+
+def land(output: torch.Tensor, result: torch.Tensor) -> None:
+    """As a kernel writes: autograd and version counters know nothing of it."""
+    output.data.copy_(result)
+
+
+def land_all(outputs: Sequence[torch.Tensor], results: Sequence[torch.Tensor]) -> None:
+    for output, result in zip(outputs, results, strict=True):
+        land(output, result)
+
+
+def poison(output: torch.Tensor) -> None:
+    if output.is_floating_point() or output.is_complex():
+        output.data.fill_(math.nan)
+    elif output.dtype == torch.bool:
+        output.data.fill_(True)
+    else:
+        output.data.fill_(POISON & 0xFF if output.dtype == torch.uint8 else POISON)

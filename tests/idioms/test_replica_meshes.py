@@ -1,0 +1,195 @@
+"""Which meshes a replica may have: what is right trains, the rest is refused with the reason."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from idiom_runs import IdiomRuns
+from torch import nn
+
+from elastic.testing.small_world.world import RunOutcome
+
+# Each step takes all samples: their order does not matter.
+SCRIPT = """
+import sys
+import torch, torch.nn.functional as F
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, ShardPlacementResult
+from torch.distributed.tensor import Shard
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+from torch.utils.data import DataLoader, TensorDataset
+import elastic
+
+MESHES = {
+    "context": {"shard": 2, "cp": 2},
+    "tensor": {"shard": 2, "tp": 2},
+    "refusals": {"shard": 2, "tp": 2},
+    "stages": {"pp": 2, "shard": 2},
+    "experts": {"ep": 4},
+}
+
+kind = sys.argv[1]
+run = elastic.join(mesh=MESHES[kind])
+x = torch.randn(24, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+dataset = TensorDataset(x, x.sin().sum(1, keepdim=True))
+loader = run.loader(DataLoader(dataset, batch_size=24), global_batch=24)
+
+
+def whole():
+    torch.manual_seed(5)
+    return nn.Sequential(nn.Linear(6, 4), nn.Linear(4, 1)).double()
+
+
+def sharded(mesh, **more):
+    return fully_shard(whole(), mesh=mesh, **more)
+
+
+def in_part():
+    model = whole()
+    fully_shard(model[0], mesh=run.mesh["shard"])
+    return model
+
+
+def in_two_meshes():
+    model, meshes = whole(), (run.mesh["shard"], run.mesh["shard", "tp"]._flatten("both"))
+    infos = [FSDPMeshInfo(mesh=mesh, shard_mesh_dim=0) for mesh in meshes]
+    first = model[0].weight
+
+    def place(parameter):
+        return ShardPlacementResult(Shard(0), infos[parameter is first])
+
+    return fully_shard(model, mesh=meshes[0], shard_placement_fn=place)
+
+
+result = {}
+
+
+def refused(name, make):
+    try:
+        run.wrap(make())
+    except elastic.ConfigError as error:
+        result[name] = torch.tensor(list(f"{error} {error.hint}".encode()))
+
+
+model = whole()
+if kind == "tensor":
+    model = sharded(run.mesh["shard"])
+elif kind == "refusals":
+    refused("whole", whole)
+    refused("shard is missing", lambda: sharded(run.mesh["tp"]))
+    refused("replicated", lambda: sharded(run.mesh["shard", "tp"]))
+    diagonal = DeviceMesh("cpu", [[0, 3], [1, 2]], mesh_dim_names=("a", "b"))["b"]
+    refused("other ranks", lambda: sharded(diagonal))
+    refused("tensor parallel alone", lambda: parallelize_module(
+        whole(), run.mesh["tp"], {"0": ColwiseParallel()}))
+    refused("in part", in_part)
+    refused("two meshes", in_two_meshes)
+    model = sharded(run.mesh["shard"])
+elif kind == "context":
+    refused("cp is missing", lambda: sharded(run.mesh["shard"]))
+    model = sharded(run.mesh["shard", "cp"]._flatten("shard_cp"))
+model = run.wrap(model)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+run.track(optimizer=optimizer)
+
+
+def train():
+    half = run.world.rank_in_replica % 2  # of each sample
+    seen = torch.tensor([1.0 - half] * 3 + [float(half)] * 3).double()
+    if kind == "refusals":
+        seen = torch.ones(6).double()
+    for _ in run.epochs(3):
+        for inputs, targets in loader:
+            optimizer.zero_grad()
+            F.mse_loss(model(inputs * seen), targets).backward()
+            optimizer.step()
+    result.update({n: p.full_tensor().detach().clone() for n, p in model.named_parameters()})
+
+
+run.retry(train)
+"""
+
+OfKind = Callable[[str], RunOutcome]
+REFUSED = {
+    "whole": "run.wrap() of a module without fully_shard, under elastic.join(mesh=…)",
+    "shard is missing": "which lacks the dimension 'shard': it splits the batch",
+    "replicated": "run.wrap() of a module with its own replicate dimension: '0.weight'",
+    "other ranks": "run.wrap() of a module sharded over another mesh: '0.weight' is on",
+    "tensor parallel alone": "run.wrap() of a module without fully_shard",
+    "in part": "its parameter '1.weight' is not sharded, nothing would reduce its gradients",
+    "two meshes": "run.wrap() of a module with several groups of parameters in one fully_shard",
+}
+
+
+@pytest.fixture
+def of_kind(runs: IdiomRuns, tmp_path: Path) -> OfKind:
+    def run(kind: str) -> RunOutcome:
+        path = tmp_path / "script.py"
+        path.write_text(SCRIPT)
+        return runs.world.run(path, tmp_path / "out", size=4, per_node=4, arguments=[kind])
+
+    return run
+
+
+def text(tensor: torch.Tensor) -> str:
+    return bytes(tensor.tolist()).decode()
+
+
+def trained_on_both_halves() -> dict[str, torch.Tensor]:
+    """Of each sample, by one process: the loss is the mean over them."""
+    torch.manual_seed(5)
+    model = nn.Sequential(nn.Linear(6, 4), nn.Linear(4, 1)).double()
+    x = torch.randn(24, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    targets = x.sin().sum(1, keepdim=True)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    first = torch.tensor([1.0] * 3 + [0.0] * 3).double()
+    for _ in range(3):
+        optimizer.zero_grad()
+        halves = [F.mse_loss(model(x * seen), targets) for seen in (first, 1 - first)]
+        (sum(halves) / 2).backward()  # type: ignore[union-attr]
+        optimizer.step()
+    return {name: parameter.detach() for name, parameter in model.named_parameters()}
+
+
+def test_ranks_that_split_a_sample_are_averaged_over(of_kind: OfKind) -> None:
+    outcome = of_kind("context")
+    outcome.assert_success(workers=4)
+    expected = trained_on_both_halves()
+    for worker in outcome.workers:
+        said = text(worker.result["cp is missing"])
+        assert "which lacks the dimension 'cp': its ranks see other parts of each sample" in said
+        assert 'run.mesh["shard", "cp"]._flatten("shard_cp")' in said
+        for name, parameter in expected.items():
+            assert torch.allclose(worker.result[name], parameter, rtol=0, atol=1e-12), name
+
+
+def test_ranks_that_split_a_sample_along_tp_are_found_out(of_kind: OfKind) -> None:
+    ended = [w for w in of_kind("tensor").workers if w.exit_code is not None]
+    assert ended
+    for worker in ended:
+        assert worker.exit_code == 1
+        assert "rank 1 has other weights than rank 0 in model (parameter 0)" in worker.error
+
+
+def test_a_module_whose_gradients_nothing_would_reduce_is_refused(of_kind: OfKind) -> None:
+    outcome = of_kind("refusals")
+    outcome.assert_success(workers=4)
+    for worker in outcome.workers:
+        said = {name: text(worker.result[name]) for name in REFUSED}
+        assert [name for name in REFUSED if REFUSED[name] not in said[name]] == [], said
+
+
+@pytest.mark.parametrize(("kind", "dim"), [("stages", "pp"), ("experts", "ep")])
+def test_ranks_with_other_parameters_are_refused(of_kind: OfKind, kind: str, dim: str) -> None:
+    ended = [w for w in of_kind(kind).workers if w.exit_code is not None]  # others with them
+    assert ended
+    for worker in ended:
+        assert worker.exit_code == 2
+        assert f"elastic.join(mesh=…) with the dimension {dim!r}: its ranks hold" in worker.error
+        assert "dist.init_process_group()" in worker.log  # what to write instead

@@ -1,0 +1,151 @@
+"""Collectives on a stream that the script does not wait for, as ``dist.all_reduce(t)`` on NCCL."""
+
+from __future__ import annotations
+
+import math
+import os
+import threading
+from collections.abc import Iterator
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from elastic.hangs.facts import Phase
+from elastic.hangs.page import PageReader
+from elastic.hangs.phases import PhaseRecorder
+from elastic.process_group import GroupSpec, ProcessGroup, complete, wait_phase
+from elastic.process_group.pending import open_works, pending_works
+from elastic.secure_channel.keys import SecretKey
+from elastic.testing.doubles import device_stream, nccl_semantics
+from elastic.testing.doubles.device_stream import SimulatedEvent
+from elastic.testing.doubles.nccl_semantics import control
+from elastic.world.faults import GroupAborted
+
+DEADLINE_S = 60.0
+NEVER_S = 1000.0
+SPEC = GroupSpec(
+    generation=1,
+    nonce="n",
+    rank=0,
+    size=1,
+    store_host="127.0.0.1",
+    store_port=1,
+    store_key=SecretKey(bytes(32)),
+)
+
+
+@pytest.fixture(params=[False, True], ids=["NCCL", "NCCL2"])
+def group(request: pytest.FixtureRequest) -> Iterator[ProcessGroup]:
+    """A world of one on the backend with NCCL's semantics."""
+    before = dict(vars(control))
+    control.is_nccl2 = request.param
+    made = ProcessGroup(torch.device("cpu"), nccl_semantics.register())
+    made.build(SPEC, superseded=lambda: False, timeout_s=DEADLINE_S)
+    yield made
+    vars(control).update(before)
+    control.calls.clear()
+    made.abort()
+    made.destroy()
+    open_works()
+
+
+def test_there_is_no_work_and_the_host_runs_ahead(group: ProcessGroup) -> None:
+    control.latency_s = 0.2
+    tensor = torch.ones(1)
+    assert dist.all_reduce(tensor) is None
+    assert math.isnan(tensor.tolist()[0])
+    with device_stream.Kernels():  # type: ignore[no-untyped-call]
+        assert (tensor + 1).tolist() == [2.0], "what is queued behind it runs behind it"
+
+
+def test_a_step_settles_once_they_have_ended(group: ProcessGroup) -> None:
+    control.latency_s = 0.2
+    tensor = torch.ones(1)
+    dist.all_reduce(tensor)
+    group.settle()
+    assert tensor.item() == 1.0
+
+
+@pytest.mark.parametrize("collective", ["all_reduce", "broadcast", "all_gather", "reduce_scatter"])
+def test_a_step_does_not_settle_on_what_an_abort_has_left(
+    group: ProcessGroup, collective: str
+) -> None:
+    control.latency_s = NEVER_S
+    tensor, into = torch.ones(1), torch.zeros(1)
+    match collective:
+        case "all_reduce":
+            dist.all_reduce(tensor)
+        case "broadcast":
+            dist.broadcast(tensor, 0)
+        case "all_gather":
+            dist.all_gather_into_tensor(into, tensor)
+        case "reduce_scatter":
+            dist.reduce_scatter_tensor(into, tensor)
+    threading.Timer(0.1, group.abort).start()
+    with pytest.raises(GroupAborted):
+        group.settle()
+
+
+def test_those_of_subgroups_count_too(group: ProcessGroup) -> None:
+    mine = dist.new_group([0])
+    group.settle()
+    control.latency_s = NEVER_S
+    dist.all_reduce(torch.ones(1), group=mine)
+    threading.Timer(0.1, group.abort).start()
+    with pytest.raises(GroupAborted):
+        group.settle()
+
+
+def test_a_barrier_that_an_abort_ends_is_none(group: ProcessGroup) -> None:
+    control.latency_s = NEVER_S
+    threading.Timer(0.1, group.abort).start()
+    assert dist.barrier() is None
+    with pytest.raises(GroupAborted):
+        group.settle()
+
+
+def test_nothing_is_waited_for_twice(group: ProcessGroup, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was waited for by itself needs no look at the stream: the optimizer's kernels run on."""
+    tensor = torch.ones(1)
+    complete(dist.all_reduce(tensor, async_op=True), tensor.device)
+    events: list[None] = []
+    record = pending_works()._record
+    assert record is not None
+
+    def recording() -> SimulatedEvent:
+        events.append(None)
+        return device_stream.record()
+
+    monkeypatch.setattr(pending_works(), "_record", recording)
+    group.settle()
+    assert not events
+    dist.all_reduce(tensor)
+    group.settle()
+    group.settle()
+    assert len(events) == 1
+
+
+def test_the_page_counts_them_while_the_thread_that_trains_is_blocked(
+    group: ProcessGroup, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recorder = PhaseRecorder()
+    monkeypatch.setattr(wait_phase, "phases", recorder)
+    reader = PageReader(os.getpid(), recorder.start())
+    recorder.enter(Phase.SCRIPT)
+    count = _collective(reader)
+    dist.all_reduce(torch.ones(1))
+    assert _collective(reader) == count
+    thread = threading.Thread(target=group.report_collectives)  # the link's
+    thread.start()
+    thread.join()
+    assert _collective(reader) == 1
+    recorder.enter(Phase.COMPUTE)
+    assert _collective(reader) == 1
+    reader.close()
+
+
+def _collective(reader: PageReader) -> int:
+    reading = reader.read()
+    assert reading is not None
+    return reading.collective
