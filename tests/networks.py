@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import subprocess
 from collections.abc import Sequence
@@ -10,6 +11,7 @@ from dataclasses import dataclass
 INTERFACE = "eth0"
 DECOY = "aa0"
 FAST, FAST_NETWORK = "fast0", "172.30.0.0/30"
+_networks = itertools.count()
 
 
 def available() -> bool:
@@ -52,9 +54,11 @@ class Network:
 
     def __init__(self, machines: int, *, has_decoy: bool = False) -> None:
         self._has_decoy = has_decoy
-        tag = os.getpid()
+        pid = os.getpid()
+        # Names are used once: the kernel removes a deleted namespace's devices later.
+        tag = f"{pid}-{next(_networks)}"
         self._bridge = f"elb{tag}"
-        prefix = f"10.{tag >> 8 & 255}.{tag & 255}"
+        prefix = f"10.{pid >> 8 & 255}.{pid & 255}"
         self.host = f"{prefix}.254"
         self.machines: Sequence[Machine] = tuple(
             Machine(f"el{tag}-{n}", f"{prefix}.{n + 1}", f"el{tag}-{n}") for n in range(machines)

@@ -141,6 +141,7 @@ class WorldMessage:
     assignment: RankAssignment | None
     node_rank: int  # 0 where the node is not in it
     nodes: int  # 0: all ranks leave
+    nodes_leaving: int = 0  # of the worker's present world, those that are not in this one
     store_key: str = field(repr=False)  # that rank 0's store is opened with; base64
     store_tls: TlsFiles | None = None  # this node's certificates for it; None: no TLS
 

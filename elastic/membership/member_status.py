@@ -1,9 +1,11 @@
-"""The status of each member of the current world: running, out, or gone and why."""
+"""The status of each member of the current world: running, out, or gone and why; and whether the
+cause of a failure is still to become known."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
+from elastic.failures.verdict import is_consequence
 from elastic.membership.records import (
     Cause,
     FailureReport,
@@ -12,7 +14,7 @@ from elastic.membership.records import (
     WorldRecord,
     WorldState,
 )
-from elastic.membership.view import Liveness, MissingMember, NodeView, View
+from elastic.membership.view import Liveness, MissingMember, NodeView, Policy, View
 
 MAX_FAILURE_CHARS = 300  # a reason is a sentence in every node's log
 
@@ -256,3 +258,41 @@ def _failure_reports(
     switched = world.switch_at_step is None or any(g >= world.generation for g in groups)
     floor = world.generation if switched else min(groups, default=world.generation)
     return tuple(t for t in view.failure_reports if t.node_id in nodes and t.generation >= floor)
+
+
+def settling_until_s(view: View, status: MemberStatus, now: float, policy: Policy) -> float | None:
+    """Until when a decision waits for the cause of a failure; None: it can be made now.
+
+    A failure report with all members alive is held briefly: news of a death may explain it, and a
+    world of the same members would have to be torn down at once. The same applies to workers that
+    ended because of a peer, while the peer has not reported its own error.
+    """
+    if (until_s := _origin_known_until_s(status, now, policy)) is not None:
+        return until_s
+    since_s = view.failing_since_s
+    if since_s is None or status.gone or status.out or not status.failure_reports:
+        return None
+    settle_s = policy.failure_settle_s
+    if accused(status) - {report.node_id for report in status.failure_reports}:
+        # Both ends of a broken connection detect it almost at the same time. Without a report of
+        # the accused node it is not known which of the two to exclude.
+        settle_s = max(settle_s, policy.origin_settle_s)
+    until_s = since_s + settle_s
+    return until_s if now < until_s else None
+
+
+def accused(status: MemberStatus) -> frozenset[str]:
+    """Members that others report as unreachable."""
+    reports = status.failure_reports
+    ids = {n.node.node_id for n in status.running}
+    return frozenset(ids & {i for r in reports for i in r.accused if i != r.node_id})
+
+
+def _origin_known_until_s(status: MemberStatus, now: float, policy: Policy) -> float | None:
+    """Restart mode, while all known failures are consequences of another member's failure."""
+    if status.in_process or status.gone or not status.out or not status.running:
+        return None
+    if not all(is_consequence(n.node.failure) for n in status.out):
+        return None
+    until_s = min(n.state_since_s for n in status.out) + policy.origin_settle_s
+    return until_s if now < until_s else None

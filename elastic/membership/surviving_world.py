@@ -5,9 +5,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from elastic.failures.verdict import is_consequence
 from elastic.membership.joining_nodes import JoiningNodes, find_joining_nodes, quarantined_until
-from elastic.membership.member_status import MemberStatus
+from elastic.membership.member_status import MemberStatus, accused, settling_until_s
 from elastic.membership.proposal import also, count, names, propose, verb
 from elastic.membership.records import Cause, Node, NodeState, Outcome, WorldRecord, WorldState
 from elastic.membership.replicas import (
@@ -54,7 +53,7 @@ class SurvivingWorld:
             return self._after_pause(candidates)
         if not self.status.changed and not candidates.eligible:
             return self._steady(candidates)
-        if (until_s := self._settling_until_s()) is not None:
+        if (until_s := settling_until_s(self.view, self.status, self.now, self.policy)) is not None:
             return Wait(reason="; ".join(self.status.sentences), until_s=until_s)
         survivors = self._reachable()
         if isinstance(survivors, Wait):
@@ -139,7 +138,7 @@ class SurvivingWorld:
         evictable = self.status.changed and bool(others) and suffice
         if len(since) < len(suspects) or not evictable:
             return Wait(reason=reason)
-        is_cut_off = {n.node.node_id for n in suspects} <= self._accused
+        is_cut_off = {n.node.node_id for n in suspects} <= accused(self.status)
         # Neither its agent nor its workers are heard: two independent signs of a cut.
         until = max(since) + (self.policy.cut_off_s if is_cut_off else self.policy.suspect_s)
         return others if self.now >= until else Wait(reason=reason, until_s=until)
@@ -165,40 +164,6 @@ class SurvivingWorld:
             f"it is taken over {self.policy.takeover_s:g} s after the last sign"
         )
         return Wait(reason=reason, until_s=until_s)
-
-    def _settling_until_s(self) -> float | None:
-        """A failure report with all members alive is held for a moment: news of a death may explain
-        it, and a world of the same members would have to be torn down at once. The same goes for
-        workers that ended because of a peer, while that peer has not said what its error was."""
-        if (until_s := self._origin_known_until_s()) is not None:
-            return until_s
-        status, since_s = self.status, self.view.failing_since_s
-        if since_s is None or status.gone or status.out or not status.failure_reports:
-            return None
-        settle_s = self.policy.failure_settle_s
-        if self._accused - {report.node_id for report in status.failure_reports}:
-            # Two ends of a broken connection find it within moments of each other. Without the
-            # accused one's word it is not known which of the two to leave out.
-            settle_s = max(settle_s, self.policy.origin_settle_s)
-        until_s = since_s + settle_s
-        return until_s if self.now < until_s else None
-
-    @property
-    def _accused(self) -> frozenset[str]:
-        """Members that others report to be out of reach."""
-        reports = self.status.failure_reports
-        ids = {n.node.node_id for n in self.status.running}
-        return frozenset(ids & {i for r in reports for i in r.accused if i != r.node_id})
-
-    def _origin_known_until_s(self) -> float | None:
-        """Restart mode: all that is known are consequences of another member's failure."""
-        status = self.status
-        if status.in_process or status.gone or not status.out or not status.running:
-            return None
-        if not all(is_consequence(n.node.failure) for n in status.out):
-            return None
-        until_s = min(n.state_since_s for n in status.out) + self.policy.origin_settle_s
-        return until_s if self.now < until_s else None
 
     def _without_quarantined(self, survivors: Nodes, candidates: JoiningNodes) -> Nodes:
         """Rule 5: a member accused repeatedly pauses, provided that the rest can go on."""
@@ -232,9 +197,15 @@ class SurvivingWorld:
             reason += f"; {names(left_out)} quarantined"
         causes = {g.cause for g in self.status.gone}
         cause = next((c for c in (Cause.LOST, Cause.LEFT) if c in causes), Cause.FAILURE)
-        planned = self.status.unbroken and len(rest) == len(self.status.survivors)
+        planned = self._reach_a_boundary(rest)
         restarts = self._restarts(arrangement)
         return self._next(arrangement.nodes, cause, reason, planned=planned, restarts=restarts)
+
+    def _reach_a_boundary(self, survivors: Nodes) -> bool:
+        """Whether all ranks can complete their step and leave the world before the next one."""
+        is_stepping = self.world.state is not WorldState.PAUSED or self.status.pending
+        is_everyone = len(survivors) == len(self.status.survivors)
+        return is_stepping and self.status.unbroken and is_everyone
 
     def _is_last_replica_told_to_leave(self, survivors: Nodes) -> bool:
         """Nobody else has the state that the workers still hold, nor those of the nodes that were
@@ -244,11 +215,12 @@ class SurvivingWorld:
         return self._restarts(self._arranged(survivors, NOBODY))
 
     def _pause(self, survivors: Nodes, arrangement: Arrangement) -> Proposal:
-        """In process, whole replicas agree and save. Of nodes that restart, all stay: the world is
-        what is remembered of whose workers may still run."""
+        """In process, complete replicas agree and save; if nodes only leave, at a step boundary. Of
+        nodes that restart, all stay: the world records whose workers may still run."""
         if self.status.in_process and not self._restarts(arrangement):
             nodes = tuple(n for replica in arrangement.unharmed for n in replica)
-            return self._next(nodes, Cause.PAUSED, self._too_few(survivors))
+            planned = self._reach_a_boundary(survivors)
+            return self._next(nodes, Cause.PAUSED, self._too_few(survivors), planned=planned)
         restarts = self.world.nodes_per_replica > 1
         return self._next(survivors, Cause.PAUSED, self._too_few(survivors), restarts=restarts)
 
@@ -323,8 +295,13 @@ class SurvivingWorld:
         if not resumes:
             return self._pause(survivors, arrangement)
         reason = self._why_arranged(arrangement, candidates)
-        restarts = self._restarts(arrangement)
-        return self._next(arrangement.nodes, Cause.RESUMED, reason, restarts=restarts)
+        return self._next(
+            arrangement.nodes,
+            Cause.RESUMED,
+            reason,
+            planned=self._reach_a_boundary(survivors),
+            restarts=self._restarts(arrangement),
+        )
 
     def _paused_wait(self, candidates: JoiningNodes) -> Wait | End:
         until = self.view.world_since_s + self.policy.join_timeout_s

@@ -142,6 +142,11 @@ class Worlds:
         """How many nodes the newest known world has; 0 before the first."""
         return self._newest.nodes if self._newest is not None else 0
 
+    @property
+    def nodes_leaving(self) -> int:
+        """How many nodes of the present world are not in the newest known one."""
+        return self._newest.nodes_leaving if self._newest is not None else 0
+
     def is_superseded(self) -> bool:
         """Whether the present world is over: a newer one is to be entered at once."""
         newest = self._newest

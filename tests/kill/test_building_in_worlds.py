@@ -13,7 +13,6 @@ from pathlib import Path
 import pytest
 from training_job import NEVER, SCRIPTS, TrainingJob, Workload, train_undisturbed
 
-import checkpoints
 from elastic.store.embedded.etcd import EmbeddedEtcd
 from elastic.testing.node import LocalNode, worker_pids
 from elastic.testing.waiting import PATIENCE_S
@@ -102,16 +101,21 @@ def test_deaths_in_a_step_in_a_rebuild_and_of_a_node_then_one_joins_and_all_leav
         after = worker_pids(job.running)
         assert all(after.get(name) == before[name] for name in before.keys() & after.keys())
 
-        # All leave, and the nodes' memory with them: at one step, and that is on disk.
-        generation, nodes = job.generation(), job.running
-        job.wait_progress(1)
-        for node in nodes:
-            node.terminate()
-        assert [node.wait(PATIENCE_S) for node in nodes] == [75, 75, 75]
-        saved = checkpoints.list_checkpoints(job.folder / "checkpoints")[0].step
-        assert saved == job.ledger().last_step + 1
-        job.start_nodes(3)
-        job.wait_training(nodes=3, after_generation=generation)
+        # Two leave, the second while the next world forms without the first; then all at once. The
+        # nodes' memory is lost each time, and no step is.
+        for leaving in (2, 3):
+            generation, nodes = job.generation(), [job.node_of_rank(r) for r in range(leaving)]
+            job.wait_progress(1)
+            for node in nodes:
+                node.terminate()
+                if leaving == 2:
+                    assert node.wait(PATIENCE_S) == 75
+            assert [node.wait(PATIENCE_S) for node in nodes] == [75] * leaving
+            before_start = job.ledger()
+            job.start_nodes(leaving)
+            job.wait_training(nodes=3, after_generation=generation)
+            starts = job.ledger().starts[len(before_start.starts) :]
+            assert min(starts, key=lambda s: s.generation).step == before_start.last_step + 1
 
         job.assert_finishes_whole(undisturbed)
         assert all(count <= MOST_RECOMPUTED for count in recomputed(job).values()), recomputed(job)

@@ -77,6 +77,38 @@ def test_the_last_ones_leave_at_once_where_a_step_cannot_end() -> None:
     assert proposal(answered).planned
 
 
+def test_nodes_that_leave_too_few_complete_their_step_first() -> None:
+    seven = replace(SEVEN, min_nodes=2)
+    nodes = [*members("n1"), *leaving("n2", "n3")]
+    p = proposal(view(seven, *nodes))
+    assert (named(p), p.state, p.planned) == (["n1"], WorldState.PAUSED, True)
+    broken = replace(view(seven, *nodes), failure_reports=(report("n1", 7),))
+    assert (named(proposal(broken)), proposal(broken).planned) == (["n1"], False)
+    lost = view(seven, *nodes[:2], gone=[missing("n3", proved_dead=True)])
+    assert (named(proposal(lost)), proposal(lost).planned) == (["n1"], False)
+
+
+def test_a_plan_to_pause_may_be_replaced_before_its_step() -> None:
+    told = replace(
+        SEVEN,
+        generation=8,
+        members=SEVEN.members[:1],
+        min_nodes=2,
+        switch_at_step=40,
+        state=WorldState.PAUSED,
+    )
+    nodes = [*members("n1"), *leaving("n2", "n3")]
+    assert "paused with 1 (n1) of at least 2 nodes" in wait(view(told, *nodes)).reason
+    p = proposal(view(told, *nodes, ready("n4", None)))
+    assert (named(p), p.state, p.planned) == (["n1", "n4"], WorldState.ACTIVE, True)
+    p = proposal(view(told, *leaving("n1", "n2", "n3")))
+    assert (named(p), p.state, p.planned) == ([], WorldState.PAUSED, True)
+    # Nobody steps in a pause that has begun: the next world begins at once.
+    begun = [ready("n1", told)]
+    p = proposal(view(told, *begun, ready("n4", None)))
+    assert (named(p), p.state, p.planned) == (["n1", "n4"], WorldState.ACTIVE, False)
+
+
 FULL = world("n1", "n2", "n3", "n4", mode="in-process")
 RUNNING = [ready(f"n{number}", FULL) for number in (1, 2, 3, 4)]
 

@@ -201,14 +201,20 @@ class CheckpointManager:
         """Whether the current state comes from a checkpoint, even one of step 0."""
         return self._saver.is_resumed
 
-    def save_between_worlds(self, job: JobState, *, is_last: bool) -> None:
-        """All ranks leave the current world at this step, and none keeps its state. ``is_last``:
-        no world follows, and the nodes' memory is lost."""
+    def save_between_worlds(self, job: JobState, *, is_last: bool, nodes_leave: bool) -> None:
+        """Save this step, at which all ranks leave the current world and none keeps its state.
+
+        The nodes' memory serves the next world. If nodes leave, a save to disk is begun as well:
+        others may follow them before the next world has restored the state. ``is_last``: no world
+        follows, so that this returns when the save is on disk.
+        """
         if not self.is_open:
             return
-        self._saver.save_between_worlds(job, MEMORY_WAIT_S)
-        if is_last:
+        is_in_memory = self._saver.save_between_worlds(job, MEMORY_WAIT_S)
+        if is_last or not is_in_memory:
             self.flush(job, leaving_s())
+        elif nodes_leave:
+            self._saver.save(job)
 
     def poll(self) -> None:
         """Report finished saves and detect hung ones."""

@@ -65,6 +65,11 @@ class MemoryTier:
             sleep=clock.sleep,
         )
 
+    @property
+    def is_hosted(self) -> bool:
+        """Whether this node's agent hosts memory that can be used."""
+        return self._engine is not None
+
     def at_boundary(self, job: JobState, world: checkpoints.WriterGroup) -> None:
         """Between two steps: save if it is due and a buffer is free. Waits only if
         :attr:`waits` is set, until the share of an earlier boundary is written."""

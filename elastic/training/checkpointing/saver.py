@@ -265,10 +265,12 @@ class Saver:
             wait_s=wait_s,
         )
 
-    def save_between_worlds(self, job: JobState, budget_s: float) -> None:
-        """Write this rank's share to memory and wait for it: all ranks leave at this step."""
+    def save_between_worlds(self, job: JobState, budget_s: float) -> bool:
+        """Write this rank's share to memory and wait for it: all ranks leave at this step. Returns
+        whether there is such memory."""
         if self._memory is not None and (group := self._group) is not None:
             self._memory.save_now(job, group, budget_s)
+        return self._memory is not None and self._memory.is_hosted
 
     def begin_in_memory(
         self, job: JobState, world: checkpoints.WriterGroup, *, wait_s: float

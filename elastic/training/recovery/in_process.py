@@ -172,12 +172,27 @@ class InProcess:
         ``is_complete``: all ranks leave at this step, and save it.
         """
         if is_complete:
-            self._checkpoints.save_between_worlds(self._job, is_last=self._worlds.nodes == 0)
+            is_last, nodes_leave = self._agree_who_leaves()
+            self._checkpoints.save_between_worlds(
+                self._job, is_last=is_last, nodes_leave=nodes_leave
+            )
         else:
             self._group.abort()  # before the buffers of its collectives are freed
         self._progress.lose_state()
         _clear_frames(error)
         self._job.retire_built()
+
+    def _agree_who_leaves(self) -> tuple[bool, bool]:
+        """Whether the world is the job's last one, and whether nodes leave it. Ranks may know
+        different next worlds, and a checkpoint on disk needs the shares of all."""
+        own = (self._worlds.nodes == 0, self._worlds.nodes_leaving > 0)
+        try:
+            is_last, nodes_leave = all_sum([float(answer) for answer in own])
+        except Exception as error:
+            if not self.is_fault(error):
+                raise
+            return own
+        return is_last > 0, nodes_leave > 0
 
     def _recovered(self) -> None:
         began_s, self._recovering_since_s = self._recovering_since_s, None
@@ -290,8 +305,8 @@ class InProcess:
 
     def _leave_job(self, message: WorldMessage) -> None:
         """Wait for the agent to end this process: the job continues without this node, or ends."""
-        if self._lifecycle.is_restored and self._checkpoints.is_open:
-            if message.nodes == 0:
+        if self._checkpoints.is_open:
+            if self._lifecycle.is_restored and message.nodes == 0:
                 self._checkpoints.flush(self._job, leaving_s())
                 self._checkpoints.release()
             else:
