@@ -1,6 +1,6 @@
-"""A prefetcher, which asks for the next batch before the update
+"""A prefetcher that fetches the next batch before the update
 
-A step ends when the next batch is asked for: the update would belong to the wrong step.
+A step ends when the next batch is requested: the update would belong to the wrong step.
 Refused: asks for the next batch before it trains on the last one
 
 ```python
