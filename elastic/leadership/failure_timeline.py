@@ -1,6 +1,6 @@
-"""The failure timeline: one page about a job that failed, for its last error, journal and a file.
+"""The failure timeline: one page about a failed job, for its last error, its journal and a file.
 
-Pure: made from the record of the job's end alone, so every node shows the same page.
+Pure: created only from the record of the job's end, so that every node shows the same page.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from elastic.failures.verdict import is_consequence
 from elastic.membership.records import BreakageRecord, Done, FailureRecord
 
 _LINE = 160  # characters of an error
-_MOST_FAILURES = 4  # of one world: the first to fail say most
+_MOST_FAILURES = 4  # of one world: the first to fail are the most informative
 _FREQUENT = 3  # breakages that began on one node, to name it
 
 
 def is_wanted(done: Done) -> bool:
-    """Whether there is more to tell than the reason of the end says."""
+    """Whether there is more to report than the reason of the end."""
     return done.exit_code == 70 or len(done.breakages) > 1
 
 
@@ -128,7 +128,7 @@ def _lacks_checkpoint(failure: FailureRecord) -> bool:
 
 
 def _without_checkpoint(counted: list[BreakageRecord]) -> list[str]:
-    """What ended the job is a consequence: people have to read what was before."""
+    """What ended the job is a consequence: users need to read the earlier failures."""
     said = [
         "the job had no checkpoint to resume from: give elastic.join(checkpoints=…) a folder that "
         "all nodes share"
