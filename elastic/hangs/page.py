@@ -75,7 +75,7 @@ class Page:
         self._count = 0
 
     def write(self, phase: int, since_ns: int) -> None:
-        """Say where the main thread is: a sign of life."""
+        """Record the position of the main thread: a sign of life."""
         words = self._words
         self._count = count = self._count + 1
         words[0] = count
@@ -129,7 +129,7 @@ class Page:
         words[12] = count
 
     def write_end_of_wait(self, phase: int, since_ns: int, collective_ns: int) -> None:
-        """The same where that wait is over."""
+        """The same when that wait has ended."""
         words = self._words
         self._count = count = self._count + 1
         words[0] = count
@@ -155,7 +155,7 @@ class Page:
         _DURATIONS.pack_into(self._memory, _DURATIONS_AT, *longest_s, *typical_s)
 
     def close(self) -> None:
-        """Let go of it."""
+        """Release it."""
         self._words.release()
         self._memory.close()
         os.close(self.fd)
@@ -213,5 +213,5 @@ class PageReader:
         )
 
     def close(self) -> None:
-        """Let go of it."""
+        """Release it."""
         self._memory.close()

@@ -31,7 +31,7 @@ KEY_FILE = "key"  # in the socket's folder of mode 0700; of mode 0600
 
 @dataclass(frozen=True, kw_only=True)
 class AgentConnection:
-    """A connection whose worker is known to the agent. The receiver owns both descriptors."""
+    """A connection whose worker the agent has identified. The receiver owns both descriptors."""
 
     sock: socket.socket  # does not block
     agent: int  # pidfd; -1: the agent is in a pid namespace that cannot be seen from here

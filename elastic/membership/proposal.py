@@ -23,8 +23,8 @@ def propose(
 ) -> Proposal:
     """The world of ``nodes``, with the limits of the job (``reference``).
 
-    ``restarts``: workers that could change worlds by themselves start anew nevertheless. So do
-    those of a replica that have met as another one, or in another order.
+    ``restarts``: workers that could change worlds in process restart nevertheless. So do those of a
+    replica that have met as another one, or in another order.
     """
     can_stay = bool(nodes) and all(n.node.in_process for n in nodes)
     in_process = can_stay and not restarts and _have_met(nodes, reference.nodes_per_replica)

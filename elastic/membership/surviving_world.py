@@ -117,16 +117,16 @@ class SurvivingWorld:
         return is_split and not _hold_the_state(arrangement)
 
     def _enough(self, nodes: Nodes) -> bool:
-        # Finished nodes count: the job is ending, nobody would come in their place.
+        # Finished nodes count: the job is ending, and no node would replace them.
         return len(nodes) + len(self.status.finished) >= self.world.min_nodes
 
     def _reachable(self) -> Nodes | Wait:
         """The survivors, unless one is suspect: then its lease decides, within seconds.
 
-        Building a world with a node that is probably dead costs more than that wait, and
-        nobody is thrown out for being slow to answer. But a suspect that keeps renewing its
-        lease while the leader cannot reach it would block a broken job forever: after
-        ``suspect_s`` it is left out, if the others suffice. a joining node alone is no reason to.
+        Building a world with a node that is probably dead costs more than that wait, and no node is
+        excluded for a slow response. But a suspect that keeps renewing its lease while the leader
+        cannot reach it would block a broken job indefinitely: after ``suspect_s`` it is excluded,
+        if the others suffice. A joining node alone is no reason to do so.
         """
         survivors = self.status.survivors
         suspects = tuple(n for n in survivors if n.liveness is Liveness.SUSPECT)
@@ -140,15 +140,15 @@ class SurvivingWorld:
         if len(since) < len(suspects) or not evictable:
             return Wait(reason=reason)
         is_cut_off = {n.node.node_id for n in suspects} <= self._accused
-        # Neither its agent nor its workers are heard: two independent signs of a cut.
+        # Neither its agent nor its workers respond: two independent signs of a partition.
         until = max(since) + (self.policy.cut_off_s if is_cut_off else self.policy.suspect_s)
         return others if self.now >= until else Wait(reason=reason, until_s=until)
 
     def _may_step_alone(self) -> Wait | None:
-        """Members that fell silent in a group without any survivor: nobody's leaving stops them.
+        """Members that fell silent in a group without any survivor: no leaving member stops them.
 
-        So it is where survivors were about to join them: a plan that was not carried out, or a
-        restart that they had not begun. The others wait, as after the loss of everybody.
+        This happens when survivors were about to join them: by a plan that was not carried out, or
+        a restart that they had not begun. The others wait, as after the loss of all.
         """
         survivors = {n.node.node_id for n in self.status.survivors}
         alone = [
@@ -167,9 +167,10 @@ class SurvivingWorld:
         return Wait(reason=reason, until_s=until_s)
 
     def _settling_until_s(self) -> float | None:
-        """A failure report with all members alive is held for a moment: news of a death may explain
-        it, and a world of the same members would have to be torn down at once. The same goes for
-        workers that ended because of a peer, while that peer has not said what its error was."""
+        """A failure report while all members are alive is held for a moment: a death may be
+        reported that explains it, and a world of the same members would have to be destroyed at
+        once. The same applies to workers that ended because of a peer, until that peer has reported
+        its error."""
         if (until_s := self._origin_known_until_s()) is not None:
             return until_s
         status, since_s = self.status, self.view.failing_since_s
@@ -201,7 +202,8 @@ class SurvivingWorld:
         return until_s if self.now < until_s else None
 
     def _without_quarantined(self, survivors: Nodes, candidates: JoiningNodes) -> Nodes:
-        """Rule 5: a member accused repeatedly pauses, provided that the rest can go on."""
+        """Rule 5: a member that is reported repeatedly is quarantined, provided that the rest can
+        continue."""
         rest = tuple(n for n in survivors if not self._cools(n.node))
         enough = bool(rest) and self._enough(self._arranged(rest, candidates).nodes)
         return rest if enough else survivors
@@ -237,15 +239,15 @@ class SurvivingWorld:
         return self._next(arrangement.nodes, cause, reason, planned=planned, restarts=restarts)
 
     def _is_last_replica_told_to_leave(self, survivors: Nodes) -> bool:
-        """Nobody else has the state that the workers still hold, nor those of the nodes that were
-        not told: like the last ones of a job, all leave at a step's boundary, and save."""
+        """No other node has the state that the workers still hold, nor have the nodes that were not
+        asked to leave: like the last ones of a job, all leave at a step boundary, and save."""
         if not self.status.in_process or not self.status.unbroken or not survivors:
             return False
         return self._restarts(self._arranged(survivors, NOBODY))
 
     def _pause(self, survivors: Nodes, arrangement: Arrangement) -> Proposal:
-        """In process, whole replicas agree and save. Of nodes that restart, all stay: the world is
-        what is remembered of whose workers may still run."""
+        """In process, complete replicas agree and save. Of restarting nodes, all remain members:
+        the world records whose workers may still run."""
         if self.status.in_process and not self._restarts(arrangement):
             nodes = tuple(n for replica in arrangement.unharmed for n in replica)
             return self._next(nodes, Cause.PAUSED, self._too_few(survivors))
@@ -253,7 +255,7 @@ class SurvivingWorld:
         return self._next(survivors, Cause.PAUSED, self._too_few(survivors), restarts=restarts)
 
     def _join(self, survivors: Nodes, candidates: JoiningNodes) -> Decision:
-        """Only joining nodes, nothing is wrong: there is time to gather several."""
+        """Only joining nodes, and no failure: there is time to admit several together."""
         arrangement = self._arranged(survivors, candidates)
         nodes = arrangement.nodes
         joining = tuple(n for n in nodes if n not in survivors)
@@ -277,9 +279,8 @@ class SurvivingWorld:
         return len(nodes) + self.world.nodes_per_replica > self.world.max_nodes
 
     def _replace_stragglers(self, survivors: Nodes, candidates: JoiningNodes) -> Proposal | Wait:
-        """Nodes wait for a place in a full world, and may have that of a straggler, and of those
-        that hold a replica with it. The world keeps its size; a node that was left out for this is
-        nobody's replacement."""
+        """Waiting nodes may replace a straggler in a full world, and the nodes of its replica. The
+        world keeps its size; a node that was excluded for this replaces no other."""
         stragglers, per_replica = self.view.stragglers, self.world.nodes_per_replica
         spares = tuple(n for n in candidates.eligible if n.node.node_id not in stragglers)
         others = whole_replicas(spares, per_replica, have_met=self.status.in_process)
@@ -375,7 +376,7 @@ class SurvivingWorld:
         return f"{reason}; {said}" if said else reason
 
     def _incomplete(self, waiting: Nodes) -> str:
-        """Who waits although there may be room; empty if nobody does."""
+        """The nodes that wait although there may be room; empty if there are none."""
         few = incomplete(waiting, self.world.nodes_per_replica)
         return waiting_for_others([n.node.name for n in few], self.world.nodes_per_replica) * (
             len(few) > 0
@@ -394,6 +395,6 @@ class SurvivingWorld:
 
 
 def _hold_the_state(arrangement: Arrangement) -> bool:
-    """Whether an unharmed replica has been in a group. (Members of a plan that nobody has carried
-    out yet have not.)"""
+    """Whether an intact replica has been in a group. (Members of a plan that was not carried out
+    have not.)"""
     return any(all(n.node.running for n in replica) for replica in arrangement.unharmed)
