@@ -123,9 +123,7 @@ class HangWatch:
         self._generation = 0  # of the newest world
         self._first_rank: int | None = None
         self._supervised: tuple[Supervised, ...] = ()
-        self.checkpoint_step: int | None = (
-            None  # the last one that a worker has reported as committed
-        )
+        self.checkpoint_step: int | None = None  # the last one that a worker reported
         self.planned_steps: int | None = None  # of the whole job, as reported by a worker
         self._last_tick_s = clock.monotonic()
         self._closing = threading.Event()

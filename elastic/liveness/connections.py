@@ -15,9 +15,7 @@ class Connections:
 
     def __init__(self) -> None:
         self.followers: dict[str, int] = {}  # node_id -> open connections from it
-        self.leaders: set[str] = (
-            set()
-        )  # ours to them are open: the current leader, and the previous one
+        self.leaders: set[str] = set()  # ours to them are open: the current and the previous one
         self._lost: set[str] = set()
 
     def opened(self, node_id: str, is_leader: bool) -> None:

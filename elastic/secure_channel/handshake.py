@@ -1,4 +1,4 @@
-"""Mutual challenge-response: each end proves that it knows the key, and neither sends it.
+"""Mutual challenge-response: each end proves possession of the key, and neither sends it.
 
 Three frames. The client's proof travels with its first request, so a connection costs one round
 trip before that::
@@ -55,7 +55,7 @@ class ClientHandshake:
         self.peer = ""  # the proved identity of the server
 
     def answer(self, challenge: bytes) -> bytes:
-        """The client's proof, once the server's is right.
+        """The client's proof, once the server's is verified.
 
         Raises:
             ProtocolError: the server does not speak this protocol, or is another one.
@@ -87,7 +87,7 @@ class ServerHandshake:
         return self._opening + self._key.mac(b"server", hello, self._opening)
 
     def verify(self, proof: bytes) -> None:
-        """Raises AuthenticationError if the client does not know the key."""
+        """Raises AuthenticationError if the client does not have the key."""
         expected = self._key.mac(b"client", self._hello, self._opening)
         if not hmac.compare_digest(proof, expected):
             raise AuthenticationError("it has not proved that it has this run's secret")

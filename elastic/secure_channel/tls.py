@@ -81,9 +81,9 @@ class Tls:
         self._again_at_s = 0.0
 
     def wrap(self, sock: socket.socket, *, server_side: bool) -> ssl.SSLSocket:
-        """A connected socket, from now on this one's; the handshake is still to be made.
+        """A connected socket, owned by this object from now on; the handshake is still to be made.
 
-        Raises OSError if it is gone; it is closed then.
+        Raises OSError if the connection has ended; it is then closed.
         """
         server, client = self._newest()
         context = server if server_side else client
@@ -262,7 +262,8 @@ def _load_pair(context: ssl.SSLContext, files: TlsFiles) -> None:
 
 
 def _meet(files: TlsFiles, server: ssl.SSLContext, client: ssl.SSLContext) -> None:
-    """A handshake of this node with itself, in memory: what another node would find wrong."""
+    """A handshake of this node with itself, in memory: it finds every problem that another node
+    would."""
     to_server, to_client = ssl.MemoryBIO(), ssl.MemoryBIO()
     ends = (
         client.wrap_bio(to_client, to_server),

@@ -1,7 +1,7 @@
 """Logs once, at the start of a job, its guarantees if they are less than in-process recovery.
 
-Which of the two a script gets depends on what it calls, and nothing else shows: a script that knows
-nothing of this project trains under this launcher as under any other, until the world changes.
+A script's recovery mode depends on its calls, and is otherwise not visible: a script that does not
+use this project trains under this launcher as under any other, until the world changes.
 """
 
 from __future__ import annotations
