@@ -1,4 +1,4 @@
-"""What a failure means for the job: restart, exclude the node, or stop.
+"""The consequence of a failure for the job: restart, exclude the node, or stop.
 
 Start with ``verdict``; its patterns are the table in ``rules``. Both are pure and import nothing
 of ``elastic``. ``kernel_log`` reads the kernel's log, which may explain a failure. Tests apply the

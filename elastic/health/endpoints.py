@@ -1,9 +1,9 @@
-"""What an agent answers to ``/livez`` and ``/readyz``. Pure: the facts come in, a verdict goes out.
+"""An agent's responses to ``/livez`` and ``/readyz``. Pure: facts in, a verdict out.
 
-*Live* means that the agent's own threads turn. Nothing else counts: a job that is paused, waits
-for nodes or has lost etcd is not healed by killing an agent, it is harmed.
+*Live* means that the agent's own threads make progress. Nothing else matters: killing an agent does
+not repair a job that is paused, waits for nodes or has lost etcd, but harms it.
 
-*Ready* means that this node's workers are in the present world. A paused world is a world.
+*Ready* means that this node's workers are in the current world. A paused world is a world.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from elastic.node.status import NodeStatus
 
 
 class Answer(Protocol):
-    """What a path of the health server answers."""
+    """The response for a path of the health server."""
 
     @property
     def status(self) -> HTTPStatus:
@@ -127,7 +127,7 @@ def _standing(node: Node, world: WorldRecord | None, done: Done | None) -> tuple
         return False, said
     if node.running is None:
         return False, _without_world(node)
-    if world is None:  # the store was emptied: what runs stands
+    if world is None:  # the store was wiped: the running world is valid
         return True, f"in generation {node.running.generation}"
     if node.node_id not in world.node_ids:
         return False, f"generation {world.generation} continues without this node: {world.reason}"

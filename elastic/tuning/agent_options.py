@@ -136,12 +136,12 @@ class AgentOptions:
     preflight: bool = False  # check this node before it may join (elastic/doctor/preflight.py)
 
     # Set by a pod's manifest (deploy/base).
-    termination_grace_s: float | None = None  # the pod's own: gives leave_grace_s its default
+    termination_grace_s: float | None = None  # the pod's: determines leave_grace_s by default
     health_port: int | None = None  # probes and metrics; 0: any free port, None: no server
     hung_after_s: float = _TIMES.hung_after_s  # an agent thread without progress is hung
-    park: bool = False  # stay when the job is done, for whoever would start this node again
-    pod_ip: str | None = None  # what the other nodes reach this one at, without --local-addr
-    pod_uid: str | None = None  # tells pods of one machine apart (node/identity.py)
+    park: bool = False  # keep running when the job is done: some launchers would restart this node
+    pod_ip: str | None = None  # the address for the other nodes, without --local-addr
+    pod_uid: str | None = None  # distinguishes pods of one machine (node/identity.py)
     memory_limit_bytes: int | None = None  # of this node, workers and shared memory included
 
     def __post_init__(self) -> None:

@@ -1,11 +1,12 @@
-"""Network profiles: which variables of NCCL, torch and gloo a job sets, each with its reason.
+"""Network profiles: the variables of NCCL, torch and gloo that a job sets, each with its reason.
 
-Pure: facts of :mod:`elastic.tuning.network` come in, settings come out. A profile is chosen by
-what the machine has; ``--rdzv-conf profile=NAME`` or ``ELASTIC_PROFILE`` overrides it. What the
-user sets wins (:mod:`elastic.tuning.worker_environment`).
+Pure: facts of :mod:`elastic.tuning.network` in, settings out. A profile is chosen by the machine's
+hardware; ``--rdzv-conf profile=NAME`` or ``ELASTIC_PROFILE`` overrides it. The user's own settings
+take precedence (:mod:`elastic.tuning.worker_environment`).
 
-The names and defaults were read in the sources that each setting gives: torch's C++ headers of 2.11
-to 2.15, NCCL 2.28 to 2.30 (what those versions of torch bring) and NVIDIA's documentation of it.
+The names and defaults were read in the sources that each setting names: torch's C++ headers of 2.11
+to 2.15, NCCL 2.28 to 2.30 (the versions bundled with those of torch) and NVIDIA's documentation of
+it.
 """
 
 from __future__ import annotations
@@ -49,9 +50,9 @@ _WATCHDOG_SLEEPS_DUMPS = 4
 
 @dataclass(frozen=True, kw_only=True)
 class Setting:
-    """A variable, and why it has its value.
+    """A variable, and the reason for its value.
 
-    ``is_default``: the library does this by itself; it is shown, and not set.
+    ``is_default``: it is the library's default; it is shown, but not set.
     """
 
     name: str
@@ -77,7 +78,7 @@ class Route(NamedTuple):
 
 
 def choose(network: Network, *, max_nodes: int) -> Choice:
-    """The profile of a machine, from what it has.
+    """The profile of a machine, by its hardware.
 
     >>> choose(Network(interfaces=()), max_nodes=1).name
     'single-node'
@@ -136,7 +137,7 @@ def check_name(profile: str) -> None:
 
 
 def settings(profile: str, network: Network, route: Route | None) -> tuple[Setting, ...]:
-    """What the workers of a node get, whatever their mode of recovery."""
+    """The settings of a node's workers in both recovery modes."""
     return (
         *(_interface(route) if route is not None else ()),
         *_transport(profile, network, route),
@@ -146,7 +147,7 @@ def settings(profile: str, network: Network, route: Route | None) -> tuple[Setti
 
 
 def in_process_settings() -> tuple[Setting, ...]:
-    """What a worker sets before it makes a group that it may have to abort and build again."""
+    """The settings of a worker before it creates a group that it may have to abort and rebuild."""
     limit_ms = int(timeouts.ABORT_S * 1000 / _WATCHDOG_SLEEPS_DUMPS / 2)
     return (
         Setting(
@@ -234,7 +235,7 @@ def _ib_timeout(value: str, *, is_default: bool) -> Setting:
 
 
 def _without_rdma(network: Network) -> tuple[Setting, ...]:
-    """Where the profile says sockets, and there are RDMA devices."""
+    """If the profile requires sockets, and there are RDMA devices."""
     if not network.rdma:
         return ()
     return (

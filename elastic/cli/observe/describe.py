@@ -1,4 +1,4 @@
-"""``elastic describe``: what etcd knows about a node, an incident, or the last checkpoint."""
+"""``elastic describe``: etcd's records of a node, an incident, or the last checkpoint."""
 
 from __future__ import annotations
 
