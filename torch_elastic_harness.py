@@ -1,13 +1,13 @@
-"""What ``import torch`` runs in a worker, so that a script's exception reaches its agent.
+"""Code that ``import torch`` runs in a worker, so that a script's exception reaches its agent.
 
-torchrun reads the file ``TORCHELASTIC_ERROR_FILE`` of each worker, and only scripts decorated with
-``@record`` write it. Of all others an agent knows an exit code: it can neither tell the machine's
-faults from the script's, nor the first failure from those that it causes.
+torchrun reads the file ``TORCHELASTIC_ERROR_FILE`` of each worker, but only scripts decorated with
+``@record`` write it. For all others an agent only has an exit code: it can neither distinguish
+faults of the machine from errors of the script, nor the first failure from its consequences.
 
 torch calls the entry points of the group ``torch.backends`` when it is imported (torch 2.5 and
 later, ``torch/__init__.py``, ``_import_device_backends``). This one does nothing outside of a
-worker of this project. It is a module of its own because torch cannot be imported if an entry
-point cannot: a user's own folder may be named ``elastic``, and would be found first
+worker of this project. It is a separate module because the import of torch fails if that of an
+entry point does: a user's own folder may be named ``elastic``, and would precede this package
 (docs/decisions/0028).
 """
 

@@ -18,12 +18,12 @@ class Clock(Protocol):
         ...
 
     def boottime(self) -> float:
-        """Seconds since the machine booted, those it was suspended included; the same for all
-        its processes. For what must end even if whoever granted it sleeps."""
+        """Seconds since the machine booted, including suspended time; the same for all its
+        processes. For permissions that must expire even while the granting process sleeps."""
         ...
 
     def wall(self) -> float:
-        """Seconds since 1970 (UTC). For records and people, never for decisions."""
+        """Seconds since 1970 (UTC). For records and users, never for decisions."""
         ...
 
     def sleep(self, seconds: float) -> None:
@@ -31,7 +31,7 @@ class Clock(Protocol):
         ...
 
     def wait(self, event: threading.Event, timeout_s: float | None) -> bool:
-        """Block until ``event`` is set, at most ``timeout_s``; says whether it is."""
+        """Block until ``event`` is set, at most ``timeout_s``; returns whether it is."""
         ...
 
 

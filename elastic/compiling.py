@@ -16,13 +16,14 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 def not_compiled(function: F) -> F:
-    """Run ``function`` as it is, and with it what it calls."""
+    """Run ``function`` uncompiled, including the functions that it calls."""
     _skip(function, is_recursive=True)
     return function
 
 
 def not_compiled_itself(function: F) -> F:
-    """Run ``function`` as it is; what it calls may be compiled (a module's own forward)."""
+    """Run ``function`` uncompiled; the functions that it calls may be compiled (a module's own
+    forward)."""
     _skip(function, is_recursive=False)
     return function
 

@@ -3,35 +3,35 @@
 ::
 
     ElasticError                     exit code 1
-    ├── ConfigError (ValueError)     2   an option, endpoint, run id or argument is wrong
+    ├── ConfigError (ValueError)     2   an option, endpoint, run id or argument is invalid
     ├── CoordinationError            69  the store cannot be used
     │   ├── StoreUnreachable         69  no endpoint answers
-    │   ├── StoreRefused             69  wrong certificate, user or password
+    │   ├── StoreRefused             69  invalid certificate, user or password
     │   ├── StoreTooOld              69  etcd before 3.4
-    │   ├── LeaseGone                69  a key was to be written on a lease that has ended
-    │   └── RecordError              69  a key holds what this version cannot read
+    │   ├── LeaseGone                69  a write under a lease that has expired
+    │   └── RecordError              69  a key has a value that this version cannot read
     ├── ClusterError                 69  Kubernetes' API server cannot be used
-    │   ├── ClusterUnreachable       69  it does not answer, or not sensibly
-    │   └── ClusterRefused           69  it will not do what it is asked
-    ├── LinkError                    1   agent and worker do not understand each other
-    ├── NodeRefused                  2   this node cannot mix with the running job
+    │   ├── ClusterUnreachable       69  it does not respond, or not meaningfully
+    │   └── ClusterRefused           69  it refuses the request
+    ├── LinkError                    1   agent and worker cannot communicate
+    ├── NodeRefused                  2   this node is incompatible with the running job
     ├── NodeUnfit                    71  this node failed its preflight
     ├── JobFailed                    1   the job has ended without success
     ├── BudgetSpent                  70  too many failures without progress
-    ├── JoinTimeout                  1   not enough nodes came in time
-    ├── Preempted                    75  told to leave, and left
-    ├── WorldLost                    1   the present world is over; run.retry goes on in the next
-    │   ├── Superseded               1   a newer world came while a group was being built
-    │   ├── GroupBuildFailed         1   the ranks of a world did not get together
-    │   ├── GroupAborted             1   a collective was under way when its group was taken down
-    │   └── ReplicaLost              1   another rank of this rank's replica is gone
+    ├── JoinTimeout                  1   not enough nodes arrived in time
+    ├── Preempted                    75  asked to leave, and left
+    ├── WorldLost                    1   the world has ended; run.retry continues in the next one
+    │   ├── Superseded               1   a newer world arrived while a group was being built
+    │   ├── GroupBuildFailed         1   the ranks of a world could not connect
+    │   ├── GroupAborted             1   a collective was pending when its group was aborted
+    │   └── ReplicaLost              1   another rank of this rank's replica is lost
     └── TrainingError                1   misuse inside a worker
-        ├── NoWorld                  1   asked for the world before there is one
-        ├── WorldChanged             1   the world has changed; run.retry goes on in the next one
+        ├── NoWorld                  1   the world was read before there is one
+        ├── WorldChanged             1   the world has changed; run.retry continues in the next one
         └── CheckpointRequired       65  no valid checkpoint where one was required
 
-The message says what happened and where; ``hint`` says what to do. ``exit_code`` is what
-``elastic run`` ends with.
+The message states what happened and where; ``hint`` states what to do. ``exit_code`` is the exit
+code of ``elastic run``.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from typing import ClassVar
 
 
 class ElasticError(Exception):
-    """Base of the tree. ``str()`` is the message, followed by the hint on a line of its own."""
+    """Base of the tree. ``str()`` is the message, followed by the hint on a separate line."""
 
     exit_code: ClassVar[int] = 1
 
@@ -54,7 +54,7 @@ class ElasticError(Exception):
 
 
 class ConfigError(ElasticError, ValueError):
-    """An option, endpoint, run id or argument is wrong; nothing has been changed."""
+    """An option, endpoint, run id or argument is invalid; nothing has been changed."""
 
     exit_code = 2
 
@@ -70,7 +70,7 @@ class StoreUnreachable(CoordinationError):
 
 
 class StoreRefused(CoordinationError):
-    """The store answers and refuses: wrong certificate, user or password."""
+    """The store responds, but refuses: invalid certificate, user or password."""
 
 
 class StoreTooOld(CoordinationError):
@@ -78,7 +78,7 @@ class StoreTooOld(CoordinationError):
 
 
 class LeaseGone(CoordinationError):
-    """A key was to be written on a lease that the store no longer knows."""
+    """A key was to be written under a lease that has expired in the store."""
 
 
 class RecordError(CoordinationError):
@@ -92,11 +92,11 @@ class ClusterError(ElasticError):
 
 
 class ClusterUnreachable(ClusterError):
-    """The API server has not done what it was asked within the time there was."""
+    """The API server has not handled the request in time."""
 
 
 class ClusterRefused(ClusterError):
-    """The API server answers, and will not do what it is asked."""
+    """The API server responds, but refuses the request."""
 
 
 class LinkError(ElasticError):
@@ -126,21 +126,22 @@ class BudgetSpent(ElasticError):
 
 
 class JoinTimeout(ElasticError):
-    """Not enough nodes came in time."""
+    """Not enough nodes arrived in time."""
 
 
 class Preempted(ElasticError):
-    """This node was told to leave, and left."""
+    """This node was asked to leave, and left."""
 
     exit_code = 75
 
 
 class WorldLost(ElasticError):
-    """The present world is over, by nobody's mistake: ``run.retry`` goes on in the next one."""
+    """The current world has ended without an error of the script: ``run.retry`` continues in the
+    next one."""
 
 
 class Superseded(WorldLost):
-    """A newer world came while the group of this one was being built."""
+    """A newer world arrived while the group of this one was being built."""
 
 
 class GroupBuildFailed(WorldLost):
@@ -156,8 +157,8 @@ class GroupAborted(WorldLost):
 
 
 class ReplicaLost(WorldLost):
-    """A rank of this rank's replica is gone, and with it a part of the only state that this
-    process can use. It ends; a new one receives its shards from another replica."""
+    """A rank of this rank's replica is lost, and with it a part of the only state that this process
+    can use. The process ends; a new one receives its shards from another replica."""
 
 
 class TrainingError(ElasticError):
@@ -165,11 +166,12 @@ class TrainingError(ElasticError):
 
 
 class NoWorld(TrainingError):
-    """The world was asked for before there is one."""
+    """The world was read before there is one."""
 
 
 class WorldChanged(TrainingError):
-    """The world is over. Ends the training function; ``run.retry`` goes on in the next world."""
+    """The world has ended. Ends the training function; ``run.retry`` continues in the next
+    world."""
 
 
 class CheckpointRequired(TrainingError):

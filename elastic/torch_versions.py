@@ -1,8 +1,8 @@
-"""Which versions of torch this package was run with, and what is said of another one.
+"""The versions of torch that this package was tested with, and the message for other ones.
 
-The one place for these numbers: the messages, ``pyproject.toml`` and ``docs/compatibility.md``
-agree with it (``tests/unit/test_torch_versions.py``). ``make compat`` runs what they promise.
-Imports nothing but :mod:`elastic.errors`, so that both sides of the control plane may use it.
+The only place for these numbers: the messages, ``pyproject.toml`` and ``docs/compatibility.md``
+agree with it (``tests/unit/test_torch_versions.py``). ``make compat`` verifies them. Imports
+nothing but :mod:`elastic.errors`, so that both sides of the control plane may use it.
 """
 
 from __future__ import annotations

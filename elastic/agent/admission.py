@@ -1,5 +1,5 @@
-"""Whether a node may join a job, and why it waits for a place: the others must run with the same
-limits and version, and a replica may take more nodes than have come."""
+"""Whether a node may join a job, and why it waits: it must run with the same limits and version as
+the others, and a replica may need more nodes than have arrived."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from elastic.tuning.agent_intervals import ASK_MEMBERS_S
 
 
 def refuse_if_it_cannot_mix(store: KeyValue, keys: Keys, node: Node) -> None:
-    """Raises :class:`NodeRefused` if the job's nodes and this one cannot be in one world."""
+    """Raises :class:`NodeRefused` if this node is incompatible with the job's nodes."""
     entry = store.get(keys.world)
     others = store.list(keys.nodes).entries
     world = decode(WorldRecord, entry.key, entry.value) if entry is not None else None
@@ -35,8 +35,8 @@ def refuse_if_it_cannot_mix(store: KeyValue, keys: Keys, node: Node) -> None:
 def _reference(
     world: WorldRecord | None, entries: tuple[Entry, ...], *, but: str
 ) -> WorldRecord | Node | None:
-    """Whose min, max and version count: the world's while any of its members lives, else those
-    of the node that came first. Broken records do not count."""
+    """The node whose min, max and version apply: one of the world while any of its members is
+    alive, else the first one. Broken records are ignored."""
     nodes = []
     for entry in entries:
         try:
@@ -50,8 +50,8 @@ def _reference(
 
 
 class ReplicaWait:
-    """Why this node has no place in the world, where a replica takes several nodes: told in its own
-    log and to its probes. The leader knows it from its decision, and the others from that.
+    """The reason why this node has no place in the world when a replica takes several nodes; shown
+    in its log and by its probes. The leader derives it from its decision, and the others from that.
 
     One per agent, on the node's thread. Asks the store for the other nodes, and only while this
     node may wait.
@@ -62,7 +62,8 @@ class ReplicaWait:
         self._ask_at_s = -math.inf
 
     def look(self, now: float) -> float:
-        """Called on every turn, once this node is registered; returns when to be called again."""
+        """Called on every iteration once this node is registered; returns the time of the next
+        call."""
         status = self._at.status
         node, world = status.node, status.world.world
         is_inside = world is not None and node.node_id in world.node_ids
@@ -76,7 +77,7 @@ class ReplicaWait:
         return self._ask_at_s
 
     def _nodes(self) -> list[Node] | None:
-        """None while the store cannot be asked, which the node's thread reports by itself."""
+        """None while the store is unreachable, which the node's thread reports."""
         try:
             entries = self._at.store.list(self._at.keys.nodes).entries
         except CoordinationError:

@@ -1,9 +1,10 @@
-"""What a node does that has lost etcd for long: it stops before the others go on without it.
+"""Stops a node that has had no contact with etcd for too long, before the others continue without
+it.
 
-Half of ``takeover_s`` after the last sign of this node a new world may not be formed without it yet
-(docs/explanation/protocol.md, section 3); after all of it, it may. Workers that need no restart
-leave at their next step's boundary, as the last ones of a job do, and save; a quarter of the time
-is theirs.
+Half of ``takeover_s`` after the last sign of this node, a new world without it may not be formed
+yet (docs/explanation/protocol.md, section 3); after all of it, it may. Workers that need no restart
+leave at their next step boundary, as the last ones of a job do, and save; they have a quarter of
+the time for it.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from elastic.tuning.agent_intervals import FROZEN_S, STORE_AWAY_S
 
 
 class IsolationDetector:
-    """Asked on every turn of the node's thread."""
+    """Called on every iteration of the node's thread."""
 
     def __init__(
         self,
@@ -29,21 +30,22 @@ class IsolationDetector:
         self._at = context
         self._workers = workers
         self._last_contact_s = last_contact_s
-        self._gone_by_s: float | None = None  # the workers have been told to leave
+        self._gone_by_s: float | None = None  # the workers have been asked to leave
         self._is_lost = False
         self._checked_s = context.clock.monotonic()
         self._excused_s = self._thawed_s = -math.inf
-        self.watch_is_cut = False  # it says so itself, and when it is back
+        self.watch_is_cut = False  # logged once, and when contact is back
 
     @property
     def is_lost(self) -> bool:
-        """Whether this node has stopped because it cannot reach etcd: it has nobody to notify."""
+        """Whether this node has stopped because it cannot reach etcd, and so cannot notify the
+        others."""
         return self._is_lost
 
     @property
     def reaches_store(self) -> bool:
-        """False if etcd has been out of reach for a while: a call would only keep the node's
-        thread from what it has to do for its workers, and this node from stopping in time."""
+        """False if etcd has been unreachable for a while: a call would only keep the node's thread
+        from its workers, and this node from stopping in time."""
         if not self.watch_is_cut or self._last_contact_s is None:
             return True
         return self._at.clock.monotonic() - self._last_contact_s() <= STORE_AWAY_S
@@ -54,7 +56,7 @@ class IsolationDetector:
             raise StoreUnreachable(f"etcd has been out of reach for more than {STORE_AWAY_S:g} s")
 
     def check(self) -> None:
-        """Stop this node if it is cut off, once its workers have left or their time is up."""
+        """Stop this node if it is cut off, once its workers have left or their time has expired."""
         status, now = self._at.status, self._at.clock.monotonic()
         before_s, self._checked_s = self._checked_s, now
         if self._last_contact_s is not None and now - before_s > FROZEN_S:
@@ -75,7 +77,7 @@ class IsolationDetector:
         self._workers.part("this node has lost etcd")
 
     def _excuse(self, contact_s: float, now: float) -> None:
-        """Once for each contact: calls to an etcd that is away hold the thread up as well."""
+        """Once per contact: calls to an unreachable etcd also block the thread."""
         if contact_s > self._excused_s:
             self._excused_s, self._thawed_s = contact_s, now
 

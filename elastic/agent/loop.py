@@ -1,7 +1,7 @@
-"""The node's thread: owns its key and lease, learns the world, does a leader's duties.
+"""The node's thread: owns its key and lease, learns the world, performs a leader's tasks.
 
-Fed through one inbox by watches, lease, liveness server, probes and the main thread, so no two
-things ever happen at once here.
+It is fed through one inbox by watches, lease, liveness server, probes and the main thread, so it
+handles one event at a time.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ from elastic.tuning.timeouts import peer_silence_s
 
 
 class NodeLoop:
-    """The thread ``elastic-node``. Errors that end it are in the node's status."""
+    """The thread ``elastic-node``. Errors that end it are stored in the node's status."""
 
     def __init__(
         self,
@@ -92,7 +92,7 @@ class NodeLoop:
             isolation=self.isolation,
         )
         self._watch: Watch | None = None
-        self._close_by_s: float | None = None  # set once: the end, at the latest
+        self._close_by_s: float | None = None  # set once, at the end at the latest
         self._end_read_in: Leadership | None = None  # the term in which it was last read
         self._next_wake_s = 0.0
         self._thread = threading.Thread(target=self._run, name="elastic-node", daemon=True)
@@ -116,7 +116,7 @@ class NodeLoop:
         return self._liveness.port
 
     def node_states(self) -> Mapping[NodeState, int] | None:
-        """How many nodes are in each state, if this one leads. From any thread, without a lock."""
+        """The number of nodes in each state, if this one leads. From any thread, without a lock."""
         term = self.succession.term
         return term.roster.states() if term is not None else None
 
@@ -160,8 +160,8 @@ class NodeLoop:
 
     def _may_end(self) -> bool:
         """Whether the thread may end: it is closing and, if this node leaves, a world without it
-        exists or the time for that is over. So the last node that leaves in order leaves an empty
-        world, not one of dead members that a later start would have to wait for."""
+        exists or the time for that has expired. So the last node that leaves gracefully leaves an
+        empty world, rather than one of dead members for which a later start would have to wait."""
         if self._close_by_s is None:
             return False
         status, node = self._at.status, self._at.status.node
@@ -188,7 +188,8 @@ class NodeLoop:
         self.isolation.check()
 
     def _guarded(self, work: Callable[[], None]) -> bool:
-        """Run ``work``; a failed call of the store is reported, and retried in the next turn."""
+        """Run ``work``; a failed call of the store is reported, and retried in the next
+        iteration."""
         try:
             work()
             return True
@@ -276,7 +277,7 @@ class NodeLoop:
             term.on_own_record(node, lease.id)
 
     def _end(self) -> None:
-        """Leave the store in order: best effort, the lease does the rest."""
+        """Leave the store gracefully: best effort; otherwise the lease expires."""
         if self._watch is not None:
             self._watch.close()
         reaches_store = not self.isolation.is_lost
@@ -288,4 +289,4 @@ class NodeLoop:
                 self.registration.delete()
             self.registration.end_lease(revoke=reaches_store)
         except CoordinationError as error:
-            self.store_events.report(error, "this node's lease will end by itself")
+            self.store_events.report(error, "this node's lease will expire")

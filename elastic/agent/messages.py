@@ -1,4 +1,4 @@
-"""What arrives in the node's inbox, besides a leader's own (leadership/)."""
+"""The messages in the node's inbox, except those of a leader (leadership/)."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ class BaseEvent:
 
 @dataclass(frozen=True)
 class LeaseEnded:
-    """The store says the lease does not exist any more."""
+    """The lease no longer exists, according to the store."""
 
 
 @dataclass(frozen=True)
 class ConnectionOpened:
-    """A liveness connection has shown who is at its other end."""
+    """The node at the other end of a liveness connection has been identified."""
 
     node_id: str
     is_leader: bool
@@ -36,7 +36,7 @@ class ConnectionClosed:
 
     node_id: str
     was_leader: bool
-    fell_silent: bool = False  # nobody closed it: nothing came from the peer's machine
+    fell_silent: bool = False  # not closed: nothing arrived from the peer's machine
 
 
 @dataclass(frozen=True)
@@ -48,14 +48,14 @@ class ConnectionDropped:
 
 @dataclass(frozen=True)
 class PushedWorld:
-    """The leader sent the world it has written, ahead of the store's watch."""
+    """The leader sent its new world, ahead of the store's watch."""
 
     record: bytes
 
 
 @dataclass(frozen=True)
 class WorkersStart:
-    """torchrun is about to start this node's workers anew."""
+    """torchrun is about to restart this node's workers."""
 
 
 @dataclass(frozen=True)
@@ -67,10 +67,10 @@ class ChangeNode:
 
 @dataclass(frozen=True)
 class Close:
-    """End in order."""
+    """Close gracefully."""
 
 
 def publish_change(context: NodeContext, change: Callable[[Node], Node]) -> None:
-    """Change the node's record at once, for the calling thread to see, and have it published."""
+    """Change the node's record at once, visible to the calling thread, and have it published."""
     context.status.change_node(change)
     context.post(ChangeNode(lambda node: node))

@@ -1,17 +1,18 @@
-"""The permission to train: what ends training on a node whose agent cannot end it any more.
+"""The permission to train: it ends training on a node whose agent can no longer do so.
 
-An agent can freeze (SIGSTOP, a cgroup's freezer, a suspended machine) while its workers train on.
-The others take the job over ``takeover_s`` after the last sign of its node, which is not before
-its lease was renewed for the last time. So the agent grants its workers the right to begin steps
-and commit saves until ``permission_s`` after that renewal, and renews the grant while it turns,
-holds its lease, and no world has been formed without its node. Time is CLOCK_BOOTTIME, which goes
-on while processes are frozen and the machine sleeps, and is the same for agent and workers.
+An agent can freeze (SIGSTOP, a cgroup's freezer, a suspended machine) while its workers continue to
+train. The others take over the job ``takeover_s`` after the last sign of its node, which is not
+earlier than the last renewal of its lease. So the agent permits its workers to begin steps and
+commit saves until ``permission_s`` after that renewal, and extends the permission while its loop
+runs, it holds its lease, and no world has been formed without its node. The clock is
+CLOCK_BOOTTIME, which advances while processes are frozen and the machine sleeps, and is the same
+for agent and workers.
 
-etcd is not needed to keep a grant, only to extend it: an outage shorter than ``takeover_s / 2``,
-after which the agent stops its workers itself (isolation.py), is not noticed here.
+etcd is only needed to extend the permission: an outage shorter than ``takeover_s / 2``, after which
+the agent stops its workers (isolation.py), has no effect here.
 
-Workers that have said hello wait when their permission is over, and go on when it is renewed. Those
-of scripts that know nothing of us are ended by the guard.
+Workers with a link wait when their permission expires, and continue when it is extended. Those of
+scripts without ``elastic.join()`` are ended by the orphan reaper.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ _RENEWALS = 64  # of takeover_s: often enough to lose little of it, and rare
 
 
 class PermittedWorkers(Protocol):
-    """What is asked of this node's workers."""
+    """The operations on this node's workers."""
 
     @property
     def are_all_here(self) -> bool: ...
@@ -37,7 +38,7 @@ class PermittedWorkers(Protocol):
 
 
 class Permission:
-    """Renewed on every turn of the node's thread."""
+    """Renewed on every iteration of the node's thread."""
 
     def __init__(self, context: NodeContext, workers: PermittedWorkers | None) -> None:
         self._at = context
@@ -46,7 +47,7 @@ class Permission:
         self.on_permission: Callable[[float], object] = lambda until_s: None
 
     def renew(self, lease: Lease | None) -> None:
-        """Extend the grant if this node holds ``lease`` and is not given up."""
+        """Extend the permission if this node holds ``lease`` and has not been given up."""
         if lease is None or lease.lost or self._is_given_up():
             return
         takeover_s = self._at.options.takeover_s
@@ -60,7 +61,7 @@ class Permission:
         self.on_permission(math.inf if heed else until_s)
 
     def _is_given_up(self) -> bool:
-        """The job goes on without the world that this node's workers run, or is over."""
+        """The job continues without the world that this node's workers run, or has ended."""
         node, world = self._at.status.node, self._at.status.world.world
         if self._at.status.done is not None:
             return True

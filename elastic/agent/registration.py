@@ -1,4 +1,4 @@
-"""This node's key in the store, and the lease that it lives on."""
+"""This node's key in the store, and the lease that it is attached to."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from elastic.store.keyvalue import Entry, Lease
 
 
 class Registration:
-    """On the node's thread. ``on_new_lease`` is called once one has been granted: what was written
-    under the former is gone."""
+    """On the node's thread. ``on_new_lease`` is called once one has been granted: keys under the
+    former lease are deleted."""
 
     def __init__(self, context: NodeContext, on_new_lease: Callable[[], object]) -> None:
         self._at = context
@@ -31,11 +31,11 @@ class Registration:
 
     @property
     def current_lease(self) -> Lease | None:
-        """The lease that this node's present record lives on, lost or not; None without one."""
+        """The lease to which this node's record is attached, expired or not; None without one."""
         return self._lease if self.is_current else None
 
     def expire(self) -> None:
-        """The record has to be written again."""
+        """The record must be written again."""
         self.is_current = False
 
     def write(self) -> Entry | None:
@@ -56,7 +56,7 @@ class Registration:
         node = self._at.status.node
         try:
             self._at.store.put(self._at.keys.node(node.node_id), encode(node), lease=self._lease)
-        except LeaseGone:  # the store knew before its renewal did
+        except LeaseGone:  # the store detected it before the renewal did
             lease, self._lease = self._lease, None
             lease.close(revoke=False)
             raise
@@ -65,7 +65,7 @@ class Registration:
         return world
 
     def on_lease_ended(self) -> None:
-        """The store does not know the lease any more; it may be an earlier one."""
+        """The lease no longer exists in the store; it may be an earlier one."""
         if self._lease is None or not self._lease.lost:
             return
         self._at.journal.emit(

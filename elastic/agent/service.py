@@ -1,7 +1,7 @@
-"""The node's side of the protocol as torchrun's main thread sees it.
+"""The node's side of the protocol, for torchrun's main thread.
 
-Arrive, wait for a world, enter it, ask whether there is a newer one, leave or finish. The work
-happens on the thread of :mod:`elastic.agent.loop`; the two share the node's status.
+Arrive, wait for a world, enter it, check for a newer one, leave or finish. The work happens on the
+thread of :mod:`elastic.agent.loop`; the two share the node's status.
 """
 
 from __future__ import annotations
@@ -74,11 +74,12 @@ class NodeService:
 
     @property
     def told(self) -> WorldRecord | None:
-        """The newest world with this node that its workers know: they run it, or are about to."""
+        """The newest world with this node that its workers have received: they run it, or are about
+        to."""
         return self._status.told or self._status.node.running
 
     def before_announcing(self, act: Callable[[], object]) -> None:
-        """Call ``act`` before workers are told a new world, on the node's thread."""
+        """Call ``act`` before a new world is announced to workers, on the node's thread."""
         self._status.before_announcing = act
 
     def position(self) -> dict[str, int | None]:
@@ -90,9 +91,9 @@ class NodeService:
         }
 
     def peer_addresses(self, world: WorldRecord | None) -> tuple[str, ...]:
-        """Where the other nodes of a world are reached, that of rank 0 first.
+        """The addresses of the other nodes of a world, that of rank 0 first.
 
-        None: of the world that runs without this node.
+        None: those of the world that runs without this node.
         """
         world = world if world is not None else self._status.world.world
         members = world.members if world is not None else ()
@@ -113,7 +114,7 @@ class NodeService:
         failure: str | None,
         failure_exit_code: int | None,
     ) -> None:
-        """Say that this node waits for a world, and why it left the last one.
+        """Register that this node waits for a world, and why it left the last one.
 
         Raises:
             NodeRefused: this node cannot mix with the job.
@@ -130,7 +131,7 @@ class NodeService:
         kernel_log = self._at.kernel_log.said().lines if failure_exit_code is not None else ()
         if is_oom_kill and OOM_KILL not in (failure or ""):
             failure = f"{failure or 'a worker was ended by SIGKILL'}: {OOM_KILL}"
-        is_recovery = after > 0 and failure is None  # of others: the leader's log says whose
+        is_recovery = after > 0 and failure is None  # of others: the leader's log has their origin
         self._journal.emit(
             NodeArrived(after_generation=after, failure=failure, exit_code=failure_exit_code),
             level=logging.DEBUG if is_recovery else logging.INFO,
@@ -156,7 +157,7 @@ class NodeService:
             )
         )
         # After the change: while the node still counts as running its last world, the next one
-        # without it would be told to the workers that are started now.
+        # without it would be announced to the workers that are started now.
         self.loop.post(WorkersStart())
 
     def wait_for_world(self) -> WorldRecord | None:
@@ -178,7 +179,7 @@ class NodeService:
         self.change(lambda node: replace(node, state=NodeState.STARTING, running=None))
 
     def _begin_start(self) -> None:
-        """torchrun starts the workers next: before the node's state says so."""
+        """torchrun is about to start the workers: called before the node's state changes."""
         self._status.starts += 1
         self._status.stopping = False
         self._status.failure_step = None
@@ -186,7 +187,7 @@ class NodeService:
         self._at.kernel_log.mark()
 
     def enter(self, world: WorldRecord, *, waited_s: float) -> None:
-        """The main thread hands ``world`` to its workers."""
+        """The main thread passes ``world`` to its workers."""
         self._begin_start()
         self._journal.emit(
             WorldEntered(
@@ -234,15 +235,15 @@ class NodeService:
 
     @property
     def link_path(self) -> str:
-        """The socket for this node's workers; empty in restart mode."""
+        """The unix socket for this node's workers; empty in restart mode."""
         return self.loop.supervisor.link_path
 
     def keep_link_key(self) -> None:
-        """Workers are about to start: the key of the link is where they look for it."""
+        """Workers are about to start: writes the key of the link to the file that they read."""
         self.loop.supervisor.keep_link_key()
 
     def supervise(self, workers: Iterable[Supervised]) -> None:
-        """The processes that torchrun supervises, for the detection of hangs."""
+        """Set the processes that torchrun supervises, for the detection of hangs."""
         self.loop.supervisor.supervise(workers)
 
     def on_permission(self, permit: Callable[[float], object]) -> None:
@@ -257,11 +258,11 @@ class NodeService:
 
     @property
     def is_replacing(self) -> bool:
-        """Whether workers have died and those in their place are not ready yet."""
+        """Whether workers have died and their replacements are not ready yet."""
         return bool(self._status.to_replace)
 
     def is_to_be_replaced(self, pid: int) -> bool | None:
-        """Whether this worker, which has failed, is to be replaced, and its siblings stay.
+        """Whether this failed worker is to be replaced while its siblings keep their processes.
 
         None: the node's thread has not decided it yet.
         """
@@ -275,13 +276,13 @@ class NodeService:
 
     @property
     def has_first_rank(self) -> bool:
-        """Whether rank 0 of the present world is one of this node's workers."""
+        """Whether rank 0 of the current world is one of this node's workers."""
         running = self._status.node.running
         return running is not None and running.node_ids[:1] == (self.node_id,)
 
     @property
     def can_leave_in_order(self) -> bool:
-        """Whether the workers can be asked to leave at a step's boundary."""
+        """Whether the workers can be asked to leave at a step boundary."""
         return self._status.node.in_process and self._status.node.running is not None
 
     @property
@@ -290,7 +291,7 @@ class NodeService:
         return self._status.workers_left
 
     def expect_end_of_workers(self) -> None:
-        """They are about to be ended in order: that is no failure of theirs."""
+        """The workers are about to be ended deliberately: that is not a failure."""
         self._status.stopping = True
 
     @property
@@ -299,7 +300,7 @@ class NodeService:
         return self._status.done is not None and self._status.done.exit_code == 0
 
     def leave(self, reason: str, *, failed: bool = False) -> None:
-        """Tell the others to go on without this node. Safe in a signal handler."""
+        """Have the others continue without this node. Safe in a signal handler."""
         state = NodeState.FAILED if failed else NodeState.LEAVING
         self.loop.post(ChangeNode(lambda node: replace(node, state=state)))
         self._journal.emit(NodeLeaving(reason=reason))
@@ -310,11 +311,11 @@ class NodeService:
         return self._status.done
 
     def finished(self) -> None:
-        """This node's workers ended well."""
+        """This node's workers succeeded."""
         self.change(lambda node: replace(node, state=NodeState.FINISHED))
 
     def finish(self, *, patience_s: float = FINISH_WITHOUT_STORE_S) -> Done | None:
-        """This node's workers ended well: wait until every live member's have.
+        """This node's workers succeeded: wait until those of every live member have.
 
         None if the store was out of reach for ``patience_s``: too long to tell.
         """
@@ -333,17 +334,17 @@ class NodeService:
             return status.done
 
     def heartbeat(self) -> None:
-        """torchrun's main thread turns."""
+        """torchrun's main thread makes progress."""
         self._status.watchdog.heartbeat()
 
     @property
     def readings(self) -> NodeReadings:
-        """What metrics are read from."""
+        """The data from which metrics are read."""
         return self._readings
 
     @property
     def probes(self) -> Routes:
-        """What ``/livez``, ``/readyz`` and ``/metrics`` answer."""
+        """The responses of ``/livez``, ``/readyz`` and ``/metrics``."""
         probes = routes_of(self._status, self._at.options.hung_after_s)
         return {**probes, "/metrics": self._metrics_page}
 
@@ -362,10 +363,10 @@ class NodeService:
         self._at.kernel_log.close()
 
     def park(self, leaving: Leaving) -> None:
-        """After :meth:`close`, if the job is over: stay until SIGTERM."""
+        """After :meth:`close`, if the job has ended: keep running until SIGTERM."""
         if self._status.done is not None:
             park(self._status, self._status.done, leaving, self._journal, self._at.clock)
 
     def change(self, change: Callable[[Node], Node]) -> None:
-        """Change the node's record now, for this thread's own eyes, and have it published."""
+        """Change the node's record now, visible to this thread, and have it published."""
         publish_change(self._at, change)

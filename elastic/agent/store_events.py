@@ -1,4 +1,4 @@
-"""What the store says to a node: the world, the leader, the job's end; and what it fails with.
+"""The store's events for a node (the world, the leader, the job's end), and its failures.
 
 On the node's thread: the watch on the job's keys posts its events into the node's inbox.
 """
@@ -30,7 +30,8 @@ from elastic.store.keyvalue import (
 
 
 def watch_job(context: NodeContext) -> Watch:
-    """Have changes of the job's keys, except those that a leader alone watches, in the inbox."""
+    """Watch the job's keys, except those that only a leader watches, and post changes to the
+    inbox."""
     keys = context.keys
     return context.store.watch(
         [keys.leader, keys.world, keys.done, keys.hang_verdict, keys.hang_stacks, keys.profile],
@@ -40,7 +41,7 @@ def watch_job(context: NodeContext) -> Watch:
 
 
 class StoreEvents:
-    """Passes on what the watch reports, and reports what the store fails with."""
+    """Handles the watch's events, and reports the store's failures."""
 
     def __init__(
         self,
@@ -80,7 +81,7 @@ class StoreEvents:
                 if revision > status.world.mod_revision:
                     status.set_world_revision(0)
             case Disconnected(error):
-                self.report(StoreUnreachable(error), "training goes on; reconnecting")
+                self.report(StoreUnreachable(error), "training continues; reconnecting")
             case Reconnected():
                 self._at.journal.emit(StoreProblem(error="", consequence="the store is back"))
 
@@ -111,7 +112,7 @@ class StoreEvents:
             status.set_world_revision(0)
 
     def learn_world(self, entry: Entry) -> None:
-        """The world as this node has read it."""
+        """The world as read by this node."""
         self._at.status.learn_world(entry, self._at.clock.monotonic())
 
     def learn_pushed(self, record: bytes) -> None:
@@ -121,25 +122,26 @@ class StoreEvents:
     # ── failures ─────────────────────────────────────────────────────────────────────────
 
     def on_broken_record(self, error: RecordError) -> bool:
-        """A record cannot be read. Whether the node goes on, and tries again."""
+        """A record is invalid. Returns whether the node continues, and retries."""
         if self._at.status.node.running is None and self._at.status.world.world is None:
-            self._at.status.fail(error)  # a joining node cannot do anything sensible with it
+            self._at.status.fail(error)  # a joining node cannot handle it in a meaningful way
             return False
-        self.report(error, "training goes on")
+        self.report(error, "training continues")
         return True
 
     def on_failed_call(self, error: CoordinationError) -> bool:
-        """The store has refused or not answered. Whether the node goes on, and tries again."""
+        """The store has refused a call or not responded. Returns whether the node continues, and
+        retries."""
         if isinstance(error, LeaseGone):
             self._registration.expire()
         elif not isinstance(error, StoreUnreachable) and self._at.status.node.running is None:
             self._at.status.fail(error)
             return False
-        self.report(error, "training goes on; trying again")
+        self.report(error, "training continues; trying again")
         return True
 
     def report(self, error: ElasticError, consequence: str) -> None:
-        """Put a problem of the store into the journal, unless it is the present one."""
+        """Write a problem of the store to the journal, unless it is the current one."""
         if error.message != self._at.status.store_problem:
             self._at.status.store_problem = error.message
             self._at.journal.emit(

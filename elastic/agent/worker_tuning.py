@@ -1,7 +1,7 @@
-"""The variables of NCCL, torch and gloo that this agent gives its workers.
+"""The variables of NCCL, torch and gloo that this agent sets for its workers.
 
-Decided in :mod:`elastic.tuning.worker_environment`; here the facts come from: this machine, the
-options, the environment the agent was started with, and the addresses in the world.
+:mod:`elastic.tuning.worker_environment` decides; this module provides the facts: this machine, the
+options, the agent's environment, and the addresses in the world.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ IN_PROCESS = "in-process"
 
 
 def check(options: AgentOptions, environ: Mapping[str, str], *, max_nodes: int) -> None:
-    """Before etcd is asked: raise ConfigError for a profile, an interface or a network that cannot
-    be."""
+    """Called before etcd is contacted: raises ConfigError for an impossible profile, interface or
+    network."""
     network = read_network()
     told_address(None, options.network, None)
     given = given_settings(environ)
@@ -58,7 +58,7 @@ class WorkerTuning:
         self._last: WorkerEnvironment | None = None
 
     def variables(self, peers: Sequence[str]) -> dict[str, str | None]:
-        """For workers that are started now, in a world with nodes at these addresses (without
+        """For workers that are about to start, in a world with nodes at these addresses (without
         this node, the leader first)."""
         found = _effective(
             self._options,

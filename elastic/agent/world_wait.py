@@ -11,7 +11,7 @@ from elastic.tuning.agent_intervals import ASK_MEMBERS_S, MAIN_THREAD_SLICE_S
 
 
 class WorldWait:
-    """One per node. Reads the node's status, and asks the store what its members say."""
+    """One per node. Reads the node's status, and queries the store for the state of its members."""
 
     def __init__(self, context: NodeContext, loop: NodeLoop) -> None:
         self._store = context.store
@@ -49,7 +49,7 @@ class WorldWait:
                     deadline = now + self._options.join_timeout_s
                 if now >= deadline:
                     raise self._join_timeout(world)
-            # Not under the lock: this asks the store.
+            # Not under the lock: this calls the store.
             if world is not None and now >= ask_at_s:
                 if self._is_to_be_joined(world):
                     return None
@@ -60,8 +60,8 @@ class WorldWait:
 
     def is_for_us(self, world: WorldRecord) -> bool:
         """Whether this node starts workers for this world."""
-        # (A world whose members keep their workers is never entered by starting some: if it has
-        # this node, it was written before the leader knew that they have ended.)
+        # (A world whose members keep their workers is never entered by starting some: if it
+        # contains this node, it was written before the leader detected their end.)
         return (
             world.state is WorldState.ACTIVE
             and world.mode != IN_PROCESS
@@ -70,13 +70,13 @@ class WorldWait:
         )
 
     def _is_to_be_joined(self, world: WorldRecord) -> bool:
-        """Whether the members keep their workers: nobody waits for ours, so they get ready."""
+        """Whether the members keep their workers: they do not wait for ours, which get ready."""
         if self._status.node.node_id in world.node_ids or not self._loop.supervisor.link_path:
             return False
         return world.mode == IN_PROCESS or self._members_keep_workers(world)
 
     def _members_keep_workers(self, world: WorldRecord) -> bool:
-        """Whether all members of a first world have said that their workers are ready."""
+        """Whether all members of a first world have reported that their workers are ready."""
         try:
             entries = self._store.list(self._keys.nodes).entries
             nodes = [decode(Node, entry.key, entry.value) for entry in entries]
@@ -86,8 +86,8 @@ class WorldWait:
         return len(members) > 0 and all(n.in_process for n in members)
 
     def _is_spare(self, world: WorldRecord | None) -> bool:
-        """A healthy world without room for us, or for the one node of a replica that we are: a
-        spare waits for as long as it takes."""
+        """Whether there is a healthy world without room for this node, or for the one node of a
+        replica that it is: a spare waits without a time limit."""
         return (
             world is not None
             and world.state is WorldState.ACTIVE
@@ -108,7 +108,7 @@ class WorldWait:
         )
 
     def must_restart(self, world: WorldRecord, node: Node, since_s: float) -> bool:
-        """Whether workers that could change worlds by themselves cannot enter this one."""
+        """Whether workers that could change worlds in process cannot enter this one."""
         is_member = node.node_id in world.node_ids
         if node.running is None:  # ready, and in no world yet
             # The world in which a worker died stays the newest until the leader learns that its
@@ -122,8 +122,8 @@ class WorldWait:
         return not is_member or world.mode != IN_PROCESS
 
     def _leaves_at_switch(self, world: WorldRecord, since_s: float) -> bool:
-        """Whether the workers go on until a planned world without this node takes over, as those of
-        a node that leaves do: ended before, they would break a step of the others."""
+        """Whether the workers continue until a planned world without this node begins, as those of
+        a leaving node do: ending them earlier would interrupt a step of the others."""
         left_s = since_s + self._options.leave_grace_s - self._clock.monotonic()
         # (A world without members: the last replica leaves, all its nodes at the same boundary.)
         is_planned = world.switch_at_step is not None or not world.members

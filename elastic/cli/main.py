@@ -21,7 +21,7 @@ from elastic.errors import ConfigError, ElasticError
 
 @dataclass(frozen=True)
 class Command:
-    """A subcommand: where it lives and its line in ``elastic -h``."""
+    """A subcommand: its module and its line in ``elastic -h``."""
 
     module: str
     summary: str

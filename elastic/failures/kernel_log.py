@@ -1,8 +1,8 @@
-"""What the kernel's log has said since this node's workers started: Xid, OOM kills, broken disks.
+"""The kernel's log since the start of this node's workers: Xid, OOM kills, broken disks.
 
-A GPU's error, or that of a disk, is often in no text of the worker that it has ended. Reading needs
-CAP_SYSLOG, or ``kernel.dmesg_restrict=0``, and in a container ``/dev/kmsg``; without them a
-sentence says why there is no such evidence.
+An error of a GPU or a disk is often missing from the output of the worker that it has ended.
+Reading needs CAP_SYSLOG, or ``kernel.dmesg_restrict=0``, and in a container ``/dev/kmsg``; without
+them, a sentence states why there is no such evidence.
 """
 
 from __future__ import annotations
@@ -46,10 +46,10 @@ class KernelLogExcerpt:
 
 
 class KernelLog:
-    """Asked after the end of a worker. From any thread; its owner calls ``close``.
+    """Read after the end of a worker. From any thread; its owner calls ``close``.
 
-    A start of workers moves it to the end of the log, so that what comes later is theirs, and
-    nobody has to read what a machine has said in months.
+    A start of workers moves it to the end of the log, so that later lines are theirs, and the log
+    of months need not be read.
     """
 
     def __init__(self, path: Path = KMSG, clock: Clock = SYSTEM_CLOCK) -> None:
@@ -59,12 +59,12 @@ class KernelLog:
         self._fd = -1
         self._problem = ""
         self._rest = b""  # of a record that was read in part
-        # What a rule knows is not to be lost among many lines that may mean something.
+        # Lines that match a rule must not be displaced by many lines that may be relevant.
         self._known: deque[str] = deque(maxlen=_MOST_LINES)
         self._other: deque[str] = deque(maxlen=_MOST_LINES)
 
     def mark(self) -> None:
-        """Workers are about to start: what was said before this is not about them."""
+        """Workers are about to start: earlier lines are not about them."""
         with self._lock:
             self._known.clear()
             self._other.clear()
@@ -80,14 +80,14 @@ class KernelLog:
                 self._problem = ""
 
     def said(self) -> KernelLogExcerpt:
-        """Since the last :meth:`mark`. Neither waits nor reads for long."""
+        """The lines since the last :meth:`mark`. Neither waits nor reads for long."""
         with self._lock:
             for line in self._read():
                 self._note(line.decode(errors="replace"))
             return KernelLogExcerpt((*self._other, *self._known), self._problem)
 
     def close(self) -> None:
-        """Let go of the log. Idempotent."""
+        """Close the log. Idempotent."""
         with self._lock:
             if self._fd >= 0:
                 os.close(self._fd)
@@ -126,7 +126,7 @@ class KernelLog:
     def _fail(self, error: OSError) -> None:
         self._problem = (
             f"the kernel log cannot be read ({self._path}: {error.strerror}): Xid errors and OOM "
-            "kills of this node do not show"
+            "kills of this node are not detected"
         )
         if self._fd >= 0:
             with contextlib.suppress(OSError):

@@ -1,7 +1,7 @@
-"""The table of known failures: what their texts look like, and what each means.
+"""The table of known failures: the patterns of their texts, and the meaning of each.
 
-The order matters: the first rule that matches decides. Hardware comes first, for a dying GPU also
-breaks collectives; consequences of other nodes' failures come before mistakes of the script, for
+The order matters: the first matching rule applies. Hardware comes first, because a failing GPU also
+breaks collectives; consequences of other nodes' failures precede errors of the script, because
 their texts are often wrapped in exceptions of the script.
 """
 
@@ -15,7 +15,7 @@ _NOTHING = r"(?!)"  # a pattern that matches nowhere
 
 
 class Action(str, Enum):
-    """What the job does about a failure."""
+    """The job's action on a failure."""
 
     RESTART = "restart"  # the next world, with the same node
     EXCLUDE_NODE = "exclude-node"  # the next world without it, for the time of the quarantine
@@ -34,11 +34,11 @@ class Confidence(str, Enum):
 class Rule:
     """One kind of failure.
 
-    ``is_consequence``: such a text says no more than that a peer is gone, or does not answer. It is
-    never the reason to end a job, and another worker's failure is looked for.
-    ``pattern`` is looked for in what the worker left, ``kernel_pattern`` in the kernel's log.
-    ``is_local``: the cause may be one node's alone, or all nodes'. Which of the two follows from
-    whether the job has worked elsewhere (:func:`elastic.failures.verdict.judge_failure`).
+    ``is_consequence``: such a text only states that a peer is lost, or does not respond. It is
+    never the reason to end a job, and the leader looks for another worker's failure. ``pattern`` is
+    matched against the worker's error, ``kernel_pattern`` against the kernel's log. ``is_local``:
+    the cause may be specific to one node, or common to all. Which one applies depends on whether
+    the job has worked elsewhere (:func:`elastic.failures.verdict.judge_failure`).
     """
 
     name: str
@@ -52,7 +52,7 @@ class Rule:
 
     @property
     def reads_kernel_log(self) -> bool:
-        """Whether it looks for anything there."""
+        """Whether the rule has a pattern for it."""
         return self.kernel_pattern.pattern != _NOTHING
 
 
@@ -213,7 +213,7 @@ RULES: tuple[Rule, ...] = (
         "gpu-error",
         Action.RESTART,
         Confidence.MEDIUM,
-        "a kernel failed on the GPU: its process cannot use the GPU any more, another one can",
+        "a kernel failed on the GPU: its process can no longer use the GPU, a new one can",
         r"an illegal memory access was encountered",
         r"unspecified launch failure",
         r"cuda error: misaligned address",
@@ -237,7 +237,7 @@ RULES: tuple[Rule, ...] = (
         "fabric",
         Action.RESTART,
         Confidence.MEDIUM,
-        "a connection of the fabric broke, or the peer at its other end is gone",
+        "a connection of the fabric failed, or its peer is gone",
         r"got completion (from peer|with error)",
         r"ibv_wc_retry_exc_err|transport retry counter exceeded",
         is_consequence=True,
@@ -316,7 +316,7 @@ RULES: tuple[Rule, ...] = (
         "missing-input",
         Action.STOP,
         Confidence.MEDIUM,
-        "a file is missing, or may not be read",
+        "a file is missing, or not readable",
         r"(filenotfounderror|notadirectoryerror|permissionerror)\b",
         is_local=True,
     ),
@@ -332,7 +332,7 @@ RULES: tuple[Rule, ...] = (
         "wrong-shapes",
         Action.STOP,
         Confidence.MEDIUM,
-        "tensors do not fit together",
+        "shapes, types or devices of tensors do not match",
         r"mat1 and mat2 shapes cannot be multiplied",
         r"expected all tensors to be on the same device",
         r"expected scalar type \w+ but found",
@@ -343,7 +343,7 @@ RULES: tuple[Rule, ...] = (
         "transport",
         Action.RESTART,
         Confidence.LOW,
-        "something between the ranks did not answer, or not in time",
+        "a connection between ranks failed or timed out",
         # Words too common to be looked for before the mistakes of a script: "libnccl.so.2: cannot
         # open shared object file" is missing software.
         r"timed out|socket|network is unreachable|no route to host",

@@ -1,10 +1,10 @@
-"""The verdict on one failure, with its evidence: a pure function over what a worker left behind.
+"""The verdict on one failure, with its evidence: a pure function of a worker's error.
 
 Most failures are transient, or the consequence of another node's: the world restarts, and the
-failure budget bounds how often. Two kinds are not worth a restart. Some errors belong to a machine
+failure budget limits how often. Two kinds do not justify a restart. Some errors belong to a machine
 (a GPU with uncorrectable memory errors, a file system that has become read-only): another attempt
 on that node fails again, so it is quarantined. Others belong to the script or its input (a syntax
-error, a wrong flag): every attempt on any node fails again, so the job stops with that error.
+error, an invalid flag): every attempt on any node fails again, so the job stops with that error.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ _WRONG_USAGE = 2  # argparse's exit code
 
 @dataclass(frozen=True, kw_only=True)
 class FailureFacts:
-    """What is known of a worker that failed.
+    """The facts about a failed worker.
 
     ``text`` is its error, or the end of its log. ``exit_code`` is negative for a signal, as in
-    Python's subprocess module. ``is_oom_kill`` says that the kernel killed a process of its cgroup
-    for want of memory at that time. ``works_elsewhere`` says that workers of this job have trained
-    on another node: what is missing here is not missing everywhere. ``kernel_log``: lines since the
-    workers of its node were started.
+    Python's subprocess module. ``is_oom_kill``: the kernel killed a process of its cgroup for lack
+    of memory at that time. ``works_elsewhere``: workers of this job have trained on another node,
+    so a missing resource is not missing everywhere. ``kernel_log``: lines since the workers of its
+    node were started.
     """
 
     text: str | None = None
@@ -39,7 +39,7 @@ class FailureFacts:
 
 @dataclass(frozen=True, kw_only=True)
 class FailureVerdict:
-    """``reason`` is a sentence for people, ``evidence`` the line or code that it rests on."""
+    """``reason`` is a sentence for users, ``evidence`` the matching line or code."""
 
     action: Action
     rule: str
@@ -54,8 +54,8 @@ class FailureVerdict:
 def judge_failure(facts: FailureFacts) -> FailureVerdict:
     """The verdict on a failed worker. Equal facts give equal verdicts.
 
-    The first rule of :data:`~elastic.failures.rules.RULES` that matches decides, and within it the
-    last line of the text that matches: the last line of a traceback is the exception itself.
+    The first matching rule of :data:`~elastic.failures.rules.RULES` applies, and within it the last
+    matching line of the text: the last line of a traceback is the exception itself.
     """
     if facts.is_oom_kill and facts.exit_code == -signal.SIGKILL:
         return _verdict(
@@ -80,12 +80,12 @@ def judge_failure(facts: FailureFacts) -> FailureVerdict:
 def _in_kernel_log(
     facts: FailureFacts, matched: tuple[Rule, str] | None
 ) -> tuple[Rule, str] | None:
-    """What the kernel knows of the cause, and the worker's own text does not say.
+    """The cause according to the kernel, if the worker's own text does not contain it.
 
-    A mistake of the script is one whatever else has happened on its machine. A fault of the machine
-    explains any other end, if it is certain; one that need not have touched this process only an
-    end that nothing else explains. What the kernel did to one process (an OOM kill, a fault of the
-    script's kernels on a GPU) explains that of a process which left no error of its own.
+    An error of the script remains one, whatever else has happened on its machine. A definite fault
+    of the machine explains any other failure; one that may not have affected this process explains
+    only an otherwise unexplained failure. An event about one process (an OOM kill, a fault of the
+    script's kernels on a GPU) explains that of a process without an error text.
     """
     by_text = matched[0] if matched is not None else None
     is_mistake = by_text is not None and by_text.action is Action.STOP
@@ -94,7 +94,7 @@ def _in_kernel_log(
     is_open = by_text is None or by_text.is_consequence
     for rule in RULES:
         if rule is by_text:
-            return None  # the text says the same, in the worker's own words
+            return None  # the text is the same, in the worker's own words
         for line in reversed(facts.kernel_log):
             if not rule.kernel_pattern.search(line):
                 continue
@@ -107,7 +107,7 @@ def _in_kernel_log(
 
 
 def _has_own_error(facts: FailureFacts) -> bool:
-    """Whether the process has ended by itself: with an error that is not a peer's."""
+    """Whether the process ended on its own: with an error that is not a peer's."""
     is_signal = facts.exit_code is not None and facts.exit_code < 0
     return not is_signal and bool(facts.text) and not is_consequence(facts.text)
 
@@ -134,7 +134,7 @@ def is_consequence(text: str | None, kernel_log: tuple[str, ...] = ()) -> bool:
     return found is None or found[0].action is not Action.EXCLUDE_NODE
 
 
-# Asked again in every turn of a leader that waits.
+# Evaluated again in every iteration of a waiting leader.
 @functools.lru_cache(maxsize=128)
 def _first_match(text: str) -> tuple[Rule, str] | None:
     lines = [line.strip() for line in text.splitlines() if line.strip()]

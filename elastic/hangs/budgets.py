@@ -1,13 +1,13 @@
 """How long a rank may show no sign of progress before it counts as hung. Pure.
 
-A budget is a floor, or a multiple of what the same phase took lately on this rank, whichever is
-longer. A fixed limit is wrong both ways: half a minute is nothing for a step of a large model, and
-an eternity for one of 20 ms. The floors differ by phase: what a script does outside of forward and
-backward pass (evaluation on rank 0, an upload) may take minutes without any sign, what is between
-two batches has been measured hundreds of times.
+A budget is the longer one of a lower limit and a multiple of the recent durations of the same phase
+on this rank. No fixed limit is suitable: half a minute is short for a step of a large model, and
+very long for one of 20 ms. The lower limits differ by phase: the script's own code outside of
+forward and backward pass (evaluation on rank 0, an upload) may take minutes without any sign, while
+the time between two batches has been measured hundreds of times.
 
 Waiting ranks have thresholds, too. They are never the culprits while another rank is not in the
-collective; their thresholds say when to publish what is known.
+collective; their thresholds determine when their state is published.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class BudgetPolicy:
 
 
 def budget_s(facts: RankFacts, policy: BudgetPolicy) -> float:
-    """How long this rank may stay as it is while others wait for it."""
+    """How long this rank may remain in its state while others wait for it."""
     floor_s = policy.hang_timeout_s
     if facts.flags & (Flag.GARBAGE | Flag.COMPILING):
         return max(policy.outside_step_s, floor_s)
@@ -56,7 +56,7 @@ def budget_s(facts: RankFacts, policy: BudgetPolicy) -> float:
         case Phase.DATA:
             measured_s = max(_DATA_FLOORS * floor_s, _own_s(facts))
         case Phase.NO_WORLD:
-            return math.inf  # nobody waits for it
+            return math.inf  # no rank waits for it
         case Phase.COLLECTIVE:
             return lost_message_s(facts, policy)
         case _:
@@ -82,9 +82,10 @@ def lost_message_s(facts: RankFacts, policy: BudgetPolicy) -> float:
 
 
 def suspicion_s(facts: RankFacts, policy: BudgetPolicy) -> float:
-    """How long this rank may stay as it is before its node publishes what it knows.
+    """How long this rank may remain in its state before its node publishes it.
 
-    For a rank that waits it is measured by how long its own steps take: the others' are as long.
+    For a waiting rank it is measured by the duration of its own steps, which equals that of the
+    others.
     """
     if facts.flags & Flag.DEBUGGER:
         return HANG_SUSPICION_S  # a waiting rank is reported at once
@@ -94,7 +95,7 @@ def suspicion_s(facts: RankFacts, policy: BudgetPolicy) -> float:
 
 
 def _wait_s(facts: RankFacts, policy: BudgetPolicy) -> float:
-    """How long a rank waits for the others' steps without anything being wrong."""
+    """How long a rank normally waits for the others' steps."""
     return max(HANG_SUSPICION_S, _SUSPICION * max(policy.hang_timeout_s, _step_s(facts)))
 
 

@@ -1,7 +1,8 @@
-"""What is known of each rank when the job does not go on: the input of a verdict.
+"""The facts about each rank when the job makes no progress: the input of a verdict.
 
-A rank's facts come from its page, which the worker keeps (:mod:`elastic.hangs.page`), and from the
-kernel (:mod:`elastic.hangs.kernel`). They are published as JSON, so every field is a plain value.
+A rank's facts come from its page, which the worker maintains (:mod:`elastic.hangs.page`), and from
+the kernel (:mod:`elastic.hangs.kernel`). They are published as JSON, so every field is a plain
+value.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from enum import IntEnum, IntFlag
 
 
 class Phase(IntEnum):
-    """What the main thread of a worker is doing."""
+    """The activity of a worker's main thread."""
 
     STARTING = 0  # it is in no world yet: imports, data sets, the model
     FORMING = 1  # it builds the group of a world, and agrees on the state
@@ -52,19 +53,19 @@ IDLE_SHARE = 0.05  # of a core: less is no work
 
 
 class Flag(IntFlag):
-    """What else a worker says about itself."""
+    """Additional state that a worker reports about itself."""
 
     NONE = 0
-    DEBUGGER = 1  # a person is at a debugger's prompt
+    DEBUGGER = 1  # a debugger's prompt is open
     GARBAGE = 2  # a full garbage collection is under way
     COMPILING = 4  # torch.compile is
     ON_STREAM = 8  # collectives are queued on a device, and the host runs ahead of them
-    SUBGROUPS = 16  # the script has process groups of its own
+    SUBGROUPS = 16  # the script has created process groups
 
 
 @dataclass(frozen=True, kw_only=True)
 class KernelFacts:
-    """What the kernel says about a worker's main thread."""
+    """The kernel's state of a worker's main thread."""
 
     state: str = "S"  # R running, S asleep, D uninterruptible, T stopped, t traced, Z zombie
     tracer_pid: int = 0
@@ -73,7 +74,7 @@ class KernelFacts:
     call_target: str = ""  # what its system call reads or writes: a path, "a pipe"
     cpu_share: float = 0.0  # of one core, used by the whole process since the last look
     data_workers: str = ""  # their states, one letter each
-    data_worker_waits: str = ""  # what they sleep in: "1 in futex_do_wait, 3 in do_poll"
+    data_worker_waits: str = ""  # the wait channels: "1 in futex_do_wait, 3 in do_poll"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,12 +101,12 @@ class RankFacts:
     longest_step_s: float  # the same of forward and backward pass
     typical_step_s: float
     collective_s: float  # how long collectives take, smoothed
-    checkpoint_step: int  # the last one that this rank knows to be saved; -1: none
+    checkpoint_step: int  # the last one that this rank has recorded as saved; -1: none
     kernel: KernelFacts
 
     @property
     def is_traced(self) -> bool:
-        """A debugger holds it, or a person sits at its prompt."""
+        """A debugger traces it, or its prompt is open."""
         by_kernel = self.kernel.tracer_pid != 0 or self.kernel.state == "t"
         return by_kernel or bool(self.flags & Flag.DEBUGGER)
 

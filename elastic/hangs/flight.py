@@ -1,12 +1,12 @@
-"""torch's flight recorder: the collectives that each rank began lately, and where ranks differ.
+"""torch's flight recorder: the recent collectives of each rank, and where ranks differ.
 
 Pure. torch keeps the last 2000 collectives of each process, of gloo and of NCCL, and dumps them as
-JSON (torch/csrc/distributed/c10d/FlightRecorderDetail.hpp, ``dump_json``). That
-form has no stacks, so no lock of the interpreter is waited for, and nothing is unpickled.
+JSON (torch/csrc/distributed/c10d/FlightRecorderDetail.hpp, ``dump_json``). That form has no stacks,
+so it needs no interpreter lock, and nothing is unpickled.
 
-The page says which collective a rank waits in; the recorder also has those before it, and those of
-the script's own groups: the first number at which ranks differ is where one was skipped, or called
-in another order.
+The page names the collective in which a rank waits; the recorder also has the earlier ones, and
+those of the script's own groups: at the first number at which ranks differ, a collective was
+skipped, or called in another order.
 """
 
 from __future__ import annotations
@@ -38,8 +38,9 @@ class FlightEntry:
 def parse(dumps: Iterable[bytes], since_ns: int) -> tuple[FlightEntry, ...]:
     """The last collectives begun since ``since_ns`` (of the wall clock), in their order.
 
-    Messages from rank to rank are left out: each pair numbers its own. Of operations that are
-    queued as one, and share a number, the first. What is not of torch's form is left out, too.
+    Point-to-point messages are omitted: each pair numbers its own. Of operations that are queued
+    together under one number, only the first is included. Entries in another form than torch's are
+    omitted, too.
     """
     entries: dict[tuple[str, int], FlightEntry] = {}
     for dump in dumps:

@@ -1,8 +1,8 @@
-"""What the kernel says about a worker's process and its machine: /proc and cgroup files.
+"""The kernel's information about a worker's process and its machine: /proc and cgroup files.
 
-Only the main thread's state counts: a worker has dozens of threads that sleep. Whatever cannot be
-read (a process that has just ended, a hardened /proc) is left out: a report is better with gaps
-than not at all.
+Only the main thread's state matters: a worker has dozens of sleeping threads. Data that cannot be
+read (a process that has just ended, a hardened /proc) is omitted: an incomplete report is better
+than none.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ _ESCAPED = re.compile(r"\\([0-7]{3})")  # proc(5), mountinfo: a space is \040
 
 @dataclass(frozen=True, kw_only=True)
 class ProcessTimes:
-    """One look at ``/proc/PID/stat``."""
+    """One reading of ``/proc/PID/stat``."""
 
     state: str
     cpu_s: float  # user and system, of all threads
@@ -85,7 +85,7 @@ def starved_s(pid: int) -> float:
 
 
 def tracer_pid(pid: int) -> int:
-    """Who traces the process (a debugger, strace); 0: nobody."""
+    """The process that traces it (a debugger, strace); 0: none."""
     return int(_status(pid, "TracerPid") or 0)
 
 
@@ -124,14 +124,15 @@ class Mount(NamedTuple):
 
 
 def file_system(pid: int) -> str:
-    """What a process that is blocked in the kernel waits for, as ``/shared (nfs4)``.
+    """The file system for which a process that is blocked in the kernel waits, as ``/shared
+    (nfs4)``.
 
-    The file system of the file that its system call is about. Where that does not show (a path is
-    opened, a mapped page is read), the remote ones of its open files, and if there are none and it
-    waits for FUSE, all of that kind. "" if nothing is known.
+    The file system of the file that its system call uses. If that is not visible (a path is opened,
+    a mapped page is read), the remote ones of its open files, and if there are none and it waits
+    for FUSE, all of that kind. "" if nothing is known.
 
-    Links in /proc and the table of mounts are read, nothing else: to ask the file system itself
-    would block this process, too.
+    Only links in /proc and the table of mounts are read: accessing the file system itself would
+    block this process, too.
     """
     mounts = _mounts(pid)
     if path := file_of_call(pid):
@@ -159,8 +160,8 @@ def _descriptor_of_call(pid: int) -> int | None:
 
 
 def call_target(pid: int) -> str:
-    """What the present system call of the main thread reads or writes, for sentences: a path, "its
-    standard input", "a pipe", "a socket"; "": nothing, or it is not known."""
+    """The object that the main thread's current system call reads or writes, for sentences: a path,
+    "its standard input", "a pipe", "a socket"; "": none, or unknown."""
     fd = _descriptor_of_call(pid)
     if fd is None:
         return ""
@@ -192,7 +193,7 @@ def _link(pid: int, name: str) -> str:
 
 
 def _target(pid: int, name: str) -> str:
-    """As the kernel writes it: a path, "pipe:[7]"; "" if there is no such link any more."""
+    """As the kernel writes it: a path, "pipe:[7]"; "" if the link no longer exists."""
     try:
         return os.readlink(f"/proc/{pid}/{name}")
     except OSError:
@@ -328,7 +329,7 @@ def _cgroup(controller: str = "") -> str:
 
 def _memory_events() -> str:
     """``oom 0; oom_kill 0`` and more, of this process's cgroup. In a container the path may be the
-    host's, and what is mounted the container's own."""
+    host's, while the container's own cgroup is mounted."""
     files = (
         f"{_cgroup()}/memory.events",
         f"{_CGROUPS}/memory.events",

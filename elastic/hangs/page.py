@@ -75,7 +75,7 @@ class Page:
         self._count = 0
 
     def write(self, phase: int, since_ns: int) -> None:
-        """Say where the main thread is: a sign of life."""
+        """Record the position of the main thread: a sign of life."""
         words = self._words
         self._count = count = self._count + 1
         words[0] = count
@@ -129,7 +129,7 @@ class Page:
         words[12] = count
 
     def write_end_of_wait(self, phase: int, since_ns: int, collective_ns: int) -> None:
-        """The same where that wait is over."""
+        """The same when that wait has ended."""
         words = self._words
         self._count = count = self._count + 1
         words[0] = count
@@ -155,7 +155,7 @@ class Page:
         _DURATIONS.pack_into(self._memory, _DURATIONS_AT, *longest_s, *typical_s)
 
     def close(self) -> None:
-        """Let go of it."""
+        """Release it."""
         self._words.release()
         self._memory.close()
         os.close(self.fd)
@@ -168,7 +168,7 @@ class PageReader:
         """Raises OSError if that is no page of ours, or not to be opened."""
         path = f"/proc/{pid}/fd/{fd}"
         if not os.readlink(path).startswith(f"/memfd:{NAME}"):
-            raise FileNotFoundError(f"{path} is no page of progress")
+            raise FileNotFoundError(f"{path} is not a progress page")
         mine = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         try:
             is_sealed = fcntl.fcntl(mine, fcntl.F_GET_SEALS) & _SEALS == _SEALS
@@ -213,5 +213,5 @@ class PageReader:
         )
 
     def close(self) -> None:
-        """Let go of it."""
+        """Release it."""
         self._memory.close()

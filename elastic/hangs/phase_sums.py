@@ -1,9 +1,9 @@
-"""Adds up what a worker's main thread has noted of its phases: how long they took, by phase and by
+"""Sums up the phases that a worker's main thread has recorded: their durations, by phase and by
 step.
 
-The thread notes numbers, in pairs: a phase and the nanoseconds that it took, or one of the marks
-below and a number. It adds them up every now and then, not in each step: what runs once in a step
-runs from cold caches, which costs ten times as much as the same in a loop.
+The thread records pairs of numbers: a phase and its nanoseconds, or one of the marks below and a
+number. It sums them up periodically, not in each step: code that runs once per step runs from cold
+caches, which costs ten times as much as the same code in a loop.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ OWN_LOADER = -3  # in the DATA that ends next the script reads a data set beside
 _KEPT_PER_STEP = 0.98
 _SMOOTHING = 0.1
 
-# What a phase counts as in the times of steps.
+# The part of a step's time to which a phase belongs.
 _PARTS = {
     Phase.DATA: StepPart.DATA,
     Phase.COMPUTE: StepPart.COMPUTE,
@@ -51,7 +51,7 @@ class _PhaseSum:
 
 
 class PhaseSums:
-    """What the phases took: all in all, lately, and in the present step."""
+    """The durations of the phases: in total, recently, and in the current step."""
 
     def __init__(self) -> None:
         self._of = tuple(map(_PhaseSum, Phase))
@@ -81,14 +81,14 @@ class PhaseSums:
         return [one.typical_s for one in self._of]
 
     def forget_durations(self) -> None:
-        """What phases took so far says nothing of what comes."""
+        """Earlier durations do not predict later ones."""
         for one in self._of:
             one.forget_durations()
 
     def add(self, noted: Sequence[int], windows: StepWindows | None) -> bool:
-        """Add up what was noted, in its order; says whether a step was committed.
+        """Sum up the records, in their order; returns whether a step was committed.
 
-        ``windows``: where the times of steps go.
+        ``windows``: receives the times of steps.
         """
         of, is_own_loader, is_committed = self._of, self._is_own_loader, False
         pairs = iter(noted)

@@ -1,8 +1,8 @@
-"""What the worker says on its page, and the hooks by which it knows.
+"""The contents of a worker's page, and the hooks that determine them.
 
-``phases`` is the one of this process. Every method may be called before
+``phases`` is the recorder of this process. Every method may be called before
 :meth:`PhaseRecorder.start`, in processes without an agent, in forked children and in other threads
-than the one that has started it: it does nothing there.
+than the one that has started it: it has no effect there.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ class PhaseRecorder:
         self._checkpoint_step = -1
         self.planned_steps = 0  # of the whole job; 0: not known
         self._collective_ns = 0
-        self._is_moved = True  # what the page says besides the phase has changed
+        self._is_moved = True  # the page's contents other than the phase have changed
         self._since_ns = monotonic_ns()
         self._flags = 0
         self._sums = PhaseSums()
@@ -86,7 +86,7 @@ class PhaseRecorder:
     # -- the beginning ------------------------------------------------------------------------
 
     def start(self) -> int:
-        """Make the page and install the hooks; the descriptor of the page, for the agent.
+        """Create the page and install the hooks; returns the page's descriptor, for the agent.
 
         Raises OSError where the kernel gives no memory.
         """
@@ -127,15 +127,15 @@ class PhaseRecorder:
 
     @property
     def is_on(self) -> bool:
-        """Whether anybody reads it."""
+        """Whether an agent reads it."""
         return self._page is not None
 
     # -- where the main thread is -------------------------------------------------------------
 
     def enter(self, phase: Phase) -> Phase:
-        """The main thread is in ``phase`` from now on; returns the one that it was in.
+        """The main thread is in ``phase`` from now on; returns the previous one.
 
-        It comes from cold caches each time, so it only notes: sums are made every now and then.
+        It runs from cold caches each time, so it only records: sums are computed periodically.
         """
         before = self._phase
         if get_ident() != self._thread:
@@ -154,10 +154,10 @@ class PhaseRecorder:
         return before
 
     def enter_batch(self) -> Phase:
-        """A ``DataLoader`` of the process is asked for a batch; returns the phase before.
+        """A ``DataLoader`` of the process is asked for a batch; returns the previous phase.
 
-        Where this library hands out the training data, a loader that is read at another place is
-        the script's own: an evaluation's. Nobody is slow because of it.
+        If this library distributes the training data, a loader that is read elsewhere belongs to
+        the script, for example to an evaluation. It does not make a rank a straggler.
         """
         before = self.enter(DATA)
         is_of_training = before is DATA or not self._samples
@@ -166,8 +166,8 @@ class PhaseRecorder:
         return before
 
     def begin_step(self, number: int, samples: int = 0) -> None:
-        """The script is handed a step. What it does before the forward pass is its own code: an
-        evaluation on rank 0, a picture that is written, may take as long as they need.
+        """The script receives a step. Its work before the forward pass is its own code: an
+        evaluation on rank 0 or a plot may take any time.
 
         ``samples``: of this rank; 0: the script distributes the data itself.
         """
@@ -226,16 +226,16 @@ class PhaseRecorder:
         self.enter(Phase.FORMING)
 
     def begin_world(self, rank: int) -> None:
-        """The state is agreed: training goes on."""
+        """The state is agreed: training continues."""
         self._rank, self._is_moved = rank, True
         self.enter(Phase.SCRIPT)
 
     def saved(self, step: int) -> None:
-        """This rank knows that a checkpoint of that step is complete."""
+        """A checkpoint of that step is complete, as reported to this rank."""
         self._checkpoint_step, self._is_moved = step, True
 
     def plan_steps(self, steps: int) -> None:
-        """The job is to make so many in all; 0: not known."""
+        """The planned number of steps of the entire job; 0: not known."""
         if steps == self.planned_steps:
             return
         self.planned_steps = steps
@@ -245,7 +245,8 @@ class PhaseRecorder:
     # -- collectives --------------------------------------------------------------------------
 
     def queued(self, collective: int) -> None:
-        """This many collectives are begun; where they are queued on a device, nobody waits."""
+        """The number of collectives begun; if they are queued on a device, the host does not
+        wait."""
         self._collective, self._is_moved = collective, True
 
     def begun(self, collective: int) -> None:
@@ -255,7 +256,7 @@ class PhaseRecorder:
             self._page.write_collective(collective)
 
     def begin_wait(self, collective: int, operation: int) -> Phase:
-        """The main thread waits for other ranks; returns what to give to :meth:`end_wait`."""
+        """The main thread waits for other ranks; returns the argument of :meth:`end_wait`."""
         before = self._phase
         page = self._page
         if page is None or get_ident() != self._thread:
@@ -273,7 +274,7 @@ class PhaseRecorder:
         return before
 
     def end_wait(self, before: Phase) -> None:
-        """The wait is over, well or not."""
+        """The wait has ended, successfully or not."""
         page = self._page
         if page is None or get_ident() != self._thread:
             return
@@ -346,8 +347,8 @@ phases = PhaseRecorder()
 
 
 def _watch_debugger(set_flag: Callable[[int, bool], None]) -> None:
-    """Know when a person is at a prompt: ``breakpoint()``, ``pdb.set_trace()``, IPython's ipdb and
-    ``torch.distributed.breakpoint()`` all come to ``Pdb.interaction``."""
+    """Detect open prompts: ``breakpoint()``, ``pdb.set_trace()``, IPython's ipdb and
+    ``torch.distributed.breakpoint()`` all call ``Pdb.interaction``."""
     import pdb
 
     at_prompt = pdb.Pdb.interaction
@@ -360,5 +361,5 @@ def _watch_debugger(set_flag: Callable[[int, bool], None]) -> None:
             set_flag(Flag.DEBUGGER, False)
 
     pdb.Pdb.interaction = interaction  # type: ignore[method-assign]
-    if "pydevd" in sys.modules:  # an editor's debugger pauses threads where nobody sees it
+    if "pydevd" in sys.modules:  # an editor's debugger pauses threads without this call
         set_flag(Flag.DEBUGGER, True)

@@ -1,6 +1,6 @@
-"""The hang report: what is known at the moment of a verdict, as text for people and as JSON.
+"""The hang report: all facts at the moment of a verdict, as text for users and as JSON.
 
-The text of a rank's last hang replaces the one before, so that its path can be part of an error
+The text of a rank's last hang replaces the previous one, so that its path can be part of an error
 that is compared with the next one; the JSON file of each is kept.
 """
 
@@ -77,7 +77,7 @@ class Share:
 
 
 class ReportFolder:
-    """Where reports go: the folder that was asked for, else a fresh one of this user's."""
+    """The folder for reports: the configured one, else a new one of this user."""
 
     def __init__(self, folder: str | None) -> None:
         self._folder = folder
@@ -117,7 +117,7 @@ class ReportFolder:
 
 
 def _replace(path: Path, text: str) -> None:
-    """Whoever reads meanwhile finds a complete report: one is written again as stacks arrive."""
+    """Concurrent readers find a complete report: it is rewritten as stacks arrive."""
     staged = path.with_name(f".{path.name}.new")
     staged.write_text(text, encoding="utf-8", errors="replace")
     staged.replace(path)
@@ -146,7 +146,7 @@ def as_json(report: HangReport) -> str:
 
 
 def render(report: HangReport) -> str:
-    """For people."""
+    """As text for users."""
     verdict = report.verdict
     parts = [
         f"Hang: {verdict.reason}",
@@ -183,13 +183,13 @@ def _culprits(report: HangReport) -> list[str]:
 
 
 def _of_size(report: HangReport) -> str:
-    """A node that ends a stopped worker by itself has asked nobody for the world."""
+    """A node that ends a stopped worker without the leader does not know the world's size."""
     return f" of {report.size} ranks" if report.size else ""
 
 
 def _checkpoint(report: HangReport) -> list[str]:
     step = max((r.checkpoint_step for r in report.ranks), default=-1)
-    said = f"of step {step}, the last that these ranks know of" if step >= 0 else "none known yet"
+    said = f"of step {step}, the latest that these ranks have" if step >= 0 else "none known yet"
     return [f"checkpoint   {said}"]
 
 
@@ -201,7 +201,7 @@ def _table(report: HangReport) -> list[str]:
     known = {r.rank for r in report.ranks}
     missing = [str(rank) for rank in range(report.size) if rank not in known]
     if missing:
-        lines.append(f"going on, or not known: rank {', '.join(missing)}")
+        lines.append(f"making progress, or unknown: rank {', '.join(missing)}")
     return ["Ranks that show no progress", *(line.rstrip() for line in lines), ""]
 
 

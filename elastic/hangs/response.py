@@ -1,7 +1,7 @@
-"""What an agent does about a verdict on one of its workers: take stacks, end it, report.
+"""An agent's response to a verdict on one of its workers: take stacks, end it, report.
 
 Runs on the thread of :class:`elastic.hangs.watch.HangWatch`: neither a slow disk nor a worker that
-writes no stacks holds up the node's own thread.
+writes no stacks delays the node's own thread.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ from elastic.tuning.agent_intervals import HANG_REPORT_WRITTEN_S
 
 T = TypeVar("T")
 
-_MOST = 4  # data workers whose stacks are taken
+_MOST = 4  # number of data workers whose stacks are taken
 _SILENT = f"the file system did not answer within {HANG_REPORT_WRITTEN_S:g} s"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Judged:
-    """A verdict, and what it was judged from."""
+    """A verdict, and the facts from which it was judged."""
 
     verdict: Judgment
     generation: int
@@ -47,7 +47,7 @@ class Judged:
 
 class HangResponse:
     """One per agent. ``before_kill`` is called with the pid and the reason before a process ends;
-    ``abort`` has the world formed anew."""
+    ``abort`` makes the same nodes form another world."""
 
     def __init__(
         self,
@@ -76,7 +76,7 @@ class HangResponse:
     def on_stopped(
         self, watch: HangWatch, worker: WatchedWorker, facts: RankFacts, stopped_s: float
     ) -> None:
-        """A worker is in state T or t: nobody else has to be asked."""
+        """A worker is in state T or t: no other facts are needed."""
         verdict = judge_stopped(facts, stopped_s, self._stop_grace_s)
         if verdict.action is HangAction.WAIT:
             return
@@ -84,11 +84,11 @@ class HangResponse:
         self.carry_out(watch, judged)
 
     def carry_out(self, watch: HangWatch, judged: Judged) -> None:
-        """Once per verdict, however often it is heard of."""
+        """Once per verdict, however often it is received."""
         verdict = judged.verdict
         culprit = verdict.culprit
         key: tuple[object, ...] = (judged.generation, verdict.kind, culprit and culprit.pid)
-        if verdict.action is not HangAction.LEAVE_ALONE:  # that is said once
+        if verdict.action is not HangAction.LEAVE_ALONE:  # logged once
             key += (culprit and culprit.progress,)
         if key in self._answered:
             return
@@ -96,7 +96,7 @@ class HangResponse:
         worker = watch.worker(culprit.pid) if culprit is not None else None
         if verdict.action is HangAction.KILL:
             if worker is None or culprit is None:
-                return  # it has ended meanwhile
+                return  # it has ended in the meantime
             self._end(watch, judged, worker, culprit)
         elif verdict.action is HangAction.ABORT_AND_REFORM:
             self._reform(watch, judged)
@@ -134,7 +134,8 @@ class HangResponse:
         self._write(path, judged, report)
 
     def _observe(self, watch: HangWatch, judged: Judged) -> HangReport:
-        """What is gone once the verdict is carried out. The rest is for later: the job waits."""
+        """The facts that are lost once the verdict is executed. The rest can follow later: the job
+        waits."""
         workers = {watch.facts(w).rank: w for w in watch.workers}
         to_end = judged.verdict.culprits if judged.verdict.action is HangAction.KILL else ()
         return HangReport(
@@ -158,7 +159,7 @@ class HangResponse:
             ),
             processes={rank: kernel.describe_process(w.pid) for rank, w in workers.items()},
             node={},
-            done="nothing, as hang_detection=report says",
+            done="none (hang_detection=report)",
         )
 
     def _write(self, path: Path, judged: Judged, report: HangReport) -> None:
@@ -190,7 +191,7 @@ class HangResponse:
         taken: Sequence[StackGroup],
         flights: Mapping[int, tuple[FlightEntry, ...]],
     ) -> None:
-        """Those of another node's ranks have come: the last report is written again with them,
+        """The stacks of another node's ranks have arrived: the last report is rewritten with them,
         once for all nodes whose stacks are waiting."""
         if self._last is None or self._last[1].generation != generation:
             return
@@ -230,8 +231,8 @@ class HangResponse:
 
 
 def _in_time(act: Callable[[], T], otherwise: Callable[[str], T]) -> T:
-    """What ``act`` returns; what ``otherwise`` makes of the reason where it returns nothing: the
-    file system does not answer, and its thread stays behind, or it has failed unexpectedly."""
+    """The result of ``act``; the result of ``otherwise`` for the reason if there is none: the file
+    system does not respond, and its thread is abandoned, or it has failed unexpectedly."""
     done: queue.SimpleQueue[T | Exception] = queue.SimpleQueue()
 
     def run() -> None:
@@ -278,8 +279,8 @@ def _named(judged: Judged, report: HangReport) -> str:
 
 
 def _write_error_file(path: str, reason: str, wall_s: float) -> None:
-    """Where torchrun looks for what its workers failed of (torch 2.13,
-    elastic/multiprocessing/errors/error_handler.py): else it knows only the signal."""
+    """The file in which torchrun looks for the error of its workers (torch 2.13,
+    elastic/multiprocessing/errors/error_handler.py): otherwise it only has the signal."""
     if not path:
         return
     said = {"message": reason, "extraInfo": {"py_callstack": "", "timestamp": str(int(wall_s))}}

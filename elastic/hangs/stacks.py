@@ -1,15 +1,15 @@
 """Stacks of a worker, taken while its interpreter lock is held elsewhere, and without ptrace.
 
-faulthandler writes them from a signal handler, which takes no lock. Each thread writes its own,
-and so stands still meanwhile. To walk all threads while they run, as faulthandler can, reads
-frames that may be gone: one worker in several hundred died of SIGSEGV [seen]. Most of those
-who are asked are healthy: they write their main thread's stack, and only culprits write all.
+faulthandler writes them from a signal handler, which takes no lock. Each thread writes its own, and
+so is stopped while it does. Walking all threads while they run, as faulthandler can, reads frames
+that may have been freed: one worker in several hundred died of SIGSEGV [seen]. Most of the workers
+are healthy: they write their main thread's stack, and only culprits write all.
 
-The handler writes into a memfd of the worker's, which the agent opens through ``/proc/PID/fd``. A
-process that is stopped, or blocked in the kernel (state D), runs no handler: there is no stack
-then.
+The handler writes into a memfd of the worker, which the agent opens through ``/proc/PID/fd``. A
+process that is stopped, or blocked in the kernel (state D), runs no handler: then there is no
+stack.
 
-``py-spy`` shows native frames, too. It is used where it is installed and may trace the process.
+``py-spy`` shows native frames, too. It is used if it is installed and may trace the process.
 """
 
 from __future__ import annotations
@@ -57,14 +57,14 @@ _FRAME = re.compile(r'File "(?P<file>[^"]*)", line (?P<line>\d+) in (?P<name>.*)
 
 @dataclass(frozen=True)
 class StackSource:
-    """Where an agent asks a worker for its stacks."""
+    """How an agent requests the stacks of a worker."""
 
     fd: int  # in the worker
     signum: int  # NO_SIGNAL: all candidates are the script's own
 
 
 def offer() -> StackSource:
-    """In the worker's main thread: be ready to write a thread's stack when it gets a signal.
+    """In the worker's main thread: install the handler that writes a thread's stack on a signal.
 
     Raises OSError where the kernel gives no memory.
     """
@@ -81,8 +81,8 @@ def offer() -> StackSource:
 def take(
     pid: int, source: StackSource, clock: Clock = SYSTEM_CLOCK, *, is_culprit: bool = False
 ) -> str:
-    """The stack of the main thread of process ``pid``; "" if it gives none. Before it those of a
-    culprit's other threads, whose system calls are interrupted."""
+    """The stack of the main thread of process ``pid``; "" if there is none. It is preceded by those
+    of a culprit's other threads, whose system calls are interrupted."""
     if source.signum == NO_SIGNAL or not _catches(pid, source.signum):
         return ""  # the signal would end it: another program runs in this process by now
     if is_stopped(pid):
@@ -116,8 +116,8 @@ def take(
 def _read_when_written(
     fd: int, before: int, is_done: Callable[[], bool], clock: Clock = SYSTEM_CLOCK
 ) -> str:
-    """What was added, once it is whole. A thread that gets no core writes nothing for a while:
-    silence is no end."""
+    """The added text, once it is complete. A thread without a core writes nothing for a while:
+    silence does not mean the end."""
     deadline_s = clock.monotonic() + STACKS_DUMPED_S
     has_begun = False
     while clock.monotonic() < deadline_s:
@@ -148,7 +148,7 @@ def _have_others_written(pid: int, signum: int, clock: Clock) -> None:
 
 
 def _signal_thread(pid: int, tid: int, signum: int) -> None:
-    """Raises ProcessLookupError if the thread is gone."""
+    """Raises ProcessLookupError if the thread has ended."""
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.syscall(ctypes.c_long(_TGKILL), *map(ctypes.c_long, (pid, tid, signum))) != 0:
         error = ctypes.get_errno()
@@ -235,8 +235,8 @@ def _is_library(file: str) -> bool:
 
 
 def _place(stacks: str) -> tuple[str, ...]:
-    """Equal for processes whose main threads do the same, by whatever took them: in files of
-    libraries neither the line counts nor what the innermost one calls within itself."""
+    """Equal for processes whose main threads do the same, however it was determined: in files of
+    libraries neither the line counts nor the inner calls of the innermost function."""
     frames = [_FRAME.search(line) for line in _threads(stacks)[-1].splitlines()]
     found = [frame.groups() for frame in frames if frame is not None]
     if not found:
@@ -251,13 +251,13 @@ def _place(stacks: str) -> tuple[str, ...]:
 
 
 def main_first(stacks: str) -> str:
-    """The same, with the main thread first: it is what a reader looks for."""
+    """The same, with the main thread first, for which readers look."""
     return "\n\n".join(reversed(_threads(stacks)))
 
 
 def group(by_rank: Iterable[tuple[int, str]], apart: Container[int] = ()) -> tuple[StackGroup, ...]:
-    """Ranks by what their main threads do, the fewest first: outliers stand out. Those of ``apart``
-    come first, and share no group with others."""
+    """Groups ranks by their main threads' activity, the smallest group first, since outliers
+    matter. Those of ``apart`` come first, and share no group with others."""
     return merge((StackGroup((rank,), text) for rank, text in by_rank), apart)
 
 

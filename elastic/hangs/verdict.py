@@ -1,10 +1,10 @@
-"""Who keeps the job from going on, and what is to be done: a pure function over facts.
+"""Which rank prevents progress, and the action: a pure function of facts.
 
-``judge(ranks, size, policy)`` looks at what is known of every rank of a world. The rule behind it:
-ranks that wait in a collective are victims; the rank that is not in it is the culprit, whatever it
-does. Nobody is ended on suspicion: a rank that shows signs of life, or has not used up its budget,
-is waited for, and so is one of which nothing is known (its node publishes nothing as long as its
-ranks go on).
+``judge(ranks, size, policy)`` evaluates the facts about every rank of a world. Its rule: ranks that
+wait in a collective are victims; the rank that is not in it is the culprit, whatever it does. No
+rank is ended on suspicion: the job waits for a rank that shows signs of life, or has not used up
+its budget, and for one without facts (its node publishes nothing as long as its ranks make
+progress).
 """
 
 from __future__ import annotations
@@ -45,12 +45,12 @@ _NO_IDEA = "a deadlock, or it waits for something outside of the job"
 
 
 class HangAction(str, Enum):
-    """What is to be done."""
+    """The action that follows from a verdict."""
 
     WAIT = "wait"
     KILL = "kill"  # the culprit; the others recover as from a death
-    ABORT_AND_REFORM = "abort-and-reform"  # nobody is ended: the same ranks form another world
-    LEAVE_ALONE = "leave-alone"  # a person debugs
+    ABORT_AND_REFORM = "abort-and-reform"  # no process is ended: the same ranks form another world
+    LEAVE_ALONE = "leave-alone"  # it is being debugged
 
 
 class HangKind(str, Enum):
@@ -74,18 +74,18 @@ class HangConfidence(str, Enum):
 
 @dataclass(frozen=True, kw_only=True)
 class Judgment:
-    """``reason`` is a sentence for people, the same for the same hang: it holds no duration."""
+    """``reason`` is a sentence for users, the same for the same hang: it contains no duration."""
 
     action: HangAction
     kind: HangKind
     culprits: tuple[int, ...]  # ranks
-    culprit: RankFacts | None = None  # the first of them: what is done, is done to it
+    culprit: RankFacts | None = None  # the first of them is the one acted upon
     confidence: HangConfidence
     reason: str
 
 
 def judge(ranks: Sequence[RankFacts], size: int, policy: BudgetPolicy) -> Judgment:
-    """The verdict on a world of ``size`` ranks, of which these are known not to go on."""
+    """The verdict on a world of ``size`` ranks, of which these are known to make no progress."""
     if debugged := [r for r in ranks if r.is_traced]:
         return _leave_alone(debugged)
     unknown = size - len({r.rank for r in ranks})
@@ -96,7 +96,7 @@ def judge(ranks: Sequence[RankFacts], size: int, policy: BudgetPolicy) -> Judgme
     if over := [r for r in working if r.quiet_s >= budget_s(r, policy)]:
         return _kill(over, waiting)
     if unknown:
-        return _wait(f"{unknown} of {size} ranks may be going on")
+        return _wait(f"{unknown} of {size} ranks may be making progress")
     if working:
         slow = working[0]
         return _wait(f"{slow.name} is in {slow.phase.label}, within its budget")
@@ -108,7 +108,7 @@ def judge_stopped(facts: RankFacts, stopped_s: float, grace_s: float) -> Judgmen
     if facts.is_traced:
         return _leave_alone([facts])
     if facts.kernel.state != "T" or stopped_s < grace_s:
-        return _wait(f"{facts.name} is not stopped for long")
+        return _wait(f"{facts.name} has not been stopped for long")
     return Judgment(
         action=HangAction.KILL,
         kind=HangKind.STOPPED,
@@ -211,7 +211,7 @@ def _where_they_wait(waiting: Sequence[RankFacts]) -> str:
     who = f"rank {shown.rank} waits" if count == 1 else f"{count} ranks wait"
     if shown.phase is Phase.FORMING:
         return f"{who} for it in the next world"
-    # Without its number, which differs when the same step is done again.
+    # Without its number, which differs when the same step is repeated.
     return f"{who} in {shown.operation or 'a collective'}"
 
 
@@ -268,7 +268,7 @@ def _all_wait(waiting: Sequence[RankFacts], policy: BudgetPolicy) -> Judgment:
     )
     if len(calls) == 1 or not is_distinguishable:
         if quiet_s < max(lost_message_s(r, policy) for r in waiting):
-            return _wait("all ranks wait in the same collective, and it may be a long one")
+            return _wait("all ranks wait in the same collective, which may be a long one")
         return Judgment(
             action=HangAction.ABORT_AND_REFORM,
             kind=HangKind.LOST_MESSAGE,
@@ -278,7 +278,7 @@ def _all_wait(waiting: Sequence[RankFacts], policy: BudgetPolicy) -> Judgment:
             f"{waiting[0].step}: a message was lost, or a connection is broken in one direction",
         )
     if quiet_s < max(mismatch_s(r, policy) for r in waiting):
-        return _wait("ranks wait in different collectives, and it may be passing")
+        return _wait("ranks wait in different collectives, which may be temporary")
     return _mismatch(waiting, calls)
 
 

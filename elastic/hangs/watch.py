@@ -1,9 +1,9 @@
-"""The agent's thread that looks at its workers a few times a second: pages, and /proc.
+"""The agent's thread that checks its workers a few times a second: pages, and /proc.
 
-It only observes. Time in which the machine, the agent or the worker itself could not run is not
-held against anybody: a paused VM, a suspended laptop and a machine at 100 % load have no hung
-workers. So quiet time is counted in ticks of this thread, none of them for more than twice its
-length, and without what the worker has spent waiting for a core or for pages from disk.
+It only observes. Time in which the machine, the agent or the worker itself could not run does not
+count: a paused VM, a suspended laptop and a machine at 100 % load have no hung workers. So quiet
+time is counted in ticks of this thread, each at most twice its length, and without the time that
+the worker has spent waiting for a core or for pages from disk.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _NO_STACKS = StackSource(-1, 0)
 
 @dataclass(frozen=True)
 class Supervised:
-    """A worker's process, as torchrun knows it."""
+    """A worker's process that torchrun supervises."""
 
     pid: int
     local_rank: int
@@ -44,14 +44,14 @@ class Supervised:
 
 @dataclass(eq=False)
 class WatchedWorker:
-    """What is known of one process."""
+    """The data about one process."""
 
     pid: int
     local_rank: int
     pidfd: int
     page: PageReader | None = None  # a script that does not call elastic.join() has none
     stacks: StackSource = _NO_STACKS
-    error_file: str = ""  # where torchrun looks for what it failed of
+    error_file: str = ""  # where torchrun looks for its error
     reading: Reading | None = None
     quiet_s: float = 0.0
     stopped_s: float = 0.0
@@ -66,7 +66,7 @@ class WatchedWorker:
     flight_generation: int = 0
 
     def flight_of(self, generation: int) -> tuple[FlightEntry, ...]:
-        """The collectives that it began lately in that generation, as far as it has said."""
+        """The collectives that it recently began in that generation, as reported."""
         return self.flight if self.flight_generation == generation else ()
 
     def kill(self) -> None:
@@ -85,7 +85,7 @@ class WatchedWorker:
         )
 
     def close(self) -> None:
-        """Let go of it."""
+        """Release it."""
         os.close(self.pidfd)
         if self.page is not None:
             self.page.close()
@@ -123,8 +123,8 @@ class HangWatch:
         self._generation = 0  # of the newest world
         self._first_rank: int | None = None
         self._supervised: tuple[Supervised, ...] = ()
-        self.checkpoint_step: int | None = None  # the last that a worker knows to be committed
-        self.planned_steps: int | None = None  # of the whole job, as far as a worker knows
+        self.checkpoint_step: int | None = None  # the last one that a worker reported
+        self.planned_steps: int | None = None  # of the whole job, as reported by a worker
         self._last_tick_s = clock.monotonic()
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._run, name="elastic-hangs", daemon=True)
@@ -156,7 +156,7 @@ class HangWatch:
             self.post(lambda: self._supervise(workers))
 
     def learn_flight(self, pid: int, generation: int, flight: tuple[FlightEntry, ...]) -> None:
-        """A worker has said which collectives it began."""
+        """A worker has reported the collectives that it began."""
         self.post(lambda: self._learn_flight(pid, generation, flight))
 
     def remove(self, pid: int) -> None:
@@ -177,7 +177,7 @@ class HangWatch:
         return tuple(self._workers.values())
 
     def _enter_world(self, generation: int, first_rank: int | None) -> None:
-        """What was quiet in the last world waits for this one now: its time begins anew."""
+        """A rank that was quiet in the last world now waits for this one: its time restarts."""
         self._generation, self._first_rank = generation, first_rank
         for worker in self._workers.values():
             worker.quiet_s, worker.level = 0.0, 0
@@ -235,7 +235,7 @@ class HangWatch:
                 self._remove(pid)
 
     def run_tasks(self) -> None:
-        """Run what other threads have asked for, until the next tick is due."""
+        """Run the requests of other threads until the next tick is due."""
         until_s = self._last_tick_s + self._tick_s
         while not self._closing.is_set():
             try:
@@ -244,7 +244,7 @@ class HangWatch:
                 return
 
     def tick(self) -> None:
-        """Look at all workers once."""
+        """Check all workers once."""
         now_s = self._clock.monotonic()
         passed_s = min(now_s - self._last_tick_s, _MOST_TICKS * self._tick_s)
         self._last_tick_s = now_s
@@ -299,7 +299,7 @@ class HangWatch:
         return worker.starved_s - before_s
 
     def facts(self, worker: WatchedWorker) -> RankFacts:
-        """What is known of a worker, as of the last tick. On the thread only."""
+        """The facts about a worker, as of the last tick. On the thread only."""
         reading = worker.reading
         if worker.page is not None and reading is None:
             reading = worker.page.read()

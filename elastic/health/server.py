@@ -1,8 +1,8 @@
 """``/livez``, ``/readyz`` and ``/metrics`` over plain HTTP, for probes and scrapers.
 
-The standard library's server, which gives each connection a thread. What it lacks is bounds: here
-each connection has two seconds in all and :data:`MAX_REQUEST` bytes, and when there are too many
-the oldest goes. Nobody has to prove anything: what is served here is no secret (docs/security.md).
+The standard library's server, which gives each connection a thread, but has no limits: here each
+connection has two seconds in total and :data:`MAX_REQUEST` bytes, and if there are too many, the
+oldest one is closed. There is no authentication: nothing served here is secret (docs/security.md).
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class HealthServer:
 
     @property
     def port(self) -> int:
-        """The one asked for, or the kernel's choice."""
+        """The configured port, or the one chosen by the kernel."""
         return int(self._server.server_address[1])
 
     def start(self) -> None:
@@ -88,13 +88,14 @@ class _BoundedServer(ThreadingHTTPServer):
     def get_request(self) -> tuple[socket.socket, Any]:
         try:
             return super().get_request()
-        except OSError as error:  # gone again, or no descriptors left: not in a circle
+        except OSError as error:  # closed already, or no descriptors left: avoids a busy loop
             if error.errno in (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM):
                 self._clock.sleep(HEALTH_ACCEPT_AGAIN_S)
             raise
 
     def process_request(self, request: Any, client_address: Any) -> None:
-        """As the base, whose threads have no name and, being daemons, no owner that joins them."""
+        """Like the base, whose threads have no name and, being daemons, no owner that joins
+        them."""
         thread = threading.Thread(
             target=self.process_request_thread,
             args=(request, client_address),
@@ -122,7 +123,7 @@ class _BoundedServer(ThreadingHTTPServer):
                 self._end(request)
 
     def server_close(self) -> None:
-        """Free the port, let go of all clients, join their threads."""
+        """Free the port, close all clients, join their threads."""
         super().server_close()
         with self._lock:
             for request in list(self._until_s):
@@ -131,7 +132,7 @@ class _BoundedServer(ThreadingHTTPServer):
             thread.join()
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """A client that has gone, or has been let go, is no news."""
+        """A client that has closed, or was closed, is not an error."""
 
     def _end(self, request: socket.socket) -> None:
         """Its thread sees the end of the stream, and closes it: never under its hands."""
@@ -141,7 +142,7 @@ class _BoundedServer(ThreadingHTTPServer):
 
 
 class _FirstBytes(io.RawIOBase):
-    """The first :data:`MAX_REQUEST` bytes of a connection; then it looks as if it had ended."""
+    """The first :data:`MAX_REQUEST` bytes of a connection; then it appears to have ended."""
 
     def __init__(self, connection: socket.socket) -> None:
         self._connection = connection
@@ -188,7 +189,7 @@ class _Exchange(BaseHTTPRequestHandler):
     do_HEAD = do_GET
 
     def log_message(self, format: str, *args: object) -> None:
-        """A probe every few seconds is no news."""
+        """Probes every few seconds are not logged."""
 
 
 def _listen(port: int) -> socket.socket:
@@ -200,13 +201,13 @@ def _listen(port: int) -> socket.socket:
     except (OSError, OverflowError) as error:
         raise ConfigError(
             f"health_port={port} could not be bound: {error}",
-            hint="give another ELASTIC_HEALTH_PORT; 0 lets the kernel choose, which several "
+            hint="set another ELASTIC_HEALTH_PORT; 0 selects any free port, which several "
             "agents on one machine need",
         ) from error
 
 
 class _NoIPv6(Exception):
-    """The kernel knows IPv6, and this machine has none of its addresses."""
+    """The kernel supports IPv6, but this machine has no such address."""
 
 
 def _bind(port: int, family: socket.AddressFamily) -> socket.socket:

@@ -1,4 +1,4 @@
-"""Breakages as a world's record remembers them, for the next leader and the failure timeline."""
+"""Breakages as stored in a world's record, for the next leader and the failure timeline."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ from elastic.leadership.roster import Failed
 from elastic.membership import failure_budget as budget
 from elastic.membership.records import BreakageRecord, FailureRecord
 
-# Enough to tell three times in a row, bounded in size.
+# Enough to detect three times in a row, bounded in size.
 REMEMBERED = 16
 _TEXT_CHARS = 300
 
 
 def remembered(failed: Failed) -> budget.Failure:
-    """Cut as in a record: texts of two leaders are compared."""
+    """Shortened as in a record: texts of two leaders are compared."""
     text = failed.text and failed.text[-_TEXT_CHARS:]
     return budget.Failure(
         node=failed.node,
@@ -74,8 +74,8 @@ def from_record(record: BreakageRecord, at_s: float) -> budget.Breakage:
 
 
 def newest(breakages: list[budget.Breakage], most: int) -> list[budget.Breakage]:
-    """The last ones, newest last. Those that do not count are forgotten first: nodes that come and
-    go must not make the failures between them forgotten."""
+    """The last ones, newest last. Those that do not count are dropped first: frequently joining and
+    leaving nodes must not displace the failures between them."""
     surplus = len(breakages) - most
     if surplus <= 0:
         return list(breakages)

@@ -1,7 +1,8 @@
-"""Leadership: who proposes worlds. Being wrong about it loses a swap, nothing else.
+"""Leadership: which node proposes worlds. A node that wrongly believes it is the leader loses a
+swap, nothing else.
 
-The key ``leader`` stands on the leader's lease. It is taken when absent, deleted by whoever has
-proof that its owner is dead, and handed by a leader outside the world to a member.
+The key ``leader`` is attached to the leader's lease. A node takes it when it is absent, deletes it
+with proof that its owner is dead, and a leader outside the world hands it to a member.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from elastic.store.keyvalue import KeyValue, Lease
 
 @dataclass(frozen=True)
 class LeaderEntry:
-    """The leader key as it stands."""
+    """The current leader key."""
 
     leader: Leader
     mod_revision: int
@@ -22,7 +23,7 @@ class LeaderEntry:
 
 @dataclass(frozen=True)
 class LeaseOf:
-    """Somebody else's lease, by id: leases are the cluster's, not the client's."""
+    """The lease of another node, by id: leases belong to the cluster, not to the client."""
 
     id: int
     ttl_s: float = 0.0
@@ -30,13 +31,13 @@ class LeaseOf:
     renewed_s: float = 0.0
 
     def close(self, *, revoke: bool = True) -> None:
-        """Not ours to close."""
+        """It is not ours to close."""
 
 
 def may_campaign(
     world: WorldRecord | None, node_id: str, *, absent_for_s: float, patience_s: float
 ) -> bool:
-    """Members go first; others wait ``patience_s`` for a member to come forward."""
+    """Members have priority; others wait ``patience_s`` for a member to campaign."""
     return world is None or node_id in world.node_ids or absent_for_s >= patience_s
 
 
@@ -54,7 +55,7 @@ def evict(store: KeyValue, keys: Keys, entry: LeaderEntry) -> bool:
 def hand_over(
     store: KeyValue, keys: Keys, entry: LeaderEntry, successor: Node, successor_lease_id: int
 ) -> LeaderEntry | None:
-    """Give the key to a member, on that member's own lease."""
+    """Give the key to a member, attached to that member's own lease."""
     leader = Leader(
         node_id=successor.node_id, address=successor.address, liveness_port=successor.liveness_port
     )

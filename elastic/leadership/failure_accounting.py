@@ -1,11 +1,11 @@
-"""What the leader holds against the job and its nodes: failures, flapping, churn, failed builds.
+"""The leader's accounting for the job and its nodes: failures, flapping, churn, failed builds.
 
-State without I/O, for one term of leadership. Every broken world is charged once, with what was
-known when its successor was decided; that says whether the job must stop, and which node is
-quarantined. Losses and leaving are remembered, too: the same node again, without progress of the
-job, is churn, and spends the budget. The first failure of a world is judged by its text
-(:mod:`elastic.failures`): a machine that cannot work is quarantined at once, an error that every
-attempt repeats ends the job.
+State without I/O, for one term of leadership. Every broken world is charged once, with the facts
+known when its successor was decided; that determines whether the job must stop, and which node is
+quarantined. Losses and departures are recorded, too: the same node again, without progress of the
+job, is churn, and uses up the budget. The first failure of a world is judged by its text
+(:mod:`elastic.failures`): a faulty machine is quarantined at once, an error that every attempt
+repeats ends the job.
 """
 
 from __future__ import annotations
@@ -43,12 +43,12 @@ from elastic.membership.view import Proposal
 from elastic.tuning.agent_options import AgentOptions
 
 _VERDICT_CHARS = 200
-_FROM_OUTSIDE = (-9, -15)  # SIGKILL, SIGTERM: not the node's own doing
+_FROM_OUTSIDE = (-9, -15)  # SIGKILL, SIGTERM: not caused by the node
 
 
 @dataclass(frozen=True, kw_only=True)
 class Broken:
-    """A world, and what the decision to replace it was made from."""
+    """A world, and the facts from which its replacement was decided."""
 
     members: MemberStatus
     proposal: Proposal
@@ -57,7 +57,7 @@ class Broken:
 
     @property
     def is_broken(self) -> bool:
-        """Joining and leaving break nothing."""
+        """Joining and leaving do not break a world."""
         members = self.members
         lost = any(g.cause is Cause.LOST for g in members.gone)
         return bool(lost or members.out or members.failure_reports)
@@ -69,7 +69,7 @@ class Broken:
 
     @property
     def origin(self) -> Failed | None:
-        """The first failure that is not the consequence of another one, as far as texts tell;
+        """The first failure that is not the consequence of another one, according to the texts;
         otherwise the first."""
         failures = self.failures
         own = (f for f in failures if not is_consequence(f.text, f.kernel_log))
@@ -77,7 +77,7 @@ class Broken:
 
 
 class FailureAccounting:
-    """Charged with every broken world; knows who is quarantined."""
+    """Is charged with every broken world; records which nodes are quarantined."""
 
     def __init__(self, options: AgentOptions) -> None:
         self._quarantine_s = options.quarantine_s
@@ -89,7 +89,7 @@ class FailureAccounting:
         self._breakages: list[budget.Breakage] = []
         self._flaps = budget.FlapTracker(budget.FlapPolicy(quarantine_s=options.quarantine_s))
         self._builds = FailedBuilds()
-        self._joined_s: dict[str, float] = {}  # node_id -> when it came into a running job
+        self._joined_s: dict[str, float] = {}  # node_id -> when it joined a running job
         self._step: int | None = None  # the job's, when it broke last or was first seen
         self._step_at_change: int | None = None  # or a node left
         self._charged = 0  # the newest generation that was charged
@@ -98,34 +98,34 @@ class FailureAccounting:
         self._verdict: tuple[Failed, FailureVerdict] | None = None
 
     def quarantined(self, now: float) -> dict[str, float]:
-        """Node id or name -> until when it is left out."""
+        """Node id or name -> the time until which it is excluded."""
         return self._flaps.quarantined(now)
 
     def remember(self, world: WorldRecord | None, now: float, wall_s: float) -> None:
-        """Begin a term with what the last leader knew. (A leader whose own workers fail hands
-        leadership over: without this, their failures would never add up.)"""
+        """Begin a term with the last leader's records. (A leader whose own workers fail hands over
+        leadership: otherwise their failures would never add up.)"""
         self._breakages = [
             from_record(record, now - max(0.0, wall_s - record.time_s))
             for record in (world.breakages if world is not None else ())
         ]
-        # Steps are counted from the last breakage: from the beginning of this term on, there would
-        # be none at the failure that began it.
+        # Steps are counted from the last breakage: counted from the beginning of this term, there
+        # would be none at the failure that began it.
         if steps := [b.step for b in self._breakages if b.step is not None]:
             self._step, self._step_at_change = max(steps), steps[-1]
             self._has_trained = self._step > 0
 
     def records(self, now: float, wall_s: float) -> tuple[BreakageRecord, ...]:
-        """What the next world's record is to remember."""
+        """The records for the next world's record."""
         latest = newest(self._breakages, REMEMBERED)
         return tuple(to_record(b, wall_s - (now - b.at_s)) for b in latest)
 
     @property
     def verdict(self) -> tuple[Failed, FailureVerdict] | None:
-        """On the failure that broke the world charged last; None if no worker failed by itself."""
+        """On the failure that broke the world charged last; None if no worker failed first."""
         return self._verdict
 
     def saw(self, step_rate: StepRate | None) -> None:
-        """The first step seen is where counting begins."""
+        """Counting starts at the first step reported."""
         self._has_trained |= step_rate is not None and step_rate.step > (self._step or 0)
         if step_rate is not None:
             self._step = step_rate.step if self._step is None else self._step
@@ -137,11 +137,11 @@ class FailureAccounting:
         self._flaps.lost(name, now)
 
     def found(self, name: str) -> None:
-        """A node that was given up as dead answers."""
+        """A node that was considered dead responds."""
         self._flaps.found(name)
 
     def formed(self, before: WorldRecord | None, world: WorldRecord, now: float) -> None:
-        """A world was written: remember who came into a running job."""
+        """A world was written: record which nodes joined a running job."""
         horizon = now - self._quarantine_s
         self._joined_s = {n: t for n, t in self._joined_s.items() if t > horizon}
         if before is not None and before.members and world.mode == "in-process":
@@ -150,8 +150,8 @@ class FailureAccounting:
     def charge(
         self, broken: Broken, step_rate: StepRate | None, now: float
     ) -> budget.StopJob | None:
-        """Once per world, however often its successor has to be proposed. Says whether the job
-        has to stop."""
+        """Once per world, regardless of how often its successor is proposed. Returns whether the
+        job must stop."""
         self._verdict = None
         world = broken.members.world
         left = broken.gone(Cause.LEFT)
@@ -186,8 +186,8 @@ class FailureAccounting:
     def _breakage(
         self, broken: Broken, steps: int | None, step_rate: StepRate | None, now: float
     ) -> budget.Breakage:
-        """What is remembered of a broken world. ``steps`` is that of one that is charged as the
-        job's own failure; any other may be churn."""
+        """The record of a broken world. ``steps`` is that of one that is charged as the job's own
+        failure; any other may be churn."""
         world = broken.members.world
         is_own = broken.is_broken and _is_the_jobs_own(broken)
         lost, left = _lost_without_a_word(broken), broken.gone(Cause.LEFT)
@@ -205,7 +205,7 @@ class FailureAccounting:
         if is_own:
             return breakage
         since_s = now - self._policy.failure_window_s
-        # Several agents of one machine may have one name: then it says nothing about either.
+        # Several agents of one machine may share a name: then it identifies none of them.
         names = Counter(m.name for m in world.members)
         departed = tuple(name for name in departed if names[name] == 1)
         again = budget.departed_again(departed, self._breakages, world.generation, since_s)
@@ -216,8 +216,8 @@ class FailureAccounting:
     def _remember(
         self, breakage: budget.Breakage, now: float, stop: budget.StopJob | None = None
     ) -> budget.StopJob | None:
-        """Whether the job has to stop, with this breakage."""
-        # No more than these can ever matter.
+        """Whether this breakage requires the job to stop."""
+        # Older ones can never matter.
         most = max(self._policy.budget + 1, REMEMBERED)
         self._breakages = newest([*self._breakages, breakage], most)
         stop = stop or budget.verdict(self._breakages, now, self._policy)
@@ -228,7 +228,7 @@ class FailureAccounting:
 
     @staticmethod
     def _response(broken: Broken, quarantined: Iterable[str]) -> str:
-        """What the leader does about it, for people."""
+        """The leader's response, for users."""
         proposal = broken.proposal
         names = {m.node_id: m.name for m in broken.members.world.members}
         out = [names.get(node, node) for node in quarantined]
@@ -243,8 +243,8 @@ class FailureAccounting:
     def _judge(
         self, broken: Broken, breakage: budget.Breakage, now: float
     ) -> budget.StopJob | None:
-        """What the first failure means. It counts only if no node was lost: a survivor's error may
-        be a consequence of that, whatever it says."""
+        """The verdict on the first failure. It counts only if no node was lost: a survivor's error
+        may be a consequence of that, whatever its text."""
         first = broken.origin
         if first is None or breakage.lost:
             return None
@@ -270,8 +270,8 @@ class FailureAccounting:
         return None
 
     def _steps_made(self, step_rate: StepRate | None) -> int | None:
-        """Since the last breakage. A restart from a checkpoint that does not get beyond where the
-        job had been before is no progress."""
+        """Since the last breakage. A restart from a checkpoint that does not get beyond the job's
+        previous position is not progress."""
         if step_rate is None:
             return None
         before, self._step = self._step, max(step_rate.step, self._step or 0)
@@ -288,8 +288,9 @@ class FailureAccounting:
     def _charge_joining_nodes(self, broken: Broken, now: float) -> None:
         """A crash-looping joining node may disturb a healthy job once per quarantine.
 
-        Before the switch it is quarantined whatever ended it, afterwards if it failed by itself
-        within a quarantine: a node that somebody killed may come back at once.
+        Before the switch it is quarantined whatever the cause of its end, afterwards only if it
+        failed on its own within a quarantine: a node that was killed from outside may return at
+        once.
         """
         members = broken.members
         failed = {f.node_id: f for f in broken.failures}
@@ -305,7 +306,7 @@ class FailureAccounting:
                 failure.is_oom_kill or failure.exit_code not in _FROM_OUTSIDE
             )
             if members.pending or by_itself:
-                # A dead agent comes back with another id, under the same name.
+                # A dead agent returns with another id, under the same name.
                 self._flaps.cool(node_id if node_id in out else names[node_id], now)
 
     def _charge_builds(self, broken: Broken, now: float) -> None:
@@ -316,9 +317,9 @@ class FailureAccounting:
 
 
 def _is_the_jobs_own(broken: Broken) -> bool:
-    """Failures with everyone alive are the job's own, the loss of nodes is not its fault. In
-    restart mode survivors fail because of the loss; in-process they do not: who fails there
-    failed by itself."""
+    """Failures while all nodes are alive are the job's own; the loss of nodes is not. In restart
+    mode survivors fail because of the loss; in-process they do not: a node that fails there failed
+    on its own."""
     if broken.proposal.cause is Cause.FAILURE:
         return True
     modes = (broken.proposal.mode, broken.members.world.mode)

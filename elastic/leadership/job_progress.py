@@ -1,7 +1,7 @@
-"""How far a job is: a record for people, which decides nothing.
+"""The job's progress: a record for users, which affects no decision.
 
-The leader's node writes it, at most once in PROGRESS_S and on its own lease; `elastic status` and
-`elastic wait` read it. Nobody watches it.
+The leader's node writes it, at most once in PROGRESS_S and under its own lease; `elastic status`
+and `elastic wait` read it. It is not watched.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from elastic.messages import typed_json
 
 @dataclass(frozen=True, kw_only=True)
 class RecordedHeartbeat:
-    """The last one that the leader has heard of a node."""
+    """The last heartbeat of a node that the leader has received."""
 
     node_id: str
     generation: int  # the newest in which its workers have begun a step; 0: none, or not known
     step: int | None  # committed, as its workers reported; None: not known
     heard_at_s: float  # wall clock of the leader
-    has_joined: bool | None = False  # a worker has called elastic.join(); None: agents cannot know
+    has_joined: bool | None = False  # a worker has called elastic.join(); None: unknown to agents
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,10 +33,10 @@ class JobProgress:
     generation: int  # in which its workers step; 0: none
     step: int | None  # committed, as reported by its workers; None: not known
     step_time_s: float  # a recent step's duration; 0: not known
-    checkpoint_step: int | None  # of the last checkpoint that its workers know to be committed
+    checkpoint_step: int | None  # of the last checkpoint that its workers reported as committed
     time_s: float  # wall clock of the leader
-    checkpoint_at_s: float | None = None  # when the leader's node learnt of it, wall clock
-    planned_steps: int | None = None  # of the whole job; None: the script does not say
+    checkpoint_at_s: float | None = None  # when the leader's node learned of it, wall clock
+    planned_steps: int | None = None  # of the whole job; None: not set by the script
     goodput: float | None = None  # 0 to 1, an estimate: elastic/telemetry/progress_account.py
     goodput_since_s: float | None = None  # wall clock: what it covers
     heartbeats: tuple[RecordedHeartbeat, ...] = ()  # of the nodes, the leader's own included

@@ -1,8 +1,8 @@
-"""What the leader does: watch the nodes, ask the doubtful ones, decide, write worlds.
+"""The leader's tasks: watch the nodes, probe suspected ones, decide, write worlds.
 
 Runs on the node service's thread; only probes run elsewhere (:mod:`elastic.leadership.prober`).
-Nothing is decided while a node is in question: a probe takes milliseconds, a
-world formed with a dead member costs a restart of everybody.
+Nothing is decided while a node is suspected: a probe takes milliseconds, but a world formed with a
+dead member costs a restart of all nodes.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ from elastic.node.status import WorldEntry
 from elastic.store.keyvalue import Deleted, Entry, Put, Reset, Watch, WatchEvent
 from elastic.tuning.agent_intervals import LEADER_IDLE_S, LEADER_UNLISTED_S, RECHECK_S
 
-# The end of such a node's connection says nothing new.
+# The end of such a node's connection is not new information.
 _LEAVES_IN_ORDER = (NodeState.LEAVING, NodeState.FAILED, NodeState.FINISHED)
 
 
@@ -57,7 +57,7 @@ class NodesEvent:
 
 
 class Leadership:
-    """One term as leader. Made on taking office, closed on losing it."""
+    """One term as leader. Created on election, closed on losing leadership."""
 
     def __init__(
         self, context: NodeContext, announce: Callable[[bytes], None], connections: Connections
@@ -69,7 +69,7 @@ class Leadership:
         self._listed = False
         self._accounting = FailureAccounting(context.options)
         self._accounting.remember(context.status.world.world, self._since_s, context.clock.wall())
-        self._rechecked_generation = 0  # the generation whose trouble made every member doubtful
+        self._rechecked_generation = 0  # the generation whose failure made every member suspect
         self.writer = WorldWriter(context, self.roster, self._accounting, announce)
         self._waiting_reason = ""
         self._prober = Prober(context, self.roster)
@@ -83,14 +83,14 @@ class Leadership:
         )
 
     def close(self) -> None:
-        """End the term: no callback afterwards."""
+        """End the term: no callback is called afterwards."""
         self._watch.close()
         self._prober.close()
 
     # ── what comes in ────────────────────────────────────────────────────────────────────
 
     def on_nodes(self, event: WatchEvent, world: WorldRecord | None) -> None:
-        """An event of the watch on ``nodes/`` and what nodes say about themselves."""
+        """An event of the watch on ``nodes/`` and on the nodes' records about themselves."""
         now = self._at.clock.monotonic()
         match event:
             case Reset(snapshot, reason):
@@ -127,7 +127,7 @@ class Leadership:
                 pass
 
     def on_own_record(self, node: Node, lease_id: int) -> None:
-        """This node's own record, without waiting for the watch to bring it round."""
+        """This node's own record, without waiting for the watch to deliver it."""
         if self._listed:
             entry = Entry(self._at.keys.node(node.node_id), encode(node), 0, lease_id)
             self.roster.put(entry, self._at.clock.monotonic())
@@ -143,7 +143,7 @@ class Leadership:
         self.roster.doubt(node_id, self._at.clock.monotonic())
 
     def on_opened(self, node_id: str) -> None:
-        """A follower said hello."""
+        """A follower completed the handshake."""
         self.roster.connection_opened(node_id, self._at.clock.monotonic())
 
     def on_probed(self, probed: Probed) -> None:
@@ -165,15 +165,15 @@ class Leadership:
             self._at.journal.emit(NodeSuspected(suspect=name, reason=reason))
 
     def _doubt_all(self, world: WorldRecord | None, now: float) -> None:
-        """A new term: whoever died before it, member or not, left no connection to close."""
+        """A new term: nodes that died before it, members or not, left no connection to close."""
         members = world.node_ids if world is not None else ()
         for node_id in {*members, *self.roster.with_keys()}:
             self.roster.doubt(node_id, now)
 
     def _doubt_after_failure(self, key: str, world: WorldRecord | None, now: float) -> None:
-        """A member failed, or its collectives did: perhaps because another one died.
+        """A member failed, or its collectives did: possibly because another one died.
 
-        One round for each generation: hundreds of nodes report the same trouble at once.
+        One round for each generation: hundreds of nodes report the same failure at once.
         """
         keys = self._at.keys
         node_id = key.removeprefix(keys.failure_reports).removeprefix(keys.nodes)
@@ -190,7 +190,7 @@ class Leadership:
 
     def _report_record(self, error: RecordError) -> None:
         self._at.journal.emit(
-            StoreProblem(error=str(error), consequence="this node is left out"),
+            StoreProblem(error=str(error), consequence="this node is excluded"),
             level=logging.ERROR,
         )
 
@@ -201,7 +201,7 @@ class Leadership:
     # ── what goes out ────────────────────────────────────────────────────────────────────
 
     def lead(self, entry: WorldEntry, done: Done | None) -> tuple[WorldEntry | Done | None, float]:
-        """Decide and write. Returns what was written (or None), and when to be called again."""
+        """Decide and write. Returns the written world (or None), and the time of the next call."""
         now = self._at.clock.monotonic()
         if not self._listed:
             return None, now + LEADER_UNLISTED_S
@@ -225,7 +225,7 @@ class Leadership:
             ended = self._charge(decision, view, entry, now)
             if ended is not None:
                 return ended, now + RECHECK_S
-            # The charge may have been one too many for somebody, who is left out at once.
+            # The charge may have quarantined a node, which is then excluded at once.
             decision = decide(self._view(entry, done, now), now, self._policy)
         return self._act(decision, entry, now)
 
@@ -245,8 +245,8 @@ class Leadership:
                     self._waiting_reason = ""
                 return written, again_s
             case End(outcome=Outcome.FAILURE):
-                # Paused for join_timeout_s. Each node that waits ends with that error by itself;
-                # `done` is not written, so that a later start under the same id goes on.
+                # Paused for join_timeout_s. Each waiting node ends with that error; `done` is not
+                # written, so that a later start under the same id continues the job.
                 return None, now + RECHECK_S
             case End():
                 ended = self.writer.end(
@@ -264,7 +264,7 @@ class Leadership:
                 return None, soon if until_s is None else min(soon, until_s)
 
     def _charge(self, proposal: Proposal, view: View, entry: WorldEntry, now: float) -> Done | None:
-        """Hold what broke the world against the job and its nodes."""
+        """Charge the breakage of the world to the job and its nodes."""
         assert entry.world is not None
         members = classify_members(view, entry.world)
         groups = [n.node.running.generation for n in members.running if n.node.running]

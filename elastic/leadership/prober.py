@@ -1,4 +1,4 @@
-"""Probes of the nodes whose liveness is in question, on threads of their own."""
+"""Probes of the nodes whose liveness is in question, on separate threads."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _MAX_PROBES = 16  # at the same time
 
 @dataclass(frozen=True)
 class Probed:
-    """A probe's verdict, on its way to the service's inbox."""
+    """A probe's verdict, posted to the service's inbox."""
 
     node_id: str
     verdict: Verdict
@@ -44,7 +44,7 @@ class Prober:
         self._in_flight.discard(probed.node_id)
 
     def ask(self, world: WorldRecord | None, now: float) -> None:
-        """Probe the nodes in question; from time to time also those without a connection."""
+        """Probe the suspected nodes, and periodically also those without a connection."""
         due = set(self._roster.unsettled())
         if now >= self._next_recheck_s:
             due.update(self._roster.silent())

@@ -1,7 +1,7 @@
-"""Writes how far the job is into the store, while this node leads.
+"""Writes the job's progress into the store while this node leads.
 
-On a thread of its own: a store that is away may keep a call waiting for seconds, and nothing waits
-for this one.
+On a separate thread: an unreachable store may block a call for seconds, and nothing waits for this
+one.
 """
 
 from __future__ import annotations
@@ -22,8 +22,7 @@ from elastic.tuning.agent_intervals import PROGRESS_IDLE_S, PROGRESS_S
 
 class ProgressWriter:
     """One per node. ``lease`` is the node's while it leads, else None; ``checkpoint_step`` and
-    ``planned_steps`` what its workers know of checkpoints, and of the job's length; ``heartbeats``
-    the last one of each node."""
+    ``planned_steps`` are reported by its workers; ``heartbeats`` has the last one of each node."""
 
     def __init__(
         self,
@@ -63,10 +62,10 @@ class ProgressWriter:
             raise
 
     def write(self) -> None:
-        """Once, if this node leads and there is news. A store in trouble is left alone: the next
-        time will do."""
+        """Once, if this node leads and something has changed. A failed write is skipped: the next
+        one follows."""
         lease, status = self._lease(), self._at.status
-        # Also while another node leads: the account goes on if this one is next.
+        # Also while another node leads: the account continues if this one is elected next.
         progress = self._progress()
         if lease is None:
             self._written = None  # the next leader's record is not ours
@@ -118,7 +117,7 @@ class ProgressWriter:
 
 
 def _facts(progress: JobProgress) -> JobProgress:
-    """Without what changes all the time: of a job without progress, heartbeats are written, and
-    less often. That a node's workers begin to step is a fact."""
+    """Without constantly changing values: of a job without progress, only heartbeats are written,
+    and less often. The begin of a node's steps is a change."""
     heard = tuple(replace(last, step=None, heard_at_s=0.0) for last in progress.heartbeats)
     return replace(progress, time_s=0.0, goodput=None, goodput_since_s=None, heartbeats=heard)

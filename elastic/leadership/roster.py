@@ -1,7 +1,7 @@
-"""What the leader knows of every node: keys, verdicts, failures. State without I/O.
+"""The leader's data about every node: keys, verdicts, failures. State without I/O.
 
-Fed with entries of the store and verdicts of probes; asked for the :class:`View` that
-``decide`` judges, and for the nodes whose liveness has to be settled first.
+Fed with entries of the store and verdicts of probes; provides the :class:`View` that ``decide``
+judges, and the nodes whose liveness must be settled first.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Known:
 
 @dataclass(frozen=True)
 class Failed:
-    """How a node's workers ended in one generation."""
+    """The failure of a node's workers in one generation."""
 
     node_id: str
     node: str  # its name
@@ -53,14 +53,14 @@ class Failed:
 
 
 class Roster:
-    """The leader's memory of the nodes."""
+    """The leader's data about the nodes."""
 
     def __init__(self, keys: Keys, connections: Connections) -> None:
         self._keys = keys
         self._connections = connections
         self._known: dict[str, Known] = {}
         self._liveness: dict[str, Liveness] = {}
-        self._unsettled: dict[str, float] = {}  # node_id -> when to ask; in question
+        self._unsettled: dict[str, float] = {}  # node_id -> time of the next probe; suspected
         self._missing_since: dict[str, float] = {}
         self._suspect_since: dict[str, float] = {}
         # node_id -> report, since when
@@ -77,11 +77,11 @@ class Roster:
         return [e for entry in entries if (e := self.put(entry, now)) is not None]
 
     def put(self, entry: Entry, now: float) -> RecordError | None:
-        """A key was written. A record that cannot be read leaves the rest unharmed."""
+        """A key was written. An invalid record does not affect the others."""
         try:
             if entry.key.startswith(self._keys.failure_reports):
                 report = decode(FailureReport, entry.key, entry.value)
-                # By its key: a node speaks for itself only.
+                # By its key: a node's record is only about itself.
                 node_id = entry.key.removeprefix(self._keys.failure_reports)
                 self._failure_reports[node_id] = replace(report, node_id=node_id), now
             else:
@@ -97,10 +97,10 @@ class Roster:
         since = before.state_since_s if before is not None and same_state else now
         self._known[node.node_id] = Known(node, entry.lease_id, since, now, True)
         self._missing_since.pop(node.node_id, None)
-        # A record is no proof of life: it may have been on its way when its writer died.
+        # A record is not proof of life: it may have been sent before its writer died.
         self._liveness.setdefault(node.node_id, Liveness.ALIVE)
         if self._liveness[node.node_id] is not Liveness.ALIVE:
-            self._unsettled[node.node_id] = now  # newer than the verdict: ask again
+            self._unsettled[node.node_id] = now  # newer than the verdict: probe again
         self._remember_failure(node)
 
     def _remember_failure(self, node: Node) -> None:
@@ -126,27 +126,27 @@ class Roster:
         self.doubt(node_id, now)
 
     def delete_failure_report(self, node_id: str) -> None:
-        """A report was withdrawn, or its node's lease is over."""
+        """A report was withdrawn, or its node's lease has expired."""
         self._failure_reports.pop(node_id, None)
 
     def failure_report_of(self, node_id: str) -> FailureReport | None:
-        """What this node reports at present."""
+        """The current report of this node."""
         return self._failure_reports[node_id][0] if node_id in self._failure_reports else None
 
     def doubt(self, node_id: str, now: float) -> None:
-        """Something speaks against this node's life: settle it before deciding."""
+        """There is evidence that this node is dead: settle it before deciding."""
         if self._liveness.get(node_id) is not Liveness.DEAD:
             self._unsettled[node_id] = now
 
     def connection_opened(self, node_id: str, now: float) -> None:
-        """It has said hello: newer than any verdict against it."""
+        """It has completed a handshake: newer than any verdict against it."""
         if self._liveness.get(node_id, Liveness.ALIVE) is not Liveness.ALIVE:
             self._unsettled[node_id] = now
 
     def settle(self, node_id: str, verdict: Verdict, now: float) -> Liveness | None:
-        """A probe's verdict. What is known now, if that changed it."""
+        """A probe's verdict. Returns the node's new state if that changed it."""
         if node_id not in self._liveness and node_id not in self._unsettled:
-            return None  # forgotten since it was asked: another world has replaced it
+            return None  # removed since it was probed: another world has replaced it
         before = self._liveness.get(node_id, Liveness.ALIVE)
         liveness = self._judge(node_id, verdict, before)
         self._liveness[node_id] = liveness
@@ -161,8 +161,8 @@ class Roster:
         return liveness if liveness is not before else None
 
     def _judge(self, node_id: str, verdict: Verdict, before: Liveness) -> Liveness:
-        """A refusal proves a death if the lease or our connection is lost, too; silence after
-        such a proof changes nothing for as long as that is so."""
+        """A refusal proves a death if the lease or our connection is lost, too; silence after such
+        a proof changes nothing while that holds."""
         is_lost = node_id in self._missing_since or self._connections.is_lost(node_id)
         is_proof = verdict.refused or before is Liveness.DEAD
         if verdict.liveness is Liveness.SUSPECT and is_proof and is_lost:
@@ -180,14 +180,14 @@ class Roster:
         return self._known.get(node_id)
 
     def states(self) -> Counter[NodeState]:
-        """How many nodes with a key are in each state. From any thread, without a lock."""
+        """The number of nodes with a key in each state. From any thread, without a lock."""
         return Counter(known.node.state for known in self._known.copy().values() if known.present)
 
     def with_keys(self) -> tuple[str, ...]:
         return tuple(node_id for node_id, known in self._known.items() if known.present)
 
     def is_alive(self, node_id: str) -> bool:
-        """It has a key, and nothing speaks against its life."""
+        """It has a key, and there is no evidence against its life."""
         known = self._known.get(node_id)
         return (
             known is not None
@@ -197,15 +197,15 @@ class Roster:
         )
 
     def is_dead(self, node_id: str) -> bool:
-        """Its death is proved, for all that is known now."""
+        """Its death is proved by the current evidence."""
         return self._liveness.get(node_id) is Liveness.DEAD
 
     def unsettled(self) -> frozenset[str]:
-        """Nodes in question; nothing is decided before they are settled."""
+        """Suspected nodes; nothing is decided before they are settled."""
         return frozenset(self._unsettled)
 
     def silent(self) -> tuple[str, ...]:
-        """Nodes to ask again from time to time: silent, alive without a key, or dead with one."""
+        """Nodes to probe periodically: silent, alive without a key, or dead with one."""
         return tuple(
             node_id
             for node_id, liveness in self._liveness.items()
@@ -216,11 +216,12 @@ class Roster:
 
     @property
     def has_failure_reports(self) -> bool:
-        """Whether workers of some node have reported a failure that no world has answered yet."""
+        """Whether workers of some node have reported a failure that is not superseded by a world
+        yet."""
         return bool(self._failure_reports)
 
     def unheard(self, world: WorldRecord, *, since_s: float) -> tuple[str, ...]:
-        """Members whose keys exist, and that have not answered a probe since then."""
+        """Members whose keys exist, and that have not responded to a probe since then."""
         return tuple(
             node_id
             for node_id in world.node_ids
@@ -230,7 +231,7 @@ class Roster:
         )
 
     def doubt_members_without_key(self, world: WorldRecord | None, now: float) -> None:
-        """Members this leader has never seen a key of: ask them."""
+        """Members of which this leader has never seen a key: probe them."""
         for member in world.members if world is not None else ():
             known = self._known.get(member.node_id)
             if (known is None or not known.present) and member.node_id not in self._missing_since:
@@ -238,12 +239,12 @@ class Roster:
                 self.doubt(member.node_id, now)
 
     def doubt_members(self, world: WorldRecord, now: float) -> None:
-        """A member failed or saw trouble: perhaps because another one died."""
+        """A member failed or reported a failure: possibly because another one died."""
         for member in world.members:
             self.doubt(member.node_id, now)
 
     def unregistered(self, world: WorldRecord | None) -> tuple[str, ...]:
-        """Members that answer without having a key that we ever saw: they will register."""
+        """Members that respond without a key that was ever seen: they will register."""
         return tuple(
             m.node_id
             for m in (world.members if world is not None else ())
@@ -251,7 +252,7 @@ class Roster:
         )
 
     def forget_strangers(self, world: WorldRecord | None) -> None:
-        """Drop nodes without a key that the world does not name."""
+        """Drop nodes without a key that are not in the world."""
         members = world.node_ids if world is not None else ()
         for node_id in [n for n in self._missing_since if n not in members]:
             for memory in (
@@ -266,15 +267,15 @@ class Roster:
             self._connections.forget(node_id)
 
     def highest_running(self) -> WorldRecord | None:
-        """The newest world that any node says it runs."""
+        """The newest world that any node reports to run."""
         running = [
             k.node.running for k in self._known.values() if k.present and k.node.running is not None
         ]
         return max(running, key=lambda world: world.generation, default=None)
 
     def failures_since(self, generation: int) -> tuple[Failed, ...]:
-        """How workers of this generation and later ones ended; one per node, first one first.
-        Those of earlier ones are forgotten."""
+        """The failures of workers of this generation and later ones; one per node, first one first.
+        Those of earlier ones are dropped."""
         self._failures = {g: found for g, found in self._failures.items() if g >= generation}
         first: dict[str, Failed] = {}
         for generation in sorted(self._failures):
@@ -290,12 +291,12 @@ class Roster:
         done: Done | None,
         quarantined: Mapping[str, float],
     ) -> View:
-        """Everything for ``decide``."""
+        """The input of ``decide``."""
         nodes, missing = [], []
         members = {m.node_id: m for m in world.members} if world is not None else {}
         for node_id, known in self._known.items():
             liveness = self._liveness.get(node_id, Liveness.ALIVE)
-            # A live answer overrules a vanished key: the node will write it again.
+            # A live response overrules a missing key: the node will write it again.
             if known.present or (node_id in members and liveness is Liveness.ALIVE):
                 nodes.append(
                     NodeView(
@@ -321,7 +322,7 @@ class Roster:
         )
 
     def _failing_since_s(self, world: WorldRecord | None) -> float | None:
-        """When trouble began that this world is not itself the answer to."""
+        """When the first failure occurred that is not superseded by this world."""
         if world is None:
             return None
         floor = world.generation if world.switch_at_step is None else 0

@@ -1,4 +1,4 @@
-"""This node's view of leadership: follow the leader, notice its death, stand in its place."""
+"""This node's view of leadership: follow the leader, detect its death, succeed it."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _ON_THE_WAY_OUT = (NodeState.LEAVING, NodeState.FAILED)
 
 @dataclass(frozen=True)
 class LeaderProbed:
-    """The connection to the leader closed; this is what asking it said."""
+    """The connection to the leader closed; this is the result of the probe."""
 
     entry: LeaderEntry
     verdict: Verdict
@@ -58,15 +58,15 @@ class Succession:
     def learn(self, entry: Entry) -> None:
         """The leader key was written."""
         if self._entry is not None and entry.mod_revision < self._entry.mod_revision:
-            return  # an older event than what this node wrote itself
+            return  # an older event than this node's own write
         self._set(LeaderEntry(decode(Leader, entry.key, entry.value), entry.mod_revision))
 
     def forget(self) -> None:
-        """The store was wiped: nothing known of leadership holds."""
+        """The store was wiped: the known leadership is void."""
         self._set(None)
 
     def duties(self, lease: Lease | None, now: float) -> None:
-        """Stand for an absent leader; hand over a term outside the world; follow again."""
+        """Campaign for an absent leader; hand over a term outside the world; follow again."""
         if self._entry is None and lease is not None:
             self._stand(lease, now)
         if self.term is not None:
@@ -81,13 +81,13 @@ class Succession:
 
     @property
     def wake_s(self) -> float | None:
-        """When ``duties`` has something to do again."""
+        """When ``duties`` must run again."""
         if self._entry is None:
             return self._absent_since_s + 2 * self._at.options.lease_s
         return self._follow_at_s
 
     def _stand(self, lease: Lease, now: float) -> None:
-        # A node on its way out stands, too: the last one to leave has to say so in a world.
+        # A leaving node campaigns, too: the last one to leave must write that into a world.
         node = self._at.status.node
         if not leader_key.may_campaign(
             self._at.status.world.world,
@@ -135,15 +135,15 @@ class Succession:
             self._liveness.announce_nothing()
 
     def _hand_over_if_outside(self, term: Leadership) -> None:
-        """A leader outside the world hands leadership to a member."""
+        """A leader outside the world hands over leadership to a member."""
         world, entry = self._at.status.world.world, self._entry
         if world is None or entry is None or self._my_id in world.node_ids:
             return
         self._hand_over(term, entry, filter(term.roster.is_alive, world.node_ids))
 
     def _hand_over_if_cut_off(self, term: Leadership, now: float) -> None:
-        """A leader that most members of a broken world do not answer, though they renew their
-        leases, is the one that is cut off: it can form no world, and one of them may."""
+        """If most members of a broken world do not respond to the leader, although they renew their
+        leases, the leader is cut off: it cannot form a world, but one of them may."""
         world, entry = self._at.status.world.world, self._entry
         if world is None or entry is None or self._my_id not in world.node_ids:
             return
@@ -154,7 +154,7 @@ class Succession:
             self._hand_over(term, entry, unheard)
 
     def _hand_over(self, term: Leadership, entry: LeaderEntry, candidates: Iterable[str]) -> None:
-        """To the first of them that stays."""
+        """To the first member that stays."""
         for node_id in candidates:
             known = term.roster.knows(node_id)
             if known is None or known.node.state in _ON_THE_WAY_OUT:
@@ -167,7 +167,7 @@ class Succession:
             return
 
     def on_connection_opened(self, node_id: str, is_leader: bool) -> None:
-        """A follower said hello, or our leader answered ours."""
+        """A follower completed the handshake, or our leader did."""
         self.connections.opened(node_id, is_leader)
         if self.term is not None and not is_leader:
             self.term.on_opened(node_id)
@@ -211,7 +211,7 @@ class Succession:
         self._at.post(LeaderProbed(entry, verdict))
 
     def on_probed(self, probed: LeaderProbed, *, reaches_store: bool = True) -> None:
-        """Dead: delete its key, so that somebody takes its place at once."""
+        """If it is dead, delete its key, so that a successor is elected at once."""
         if self._entry != probed.entry:
             return
         verdict = probed.verdict
@@ -221,9 +221,9 @@ class Succession:
             leader_key.evict(self._at.store, self._at.keys, probed.entry)
             self._set(None)
             return
-        # Silent, or it refuses and was never connected: its lease decides. Meanwhile we try to
-        # hold the connection again; as if its key cannot be deleted now, for then it is probed
-        # again once the store answers.
+        # Silent, or it refuses and was never connected: its lease decides. In the meantime this
+        # node tries to reconnect; likewise if its key cannot be deleted now, because it is then
+        # probed again once the store responds.
         self._follow_at_s = self._at.clock.monotonic() + FOLLOW_AGAIN_S
 
     def resign(self) -> None:

@@ -1,7 +1,6 @@
-"""What a leader writes: the next world, one that the store has lost, and the job's end.
+"""The leader's writes: the next world, one that the store has lost, and the job's end.
 
-Each write names the revision that it replaces: of two leaders, who cannot know of each other, one
-writes.
+Each write names the revision that it replaces, so of two concurrent leaders only one succeeds.
 """
 
 from __future__ import annotations
@@ -26,8 +25,8 @@ from elastic.tuning.agent_intervals import (
     STEP_RATE_LEAVING_S,
 )
 
-# How long a planned world waits for the first report of a step, before it interrupts one: a node
-# that leaves has little time, a joining node has all of it.
+# How long a planned world waits for the first report of a step before it interrupts one: a leaving
+# node has little time, a joining node is not urgent.
 STEP_RATE_PATIENCE_S = {
     Cause.LEFT: STEP_RATE_LEAVING_S,
     Cause.JOINED: STEP_RATE_JOINING_S,
@@ -36,7 +35,7 @@ STEP_RATE_PATIENCE_S = {
 
 
 class WorldWriter:
-    """Of one term. ``announce`` tells a world to the followers, ahead of the store's watch."""
+    """Of one term. ``announce`` sends a world to the followers, ahead of the store's watch."""
 
     def __init__(
         self,
@@ -52,14 +51,14 @@ class WorldWriter:
         self.planned_since_s: float | None = None  # a plan waits for a step rate
 
     def adopt(self, entry: WorldEntry, now: float, *, since_s: float) -> WorldEntry | float:
-        """After a wipe: the highest world that any node runs goes back into the store.
+        """After a wipe: the highest world that any node runs is written back to the store.
 
         ``since_s``: when the nodes began to register. A number is the time to be called again.
         """
         highest = self._roster.highest_running()
         generation = entry.world.generation if entry.world is not None else 0
         if highest is not None and entry.world is not None and highest.generation < generation:
-            highest = entry.world  # a plan that nobody runs yet: others know it, too
+            highest = entry.world  # a plan that no node runs yet: others know it, too
         if highest is None or (entry.mod_revision and highest.generation <= generation):
             return entry
         if now < since_s + ADOPTION_WAIT_S:
@@ -68,11 +67,11 @@ class WorldWriter:
             self._at.keys.world, encode(highest), expected_revision=entry.mod_revision
         )
         if revision is None:
-            return now + RECHECK_S  # somebody else wrote one: the watch will tell
+            return now + RECHECK_S  # another node wrote one: the watch will deliver it
         self._at.journal.emit(
             StoreProblem(
                 error="the store had lost the world",
-                consequence=f"generation {highest.generation}, which is running, was put back",
+                consequence=f"generation {highest.generation}, which is running, was restored",
             ),
             level=logging.WARNING,
         )
@@ -83,7 +82,7 @@ class WorldWriter:
     ) -> tuple[WorldEntry | None, float]:
         """Write this world, unless it waits for a step rate or another leader was faster.
 
-        Returns what was written, and when to be called again.
+        Returns the written world, and the time of the next call.
         """
         step, wait = self._switch_step(proposal, entry.world, now)
         if wait:
@@ -102,7 +101,7 @@ class WorldWriter:
             self._at.keys.world, encode(world), expected_revision=entry.mod_revision
         )
         if revision is None:
-            return None, now + RECHECK_S  # somebody else was faster: the watch will tell
+            return None, now + RECHECK_S  # another node was faster: the watch will deliver it
         self._announce(encode(world))
         self._accounting.formed(entry.world, world, now)
         self.planned_since_s = None
@@ -122,12 +121,13 @@ class WorldWriter:
     def _switch_step(
         self, proposal: Proposal, before: WorldRecord | None, now: float
     ) -> tuple[int | None, bool]:
-        """Where a planned world takes over (None: at once), and whether to wait for a step rate."""
+        """The step at which a planned world begins (None: at once), and whether to wait for a step
+        rate."""
         if not proposal.planned or before is None:
             return None, False
         if before.switch_at_step is not None and not self._switched(before):
-            # One plan takes the place of another that nobody has carried out. A node that learns of
-            # it too late waits at the same step's boundary, in the building of the first.
+            # A plan may replace another one that no node has carried out. A node that receives it
+            # too late waits at the same step boundary, while it builds the first.
             return before.switch_at_step, False
         step_rate = self._step_rate()
         if step_rate is not None:
@@ -138,7 +138,8 @@ class WorldWriter:
         return None, now < self.planned_since_s + patience_s
 
     def _switched(self, world: WorldRecord) -> bool:
-        """A member runs this world. (Then all were in it: they agree before they say so.)"""
+        """A member runs this world. (Then all have entered it: they agree before they report
+        so.)"""
         return any(
             known.node.running is not None and known.node.running.generation >= world.generation
             for node_id in world.node_ids
@@ -146,14 +147,14 @@ class WorldWriter:
         )
 
     def _step_rate(self) -> StepRate | None:
-        """This node's own workers', if it is of the group that they step in now."""
+        """That of this node's own workers, if they are in the group that trains now."""
         running, step_rate = self._at.status.node.running, self._at.status.step_rate
         if running is None or step_rate is None or step_rate.generation != running.generation:
             return None
         return step_rate
 
     def end(self, outcome: Outcome, reason: str, exit_code: int, entry: WorldEntry) -> Done | None:
-        """Write how the job has ended; None if that is written already."""
+        """Write the job's outcome; None if it is already written."""
         step_rate = self._at.status.step_rate
         done = Done(
             outcome=outcome,

@@ -1,6 +1,8 @@
-"""The worker's end of the link: one thread that reads, beats, and watches the agent's pidfd.
+"""The worker's end of the link: one thread that reads, sends heartbeats, and watches the agent's
+pidfd.
 
-Its pidfd reports the agent's death. A connection that ends while the agent lives is reestablished.
+Its pidfd reports the agent's death. A connection that ends while the agent is alive is
+reestablished.
 """
 
 from __future__ import annotations
@@ -142,7 +144,8 @@ class LinkClient:
         return tuple(fd for fd in ours if fd >= 0)
 
     def send(self, message: Message) -> None:
-        """Send to the agent, in order, from any thread; never blocks. Lost if the agent is gone."""
+        """Send to the agent, in order, from any thread; never blocks. The message is lost if the
+        agent is dead."""
         if os.getpid() != self._pid or self._closing:
             return
         if not self._outbox.put(frame(encode(message))):
@@ -151,7 +154,7 @@ class LinkClient:
             self._wake()
 
     def send_heartbeat(self, heartbeat: Heartbeat) -> None:
-        """Send it, unless the agent has not read what came before: it needs no pile of them."""
+        """Send it, unless the agent has not read the previous ones."""
         if self._outbox.is_empty:
             self.send(heartbeat)
 
@@ -340,7 +343,7 @@ class LinkClient:
 
 
 def _poll(wanted: dict[int, int], timeout_s: float) -> dict[int, int]:
-    """What happened, by descriptor; by poll, since select knows no descriptor above 1023."""
+    """The events, by descriptor; by poll, since select supports no descriptor above 1023."""
     poll = select.poll()
     for fd, events in wanted.items():
         if fd >= 0:

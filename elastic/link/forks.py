@@ -1,14 +1,15 @@
-"""Sockets that a forked child must not keep: it would hide its parent's death from the peers.
+"""Sockets that a forked child must not keep, because it would hide its parent's death from the
+peers.
 
 A data worker forked from a training process inherits all its sockets. After the parent's SIGKILL
-they stay open for as long as the child lives: peers and agent saw the death after 5 s with idle
-data workers, and not within 40 s with busy ones [measured]. So in the child /dev/null is laid over
-them.
+they remain open until the child ends: peers and agent detected the death after 5 s with idle data
+workers, and not within 40 s with busy ones [measured]. So in the child they are replaced by
+/dev/null.
 
-And garbage that a child must not collect: if a process group is among it, its destructor joins
-threads that the child does not have, and the child dies of SIGSEGV [measured]. What the parent had
-at the fork is none of its child's collector's business. (In the parent nothing is frozen: thawing
-would undo the script's own ``gc.freeze()``.)
+Also garbage that a child must not collect: if it contains a process group, its destructor joins
+threads that the child does not have, and the child dies of SIGSEGV [measured]. So the parent's
+objects at the fork are excluded from the child's collector. (In the parent nothing is frozen:
+thawing would undo the script's own ``gc.freeze()``.)
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ def cover(fds: Iterable[int]) -> None:
         try:
             _covered[fd] = _identity(fd)
         except OSError:
-            continue  # closed meanwhile
+            continue  # closed in the meantime
     if not _is_installed:
         os.register_at_fork(
             before=_stop_collecting, after_in_parent=_collect_again, after_in_child=_in_child
@@ -45,7 +46,7 @@ def uncover(fds: Iterable[int]) -> None:
 
 
 def _stop_collecting() -> None:
-    # Until the child has frozen what is its parent's.
+    # Until the child has frozen its parent's objects.
     _of_this_fork.collects = gc.isenabled()
     gc.disable()
 
@@ -71,7 +72,7 @@ def _lay_null() -> None:
         return  # no descriptor is free
     for fd, identity in list(_covered.items()):
         try:
-            if _identity(fd) == identity:  # else closed meanwhile, and its number used again
+            if _identity(fd) == identity:  # otherwise closed in the meantime, and its number reused
                 os.dup2(null, fd, inheritable=False)
         except OSError:
             continue

@@ -31,7 +31,7 @@ KEY_FILE = "key"  # in the socket's folder of mode 0700; of mode 0600
 
 @dataclass(frozen=True, kw_only=True)
 class AgentConnection:
-    """A connection whose worker is known to the agent. The receiver owns both descriptors."""
+    """A connection whose worker the agent has identified. The receiver owns both descriptors."""
 
     sock: socket.socket  # does not block
     agent: int  # pidfd; -1: the agent is in a pid namespace that cannot be seen from here
@@ -78,8 +78,8 @@ def handshake(
         except ProtocolError as error:
             is_stranger = isinstance(error, AuthenticationError)
             raise LinkError(
-                f"what listens at {path} is not this worker's agent: {error}",
-                hint="ELASTIC_LINK is set by the agent; is it another one's, or an older one's?"
+                f"the listener at {path} is not this worker's agent: {error}",
+                hint="ELASTIC_LINK is set by the agent; it may be that of another or an earlier one"
                 if is_stranger
                 else "use the same torch-elastic-harness in the worker's and the agent's Python",
             ) from error

@@ -45,7 +45,7 @@ class Outbox:
         return True
 
     def flush(self, wait_s: float = 0.0) -> bool:
-        """Send what the socket accepts; False: call again when it is writable."""
+        """Send as much as the socket accepts; False: call again when it is writable."""
         if not self._lock.acquire(timeout=wait_s):
             return False  # the thread that sends may have checked for the last time
         try:

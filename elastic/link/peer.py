@@ -42,7 +42,7 @@ def calls_itself(pid: int, claimed: int) -> bool:
 
 
 def has_ended(pidfd: int) -> bool:
-    """Whether that process is gone, or a zombie."""
+    """Whether that process has ended, or is a zombie."""
     poll = select.poll()
     poll.register(pidfd, select.POLLIN)
     return bool(poll.poll(0))

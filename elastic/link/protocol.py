@@ -194,7 +194,7 @@ class MeasureSteps:
 
 @dataclass(frozen=True)
 class ProfileSteps:
-    """Agent: somebody asks for a trace of the next steps."""
+    """Agent: a request for a trace of the next steps."""
 
     steps: int
     ranks: tuple[int, ...]  # none: all
@@ -262,7 +262,7 @@ FROM_AGENT = (
     ProfileSteps,
     CountEvents,
 )
-# Bytes of one message. What is not listed holds a few numbers.
+# Bytes of one message. Messages that are not listed contain a few numbers.
 _MOST_BYTES: dict[type[Any], int] = {
     CollectiveFailure: 64 << 10,
     Exiting: 64 << 10,

@@ -13,8 +13,8 @@ class LocalReplicas:
         self._joined: dict[int, tuple[Worker, int]] = {}  # by pid, with the size of its replica
 
     def join(self, worker: Worker, size: int, nproc: int | None = None) -> tuple[Worker, ...]:
-        """A worker has announced itself. All of its replica on this node, which has ``nproc``
-        workers, once they are there, else nobody."""
+        """A worker has announced itself. Returns all ranks of its replica on this node, which has
+        ``nproc`` workers, once they are present, else none."""
         self._joined[worker.pid] = worker, size
         members = (worker, *self.siblings(worker.pid))
         places = {member.local_rank % size for member in members}
@@ -34,5 +34,5 @@ class LocalReplicas:
         )
 
     def leave(self, pid: int) -> None:
-        """A worker's process is gone."""
+        """A worker's process has ended."""
         self._joined.pop(pid, None)

@@ -122,8 +122,8 @@ class LinkServer:
         self._hub.start()
 
     def keep_key(self) -> None:
-        """Before workers start: their key is there, whatever has cleaned the folder since (after
-        days, systemd-tmpfiles removes untouched files, and keeps live sockets).
+        """Before workers start: rewrites their key, in case the folder was cleaned since (after
+        days, systemd-tmpfiles removes untouched files, but keeps live sockets).
 
         Raises OSError where it cannot be written.
         """
@@ -183,7 +183,7 @@ class LinkServer:
             raise LinkError("a second ClientHandshakeRequest on one connection")
         pid = peer_of(connection.socket).pid
         if not calls_itself(pid, hello.pid):
-            raise LinkError(f"pid {pid} says that it is pid {hello.pid}")
+            raise LinkError(f"pid {pid} claims to be pid {hello.pid}")
         self._refuse_second(pid, hello.local_rank)
         for other in self._connections_of(pid):  # it has connected again
             self._hub.drain(other)
@@ -210,9 +210,9 @@ class LinkServer:
                 continue
             if not has_ended(process.pidfd):
                 raise LinkError(
-                    f"pid {pid} says that it is local rank {local_rank}, which is pid {other.pid}"
+                    f"pid {pid} claims to be local rank {local_rank}, which is pid {other.pid}"
                 )
-            self._reap(process)  # its successor was faster than the news of its death
+            self._reap(process)  # its successor was faster than the report of its death
 
     def _watch(self, worker: Worker) -> None:
         known = self._processes.get(worker.pid)
@@ -255,7 +255,7 @@ class LinkServer:
 
 
 class _LinkHandler(Handler):
-    """Between the hub, which knows connections, and the server, which knows workers."""
+    """Between the hub, which handles connections, and the server, which handles workers."""
 
     def __init__(self, server: LinkServer) -> None:
         self._server = server

@@ -46,7 +46,7 @@ LIMITS = Limits(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LivenessCallbacks:
-    """What a :class:`LivenessServer` reports to its owner, on the server's thread."""
+    """The events that a :class:`LivenessServer` reports to its owner, on the server's thread."""
 
     on_opened: Callable[[str, bool], object]
     """``(node_id, is_leader)``: a follower has proved itself, or the leader has."""
@@ -131,7 +131,7 @@ class LivenessServer(Handler):
         self._hub.post(lambda: self._report(heartbeat))
 
     def announce_nothing(self) -> None:
-        """The term is over: later followers get no world."""
+        """The term has ended: later followers receive no world."""
         self._hub.post(lambda: self._announce(b""))
 
     def close(self) -> None:

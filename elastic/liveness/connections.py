@@ -1,21 +1,21 @@
-"""Which nodes have lost their liveness connection to this one: half of the proof of a death.
+"""The nodes that have lost their liveness connection to this one: half of the proof of a death.
 
-A port that refuses has no listener, as seen from this node. That is so after a death,
-and also behind a firewall that rejects, or while a proxy restarts. Only together with a lost lease
-or with the end of a connection that was open does it prove that the process is gone; and an answer
-that comes later is newer evidence, and reopens the case.
+A port that refuses has no listener, as seen from this node. That is the case after a death, but
+also behind a firewall that rejects, or while a proxy restarts. Only together with a lost lease or
+with the end of an open connection does it prove that the process has ended; a later response is
+newer evidence, and revokes the proof.
 """
 
 from __future__ import annotations
 
 
 class Connections:
-    """Kept over all terms: a node that becomes leader knows which connections it lost as a
-    follower. For the node's thread."""
+    """Kept across all terms: a node that becomes leader has a record of the connections that it
+    lost as a follower. For the node's thread."""
 
     def __init__(self) -> None:
         self.followers: dict[str, int] = {}  # node_id -> open connections from it
-        self.leaders: set[str] = set()  # ours to them are open: the leader, and the one before
+        self.leaders: set[str] = set()  # ours to them are open: the current and the previous one
         self._lost: set[str] = set()
 
     def opened(self, node_id: str, is_leader: bool) -> None:
@@ -47,7 +47,7 @@ class Connections:
         self.leaders.discard(node_id)
 
     def answered(self, node_id: str) -> None:
-        """The node has answered since: what closed before proves nothing any more."""
+        """The node has responded since: an earlier close no longer proves anything."""
         self._lost.discard(node_id)
 
     def is_lost(self, node_id: str) -> bool:

@@ -17,7 +17,7 @@ from elastic.tuning.agent_intervals import PROBE_AGAIN_S
 
 @dataclass(frozen=True)
 class Verdict:
-    """What a probe found."""
+    """The result of a probe."""
 
     liveness: Liveness
     reason: str
@@ -37,11 +37,11 @@ def probe(
 ) -> Verdict:
     """Have the agent at ``host:port`` prove that it is ``node_id``.
 
-    Refused, or answered by another agent: half of a proof that the process is gone, for a live
-    agent never closes its port, but a firewall may refuse for it. For the other half see
-    :mod:`elastic.liveness.connections`. A timeout is no proof, nor is another server's answer:
-    only agents of this run know ``key``. A connection that is accepted and reset has met an agent
-    dying: it is probed again once its port refuses.
+    A refusal, or a response of another agent, is half of a proof that the process has ended,
+    because a live agent never closes its port, but a firewall may refuse connections to it. For the
+    other half see :mod:`elastic.liveness.connections`. A timeout is not a proof, nor is another
+    server's response: only agents of this run have ``key``. If a connection is accepted and reset,
+    the agent is dying: it is probed again once its port refuses.
     """
     verdict = _probe(host, port, node_id, key, timeout_s, tls)
     if verdict.reset:
@@ -58,14 +58,14 @@ def _probe(
             socket.create_connection((host, port), timeout=timeout_s) as connection,
             contextlib.closing(Channel(connection, timeout_s=timeout_s, tls=tls)) as channel,
         ):
-            # Without our proof it counts as no follower.
+            # Without our proof this connection does not count as a follower.
             found = channel.authenticate(key, expected=None, proves=False)
     except ConnectionRefusedError:
         return Verdict(Liveness.SUSPECT, f"{host}:{port} refuses connections", refused=True)
     except ConnectionResetError:
         return Verdict(Liveness.SUSPECT, f"{host}:{port} reset the connection", reset=True)
     except ProtocolError as error:
-        return Verdict(Liveness.SUSPECT, f"{host}:{port} is no agent of this run: {error}")
+        return Verdict(Liveness.SUSPECT, f"{host}:{port} is not an agent of this run: {error}")
     except OSError as error:
         return Verdict(Liveness.SUSPECT, f"{host}:{port} is silent ({error})")
     if found == node_id:

@@ -1,12 +1,12 @@
 """Decides the next world: docs/explanation/protocol.md, section 2, as a pure function.
 
-``decide(view, now, policy)`` looks at everything the leader knows and returns the next world
-with its cause in words, what it waits for and until when, or that the job is over. No clock,
-no I/O, no randomness: equal arguments give equal answers.
+``decide(view, now, policy)`` evaluates the leader's view and returns the next world with its cause
+in words, what it waits for and until when, or that the job has ended. No clock, no I/O, no
+randomness: equal arguments give equal results.
 
-Arguments and answers are in ``view.py``. ``member_status.py`` classifies the members of the
-current world, ``joining_nodes.py`` the nodes outside it. ``surviving_world.py`` decides if a member
-survives; if none does, this module does.
+Arguments and results are in ``view.py``. ``member_status.py`` classifies the members of the current
+world, ``joining_nodes.py`` the nodes outside it. ``surviving_world.py`` decides if a member
+survives; otherwise this module does.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ __all__ = [
 
 
 def decide(view: View, now: float, policy: Policy) -> Decision:
-    """The next world, or what is waited for, or that the job is over."""
+    """The next world, or what the job waits for, or its end."""
     if view.done is not None:
         return Wait(reason=f"the job is over: {view.done.reason}")
     if (running := adoptable(view)) is not None:
@@ -57,7 +57,7 @@ def decide(view: View, now: float, policy: Policy) -> Decision:
     status = classify_members(view, view.world)
     if status.over:
         return _success(status)
-    # Joining nodes that had still to switch may not begin beside those who leave.
+    # Joining nodes that had not switched yet may not begin together with leaving ones.
     only_joining = status.in_process and not any(n.node.running for n in status.running)
     if only_joining and (leaving := _still_stepping(view)) is not None:
         return leaving
@@ -69,8 +69,8 @@ def decide(view: View, now: float, policy: Policy) -> Decision:
 
 
 def adoptable(view: View) -> WorldRecord | None:
-    """The world to put back into a store that was wiped or restored: the newest one that a node
-    still runs, if the store knows none that is as new."""
+    """The world to write back into a store that was wiped or restored: the newest one that a node
+    still runs, if the store has none that is as new."""
     running = (n.node.running for n in view.nodes if n.liveness is not Liveness.DEAD)
     newest = max((w for w in running if w), key=lambda w: w.generation, default=None)
     if newest is None or (view.world and view.world.generation >= newest.generation):
@@ -79,7 +79,7 @@ def adoptable(view: View) -> WorldRecord | None:
 
 
 def _replacing(status: MemberStatus, now: float, policy: Policy) -> Wait | None:
-    """A restart of all would discard the state that workers of these nodes hold."""
+    """A restart of all would discard the state of the workers of these nodes."""
     nodes = status.replacing
     until_s = max((n.state_since_s for n in nodes), default=0.0) + policy.join_timeout_s
     if not nodes or now >= until_s:
@@ -103,7 +103,8 @@ def _first_world(view: View, now: float, policy: Policy) -> Proposal | Wait:
 def _after_everybody(
     view: View, status: MemberStatus, now: float, policy: Policy
 ) -> Proposal | Wait:
-    """Section 2: without a survivor the old world must be proved dead, or silent for long."""
+    """Section 2: without a survivor the old world must be proved dead, or have been silent for
+    long."""
     silent = [g for g in status.gone if not g.proved]
     until = max((g.last_sign_s for g in silent), default=now) + policy.takeover_s
     if silent and now < until:
@@ -114,14 +115,14 @@ def _after_everybody(
         )
         return Wait(reason=reason, until_s=until)
     why = "; ".join(status.sentences) or "the last world has no members"
-    # Nobody is left to disagree with: like in a first world, the first node's limits count.
+    # No member remains: as in a first world, the limits of the first node apply.
     reference = first_node(view) or status.world
     decision = _gather(view, reference, now, policy, Cause.TAKEOVER, f"{why}; ")
     stepping = _still_stepping(view)
     is_waiting = isinstance(decision, Wait) or stepping is not None
     if is_waiting and not silent and _leaving(view, status):
-        # (Also with others that wait: those who leave have to be told at which step.)
-        planned, why = _reach_a_boundary(view), f"{why}; nobody is left"
+        # (Also together with waiting nodes: the step must be announced to the leaving ones.)
+        planned, why = _reach_a_boundary(view), f"{why}; no member remains"
         return propose(view, status.world, (), Cause.PAUSED, why, planned=planned)
     if isinstance(decision, Proposal) and stepping is not None:
         return stepping
@@ -129,8 +130,8 @@ def _after_everybody(
 
 
 def _reach_a_boundary(view: View) -> bool:
-    """Whether the workers of those who leave step together, and nothing has broken their group:
-    then all of them can leave, and save, at one step."""
+    """Whether the workers of the leaving nodes step together in an intact group: then all of them
+    can leave, and save, at one step."""
     stepping = {
         n.node.node_id: n.node.running
         for n in view.nodes
@@ -146,8 +147,8 @@ def _reach_a_boundary(view: View) -> bool:
 
 
 def _still_stepping(view: View) -> Wait | None:
-    """In-process workers step on to the boundary at which they leave, with nobody to follow. In a
-    world without members, so do nodes that were not told to leave, but hold a replica with one."""
+    """In-process workers continue to the boundary at which they leave. In a world without members,
+    so do nodes that were not asked to leave, but share a replica with one that was."""
     is_empty = view.world is not None and not view.world.members
     going = (NodeState.LEAVING, NodeState.READY) if is_empty else (NodeState.LEAVING,)
     leavers = [
@@ -158,12 +159,12 @@ def _still_stepping(view: View) -> Wait | None:
         and n.node.running is not None
         and n.liveness is not Liveness.DEAD
     ]
-    return Wait(reason=f"{', '.join(leavers)} still to leave") if leavers else None
+    return Wait(reason=f"{', '.join(leavers)} still leaving") if leavers else None
 
 
 def _leaving(view: View, status: MemberStatus) -> bool:
-    """The last ones are on their way out, and can still say so. Written down now, it spares the
-    next start the wait for nodes that nobody can ask any more."""
+    """The last ones are leaving and can still report it. Recording that now saves the next start
+    the wait for nodes that no longer respond."""
     members = set(status.world.node_ids)
     return any(n.node.node_id in members and n.liveness is not Liveness.DEAD for n in view.nodes)
 
@@ -177,7 +178,7 @@ def _gather(
     found = arrange(
         None, (), candidates.eligible, per_replica=per_replica, max_nodes=reference.max_nodes
     )
-    # Those that come next may make a replica with nodes that wait for others.
+    # The next ones may form a replica together with waiting nodes.
     called = candidates.eligible[: reference.max_nodes]
     nodes, few = found.nodes, incomplete(called, per_replica)
     waiting = f"; {waiting_for_others([n.node.name for n in few], per_replica)}" if few else ""

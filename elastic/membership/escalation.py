@@ -1,8 +1,8 @@
-"""Finds the nodes at fault when a group repeatedly cannot be built.
+"""Identifies the nodes at fault when a group repeatedly cannot be built.
 
 docs/explanation/protocol.md, section 6, "Escalation".
 
-Those who arrived at a build report whom they waited for. Pure state; for one thread.
+The nodes that arrived at a build report the missing ones. Pure state; for one thread.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ IN_A_ROW = 3
 
 
 class FailedBuilds:
-    """Counts failed builds in a row, for each node that was waited for in all of them."""
+    """Counts failed builds in a row, for each node that was missing from all of them."""
 
     def __init__(self) -> None:
         self._row: dict[str, int] = {}
@@ -22,10 +22,10 @@ class FailedBuilds:
     def failed(
         self, members: Sequence[str], reports: Mapping[str, Sequence[str]]
     ) -> tuple[str, ...]:
-        """A world of ``members`` (in rank order) broke; ``reports`` says whom each reporter
-        waited for in vain. Without reports it was built, which ends every row.
+        """A world of ``members`` (in rank order) broke; ``reports`` has the nodes for which each
+        reporter waited in vain. Without reports the world was built, which ends every row.
 
-        Returns who is to be left out now.
+        Returns the nodes to be excluded now.
         """
         guilty = _at_fault(members, reports)
         self._row = {node: self._row.get(node, 0) + 1 for node in guilty}
@@ -36,10 +36,10 @@ class FailedBuilds:
 
 
 def _at_fault(members: Sequence[str], reports: Mapping[str, Sequence[str]]) -> tuple[str, ...]:
-    """Whom the most others waited for.
+    """The nodes for which the most others waited.
 
-    Of several, those that reported nothing themselves: they never came. If all did (two nodes
-    that cannot reach each other), only the most junior one is at fault, so that the others go on.
+    Of several, those without a report: they never arrived. If all reported (two nodes that cannot
+    reach each other), only the most junior one is at fault, so that the others can continue.
     """
     accusers = Counter(
         node

@@ -1,14 +1,14 @@
-"""When to give up, and whom to leave out for a while. Pure: time comes in as an argument.
+"""When to give up, and which nodes to quarantine. Pure: time is passed as an argument.
 
 A job stops for one of four reasons. No rank of a world has the job's state, and there is no
-checkpoint: every further world would begin like that, also where nodes fail alternately and none
-of them is at fault. The same error of the *script* occurred at the same step three
-times, and the job never got past that step: going on cannot help, whatever it did between them,
-since a restart from a checkpoint makes steps every time. Or the same error broke three worlds in a
-row without progress; an error that moves forward from step to step is progress. Or worlds keep
-breaking without a healthy one between: the budget is spent. Churn spends it, too: a node that is
-lost or leaves again and again, while the job gets nowhere. A healthy world refunds everything: one
-that made ``healthy_steps``, or lived ``healthy_s`` where steps are not known (restart mode).
+checkpoint: every further world would begin like that, even if nodes fail alternately and none of
+them is at fault. The same error of the *script* occurred at the same step three times, and the job
+never got past that step: continuing is useless, regardless of the events in between, since a
+restart from a checkpoint makes steps every time. Or the same error broke three worlds in a row
+without progress; an error that moves forward from step to step is progress. Or worlds keep breaking
+without a healthy one in between: the budget is spent. Churn uses it up, too: a node that is lost or
+leaves repeatedly without progress of the job. A healthy world resets everything: one that made
+``healthy_steps``, or lasted ``healthy_s`` if steps are not known (restart mode).
 """
 
 from __future__ import annotations
@@ -23,26 +23,26 @@ from typing import NamedTuple
 from elastic.failures.verdict import is_consequence
 from elastic.tuning.agent_intervals import FAILURE_WINDOW_S, FLAP_WINDOW_S, HEALTHY_S, QUARANTINE_S
 
-_KILLED = (-9, -15)  # SIGKILL, SIGTERM: somebody from outside
+_KILLED = (-9, -15)  # SIGKILL, SIGTERM: from outside
 _NO_STATE = 65  # elastic.errors.CheckpointRequired, which all ranks of a world raise together
-_TELLING = {2, _NO_STATE}  # 2: wrong use. The job ends with them, too
+_TELLING = {2, _NO_STATE}  # 2: usage. The job ends with them, too
 _RANK = re.compile(r"^\s*\[rank\s*\d+\]:?\s*", re.IGNORECASE | re.MULTILINE)
 _ADDRESS = re.compile(r"\b0x[0-9a-f]+\b", re.IGNORECASE)
-# What a rank may be ahead of the one that reports: ranks differ by one step at most.
+# By how much a rank may be ahead of the reporting one: ranks differ by one step at most.
 _STEP_AHEAD = 1
-# One or two steps may be only a report that came late.
+# One or two steps may only be a late report.
 _LATE_STEPS = 2
 
 
 @dataclass(frozen=True)
 class Failure:
-    """How the workers of one node ended."""
+    """The failure of the workers of one node."""
 
     node: str  # its name
     text: str | None  # the script's error, if it left one
     exit_code: int | None  # negative: the signal
     step: int | None = None  # steps committed by the worker that failed
-    is_oom_kill: bool = False  # the kernel ended it, since its memory limit was reached
+    is_oom_kill: bool = False  # the kernel ended it because its memory limit was reached
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,19 +54,19 @@ class Breakage:
     failures: tuple[Failure, ...]
     lost: tuple[str, ...]  # names of members that were lost
     at_s: float  # monotonic
-    steps: int | None = None  # made since the breakage before; None: not known
-    left: tuple[str, ...] = ()  # names of members that left in order
-    churned: tuple[str, ...] = ()  # of those lost and left: not for the first time in the window
-    counts: bool = True  # False: nodes came to be missing, which is not the job's fault
-    step: int | None = None  # of the job, as far as its leader knew
+    steps: int | None = None  # since the previous breakage; None: not known
+    left: tuple[str, ...] = ()  # names of members that left gracefully
+    churned: tuple[str, ...] = ()  # of those lost and left: repeatedly within the window
+    counts: bool = True  # False: nodes are missing, which is not the job's fault
+    step: int | None = None  # of the job, as known to its leader
     excluded: str = ""  # name of a node whose machine was at fault
-    verdict: str = ""  # on the first failure, for people
-    response: str = ""  # what was done about it
+    verdict: str = ""  # on the first failure, for users
+    response: str = ""  # the response to it
 
     @property
     def is_failure(self) -> bool:
-        """Whether it is held against the script, rather than against nodes that come and go, or
-        against a machine."""
+        """Whether it is attributed to the script, rather than to departing nodes or to a
+        machine."""
         return self.counts and not self.churned and not self.excluded
 
 
@@ -77,33 +77,33 @@ class FailureBudget:
     budget: int = 10
     failure_window_s: float = FAILURE_WINDOW_S
     healthy_s: float = HEALTHY_S
-    # Steps made in-process are never lost: a job that makes twenty between failures gets on.
+    # In-process steps are never lost: twenty between failures are progress.
     healthy_steps: int = 20
     same_error: int = 3  # worlds in a row, or at one step, that the same error may break
 
 
 @dataclass(frozen=True, kw_only=True)
 class StopJob:
-    """The job must end. ``exit_code``: 70 for a spent budget; for the script's own error
-    its exit code if that is one of ours (2, 65), else 1."""
+    """The job must end. ``exit_code``: 70 for a spent budget; for an error of the script its exit
+    code if that is one of ours (2, 65), else 1."""
 
     reason: str
     exit_code: int
 
 
 class _ScriptError(NamedTuple):
-    """What the script itself did wrong."""
+    """An error of the script itself."""
 
-    said: str  # for people
+    said: str  # for users
     step: int | None  # where
-    is_exact: bool  # the worker that failed has said so itself
+    is_exact: bool  # the error was reported by the failed worker itself
 
 
 def healthy(breakage: Breakage, policy: FailureBudget) -> bool:
-    """Whether the world had got on before it broke.
+    """Whether the world had made progress before it broke.
 
-    Steps can be slow: a world also counts that lived long and made a few. A world that stands
-    still is not healthy however long it lives.
+    Steps can be slow: a world also counts if it lasted long and made a few. A world without
+    progress is not healthy, however long it lasts.
     """
     lived_long = breakage.lived_s >= policy.healthy_s
     if breakage.steps is None:
@@ -112,9 +112,9 @@ def healthy(breakage: Breakage, policy: FailureBudget) -> bool:
 
 
 def is_churn(breakage: Breakage, policy: FailureBudget) -> bool:
-    """Whether nodes that vanished again are held against the job: it got nowhere meanwhile.
+    """Whether repeated departures of nodes count against the job, because it made no progress.
 
-    Less progress is asked for than after failures: that nodes come and go is not its fault.
+    Less progress is required than after failures: departures are not the job's fault.
     """
     if breakage.steps is None:
         return bool(breakage.churned) and breakage.lived_s < policy.healthy_s
@@ -124,7 +124,7 @@ def is_churn(breakage: Breakage, policy: FailureBudget) -> bool:
 def departed_again(
     names: Iterable[str], history: Sequence[Breakage], generation: int, since_s: float
 ) -> tuple[str, ...]:
-    """Those of the names that had been lost, or had left, in an older world since then."""
+    """Those of the names that were lost, or left, in an older world since then, too."""
     known = {
         name
         for breakage in history
@@ -135,7 +135,7 @@ def departed_again(
 
 
 def verdict(history: Sequence[Breakage], now: float, policy: FailureBudget) -> StopJob | None:
-    """Whether the broken worlds (newest last) are reason to stop."""
+    """Whether the broken worlds (newest last) are a reason to stop."""
     return (
         _no_state_left(history)
         or _same_error_at_one_step(history, policy)
@@ -187,13 +187,15 @@ def _same_error_in_a_row(history: Sequence[Breakage], policy: FailureBudget) -> 
     for key, error in errors[0].items():
         places = [found[key] for found in errors if key in found]
         if len(places) == len(row) and not _moves_forward(places):
-            reason = f"the script failed {len(row)} times in a row in the same way: {error.said}"
+            reason = (
+                f"the script failed {len(row)} times in a row with the same error: {error.said}"
+            )
             return _stop(reason, row[0])
     return None
 
 
 def _row_without_progress(history: Sequence[Breakage], policy: FailureBudget) -> list[Breakage]:
-    """The last failures, newest first; shorter if the job got on between two of them."""
+    """The last failures, newest first; shorter if the job made progress between two of them."""
     row: list[Breakage] = []
     for breakage in reversed(history):
         if breakage.is_failure:
@@ -221,7 +223,7 @@ def exit_code_of(codes: Iterable[int | None]) -> int:
 
 
 def _script_errors(breakage: Breakage) -> dict[str, _ScriptError]:
-    """What the script itself did wrong, by its comparable text."""
+    """The errors of the script itself, by their comparable text."""
     failures = breakage.failures
     if breakage.lost or not failures or any(_is_killed(f) for f in failures):
         return {}
@@ -251,7 +253,7 @@ def _at_step(said: str, failure: Failure, breakage: Breakage) -> _ScriptError:
 
 
 def _key(failure: Failure) -> str:
-    """The text without what differs between runs of the same mistake."""
+    """The text without parts that differ between occurrences of the same error."""
     if failure.is_oom_kill:
         return "out of memory"  # the rest of its text is a pid
     return " ".join(_ADDRESS.sub("0x", _RANK.sub("", failure.text or "")).split())
@@ -264,21 +266,22 @@ def _budget_spent(history: Sequence[Breakage], now: float, policy: FailureBudget
             break
         spent += breakage.counts
         churned += breakage.counts and bool(breakage.churned)
-        if healthy(breakage, policy):  # it refunded everything before it
+        if healthy(breakage, policy):  # it reset everything before it
             break
     if spent <= policy.budget or not history[-1].counts:
         return None
     last = history[-1]
-    by_churn = f" ({churned} of them because nodes went again and again)" if churned else ""
+    by_churn = f" ({churned} of them because nodes departed repeatedly)" if churned else ""
     reason = (
-        f"{spent} worlds broke within {policy.failure_window_s:g} s{by_churn}, none of them lived "
+        f"{spent} worlds broke within {policy.failure_window_s:g} s{by_churn}, none of them lasted "
         f"{policy.healthy_s:g} s; the last was generation {last.generation} ({what_broke(last)})"
     )
     return StopJob(reason=reason, exit_code=70)
 
 
 def what_broke(breakage: Breakage) -> str:
-    """In one sentence: who was lost, who left, and the line that says most of each error."""
+    """In one sentence: the lost nodes, those that left, and the most informative line of each
+    error."""
     said = [f"{name} lost" for name in breakage.lost]
     said += [f"{name} left" for name in breakage.left]
     said += [f"{f.node}: {error_line(f)}" for f in breakage.failures]
@@ -293,7 +296,7 @@ def error_line(failure: Failure) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class FlapPolicy:
-    """How often a node may be lost or accused before it is left out for ``quarantine_s``."""
+    """How often a node may be lost or reported before it is quarantined for ``quarantine_s``."""
 
     losses: int = 3
     accusations: int = 3
@@ -302,8 +305,8 @@ class FlapPolicy:
 
 
 class FlapTracker:
-    """Which nodes, by name, are left out for a while: those that keep vanishing, and the one
-    that is the first to fail again and again. State without I/O; for one thread."""
+    """The nodes, by name, that are quarantined: those that are lost repeatedly, and one that is
+    repeatedly the first to fail. State without I/O; for one thread."""
 
     def __init__(self, policy: FlapPolicy | None = None) -> None:
         self._policy = policy or FlapPolicy()
@@ -321,17 +324,17 @@ class FlapTracker:
         self._forget(now)
 
     def found(self, node: str) -> None:
-        """The node that was lost last lives: it is not held against it."""
+        """The node that was lost last is alive: the loss does not count."""
         if times := self._losses.get(node):
             times.pop()
             if not times:
                 del self._losses[node]
 
     def accused(self, node: str, now: float) -> None:
-        """A node was the first to fail in a world that nobody was lost from.
+        """A node was the first to fail in a world that lost no node.
 
-        The third time in a row it is quarantined. A row ends with the accusation of another node,
-        and with ``flap_window_s`` without any.
+        The third time in a row it is quarantined. A row ends with a report against another node,
+        and after ``flap_window_s`` without any.
         """
         fresh = self._accusations and now - self._accusations[-1] <= self._policy.flap_window_s
         if node != self._accused or not fresh:
@@ -346,12 +349,12 @@ class FlapTracker:
         return {node: until for node, until in self._until.items() if now < until}
 
     def cool(self, node: str, now: float) -> None:
-        """Leave this node out for ``quarantine_s``. ``node`` is a name, or an id where the node
-        lives on: several agents of one machine may have one name."""
+        """Exclude this node for ``quarantine_s``. ``node`` is a name, or an id if the node is
+        alive: several agents of one machine may share a name."""
         self._until[node] = now + self._policy.quarantine_s
 
     def _forget(self, now: float) -> None:
-        # Names of nodes that come and go for weeks must not pile up.
+        # Names of nodes that join and leave for weeks must not accumulate.
         horizon = now - self._policy.flap_window_s
         self._losses = {n: t for n, t in self._losses.items() if t[-1] >= horizon}
         self._until = self.quarantined(now)

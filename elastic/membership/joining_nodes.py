@@ -1,4 +1,4 @@
-"""Who may come into a world next: nodes that are not in the current one."""
+"""The nodes that may join the next world: those that are not in the current one."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from elastic.tuning.agent_options import NODE_TLS
 
 @dataclass(frozen=True, kw_only=True)
 class JoiningNodes:
-    """Nodes outside the current world, and why some of them are not counted."""
+    """Nodes outside the current world, and why some of them are not admitted."""
 
     eligible: tuple[NodeView, ...]  # oldest first
     quarantine_ends_s: float | None  # when the first of those in quarantine is eligible again
-    skipped_reasons: tuple[str, ...]  # a sentence for each live node that is not counted
+    skipped_reasons: tuple[str, ...]  # a sentence for each live node that is not admitted
 
 
 def refusal(node: Node, reference: WorldRecord | Node) -> str | None:
-    """Why ``node`` cannot mix with a job: a sentence, or None if it can.
+    """Why ``node`` is incompatible with a job: a sentence, or None if it is compatible.
 
     ``reference`` is the job's world or, before the first one, its first node. Versions mix
     within one major.minor; torch may differ between nodes.
@@ -49,7 +49,7 @@ def refusal(node: Node, reference: WorldRecord | Node) -> str | None:
 
 
 def _other_replicas(node: Node, reference: WorldRecord | Node) -> str | None:
-    """(Before the numbers of nodes are compared: those are rounded to whole replicas.)"""
+    """(Before the numbers of nodes are compared: those are rounded to complete replicas.)"""
     if node.replica_size != reference.replica_size:
         return (
             f"{node.name} was started with replica_size={node.replica_size}, "
@@ -72,7 +72,7 @@ def _line(version: str) -> str:
 
 
 def by_seniority(nodes: Iterable[NodeView]) -> tuple[NodeView, ...]:
-    """Oldest first; the id decides between equal times, so that all leaders agree."""
+    """Oldest first; the id breaks ties, so that all leaders agree."""
     return tuple(sorted(nodes, key=lambda n: (n.node.joined_at_s, n.node.node_id)))
 
 
@@ -87,7 +87,7 @@ def first_node(view: View) -> Node | None:
 def find_joining_nodes(
     view: View, reference: WorldRecord | Node, now: float, *, in_process: bool
 ) -> JoiningNodes:
-    """Sort the nodes outside ``view.world`` into those that may come and the others.
+    """Divide the nodes outside ``view.world`` into those that may join and the others.
 
     ``in_process``: the members keep their processes, so a joining node must be ready first.
     """
@@ -123,9 +123,10 @@ def _can_come(node: Node, in_process: bool) -> bool:
     # A ready in-process node can also be restarted into a world of the other mode; a node whose
     # workers are not ready would make an in-process world wait for it.
     if node.state is NodeState.READY:
-        # One that still runs a world which went on without it has not heard of that yet, cut off
-        # as it was. Its workers are about to be started anew: nobody is to wait for them.
+        # A node that still runs a world that continued without it has not received that yet,
+        # because it was cut off. Its workers are about to be restarted: the job does not wait for
+        # them.
         return node.in_process and node.running is None
-    # Its workers wait for the rest of a replica, perhaps in vain: they can be started anew.
+    # Its workers wait for the rest of a replica, perhaps in vain: they can be restarted.
     waits = node.state is NodeState.STARTING and bool(node.replica_start) and node.running is None
     return (node.state is NodeState.ARRIVED or waits) and not in_process

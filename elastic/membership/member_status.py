@@ -16,7 +16,7 @@ from elastic.membership.records import (
 )
 from elastic.membership.view import Liveness, MissingMember, NodeView, Policy, View
 
-MAX_FAILURE_CHARS = 300  # a reason is a sentence in every node's log
+MAX_FAILURE_CHARS = 300  # a reason is shown in every node's log
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,9 +26,11 @@ class Gone:
     node_id: str
     cause: Cause  # LOST or LEFT
     sentence: str
-    proved: bool  # it certainly makes no progress any more
+    proved: bool  # it certainly makes no more progress
     last_sign_s: float
-    running: WorldRecord | None = None  # if that is not proved: the group that it may still step in
+    running: WorldRecord | None = (
+        None  # unless that is proved: the group in which it may still step
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,21 +41,21 @@ class MemberStatus:
     running: tuple[NodeView, ...]  # run this generation, or are about to
     out: tuple[NodeView, ...]  # left it: their workers failed or were stopped
     gone: tuple[Gone, ...]
-    finished: tuple[str, ...]  # names; also of nodes that finished an earlier world of the job
-    peers: frozenset[str]  # whom the finished ones ran with, as far as they still say it
-    failure_reports: tuple[FailureReport, ...]  # of running members, and not answered yet
-    alive: frozenset[str]  # ids of all nodes that are there, members or not
+    finished: tuple[str, ...]  # names; including nodes that finished an earlier world of the job
+    peers: frozenset[str]  # the members that the finished ones ran with, if still reported
+    failure_reports: tuple[FailureReport, ...]  # of running members, and not superseded yet
+    alive: frozenset[str]  # ids of all present nodes, members or not
 
     @property
     def in_process(self) -> bool:
-        """Those who still run can change worlds without a restart."""
+        """The running members can change worlds without a restart."""
         return bool(self.running) and all(
             n.node.in_process and n.node.state is not NodeState.ARRIVED for n in self.running
         )
 
     @property
     def pending(self) -> bool:
-        """A planned world that nobody has switched to yet."""
+        """A planned world to which no member has switched yet."""
         return self.world.switch_at_step is not None and not any(
             n.node.running and n.node.running.generation >= self.world.generation
             for n in self.running
@@ -61,8 +63,8 @@ class MemberStatus:
 
     @property
     def over(self) -> bool:
-        """Somebody finished, and nobody is left who was stepping with them. Joining nodes that had
-        still to switch when the others finished are not needed any more."""
+        """A member has finished, and no member remains that was stepping with it. Joining nodes
+        that had not switched when the others finished are no longer needed."""
         if not self.finished or any(n.node.running for n in self.running):
             return False
         # (In restart mode a member starts with the world, not at a switch.)
@@ -72,44 +74,44 @@ class MemberStatus:
 
     @property
     def survivors(self) -> tuple[NodeView, ...]:
-        """Who goes on, in rank order.
+        """The members that continue, in rank order.
 
-        In-process members do not wait for one that restarts its workers: it comes back as a
-        joining node once it is ready. If nobody runs any more, all restart together.
+        In-process members do not wait for one that restarts its workers: it returns as a joining
+        node once it is ready. If no member runs any more, all restart together.
         """
         if self.in_process:
             return self.running
         ready = [n for n in self.out if _is_ready(n)]
         if not self.running and self._may_replace and ready:
-            # Some of their workers have died and were replaced: the others hold the state, and
-            # a restart would discard it.
+            # Some of their workers have died and were replaced: the others have the state, and a
+            # restart would discard it.
             return tuple(ready)
         place = {node_id: i for i, node_id in enumerate(self.world.node_ids)}
         return tuple(sorted(self.running + self.out, key=lambda n: place[n.node.node_id]))
 
     @property
     def replacing(self) -> tuple[NodeView, ...]:
-        """Nobody runs any more, and nobody is ready, but these soon are: workers of theirs were
-        replaced, and the others wait with their state."""
+        """No member runs or is ready, but these will be soon: some of their workers were replaced,
+        and the others wait with their state."""
         if self.running or not self._may_replace or any(_is_ready(n) for n in self.out):
             return ()
         return tuple(n for n in self.out if n.node.state is NodeState.STARTING)
 
     @property
     def _may_replace(self) -> bool:
-        """Where a replica takes several nodes, a death ends the collectives of all its workers."""
+        """If a replica takes several nodes, a death ends the collectives of all its workers."""
         return self.world.nodes_per_replica == 1
 
     @property
     def changed(self) -> bool:
-        """The world cannot go on as it is."""
+        """The world cannot continue unchanged."""
         if self.world.state is WorldState.PAUSED and not self.in_process:
             return bool(self.gone)  # its members wait for a restart: nothing can be broken
         return bool(self.gone or self.out or self.failure_reports)
 
     @property
     def sentences(self) -> tuple[str, ...]:
-        """What is wrong, for people."""
+        """The problems, for users."""
         said = tuple(g.sentence for g in self.gone)
         if self.world.state is WorldState.ACTIVE or self.in_process:
             name = {n.node.node_id: n.node.name for n in self.running}
@@ -119,19 +121,21 @@ class MemberStatus:
 
     @property
     def unbroken(self) -> bool:
-        """The survivors step on in a group of which nobody failed or vanished (leaving is
+        """The survivors continue in a group of which no member failed or was lost (leaving is
         neither): the next world can wait for the end of a step."""
         groups = [n.node.running for n in self.running if n.node.running is not None]
         if self.failure_reports or not groups or not (self.pending or self._taken_up(groups)):
             return False
         broken = {n.node.node_id for n in self.out}
         broken |= {g.node_id for g in self.gone if g.cause is Cause.LOST}
-        # A node that was to leave with a pending plan, and is gone, ended the old group's steps.
+        # A node that was to leave with a pending plan, and is lost, ended the steps of the old
+        # group.
         left = {i for group in groups for i in group.node_ids} - {*self.world.node_ids, *self.alive}
         return not left and all(broken.isdisjoint(group.node_ids) for group in groups)
 
     def _taken_up(self, groups: list[WorldRecord]) -> bool:
-        """Everybody has entered this world: nobody is building it, with the last one given up."""
+        """All members have entered this world: none is building it together with the node given up
+        last."""
         entered = all(group.generation >= self.world.generation for group in groups)
         return entered and len(groups) == len(self.running)
 
@@ -223,19 +227,19 @@ def _oldest_group(view: View, world: WorldRecord) -> int:
 
 
 def _is_out(node: Node, world: WorldRecord, oldest: int) -> bool:
-    """The workers with which this node was to be in ``world`` are gone."""
+    """The workers with which this node was to be in ``world`` have ended."""
     if node.running is not None:
         return False
     if node.arrived_for >= min(oldest, world.generation):
         return True
-    # An in-process world has no members without ready workers. Who is seen without lost them
+    # An in-process world has no members without ready workers. A member without them lost them
     # before it could enter, whatever generation they ran.
     return world.mode == "in-process" and node.state is not NodeState.READY
 
 
 def _failure(node: Node) -> str:
     if node.failure and (lines := node.failure.strip().splitlines()):
-        # A traceback says what happened in its last line, a message in its first.
+        # The last line of a traceback is the error, the first line of a message.
         line = lines[-1] if lines[0].startswith("Traceback") else lines[0]
         return f"{node.name} failed: {line.strip()[:MAX_FAILURE_CHARS]}"
     if node.failure_exit_code:

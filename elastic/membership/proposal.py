@@ -1,4 +1,4 @@
-"""From chosen nodes to a proposal, from a proposal to the record, and the words for people."""
+"""From chosen nodes to a proposal, from a proposal to the record, and texts for users."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ def propose(
     planned: bool = False,
     restarts: bool = False,
 ) -> Proposal:
-    """The world of ``nodes``, with the numbers of the job (``reference``).
+    """The world of ``nodes``, with the limits of the job (``reference``).
 
-    ``restarts``: workers that could change worlds by themselves start anew nevertheless. So do
-    those of a replica that have met as another one, or in another order.
+    ``restarts``: workers that could change worlds in process restart nevertheless. So do those of a
+    replica that have met as another one, or in another order.
     """
     can_stay = bool(nodes) and all(n.node.in_process for n in nodes)
     in_process = can_stay and not restarts and _have_met(nodes, reference.nodes_per_replica)
@@ -69,8 +69,8 @@ def _runs_in(running: WorldRecord | None, ids: tuple[str, ...]) -> bool:
 
 
 def _newest_generation(view: View) -> int:
-    # After a wipe the nodes are the only memory of how far generations had come. Starting again
-    # below a node's `arrived_for` would make that node look as if it had left every new world.
+    # After a wipe only the nodes know the highest generation. Restarting below a node's
+    # `arrived_for` would make that node appear to have left every new world.
     seen = [n.node.arrived_for for n in view.nodes]
     seen += [n.node.running.generation for n in view.nodes if n.node.running]
     return max([view.world.generation if view.world else 0, *seen])
@@ -88,8 +88,8 @@ def world_of(
 ) -> WorldRecord:
     """The record to swap in for ``last``. The first node hosts the group's store.
 
-    ``committed_step`` is what is known of the job's progress, if anything: the record's floor
-    never falls.
+    ``committed_step`` is the known progress of the job, if any: the record's lower bound never
+    decreases.
     """
     host = proposal.nodes[0] if proposal.nodes else None
     lineage = (*last.lineage, last.generation) if last else ()
@@ -136,5 +136,5 @@ def count(nodes: Sequence[NodeView]) -> str:
 
 
 def also(reason: str, candidates: JoiningNodes) -> str:
-    """The reason, and why nodes that wait are not counted."""
+    """The reason, and why waiting nodes are not admitted."""
     return "; ".join([reason, *candidates.skipped_reasons])

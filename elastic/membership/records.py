@@ -54,12 +54,12 @@ class Outcome(str, Enum):
 
 @dataclass(frozen=True, kw_only=True)
 class ProcessIdentity:
-    """Enough to prove on the same machine that a process is gone (node/identity.py)."""
+    """Sufficient to prove on the same machine that a process has ended (node/identity.py)."""
 
     host: str
     machine_id: str  # "": none, as in many containers
     boot_id: str  # "": not known
-    pod_uid: str  # "": in no pod, or not told
+    pod_uid: str  # "": not in a pod, or not set
     pid_namespace: int
     pid: int
     start_ticks: int
@@ -77,7 +77,7 @@ class Member:
     liveness_port: int
     process: ProcessIdentity
     memory_port: _Port = 0  # where its memory for checkpoints is served; 0: it has none
-    replica_port: _Port = 0  # where the ranks of a replica meet whose first node this is
+    replica_port: _Port = 0  # where the ranks of a replica meet whose first node is this one
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,13 +102,13 @@ class BreakageRecord:
     failures: tuple[FailureRecord, ...]
     lost: tuple[str, ...]  # names
     time_s: float  # wall clock
-    left: tuple[str, ...] = ()  # names of nodes that left in order
+    left: tuple[str, ...] = ()  # names of nodes that left gracefully
     churned: tuple[str, ...] = ()  # of those that were lost or left: not for the first time lately
     counts: bool = True  # against the failure budget
-    step: int | None = None  # of the job, as far as the leader knew
+    step: int | None = None  # of the job, as reported to the leader
     excluded: str = ""  # name of a node whose machine was at fault
-    verdict: str = ""  # on the first failure, for people
-    response: str = ""  # what the leader did
+    verdict: str = ""  # on the first failure, for users
+    response: str = ""  # the leader's response
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -119,7 +119,7 @@ class WorldRecord(WorldSpec):
     mode: str  # "restart" | "in-process"
     min_nodes: int
     max_nodes: int
-    time_s: float  # wall clock, for people
+    time_s: float  # wall clock, for users
     library: str = ""  # torch-elastic-harness version of the job; "": not known
     tls: bool = False  # its nodes connect with TLS
     breakages: tuple[BreakageRecord, ...] = ()  # the last ones, newest last
@@ -155,7 +155,7 @@ class Node:
     """A live agent: key ``nodes/{node_id}``, on its lease."""
 
     node_id: str
-    name: str  # ELASTIC_NODE_NAME, else the host name: what people see, and what flaps
+    name: str  # ELASTIC_NODE_NAME, else the host name: shown to users, and used to detect flapping
     nproc: _Positive
     role: str
     address: str  # where the others reach this node (--local-addr)
@@ -173,7 +173,7 @@ class Node:
     arrived_for: int  # the last generation this node is done with, when arrived
     failure: str | None  # what its workers ended with, when it arrived after a failure
     failure_exit_code: int | None
-    joined_at_s: float  # wall clock, for people and seniority among joining nodes
+    joined_at_s: float  # wall clock, for users and for seniority among joining nodes
     failure_step: int | None = None  # steps committed by the worker that failed; None: not known
     failure_is_oom_kill: bool = False  # the kernel ended it, since its memory limit was reached
     # Lines of the kernel's log since its workers had started, which may explain it.
@@ -219,7 +219,7 @@ class FailureReport:
     node_id: str
     generation: int
     error: str
-    # Ids of nodes that did not come to a build, or from which nothing came any more.
+    # Ids of nodes that did not arrive at a build, or whose connections timed out.
     accused: tuple[str, ...] = ()
     version: int = RECORD_VERSION
 
@@ -237,7 +237,7 @@ class HangFacts:
 
 @dataclass(frozen=True, kw_only=True)
 class HangVerdict:
-    """Key ``hang_verdict``: the leader's last verdict on a world that does not go on."""
+    """Key ``hang_verdict``: the leader's last verdict on a world without progress."""
 
     generation: int
     action: HangAction
@@ -246,8 +246,8 @@ class HangVerdict:
     reason: str
     culprits: tuple[int, ...]  # ranks
     culprit: RankFacts | None  # the first of them
-    node_id: str  # who acts: the node of the first culprit, or of rank 0
-    ranks: tuple[RankFacts, ...]  # what it was judged from
+    node_id: str  # the acting node: that of the first culprit, or of rank 0
+    ranks: tuple[RankFacts, ...]  # the facts from which it was judged
     size: int  # of the world
     version: int = RECORD_VERSION
 
@@ -284,7 +284,7 @@ class NodeStepTimes:
 
 @dataclass(frozen=True, kw_only=True)
 class ReplicaSeats:
-    """Key ``replicas``: who holds a model with whom, of nodes whose workers were started while the
+    """Key ``replicas``: which nodes form a replica, for nodes whose workers were started while the
     others trained. Only compare-and-swap writes it; a first world implies its replicas."""
 
     replicas: tuple[NodeReplica, ...]
@@ -316,7 +316,7 @@ class Done:
 
 @dataclass(frozen=True, kw_only=True)
 class Secret:
-    """Key ``secret``: what all nodes of this run prove to each other that they know."""
+    """Key ``secret``: the secret that all nodes of this run prove to each other."""
 
     secret: str = field(repr=False)  # 32 bytes as base64
     version: int = RECORD_VERSION
@@ -381,7 +381,7 @@ def _broken(key: str, what: str) -> RecordError:
 
 
 def _contradiction(record: Record) -> str | None:
-    """What the types cannot say, and what would otherwise end the leader, again and again."""
+    """Contradictions that the types cannot express, and that would end the leader repeatedly."""
     match record:
         case Node(min_nodes=low, max_nodes=high) | WorldRecord(min_nodes=low, max_nodes=high) if (
             not 1 <= low <= high

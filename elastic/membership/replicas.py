@@ -1,9 +1,9 @@
 """Replicas over several nodes: which nodes hold a model together, and which wait until they can.
 
 A *replica* is ``replica_size`` ranks that hold the model once (docs/decisions/0030). A node with
-that many workers, or a multiple, has whole replicas and comes and goes by itself. With fewer, a
-replica takes several nodes: worlds are formed of whole replicas, each a run of neighbours in the
-order of ranks. Here one node counts as one replica wherever ``per_replica`` is 1.
+that many workers, or a multiple, has complete replicas and joins and leaves independently. With
+fewer, a replica takes several nodes: worlds consist of complete replicas, each a consecutive run in
+the order of ranks. Here one node counts as one replica wherever ``per_replica`` is 1.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ class Arrangement:
 
     @property
     def nodes(self) -> Nodes:
-        """In the order of ranks. Rank 0 is of an unharmed replica if there is one."""
+        """In the order of ranks. Rank 0 is of an intact replica if there is one."""
         replicas = (*self.unharmed, *self.repaired, *self.formed)
         return tuple(itertools.chain.from_iterable(replicas))
 
 
 @dataclass
 class _Harmed:
-    """A replica that has lost nodes. The others keep their places in it."""
+    """A replica that has lost nodes. The remaining ones keep their places in it."""
 
     index: int
     places: list[NodeView | None]
@@ -63,11 +63,11 @@ def arrange(
     max_nodes: int,
     repairs: bool = True,
 ) -> Arrangement:
-    """Keep what is unharmed, repair what is harmed from ``waiting``, then form new replicas.
+    """Keep intact replicas, complete broken ones from ``waiting``, then form new replicas.
 
-    Of several harmed replicas, the one that lacks the fewest nodes is repaired first; where too few
-    nodes wait, the last ones are dissolved for it. ``repairs``: without, the nodes that are left of
-    a harmed replica stay out, since their workers have to start anew first, and waiting nodes form
+    Of several broken replicas, the one that lacks the fewest nodes is completed first; if too few
+    nodes wait, the last ones are dissolved for it. Without ``repairs``, the remaining nodes of a
+    broken replica are not members, since their workers must restart first, and waiting nodes form
     the replicas as which their workers have met.
     """
     most = max_nodes // per_replica
@@ -103,7 +103,7 @@ def _sort(
 
 
 def _repair(harmed: list[_Harmed], pool: list[NodeView]) -> dict[int, Nodes]:
-    """Fill the replicas, by their index. Takes from ``pool`` first, whose rest stays in it."""
+    """Fill the replicas, by their index. Takes from ``pool`` first, where unused nodes remain."""
     open_ = sorted(harmed, key=lambda r: (r.lacks, r.index))
     repaired: dict[int, Nodes] = {}
     while open_:
@@ -135,8 +135,8 @@ def _take_from(donors: list[_Harmed]) -> NodeView:
 def whole_replicas(
     nodes: Sequence[NodeView], per_replica: int, *, have_met: bool
 ) -> tuple[Nodes, ...]:
-    """What the waiting ``nodes`` form: any of them, by their order, or, if their workers keep their
-    processes, those that ``have_met``."""
+    """The replicas that the waiting ``nodes`` form: any of them, by their order, or, if their
+    workers keep their processes, those that ``have_met``."""
     if have_met and per_replica > 1:
         return tuple(_that_have_met(nodes, per_replica))
     whole = len(nodes) - len(nodes) % per_replica
@@ -234,7 +234,7 @@ def waiting_for_others(names: Sequence[str], per_replica: int) -> str:
 def why_waiting(node: Node, world: WorldRecord | None, nodes: Iterable[Node]) -> str:
     """``1 of 2 nodes of a replica`` if ``node`` waits for that; empty for any other reason.
 
-    ``nodes``: all that are registered. For people: what is decided is decided by more.
+    ``nodes``: all registered ones. For users: the decision considers more.
     """
     inside = world.node_ids if world is not None else ()
     going = (NodeState.ARRIVED, NodeState.STARTING, NodeState.READY)

@@ -13,7 +13,7 @@ from elastic.tuning.agent_intervals import ANNOUNCEMENT_S, EXTRAPOLATE_S
 
 @dataclass(frozen=True)
 class StepRate:
-    """What the workers of one node reported last."""
+    """The last report of one node's workers."""
 
     generation: int  # the world in which they step
     step: int  # steps committed, which is also the number of the one in progress
@@ -24,9 +24,9 @@ class StepRate:
 def switch_step(step_rate: StepRate, now: float) -> int:
     """The first step of a planned world.
 
-    Every rank contributes to a collective of the step before it, so all of them have to know by
-    then. Ranks differ by at most one step: two ahead is the least that can be in time. Too early
-    costs one redone step, too late only makes the joining nodes wait.
+    Every rank contributes to a collective of the previous step, so all of them must have received
+    the plan by then. Ranks differ by at most one step: two ahead is the earliest possible. Too
+    early costs one repeated step, too late only makes the joining nodes wait.
     """
     if step_rate.step_time_s <= 0:
         return step_rate.step + 2

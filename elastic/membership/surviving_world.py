@@ -116,16 +116,16 @@ class SurvivingWorld:
         return is_split and not _hold_the_state(arrangement)
 
     def _enough(self, nodes: Nodes) -> bool:
-        # Finished nodes count: the job is ending, nobody would come in their place.
+        # Finished nodes count: the job is ending, and no node would replace them.
         return len(nodes) + len(self.status.finished) >= self.world.min_nodes
 
     def _reachable(self) -> Nodes | Wait:
         """The survivors, unless one is suspect: then its lease decides, within seconds.
 
-        Building a world with a node that is probably dead costs more than that wait, and
-        nobody is thrown out for being slow to answer. But a suspect that keeps renewing its
-        lease while the leader cannot reach it would block a broken job forever: after
-        ``suspect_s`` it is left out, if the others suffice. a joining node alone is no reason to.
+        Building a world with a node that is probably dead costs more than that wait, and no node is
+        excluded for a slow response. But a suspect that keeps renewing its lease while the leader
+        cannot reach it would block a broken job indefinitely: after ``suspect_s`` it is excluded,
+        if the others suffice. A joining node alone is no reason to do so.
         """
         survivors = self.status.survivors
         suspects = tuple(n for n in survivors if n.liveness is Liveness.SUSPECT)
@@ -144,10 +144,10 @@ class SurvivingWorld:
         return others if self.now >= until else Wait(reason=reason, until_s=until)
 
     def _may_step_alone(self) -> Wait | None:
-        """Members that fell silent in a group without any survivor: nobody's leaving stops them.
+        """Members that fell silent in a group without any survivor: no leaving member stops them.
 
-        So it is where survivors were about to join them: a plan that was not carried out, or a
-        restart that they had not begun. The others wait, as after the loss of everybody.
+        This happens when survivors were about to join them: by a plan that was not carried out, or
+        a restart that they had not begun. The others wait, as after the loss of all.
         """
         survivors = {n.node.node_id for n in self.status.survivors}
         alone = [
@@ -166,7 +166,8 @@ class SurvivingWorld:
         return Wait(reason=reason, until_s=until_s)
 
     def _without_quarantined(self, survivors: Nodes, candidates: JoiningNodes) -> Nodes:
-        """Rule 5: a member accused repeatedly pauses, provided that the rest can go on."""
+        """Rule 5: a member that is reported repeatedly is quarantined, provided that the rest can
+        continue."""
         rest = tuple(n for n in survivors if not self._cools(n.node))
         enough = bool(rest) and self._enough(self._arranged(rest, candidates).nodes)
         return rest if enough else survivors
@@ -187,7 +188,7 @@ class SurvivingWorld:
         rest = self._without_quarantined(survivors, candidates)
         left_out = tuple(n for n in survivors if n not in rest)
         if self._is_last_replica_told_to_leave(rest):
-            reason = f"{self._why(())}; no replica is left"
+            reason = f"{self._why(())}; no complete replica remains"
             return self._next((), Cause.PAUSED, reason, planned=True)
         arrangement = self._arranged(rest, candidates)
         if not self._enough(arrangement.nodes):
@@ -208,8 +209,8 @@ class SurvivingWorld:
         return is_stepping and self.status.unbroken and is_everyone
 
     def _is_last_replica_told_to_leave(self, survivors: Nodes) -> bool:
-        """Nobody else has the state that the workers still hold, nor those of the nodes that were
-        not told: like the last ones of a job, all leave at a step's boundary, and save."""
+        """No other node has the state that the workers still hold, nor have the nodes that were not
+        asked to leave: like the last ones of a job, all leave at a step boundary, and save."""
         if not self.status.in_process or not self.status.unbroken or not survivors:
             return False
         return self._restarts(self._arranged(survivors, NOBODY))
@@ -225,7 +226,7 @@ class SurvivingWorld:
         return self._next(survivors, Cause.PAUSED, self._too_few(survivors), restarts=restarts)
 
     def _join(self, survivors: Nodes, candidates: JoiningNodes) -> Decision:
-        """Only joining nodes, nothing is wrong: there is time to gather several."""
+        """Only joining nodes, and no failure: there is time to admit several together."""
         arrangement = self._arranged(survivors, candidates)
         nodes = arrangement.nodes
         joining = tuple(n for n in nodes if n not in survivors)
@@ -240,7 +241,7 @@ class SurvivingWorld:
             return late
         until = min(n.state_since_s for n in joining) + self.policy.join_window_s
         if not self._is_full(nodes) and self.now < until:
-            reason = f"{self._why(joining)}; gathering others for {self.policy.join_window_s:g} s"
+            reason = f"{self._why(joining)}; waiting {self.policy.join_window_s:g} s for more nodes"
             return Wait(reason=reason, until_s=until)
         reason = self._why_arranged(arrangement, candidates)
         return self._next(nodes, Cause.JOINED, reason, planned=True)
@@ -249,9 +250,8 @@ class SurvivingWorld:
         return len(nodes) + self.world.nodes_per_replica > self.world.max_nodes
 
     def _replace_stragglers(self, survivors: Nodes, candidates: JoiningNodes) -> Proposal | Wait:
-        """Nodes wait for a place in a full world, and may have that of a straggler, and of those
-        that hold a replica with it. The world keeps its size; a node that was left out for this is
-        nobody's replacement."""
+        """Waiting nodes may replace a straggler in a full world, and the nodes of its replica. The
+        world keeps its size; a node that was excluded for this replaces no other."""
         stragglers, per_replica = self.view.stragglers, self.world.nodes_per_replica
         spares = tuple(n for n in candidates.eligible if n.node.node_id not in stragglers)
         others = whole_replicas(spares, per_replica, have_met=self.status.in_process)
@@ -308,7 +308,7 @@ class SurvivingWorld:
         survivors = count(self.status.survivors)
         needed = f"paused with {survivors} of at least {self.world.min_nodes} nodes"
         if self.now >= until:
-            reason = f"{needed}, and not enough came in {self.policy.join_timeout_s:g} s"
+            reason = f"{needed}, and too few arrived within {self.policy.join_timeout_s:g} s"
             return End(outcome=Outcome.FAILURE, reason=also(reason, candidates), exit_code=1)
         wake = until if candidates.quarantine_ends_s is None else candidates.quarantine_ends_s
         if waiting := self._incomplete(candidates.eligible):
@@ -352,7 +352,7 @@ class SurvivingWorld:
         return f"{reason}; {said}" if said else reason
 
     def _incomplete(self, waiting: Nodes) -> str:
-        """Who waits although there may be room; empty if nobody does."""
+        """The nodes that wait although there may be room; empty if there are none."""
         few = incomplete(waiting, self.world.nodes_per_replica)
         return waiting_for_others([n.node.name for n in few], self.world.nodes_per_replica) * (
             len(few) > 0
@@ -363,7 +363,7 @@ class SurvivingWorld:
 
     def _too_few(self, survivors: Nodes) -> str:
         why = "; ".join(self.status.sentences)
-        return f"{why}; {count(survivors)} of at least {self.world.min_nodes} nodes left"
+        return f"{why}; {count(survivors)} of at least {self.world.min_nodes} nodes remain"
 
     @staticmethod
     def _waiting(nodes: Nodes) -> str:
@@ -371,6 +371,6 @@ class SurvivingWorld:
 
 
 def _hold_the_state(arrangement: Arrangement) -> bool:
-    """Whether an unharmed replica has been in a group. (Members of a plan that nobody has carried
-    out yet have not.)"""
+    """Whether an intact replica has been in a group. (Members of a plan that was not carried out
+    have not.)"""
     return any(all(n.node.running for n in replica) for replica in arrangement.unharmed)

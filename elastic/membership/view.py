@@ -1,4 +1,4 @@
-"""What the leader knows, and what it can decide: the arguments and answers of ``decide``.
+"""The leader's view, and its possible decisions: the arguments and results of ``decide``.
 
 All times are seconds on the caller's monotonic clock.
 """
@@ -25,11 +25,11 @@ from elastic.tuning.timeouts import Timeouts
 
 
 class Liveness(Enum):
-    """What probing a node's liveness port said last."""
+    """The last result of probing a node's liveness port."""
 
     ALIVE = "alive"  # it answers, or was not in question
     SUSPECT = "suspect"  # silent, or being probed: the lease will decide
-    DEAD = "dead"  # refused, or its host says the process is gone: proof
+    DEAD = "dead"  # refused, or its host reports the process as ended: proof
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,10 +44,10 @@ class NodeView:
 
 @dataclass(frozen=True, kw_only=True)
 class MissingMember:
-    """A member of the current world whose key is gone: its lease is over."""
+    """A member of the current world whose key is missing: its lease has expired."""
 
     member: Member
-    proved_dead: bool  # refused, or its host says so; False: silent
+    proved_dead: bool  # refused, or its host reports so; False: silent
     last_sign_s: float  # the last answer, key or event from it
     finished: bool = False  # the last state it was seen in was FINISHED
     running: WorldRecord | None = None  # the world that its workers ran when it was seen last
@@ -55,7 +55,7 @@ class MissingMember:
 
 @dataclass(frozen=True, kw_only=True)
 class View:
-    """Everything the leader knows, at one moment."""
+    """All data of the leader at one moment."""
 
     world: WorldRecord | None
     world_since_s: float  # when the leader first saw this generation
@@ -64,17 +64,17 @@ class View:
     done: Done | None = None
     quarantined: Mapping[str, float] = field(default_factory=dict)  # node_id or name -> until
     failure_reports: tuple[FailureReport, ...] = ()  # of running workers (in-process mode)
-    # Node ids whose ranks are slower than the others, and why; only where they may be left out.
+    # Node ids of stragglers, and why; only if they may be excluded.
     stragglers: Mapping[str, str] = field(default_factory=dict)
     failing_since_s: float | None = None  # when the leader saw the first report of this world
 
 
 @dataclass(frozen=True, kw_only=True)
 class Policy:
-    """The rules' numbers.
+    """The parameters of the rules.
 
-    ``min_nodes`` and ``max_nodes`` are the leader's own. A job goes by those of its first node,
-    which stand in every world: a leader that disagrees is itself refused.
+    ``min_nodes`` and ``max_nodes`` are the leader's own. The job uses those of its first node,
+    which are part of every world: a leader with different ones is itself refused.
     """
 
     min_nodes: int
@@ -129,7 +129,7 @@ class Wait:
 
 @dataclass(frozen=True, kw_only=True)
 class End:
-    """The job is over."""
+    """The job has ended."""
 
     outcome: Outcome
     reason: str

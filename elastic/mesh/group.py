@@ -1,7 +1,7 @@
 """The groups of a world of replicas: all ranks, and the ranks at one position of each replica.
 
-Both are ours and known to nobody else: torch's default group is the replica's, and taking that one
-down would take every subgroup along, and with them the mesh of each DTensor.
+Both are private to this package: torch's default group is the replica's; destroying it would
+destroy every subgroup, and with them the mesh of each DTensor.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from elastic.world.world import World, world_from_environment
 
 
 class ReplicaProcessGroup(ProcessGroup):
-    """Owns the groups of one world at a time, around a replica that stays."""
+    """Owns the groups of one world at a time, around a replica that persists."""
 
     def __init__(
         self, device: torch.device, replica: ModelReplica, journal: EventSink | None = None
@@ -117,6 +117,6 @@ def process_group(
     if backend not in (None, "gloo"):
         raise ConfigError(
             f"elastic.join(mesh=…, backend={backend!r}): replicas are built for gloo only so far",
-            hint="leave backend out",
+            hint="omit backend",
         )
     return ReplicaProcessGroup(device, replica, journal)

@@ -1,9 +1,9 @@
 """This process's replica: the ranks that together hold the model once.
 
-Its group is torch's default group and lives as long as the process. A rank that left a step while
-another one of its replica continues would leave that one waiting, and its own next collective
-would be taken for one of the last step. So the ranks of a replica leave together: where one has
-found that the world is over, it says so at the next point that all of them pass, and all raise.
+Its group is torch's default group and exists as long as the process. If a rank left a step while
+another one of its replica continued, that one would wait, and match the leaving rank's next
+collective with one of the last step. So the ranks of a replica leave together: a rank that has
+detected the end of the world reports it at the next point that all of them pass, and all raise.
 """
 
 from __future__ import annotations
@@ -99,20 +99,20 @@ class ModelReplica:
         )
 
     def _compare_meshes(self, store: Store) -> None:
-        """Raise ConfigError on a rank whose mesh is another one than the first rank's: their
-        collectives would not match."""
+        """Raise ConfigError on a rank whose mesh differs from the first rank's: their collectives
+        would not match."""
         if self.position == 0:
             store.set("mesh", str(self.mesh))
         elif (first := store.get("mesh").decode()) != str(self.mesh):
             raise ConfigError(
                 f"elastic.join(mesh=…) of rank {self.position} of a replica has the dimensions "
                 f"{self.mesh}, that of its first rank {first}",
-                hint="every worker of a job gives the same mesh, in the same order",
+                hint="pass the same mesh, in the same order, on every worker",
             )
 
     def _open_store(self, spec: GroupSpec) -> Store:
-        """The store at the first node, which lives as long as the group: torch opens subgroups
-        through it. Raises GroupBuildFailed if the others do not come."""
+        """Open the store at the first node, which exists as long as the group: torch opens
+        subgroups through it. Raises GroupBuildFailed if the others do not arrive."""
         self.position = spec.rank
         deadline_s = SYSTEM_CLOCK.monotonic() + REPLICA_MEETS_S
         while self._store is None:
@@ -157,7 +157,7 @@ class ModelReplica:
         return [float(value) for value in total.tolist()]
 
     def sum_and_ask(self, values: Sequence[float]) -> list[float]:
-        """As :meth:`sum`; what the ranks answer to :attr:`question` meanwhile is for
+        """Like :meth:`sum`; the ranks' answers to :attr:`question` are returned by
         :meth:`take_answers`."""
         asked = self.question() if self.question is not None and self.size > 1 else ()
         sums = self.sum([*values, *map(float, asked)])
@@ -185,8 +185,8 @@ class ModelReplica:
         return [int(each) for each in self.sum(numbers)]
 
     def whole(self) -> AbstractContextManager[None]:
-        """The ranks of the replica leave this context together: if the world is over for one,
-        all raise. For collectives of the world, which an abort ends on some ranks only."""
+        """The ranks of the replica leave this context together: if the world has ended for one, all
+        raise. For collectives of the world, which an abort ends on some ranks only."""
         return _ALONE if self.size == 1 else self._whole()
 
     @contextmanager
@@ -212,7 +212,7 @@ class ModelReplica:
 
 
 def _never_given_up() -> None:
-    """The agent ends this process if a node of the replica is gone."""
+    """The agent ends this process if a node of the replica is lost."""
 
 
 def mesh_of(given: Mapping[str, int] | None, device: torch.device) -> ModelReplica:
@@ -230,12 +230,12 @@ def mesh_of(given: Mapping[str, int] | None, device: torch.device) -> ModelRepli
     if device.type != "cpu":
         raise ConfigError(
             f"mesh={given} on {device.type}: replicas are built for gloo on CPUs only so far",
-            hint="leave mesh out: sharded models recover by a restart (docs/how-to/sharded.md)",
+            hint="omit mesh: sharded models recover by a restart (docs/how-to/sharded.md)",
         )
     if dist.is_initialized():
         raise TrainingError(
             "elastic.join(mesh=…) after torch.distributed.init_process_group(): torch's default "
-            "group is the replica's, and elastic.join makes it",
+            "group is the replica's, and elastic.join creates it",
             hint="remove init_process_group(); run.mesh is the DeviceMesh",
         )
     return ModelReplica(mesh, local_rank=int(os.environ.get("LOCAL_RANK", "0")))

@@ -1,7 +1,7 @@
 """The environment of a worker: at its start, and after each change of worlds.
 
-torchrun has variables of its own; what it does not know about a world is in ``ELASTIC_WORLD``, as
-JSON. A script may read both.
+torchrun sets its own variables; ``ELASTIC_WORLD`` has the additional facts about a world as JSON. A
+script may read both.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from elastic.errors import ConfigError
 from elastic.messages.world import RankAssignment, WorldIdentity, derive
 
 WORLD_VARIABLE = "ELASTIC_WORLD"
-# What MASTER_PORT says to a script that builds a group without having a world yet.
+# The value of MASTER_PORT for a script that builds a group without a world.
 CALL_JOIN = "call elastic.join()"
 
 
 def identity_variable(world: WorldIdentity) -> dict[str, str]:
-    """What the agent adds to the environment that torchrun makes.
+    """The addition of the agent to the environment that torchrun creates.
 
     >>> identity_variable(WorldIdentity(generation=3, nonce="3f9c", lineage=(1, 2)))
     {'ELASTIC_WORLD': '{"generation":3,"nonce":"3f9c","lineage":[1,2]}'}

@@ -1,8 +1,8 @@
-"""JSON as typed records: dataclasses whose fields are all there, each of exactly its type.
+"""JSON as typed records: dataclasses with all fields present, each of exactly its type.
 
-``secure_channel.strict_json`` parses, since msgspec keeps the last of two equal keys and knows no
-limit of depth. msgspec checks the types. Its dataclasses may lack a field that has a default, and
-have unknown ones; here they may not.
+``secure_channel.strict_json`` parses, since msgspec keeps the last of two equal keys and has no
+depth limit. msgspec checks the types. Its dataclasses may lack a field with a default, and have
+unknown ones; here both are errors.
 """
 
 from __future__ import annotations

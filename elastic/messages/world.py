@@ -22,13 +22,13 @@ class Cause(str, Enum):
     """Why a world was formed."""
 
     FIRST = "first"
-    LOST = "lost"  # a member is gone
-    LEFT = "left"  # a member was told to leave
+    LOST = "lost"  # a member is lost
+    LEFT = "left"  # a member was asked to leave
     FAILURE = "failure"  # a failure with everyone alive
     JOINED = "joined"  # joining nodes
     PAUSED = "paused"  # fewer than min_nodes are left
     RESUMED = "resumed"  # enough nodes again
-    TAKEOVER = "takeover"  # every member of the last world is gone
+    TAKEOVER = "takeover"  # every member of the last world is lost
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,14 +42,14 @@ class WorldIdentity:
 
 @dataclass(frozen=True, kw_only=True)
 class WorldSpec(WorldIdentity):
-    """What was agreed about a world, the same for all of its ranks."""
+    """The agreed properties of a world, the same for all of its ranks."""
 
     store_host: str  # rank 0's
     store_port: int
     switch_at_step: int | None  # the first step in it; None: at once
     state: WorldState
     cause: Cause
-    reason: str  # a sentence for people
+    reason: str  # a sentence for users
     committed_step: int | None = None  # a floor: if set, a start from zero is refused
     # Ranks that hold the model once. Replica by replica: rank // replica_size is a rank's replica.
     replica_size: int = 1

@@ -1,7 +1,7 @@
-"""Where the other nodes reach this one: an address, looked up once, before it is published.
+"""The address of this node for the others, resolved once, before it is published.
 
-Names stay on this node. Others would have to resolve them on threads that must never wait, each
-time they connect, and many machines resolve their own name to 127.0.1.1.
+Names are resolved only on this node. Others would have to resolve them at every connection, on
+threads that must not block, and many machines resolve their own name to 127.0.1.1.
 """
 
 from __future__ import annotations
@@ -69,9 +69,9 @@ def _addresses(name: str) -> list[str]:
 
 
 def _towards(endpoint: Endpoint | None) -> str:
-    """This machine's address on the way to etcd: what the other nodes can most likely reach.
+    """This machine's address on the route to etcd: most likely reachable by the other nodes.
 
-    A connected datagram socket sends nothing; it makes the kernel choose the route.
+    Connecting a datagram socket sends nothing; it makes the kernel choose the route.
     """
     if endpoint is None:
         return ""

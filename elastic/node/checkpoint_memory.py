@@ -1,11 +1,11 @@
-"""This node's memory for checkpoints: made by the agent, so that it outlives all its workers.
+"""This node's memory for checkpoints: created by the agent, so that it outlives all its workers.
 
 A folder below ``/dev/shm`` whose name identifies the agent's process: it is removed when the agent
-ends, and if that was killed, with the next agent on this machine that can prove so. Workers are
-told it as ``ELASTIC_NODE_MEMORY``. It is served to the other agents of the job, and copied into the
-next one's in the order of the world. All of that is :mod:`checkpoints.memory.host`; the agent
-imports it (and nothing else of checkpoints) because a tier that dies with the workers would be
-none.
+ends, and if that was killed, by the next agent on this machine that can prove so. Workers receive
+it as ``ELASTIC_NODE_MEMORY``. It is served to the other agents of the job, and copied into that of
+the next one in the order of the world. All of that is :mod:`checkpoints.memory.host`; the agent
+imports it (and nothing else of checkpoints) because a tier that ends with the workers would be
+useless.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _NAME = re.compile(r"elastic-memory-(\d+)-(\d+)-(\d+)-[0-9a-f]+")
 
 
 class AgentMemory:
-    """The agent's hold on it. Without ``/dev/shm``, or with a share of 0, there is none."""
+    """The agent's handle on it. Without ``/dev/shm``, or with a share of 0, there is none."""
 
     def __init__(self, host: MemoryHost | None) -> None:
         self._host = host
@@ -49,7 +49,7 @@ class AgentMemory:
 
     @property
     def folder(self) -> str:
-        """Where it is: ``ELASTIC_NODE_MEMORY`` of the workers; empty if there is none."""
+        """Its path: ``ELASTIC_NODE_MEMORY`` of the workers; empty if there is none."""
         return str(self._host.folder) if self._host is not None else ""
 
     def published(self, node: Node) -> Node:
@@ -59,12 +59,12 @@ class AgentMemory:
         return replace(node, memory_port=self._host.port)
 
     def look(self) -> None:
-        """Let the workers know the other nodes of the world that they are about to run."""
+        """Publish the other nodes of the world that the workers are about to run."""
         if self._host is not None:
             self._host.look()
 
     def close(self) -> None:
-        """Give it back. Idempotent."""
+        """Release it. Idempotent."""
         host, self._host = self._host, None
         if host is not None:
             atexit.unregister(host.close)

@@ -1,4 +1,4 @@
-"""What the parts of a node's thread work with: its store, its rules, its status, its clock."""
+"""The objects shared by the parts of a node's thread: its store, rules, status and clock."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ class NodeContext:
         tls: Tls | None = None,
     ) -> NodeContext:
         """The context of a node as it begins."""
-        node = replace(node, tls=tls is not None)  # for all to see who can mix
+        node = replace(node, tls=tls is not None)  # so that all nodes can check compatibility
         return cls(
             store=store,
             keys=keys,

@@ -1,4 +1,4 @@
-"""Which process is this, and is that one still there: proof of death on one machine.
+"""The identity of a process, and whether another one still exists: proof of death on one machine.
 
 A pid that is missing proves a death only to whoever looks into the process table that the pid was
 from. That is this kernel's, since the same boot, in the same pid namespace; a pid that was used
@@ -33,7 +33,7 @@ _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
 def current_process(pod_uid: str = "") -> ProcessIdentity:
-    """The identity of this process; ``pod_uid`` if it is in a pod that knows its uid."""
+    """The identity of this process; with ``pod_uid`` if it is in a pod that was given its uid."""
     pid = os.getpid()
     stat = _stat(pid)
     return ProcessIdentity(

@@ -1,8 +1,8 @@
 """Whether the kernel's OOM killer has ended a process of this agent's cgroup.
 
-A SIGKILL does not say who sent it. The kernel counts its own in the memory cgroup: ``oom_kill`` in
-``memory.events`` (cgroup v2), or in ``memory.oom_control`` (v1, Linux 4.13 and later). v1's
-``memory.failcnt`` is no evidence: it also grows where the kernel only had to drop its file cache.
+A SIGKILL does not identify its sender. The kernel counts its own in the memory cgroup: ``oom_kill``
+in ``memory.events`` (cgroup v2), or in ``memory.oom_control`` (v1, Linux 4.13 and later). v1's
+``memory.failcnt`` is no evidence: it also increases when the kernel only dropped its file cache.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ _COUNT = re.compile(r"^oom_kill (\d+)$", re.MULTILINE)
 
 
 class OomKillCounter:
-    """Asked after a worker's death by SIGKILL. From any thread.
+    """Read after a worker's death by SIGKILL. From any thread.
 
     The workers are in the cgroup of the agent, which has started them. Several agents may share
-    one: a kill among another's workers counts for both, if both see a SIGKILL.
+    one: a kill among the workers of one counts for both, if both observe a SIGKILL.
     """
 
     def __init__(self, cgroups: Path = _CGROUPS, membership: Path = _MEMBERSHIP) -> None:
@@ -42,7 +42,7 @@ class OomKillCounter:
             return before is not None and self._seen is not None and self._seen > before
 
     def _count(self) -> int | None:
-        """None: the kernel does not say."""
+        """None: not available from the kernel."""
         for path in self._files:
             try:
                 found = _COUNT.search(path.read_text(encoding="ascii", errors="replace"))
@@ -54,8 +54,8 @@ class OomKillCounter:
 
 
 def _files(cgroups: Path, membership: Path) -> tuple[Path, ...]:
-    """Where the count may be, the most likely place first. In a container the path of the cgroup
-    may be the host's, and what is mounted the container's own."""
+    """Possible files of the count, the most likely one first. In a container the path of the cgroup
+    may be the host's, while the container's own is mounted."""
     try:
         lines = membership.read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:

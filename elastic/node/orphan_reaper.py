@@ -1,20 +1,20 @@
-"""The guard: a small process that outlives the agent and ends its workers if it dies.
+"""The orphan reaper: a small process that outlives the agent and ends its workers if it dies.
 
 An agent killed with SIGKILL leaves its workers running (torch 2.13.0, measured). They carry
-``ELASTIC_NODE_ID`` of their agent in their environment, and so do their DataLoader workers:
-once the agent is gone the guard ends every process with that mark. Scanning the environment
-rather than keeping a list of pids leaves no moment in which a worker exists unregistered.
+``ELASTIC_NODE_ID`` of their agent in their environment, and so do their DataLoader workers: after
+the agent's death the reaper ends every process with that mark. Scanning the environment rather than
+keeping a list of pids leaves no window in which a worker exists unregistered.
 
-A worker that was forked (``start_method="fork"``) has its agent's initial environment, which says
-nothing. It has inherited the agent's descriptors: one of them, an unused pipe, is the
-mark of all that was forked, and of what that forks in turn (docs/decisions/0003).
+A worker that was forked (``start_method="fork"``) has its agent's initial environment, without the
+mark. It has inherited the agent's descriptors: one of them, an unused pipe, marks all forked
+processes, and their own forks in turn (docs/decisions/0003).
 
-An agent that is frozen leaves them running, too. It extends their permission to train while it
-turns (permission.py); when that is over, the guard ends them.
+A frozen agent leaves them running, too. It extends their permission to train while its loop runs
+(permission.py); when that expires, the reaper ends them.
 
 Run as a script with only the standard library, with the arguments ``AGENT_PID NODE_ID FORK_MARK
 LINK MEMORY ENDING`` and a pipe from the agent as standard input. A line on it is the end of the
-permission, by CLOCK_BOOTTIME; an ``x`` means that the agent ends in order.
+permission, by CLOCK_BOOTTIME; an ``x`` means that the agent ends normally.
 """
 
 from __future__ import annotations
@@ -34,17 +34,17 @@ from dataclasses import dataclass
 from pathlib import Path
 
 MARK = "ELASTIC_NODE_ID"
-# (Time comes from the standard library here: the guard runs without this package.)
+# (Time comes from the standard library here: the reaper runs without this package.)
 GRACE_S = 0.5  # between SIGTERM and SIGKILL
 SETTLE_S = 1.0  # how long no marked process may show up before the guard is content
-TURN_S = 0.05  # between two looks for marked processes
-RELEASED_S = 2.0  # for the reaper to end once its agent has said that it ends in order
+TURN_S = 0.05  # between two scans for marked processes
+RELEASED_S = 2.0  # for the reaper to end once its agent has announced a normal end
 LONGEST_WAIT_S = 3600.0  # select's clock stops while the machine is suspended
 
 
 @dataclass(frozen=True)
 class ForkMark:
-    """A descriptor that forked processes inherit, by its number and what it is open to."""
+    """A descriptor that forked processes inherit, identified by its number and its open file."""
 
     descriptor: int
     device: int
@@ -94,10 +94,11 @@ def end_marked(
     agent_pid: int | None = None,
     stop: Callable[[], bool] = lambda: False,
 ) -> None:
-    """SIGTERM, after a grace SIGKILL, until no marked process has been seen for ``SETTLE_S``, or
-    until ``stop``.
+    """SIGTERM, after a grace period SIGKILL, until no marked process has been seen for
+    ``SETTLE_S``, or until ``stop``.
 
-    For the guard: the agent, which holds what it forks with, is gone, or is ``agent_pid``.
+    For the reaper: the agent, which has the forked processes' descriptor, has ended, or is
+    ``agent_pid``.
     """
     signalled: set[int] = set()
     began = quiet_since = time.monotonic()
@@ -115,7 +116,7 @@ def end_marked(
 
 
 def kill_marked(node_id: str, forked: ForkMark | None = None) -> None:
-    """SIGKILL every marked process: for an agent whose workers' time is up."""
+    """SIGKILL every marked process: for an agent whose workers' time has expired."""
     for pid in marked_processes(node_id, forked):
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.kill(pid, signal.SIGKILL)
@@ -146,7 +147,7 @@ def _is_stray(pid: int, family: set[int]) -> bool:
         group = os.getpgid(pid)
     except (ProcessLookupError, PermissionError):
         return False
-    if group == os.getpgrp():  # whose leader may be a shell that has ended long ago
+    if group == os.getpgrp():  # whose leader may be a shell that ended long ago
         return _parent(pid) not in (0, os.getpid(), *family)
     return _is_dead(group)
 
@@ -170,7 +171,7 @@ def _is_dead(pid: int) -> bool:
 
 
 class OrphanReaper:
-    """The agent's handle on its guard process, and on the mark of what it forks."""
+    """The agent's handle on its reaper process, and on the mark of its forked processes."""
 
     def __init__(self, node_id: str, link: str = "", memory: str = "", ending: str = "") -> None:
         """``link``: the path of the workers' socket, if there is one, in its own folder;
@@ -202,12 +203,12 @@ class OrphanReaper:
 
     def _write(self, data: bytes) -> None:
         pipe = self._process.stdin
-        with self._writing, contextlib.suppress(OSError):  # it is gone, or does not read
+        with self._writing, contextlib.suppress(OSError):  # it has ended, or does not read
             if pipe is not None and not pipe.closed:
                 os.write(pipe.fileno(), data)
 
     def release(self) -> None:
-        """The agent ends in order: nothing is left to guard."""
+        """The agent ends normally: no processes are left to reap."""
         if self._process.stdin is None or self._process.stdin.closed:
             return
         os.close(self._inherited)
@@ -233,8 +234,8 @@ class OrphanReaper:
 
 
 def remove_leftovers(link: str, memory: str, ending: str) -> None:
-    """What only the agent served: its folder in memory (node_memory.py), and the workers' link;
-    and that of the file which it may have told its workers their end with."""
+    """Remove what only the agent served: its folder in memory (node_memory.py), the workers' link,
+    and the file that may have announced their end to its workers."""
     folders = (
         (Path(memory), "elastic-memory-"),
         (Path(link).parent, "elastic-"),
@@ -246,7 +247,7 @@ def remove_leftovers(link: str, memory: str, ending: str) -> None:
 
 
 def main(agent_pid: int, node_id: str, forked: ForkMark | None, *leftovers: str) -> None:
-    """Wait for the agent's end; kill its workers unless it ended in order."""
+    """Wait for the agent's end; kill its workers unless it ended normally."""
     for ignored in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(ignored, signal.SIG_IGN)
     watched = [0]
@@ -265,7 +266,8 @@ def main(agent_pid: int, node_id: str, forked: ForkMark | None, *leftovers: str)
 
 
 def _watch(watched: list[int], agent_pid: int, node_id: str, forked: ForkMark | None) -> bool:
-    """Until the agent has ended; whether it did so in order. Ends workers without permission."""
+    """Until the agent has ended; returns whether it ended normally. Ends workers without
+    permission."""
     until_s, rest = math.inf, b""
     while True:
         left_s = max(0.0, min(until_s - _boottime(), LONGEST_WAIT_S))
@@ -278,7 +280,7 @@ def _watch(watched: list[int], agent_pid: int, node_id: str, forked: ForkMark | 
         elif readable:
             return False
         elif _boottime() > until_s:
-            # Until the agent is back: the workers that it starts then are none of these.
+            # Until the agent is back: workers that it starts later are not affected.
             end_marked(
                 node_id,
                 forked,

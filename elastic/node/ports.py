@@ -1,10 +1,10 @@
-"""Ports for the process group's store, reserved for as long as the agent lives.
+"""Ports for the process group's store, reserved for the lifetime of the agent.
 
-The leader picks the next world's store port from what rank 0's node has published, so the node
-must own free ports ahead of time, and the port must still be free seconds later, when the worker
-has imported torch. A bound socket with SO_REUSEADDR that never listens does both: the kernel gives
-the port to nobody who asks for any, and torch's TCPStore, which sets SO_REUSEADDR, too, may still
-listen on it [measured with torch 2.13: libuv and the older backend].
+The leader picks the next world's store port from those that rank 0's node has published, so the
+node must own free ports ahead of time, and the port must still be free seconds later, when the
+worker has imported torch. A bound socket with SO_REUSEADDR that never listens achieves both: the
+kernel assigns the port to no other process, but torch's TCPStore, which sets SO_REUSEADDR, too, may
+still listen on it [measured with torch 2.13: libuv and the older backend].
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class PortReserve:
         return int(self._replica.getsockname()[1])
 
     def close(self) -> None:
-        """Let go of all of them."""
+        """Release all of them."""
         for held in (*self._sockets, self._replica):
             held.close()
         self._sockets = []

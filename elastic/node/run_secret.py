@@ -1,7 +1,7 @@
 """The secret of a run: created by its first agent, in etcd with the run's other records.
 
-Only clients that may read that key can join the run (docs/security.md). Agents keep
-it in memory, and hand their workers derived keys only, one for each purpose.
+Only clients that may read that key can join the run (docs/security.md). Agents keep it in memory,
+and pass only derived keys to their workers, one for each purpose.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class RunSecret:
 
     @classmethod
     def obtain(cls, store: KeyValue, keys: Keys) -> RunSecret:
-        """The run's, made here if there is none yet. Raises CoordinationError."""
+        """The run's secret, created here if there is none yet. Raises CoordinationError."""
         return cls(_stored(store, keys, SecretKey.generate()), keys.root)
 
     def key(self, purpose: str) -> SecretKey:
@@ -36,9 +36,10 @@ class RunSecret:
             return self._secret.derive(purpose, self._root)
 
     def restore(self, store: KeyValue, keys: Keys) -> None:
-        """After etcd was wiped: put it back, or take the one that a joining node has made since.
+        """After etcd was wiped: write it back, or adopt the one that a joining node has created
+        since.
 
-        Connections that are open stay; those that are made from now on use the store's.
+        Open connections remain; new ones use the store's secret.
         """
         found = _stored(store, keys, self._secret)
         with self._lock:

@@ -1,4 +1,4 @@
-"""What the node's thread and torchrun's main thread both see, under one lock."""
+"""The state shared by the node's thread and torchrun's main thread, under one lock."""
 
 from __future__ import annotations
 
@@ -49,20 +49,20 @@ class NodeStatus:
         self.stopping = False  # torchrun will restart the workers
         self.starts = 0  # of all workers, by torchrun; a death may be reported after the next one
         self.can_replace = False  # torchrun lets us replace a single worker
-        self.to_replace: set[int] = set()  # pids of dead workers whose siblings stay
+        self.to_replace: set[int] = set()  # pids of dead workers whose siblings keep theirs
         # Pids of workers that were ready, or take the place of dead ones, and of whose death, if
         # any, nothing is decided yet.
         self.undecided: set[int] = set()
         self.workers_joined = False  # one of them has called elastic.join()
         self.workers_left = False  # they have left the job at a step's boundary, as requested
         self.fatal: BaseException | None = None
-        self.store_problem = ""  # what the store fails with at present
+        self.store_problem = ""  # the store's current failure
         self.watchdog = Watchdog()
-        self.told: WorldRecord | None = None  # the newest world that workers were told, if any
+        self.told: WorldRecord | None = None  # the newest world that workers have received, if any
         self.before_announcing: Callable[[], object] = lambda: None  # the workers of a new world
-        self.replica_is_lost = False  # a node is gone that held a model with this one's workers
+        self.replica_is_lost = False  # a node of this one's replica is lost
         self.waits_for = ""  # why this node has no place in the world, where that is known
-        self.parked = False  # the job is over; this agent stays for its launcher's sake
+        self.parked = False  # the job has ended; this agent keeps running for its launcher
 
     @property
     def has_workers_in_a_world(self) -> bool:
@@ -70,7 +70,7 @@ class NodeStatus:
         return self.node.running is not None and self.node.state is not NodeState.FINISHED
 
     def is_to_be_replaced(self, pid: int) -> bool | None:
-        """Whether this worker, which has failed, is to be replaced, and its siblings stay.
+        """Whether this failed worker is to be replaced while its siblings keep their processes.
 
         None: the node's thread has not decided it yet.
         """
@@ -134,7 +134,7 @@ class NodeStatus:
             return first
 
     def fail(self, error: BaseException) -> None:
-        """The first error stays: it is the cause of the others."""
+        """The first error is kept: it is the cause of the others."""
         with self.changed:
             if self.fatal is None:
                 self.fatal = error

@@ -13,7 +13,7 @@ from elastic.stragglers.facts import RankStepTimes, StepDurations
 
 
 class StepTimesReport:
-    """One per agent. Where the options turn it off, no worker reports."""
+    """One per agent. If the options turn it off, no worker reports."""
 
     def __init__(self, context: NodeContext) -> None:
         self._at = context
@@ -26,7 +26,7 @@ class StepTimesReport:
         self._fresh.add(pid)
 
     def on_ended(self, pid: int) -> None:
-        """A worker is gone."""
+        """A worker has ended."""
         self._times.pop(pid, None)
         self._fresh.discard(pid)
 

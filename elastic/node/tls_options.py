@@ -19,7 +19,8 @@ def node_tls(options: AgentOptions) -> Tls | None:
     if not (options.node_cacert and options.node_cert and options.node_key):
         return None  # none of them: AgentOptions takes all or none
     given = options.node_cacert, options.node_cert, options.node_key
-    # Workers may be elsewhere. (Links stay: another target is how Kubernetes changes files.)
+    # Workers may have another working directory. (Links are kept: Kubernetes changes files by
+    # replacing their targets.)
     try:
         return Tls(TlsFiles(*map(os.path.abspath, given)), report=get_logger().warning)
     except CertificateError as error:

@@ -1,4 +1,4 @@
-"""Signs of life of an agent's own threads: each stamps the time whenever it turns."""
+"""Signs of life of an agent's threads: each records the time of its last iteration."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from elastic.clock import SYSTEM_CLOCK, Clock
 
 
 class Watchdog:
-    """Stamps by thread. Takes no lock: a hung thread must not hang the one that looks for it."""
+    """Times by thread. Takes no lock: a hung thread must not block the one that checks it."""
 
     def __init__(self, clock: Clock = SYSTEM_CLOCK) -> None:
         self._clock = clock
@@ -19,7 +19,7 @@ class Watchdog:
         self._stamps[threading.current_thread().name] = self._clock.monotonic()
 
     def rest(self) -> None:
-        """The calling thread ends in order: nothing more is expected of it."""
+        """The calling thread ends normally: it is no longer checked."""
         self._stamps.pop(threading.current_thread().name, None)
 
     def silences_s(self) -> dict[str, float]:

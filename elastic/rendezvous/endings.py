@@ -1,12 +1,12 @@
 """The exceptions of a launch that ends without a result.
 
-torchrun ends with an exit code that a launcher of pods can act upon (docs/exit-codes.md). A
-program that calls ``elastic_launch`` gets one of torch's rendezvous errors, with ours as the cause:
-it must not be ended by SystemExit, least of all with 0.
+torchrun ends with an exit code that a launcher of pods can act upon (docs/exit-codes.md). A program
+that calls ``elastic_launch`` gets one of torch's rendezvous errors, with ours as the cause:
+SystemExit must not end it, least of all with 0.
 
 ``torch.distributed.run.run(args)`` is called by commands (`elastic run`, `accelerate launch`) and
-by programs. What it raises is both: a rendezvous error that a program can catch like any other,
-and if nobody does, one that ends the process with the exit code.
+by programs. It raises both: a rendezvous error that a program can catch like any other, and that
+otherwise ends the process with the exit code.
 """
 
 from __future__ import annotations
@@ -61,9 +61,9 @@ def ending(error: ElasticError | JobSucceeded, launcher: Launcher) -> Rendezvous
 
 
 def why_left(failure: BaseException | None) -> str:
-    """Why a node leaves that has not finished, for people.
+    """Why a node leaves without having finished, for users.
 
-    >>> why_left(None), why_left(OSError("no space\\nbelow /tmp"))
+    >>> why_left(None), why_left(OSError("no space\nbelow /tmp"))
     ('its workers ended without having joined the job', 'OSError: no space')
     """
     if failure is None:

@@ -1,4 +1,5 @@
-"""What torch loads whenever its rendezvous package is imported, in workers too: next to nothing.
+"""The module that torch loads whenever its rendezvous package is imported, in workers too: it
+imports almost nothing.
 
 The entry point group ``torchrun.handlers`` names :func:`handlers` as ``etcd-v3``. It is called
 without arguments and returns the creator. It also replaces torch's backend ``etcd``, whose
@@ -22,10 +23,10 @@ def handlers() -> Callable[[Any], Any]:
 
 
 def create_handler(parameters: Any) -> Any:
-    """Make the handler; everything heavy is imported here, only in the agent.
+    """Create the handler; all expensive imports happen here, only in the agent.
 
     torchrun exits with 1 and a traceback for any exception: errors of a node are logged as a
-    sentence instead, and its exit code tells a launcher whether to try again. A program that
+    sentence instead, and its exit code indicates whether a launcher should retry. A program that
     calls ``elastic_launch`` gets one of torch's rendezvous errors.
     """
     from elastic.agent.ending.leaving import leave_at_once_on_sigterm
@@ -44,7 +45,7 @@ def create_handler(parameters: Any) -> Any:
     except ElasticError as error:
         raise ending(error, launcher) from error
     finally:
-        # A program's next call may fail in torch, before anybody could put them back.
+        # A program's next call may fail in torch, before they could be restored.
         is_over = made is None and launcher is not torch_private.Launcher.TORCHRUN
         if is_over or launcher is torch_private.Launcher.PROGRAM:
             signals.put_back()

@@ -1,4 +1,4 @@
-"""The files in which workers tell torchrun's agent the exception that ended them."""
+"""The files with which workers report the exception that ended them to torchrun's agent."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from elastic.telemetry.log import get_logger
 
 
 def tolerate_unreadable_error_files() -> None:
-    """Have torch's agents survive an error file that is no JSON, here and from now on.
+    """Make torch's agents tolerate an error file that is not JSON, here and from now on.
 
-    A worker writes it in place: killed meanwhile, or on a full disk, it leaves an empty file or
-    half of one.
+    A worker writes it in place: if it is killed while writing, or the disk is full, the file is
+    empty or truncated.
     """
     # (torch 2.13, elastic/multiprocessing/errors: ProcessFailure.__post_init__ parses and raises.)
     torch_private.replace_process_failure(_process_failure)

@@ -1,9 +1,9 @@
-"""torch's rendezvous handler on etcd v3: what torchrun talks to.
+"""torch's rendezvous handler on etcd v3, which torchrun calls.
 
-Every method runs on the thread that launches, torchrun's main thread; what a launch consists of is
-:class:`~elastic.rendezvous.launch.Launch`, the protocol itself lives in
-:class:`~elastic.agent.service.NodeService`. The contract with torch is described
-in docs/explanation/protocol.md, section 7.
+Every method runs on the launching thread, torchrun's main thread; the resources of a launch are in
+:class:`~elastic.rendezvous.launch.Launch`, the protocol itself in
+:class:`~elastic.agent.service.NodeService`. The contract with torch is described in
+docs/explanation/protocol.md, section 7.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def create(
     check_folder(options.hang_report_folder)
     tls = node_tls(options)
     config = etcd_config(parameters.endpoint, options)
-    launches: list[Launch] = []  # filled later: the store comes first
+    launches: list[Launch] = []  # filled later: the store must exist first
 
     def on_crash(thread: str, error: BaseException) -> None:
         get_logger().error("the thread %s died", thread, exc_info=error)
@@ -179,7 +179,7 @@ class EtcdRendezvousHandler(RendezvousHandler):
         return False
 
     def next_rendezvous(self) -> RendezvousInfo:
-        """Arrive, wait for a world with this node in it, and hand it over.
+        """Arrive, wait for a world with this node in it, and return it to torch.
 
         Raises:
             RendezvousError: of torch's, for a program; a command line ends with an exit code.
@@ -304,7 +304,7 @@ class EtcdRendezvousHandler(RendezvousHandler):
         return self._run_id
 
     def shutdown(self) -> bool:
-        """Leave in order. torch calls this after success and after failure alike, inside a
+        """Leave gracefully. torch calls this after success and after failure alike, inside a
         ``finally``: the exception in flight distinguishes them (torch 2.13, launcher/api.py)."""
         if self._closed:
             return True

@@ -1,9 +1,9 @@
 """One launch: a node of the job with all its resources, created and released together.
 
-A program may launch several times, one after the other or at once from several threads. So nothing
-of a launch is left in the process: the environment of the workers is set while they are started,
-under a lock, and what was there before is put back; descriptors and signal handlers that a forked
-child must not have are taken from it.
+A program may launch several times, one after the other or concurrently from several threads. So a
+launch leaves nothing in the process: the environment of the workers is set while they are started,
+under a lock, and restored afterwards; descriptors and signal handlers that a forked child must not
+have are removed from it.
 """
 
 from __future__ import annotations
@@ -122,7 +122,7 @@ class Launch:
             metrics, self._bridge = metrics_of(options, self._journal, origin)
             store.observe(metrics.on_etcd_call)
             secret = RunSecret.obtain(store, keys)
-            services: list[NodeService] = []  # filled below: the memory comes first
+            services: list[NodeService] = []  # filled below: the memory must exist first
             self.memory = host_memory(
                 node,
                 options,
@@ -234,7 +234,7 @@ class Launch:
                 self._starting = None
 
     def workers_start_again(self) -> None:
-        """Called before each start of workers; the first one is none."""
+        """Called before each start of workers; the first one is not a restart."""
         if self._has_started_workers:
             self._starting_over.workers_start_again()
         self._has_started_workers = True
@@ -258,7 +258,7 @@ class Launch:
             self._log.info("ended %d processes that dead workers had left behind", ended)
 
     def mark_final_shutdown(self) -> None:
-        """The SIGTERM that torchrun is about to send them is for good: they may save first."""
+        """The SIGTERM that torchrun is about to send them is final: they may save first."""
         with contextlib.suppress(OSError):  # without it they end as for a restart
             self._ending.touch()
 
@@ -304,7 +304,7 @@ class Launch:
         patience_s = math.inf if self._options.park else FINISH_WITHOUT_STORE_S
         if self.service.finish(patience_s=patience_s) is None:
             self._log.warning(
-                "the workers of this node ended well, but etcd is out of reach: "
+                "the workers of this node succeeded, but etcd is out of reach: "
                 "leaving without waiting for the other nodes"
             )
 

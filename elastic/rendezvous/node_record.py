@@ -1,4 +1,4 @@
-"""What this node says of itself when it begins: the record that the others decide by."""
+"""The initial record of this node, on which the others base their decisions."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""The launching program's own signal handlers: kept while a launch runs, and put back after it.
+"""The launching program's own signal handlers: replaced while a launch runs, and restored after it.
 
-torch installs handlers with every start of workers and never takes them back, and SIGTERM is this
-package's meanwhile (leaving.py). In torchrun nothing runs after the launch; a program that calls
-``elastic_launch`` continues, and must react to signals as it did before.
+torch installs handlers with every start of workers and never removes them, and in the meantime
+SIGTERM is handled by this package (leaving.py). In torchrun nothing runs after the launch; a
+program that calls ``elastic_launch`` continues, and must react to signals as before.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ class ProgramSignals:
     def after_fork(self, ours: object, *, is_worker: bool) -> None:
         """In a forked child: without ``ours``, the launch's handler of SIGTERM.
 
-        A worker gets what a new process would have, so that it ends on torch's SIGTERM. What
-        else the program forks gets what the program has.
+        A worker gets the handlers of a new process, so that it ends on torch's SIGTERM. Other forks
+        of the program get the program's handlers.
         """
         handler = signal.getsignal(signal.SIGTERM)
         if is_worker and callable(handler):

@@ -1,4 +1,4 @@
-"""Every private name of torch that this package leans on, and nothing else.
+"""Every private name of torch that this package uses, and nothing else.
 
 ``torch/distributed/elastic``, that is; workers' names are in
 :mod:`elastic.torch_private`. The contract test
@@ -73,7 +73,7 @@ class WorkerFailure:
 
 @dataclass(frozen=True)
 class CallingAgent:
-    """What the torchrun agent that calls the handler knows."""
+    """The properties of the torchrun agent that calls the handler."""
 
     nproc: int
     role: str
@@ -84,7 +84,7 @@ class CallingAgent:
     event_log_handler: str  # name of the handler that its events go to
 
 
-# What the agent has before its first rendezvous, by the class that has it.
+# The agent's attributes before its first rendezvous, by the class that defines them.
 _OF_AGENTS = (
     "_assign_worker_ranks",
     "_exit_barrier",
@@ -96,7 +96,8 @@ _OF_AGENTS = (
 
 
 def check() -> None:
-    """Raise a ConfigError that lists what the installed torch lacks; warn of one not tried."""
+    """Raise a ConfigError that lists the names missing in the installed torch; warn about an
+    untested one."""
     missing = [f"LocalElasticAgent.{n}" for n in _OF_AGENTS if not hasattr(LocalElasticAgent, n)]
     barrier = (
         getattr(api, "_TERMINAL_STATE_SYNC_ID", None),
@@ -140,14 +141,14 @@ def launcher() -> Launcher:
 
 def _was_given_arguments(main: FrameType) -> bool:
     """Whether ``torch.distributed.run.main`` was called with a command line of the caller's."""
-    record = main.f_back  # its decorator (main itself has overwritten what it was given)
+    record = main.f_back  # its decorator (main itself has overwritten its arguments)
     if record is None or not record.f_code.co_filename.endswith(_RECORD):
         return False
     return bool(record.f_locals.get("args") or record.f_locals.get("kwargs"))
 
 
 def told_to_end(signum: int) -> SignalException:
-    """What torch raises in a program whose launch is ended by a signal."""
+    """The exception that torch raises in a program whose launch is ended by a signal."""
     return SignalException(f"Process {os.getpid()} got signal: {signum}", signal.Signals(signum))
 
 
@@ -180,8 +181,8 @@ def attach(
     on_signal: Callable[[SignalException], object],
 ) -> None:
     """Have the agent on this thread's call stack start workers inside ``around_start()``, which
-    gives what it has set in ``os.environ``, and call ``on_signal`` when a signal has ended its
-    run, after its workers.
+    returns its settings of ``os.environ``, and call ``on_signal`` when a signal has ended its run,
+    after its workers.
 
     Raises:
         ConfigError: like :func:`calling_agent`.
@@ -330,7 +331,7 @@ class Supervision:
         self.agent._worker_group.workers[local_rank].id = pid
 
     def count_restarts(self, number: int) -> None:
-        """So many less of ``--max-restarts`` are left."""
+        """Decrement the remaining ``--max-restarts`` by this number."""
         self.agent._remaining_restarts -= number
 
 
@@ -376,7 +377,7 @@ def is_looking_for_failures(frame: FrameType) -> bool:
 
 
 def private_store(members: Sequence[Member]) -> HashStore:
-    """A store local to this process, filled with what the peers would have written."""
+    """A store local to this process, filled with the values that the peers would have written."""
     store = HashStore()
     size, role_sizes = sum(m.nproc for m in members), dict[str, int]()
     for member in members:

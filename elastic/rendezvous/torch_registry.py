@@ -1,7 +1,7 @@
-"""torch's registry of rendezvous backends: the one private name that workers' imports touch.
+"""torch's registry of rendezvous backends: the only private name that workers' imports use.
 
-Apart from :mod:`elastic.rendezvous.torch_private`, whose imports are the agent's: torch loads this
-while it imports its own rendezvous package.
+Separate from :mod:`elastic.rendezvous.torch_private`, whose imports are the agent's: torch loads
+this while it imports its own rendezvous package.
 """
 
 from __future__ import annotations

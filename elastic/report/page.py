@@ -1,7 +1,7 @@
 """A run's report as one HTML file: no network, no script, at most ``MOST_BYTES`` long.
 
-What others have written (names, reasons, tracebacks) is shortened, made printable and escaped. A
-page that would be too long is made again with fewer rows and shorter texts.
+Untrusted text (names, reasons, tracebacks) is shortened, made printable and escaped. A page that
+would be too long is created again with fewer rows and shorter texts.
 """
 
 from __future__ import annotations

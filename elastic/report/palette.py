@@ -1,7 +1,7 @@
 """Colours of charts and pages, each for a light and a dark background, as CSS variables.
 
-Each is at least 3:1 against its background, texts 4.5:1 (WCAG 2.1). A chart never says anything by
-colour alone: a table beside it says it, too.
+Contrast is at least 3:1 against the background, for texts 4.5:1 (WCAG 2.1). Charts do not rely on
+colour alone: a table next to each contains the same information.
 """
 
 from __future__ import annotations

@@ -49,7 +49,7 @@ class CheckpointHistory:
 
     @property
     def stall_s(self) -> float:
-        """Training waited so long, for all of them."""
+        """The total time for which training waited for checkpoints."""
         return sum(saved.stall_s for saved in self.saved)
 
 

@@ -1,7 +1,7 @@
-"""SVG by matplotlib made fit for a page: themed, accessible, small, and safe beside other charts.
+"""SVG by matplotlib adapted for a page: themed, accessible, small, and without id conflicts.
 
-Colours become CSS variables that follow the reader's theme, in the page and as a file of its own.
-A chart has a title and a description for screen readers, and no ids but those it refers to.
+Colours become CSS variables that follow the reader's theme, in the page and in a separate file. A
+chart has a title and a description for screen readers, and only ids that it refers to.
 """
 
 from __future__ import annotations
@@ -105,7 +105,7 @@ def _font(match: re.Match[str]) -> str:
 
 
 def _flatten(element: ET.Element) -> None:
-    """Groups without attributes say nothing."""
+    """Groups without attributes are redundant."""
     flat = []
     for child in element:
         _flatten(child)

@@ -11,7 +11,8 @@ from elastic.secure_channel.limits import ACCEPT_AGAIN_S
 
 
 def listen(host: str, port: int = 0, *, backlog: int) -> socket.socket:
-    """A TCP listener at that address; on all, where it is none of this machine's own (NAT)."""
+    """A TCP listener at that address; on all addresses, if it is not one of this machine's own
+    (NAT)."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
         return socket.create_server((host, port), family=family, backlog=backlog)
@@ -34,7 +35,7 @@ def listen_on_path(path: str | os.PathLike[str], *, backlog: int) -> socket.sock
 class Acceptor:
     """Accepts connections while there is room for them; for the hub's thread.
 
-    While there is none, the selector does not watch the listener: connections wait in the kernel.
+    Otherwise the selector does not watch the listener: connections wait in the kernel.
     ``room_in_s``: the seconds until there is room, given the time; 0 for now.
     """
 

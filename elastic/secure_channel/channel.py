@@ -1,7 +1,7 @@
-"""One blocking connection: authenticated, its messages framed, its bulk bytes not copied.
+"""One blocking connection: authenticated, with framed messages, and bulk data without copies.
 
-Every wait has a deadline, and bulk bytes extend it by what a slow network needs for them: a peer
-that is too slow counts as gone. Nothing is allocated because of an announced length.
+Every wait has a deadline, and bulk data extends it by the time that a slow network needs for it: a
+peer that is too slow counts as dead. Nothing is allocated because of an announced length.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ _READ_BYTES = 1 << 16
 
 
 class Channel:
-    """Not for several threads at once, but for :meth:`cut`. Owns the connection from now on.
+    """Not for several threads at once, except :meth:`cut`. Owns the connection from now on.
 
-    With ``tls`` it is a client's, and :meth:`authenticate` begins with the handshake of TLS. (What
-    a hub gives away has made its own.)
+    With ``tls`` it is a client's, and :meth:`authenticate` begins with the TLS handshake. (A hub
+    has made its own before it gives a connection away.)
 
-    ``look`` is called every ``slice_s`` while it waits, and may raise to abort. In that case
-    and after a deadline, a message that was half received is completed by the next receive.
+    ``look`` is called every ``slice_s`` during waits, and may raise to abort. In that case and
+    after a deadline, a partially received message is completed by the next receive.
 
-    A peer whose machine is silent for ``silence_s`` is gone, whatever the deadline.
+    A peer whose machine is silent for ``silence_s`` is dead, regardless of the deadline.
     """
 
     def __init__(
@@ -63,7 +63,8 @@ class Channel:
     def authenticate(
         self, key: SecretKey, identity: str = "", *, expected: str | None, proves: bool = True
     ) -> str:
-        """As the client: have the server prove the key, and prove it. The server's identity.
+        """As the client: have the server prove the key, and prove it. Returns the server's
+        identity.
 
         One round trip: the proof is not answered, the first message may follow it. Without
         ``proves`` it is not sent: for a client that only identifies the server.
@@ -98,7 +99,7 @@ class Channel:
         self.wait(self._timeout_s + size_bytes / SLOWEST_BYTES_PER_S)
 
     def wait(self, timeout_s: float) -> None:
-        """From now on there are so many seconds."""
+        """Set the deadline to this many seconds from now."""
         self._by_s = self._monotonic() + timeout_s
 
     # -- messages -----------------------------------------------------------------------------
@@ -111,7 +112,7 @@ class Channel:
         self.send_bytes(frame(payload))
 
     def receive(self, most: int) -> dict[str, Any] | None:
-        """The next message, of at most so many bytes; None if the peer closed before one began.
+        """The next message, of at most this many bytes; None if the peer closed before one began.
 
         Raises ProtocolError for what is no message.
         """

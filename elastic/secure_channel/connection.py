@@ -1,4 +1,4 @@
-"""One connection of a hub, all connections of a hub, and what the hub's owner does with them."""
+"""One connection of a hub, all connections of a hub, and the interface of the hub's owner."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from elastic.secure_channel.limits import Limits, Unproved, give_up_on_silence
 from elastic.secure_channel.tls import RECORD_BYTES, awaited_event, failure
 
 READ_BYTES = 1 << 16
-# What the kernel says of a peer that is not heard any more, and may live: tcp(7), icmp(7).
+# Errors of the kernel about a peer that no longer responds, but may be alive: tcp(7), icmp(7).
 _SILENT = frozenset({errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH})
 
 
@@ -37,11 +37,11 @@ class Connection:
 
     def __init__(self, sock: socket.socket, address: str, *, is_outgoing: bool, limit: int) -> None:
         self.socket = sock
-        self.address = address  # of the peer, for its budget and for people
+        self.address = address  # of the peer, for its budget and for users
         self.is_outgoing = is_outgoing
         self.identity = ""  # of the peer, as it has proved with the key
         self.was_open = False
-        self.fell_silent = False  # it ended because nothing came from the peer's machine
+        self.fell_silent = False  # it ended because the peer's machine was silent
         self.data: object = None
         self.state = State.CONNECTING if is_outgoing else State.PROVING
         self.handshake: ClientHandshake | ServerHandshake | None = None
@@ -66,7 +66,7 @@ class Connection:
         return self.state is State.CLOSED
 
     def receive(self) -> bytes | None:
-        """What the peer has sent: ``None`` if nothing has come yet, empty if it has hung up.
+        """Data that the peer has sent: ``None`` if none has arrived yet, empty if it has closed.
 
         Raises ProtocolError where TLS refuses what has come.
         """
@@ -113,14 +113,14 @@ class Connection:
 
 
 def _raise_if_refused(error: ssl.SSLError) -> None:
-    """TLS has failed for good: because the peer is gone, or because it was refused."""
+    """TLS has failed permanently: the peer has ended, or refused the connection."""
     why = failure(error)
     if isinstance(why, ProtocolError):
         raise why from error
 
 
 class HubConnections:
-    """All connections of one hub, and until when each may go on as it is; for the hub's thread."""
+    """All connections of one hub, and their deadlines; for the hub's thread."""
 
     def __init__(
         self, selector: selectors.BaseSelector, limits: Limits, monotonic: Callable[[], float]
@@ -148,7 +148,7 @@ class HubConnections:
         self.add(connection, self._limits.handshake_s, selectors.EVENT_READ)
 
     def allow(self, connection: Connection, seconds: float) -> None:
-        """It has so long from now on."""
+        """Set its deadline to this many seconds from now."""
         self._deadlines[connection] = self._monotonic() + seconds
 
     def opened(self, connection: Connection) -> None:
@@ -166,7 +166,7 @@ class HubConnections:
             self.allow(connection, self._limits.message_s)
 
     def watch(self, connection: Connection) -> None:
-        """Have the selector wait for what the connection waits for."""
+        """Have the selector wait for the event that the connection needs."""
         if self._selector.get_key(connection.socket).events != connection.awaits:
             self._selector.modify(connection.socket, connection.awaits, connection)
 
@@ -181,7 +181,7 @@ class HubConnections:
         self._selector.unregister(connection.socket)
 
     def close(self) -> None:
-        """Close all; nobody selects any more."""
+        """Close all; the selector no longer runs."""
         for connection in self._all:
             connection.state = State.CLOSED
             connection.socket.close()
@@ -193,7 +193,7 @@ class HubConnections:
         return tuple(self._deadlines.values())
 
     def expired(self) -> list[Connection]:
-        """Those whose time is up."""
+        """Those whose deadline has passed."""
         if not self._deadlines:
             return []
         now_s = self._monotonic()
@@ -201,7 +201,7 @@ class HubConnections:
 
 
 class Handler:
-    """What a hub's owner does with its connections, all on the hub's thread.
+    """The owner's handling of a hub's connections, all on the hub's thread.
 
     A :class:`ProtocolError` from ``admit``, ``opened`` or ``received`` ends that connection. Any
     other exception is a fault of this program, and ends the hub.
@@ -213,7 +213,7 @@ class Handler:
         return str(address[0]) if isinstance(address, tuple) else str(address)
 
     def opened(self, connection: Connection) -> None:
-        """Both ends have proved that they know the key."""
+        """Both ends have proved possession of the key."""
 
     def received(self, connection: Connection, payload: bytes) -> None:
         """A frame has come."""
@@ -235,9 +235,9 @@ def outgoing_socket(host: str, port: int) -> tuple[socket.socket, Any]:
 
 
 def set_up(sock: socket.socket, silence_s: float) -> None:
-    """Let no message wait until the one before it is acknowledged; end where the peer's machine is
-    silent for so long."""
+    """Disable Nagle's algorithm; end the connection if the peer's machine is silent for
+    ``silence_s``."""
     give_up_on_silence(sock, silence_s)
     if sock.family != socket.AF_UNIX:
-        with contextlib.suppress(OSError):  # it is gone: the next event reports it
+        with contextlib.suppress(OSError):  # it has ended: the next event reports it
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)

@@ -17,7 +17,7 @@ class ProtocolError(OSError):
 
 
 class AuthenticationError(ProtocolError):
-    """The other end does not prove that it knows this run's secret."""
+    """The other end does not prove possession of this run's secret."""
 
 
 class TlsError(ProtocolError):

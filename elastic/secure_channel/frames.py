@@ -53,7 +53,7 @@ class FrameReader:
         return bool(self._received)
 
     def take(self, most: int) -> bytes:
-        """Up to so many of the received bytes, unparsed: bulk bytes that follow a frame."""
+        """Up to this many of the received bytes, unparsed: bulk data that follows a frame."""
         taken = bytes(memoryview(self._received)[:most])
         del self._received[: len(taken)]
         return taken

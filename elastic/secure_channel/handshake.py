@@ -1,4 +1,4 @@
-"""Mutual challenge-response: each end proves that it knows the key, and neither sends it.
+"""Mutual challenge-response: each end proves possession of the key, and neither sends it.
 
 Three frames. The client's proof travels with its first request, so a connection costs one round
 trip before that::
@@ -55,7 +55,7 @@ class ClientHandshake:
         self.peer = ""  # the proved identity of the server
 
     def answer(self, challenge: bytes) -> bytes:
-        """The client's proof, once the server's is right.
+        """The client's proof, once the server's is verified.
 
         Raises:
             ProtocolError: the server does not speak this protocol, or is another one.
@@ -64,10 +64,10 @@ class ClientHandshake:
         opening, proof = challenge[:-PROOF_BYTES], challenge[-PROOF_BYTES:]
         identity = _identity_of(opening)
         if not hmac.compare_digest(proof, self._key.mac(b"server", self.hello, opening)):
-            raise AuthenticationError("it does not prove that it knows this run's secret")
+            raise AuthenticationError("it has not proved that it has this run's secret")
         self.peer = identity
         if self._expected is not None and identity != self._expected:
-            raise ProtocolError(f"it is {identity!r} by now, not {self._expected!r}")
+            raise ProtocolError(f"it is now {identity!r}, not {self._expected!r}")
         return self._key.mac(b"client", self.hello, opening)
 
 
@@ -87,10 +87,10 @@ class ServerHandshake:
         return self._opening + self._key.mac(b"server", hello, self._opening)
 
     def verify(self, proof: bytes) -> None:
-        """Raises AuthenticationError if the client does not know the key."""
+        """Raises AuthenticationError if the client does not have the key."""
         expected = self._key.mac(b"client", self._hello, self._opening)
         if not hmac.compare_digest(proof, expected):
-            raise AuthenticationError("it does not prove that it knows this run's secret")
+            raise AuthenticationError("it has not proved that it has this run's secret")
 
 
 def _opening(identity: str) -> bytes:

@@ -40,8 +40,8 @@ OnError = Callable[[BaseException], object]
 
 
 class Hub:
-    """Its owner calls :meth:`close`. ``report`` takes lines for the log, ``on_error`` what has
-    ended the thread."""
+    """Its owner calls :meth:`close`. ``report`` takes lines for the log, ``on_error`` the exception
+    that has ended the thread."""
 
     def __init__(
         self,
@@ -92,12 +92,12 @@ class Hub:
             self._thread.join()
 
     def post(self, request: Callable[[], object]) -> None:
-        """Run this on the hub's thread, in order; forgotten once the hub is closed."""
+        """Run this on the hub's thread, in order; discarded once the hub is closed."""
         self._requests.append(request)
         self.wake()
 
     def wake(self) -> None:
-        """Let the thread turn. (A byte: a forked child may hold the other end, too.)"""
+        """Wake the thread. (By a byte: a forked child may hold the other end, too.)"""
         with contextlib.suppress(OSError):  # full: it is awake; closed: it has ended
             self._waker.send(b"x")
 
@@ -147,13 +147,14 @@ class Hub:
         self._selector.unregister(descriptor)
 
     def drain(self, connection: Connection) -> None:
-        """Take what has come and was not read yet: its sender may be dead."""
+        """Read data that has arrived but was not read yet: its sender may be dead."""
         for _ in range(_MAX_READS_OF_REST):
             if connection.is_closed or not self._read(connection):
                 return
 
     def detach(self, connection: Connection) -> tuple[socket.socket, bytes]:
-        """Give an open connection away: its socket, now blocking, and what it has sent since."""
+        """Give an open connection away: its socket, now blocking, and the data it has sent
+        since."""
         self._all.forget(connection)
         connection.socket.setblocking(True)
         return connection.socket, connection.reader.take(READ_BYTES * 2)
@@ -255,7 +256,7 @@ class Hub:
             self._report(f"{self.name}: refused a connection: {error}")
             sock.close()
             return
-        except OSError:  # it has gone again
+        except OSError:  # it has ended again
             sock.close()
             return
         for oldest in (self._all.unproved.to_evict_of(address), self._all.unproved.to_evict()):
@@ -266,7 +267,7 @@ class Hub:
         if self._tls is not None:
             try:
                 sock = self._tls.wrap(sock, server_side=True)
-            except OSError:  # it has gone again
+            except OSError:  # it has ended again
                 return
         connection = Connection(sock, address, is_outgoing=False, limit=self.limits.frame_bytes)
         connection.state = State.PROVING if self._tls is None else State.SECURING
@@ -299,7 +300,7 @@ class Hub:
         except ProtocolError as error:
             self.drop(connection, str(error))
             return
-        except OSError as error:  # it is gone, or has no TLS and hung up on what it took for noise
+        except OSError as error:  # it has ended, or has no TLS and closed on unexpected data
             self.drop(connection, str(error) if connection.is_outgoing else "")
             return
         self._selector.modify(connection.socket, awaited or connection.awaits, connection)
@@ -363,7 +364,7 @@ class Hub:
             self._open_up(connection, handshake.peer)
 
     def _open_up(self, connection: Connection, identity: str) -> None:
-        if connection.is_closed:  # it was gone when it was to be answered
+        if connection.is_closed:  # it had ended before the response
             return
         connection.handshake = None
         connection.identity = identity

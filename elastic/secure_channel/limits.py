@@ -1,4 +1,5 @@
-"""What a listener spends on others, at most: bytes, seconds, connections, and lines in the log."""
+"""The maximum resources that a listener uses for others: bytes, seconds, connections, and log
+lines."""
 
 from __future__ import annotations
 
@@ -17,8 +18,8 @@ Report = Callable[[str], object]
 REPORT_EVERY_S = 10.0  # lines about bad clients
 ACCEPT_AGAIN_S = 0.2  # after no descriptor was free
 LOAD_AGAIN_S = 1.0  # TLS files that could not be used, and have not changed since
-# A peer whose machine acknowledges nothing for so long is gone; where there are leases, their
-# length says how long (elastic/tuning/timeouts.py, peer_silence_s).
+# A peer whose machine acknowledges nothing for this long is dead; if there are leases, their length
+# determines it (elastic/tuning/timeouts.py, peer_silence_s).
 PEER_SILENCE_S = 6.0
 _PROBES = 3  # within that time; the kernel counts in whole seconds
 
@@ -44,15 +45,15 @@ class Limits:
 def give_up_on_silence(sock: socket.socket, silence_s: float) -> None:
     """End a TCP connection whose peer's kernel acknowledges nothing for ``silence_s``.
 
-    Otherwise nobody hears of a cable that was pulled: an idle connection never, one with bytes on
-    their way after a quarter of an hour (tcp(7): tcp_retries2). Keep-alive probes are for the idle
-    one, TCP_USER_TIMEOUT is for the other; a peer that lives and takes none of the bytes that wait
-    for it counts as silent as well. A stopped process is not: its kernel answers.
+    Otherwise a disconnected cable is never detected on an idle connection, and on one with pending
+    bytes only after a quarter of an hour (tcp(7): tcp_retries2). Keep-alive probes are for the idle
+    one, TCP_USER_TIMEOUT is for the other; a live peer that accepts none of the pending bytes
+    counts as silent as well. A stopped process does not: its kernel responds.
     """
     if sock.family not in (socket.AF_INET, socket.AF_INET6):
         return
     every_s = max(1, math.floor(silence_s / _PROBES))
-    with contextlib.suppress(OSError):  # it is gone: the next event says so
+    with contextlib.suppress(OSError):  # it has ended: the next event reports it
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, every_s)
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, every_s)
@@ -80,7 +81,7 @@ class Unproved(Generic[T]):
         self._addresses[address] += 1
 
     def discard(self, connection: T) -> None:
-        """It has proved itself, or is gone."""
+        """It is authenticated, or has ended."""
         found = self._since_s.pop(connection, None)
         if found is not None:
             self._addresses[found[1]] -= 1
@@ -93,7 +94,8 @@ class Unproved(Generic[T]):
         return next(iter(self._since_s), None)
 
     def room_in_s(self, now_s: float) -> float:
-        """When one more may come: 0 at once, perhaps after :meth:`to_evict` has gone."""
+        """Seconds until another one may connect: 0 at once, possibly after :meth:`to_evict` has
+        ended."""
         if len(self._since_s) < self._limits.pending_connections:
             return 0.0
         since_s, _ = next(iter(self._since_s.values()))

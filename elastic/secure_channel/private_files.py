@@ -1,9 +1,9 @@
 """Folders and files of mode 0700 and 0600, in folders where others may write: ``/tmp``,
 ``/dev/shm``.
 
-Names there can be taken by another user beforehand, as a link to somewhere else. So folders are
-made fresh, files are created and never opened through a link, and what is read has to be this
-user's own.
+Another user may create names there beforehand, as a link to another place. So folders are always
+new, files are created and never opened through a link, and files that are read must belong to this
+user.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ def make_folder(prefix: str, *, base: str | None = None) -> str:
 
 
 def write(path: str | os.PathLike[str], data: bytes) -> None:
-    """A new file of mode 0600. Raises FileExistsError for whatever is there, a link included."""
+    """A new file of mode 0600. Raises FileExistsError if the name exists, even as a link."""
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
     descriptor = os.open(path, flags, 0o600)
     with os.fdopen(descriptor, "wb") as file:

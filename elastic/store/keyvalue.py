@@ -53,9 +53,9 @@ class Deleted:
 class Reset:
     """Everything received so far from this watch is void; this is the complete prefix.
 
-    Sent first on every watch, after a compaction passed the resume point (``"compacted"``),
-    and when the store turns out to be another or an older one (``"wiped"``: the cluster id
-    changed or the revision went back): after that, revisions held from before are void too.
+    Sent first on every watch, after a compaction passed the resume point (``"compacted"``), and
+    when the store turns out to be another or an older one (``"wiped"``: the cluster id changed or
+    the revision decreased): after that, earlier revisions are void too.
     """
 
     snapshot: Snapshot
@@ -94,7 +94,8 @@ class Lease(Protocol):
 
     @property
     def ttl_s(self) -> float:
-        """What the store granted; may be more than asked (etcd grants no less than about 2)."""
+        """As granted by the store; may be more than requested (etcd grants no less than about
+        2)."""
         ...
 
     @property
@@ -142,7 +143,7 @@ class KeyValue(Protocol):
         ...
 
     def compare_and_delete(self, key: str, *, expected_revision: int) -> bool:
-        """Delete only if unchanged; True if it is now gone through this call."""
+        """Delete only if unchanged; True if it is now deleted through this call."""
         ...
 
     def delete(self, key: str) -> bool:

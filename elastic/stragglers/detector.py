@@ -1,15 +1,15 @@
-"""Which ranks are slower than the others, and in what: pure functions over their step times.
+"""Which ranks are slower than the others, and why: pure functions over their step times.
 
-All ranks of a data-parallel job begin and end a step together, whatever each of them has to do in
-it. So what counts is the time that a rank spends on its own work, waiting for a batch and
+All ranks of a data-parallel job begin and end a step together, regardless of their own work in it.
+So the relevant time is the one that a rank spends on its own work, waiting for a batch and
 computing: per sample, since shares differ, and per step as well, since a rank with a small share
-pays the fixed costs of a step for fewer samples and holds up nobody.
+pays the fixed costs of a step for fewer samples, but delays no other.
 
 A rank is slow in a window if its own time is an outlier by the modified z-score (median and median
-absolute deviation: Iglewicz and Hoaglin, How to Detect and Handle Outliers, 1993), and a factor
-above the median, and if that costs a visible part of a step. After several such windows in a row it
-is a straggler. Ranks that are all slow have a slow median, and half of them fast and half slow a
-large deviation: neither has stragglers.
+absolute deviation: Iglewicz and Hoaglin, How to Detect and Handle Outliers, 1993), a factor above
+the median, and costs a significant part of a step. After several such windows in a row it is a
+straggler. Ranks that are all slow have a slow median, and half of them fast and half slow a large
+deviation: in neither case are there stragglers.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from dataclasses import dataclass, replace
 
 from elastic.stragglers.facts import StepDurations, StepPart
 
-# In seconds: less than a clock can tell.
+# In seconds: below the resolution of a clock.
 _NOTHING = 1e-9
 
 RankKey = tuple[str, int]
@@ -59,7 +59,7 @@ class RankWindow:
 
     @property
     def _samples(self) -> float:
-        """In a step. Where nobody counts samples, every rank has as many."""
+        """In a step. If samples are not counted, every rank has the same number."""
         return self.times.samples / self.times.steps if self.times.samples else 1.0
 
     @property
@@ -75,7 +75,7 @@ class RankWindow:
         return self.times.own_s / self._samples
 
     def of_step_s(self, per_sample_s: float) -> float:
-        """What a step with this rank's share takes at that rate."""
+        """The time of a step with this rank's share at that rate."""
         return per_sample_s * self._samples
 
 
@@ -90,18 +90,18 @@ class Comparison:
     cause: StepPart  # DATA or COMPUTE: in which of them it differs most
     typical_data_s: float  # of a step with this rank's share, at the median rate
     typical_compute_s: float
-    lag_s: float  # what the others wait for in a step
-    has_majority: bool  # False: of two ranks, nobody can say which is as it should be
+    lag_s: float  # the time per step for which the others wait
+    has_majority: bool  # False: with two ranks, it is not known which one is abnormal
 
     def sentence(self, windows: int) -> str:
-        """For people."""
+        """For users."""
         of, times = self.window, self.window.times
         own_s, typical_s = {
             StepPart.DATA: (times.data_s, self.typical_data_s),
             StepPart.COMPUTE: (times.compute_s, self.typical_compute_s),
         }[self.cause]
         who = "the other rank" if not self.has_majority else "the median of all ranks"
-        doubt = "" if self.has_majority else "; of two ranks, either may be as it should be"
+        doubt = "" if self.has_majority else "; with two ranks, either may be the abnormal one"
         return (
             f"rank {of.rank} on {of.node} took {self.factor:.2g} times as long per sample as {who} "
             f"in {windows} windows in a row (robust z-score {self.z_score:.1f}): "
@@ -112,7 +112,7 @@ class Comparison:
 
 @dataclass(frozen=True, kw_only=True)
 class Streak:
-    """What is remembered of a rank."""
+    """The record of a rank."""
 
     slow: int = 0  # windows in a row
     normal: int = 0
@@ -121,7 +121,7 @@ class Streak:
 
 @dataclass(frozen=True, kw_only=True)
 class StragglerVerdict:
-    """What the last window has changed."""
+    """The changes by the last window."""
 
     streaks: Mapping[RankKey, Streak]  # to be given to the next one
     found: tuple[Comparison, ...] = ()
@@ -129,9 +129,9 @@ class StragglerVerdict:
 
 
 def compare(ranks: Sequence[RankWindow], policy: StragglerPolicy) -> tuple[Comparison, ...]:
-    """Each rank beside the others. Nothing if there is nobody to compare it with.
+    """Compare each rank with the others. Empty if there is none to compare with.
 
-    A rank that had no samples where others had some is left out: it had nothing to do.
+    A rank without samples, while others had some, is omitted: it had no work.
     """
     counted = [r for r in ranks if r.times.samples] or list(ranks)
     if len(counted) < 2:
@@ -174,9 +174,9 @@ def compare(ranks: Sequence[RankWindow], policy: StragglerPolicy) -> tuple[Compa
 def advance(
     streaks: Mapping[RankKey, Streak], ranks: Sequence[RankWindow], policy: StragglerPolicy
 ) -> StragglerVerdict:
-    """One more window of all ranks: who is a straggler now, and who is none any more.
+    """Evaluate one more window of all ranks: new stragglers, and recovered ones.
 
-    What is known of ranks that are not among these is kept: theirs may be a node that was left out.
+    Records of other ranks are kept: they may belong to a node that was excluded.
     """
     after = dict(streaks)
     found, recovered = [], []

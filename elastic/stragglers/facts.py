@@ -1,4 +1,4 @@
-"""What is known of a rank's steps: how long they take, and what with."""
+"""The facts about a rank's steps: their durations, by part."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _Positive = Annotated[int, Meta(ge=1)]
 
 
 class StepPart(IntEnum):
-    """What a step's time was spent on."""
+    """The part of a step on which time was spent."""
 
     DATA = 0  # waiting for a batch
     COMPUTE = 1  # forward and backward pass, the optimizer's update
@@ -54,10 +54,10 @@ class StepDurations:
 
     @property
     def own_s(self) -> float:
-        """Of a step: what this rank needs before the others can go on.
+        """Of a step: the time that this rank needs before the others can continue.
 
-        Neither the wait for others, nor what is long on one rank by nature: checkpoints, and the
-        script's own code, which evaluates and logs on rank 0.
+        Neither the wait for others, nor parts that are legitimately long on one rank: checkpoints,
+        and the script's own code, which evaluates and logs on rank 0.
         """
         return self.data_s + self.compute_s
 

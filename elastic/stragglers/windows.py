@@ -1,9 +1,9 @@
 """In a worker: the times of its steps, window by window.
 
 The training thread adds each step when it commits, which costs less than a microsecond; the link's
-thread takes the last window. A window is measured in seconds and has a least number of steps, so
-that one step says little: the slowest tenth, in which garbage was collected, a kernel compiled or
-the machine stood still, is left out of the means.
+thread takes the last window. A window has a length in seconds and a minimum number of steps, so
+that a single step has little influence: the slowest tenth, with garbage collections, compilations
+or pauses of the machine, is excluded from the means.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from elastic.stragglers.facts import StepDurations, StepPart
 
 LEAST_STEPS = 8  # of a window
-# More steps than these say nothing more, and would have to be kept and sorted.
+# More steps than these add no information, and would have to be kept and sorted.
 MOST_STEPS = 1000
 _SLOWEST_TENTH = 10
 
@@ -44,7 +44,7 @@ class StepWindows:
             return None
 
     def restart(self, generation: int, now_ns: int) -> None:
-        """Another world, or one of its first steps: what was measured so far is not counted."""
+        """Another world, or one of its first steps: earlier measurements are discarded."""
         self._generation, self._began_ns = generation, now_ns
         self._steps.clear()
 

@@ -1,7 +1,7 @@
-"""Where this node was told to be reached by the others: ``--local-addr``, ``network``, ``pod_ip``.
+"""The configured address of this node for the others: ``--local-addr``, ``network``, ``pod_ip``.
 
-A network is one setting for all nodes, an address is another one on each. Whatever a node announces
-is used by the group's store, the transfer of state, NCCL and gloo alike (docs/decisions/0031).
+A network is one setting for all nodes, an address differs on each. The announced address is used by
+the group's store, the transfer of state, NCCL and gloo alike (docs/decisions/0031).
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ def told_address(
     pod_ip: str | None,
     addresses: Mapping[str, tuple[str, ...]] | None = None,
 ) -> str:
-    """Where this node was told to be reached: ``local_addr``, else its address in ``network``,
-    else ``pod_ip``; "" if nobody has told it.
+    """The configured address of this node: ``local_addr``, else its address in ``network``, else
+    ``pod_ip``; "" if none is set.
 
     Args:
         local_addr: an address or a name.
@@ -45,7 +45,7 @@ def told_address(
     has = ", ".join(f"{name} ({address})" for name, address in every if name != LOOPBACK)
     raise ConfigError(
         f"network={network}: this machine has no address in that network",
-        hint=f"it has {has or 'none'}; connect it, or leave the network out on all nodes",
+        hint=f"it has {has or 'none'}; connect it, or omit network on all nodes",
     )
 
 
@@ -55,10 +55,10 @@ def _require_within(
     try:
         is_within = ipaddress.ip_address(local_addr) in within
     except ValueError:
-        return  # a name is not looked up here: it is what the node was told
+        return  # a name is not resolved here: it is used as configured
     if not is_within:
         raise ConfigError(
-            f"--local-addr={local_addr} and network={network} do not fit: the address is not in "
-            "that network",
+            f"--local-addr={local_addr} and network={network} are incompatible: the address is "
+            "not in that network",
             hint="give one of the two",
         )

@@ -1,8 +1,8 @@
-"""Whether what a node keeps in memory fits the limit it is told (``ELASTIC_MEMORY_LIMIT_BYTES``).
+"""Whether the memory use of a node fits its limit (``ELASTIC_MEMORY_LIMIT_BYTES``).
 
-In a container ``/dev/shm`` counts against the limit, and so do staging buffers of checkpoints. Who
-goes beyond it is killed without a word, so it is said beforehand. Pure: sizes come in, sentences
-come out.
+In a container ``/dev/shm`` counts towards the limit, and so do staging buffers of checkpoints. A
+process above the limit is killed without a message, so a warning is logged beforehand. Pure: sizes
+in, sentences out.
 """
 
 from __future__ import annotations
@@ -10,12 +10,12 @@ from __future__ import annotations
 STAGING_BUFFERS = (
     2  # of each process, as large as its share of the state (checkpoints/saving/engine.py)
 )
-# What container runtimes mount unless they are told otherwise.
+# The default of container runtimes.
 RUNTIME_SHM_BYTES = 64 << 20
 
 
 def shm_shortages(limit_bytes: int, shm_bytes: int) -> tuple[str, ...]:
-    """What is wrong with a ``/dev/shm`` of that size."""
+    """The problems of a ``/dev/shm`` of that size."""
     if shm_bytes >= limit_bytes:
         return (
             f"/dev/shm may grow to {human(shm_bytes)}, and this node's memory is limited to "
@@ -50,7 +50,7 @@ def staging_shortage(
 
 
 def human(size_bytes: int) -> str:
-    """A size for people.
+    """A size for users.
 
     >>> human(3 << 30), human(64 << 20), human(5000)
     ('3.0 GiB', '64 MiB', '5000 bytes')

@@ -49,7 +49,7 @@ class Interface:
     name: str
     addresses: tuple[str, ...]
     networks: tuple[str, ...] = ()  # that its addresses are in: "10.1.0.0/24"
-    speed_mbps: int | None = None  # None: the driver does not say
+    speed_mbps: int | None = None  # None: not reported by the driver
     driver: str = ""  # "": virtual
 
 
@@ -137,8 +137,8 @@ def source_address(towards: str) -> str | None:
 
 
 def faster_interface(network: Network, name: str) -> Interface | None:
-    """A device of this machine that is at least twice as fast as that interface, by what their
-    drivers say. Virtual interfaces are none: they say a speed that no cable has."""
+    """A device of this machine that is at least twice as fast as that interface, according to their
+    drivers. Virtual interfaces are excluded: they report a speed that no cable has."""
     slow = network.interface(name)
     if slow is None or slow.speed_mbps is None or name == LOOPBACK:
         return None
@@ -194,7 +194,7 @@ def _networks() -> dict[str, tuple[str, ...]]:
 
 
 def _length(name: str, address: str) -> tuple[int, ...]:
-    """Of the prefix of an IPv4 address; none if it has gone."""
+    """Of the prefix of an IPv4 address; none if it no longer exists."""
     asked = struct.pack(
         "=16sH2s4s8x", name.encode(), socket.AF_INET, b"", socket.inet_aton(address)
     )
@@ -211,8 +211,8 @@ def _ipv6_addresses(table: Path = Path("/proc/self/net/if_inet6")) -> list[tuple
 
 
 def _ipv6_entries(table: Path = Path("/proc/self/net/if_inet6")) -> list[tuple[str, str, int]]:
-    """Interface, address and the length of its prefix, without link-local ones, which say nothing
-    of a network."""
+    """Interface, address and the length of its prefix, without link-local ones, which do not
+    identify a network."""
     found = []
     for line in _text(table).splitlines():
         digits, _, length, *_, name = line.split()
@@ -269,7 +269,7 @@ def _driver(folder: Path) -> str:
 
 
 def _text(file: Path) -> str:
-    """What it says; nothing, if it cannot be read (the speed of an interface that is down)."""
+    """Its content; empty if it cannot be read (the speed of an interface that is down)."""
     try:
         return file.read_text().strip()
     except (OSError, UnicodeDecodeError):

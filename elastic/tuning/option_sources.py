@@ -1,9 +1,9 @@
-"""Where an agent's options come from: the command line, the environment, the defaults.
+"""The sources of an agent's options: the command line, the environment, the defaults.
 
-``--rdzv-conf key=value`` wins over ``ELASTIC_KEY`` in the environment, which wins over the
-defaults of :class:`~elastic.tuning.agent_options.AgentOptions`. An unknown option is refused with
-the nearest known name. The names that torch's own rendezvous backends take are accepted, and mapped
-where they mean something, so that a command line written for them goes on working.
+``--rdzv-conf key=value`` takes precedence over ``ELASTIC_KEY`` in the environment, which takes
+precedence over the defaults of :class:`~elastic.tuning.agent_options.AgentOptions`. An unknown
+option is refused with the nearest known name. Options of torch's own rendezvous backends are
+accepted, and mapped where they have an equivalent, so that existing command lines keep working.
 """
 
 from __future__ import annotations

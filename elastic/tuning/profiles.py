@@ -1,11 +1,12 @@
-"""Network profiles: which variables of NCCL, torch and gloo a job sets, each with its reason.
+"""Network profiles: the variables of NCCL, torch and gloo that a job sets, each with its reason.
 
-Pure: facts of :mod:`elastic.tuning.network` come in, settings come out. A profile is chosen by
-what the machine has; ``--rdzv-conf profile=NAME`` or ``ELASTIC_PROFILE`` overrides it. What the
-user sets wins (:mod:`elastic.tuning.worker_environment`).
+Pure: facts of :mod:`elastic.tuning.network` in, settings out. A profile is chosen by the machine's
+hardware; ``--rdzv-conf profile=NAME`` or ``ELASTIC_PROFILE`` overrides it. The user's own settings
+take precedence (:mod:`elastic.tuning.worker_environment`).
 
-The names and defaults were read in the sources that each setting gives: torch's C++ headers of 2.11
-to 2.15, NCCL 2.28 to 2.30 (what those versions of torch bring) and NVIDIA's documentation of it.
+The names and defaults were read in the sources that each setting names: torch's C++ headers of 2.11
+to 2.15, NCCL 2.28 to 2.30 (the versions bundled with those of torch) and NVIDIA's documentation of
+it.
 """
 
 from __future__ import annotations
@@ -49,9 +50,9 @@ _WATCHDOG_SLEEPS_DUMPS = 4
 
 @dataclass(frozen=True, kw_only=True)
 class Setting:
-    """A variable, and why it has its value.
+    """A variable, and the reason for its value.
 
-    ``is_default``: the library does this by itself; it is shown, and not set.
+    ``is_default``: it is the library's default; it is shown, but not set.
     """
 
     name: str
@@ -77,7 +78,7 @@ class Route(NamedTuple):
 
 
 def choose(network: Network, *, max_nodes: int) -> Choice:
-    """The profile of a machine, from what it has.
+    """The profile of a machine, by its hardware.
 
     >>> choose(Network(interfaces=()), max_nodes=1).name
     'single-node'
@@ -113,15 +114,15 @@ def named(profile: str, network: Network, *, max_nodes: int) -> Choice:
     if needed is not None and needed not in network.link_layers():
         raise ConfigError(
             f"profile={profile} and this machine has no active RDMA device with link layer "
-            f"{needed}: NCCL would use sockets and nobody would be told",
-            hint="check /sys/class/infiniband and, in a container, /dev/infiniband, or leave the "
-            "profile out",
+            f"{needed}: NCCL would silently use sockets",
+            hint="check /sys/class/infiniband and, in a container, /dev/infiniband, or omit the "
+            "profile",
         )
     if profile == SINGLE_NODE and max_nodes > 1:
         raise ConfigError(
-            f"profile={profile} and --nnodes up to {max_nodes} do not fit: other nodes could not "
-            f"reach the interface {LOOPBACK}",
-            hint="leave the profile out, or start with --nnodes=1",
+            f"profile={profile} and --nnodes up to {max_nodes} are incompatible: other nodes "
+            f"could not reach the interface {LOOPBACK}",
+            hint="omit the profile, or start with --nnodes=1",
         )
     return Choice(profile, "the profile was given")
 
@@ -136,7 +137,7 @@ def check_name(profile: str) -> None:
 
 
 def settings(profile: str, network: Network, route: Route | None) -> tuple[Setting, ...]:
-    """What the workers of a node get, whatever their mode of recovery."""
+    """The settings of a node's workers in both recovery modes."""
     return (
         *(_interface(route) if route is not None else ()),
         *_transport(profile, network, route),
@@ -146,7 +147,7 @@ def settings(profile: str, network: Network, route: Route | None) -> tuple[Setti
 
 
 def in_process_settings() -> tuple[Setting, ...]:
-    """What a worker sets before it makes a group that it may have to abort and build again."""
+    """The settings of a worker before it creates a group that it may have to abort and rebuild."""
     limit_ms = int(timeouts.ABORT_S * 1000 / _WATCHDOG_SLEEPS_DUMPS / 2)
     return (
         Setting(
@@ -180,14 +181,14 @@ def _interface(route: Route) -> tuple[Setting, ...]:
         Setting(
             name=NCCL_INTERFACE,
             value=f"={route.interface}",
-            reason=f"{route.reason}; by itself NCCL takes the first it finds that begins with ib, "
+            reason=f"{route.reason}; by default NCCL uses the first one whose name begins with ib, "
             "then any but lo, docker* and virbr*",
             source="NCCL src/misc/socket.cc (ncclFindInterfaces)",
         ),
         Setting(
             name=GLOO_INTERFACE,
             value=route.interface,
-            reason=f"{route.reason}; by itself gloo takes the address that the host's name "
+            reason=f"{route.reason}; by default gloo uses the address that the host's name "
             "resolves to",
             source=f"{_GLOO} (Options::create_default)",
         ),
@@ -218,30 +219,31 @@ def _transport(profile: str, network: Network, route: Route | None) -> tuple[Set
 def _ib_timeout(value: str, *, is_default: bool) -> Setting:
     tries_s = 4.096e-6 * 2 ** int(value)
     why = (
-        "credits keep InfiniBand from losing packets"
+        "credits prevent InfiniBand from losing packets"
         if is_default
         else "a congested Ethernet loses packets, and links flap for longer than NCCL's default "
-        "(20) bears"
+        "(20) tolerates"
     )
     return Setting(
         name="NCCL_IB_TIMEOUT",
         value=value,
         reason=f"4.096 us * 2^{value} = {tries_s:.1f} s for each of 8 tries: {why}. A dead peer is "
-        "noticed by the agents, not by this",
+        "detected by the agents, not by this timeout",
         source=f"{_NCCL_IB}; {_NCCL_ENV}#nccl-ib-timeout",
         is_default=is_default,
     )
 
 
 def _without_rdma(network: Network) -> tuple[Setting, ...]:
-    """Where the profile says sockets, and there are RDMA devices."""
+    """If the profile requires sockets, and there are RDMA devices."""
     if not network.rdma:
         return ()
     return (
         Setting(
             name="NCCL_IB_DISABLE",
             value="1",
-            reason="the profile says sockets, and NCCL would use the RDMA devices that are here",
+            reason="the profile requires sockets, but NCCL would use the RDMA devices of this "
+            "machine",
             source=f"{_NCCL_ENV}#nccl-ib-disable",
         ),
     )
@@ -274,7 +276,7 @@ def _socket_threads(network: Network, route: Route | None) -> tuple[Setting, ...
 _IB_RETRIES = Setting(
     name="NCCL_IB_RETRY_CNT",
     value="7",
-    reason="the most that the field of three bits holds",
+    reason="the maximum of a field of three bits",
     source=f"{_NCCL_IB}; {_NCCL_ENV}#nccl-ib-retry-cnt",
     is_default=True,
 )
@@ -283,7 +285,7 @@ _OF_TORCH = (
     Setting(
         name=ERROR_HANDLING,
         value="3",
-        reason="workers that are started anew end without an abort of their communicators, which "
+        reason="restarted workers end without an abort of their communicators, which "
         "can hang (torchrun's default, 1, aborts them first)",
         source=f"{_PG_HPP} (ErrorHandlingMode); torch.distributed.elastic (LocalElasticAgent)",
     ),

@@ -1,9 +1,8 @@
-"""The variables of NCCL, torch and gloo that workers get: the profile's, under the user's own.
+"""The variables of NCCL, torch and gloo for workers: the profile's, overridden by the user's.
 
-What the user has set, in the environment or in a file that NCCL reads, wins; values that are not
-safe are named, names that nothing reads any more are answered, and interfaces that do not exist
-are refused. The agent applies the result (:mod:`elastic.agent.worker_tuning`), ``elastic env``
-prints it.
+The user's settings, in the environment or in a file that NCCL reads, take precedence; unsafe values
+and obsolete names are reported, and interfaces that do not exist are refused. The agent applies the
+result (:mod:`elastic.agent.worker_tuning`), ``elastic env`` prints it.
 """
 
 from __future__ import annotations
@@ -100,7 +99,7 @@ def effective(
     max_nodes: int,
     route: Route | None,
 ) -> WorkerEnvironment:
-    """The profile's settings under what the user has given.
+    """The profile's settings, overridden by the user's.
 
     Raises:
         ConfigError: the profile does not exist or cannot be, or an interface does not exist.
@@ -188,7 +187,7 @@ def choose_route(
     """
     if interface is not None:
         _require(interface, "interface", network)
-        return Route(interface, "the interface was given")
+        return Route(interface, "the interface is configured")
     if max_nodes == 1 and network.interface(LOOPBACK) is not None:
         return Route(LOOPBACK, "all ranks are on this machine")
     own = network.with_address(own_address)
@@ -196,7 +195,7 @@ def choose_route(
         told = (
             f"this node's address in network={own_network}"
             if own_network
-            else "where the others were told to reach this node"
+            else "the address that this node announces"
         )
         return Route(own.name, f"it has {own_address}, {told}")
     for peer in peers:
@@ -212,7 +211,8 @@ def choose_route(
 
 
 def _faster(network: Network, interface: str) -> str:
-    """Not chosen by itself: only the nodes together know whether they all reach it."""
+    """Not chosen automatically: whether all nodes reach each other over it is only known to all
+    together."""
     faster, slow = faster_interface(network, interface), network.interface(interface)
     if faster is None or slow is None:
         return ""
@@ -269,7 +269,7 @@ def _no_interface(value: str, where: str, network: Network) -> ConfigError:
 def given_settings(
     environ: Mapping[str, str], root: Path = Path("/"), home: Path | None = None
 ) -> dict[str, Given]:
-    """What the user has set: in the environment, or in the files that NCCL reads.
+    """The user's settings: in the environment, or in the files that NCCL reads.
 
     In NCCL's order: the environment, the file that ``NCCL_CONF_FILE`` names (without it
     ``~/.nccl.conf``), ``/etc/nccl.conf``.

@@ -1,7 +1,7 @@
-"""What this worker's collectives were, by torch's flight recorder, for an agent that asks.
+"""This worker's recent collectives, by torch's flight recorder, on request of the agent.
 
-On a thread of its own: the recorder asks the device for the state of each collective, and a device
-that hangs may not answer. The link's thread has worlds to hear of meanwhile.
+On a separate thread: the recorder queries the device for the state of each collective, and a hung
+device may not respond. The link's thread must receive worlds in the meantime.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ class FlightRecorder:
         self._thread: threading.Thread | None = None
 
     def enter_generation(self, generation: int) -> None:
-        """What was begun before belongs to another world's groups, which count from 1, too."""
+        """Earlier records belong to the groups of another world, which count from 1, too."""
         self._world = generation, int(self._clock.wall() * 1e9)
 
     def dump(self) -> None:
-        """Send what is recorded, soon; nothing, while the last answer is not ready. One thread at
-        a time calls this: the link's."""
+        """Send the records soon; nothing, while the last response is not ready. One thread at a
+        time calls this: the link's."""
         if self._thread is not None and self._thread.is_alive():
             return
         self._thread = threading.Thread(

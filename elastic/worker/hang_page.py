@@ -1,4 +1,4 @@
-"""What a worker offers its agent for the detection of hangs: its page, and its stacks."""
+"""The data that a worker provides for the detection of hangs: its page, and its stacks."""
 
 from __future__ import annotations
 

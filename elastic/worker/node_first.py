@@ -23,8 +23,8 @@ def node_first(turn: int, env: Mapping[str, str] = os.environ) -> Iterator[None]
     """The body runs on one worker of this node first; once it succeeded, on the others
     concurrently.
 
-    ``turn`` numbers the uses within a script, the same on all workers. An exception is raised
-    where it happened, and the next worker is then the first.
+    ``turn`` numbers the uses within a script, the same on all workers. An exception is raised where
+    it happened, and the next worker is then the first.
     """
     path = _lock_path(env)
     token = _token(turn, env)

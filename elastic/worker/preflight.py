@@ -1,7 +1,7 @@
-"""``elastic.join(preflight=True)``: a node that cannot train is not joined.
+"""``elastic.join(preflight=True)``: an unfit node does not join.
 
-The checks run in a process of their own (:mod:`elastic.doctor.before_joining`): workers import
-neither the doctor nor grpc, and a driver or a file system that hangs must not hang this process.
+The checks run in a separate process (:mod:`elastic.doctor.before_joining`): workers import neither
+the doctor nor grpc, and a hung driver or file system must not hang this process.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ _MODULE = "elastic.doctor.before_joining"
 def require_fit(folder: str | None, env: Mapping[str, str] = os.environ) -> None:
     """Check this node, and the folder of checkpoints: on one worker of the node.
 
-    What the agent has checked is not checked again. ``folder`` is None where checkpoints are no
-    files. Raises NodeUnfit, which names all that has failed, and what to do.
+    Checks that the agent has made are not repeated. ``folder`` is None if checkpoints are not
+    files. Raises NodeUnfit, which names all failed checks with their remedies.
     """
     if env.get("LOCAL_RANK", "0") != "0":
         return  # of its node local rank 0 speaks, and torchrun ends the others with it
@@ -46,7 +46,7 @@ def require_fit(folder: str | None, env: Mapping[str, str] = os.environ) -> None
             f"preflight: node {node_name()} does not join the job: "
             + "; ".join(f"{finding['name']}: {finding['measured']}" for finding in bad),
             hint="; ".join(dict.fromkeys(finding["remedy"] for finding in bad))
-            + " (`elastic doctor` on this node tells more)",
+            + " (`elastic doctor` on this node has the details)",
         )
     get_logger().info("preflight: passed in %.1f s", SYSTEM_CLOCK.monotonic() - began_s)
 
@@ -60,7 +60,7 @@ def _examine(folder: str | None, *, machine_is_checked: bool) -> list[dict[str, 
             command, stdin=subprocess.DEVNULL, capture_output=True, timeout=PREFLIGHT_S, check=False
         )
     except subprocess.TimeoutExpired:
-        return [_failed(f"no answer within {PREFLIGHT_S:g} s", "look at the load of this machine")]
+        return [_failed(f"no answer within {PREFLIGHT_S:g} s", "check the load of this machine")]
     if done.returncode != 0:
         said: Sequence[str] = done.stderr.decode(errors="replace").strip().splitlines()
         why = said[-1][:300] if said else f"exit code {done.returncode}"

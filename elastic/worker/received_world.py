@@ -1,4 +1,5 @@
-"""What a worker makes of a world that its agent has sent: the world, its group, its environment."""
+"""A world received from the agent, converted for a worker: the world, its group, its
+environment."""
 
 from __future__ import annotations
 
@@ -31,7 +32,7 @@ def group_spec(message: WorldMessage) -> GroupSpec:
 
 
 def replica_spec(message: ReplicaMeet, size: int) -> GroupSpec | None:
-    """What the group of a replica of ``size`` ranks is built from; None if one node holds it."""
+    """The specification of the group of a replica of ``size`` ranks; None if one node holds it."""
     if not message.port:
         return None
     return GroupSpec(

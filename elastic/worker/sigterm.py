@@ -20,7 +20,7 @@ from elastic.tuning.worker_intervals import SIGTERM_ASK_S
 from elastic.worker.worlds import Worlds
 
 EXIT_CODE = 128 + signal.SIGTERM
-# The agent makes this file when it ends its workers for good: it works without a link, too.
+# The agent creates this file when it ends its workers permanently: it works without a link, too.
 ENDING_FILE = "ELASTIC_ENDING"
 
 
@@ -43,9 +43,9 @@ def ask_agent_on_sigterm(
     shutdown_hook: Callable[[bool], object] = _no_words,
     is_own_signal: Callable[[], bool] = _not_ours,
 ) -> None:
-    """Take SIGTERM over, unless the script has done that, or this is not the main thread.
+    """Handle SIGTERM, unless the script does so, or this is not the main thread.
 
-    As :func:`end_on_sigterm`, but for a node that leaves in order.
+    Like :func:`end_on_sigterm`, but for a node that leaves gracefully.
     """
 
     def is_node_leaving() -> bool:

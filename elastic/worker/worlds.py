@@ -148,7 +148,7 @@ class Worlds:
         return self._newest.nodes_leaving if self._newest is not None else 0
 
     def is_superseded(self) -> bool:
-        """Whether the present world is over: a newer one is to be entered at once."""
+        """Whether the current world has ended: a newer one is to be entered at once."""
         newest = self._newest
         return (
             newest is not None
@@ -157,9 +157,9 @@ class Worlds:
         )
 
     def _takes_the_place(self, newer: WorldMessage) -> bool:
-        """Whether a planned world is to be entered at the boundary at which the present one, which
-        is being formed, was to begin: a peer has died meanwhile, and it never will. gloo's
-        collectives end with an error then; those on a stream wait forever."""
+        """Whether a planned world is to be entered at the boundary at which the current one, which
+        is being formed, was to begin: a peer has died in the meantime, so that one will never be
+        complete. gloo's collectives then end with an error; those on a stream wait indefinitely."""
         forming_at, at = self._forming_at, newer.world.switch_at_step
         return forming_at is not None and at is not None and at <= forming_at
 
@@ -178,9 +178,9 @@ class Worlds:
     def wait_until_permitted(self) -> None:
         """Before a step: wait while the permission to train has expired.
 
-        The agent renews it for as long as it lives and its node is not given up; one that is
-        frozen does not, and after a while the other nodes may train without this one. Returns
-        also when the present world is over: then the next one is to be entered.
+        The agent extends it as long as it runs and its node is not given up; a frozen agent does
+        not, and after a while the other nodes may train without this one. Also returns when the
+        current world has ended: then the next one is to be entered.
         """
         if self._clock.boottime() > self._permitted_until_s:
             self._wait_for_permission()
@@ -240,8 +240,8 @@ class Worlds:
             return self._meeting
 
     def wait_for_newer(self, meanwhile: Callable[[], object] = lambda: None) -> None:
-        """Until there is a world newer than the present one; ``meanwhile`` is called now and
-        then."""
+        """Wait until there is a world newer than the current one; ``meanwhile`` is called
+        periodically."""
         while not self.has_newer:
             self.is_waiting = True
             meanwhile()
@@ -260,7 +260,7 @@ class Worlds:
     # -- reports of the main thread ------------------------------------------------------------
 
     def send(self, message: Message) -> None:
-        """To the agent; lost if there is none any more."""
+        """Send to the agent; lost if there is none."""
         if self._client is not None:
             self._client.send(message)
 
@@ -280,8 +280,8 @@ class Worlds:
         self.send(Entered(generation=self._entering, step=step))
 
     def report_failure(self, error: BaseException) -> None:
-        """A collective of the present world failed, or its group could not be built. Says nothing
-        if that world is known to be over."""
+        """A collective of the current world failed, or its group could not be built. Not reported
+        if that world is already known to have ended."""
         if self.is_superseded():
             return
         missing = error.missing if isinstance(error, GroupBuildFailed) else ()
@@ -369,7 +369,7 @@ class Worlds:
 
 
 def _require_mesh(environ: Mapping[str, str], *, has_met: bool) -> None:
-    """What a replica over several nodes consists of, torch has to know: it is the default group."""
+    """torch must have the ranks of a replica over several nodes: it is the default group."""
     replica_size, workers = environ.get("ELASTIC_REPLICA_SIZE"), environ.get("LOCAL_WORLD_SIZE")
     if replica_size and workers and int(replica_size) > int(workers) and not has_met:
         raise ConfigError(

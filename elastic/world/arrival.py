@@ -62,7 +62,7 @@ class GroupSpec:
 
 
 class _Patience:
-    """Waits between two looks, longer each time, until the time is up."""
+    """Pauses between two polls, longer each time, until the deadline."""
 
     def __init__(self, deadline_s: float, clock: Clock) -> None:
         self._deadline_s = deadline_s
@@ -83,12 +83,12 @@ class OpenStore:
     """The store of a world, as this rank has it."""
 
     client: Store  # for the group
-    # Rank 0 only. Apart from the client, since whatever holds a group (a subgroup, a traceback, a
-    # collective that does not come back) holds its store, too, and would keep the port.
+    # Rank 0 only. Separate from the client, since every reference to a group (a subgroup, a
+    # traceback, a collective that does not return) holds its store, too, and would keep the port.
     server: StoreServer | Store | None = None
 
     def close(self) -> None:
-        """After the group is gone. torch's stores close with their last reference."""
+        """After the group is destroyed. torch's stores close with their last reference."""
         if isinstance(self.client, WorldStore):
             self.client.close()
         if isinstance(self.server, StoreServer):
@@ -234,7 +234,7 @@ def meet(
 
 def _wait_for(store: Store, keys: list[str], give_up: GiveUp, patience: _Patience) -> bool:
     """Whether the keys come in time."""
-    if isinstance(store, WorldStore):  # it looks whether the world is over by itself
+    if isinstance(store, WorldStore):  # it checks whether the world has ended
         give_up()
         try:
             store.wait(keys, datetime.timedelta(seconds=max(0.0, patience.left_s)))
@@ -256,7 +256,7 @@ def _compare(rank: int, meshes: list[str]) -> None:
         raise ConfigError(
             f"elastic.join(mesh=…) of rank {rank} has the dimensions {meshes[rank] or 'none'}, "
             f"that of rank 0 {meshes[0] or 'none'}",
-            hint="every node of a job gives the same mesh, in the same order",
+            hint="pass the same mesh, in the same order, on every node",
         )
     if others:
         raise GroupBuildFailed(

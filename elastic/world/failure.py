@@ -24,15 +24,15 @@ from elastic.world.faults import is_world_fault
 _Hook = Callable[[type[BaseException], BaseException, TracebackType | None], object]
 
 
-_OUR_AGENT = "ELASTIC_NODE_ID"  # an agent of ours reports who is lost, and starts this one again
+_OUR_AGENT = "ELASTIC_NODE_ID"  # an agent reports the lost peer, and restarts this worker
 _PACKAGES = (os.path.dirname(torch.__file__), os.path.dirname(os.path.dirname(__file__)))
 _OF_LIBRARIES = ("<frozen ", *(package + os.sep for package in _PACKAGES))
 # Of DistributedSampler, dist.get_rank() and others, at the top of a script.
 _NO_GROUP = "Default process group has not been initialized"
 _NO_GROUP_YET = (
-    "elastic: the process group is made by run.retry and by the first loop; do not call "
+    "elastic: the process group is created by run.retry and by the first loop; do not call "
     "init_process_group before.\n"
-    "  DataLoader(dataset, shuffle=True) in run.loader(…) takes the place of DistributedSampler;\n"
+    "  DataLoader(dataset, shuffle=True) in run.loader(…) replaces DistributedSampler;\n"
     "  run.world.rank, run.world.size and run.is_main are the rank inside the training function\n"
 )
 
@@ -45,13 +45,13 @@ class FailureHook:
         self._position = position
         self.failed = False
         self.text = ""  # what failed, in a line
-        self.is_of_the_world = False  # peers are gone; the script has made no mistake
+        self.is_of_the_world = False  # peers are lost; the script has no error
         self._exit_code = 1
         self._next: _Hook = sys.excepthook
 
     def install(self) -> None:
-        """Put this hook before the present one. What is registered with atexit after this
-        still runs."""
+        """Install this hook before the current one. Functions registered with atexit after this
+        still run."""
         self._next = sys.excepthook
         sys.excepthook = self
         atexit.register(self._leave)
@@ -74,8 +74,8 @@ class FailureHook:
             self._exit_code = error.exit_code
 
     def _report_lost_peers(self, error: BaseException, journal: EventSink) -> None:
-        """In a line: all ranks of a world raise this, since one of them is gone, and their agents
-        start them again. The leader's log says which one."""
+        """One line: all ranks of a world raise this, since one of them is lost, and their agents
+        restart them. The leader's log names the lost one."""
         at = self._position()
         event = world_fault(error, generation=at.get("generation") or 0, step=at.get("step") or 0)
         journal.emit(event, level=logging.DEBUG)
@@ -97,7 +97,7 @@ class FailureHook:
 
 
 def world_fault(error: BaseException, *, generation: int, step: int) -> WorldFault:
-    """The event of an exception that means that peers are gone, with its traceback."""
+    """The event of an exception that means that peers are lost, with its traceback."""
     return WorldFault(
         generation=generation,
         step=step,

@@ -40,15 +40,15 @@ _TIMED_OUT = (
 )
 # gloo's assertions name their file as well; those are disagreements about sizes and shapes.
 _GLOO_ASSERTION = "enforce fail at"
-# These surface anywhere in the chain: a signal that came while a fault was handled,
-# memory that ran out before a collective in a `finally` was aborted.
+# These take precedence anywhere in the chain: a signal that arrived while a fault was handled,
+# or exhausted memory before a collective in a `finally` was aborted.
 _ALWAYS_SURFACE = (SignalException, torch.OutOfMemoryError)
 # A CUDA context in which a kernel has failed is of no use in the next world either.
 _BROKEN_DEVICE = ("device-side assert", "CUDA error:")
 
 
 def is_world_fault(error: BaseException) -> bool:
-    """Whether ``error``, or what it came from, means that peers or their connections are gone."""
+    """Whether ``error``, or its cause, means that peers or their connections are lost."""
     if isinstance(error, ElasticError) and not isinstance(error, WorldLost):
         return False  # ours, raised while a fault was being handled: it has a hint
     chain = causes(error)
@@ -56,7 +56,7 @@ def is_world_fault(error: BaseException) -> bool:
 
 
 def unreachable_peers(error: BaseException) -> tuple[str, ...]:
-    """Addresses of peers that nothing came from any more, as gloo found.
+    """Addresses of peers that stopped responding, as reported by gloo.
 
     >>> unreachable_peers(RuntimeError("Read error [10.0.0.2]:1769: Connection timed out."))
     ('10.0.0.2',)
@@ -79,7 +79,7 @@ def may_come_of_garbage(error: BaseException) -> bool:
 
 
 def causes(error: BaseException) -> list[BaseException]:
-    """The exception and everything it came from, each once: cause and context, as printed."""
+    """The exception and all its causes and contexts, each once, as printed."""
     found: list[BaseException] = []
     left: list[BaseException | None] = [error]
     while left:

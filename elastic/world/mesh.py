@@ -19,7 +19,8 @@ _KNOWN = "shard, dp*, tp, pp, cp, ep"
 
 @dataclass(frozen=True)
 class ReplicaMesh:
-    """The dimensions of a replica in order, the last one varying fastest; none: it is one rank."""
+    """The dimensions of a replica in order, the last one varying fastest; none: a replica is one
+    rank."""
 
     dims: tuple[tuple[str, int], ...] = ()
 
@@ -40,12 +41,12 @@ class ReplicaMesh:
         if not given:
             raise ConfigError(
                 "mesh={} names no dimension",
-                hint='elastic.join(mesh={"shard": 4}), or leave mesh out: a rank is a replica then',
+                hint='elastic.join(mesh={"shard": 4}), or omit mesh: each rank is then a replica',
             )
         for name, size in given.items():
             if not (_splits_batch(name) or name in _SAME_SAMPLES):
                 raise ConfigError(
-                    f"mesh={dict(given)} has a dimension {name!r}: nobody knows whether its ranks "
+                    f"mesh={dict(given)} has a dimension {name!r}: it is unknown whether its ranks "
                     "see the same samples",
                     hint=f"known dimensions: {_KNOWN}; shard and dp* split the batch. Leave out "
                     "one for replicas: the mesh is of a single one, and a world has as many as fit",
@@ -107,7 +108,7 @@ class ReplicaMesh:
         return tuple(reversed(found))
 
     def dims_along(self, positions: Sequence[int]) -> frozenset[str] | None:
-        """The dimensions along which these ranks lie, those of one rank left out; None: they are
+        """The dimensions along which these ranks lie, omitting those of one rank; None: they are
         not all the ranks along any dimensions.
 
         >>> mesh = ReplicaMesh((("shard", 2), ("cp", 2)))
@@ -122,8 +123,8 @@ class ReplicaMesh:
         return frozenset(self.dims[i][0] for i in along)
 
     def first_alike(self, position: int, sharded: Collection[str]) -> int:
-        """The first rank that holds what the one at ``position`` does, of what these dimensions
-        split.
+        """The first rank with the same part as the one at ``position``, with respect to what these
+        dimensions split.
 
         >>> ReplicaMesh((("shard", 2), ("tp", 2))).first_alike(3, {"shard"})
         2
@@ -134,8 +135,8 @@ class ReplicaMesh:
         return found
 
     def check_node(self, workers: int, *, replica_size: int = 1) -> None:
-        """Raise ConfigError unless so many workers of a node are whole replicas, or a part of one
-        that the agents know of (``replica_size``)."""
+        """Raise ConfigError unless this number of workers of a node is a multiple of a replica, or
+        a part of one that the agents form (``replica_size``)."""
         if replica_size > workers and replica_size != self.size:
             raise ConfigError(
                 f"elastic.join(mesh=…) has replicas of {self.size} ranks ({self}), and the agents "

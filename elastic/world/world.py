@@ -54,8 +54,8 @@ class World(WorldIdentity, RankAssignment):
 
     @property
     def data_rank(self) -> int:
-        """Which part of each global batch this rank sees: those of a tensor-parallel group, say,
-        see the same. From 0 to :attr:`data_size`; without a mesh it is the rank."""
+        """The index of this rank's part of each global batch: the ranks of a tensor-parallel group,
+        for example, have the same. From 0 to :attr:`data_size`; without a mesh it is the rank."""
         own = self.mesh.data_position(self.rank_in_replica)
         return self.replica * self.mesh.data_size + own
 
@@ -110,7 +110,7 @@ def world_from_environment(env: Mapping[str, str] = os.environ) -> World:
 
 
 def largest_world(env: Mapping[str, str] = os.environ) -> int:
-    """The most workers this job can have; the present ones if the backend does not know.
+    """The maximum number of workers of this job; the current number if the backend does not set it.
 
     >>> largest_world({"ELASTIC_MAX_NODES": "3", "LOCAL_WORLD_SIZE": "2"})
     6
@@ -127,7 +127,7 @@ def fresh_nonce() -> str:
 
 
 def node_name(env: Mapping[str, str] = os.environ) -> str:
-    """This node's name for people: from the agent, else torchrun's group rank."""
+    """This node's name for users: from the agent, else torchrun's group rank."""
     if name := env.get("ELASTIC_NODE_NAME"):
         return name
     group = env.get("GROUP_RANK")

@@ -62,7 +62,7 @@ _FIELDS: dict[str, dict[str, type]] = {
 
 
 def limits_of(size: int, silence_s: float = PEER_SILENCE_S) -> Limits:
-    """What the store of a world with so many ranks spends on its clients."""
+    """The resources that the store of a world with this many ranks grants its clients."""
     return Limits(
         frame_bytes=_LARGEST_FRAME,
         unsent_bytes=2 * _LARGEST_ANSWER,
@@ -110,7 +110,7 @@ class StoreServer(Handler):
         get_logger().error("the store of this world has failed", exc_info=error)
 
     def opened(self, connection: Connection) -> None:
-        """Handler's: a client that knows the run's key."""
+        """Handler's: a client that has proved possession of the run's key."""
         if connection.identity != self._nonce:
             raise ProtocolError("a client of another world")
 
@@ -163,7 +163,7 @@ class StoreServer(Handler):
             self._settle(connection, key)
 
     def _settle(self, connection: Connection, news: str | None = None) -> None:
-        """Answer a wait whose keys are there; ``news``: the one that has come."""
+        """Respond to a wait whose keys exist; ``news``: the key that has arrived."""
         number, keys = self._awaited.get(connection, (0, []))
         if not keys or (news is not None and news not in keys):
             return  # (Or it was dropped while another was answered.)
@@ -176,10 +176,11 @@ class StoreServer(Handler):
 
 
 class WorldStore(Store):
-    """A client of :class:`StoreServer`, in the shape that torch's groups take. Thread-safe.
+    """A client of :class:`StoreServer`, with the interface that torch's groups require.
+    Thread-safe.
 
-    Raises DistStoreError when a key does not come in time, DistNetworkError when the server is
-    gone, and what ``give_up`` raises.
+    Raises DistStoreError when a key does not arrive in time, DistNetworkError when the server has
+    ended, and the exceptions of ``give_up``.
     """
 
     def __init__(
@@ -213,7 +214,7 @@ class WorldStore(Store):
             if not isinstance(error, OSError):
                 raise
             raise DistNetworkError(
-                f"what listens there is not this world's store: {error}"
+                f"the listener there is not this world's store: {error}"
             ) from None
 
     def close(self) -> None:
@@ -298,8 +299,8 @@ def connect(
     tls: Tls | None = None,
     silence_s: float = PEER_SILENCE_S,
 ) -> WorldStore:
-    """One try. Raises OSError if no server listens, DistNetworkError if it is another world's, or
-    does not know the run's key."""
+    """One attempt. Raises OSError if no server listens, DistNetworkError if it is another world's,
+    or does not have the run's key."""
     connection = socket.create_connection((host, port), timeout=WORLD_STORE_SLICE_S)
     try:
         return WorldStore(

@@ -1,4 +1,4 @@
-"""What this node does once, when the job has ended: the journal, and the page for people."""
+"""The node's actions when the job has ended: the journal, and the failure timeline."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from elastic.node.context import NodeContext
 
 
 def record_end(context: NodeContext, done: Done) -> None:
-    """The job has ended with ``done``. The first call counts."""
+    """The job has ended with ``done``. Only the first call has an effect."""
     status = context.status
     if status.done is None and failure_timeline.is_wanted(done):
         _write_timeline(context, done)
@@ -35,7 +35,7 @@ def read_end(context: NodeContext) -> None:
 
 
 def _write_timeline(context: NodeContext, done: Done) -> None:
-    """Before the end is known to the main thread, whose error shows it."""
+    """Called before the main thread receives the end, whose error contains the page."""
     keys, options = context.keys, context.options
     page = failure_timeline.render(done, keys.root, done_key=keys.done)
     folder = options.hang_report_folder or os.environ.get("ELASTIC_JOURNAL")

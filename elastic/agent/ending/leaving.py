@@ -1,8 +1,8 @@
-"""SIGTERM to an agent: its node leaves the job, in order wherever there is an order to keep.
+"""SIGTERM to an agent: its node leaves the job, gracefully where possible.
 
-Torch's own handler would raise in whatever the main thread is doing, and torchrun would exit
-with 1 even if the workers end well. What is right depends on what the main thread does; it says
-so in :attr:`Leaving.phase`, and the handler acts on it.
+Torch's own handler would raise an exception anywhere in the main thread, and torchrun would exit
+with 1 even if the workers succeed. The right action depends on what the main thread is doing: it
+records that in :attr:`Leaving.phase`, on which the handler acts.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from elastic.telemetry.log import get_logger
 
 
 def told_to_leave() -> BaseException:
-    """What torchrun ends with: its exit code says that nothing has failed."""
+    """What torchrun ends with: an exit code that does not indicate a failure."""
     return SystemExit(Preempted.exit_code)
 
 
 def leave_at_once_on_sigterm(end: Callable[[], BaseException] = told_to_leave) -> None:
-    """For an agent that has nothing yet: no node, no workers."""
+    """For an agent that has neither a node nor workers yet."""
 
     def leave_at_once(signum: int, frame: FrameType | None) -> NoReturn:
         raise end()
@@ -35,18 +35,18 @@ def leave_at_once_on_sigterm(end: Callable[[], BaseException] = told_to_leave) -
 
 
 class LauncherPhase(Enum):
-    """What torchrun's main thread does."""
+    """What torchrun's main thread is doing."""
 
-    WAITING = "waiting"  # for a world: no workers run
-    STARTING = "starting"  # torch starts workers; who interrupts that leaves some nobody knows of
+    WAITING = "waiting"  # waits for a world: no workers run
+    STARTING = "starting"  # torch starts workers; interrupted, it would leave some unsupervised
     RUNNING = "running"  # workers run
-    FINISHING = "finishing"  # they have ended well, other nodes' have not
-    CLOSING = "closing"  # the agent ends anyway
-    PARKED = "parked"  # the job is over, the agent stays
+    FINISHING = "finishing"  # they have succeeded, those of other nodes have not yet
+    CLOSING = "closing"  # the agent ends in any case
+    PARKED = "parked"  # the job has ended, the agent keeps running
 
 
 class LeavingNode(Protocol):
-    """What is asked of the node's service."""
+    """The operations on the node's service."""
 
     @property
     def can_leave_in_order(self) -> bool: ...
@@ -60,9 +60,9 @@ class LeavingNode(Protocol):
 
 
 class Leaving:
-    """The agent's handler of SIGTERM. Made once; the first signal counts, later ones do not.
+    """The agent's handler of SIGTERM. Created once; only the first signal has an effect.
 
-    ``end`` makes what it raises: torchrun's SystemExit, or what a program expects.
+    ``end`` creates the exception to raise: torchrun's SystemExit, or what a program expects.
     """
 
     def __init__(
@@ -83,16 +83,16 @@ class Leaving:
         self._node = node
         self._grace_s = grace_s
         self._kill_workers = kill_workers
-        self._claim_signal = claim_signal  # torchrun installs no handler of its own for it
-        self._tell_workers = tell_workers  # that torchrun's SIGTERM is for good
+        self._claim_signal = claim_signal  # torchrun installs no handler for it
+        self._tell_workers = tell_workers  # that torchrun's SIGTERM is final
         self._clock = clock
         self._has_left_job = False
         self._in_order = False
         self._by_s = 0.0
 
     def install(self) -> None:
-        """Keep SIGTERM ours. Called with every poll, for torch versions that install their own
-        handler with each start of workers. (Signals belong to the main thread.)"""
+        """Keep our handler of SIGTERM installed. Called with every poll, for torch versions that
+        install their own with each start of workers. (Signals belong to the main thread.)"""
         if threading.current_thread() is not threading.main_thread():
             return
         self._claim_signal("SIGTERM")
@@ -100,17 +100,15 @@ class Leaving:
             signal.signal(signal.SIGTERM, self)
 
     def __call__(self, signum: int, frame: FrameType | None) -> None:
-        """SIGTERM. Raises :meth:`end` where the main thread can simply stop."""
+        """Handles SIGTERM. Raises :meth:`end` where the main thread can simply stop."""
         if self.told:
             return
         self.told = True
         if self.phase in (LauncherPhase.CLOSING, LauncherPhase.PARKED):
             return
-        if (
-            self.phase is LauncherPhase.FINISHING
-        ):  # nothing is taken back: the others count it as finished
+        if self.phase is LauncherPhase.FINISHING:  # no effect: the others count it as finished
             raise self.end()
-        if self.phase is not LauncherPhase.STARTING:  # else the next poll leaves
+        if self.phase is not LauncherPhase.STARTING:  # otherwise the next poll leaves
             self._leave()
 
     def _leave(self) -> None:
@@ -119,22 +117,22 @@ class Leaving:
         self._node.leave("SIGTERM")
         if not self._in_order:
             self._stop()
-        # The workers leave at a step's boundary; torchrun's next poll sees that they have.
+        # The workers leave at a step boundary; torchrun's next poll detects that they have.
         self._by_s = self._clock.monotonic() + self._grace_s
 
     def end(self) -> BaseException:
-        """What this launch ends with, now that its node was told to leave."""
+        """The exception that ends this launch, now that its node was asked to leave."""
         self._has_raised = True
         return self._end()
 
     @property
     def was_kept_from_launcher(self) -> bool:
-        """Told, and the launch ends as if it had not been: it was over, or its workers failed."""
+        """SIGTERM arrived, but did not end the launch: it had ended, or its workers had failed."""
         return self.told and not self._has_raised
 
     def end_if_left(self) -> None:
-        """Raise :meth:`end` once the workers have left, or their time is up."""
-        if not self._has_left_job:  # the signal came while torch started the workers
+        """Raise :meth:`end` once the workers have left, or their time has expired."""
+        if not self._has_left_job:  # the signal arrived while torch started the workers
             self._leave()
         if self._in_order and not self._node.has_left:
             if self._clock.monotonic() <= self._by_s:
@@ -145,13 +143,13 @@ class Leaving:
                 "terminationGracePeriodSeconds)",
                 self._grace_s,
             )
-            # Now: torchrun would wait for stuck ones as long again, and the kubelet will not.
+            # Now: torchrun would wait for stuck ones as long again, but the kubelet will not.
             self._node.expect_end_of_workers()
             self._kill_workers()
         self._stop()
 
     def _stop(self) -> NoReturn:
-        # First: workers that torchrun's SIGTERM reaches ask whether to leave at a boundary.
+        # First: workers that receive torchrun's SIGTERM ask whether to leave at a boundary.
         self._node.expect_end_of_workers()
         self._tell_workers()
         raise self.end()

@@ -1,8 +1,8 @@
-"""Parking: an agent whose job is over stays, without workers, until SIGTERM.
+"""Parking: an agent whose job has ended keeps running, without workers, until SIGTERM.
 
-Where the launcher starts every process that ends anew, as a StatefulSet does whatever its exit
-code, a finished agent must not end: it would be started again forever. It gives everything
-back but its process, says what became of the job (log, ``/readyz``) and waits to be scaled away
+If the launcher restarts every process that ends, as a StatefulSet does regardless of the exit code,
+a finished agent must not end: it would be restarted endlessly. It releases everything but its
+process, reports the job's outcome (log, ``/readyz``) and waits until it is scaled down
 (docs/decisions/0012).
 """
 

@@ -1,6 +1,6 @@
-"""The worlds that are announced to a node's workers, while they keep their processes.
+"""The worlds that are announced to a node's workers while they keep their processes.
 
-On the node's thread. A world reaches them once, and only one that is newer than what they run.
+On the node's thread. A world is announced once, and only if it is newer than the workers' one.
 """
 
 from __future__ import annotations
@@ -14,17 +14,17 @@ from elastic.node.context import NodeContext
 
 
 class AnnouncedWorlds:
-    """Over all starts of a node's workers."""
+    """Across all starts of a node's workers."""
 
     def __init__(self, context: NodeContext, server: LinkServer) -> None:
         self._at = context
         self._server = server
-        self.newest: WorldRecord | None = None  # that they were told, in this start of them
-        self.have_to_leave = False  # they were told: their ends are no deaths
+        self.newest: WorldRecord | None = None  # announced to them, in this start of them
+        self.have_to_leave = False  # announced to them: their ends are not deaths
 
     @property
     def current(self) -> WorldRecord | None:
-        """The newest world that they know: they were told it, or started in it."""
+        """The newest world that they have received: by an announcement, or at their start."""
         return self.newest or self._at.status.node.running
 
     @property
@@ -36,7 +36,8 @@ class AnnouncedWorlds:
         return max([*known, node.arrived_for])
 
     def welcome(self, worker: Worker) -> None:
-        """A first world is committed already; a newer one may have come since the worker began."""
+        """A first world is committed already; a newer one may have been formed since the worker
+        began."""
         running, newest = self._at.status.node.running, self.newest
         if newest is not None and (running is None or newest.generation > running.generation):
             self._send(newest, worker)
@@ -44,7 +45,7 @@ class AnnouncedWorlds:
             self._send(running, worker)
 
     def learn(self, world: WorldRecord | None) -> None:
-        """The newest world: hand it on if it concerns workers that need no restart."""
+        """The newest world: announce it if it concerns workers that need no restart."""
         node = self._at.status.node
         if world is None or not node.in_process:
             return
@@ -57,11 +58,11 @@ class AnnouncedWorlds:
             return
         is_member = node.node_id in world.node_ids
         if running is None and not is_member:
-            return  # a spare: it waits for a world with it
+            return  # a spare: it waits for a world that includes it
         self.newest = world
         if is_member:
             self._at.status.told = world
-            self._at.status.before_announcing()  # they may read what this node knows of the others
+            self._at.status.before_announcing()  # they may read this node's data about the others
         self._send(world, None)
 
     def part(self, reason: str) -> None:
@@ -81,7 +82,7 @@ class AnnouncedWorlds:
         self._send(self.newest, None)
 
     def forget(self) -> None:
-        """The workers are started anew."""
+        """The workers are restarted."""
         self.newest = self._at.status.told = None
 
     def _send(self, world: WorldRecord, to: Worker | None) -> None:

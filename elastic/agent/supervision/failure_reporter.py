@@ -1,4 +1,4 @@
-"""This node's failure report in the store: written under its lease, removed once answered."""
+"""This node's failure report in the store: written under its lease, removed once handled."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class FailureReporter:
         self._is_written = False
 
     def publish(self, lease: Lease) -> None:
-        """Write the report, or remove it once a newer world has answered it."""
+        """Write the report, or remove it once a newer world has superseded it."""
         report = self._report
         if report is None:
             return
@@ -50,7 +50,7 @@ class FailureReporter:
             self._is_written = True
 
     def register_again(self) -> None:
-        """The lease is new: keys of the old one are gone."""
+        """The lease is new: keys of the old one are deleted."""
         self._is_written = False
 
 
@@ -68,7 +68,7 @@ def nodes_of(world: WorldRecord | None, generation: int, ranks: tuple[int, ...])
 def nodes_at(
     world: WorldRecord | None, generation: int, addresses: tuple[str, ...]
 ) -> tuple[str, ...]:
-    """The nodes of that generation at these addresses; none where several share one."""
+    """The nodes of that generation at these addresses; none if several nodes share one."""
     if world is None or world.generation != generation:
         return ()
     at = Counter(m.liveness_host for m in world.members)

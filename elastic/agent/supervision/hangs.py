@@ -1,8 +1,8 @@
-"""This node's part in noticing hangs: publish what its workers show, carry verdicts out.
+"""This node's part in hang detection: publish its workers' state, execute verdicts.
 
-The workers are watched by a thread of their own (:mod:`elastic.hangs.watch`), which posts into the
-node's inbox; the leader judges (:mod:`elastic.leadership.judges.hang_judge`). As long as every rank
-goes on, nothing is published and nobody is asked.
+A separate thread watches the workers (:mod:`elastic.hangs.watch`) and posts into the node's inbox;
+the leader judges (:mod:`elastic.leadership.judges.hang_judge`). As long as every rank makes
+progress, nothing is published.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from elastic.tuning.agent_options import AgentOptions
 
 @dataclass(frozen=True)
 class RanksAreQuiet:
-    """These ranks of this node show no progress in the world; none: all go on."""
+    """These ranks of this node show no progress in the world; none: all make progress."""
 
     generation: int
     ranks: tuple[RankFacts, ...]
@@ -46,7 +46,7 @@ class RanksAreQuiet:
 
 @dataclass(frozen=True)
 class StacksTaken:
-    """Stacks of this node's ranks, for the report of the node that acts."""
+    """Stacks of this node's ranks, for the report of the acting node."""
 
     generation: int
     stacks: tuple[StackGroup, ...]
@@ -55,7 +55,7 @@ class StacksTaken:
 
 @dataclass(frozen=True)
 class WorkerHung:
-    """A worker is about to be ended, and why."""
+    """A worker is about to be ended."""
 
     pid: int
     reason: str
@@ -70,14 +70,14 @@ class WorldHung:
 
 
 def policy_of(options: AgentOptions) -> BudgetPolicy:
-    """The budgets that the options ask for."""
+    """The budgets that follow from the options."""
     return BudgetPolicy(
         hang_timeout_s=options.hang_timeout_s, outside_step_s=options.hang_script_timeout_s
     )
 
 
 class Hangs:
-    """One per agent whose options do not turn it off. On the node's thread, but for
+    """One per agent, unless its options turn it off. On the node's thread, except
     :meth:`supervise`."""
 
     def __init__(self, context: NodeContext) -> None:
@@ -120,35 +120,35 @@ class Hangs:
 
     @property
     def checkpoint_step(self) -> int | None:
-        """Of the last checkpoint that a worker of this node knows to be committed."""
+        """The step of the last checkpoint that a worker of this node has reported as committed."""
         return self._watch.checkpoint_step
 
     @property
     def planned_steps(self) -> int | None:
-        """How many the job is to make in all, as far as a worker of this node knows."""
+        """The number of steps of the entire job, as reported by a worker of this node."""
         return self._watch.planned_steps
 
     # ── whom to watch ────────────────────────────────────────────────────────────────────
 
     def on_page(self, worker: Worker, page: ProgressPage) -> None:
-        """A worker has said where its page is."""
+        """A worker has reported the location of its page."""
         source = StackSource(page.stacks_fd, page.stacks_signal)
         self._watch.add(worker.pid, worker.local_rank, page.fd, source)
 
     def on_flight(self, worker: Worker, trace: FlightTrace) -> None:
-        """A worker has said which collectives it began."""
+        """A worker has reported the collectives that it began."""
         self._watch.learn_flight(worker.pid, trace.generation, trace.entries)
 
     def on_ended(self, pid: int) -> None:
-        """A worker is gone."""
+        """A worker has ended."""
         self._watch.remove(pid)
 
     def supervise(self, workers: Iterable[Supervised]) -> None:
-        """All processes that torchrun supervises. On its thread."""
+        """Sets all processes that torchrun supervises. On its thread."""
         self._watch.supervise(tuple(workers))
 
     def learn(self, world: WorldRecord | None) -> None:
-        """The newest world that the workers know."""
+        """The newest world that the workers have received."""
         if world is None or world.generation == self._generation:
             return
         self._generation = world.generation
@@ -161,11 +161,11 @@ class Hangs:
     # ── what is known, for the leader ────────────────────────────────────────────────────
 
     def on_quiet(self, found: RanksAreQuiet) -> None:
-        """What the watch has found."""
+        """The result of the watch."""
         self._quiet, self._is_due = found, True
 
     def publish(self, lease: Lease) -> None:
-        """Write it, or take it back. Called with the node's live lease."""
+        """Write the state, or delete it. Called with the node's live lease."""
         node_id = self._at.status.node.node_id
         if (taken := self._stacks) is not None:
             self._stacks = None
@@ -191,13 +191,13 @@ class Hangs:
         self._is_due = False
 
     def register_again(self) -> None:
-        """The lease is new: what was on the old one is gone."""
+        """The lease is new: keys of the old one are deleted."""
         self._is_written, self._is_due = False, bool(self._quiet.ranks)
 
     # ── what the leader says ─────────────────────────────────────────────────────────────
 
     def on_verdict(self, entry: Entry) -> None:
-        """Carry it out if it is this node's to do so. Raises RecordError."""
+        """Execute it if this is the acting node. Raises RecordError."""
         record = decode(HangVerdict, entry.key, entry.value)
         if record.node_id != self._at.status.node.node_id:
             self._take_stacks(record)
@@ -243,11 +243,11 @@ class Hangs:
         self._watch.post(take)
 
     def on_stacks_taken(self, taken: StacksTaken) -> None:
-        """They go to the store with the node's next turn."""
+        """They are written to the store with the node's next iteration."""
         self._stacks = taken
 
     def on_stacks(self, entry: Entry) -> None:
-        """Another node's have come. Raises RecordError."""
+        """Stacks of another node have arrived. Raises RecordError."""
         record = decode(HangStacks, entry.key, entry.value)
         if record.node_id == self._at.status.node.node_id:
             return

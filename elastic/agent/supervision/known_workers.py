@@ -1,4 +1,4 @@
-"""What a node knows of each of its workers' processes, by process id."""
+"""A node's data about each of its workers' processes, by process id."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ from elastic.link.server import LinkServer, Worker
 
 
 class KnownWorkers:
-    """Filled by what workers say on their links; for the node's thread."""
+    """Filled from the workers' messages on their links; for the node's thread."""
 
     def __init__(self, server: LinkServer) -> None:
         self._server = server
         self.ready: set[int] = set()  # they can change worlds without a restart
-        self.left: set[int] = set()  # they have left the job at a step's boundary
+        self.left: set[int] = set()  # they have left the job at a step boundary
         self.entered: dict[int, int] = {}  # pid to generation
         self.starts: dict[int, int] = {}  # pid to the start of workers that it belongs to
-        self.hung: dict[int, str] = {}  # pids that this agent ends, and why
+        self.hung: dict[int, str] = {}  # pids that this agent ends, and the reason
         self.replicas = LocalReplicas()
 
     @property
@@ -25,11 +25,11 @@ class KnownWorkers:
 
     @property
     def have_left(self) -> bool:
-        """Whether all that are here have left the job."""
+        """Whether all present workers have left the job."""
         return bool(self.left) and self.present <= self.left
 
     def drop(self, worker: Worker) -> None:
-        """Its process is gone."""
+        """The process has ended."""
         self.ready.discard(worker.pid)
         self.left.discard(worker.pid)
         self.entered.pop(worker.pid, None)
@@ -38,7 +38,7 @@ class KnownWorkers:
         self.replicas.leave(worker.pid)
 
     def forget(self) -> None:
-        """All are started anew."""
+        """All workers are restarted."""
         self.ready.clear()
         self.left.clear()
         self.entered.clear()

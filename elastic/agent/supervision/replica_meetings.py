@@ -1,4 +1,4 @@
-"""Where the ranks of a replica meet: on this node, or at the first of the nodes that hold it.
+"""The meeting point of a replica's ranks: on this node, or at the first of the replica's nodes.
 
 On the node's thread. Workers that were started for a world find their replica in its order of
 ranks. Those that were started while others train find it through the key ``replicas``: each node
@@ -36,7 +36,7 @@ from elastic.tuning.agent_intervals import ASK_MEMBERS_S
 
 
 class ReplicaMeetings:
-    """One per agent, over all starts of its workers."""
+    """One per agent, across all starts of its workers."""
 
     def __init__(self, context: NodeContext, known: KnownWorkers, server: LinkServer) -> None:
         self._at = context
@@ -49,13 +49,13 @@ class ReplicaMeetings:
         return self._at.status.node
 
     def forget(self) -> None:
-        """The workers are started anew."""
+        """The workers are restarted."""
         self._at.status.replica_is_lost = False
 
     # ── workers ask ──────────────────────────────────────────────────────────────────────
 
     def join(self, worker: Worker, asked: ReplicaJoin) -> None:
-        """A worker wants to meet the other ranks of its replica."""
+        """A worker is to meet the other ranks of its replica."""
         node, size = self._node, asked.size
         workers = self._known.replicas.join(worker, size, node.nproc)
         if not workers:
@@ -77,7 +77,7 @@ class ReplicaMeetings:
                 self._server.send(ReplicaPending(), one)
 
     def _refusal(self, mesh: str) -> NodeRefused | None:
-        """What ends this node if the job that it joins runs with another mesh."""
+        """The error that ends this node if the job that it joins runs with another mesh."""
         node, keys = self._node, self._at.keys
         try:
             nodes = _nodes_of(self._at.store.list(keys.nodes).entries).values()
@@ -89,7 +89,7 @@ class ReplicaMeetings:
         return NodeRefused(
             f"node {node.name} cannot join {keys.root}: its workers call elastic.join(mesh=…) with "
             f"the dimensions {mesh}, those of {other.name} with {other.mesh}",
-            hint="every node of a job gives the same mesh, in the same order",
+            hint="pass the same mesh, in the same order, on every node",
         )
 
     def _meet_in_world(self, world: WorldRecord) -> None:
@@ -123,9 +123,10 @@ class ReplicaMeetings:
     # ── workers that were started while others train ─────────────────────────────────────
 
     def look(self, now: float) -> float:
-        """Called on every turn, once this node is registered; returns when to be called again.
+        """Called on every iteration once this node is registered; returns the time of the next
+        call.
 
-        Until its workers are in a world: takes a seat, and finds out if the replica is lost.
+        Until its workers are in a world, it takes a seat, and detects whether the replica is lost.
         Raises CoordinationError.
         """
         node = self._node
@@ -139,7 +140,7 @@ class ReplicaMeetings:
     def _look(self, node: Node) -> None:
         keys, store = self._at.keys, self._at.store
         entry = store.get(keys.replicas)
-        # After the seats: a node says which start of workers it is before it takes one.
+        # After the seats: a node publishes the number of its start of workers before it takes one.
         nodes = _nodes_of(store.list(keys.nodes).entries)
         known = decode(ReplicaSeats, entry.key, entry.value).replicas if entry is not None else ()
         mine = ReplicaSeat(node_id=node.node_id, start=node.replica_start)
@@ -151,7 +152,7 @@ class ReplicaMeetings:
             nonce=secrets.token_hex(8),
         )
         if node.replica:
-            # Among those recorded: a seat beside the next workers of the same node is another one.
+            # Among those recorded: a seat for other workers of the same node is a different one.
             still = tuple(replica for replica in replicas if replica in known)
             self._at.status.replica_is_lost = _ids_of(still, mine) != node.replica
             return
@@ -160,7 +161,7 @@ class ReplicaMeetings:
             revision = entry.mod_revision if entry is not None else 0
             swapped = store.compare_and_swap(keys.replicas, record, expected_revision=revision)
             if swapped is None:
-                return  # another one was faster: tried again
+                return  # another one was faster: retried
         replica = next(r for r in replicas if mine in r.seats)
         if len(replica.seats) == node.nodes_per_replica:
             first = nodes[replica.seats[0].node_id]

@@ -1,7 +1,7 @@
-"""The one way from the node's thread to whatever follows its workers.
+"""The interface between the node's thread and the parts that follow its workers.
 
-In restart mode there are no links to workers, and hang detection may be off: what is not there is
-left out here, so that nobody else has to ask.
+In restart mode there are no links to workers, and hang detection may be off: missing parts are
+handled here, so that callers need not check.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from elastic.store.keyvalue import Entry, Lease
 
 
 class WorkerSupervisor:
-    """One per agent. On the node's thread, but for :meth:`supervise` and :meth:`keep_link_key`."""
+    """One per agent. On the node's thread, except :meth:`supervise` and :meth:`keep_link_key`."""
 
     def __init__(
         self,
@@ -47,22 +47,22 @@ class WorkerSupervisor:
 
     @property
     def link_path(self) -> str:
-        """Where workers say hello; empty in restart mode."""
+        """The path of the workers' link; empty in restart mode."""
         return self.workers.path if self.workers is not None else ""
 
     @property
     def checkpoint_step(self) -> int | None:
-        """Of the last checkpoint that a worker of this node knows to be committed."""
+        """The step of the last checkpoint that a worker of this node has reported as committed."""
         return self._hangs.checkpoint_step if self._hangs is not None else None
 
     @property
     def planned_steps(self) -> int | None:
-        """How many the job is to make in all, as far as a worker of this node knows."""
+        """The number of steps of the entire job, as reported by a worker of this node."""
         return self._hangs.planned_steps if self._hangs is not None else None
 
     @property
     def heartbeat(self) -> NodeHeartbeat:
-        """What is known of this node's workers, for the leader."""
+        """The state of this node's workers, for the leader."""
         status = self._at.status
         return NodeHeartbeat(
             generation=status.stepping_generation,
@@ -134,7 +134,7 @@ class WorkerSupervisor:
                     self.workers.on_said(worker, message)
 
     def on_entry(self, entry: Entry) -> None:
-        """A record of the store that a hang's response consists of, or any other."""
+        """A record of the store: one that belongs to the response to a hang, or any other."""
         if entry.key == self._keys.profile and self.workers is not None:
             self.workers.profile(decode(Profile, entry.key, entry.value))
         if self._hangs is None:
@@ -152,24 +152,24 @@ class WorkerSupervisor:
                 self._hangs.learn(self.workers.world)
 
     def look_for_replica(self, now: float) -> float:
-        """Find the nodes with which this one holds a model, where a replica takes several and its
-        workers wait for that; returns when to be called again. Raises CoordinationError."""
+        """Find the nodes of this node's replica, if a replica takes several and its workers wait
+        for that; returns the time of the next call. Raises CoordinationError."""
         return self.workers.replicas.look(now) if self.workers is not None else math.inf
 
     def forget_workers(self) -> None:
-        """torchrun is about to start them anew."""
+        """torchrun is about to restart them."""
         if self.workers is not None:
             self.workers.forget()
 
     def register_again(self) -> None:
-        """What was published under the former lease is gone."""
+        """Keys under the former lease are deleted."""
         if self.workers is not None:
             self.workers.reporter.register_again()
         if self._hangs is not None:
             self._hangs.register_again()
 
     def publish(self, lease: Lease) -> None:
-        """Write what is new to the store. Raises :class:`CoordinationError`."""
+        """Write changes to the store. Raises :class:`CoordinationError`."""
         if self.workers is not None:
             self.workers.reporter.publish(lease)
         if self._hangs is not None:

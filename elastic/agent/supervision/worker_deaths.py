@@ -1,6 +1,6 @@
-"""What a node makes of the death of one of its workers: a failure of its own, or a replacement.
+"""The consequence of a worker's death: a failure of its node, or a replacement.
 
-On the node's thread. The others are told at once, torchrun notices later.
+On the node's thread. The other nodes are notified at once, torchrun detects it later.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from elastic.node.context import NodeContext
 from elastic.node.oom_kills import OOM_KILL, OomKillCounter
 
 HUNG_EXIT_CODE = 1
-# gloo/transport/tcp/pair.cc: what comes is larger than what was asked for.
+# gloo/transport/tcp/pair.cc: the message is larger than the one expected.
 _HINTS = {
     int(signal.SIGABRT): " (an assertion in C++, whose text is on its stderr; on gloo also a "
     "collective that other ranks call with another size, or not at all)"
@@ -29,7 +29,7 @@ _HINTS = {
 
 @dataclass(frozen=True)
 class WorkerFailed:
-    """What the record of the node says of it."""
+    """The content of the node's record about it."""
 
     text: str
     exit_code: int
@@ -37,13 +37,13 @@ class WorkerFailed:
     kernel_log: tuple[str, ...]
 
 
-# Times the workers of a node: so many may die until all are ready. Then torchrun starts all anew,
-# and counts it: what the kernel kills in each start must not be started forever.
+# Times the number of a node's workers: as many may die until all are ready. Then torchrun restarts
+# all and counts it: workers that the kernel kills in each start must not be restarted endlessly.
 MOST_REPLACED_STARTS = 3
 
 
 class WorkerDeaths:
-    """Over all starts of a node's workers."""
+    """Across all starts of a node's workers."""
 
     def __init__(
         self,
@@ -58,7 +58,7 @@ class WorkerDeaths:
         self._oom_kills = oom_kills
 
     def on_ended(self, worker: Worker, death: WorkerDeath) -> None:
-        """A process is gone: tell the others now, torchrun notices later."""
+        """A process has ended: notify the others now, torchrun detects it later."""
         known, status = self._known, self._at.status
         was_ready = worker.pid in known.ready
         hung = known.hung.get(worker.pid)
@@ -70,8 +70,8 @@ class WorkerDeaths:
                 status.note_workers_left()
             return
         if status.stopping or start != status.starts:
-            return  # torchrun ends them, or has ended them, to start them in another world
-        if worker.pid in status.to_replace:  # ended with another one of its replica
+            return  # torchrun ends them, or has ended them, to restart them in another world
+        if worker.pid in status.to_replace:  # ended together with another one of its replica
             kill_group(worker.pid)
             return
         bye = death.exit_notice
@@ -84,7 +84,7 @@ class WorkerDeaths:
         )
         is_killed = death.signal == signal.SIGKILL and hung is None
         kernel_log = self._at.kernel_log.said()
-        # Asked once for each failure: of what it has been told, the counter says no more.
+        # Evaluated once per failure: the counter only includes earlier ones.
         is_oom_kill = (
             is_failure
             and is_killed
@@ -104,9 +104,10 @@ class WorkerDeaths:
                 kernel_log=str(kernel_log),
             )
         )
-        # If torchrun alone restarts it: the others have not trained with it without a restart.
+        # If torchrun restarts only this one: the others have not trained with it without a restart.
         if is_failure:
-            # What this agent has ended was not killed from outside: it is held against it.
+            # A worker that this agent has ended was not killed from outside: it counts as its
+            # failure.
             exit_code = exit_code_of(death) if hung is None else HUNG_EXIT_CODE
             failure = WorkerFailed(text, exit_code, is_oom_kill, kernel_log.lines)
             self._tell_others(worker, siblings, failure)
@@ -117,7 +118,7 @@ class WorkerDeaths:
         siblings: tuple[Worker, ...],
         failure: WorkerFailed,
     ) -> None:
-        """The node's failure, as its record says it."""
+        """The node's failure, as in its record."""
         status, generation = self._at.status, self._told.last_generation
         is_replaced = self._can_be_replaced({worker.pid, *(w.pid for w in siblings)})
         if is_replaced:  # before the state: the main thread reads both
@@ -143,7 +144,7 @@ class WorkerDeaths:
         )
 
     def _can_be_replaced(self, replica: set[int]) -> bool:
-        """Whether other workers can wait for processes in the place of these, with their state."""
+        """Whether other workers can wait with their state for replacements of these."""
         status, known = self._at.status, self._known
         return (
             status.can_replace
@@ -155,8 +156,8 @@ class WorkerDeaths:
     def _was_replacing(
         self, worker: Worker, death: WorkerDeath, siblings: tuple[Worker, ...]
     ) -> bool:
-        """Whether a process in the place of a dead one was killed before it was ready, and another
-        one can take that place. What ends by itself fails again: torchrun starts all anew."""
+        """Whether the replacement of a dead worker was killed before it was ready, and can be
+        replaced again. One that exits fails again: torchrun restarts all."""
         status = self._at.status
         if death.signal in (None, signal.SIGTERM) or not status.to_replace:
             return False
@@ -164,10 +165,10 @@ class WorkerDeaths:
         return is_rare and self._can_be_replaced({worker.pid, *(w.pid for w in siblings)})
 
     def _end_replica(self, dead: Worker, siblings: tuple[Worker, ...]) -> None:
-        """The remaining ranks of a replica can neither train nor give anybody a whole state:
-        its processes are replaced together."""
+        """The remaining ranks of a replica can neither train nor provide a complete state: its
+        processes are replaced together."""
         for worker in siblings:
-            reason = f"ended with local rank {dead.local_rank}, which is of the same replica"
+            reason = f"ended because local rank {dead.local_rank} of the same replica ended"
             self._at.journal.emit(
                 WorkerDied(pid=worker.pid, local_rank=worker.local_rank, reason=reason)
             )
@@ -178,15 +179,15 @@ class WorkerDeaths:
 
 
 def kill_group(pid: int) -> None:
-    """End what the dead worker left: its data workers hold its sockets open, so that peers would
-    not notice its death. torchrun makes every worker the leader of a group of its own."""
+    """End the processes that the dead worker left: its data workers hold its sockets open, so that
+    peers would not detect its death. torchrun makes every worker the leader of a separate group."""
     with contextlib.suppress(ProcessLookupError, PermissionError):
         if os.getpgrp() != pid:
             os.killpg(pid, signal.SIGKILL)
 
 
 def describe_death(worker: Worker, death: WorkerDeath) -> str:
-    """Who ended, and how."""
+    """Which process ended, and how."""
     who = f"local rank {worker.local_rank} (pid {worker.pid})"
     if death.signal is not None:
         return (

@@ -1,7 +1,7 @@
-"""This node's workers, as their links show them: who is there, how far, what they saw.
+"""This node's workers, according to their links: which exist, their progress and their reports.
 
-Everything here runs on the node's thread; the link's thread only posts into its inbox. Workers
-that call ``run.retry`` say *ready*: from then on their node changes worlds without a restart.
+Everything here runs on the node's thread; the link's thread only posts into its inbox. Workers that
+call ``run.retry`` report *ready*: from then on their node changes worlds without a restart.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ from elastic.node.oom_kills import OomKillCounter
 
 @dataclass(frozen=True)
 class LinkEvent:
-    """A worker said something."""
+    """A message of a worker."""
 
     worker: Worker
     message: Message
@@ -54,14 +54,14 @@ class LinkEvent:
 
 @dataclass(frozen=True)
 class WorkerEnded:
-    """A worker's process is gone."""
+    """A worker's process has ended."""
 
     worker: Worker
     death: WorkerDeath
 
 
 class Workers:
-    """One per agent, over all starts of its workers."""
+    """One per agent, across all starts of its workers."""
 
     def __init__(
         self,
@@ -95,7 +95,7 @@ class Workers:
         self._server.start()
 
     def keep_key(self) -> None:
-        """Workers are about to start, and to read it. From any thread."""
+        """Workers are about to start, and read it. From any thread."""
         self._server.keep_key()
 
     def close(self) -> None:
@@ -103,15 +103,15 @@ class Workers:
 
     @property
     def world(self) -> WorldRecord | None:
-        """The newest world that they were told."""
+        """The newest world that was announced to them."""
         return self._told.current
 
     def ask_for_flights(self) -> None:
-        """Have them say which collectives they began, for the report of a hang."""
+        """Request the collectives that they began, for the report of a hang."""
         self._server.send(FlightAsk())
 
     def profile(self, asked: Profile) -> None:
-        """Have them profile their next steps."""
+        """Request profiles of their next steps."""
         self._server.send(ProfileSteps(asked.steps, asked.ranks))
 
     # ── what workers say ─────────────────────────────────────────────────────────────────
@@ -145,7 +145,7 @@ class Workers:
                 leaving = self._node.state is NodeState.LEAVING and not self._at.status.stopping
                 self._server.send(SigtermAnswer(leaving=leaving), worker)
             case Exiting():
-                pass  # comes back with the worker's death
+                pass  # repeated with the worker's death
             case _:
                 pass
 
@@ -154,7 +154,7 @@ class Workers:
         return self._at.status.node
 
     def _welcome(self, worker: Worker) -> None:
-        """What is sent to a worker that has just connected."""
+        """The message to a worker that has just connected."""
         if self._permit is not None:
             self._server.send(self._permit, worker)
         if self._at.options.straggler_action != "off":
@@ -175,7 +175,7 @@ class Workers:
     def _on_heartbeat(self, worker: Worker, heartbeat: Heartbeat) -> None:
         if worker.local_rank == 0 and (heartbeat.phase == IN_STEP or heartbeat.step_time_s > 0):
             self._at.status.stepping_generation = heartbeat.generation
-        # Without a step's duration nobody can say when a step will begin.
+        # Without the duration of a step, the beginning of a later one cannot be predicted.
         if worker.local_rank == 0 and heartbeat.generation and heartbeat.step_time_s > 0:
             now = self._at.clock.monotonic()
             self._at.status.step_rate = StepRate(
@@ -221,12 +221,12 @@ class Workers:
         generation, error = said.generation, said.error
         newest = self._told.current
         if newest is not None and generation < newest.generation and not newest.switch_at_step:
-            return  # already answered
+            return  # already handled
         if self.reporter.has_reported(generation):
             return
         self._at.journal.emit(
             CollectiveFailed(generation=generation, local_rank=worker.local_rank, error=error),
-            level=logging.DEBUG,  # who is lost, and why, is in the leader's log
+            level=logging.DEBUG,  # the leader's log has the lost node and the reason
         )
         accused = (
             *nodes_of(newest, generation, said.missing),
@@ -239,7 +239,7 @@ class Workers:
         self._known.hung[pid] = reason
 
     def world_is_hung(self, generation: int, reason: str) -> None:
-        """The workers wait for each other, and all live: the same ranks form another world."""
+        """The workers wait for each other, and all are alive: the same ranks form another world."""
         if self.world is None or self.world.generation > generation:
             return
         self.reporter.report(generation, reason)
@@ -247,7 +247,7 @@ class Workers:
     # ── what becomes of them ─────────────────────────────────────────────────────────────
 
     def on_ended(self, worker: Worker, death: WorkerDeath) -> None:
-        """A process is gone."""
+        """A process has ended."""
         self._metrics.on_worker_ended(worker.pid)
         self._deaths.on_ended(worker, death)
         self._at.status.undecided.discard(worker.pid)
@@ -255,7 +255,7 @@ class Workers:
     # ── what they are told ───────────────────────────────────────────────────────────────
 
     def learn(self, world: WorldRecord | None) -> None:
-        """The newest world: hand it on if it concerns workers that need no restart."""
+        """The newest world: announce it if it concerns workers that need no restart."""
         self._told.learn(world)
 
     def part(self, reason: str) -> None:
@@ -263,7 +263,7 @@ class Workers:
         self._told.part(reason)
 
     def forget(self) -> None:
-        """The workers are started anew."""
+        """The workers are restarted."""
         self._known.forget()
         self._told.forget()
         self.replicas.forget()
@@ -272,11 +272,11 @@ class Workers:
         self._at.status.undecided.clear()
 
     def permit(self, until_s: float) -> None:
-        """Let them train until then, by this machine's boot time."""
+        """Let them train until then, in this machine's boot time."""
         self._permit = Permit(until_s=until_s)
         self._server.send(self._permit)
 
     @property
     def are_all_here(self) -> bool:
-        """Whether every worker of this node has said hello, and so heeds its permission."""
+        """Whether every worker of this node has a link, and so respects its permission."""
         return len(self._server.workers()) >= self._node.nproc > 0

@@ -1,4 +1,5 @@
-"""Stands before the application: methods, hosts and tokens of requests, and headers of answers."""
+"""Filters requests before the application: methods, hosts and tokens of requests, and response
+headers."""
 
 from __future__ import annotations
 

@@ -124,7 +124,7 @@ def _print(said: Iterable[str], args: argparse.Namespace) -> None:
 
 
 def lines(view: JobView, *, is_wide: bool = False) -> Iterator[str]:
-    """The sentence, what is known of the progress, and the nodes."""
+    """The sentence, the known progress, and the nodes."""
     yield f"{printable(view.run_id)}: {sentence(view)}"
     yield from _progress(view)
     if view.nodes:
@@ -150,7 +150,7 @@ def _progress(view: JobView) -> Iterator[str]:
 
 
 def progress(view: JobView) -> Iterator[str]:
-    """Step, rate, time left, goodput and checkpoint: what is known of them."""
+    """The known progress: step, rate, time left, goodput and checkpoint."""
     known = view.progress
     if view.step is not None:
         planned = known.planned_steps if known is not None else None

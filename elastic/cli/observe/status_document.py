@@ -59,7 +59,7 @@ def document(view: JobView) -> dict[str, Any]:
 
 
 def node_document(view: JobView, node: Node) -> dict[str, Any]:
-    """What etcd knows about a live node."""
+    """etcd's records of a live node."""
     found = {
         **_node(view, node),
         "leads": view.leader is not None and view.leader.node_id == node.node_id,
@@ -78,7 +78,7 @@ def node_document(view: JobView, node: Node) -> dict[str, Any]:
 
 
 def incident_document(view: JobView, breakage: BreakageRecord) -> dict[str, Any]:
-    """What etcd knows about an incident."""
+    """etcd's records of an incident."""
     found = {
         **_incident(breakage),
         "lived_s": round(breakage.lived_s, 3),
@@ -95,7 +95,7 @@ def incident_document(view: JobView, breakage: BreakageRecord) -> dict[str, Any]
 
 
 def checkpoint_document(view: JobView, step: int) -> dict[str, Any]:
-    """What etcd knows about the last committed checkpoint, that of ``step``."""
+    """etcd's records of the last committed checkpoint, that of ``step``."""
     behind, cost_s = view.behind_checkpoint(step)
     found = {
         "step": step,

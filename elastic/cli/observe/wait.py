@@ -1,4 +1,4 @@
-"""``elastic wait``: until a job is done, has committed a step, or trains on so many nodes."""
+"""``elastic wait``: until a job is done, has committed a step, or trains on N nodes."""
 
 from __future__ import annotations
 

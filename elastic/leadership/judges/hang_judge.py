@@ -1,7 +1,7 @@
-"""The leader's look at worlds that do not go on: facts of all nodes in, a verdict out.
+"""The leader's evaluation of worlds without progress: facts of all nodes in, a verdict out.
 
-The verdict itself is a pure function (:mod:`elastic.hangs.verdict`). Every agent hears of it from
-the store, and the one that it concerns looks at its worker once more before it acts.
+The verdict itself is a pure function (:mod:`elastic.hangs.verdict`). Every agent receives it from
+the store, and the acting one checks its worker once more before it acts.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ class HangJudge:
         self._told: HangVerdict | None = None
 
     def reset(self, entries: Iterable[Entry]) -> list[RecordError]:
-        """Replace all that is known. Returns the unreadable records."""
+        """Replace all data. Returns the unreadable records."""
         self._facts.clear()
         return [e for entry in entries if (e := self.put(entry)) is not None]
 
     def put(self, entry: Entry) -> RecordError | None:
-        """A node has published what it knows. By its key: a node speaks for itself only."""
+        """A node has published its facts. By its key: a node's record is only about itself."""
         node_id = entry.key.removeprefix(self._at.keys.hangs)
         try:
             self._facts[node_id] = decode(HangFacts, entry.key, entry.value)
@@ -45,14 +45,14 @@ class HangJudge:
         return None
 
     def delete(self, key: str) -> None:
-        """All ranks of a node go on, or it is gone."""
+        """All ranks of a node make progress, or it is gone."""
         self._facts.pop(key.removeprefix(self._at.keys.hangs), None)
 
     def judge(self, world: WorldRecord | None) -> None:
-        """Write a verdict if there is one that has not been written yet."""
+        """Write a verdict if there is a new one."""
         if world is None or not self._facts:
             return
-        # What was known of the last world was answered by this one.
+        # Facts about the last world are superseded by this one.
         fresh = {n: f.ranks for n, f in self._facts.items() if f.generation >= world.generation}
         world = self._running(world)
         known = {node_id: fresh[node_id] for node_id in world.node_ids if node_id in fresh}
@@ -80,7 +80,7 @@ class HangJudge:
         self._told = record
 
     def _running(self, world: WorldRecord) -> WorldRecord:
-        """A planned world is none yet, before anybody has switched to it."""
+        """A planned world does not run before a member has switched to it."""
         running = self._at.status.node.running
         if world.switch_at_step is None or running is None:
             return world

@@ -1,8 +1,8 @@
-"""The leader's look at how long the steps of all ranks take: stragglers are found, and named.
+"""The leader's comparison of the step times of all ranks: stragglers are detected and named.
 
 The comparison is pure (:mod:`elastic.stragglers.detector`). It takes place once every rank of the
-world has ended another window. What may be done about a straggler is decided where worlds are
-(:mod:`elastic.membership.surviving_world`), and only if ``straggler_action=exclude`` allows it.
+world has ended another window. Actions on a straggler are decided together with worlds
+(:mod:`elastic.membership.surviving_world`), and only with ``straggler_action=exclude``.
 """
 
 from __future__ import annotations
@@ -41,12 +41,12 @@ class StragglerJudge:
         self._excludable: dict[RankKey, str] = {}  # and why
 
     def reset(self, entries: Iterable[Entry]) -> list[RecordError]:
-        """Replace all that is known. Returns the unreadable records."""
+        """Replace all data. Returns the unreadable records."""
         self._times.clear()
         return [e for entry in entries if (e := self.put(entry)) is not None]
 
     def put(self, entry: Entry) -> RecordError | None:
-        """A node has published a window. By its key: a node speaks for itself only."""
+        """A node has published a window. By its key: a node's record is only about itself."""
         node_id = entry.key.removeprefix(self._at.keys.step_times)
         try:
             self._times[node_id] = decode(NodeStepTimes, entry.key, entry.value)
@@ -61,9 +61,9 @@ class StragglerJudge:
         self._times.pop(key.removeprefix(self._at.keys.step_times), None)
 
     def judge(self, world: WorldRecord | None, present: Collection[str]) -> None:
-        """Compare the ranks if all of them have ended another window; say who is a straggler.
+        """Compare the ranks if all of them have ended another window; report the stragglers.
 
-        ``present``: ids of the nodes that have a key. What is known of others is forgotten.
+        ``present``: ids of the nodes that have a key. Data about others is dropped.
         """
         if world is None or not self._is_on or not self._has_news:
             return
@@ -81,7 +81,7 @@ class StragglerJudge:
             self._say_recovered(recovered)
 
     def stragglers(self) -> dict[str, str]:
-        """The nodes that may be left out if others wait for their places, and why."""
+        """The nodes that may be excluded if others wait for their places, and why."""
         return {node_id: reason for (node_id, _), reason in self._excludable.items()}
 
     def _windows(self, world: WorldRecord) -> list[RankWindow]:

@@ -1,7 +1,7 @@
-"""Which of some files anybody reads: inotify, by its system calls.
+"""Which of some files are read by any process: inotify, by its system calls.
 
-Sampling the open files of processes misses a reader that is quick; access times are not kept on
-most mounts. The kernel reports every read on this machine, network file systems included.
+Sampling the open files of processes misses fast readers; most mounts do not record access times.
+The kernel reports every read on this machine, network file systems included.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class FileReads:
         return result
 
     def seen(self) -> set[Path]:
-        """Files that were opened and not written, in what was observed so far."""
+        """Files that were opened and not written, in the events observed so far."""
         while True:
             try:
                 data = os.read(self._fd, _BUFFER_BYTES)

@@ -1,10 +1,10 @@
 """Detects scripts that start from scratch after a restart although they had saved a checkpoint.
 
-For scripts that know nothing of this project: after a restart they have to load what they have
-saved by themselves, and many do so only with a flag (nanoGPT: ``init_from='resume'``).
-When the workers are started anew, the checkpoint files that were written since this agent began
-are looked up by their names, below the working directory and the folders on the command line. If
-one is written again before anybody has read any of them, training has started over.
+For scripts that do not use this project: after a restart they must load their own checkpoint, and
+many do so only with a flag (nanoGPT: ``init_from='resume'``). When the workers are restarted, the
+checkpoint files that were written since this agent began are searched by name, below the working
+directory and the folders on the command line. If one is written again before any of them was read,
+training has started over.
 """
 
 from __future__ import annotations
@@ -39,7 +39,8 @@ class Written:
 
 
 def places(arguments: Sequence[str], folder: Path) -> tuple[Path, ...]:
-    """Where a script with these arguments may save: the working directory, and what they name.
+    """Folders where a script with these arguments may save: the working directory, and those named
+    by arguments.
 
     >>> sorted(map(str, places(["train.py", "--out=/tmp/new-folder"], Path("/"))))
     ['/tmp']
@@ -104,12 +105,12 @@ class StartingOver:
         self._has_warned = False
 
     def workers_start_again(self) -> None:
-        """Called before the workers are started anew; returns at once."""
+        """Called before the workers are restarted; returns at once."""
         self.close()
         if self._has_warned:
             return
         self._stop = threading.Event()
-        # They take seconds to import torch: what is looked up meanwhile comes in time.
+        # They take seconds to import torch: the search ends before that.
         self._thread = threading.Thread(
             target=self._run, args=(self._stop,), name="elastic-starting-over", daemon=True
         )
@@ -170,5 +171,5 @@ def _sentence(again: Path, before: Path) -> str:
     return (
         f"training has started over: the restarted script has written {what}. Make it resume from "
         "its newest checkpoint whenever there is one (nanoGPT: init_from='resume'; Hugging Face: "
-        "resume_from_checkpoint=True), or use elastic.join(), which does that by itself"
+        "resume_from_checkpoint=True), or use elastic.join(), which does that automatically"
     )

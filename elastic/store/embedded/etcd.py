@@ -49,11 +49,11 @@ class EtcdCertificates:
 
 
 class EmbeddedEtcd:
-    """One etcd member, as a child of this process: it dies with it, even by SIGKILL.
+    """One etcd member, as a child of this process: it ends with it, even by SIGKILL.
 
-    ``with EmbeddedEtcd() as etcd: ... etcd.endpoint``. Without ``data_dir`` the data is
-    temporary, and written without fsync. Its addresses stay the same, and stay reserved,
-    through every stop and restart until :meth:`close`.
+    ``with EmbeddedEtcd() as etcd: ... etcd.endpoint``. Without ``data_dir`` the data is temporary,
+    and written without fsync. Its addresses stay the same, and stay reserved, through every stop
+    and restart until :meth:`close`.
     """
 
     def __init__(
@@ -140,11 +140,12 @@ class EmbeddedEtcd:
         self._end(signal.SIGTERM)
 
     def kill(self) -> None:
-        """End it without warning (SIGKILL), and wait; the data stays."""
+        """End it without warning (SIGKILL), and wait; the data remains."""
         self._end(signal.SIGKILL)
 
     def pause(self) -> None:
-        """Freeze it (SIGSTOP), and wait until it is: connections stay open, nothing answers."""
+        """Freeze it (SIGSTOP), and wait until it is: connections stay open, but nothing
+        responds."""
         self._running().freeze()
 
     def resume(self) -> None:
@@ -162,7 +163,7 @@ class EmbeddedEtcd:
         shutil.rmtree(self._data, ignore_errors=True)
 
     def close(self) -> None:
-        """Stop for good: release the addresses, delete temporary data. Safe to call twice."""
+        """Stop permanently: release the addresses, delete temporary data. Safe to call twice."""
         self._end(signal.SIGKILL if self._temporary else signal.SIGTERM)
         for held in self._reserved:
             held.close()

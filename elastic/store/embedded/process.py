@@ -88,11 +88,11 @@ def _version_of(path: Path) -> tuple[int, int] | None:
 
 
 def reserve_port(host: str) -> socket.socket:
-    """A port of the kernel's choice that stays ours while the returned socket is open.
+    """A port chosen by the kernel that stays reserved while the returned socket is open.
 
     Bound but not listening, with SO_REUSEADDR: etcd (Go sets the same option) may listen on it at
-    any time, while the kernel gives it to no other process, neither to a server asking for port 0
-    nor as the local port of an outgoing connection. Connecting to it is refused meanwhile.
+    any time, while the kernel gives it to no other process, neither to a server that requests port
+    0 nor as the local port of an outgoing connection. Until then, connections to it are refused.
     """
     held = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
     held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -101,9 +101,9 @@ def reserve_port(host: str) -> socket.socket:
 
 
 class BoundProcess:
-    """A child that dies with this process, whatever ends it.
+    """A child that ends with this process, however this process ends.
 
-    PR_SET_PDEATHSIG speaks of the parent *thread*: a child started from a thread that ends is
+    PR_SET_PDEATHSIG refers to the parent *thread*: a child started from a thread that ends is
     killed, too. So it is started from a separate thread, which then waits for it.
     """
 
@@ -135,12 +135,12 @@ class BoundProcess:
         self._child.send_signal(number)
 
     def freeze(self) -> None:
-        """SIGSTOP; returns when no thread of it runs any more, or when it has ended.
+        """SIGSTOP; returns when none of its threads runs any more, or when it has ended.
 
-        On a busy machine its threads may run on for a while after the signal was sent.
+        On a busy machine its threads may continue for a while after the signal was sent.
         """
         self.signal(SIGSTOP)
-        with contextlib.suppress(ChildProcessError):  # it has ended, and its owner knows
+        with contextlib.suppress(ChildProcessError):  # it has ended, and its owner is informed
             os.waitid(os.P_PID, self.pid, os.WSTOPPED | os.WEXITED | os.WNOWAIT)
 
     def end(self, how: Signals, within_s: float) -> None:

@@ -34,7 +34,7 @@ class Reply:
 
 
 class Calls:
-    """Makes unary calls on whatever connection is current; thread-safe."""
+    """Makes unary calls on the current connection; thread-safe."""
 
     def __init__(self, connections: EtcdConnections, clock: Clock, closed: threading.Event) -> None:
         self._connections = connections

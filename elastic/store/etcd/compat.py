@@ -29,7 +29,7 @@ from google.protobuf.internal import enum_type_wrapper
 from elastic.errors import ConfigError
 
 _PACKAGE = "etcd3.etcdrpc"
-_MODULES = ("kv_pb2", "auth_pb2", "rpc_pb2")  # in order of dependence
+_MODULES = ("kv_pb2", "auth_pb2", "rpc_pb2")  # in order of dependency
 _LOCK = threading.Lock()
 # Parsing the 5,000 lines of its descriptions for it takes longer than the import of grpc.
 _SERIALIZED = re.compile(
@@ -66,7 +66,7 @@ def _register() -> None:
     found = [_serialized_file(folder / f"{name}.py") for name in _MODULES]
     descriptions = [description for description in found if description is not None]
     if len(descriptions) < len(_MODULES):
-        return  # a newer etcd3, generated for today's protobuf: it imports by itself
+        return  # a newer etcd3, generated for current protobuf: it needs no help
     pool = descriptor_pool.DescriptorPool()
     for name, description in zip(_MODULES, descriptions, strict=True):
         pool.AddSerializedFile(description)

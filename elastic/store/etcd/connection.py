@@ -1,9 +1,9 @@
-"""One connection to one etcd member at a time, and the way to the next one.
+"""One connection to one etcd member at a time, and the fail-over to the next one.
 
 All calls, leases and watches of a store share the *current* connection. When it proves useless its
 channel is closed, which cancels everything in flight on it at once; the next caller connects to the
-next endpoint. A member counts as usable when ``Maintenance.Status`` answers and knows a leader:
-that needs no quorum and no disk, so it distinguishes a dead member from a slow cluster.
+next endpoint. A member counts as usable when ``Maintenance.Status`` responds and reports a leader:
+that needs neither a quorum nor a disk, so it distinguishes a dead member from a slow cluster.
 """
 
 from __future__ import annotations
@@ -85,10 +85,10 @@ class EtcdConnections:
     # -- for callers -----------------------------------------------------------------------
 
     def current(self, ends_s: float | None = None) -> EtcdConnection:
-        """The current connection, made now if there is none: one attempt per endpoint.
+        """The current connection, created now if there is none: one attempt per endpoint.
 
-        All of them end by ``ends_s`` (monotonic), if given. Raises Failure; the reasons are in
-        :meth:`error` then.
+        All of them end by ``ends_s`` (monotonic), if given. Raises Failure; the reasons are then in
+        :meth:`error`.
         """
         rounds = self._rounds
         connection = self._current
@@ -172,7 +172,7 @@ class EtcdConnections:
     # -- what went wrong, for people -------------------------------------------------------
 
     def error(self, what: str, last: CallFailure) -> StoreUnreachable | StoreRefused | StoreTooOld:
-        """The error to raise when ``what`` failed for good: every endpoint with its reason."""
+        """The error to raise when ``what`` failed permanently: every endpoint with its reason."""
         with self._state:
             reasons = dict(self._reasons)
             if self._current is not None:  # it is there, and still the call did not succeed

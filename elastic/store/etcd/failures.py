@@ -23,7 +23,7 @@ class Remedy(Enum):
     DOUBT = "doubt"  # no answer in time: check whether the member is alive
     MOVE = "move"  # another member: this connection is of no use
     LOGIN = "login"  # a new token
-    REFUSED = "refused"  # wrong certificate, user or password
+    REFUSED = "refused"  # invalid certificate, user or password
     LEASE_GONE = "lease gone"
     LEASE_EXISTS = "lease exists"
     COMPACTED = "compacted"
@@ -100,7 +100,7 @@ def classify_text(text: str, *, otherwise: Remedy = Remedy.RETRY) -> CallFailure
 def explain(
     failure: CallFailure, endpoint: Endpoint, *, tls: bool, timeout_s: float
 ) -> CallFailure:
-    """Why the first contact failed, for people; distinguishes TLS errors from a dead host."""
+    """Why the first contact failed, for users; distinguishes TLS errors from a dead host."""
     if failure.remedy is Remedy.DOUBT or any(part in failure.reason for part in _SILENT):
         return CallFailure(Remedy.DOUBT, f"no answer within {timeout_s:.2g} s")
     if "Hostname Verification" in failure.reason or "peer certificate" in failure.reason:

@@ -12,7 +12,7 @@ from elastic.store.keyvalue import Deleted, Entry, Put
 
 @dataclass(eq=False)
 class Followed:
-    """One watched prefix as its callback knows it: the entries, and at which revision."""
+    """One watched prefix as last delivered to its callback: the entries, and their revision."""
 
     prefix: str
     revision: int = 0

@@ -6,7 +6,7 @@ from typing import Any
 
 from elastic.store.keyvalue import Entry
 
-_CODEC = ("utf-8", "surrogateescape")  # foreign keys need not be UTF-8, and come back the same
+_CODEC = ("utf-8", "surrogateescape")  # other keys need not be UTF-8, and are returned unchanged
 
 
 def bytes_of(key: str) -> bytes:

@@ -1,9 +1,8 @@
 """A lease that is renewed until etcd reports that it has expired.
 
-A renewal that fails is tried again, on every endpoint, for as long as the process lives: only
-the store knows whether the lease ended, since a restarted or newly elected etcd leader extends
-every lease (and etcd3's own refresh thread, like torch's, dies of one transient error:
-pytorch#194870).
+A failed renewal is retried, on every endpoint, for the lifetime of the process: only the store
+knows whether the lease ended, since a restarted or newly elected etcd leader extends every lease
+(and etcd3's own refresh thread, like torch's, dies of one transient error: pytorch#194870).
 """
 
 from __future__ import annotations
@@ -102,7 +101,7 @@ class EtcdLease:
                     timeout_s=STORE_REVOKE_S,
                 )
             except CoordinationError:
-                return  # best effort: etcd ends it by itself after the TTL
+                return  # best effort: otherwise it expires after the TTL
 
     def _grant(self, ttl_s: float) -> tuple[int, float]:
         # The client chooses the id, so that a retry after a lost reply finds its own lease.
@@ -148,7 +147,7 @@ class EtcdLease:
             self._renewed_s = asked_s
 
     def _renew(self) -> bool:
-        """One renewal. False: etcd does not know the lease. Raises Failure."""
+        """One renewal. False: the lease does not exist in etcd. Raises Failure."""
         connection = self._connections.current()
         request = self._rpc.LeaseKeepAliveRequest(ID=self._id)
         try:
@@ -170,7 +169,7 @@ class EtcdLease:
         return bool(reply.TTL > 0)
 
     def _confirm(self) -> bool:
-        """Check by another request: a lagging new leader may not know a new lease yet."""
+        """Check by another request: a lagging new leader may not have a new lease yet."""
         connection = self._connections.current()
         reply = self._connections.invoke(
             connection,

@@ -10,7 +10,7 @@ from elastic.tuning.agent_options import AgentOptions
 
 
 def etcd_config(endpoint: str, options: AgentOptions) -> EtcdConfig:
-    """What the store is made from. ``endpoint`` is torchrun's: ``HOST:PORT`` or several.
+    """The configuration of the store. ``endpoint`` is torchrun's: ``HOST:PORT`` or several.
 
     Raises:
         ConfigError: an endpoint is none, or the password file cannot be read.

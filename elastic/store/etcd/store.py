@@ -121,7 +121,7 @@ class EtcdStore:
         reply = self._if_unchanged(f"delete {key}", key, expected_revision, write, None)
         if reply.message.succeeded:
             return bool(reply.message.responses[0].response_delete_range.deleted)
-        # After a lost reply: the version to delete is gone: report success.
+        # After a lost reply, the version to delete no longer exists: report success.
         return reply.in_doubt and not reply.message.responses[0].response_range.kvs
 
     def delete(self, key: str) -> bool:
@@ -183,7 +183,7 @@ class EtcdStore:
     # -- parts -----------------------------------------------------------------------------
 
     def _prove_access(self) -> None:
-        """Connect and read something, so that a wrong user is refused now and not later."""
+        """Connect and read something, so that an invalid user is refused now and not later."""
         config = self._connections.config
         try:
             self._calls(

@@ -96,7 +96,7 @@ class EtcdWatch:
                 self._clock.wait(self._closed, wait_s)
 
     def _follow(self) -> None:
-        """Connect, make sure that it is the store we knew, follow until something breaks."""
+        """Connect, verify that it is the same store, follow until something breaks."""
         connection = self._connections.current()
         reason = self._why_start_over(connection)
         if reason is not None:
@@ -107,7 +107,7 @@ class EtcdWatch:
     def _responses(self, connection: EtcdConnection) -> Generator[Any, None, None]:
         """etcd's messages on a new stream, until it breaks. Raises only Failure.
 
-        A generator, so that an exception of the callback is not taken for one of the stream.
+        A generator, so that an exception of the callback is not mistaken for one of the stream.
         """
         requests: queue.SimpleQueue[Any] = queue.SimpleQueue()
         for followed in self._followed:
