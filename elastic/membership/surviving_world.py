@@ -139,7 +139,7 @@ class SurvivingWorld:
         if len(since) < len(suspects) or not evictable:
             return Wait(reason=reason)
         is_cut_off = {n.node.node_id for n in suspects} <= accused(self.status)
-        # Neither its agent nor its workers are heard: two independent signs of a cut.
+        # Neither its agent nor its workers respond: two independent signs of a partition.
         until = max(since) + (self.policy.cut_off_s if is_cut_off else self.policy.suspect_s)
         return others if self.now >= until else Wait(reason=reason, until_s=until)
 

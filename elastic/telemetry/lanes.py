@@ -268,10 +268,10 @@ def agent_lane(
     ``next_start_s`` is when the node's next agent begins.
     """
     lane, cursor_s, meanwhile = Lane(writer.node), writer.records[0].at_s, Activity.STARTUP
-    had_worlds = False
+    since_s, had_worlds = cursor_s, False
     for record in writer.records:
         if record.at_s > cursor_s:
-            lane.stretches += _agent_stretches(meanwhile, cursor_s, record.at_s, workers)
+            lane.stretches += _agent_stretches(meanwhile, since_s, cursor_s, record.at_s, workers)
             cursor_s = record.at_s
         match record.name:
             case "node-arrived":
@@ -289,12 +289,13 @@ def agent_lane(
             case "node-parked":
                 break
             case _:
-                pass
+                continue
+        since_s = cursor_s
     else:
         own = (w.end_s for w in workers if lane_start(writer) <= w.start_s < next_start_s)
         alive_s = min(next_start_s, max(own, default=cursor_s))
         if alive_s > cursor_s:
-            lane.stretches += _agent_stretches(meanwhile, cursor_s, alive_s, workers)
+            lane.stretches += _agent_stretches(meanwhile, since_s, cursor_s, alive_s, workers)
     return lane if lane.stretches else None
 
 
@@ -304,21 +305,24 @@ def lane_start(writer: JournalWriter) -> float:
 
 
 def _agent_stretches(
-    meanwhile: Activity, start_s: float, end_s: float, workers: Sequence[Lane]
+    meanwhile: Activity, since_s: float, start_s: float, end_s: float, workers: Sequence[Lane]
 ) -> list[Stretch]:
-    """The activity in a world that its workers did not record: they are starting, or died."""
+    """The activity in a world that its workers did not record: they are starting, or ended.
+
+    ``since_s``: when ``meanwhile`` began, no later than ``start_s``.
+    """
     if meanwhile not in (Activity.UNREPORTED, Activity.STARTUP):
         return [Stretch.of(meanwhile, start_s, end_s)]
-    marks = [lane for lane in workers if lane.end_s > start_s and lane.start_s < end_s]
+    marks = [lane for lane in workers if lane.end_s > since_s and lane.start_s < end_s]
     if not marks:
         return [Stretch.of(meanwhile, start_s, end_s)]
+    last = max(marks, key=lambda lane: lane.end_s)
+    hung_s = last.end_s + UNREPORTED_S if last.then is None else last.end_s
     started_s = min(max(start_s, min(lane.start_s for lane in marks)), end_s)
-    ended_s = max(started_s, min(end_s, max(lane.end_s for lane in marks)))
-    then = max(marks, key=lambda lane: lane.end_s).then
-    hung_s = min(end_s, ended_s + UNREPORTED_S) if then is None else ended_s
+    ended_s = min(max(started_s, hung_s), end_s)
     spans = (
         (Activity.STARTUP, start_s, started_s),
-        (Activity.UNREPORTED, started_s, hung_s),
-        (then or Activity.DETECTION, hung_s, end_s),
+        (Activity.UNREPORTED, started_s, ended_s),
+        (last.then or Activity.DETECTION, ended_s, end_s),
     )
     return [Stretch.of(activity, a, b) for activity, a, b in spans if b > a]

@@ -50,7 +50,7 @@ from elastic.telemetry.journal import Journal
 from elastic.testing.doubles.manual_clock import ManualClock
 from elastic.testing.doubles.memory_store import MemoryServer, MemoryStore
 from elastic.testing.waiting import eventually
-from elastic.tuning.agent_intervals import SILENT_SCRIPT_S
+from elastic.tuning.agent_intervals import PROGRESS_S, SILENT_SCRIPT_S
 
 KEYS = Keys.of("/elastic", "llama-7")
 NOW = 1_769_860_800.0
@@ -336,6 +336,13 @@ def test_every_other_state(job: Job) -> None:
     job.put_node("n1", None, NodeState.ARRIVED)
     assert job.view().state is JobCondition.WAITING
     assert sentence(job.view()).startswith("waiting for nodes: 1 of at least")
+    job.put_node("n2", None, NodeState.ARRIVED)
+    job.put_node("n3", None, NodeState.ARRIVED)
+    assert sentence(job.view()) == (
+        "waiting for the first generation: 3 nodes have arrived, at least 2 needed"
+    )
+    job.store.delete(KEYS.node("id-n2"))
+    job.store.delete(KEYS.node("id-n3"))
     paused = replace(world("n1", generation=3), state=WorldState.PAUSED, min_nodes=2)
     job.put_world(paused)
     job.put_node("n1", paused, NodeState.READY)
@@ -389,6 +396,39 @@ def test_the_table(
     assert "generation 6: n4 was lost" in rows[-1]
     assert cli("status", "-o", "wide") == 0
     assert "LEADS" in capsys.readouterr().out
+
+
+def test_goodput_does_not_sink_between_two_records_of_the_leader(training: Job) -> None:
+    training.put_progress(52, goodput=0.6, goodput_since_s=NOW - 40)
+    view = training.view()
+    assert replace(view, at_s=NOW + PROGRESS_S).goodput == pytest.approx(0.6)
+    assert replace(view, at_s=NOW + 20).goodput == pytest.approx(0.4)  # it stands still
+    training.put_progress(52, goodput=0.6, goodput_since_s=NOW - 40, step_time_s=15.0)
+    assert replace(training.view(), at_s=NOW + 20).goodput == pytest.approx(0.6)  # one long step
+
+
+def test_a_job_that_is_down_does_not_pass_its_worlds_first_step_off_as_the_last(
+    job: Job, cli: Callable[..., int], capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    job.put_world(replace(world("n1", generation=7), committed_step=44, time_s=NOW - 60))
+    clock = ManualClock(NOW - 5)
+    journal = Journal(folder=tmp_path, identity={"node": "n1"}, clock=clock, run_id="llama-7")
+    journal.locate(lambda: {"generation": 7, "step": 1080})
+    journal.emit(Waiting(reason="x"))
+    found = document(job.view())
+    assert (found["state"], found["step"], found["step_is_old"]) == ("down", 44, True)
+    assert cli("status") == 0
+    assert capsys.readouterr().out.splitlines()[1:] == ["step 44 or later"]
+    assert cli("status", f"--journal={tmp_path}") == 0
+    said = capsys.readouterr().out
+    assert "from the journals:\nlast known: step 1080 in generation 7" in said
+    assert cli("status", "--journal", str(tmp_path / "none")) == 0
+    assert "has no events of this run" in capsys.readouterr().out
+    job.put_node("n1", world("n1", generation=7), NodeState.READY)
+    job.put_progress(1081)
+    assert document(job.view())["step_is_old"] is False
+    assert cli("status", f"--journal={tmp_path}") == 0
+    assert "from the journals" not in capsys.readouterr().out
 
 
 def test_what_is_left_what_it_was_worth_and_what_is_saved(
@@ -486,6 +526,11 @@ def test_a_node_is_described(
     assert cli("describe", "node", "n9") == 2
     assert "live nodes: n1, n2, n3" in capsys.readouterr().err
     assert cli("describe", "node") == 2
+    capsys.readouterr()
+    assert cli("describe", "node", "n4") == 2
+    said = capsys.readouterr().err
+    assert re.search(r"node n4 is not alive: .+ ago, in generation 6, n4 was lost\n", said)
+    assert "elastic describe incident 6" in said
 
 
 def test_an_incident_is_described_with_its_traceback(
@@ -731,7 +776,7 @@ def test_the_journals_tell_of_checkpoints_incidents_and_the_end(tmp_path: Path) 
     clock = ManualClock(NOW)
     folder = str(tmp_path)
     assert last_known(folder, "llama-7", NOW) == [
-        f"state unknown: etcd does not answer, and {folder} has no events"
+        f"last state unknown: {folder} has no events of this run"
     ]
     other = Journal(folder=folder, identity={"node": "z"}, clock=clock, run_id="another")
     other.locate(lambda: {"generation": 99, "step": 9999})

@@ -12,6 +12,7 @@ from elastic.telemetry.activities import Activity
 from elastic.telemetry.goodput import Goodput, goodput_of_run
 from elastic.telemetry.journal_reader import read_folder
 from elastic.telemetry.merging import merge, run_of
+from elastic.tuning.worker_intervals import UNREPORTED_S
 
 
 def goodput_in(folder: Path, *processes: MadeUpProcess) -> Goodput:
@@ -113,3 +114,27 @@ def test_a_straggler_costs_no_more_than_the_steps_took(tmp_path: Path) -> None:
     seconds = goodput_in(tmp_path, agent, *workers).breakdown.seconds
     assert seconds[Activity.PRODUCTIVE] >= 0
     assert seconds[Activity.STRAGGLING] <= 0.95 * 430
+
+
+@pytest.mark.parametrize("is_killed", [False, True])
+def test_an_agent_that_outlives_its_worker_is_accounted_for_between_its_own_events(
+    tmp_path: Path, is_killed: bool
+) -> None:
+    agent, worker = MadeUpProcess("node-0", "agent"), MadeUpProcess("node-0", "worker")
+    place = {"rank": 0, "generation": 1}
+    agent.write(10.0, "world-entered", generation=1)
+    worker.write(10.0, "world-joined", step=0, duration_s=0.0, **place)
+    worker.window(10.1, 0.1, 1, 1, ended="first-step", **place)
+    worker.window(110.1, 100.0, 1001, 1000, ended="due" if is_killed else "close", **place)
+    if not is_killed:
+        worker.write(110.1, "run-closed", clean=True, **place)
+    for at_s in (112.1, 115.1, 142.1):  # it cannot write to etcd that the job has ended
+        agent.write(at_s, "store-problem", error="no etcd endpoint answers")
+    agent.write(150.1, "journal-closed")
+    found = goodput_in(tmp_path, agent, worker)
+    seconds = found.breakdown.seconds
+    unreported_s = UNREPORTED_S if is_killed else 0.0
+    afterwards = Activity.DETECTION if is_killed else Activity.SHUTDOWN
+    assert seconds.get(Activity.UNREPORTED, 0.0) == pytest.approx(unreported_s, abs=0.01)
+    assert seconds[afterwards] == pytest.approx(40.0 - unreported_s, abs=0.01)
+    assert found.breakdown.total_s == pytest.approx(found.duration_s, rel=1e-9)

@@ -134,7 +134,8 @@ def _fact_pairs(snapshot: JobSnapshot) -> Iterator[tuple[str, str]]:
     progress = view.progress if view is not None else None
     if view is not None and view.step is not None:
         planned = progress.planned_steps if progress is not None else None
-        yield "Step", _step(view.step, planned)
+        or_later = " or later" if view.is_step_old else ""
+        yield "Step", _step(view.step, planned) + or_later
     if view is not None and (rate := view.steps_per_s) is not None:
         yield "Rate", f"{rate:.3g} steps/s"
     if view is not None and (eta_s := view.eta_s) is not None:

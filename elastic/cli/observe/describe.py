@@ -97,6 +97,13 @@ def _node_named(view: JobView, name: str | None) -> Node:
     if name is None:
         raise ConfigError("no node name is given", hint=f"live nodes: {_listed(names)}")
     found = [node for node in view.nodes if name in (node.name, node.node_id)]
+    ended = next((b for b in reversed(view.breakages) if name in names_in(b)), None)
+    if not found and ended is not None:
+        raise ConfigError(
+            f"node {printable(name, 60)} is not alive: {_ago(view, ended.time_s)}, in generation "
+            f"{ended.generation}, {incident(ended)}",
+            hint=f"details: elastic describe incident {ended.generation}",
+        )
     if not found:
         raise ConfigError(
             f"there is no live node {printable(name, 60)}{nearest(name, names)}",

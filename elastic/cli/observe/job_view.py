@@ -27,7 +27,7 @@ from elastic.membership.records import (
     decode,
 )
 from elastic.store.keyvalue import Entry, KeyValue
-from elastic.tuning.agent_intervals import SILENT_SCRIPT_S
+from elastic.tuning.agent_intervals import PROGRESS_S, SILENT_SCRIPT_S
 
 
 class JobCondition(str, Enum):
@@ -185,6 +185,15 @@ class JobView:
         return self.world.committed_step if self.world is not None else None
 
     @property
+    def is_step_old(self) -> bool:
+        """Whether only the newest world's record has the step: more may have been committed since.
+
+        The leader's record ends with its lease, so that of a job that is down is gone.
+        """
+        is_recorded = self.progress is not None and self.progress.step is not None
+        return self.step is not None and self.done is None and not is_recorded
+
+    @property
     def steps_per_s(self) -> float | None:
         """Steps per second, while it trains."""
         progress = self.progress
@@ -202,13 +211,17 @@ class JobView:
 
     @property
     def goodput(self) -> float | None:
-        """The leader's estimate, extended to now: it records nothing without progress."""
+        """The leader's estimate. It records nothing without progress: once a record is due and
+        missing, the time since then counts as lost."""
         progress = self.progress
         if progress is None or progress.goodput is None or progress.goodput_since_s is None:
             return None
         covered_s = progress.time_s - progress.goodput_since_s
-        until_now_s = max(covered_s, self.at_s - progress.goodput_since_s)
-        return progress.goodput * covered_s / until_now_s if covered_s > 0 else None
+        if covered_s <= 0:
+            return None
+        passed_s = self.at_s - progress.time_s
+        is_due = passed_s > 2 * max(PROGRESS_S, progress.step_time_s)
+        return progress.goodput * covered_s / (covered_s + (passed_s if is_due else 0.0))
 
     @property
     def checkpoint_age_s(self) -> float | None:

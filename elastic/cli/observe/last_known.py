@@ -1,4 +1,4 @@
-"""The last known state of a job from its journals, while etcd does not answer."""
+"""The last known state of a job from its journals, while etcd does not answer or has lost it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def last_known(folder: str, run_id: str, now_s: float) -> list[str]:
     """The state according to the journals in ``folder``. Reads only the ends of the files."""
     records = sorted(JournalFolder(Path(folder)).read_tails(run_id), key=lambda r: r.time_s)
     if not records:
-        return [f"state unknown: etcd does not answer, and {printable(folder)} has no events"]
+        return [f"last state unknown: {printable(folder)} has no events of this run"]
     return list(_lines(records, now_s))
 
 

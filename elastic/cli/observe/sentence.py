@@ -37,7 +37,10 @@ def _state(view: JobView, ago: Ago) -> str:
         if not view.nodes:
             return f"no such job: there is nothing under {printable(view.root)}"
         least = max(node.min_nodes for node in view.nodes)
-        return f"waiting for nodes: {len(view.nodes)} of at least {least} have arrived"
+        if len(view.nodes) < least:
+            return f"waiting for nodes: {len(view.nodes)} of at least {least} have arrived"
+        arrived = "1 node has" if len(view.nodes) == 1 else f"{len(view.nodes)} nodes have"
+        return f"waiting for the first generation: {arrived} arrived, at least {least} needed"
     generation, members = world.generation, len(world.members)
     if view.state is JobCondition.DOWN and not members:
         return f"down: all nodes left gracefully {ago(world.time_s)}; a new start continues it"

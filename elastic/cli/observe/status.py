@@ -87,7 +87,8 @@ def _show(view: JobView, args: argparse.Namespace) -> None:
     if args.output == "json":
         print(json.dumps(document(view), indent=None if args.watch else 2), flush=True)
         return
-    _print(lines(view, is_wide=args.output == "wide"), args)
+    journals = _journals_of(view, args)
+    _print([*lines(view, is_wide=args.output == "wide"), *journals], args)
     for note in view.notes:
         print(f"elastic: note: {printable(note, 500)}", file=sys.stderr)
 
@@ -113,6 +114,15 @@ def _show_last_known(args: argparse.Namespace, run_id: str) -> None:
         _print(known, args)
     else:
         print("\n".join(known), file=sys.stderr)
+
+
+def _journals_of(view: JobView, args: argparse.Namespace) -> list[str]:
+    """What the journals tell of a job that is down: the leader's record in etcd ended with it."""
+    if view.state is not JobCondition.DOWN or not args.journal:
+        return []
+    from elastic.cli.observe.last_known import last_known  # reads journals; slow to import
+
+    return ["", "from the journals:", *last_known(args.journal, view.run_id, SYSTEM_CLOCK.wall())]
 
 
 def _print(said: Iterable[str], args: argparse.Namespace) -> None:
@@ -154,7 +164,8 @@ def progress(view: JobView) -> Iterator[str]:
     known = view.progress
     if view.step is not None:
         planned = known.planned_steps if known is not None else None
-        yield f"step {view.step}" + (f" of {planned}" if planned is not None else "")
+        or_later = " or later" if view.is_step_old else ""
+        yield f"step {view.step}{or_later}" + (f" of {planned}" if planned is not None else "")
     if (rate := view.steps_per_s) is not None:
         yield f"{rate:.3g} steps/s"
     if (eta_s := view.eta_s) is not None:

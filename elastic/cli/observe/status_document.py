@@ -32,6 +32,7 @@ def document(view: JobView) -> dict[str, Any]:
         "cause": world.cause.value if world is not None else None,
         "reason": world.reason if world is not None else None,
         "step": view.step,
+        "step_is_old": view.is_step_old,
         "steps_per_s": view.steps_per_s,
         "planned_steps": progress.planned_steps if progress is not None else None,
         "eta_s": _rounded(view.eta_s),

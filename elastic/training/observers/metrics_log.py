@@ -12,6 +12,8 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import ClassVar
 
+from torch import Tensor
+
 from elastic.clock import SYSTEM_CLOCK, Clock
 from elastic.errors import TrainingError
 from elastic.events import Metrics
@@ -80,12 +82,18 @@ class MetricsLog:
     def log(self, values: dict[str, Loggable]) -> None:
         """Keep the values of the current step; takes ownership of the dictionary.
 
-        Only urgent work is done here: a step's telemetry runs with cold caches. Raises
+        Only urgent work is done here: a step's telemetry runs with cold caches, so floats
+        and tensors on the CPU, the usual values, are read without another function call. Raises
         ConfigError for a value that is not a number.
         """
         if not self._is_open:
             self._open()
         for name, value in values.items():
+            if type(value) is Tensor and value.is_cpu:
+                try:
+                    values[name] = value = value.item()
+                except RuntimeError:  # not one element
+                    values[name] = value = scalar_of(name, value)
             if not (type(value) is float and type(name) is str and name):
                 values[name] = scalar_of(name, value)
         if values:

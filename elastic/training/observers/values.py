@@ -13,8 +13,6 @@ Scalar = float | torch.Tensor
 """A number, or its pending copy from a device: see
 :mod:`~elastic.training.observers.device_reads`."""
 
-_TENSOR = torch.Tensor
-
 
 class WorldMean(float):
     """A mean over all ranks, as ``run.mean`` returns it: not the value of one rank."""
@@ -30,13 +28,6 @@ def scalar_of(name: object, value: object) -> Scalar:
     kind = type(value)
     if kind is float or kind is WorldMean:
         scalar: Scalar = value  # type: ignore[assignment]
-    elif kind is _TENSOR and value.is_cpu:  # type: ignore[attr-defined]
-        try:  # the fast path: each call of torch costs as much as everything else here
-            scalar = value.item()  # type: ignore[attr-defined]
-        except RuntimeError:  # not one element
-            scalar = _scalar_of_tensor(name, value)  # type: ignore[arg-type]
-        if type(scalar) is not float:
-            scalar = _float_of(name, scalar)
     elif isinstance(value, torch.Tensor):
         scalar = _scalar_of_tensor(name, value)
     else:
