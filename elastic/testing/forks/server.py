@@ -21,7 +21,7 @@ import array
 import ctypes
 import functools
 import gc
-import importlib
+import importlib.util
 import inspect
 import json
 import os
@@ -58,6 +58,8 @@ _WARM = (
     "elastic.testing.pacing",
     "elastic.training.run",
 )
+# Of a run's log, where it is installed.
+_WARM_IF_INSTALLED = ("tensorboard.summary.writer.record_writer",)
 # By name: they are built on this package.
 _STARTERS = (
     "elastic.cli.launch.local_nodes",
@@ -354,6 +356,9 @@ def main(connection: socket.socket) -> None:
     os.environ.update(own)
     for name in _WARM:
         importlib.import_module(name)
+    for name in _WARM_IF_INSTALLED:
+        if importlib.util.find_spec(name.partition(".")[0]) is not None:
+            importlib.import_module(name)
     ending.keep_modules()
     gc.collect()
     gc.freeze()  # forks share what is here
