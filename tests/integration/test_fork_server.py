@@ -165,7 +165,7 @@ def test_it_ends_as_such_a_process_ends(
 
 # The order in which an interpreter ends, and C after it.
 ENDING = """
-import atexit, ctypes, sys, threading
+import atexit, ctypes, sys, threading, weakref
 
 class Said:
     def __init__(self, name, held=None): self.name, self.held = name, held
@@ -174,6 +174,11 @@ class Said:
 libc = ctypes.CDLL(None)
 circle = Said("a circle"); circle.held = circle
 of_main = Said("of main")
+if "modules" in sys.argv:
+    import json.encoder
+    json.added = Said("what it has added to a module")
+    json.encoder.INFINITY = Said("what it has changed in a module")
+weakref.finalize(of_main, print, "finalizer", flush=True)
 if "abort" in sys.argv:
     libc["__cxa_atexit"](libc.abort, None, None)
 atexit.register(print, "atexit", flush=True)
@@ -194,8 +199,11 @@ def test_it_frees_what_the_program_has_made_and_ends_by_exit(
         ends.append((code, (tmp_path / "output").read_text().splitlines()))
     forked, started = ends
     assert forked == started
-    done = {"thread", "atexit", "freed of main", "freed a circle", "buffered by C"}
+    done = {"thread", "atexit", "finalizer", "freed of main", "freed a circle", "buffered by C"}
     assert forked[0] == 4 and set(forked[1]) == done
+    assert start(server, tmp_path, str(script), "modules").wait(PATIENCE_S) == 4
+    freed = {f"freed what it has {done} a module" for done in ("added to", "changed in")}
+    assert freed <= set((tmp_path / "output").read_text().splitlines())
     # Handlers of C's that the program registers are called: here, one that ends it otherwise.
     assert start(server, tmp_path, str(script), "abort").wait(PATIENCE_S) == -signal.SIGABRT
 

@@ -21,7 +21,7 @@ import array
 import ctypes
 import functools
 import gc
-import importlib
+import importlib.util
 import inspect
 import json
 import os
@@ -36,9 +36,9 @@ import threading
 import types
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
-from elastic.testing.forks import bound_to_parent, namespace
+from elastic.testing.forks import bound_to_parent, ending, namespace
 from elastic.testing.forks.proc_area import Area
 
 _WARM = (
@@ -58,6 +58,8 @@ _WARM = (
     "elastic.testing.pacing",
     "elastic.training.run",
 )
+# Of a run's log, where it is installed.
+_WARM_IF_INSTALLED = ("tensorboard.summary.writer.record_writer",)
 # By name: they are built on this package.
 _STARTERS = (
     "elastic.cli.launch.local_nodes",
@@ -299,7 +301,7 @@ def _fork_children() -> None:
         os.setsid()
         # Not one of the node's processes: it does nothing but fork.
         _ENVIRONMENT.show([])
-        _leave(serve(theirs))
+        ending.leave(serve(theirs))
     theirs.close()
     client = Client(ours)
     names = vars(subprocess_handler)
@@ -342,39 +344,10 @@ def _receive(connection: socket.socket) -> tuple[bytes, list[int]] | None:
     return data[_SIZE_BYTES:], fds
 
 
-def _keep_modules() -> None:
-    """Never free what was imported: that takes a fork, which shares it, 0.1 s of CPU time.
-
-    An interpreter that ends empties its modules. With another reference to all that is in them it
-    frees what the program has made, in the usual order, and nothing that the server had.
-    """
-    contents = [dict(vars(module)) for module in list(sys.modules.values())]
-    ctypes.pythonapi.Py_IncRef(ctypes.py_object(contents))
-
-
-def _end_before_libraries() -> None:
-    """Leave out the last act of this process's exit: torch's libraries take their registrations
-    back, one operator after the other, for 0.15 s of CPU time.
-
-    What the program registers with C from now on, and all that Python does at its end, comes
-    before: on_exit(3). Processes that are not forked end as ever.
-    """
-    libc = ctypes.CDLL(None)
-    libc.on_exit(libc._exit, None)
-    libc["__cxa_atexit"](libc.fflush, None, None)  # what exit(3) does last
-
-
-def _leave(run: Callable[[], None] | None) -> NoReturn:
-    """Run it and end as an interpreter does."""
-    _end_before_libraries()
-    if run is not None:
-        run()
-    sys.exit(0)
-
-
 def main(connection: socket.socket) -> None:
     """Import torch and serve."""
     global _ARGUMENTS, _ENVIRONMENT
+    ending.prepare()
     _ARGUMENTS, _ENVIRONMENT = Area((48, 49)), Area((50, 51))
     # A shell ignores SIGINT for what it starts in the background, and that is inherited.
     signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -383,10 +356,13 @@ def main(connection: socket.socket) -> None:
     os.environ.update(own)
     for name in _WARM:
         importlib.import_module(name)
-    _keep_modules()
+    for name in _WARM_IF_INSTALLED:
+        if importlib.util.find_spec(name.partition(".")[0]) is not None:
+            importlib.import_module(name)
+    ending.keep_modules()
     gc.collect()
     gc.freeze()  # forks share what is here
-    _leave(serve(connection))
+    ending.leave(serve(connection))
 
 
 if __name__ == "__main__":
