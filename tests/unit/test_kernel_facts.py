@@ -202,10 +202,10 @@ def test_the_data_worker_that_waits_for_a_lock_is_told_from_those_that_are_idle(
 
     def waits() -> str:
         said = kernel.data_worker_waits(process.pid)
-        return said if said.startswith("1 in futex") else ""
+        is_complete = said.startswith("1 in futex") and said.endswith(", 2 in hrtimer_nanosleep")
+        return said if is_complete else ""
 
-    found = eventually(waits, "one that waits for a lock")
-    assert found.endswith(", 2 in hrtimer_nanosleep")
+    found = eventually(waits, "one that waits for a lock, and two that sleep")
     facts = KernelFacts(data_workers="SSS", data_worker_waits=found)
     asleep = rank_facts(1, phase=Phase.DATA, quiet_s=50.0, kernel=facts)
     waiting = replace(asleep, rank=0, phase=Phase.COLLECTIVE, kernel=KernelFacts())
