@@ -339,7 +339,8 @@ def events(job: Job, name: str) -> list[dict[str, Any]]:
 
 
 def raw_rate(pairs: int, size_bytes: int) -> float:
-    """MiB per second of all pairs together, over TCP, in pieces of 4 MiB that are there already."""
+    """MiB per second of all pairs together, over TCP, from and into memory of that size which was
+    touched before: neither the processor's caches nor new pages help or hinder it."""
     folder = Path(tempfile.mkdtemp(prefix="raw-"))
     try:
         listeners = [socket.create_server(("127.0.0.1", 0)) for _ in range(pairs)]
@@ -361,25 +362,33 @@ def raw_rate(pairs: int, size_bytes: int) -> float:
 
 def _sender(address: tuple[str, int], size_bytes: int) -> Callable[[], None]:
     def work() -> None:
-        piece = memoryview(bytearray(PIECE_BYTES))
+        state = _touched(size_bytes)
         with socket.create_connection(address) as to:
+            to.recv(1)  # until its receiver is ready
             for start in range(0, size_bytes, PIECE_BYTES):
-                to.sendall(piece[: min(PIECE_BYTES, size_bytes - start)])
+                to.sendall(state[start : start + PIECE_BYTES])
 
     return work
 
 
 def _receiver(listener: socket.socket, size_bytes: int, result: Path) -> Callable[[], None]:
     def work() -> None:
-        into = memoryview(bytearray(size_bytes))
-        into[::4096] = bytes(len(into[::4096]))  # no page is touched for the first time later
+        into = _touched(size_bytes)
         connection, _ = listener.accept()
+        connection.sendall(b".")
         began_s, at = time.perf_counter(), 0
         while at < size_bytes:
             at += connection.recv_into(into[at : at + PIECE_BYTES])
         result.write_text(str(time.perf_counter() - began_s))
 
     return work
+
+
+def _touched(size_bytes: int) -> memoryview:
+    """Memory with a page of its own for each of its parts."""
+    memory = memoryview(bytearray(size_bytes))
+    memory[::4096] = b"x" * len(memory[::4096])  # untouched pages are one page of zeros
+    return memory
 
 
 RANDOM = random.Random()
