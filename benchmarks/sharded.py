@@ -12,9 +12,12 @@ How each number is measured:
 
 kill a rank
     Three nodes of two workers; one worker gets SIGKILL. ``HSDP``: the nodes are replicas of two
-    ranks. ``DDP``: six ranks hold the model each. The longest time between two completed steps of
-    any other node that ends before its replacement trains; a step counts when both ranks of the
-    node have completed it. ``… and its return``: the same, around the world with the replacement.
+    ranks. ``DDP``: six ranks hold the model each. A pause has a step in it, and a step of FSDP2
+    takes longer than one of DDP: a sleep between the forward and the backward pass makes the steps
+    of both last ``--step-s``, as long as their own work does not take longer. The longest time
+    between two completed steps of any other node that ends before its replacement trains; a step
+    counts when both ranks of the node have completed it. ``… and its return``: the same, around the
+    world with the replacement.
     Jobs of both alternate. ``HSDP / DDP`` is the ratio of the medians of a round. ``recovery``: the
     part of it between the last step and the next one (event ``recovered``), the median of the
     survivors; what is left are the step that was cut short, and the one that is done in its place:
@@ -35,8 +38,10 @@ transfer
     returns. Bytes that both of its ranks received, over the time of the slower one (events
     ``state-received``), which includes the hash of every byte and the copy into the model and the
     optimizer. ``raw stream``: as many bytes over two TCP connections at once, between two pairs of
-    processes, when the job has ended: its steps would take their cores. ``sources``: living
-    replicas that took part, of two.
+    processes, from and into memory of that size, all of which was touched before. When the job has
+    ended: its steps would take their cores. Before each transfer, as much memory as a replica needs
+    is touched and freed, for a virtual machine may get it from its host at the first touch, in more
+    time than the transfer takes. ``sources``: living replicas that took part, of two.
 """
 
 from __future__ import annotations
@@ -103,7 +108,9 @@ class Samples:
 
 
 @contextmanager
-def a_job(etcd: EmbeddedEtcd, kind: str, nodes: int, nproc: int, **settings: int) -> Iterator[Job]:
+def a_job(
+    etcd: EmbeddedEtcd, kind: str, nodes: int, nproc: int, **settings: float
+) -> Iterator[Job]:
     folder = Path(tempfile.mkdtemp(prefix="sharded-"))
     try:
         with LocalCluster(
@@ -116,7 +123,11 @@ def a_job(etcd: EmbeddedEtcd, kind: str, nodes: int, nproc: int, **settings: int
                 nproc=nproc,
                 conf={"quarantine_s": 0.5, "failure_budget": 100_000},
             ),
-            args=[kind, f"--every={EVERY}", *(f"--{k}={v}" for k, v in settings.items())],
+            args=[
+                kind,
+                f"--every={EVERY}",
+                *(f"--{k.replace('_', '-')}={v}" for k, v in settings.items()),
+            ],
         ) as cluster:
             cluster.start_nodes(nodes)
             yield Job(cluster, nodes * nproc)
@@ -195,7 +206,9 @@ def done_again(ledger: RunLedger) -> int:
     )
 
 
-def measure_ranks(etcd: EmbeddedEtcd, rounds: int, kills: int, found: Samples) -> None:
+def measure_ranks(
+    etcd: EmbeddedEtcd, rounds: int, kills: int, step_s: float, found: Samples
+) -> None:
     """A rank of six is killed: of three replicas, and of unsharded ones."""
     case = "kill a rank"
     for number in range(rounds):
@@ -203,7 +216,7 @@ def measure_ranks(etcd: EmbeddedEtcd, rounds: int, kills: int, found: Samples) -
         kinds = [("hsdp", "HSDP 3×2"), ("ddp", "DDP, 6 ranks")]
         for kind, subject in kinds if number % 2 == 0 else kinds[::-1]:
             pauses: list[float] = []
-            with a_job(etcd, kind, 3, 2) as job:
+            with a_job(etcd, kind, 3, 2, equal_step_s=step_s) as job:
                 try:
                     pauses.extend(kill_rank(job, found, case, subject) for _ in range(kills))
                 except ClusterTimeout as error:
@@ -289,7 +302,7 @@ def measure_transfers(etcd: EmbeddedEtcd, rounds: int, mib: int, found: Samples)
     transfers: list[Transfer] = []
     with a_job(etcd, "hsdp", 3, 2, width=width) as job:
         try:
-            transfers.extend(measure_transfer(job) for _ in range(rounds))
+            transfers.extend(measure_transfer(job, mib * MIB) for _ in range(rounds))
         except ClusterTimeout as error:
             found.fail("transfer", "HSDP 3×2", "MiB/s")
             say(f"gave this job up: {error}")
@@ -316,9 +329,10 @@ class Transfer:
         return self.size_bytes / MIB / self.duration_s
 
 
-def measure_transfer(job: Job) -> Transfer:
+def measure_transfer(job: Job, size_bytes: int) -> Transfer:
     generation = job.wait_whole()
     before = len(events(job, "state-received"))
+    _touched(2 * size_bytes).release()  # freed at once, for the replica that returns
     RANDOM.choice(job.cluster.running).kill_worker(0)
     job.wait_whole(after=generation)
     return transfer_of(events(job, "state-received")[before:])
@@ -339,7 +353,8 @@ def events(job: Job, name: str) -> list[dict[str, Any]]:
 
 
 def raw_rate(pairs: int, size_bytes: int) -> float:
-    """MiB per second of all pairs together, over TCP, in pieces of 4 MiB that are there already."""
+    """MiB per second of all pairs together, over TCP, from and into memory of that size which was
+    touched before: neither the processor's caches nor new pages help or hinder it."""
     folder = Path(tempfile.mkdtemp(prefix="raw-"))
     try:
         listeners = [socket.create_server(("127.0.0.1", 0)) for _ in range(pairs)]
@@ -361,25 +376,33 @@ def raw_rate(pairs: int, size_bytes: int) -> float:
 
 def _sender(address: tuple[str, int], size_bytes: int) -> Callable[[], None]:
     def work() -> None:
-        piece = memoryview(bytearray(PIECE_BYTES))
+        state = _touched(size_bytes)
         with socket.create_connection(address) as to:
+            to.recv(1)  # until its receiver is ready
             for start in range(0, size_bytes, PIECE_BYTES):
-                to.sendall(piece[: min(PIECE_BYTES, size_bytes - start)])
+                to.sendall(state[start : start + PIECE_BYTES])
 
     return work
 
 
 def _receiver(listener: socket.socket, size_bytes: int, result: Path) -> Callable[[], None]:
     def work() -> None:
-        into = memoryview(bytearray(size_bytes))
-        into[::4096] = bytes(len(into[::4096]))  # no page is touched for the first time later
+        into = _touched(size_bytes)
         connection, _ = listener.accept()
+        connection.sendall(b".")
         began_s, at = time.perf_counter(), 0
         while at < size_bytes:
             at += connection.recv_into(into[at : at + PIECE_BYTES])
         result.write_text(str(time.perf_counter() - began_s))
 
     return work
+
+
+def _touched(size_bytes: int) -> memoryview:
+    """Memory with a page of its own for each of its parts."""
+    memory = memoryview(bytearray(size_bytes))
+    memory[::4096] = b"x" * len(memory[::4096])  # untouched pages are one page of zeros
+    return memory
 
 
 RANDOM = random.Random()
@@ -391,6 +414,7 @@ def main() -> None:
     parser.add_argument("--json", action="store_true", help="print the result as one object")
     parser.add_argument("--rounds", type=int, default=1, help="of jobs whose ranks are killed")
     parser.add_argument("--kills", type=int, default=3, help="in each of those jobs")
+    parser.add_argument("--step-s", type=float, default=0.3, help="of those jobs; 0: as they are")
     parser.add_argument("--worlds", type=int, default=2, help="nodes killed under FSDP2")
     parser.add_argument("--steady", type=int, default=3, help="alternated pairs of runs")
     parser.add_argument("--steps", type=int, default=150, help="of each steady run")
@@ -409,7 +433,7 @@ def main() -> None:
         with EmbeddedEtcd() as etcd:
             measure_steady(etcd, options.steady, options.steps, options.width, found)
             if options.kills:
-                measure_ranks(etcd, options.rounds, options.kills, found)
+                measure_ranks(etcd, options.rounds, options.kills, options.step_s, found)
             measure_worlds(etcd, options.worlds, found)
             if options.transfers:
                 measure_transfers(etcd, options.transfers, options.transfer_mib, found)

@@ -16,7 +16,9 @@ import itertools
 import json
 import os
 import resource
+import statistics
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -46,6 +48,29 @@ LAYERS = 2
 NEVER = 1_000_000
 
 
+class Compute:
+    """Makes all steps equally long, with a sleep in place of computation: what their work takes, of
+    which a model may need more than another one, is subtracted."""
+
+    def __init__(self, step_s: float) -> None:
+        self._step_s = step_s  # 0: no sleep
+        self._work_s: deque[float] = deque(maxlen=9)  # of the last steps, without their sleep
+        self._ended_s = self._slept_s = 0.0
+
+    def sleep(self) -> None:
+        """Between the forward and the backward pass: until its end, no rank has all gradients."""
+        if self._step_s and self._work_s:
+            self._slept_s = max(0.0, self._step_s - statistics.median(self._work_s))
+            time.sleep(self._slept_s)
+
+    def step(self) -> None:
+        """After each step."""
+        now_s = time.perf_counter()
+        if self._ended_s:
+            self._work_s.append(now_s - self._ended_s - self._slept_s)
+        self._ended_s, self._slept_s = now_s, 0.0
+
+
 class Meter:
     """Times the steps after the warm-up."""
 
@@ -53,10 +78,12 @@ class Meter:
         self._options = options
         self._count = 0
         self._began = (0.0, 0.0)
+        self.compute = Compute(options.equal_step_s)
 
     def step(self) -> bool:
         """After each step; True when it was the last."""
         time.sleep(self._options.step_s)
+        self.compute.step()
         self._count += 1
         if self._count == WARM_UP:
             self._began = time.perf_counter(), time.process_time()
@@ -88,9 +115,13 @@ def data() -> TensorDataset:
     return TensorDataset(x, x.roll(1, 1))
 
 
-def update(model: Any, optimizer: torch.optim.Optimizer, x: torch.Tensor, y: torch.Tensor) -> None:
+def update(
+    model: Any, optimizer: torch.optim.Optimizer, x: torch.Tensor, y: torch.Tensor, compute: Compute
+) -> None:
     optimizer.zero_grad()
-    F.mse_loss(model(x), y).backward()  # type: ignore[no-untyped-call]
+    loss = F.mse_loss(model(x), y)
+    compute.sleep()
+    loss.backward()  # type: ignore[no-untyped-call]
     optimizer.step()
 
 
@@ -117,7 +148,7 @@ def train_elastic(options: argparse.Namespace) -> None:
         made = run.build(build) if kind == "build" else (model, optimizer)
         for _ in run.epochs(NEVER):
             for x, y in loader:
-                update(made[0], made[1], x, y)
+                update(made[0], made[1], x, y, meter.compute)
                 if meter.step():
                     return
 
@@ -146,7 +177,7 @@ def train_plain(options: argparse.Namespace) -> None:
         ledger.start(generation=generation, step=step, rank=rank, size=size, node=node)
     meter = Meter(options)
     for number, (x, y) in enumerate(batches(size), start=step):
-        update(model, optimizer, x, y)
+        update(model, optimizer, x, y, meter.compute)
         if restarts:
             ledger.step(generation=generation, step=number, epoch=0, rank=rank, samples=())
             if (number + 1) % options.every == 0:
@@ -210,6 +241,9 @@ def main() -> None:
     parser.add_argument("--every", type=int, default=10, help="steps between saves")
     parser.add_argument("--steps", type=int, default=0, help="time so many and end; 0: until told")
     parser.add_argument("--step-s", type=float, default=0.015, help="of sleep, in each step")
+    parser.add_argument(
+        "--equal-step-s", type=float, default=0.0, help="of all steps; 0: not equal"
+    )
     options = parser.parse_args()
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
     KINDS[options.kind](options)

@@ -23,11 +23,15 @@ from checkpoints.catalog.manifests import read_manifest
 from checkpoints.storage.roots import storage_for
 from elastic.errors import ConfigError
 from elastic.mesh import ModelReplica, ReplicaProcessGroup
+from elastic.training.current_step import CurrentStep
 from elastic.training.gradients.sharded import ShardedModule
+from elastic.training.recovery.agreement import Tag
+from elastic.training.recovery.progress import RankProgress
+from elastic.training.recovery.transfer import specs_of
 from elastic.training.state.copies import WeightCopies
 from elastic.training.state.job_state import JobState
 from elastic.training.state.optimizers import OptimizerWatch
-from elastic.training.state.shards import pack, room_for, unpack
+from elastic.training.state.shards import own_memory, pack, room_for, unpack
 from elastic.world.mesh import ReplicaMesh
 
 MESH = ReplicaMesh((("shard", 1),))
@@ -83,6 +87,58 @@ def test_a_state_is_taken_over_as_plain_tensors_and_json(mesh: DeviceMesh) -> No
     receiver.apply(tree)
     assert_equal(values(receiver), values(sender))
     assert all(isinstance(p, DTensor) for p in model.parameters())
+
+
+def test_a_state_is_received_into_the_weights_of_a_job_that_it_fits(mesh: DeviceMesh) -> None:
+    sender, *_ = trained(mesh, 1)
+    receiver, model, _ = trained(mesh, 2, steps=0)
+    node, tensors = pack(sender.tree())
+    own = own_memory(node, specs_of(tensors), receiver)
+    assert {own[f"model/model/{name}"].data_ptr() for name, _ in model.named_parameters()} == {
+        cast(Any, p).to_local().data_ptr() for p in model.parameters()
+    }
+    arrived = {name: own.get(name, torch.empty_like(t)) for name, t in tensors.items()}
+    for name, tensor in tensors.items():
+        arrived[name].copy_(tensor)
+    tree = unpack(node, arrived, receiver)
+    receiver.check(tree, "the state of another rank")
+    receiver.apply(tree)
+    assert_equal(values(receiver), values(sender))
+
+
+def test_no_weights_are_given_for_a_state_that_would_be_refused(mesh: DeviceMesh) -> None:
+    sender, *_ = trained(mesh, 1)
+    node, tensors = pack(sender.tree())
+    specs = specs_of(tensors)
+    other, *_ = trained(mesh, 2, steps=0)
+    other.seed = 1
+    assert own_memory(node, specs, other) == {}
+    narrow = JobState(seed=0, is_sharded=True)
+    model = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 2))
+    fully_shard(model, mesh=mesh["shard"])
+    group = ReplicaProcessGroup(torch.device("cpu"), ModelReplica(MESH))
+    narrow.modules["model"] = ShardedModule(model, group)
+    narrow.track("optimizer", torch.optim.AdamW(model.parameters()))
+    assert own_memory(node, specs, narrow) == {}
+
+
+def test_only_a_rank_without_a_state_lets_go_of_its_weights_and_is_torn_until_it_has_all(
+    mesh: DeviceMesh,
+) -> None:
+    job, *_ = trained(mesh, 1, steps=0)
+    current = CurrentStep()
+    progress = RankProgress(job, OptimizerWatch(lambda: None), current)
+    arriving = Tag(generation=2, step=7)
+    assert progress.can_spare_weights(arriving)
+    assert not progress.can_spare_weights(Tag(generation=1, step=0))  # the initial weights
+    progress.begin_taking_over()
+    torn = progress.rank_state("world")
+    assert (torn.tag, torn.is_torn) == (None, True)
+    assert progress.can_spare_weights(arriving)  # they are garbage: the next source may write, too
+    progress.took_over(arriving)
+    taken = progress.rank_state("world")
+    assert (taken.tag, taken.is_torn) == (arriving, False)
+    assert not progress.can_spare_weights(Tag(generation=2, step=8))
 
 
 def test_an_undone_step_leaves_weights_and_moments_as_they_were(mesh: DeviceMesh) -> None:

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from elastic.process_group import OwnGroup, PendingWorks
-from elastic.training.recovery.transfer import ChunkedBroadcast, transfer
+from elastic.training.recovery.transfer import ChunkedBroadcast, Specs, transfer
 
 SIZE = 3
 PATIENCE = datetime.timedelta(seconds=120)
@@ -90,6 +90,40 @@ def test_what_one_rank_lacks_is_sent_to_no_other(groups: list[WatchedGroup]) -> 
     moved(groups, 1, (2,))
     size_bytes = sum(t.numel() * t.element_size() for t in state().values())
     assert all(group.broadcast_bytes < size_bytes / 10 for group in groups)
+
+
+def test_a_receiver_gets_into_its_own_memory_what_is_like_the_source_s(
+    groups: list[WatchedGroup],
+) -> None:
+    own = {
+        "long": torch.zeros(900_000),
+        "first": torch.zeros(200_001),
+        "turned": torch.zeros(200, 300).t(),  # of the same shape, in another order
+        "second": torch.zeros(150_000, dtype=torch.float64),
+        "step": torch.zeros(2, dtype=torch.float64)[::2][0],
+        "extra": torch.zeros(5),
+    }
+    asked: list[Any] = []
+
+    def room(node: Any, specs: Specs) -> dict[str, torch.Tensor]:
+        asked.append((node, set(specs)))
+        return own
+
+    def take_part(group: WatchedGroup) -> Any:
+        node, tensors = ({"n": 1}, state()) if group.rank == 1 else (None, {})
+        return transfer(node, tensors, source=1, receivers=(2,), device=CPU, group=group, room=room)
+
+    with ThreadPoolExecutor(SIZE) as pool:
+        _, tensors = list(pool.map(take_part, groups))[2]
+    assert asked == [({"n": 1}, set(state()))]  # of the receiver only
+    for name, tensor in state().items():
+        assert torch.equal(tensors[name], tensor) and tensors[name].dtype == tensor.dtype
+    assert {n for n in own if n in tensors and tensors[n].data_ptr() == own[n].data_ptr()} == {
+        "long",
+        "step",
+    }
+    assert torch.equal(own["long"], state()["long"])
+    assert not any(own[name].any() for name in ("first", "turned", "second", "extra"))
 
 
 class BlockedWork(dist.Work):

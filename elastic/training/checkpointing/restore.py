@@ -44,8 +44,8 @@ def restore(
     if source.name is None:
         if not may_begin:
             raise CheckpointRequired(
-                "a fault interrupted an update of the weights on all ranks that had them, and "
-                "there is no checkpoint to resume from",
+                "a fault interrupted an update or a transfer of the weights on all ranks that had "
+                "them, and there is no checkpoint to resume from",
                 hint="pass elastic.join(checkpoints=…) a folder that all nodes share",
             )
         _share_initial(world, job)

@@ -209,9 +209,14 @@ class RankProgress:
         self._take()
         self.rollback.forget()
 
+    def can_spare_weights(self, other: Tag) -> bool:
+        """Whether nobody can need this rank's weights while it receives the state ``other``: they
+        are neither of a step nor the initial ones that a job without a step may begin with."""
+        return self.tag is None and other.step > 0
+
     def begin_taking_over(self) -> None:
-        """Before a peer's weights are applied: if that fails half way, the weights belong to no
-        step."""
+        """Before a peer's weights are received in place or applied: if that fails half way, the
+        weights belong to no step."""
         self.tag, self._is_torn = None, True
 
     def took_over(self, tag: Tag) -> None:

@@ -2,7 +2,8 @@
 
 The main thread of every rank runs this between two steps of the job. A rank's state does not
 change before the received state is complete, so a fault here is followed by another attempt in
-the next world, with the same state.
+the next world, with the same state. A rank that has no state receives weights straight into its
+model, and is torn, as in the middle of an update, until everything has arrived and was verified.
 """
 
 from __future__ import annotations
@@ -22,10 +23,10 @@ from elastic.telemetry.journal import EventSink
 from elastic.training.checkpointing.manager import CheckpointManager
 from elastic.training.recovery.agreement import Agreement, Tag, agree
 from elastic.training.recovery.progress import RankProgress
-from elastic.training.recovery.transfer import broadcast_blob, transfer
+from elastic.training.recovery.transfer import Room, Specs, broadcast_blob, transfer
 from elastic.training.state.all_ranks import on_all_ranks
 from elastic.training.state.job_state import JobState
-from elastic.training.state.shards import pack, unpack
+from elastic.training.state.shards import own_memory, pack, unpack
 from elastic.world.world import World
 
 
@@ -163,6 +164,19 @@ class Reconfiguration:
             }
         )
 
+    def _room(self, tag: Tag) -> Room | None:
+        """The memory of this rank's model, unless it may be needed as it is."""
+        if not self._progress.can_spare_weights(tag):
+            return None
+
+        def room(packed: Any, specs: Specs) -> dict[str, torch.Tensor]:
+            own = own_memory(packed, specs, self._job)
+            if own:
+                self._progress.begin_taking_over()
+            return own
+
+        return room
+
     def _transfer(self, world: World, agreement: Agreement) -> None:
         tag = agreement.tag
         assert tag is not None
@@ -181,6 +195,7 @@ class Reconfiguration:
             receivers=receivers,
             device=self._device,
             group=peer_group(),
+            room=self._room(tag),
         )
         size = sum(t.numel() * t.element_size() for t in tensors.values())
 

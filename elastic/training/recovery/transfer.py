@@ -1,14 +1,17 @@
-"""Transfers state from one rank to others: JSON and raw bytes, never pickle, into spare memory.
+"""Transfers state from one rank to others: JSON and raw bytes, never pickle.
 
-The receiver is unchanged until everything has arrived with a correct hash, so a source
-that dies in the middle has no effect on receivers.
+Into spare memory, by default: the receiver is unchanged until everything has arrived with a correct
+hash, so a source that dies in the middle has no effect on receivers. A receiver that has nothing
+to lose can name memory of its own (``Room``), which saves a copy, and on a device the space for it.
 """
 
 from __future__ import annotations
 
+import ctypes
 import json
-from collections.abc import Iterator, Mapping
-from typing import Any
+import mmap
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -30,8 +33,14 @@ from elastic.process_group import (
 CHUNKS, SHORTEST_CHUNK_BYTES, LONGEST_CHUNK_BYTES = 8, 1 << 20, 32 << 20
 # From this size on, two copies of a tensor cost more than an additional collective.
 IN_PLACE_BYTES = 4 << 20
+HUGE_PAGE_BYTES = 2 << 20
 
 Tensors = dict[str, torch.Tensor]
+Specs: TypeAlias = Mapping[str, list[Any]]
+Room: TypeAlias = Callable[[Any, Specs], Tensors]
+"""Called on a receiver with the source's JSON value and specs, before anything is sent: tensors to
+receive into. From then on they hold garbage, until :func:`transfer` has returned. Must not raise:
+other ranks are in the transfer."""
 
 
 def broadcast_blob(
@@ -89,8 +98,10 @@ def transfer(
     receivers: tuple[int, ...],
     device: torch.device,
     group: RankGroup | None = None,
+    room: Room | None = None,
 ) -> tuple[Any, Tensors] | None:
-    """The source's JSON value and tensors, in spare memory, for each of ``receivers``.
+    """The source's JSON value and tensors for each of ``receivers``: in ``room`` where that has
+    tensors like the source's, else in spare memory.
 
     Every rank calls it and takes part in the collectives; those that neither send nor receive
     keep nothing and get None. Raises TrainingError if a hash is wrong.
@@ -101,23 +112,21 @@ def transfer(
     plan = broadcast_json(
         {"node": node, "specs": specs_of(tensors)} if rank == source else None, source, group
     )
-    spare = (
-        {name: tensor.detach() for name, tensor in tensors.items()}
-        if rank == source
-        else {name: _spare(spec, device) for name, spec in plan["specs"].items()}
-        if concerned
-        else {}
-    )
+    kept: Tensors = {}
+    if rank == source:
+        kept = {name: tensor.detach() for name, tensor in tensors.items()}
+    elif concerned:
+        kept = _memory_for(plan, device, room)
     wire = device if device.type == "cuda" else control_device()
     sizes = {name: _count_bytes(spec) for name, spec in plan["specs"].items()}
-    flat = {name: _bytes(tensor) for name, tensor in spare.items()}
+    flat = {name: _bytes(tensor) for name, tensor in kept.items()}
     # One receiver is sent to directly. Several receive a broadcast, in
     # which receivers pass it on.
     is_on_host = wire.type == "cpu" and not semantics_of(wire.type).is_on_stream
     only = receivers[0] if len(receivers) == 1 and is_on_host else None
     digest = ChunkedBroadcast(flat, sizes, source, only, wire, group).run()
     check_hashes(digest, source, concerned, group)
-    return (plan["node"], spare) if rank in receivers else None
+    return (plan["node"], kept) if rank in receivers else None
 
 
 Piece = tuple[str, int, int]
@@ -255,14 +264,48 @@ def check_hashes(mine: str, source: int, concerned: bool, group: RankGroup) -> N
     if concerned and int(got.item()) != int(sent.item()):
         raise TrainingError(
             f"the state sent by rank {source} was corrupted in transfer (hash {int(sent):x}, "
-            f"expected {int(got):x}); nothing was changed",
+            f"expected {int(got):x}), and is not used",
             hint="check for hardware errors on the network between the nodes",
         )
 
 
+def _memory_for(plan: Mapping[str, Any], device: torch.device, room: Room | None) -> Tensors:
+    specs: Specs = plan["specs"]
+    own = room(plan["node"], specs) if room is not None else {}
+    alike = specs_of(own)
+    return {
+        name: own[name].detach()
+        if alike.get(name) == spec and _is_flat(own[name])
+        else _spare(spec, device)
+        for name, spec in specs.items()
+    }
+
+
+def _is_flat(tensor: torch.Tensor) -> bool:
+    """Whether :func:`_bytes` is a view of all of it."""
+    return tensor.is_contiguous() and _bytes(tensor).data_ptr() == tensor.data_ptr()
+
+
 def _spare(spec: list[Any], device: torch.device) -> torch.Tensor:
     on = device if spec[2] == device.type else torch.device("cpu")
-    return torch.empty(spec[1], dtype=getattr(torch, spec[0]), device=on)
+    spare = torch.empty(spec[1], dtype=getattr(torch, spec[0]), device=on)
+    if on.type == "cpu":
+        _use_huge_pages(spare)
+    return spare
+
+
+def _use_huge_pages(tensor: torch.Tensor) -> None:
+    """Have the kernel map and zero new memory 2 MiB at a time, where it can.
+
+    4 KiB at a time takes longer than everything else that a receiver does: of 195 MiB, 0.45 s
+    instead of 0.14 s with two receivers on two cores [measured].
+    """
+    first = -(-tensor.data_ptr() // HUGE_PAGE_BYTES) * HUGE_PAGE_BYTES
+    end = tensor.data_ptr() + tensor.numel() * tensor.element_size()
+    size = (end - first) // HUGE_PAGE_BYTES * HUGE_PAGE_BYTES
+    if size > 0:  # a kernel without huge pages refuses, and the memory is as it was
+        libc = ctypes.CDLL(None)
+        libc.madvise(ctypes.c_void_p(first), ctypes.c_size_t(size), mmap.MADV_HUGEPAGE)
 
 
 def _count_bytes(spec: list[Any]) -> int:

@@ -11,11 +11,12 @@ from typing import Any
 
 import torch
 
+from checkpoints import CheckpointError
 from checkpoints.format.manifest import Manifest
 from checkpoints.format.state_tree import Node, flatten, tensor_leaves, unflatten
 from checkpoints.tensors.dtensors import is_dtensor, local_of
 from checkpoints.tensors.dtypes import BY_NAME
-from elastic.errors import TrainingError
+from elastic.errors import ElasticError, TrainingError
 from elastic.torch_private import strided_shard
 from elastic.training.state.job_state import JobState
 
@@ -40,6 +41,32 @@ def unpack(packed: Mapping[str, Any], tensors: Mapping[str, torch.Tensor], job: 
     }
     tree: Node = packed["tree"]
     return unflatten(tree, lambda path, name: made[name])
+
+
+def own_memory(packed: Mapping[str, Any], specs: Mapping[str, list[Any]], job: JobState) -> Tensors:
+    """The memory of this job's weights, by name, to receive a packed state into: empty unless the
+    state is one that :meth:`JobState.check` accepts, and those of its tensors only that are
+    distributed in the same way here.
+
+    ``specs``: of the packed tensors, by name: dtype, shape, device type. Raises nothing: what is
+    wrong with the state is found again when it is checked.
+    """
+    shards = packed["shards"]
+
+    def outline(path: str, name: str) -> torch.Tensor:
+        shape = shards[name]["shape"] if name in shards else specs[name][1]
+        return torch.empty(shape, device="meta")
+
+    try:
+        job.check(unflatten(packed["tree"], outline), "a state")
+        own, tensors = pack({"model": {n: m.module.state_dict() for n, m in job.modules.items()}})
+    except (ElasticError, CheckpointError, ValueError, RuntimeError, KeyError):
+        return {}
+    return {
+        name: tensor
+        for name, tensor in tensors.items()
+        if own["shards"].get(name) == shards.get(name)
+    }
 
 
 def room_for(manifest: Manifest, job: JobState) -> dict[str, Any]:
