@@ -129,7 +129,9 @@ def _cost(report: RunReport) -> str:
     cost_s = sum(incident.cost_s for incident in report.incidents)
     redone = report.goodput.recomputed_steps
     again = f", and {counted(redone, 'step')} had to be recomputed" if redone else ""
-    return f"{' and '.join(kinds)} cost {duration(cost_s)}{again}."
+    is_over = all(incident.is_over for incident in report.incidents)
+    since = "" if is_over else " No step was made since the last failure."
+    return f"{' and '.join(kinds)} cost {duration(cost_s)}{again}.{since}"
 
 
 def counted(number: int, noun: str) -> str:
