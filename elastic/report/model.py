@@ -40,6 +40,7 @@ class RunReport:
     outcome: str  # "success", "failure"; "": unknown
     outcome_reason: str
     exit_code: int | None
+    has_finished: bool  # all workers of the newest world ended well, recorded as an end or not
     timeline: Timeline
     curves: tuple[Curve, ...]
     incidents: tuple[IncidentReport, ...]
@@ -81,6 +82,7 @@ def report_of(
         outcome=outcome,
         outcome_reason=reason,
         exit_code=exit_code,
+        has_finished=_has_finished(records),
         timeline=timeline_of(goodput, marks, limits.timeline),
         curves=tuple(curves_of(records, most_curves=limits.curves, most_points=limits.points)),
         incidents=tuple(incident_reports(goodput.incidents, records, checkpoints)),
@@ -97,6 +99,17 @@ def _outcome(records: Sequence[JournalRecord]) -> tuple[str, str, int | None]:
     return ended.text("outcome"), ended.text("reason"), ended.whole("exit_code")
 
 
+def _has_finished(records: Sequence[JournalRecord]) -> bool:
+    formed = [r for r in records if r.name == "world-formed"]
+    newest = max(formed, key=lambda r: r.whole("generation") or 0, default=None)
+    if newest is None:
+        return False
+    generation = newest.whole("generation")
+    ends = [r for r in records if r.name == "run-closed" and r.data.get("clean") is True]
+    ranks = {r.whole("rank") for r in ends if r.whole("generation") == generation}
+    return len(ranks) >= max(1, newest.whole("size") or 0)
+
+
 # The sentence ------------------------------------------------------------------------------------
 
 
@@ -107,6 +120,8 @@ def _ended(report: RunReport) -> str:
     if report.outcome:
         reason = printable(report.outcome_reason, 200).rstrip(".")
         return f"The job failed after {took}{f': {reason}' if reason else ''}."
+    if report.has_finished:
+        return f"All workers ended well, but no agent recorded the job's end; it took {took}."
     return f"The job still runs, or was ended without a last event; its journals cover {took}."
 
 

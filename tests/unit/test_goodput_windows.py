@@ -156,7 +156,9 @@ def run_until(folder: Path, at_s: float) -> RunReport:
         (40.9, [], "Nothing interrupted it."),
         (42.0, [False], "1 failure cost 3.0 s. No step was made since the last failure."),
         (44.0, [True], "1 failure cost"),  # the first step was made, and no window after it
-        (121.2, [True, True], "1 failure and 1 planned change cost"),
+        (119.9, [True, True], "The job still runs, or was ended without a last event"),
+        (120.9, [True, True], "All workers ended well, but no agent recorded the job's end"),
+        (121.2, [True, True], "The job succeeded after 2 min 1 s."),
     ],
 )
 def test_a_failure_is_an_incident_before_and_as_soon_as_training_has_recovered(
