@@ -77,7 +77,7 @@ def timeline_svg(timeline: Timeline, *, name: str = "timeline") -> str:
         _time_ticks(axes, length_s)
         axes.set_yticks(
             [i + 0.5 for i in range(len(lanes))],
-            [printable(lane.node, _LONGEST_NAME) for lane in lanes],
+            lane_labels([lane.node for lane in lanes]),
         )
         marks = [(m.at_s - timeline.start_s, m.label) for m in timeline.marks]
         _draw_marks(axes, marks, length_s, height - top - bottom)
@@ -87,6 +87,25 @@ def timeline_svg(timeline: Timeline, *, name: str = "timeline") -> str:
             title="Timeline of the nodes",
             description=_described_timeline(timeline),
         )
+
+
+def lane_labels(nodes: Sequence[str]) -> list[str]:
+    """Names that fit beside the chart and stay distinct: without their domain if that suffices,
+    with their first and last characters.
+
+    >>> lane_labels(["ip-10-0-0-12.internal", "ip-10-0-0-13.internal"])
+    ['ip-10-0-0-12', 'ip-10-0-0-13']
+    >>> lane_labels(["llama-training-7-worker-12"])
+    ['llama-t…-worker-12']
+    """
+    hosts = [node.partition(".")[0] for node in nodes]
+    names = hosts if all(hosts) and len(set(hosts)) == len(set(nodes)) else nodes
+    return [_abbreviated(printable(_abbreviated(name))) for name in names]
+
+
+def _abbreviated(name: str) -> str:
+    head, tail = _LONGEST_NAME * 2 // 5, _LONGEST_NAME * 3 // 5
+    return name if len(name) <= _LONGEST_NAME else f"{name[:head]}…{name[-tail:]}"
 
 
 def _draw_lanes(axes: Axes, timeline: Timeline) -> None:
@@ -138,7 +157,7 @@ def _described_lane(lane: NodeLane) -> str:
         seconds[s.activity] = seconds.get(s.activity, 0.0) + s.end_s - s.start_s
     most = sorted(seconds.items(), key=lambda pair: -pair[1])[:3]
     parts = ", ".join(f"{activity.value} {duration(took_s)}" for activity, took_s in most)
-    return f"{printable(lane.node, _LONGEST_NAME)}: mostly {parts}."
+    return f"{printable(lane.node, 60)}: mostly {parts}."
 
 
 # Breakdown ---------------------------------------------------------------------------------------

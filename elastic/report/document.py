@@ -74,6 +74,7 @@ def _incident(incident: IncidentReport) -> dict[str, Any]:
         "reason": incident.reason,
         "start": round(incident.start_s, 3),
         "duration_s": round(incident.duration_s, 3),
+        "is_over": incident.is_over,
         "nodes": list(incident.nodes),
         "cost_s": round(incident.cost_s, 3),
         "seconds": {a.value: round(s, 6) for a, s in incident.phases},

@@ -8,10 +8,9 @@ from dataclasses import dataclass
 
 from elastic.report.saved_checkpoints import CheckpointHistory, SavedCheckpoint
 from elastic.telemetry.activities import Activity
-from elastic.telemetry.goodput import IncidentGoodput
+from elastic.telemetry.goodput import PLANNED_CAUSES, IncidentGoodput
 from elastic.telemetry.journal_reader import JournalRecord
 
-_PLANNED = frozenset({"first", "joined", "resumed"})  # causes of changes in which nothing broke
 _MOST_ERRORS = 3  # of one incident
 
 
@@ -31,11 +30,12 @@ class IncidentReport:
     state_from: str  # where workers that needed it got the state; "": all had it
     errors: tuple[tuple[str, str], ...]  # node, and what its worker raised; consequences included
     checkpoint: SavedCheckpoint | None  # the last one that was committed when it began
+    is_over: bool  # False: no step was made since, and the run has not ended
 
     @property
     def is_failure(self) -> bool:
         """Whether something broke: a node that joins interrupts, too."""
-        return self.cause not in _PLANNED
+        return self.cause not in PLANNED_CAUSES
 
     @property
     def checkpoint_age_s(self) -> float | None:
@@ -85,6 +85,7 @@ def _report(
         state_from=_state_from(within),
         errors=tuple(_errors(within)),
         checkpoint=checkpoints.last_before(incident.start_s),
+        is_over=incident.is_over,
     )
 
 

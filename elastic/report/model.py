@@ -40,6 +40,7 @@ class RunReport:
     outcome: str  # "success", "failure"; "": unknown
     outcome_reason: str
     exit_code: int | None
+    has_finished: bool  # all workers of the newest world ended well, recorded as an end or not
     timeline: Timeline
     curves: tuple[Curve, ...]
     incidents: tuple[IncidentReport, ...]
@@ -81,6 +82,7 @@ def report_of(
         outcome=outcome,
         outcome_reason=reason,
         exit_code=exit_code,
+        has_finished=_has_finished(records),
         timeline=timeline_of(goodput, marks, limits.timeline),
         curves=tuple(curves_of(records, most_curves=limits.curves, most_points=limits.points)),
         incidents=tuple(incident_reports(goodput.incidents, records, checkpoints)),
@@ -95,6 +97,17 @@ def _outcome(records: Sequence[JournalRecord]) -> tuple[str, str, int | None]:
     if ended is None:
         return "", "", None
     return ended.text("outcome"), ended.text("reason"), ended.whole("exit_code")
+
+
+def _has_finished(records: Sequence[JournalRecord]) -> bool:
+    formed = [r for r in records if r.name == "world-formed"]
+    newest = max(formed, key=lambda r: r.whole("generation") or 0, default=None)
+    if newest is None:
+        return False
+    generation = newest.whole("generation")
+    ends = [r for r in records if r.name == "run-closed" and r.data.get("clean") is True]
+    ranks = {r.whole("rank") for r in ends if r.whole("generation") == generation}
+    return len(ranks) >= max(1, newest.whole("size") or 0)
 
 
 # The sentence ------------------------------------------------------------------------------------
@@ -129,7 +142,9 @@ def _cost(report: RunReport) -> str:
     cost_s = sum(incident.cost_s for incident in report.incidents)
     redone = report.goodput.recomputed_steps
     again = f", and {counted(redone, 'step')} had to be recomputed" if redone else ""
-    return f"{' and '.join(kinds)} cost {duration(cost_s)}{again}."
+    is_over = all(incident.is_over for incident in report.incidents)
+    since = "" if is_over else " No step was made since the last failure."
+    return f"{' and '.join(kinds)} cost {duration(cost_s)}{again}.{since}"
 
 
 def counted(number: int, noun: str) -> str:

@@ -12,7 +12,7 @@ from bisect import bisect_left, bisect_right
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from math import isfinite
+from math import inf, isfinite
 
 from elastic.telemetry.activities import (
     Activity,
@@ -28,6 +28,12 @@ from elastic.telemetry.journal_reader import JournalRecord
 from elastic.telemetry.lanes import agent_lane, lane_start, worker_lane
 from elastic.telemetry.merging import JournalWriter, RunJournal
 from elastic.telemetry.step_history import StepHistory, step_history
+
+PLANNED_CAUSES = frozenset({"first", "joined", "resumed"})
+"""Causes of changes of the world in which nothing broke."""
+
+# Less is lost in the rounding of Unix times: the end of a world's first step is an instant.
+_ROUNDING = 1e-6  # seconds
 
 
 @dataclass(frozen=True)
@@ -53,6 +59,7 @@ class IncidentGoodput:
     end_s: float
     nodes: tuple[str, ...]  # that were idle
     breakdown: Breakdown  # losses only: seconds of the run's time
+    is_over: bool = True  # False: no step was made since, and the run has not ended
 
     @property
     def duration_s(self) -> float:
@@ -113,7 +120,7 @@ def goodput_of_run(run: RunJournal) -> Goodput:
             )
             for n in nodes
         ),
-        incidents=tuple(_incidents(nodes, records)),
+        incidents=tuple(_incidents(nodes, records, facts.newest)),
         steps=max(0, facts.last_step - facts.first_step),
         recomputed_steps=facts.recomputed_steps,
         notes=notes,
@@ -162,8 +169,14 @@ class _NodeTime:
 
     def interruptions(self) -> list[Interruption]:
         """The gaps in which no worker made progress, between two that did."""
-        made = union((a, max(b, a + 1e-9)) for lane in self.workers for a, b in lane.progress)
+        made = union((a, max(b, a + _ROUNDING)) for lane in self.workers for a, b in lane.progress)
         return [Interruption(a, b) for a, b in between(made)]
+
+    def open_interruption(self) -> Interruption | None:
+        """From the last progress of its workers to its last line; None without progress."""
+        made_s = max((b for lane in self.workers for _, b in lane.progress), default=inf)
+        end_s = self.spans[-1][1]
+        return Interruption(made_s, end_s) if made_s < end_s else None
 
     def losses(self, span: Interruption) -> dict[Activity, float]:
         """Seconds of the run's time, within an interruption."""
@@ -253,12 +266,39 @@ def _reason(worlds: Sequence[JournalRecord]) -> str:
     return "; then ".join(dict.fromkeys(r.text("reason") for r in ends))
 
 
+def _open_stops(
+    nodes: Sequence[_NodeTime], changes: Sequence[JournalRecord], newest: int
+) -> list[tuple[_NodeTime, Interruption]]:
+    """The interruptions of an incident that is not over: a world was formed because something
+    broke, and is younger than the ``newest`` with steps. None once the job has ended."""
+    is_ended = any(record.name == "job-ended" for record in changes)
+    broken_s = min(
+        (
+            record.at_s
+            for record in changes
+            if (record.whole("generation") or 0) > newest
+            and record.text("cause") not in PLANNED_CAUSES
+        ),
+        default=inf,
+    )
+    if is_ended or not newest:
+        return []
+    stops = [(node, stop) for node in nodes if (stop := node.open_interruption())]
+    return [(node, stop) for node, stop in stops if stop.end_s > broken_s]
+
+
 def _incidents(
-    nodes: Sequence[_NodeTime], records: Iterable[JournalRecord]
+    nodes: Sequence[_NodeTime], records: Iterable[JournalRecord], newest: int
 ) -> Iterable[IncidentGoodput]:
-    """One incident per interruption in which worlds were formed, with all interrupted nodes."""
-    formed = sorted((r for r in records if r.name == "world-formed"), key=lambda r: r.at_s)
-    stops = [(node, stop) for node in nodes for stop in node.interruptions()]
+    """One incident per interruption in which worlds were formed, with all interrupted nodes.
+
+    ``newest``: the newest generation with steps.
+    """
+    changes = [r for r in records if r.name in ("world-formed", "job-ended")]
+    formed = sorted((r for r in changes if r.name == "world-formed"), key=lambda r: r.at_s)
+    open_stops = _open_stops(nodes, changes, newest)
+    open_s = min((stop.start_s for _, stop in open_stops), default=inf)
+    stops = [(node, stop) for node in nodes for stop in node.interruptions()] + open_stops
     times = union((stop.start_s, stop.end_s) for _, stop in stops)
     began_s = min(
         (lane.progress[0][0] for n in nodes for lane in n.workers if lane.progress), default=0.0
@@ -282,4 +322,5 @@ def _incidents(
             end_s=end_s,
             nodes=tuple(sorted({node.name for node, _ in stopped})),
             breakdown=Breakdown({a: s for a, s in seconds.items() if s > 0}),
+            is_over=end_s <= open_s,
         )

@@ -15,8 +15,10 @@ from dataclasses import dataclass
 from elastic.errors import ConfigError
 from elastic.messages.environment import identity_in
 from elastic.messages.world import WorldIdentity
+from elastic.telemetry.printable import printable
 
 LOGGER_NAME = "elastic"
+_LONGEST_NAME = 100  # characters; a name may hold anything
 
 
 @dataclass(eq=False)
@@ -27,8 +29,8 @@ class LogOrigin:
     generation: int | None = None
 
     def __str__(self) -> str:
-        known = self.generation is not None
-        return f"{self.node} g{self.generation}" if known else self.node
+        known, node = self.generation is not None, printable(self.node, _LONGEST_NAME)
+        return f"{node} g{self.generation}" if known else node
 
 
 _origins: list[LogOrigin] = []
@@ -64,7 +66,7 @@ def _where() -> str:
         return str(_origins[0]) if len(_origins) == 1 else ""
     rank, world = os.environ.get("RANK"), _world()
     parts = (
-        os.environ.get("ELASTIC_NODE_NAME"),
+        printable(os.environ.get("ELASTIC_NODE_NAME", ""), _LONGEST_NAME),
         f"r{rank}" if rank else None,
         f"g{world.generation}" if world else None,
     )

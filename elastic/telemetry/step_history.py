@@ -20,6 +20,7 @@ class StepHistory:
     usual_s: Mapping[int, float]  # by generation: productive time of a step, less the first
     windows: Mapping[int, Sequence[Window]]  # by generation: the last ones of all ranks
     cuts: Mapping[int, int]  # by generation: the step from which on a later one redid its work
+    newest: int  # generation in which steps were made; 0: none
     first_step: int
     last_step: int
     recomputed_steps: int
@@ -46,11 +47,12 @@ class StepHistory:
 class _WorldSteps:
     """Sums over one world."""
 
-    __slots__ = ("begin", "end", "productive_s", "steps", "windows")
+    __slots__ = ("begin", "end", "is_stepping", "productive_s", "steps", "windows")
 
     def __init__(self, begin: int) -> None:
         self.begin = begin
         self.end: int | None = None
+        self.is_stepping = False
         self.steps, self.productive_s = 0, 0.0
         self.windows: deque[Window] = deque(maxlen=_LAST_WINDOWS)
 
@@ -58,7 +60,10 @@ class _WorldSteps:
         """Sum up a window that ends with ``step``, after so many."""
         if self.end is None or step > self.end:
             self.end = step
-        if made > 0 and window.ended != "first-step":
+        if made <= 0:
+            return
+        self.is_stepping = True
+        if window.ended != "first-step":
             self.windows.append(window)
             self.productive_s += window.productive_s
             self.steps += made
@@ -104,6 +109,7 @@ def _history(
         usual_s={g: w.productive_s / w.steps for g, w in worlds.items() if w.steps},
         windows={g: tuple(w.windows) for g, w in worlds.items() if w.steps},
         cuts=cuts,
+        newest=max((g for g, world in worlds.items() if world.is_stepping), default=0),
         first_step=min((world.begin for world in worlds.values()), default=0),
         last_step=max(ends.values(), default=0),
         recomputed_steps=sum(max(0, ends[g] - cuts[g]) for g in ends if g in cuts),

@@ -274,6 +274,9 @@ def test_an_etcd_that_is_away_at_the_start_and_later_is_shown(tmp_path: Path) ->
         job.server.disconnect()
         eventually(lambda: "<strong>etcd does not answer" in shown(), "it is away")
         assert "training in generation 7" in shown(), "with what was last known"
+        journal.locate(lambda: {"generation": 7, "step": 99})
+        journal.emit(Waiting(reason="y"))
+        eventually(lambda: "last known: step 99 in generation 7" in shown(), "the journals go on")
         healthy = httpx.get(f"http://127.0.0.1:{port}/healthz")
         assert healthy.status_code == 200, "the server is well though etcd is not"
         job.server.reconnect()

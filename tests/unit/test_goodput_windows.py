@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from itertools import pairwise
 from pathlib import Path
 
 import pytest
-from made_up_run import MadeUpProcess
+from made_up_run import START_S, MadeUpProcess, write_run
 
+from elastic.report.model import RunReport, report_of
 from elastic.telemetry.activities import Activity
 from elastic.telemetry.goodput import Goodput, goodput_of_run
 from elastic.telemetry.journal_reader import read_folder
@@ -138,3 +140,32 @@ def test_an_agent_that_outlives_its_worker_is_accounted_for_between_its_own_even
     assert seconds.get(Activity.UNREPORTED, 0.0) == pytest.approx(unreported_s, abs=0.01)
     assert seconds[afterwards] == pytest.approx(40.0 - unreported_s, abs=0.01)
     assert found.breakdown.total_s == pytest.approx(found.duration_s, rel=1e-9)
+
+
+def run_until(folder: Path, at_s: float) -> RunReport:
+    """The report of the made-up run, read when it had lasted so long."""
+    for process in write_run(folder):
+        lines = [text for text in process.lines if json.loads(text)["time"] <= START_S + at_s]
+        (folder / process.path).write_text("\n".join(lines) + "\n")
+    return report_of(merge(*read_folder(folder)))
+
+
+@pytest.mark.parametrize(
+    ("at_s", "is_over", "said"),
+    [
+        (40.9, [], "Nothing interrupted it."),
+        (42.0, [False], "1 failure cost 3.0 s. No step was made since the last failure."),
+        (44.0, [True], "1 failure cost"),  # the first step was made, and no window after it
+        (119.9, [True, True], "The job still runs, or was ended without a last event"),
+        (120.9, [True, True], "All workers ended well, but no agent recorded the job's end"),
+        (121.2, [True, True], "The job succeeded after 2 min 1 s."),
+    ],
+)
+def test_a_failure_is_an_incident_before_and_as_soon_as_training_has_recovered(
+    tmp_path: Path, at_s: float, is_over: list[bool], said: str
+) -> None:
+    report = run_until(tmp_path, at_s)
+    assert [incident.is_over for incident in report.incidents] == is_over
+    assert said in report.sentence
+    assert ("No step was made" in report.sentence) == (False in is_over)
+    assert report.goodput.breakdown.total_s == pytest.approx(report.goodput.duration_s, rel=1e-9)

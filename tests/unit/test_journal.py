@@ -18,7 +18,7 @@ from elastic import events
 from elastic.events import Event, FailureJudged, JournalOpened, Waiting, WorkerStuck
 from elastic.telemetry.journal import SCHEMA, Journal
 from elastic.telemetry.journal_reader import read_folder
-from elastic.telemetry.log import LOGGER_NAME
+from elastic.telemetry.log import LOGGER_NAME, LogOrigin, UtcFormatter
 from elastic.testing.doubles.manual_clock import ManualClock
 
 
@@ -266,3 +266,19 @@ def test_listeners_hear_every_event_and_one_that_raises_costs_none(
     assert heard == [Waiting(reason="a node")]
     assert [line["event"] for line in lines_of(tmp_path)] == ["journal-opened", "waiting"]
     assert warnings == ["journal: a listener failed on waiting: RuntimeError('a defect')"]
+
+
+@pytest.mark.parametrize("is_agent", [True, False])
+def test_log_lines_show_a_hostile_node_name_escaped_and_shortened(
+    monkeypatch: pytest.MonkeyPatch, is_agent: bool
+) -> None:
+    name = "evil\x1b[2J\n" + "x" * 1_000_000
+    record = logging.LogRecord("elastic", logging.INFO, "", 1, "said", (), None)
+    monkeypatch.delenv("RANK", raising=False)
+    monkeypatch.setenv("ELASTIC_NODE_NAME", "node-a" if is_agent else name)
+    if is_agent:
+        record.origin = str(LogOrigin(name, generation=7))
+    line = UtcFormatter("%(levelname)s%(where)s %(message)s").format(record)
+    assert line.startswith(r"INFO [evil\x1b[2J\nxxx") and line.endswith("] said")
+    assert line.isprintable() and len(line) < 200
+    assert (" g7]" in line) == is_agent

@@ -109,11 +109,9 @@ def _outage(snapshot: JobSnapshot) -> str:
     if snapshot.outage is None:
         return ""
     view = snapshot.view
-    shown = (
-        f"This page shows its state of {_age(view.at_s, snapshot.at_s)}."
-        if view is not None
-        else "".join(f"{text(line, 400)}<br>" for line in snapshot.last_known)
-    )
+    shown = "".join(f"{text(line, 400)}<br>" for line in snapshot.last_known)
+    if view is not None:
+        shown = f"This page shows its state of {_age(view.at_s, snapshot.at_s)}.<br>{shown}"
     return (
         f'<div class="outage"><strong>etcd does not answer</strong>, or denies access, since '
         f"{_clock_time(snapshot.outage.since_s)}: {text(snapshot.outage.reason, 400)}<br>{shown}"

@@ -145,8 +145,10 @@ class JobFeed:
         before = self.snapshot
         since_s = before.outage.since_s if before.outage is not None else self._clock.wall()
         known = before.last_known
-        if before.view is None and self._journals is not None:
+        if self._journals is not None:
             known = self._journals.last_known(self._clock.wall())
+        if before.view is not None:  # it has the nodes and incidents, and the journals the step
+            known = known[:1]
         self._publish(outage=Outage(since_s, str(error.message)), last_known=known)
 
     # -- journals -----------------------------------------------------------------------------

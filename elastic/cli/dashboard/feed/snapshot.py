@@ -54,7 +54,7 @@ class JobSnapshot:
     outage: Outage | None = None
     asks_etcd: bool = True
     reads_journals: bool = False
-    last_known: Sequence[str] = ()  # from the journals, until etcd has answered once
+    last_known: Sequence[str] = ()  # from the journals, while etcd does not answer
     events: tuple[JobEvent, ...] = ()  # the last events, oldest first
     charts: RunCharts | None = None  # None: not drawn yet
     notes: tuple[str, ...] = ()
