@@ -53,7 +53,7 @@ def commit(storage: Storage, name: CheckpointName, world_size: int) -> None:
         _put_manifest(storage, name, data)
         _publish(storage, name)
     except FileNotFoundError:
-        # Another committer renamed the folder meanwhile.
+        # Another committer has renamed the folder in the meantime.
         if not is_committed(storage, name):
             raise
     storage.sync_folder("")
@@ -130,7 +130,7 @@ def _tensors(shared: SharedMetadata, parts: Sequence[Part]) -> dict[str, TensorE
 def _once(tensor: str, chunks: Sequence[Chunk]) -> tuple[Chunk, ...]:
     """Each region of a tensor once, the lowest writer's: others may hold the same one.
 
-    A DTensor knows the ranks of its own mesh alone. Where that is one of several alike (what FSDP
+    A DTensor only has the ranks of its own mesh. If that is one of several alike (what FSDP
     shards over the data dimension, beside tensor parallelism; or tensor parallelism in each of
     several replicas), a region is written in each of them. Raises :class:`IncompleteAttempt` if
     their values differ: they are not copies, and no choice between them would be right.

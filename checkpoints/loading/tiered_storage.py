@@ -8,7 +8,7 @@ the parts into the manifest that a committer would have written.
 :class:`TieredStorage` is a storage for reading, so :func:`~checkpoints.latest`,
 :func:`~checkpoints.load`, :func:`~checkpoints.verify` and :func:`~checkpoints.list_checkpoints`
 take one as their root. Each chunk is read from the first tier whose bytes match its hash. A place
-that fails is passed over for good, one whose bytes are damaged for these;
+that fails is not used again, one whose bytes are damaged not for these;
 :attr:`TieredStorage.failures` has the reasons. Create a new view to read again.
 """
 

@@ -1,9 +1,9 @@
 """The store on etcd v3 (3.4 to 3.6), through etcd3's messages and gRPC stubs.
 
-Why etcd3 (PyPI) and not a client of our own, or over HTTP: it carries etcd's whole API. Why not
-its client class: its watcher cannot resume after a reconnect, its lease refresh ends with the
-first error, and it knows one endpoint. The parts are in this package: ``etcd_connection``
-(fail-over), ``etcd_calls`` (retries), ``etcd_lease``, ``etcd_watch``.
+etcd3 (PyPI) is used rather than a new client, or HTTP, because it contains etcd's complete API. Its
+client class is not used: its watcher cannot resume after a reconnect, its lease refresh ends with
+the first error, and it supports one endpoint. The parts are in this package: ``connection``
+(fail-over), ``calls`` (retries), ``lease``, ``watch``.
 """
 
 from __future__ import annotations
