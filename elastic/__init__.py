@@ -1,6 +1,7 @@
 """Elastic, fault-tolerant training: see README.md.
 
-``import elastic`` costs nothing: torch is imported when a name that needs it is first used.
+``import elastic`` is fast: torch is imported when a name that needs it is first used. Start reading
+at :mod:`elastic.training.run`.
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@
     ├── JobFailed                    1   the job has ended without success
     ├── BudgetSpent                  70  too many failures without progress
     ├── JoinTimeout                  1   not enough nodes came in time
-    ├── Preempted                    75  told to leave, and left
+    ├── Preempted                    75  asked to leave, and left
     ├── WorldLost                    1   the present world is over; run.retry goes on in the next
     │   ├── Superseded               1   a newer world came while a group was being built
     │   ├── GroupBuildFailed         1   the ranks of a world did not get together
@@ -130,7 +130,7 @@ class JoinTimeout(ElasticError):
 
 
 class Preempted(ElasticError):
-    """This node was told to leave, and left."""
+    """This node was asked to leave, and left."""
 
     exit_code = 75
 

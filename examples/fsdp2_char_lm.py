@@ -7,7 +7,7 @@
 
 ``fully_shard`` with bf16 parameters and fp32 reduction, gradient accumulation, and clipping by the
 norm of all shards. Kill a worker or a node: the workers restart with the remaining nodes and
-resume from the newest checkpoint. Each rank reads its shards of it, for any size of the world
+resume from the newest checkpoint. Each rank reads its own shards, whatever the size of the world
 that saved them, and each window of the text counts once per epoch. Rank 0 prints JSON lines.
 """
 
@@ -113,8 +113,8 @@ def main() -> None:
     if args.precision == "fp64":
         torch.set_default_dtype(torch.float64)
 
-    # The model is sharded first: its parameters are then other objects, and the optimizer must
-    # be made over those.
+    # The model is sharded first: that replaces its parameters, and the optimizer must be created
+    # from the new ones.
     torch.manual_seed(0)
     model = CharLM(args.width, args.layers, heads=4, context=args.context).to(device)
     mesh = init_device_mesh(device.type, (size,), mesh_dim_names=("shard",))
@@ -141,7 +141,7 @@ def main() -> None:
             "step": step,
         }
 
-    # One rank chooses, all load: of the shards that others have saved, each reads its own.
+    # One rank chooses the checkpoint, all load it: each reads only its own shards.
     step = 0
     found = checkpoints.latest(args.checkpoints).checkpoint if args.checkpoints else None
     chosen = [found.name if found else None, checkpoints.new_nonce()]
@@ -156,7 +156,7 @@ def main() -> None:
     if rank == 0:
         print(json.dumps({"start": step, "world_size": size, "checkpoint": name}), flush=True)
 
-    # busy="wait": a rank that skipped a save would leave the others' parts without its own.
+    # busy="wait": if one rank skips a save, the checkpoint is never complete.
     generation = json.loads(os.environ.get("ELASTIC_WORLD", "{}")).get("generation", 0)
     writers = checkpoints.WriterGroup(nonce=nonce, generation=generation, rank=rank, size=size)
     engine = checkpoints.Engine(args.checkpoints, busy="wait") if args.checkpoints else None
@@ -167,13 +167,13 @@ def main() -> None:
             loss = torch.zeros((), device=device)
             for number, micro in enumerate(share.micro_batches):
                 model.set_requires_gradient_sync(number == len(share.micro_batches) - 1)
-                # As many passes on every rank, for the collectives' sake; one without samples of
-                # its own counts for nothing.
+                # Every rank makes the same number of passes, since they contain collectives; a
+                # pass without samples has weight 0.
                 rows = [dataset[index] for index in micro.indices or (micro.filler,)]
                 x, y = (torch.stack(parts).to(device) for parts in zip(*rows, strict=True))
                 logits = model(x).flatten(0, 1)
-                # FSDP takes the mean over ranks, whose shares may differ: the loss is weighted so
-                # that each window counts the same.
+                # FSDP averages over ranks, whose shares may differ: the loss is weighted so that
+                # all windows have the same weight.
                 part = F.cross_entropy(logits, y.flatten(), reduction="sum")
                 part = part / (share.global_samples * args.context) * bool(micro.indices)
                 (part * size).backward()

@@ -4,11 +4,11 @@
     elastic run --nodes-local 3 --embedded-etcd --nnodes=1:3 \\
         examples/fsdp2_in_process.py --checkpoints /tmp/fsdp2
 
-The shards of all ranks are one copy of the model: no rank can give another one its state. ``build``
-is called in each world, with a DeviceMesh of the ranks that are in it; the state is loaded from the
-nodes' memory, where every rank's shards are saved each ``--memory-every`` steps and copied to the
-next node. Kill a worker or a node: the others continue in milliseconds to seconds, and repeat at
-most that many steps, with the same samples. Rank 0 prints JSON lines.
+The shards of all ranks form one copy of the model, so a rank's state cannot be copied from another
+rank. ``build`` is called in each world, with a DeviceMesh of its ranks; the state is loaded from
+the nodes' memory, where every rank's shards are saved every ``--memory-every`` steps and copied to
+the next node. Kill a worker or a node: the others continue within milliseconds to seconds, and
+repeat at most that many steps, with the same samples. Rank 0 prints JSON lines.
 """
 
 import argparse
@@ -94,7 +94,7 @@ def main():
         return model, torch.optim.AdamW(model.parameters(), lr=3e-3, fused=True)
 
     def train():
-        model, optimizer = run.build(build)  # again in each world: use nothing of the last one
+        model, optimizer = run.build(build)  # in each world; the last one's are invalid
         for epoch in run.epochs(args.epochs):
             samples, total = 0, 0.0
             for x, y in loader:

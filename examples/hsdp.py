@@ -90,7 +90,7 @@ def main() -> None:
 
     def train() -> None:
         for epoch in run.epochs(options.epochs):
-            losses = []  # none, if a world has ended after the last step of the epoch
+            losses = []  # empty if a world has ended after the last step of the epoch
             for x, y in loader:
                 loss = F.mse_loss(model(x.to(run.device)), y.to(run.device))
                 optimizer.zero_grad()

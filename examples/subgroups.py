@@ -1,12 +1,12 @@
-"""Trains with process groups of its own, made in each world: pairs of ranks, and their leaders.
+"""Trains with subgroups that are created in each world: pairs of ranks, and the pairs' leaders.
 
     python examples/subgroups.py
     elastic run --nodes-local 4 --embedded-etcd --nnodes=1:4 examples/subgroups.py
 
-A world that changes takes torch's default group down, and every ``dist.new_group`` with it.
-``run.on_world`` calls back when the next one has begun: there the groups of it are made, on all
-ranks in the same order, and their users read them from where the callback has put them. The
-mean loss is taken within pairs, then among the pairs' leaders, and compared with that of the world.
+A change of the world destroys torch's default group, and every group from ``dist.new_group`` with
+it. ``run.on_world`` registers a callback for the next world: it creates the new groups, on all
+ranks in the same order, and stores them in ``groups``, from where the loop reads them. The mean
+loss is computed within pairs, then among the pairs' leaders, and compared with that of the world.
 """
 
 import argparse
@@ -27,7 +27,7 @@ class Hierarchy:
     def __init__(self, world):
         self.rank = world.rank
         pairs = [list(range(i, min(i + 2, world.size))) for i in range(0, world.size, 2)]
-        # Every rank makes all groups, in the same order, also those that it is not in.
+        # Every rank creates all groups in the same order, including those of other ranks.
         groups = [dist.new_group(ranks) for ranks in pairs]
         self.pair, self.leader = groups[self.rank // 2], pairs[self.rank // 2][0]
         self.leaders = dist.new_group([ranks[0] for ranks in pairs])

@@ -1,14 +1,15 @@
-"""Tensor parallelism piece by piece, then trained, through changes of the world.
+"""Checks tensor-parallel layers one by one, then trains them, through changes of the world.
 
     torchrun --nproc-per-node=2 examples/tensor_parallel.py --checkpoints /tmp/tensor-parallel
     elastic run --nodes-local 2 --embedded-etcd --nnodes=1:2 --nproc-per-node=2 \\
         examples/tensor_parallel.py --checkpoints /tmp/tensor-parallel
 
-A column-wise and a row-wise linear layer, an MLP and a transformer layer are cut over the ranks of
-a node, and compared with the same layers in one piece: outputs and gradients. Then a stack of such
-layers learns to reverse sequences: tensor-parallel within a node, FSDP2 across nodes. Ranks of a
-node see the same samples, and nodes different ones. Kill a worker or a node: the workers start
-again with the remaining nodes, and resume from the newest checkpoint. Rank 0 prints JSON lines.
+A column-wise and a row-wise linear layer, an MLP and a transformer layer are sharded over the ranks
+of a node, and their outputs and gradients compared with those of the unsharded layers. Then a stack
+of such layers learns to reverse sequences: tensor-parallel within a node, FSDP2 across nodes. The
+ranks of a node train on the same samples, and different nodes on different ones. Kill a worker or a
+node: the workers restart with the remaining nodes, and resume from the newest checkpoint. Rank 0
+prints JSON lines.
 """
 
 import argparse
@@ -141,10 +142,10 @@ def main() -> None:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if device.type == "cuda":
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
-    torch.set_default_dtype(torch.float64)  # differences below are of the method, not of rounding
+    torch.set_default_dtype(torch.float64)  # so that rounding does not hide errors of the method
     rank, size = dist.get_rank(), dist.get_world_size()
-    # Ranks of a node are neighbours: with as many workers per node as --tensor, or a multiple, any
-    # number of nodes is whole groups, and no layer is cut across machines.
+    # Ranks of a node are consecutive: if the number of workers per node is a multiple of --tensor,
+    # any number of nodes forms complete groups, and no layer is sharded across machines.
     tensor = min(args.tensor, size)
     if size % tensor:
         raise SystemExit(f"{size} ranks are not a multiple of --tensor={tensor}")
@@ -162,11 +163,11 @@ def main() -> None:
         parallelize_module(layer, mesh["tensor"], LAYER_PLAN)
         fully_shard(layer, mesh=mesh["data"])
     fully_shard(model, mesh=mesh["data"])
-    # Parameters live on two meshes: no one kernel updates all of them.
+    # Parameters are on two meshes, so no single kernel can update all of them.
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, foreach=False)
 
-    # The position in the data is that in the data dimension: ranks of a tensor-parallel group see
-    # the same samples.
+    # The position in the data is that in the data dimension: the ranks of a tensor-parallel group
+    # train on the same samples.
     inputs = torch.randint(
         TOKENS, (args.sequences, LENGTH), generator=torch.Generator().manual_seed(1)
     )
@@ -187,7 +188,7 @@ def main() -> None:
             "step": step,
         }
 
-    # One rank chooses, all load: of the shards that others have saved, each reads its own.
+    # One rank chooses the checkpoint, all load it: each reads only its own shards.
     step = 0
     found = checkpoints.latest(args.checkpoints).checkpoint if args.checkpoints else None
     chosen = [found.name if found else None, checkpoints.new_nonce()]
@@ -202,7 +203,7 @@ def main() -> None:
     if rank == 0:
         print(json.dumps({"start": step, "world_size": size, "checkpoint": name}), flush=True)
 
-    # busy="wait": a rank that skipped a save would leave the others' parts without its own.
+    # busy="wait": if one rank skips a save, the checkpoint is never complete.
     generation = json.loads(os.environ.get("ELASTIC_WORLD", "{}")).get("generation", 0)
     writers = checkpoints.WriterGroup(nonce=nonce, generation=generation, rank=rank, size=size)
     engine = checkpoints.Engine(args.checkpoints, busy="wait") if args.checkpoints else None
@@ -212,7 +213,7 @@ def main() -> None:
         for share in sampler.steps():
             x = inputs[list(share.indices)].to(device)
             logits = model(x).flatten(0, 1)
-            # FSDP takes the mean over the data dimension, whose shares may differ by a sample.
+            # FSDP averages over the data dimension, whose shares may differ by one sample.
             loss = F.cross_entropy(logits, x.flip(1).flatten(), reduction="sum")
             loss = loss / (share.global_samples * LENGTH)
             (loss * data.size()).backward()

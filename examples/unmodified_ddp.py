@@ -2,8 +2,8 @@
 
     torchrun --nproc-per-node=2 examples/unmodified_ddp.py --checkpoint /tmp/ddp.pt
 
-It saves itself once per epoch and resumes at that epoch: under torchrun with the etcd backend
-a change of the world costs the epoch it was in. Rank 0 prints one JSON line.
+It saves a checkpoint once per epoch and resumes at that epoch: under torchrun with the etcd
+backend, a change of the world costs the current epoch. Rank 0 prints one JSON line.
 """
 
 import argparse

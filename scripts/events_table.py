@@ -2,8 +2,8 @@
 
 python scripts/events_table.py          # write the page
 
-What it says is in elastic/events/: the docstring of an event is its meaning, the comment behind a
-field (or above it) that of the field. What every line holds is in elastic/telemetry/journal.py.
+The source is elastic/events/: the docstring of an event is its meaning, the comment behind a
+field (or above it) that of the field. The fields of every line are in elastic/telemetry/journal.py.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ INTRODUCTION = f"""\
 <!-- Written by scripts/events_table.py from elastic/events/: edit that. -->
 # Events
 
-With `ELASTIC_JOURNAL=FOLDER` in the environment of its agents, every process of a job writes what
-happens into `FOLDER/<node>-<pid>.jsonl`: one JSON object per line. `elastic events FOLDER` prints
-all of them in order of time, `elastic report FOLDER` what they add up to.
+With `ELASTIC_JOURNAL=FOLDER` in the environment of its agents, every process of a job writes its
+events to `FOLDER/<node>-<pid>.jsonl`: one JSON object per line. `elastic events FOLDER` prints
+all of them in order of time, `elastic report FOLDER` summarizes them.
 
-Schema version {SCHEMA}. Fields may be added to it; one that changes its meaning or goes away makes
-it the next. Readers leave out what they do not know.
+Schema version {SCHEMA}. Fields may be added to it; it is incremented if a field changes its meaning
+or is removed. Readers ignore unknown fields.
 
 ## Every line
 
@@ -54,21 +54,21 @@ it the next. Readers leave out what they do not know.
 ## Guarantees
 
 - A line is one `write` to a file opened for appending. A process that is killed leaves at most its
-  last line cut, which is then no valid JSON; whatever is written later begins on a line of its own.
-  Lines are not synced to the disk: they survive the end of the process, not of the machine.
+  last line truncated, which is then not valid JSON; later writes begin on a new line.
+  Lines are not synced to the disk: they survive the end of the process, but not of the machine.
 - A process uses at most `ELASTIC_JOURNAL_MIB` (default {DEFAULT_MIB}), in eight files
-  (`<node>-<pid>.N.jsonl` are older). Beyond that it removes its oldest file but the first.
+  (`<node>-<pid>.N.jsonl` are older). Beyond that it removes its oldest file except the first.
 - A full or broken disk costs events (a gap in `seq`, one warning), never a step.
-- Texts are ASCII with JSON's escapes, shortened to 16,384 characters each. What a script raises or
-  a host is named may hold anything: escape it before it is shown, as `elastic events` does.
-- Journals of machines whose clocks differ are put on one clock by what happens on all at once:
-  `world-joined`. `elastic events` notes by how much it has corrected them.
+- Texts are ASCII with JSON's escapes, shortened to 16,384 characters each. Exceptions and host
+  names may contain any characters: escape them before you show them, as `elastic events` does.
+- Times of machines with different clocks are corrected by an event that all of them write at the
+  same time: `world-joined`. `elastic events` prints the corrections.
 
 ## Goodput
 
-`rank-times` sums up every {STEP_TIMES_S:g} s where a rank's time went; that costs less than 50 µs
-per step. With the other events it accounts for all wall time of a run, of each node and of each
-change of the world (`elastic/telemetry/goodput.py`). The parts are:
+`rank-times` sums up every {STEP_TIMES_S:g} s how a rank has spent its time, at a cost of less than
+50 µs per step. With the other events it accounts for all wall time of a run, of each node and of
+each change of the world (`elastic/telemetry/goodput.py`). The parts are:
 
 | part | meaning |
 |---|---|

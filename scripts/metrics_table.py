@@ -37,25 +37,25 @@ ELASTIC_HEALTH_PORT=8471 elastic run --nnodes=1 train.py
 curl -s localhost:8471/metrics
 ```
 
-There is one port per node, whatever the number of its workers, and none without
+There is one port per node, for any number of workers, and none without
 `ELASTIC_HEALTH_PORT`. Without prometheus-client the agent runs as usual, and `/metrics` answers
 501: {NEEDS_EXTRA}. On Kubernetes the images have it, and `--with monitoring` adds a PodMonitor,
 alerts and a dashboard: [the runbook](../deploy/README.md#monitoring).
 
-A scrape reads copies and takes no lock, so an agent whose threads hang still answers. Workers do
-nothing for it per step: they send their agent what they also write into the
+A scrape reads copies and takes no lock, so an agent whose threads hang still responds. Workers do
+no additional work per step: they send their agent the same data that they write into the
 [journal](reference/events.md), one message every {STEP_TIMES_S:g} s and one for each checkpoint
 and recovery.
 
-Counters begin at 0 when an agent starts: use `rate()` and `increase()`. Metrics that only the
-leader exports move with it: sum over nodes. What was not sent yet when a worker is killed, at most
-{STEP_TIMES_S:g} s, is missing. A counter cannot take anything back: `elastic report` knows
-afterwards which steps were thrown away, and is exact.
+Counters start at 0 with each agent: use `rate()` and `increase()`. Metrics that only the
+leader exports move with it: sum over nodes. Data that a killed worker had not sent, at most
+{STEP_TIMES_S:g} s, is missing. A counter cannot be decremented: `elastic report` also excludes the
+steps that were discarded later, and is exact.
 
 ## Labels
 
 Every series has `run_id` and `node`. No series has a rank or a pid: counters are sums over the
-workers of a node. A metric has at most {MOST_SERIES} series on a node; what comes after is counted
+workers of a node. A metric has at most {MOST_SERIES} series on a node; further ones are counted
 as `other`. Values are printable, and have at most 100 characters.
 """
 
@@ -66,17 +66,17 @@ SECTIONS = {
 }
 _NOTES = {
     MetricSource.AGENT: "",
-    MetricSource.WORKERS: "Not with `mode=restart`, where agents do not hear of steps.\n\n",
-    MetricSource.LEADER: "Other nodes export the counters as 0. There is no `elastic_nodes` while "
-    "nobody leads.\n\n",
+    MetricSource.WORKERS: "Not with `mode=restart`, where agents receive no step reports.\n\n",
+    MetricSource.LEADER: "Other nodes export the counters as 0. `elastic_nodes` is missing while "
+    "there is no leader.\n\n",
 }
 
 
 OPENTELEMETRY = f"""
 ## OpenTelemetry
 
-The same metrics, under the same names, go to an OpenTelemetry collector by OTLP over HTTP. It is
-off unless switched on for the agents:
+The same metrics, under the same names, can be sent to an OpenTelemetry collector by OTLP over HTTP.
+It is off by default; enable it for the agents:
 
 ```
 pip install 'torch-elastic-harness[otel]'
@@ -84,30 +84,32 @@ ELASTIC_OTEL=on OTEL_EXPORTER_OTLP_ENDPOINT=http://collector:4318 elastic run --
 ```
 
 `ELASTIC_HEALTH_PORT` and prometheus-client are not needed for it. A thread of the agent sends them
-every {OTLP_EXPORT_S:g} s; workers send nothing. The standard variables say how:
+every {OTLP_EXPORT_S:g} s; workers send nothing. The standard variables configure it:
 
-- `OTEL_EXPORTER_OTLP_ENDPOINT` or `…_METRICS_ENDPOINT`: where to, by default `http://localhost:4318`;
+- `OTEL_EXPORTER_OTLP_ENDPOINT` or `…_METRICS_ENDPOINT`: by default `http://localhost:4318`;
 - `OTEL_EXPORTER_OTLP_HEADERS`, `…_CERTIFICATE`, `…_CLIENT_KEY`, `…_TIMEOUT`, `…_COMPRESSION`;
 - `OTEL_METRIC_EXPORT_INTERVAL`: milliseconds between two requests;
 - `OTEL_SERVICE_NAME`, `OTEL_RESOURCE_ATTRIBUTES`: of the resource, by default
   `service.name=torch-elastic-harness` and the node's name as `service.instance.id`;
 - `OTEL_EXPORTER_OTLP_PROTOCOL`: `http/protobuf`; any other is refused.
 
-Counters are cumulative sums. Histograms stay; a summary is a histogram without bounds, so it has
-the same `_count` and `_sum`. Metrics have no unit, since collectors would append it to names that
-have it. While the collector is away the agent says so once and goes on trying; nothing else
-changes. An agent that ends sends once more, and waits for it at most {OTLP_CLOSE_S:g} s.
+Counters are cumulative sums. Histograms are exported as such; a summary becomes a histogram without
+bounds, so it has the same `_count` and `_sum`. Metrics have no unit, since collectors would append
+it to names that already contain it. If the collector is unreachable, the agent logs this once and
+keeps retrying; nothing else changes. A terminating agent exports once more, and waits for that at
+most {OTLP_CLOSE_S:g} s.
 """
 
 TORCHELASTIC = """
 ## TorchElastic's own handlers
 
-A program that has given torch handlers, with `torch.distributed.elastic.metrics.configure(handler)`
-before it launches, or with `torchrun --event-log-handler=NAME`, gets what torch's agent does not
-see: it knows of restarts, and a recovery in place is none. The thread of torch's agent calls them
-when it polls its workers: a slow handler delays that thread alone, as it does under torchrun's own
-backends. With torch's default handlers nothing is kept. Metrics are in torch's group,
-`torchelastic`; events have the metadata of torch's.
+A program may configure torch's handlers, with
+`torch.distributed.elastic.metrics.configure(handler)` before it launches, or with `torchrun
+--event-log-handler=NAME`. They also receive what torch's agent does not observe: it only counts
+restarts, and an in-process recovery is not a restart. The thread of torch's agent calls them when
+it polls its workers: a slow handler delays only that thread, as under torchrun's own backends. With
+torch's default handlers nothing is kept. Metrics are in torch's group, `torchelastic`; events have
+torch's metadata.
 
 | event | metrics, each `workers.ROLE.…` | recorded as `torchelastic.worker.status.…` |
 |---|---|---|

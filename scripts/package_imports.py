@@ -2,9 +2,9 @@
 
 python scripts/package_imports.py          # rewrite that part of the page
 
-Imports of a package are those of its files and subpackages, but for what only type checkers import.
-An arrow that follows from others is left out of the picture (transitive reduction); every import is
-in the table.
+Imports of a package are those of its files and subpackages, in functions, too. An arrow that
+follows from others is omitted from the picture (transitive reduction); every import is in the
+table.
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ def reduced(imports: Imports) -> Imports:
 
 
 def purpose(package: str) -> str:
-    """The first sentence of a package's docstring."""
+    """The first paragraph of a package's docstring."""
     if package == "basics":
         return "Error tree, events, options, and time as an argument."
     path = ROOT / ("checkpoints" if package == "checkpoints" else f"elastic/{package}")
@@ -125,7 +125,7 @@ def table(imports: Imports) -> list[str]:
         f"{'' if p == 'basics' else '/'}` | {purpose(p)} | {', '.join(sorted(imports[p])) or '–'} |"
         for p in sorted(imports)
     ]
-    return ["| package | what it is for | imports |", "|---|---|---|", *rows]
+    return ["| package | purpose | imports |", "|---|---|---|", *rows]
 
 
 def section() -> str:

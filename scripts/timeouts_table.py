@@ -38,8 +38,8 @@ INTRODUCTION = """\
 
 Every interval of a job has one place: `elastic/tuning`, and `checkpoints/intervals.py` for the
 checkpoint library, which does not import `elastic`. Times are in seconds (`_MS`: milliseconds).
-What to raise or lower for a cluster is in [tuning](how-to/tune.md); what torch's and NCCL's own
-timeouts are set to, `elastic env` prints.
+[Tuning](how-to/tune.md) states which ones to raise or lower for a cluster; `elastic env` prints
+the settings of torch's and NCCL's own timeouts.
 
 ## To set
 
@@ -63,10 +63,9 @@ Sets that contradict each other are refused when an agent starts, before anythin
 FIXED = """
 ## Fixed
 
-These follow from the protocol, from torch or from the kernel. They are constants: nothing sets
-them. Connections between nodes have their own limits (`elastic/secure_channel/limits.py`), as has
-the process that ends orphaned workers (`elastic/node/orphan_reaper.py`): both run without the rest
-of the package.
+These follow from the protocol, from torch or from the kernel. They are constants, not options.
+Connections between nodes have their own limits (`elastic/secure_channel/limits.py`), and so has the
+orphan reaper (`elastic/node/orphan_reaper.py`): both run without the rest of the package.
 """
 
 
@@ -167,7 +166,7 @@ def _derived() -> Iterator[str]:
             times.takeover_s / 2,
         ),
         (
-            "workers may train without hearing of their agent",
+            "workers may train without a message from their agent",
             "7/8 of `takeover_s`, from the last renewal of the lease",
             timeouts.permission_s(times.takeover_s),
         ),

@@ -29,7 +29,7 @@ class IsolationDetector:
         self._at = context
         self._workers = workers
         self._last_contact_s = last_contact_s
-        self._gone_by_s: float | None = None  # the workers have been told to leave
+        self._gone_by_s: float | None = None  # the workers have been asked to leave
         self._is_lost = False
         self._checked_s = context.clock.monotonic()
         self._excused_s = self._thawed_s = -math.inf

@@ -288,4 +288,4 @@ class NodeLoop:
                 self.registration.delete()
             self.registration.end_lease(revoke=reaches_store)
         except CoordinationError as error:
-            self.store_events.report(error, "this node's lease will end by itself")
+            self.store_events.report(error, "this node's lease will expire")

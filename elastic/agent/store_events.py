@@ -80,7 +80,7 @@ class StoreEvents:
                 if revision > status.world.mod_revision:
                     status.set_world_revision(0)
             case Disconnected(error):
-                self.report(StoreUnreachable(error), "training goes on; reconnecting")
+                self.report(StoreUnreachable(error), "training continues; reconnecting")
             case Reconnected():
                 self._at.journal.emit(StoreProblem(error="", consequence="the store is back"))
 
@@ -125,7 +125,7 @@ class StoreEvents:
         if self._at.status.node.running is None and self._at.status.world.world is None:
             self._at.status.fail(error)  # a joining node cannot do anything sensible with it
             return False
-        self.report(error, "training goes on")
+        self.report(error, "training continues")
         return True
 
     def on_failed_call(self, error: CoordinationError) -> bool:
@@ -135,7 +135,7 @@ class StoreEvents:
         elif not isinstance(error, StoreUnreachable) and self._at.status.node.running is None:
             self._at.status.fail(error)
             return False
-        self.report(error, "training goes on; trying again")
+        self.report(error, "training continues; trying again")
         return True
 
     def report(self, error: ElasticError, consequence: str) -> None:

@@ -52,7 +52,7 @@ def ranks_of(text: str) -> tuple[int, ...]:
             raise ConfigError(f"--ranks={printable(text)}", hint="for example --ranks=0,4-7")
         ranks |= set(range(int(match[1]), int(match[2] or match[1]) + 1))
     if len(ranks) > _MOST_RANKS:
-        raise ConfigError(f"--ranks={printable(text)}: {len(ranks)} ranks", hint="leave it out")
+        raise ConfigError(f"--ranks={printable(text)}: {len(ranks)} ranks", hint="omit it")
     return tuple(sorted(ranks))
 
 

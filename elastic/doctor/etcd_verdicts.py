@@ -110,7 +110,7 @@ def _of_certificate(one: CertificateFacts) -> Finding:
         return failed(
             name,
             f"{one.name} expired {_span(-one.expires_in_s)} ago",
-            "issue it again; agents take changed files without a restart",
+            "issue it again; agents reload changed files without a restart",
         )
     measured = f"{one.name} expires in {_span(one.expires_in_s)}"
     if one.expires_in_s < CERTIFICATE_WARNING_S:
@@ -126,4 +126,4 @@ def _span(seconds: float) -> str:
 
 def lost_etcd(error: ElasticError) -> Finding:
     """The finding for an interrupted meeting of the nodes."""
-    return failed("other nodes", error.message, error.hint or "look at etcd")
+    return failed("other nodes", error.message, error.hint or "check etcd")

@@ -53,7 +53,7 @@ def of_shm(facts: ShmFacts | Unanswered) -> Finding:
 def of_limits(facts: LimitFacts | Unanswered) -> list[Finding]:
     """Descriptors; locked memory where there is RDMA."""
     if isinstance(facts, Unanswered):
-        return [failed("resource limits", facts.reason, "look at the load of this machine")]
+        return [failed("resource limits", facts.reason, "check the load of this machine")]
     return [_of_descriptors(facts), _of_locked_memory(facts)]
 
 
@@ -122,7 +122,7 @@ def of_link_speeds(facts: NetworkFacts | Unanswered, network: Network) -> list[F
         warning(
             name,
             f"{measured}; the address of this node is on {facts.interface}",
-            f"if the other nodes reach {faster.name}, start this one with "
+            f"if the other nodes can reach {faster.name}, start this one with "
             f"{how_to_announce(faster)}; several nodes measure it (--nnodes)",
         )
     ]
@@ -188,7 +188,7 @@ def _of_device(facts: GpuFacts, index: int) -> Finding:
 def of_versions(facts: VersionFacts | Unanswered) -> Finding:
     """This node's versions; :func:`equal_over_nodes` compares them."""
     if isinstance(facts, Unanswered):
-        return failed("versions", facts.reason, "look at the load of this machine")
+        return failed("versions", facts.reason, "check the load of this machine")
     return ok(
         "versions",
         f"python {facts.python}, torch {facts.torch or 'none'}, torch-elastic-harness "

@@ -1,11 +1,11 @@
-"""Everything that can happen, as frozen dataclasses: what journals hold and logs say.
+"""All events of journals and logs, as frozen dataclasses.
 
-An event says what happened; who and when (node, rank, generation, wall and monotonic time) is
-added by :mod:`elastic.telemetry.journal` when it is written. One file for each part of the system:
+An event describes what happened; :mod:`elastic.telemetry.journal` adds its origin and time (node,
+rank, generation, wall and monotonic time) when it writes it. One file for each part of the system:
 start with ``membership`` for agents, and with ``training`` for workers. The rest of the project
 imports events from here.
 
-Imports the standard library alone.
+Imports only the standard library.
 """
 
 from __future__ import annotations

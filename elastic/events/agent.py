@@ -1,4 +1,4 @@
-"""What an agent does and meets: its workers, its store, its settings."""
+"""Events of an agent: its workers, its store, its settings."""
 
 from __future__ import annotations
 
@@ -9,22 +9,22 @@ from elastic.events.base import Event
 
 @dataclass(frozen=True, kw_only=True)
 class WorkersStarting(Event):
-    """torchrun starts worker processes on this node: all of them, or one in a dead one's place."""
+    """torchrun starts worker processes on this node: all of them, or a replacement of one."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class WorkerDied(Event):
-    """A worker process is gone before its time."""
+    """A worker process ended prematurely."""
 
     pid: int  # of the worker
     local_rank: int  # of the worker
     reason: str  # a sentence, or its last traceback
-    kernel_log: str = ""  # telling lines since the workers started, or why none can be read
+    kernel_log: str = ""  # relevant lines since the workers started, or why none can be read
 
 
 @dataclass(frozen=True, kw_only=True)
 class WorkerReplaced(Event):
-    """A process was started in the place of a dead worker; its siblings keep theirs."""
+    """A process was started to replace a dead worker; the node's other workers keep theirs."""
 
     local_rank: int  # of both
     pid: int  # of the new process
@@ -32,14 +32,14 @@ class WorkerReplaced(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class WorkerStuck(Event):
-    """A worker ends itself: a call that nothing can interrupt has not returned in time."""
+    """A worker ends itself, because an uninterruptible call has not returned in time."""
 
-    reason: str  # which call, and what was to follow
+    reason: str  # the call, and the operation that it blocks
 
 
 @dataclass(frozen=True, kw_only=True)
 class CollectiveFailed(Event):
-    """A worker's collective failed: perhaps a peer has died."""
+    """A worker's collective failed, possibly because a peer has died."""
 
     generation: int  # of the world
     local_rank: int  # of the worker
@@ -48,10 +48,10 @@ class CollectiveFailed(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class HangFound(Event):
-    """A world does not go on; who keeps it, and what this node does about it."""
+    """A world makes no progress: the culprits, and the action of this node."""
 
     generation: int  # of the world
-    action: str  # what this node does
+    action: str  # of this node
     kind: str  # of hang: docs/explanation/hangs.md
     ranks: tuple[int, ...]  # the culprits
     confidence: str  # in the verdict
@@ -62,7 +62,7 @@ class HangFound(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class HangOver(Event):
-    """A rank that was about to be ended as hung goes on."""
+    """A rank that was about to be ended as hung makes progress again."""
 
     hung_rank: int  # the rank
     reason: str  # why
@@ -70,7 +70,7 @@ class HangOver(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class StragglerFound(Event):
-    """A rank holds the others up: its own work takes longer than theirs. Times are of a step."""
+    """A rank delays the others: its own work takes longer than theirs. Times are per step."""
 
     generation: int  # in which it trains
     rank: int  # of the straggler
@@ -79,14 +79,14 @@ class StragglerFound(Event):
     factor: float  # its own time per sample, as a multiple of the typical one
     z_score: float  # robust: its distance from the median, in scaled median absolute deviations
     windows: int  # in a row
-    data_s: float  # it waited for its data loader
+    data_s: float  # waiting for its data loader
     compute_s: float  # forward, backward and optimizer
-    collective_s: float  # it waited for the other ranks
-    checkpoint_s: float  # it saved
+    collective_s: float  # waiting for the other ranks
+    checkpoint_s: float  # saving
     script_s: float  # the script's other code
     typical_data_s: float  # the median of all ranks
     typical_compute_s: float  # the median of all ranks
-    lag_s: float  # what the others wait for
+    lag_s: float  # for which the others wait
     reason: str  # a sentence
 
 
@@ -102,7 +102,7 @@ class StragglerRecovered(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class WorkersTuned(Event):
-    """The network profile and the interface of the workers that are started next."""
+    """The network profile and interface of the workers about to be started."""
 
     profile: str  # infiniband, roce, ethernet, cloud or single-node
     reason: str  # why this profile
@@ -119,14 +119,14 @@ class HealthServed(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class StoreProblem(Event):
-    """The store failed a call, cut a watch, or was wiped; what is done about it."""
+    """The store failed a call, ended a watch, or was wiped; and the consequence."""
 
-    error: str  # "" where the problem is over
-    consequence: str  # what is done about it
+    error: str  # "": the problem is resolved
+    consequence: str  # action of this node
 
 
 @dataclass(frozen=True, kw_only=True)
 class LeaseLost(Event):
-    """The store says that this node's lease is gone."""
+    """This node's lease has expired, according to the store."""
 
-    consequence: str  # what is done about it
+    consequence: str  # action of this node

@@ -1,4 +1,4 @@
-"""What all events have in common."""
+"""The base class of all events."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What became of checkpoints."""
+"""Outcomes of checkpoints."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ class CheckpointSaved(Event):
     """A checkpoint was committed, as seen by this rank."""
 
     name: str  # of the checkpoint
-    step: int  # that it holds
-    duration_s: float  # from the step's boundary until the checkpoint stood
-    stall_s: float  # of it: what training waited for
-    bytes: int  # that this rank wrote
+    step: int  # of its state
+    duration_s: float  # from the step boundary until the checkpoint was committed
+    stall_s: float  # part of it for which training waited
+    bytes: int  # written by this rank
 
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointSkipped(Event):
-    """A checkpoint could not be saved or used; training goes on with the others."""
+    """A checkpoint could not be saved or used; training continues with the others."""
 
     name: str  # of the checkpoint, or its step
     reason: str  # a sentence

@@ -1,4 +1,4 @@
-"""What a process writes first and last into its journal."""
+"""The first and the last event of a process's journal."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from elastic.events.base import Event
 
 @dataclass(frozen=True, kw_only=True)
 class JournalOpened(Event):
-    """A process begins its journal, or goes on in a new file of it."""
+    """A process begins its journal, or continues it in a new file."""
 
     schema: int  # version of the lines that follow
     role: str  # "agent" or "worker"
@@ -22,4 +22,4 @@ class JournalOpened(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class JournalClosed(Event):
-    """The last line of a process that ended in order."""
+    """The last line of a process that ended normally."""

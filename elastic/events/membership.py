@@ -1,4 +1,4 @@
-"""Who is in the job: nodes that come and go, the leader, worlds, and the end of the job."""
+"""Events of membership: joining and leaving nodes, the leader, worlds, the end of the job."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from elastic.events.base import Event
 
 @dataclass(frozen=True, kw_only=True)
 class NodeArrived(Event):
-    """This node waits for a world; ``failure`` and ``exit_code`` are those of its worker, if it
-    is because one has failed."""
+    """This node waits for a world; ``failure`` and ``exit_code`` are those of a failed worker, if
+    that is the reason."""
 
-    after_generation: int  # that its workers have left; 0: none
-    failure: str | None  # what its workers ended with; null: no failure
+    after_generation: int  # the one that its workers have left; 0: none
+    failure: str | None  # of its workers; null: none
     exit_code: int | None  # theirs
 
 
@@ -32,7 +32,7 @@ class WorldFormed(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class WorldEntered(Event):
-    """This node hands its workers the world."""
+    """This node passes the world to its workers."""
 
     generation: int  # of the world
     first_rank: int  # global rank of this node's local rank 0
@@ -42,29 +42,29 @@ class WorldEntered(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class Waiting(Event):
-    """The leader waits before it forms the next world, and for what."""
+    """The leader waits before it forms the next world."""
 
-    reason: str  # for what, a sentence
+    reason: str  # what it waits for, a sentence
 
 
 @dataclass(frozen=True, kw_only=True)
 class LeaderChanged(Event):
-    """Another node leads (or none does)."""
+    """Another node leads, or none does."""
 
     leader: str | None  # node id; null: none
 
 
 @dataclass(frozen=True, kw_only=True)
 class NodeSuspected(Event):
-    """A member gave reason to doubt that it lives."""
+    """A member may be dead."""
 
     suspect: str  # name of the member
-    reason: str  # what gave the doubt
+    reason: str  # the evidence
 
 
 @dataclass(frozen=True, kw_only=True)
 class NodeLost(Event):
-    """A member is gone."""
+    """A member is lost."""
 
     lost: str  # name of the member
     reason: str  # the proof
@@ -72,22 +72,22 @@ class NodeLost(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class NodeFound(Event):
-    """A node that was given up as dead answers after all."""
+    """A node that was considered dead responds."""
 
     found: str  # name of the node
-    reason: str  # how it was noticed
+    reason: str  # how it was detected
 
 
 @dataclass(frozen=True, kw_only=True)
 class NodeLeaving(Event):
-    """This node was told to leave."""
+    """This node was asked to leave."""
 
-    reason: str  # who told it
+    reason: str  # the origin of the request
 
 
 @dataclass(frozen=True, kw_only=True)
 class FailureJudged(Event):
-    """The leader's verdict on the failure that broke a world, and the text that it rests on."""
+    """The leader's verdict on the failure that broke a world, and the evidence."""
 
     generation: int  # of the world that broke
     failed: str  # the node's name
@@ -100,7 +100,7 @@ class FailureJudged(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class JobEnded(Event):
-    """The job is over."""
+    """The job has ended."""
 
     outcome: str  # "success" or "failure"
     reason: str  # a sentence
@@ -109,7 +109,7 @@ class JobEnded(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class FailureTimelineWritten(Event):
-    """The job has failed: a page about what broke when, and what was done."""
+    """The job has failed: a page with its failures, their times, and the actions taken."""
 
     timeline: str  # the page
     report: str  # the path of the same page; "": it could not be written
@@ -118,7 +118,7 @@ class FailureTimelineWritten(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class NodeParked(Event):
-    """The job is over; this agent stays, without workers, until SIGTERM."""
+    """The job has ended; this agent keeps running without workers until SIGTERM."""
 
     outcome: str  # "success" or "failure"
     exit_code: int  # the job's

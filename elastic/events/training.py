@@ -1,4 +1,4 @@
-"""What a worker does: its state, its recoveries, its steps and its metrics."""
+"""Events of a worker: its state, recoveries, steps and metrics."""
 
 from __future__ import annotations
 
@@ -9,29 +9,29 @@ from elastic.events.base import Event
 
 @dataclass(frozen=True, kw_only=True)
 class StateRestored(Event):
-    """A worker got its state back (or started fresh)."""
+    """A worker restored its state, or started from the initial one."""
 
     source: str  # "initial" | checkpoint name
     step: int  # committed in the state
-    duration_s: float  # reading and verifying it
+    duration_s: float  # to read and verify it
 
 
 @dataclass(frozen=True, kw_only=True)
 class WorldJoined(Event):
-    """A worker is in a new world without a restart, and agrees with it on the state."""
+    """A worker entered a new world without a restart, and all ranks agree on the state."""
 
     generation: int  # of the new world
     rank: int  # in it
     size: int  # number of workers
     step: int  # committed in the state
-    source: int | None  # the rank whose state it is; None: a checkpoint, or the initial state
-    replay: tuple[str, ...]  # optimizers that had stepped, masked when the step is done again
+    source: int | None  # the rank that had the state; None: a checkpoint, or the initial state
+    replay: tuple[str, ...]  # optimizers that had stepped, masked when the step is repeated
     duration_s: float  # to agree, transfers included
 
 
 @dataclass(frozen=True, kw_only=True)
 class StateReceived(Event):
-    """A worker got its weights from another one."""
+    """A worker received its weights from another one."""
 
     source: int  # rank that sent them
     step: int  # committed in the state
@@ -41,7 +41,7 @@ class StateReceived(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class StateSent(Event):
-    """A worker gave its weights to others."""
+    """A worker sent its weights to others."""
 
     receivers: tuple[int, ...]  # ranks
     step: int  # committed in the state
@@ -51,9 +51,9 @@ class StateSent(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class WorldFault(Event):
-    """A worker's step ended because the world did."""
+    """A worker's step was interrupted by the end of the world."""
 
-    generation: int  # of the world that is over
+    generation: int  # of the ended world
     step: int  # committed before the fault
     error: str  # what was raised
     traceback: str = ""  # of it; "": not known
@@ -61,22 +61,22 @@ class WorldFault(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class Recovered(Event):
-    """A worker goes on after a change of the world."""
+    """A worker continues after a change of the world."""
 
     generation: int  # of the new world
     step: int  # committed in the state
-    duration_s: float  # from the fault, or the switch, to the training function's next start
-    leave_s: float  # of it: taking the old group down
+    duration_s: float  # from the fault, or the switch, to the next call of the training function
+    leave_s: float  # part of it: destroying the old group
     wait_s: float  # waiting for the next world
     build_s: float  # building its group
-    agree_s: float  # agreeing on the state, and sending it to who lacks it
-    paused_s: float  # in worlds below the job's minimum of nodes, where nothing is trained
+    agree_s: float  # agreeing on the state, and sending it to the ranks that lack it
+    paused_s: float  # in paused worlds, below the job's minimum of nodes
     wrap_s: float  # initialising DDP, and the rest
 
 
 @dataclass(frozen=True, kw_only=True)
 class RankTimes(Event):
-    """Where a rank's time has gone since its last such event, or since its world began.
+    """How a rank has spent its time since its last such event, or since its world began.
 
     The parts add up to ``duration_s``. Written every STEP_TIMES_S seconds, after the first step of
     a world, and when a world ends.
@@ -86,21 +86,21 @@ class RankTimes(Event):
     step: int  # committed by now
     steps: int  # of them in this window
     duration_s: float  # the window ends when the event is written
-    productive_s: float  # in steps that were committed, less what follows
+    productive_s: float  # in committed steps, less the following parts
     data_s: float  # waiting for batches
-    checkpoint_s: float  # training stood still for checkpoints
+    checkpoint_s: float  # training waited for checkpoints
     evaluation_s: float  # forward passes in eval mode
-    open_s: float  # since the last commit, less what counts above: a step that has not ended
+    open_s: float  # since the last commit, less the parts above: an unfinished step
     collective_s: float  # of productive_s: waiting for other ranks
     ended: str  # why the window ends: "due", "first-step", "fault", "change" or "close"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Metrics(Event):
-    """What the script logs (``run.log``): the newest value of each name since the last such event.
+    """Values logged by the script (``run.log``): the newest of each name since the last such event.
 
-    Rank 0 writes one every METRICS_EVENT_S seconds at most. Where ``step`` is not above that of an
-    earlier event, steps were done again: this event replaces those of its step and later ones.
+    Rank 0 writes at most one every METRICS_EVENT_S seconds. If ``step`` is not above that of an
+    earlier event, steps were repeated: this event replaces those of its step and later ones.
     """
 
     step: int  # committed, of the newest value
@@ -115,12 +115,12 @@ class ProfileWritten(Event):
     path: str  # of the trace, on this node
     first: int  # steps committed when it began
     steps: int  # in the trace
-    asked: int  # for; more than ``steps``: the world ended before
+    asked: int  # requested; more than ``steps``: the world ended before
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunClosed(Event):
-    """A worker's run is closed: after training, or with an error of the script."""
+    """A worker's run was closed: after training, or with an error of the script."""
 
     clean: bool  # whether training was complete
     error: str  # of the script; "": none

@@ -126,7 +126,7 @@ class KernelLog:
     def _fail(self, error: OSError) -> None:
         self._problem = (
             f"the kernel log cannot be read ({self._path}: {error.strerror}): Xid errors and OOM "
-            "kills of this node do not show"
+            "kills of this node are not detected"
         )
         if self._fd >= 0:
             with contextlib.suppress(OSError):

@@ -168,7 +168,7 @@ class PageReader:
         """Raises OSError if that is no page of ours, or not to be opened."""
         path = f"/proc/{pid}/fd/{fd}"
         if not os.readlink(path).startswith(f"/memfd:{NAME}"):
-            raise FileNotFoundError(f"{path} is no page of progress")
+            raise FileNotFoundError(f"{path} is not a progress page")
         mine = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         try:
             is_sealed = fcntl.fcntl(mine, fcntl.F_GET_SEALS) & _SEALS == _SEALS

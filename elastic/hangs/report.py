@@ -189,7 +189,7 @@ def _of_size(report: HangReport) -> str:
 
 def _checkpoint(report: HangReport) -> list[str]:
     step = max((r.checkpoint_step for r in report.ranks), default=-1)
-    said = f"of step {step}, the last that these ranks know of" if step >= 0 else "none known yet"
+    said = f"of step {step}, the latest that these ranks have" if step >= 0 else "none known yet"
     return [f"checkpoint   {said}"]
 
 
@@ -201,7 +201,7 @@ def _table(report: HangReport) -> list[str]:
     known = {r.rank for r in report.ranks}
     missing = [str(rank) for rank in range(report.size) if rank not in known]
     if missing:
-        lines.append(f"going on, or not known: rank {', '.join(missing)}")
+        lines.append(f"making progress, or unknown: rank {', '.join(missing)}")
     return ["Ranks that show no progress", *(line.rstrip() for line in lines), ""]
 
 

@@ -158,7 +158,7 @@ class HangResponse:
             ),
             processes={rank: kernel.describe_process(w.pid) for rank, w in workers.items()},
             node={},
-            done="nothing, as hang_detection=report says",
+            done="none (hang_detection=report)",
         )
 
     def _write(self, path: Path, judged: Judged, report: HangReport) -> None:

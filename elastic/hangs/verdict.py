@@ -96,7 +96,7 @@ def judge(ranks: Sequence[RankFacts], size: int, policy: BudgetPolicy) -> Judgme
     if over := [r for r in working if r.quiet_s >= budget_s(r, policy)]:
         return _kill(over, waiting)
     if unknown:
-        return _wait(f"{unknown} of {size} ranks may be going on")
+        return _wait(f"{unknown} of {size} ranks may be making progress")
     if working:
         slow = working[0]
         return _wait(f"{slow.name} is in {slow.phase.label}, within its budget")
@@ -108,7 +108,7 @@ def judge_stopped(facts: RankFacts, stopped_s: float, grace_s: float) -> Judgmen
     if facts.is_traced:
         return _leave_alone([facts])
     if facts.kernel.state != "T" or stopped_s < grace_s:
-        return _wait(f"{facts.name} is not stopped for long")
+        return _wait(f"{facts.name} has not been stopped for long")
     return Judgment(
         action=HangAction.KILL,
         kind=HangKind.STOPPED,
@@ -268,7 +268,7 @@ def _all_wait(waiting: Sequence[RankFacts], policy: BudgetPolicy) -> Judgment:
     )
     if len(calls) == 1 or not is_distinguishable:
         if quiet_s < max(lost_message_s(r, policy) for r in waiting):
-            return _wait("all ranks wait in the same collective, and it may be a long one")
+            return _wait("all ranks wait in the same collective, which may be a long one")
         return Judgment(
             action=HangAction.ABORT_AND_REFORM,
             kind=HangKind.LOST_MESSAGE,
@@ -278,7 +278,7 @@ def _all_wait(waiting: Sequence[RankFacts], policy: BudgetPolicy) -> Judgment:
             f"{waiting[0].step}: a message was lost, or a connection is broken in one direction",
         )
     if quiet_s < max(mismatch_s(r, policy) for r in waiting):
-        return _wait("ranks wait in different collectives, and it may be passing")
+        return _wait("ranks wait in different collectives, which may be temporary")
     return _mismatch(waiting, calls)
 
 

@@ -1,4 +1,5 @@
 """Probes over HTTP: ``/livez`` and ``/readyz`` of an agent, and ``/metrics`` on the same port.
 
-``endpoints`` is pure: facts come in, a verdict goes out. ``server`` serves it.
+Start with ``endpoints``, which is pure: it turns facts into a verdict. ``server`` serves it. May
+import node and the packages below it.
 """

@@ -85,9 +85,10 @@ def liveness(silences_s: Mapping[str, float], hung_after_s: float) -> HealthStat
         if silent_s > hung_after_s:
             return HealthStatus(
                 False,
-                f"{thread} has not turned for {silent_s:.1f} s (hung_after_s={hung_after_s:g})",
+                f"{thread} has made no progress for {silent_s:.1f} s "
+                f"(hung_after_s={hung_after_s:g})",
             )
-    return HealthStatus(True, "the agent's threads turn")
+    return HealthStatus(True, "the agent's threads make progress")
 
 
 def readiness(
@@ -129,7 +130,7 @@ def _standing(node: Node, world: WorldRecord | None, done: Done | None) -> tuple
     if world is None:  # the store was emptied: what runs stands
         return True, f"in generation {node.running.generation}"
     if node.node_id not in world.node_ids:
-        return False, f"generation {world.generation} goes on without this node: {world.reason}"
+        return False, f"generation {world.generation} continues without this node: {world.reason}"
     behind = node.running.generation < world.generation
     if behind and world.switch_at_step is None:
         return False, f"the workers change to generation {world.generation}: {world.reason}"
@@ -139,16 +140,16 @@ def _standing(node: Node, world: WorldRecord | None, done: Done | None) -> tuple
 
 
 _NOT_IN_A_WORLD = {
-    NodeState.LEAVING: "this node was told to leave",
+    NodeState.LEAVING: "this node was asked to leave",
     NodeState.FAILED: "this node's workers have failed",
-    NodeState.FINISHED: "this node's workers have ended well; it waits for the other nodes'",
+    NodeState.FINISHED: "this node's workers have succeeded; it waits for those of the other nodes",
 }
 
 
 def _without_world(node: Node) -> str:
     failed = f"; its workers failed before: {node.failure}" if node.failure else ""
     if node.state is NodeState.READY:
-        return "the workers are ready, and wait for a world with them"
+        return "the workers are ready, and wait for a world that includes them"
     if node.state is NodeState.STARTING:
-        return "the workers warm up"
-    return f"waits for a world{failed}"
+        return "the workers are warming up"
+    return f"waiting for a world{failed}"

@@ -200,7 +200,7 @@ def _listen(port: int) -> socket.socket:
     except (OSError, OverflowError) as error:
         raise ConfigError(
             f"health_port={port} could not be bound: {error}",
-            hint="give another ELASTIC_HEALTH_PORT; 0 lets the kernel choose, which several "
+            hint="set another ELASTIC_HEALTH_PORT; 0 selects any free port, which several "
             "agents on one machine need",
         ) from error
 

@@ -32,9 +32,9 @@ def render(done: Done, job: str, *, done_key: str) -> str:
         f"step {_known(done.final_step)}, exit code {done.exit_code}",
         f"because  {_first_line(done.reason)}",
         "",
-        f"What broke (the last {len(breakages)}; times in UTC)"
+        f"Failures (the last {len(breakages)}; times in UTC)"
         if breakages
-        else "Nothing is known of what broke.",
+        else "No failure is recorded.",
     ]
     for breakage in breakages:
         lines += _entry(breakage)
@@ -43,7 +43,7 @@ def render(done: Done, job: str, *, done_key: str) -> str:
 
 
 def _entry(breakage: BreakageRecord) -> list[str]:
-    progress = "" if breakage.steps is None else f", {breakage.steps} steps since the one before"
+    progress = "" if breakage.steps is None else f", {breakage.steps} steps since the previous one"
     lines = [
         f"{_utc(breakage.time_s)}  generation {breakage.generation}, "
         f"step {_known(_step(breakage))}: lived {breakage.lived_s:.0f} s{progress}",
@@ -55,7 +55,7 @@ def _entry(breakage: BreakageRecord) -> list[str]:
         lines.append(f"    and {more} other nodes")
     verdict = breakage.verdict
     if breakage.churned:
-        verdict = f"churn: {', '.join(breakage.churned)} not for the first time"
+        verdict = f"churn: repeated departure of {', '.join(breakage.churned)}"
     if not breakage.counts:
         verdict = f"{verdict}; not counted" if verdict else "not counted"
     lines.append(f"    verdict: {verdict or 'counted'}")
@@ -90,7 +90,7 @@ def _advice(done: Done, done_key: str) -> list[str]:
         said += _without_checkpoint(counted)
     elif done.exit_code != 70:
         said.append(
-            "the script fails by itself: reproduce it on one node from the last checkpoint before "
+            "the script itself fails: reproduce it on one node from the last checkpoint before "
             f"step {_known(_step(counted[-1]) if counted else None)}, and correct it"
         )
     if nodes := sorted({f.node for f in failures if f.is_oom_kill}):
@@ -100,25 +100,25 @@ def _advice(done: Done, done_key: str) -> list[str]:
         )
     if nodes := sorted({name for b in counted for name in b.churned}):
         said.append(
-            f"find out why {', '.join(nodes)} vanished again and again: the agent's log there, the "
+            f"find out why {', '.join(nodes)} departed repeatedly: the agent's log there, the "
             "machine's, and the scheduler's events (preemption, eviction, a drained node)"
         )
     first = Counter(_shown(b)[0].node for b in counted if b.failures)
     if first and len(first) > 1 and (most := first.most_common(1)[0])[1] >= _FREQUENT:
         said.append(
-            f"{most[1]} of {len(counted)} began on {most[0]}: run `elastic doctor` on it, or leave "
-            "it out"
+            f"{most[1]} of {len(counted)} began on {most[0]}: run `elastic doctor` on it, or "
+            "exclude it"
         )
     if failures and all(is_consequence(f.text) for f in failures):
         said.append(
-            "no worker said more than that a peer was gone: check the network between the nodes "
+            "workers reported only that a peer was gone: check the network between the nodes "
             "with `elastic doctor`"
         )
     if not said:
         said.append("read the logs of these nodes at these times, and correct what they say")
     said.append(
         "then start the job under another --rdzv-id from its last checkpoint, or delete "
-        f"{done_key} in etcd to let it go on"
+        f"{done_key} in etcd to let it continue"
     )
     return said
 
@@ -137,7 +137,7 @@ def _without_checkpoint(counted: list[BreakageRecord]) -> list[str]:
         first = next((f for f in _shown(breakage) if not _lacks_checkpoint(f)), None)
         if first is not None:
             said.append(
-                f"correct what broke first, in generation {breakage.generation} at step "
+                f"fix the first failure of generation {breakage.generation}, at step "
                 f"{_known(_step(breakage))}: {first.node}: {_error(first)}"
             )
             break

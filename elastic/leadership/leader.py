@@ -190,7 +190,7 @@ class Leadership:
 
     def _report_record(self, error: RecordError) -> None:
         self._at.journal.emit(
-            StoreProblem(error=str(error), consequence="this node is left out"),
+            StoreProblem(error=str(error), consequence="this node is excluded"),
             level=logging.ERROR,
         )
 

@@ -72,7 +72,7 @@ class WorldWriter:
         self._at.journal.emit(
             StoreProblem(
                 error="the store had lost the world",
-                consequence=f"generation {highest.generation}, which is running, was put back",
+                consequence=f"generation {highest.generation}, which is running, was restored",
             ),
             level=logging.WARNING,
         )

@@ -78,8 +78,8 @@ def handshake(
         except ProtocolError as error:
             is_stranger = isinstance(error, AuthenticationError)
             raise LinkError(
-                f"what listens at {path} is not this worker's agent: {error}",
-                hint="ELASTIC_LINK is set by the agent; is it another one's, or an older one's?"
+                f"the listener at {path} is not this worker's agent: {error}",
+                hint="ELASTIC_LINK is set by the agent; it may be that of another or an earlier one"
                 if is_stranger
                 else "use the same torch-elastic-harness in the worker's and the agent's Python",
             ) from error

@@ -183,7 +183,7 @@ class LinkServer:
             raise LinkError("a second ClientHandshakeRequest on one connection")
         pid = peer_of(connection.socket).pid
         if not calls_itself(pid, hello.pid):
-            raise LinkError(f"pid {pid} says that it is pid {hello.pid}")
+            raise LinkError(f"pid {pid} claims to be pid {hello.pid}")
         self._refuse_second(pid, hello.local_rank)
         for other in self._connections_of(pid):  # it has connected again
             self._hub.drain(other)
@@ -210,7 +210,7 @@ class LinkServer:
                 continue
             if not has_ended(process.pidfd):
                 raise LinkError(
-                    f"pid {pid} says that it is local rank {local_rank}, which is pid {other.pid}"
+                    f"pid {pid} claims to be local rank {local_rank}, which is pid {other.pid}"
                 )
             self._reap(process)  # its successor was faster than the news of its death
 

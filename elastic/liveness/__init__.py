@@ -1,8 +1,8 @@
 """Which agents are alive, within milliseconds: connections between the nodes of a job.
 
-``channel`` keeps them open, and spreads the newest world with them; ``connections`` counts lost
-connections, half of the proof of a death; ``probe`` checks whether an agent answers, the other
-half. ``heartbeats`` go over the same connections, for people.
+Start with ``channel``, which keeps them open and distributes the newest world over them.
+``connections`` counts lost connections, one half of the proof of a death; ``probe`` checks whether
+an agent responds, the other half. ``heartbeats`` use the same connections and are shown to users.
 
 May import membership's records, secure_channel and telemetry.
 """

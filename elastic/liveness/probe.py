@@ -65,7 +65,7 @@ def _probe(
     except ConnectionResetError:
         return Verdict(Liveness.SUSPECT, f"{host}:{port} reset the connection", reset=True)
     except ProtocolError as error:
-        return Verdict(Liveness.SUSPECT, f"{host}:{port} is no agent of this run: {error}")
+        return Verdict(Liveness.SUSPECT, f"{host}:{port} is not an agent of this run: {error}")
     except OSError as error:
         return Verdict(Liveness.SUSPECT, f"{host}:{port} is silent ({error})")
     if found == node_id:

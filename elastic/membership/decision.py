@@ -121,7 +121,7 @@ def _after_everybody(
     is_waiting = isinstance(decision, Wait) or stepping is not None
     if is_waiting and not silent and _leaving(view, status):
         # (Also with others that wait: those who leave have to be told at which step.)
-        planned, why = _reach_a_boundary(view), f"{why}; nobody is left"
+        planned, why = _reach_a_boundary(view), f"{why}; no member remains"
         return propose(view, status.world, (), Cause.PAUSED, why, planned=planned)
     if isinstance(decision, Proposal) and stepping is not None:
         return stepping
@@ -147,7 +147,7 @@ def _reach_a_boundary(view: View) -> bool:
 
 def _still_stepping(view: View) -> Wait | None:
     """In-process workers step on to the boundary at which they leave, with nobody to follow. In a
-    world without members, so do nodes that were not told to leave, but hold a replica with one."""
+    world without members, so do nodes that were not asked to leave, but hold a replica with one."""
     is_empty = view.world is not None and not view.world.members
     going = (NodeState.LEAVING, NodeState.READY) if is_empty else (NodeState.LEAVING,)
     leavers = [
@@ -158,7 +158,7 @@ def _still_stepping(view: View) -> Wait | None:
         and n.node.running is not None
         and n.liveness is not Liveness.DEAD
     ]
-    return Wait(reason=f"{', '.join(leavers)} still to leave") if leavers else None
+    return Wait(reason=f"{', '.join(leavers)} still leaving") if leavers else None
 
 
 def _leaving(view: View, status: MemberStatus) -> bool:

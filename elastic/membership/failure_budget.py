@@ -187,7 +187,9 @@ def _same_error_in_a_row(history: Sequence[Breakage], policy: FailureBudget) -> 
     for key, error in errors[0].items():
         places = [found[key] for found in errors if key in found]
         if len(places) == len(row) and not _moves_forward(places):
-            reason = f"the script failed {len(row)} times in a row in the same way: {error.said}"
+            reason = (
+                f"the script failed {len(row)} times in a row with the same error: {error.said}"
+            )
             return _stop(reason, row[0])
     return None
 
@@ -269,9 +271,9 @@ def _budget_spent(history: Sequence[Breakage], now: float, policy: FailureBudget
     if spent <= policy.budget or not history[-1].counts:
         return None
     last = history[-1]
-    by_churn = f" ({churned} of them because nodes went again and again)" if churned else ""
+    by_churn = f" ({churned} of them because nodes departed repeatedly)" if churned else ""
     reason = (
-        f"{spent} worlds broke within {policy.failure_window_s:g} s{by_churn}, none of them lived "
+        f"{spent} worlds broke within {policy.failure_window_s:g} s{by_churn}, none of them lasted "
         f"{policy.healthy_s:g} s; the last was generation {last.generation} ({what_broke(last)})"
     )
     return StopJob(reason=reason, exit_code=70)

@@ -187,7 +187,7 @@ class SurvivingWorld:
         rest = self._without_quarantined(survivors, candidates)
         left_out = tuple(n for n in survivors if n not in rest)
         if self._is_last_replica_told_to_leave(rest):
-            reason = f"{self._why(())}; no replica is left"
+            reason = f"{self._why(())}; no complete replica remains"
             return self._next((), Cause.PAUSED, reason, planned=True)
         arrangement = self._arranged(rest, candidates)
         if not self._enough(arrangement.nodes):
@@ -240,7 +240,7 @@ class SurvivingWorld:
             return late
         until = min(n.state_since_s for n in joining) + self.policy.join_window_s
         if not self._is_full(nodes) and self.now < until:
-            reason = f"{self._why(joining)}; gathering others for {self.policy.join_window_s:g} s"
+            reason = f"{self._why(joining)}; waiting {self.policy.join_window_s:g} s for more nodes"
             return Wait(reason=reason, until_s=until)
         reason = self._why_arranged(arrangement, candidates)
         return self._next(nodes, Cause.JOINED, reason, planned=True)
@@ -308,7 +308,7 @@ class SurvivingWorld:
         survivors = count(self.status.survivors)
         needed = f"paused with {survivors} of at least {self.world.min_nodes} nodes"
         if self.now >= until:
-            reason = f"{needed}, and not enough came in {self.policy.join_timeout_s:g} s"
+            reason = f"{needed}, and too few arrived within {self.policy.join_timeout_s:g} s"
             return End(outcome=Outcome.FAILURE, reason=also(reason, candidates), exit_code=1)
         wake = until if candidates.quarantine_ends_s is None else candidates.quarantine_ends_s
         if waiting := self._incomplete(candidates.eligible):
@@ -363,7 +363,7 @@ class SurvivingWorld:
 
     def _too_few(self, survivors: Nodes) -> str:
         why = "; ".join(self.status.sentences)
-        return f"{why}; {count(survivors)} of at least {self.world.min_nodes} nodes left"
+        return f"{why}; {count(survivors)} of at least {self.world.min_nodes} nodes remain"
 
     @staticmethod
     def _waiting(nodes: Nodes) -> str:

@@ -1,12 +1,12 @@
 """Replicas of several ranks: their own group, and the groups of a world around them.
 
 :class:`ModelReplica` is this process's replica: torch's default group, and the DeviceMesh of
-``run.mesh``, made once in the life of the process (docs/decisions/0030). Its ranks do the same
-collectives in the same order, so they must leave a step together: ``any`` and ``whole`` settle
+``run.mesh``, created once in the lifetime of the process (docs/decisions/0030). Its ranks do the
+same collectives in the same order, so they must leave a step together: ``any`` and ``whole`` decide
 that. :class:`ReplicaProcessGroup` has the groups that change with the world: all ranks, and the
 ranks at this position of each replica, which reduce gradients and exchange state.
 
-Start reading in ``replica``. May import process_group and what is below it.
+Start reading in ``replica``. May import process_group and the packages below it.
 """
 
 from elastic.mesh.group import ReplicaProcessGroup, process_group

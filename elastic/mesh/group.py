@@ -117,6 +117,6 @@ def process_group(
     if backend not in (None, "gloo"):
         raise ConfigError(
             f"elastic.join(mesh=…, backend={backend!r}): replicas are built for gloo only so far",
-            hint="leave backend out",
+            hint="omit backend",
         )
     return ReplicaProcessGroup(device, replica, journal)

@@ -107,7 +107,7 @@ class ModelReplica:
             raise ConfigError(
                 f"elastic.join(mesh=…) of rank {self.position} of a replica has the dimensions "
                 f"{self.mesh}, that of its first rank {first}",
-                hint="every worker of a job gives the same mesh, in the same order",
+                hint="pass the same mesh, in the same order, on every worker",
             )
 
     def _open_store(self, spec: GroupSpec) -> Store:
@@ -230,12 +230,12 @@ def mesh_of(given: Mapping[str, int] | None, device: torch.device) -> ModelRepli
     if device.type != "cpu":
         raise ConfigError(
             f"mesh={given} on {device.type}: replicas are built for gloo on CPUs only so far",
-            hint="leave mesh out: sharded models recover by a restart (docs/how-to/sharded.md)",
+            hint="omit mesh: sharded models recover by a restart (docs/how-to/sharded.md)",
         )
     if dist.is_initialized():
         raise TrainingError(
             "elastic.join(mesh=…) after torch.distributed.init_process_group(): torch's default "
-            "group is the replica's, and elastic.join makes it",
+            "group is the replica's, and elastic.join creates it",
             hint="remove init_process_group(); run.mesh is the DeviceMesh",
         )
     return ModelReplica(mesh, local_rank=int(os.environ.get("LOCAL_RANK", "0")))

@@ -23,7 +23,7 @@ class Cause(str, Enum):
 
     FIRST = "first"
     LOST = "lost"  # a member is gone
-    LEFT = "left"  # a member was told to leave
+    LEFT = "left"  # a member was asked to leave
     FAILURE = "failure"  # a failure with everyone alive
     JOINED = "joined"  # joining nodes
     PAUSED = "paused"  # fewer than min_nodes are left

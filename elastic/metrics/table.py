@@ -101,8 +101,8 @@ GENERATION = Metric(
 )
 WORLD_NODES = Metric("elastic_world_nodes", _GAUGE, _AGENT, "Nodes in that world")
 WORLD_SIZE = Metric("elastic_world_size", _GAUGE, _AGENT, "Workers in that world")
-MIN_NODES = Metric("elastic_min_nodes", _GAUGE, _AGENT, "The fewest nodes that the job trains with")
-MAX_NODES = Metric("elastic_max_nodes", _GAUGE, _AGENT, "The most nodes that the job trains with")
+MIN_NODES = Metric("elastic_min_nodes", _GAUGE, _AGENT, "Minimum number of nodes of the job")
+MAX_NODES = Metric("elastic_max_nodes", _GAUGE, _AGENT, "Maximum number of nodes of the job")
 WORLD_PAUSED = Metric(
     "elastic_world_paused", _GAUGE, _AGENT, "1 while the world has too few nodes to train, else 0"
 )
@@ -115,7 +115,11 @@ NODE_STATE = Metric(
 NODES = Metric("elastic_nodes", _GAUGE, _LEADER, "Nodes registered in etcd, by state", ("state",))
 IS_LEADER = Metric("elastic_leader", _GAUGE, _AGENT, "1 on the node that leads the job, else 0")
 JOB_ENDED = Metric(
-    "elastic_job_ended", _GAUGE, _AGENT, "1 for the way the job has ended, else 0", ("outcome",)
+    "elastic_job_ended",
+    _GAUGE,
+    _AGENT,
+    "1 for the outcome of the job once it has ended, else 0",
+    ("outcome",),
 )
 
 # Progress.
@@ -141,7 +145,7 @@ WORKER_SECONDS = Metric(
     "elastic_worker_seconds_total",
     _COUNTER,
     _WORKERS,
-    "Time of this node's workers by what it went into, as in `elastic report`",
+    "Time of this node's workers by activity, as in `elastic report`",
     ("activity",),
     (tuple(activity.value for activity in Activity if activity not in _IN_REPORTS_ALONE),),
 )
@@ -187,7 +191,7 @@ FAILURE_RULES = Metric(
     ("rule",),
 )
 WORKER_DEATHS = Metric(
-    "elastic_worker_deaths_total", _COUNTER, _AGENT, "Worker processes that ended before their time"
+    "elastic_worker_deaths_total", _COUNTER, _AGENT, "Worker processes that ended prematurely"
 )
 WORKERS_REPLACED = Metric(
     "elastic_workers_replaced_total",
@@ -214,7 +218,7 @@ STRAGGLERS = Metric(
     "elastic_stragglers_total",
     _COUNTER,
     _LEADER,
-    "Ranks found to be stragglers, by what took too long",
+    "Ranks found to be stragglers, by cause",
     ("cause",),
     (tuple(part.label for part in StepPart),),
 )
@@ -257,7 +261,7 @@ CHECKPOINT_TIME = Metric(
     "elastic_checkpoint_last_timestamp_seconds",
     _GAUGE,
     _WORKERS,
-    "When this node heard of the last committed checkpoint, in seconds since 1970",
+    "When this node learned of the last committed checkpoint, in seconds since 1970",
 )
 
 # The agent, its workers and etcd.
@@ -265,7 +269,7 @@ HEARTBEAT_AGE = Metric(
     "elastic_heartbeat_age_seconds",
     _GAUGE,
     _WORKERS,
-    "Since the worker of this node that has been silent for longest last reported",
+    "Time since the last report of the worker of this node that has been silent for longest",
 )
 AGENT_SILENCE = Metric(
     "elastic_agent_silence_seconds",
@@ -274,7 +278,7 @@ AGENT_SILENCE = Metric(
     "Since the thread of the agent that has been idle for longest last ran; /livez judges by it",
 )
 ETCD_CONTACT_AGE = Metric(
-    "elastic_etcd_contact_age_seconds", _GAUGE, _AGENT, "Since etcd last answered anything"
+    "elastic_etcd_contact_age_seconds", _GAUGE, _AGENT, "Time since etcd last answered"
 )
 ETCD_UP = Metric(
     "elastic_etcd_up", _GAUGE, _AGENT, "0 while this node's last request to etcd failed, else 1"

@@ -304,7 +304,7 @@ class Launch:
         patience_s = math.inf if self._options.park else FINISH_WITHOUT_STORE_S
         if self.service.finish(patience_s=patience_s) is None:
             self._log.warning(
-                "the workers of this node ended well, but etcd is out of reach: "
+                "the workers of this node succeeded, but etcd is out of reach: "
                 "leaving without waiting for the other nodes"
             )
 

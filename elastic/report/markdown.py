@@ -27,7 +27,7 @@ def markdown(report: RunReport) -> Iterator[str]:
     yield from _breakdown(goodput.breakdown, goodput.duration_s)
     yield from _section(
         "Nodes",
-        "| node | there for | productive | largest losses |",
+        "| node | present for | productive | largest losses |",
         "|---|---:|---:|---|",
         (
             f"| {_cell(node.node)} | {duration(node.end_s - node.start_s)} | "

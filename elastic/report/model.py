@@ -107,7 +107,7 @@ def _ended(report: RunReport) -> str:
     if report.outcome:
         reason = printable(report.outcome_reason, 200).rstrip(".")
         return f"The job failed after {took}{f': {reason}' if reason else ''}."
-    return f"The job still runs, or was ended without a last event; its journals cover {took}."
+    return f"The job is still running, or ended without a final event; its journals cover {took}."
 
 
 def _progress(report: RunReport) -> str:
@@ -121,7 +121,7 @@ def _progress(report: RunReport) -> str:
 
 def _cost(report: RunReport) -> str:
     if not report.incidents:
-        return "Nothing interrupted it."
+        return "There were no interruptions."
     failed = len(report.failures)
     planned = len(report.incidents) - failed
     kinds = [counted(failed, "failure")] if failed else []

@@ -64,10 +64,10 @@ class ClientHandshake:
         opening, proof = challenge[:-PROOF_BYTES], challenge[-PROOF_BYTES:]
         identity = _identity_of(opening)
         if not hmac.compare_digest(proof, self._key.mac(b"server", self.hello, opening)):
-            raise AuthenticationError("it does not prove that it knows this run's secret")
+            raise AuthenticationError("it has not proved that it has this run's secret")
         self.peer = identity
         if self._expected is not None and identity != self._expected:
-            raise ProtocolError(f"it is {identity!r} by now, not {self._expected!r}")
+            raise ProtocolError(f"it is now {identity!r}, not {self._expected!r}")
         return self._key.mac(b"client", self.hello, opening)
 
 
@@ -90,7 +90,7 @@ class ServerHandshake:
         """Raises AuthenticationError if the client does not know the key."""
         expected = self._key.mac(b"client", self._hello, self._opening)
         if not hmac.compare_digest(proof, expected):
-            raise AuthenticationError("it does not prove that it knows this run's secret")
+            raise AuthenticationError("it has not proved that it has this run's secret")
 
 
 def _opening(identity: str) -> bytes:

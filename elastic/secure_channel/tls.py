@@ -33,7 +33,7 @@ _ALERT = b"\x15\x03\x03\x00\x02\x02\x46"  # fatal: protocol_version (RFC 8446, 6
 _RECORD_TYPES = (0x14, 0x15, 0x16, 0x17)
 # Of X509_verify_cert_error_string(3).
 _REMEDIES = {
-    9: "is the clock of this machine right?",
+    9: "check the clock of this machine",
     10: "renew it",
     18: "name the authority that has signed it as node_cacert",
     19: "name the authority that has signed it as node_cacert",
@@ -93,7 +93,7 @@ class Tls:
         try:
             signature = _signature_of(self.files)
         except OSError as error:
-            self._report(f"the certificates that are in use stay so: {error}")
+            self._report(f"the certificates in use are kept: {error}")
             return self._contexts
         if signature == self._signature:
             return self._contexts
@@ -105,7 +105,9 @@ class Tls:
                 self._contexts, self._signature = contexts, signature
         except OSError as error:
             self._refused, self._again_at_s = signature, self._monotonic() + LOAD_AGAIN_S
-            self._report(f"changed certificates are not used, those before are: {error}")
+            self._report(
+                f"the changed certificates are not used, the previous ones are kept: {error}"
+            )
         return self._contexts
 
 
@@ -152,7 +154,7 @@ def _explain(error: ssl.SSLError) -> str:
     if isinstance(error, ssl.SSLCertVerificationError):
         return f"its certificate is refused: {error.verify_message}; both need one of node_cacert's"
     if reason == "PEER_DID_NOT_RETURN_A_CERTIFICATE":
-        return "it shows no certificate"
+        return "it presents no certificate"
     if "ALERT" in reason and ("CERT" in reason or "UNKNOWN_CA" in reason):
         return (
             f"it refuses this node's certificate ({reason}): compare node_cert here with "

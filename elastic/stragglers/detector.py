@@ -101,7 +101,7 @@ class Comparison:
             StepPart.COMPUTE: (times.compute_s, self.typical_compute_s),
         }[self.cause]
         who = "the other rank" if not self.has_majority else "the median of all ranks"
-        doubt = "" if self.has_majority else "; of two ranks, either may be as it should be"
+        doubt = "" if self.has_majority else "; with two ranks, either may be the abnormal one"
         return (
             f"rank {of.rank} on {of.node} took {self.factor:.2g} times as long per sample as {who} "
             f"in {windows} windows in a row (robust z-score {self.z_score:.1f}): "

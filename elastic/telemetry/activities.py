@@ -14,20 +14,20 @@ class Activity(str, Enum):
 
     PRODUCTIVE = "productive"  # in steps that are part of the final weights
     STARTUP = "start-up"  # from a process's start to its first step
-    WAITING_FOR_NODES = "waiting for nodes"  # below the minimum of nodes: nothing can be trained
+    WAITING_FOR_NODES = "waiting for nodes"  # below the minimum of nodes: training is paused
     DATA = "data wait"  # the main thread waits for a batch
     CHECKPOINT = "checkpoint stall"  # training pauses for a save
     STRAGGLING = "straggling"  # in steps, waiting for a rank that was found to be a straggler
     EVALUATION = "evaluation"  # forward passes of a model in eval mode
-    RECOMPUTED = "recomputed steps"  # steps that a recovery has thrown away
-    DETECTION = "detection"  # from the end of the last step until a failure was noticed
-    ABORT = "abort"  # taking the old process group and its work down
+    RECOMPUTED = "recomputed steps"  # steps that a recovery has discarded
+    DETECTION = "detection"  # from the end of the last step until a failure was detected
+    ABORT = "abort"  # ending the old process group and its pending works
     RENDEZVOUS = "rendezvous"  # waiting for the next world
     REBUILD = "rebuild"  # building its process group
     STATE_TRANSFER = "state transfer"  # agreeing on the state, sending or reading it
-    FIRST_STEP = "first step"  # what the first step in a world takes beyond a usual one
+    FIRST_STEP = "first step"  # the time of the first step in a world in excess of a usual one
     SHUTDOWN = "shutdown"  # after the last step
-    UNREPORTED = "unreported"  # a process was killed before it had written it down
+    UNREPORTED = "unreported"  # a process was killed before it had recorded it
     NO_NODES = "no nodes"  # no process of the run was alive
 
     @property

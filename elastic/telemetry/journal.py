@@ -176,7 +176,7 @@ class Journal:
         except OSError as error:
             if file.is_news(error):
                 self._log.warning(
-                    "journal: %s: %s; events are lost while that lasts", file.path, error
+                    "journal: %s: %s; events are lost until that ends", file.path, error
                 )
 
     def _line(self, event: Event) -> bytes:

@@ -191,17 +191,17 @@ class JournalFolder:
             if file.corrupt:
                 lines = "line is" if file.corrupt == 1 else "lines are"
                 notes.append(
-                    f"{file.path.name}: {file.corrupt} {lines} damaged or cut and left out, the "
-                    f"first one line {file.first_corrupt}"
+                    f"{file.path.name}: {file.corrupt} {lines} damaged or truncated and skipped, "
+                    f"the first one is line {file.first_corrupt}"
                 )
             if file.rest:
                 notes.append(
-                    f"{file.path.name}: the last line was cut: its process was killed, or still "
-                    "writes"
+                    f"{file.path.name}: the last line is truncated: its process was killed, or is "
+                    "still writing"
                 )
         notes += [
-            f"{count} journals have schema {schema}, this version reads {SCHEMA}: what it does "
-            "not know is left out"
+            f"{count} journals have schema {schema}, this version reads {SCHEMA}: unknown fields "
+            "are ignored"
             for schema, count in sorted(self._schemas.items())
         ]
         return notes

@@ -1,6 +1,6 @@
 """The kill-test kit, public: inject faults into a real job on one machine and verify the result.
 
-- :mod:`elastic.testing.cluster`: nodes of a job, each a real torchrun agent
+- :mod:`elastic.testing.cluster`: nodes of a job, each a real torchrun agent (start here)
 - :mod:`elastic.testing.node`: one node, and the faults that can be injected into it
 - :mod:`elastic.testing.faults`: faults as values
 - :mod:`elastic.testing.ledger`: which samples took effect, on which lineage

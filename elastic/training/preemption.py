@@ -133,7 +133,7 @@ class Preemption:
         if not self._halt.wait_for_own_save(budget_s) or not self._checkpoints.is_open:
             return  # an exception ends the process and has already saved the state if possible
         if not self._wait_for_stop(began_s + min(BOUNDARY_S, budget_s / 2), until_s):
-            self._report_skipped("no boundary of a step was reached in time")
+            self._report_skipped("no step boundary was reached in time")
             return
         left_s = max(0.0, until_s - SYSTEM_CLOCK.monotonic())
         if self._halt.place is Place.BOUNDARY:

@@ -1,4 +1,4 @@
-"""What an agent can be told: one frozen dataclass, with units in the names and every rule checked.
+"""The options of an agent: one frozen dataclass, with units in the names and every rule checked.
 
 :mod:`elastic.tuning.option_sources` reads it from the command line and the environment.
 """
@@ -28,30 +28,30 @@ LEAST_STRAGGLER_FACTOR = 1.05  # below, ranks of equal machines would be reporte
 NODE_TLS = ("node_cacert", "node_cert", "node_key")
 _TIMES = Timeouts()
 
-# Pairs beyond those of one Timeouts: the first, so many times, is below the second.
+# Pairs beyond those of one Timeouts: the first times the factor is below the second.
 _ORDERS = (
-    # A node in quarantine may be the one that a paused job waits for.
+    # A paused job may be waiting for a node in quarantine.
     ("quarantine_s", "join_timeout_s", 1.0),
-    # Otherwise the window is over before a world counts as healthy.
+    # Otherwise the window ends before a world counts as healthy.
     ("healthy_s", "failure_window_s", 1.0),
 )
-# What nothing can change: an option, the constant that it must be above, and why.
+# Lower bounds: an option, the constant that it must exceed, and the reason.
 _LEAST = (
     (
         "hung_after_s",
         "NODE_IDLE_S",
         NODE_IDLE_S,
-        "an agent that has nothing to do turns as seldom as that, and would be taken for hung",
+        "the loop of an idle agent runs as rarely as that, and would be considered hung",
     ),
     (
         "leave_grace_s",
         "ANNOUNCE_S",
         timeouts.ANNOUNCE_S,
-        "a node that leaves waits so long for the others to agree on a step's boundary",
+        "a leaving node waits that long for the others to agree on a step boundary",
     ),
 )
 
-# ELASTIC_* variables that are no options of the rendezvous.
+# ELASTIC_* variables that are not options of the rendezvous.
 OTHER_VARIABLES = frozenset(
     {
         "CHECKPOINTS",
@@ -82,7 +82,7 @@ OTHER_VARIABLES = frozenset(
 
 @dataclass(frozen=True, kw_only=True)
 class AgentOptions:
-    """Everything an agent can be told. Times in seconds."""
+    """All options of an agent. Times in seconds."""
 
     lease_s: float = _TIMES.lease_s
     last_call_s: float = _TIMES.last_call_s
@@ -98,46 +98,47 @@ class AgentOptions:
     cacert: str | None = None
     cert: str | None = None
     key: str | None = None
-    # TLS between nodes, and nothing to do with etcd's (elastic/node/tls_options.py). All or none.
+    # TLS between nodes, independent of etcd's (elastic/node/tls_options.py). All or none.
     node_cacert: str | None = None
     node_cert: str | None = None
     node_key: str | None = None
     user: str | None = None
     password_file: str | None = None
     prefix: str = "/elastic"
-    # Of this node's memory: own parts of checkpoints, and as much for copies of another node's.
+    # Share of this node's memory for its own parts of checkpoints, and as much for copies.
     node_memory_share: float = 0.25  # 0: no memory tier
     node_memory_copies: int = 1  # nodes that hold copies: as many adjacent ones may be lost at once
-    # What becomes of a worker that hangs (elastic/hangs): "on" ends it, "report" only writes a
-    # report, "off" does not look.
+    # Action on a worker that hangs (elastic/hangs): "on" ends it, "report" only writes a report,
+    # "off" disables detection.
     hang_detection: str = "on"
     hang_timeout_s: float = _TIMES.hang_timeout_s
     hang_script_timeout_s: float = _TIMES.hang_script_timeout_s
     collective_timeout_s: float = _TIMES.collective_timeout_s
-    hang_report_folder: str | None = None  # by default the journal's, or a folder in the temporary
-    # What becomes of a rank that is slower than the others (elastic/stragglers): "report" says so,
-    # "exclude" also gives its node's place to one that waits, "off" does not measure.
+    hang_report_folder: str | None = None  # default: the journal's, or a temporary one
+    # Action on a rank that is slower than the others (elastic/stragglers): "report" writes an
+    # event, "exclude" also replaces its node by a waiting one, "off" disables measurement.
     straggler_action: str = "report"
     straggler_factor: float = 1.3  # of the others' time per sample
     straggler_window_s: float = STRAGGLER_WINDOW_S
-    # Ranks that hold the model once. With more of them than workers on a node, worlds are formed of
-    # whole replicas of several nodes, and the others wait (elastic/membership/replicas.py).
+    # Ranks that hold the model once. If there are more of them than workers on a node, worlds
+    # consist of complete replicas over several nodes; the remaining nodes wait
+    # (elastic/membership/replicas.py).
     replica_size: int = 1
     mode: str = "in-process"  # "restart": worlds never change without a restart of the workers
     # Of the network: the variables that workers get (elastic/tuning/profiles.py).
-    profile: str | None = None  # None: chosen by what the machine has
+    profile: str | None = None  # None: chosen by the machine's hardware
     interface: str | None = None  # for NCCL and gloo; None: by the route to the leader
-    # Where nodes reach each other: each announces its address in it. None: the one towards etcd.
+    # The network between nodes: each announces its address in it. None: the one towards etcd.
     network: str | None = None  # "172.30.0.0/24"
-    # A node told to leave ends by then, at a step's boundary or not.
+    # A node asked to leave ends by then, at a step's boundary or not.
     leave_grace_s: float = _TIMES.leave_grace_s
 
     preflight: bool = False  # check this node before it may join (elastic/doctor/preflight.py)
 
-    # What a pod is told by its manifest (deploy/base).
+    # Set by a pod's manifest (deploy/base).
     termination_grace_s: float | None = None  # the pod's own: gives leave_grace_s its default
-    health_port: int | None = None  # probes and metrics; 0: the kernel chooses, None: no server
-    hung_after_s: float = _TIMES.hung_after_s  # an agent's thread that does not turn is hung
+    health_port: int | None = None  # probes and metrics; 0: any free port, None: no server
+    hung_after_s: float = _TIMES.hung_after_s  # an agent thread without progress is hung
     park: bool = False  # stay when the job is done, for whoever would start this node again
     pod_ip: str | None = None  # what the other nodes reach this one at, without --local-addr
     pod_uid: str | None = None  # tells pods of one machine apart (node/identity.py)
@@ -177,7 +178,8 @@ class AgentOptions:
         for name, least, least_s, why in _LEAST:
             if getattr(self, name) <= least_s:
                 raise ConfigError(
-                    f"{name}={getattr(self, name):g} and {least}={least_s:g} do not fit: {why}",
+                    f"{name}={getattr(self, name):g} and {least}={least_s:g} are incompatible: "
+                    f"{why}",
                     hint=timeouts.where_to_set(name),
                 )
         if self.termination_grace_s is not None:
@@ -217,7 +219,7 @@ class AgentOptions:
         self._check_network()
         if self.hang_detection not in HANG_DETECTION:
             raise ConfigError(
-                f"hang_detection={self.hang_detection} is none of {', '.join(HANG_DETECTION)}",
+                f"hang_detection={self.hang_detection} is not one of {', '.join(HANG_DETECTION)}",
                 hint=timeouts.where_to_set("hang_detection"),
             )
 
@@ -226,14 +228,14 @@ class AgentOptions:
             ipaddress.ip_network(self.network or "0.0.0.0/0", strict=False)
         except ValueError as error:
             raise ConfigError(
-                f"network={self.network} is no network: {error}",
+                f"network={self.network} is not a network: {error}",
                 hint="write it as 172.30.0.0/24; " + timeouts.where_to_set("network"),
             ) from None
 
     def _check_stragglers(self) -> None:
         if self.straggler_action not in STRAGGLER_ACTIONS:
             raise ConfigError(
-                f"straggler_action={self.straggler_action} is none of "
+                f"straggler_action={self.straggler_action} is not one of "
                 f"{', '.join(STRAGGLER_ACTIONS)}",
                 hint=timeouts.where_to_set("straggler_action"),
             )
@@ -245,8 +247,8 @@ class AgentOptions:
             )
         if self.straggler_action == "exclude" and self.mode == "restart":
             raise ConfigError(
-                "straggler_action=exclude and mode=restart do not fit: the times of steps are "
-                "known only where workers keep a link to their agent",
+                "straggler_action=exclude and mode=restart are incompatible: the times of steps "
+                "are known only where workers keep a link to their agent",
                 hint="use mode=in-process, or straggler_action=report",
             )
 

@@ -45,7 +45,7 @@ def told_address(
     has = ", ".join(f"{name} ({address})" for name, address in every if name != LOOPBACK)
     raise ConfigError(
         f"network={network}: this machine has no address in that network",
-        hint=f"it has {has or 'none'}; connect it, or leave the network out on all nodes",
+        hint=f"it has {has or 'none'}; connect it, or omit network on all nodes",
     )
 
 
@@ -58,7 +58,7 @@ def _require_within(
         return  # a name is not looked up here: it is what the node was told
     if not is_within:
         raise ConfigError(
-            f"--local-addr={local_addr} and network={network} do not fit: the address is not in "
-            "that network",
+            f"--local-addr={local_addr} and network={network} are incompatible: the address is "
+            "not in that network",
             hint="give one of the two",
         )

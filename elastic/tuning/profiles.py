@@ -113,15 +113,15 @@ def named(profile: str, network: Network, *, max_nodes: int) -> Choice:
     if needed is not None and needed not in network.link_layers():
         raise ConfigError(
             f"profile={profile} and this machine has no active RDMA device with link layer "
-            f"{needed}: NCCL would use sockets and nobody would be told",
-            hint="check /sys/class/infiniband and, in a container, /dev/infiniband, or leave the "
-            "profile out",
+            f"{needed}: NCCL would silently use sockets",
+            hint="check /sys/class/infiniband and, in a container, /dev/infiniband, or omit the "
+            "profile",
         )
     if profile == SINGLE_NODE and max_nodes > 1:
         raise ConfigError(
-            f"profile={profile} and --nnodes up to {max_nodes} do not fit: other nodes could not "
-            f"reach the interface {LOOPBACK}",
-            hint="leave the profile out, or start with --nnodes=1",
+            f"profile={profile} and --nnodes up to {max_nodes} are incompatible: other nodes "
+            f"could not reach the interface {LOOPBACK}",
+            hint="omit the profile, or start with --nnodes=1",
         )
     return Choice(profile, "the profile was given")
 
@@ -180,14 +180,14 @@ def _interface(route: Route) -> tuple[Setting, ...]:
         Setting(
             name=NCCL_INTERFACE,
             value=f"={route.interface}",
-            reason=f"{route.reason}; by itself NCCL takes the first it finds that begins with ib, "
+            reason=f"{route.reason}; by default NCCL uses the first one whose name begins with ib, "
             "then any but lo, docker* and virbr*",
             source="NCCL src/misc/socket.cc (ncclFindInterfaces)",
         ),
         Setting(
             name=GLOO_INTERFACE,
             value=route.interface,
-            reason=f"{route.reason}; by itself gloo takes the address that the host's name "
+            reason=f"{route.reason}; by default gloo uses the address that the host's name "
             "resolves to",
             source=f"{_GLOO} (Options::create_default)",
         ),
@@ -218,16 +218,16 @@ def _transport(profile: str, network: Network, route: Route | None) -> tuple[Set
 def _ib_timeout(value: str, *, is_default: bool) -> Setting:
     tries_s = 4.096e-6 * 2 ** int(value)
     why = (
-        "credits keep InfiniBand from losing packets"
+        "credits prevent InfiniBand from losing packets"
         if is_default
         else "a congested Ethernet loses packets, and links flap for longer than NCCL's default "
-        "(20) bears"
+        "(20) tolerates"
     )
     return Setting(
         name="NCCL_IB_TIMEOUT",
         value=value,
         reason=f"4.096 us * 2^{value} = {tries_s:.1f} s for each of 8 tries: {why}. A dead peer is "
-        "noticed by the agents, not by this",
+        "detected by the agents, not by this timeout",
         source=f"{_NCCL_IB}; {_NCCL_ENV}#nccl-ib-timeout",
         is_default=is_default,
     )
@@ -241,7 +241,8 @@ def _without_rdma(network: Network) -> tuple[Setting, ...]:
         Setting(
             name="NCCL_IB_DISABLE",
             value="1",
-            reason="the profile says sockets, and NCCL would use the RDMA devices that are here",
+            reason="the profile requires sockets, but NCCL would use the RDMA devices of this "
+            "machine",
             source=f"{_NCCL_ENV}#nccl-ib-disable",
         ),
     )
@@ -274,7 +275,7 @@ def _socket_threads(network: Network, route: Route | None) -> tuple[Setting, ...
 _IB_RETRIES = Setting(
     name="NCCL_IB_RETRY_CNT",
     value="7",
-    reason="the most that the field of three bits holds",
+    reason="the maximum of a field of three bits",
     source=f"{_NCCL_IB}; {_NCCL_ENV}#nccl-ib-retry-cnt",
     is_default=True,
 )
@@ -283,7 +284,7 @@ _OF_TORCH = (
     Setting(
         name=ERROR_HANDLING,
         value="3",
-        reason="workers that are started anew end without an abort of their communicators, which "
+        reason="restarted workers end without an abort of their communicators, which "
         "can hang (torchrun's default, 1, aborts them first)",
         source=f"{_PG_HPP} (ErrorHandlingMode); torch.distributed.elastic (LocalElasticAgent)",
     ),

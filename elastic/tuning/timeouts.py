@@ -1,19 +1,19 @@
 """Every interval of a job in one place, derived from a few numbers and checked against each other.
 
-Intervals that are set one by one contradict each other sooner or later: a lease that outlives the
-takeover, a last checkpoint that the kubelet cuts off. :class:`Timeouts` refuses such sets, with
-both values and the remedy.
+Intervals that are set independently eventually contradict each other: a lease that is longer than
+the takeover, a last checkpoint that the kubelet interrupts. :class:`Timeouts` refuses such sets,
+with both values and the remedy.
 
-How a node that is told to leave spends its time, from SIGTERM to SIGKILL::
+The time of a leaving node, from SIGTERM to SIGKILL::
 
     0           boundary_s                        shutdown_timeout_s          termination_grace_s
-    │ SIGTERM      │ the step is done, the others know   │ whoever still works      │ SIGKILL
+    │ SIGTERM      │ step done, the others informed      │ remaining processes      │ SIGKILL
     ├──────────────┼─────────────────────────────────────┼──────────────────────────┤
     │ finish step  │ checkpoint_budget_s: the last save  │ exit_grace_s: agent's end  │
 
-A job with ``elastic.join()`` spends the first two parts in order (``leave_grace_s``); torchrun
-gives any other script ``--shutdown-timeout`` from its SIGTERM on. No job does both, so both get
-the same time.
+A job with ``elastic.join()`` uses the first two parts in order (``leave_grace_s``); torchrun
+gives any other script ``--shutdown-timeout`` from its SIGTERM on. No job does both, so both have
+the same value.
 """
 
 from __future__ import annotations
@@ -24,50 +24,52 @@ from dataclasses import dataclass, fields
 
 from elastic.errors import ConfigError
 
-# The agent's own end: the others go on without it (2 s), one call to a silent etcd (5 s), the
-# guard's end and the interpreter's (3 s).
+# For the agent to end: the others continue without it (2 s), one call to a silent etcd (5 s), the
+# end of the orphan reaper and of the interpreter (3 s).
 EXIT_GRACE_S = 10.0
-# A planned change waits at most so long for the duration of a step (leadership/leader.py), and is
+# A planned change waits at most this long for the duration of a step (leadership/leader.py), and is
 # then announced two steps ahead, in the middle of a third.
 ANNOUNCE_S = 1.0
 STEPS_TO_BOUNDARY = 3
-# A shorter checkpoint budget is none: an fsync on shared storage takes that long.
+# The shortest useful checkpoint budget: an fsync on shared storage takes that long.
 LEAST_CHECKPOINT_S = 1.0
-# Torch gives stopped workers 30 s and their SIGKILL as long again (elastic/multiprocessing/api.py,
-# 2.11 to 2.15); its main thread does nothing else meanwhile, and is not hung.
+# Torch gives stopped workers 30 s, and waits as long again after SIGKILL
+# (elastic/multiprocessing/api.py, 2.11 to 2.15); its main thread does nothing else in the meantime,
+# but is not hung.
 TORCH_STOPS_WORKERS_S = 60.0
-# An abort of NCCL's communicators takes milliseconds, or hangs. Nobody trains while a worker waits
-# for it, and to start the worker anew costs about as long as this.
+# An abort of NCCL's communicators takes milliseconds, or hangs. Training stops while a worker waits
+# for it, and a restart of the worker costs about as long as this.
 ABORT_S = 10.0
-# For a group whose building was given up: what is inside NCCL then cannot be aborted.
+# For an abandoned build of a group, whose NCCL operations cannot be aborted.
 GIVEN_UP_BUILD_S = 10.0
-# To destroy communicators in order, peers must do so, too.
+# For an orderly destruction of communicators, which requires all peers.
 DESTROY_S = 30.0
-# An agent looks at its workers so often, which costs it 0.1 % of a core.
+# An agent checks its workers this often, which costs it 0.1 % of a core.
 HANG_TICK_S = 0.2
-# A worker in state T is stopped for good after so long, or half of hang_timeout_s if that is less.
+# A worker in state T counts as stopped after this, or half of hang_timeout_s if that is less.
 STOP_GRACE_S = 1.0
-# Shorter, and a rank that waits for a core on a busy machine is taken for one that hangs.
+# With a shorter timeout, a rank that waits for a core on a busy machine would be considered hung.
 LEAST_HANG_TIMEOUT_S = 0.5
-# By which workers are told peer_silence_s.
+# The variable that passes peer_silence_s to workers.
 PEER_SILENCE = "ELASTIC_PEER_SILENCE_S"
 _LEASES_TO_TAKEOVER = 4.0
-# A TCP connection whose other machine acknowledges nothing is given up after so many leases: later
-# than the lease of a machine that is gone, which says more, and soon enough for a connection that
-# alone is broken. Raising lease_s to tolerate gaps in the network raises both.
+# A TCP connection is given up when the other machine has acknowledged nothing for this many leases:
+# later than the lease of a lost machine, which is stronger evidence, and soon enough for a single
+# broken connection. Raising lease_s to tolerate gaps in the network raises both.
 _LEASES_TO_SILENCE = 1.5
-# Of takeover_s after the last renewal of a node's lease its workers may train without hearing of
-# their agent again. An agent that is cut off from etcd ends them at three quarters (isolation.py);
-# the rest is for the step that has begun, and for clocks that run unequally fast.
+# Share of takeover_s after the last renewal of a node's lease for which its workers may train
+# without another message from their agent. An agent without contact to etcd ends them at three
+# quarters (isolation.py); the rest is a margin for the current step, and for clocks of unequal
+# speed.
 _PERMISSION_SHARE = 7 / 8
 
 
 @dataclass(frozen=True, kw_only=True)
 class Timeouts:
-    """A set of intervals, in seconds, that fit each other.
+    """A consistent set of intervals, in seconds.
 
     Raises:
-        ConfigError: two of them do not; the message names both, the hint what to change.
+        ConfigError: two of them contradict each other; the message names both, the hint a remedy.
     """
 
     # How long a suspected node may take to answer a probe; below lease_s.
@@ -84,29 +86,29 @@ class Timeouts:
     # How long to wait for the minimum of nodes before the job ends.
     join_timeout_s: float = 600.0
 
-    # The slowest step to reckon with when a node leaves.
+    # The slowest step to plan for when a node leaves.
     step_time_s: float = 1.0
-    # For the last checkpoint: what shutdown_timeout_s leaves after the boundary of a step.
+    # For the last checkpoint: the rest of shutdown_timeout_s after the boundary of a step.
     checkpoint_budget_s: float = 16.0
-    # A leaving node has gone by then: termination_grace_s less the agent's own end.
+    # A leaving node ends by then: termination_grace_s less the agent's own end.
     leave_grace_s: float = 20.0
-    # The --shutdown-timeout of torchrun: as long as leave_grace_s.
+    # The --shutdown-timeout of torchrun: the same as leave_grace_s.
     shutdown_timeout_s: float = 20.0
     # From SIGTERM to SIGKILL of a pod; Kubernetes' default is 30 s.
     termination_grace_s: float = 30.0
 
-    # A rank that shows no sign of progress for so long inside a step, or ten times as long as
-    # lately, hangs if others wait for it (elastic/hangs/budgets.py).
+    # A rank without a sign of progress for this long inside a step, or for a multiple of its recent
+    # durations, hangs if others wait for it (elastic/hangs/budgets.py).
     hang_timeout_s: float = 3.5
-    # The same outside of a step, where evaluations and checkpoints are.
+    # The same outside of a step, for evaluations and checkpoints.
     hang_script_timeout_s: float = 900.0
-    # A collective fails after so long, whichever rank is missing: the process group's timeout. The
-    # second line behind the detection of hangs, so by default at least twice
-    # hang_script_timeout_s, and long enough for an evaluation on one rank.
+    # A collective fails after this long, whichever rank is missing: the process group's timeout. It
+    # is the fallback of hang detection, so by default at least twice hang_script_timeout_s, and
+    # long enough for an evaluation on one rank.
     collective_timeout_s: float = 1800.0
 
-    # An agent's thread that has not turned for this long is hung: longer than torch may keep its
-    # main thread busy with ending workers.
+    # An agent's thread without progress for this long is hung: longer than torch may block its main
+    # thread while it stops workers.
     hung_after_s: float = 1.5 * TORCH_STOPS_WORKERS_S
 
     def __post_init__(self) -> None:
@@ -122,7 +124,7 @@ class Timeouts:
         if self.hang_timeout_s < LEAST_HANG_TIMEOUT_S:
             raise ConfigError(
                 f"hang_timeout_s={self.hang_timeout_s:g} is below {LEAST_HANG_TIMEOUT_S:g}: a rank "
-                "that only waits for a core would be taken for one that hangs",
+                "that only waits for a core would be considered hung",
                 hint=where_to_set("hang_timeout_s"),
             )
         require_below(
@@ -133,9 +135,9 @@ class Timeouts:
         )
 
     def require_hangs_before_collectives(self) -> None:
-        """Raise ConfigError unless a hang is found before collectives fail because of it.
+        """Raise ConfigError unless a hang is detected before collectives fail because of it.
 
-        Of no meaning where hangs are not acted upon.
+        Irrelevant unless hangs are acted upon.
         """
         require_below(
             "hang_script_timeout_s",
@@ -192,11 +194,10 @@ def grace_for(checkpoint_budget_s: float, *, step_time_s: float = 1.0) -> int:
 
 
 def of_environment(environ: Mapping[str, str]) -> Timeouts:
-    """The intervals of the pod that this process runs in, as its agent reckons with them; the
-    defaults where there is none.
+    """The intervals that this process's agent uses in its pod; the defaults without a pod.
 
     Raises:
-        ConfigError: the pod is told a grace period that is none.
+        ConfigError: the grace period of the pod is invalid.
     """
     text = environ.get("ELASTIC_TERMINATION_GRACE_S")
     if text is None:
@@ -206,7 +207,7 @@ def of_environment(environ: Mapping[str, str]) -> Timeouts:
     except ValueError:
         raise ConfigError(
             f"ELASTIC_TERMINATION_GRACE_S={text!r} is not a number",
-            hint="give the pod's terminationGracePeriodSeconds",
+            hint="set it to the pod's terminationGracePeriodSeconds",
         ) from None
     return for_pod(grace_s)
 
@@ -224,7 +225,7 @@ def collective_of_environment(environ: Mapping[str, str]) -> float:
     """The process group's timeout that this worker's agent has set; the default without one.
 
     Raises:
-        ConfigError: it is no number above zero.
+        ConfigError: it is not a number above zero.
     """
     text = environ.get("ELASTIC_COLLECTIVE_TIMEOUT_S")
     if text is None:
@@ -234,7 +235,7 @@ def collective_of_environment(environ: Mapping[str, str]) -> float:
     except ValueError:
         raise ConfigError(
             f"ELASTIC_COLLECTIVE_TIMEOUT_S={text!r} is not a number",
-            hint="give a number of seconds, or leave it out",
+            hint="set a number of seconds, or unset it",
         ) from None
     require_positive("collective_timeout_s", timeout_s)
     return timeout_s
@@ -255,10 +256,10 @@ def peer_silence_s(lease_s: float) -> float:
 
 
 def peer_silence_of(environ: Mapping[str, str]) -> float:
-    """As this worker's agent reckons with it; the default's where there is none.
+    """The value that this worker's agent uses; the default without an agent.
 
     Raises:
-        ConfigError: the variable holds something else.
+        ConfigError: the variable has an invalid value.
     """
     text = environ.get(PEER_SILENCE)
     if text is None:
@@ -291,27 +292,28 @@ def require_below(low: str, low_s: float, high: str, high_s: float, *, factor: f
     if low_s * factor >= high_s:
         times = f"{factor:g} times " if factor != 1 else ""
         raise ConfigError(
-            f"{low}={low_s:g} and {high}={high_s:g} do not fit: {high} must be above {times}{low}",
+            f"{low}={low_s:g} and {high}={high_s:g} are incompatible: {high} must be above "
+            f"{times}{low}",
             hint=f"raise {high} or lower {low} in --rdzv-conf or the environment",
         )
 
 
 def where_to_set(name: str) -> str:
-    """Where a person changes an option."""
+    """How a user sets an option."""
     return f"set it with --rdzv-conf={name}=... or ELASTIC_{name.upper()}"
 
 
 def _require_order_of_leaving(times: Timeouts) -> None:
-    """The save ends before its process is killed, and that one before the pod is."""
+    """The save ends before its process is killed, and the process before the pod is."""
     for limit, limit_s in (
         ("leave_grace_s", times.leave_grace_s),
         ("shutdown_timeout_s", times.shutdown_timeout_s),
     ):
         if times.checkpoint_budget_s + times.boundary_s > limit_s:
             raise ConfigError(
-                f"checkpoint_budget_s={times.checkpoint_budget_s:g} and {limit}={limit_s:g} do "
-                f"not fit: after SIGTERM the workers need {times.boundary_s:g} s to leave their "
-                "step before they save",
+                f"checkpoint_budget_s={times.checkpoint_budget_s:g} and {limit}={limit_s:g} are "
+                f"incompatible: after SIGTERM the workers need {times.boundary_s:g} s to leave "
+                "their step before they save",
                 hint=f"raise {limit} to {times.checkpoint_budget_s + times.boundary_s:g}, or save "
                 "faster",
             )
@@ -319,11 +321,11 @@ def _require_order_of_leaving(times: Timeouts) -> None:
 
 
 def require_end_before_kill(limit: str, limit_s: float, termination_grace_s: float) -> None:
-    """Raise ConfigError unless an agent whose workers end after ``limit_s`` ends by itself."""
+    """Raise ConfigError unless an agent whose workers end after ``limit_s`` ends before SIGKILL."""
     if limit_s + EXIT_GRACE_S > termination_grace_s:
         raise ConfigError(
-            f"{limit}={limit_s:g} and termination_grace_s={termination_grace_s:g} do not fit: the "
-            f"agent needs {EXIT_GRACE_S:g} s more after its workers have ended",
+            f"{limit}={limit_s:g} and termination_grace_s={termination_grace_s:g} are "
+            f"incompatible: the agent needs {EXIT_GRACE_S:g} s more after its workers have ended",
             hint="set terminationGracePeriodSeconds to "
             f"{math.ceil(limit_s + EXIT_GRACE_S)} or more, or lower {limit}",
         )

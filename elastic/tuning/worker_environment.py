@@ -188,7 +188,7 @@ def choose_route(
     """
     if interface is not None:
         _require(interface, "interface", network)
-        return Route(interface, "the interface was given")
+        return Route(interface, "the interface is configured")
     if max_nodes == 1 and network.interface(LOOPBACK) is not None:
         return Route(LOOPBACK, "all ranks are on this machine")
     own = network.with_address(own_address)
@@ -196,7 +196,7 @@ def choose_route(
         told = (
             f"this node's address in network={own_network}"
             if own_network
-            else "where the others were told to reach this node"
+            else "the address that this node announces"
         )
         return Route(own.name, f"it has {own_address}, {told}")
     for peer in peers:

@@ -1,6 +1,8 @@
 """A worker's connection to its agent: the worlds that it announces, and how the worker ends.
 
-``worlds`` receives worlds and reports progress over :mod:`elastic.link`;
-``received_world`` turns one into what training needs; ``sigterm`` asks the node what SIGTERM means;
-``node_first`` lets one worker of a node go first.
+Start with ``worlds``, which receives worlds and reports progress over :mod:`elastic.link`;
+``received_world`` converts one for training; ``sigterm`` asks the agent what a SIGTERM means;
+``node_first`` runs an operation in one worker of a node before the others.
+
+May import link, world, hangs and stragglers, but nothing of the agent.
 """

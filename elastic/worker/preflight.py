@@ -46,7 +46,7 @@ def require_fit(folder: str | None, env: Mapping[str, str] = os.environ) -> None
             f"preflight: node {node_name()} does not join the job: "
             + "; ".join(f"{finding['name']}: {finding['measured']}" for finding in bad),
             hint="; ".join(dict.fromkeys(finding["remedy"] for finding in bad))
-            + " (`elastic doctor` on this node tells more)",
+            + " (`elastic doctor` on this node has the details)",
         )
     get_logger().info("preflight: passed in %.1f s", SYSTEM_CLOCK.monotonic() - began_s)
 
@@ -60,7 +60,7 @@ def _examine(folder: str | None, *, machine_is_checked: bool) -> list[dict[str, 
             command, stdin=subprocess.DEVNULL, capture_output=True, timeout=PREFLIGHT_S, check=False
         )
     except subprocess.TimeoutExpired:
-        return [_failed(f"no answer within {PREFLIGHT_S:g} s", "look at the load of this machine")]
+        return [_failed(f"no answer within {PREFLIGHT_S:g} s", "check the load of this machine")]
     if done.returncode != 0:
         said: Sequence[str] = done.stderr.decode(errors="replace").strip().splitlines()
         why = said[-1][:300] if said else f"exit code {done.returncode}"

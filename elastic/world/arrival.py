@@ -256,7 +256,7 @@ def _compare(rank: int, meshes: list[str]) -> None:
         raise ConfigError(
             f"elastic.join(mesh=…) of rank {rank} has the dimensions {meshes[rank] or 'none'}, "
             f"that of rank 0 {meshes[0] or 'none'}",
-            hint="every node of a job gives the same mesh, in the same order",
+            hint="pass the same mesh, in the same order, on every node",
         )
     if others:
         raise GroupBuildFailed(

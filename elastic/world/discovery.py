@@ -44,7 +44,7 @@ def _offer(store: RendezvousStore, size: int, deadline_s: float, clock: Clock) -
     store.set("elastic/offer", nonce)
     answers = {rank: f"elastic/{nonce}/answer/{rank}" for rank in range(1, size)}
     while missing := [rank for rank, key in answers.items() if not store.check([key])]:
-        _look_again(deadline_s, clock, f"ranks {missing} have not come")
+        _look_again(deadline_s, clock, f"ranks {missing} have not arrived")
     for key in answers.values():
         store.set(f"elastic/{nonce}/closed/{store.get(key).decode()}", "1")
     return nonce
@@ -59,7 +59,7 @@ def _answer(store: RendezvousStore, rank: int, deadline_s: float, clock: Clock) 
             answered = offered
         if answered and store.check([f"elastic/{answered}/closed/{token}"]):
             return answered
-        _look_again(deadline_s, clock, "rank 0 has not come")
+        _look_again(deadline_s, clock, "rank 0 has not arrived")
 
 
 def _look_again(deadline_s: float, clock: Clock, lacking: str) -> None:

@@ -30,9 +30,9 @@ _OF_LIBRARIES = ("<frozen ", *(package + os.sep for package in _PACKAGES))
 # Of DistributedSampler, dist.get_rank() and others, at the top of a script.
 _NO_GROUP = "Default process group has not been initialized"
 _NO_GROUP_YET = (
-    "elastic: the process group is made by run.retry and by the first loop; do not call "
+    "elastic: the process group is created by run.retry and by the first loop; do not call "
     "init_process_group before.\n"
-    "  DataLoader(dataset, shuffle=True) in run.loader(…) takes the place of DistributedSampler;\n"
+    "  DataLoader(dataset, shuffle=True) in run.loader(…) replaces DistributedSampler;\n"
     "  run.world.rank, run.world.size and run.is_main are the rank inside the training function\n"
 )
 

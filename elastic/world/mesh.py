@@ -40,12 +40,12 @@ class ReplicaMesh:
         if not given:
             raise ConfigError(
                 "mesh={} names no dimension",
-                hint='elastic.join(mesh={"shard": 4}), or leave mesh out: a rank is a replica then',
+                hint='elastic.join(mesh={"shard": 4}), or omit mesh: each rank is then a replica',
             )
         for name, size in given.items():
             if not (_splits_batch(name) or name in _SAME_SAMPLES):
                 raise ConfigError(
-                    f"mesh={dict(given)} has a dimension {name!r}: nobody knows whether its ranks "
+                    f"mesh={dict(given)} has a dimension {name!r}: it is unknown whether its ranks "
                     "see the same samples",
                     hint=f"known dimensions: {_KNOWN}; shard and dp* split the batch. Leave out "
                     "one for replicas: the mesh is of a single one, and a world has as many as fit",

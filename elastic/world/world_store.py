@@ -213,7 +213,7 @@ class WorldStore(Store):
             if not isinstance(error, OSError):
                 raise
             raise DistNetworkError(
-                f"what listens there is not this world's store: {error}"
+                f"the listener there is not this world's store: {error}"
             ) from None
 
     def close(self) -> None:

@@ -1,9 +1,9 @@
-"""torch.distributed.checkpoint's background saves talk to each other while training does.
+"""torch.distributed.checkpoint's asynchronous saves run collectives while training does.
 
-`async_save` plans, and commits, with collectives in a background thread. On the default gloo
-group these meet training's own: one rank's plan is answered by another rank's gradients. What
-happens depends on who comes first: both wait forever, or they fail, or sizes do not fit. Here two
-ranks save in the background and sum a tensor meanwhile; a watchdog ends them.
+`async_save` plans and commits with collectives in a background thread. On the default gloo group
+these are matched with the collectives of training: one rank's plan with another rank's gradients.
+The result depends on the order: a deadlock, an error, or mismatched sizes. Here two ranks save
+asynchronously while they sum a tensor; a watchdog ends them.
 
     $ python examples/comparisons/background_collectives.py
     DCP: rank 0: stuck for 20 s, killed

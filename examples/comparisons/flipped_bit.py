@@ -1,6 +1,6 @@
-"""torch.distributed.checkpoint loads a flipped bit as if it were trained.
+"""torch.distributed.checkpoint loads a flipped bit without an error.
 
-Disks, memory and networks flip bits; one in an exponent ends a training run, or spoils it unseen.
+Disks, memory and networks flip bits; one in an exponent ends a training run, or silently ruins it.
 
     $ python examples/comparisons/flipped_bit.py
     DCP: loaded [inf, 1.0, 1.0, 1.0]

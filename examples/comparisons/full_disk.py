@@ -1,7 +1,7 @@
-"""torch.distributed.checkpoint publishes a checkpoint of which a writer thread saved nothing.
+"""torch.distributed.checkpoint publishes a checkpoint although one of its writer threads failed.
 
-With several writer threads, an error of one (here: no file may grow beyond 1 MiB, as on a full
-disk or over a quota) ends that thread and nothing else: `save` returns, and the marker stands.
+With several writer threads, an error in one (here: no file may grow beyond 1 MiB, as on a full
+disk or over a quota) only ends that thread: `save` returns, and the marker is written.
 
     $ python examples/comparisons/full_disk.py
     DCP: a thread died: RuntimeError

@@ -1,9 +1,9 @@
-"""torch.distributed.checkpoint makes its commit marker durable before it has been written.
+"""torch.distributed.checkpoint syncs its commit marker before the marker has been written.
 
-`.metadata` is what makes a DCP folder a checkpoint. It is pickled into a buffered file, whose
+`.metadata` is the commit marker of a DCP folder. It is pickled into a buffered file, whose
 descriptor is synced while the bytes are still in the buffer: they reach the kernel only when the
-file is closed, and the disk whenever it likes. A power cut in between leaves a marker without
-content under the name of a finished checkpoint.
+file is closed, and the disk at some later time. A power failure in between leaves an empty marker
+under the name of a complete checkpoint.
 
     $ python examples/comparisons/marker_not_durable.py
     DCP: __0_0.distcp: 5545 of 5545 bytes were there to be synced
@@ -31,7 +31,7 @@ def watch(call):
     def watched(descriptor):
         descriptor = descriptor if isinstance(descriptor, int) else descriptor.fileno()
         name = os.readlink(f"/proc/self/fd/{descriptor}")
-        os.dup(descriptor)  # keeps the inode's number from being used again
+        os.dup(descriptor)  # prevents the reuse of the inode number
         seen.append((descriptor, name, os.fstat(descriptor)))
         return fsync(descriptor)
 

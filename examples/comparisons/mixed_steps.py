@@ -1,7 +1,7 @@
-"""torch.distributed.checkpoint loads a mixture of two steps without a word.
+"""torch.distributed.checkpoint silently loads a mixture of two steps.
 
-Saving again into the same folder overwrites the files one by one, under the marker of the old
-checkpoint. A process that dies in between leaves tensors of both steps, and they load.
+A second save into the same folder overwrites the files one by one, under the marker of the old
+checkpoint. A process that dies in between leaves tensors of both steps, which load without error.
 
     $ python examples/comparisons/mixed_steps.py
     DCP: loaded a=[2.0, 2.0, 2.0, 2.0] b=[1.0, 1.0, 1.0, 1.0]

@@ -1,7 +1,7 @@
-"""torch.distributed.checkpoint runs whatever its marker says.
+"""torch.distributed.checkpoint executes code that its marker contains.
 
-`.metadata` is a pickle: who can write into a checkpoint folder can run code in every job that
-loads from it. Ours is JSON that is checked before a byte of it is used.
+`.metadata` is a pickle: anyone who can write into a checkpoint folder can run code in every job
+that loads from it. Ours is JSON that is checked before it is used.
 
     $ python examples/comparisons/pickled_marker.py
     DCP: a shell, by loading a checkpoint

@@ -1,8 +1,8 @@
-"""torch.distributed.checkpoint stages the whole replicated state on every rank.
+"""torch.distributed.checkpoint stages the entire replicated state on every rank.
 
-`async_save` copies everything first and plans afterwards; the plan then drops what other ranks
-write. With W ranks on a node that is W times the state in host memory, and W times the copying in
-the time that training waits. Ours plans first: each rank stages 1/W.
+`async_save` copies everything first and plans afterwards; the plan then drops the parts that other
+ranks write. With W ranks on a node, that takes W times the state in host memory, and W times the
+copying while training waits. Ours plans first: each rank stages 1/W.
 
     $ python examples/comparisons/staged_bytes.py
     of 256 MiB in 4 ranks, each stages: DCP 257, ours 70 MiB

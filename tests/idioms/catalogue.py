@@ -1,9 +1,9 @@
 """The idioms: one small script each, in ``scripts``, and those that are refused, in ``refused``.
 
-A script's docstring says what the documentation says about it. Its first line is the title; lines
+A script's docstring is its entry in the documentation. Its first line is the title; lines
 that begin with one of these words are not part of the text:
 
-- ``Group: …``: the heading under which it stands in docs/idioms.md
+- ``Group: …``: its heading in docs/idioms.md
 - ``Tolerance: 0.02, because …``: how far weights may be from the same script's alone; 1e-6 without
 - ``Inexact: loss to 0.1, because …``: the same for one entry of the script's result
 - ``Compared: …``: only the ranks are compared with each other, and why
@@ -103,18 +103,19 @@ _BEGIN = f"""# Idioms
 
 <!-- Generated from the docstrings of tests/idioms by scripts/idioms_table.py. -->
 
-How everyday training scripts look here. Each line links to a whole script, which `make test` runs
-alone, by three workers, and by three workers one of which dies at a random line of it (`make soak`:
-at twenty places), with or without a replacement. Final weights, whatever else the script leaves as
-its result, and the number of steps must be those of the script alone, to {TOLERANCE:.0e}, unless a
-line says otherwise.
+Common training scripts, written for this package. Each entry links to a complete script. `make
+test` runs it with one worker, with three, and with three of which one dies at a random line of the
+script (`make soak`: at twenty places), with or without a replacement. The final weights, all other
+results of the script and the number of steps must equal those of the run with one worker, to
+{TOLERANCE:.0e} unless an entry states otherwise.
 
 All of them call `run.retry` or `run.attempts()`, so that workers survive.
 """
 _REFUSED = """
 ## What is refused
 
-At its first use, before anything has changed, with a message that names the remedy.
+Each of these is refused at its first use, before any state has changed, with a message that names
+the remedy.
 """
 
 

@@ -299,7 +299,7 @@ loader = run.loader(DataLoader(dataset, sampler=DistributedSampler(dataset)), gl
 def train():
     pass
 """,
-        "takes the place of DistributedSampler",
+        "replaces DistributedSampler",
     ),
     "noise that each rank draws for itself": (
         TRAINED

@@ -94,7 +94,7 @@ def test_every_operation_is_run_and_its_result_checked(folder: Path) -> None:
     unsupported = found.pop("reduce_scatter")
     assert unsupported.status is Status.SKIPPED and "not support" in unsupported.measured
     assert {one.status for one in found.values()} == {Status.OK}
-    assert found["all_reduce"].measured.startswith(f"right on {RANKS} ranks")
+    assert found["all_reduce"].measured.startswith(f"correct on {RANKS} ranks")
 
 
 def test_a_rank_that_stops_is_named_and_all_are_ended(folder: Path) -> None:

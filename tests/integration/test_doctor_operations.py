@@ -77,7 +77,7 @@ def test_every_operation_is_right_on_three_local_processes(tmp_path: Path) -> No
     for operation in (*EXPECTED, "init env://", "init tcp://", "init file://"):
         one = named[f"gloo {operation}"]
         assert one.status is Status.OK, one
-        assert "right on 3 ranks" in one.measured
+        assert "correct on 3 ranks" in one.measured
     assert {(s.peer, s.size_bytes) for s in speeds} == {(p, n) for p in (1, 2) for n in SIZES}
     assert all(s.torch_ms > 0 and s.raw_ms > 0 for s in speeds)
     assert "MiB" in named["gloo memory"].measured

@@ -239,7 +239,7 @@ def test_report_only(worker: Worker, make_agent: Callable[..., Agent]) -> None:
     agent.judged(quiet(agent))
     event = eventually(lambda: agent.events(HangFound), "the event")[0]
     assert event.action == "report"
-    assert "nothing, as hang_detection=report says" in Path(event.report).read_text()
+    assert "none (hang_detection=report)" in Path(event.report).read_text()
     assert agent.killed == [] and worker.process.poll() is None
 
 

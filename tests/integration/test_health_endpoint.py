@@ -116,7 +116,7 @@ def test_an_agent_that_waits_for_others_is_live_and_not_ready_and_goes_when_told
     assert ask(agent.port, "/livez")[0] == 200
     status, body = ask(agent.port, "/readyz")
     assert (status, body["node"]) == (503, "workers-0")
-    assert "waits for a world" in body["reason"]
+    assert "waiting for a world" in body["reason"]
     agent.node.terminate()
     assert agent.node.wait(DEADLINE_S) == 75
     assert agent.node.processes() == []
@@ -134,7 +134,7 @@ def test_an_agent_whose_main_thread_hangs_is_not_live(start: Callable[..., Agent
         status, body = ask(agent.port, "/livez")
         return str(body["reason"]) if status == 503 else None
 
-    assert "MainThread has not turned" in eventually(hung, "nobody notices")
+    assert "MainThread has made no progress" in eventually(hung, "nobody notices")
 
 
 # The node's thread ----------------------------------------------------------------------------
@@ -181,7 +181,7 @@ def test_an_agent_whose_node_thread_hangs_is_not_live() -> None:
         store.stuck.set()
         service.warm_up()  # to be written
         eventually(lambda: ask(server.port, "/livez")[0] == 503, "nobody notices")
-        assert "elastic-node has not turned" in ask(server.port, "/livez")[1]["reason"]
+        assert "elastic-node has made no progress" in ask(server.port, "/livez")[1]["reason"]
         store.released.set()
         eventually(lambda: ask(server.port, "/livez")[0] == 200, "it stays hung")
     finally:

@@ -52,7 +52,7 @@ def connected(listener: Listener) -> Iterator[socket.socket]:
 
 def test_a_real_client_with_another_secret_is_refused(tcp_listener: Listener) -> None:
     assert tcp_listener.connect_with is not None
-    with pytest.raises(Exception, match="does not prove that it knows this run's secret"):
+    with pytest.raises(Exception, match="has not proved that it has this run's secret"):
         tcp_listener.connect_with(SecretKey.generate())
 
 
@@ -156,7 +156,7 @@ def test_a_client_tells_an_impostor_nothing(tcp_listener: Listener, answers: str
     """On a port that was an agent's: not one request, nor a proof that could be used elsewhere."""
     assert tcp_listener.real_client is not None
     impostor = Impostor(answers)
-    with pytest.raises(Exception, match=r"does not prove|does not speak"):
+    with pytest.raises(Exception, match=r"has not proved|does not speak"):
         tcp_listener.real_client(impostor.port)
     impostor.close()
     assert len(impostor.told) <= 8 + 32 + 128, "more than a hello"

@@ -111,7 +111,7 @@ def remembered_authorities(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 @pytest.mark.parametrize(
     ("make", "said"),
     [
-        (lambda folder: context(), "shows no certificate"),
+        (lambda folder: context(), "presents no certificate"),
         (with_own_pair, "its certificate is refused"),
         (with_expired_pair, "its certificate is refused: certificate has expired"),
         (lambda folder: old(context()), "does not speak TLS 1.3"),
@@ -137,7 +137,7 @@ def test_who_has_no_good_certificate_gets_nothing_even_with_the_secret(
 def test_a_peer_with_a_certificate_and_without_the_secret_gets_nothing(listener: Listener) -> None:
     with listener.port.connect() as sock:
         sock.settimeout(30)
-        with pytest.raises(OSError, match="does not prove"):
+        with pytest.raises(OSError, match="has not proved"):
             prove(sock, SecretKey.generate(), listener.port.identity)
 
 

@@ -132,5 +132,5 @@ def test_an_address_outside_of_the_network_is_refused_with_both() -> None:
 
 @pytest.mark.parametrize("network", ["eth1", "10.1.0.0/33", "10.1"])
 def test_what_is_no_network_is_refused(network: str) -> None:
-    with pytest.raises(ConfigError, match=f"network={network} is no network"):
+    with pytest.raises(ConfigError, match=f"network={network} is not a network"):
         AgentOptions(network=network)

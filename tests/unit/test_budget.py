@@ -289,7 +289,7 @@ def gone(*churned: str, counts: bool = True, **more: Any) -> Breakage:
 def test_churn_spends_the_budget_and_is_named() -> None:
     stop = judge(*[gone("n2", steps=0)] * 11)
     assert stop is not None and stop.exit_code == 70
-    assert "11 of them because nodes went again and again" in stop.reason
+    assert "11 of them because nodes departed repeatedly" in stop.reason
     assert judge(*[gone("n2", steps=0)] * 10) is None
 
 

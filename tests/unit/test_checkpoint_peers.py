@@ -194,7 +194,7 @@ def test_without_the_key_nobody_gets_anything(node: Node) -> None:
 
 
 def test_the_memory_of_another_node_on_a_port_that_was_used_again_is_refused(node: Node) -> None:
-    with pytest.raises(ProtocolError, match="'a' by now, not 'b'"):
+    with pytest.raises(ProtocolError, match="now 'a', not 'b'"):
         node.client(identity="b").list("")
 
 

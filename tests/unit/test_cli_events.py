@@ -108,7 +108,7 @@ def test_damage_is_a_note_on_stderr(folder: Path, capsys: pytest.CaptureFixture[
     lines, err = run(capsys, folder, "--event=waiting")
     assert len(lines) == 4
     assert "1 line is damaged" in err
-    assert "the last line was cut" in err
+    assert "the last line is truncated" in err
 
 
 def test_an_empty_folder_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

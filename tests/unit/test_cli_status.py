@@ -484,7 +484,7 @@ def test_a_node_is_described(
     said = capsys.readouterr().out
     assert "name:          n2\n" in said and "state:         training\n" in said
     assert cli("describe", "node", "n9") == 2
-    assert "the live ones are: n1, n2, n3" in capsys.readouterr().err
+    assert "live nodes: n1, n2, n3" in capsys.readouterr().err
     assert cli("describe", "node") == 2
 
 
@@ -496,10 +496,10 @@ def test_an_incident_is_described_with_its_traceback(
         said = capsys.readouterr().out
         assert "what:          n4 was lost\n" in said
         assert "verdict:       a verdict\n" in said
-        assert "step:          52 or later, as the leader knew then\n" in said
+        assert "step:          52 or later, as last reported to the leader\n" in said
         assert r"      boom\x1b[2J" in said
     assert cli("describe", "incident", "3") == 2
-    assert "those known broke generation 6" in capsys.readouterr().err
+    assert "incidents are recorded for generation 6" in capsys.readouterr().err
 
 
 def heartbeats(*heard: tuple[str, int | None, float]) -> tuple[RecordedHeartbeat, ...]:
@@ -562,7 +562,7 @@ def test_the_checkpoint_is_described(
     assert "12 steps, 6.0 s: lost if all nodes die now" in said
     training.put_progress(52, checkpoint_at_s=NOW - 6)
     said = "\n".join(describe(training.view(), "checkpoint", None))
-    assert "committed:     6.0 s ago, as the leader's node knows" in said
+    assert "committed:     6.0 s ago, according to the leader's node" in said
     training.put_progress(52, checkpoint_step=None)
     assert cli("describe", "checkpoint") == 2
 

@@ -54,10 +54,10 @@ def test_every_start_agrees_on_a_nonce_of_its_own() -> None:
 
 def test_a_start_that_died_half_way_is_not_joined() -> None:
     store = Keys()
-    with pytest.raises(JoinTimeout, match=r"ranks \[1, 2\] have not come"):
+    with pytest.raises(JoinTimeout, match=r"ranks \[1, 2\] have not arrived"):
         agree_on_nonce(store, 0, 3, timeout_s=5, clock=ManualClock())
     stale = store.get("elastic/offer").decode()
-    with pytest.raises(JoinTimeout, match="rank 0 has not come"):
+    with pytest.raises(JoinTimeout, match="rank 0 has not arrived"):
         agree_on_nonce(store, 1, 3, timeout_s=5, clock=ManualClock())
     (agreed,) = start(store, 3)
     assert agreed != stale

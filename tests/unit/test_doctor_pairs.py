@@ -23,7 +23,7 @@ def test_each_failing_pair_is_named_and_the_others_share_a_row() -> None:
         1: [connection(0), connection(2, "no answer within 3 s")],
         2: [
             connection(0, "Connection refused"),
-            connection(1, "connects, and 64 KiB do not come back"),
+            connection(1, "connects, but 64 KiB do not come back"),
         ],
     }
     found = {f.name: f for f in pairs.findings(names, attempts)}
@@ -64,4 +64,4 @@ def test_a_link_that_swallows_large_payloads_is_not_taken_for_a_working_one() ->
         (tried,) = pairs.connect_to_all([(1, "127.0.0.1", mute.getsockname()[1])])
         thread.join()
         accepted[0].close()
-    assert tried.error == "connects, and 64 KiB do not come back"
+    assert tried.error == "connects, but 64 KiB do not come back"

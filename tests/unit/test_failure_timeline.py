@@ -51,7 +51,7 @@ def breakage(number: int, *failures: FailureRecord, **more: object) -> BreakageR
 def ended(*breakages: BreakageRecord, exit_code: int = 70) -> Done:
     return Done(
         outcome=Outcome.FAILURE,
-        reason="4 worlds broke within 600 s, none of them lived 60 s",
+        reason="4 worlds broke within 600 s, none of them lasted 60 s",
         exit_code=exit_code,
         generation=len(breakages),
         final_step=131,
@@ -86,7 +86,7 @@ def test_without_a_checkpoint_what_broke_before_is_to_be_corrected() -> None:
     )
     said = page(ended(breakage(1, RESET, NAN), breakage(2, lacks), exit_code=65))
     assert "elastic.join(checkpoints=…)" in said
-    assert "broke first, in generation 1 at step 120: n2: ValueError: loss is nan" in said
+    assert "the first failure of generation 1, at step 120: n2: ValueError: loss is nan" in said
     assert "from the last checkpoint before step" not in said
 
 
@@ -100,7 +100,7 @@ def test_who_failed_first_comes_before_its_consequences() -> None:
     [
         ((breakage(1, NAN), breakage(2, NAN)), 1, "last checkpoint before step 120"),
         ((breakage(1, KILLED),), 70, "give n3 more memory"),
-        ((breakage(1, lost=("n2",), churned=("n2",)),), 70, "find out why n2 vanished"),
+        ((breakage(1, lost=("n2",), churned=("n2",)),), 70, "find out why n2 departed"),
         ((breakage(1, RESET), breakage(2, RESET)), 70, "check the network between the nodes"),
         ((*[breakage(1, NAN)] * 3, breakage(4, KILLED)), 70, "3 of 4 began on n2"),
         ((breakage(1, NAN),), 70, "read the logs of these nodes"),

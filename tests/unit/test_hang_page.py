@@ -166,7 +166,7 @@ def test_other_threads_and_forked_children_do_not_speak_for_the_one_that_trains(
 
 
 def test_what_is_no_page_is_refused() -> None:
-    with open("/dev/null") as other, pytest.raises(FileNotFoundError, match="no page"):
+    with open("/dev/null") as other, pytest.raises(FileNotFoundError, match="not a progress page"):
         PageReader(os.getpid(), other.fileno())
     with pytest.raises(FileNotFoundError):
         PageReader(os.getpid(), 9999)

@@ -61,14 +61,18 @@ def test_a_node_whose_workers_are_in_the_world_is_ready(
 @pytest.mark.parametrize(
     ("n", "newest", "said"),
     [
-        (node("n1"), None, "waits for a world"),
+        (node("n1"), None, "waiting for a world"),
         (node("n1", failure="boom"), SEVEN, "failed before: boom"),
-        (node("n1", NodeState.STARTING), SEVEN, "warm up"),
-        (node("n1", NodeState.READY, in_process=True), SEVEN, "wait for a world with them"),
+        (node("n1", NodeState.STARTING), SEVEN, "warming up"),
+        (
+            node("n1", NodeState.READY, in_process=True),
+            SEVEN,
+            "wait for a world that includes them",
+        ),
         (IN_SEVEN, EIGHT, "change to generation 8"),
-        (IN_SEVEN, WITHOUT_N1, "goes on without this node"),
-        (replace(IN_SEVEN, state=NodeState.LEAVING), SEVEN, "told to leave"),
-        (replace(IN_SEVEN, state=NodeState.FINISHED), SEVEN, "ended well"),
+        (IN_SEVEN, WITHOUT_N1, "continues without this node"),
+        (replace(IN_SEVEN, state=NodeState.LEAVING), SEVEN, "asked to leave"),
+        (replace(IN_SEVEN, state=NodeState.FINISHED), SEVEN, "have succeeded"),
     ],
 )
 def test_a_node_whose_workers_are_not_in_the_world_says_why(
@@ -100,7 +104,7 @@ def test_a_thread_that_does_not_turn_is_named() -> None:
     clock.advance(20)
     verdict = liveness(watchdog.silences_s(), 90)
     assert not verdict.is_ok
-    assert verdict.reason.startswith("elastic-node has not turned for 100")
+    assert verdict.reason.startswith("elastic-node has made no progress for 100")
 
 
 def test_a_thread_that_ended_in_order_is_not_missed() -> None:

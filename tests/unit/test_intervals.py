@@ -20,7 +20,7 @@ PLACES = (
 )
 # What has a place of its own, and why.
 OWN_PLACES = {
-    "elastic/secure_channel/limits.py": "secure channels stand alone, on the standard library",
+    "elastic/secure_channel/limits.py": "secure channels import only the standard library",
     "elastic/node/orphan_reaper.py": "the reaper runs as a script, without this package",
 }
 # No job waits for the limits of the test kits.

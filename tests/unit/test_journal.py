@@ -121,7 +121,7 @@ def test_what_a_short_write_cut_is_one_bad_line_and_the_next_is_whole(
     journal.emit(Waiting(reason="whole"))
     records, notes = read_folder(tmp_path)
     assert [r.text("reason") for r in records if r.name == "waiting"] == ["whole"]
-    assert [note for note in notes if "1 line is damaged or cut" in note and "line 2" in note]
+    assert [note for note in notes if "1 line is damaged or truncated" in note and "line 2" in note]
 
 
 def test_a_full_disk_loses_events_and_says_so_once(

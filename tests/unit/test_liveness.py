@@ -124,7 +124,7 @@ def test_an_agent_that_does_not_know_the_runs_secret_is_no_proof_of_anything() -
         verdict = verdict_of(stranger.getsockname()[1], "x")
         thread.join()
     assert verdict.liveness is Liveness.SUSPECT and not verdict.refused
-    assert "does not prove" in verdict.reason
+    assert "has not proved" in verdict.reason
 
 
 def test_both_sides_hear_of_a_close(leader: Agent, follower: Agent) -> None:

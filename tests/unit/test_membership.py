@@ -376,7 +376,7 @@ def test_quarantine_is_no_reason_to_disturb_a_world_that_runs() -> None:
 def test_too_few_survivors_pause() -> None:
     p = proposal(view(world("n1", "n2"), out("n1"), gone=[missing("n2")]))
     assert (named(p), p.state, p.cause) == (["n1"], PAUSED, Cause.PAUSED)
-    assert "n2 is lost" in p.reason and "1 (n1) of at least 2 nodes left" in p.reason
+    assert "n2 is lost" in p.reason and "1 (n1) of at least 2 nodes remain" in p.reason
 
 
 def test_joining_nodes_that_make_up_for_the_lost_prevent_a_pause() -> None:
@@ -411,7 +411,7 @@ def test_a_paused_world_shrinks_down_to_nobody() -> None:
     last = view(world("n1", state=PAUSED), in_state("n1", NodeState.LEAVING))
     p = proposal(last)
     assert (named(p), p.state, p.cause) == ([], PAUSED, Cause.PAUSED)
-    assert p.reason == "n1 leaves; nobody is left"
+    assert p.reason == "n1 leaves; no member remains"
 
 
 def test_a_pause_ends_the_job_after_the_join_timeout() -> None:

@@ -65,7 +65,7 @@ def test_the_last_ones_leave_at_a_step_that_all_of_them_are_told() -> None:
     assert (named(p), p.planned) == ([], True)
     told = replace(SEVEN, generation=8, members=(), switch_at_step=40, state=WorldState.PAUSED)
     w = wait(view(told, *leaving("n1", "n2", "n3"), *others))
-    assert "n1, n2, n3 still to leave" in w.reason
+    assert "n1, n2, n3 still leaving" in w.reason
 
 
 def test_the_last_ones_leave_at_once_where_a_step_cannot_end() -> None:

@@ -271,7 +271,7 @@ def test_the_last_replica_leaves_as_the_last_ones_of_a_job_do() -> None:
     # n3 has a partner as soon as n1 has left, not before.
     empty = replace(pairs(state=WorldState.PAUSED), generation=8)
     still = view(empty, steps("n1", two), steps("n3", None), steps("n4", None))
-    assert "n1 still to leave" in wait(still).reason
+    assert "n1 still leaving" in wait(still).reason
     over = view(
         empty, seen(node("n1", arrived_for=7, limits=LIMITS, replica_size=2)), steps("n3", None)
     )

@@ -388,7 +388,7 @@ def test_a_job_that_resumes_replaces_the_steps_it_does_again(
 def test_a_folder_that_cannot_be_written_is_one_warning(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As `runs` in a pod with a read-only root file system: training goes on, in every world."""
+    """As `runs` in a pod with a read-only root file system: training continues, in every world."""
     (tmp_path / "file").touch()
     folder = tmp_path / "file" / "runs"
     monkeypatch.setenv("ELASTIC_TENSORBOARD", str(folder))

@@ -20,7 +20,7 @@ def first_step_without_training(model: nn.Module) -> tuple[ReadingAhead, torch.T
 def test_the_batch_of_the_step_before_is_refused() -> None:
     model = nn.Linear(2, 1)
     _, batch = first_step_without_training(model)
-    with pytest.raises(TrainingError, match="asks for the next batch") as refused:
+    with pytest.raises(TrainingError, match="requests the next batch") as refused:
         model(input=batch)
     assert "non_blocking=True" in str(refused.value)
 

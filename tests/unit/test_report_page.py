@@ -206,8 +206,8 @@ def test_a_damaged_journal_is_reported_with_a_note(
     else:
         text = " ".join(json.loads(text)["notes"])
     for note in (
-        "node0-worker.jsonl: the last line was cut",
-        "node2-worker.jsonl: 1 line is damaged or cut and left out, the first one line 4",
+        "node0-worker.jsonl: the last line is truncated",
+        "node2-worker.jsonl: 1 line is damaged or truncated and skipped, the first one is line 4",
         "the clock of node-2 is 60.0 s ahead: its times are corrected",
         "the clock of node-3 is 60.0 s behind: its times are corrected",
         "node-1 wrote nothing in the last",

@@ -433,7 +433,7 @@ def test_what_training_skipped_the_end_waits_for() -> None:
 
 
 def test_a_save_that_the_end_of_the_job_overtakes_is_made_again() -> None:
-    """The last node is told to leave just after the job was paused, and saved."""
+    """The last node is asked to leave just after the job was paused, and saved."""
     storage = MemoryStorage()
     rank = Rank(storage, 0, 1)
     rank.saver.is_superseded = lambda: True  # by the world without members

@@ -57,7 +57,7 @@ def test_another_key_is_noticed_by_the_client_first() -> None:
 
 
 def test_another_server_than_expected_is_noticed() -> None:
-    with pytest.raises(ProtocolError, match="'b' by now, not 'a'"):
+    with pytest.raises(ProtocolError, match="now 'b', not 'a'"):
         meet(ClientHandshake(KEY, expected="a"), ServerHandshake(KEY, "b"))
 
 

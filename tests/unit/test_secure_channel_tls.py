@@ -329,7 +329,7 @@ def test_changed_files_count_for_new_connections(tmp_path: Path) -> None:
     # One after the other: halves of pairs are not used, and not fatal.
     point_at(Path(mounted.cert), new.cert)
     connect(echo, Tls(old)).close()
-    assert len(lines) == 1 and "node_key" in lines[0] and "those before" in lines[0]
+    assert len(lines) == 1 and "node_key" in lines[0] and "previous ones" in lines[0]
     point_at(Path(mounted.key), new.key)
     connect(echo, Tls(old)).close()
     Path(mounted.cacert).unlink()

@@ -150,7 +150,7 @@ def test_of_two_ranks_the_slower_one_is_reported_with_its_doubt() -> None:
     found = of_rank(ranks, 1)
     assert not found.has_majority
     assert "as the other rank" in found.sentence(3)
-    assert found.sentence(3).endswith("of two ranks, either may be as it should be")
+    assert found.sentence(3).endswith("with two ranks, either may be the abnormal one")
     assert of_rank([*ranks, window(2)], 1).has_majority
 
 

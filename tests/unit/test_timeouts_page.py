@@ -48,5 +48,5 @@ def test_every_interval_is_used_and_says_by_whom(page: str) -> None:
 
 
 def test_refusals_are_quoted_with_both_names_and_values(page: str) -> None:
-    assert "lease_s=100 and takeover_s=300 do not fit" in page
-    assert "leave_grace_s=25 and termination_grace_s=30 do not fit" in page
+    assert "lease_s=100 and takeover_s=300 are incompatible" in page
+    assert "leave_grace_s=25 and termination_grace_s=30 are incompatible" in page

@@ -186,7 +186,7 @@ def test_garbage_is_hung_up_on_and_harms_nobody(client: Connect, port: int, garb
 
 
 def test_without_the_runs_key_nobody_gets_in(client: Connect) -> None:
-    with pytest.raises(DistNetworkError, match="does not prove"):
+    with pytest.raises(DistNetworkError, match="has not proved"):
         client(key=SecretKey.generate())
 
 

@@ -1,7 +1,7 @@
-"""The orderly ends of a node: told to leave, parked after the job's end, the job's end itself.
+"""The graceful ends of a node: asked to leave, parked after the job's end, the job's end itself.
 
 ``leaving`` handles SIGTERM depending on what torchrun's main thread is doing, ``parking`` keeps an
-agent whose launcher would restart whatever exits, ``job_end`` notes how the job has ended.
+agent running whose launcher would restart it after any exit, ``job_end`` records the job's outcome.
 
-Imports what :mod:`elastic.agent` may, and nothing of it but this package. Start with ``leaving``.
+May import what :mod:`elastic.agent` may, but nothing else of that package. Start with ``leaving``.
 """

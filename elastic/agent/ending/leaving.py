@@ -123,7 +123,7 @@ class Leaving:
         self._by_s = self._clock.monotonic() + self._grace_s
 
     def end(self) -> BaseException:
-        """What this launch ends with, now that its node was told to leave."""
+        """What this launch ends with, now that its node was asked to leave."""
         self._has_raised = True
         return self._end()
 

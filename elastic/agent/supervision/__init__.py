@@ -1,10 +1,11 @@
-"""What an agent knows of its workers, and what it does about them.
+"""An agent's supervision of its workers: their state, failures, deaths and hangs.
 
-Start with ``supervisor``, through which the node's thread reaches the others: ``workers`` are the
-links to them in in-process mode (``known_workers`` what they have said of themselves,
-``announced_worlds`` the worlds that they were sent, ``worker_deaths`` what their ends mean),
-``failure_reporter`` publishes what they accuse, ``hangs`` publishes what they show while no step
-completes and carries verdicts out.
+Start with ``supervisor``, through which the node's thread uses the others: ``workers`` are the
+links to them in in-process mode (``known_workers`` their reported state, ``announced_worlds`` the
+worlds that they were sent, ``worker_deaths`` the causes of their ends), ``failure_reporter``
+publishes their failure reports, ``hangs`` publishes their state while no step completes and
+executes verdicts.
 
-Imports :mod:`elastic.hangs`, :mod:`elastic.link` and the records, never the node's loop or torch.
+May import :mod:`elastic.hangs`, :mod:`elastic.link` and the records, but neither the node's loop
+nor torch.
 """

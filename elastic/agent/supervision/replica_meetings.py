@@ -89,7 +89,7 @@ class ReplicaMeetings:
         return NodeRefused(
             f"node {node.name} cannot join {keys.root}: its workers call elastic.join(mesh=…) with "
             f"the dimensions {mesh}, those of {other.name} with {other.mesh}",
-            hint="every node of a job gives the same mesh, in the same order",
+            hint="pass the same mesh, in the same order, on every node",
         )
 
     def _meet_in_world(self, world: WorldRecord) -> None:

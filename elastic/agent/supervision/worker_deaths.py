@@ -167,7 +167,7 @@ class WorkerDeaths:
         """The remaining ranks of a replica can neither train nor give anybody a whole state:
         its processes are replaced together."""
         for worker in siblings:
-            reason = f"ended with local rank {dead.local_rank}, which is of the same replica"
+            reason = f"ended because local rank {dead.local_rank} of the same replica ended"
             self._at.journal.emit(
                 WorkerDied(pid=worker.pid, local_rank=worker.local_rank, reason=reason)
             )

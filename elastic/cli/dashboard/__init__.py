@@ -2,8 +2,9 @@
 
 Start with ``command``. ``feed`` watches etcd and the journals, once for all clients, and makes
 snapshots; ``page`` renders one to HTML, ``publisher`` hands the rendered bytes to every client,
-``application`` (Starlette) serves them, and ``access`` authorizes requests. Only
-``application``, ``request_filter`` and ``server`` need the extra ``dashboard``.
+``application`` (Starlette) serves them, and ``access`` authorizes requests. Only ``application``,
+``request_filter`` and ``server`` need the extra ``dashboard``. May import
+:mod:`elastic.cli.observe` and what the command line may.
 """
 
 from __future__ import annotations

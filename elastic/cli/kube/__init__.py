@@ -2,7 +2,8 @@
 
 Start with ``command``. ``options`` turns the flags into a record (``job``), each value checked by
 ``names``, ``components`` or ``stores``; ``overlay`` and ``patches`` turn the record into a
-kustomization based on one of deploy/overlays, which kubectl renders.
+kustomization based on one of deploy/overlays, which kubectl renders. May import errors, tuning, and
+the parsers of the other commands.
 """
 
 from __future__ import annotations

@@ -68,5 +68,5 @@ def _check_dev(given: Sequence[str]) -> None:
         if component in lacks:
             raise ConfigError(
                 f"--with={component} with --overlay=dev, {lacks[component]}",
-                hint="leave one of the two out",
+                hint="omit one of the two",
             )

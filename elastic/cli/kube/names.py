@@ -120,7 +120,7 @@ def annotation(flag: str, text: str) -> tuple[str, str]:
     _printable(flag, text)
     if is_of_kubernetes(_key(flag, text, key)):
         raise ConfigError(
-            f"{flag}={text}: {key!r} is for Kubernetes and its tools to set",
+            f"{flag}={text}: {key!r} is reserved for Kubernetes and its tools",
             hint="use the annotation of a cloud identity, such as eks.amazonaws.com/role-arn",
         )
     return key, value

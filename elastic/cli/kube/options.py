@@ -225,7 +225,7 @@ def _name(name: str | None, overlay: str) -> str | None:
     if overlay == "dev":
         raise ConfigError(
             f"--name={name} with --overlay=dev, whose etcd belongs to one job",
-            hint="leave one of the two out",
+            hint="omit one of the two",
         )
     names.label_name("--name", name)
     if not name[0].isalpha() or len(name) > _LONGEST_NAME:
@@ -241,7 +241,7 @@ def _name(name: str | None, overlay: str) -> str | None:
     if name == "workers":
         raise ConfigError(
             f"--name={name} is the label of the job without a name",
-            hint="leave it out, or choose another",
+            hint="omit it, or choose another",
         )
     return name
 
@@ -319,7 +319,7 @@ def _grace(grace_s: int | None, chosen: Sequence[str]) -> int | None:
     if "spot" in chosen:
         raise ConfigError(
             f"--grace={grace_s} with --with=spot, which sets it to the notice that clouds give",
-            hint="leave one of the two out",
+            hint="omit one of the two",
         )
     for_pod(grace_s)
     return grace_s
@@ -330,7 +330,7 @@ def _resources(args: argparse.Namespace, store: Store | None) -> Resources:
         raise ConfigError(
             f"--storage-size={args.storage_size} with --checkpoints={args.checkpoints}: no claim "
             "is made",
-            hint="leave one of the two out",
+            hint="omit one of the two",
         )
     return Resources(
         cpu=_given(names.cpu, "--cpu", args.cpu),

@@ -46,7 +46,7 @@ def parser(environ: Mapping[str, str] = os.environ) -> argparse.ArgumentParser:
     """The command line of ``elastic describe``."""
     own = CommandParser(
         prog="elastic describe",
-        description="Print what etcd knows about a node, an incident that ended a world, or the "
+        description="Print what etcd records about a node, an incident that ended a world, or the "
         "last checkpoint.",
         epilog="exit codes: 0 success, 2 usage or not found, 69 etcd unreachable or access denied",
     )
@@ -95,12 +95,12 @@ def _field(name: str, value: object) -> str:
 def _node_named(view: JobView, name: str | None) -> Node:
     names = [node.name for node in view.nodes]
     if name is None:
-        raise ConfigError("no node is named", hint=f"the live ones are: {_listed(names)}")
+        raise ConfigError("no node name is given", hint=f"live nodes: {_listed(names)}")
     found = [node for node in view.nodes if name in (node.name, node.node_id)]
     if not found:
         raise ConfigError(
-            f"no live node is called {printable(name, 60)}{nearest(name, names)}",
-            hint=f"the live ones are: {_listed(names)}",
+            f"there is no live node {printable(name, 60)}{nearest(name, names)}",
+            hint=f"live nodes: {_listed(names)}",
         )
     return found[-1]
 
@@ -147,7 +147,7 @@ def _incident_named(view: JobView, name: str | None) -> BreakageRecord:
     known = ", ".join(str(b.generation) for b in breakages)
     if not breakages:
         raise ConfigError(
-            "etcd knows of no incident of this job",
+            "etcd has no record of an incident of this job",
             hint="older ones are in the journals: elastic report FOLDER",
         )
     if name is None:
@@ -156,7 +156,7 @@ def _incident_named(view: JobView, name: str | None) -> BreakageRecord:
     if not found:
         raise ConfigError(
             f"no incident broke generation {printable(name, 60)}",
-            hint=f"those known broke generation {known}",
+            hint=f"incidents are recorded for generation {known}",
         )
     return found[-1]
 
@@ -167,9 +167,9 @@ def _incident(view: JobView, breakage: BreakageRecord) -> Iterator[str]:
     yield _field("when", f"{timestamp(breakage.time_s)} ({_ago(view, breakage.time_s)})")
     yield _field("world lived", duration(breakage.lived_s))
     if breakage.step is not None:
-        yield _field("step", f"{breakage.step} or later, as the leader knew then")
+        yield _field("step", f"{breakage.step} or later, as last reported to the leader")
     if breakage.steps is not None:
-        yield _field("progress", f"{breakage.steps} steps since the incident before")
+        yield _field("progress", f"{breakage.steps} steps since the previous incident")
     if breakage.excluded:
         yield _field("excluded", breakage.excluded)
     if breakage.verdict:
@@ -191,8 +191,8 @@ def _checkpoint_step(view: JobView) -> int:
     progress = view.progress
     if progress is None or progress.checkpoint_step is None:
         raise ConfigError(
-            "etcd knows of no checkpoint of this job",
-            hint="the folder knows: elastic checkpoints ls FOLDER",
+            "etcd has no record of a checkpoint of this job",
+            hint="list the folder: elastic checkpoints ls FOLDER",
         )
     return progress.checkpoint_step
 
@@ -200,7 +200,7 @@ def _checkpoint_step(view: JobView) -> int:
 def _checkpoint(view: JobView, step: int) -> Iterator[str]:
     yield _field("step", step)
     if (age_s := view.checkpoint_age_s) is not None:
-        yield _field("committed", f"{duration(age_s)} ago, as the leader's node knows")
+        yield _field("committed", f"{duration(age_s)} ago, according to the leader's node")
     behind, cost_s = view.behind_checkpoint(step)
     if behind is not None:
         cost = f", {duration(cost_s)}" if cost_s is not None else ""

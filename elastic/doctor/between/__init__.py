@@ -2,4 +2,5 @@
 (``bandwidth``).
 
 Start with ``pairs``. Both listen briefly and return findings of :mod:`elastic.doctor.findings`.
+Neither imports torch.
 """

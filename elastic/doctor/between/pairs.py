@@ -104,7 +104,7 @@ def _connect(to: int, address: str, port: int) -> ConnectionAttempt:
             stream.sendall(bytes(PAYLOAD_BYTES))
             _receive(stream)
     except TimeoutError:
-        answers = f"connects, and {PAYLOAD_BYTES >> 10} KiB do not come back" if took_ms else ""
+        answers = f"connects, but {PAYLOAD_BYTES >> 10} KiB do not come back" if took_ms else ""
         said = answers or f"no answer within {DOCTOR_PAIR_CONNECT_S:g} s"
     except OSError as error:
         said = error.strerror or str(error)

@@ -81,7 +81,7 @@ def findings(
             found.append(skipped(name, results[0].unsupported))
         elif len(results) == len(ranks):
             slowest = max(r.took_ms for r in results)
-            found.append(ok(name, f"right on {len(ranks)} ranks, {slowest:.1f} ms"))
+            found.append(ok(name, f"correct on {len(ranks)} ranks, {slowest:.1f} ms"))
         else:
             found.append(skipped(name, f"not reached: {stuck or 'the ranks'} did not end"))
     return found

@@ -85,7 +85,9 @@ class NodeMissing(Exception):
 def torch_findings(session: Session) -> tuple[list[Finding], list[TransferMeasurement]]:
     """Run on gloo, on NCCL if every rank has its own GPU, and on MPI if torch has it."""
     if session.size < 2:
-        return [skipped("process group", "one rank alone: --nproc-per-node=2 or --nnodes=2")], []
+        return [
+            skipped("process group", "only one rank: pass --nproc-per-node=2 or --nnodes=2")
+        ], []
     backend = _Backend(session, "gloo")
     try:
         found, measured, builds = backend.run()
@@ -124,7 +126,7 @@ def gpu_findings(build: Mapping[str, Any]) -> list[Finding]:
         remedy = "`nvidia-smi -q`, `dmesg | grep Xid`; reset or replace the device"
         return [failed(name, "; ".join(build["gpu_errors"]), remedy)]
     if count:
-        return [ok(name, f"{count}, each computes a product right")]
+        return [ok(name, f"{count}, each computes a test product correctly")]
     if not build["has_driver"]:
         return []
     cuda = f"built for CUDA {build['cuda']}" if build["cuda"] else "built without CUDA"
@@ -132,7 +134,7 @@ def gpu_findings(build: Mapping[str, Any]) -> list[Finding]:
         warning(
             name,
             f"none, although a driver is installed: torch {build['torch']} is {cuda}",
-            "install a torch for this driver's CUDA, and look at CUDA_VISIBLE_DEVICES",
+            "install a torch for this driver's CUDA, and check CUDA_VISIBLE_DEVICES",
         )
     ]
 

@@ -1,7 +1,8 @@
-"""The leader's verdicts on nodes that live: which one hangs, and which one is slower than others.
+"""The leader's verdicts on live nodes: which rank hangs, and which one is slower than the others.
 
-``hang_judge`` reads what the nodes say of a world without progress, ``straggler_judge`` the times
-of their steps; both write or report what :mod:`elastic.hangs` and :mod:`elastic.stragglers` decide.
+``hang_judge`` reads the nodes' records of a world without progress, ``straggler_judge`` their step
+times; both publish the decisions of :mod:`elastic.hangs` and :mod:`elastic.stragglers`.
 
-Used by :mod:`elastic.leadership.leader` alone, and imports nothing of that package.
+Start with ``hang_judge``. Used only by :mod:`elastic.leadership.leader`; imports nothing else of
+that package.
 """

@@ -1,6 +1,7 @@
-"""Warnings for scripts that know nothing of this project.
+"""Warnings for scripts that do not use this project.
 
-``starting_over``: one that overwrites the checkpoint it should have loaded (``file_reads`` tells
-whether it was read); ``restart_notice``: one whose workers were started again. May import what
-:mod:`elastic.rendezvous` may; nothing of that package.
+``starting_over`` warns about a script that overwrites the checkpoint that it should have loaded
+(``file_reads`` detects whether it was read), ``restart_notice`` about one whose workers will be
+restarted. Start with ``starting_over``. May import what :mod:`elastic.rendezvous` may, but nothing
+of that package.
 """

@@ -14,17 +14,17 @@ from elastic.telemetry.log import get_logger
 from elastic.tuning.agent_intervals import JOIN_EXPECTED_S
 
 RESTART_MODE = (
-    "mode=restart: when the world changes, all workers are started again. A script with "
+    "mode=restart: when the world changes, all workers are restarted. A script with "
     "elastic.join() resumes from its last checkpoint, with the same global batch and order of "
-    "data; any other one has to load its own checkpoint. Without elastic.ElasticSampler its global "
-    "batch is the batch per rank times the number of ranks: it changes with the world"
+    "data; any other script must load its own checkpoint. Without elastic.ElasticSampler its "
+    "global batch is the batch per rank times the number of ranks, which changes with the world"
 )
 UNMODIFIED = (
     "no worker has called elastic.join() within {after_s:g} s of its start. If none does: when the "
-    "world changes, all workers are started again. The script has to load its own newest "
-    "checkpoint, or it begins from scratch; what was done since that is done again. Its global "
-    "batch is the batch per rank times the number of ranks, which changes with the world, unless "
-    "elastic.ElasticSampler or elastic.join() with run.loader keeps it the same"
+    "world changes, all workers are restarted. The script must load its own newest checkpoint, or "
+    "it starts from scratch; later steps are repeated. Its global batch is the batch per rank "
+    "times the number of ranks, which changes with the world, unless elastic.ElasticSampler or "
+    "elastic.join() with run.loader keeps it the same"
 )
 
 

@@ -170,5 +170,5 @@ def _sentence(again: Path, before: Path) -> str:
     return (
         f"training has started over: the restarted script has written {what}. Make it resume from "
         "its newest checkpoint whenever there is one (nanoGPT: init_from='resume'; Hugging Face: "
-        "resume_from_checkpoint=True), or use elastic.join(), which does that by itself"
+        "resume_from_checkpoint=True), or use elastic.join(), which does that automatically"
     )

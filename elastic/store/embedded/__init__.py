@@ -1,4 +1,5 @@
 """An etcd on this machine's loopback, for laptops, demos and tests. Never for production.
 
-``etcd`` is its API, ``process`` the server's process, binary and ports.
+Start with ``etcd``, its API; ``process`` is the server's process, binary and ports. May import what
+:mod:`elastic.store` may.
 """

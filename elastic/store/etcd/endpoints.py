@@ -85,12 +85,12 @@ class EtcdConfig:
         if {"http", "https"} <= schemes:
             raise ConfigError(
                 f"http:// and https:// are mixed in {', '.join(map(str, self.endpoints))}",
-                hint="all members of one etcd cluster speak the same",
+                hint="all members of an etcd cluster use the same scheme",
             )
         if "http" in schemes and (self.cacert or self.cert):
             raise ConfigError(
                 f"http:// endpoints with a certificate ({self.cacert or self.cert})",
-                hint="write https://, or leave cacert, cert and key out",
+                hint="write https://, or omit cacert, cert and key",
             )
 
     @property

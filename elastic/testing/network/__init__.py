@@ -1,10 +1,10 @@
 """An emulated network for tests: each node in a network namespace, every packet through a switch.
 
-- :mod:`elastic.testing.network.emulated`: makes the namespaces, and orders what goes wrong
-- :mod:`elastic.testing.network.switch`: the process that forwards packets, late or not at all
-- :mod:`elastic.testing.network.packets`: what the switch reads of a packet
+- :mod:`elastic.testing.network.emulated`: creates the namespaces and injects faults
+- :mod:`elastic.testing.network.switch`: the process that forwards, delays or drops packets
+- :mod:`elastic.testing.network.packets`: the packet fields that the switch reads
 
-The switch is a program, and not ``tc netem`` and ``nft``: many kernels of containers and micro VMs
-have neither, and there is no other way to hold packets back. Needs root, ``ip`` of iproute2 and
+The switch is a program instead of ``tc netem`` and ``nft``, because many kernels of containers and
+micro VMs have neither. Start with ``emulated``. Needs root, ``ip`` of iproute2 and
 ``/dev/net/tun``; Linux only. May import the standard library and the clock.
 """

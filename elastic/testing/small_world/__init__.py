@@ -1,5 +1,6 @@
 """Workers of one script forked from a warm process, under simulated agents: tests of idioms in
 milliseconds.
 
-``world`` is what tests use, ``host`` the warm process, ``worker`` one fork of it.
+Start with ``world``, which tests use; ``host`` is the warm process, ``worker`` one fork of it. May
+import what :mod:`elastic.testing` may.
 """

@@ -71,7 +71,7 @@ class ReadingAhead:
         first = [ref() for ref in self._first_batch]
         if any(tensor is one for tensor in _tensors([inputs, named]) for one in first):
             raise TrainingError(
-                "the script asks for the next batch before it trains on the last one, as a "
+                "the script requests the next batch before it trains on the last one, as a "
                 "prefetcher does: a fault would lose a batch, or repeat one",
                 hint=HINT,
             )

@@ -349,7 +349,7 @@ def _check(
         raise TrainingError(
             f"{kind}.step() outside of a step of the loop",
             hint="step inside `for … in loader`, where loader = run.loader(…), before the next "
-            "batch is asked for; without a loader, between run.begin() and run.commit()",
+            "batch is requested; without a loader, between run.begin() and run.commit()",
         )
     if not step.is_last_micro_batch:
         raise TrainingError(

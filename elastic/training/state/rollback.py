@@ -220,7 +220,7 @@ class Rollback:
             self._has_told = True
             get_logger().info(
                 "%s: from now on a copy of the weights is kept at each step, so that an "
-                "interrupted one can be redone exactly",
+                "interrupted one can be repeated exactly",
                 self._why_copies,
             )
         if self._copies is None:
@@ -260,7 +260,7 @@ class _Large:
             self.is_copied = True
             get_logger().info(
                 "%s changes within steps: from now on it is copied in each step, so that an "
-                "interrupted step can be redone exactly; run.after_step(update) needs no copies",
+                "interrupted step can be repeated exactly; run.after_step(update) needs no copies",
                 self._name,
             )
 

@@ -62,7 +62,7 @@ class Trainer:
             self._run_batch(source, targets)
 
     def train(self, max_epochs):
-        for epoch in run.epochs(max_epochs):  # those that are left
+        for epoch in run.epochs(max_epochs):  # the remaining ones
             self._run_epoch(epoch)
             if dist.get_rank() == 0 and (epoch + 1) % self.save_every == 0:
                 self._save_snapshot(epoch)
@@ -76,7 +76,7 @@ def load_train_objs():
 
 
 def prepare_dataloader(dataset, batch_size):
-    return run.loader(DataLoader(dataset, batch_size=batch_size, shuffle=True))  # deals samples out
+    return run.loader(DataLoader(dataset, batch_size=batch_size, shuffle=True))  # sharded
 
 
 def main(total_epochs, save_every, batch_size, snapshot_path):

@@ -46,7 +46,7 @@ backend = "gloo"
 dtype = "float32"  # or "bfloat16", "float16"
 
 run = elastic.join(backend=backend, checkpoints=f"{out_dir}/elastic", when=eval_interval)
-torch.manual_seed(1337)  # the first weights; each micro-batch has a seed of its own
+torch.manual_seed(1337)  # the initial weights; each micro-batch has a separate seed
 os.makedirs(out_dir, exist_ok=True)
 ctx = nullcontext() if dtype == "float32" else torch.autocast("cpu", getattr(torch, dtype))
 
@@ -156,7 +156,7 @@ def train_iteration(step):
 
 def train():
     for _ in run.epochs(1):
-        for step in run.steps(loader):  # those that are left
+        for step in run.steps(loader):  # the remaining ones
             train_iteration(step)
 
 

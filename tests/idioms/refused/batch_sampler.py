@@ -1,6 +1,6 @@
-"""A batch sampler of one's own
+"""A custom batch sampler
 
-Batches are cut anew for each world; a sampler that makes them itself cannot be cut.
+Batches are divided again for each world; those that a sampler creates itself cannot be divided.
 Refused: which cannot be distributed
 
 ```python

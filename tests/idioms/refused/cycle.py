@@ -1,6 +1,6 @@
 """`itertools.cycle(loader)`
 
-It keeps the batches of the first epoch and gives them again, unknown to the job.
+It stores the batches of the first epoch and repeats them without the job's knowledge.
 Refused: itertools.cycle(loader) repeats the batches of the first epoch
 
 ```python

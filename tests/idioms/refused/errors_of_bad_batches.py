@@ -1,7 +1,7 @@
 """Catching the error of a bad batch on one rank
 
-The other ranks would add this rank's next gradients to those of the present step. (A fault of the
-world that the script catches is raised again at the end of the step.)
+The other ranks would add this rank's next gradients to those of the current step. (If the script
+catches a fault of the world, it is raised again at the end of the step.)
 
 ```python
 try:

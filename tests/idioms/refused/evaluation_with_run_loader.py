@@ -1,7 +1,7 @@
 """Evaluation with `run.loader`
 
-Each of its batches is a training step of the job. After a recovery a pass over it would go on in
-its middle, and the sums of the batches before are gone. The same holds for `update_bn`.
+Each of its batches is a training step of the job. After a recovery, a pass over it would resume in
+the middle, and the sums of the earlier batches would be lost. The same applies to `update_bn`.
 
 ```python
 valid_loader = run.shard(DataLoader(valid_set, batch_size=8))

@@ -1,6 +1,6 @@
 """A model that is not wrapped
 
-Every rank would train a model of its own.
+Every rank would train a separate model.
 Refused: run.wrap
 Workers: 3
 

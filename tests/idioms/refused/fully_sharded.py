@@ -1,4 +1,4 @@
-"""`fully_shard` inside of `run.wrap`
+"""`fully_shard` inside `run.wrap`
 
 A sharded model recovers by a restart of its workers, with checkpoints that load at any size of the
 world ([sharded models](how-to/sharded.md)), and without `elastic.join`. The message names the first

@@ -1,6 +1,6 @@
 """Random numbers that differ between ranks, added to gradients
 
-What is drawn in a step depends on the rank: weights would drift apart.
+Random numbers in a step depend on the rank: weights would diverge.
 Refused: has other weights than rank 0
 Workers: 3
 

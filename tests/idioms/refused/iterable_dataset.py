@@ -1,6 +1,6 @@
 """`IterableDataset`
 
-It has no samples that could be dealt out to another number of ranks, or found again.
+It has no samples that could be distributed over another number of ranks, or found again.
 Refused: is an IterableDataset: samples cannot be distributed
 
 Give the dataset a length and random access:

@@ -1,7 +1,7 @@
-"""An iterator over the loader that is made before `run.retry`
+"""An iterator over the loader that is created before `run.retry`
 
 As in the trainers of many diffusion models: `self.dl = cycle(dl)` in `__init__`. After a change of
-the world it would give batches of the world that is over, or raise StopIteration.
+the world it would yield batches of the previous world, or raise StopIteration.
 
 ```python
 def train():

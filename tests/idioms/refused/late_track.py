@@ -1,6 +1,6 @@
 """Tracking after training has begun
 
-State is restored at the first loop: what is tracked later would miss it.
+State is restored at the first loop: objects that are tracked later would not be restored.
 Refused: is called too late
 
 ```python

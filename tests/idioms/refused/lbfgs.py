@@ -1,6 +1,6 @@
 """LBFGS
 
-It changes its state before it knows the gradients: a step of it cannot be done again.
+It changes its state before it has the gradients: its steps cannot be repeated.
 Refused: LBFGS changes its state before gradients are known
 
 ```python

@@ -1,6 +1,6 @@
 """Leaving a step before its last micro-batch
 
-Its samples would count for nothing.
+Its remaining samples would be lost.
 Refused: was left before the last of its
 
 ```python

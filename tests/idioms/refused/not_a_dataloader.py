@@ -1,6 +1,6 @@
-"""Something that is no `DataLoader`
+"""An object that is not a `DataLoader`
 
-A wrapper is passed together with the DataLoader inside of it.
+Pass a wrapper together with the DataLoader inside it.
 Refused: not a DataLoader: list
 
 ```python

@@ -1,6 +1,6 @@
 """An optimizer that divides the parameters among the ranks (Muon, ZeRO)
 
-Each rank has the momentum of its own parameters only, and a rank that dies takes it along.
+Each rank has the momentum of its own parameters only, which is lost when the rank dies.
 Refused: it is divided among the ranks
 Workers: 3
 

@@ -1,4 +1,4 @@
-"""The optimizer of a sharded model inside of `run.track`
+"""The optimizer of a sharded model in `run.track`
 
 Its state is sharded with the parameters. [Sharded models](how-to/sharded.md) has the loop that
 saves and restores both.

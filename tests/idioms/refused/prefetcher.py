@@ -1,7 +1,7 @@
-"""A prefetcher, which asks for the next batch before the update
+"""A prefetcher that fetches the next batch before the update
 
-A step ends when the next batch is asked for: the update would belong to the wrong step.
-Refused: asks for the next batch before it trains on the last one
+A step ends when the next batch is requested: the update would belong to the wrong step.
+Refused: requests the next batch before it trains on the last one
 
 ```python
 loader = run.loader(DataLoader(dataset, num_workers=4, pin_memory=True))    # reads ahead

@@ -1,4 +1,4 @@
-"""A process group of one's own for DDP
+"""A custom process group for DDP
 
 Refused: the world's group is the only one that is rebuilt
 

@@ -1,7 +1,6 @@
-"""A sampler of one's own
+"""A custom sampler
 
-Only the order of samplers that are functions of an index list can be kept over changes of the
-world.
+Only the order of samplers that are functions of an index list can be reproduced in another world.
 Refused: cannot be reproduced in another world
 
 ```python

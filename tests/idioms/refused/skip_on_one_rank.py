@@ -1,6 +1,6 @@
-"""Leaving out a batch on one rank
+"""Skipping a batch on one rank
 
-The other ranks would add this rank's next gradients to those of the present step.
+The other ranks would add this rank's next gradients to those of the current step.
 
 ```python
 is_bad = run.mean(1.0, bad=float(not torch.isfinite(inputs).all()))["bad"] > 0

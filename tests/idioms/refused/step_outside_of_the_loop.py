@@ -1,6 +1,6 @@
 """An optimizer step after the loop
 
-Nobody could say which samples it has seen, nor do it again.
+It could not be determined which samples the step has used, and the step could not be repeated.
 Refused: outside of a step of the loop
 
 ```python

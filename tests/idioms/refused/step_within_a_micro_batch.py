@@ -1,6 +1,6 @@
 """An optimizer step for each micro-batch
 
-The micro-batches of a step are one batch, cut to bound the memory.
+The micro-batches of a step are one batch, divided to limit memory.
 Refused: before the last of its
 
 ```python

@@ -1,7 +1,7 @@
-"""`parallelize_module` inside of `run.wrap`
+"""`parallelize_module` inside `run.wrap`
 
-Tensor parallelism, too, recovers by a restart: [sharded models](how-to/sharded.md). The same is
-refused for FSDP1's `FullyShardedDataParallel` and for whatever else holds a DTensor.
+Tensor parallelism, too, recovers by a restart: [sharded models](how-to/sharded.md). FSDP1's
+`FullyShardedDataParallel` and every other module with a DTensor are refused in the same way.
 Refused: run.wrap() of a sharded module: '0.weight' is a DTensor
 
 ```python

@@ -1,7 +1,7 @@
 """An average of the weights that is not tracked
 
-A joining node would begin its average anew, and save that if it became rank 0. Detected are
-`AveragedModel`, and modules with a copy of the model whose class says that they average
+A joining node would restart its average, and save that if it became rank 0. Detected are
+`AveragedModel`, and modules with a copy of the model whose class name indicates an average
 (`ModelEmaV2`, `EMA`, `ExponentialMovingAverage`).
 
 ```python

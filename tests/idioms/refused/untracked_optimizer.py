@@ -1,6 +1,6 @@
 """An optimizer that is not tracked
 
-Its state would be lost with a restart, and unknown to a replacement.
+Its state would be lost by a restart, and a replacement would not receive it.
 Refused: is about to change wrapped parameters, but is not tracked
 
 ```python

@@ -1,6 +1,6 @@
 """A `GradScaler` that is not tracked
 
-Its scale changes while training: a joining node would scale by another factor than the others.
+Its scale changes during training: a joining node would use a different factor from the others.
 
 ```python
 run.track(optimizer=optimizer, scaler=scaler)

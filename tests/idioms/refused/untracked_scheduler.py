@@ -1,6 +1,6 @@
 """A scheduler that is not tracked
 
-A joining node would begin its schedule anew, and a step that is done again would step it twice.
+A joining node would restart its schedule, and a repeated step would step it twice.
 
 ```python
 run.track(optimizer=optimizer, scheduler=scheduler)

@@ -1,6 +1,6 @@
 """`loss.backward()` on micro-batches
 
-Micro-batches differ in size: their losses have to be weighted.
+Micro-batches differ in size: their losses must be weighted.
 Refused: with unweighted gradients of
 
 ```python

@@ -1,4 +1,4 @@
-"""A forward pass around the wrap
+"""A forward pass that bypasses the wrapper
 
 Gradients would not be reduced over the world.
 Refused: with gradients that were not reduced over the world

@@ -1,7 +1,7 @@
 """A loop in the style of Accelerate
 
-`accumulate(model)` counts batches. Make the object in the function that `run.retry` calls, so that
-its count begins with the group that is done again.
+`accumulate(model)` counts batches. Create the object in the function that `run.retry` calls, so
+that its count restarts with the group of batches that is repeated.
 Group: The loop
 """
 

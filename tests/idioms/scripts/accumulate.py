@@ -1,6 +1,6 @@
 """Gradient accumulation, written by hand
 
-The batches of one optimizer step belong together: after a fault all of them are done again.
+The batches of one optimizer step form a group: after a fault, all of them are repeated.
 Group: Gradients
 """
 

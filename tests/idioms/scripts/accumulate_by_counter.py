@@ -1,6 +1,6 @@
-"""Gradient accumulation with a counter of one's own
+"""Gradient accumulation with a separate counter
 
-A local counter starts again with the function, as the group of batches does.
+A local counter restarts with the function, as the group of batches does.
 Group: Gradients
 """
 

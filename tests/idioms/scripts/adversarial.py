@@ -1,6 +1,6 @@
 """Adversarial examples (FGSM)
 
-Gradients with respect to the inputs, taken with the model inside of the wrap, then an ordinary
+Gradients with respect to the inputs, computed with the module inside the wrapper, then an ordinary
 step.
 Group: Gradients
 """

@@ -1,7 +1,7 @@
-"""Everything inside of the function
+"""Everything inside the function
 
-Model, optimizer and loader may be made by the function that `run.retry` calls; after a recovery
-it is called again, and makes them anew.
+Model, optimizer and loader may be created by the function that `run.retry` calls; after a recovery
+it is called again and recreates them.
 Group: The loop
 """
 

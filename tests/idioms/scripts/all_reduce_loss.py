@@ -1,8 +1,8 @@
 """Logging the loss with `dist.all_reduce`
 
-Collectives of the script's own may stand anywhere in the loop: a fault in them is a fault of
-the world, and the step is completed in the next one.
-Inexact: loss to 0.5, since a redone step may compute its loss with the updated weights
+The script may call collectives anywhere in the loop: a fault in one of them is a fault of the
+world, and the step is completed in the next one.
+Inexact: loss to 0.5, since a repeated step may compute its loss with the updated weights
 Group: Evaluation and logging
 """
 

@@ -1,7 +1,7 @@
 """Random augmentation in the dataset
 
-Whatever `__getitem__` draws from `torch`, `random` or `numpy` belongs to the sample and the
-epoch: it is the same in every world, and when it is read again.
+Random numbers that `__getitem__` draws from `torch`, `random` or `numpy` depend on the sample and
+the epoch: they are the same in every world, and when the sample is read again.
 Group: Data
 """
 

@@ -1,6 +1,6 @@
 """`torch.optim.swa_utils.AveragedModel`
 
-Made of the wrapped model, and tracked.
+Created from the wrapped model, and tracked.
 Group: Averages and state
 """
 

@@ -1,9 +1,8 @@
 """BatchNorm
 
-As in stock DDP, statistics are those of each rank's share and rank 0's running averages count;
-so they depend on the number of workers. On GPUs
-`nn.SyncBatchNorm.convert_sync_batchnorm(model)` before `run.wrap` makes them those of the whole
-batch.
+As in stock DDP, statistics are those of each rank's share and rank 0's running averages are used,
+so they depend on the number of workers. On GPUs, `nn.SyncBatchNorm.convert_sync_batchnorm(model)`
+before `run.wrap` computes them over the complete batch.
 Compared: among ranks, since the statistics of a share depend on its size
 Group: Models
 """

@@ -1,7 +1,6 @@
 """A loop without a loader: `run.begin` and `run.commit`
 
-Reinforcement learning, generated data, frameworks of one's own: each rank counts for the same
-share.
+Reinforcement learning, generated data, custom frameworks: each rank has the same weight.
 
 Group: The loop
 """

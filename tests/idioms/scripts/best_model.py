@@ -1,6 +1,6 @@
 """Keeping the best model
 
-The best weights are a tracked module, the number that they had is in `run.state`.
+The best weights are a tracked module; their score is in `run.state`.
 Group: Averages and state
 """
 

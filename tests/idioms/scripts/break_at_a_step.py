@@ -1,6 +1,6 @@
-"""Leaving the loop at a number of steps
+"""Leaving the loop at a given step
 
-The number is that of the job, kept in `run.state`.
+The step number is that of the job, kept in `run.state`.
 Group: The loop
 """
 

@@ -1,6 +1,6 @@
 """Weights broadcast from rank 0 before the loop
 
-Needless here, and harmless: they are the same on all ranks.
+Unnecessary, but harmless: all ranks have the same weights already.
 Group: The loop
 """
 

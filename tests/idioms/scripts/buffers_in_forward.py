@@ -1,6 +1,6 @@
 """Buffers that change in the forward pass
 
-They are put back with a step that is redone; rank 0's count, as in stock DDP.
+They are rolled back when a step is repeated; rank 0's values are used, as in stock DDP.
 
 Group: Models
 """

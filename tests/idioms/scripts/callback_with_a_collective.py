@@ -1,6 +1,7 @@
 """A callback with a collective in `run.after_step`
 
-The step is committed before; a callback that was interrupted is called again in the next world.
+The step is committed before the callback runs; an interrupted callback is called again in the next
+world.
 Group: Averages and state
 """
 

@@ -1,7 +1,7 @@
 """Exceptions caught around the step
 
-A fault of the world that the script catches is raised again at the end of the step, and recovered
-from.
+If the script catches a fault of the world, it is raised again at the end of the step, and the job
+recovers.
 Group: The loop
 """
 

@@ -1,7 +1,6 @@
 """Gradient clipping by norm
 
-Gradients are those of the global batch once `backward` is over: every rank clips by the same
-norm.
+After `backward`, gradients are those of the global batch: every rank clips by the same norm.
 Group: Gradients
 """
 

@@ -1,6 +1,6 @@
 """`optimizer.step(closure)`
 
-Lightning steps that way always.
+Lightning always steps in this way.
 Group: Optimizers and learning rates
 """
 

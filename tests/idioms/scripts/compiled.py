@@ -1,7 +1,7 @@
 """`torch.compile` of the wrapped model
 
-Shares differ between ranks, and change with the world: pass `dynamic=True`, or each size is
-compiled by itself.
+Shares differ between ranks and change with the world: pass `dynamic=True`, or each size is compiled
+separately.
 Group: Precision and compilation
 """
 

@@ -1,4 +1,4 @@
-"""`torch.compile` inside of the wrap
+"""`torch.compile` inside the wrapper
 
 Group: Precision and compilation
 """

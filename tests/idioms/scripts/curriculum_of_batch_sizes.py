@@ -1,6 +1,6 @@
 """A batch size that changes between epochs
 
-One loader for each size, all made before the loop.
+One loader for each size, all created before the loop.
 Group: Data
 """
 

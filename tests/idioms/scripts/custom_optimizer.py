@@ -1,4 +1,4 @@
-"""An optimizer of one's own (Lion)
+"""A custom optimizer (Lion)
 
 A subclass of `torch.optim.Optimizer`.
 

@@ -1,4 +1,4 @@
-"""A tracked object of one's own
+"""A custom tracked object
 
 Anything with `state_dict` and `load_state_dict`.
 Group: Averages and state

@@ -1,6 +1,6 @@
 """Data workers
 
-They stay for the rest of the epoch when the world changes.
+They continue to the end of the epoch when the world changes.
 Group: Data
 """
 

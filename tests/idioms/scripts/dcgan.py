@@ -1,7 +1,7 @@
 """PyTorch's DCGAN example
 
 Two wrapped models with BatchNorm, two optimizers, noise drawn in the loop.
-Compared: among ranks, since each rank draws noise of its own
+Compared: among ranks, since each rank draws its own noise
 Group: Models
 """
 

@@ -1,6 +1,7 @@
 """No `global_batch`
 
-It is batch_size times the largest world, then, and stays that while the world is smaller.
+It defaults to `batch_size` times the size of the largest world, and stays the same while the world
+is smaller.
 Group: Data
 """
 

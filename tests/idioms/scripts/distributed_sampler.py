@@ -1,7 +1,7 @@
-"""A `DistributedSampler` may stay
+"""An existing `DistributedSampler`
 
-Its order and seed are kept; what belongs to which rank is decided anew for each world. The
-sizes that are passed to it do not matter.
+It can remain: its order and seed are kept, and samples are assigned to ranks again for each world.
+The sizes that are passed to it are ignored.
 Group: Data
 """
 

@@ -1,8 +1,8 @@
 """Dropout
 
-Masks are drawn from (seed, step, rank): a step that is done again draws the same ones. With
-another number of workers they are others.
-Compared: among ranks, since each rank draws masks of its own
+Masks are drawn from (seed, step, rank): a repeated step draws the same ones. Another number of
+workers draws different ones.
+Compared: among ranks, since each rank draws its own masks
 Group: Models
 """
 

@@ -1,7 +1,7 @@
 """Early stopping by validation loss
 
-What decides (best loss, patience) is in `run.state`: it is the same on all ranks, and survives.
-The loop is left by `break` in an epoch of its own.
+The state of the decision (best loss, patience) is in `run.state`: it is the same on all ranks and
+survives failures. The loop is left by `break` in a separate epoch.
 Group: Evaluation and logging
 """
 

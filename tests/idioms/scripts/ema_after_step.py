@@ -1,6 +1,6 @@
 """A moving average in `run.after_step`
 
-The callback runs once for each committed step, also if a fault interrupts it.
+The callback runs once for each committed step, even if a fault interrupts it.
 Group: Averages and state
 """
 

@@ -1,6 +1,6 @@
 """An exponential moving average, updated in the loop
 
-Tracked, it is put back with everything else if a fault comes later in the same step.
+If tracked, it is rolled back with everything else when a fault occurs later in the same step.
 Group: Averages and state
 """
 

@@ -1,6 +1,6 @@
 """A moving average of a large model
 
-Tracked objects of any size are put back, or taken from a rank that has them.
+Tracked objects of any size are rolled back, or received from a rank that has them.
 Group: Averages and state
 """
 

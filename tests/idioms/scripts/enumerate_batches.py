@@ -1,7 +1,7 @@
 """Counting batches with `enumerate`
 
-After a recovery the loop begins in the middle of the epoch: `start=loader.index` keeps the
-number that of the batch within its epoch.
+After a recovery the loop resumes in the middle of the epoch: `start=loader.index` keeps the index
+of the batch within its epoch.
 Group: The loop
 """
 

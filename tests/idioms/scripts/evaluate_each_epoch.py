@@ -1,6 +1,6 @@
 """Evaluation at the end of each epoch, on all ranks
 
-`run.shard` deals the test set out without padding, `run.mean` averages over the world.
+`run.shard` distributes the test set without padding; `run.mean` averages over the world.
 Group: Evaluation and logging
 """
 

@@ -1,4 +1,4 @@
-"""Evaluation in mid-epoch, on all ranks
+"""Evaluation in the middle of an epoch, on all ranks
 
 Group: Evaluation and logging
 """

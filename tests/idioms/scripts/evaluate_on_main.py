@@ -1,4 +1,4 @@
-"""Evaluation in mid-epoch, on rank 0 only
+"""Evaluation in the middle of an epoch, on rank 0 only
 
 In eval mode, or without gradients, the wrapped model runs without collectives: the other ranks
 wait for rank 0 in their next backward pass.

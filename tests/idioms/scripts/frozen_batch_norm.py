@@ -1,6 +1,6 @@
 """BatchNorm with frozen statistics
 
-As in detection and fine-tuning: the BatchNorm layers stay in eval mode, their affine parameters
+As in detection and fine-tuning: the BatchNorm layers stay in eval mode, and their affine parameters
 are trained.
 Group: Models
 """

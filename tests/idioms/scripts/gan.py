@@ -1,7 +1,7 @@
 """A GAN: two models, two optimizers, one loader
 
-As in the DCGAN example. The noise comes with the data: what a dataset draws belongs to the
-sample, in any world.
+As in the DCGAN example. The noise is part of the data: random numbers that a dataset draws depend
+on the sample only, in any world.
 Group: Models
 """
 

@@ -1,4 +1,4 @@
-"""Two models in one wrap
+"""Two models in one wrapper
 
 Generator and discriminator as parts of one module: one DDP, one reduction per step.
 Group: Models

@@ -1,7 +1,6 @@
 """A GAN that toggles `requires_grad` of its discriminator
 
-As in CycleGAN's `set_requires_grad`: the discriminator gets no gradients in the generator's
-turn.
+As in CycleGAN's `set_requires_grad`: the discriminator gets no gradients in the generator's step.
 Group: Models
 """
 

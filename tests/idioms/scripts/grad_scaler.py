@@ -1,6 +1,6 @@
 """An enabled `GradScaler`
 
-Its scale is the same on all ranks, since it looks at reduced gradients.
+Its scale is the same on all ranks, since it depends on reduced gradients.
 
 Group: Precision and compilation
 """

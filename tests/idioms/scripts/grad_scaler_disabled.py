@@ -1,6 +1,6 @@
 """A disabled `GradScaler`
 
-Scripts keep the scaler in place and switch it off where there is no float16. It may be tracked.
+Scripts keep the scaler and disable it where there is no float16. It may be tracked.
 Group: Precision and compilation
 """
 

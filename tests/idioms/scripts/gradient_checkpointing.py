@@ -1,6 +1,6 @@
 """Activation checkpointing
 
-`torch.utils.checkpoint` inside of the model.
+`torch.utils.checkpoint` inside the model.
 Group: Precision and compilation
 """
 

@@ -1,7 +1,7 @@
 """Gradient noise
 
-Numbers that must be the same on all ranks come from a generator of one's own, seeded by the
-step: what is drawn without one differs between ranks.
+Random numbers that must be the same on all ranks come from a separate generator, seeded by the
+step: the default generators draw different numbers on each rank.
 Group: Gradients
 """
 

@@ -1,7 +1,7 @@
 """A gradient penalty (WGAN-GP, R1)
 
-`torch.autograd.grad(create_graph=True)` with respect to the inputs, through the module inside
-of the wrap and not through DDP.
+`torch.autograd.grad(create_graph=True)` with respect to the inputs, through the module inside the
+wrapper and not through DDP.
 Group: Gradients
 """
 

@@ -1,7 +1,7 @@
 """PyTorch's ImageNet example
 
-`main_worker` is what `run.retry` calls: it makes model, optimizer, scheduler and loaders. The best
-accuracy is kept in `run.state`; meters begin anew after a recovery.
+`run.retry` calls `main_worker`, which creates model, optimizer, scheduler and loaders. The best
+accuracy is kept in `run.state`; meters are reset by a recovery.
 Group: The loop
 """
 

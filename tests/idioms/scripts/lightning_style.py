@@ -1,6 +1,6 @@
 """A trainer in the style of Lightning
 
-`training_step`, `configure_optimizers`, closures, and callbacks with a state: they are tracked.
+`training_step`, `configure_optimizers`, closures, and callbacks with state, which are tracked.
 Group: The loop
 """
 

@@ -1,6 +1,6 @@
-"""A look at a batch before training
+"""Reading a batch before training
 
-`next(iter(loader))` for shapes or a summary costs nothing.
+`next(iter(loader))` for shapes or a summary does not consume the batch.
 
 Group: Data
 """

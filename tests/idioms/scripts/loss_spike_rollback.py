@@ -1,6 +1,6 @@
-"""Going back to a copy of the weights
+"""Rolling back to a copy of the weights
 
-A tracked copy of the weights, loaded into the model when the loss explodes.
+A tracked copy of the weights is loaded into the model when the loss explodes.
 
 Group: Averages and state
 """

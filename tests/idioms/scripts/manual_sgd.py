@@ -1,6 +1,6 @@
 """SGD by hand, under `no_grad`
 
-As in the tutorials: no optimizer at all.
+As in the tutorials: without an optimizer.
 Group: Optimizers and learning rates
 """
 

@@ -1,7 +1,7 @@
 """Epochs of a given number of steps
 
-`run.loader(…, max_steps=5)` instead of `itertools.islice` or `if i == 5: break`: a counter of
-the script's own begins again after a recovery.
+`run.loader(…, max_steps=5)` instead of `itertools.islice` or `if i == 5: break`: the script's own
+counter would restart after a recovery.
 Group: The loop
 """
 

@@ -1,8 +1,8 @@
 """Averages over an epoch
 
-Sums that must survive a recovery in mid-epoch belong into `run.state`; a local `AverageMeter`
-starts again with the function.
-Inexact: averages to 0.1, since a redone step may compute its loss with the updated weights
+Sums that must survive a recovery in the middle of an epoch belong in `run.state`; a local
+`AverageMeter` restarts with the function.
+Inexact: averages to 0.1, since a repeated step may compute its loss with the updated weights
 Group: Evaluation and logging
 """
 

@@ -1,7 +1,7 @@
 """Micro-batches within a step
 
-`run.steps(loader)` with `micro_batch=` bounds the memory of a step at any size of the world;
-`step.backward` weighs each micro-batch.
+`run.steps(loader)` with `micro_batch=` limits the memory of a step for any size of the world;
+`step.backward` weights each micro-batch.
 Group: Gradients
 """
 

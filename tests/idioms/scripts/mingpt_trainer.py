@@ -1,7 +1,7 @@
 """minGPT's `Trainer`
 
 A sampler without an end, `next` in `while True`, and callbacks. Its `iter_num` is kept in
-`run.state`: an attribute that `run()` sets to 0 would count anew after a recovery.
+`run.state`: an attribute that `run()` sets to 0 would be reset by a recovery.
 Group: The loop
 """
 

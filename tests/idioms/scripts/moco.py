@@ -1,8 +1,7 @@
 """A momentum encoder and a queue (MoCo)
 
-Both are buffers of a module of one's own that is tracked. What every rank must add to the queue
-is gathered from all of them, in the order of ranks: with another number of workers in another
-order.
+Both are buffers of a tracked module. The new entries of the queue are gathered from all ranks, in
+the order of ranks, so their order depends on the number of workers.
 Compared: among ranks, since the queue's order is that of the ranks
 Group: Models
 """

@@ -1,7 +1,7 @@
-"""Muon beside AdamW
+"""Muon and AdamW
 
-Matrices are updated by the one, everything else by the other. Every rank updates all parameters:
-divided among the ranks, as in some recipes, momentum would be lost with a rank, and is refused.
+Muon updates matrices, AdamW everything else. Every rank updates all parameters: dividing them among
+the ranks, as some recipes do, is refused, since momentum would be lost with a rank.
 Group: Optimizers and learning rates
 """
 

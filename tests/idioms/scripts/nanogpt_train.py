@@ -1,9 +1,8 @@
 """nanoGPT's `train.py`
 
-Batches at random offsets, drawn within the step that they are for: what is drawn in a step is
-drawn again if the step is done again. (nanoGPT draws the next step's batch between forward and
-backward pass.)
-Compared: among ranks, since each rank draws batches of its own
+Batches at random offsets, drawn within the step that trains on them: a repeated step draws the same
+numbers again. (nanoGPT draws the next step's batch between forward and backward pass.)
+Compared: among ranks, since each rank draws its own batches
 Group: The loop
 """
 

@@ -1,8 +1,8 @@
 """Random numbers drawn in the loop
 
-Noise, mixup, diffusion's time steps: drawn from (seed, step, rank), so that ranks draw
-differently and a step that is done again draws the same.
-Compared: among ranks, since each rank draws numbers of its own
+Noise, mixup, diffusion time steps: drawn from (seed, step, rank), so that ranks draw different
+numbers and a repeated step draws the same ones.
+Compared: among ranks, since each rank draws its own numbers
 Group: Data
 """
 

@@ -1,7 +1,7 @@
-"""What depends on the size of the world
+"""Settings that depend on the size of the world
 
-`run.on_world` calls back whenever a world begins: for a rate per worker, a subgroup, a log
-file.
+`run.on_world` registers a callback that runs whenever a world begins: for a rate per worker, a
+subgroup, a log file.
 Group: The loop
 """
 

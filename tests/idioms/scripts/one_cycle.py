@@ -1,6 +1,6 @@
 """`OneCycleLR`, stepped after each batch
 
-`len(loader)` is the number of steps of a whole epoch, whatever the world.
+`len(loader)` is the number of steps of a complete epoch in any world.
 Group: Optimizers and learning rates
 """
 

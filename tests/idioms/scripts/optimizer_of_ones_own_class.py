@@ -1,4 +1,4 @@
-"""An optimizer that is no `torch.optim.Optimizer`
+"""An optimizer that is not a `torch.optim.Optimizer`
 
 As in courses: a class with `step`, `state_dict` and `load_state_dict`.
 

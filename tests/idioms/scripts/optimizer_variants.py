@@ -1,6 +1,6 @@
 """Other optimizers, and `foreach`
 
-Whatever is a `torch.optim.Optimizer`, except LBFGS: two of them in turns of an epoch.
+Any `torch.optim.Optimizer` except LBFGS works: here two of them alternate between epochs.
 Group: Optimizers and learning rates
 """
 

@@ -1,6 +1,6 @@
 """Hooks on parameters
 
-A hook sees the gradient of this rank's share, before it is reduced.
+A hook receives the gradient of this rank's share, before it is reduced.
 Group: Gradients
 """
 

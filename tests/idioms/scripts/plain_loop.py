@@ -1,7 +1,7 @@
 """The plain loop
 
-`run.wrap` makes the model a DDP, `run.track` and `run.loader` make optimizer and data part of
-the job, `run.epochs` resumes, and `run.retry` is where recovery happens.
+`run.wrap` makes the model a DDP, `run.track` and `run.loader` add optimizer and data to the state
+of the job, `run.epochs` resumes, and `run.retry` is the recovery point.
 Group: The loop
 """
 

@@ -1,7 +1,7 @@
 """A progress bar
 
 `tqdm(loader, initial=loader.index, total=len(loader))`: the length of the loader is that of a
-whole epoch, and the bar goes on where the epoch does.
+complete epoch, and the bar resumes at the current step.
 Group: The loop
 """
 

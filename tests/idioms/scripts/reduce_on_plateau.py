@@ -1,6 +1,6 @@
 """`ReduceLROnPlateau`
 
-Every rank must give it the same number: `run.mean` of the validation loss.
+Every rank must pass the same number: `run.mean` of the validation loss.
 Group: Optimizers and learning rates
 """
 

@@ -1,7 +1,7 @@
 """REINFORCE, with a running reward
 
-An episode is a sample: its seed is an item of the dataset, and everything that it draws comes from
-generators with that seed. So episodes are the same in any world, and each counts once.
+An episode is a sample: its seed is an item of the dataset, and all its random numbers come from
+generators with that seed. So episodes are the same in any world, and each is used once.
 Group: The loop
 """
 

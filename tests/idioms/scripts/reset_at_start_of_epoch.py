@@ -1,6 +1,6 @@
 """Resetting weights or optimizer at the start of an epoch
 
-Not again in an epoch that is resumed: `run.state` says for which one it was done.
+The reset is not repeated in a resumed epoch: `run.state` records the epoch for which it was done.
 
 Group: Models
 """

@@ -1,7 +1,7 @@
 """Leaving the training function early
 
-All ranks must decide alike: from a mean over all of them, or from an evaluation that each does
-completely.
+All ranks must make the same decision: from a mean over all of them, or from an evaluation that each
+rank does completely.
 Group: The loop
 """
 

@@ -1,6 +1,6 @@
 """Sharpness-aware minimisation: two passes per step
 
-The perturbation is undone before the wrapped optimizer steps; a fault in between is noticed.
+The perturbation is undone before the wrapped optimizer steps; a fault in between is detected.
 Group: Optimizers and learning rates
 """
 

@@ -1,6 +1,6 @@
 """Sharpness-aware minimisation as an optimizer around another one
 
-The popular `SAM(params, base_optimizer, …)` class: track it as any optimizer.
+The common `SAM(params, base_optimizer, …)` class: track it like any optimizer.
 Group: Optimizers and learning rates
 """
 

@@ -1,7 +1,7 @@
 """Saving on rank 0 with `torch.save`
 
-A file of one's own beside the checkpoints of the job. `model.module.state_dict()` has the names
-that the plain model has.
+A separate file in addition to the job's checkpoints. `model.module.state_dict()` has the names of
+the plain model.
 Group: The loop
 """
 

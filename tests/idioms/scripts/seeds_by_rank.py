@@ -1,6 +1,6 @@
 """`torch.manual_seed(rank)`
 
-Harmless: what is drawn in a step comes from (seed, step, rank) anyway.
+Harmless: random numbers within a step are drawn from (seed, step, rank) in any case.
 Group: Data
 """
 

@@ -1,6 +1,6 @@
-"""`sampler.set_epoch` may stay
+"""An existing `sampler.set_epoch` call
 
-The loop over `run.epochs` says which epoch it is; the call is ignored.
+It can remain: `run.epochs` determines the epoch, and the call is ignored.
 Group: The loop
 """
 

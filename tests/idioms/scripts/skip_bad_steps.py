@@ -1,7 +1,7 @@
 """Skipping steps with a bad loss
 
-All ranks must decide alike: the decision is made from `run.mean`. A step that no optimizer has
-taken is committed by the loop, as one that changes nothing.
+All ranks must make the same decision, so it is based on `run.mean`. The loop commits a step without
+an optimizer update as one that changes nothing.
 Group: Gradients
 """
 

@@ -1,7 +1,7 @@
 """Spectral normalisation
 
-Its power iteration changes buffers in each forward pass: they are put back with a step
-that is redone.
+Its power iteration changes buffers in each forward pass: they are rolled back when a step is
+repeated.
 
 Group: Models
 """

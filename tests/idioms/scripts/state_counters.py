@@ -1,7 +1,7 @@
 """Counters in `run.state`
 
-JSON values that travel with the model: saved, restored, and put back with a step that is
-redone. All ranks write them alike: what only rank 0 writes is lost with it.
+JSON values that belong to the model's state: saved, restored, and rolled back when a step is
+repeated. All ranks must write the same values: a value that only rank 0 writes is lost with it.
 Group: Averages and state
 """
 

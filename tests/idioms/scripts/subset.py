@@ -1,6 +1,6 @@
 """A part of a dataset, and `random_split`
 
-With a generator of its own, the split is the same on all ranks.
+With a separate generator, the split is the same on all ranks.
 Group: Data
 """
 

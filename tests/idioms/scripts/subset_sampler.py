@@ -1,6 +1,6 @@
 """`SubsetRandomSampler`
 
-As in splits for training and validation by index.
+As for training and validation splits by index.
 Group: Data
 """
 

@@ -1,6 +1,6 @@
 """Stochastic weight averaging, per epoch
 
-`AveragedModel` and `SWALR` from the last epochs on.
+`AveragedModel` and `SWALR` in the last epochs.
 Group: Averages and state
 """
 

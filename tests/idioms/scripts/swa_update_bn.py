@@ -1,6 +1,6 @@
 """`update_bn` after training
 
-It needs a pass over the data without training: give it a plain `DataLoader`, on all ranks.
+It reads the data without training: pass a plain `DataLoader`, on all ranks.
 Compared: among ranks, since the statistics of a share depend on its size
 Group: Averages and state
 """

@@ -1,6 +1,6 @@
 """A target network: `deepcopy` of the wrapped model
 
-As in DQN and BYOL. Tracked, it is saved and put back.
+As in DQN and BYOL. If tracked, it is saved and rolled back.
 Group: Models
 """
 

@@ -1,6 +1,6 @@
 """A target network, copied every few steps
 
-The counter that decides is in `run.state`.
+The counter that decides when to copy is in `run.state`.
 Group: Models
 """
 

@@ -1,8 +1,8 @@
 """timm's training loop
 
-Mixup, `no_sync` accumulation with a shorter last group, `ModelEmaV2`, and a scheduler that is
-stepped per update.
-Compared: among ranks, since each rank draws mixup's numbers by itself
+Mixup, `no_sync` accumulation with a shorter last group, `ModelEmaV2`, and a scheduler that steps
+with each update.
+Compared: among ranks, since each rank draws its own random numbers for mixup
 Group: The loop
 """
 

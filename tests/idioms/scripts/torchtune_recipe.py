@@ -1,7 +1,8 @@
 """A recipe in the style of torchtune: a mean over tokens
 
 Ranks average their losses by samples, and sequences have different numbers of tokens: the sum over
-this rank's tokens, divided by all tokens and by `step.share`, makes every token count the same.
+this rank's tokens, divided by the number of all tokens and by `step.share`, gives every token the
+same weight.
 Group: Gradients
 """
 

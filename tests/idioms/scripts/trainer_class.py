@@ -1,6 +1,6 @@
 """A trainer class with callbacks
 
-As in minGPT: `trainer.run()` is what `run.retry` calls.
+As in minGPT: `run.retry` calls `trainer.run`.
 
 Group: The loop
 """

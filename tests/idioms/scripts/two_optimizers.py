@@ -1,7 +1,7 @@
 """Several optimizers
 
-Each is tracked by its own name. A fault between two of them repeats only the one that was
-missing.
+Each is tracked under a separate name. After a fault between two of them, only the missing update is
+repeated.
 Group: Optimizers and learning rates
 """
 

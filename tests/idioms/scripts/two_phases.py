@@ -1,6 +1,6 @@
 """Two phases: pre-training, then fine-tuning
 
-`run.epochs` counts the epochs of the job: the second phase goes on where the first one ended.
+`run.epochs` counts the epochs of the job: the second phase continues where the first one ended.
 
 Group: The loop
 """

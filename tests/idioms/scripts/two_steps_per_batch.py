@@ -1,6 +1,6 @@
 """Several optimizer steps on one batch
 
-As in PPO's inner epochs: each step of the optimizer has forward and backward passes of its own.
+As in PPO's inner epochs: each step of the optimizer has separate forward and backward passes.
 Group: Gradients
 """
 

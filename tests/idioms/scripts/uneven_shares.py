@@ -1,6 +1,7 @@
-"""A last batch that is not full
+"""An incomplete last batch
 
-Gradients are weighted by the samples of each rank; a rank without any takes part with weight 0.
+Gradients are weighted by the number of samples of each rank; a rank without samples takes part with
+weight 0.
 Group: Gradients
 """
 

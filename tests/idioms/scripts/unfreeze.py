@@ -1,8 +1,8 @@
-"""Layers unfrozen in mid-training
+"""Layers unfrozen during training
 
-DDP is built again when the set of trainable parameters changes; stock DDP would silently leave
-the gradients of the new ones unreduced. The function that sets `requires_grad` runs in each
-epoch, so a replacement that joins later has the same set.
+DDP is rebuilt when the set of trainable parameters changes; stock DDP would silently leave the
+gradients of the new ones unreduced. The function that sets `requires_grad` runs in each epoch, so a
+replacement that joins later has the same set.
 Group: Models
 """
 

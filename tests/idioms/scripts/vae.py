@@ -1,9 +1,9 @@
 """PyTorch's VAE example
 
-Its loss is a sum over the batch. Ranks average their losses by samples, so it has to be a mean:
-`loss / len(data)`. With a sum, the gradients depend on the number of workers, as with plain
+Its loss is a sum over the batch. Ranks average their losses by samples, so the loss must be a mean:
+`loss / len(data)`. With a sum, gradients depend on the number of workers, as with plain
 DistributedDataParallel.
-Compared: among ranks, since each rank draws noise of its own
+Compared: among ranks, since each rank draws its own noise
 Group: Models
 """
 

@@ -1,6 +1,6 @@
 """A warm-up written by hand
 
-The step counter is in `run.state`, which is put back if a step has to be done again.
+The step counter is in `run.state`, which is rolled back when a step is repeated.
 Group: Optimizers and learning rates
 """
 

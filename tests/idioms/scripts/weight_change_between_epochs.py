@@ -1,6 +1,6 @@
 """Weights that change between epochs
 
-Pruning, re-initialising a head, averaging: outside of a step, on all ranks alike.
+Pruning, re-initialising a head, averaging: outside a step, and identical on all ranks.
 
 Group: Models
 """

@@ -1,6 +1,6 @@
 """Clamping weights (WGAN)
 
-Weights that change outside of an optimizer in a step are put right, too.
+Changes of weights outside an optimizer, but within a step, are rolled back, too.
 Group: Optimizers and learning rates
 """
 

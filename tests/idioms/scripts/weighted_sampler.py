@@ -1,6 +1,6 @@
 """`WeightedRandomSampler`
 
-What it draws is drawn with the job's seed, the same in every world.
+It draws with the job's seed, and yields the same samples in every world.
 Group: Data
 """
 

@@ -1,9 +1,9 @@
-"""A hidden state that is carried from batch to batch
+"""A hidden state that is passed from batch to batch
 
-As in PyTorch's word_language_model: each column of the batch goes on where it was in the last one.
-The columns of a rank change with the world, so the state of all columns is a buffer of the model,
-which is put back with a step that is redone. In a local variable it would begin with zeros after a
-recovery, and belong to other columns in another world.
+As in PyTorch's word_language_model: each column of a batch continues the same column of the
+previous one. The columns of a rank change with the world, so the state of all columns is a buffer
+of the model, which is rolled back when a step is repeated. In a local variable it would restart
+from zeros after a recovery, and belong to other columns in another world.
 Group: Data
 """
 

@@ -1,4 +1,4 @@
-"""The dashboard's data: ``job_feed`` watches a job and produces ``snapshot``s.
+"""The dashboard's data. Start with ``job_feed``, which watches a job and produces ``snapshot``s.
 
 ``journal_feed`` follows the journals, ``event_log`` turns events into lines,
 ``charts`` draws charts with :mod:`elastic.report`. Nothing here depends on HTTP.
