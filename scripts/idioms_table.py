@@ -1,4 +1,4 @@
-"""Write docs/idioms.md: what works, and how, from the docstrings of tests/idioms.
+"""Write docs/idioms.md from the docstrings of the scripts in tests/idioms.
 
 python scripts/idioms_table.py          # write the page
 """

@@ -1,14 +1,15 @@
-"""The idioms: one small script each, in ``scripts``, and those that are refused, in ``refused``.
+"""The catalogue of idioms: one small script each, working ones in ``scripts``, refused ones in
+``refused``.
 
-A script's docstring is its entry in the documentation. Its first line is the title; lines
-that begin with one of these words are not part of the text:
+A script's docstring is its entry in the documentation. Its first line is the title. Lines that
+begin with one of these words are directives, and not part of the text:
 
 - ``Group: …``: its heading in docs/idioms.md
-- ``Tolerance: 0.02, because …``: how far weights may be from the same script's alone; 1e-6 without
-- ``Inexact: loss to 0.1, because …``: the same for one entry of the script's result
-- ``Compared: …``: only the ranks are compared with each other, and why
-- ``Refused: …``: a part of the message with which the script ends
-- ``Workers: 3``: how many workers it takes for that; 1 without
+- ``Tolerance: 0.02, because …``: how far weights may differ from those of one worker (default 1e-6)
+- ``Inexact: loss to 0.1, because …``: the tolerance of one entry of the script's result
+- ``Compared: among ranks only, because …``: ranks are compared with each other, not with one worker
+- ``Refused: …``: a part of the error message with which the script ends
+- ``Workers: 3``: how many workers are needed to raise that error (default 1)
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ _DIRECTIVES = ("Group", "Inexact", "Tolerance", "Compared", "Refused", "Workers"
 
 @dataclass(frozen=True, kw_only=True)
 class Idiom:
-    """A script, and what its docstring says."""
+    """A script and its parsed docstring."""
 
     path: Path
     title: str
@@ -49,38 +50,38 @@ class Idiom:
 
     @property
     def tolerance(self) -> float:
-        """Absolute and relative."""
+        """Absolute and relative tolerance of the final weights."""
         said = self.directives.get("Tolerance")
         return float(said.split(",")[0]) if said else TOLERANCE
 
     def tolerance_of(self, entry: str) -> float:
-        """Of an entry of the result."""
+        """The tolerance of one entry of the result."""
         name, _, rest = self.directives.get("Inexact", "").partition(" to ")
         return float(rest.split(",")[0]) if name == entry else self.tolerance
 
     @property
     def is_compared_alone(self) -> bool:
-        """Whether weights are compared with those of one process, and not only among ranks."""
+        """Whether results are also compared with those of one worker, not only among ranks."""
         return "Compared" not in self.directives
 
     @property
     def refusal(self) -> str:
-        """A part of the message; "" if the idiom works."""
+        """A part of the error message, or "" if the idiom works."""
         return self.directives.get("Refused", "")
 
     @property
     def workers(self) -> int:
-        """How many it takes to notice what is refused."""
+        """How many workers are needed to raise the error."""
         return int(self.directives.get("Workers", "1"))
 
 
 def idioms(folder: Path = SCRIPTS) -> list[Idiom]:
-    """All of a folder, by name. Raises ValueError for a script that does not say what it is."""
+    """All idioms of a folder, by name. Raises ValueError for a script without a docstring."""
     return [read(path) for path in sorted(folder.glob("*.py"))]
 
 
 def read(path: Path) -> Idiom:
-    """One script's docstring; the script is not run."""
+    """Parse a script's docstring without running the script. Raises ValueError if it has none."""
     docstring = ast.get_docstring(ast.parse(path.read_text()))
     if not docstring:
         raise ValueError(f"{path} has no docstring")
@@ -103,19 +104,19 @@ _BEGIN = f"""# Idioms
 
 <!-- Generated from the docstrings of tests/idioms by scripts/idioms_table.py. -->
 
-Common training scripts, written for this package. Each entry links to a complete script. `make
-test` runs it with one worker, with three, and with three of which one dies at a random line of the
-script (`make soak`: at twenty places), with or without a replacement. The final weights, all other
-results of the script and the number of steps must equal those of the run with one worker, to
-{TOLERANCE:.0e} unless an entry states otherwise.
+Common training patterns, written for this package. Each entry links to a complete script. `make
+test` runs every script with one worker, and with three workers of which one is killed at a random
+line, with or without a replacement (`make soak`: at twenty random places each, and with three
+undisturbed workers). The final weights, all other results and the number of steps must match those
+of the run with one worker, to within {TOLERANCE:.0e} unless the entry states otherwise.
 
-All of them call `run.retry` or `run.attempts()`, so that workers survive.
+Every script calls `run.retry` or `run.attempts()`, so that workers survive the failure of a peer.
 """
 _REFUSED = """
 ## What is refused
 
-Each of these is refused at its first use, before any state has changed, with a message that names
-the remedy.
+Each of the following raises an error at its first use, before any state has changed. The error
+names the remedy.
 """
 
 
@@ -137,15 +138,15 @@ def _line(idiom: Idiom) -> str:
 
 
 def _conditions(idiom: Idiom) -> list[str]:
-    """In what way less is compared than elsewhere."""
+    """How the comparison differs from the default, as sentences."""
     said = idiom.directives
     conditions = []
     if "Compared" in said:
         conditions.append(f"(Compared {said['Compared']}.)")
     if "Inexact" in said:
-        conditions.append(f"(Its `{said['Inexact'].replace(' to ', '` agrees to ', 1)}.)")
+        conditions.append(f"(`{said['Inexact'].replace(' to ', '` agrees to within ', 1)}.)")
     if "Tolerance" in said:
-        conditions.append(f"(Weights agree to {said['Tolerance']}.)")
+        conditions.append(f"(Weights agree to within {said['Tolerance']}.)")
     return conditions
 
 

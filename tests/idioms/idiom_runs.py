@@ -1,4 +1,4 @@
-"""Runs of idioms: alone, undisturbed by three workers, and with a death at a random place."""
+"""Runs of idioms: with one worker, with three, and with three of which one dies."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ SIZE = 3
 
 @dataclass
 class IdiomRuns:
-    """Every idiom runs alone and undisturbed once per session, whatever asks for it."""
+    """Caches the undisturbed runs, with one worker and with three, of each idiom."""
 
     world: SmallWorld
     folder: Path
@@ -27,35 +27,36 @@ class IdiomRuns:
     _number: itertools.count[int] = field(default_factory=itertools.count)
 
     def alone(self, idiom: Idiom) -> RunOutcome:
-        """As plain ``python script``: what the others are compared with."""
+        """One worker, as in plain ``python script``: the reference for all other runs."""
         if idiom.name not in self._alone:
             folder = self.folder / idiom.name / "alone"
             self._alone[idiom.name] = self.world.run(idiom.path, folder, size=1)
         return self._alone[idiom.name]
 
     def refused(self, idiom: Idiom) -> RunOutcome:
-        """By as many workers as it takes to notice."""
+        """As many workers as are needed to raise the error."""
         return self.world.run(idiom.path, self.folder / f"refused-{idiom.name}", size=idiom.workers)
 
     def undisturbed(self, idiom: Idiom) -> RunOutcome:
-        """By three workers."""
+        """Three workers, none of which dies."""
         if idiom.name not in self._undisturbed:
             folder = self.folder / idiom.name / "undisturbed"
             self._undisturbed[idiom.name] = self.world.run(idiom.path, folder, size=SIZE)
         return self._undisturbed[idiom.name]
 
     def with_death(self, idiom: Idiom, death: Death, *, is_replaced: bool) -> RunOutcome:
-        """By three workers, one of which dies."""
+        """Three workers, one of which dies."""
         folder = self.folder / idiom.name / f"death-{next(self._number)}"
         return self.world.run(idiom.path, folder, size=SIZE, death=death, is_replaced=is_replaced)
 
     def with_random_death(
         self, idiom: Idiom, seed: int, alone: RunOutcome, *, is_replaced: bool
     ) -> RunOutcome:
-        """By three workers, one of which dies at any line within retry, the same one for a seed.
+        """Three workers, one of which dies at a line within ``run.retry`` determined by the seed.
 
-        No undisturbed run is needed to know how many lines there are: few scripts run more of them
-        alone, where one process reads all samples, and then the first run here is undisturbed.
+        The number of lines is taken from the run with one worker, which saves an undisturbed run.
+        A few scripts execute more lines with one worker, which reads all samples; if the line is
+        therefore never reached, the line is drawn again from the lines of this undisturbed run.
         """
         draw = random.Random(f"{idiom.name}/{seed}")
         rank = draw.randrange(SIZE)
@@ -69,19 +70,19 @@ class IdiomRuns:
         return self.with_death(idiom, death, is_replaced=is_replaced)
 
     def draw_death(self, idiom: Idiom, seed: int, counted: str = LINES) -> Death:
-        """Anywhere from the first line within retry to the last, the same for the same seed."""
+        """A death at any line within ``run.retry``, determined by the seed."""
         draw = random.Random(f"{idiom.name}/{seed}/{counted}")
         undisturbed = self.undisturbed(idiom)
         undisturbed.assert_success(workers=SIZE)
         rank = draw.randrange(SIZE)
         worker = undisturbed.workers[rank]
-        # Calls vary a little from run to run, so that the last ones may not be reached.
+        # The number of calls varies slightly between runs, so the last ones may not be reached.
         last = int(worker.calls * 0.9) if counted == CALLS else worker.lines
         return Death(rank=rank, event=draw.randint(1, last), counted=counted)
 
 
 def assert_same(idiom: Idiom, outcome: RunOutcome, alone: RunOutcome) -> None:
-    """As many steps as alone, one result on all ranks, and the one that it has alone."""
+    """Steps equal those of one worker, and results agree among ranks and with one worker."""
     alone.assert_success(workers=1)
     expected = alone.survivors[0]
     first, *others = outcome.survivors
@@ -96,7 +97,7 @@ def assert_same(idiom: Idiom, outcome: RunOutcome, alone: RunOutcome) -> None:
 
 
 def assert_as_undisturbed(idiom: Idiom, outcome: RunOutcome, undisturbed: RunOutcome) -> None:
-    """The result that as many workers have without a fault."""
+    """The result equals that of the same number of workers without a death."""
     first, expected = outcome.survivors[0], undisturbed.survivors[0]
     what = f"{first.name} and {expected.name} undisturbed"
     _assert_close(first.result, expected.result, idiom.tolerance_of, what, outcome)
@@ -110,7 +111,7 @@ def _assert_close(
     outcome: RunOutcome,
 ) -> None:
     assert result.keys() == expected.keys()
-    assert len(result) > 0, "the script has left no result"
+    assert len(result) > 0, "the script has no result"
     for name, value in expected.items():
         tolerance = tolerance_of(name)
         got, wanted = result[name].double(), value.double()

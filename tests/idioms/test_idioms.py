@@ -1,4 +1,4 @@
-"""Everyday training scripts: what a death at a random line of them changes is nothing."""
+"""Common training scripts: killing a worker at a random line does not change the result."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ def name_of(idiom: Idiom) -> str:
 
 
 def has_replacement(idiom: Idiom) -> bool:
-    """About every other idiom goes on with a replacement, the same one always."""
+    """About half of the idioms run with a replacement worker, chosen by name."""
     return zlib.crc32(idiom.name.encode()) % 2 == 1
 
 
 def proved_with_a_death(idiom: Idiom) -> list[pytest.MarkDecorator]:
-    """Three workers that train like one in spite of a death do so without: those of the idiom are
-    undisturbed in the soak only."""
+    """The run with a death also shows that three workers train like one, so the undisturbed run is
+    left to the soak."""
     return [pytest.mark.soak] if idiom.is_compared_alone else []
 
 
@@ -57,7 +57,7 @@ def test_a_death_at_a_random_line_changes_nothing(runs: IdiomRuns, idiom: Idiom)
 def test_a_death_anywhere_changes_nothing(
     runs: IdiomRuns, idiom: Idiom, seed: int, counted: str
 ) -> None:
-    """Odd seeds: with a replacement."""
+    """Odd seeds run with a replacement worker."""
     death = runs.draw_death(idiom, seed, counted)
     outcome = runs.with_death(idiom, death, is_replaced=seed % 2 == 1)
     check_death(runs, idiom, outcome, is_replaced=seed % 2 == 1)
@@ -67,7 +67,9 @@ def check_death(runs: IdiomRuns, idiom: Idiom, outcome: RunOutcome, *, is_replac
     outcome.assert_success(workers=SIZE if is_replaced else SIZE - 1)
     assert outcome.died_at, "nobody has died"
     assert_same(idiom, outcome, runs.alone(idiom))
-    if is_replaced and not idiom.is_compared_alone:  # three workers draw what three have drawn
+    if (
+        is_replaced and not idiom.is_compared_alone
+    ):  # the same number of workers draws the same numbers
         assert_as_undisturbed(idiom, outcome, runs.undisturbed(idiom))
 
 
@@ -76,7 +78,7 @@ def test_what_cannot_be_right_is_refused(runs: IdiomRuns, idiom: Idiom) -> None:
     assert idiom.refusal
     outcome = runs.refused(idiom)
     assert not outcome.survivors
-    # The run is ended with the first worker that fails.
+    # The run ends with the first worker that fails.
     errors = [worker.error for worker in outcome.workers if worker.error]
     assert errors, outcome.describe()
     for error in errors:

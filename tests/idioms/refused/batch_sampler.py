@@ -1,11 +1,13 @@
 """A custom batch sampler
 
-Batches are divided again for each world; those that a sampler creates itself cannot be divided.
-Refused: which cannot be distributed
+Every world divides the batches among its ranks. Batches that a sampler builds itself cannot be
+divided.
 
 ```python
 loader = run.loader(DataLoader(dataset, batch_size=8, shuffle=True), global_batch=24)
 ```
+
+Refused: which cannot be distributed
 """
 
 import torch

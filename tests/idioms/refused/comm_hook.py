@@ -1,11 +1,12 @@
 """DDP communication hooks
 
-Gradients would bypass the weights of uneven shares.
-Refused: gradients would bypass the weights of uneven shares
+A hook would bypass the weighting of uneven shares.
 
 ```python
 model = run.wrap(network)              # the harness reduces gradients itself
 ```
+
+Refused: gradients would bypass the weights of uneven shares
 """
 
 import torch

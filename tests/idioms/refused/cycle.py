@@ -1,13 +1,14 @@
 """`itertools.cycle(loader)`
 
-It stores the batches of the first epoch and repeats them without the job's knowledge.
-Refused: itertools.cycle(loader) repeats the batches of the first epoch
+It caches the batches of the first epoch and replays them, so the job cannot track its position.
 
 ```python
 def endless(loader):
     while True:
         yield from loader
 ```
+
+Refused: itertools.cycle(loader) repeats the batches of the first epoch
 """
 
 import itertools

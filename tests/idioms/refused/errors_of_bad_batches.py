@@ -1,14 +1,15 @@
-"""Catching the error of a bad batch on one rank
+"""Catching the exception of a bad batch on one rank
 
-The other ranks would add this rank's next gradients to those of the current step. (If the script
-catches a fault of the world, it is raised again at the end of the step.)
+The other ranks would combine their gradients of this step with this rank's gradients of the next
+one. (Errors caused by a failed peer may be caught: the loop raises them again at the end of the
+step.)
 
 ```python
 try:
     loss = loss_of(inputs, targets)
 except ValueError:
     loss = None
-if run.mean(1.0, bad=float(loss is None))["bad"] > 0:      # the same answer on all ranks
+if run.mean(1.0, bad=float(loss is None))["bad"] > 0:      # the same decision on all ranks
     continue
 loss.backward()
 ```

@@ -1,7 +1,8 @@
 """Evaluation with `run.loader`
 
-Each of its batches is a training step of the job. After a recovery, a pass over it would resume in
-the middle, and the sums of the earlier batches would be lost. The same applies to `update_bn`.
+Every batch of a `run.loader` is a training step of the job. After a recovery, an evaluation pass
+would resume in the middle and lose the sums of the earlier batches. The same applies to
+`update_bn`.
 
 ```python
 valid_loader = run.shard(DataLoader(valid_set, batch_size=8))

@@ -1,12 +1,13 @@
-"""A model that is not wrapped
+"""An unwrapped model
 
-Every rank would train a separate model.
-Refused: run.wrap
-Workers: 3
+Every rank would train its own model.
 
 ```python
 model = run.wrap(network)
 ```
+
+Refused: run.wrap
+Workers: 3
 """
 
 import torch

@@ -1,9 +1,8 @@
 """`fully_shard` inside `run.wrap`
 
-A sharded model recovers by a restart of its workers, with checkpoints that load at any size of the
-world ([sharded models](how-to/sharded.md)), and without `elastic.join`. The message names the first
-sharded parameter.
-Refused: run.wrap() of a sharded module: '0.weight' is a DTensor
+The workers of a sharded model recover by restarting, without `elastic.join`, from checkpoints that
+load at any world size ([sharded models](how-to/sharded.md)). The error names the first sharded
+parameter.
 
 ```python
 dist.init_process_group()                      # torchrun --rdzv-backend=etcd
@@ -17,6 +16,8 @@ if found := checkpoints.latest(folder).checkpoint:
     checkpoints.load(folder, found.name, into=state, group=dist.group.WORLD)
     set_optimizer_state_dict(model, optimizer, state["optimizer"])
 ```
+
+Refused: run.wrap() of a sharded module: '0.weight' is a DTensor
 """
 
 import torch

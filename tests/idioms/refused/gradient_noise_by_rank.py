@@ -1,13 +1,14 @@
-"""Random numbers that differ between ranks, added to gradients
+"""Adding rank-dependent noise to gradients
 
-Random numbers in a step depend on the rank: weights would diverge.
-Refused: has other weights than rank 0
-Workers: 3
+The default generators differ between ranks within a step, so the weights would diverge.
 
 ```python
 generator = torch.Generator().manual_seed(step.number)      # for step in run.steps(loader)
 noise = torch.randn(p.shape, generator=generator)
 ```
+
+Refused: has other weights than rank 0
+Workers: 3
 """
 
 import torch

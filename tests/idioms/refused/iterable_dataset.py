@@ -1,8 +1,6 @@
 """`IterableDataset`
 
-It has no samples that could be distributed over another number of ranks, or found again.
-Refused: is an IterableDataset: samples cannot be distributed
-
+Its samples cannot be divided among a different number of ranks, or read again after a recovery.
 Give the dataset a length and random access:
 
 ```python
@@ -10,6 +8,8 @@ class Samples(Dataset):
     def __len__(self): ...
     def __getitem__(self, index): ...
 ```
+
+Refused: is an IterableDataset: samples cannot be distributed
 """
 
 import torch

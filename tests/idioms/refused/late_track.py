@@ -1,12 +1,13 @@
-"""Tracking after training has begun
+"""Tracking an object after training has started
 
-State is restored at the first loop: objects that are tracked later would not be restored.
-Refused: is called too late
+State is restored when the first loop starts. Objects tracked later would not be restored.
 
 ```python
 run.track(optimizer=optimizer, ema=ema)
 run.retry(train)
 ```
+
+Refused: is called too late
 """
 
 import torch

@@ -1,11 +1,12 @@
 """LBFGS
 
-It changes its state before it has the gradients: its steps cannot be repeated.
-Refused: LBFGS changes its state before gradients are known
+LBFGS changes its state before it has the gradients, so its steps cannot be repeated.
 
 ```python
 optimizer = torch.optim.AdamW(model.parameters())
 ```
+
+Refused: LBFGS changes its state before gradients are known
 """
 
 import torch

@@ -1,13 +1,14 @@
 """Leaving a step before its last micro-batch
 
-Its remaining samples would be lost.
-Refused: was left before the last of its
+The remaining samples of the step would be lost.
 
 ```python
 for step in run.steps(loader):
-    for inputs, targets in step:       # to its end
+    for inputs, targets in step:       # read every micro-batch
         ...
 ```
+
+Refused: was left before the last of its
 """
 
 import torch

@@ -1,11 +1,12 @@
 """An object that is not a `DataLoader`
 
-Pass a wrapper together with the DataLoader inside it.
-Refused: not a DataLoader: list
+Pass the wrapper together with the DataLoader inside it.
 
 ```python
 loader = run.loader(wrapper, dataloader=inner)
 ```
+
+Refused: not a DataLoader: list
 """
 
 import torch

@@ -1,14 +1,15 @@
-"""An optimizer that divides the parameters among the ranks (Muon, ZeRO)
+"""An optimizer that partitions the parameters across ranks (Muon, ZeRO)
 
-Each rank has the momentum of its own parameters only, which is lost when the rank dies.
-Refused: it is divided among the ranks
-Workers: 3
+Each rank holds the momentum of its own parameters only. That momentum is lost when the rank dies.
 
 ```python
-for p in params:                       # every rank updates all of them
+for p in params:                       # every rank updates all parameters
     update(p, self.state[p])
-fully_shard(model)                     # or the model is sharded, and its optimizer with it
+fully_shard(model)                     # or shard the model, which shards its optimizer, too
 ```
+
+Refused: it is divided among the ranks
+Workers: 3
 """
 
 import torch

@@ -1,13 +1,14 @@
-"""The optimizer of a sharded model in `run.track`
+"""Tracking the optimizer of a sharded model
 
-Its state is sharded with the parameters. [Sharded models](how-to/sharded.md) has the loop that
-saves and restores both.
-Refused: run.track(optimizer=…) of a sharded model's AdamW
+The optimizer state is sharded with the parameters. [Sharded models](how-to/sharded.md) shows the
+loop that saves and restores both.
 
 ```python
 state = {"optimizer": get_optimizer_state_dict(model, optimizer)}
 engine.save_async(state, step=step, world=world)
 ```
+
+Refused: run.track(optimizer=…) of a sharded model's AdamW
 """
 
 import torch

@@ -1,13 +1,14 @@
 """A prefetcher that fetches the next batch before the update
 
-A step ends when the next batch is requested: the update would belong to the wrong step.
-Refused: requests the next batch before it trains on the last one
+Requesting the next batch ends the current step, so the update would belong to the wrong step.
 
 ```python
 loader = run.loader(DataLoader(dataset, num_workers=4, pin_memory=True))    # reads ahead
 for inputs, targets in loader:
     inputs = inputs.to(run.device, non_blocking=True)
 ```
+
+Refused: requests the next batch before it trains on the last one
 """
 
 import torch

@@ -1,12 +1,13 @@
 """`fully_shard` after `run.wrap`
 
-The optimizer would train parameters that sharding has replaced. Refused before the first step, or
-at the next step of the optimizer.
-Refused: the wrapped model was sharded after run.wrap: 'module.0.weight' is a DTensor
+The optimizer would train parameters that sharding has replaced. The error is raised before the
+first step, or at the next optimizer step.
 
 ```python
 model = run.wrap(network)              # trained with DDP
 ```
+
+Refused: the wrapped model was sharded after run.wrap: 'module.0.weight' is a DTensor
 """
 
 import torch

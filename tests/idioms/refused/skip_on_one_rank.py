@@ -1,10 +1,11 @@
 """Skipping a batch on one rank
 
-The other ranks would add this rank's next gradients to those of the current step.
+The other ranks would combine their gradients of this step with this rank's gradients of the next
+one.
 
 ```python
 is_bad = run.mean(1.0, bad=float(not torch.isfinite(inputs).all()))["bad"] > 0
-if is_bad:                             # the same answer on all ranks
+if is_bad:                             # the same decision on all ranks
     continue
 ```
 

@@ -1,13 +1,14 @@
 """An optimizer step after the loop
 
-It could not be determined which samples the step has used, and the step could not be repeated.
-Refused: outside of a step of the loop
+The job could not determine which samples the update used, and could not repeat it.
 
 ```python
 for inputs, targets in loader:
     ...
     optimizer.step()
 ```
+
+Refused: outside of a step of the loop
 """
 
 import torch

@@ -1,7 +1,6 @@
-"""An optimizer step for each micro-batch
+"""An optimizer step per micro-batch
 
-The micro-batches of a step are one batch, divided to limit memory.
-Refused: before the last of its
+The micro-batches of a step form one batch, divided to limit memory.
 
 ```python
 for step in run.steps(loader):
@@ -9,6 +8,8 @@ for step in run.steps(loader):
         step.backward(F.mse_loss(model(inputs), targets))
     optimizer.step()
 ```
+
+Refused: before the last of its
 """
 
 import torch

@@ -1,8 +1,7 @@
 """`parallelize_module` inside `run.wrap`
 
-Tensor parallelism, too, recovers by a restart: [sharded models](how-to/sharded.md). FSDP1's
-`FullyShardedDataParallel` and every other module with a DTensor are refused in the same way.
-Refused: run.wrap() of a sharded module: '0.weight' is a DTensor
+Tensor-parallel models also recover by restarting: see [sharded models](how-to/sharded.md). FSDP1's
+`FullyShardedDataParallel`, and any other module with a DTensor, is refused in the same way.
 
 ```python
 dist.init_process_group()                      # torchrun --rdzv-backend=etcd
@@ -16,6 +15,8 @@ if found := checkpoints.latest(folder).checkpoint:
     checkpoints.load(folder, found.name, into=state, group=dist.group.WORLD)
     set_optimizer_state_dict(model, optimizer, state["optimizer"])
 ```
+
+Refused: run.wrap() of a sharded module: '0.weight' is a DTensor
 """
 
 import torch

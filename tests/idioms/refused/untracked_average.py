@@ -1,8 +1,8 @@
-"""An average of the weights that is not tracked
+"""An untracked average of the weights
 
-A joining node would restart its average, and save that if it became rank 0. Detected are
-`AveragedModel`, and modules with a copy of the model whose class name indicates an average
-(`ModelEmaV2`, `EMA`, `ExponentialMovingAverage`).
+A joining node would restart its average, and would save it if it became rank 0. The check
+recognises `AveragedModel`, and modules that contain a copy of the model and whose class name
+indicates an average (`ModelEmaV2`, `EMA`, `ExponentialMovingAverage`).
 
 ```python
 ema = AveragedModel(model)

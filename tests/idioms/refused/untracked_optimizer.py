@@ -1,11 +1,12 @@
-"""An optimizer that is not tracked
+"""An untracked optimizer
 
-Its state would be lost by a restart, and a replacement would not receive it.
-Refused: is about to change wrapped parameters, but is not tracked
+A restart would lose its state, and a replacement would not receive it.
 
 ```python
 run.track(optimizer=optimizer)
 ```
+
+Refused: is about to change wrapped parameters, but is not tracked
 """
 
 import torch

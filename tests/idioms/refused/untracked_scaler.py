@@ -1,6 +1,6 @@
-"""A `GradScaler` that is not tracked
+"""An untracked `GradScaler`
 
-Its scale changes during training: a joining node would use a different factor from the others.
+The scale changes during training. A joining node would use a different one.
 
 ```python
 run.track(optimizer=optimizer, scaler=scaler)

@@ -1,6 +1,7 @@
-"""A scheduler that is not tracked
+"""An untracked scheduler
 
-A joining node would restart its schedule, and a repeated step would step it twice.
+A joining node would start the schedule from the beginning, and a repeated step would advance it
+twice.
 
 ```python
 run.track(optimizer=optimizer, scheduler=scheduler)

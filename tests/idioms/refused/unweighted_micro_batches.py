@@ -1,11 +1,12 @@
 """`loss.backward()` on micro-batches
 
-Micro-batches differ in size: their losses must be weighted.
-Refused: with unweighted gradients of
+Micro-batches differ in size, so their losses must be weighted.
 
 ```python
 step.backward(loss)                    # or (loss * step.weight).backward()
 ```
+
+Refused: with unweighted gradients of
 """
 
 import torch

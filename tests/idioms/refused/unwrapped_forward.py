@@ -1,11 +1,12 @@
 """A forward pass that bypasses the wrapper
 
-Gradients would not be reduced over the world.
-Refused: with gradients that were not reduced over the world
+The gradients would not be reduced across ranks.
 
 ```python
 loss = F.mse_loss(model(inputs), targets)
 ```
+
+Refused: with gradients that were not reduced over the world
 """
 
 import torch

@@ -1,7 +1,8 @@
-"""A loop in the style of Accelerate
+"""An Accelerate-style loop
 
-`accumulate(model)` counts batches. Create the object in the function that `run.retry` calls, so
-that its count restarts with the group of batches that is repeated.
+`accumulate(model)` counts batches. Create the accelerator inside the function passed to
+`run.retry`, so that its count restarts together with the repeated batches.
+
 Group: The loop
 """
 

@@ -1,6 +1,7 @@
-"""Gradient accumulation, written by hand
+"""Manual gradient accumulation
 
-The batches of one optimizer step form a group: after a fault, all of them are repeated.
+All batches of an optimizer step belong together: after a failure, all of them are repeated.
+
 Group: Gradients
 """
 

@@ -1,6 +1,7 @@
 """Gradient accumulation with a separate counter
 
-A local counter restarts with the function, as the group of batches does.
+A local counter restarts with the function, and so do the accumulated batches.
+
 Group: Gradients
 """
 

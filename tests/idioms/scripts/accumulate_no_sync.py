@@ -1,6 +1,7 @@
 """Gradient accumulation with `no_sync`
 
-Gradients are reduced in the last backward pass of each optimizer step only.
+Gradients are reduced only in the last backward pass of each optimizer step.
+
 Group: Gradients
 """
 

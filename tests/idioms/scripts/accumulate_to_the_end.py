@@ -1,6 +1,7 @@
 """Gradient accumulation with a shorter last group
 
-`or i + 1 == len(loader)` needs the number of the batch within its epoch: `start=loader.index`.
+`or i + 1 == len(loader)` needs the batch index within the epoch: use `start=loader.index`.
+
 Group: Gradients
 """
 

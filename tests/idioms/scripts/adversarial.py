@@ -1,7 +1,8 @@
 """Adversarial examples (FGSM)
 
-Gradients with respect to the inputs, computed with the module inside the wrapper, then an ordinary
+Compute the gradients with respect to the inputs on the unwrapped module, then take an ordinary
 step.
+
 Group: Gradients
 """
 

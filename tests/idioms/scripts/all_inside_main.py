@@ -1,7 +1,8 @@
-"""Everything inside the function
+"""Everything inside the retried function
 
-Model, optimizer and loader may be created by the function that `run.retry` calls; after a recovery
-it is called again and recreates them.
+The function passed to `run.retry` may create the model, the optimizer and the loader. After a
+recovery it runs again and recreates them.
+
 Group: The loop
 """
 

@@ -1,8 +1,9 @@
 """Logging the loss with `dist.all_reduce`
 
-The script may call collectives anywhere in the loop: a fault in one of them is a fault of the
-world, and the step is completed in the next one.
-Inexact: loss to 0.5, since a repeated step may compute its loss with the updated weights
+The script may call collectives anywhere in the loop. If a peer fails during one of them, the job
+recovers and completes the step in the next world.
+
+Inexact: loss to 0.5, because a repeated step may compute its loss with the updated weights
 Group: Evaluation and logging
 """
 

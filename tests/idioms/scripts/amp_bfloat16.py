@@ -1,6 +1,6 @@
 """Mixed precision with `torch.autocast`
 
-Tolerance: 0.02, since bfloat16 has three digits and shares are summed in a different order
+Tolerance: 0.02, because bfloat16 has three digits and shares are summed in a different order
 Group: Precision and compilation
 """
 

@@ -1,4 +1,4 @@
-"""`run.attempts()` instead of a function
+"""`run.attempts()` instead of `run.retry`
 
 Group: The loop
 """

@@ -1,7 +1,8 @@
 """Random augmentation in the dataset
 
-Random numbers that `__getitem__` draws from `torch`, `random` or `numpy` depend on the sample and
-the epoch: they are the same in every world, and when the sample is read again.
+Random numbers that `__getitem__` draws from `torch`, `random` or `numpy` depend only on the sample
+and the epoch. They are the same in every world, and when a sample is read again.
+
 Group: Data
 """
 

@@ -1,6 +1,7 @@
 """`torch.optim.swa_utils.AveragedModel`
 
-Created from the wrapped model, and tracked.
+Create it from the wrapped model and track it.
+
 Group: Averages and state
 """
 

@@ -1,9 +1,11 @@
 """BatchNorm
 
-As in stock DDP, statistics are those of each rank's share and rank 0's running averages are used,
-so they depend on the number of workers. On GPUs, `nn.SyncBatchNorm.convert_sync_batchnorm(model)`
-before `run.wrap` computes them over the complete batch.
-Compared: among ranks, since the statistics of a share depend on its size
+As in stock DDP, each rank computes statistics over its own share, and the running averages of rank
+0 are used. Both depend on the number of workers. On GPUs,
+`nn.SyncBatchNorm.convert_sync_batchnorm(model)` before `run.wrap` computes statistics over the
+global batch.
+
+Compared: among ranks only, because the statistics of a share depend on its size
 Group: Models
 """
 

@@ -1,6 +1,6 @@
 """A loop without a loader: `run.begin` and `run.commit`
 
-Reinforcement learning, generated data, custom frameworks: each rank has the same weight.
+For reinforcement learning, generated data and custom frameworks. Every rank has the same weight.
 
 Group: The loop
 """

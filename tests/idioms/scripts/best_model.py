@@ -1,6 +1,7 @@
 """Keeping the best model
 
-The best weights are a tracked module; their score is in `run.state`.
+The best weights are in a tracked module, and their score is in `run.state`.
+
 Group: Averages and state
 """
 

@@ -1,6 +1,8 @@
-"""Leaving the loop at a given step
+"""Stopping at a given step
 
-The step number is that of the job, kept in `run.state`.
+`run.state` holds the global step number, so the limit applies to the whole job and not to one
+attempt.
+
 Group: The loop
 """
 

@@ -1,6 +1,7 @@
-"""Weights broadcast from rank 0 before the loop
+"""Broadcasting weights from rank 0 before the loop
 
-Unnecessary, but harmless: all ranks have the same weights already.
+Unnecessary but harmless: all ranks already have the same weights.
+
 Group: The loop
 """
 

@@ -1,6 +1,6 @@
 """Buffers that change in the forward pass
 
-They are rolled back when a step is repeated; rank 0's values are used, as in stock DDP.
+Buffers are rolled back when a step is repeated. As in stock DDP, rank 0's values are used.
 
 Group: Models
 """

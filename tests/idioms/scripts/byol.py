@@ -1,6 +1,6 @@
 """BYOL: an online network, a predictor, and a target network
 
-Compared: among ranks, since each rank draws its own augmentations
+Compared: among ranks only, because each rank draws its own augmentations
 Group: Models
 """
 

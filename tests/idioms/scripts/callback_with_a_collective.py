@@ -1,7 +1,8 @@
 """A callback with a collective in `run.after_step`
 
-The step is committed before the callback runs; an interrupted callback is called again in the next
+The step is committed before the callback runs. An interrupted callback runs again in the next
 world.
+
 Group: Averages and state
 """
 

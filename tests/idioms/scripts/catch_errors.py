@@ -1,7 +1,8 @@
-"""Exceptions caught around the step
+"""Catching exceptions around the step
 
-If the script catches a fault of the world, it is raised again at the end of the step, and the job
-recovers.
+If the script catches an exception caused by a failed peer, the loop raises it again at the end of
+the step, and the job recovers.
+
 Group: The loop
 """
 

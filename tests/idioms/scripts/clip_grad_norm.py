@@ -1,6 +1,8 @@
 """Gradient clipping by norm
 
-After `backward`, gradients are those of the global batch: every rank clips by the same norm.
+After `backward`, every rank has the gradients of the global batch, so all ranks clip by the same
+norm.
+
 Group: Gradients
 """
 

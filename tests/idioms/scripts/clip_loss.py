@@ -1,7 +1,8 @@
 """A contrastive loss over the global batch (CLIP)
 
-Embeddings of all ranks are gathered with `torch.distributed.nn`, so that gradients pass through the
+`torch.distributed.nn` gathers the embeddings of all ranks, so that gradients flow through the
 collective.
+
 Group: Gradients
 """
 

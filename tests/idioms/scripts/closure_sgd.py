@@ -1,6 +1,7 @@
 """`optimizer.step(closure)`
 
-Lightning always steps in this way.
+This is how Lightning always steps.
+
 Group: Optimizers and learning rates
 """
 

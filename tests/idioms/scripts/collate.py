@@ -1,4 +1,4 @@
-"""Sequences of different lengths, with `collate_fn`
+"""Variable-length sequences with `collate_fn`
 
 Group: Data
 """

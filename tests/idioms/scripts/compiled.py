@@ -1,7 +1,8 @@
 """`torch.compile` of the wrapped model
 
-Shares differ between ranks and change with the world: pass `dynamic=True`, or each size is compiled
-separately.
+Shares differ between ranks and change with the world. Pass `dynamic=True` to avoid a recompilation
+for every size.
+
 Group: Precision and compilation
 """
 

@@ -1,6 +1,7 @@
 """A batch size that changes between epochs
 
-One loader for each size, all created before the loop.
+Create one loader per batch size before the loop.
+
 Group: Data
 """
 

@@ -1,6 +1,7 @@
 """A custom tracked object
 
-Anything with `state_dict` and `load_state_dict`.
+Any object with `state_dict` and `load_state_dict`.
+
 Group: Averages and state
 """
 

@@ -1,6 +1,7 @@
-"""Data workers
+"""DataLoader workers
 
-They continue to the end of the epoch when the world changes.
+When the world changes, worker processes keep running until the end of the epoch.
+
 Group: Data
 """
 

@@ -1,7 +1,8 @@
 """PyTorch's DCGAN example
 
-Two wrapped models with BatchNorm, two optimizers, noise drawn in the loop.
-Compared: among ranks, since each rank draws its own noise
+Two wrapped models with BatchNorm, two optimizers, and noise drawn in the loop.
+
+Compared: among ranks only, because each rank draws its own noise
 Group: Models
 """
 

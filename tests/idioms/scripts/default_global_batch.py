@@ -1,7 +1,8 @@
-"""No `global_batch`
+"""Without `global_batch`
 
-It defaults to `batch_size` times the size of the largest world, and stays the same while the world
-is smaller.
+The global batch defaults to `batch_size` times the size of the largest world, and does not shrink
+with the world.
+
 Group: Data
 """
 

@@ -1,6 +1,7 @@
-"""Batches that are dicts, moved to the device
+"""Dict batches moved to the device
 
 As with Hugging Face's data collators.
+
 Group: Data
 """
 

@@ -1,6 +1,7 @@
 """Distillation from a frozen teacher
 
-The teacher is not wrapped, since it has no gradients to reduce.
+Do not wrap the teacher: it has no gradients to reduce.
+
 Group: Models
 """
 

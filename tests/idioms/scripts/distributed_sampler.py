@@ -1,7 +1,8 @@
 """An existing `DistributedSampler`
 
-It can remain: its order and seed are kept, and samples are assigned to ranks again for each world.
-The sizes that are passed to it are ignored.
+The sampler can stay. Its order and seed are kept, and each world reassigns the samples to its
+ranks. The number of replicas and the rank passed to it are ignored.
+
 Group: Data
 """
 

@@ -1,4 +1,4 @@
-"""Sparse embeddings and dense layers, with an optimizer each (DLRM)
+"""Sparse embeddings and dense layers with separate optimizers (DLRM)
 
 Group: Models
 """

@@ -1,8 +1,9 @@
 """Dropout
 
-Masks are drawn from (seed, step, rank): a repeated step draws the same ones. Another number of
-workers draws different ones.
-Compared: among ranks, since each rank draws its own masks
+Masks are drawn from (seed, step, rank), so a repeated step draws the same masks. A different number
+of workers draws different ones.
+
+Compared: among ranks only, because each rank draws its own masks
 Group: Models
 """
 

@@ -1,7 +1,8 @@
-"""Early stopping by validation loss
+"""Early stopping on the validation loss
 
-The state of the decision (best loss, patience) is in `run.state`: it is the same on all ranks and
-survives failures. The loop is left by `break` in a separate epoch.
+The best loss and the patience counter are in `run.state`, so they are identical on all ranks and
+survive failures. `break` leaves the loop over epochs, not the loop over batches.
+
 Group: Evaluation and logging
 """
 

@@ -1,6 +1,7 @@
-"""A moving average in `run.after_step`
+"""An exponential moving average in `run.after_step`
 
-The callback runs once for each committed step, even if a fault interrupts it.
+The callback runs once per committed step, even if a failure interrupts it.
+
 Group: Averages and state
 """
 

@@ -1,6 +1,8 @@
 """An exponential moving average, updated in the loop
 
-If tracked, it is rolled back with everything else when a fault occurs later in the same step.
+A tracked average is rolled back with the rest of the state if a failure occurs later in the same
+step.
+
 Group: Averages and state
 """
 

@@ -1,6 +1,7 @@
-"""A moving average of a large model
+"""An exponential moving average of a large model
 
-Tracked objects of any size are rolled back, or received from a rank that has them.
+Tracked objects of any size are rolled back, or received from a rank that has the correct state.
+
 Group: Averages and state
 """
 

@@ -1,7 +1,8 @@
 """Counting batches with `enumerate`
 
-After a recovery the loop resumes in the middle of the epoch: `start=loader.index` keeps the index
-of the batch within its epoch.
+After a recovery the loop resumes in the middle of the epoch. `start=loader.index` keeps the batch
+index correct.
+
 Group: The loop
 """
 

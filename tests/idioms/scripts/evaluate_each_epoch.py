@@ -1,6 +1,7 @@
 """Evaluation at the end of each epoch, on all ranks
 
-`run.shard` distributes the test set without padding; `run.mean` averages over the world.
+`run.shard` distributes the test set without padding. `run.mean` averages over all ranks.
+
 Group: Evaluation and logging
 """
 

@@ -1,7 +1,8 @@
 """Evaluation in the middle of an epoch, on rank 0 only
 
-In eval mode, or without gradients, the wrapped model runs without collectives: the other ranks
-wait for rank 0 in their next backward pass.
+In eval mode, or without gradients, the wrapped model runs no collectives. The other ranks wait for
+rank 0 in their next backward pass.
+
 Group: Evaluation and logging
 """
 

@@ -1,7 +1,8 @@
 """BatchNorm with frozen statistics
 
-As in detection and fine-tuning: the BatchNorm layers stay in eval mode, and their affine parameters
-are trained.
+As in detection and fine-tuning: the BatchNorm layers stay in eval mode while their affine
+parameters are trained.
+
 Group: Models
 """
 

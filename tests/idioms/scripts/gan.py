@@ -1,7 +1,8 @@
 """A GAN: two models, two optimizers, one loader
 
-As in the DCGAN example. The noise is part of the data: random numbers that a dataset draws depend
-on the sample only, in any world.
+As in the DCGAN example. The noise is part of the dataset: random numbers drawn by a dataset depend
+on the sample and the epoch, not on the world.
+
 Group: Models
 """
 

@@ -1,6 +1,8 @@
 """Two models in one wrapper
 
-Generator and discriminator as parts of one module: one DDP, one reduction per step.
+Generator and discriminator are submodules of one module: one DDP and one gradient reduction per
+step.
+
 Group: Models
 """
 

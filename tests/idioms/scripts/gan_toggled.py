@@ -1,6 +1,8 @@
-"""A GAN that toggles `requires_grad` of its discriminator
+"""A GAN that toggles `requires_grad` of the discriminator
 
-As in CycleGAN's `set_requires_grad`: the discriminator gets no gradients in the generator's step.
+As in CycleGAN's `set_requires_grad`: the discriminator receives no gradients in the generator's
+step.
+
 Group: Models
 """
 

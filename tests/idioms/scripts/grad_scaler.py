@@ -1,6 +1,6 @@
 """An enabled `GradScaler`
 
-Its scale is the same on all ranks, since it depends on reduced gradients.
+The scale is the same on all ranks, because it depends on reduced gradients.
 
 Group: Precision and compilation
 """

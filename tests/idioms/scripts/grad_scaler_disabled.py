@@ -1,6 +1,7 @@
 """A disabled `GradScaler`
 
-Scripts keep the scaler and disable it where there is no float16. It may be tracked.
+Scripts often keep the scaler and disable it where float16 is not used. It may be tracked.
+
 Group: Precision and compilation
 """
 

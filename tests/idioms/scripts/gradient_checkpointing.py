@@ -1,6 +1,7 @@
 """Activation checkpointing
 
 `torch.utils.checkpoint` inside the model.
+
 Group: Precision and compilation
 """
 

@@ -1,7 +1,8 @@
 """Gradient noise
 
-Random numbers that must be the same on all ranks come from a separate generator, seeded by the
-step: the default generators draw different numbers on each rank.
+Random numbers that must be identical on all ranks come from a separate generator seeded with the
+step. The default generators differ between ranks.
+
 Group: Gradients
 """
 

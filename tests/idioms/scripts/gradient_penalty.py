@@ -1,7 +1,8 @@
 """A gradient penalty (WGAN-GP, R1)
 
-`torch.autograd.grad(create_graph=True)` with respect to the inputs, through the module inside the
-wrapper and not through DDP.
+`torch.autograd.grad(create_graph=True)` with respect to the inputs, computed on the unwrapped
+module instead of through DDP.
+
 Group: Gradients
 """
 

@@ -1,7 +1,8 @@
 """PyTorch's ImageNet example
 
-`run.retry` calls `main_worker`, which creates model, optimizer, scheduler and loaders. The best
-accuracy is kept in `run.state`; meters are reset by a recovery.
+`run.retry` calls `main_worker`, which creates the model, optimizer, scheduler and loaders. The best
+accuracy lives in `run.state`. A recovery resets the meters.
+
 Group: The loop
 """
 

@@ -1,6 +1,6 @@
 """An infinite generator over the loader
 
-`def forever(): while True: yield from loader`, with the number of steps kept in `run.state`.
+`def forever(): while True: yield from loader`, with the step count in `run.state`.
 
 Group: The loop
 """

@@ -1,4 +1,4 @@
-"""A penalty on the weights, added to the loss
+"""A weight penalty in the loss
 
 Group: Gradients
 """

@@ -1,6 +1,7 @@
-"""A trainer in the style of Lightning
+"""A Lightning-style trainer
 
-`training_step`, `configure_optimizers`, closures, and callbacks with state, which are tracked.
+`training_step`, `configure_optimizers`, closures, and callbacks whose state is tracked.
+
 Group: The loop
 """
 

@@ -1,7 +1,8 @@
-"""`generator`, `worker_init_fn`, persistent workers
+"""`generator`, `worker_init_fn` and persistent workers
 
-The options of the `DataLoader` stay. What a sample draws does not depend on the worker that reads
-it.
+The options of the `DataLoader` are kept. The random numbers of a sample do not depend on the worker
+that reads it.
+
 Group: Data
 """
 

@@ -1,6 +1,6 @@
-"""Reading a batch before training
+"""Inspecting a batch before training
 
-`next(iter(loader))` for shapes or a summary does not consume the batch.
+`next(iter(loader))`, for example to print shapes or a model summary, does not consume the batch.
 
 Group: Data
 """

@@ -1,4 +1,4 @@
-"""Lookahead: slow weights, every few steps
+"""Lookahead: slow weights updated every few steps
 
 Group: Optimizers and learning rates
 """

@@ -1,6 +1,6 @@
-"""Rolling back to a copy of the weights
+"""Rolling back to a snapshot of the weights
 
-A tracked copy of the weights is loaded into the model when the loss explodes.
+A tracked copy of the weights is loaded back into the model, for example after a loss spike.
 
 Group: Averages and state
 """

@@ -1,6 +1,7 @@
-"""The learning rate changed by hand
+"""Setting the learning rate manually
 
-As in the ImageNet example: a function of the epoch, set in the optimizer's groups.
+As in the ImageNet example: a function of the epoch, written to the optimizer's parameter groups.
+
 Group: Optimizers and learning rates
 """
 

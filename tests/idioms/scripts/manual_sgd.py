@@ -1,6 +1,7 @@
-"""SGD by hand, under `no_grad`
+"""Manual SGD under `no_grad`
 
-As in the tutorials: without an optimizer.
+As in the PyTorch tutorials, without an optimizer.
+
 Group: Optimizers and learning rates
 """
 

@@ -1,4 +1,4 @@
-"""SGD by hand, on `.data`
+"""Manual SGD on `.data`
 
 Group: Optimizers and learning rates
 """

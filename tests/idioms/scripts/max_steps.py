@@ -1,7 +1,8 @@
-"""Epochs of a given number of steps
+"""Epochs with a fixed number of steps
 
-`run.loader(…, max_steps=5)` instead of `itertools.islice` or `if i == 5: break`: the script's own
-counter would restart after a recovery.
+Use `run.loader(…, max_steps=5)` instead of `itertools.islice` or `if i == 5: break`: the script's
+own counter restarts after a recovery.
+
 Group: The loop
 """
 

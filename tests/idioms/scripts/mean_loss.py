@@ -1,6 +1,6 @@
 """Logging the loss with `run.mean`
 
-Inexact: sum to 0.2, since a repeated step may compute its loss with the updated weights
+Inexact: sum to 0.2, because a repeated step may compute its loss with the updated weights
 Group: Evaluation and logging
 """
 

@@ -1,8 +1,9 @@
 """Averages over an epoch
 
-Sums that must survive a recovery in the middle of an epoch belong in `run.state`; a local
+Sums that must survive a recovery in the middle of an epoch belong in `run.state`. A local
 `AverageMeter` restarts with the function.
-Inexact: averages to 0.1, since a repeated step may compute its loss with the updated weights
+
+Inexact: averages to 0.1, because a repeated step may compute its loss with the updated weights
 Group: Evaluation and logging
 """
 

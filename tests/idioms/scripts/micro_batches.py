@@ -1,7 +1,8 @@
 """Micro-batches within a step
 
-`run.steps(loader)` with `micro_batch=` limits the memory of a step for any size of the world;
+`run.steps(loader)` with `micro_batch=` bounds the memory of a step at any world size.
 `step.backward` weights each micro-batch.
+
 Group: Gradients
 """
 

@@ -1,7 +1,8 @@
 """minGPT's `Trainer`
 
-A sampler without an end, `next` in `while True`, and callbacks. Its `iter_num` is kept in
-`run.state`: an attribute that `run()` sets to 0 would be reset by a recovery.
+An endless sampler, `next` inside `while True`, and callbacks. `iter_num` is kept in `run.state`,
+because an attribute that `run()` sets to 0 is reset by a recovery.
+
 Group: The loop
 """
 

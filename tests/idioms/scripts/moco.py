@@ -1,8 +1,9 @@
 """A momentum encoder and a queue (MoCo)
 
-Both are buffers of a tracked module. The new entries of the queue are gathered from all ranks, in
-the order of ranks, so their order depends on the number of workers.
-Compared: among ranks, since the queue's order is that of the ranks
+Both are buffers of a tracked module. New queue entries are gathered from all ranks in rank order,
+so their order depends on the number of workers.
+
+Compared: among ranks only, because the queue follows the order of the ranks
 Group: Models
 """
 

@@ -1,4 +1,4 @@
-"""`model.zero_grad()` instead of the optimizer's
+"""`model.zero_grad()` instead of `optimizer.zero_grad()`
 
 Group: Gradients
 """

@@ -1,7 +1,8 @@
 """Muon and AdamW
 
-Muon updates matrices, AdamW everything else. Every rank updates all parameters: dividing them among
-the ranks, as some recipes do, is refused, since momentum would be lost with a rank.
+Muon updates the matrices, AdamW everything else. Every rank updates all parameters. Partitioning
+the updates across ranks, as some recipes do, is refused, because momentum is lost when a rank dies.
+
 Group: Optimizers and learning rates
 """
 

@@ -1,8 +1,10 @@
 """nanoGPT's `train.py`
 
-Batches at random offsets, drawn within the step that trains on them: a repeated step draws the same
-numbers again. (nanoGPT draws the next step's batch between forward and backward pass.)
-Compared: among ranks, since each rank draws its own batches
+Batches start at random offsets, drawn within the step that trains on them, so a repeated step draws
+the same offsets. (nanoGPT itself prefetches the next batch between the forward and the backward
+pass.)
+
+Compared: among ranks only, because each rank draws its own batches
 Group: The loop
 """
 

@@ -1,7 +1,7 @@
-"""A loop over another loader within each step
+"""Looping over another loader within each step
 
-As in bilevel optimisation and meta-learning: for each batch of the first loader, a pass over the
-second one.
+As in bilevel optimisation and meta-learning: each batch of the outer loader triggers a full pass
+over the inner one.
 
 Group: Data
 """

@@ -1,6 +1,7 @@
 """Without `run.epochs`
 
-Each pass over the loader is an epoch; the script counts them in `run.state`.
+Each pass over the loader is one epoch. The script counts epochs in `run.state`.
+
 Group: The loop
 """
 

@@ -1,8 +1,9 @@
-"""Random numbers drawn in the loop
+"""Drawing random numbers in the loop
 
-Noise, mixup, diffusion time steps: drawn from (seed, step, rank), so that ranks draw different
-numbers and a repeated step draws the same ones.
-Compared: among ranks, since each rank draws its own numbers
+Noise, mixup coefficients and diffusion time steps are drawn from (seed, step, rank): ranks draw
+different numbers, and a repeated step draws the same ones.
+
+Compared: among ranks only, because each rank draws its own numbers
 Group: Data
 """
 

@@ -1,7 +1,8 @@
-"""Settings that depend on the size of the world
+"""Settings that depend on the world size
 
-`run.on_world` registers a callback that runs whenever a world begins: for a rate per worker, a
-subgroup, a log file.
+`run.on_world` registers a callback that runs at the start of every world: use it to set a
+per-worker learning rate, create a subgroup, or open a log file.
+
 Group: The loop
 """
 

@@ -1,6 +1,7 @@
 """`OneCycleLR`, stepped after each batch
 
-`len(loader)` is the number of steps of a complete epoch in any world.
+`len(loader)` is the number of steps in a full epoch at any world size.
+
 Group: Optimizers and learning rates
 """
 

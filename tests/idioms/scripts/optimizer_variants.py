@@ -1,6 +1,8 @@
 """Other optimizers, and `foreach`
 
-Any `torch.optim.Optimizer` except LBFGS works: here two of them alternate between epochs.
+Any `torch.optim.Optimizer` except LBFGS works. This script alternates between two of them from
+epoch to epoch.
+
 Group: Optimizers and learning rates
 """
 

@@ -1,6 +1,7 @@
 """Parameter groups
 
-As in minGPT: weight decay for matrices, none for biases.
+As in minGPT: weight decay for matrices but not for biases.
+
 Group: Optimizers and learning rates
 """
 

@@ -1,6 +1,7 @@
-"""Hooks on parameters
+"""Parameter hooks
 
-A hook receives the gradient of this rank's share, before it is reduced.
+A hook receives this rank's local gradient, before it is reduced.
+
 Group: Gradients
 """
 

@@ -1,7 +1,9 @@
-"""The plain loop
+"""The basic loop
 
-`run.wrap` makes the model a DDP, `run.track` and `run.loader` add optimizer and data to the state
-of the job, `run.epochs` resumes, and `run.retry` is the recovery point.
+`run.wrap` wraps the model in DDP, `run.track` and `run.loader` add the optimizer and the data
+position to the job's state, `run.epochs` resumes at the current epoch, and `run.retry` is the
+recovery point.
+
 Group: The loop
 """
 

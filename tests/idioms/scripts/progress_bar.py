@@ -1,7 +1,8 @@
 """A progress bar
 
-`tqdm(loader, initial=loader.index, total=len(loader))`: the length of the loader is that of a
-complete epoch, and the bar resumes at the current step.
+`tqdm(loader, initial=loader.index, total=len(loader))`: `len(loader)` is the length of a full
+epoch, and the bar resumes at the current step.
+
 Group: The loop
 """
 

@@ -1,6 +1,7 @@
 """`ReduceLROnPlateau`
 
-Every rank must pass the same number: `run.mean` of the validation loss.
+Every rank must pass the same value: the `run.mean` of the validation loss.
+
 Group: Optimizers and learning rates
 """
 

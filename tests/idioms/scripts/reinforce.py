@@ -1,7 +1,9 @@
-"""REINFORCE, with a running reward
+"""REINFORCE with a running reward
 
-An episode is a sample: its seed is an item of the dataset, and all its random numbers come from
-generators with that seed. So episodes are the same in any world, and each is used once.
+Each sample is an episode: the dataset item is a seed, and all randomness in the episode comes from
+generators with that seed. Episodes are therefore identical for any world size, and each one is used
+exactly once.
+
 Group: The loop
 """
 

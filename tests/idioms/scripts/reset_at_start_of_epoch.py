@@ -1,6 +1,6 @@
-"""Resetting weights or optimizer at the start of an epoch
+"""Resetting weights or optimizer state at the start of an epoch
 
-The reset is not repeated in a resumed epoch: `run.state` records the epoch for which it was done.
+`run.state` records the epoch of the last reset, so a resumed epoch does not repeat it.
 
 Group: Models
 """

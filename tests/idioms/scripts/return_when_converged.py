@@ -1,7 +1,8 @@
-"""Leaving the training function early
+"""Returning from the training function early
 
-All ranks must make the same decision: from a mean over all of them, or from an evaluation that each
-rank does completely.
+All ranks must make the same decision: base it on a mean over all ranks, or on an evaluation that
+every rank runs in full.
+
 Group: The loop
 """
 

@@ -1,6 +1,8 @@
 """Sharpness-aware minimisation: two passes per step
 
-The perturbation is undone before the wrapped optimizer steps; a fault in between is detected.
+The script removes the perturbation before the wrapped optimizer steps. A failure in between is
+detected.
+
 Group: Optimizers and learning rates
 """
 

@@ -1,6 +1,7 @@
-"""Sharpness-aware minimisation as an optimizer around another one
+"""Sharpness-aware minimisation as a wrapper around an optimizer
 
-The common `SAM(params, base_optimizer, …)` class: track it like any optimizer.
+The common `SAM(params, base_optimizer, …)` class. Pass its `base_optimizer` to `run.track`.
+
 Group: Optimizers and learning rates
 """
 

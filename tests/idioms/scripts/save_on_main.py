@@ -1,7 +1,8 @@
 """Saving on rank 0 with `torch.save`
 
-A separate file in addition to the job's checkpoints. `model.module.state_dict()` has the names of
-the plain model.
+A separate file in addition to the job's checkpoints. `model.module.state_dict()` uses the parameter
+names of the unwrapped model.
+
 Group: The loop
 """
 

@@ -1,6 +1,7 @@
-"""A schedule-free optimizer, which swaps weights for evaluation
+"""A schedule-free optimizer that swaps weights for evaluation
 
-`optimizer.eval()` and `optimizer.train()` change the weights in place between two epochs.
+`optimizer.eval()` and `optimizer.train()` change the weights in place between epochs.
+
 Group: Optimizers and learning rates
 """
 

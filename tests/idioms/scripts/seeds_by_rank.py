@@ -1,6 +1,7 @@
 """`torch.manual_seed(rank)`
 
-Harmless: random numbers within a step are drawn from (seed, step, rank) in any case.
+Harmless: random numbers within a step are always drawn from (seed, step, rank).
+
 Group: Data
 """
 

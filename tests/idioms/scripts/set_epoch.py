@@ -1,6 +1,7 @@
 """An existing `sampler.set_epoch` call
 
-It can remain: `run.epochs` determines the epoch, and the call is ignored.
+The call can stay. It has no effect, because `run.epochs` sets the epoch.
+
 Group: The loop
 """
 

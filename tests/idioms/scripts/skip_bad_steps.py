@@ -1,7 +1,8 @@
 """Skipping steps with a bad loss
 
-All ranks must make the same decision, so it is based on `run.mean`. The loop commits a step without
-an optimizer update as one that changes nothing.
+All ranks must make the same decision, so base it on `run.mean`. A step without an optimizer update
+is committed as a step that changes nothing.
+
 Group: Gradients
 """
 

@@ -1,7 +1,6 @@
 """Spectral normalisation
 
-Its power iteration changes buffers in each forward pass: they are rolled back when a step is
-repeated.
+Each forward pass updates the power iteration buffers. They are rolled back when a step is repeated.
 
 Group: Models
 """

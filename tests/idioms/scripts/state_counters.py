@@ -1,7 +1,8 @@
 """Counters in `run.state`
 
-JSON values that belong to the model's state: saved, restored, and rolled back when a step is
-repeated. All ranks must write the same values: a value that only rank 0 writes is lost with it.
+JSON values that are saved, restored, and rolled back together with the model. All ranks must write
+the same values: a value written only by rank 0 is lost when that rank dies.
+
 Group: Averages and state
 """
 

@@ -1,7 +1,8 @@
 """DDP options
 
-`static_graph`, `bucket_cap_mb`, `gradient_as_bucket_view`, `broadcast_buffers`: as for
+`static_graph`, `bucket_cap_mb`, `gradient_as_bucket_view` and `broadcast_buffers` work as in
 DistributedDataParallel.
+
 Group: Precision and compilation
 """
 

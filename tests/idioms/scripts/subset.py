@@ -1,6 +1,7 @@
-"""A part of a dataset, and `random_split`
+"""`Subset` and `random_split`
 
-With a separate generator, the split is the same on all ranks.
+A dedicated generator makes the split identical on all ranks.
+
 Group: Data
 """
 

@@ -1,6 +1,7 @@
 """`SubsetRandomSampler`
 
-As for training and validation splits by index.
+For training and validation splits by index.
+
 Group: Data
 """
 

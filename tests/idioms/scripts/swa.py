@@ -1,6 +1,7 @@
-"""Stochastic weight averaging, per epoch
+"""Stochastic weight averaging per epoch
 
 `AveragedModel` and `SWALR` in the last epochs.
+
 Group: Averages and state
 """
 

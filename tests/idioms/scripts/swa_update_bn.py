@@ -1,7 +1,8 @@
 """`update_bn` after training
 
-It reads the data without training: pass a plain `DataLoader`, on all ranks.
-Compared: among ranks, since the statistics of a share depend on its size
+`update_bn` reads the data without training on it: pass a plain `DataLoader`, on all ranks.
+
+Compared: among ranks only, because the statistics of a share depend on its size
 Group: Averages and state
 """
 

@@ -1,6 +1,7 @@
 """A target network: `deepcopy` of the wrapped model
 
-As in DQN and BYOL. If tracked, it is saved and rolled back.
+As in DQN and BYOL. A tracked copy is saved and rolled back.
+
 Group: Models
 """
 

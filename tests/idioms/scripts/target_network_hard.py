@@ -1,6 +1,7 @@
-"""A target network, copied every few steps
+"""A target network updated every few steps
 
-The counter that decides when to copy is in `run.state`.
+The counter that triggers the copy is in `run.state`.
+
 Group: Models
 """
 

@@ -1,8 +1,9 @@
 """timm's training loop
 
-Mixup, `no_sync` accumulation with a shorter last group, `ModelEmaV2`, and a scheduler that steps
-with each update.
-Compared: among ranks, since each rank draws its own random numbers for mixup
+Mixup, accumulation under `no_sync` with a shorter last group, `ModelEmaV2`, and a scheduler that
+steps after each update.
+
+Compared: among ranks only, because each rank draws its own random numbers for mixup
 Group: The loop
 """
 

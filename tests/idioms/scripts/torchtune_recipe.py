@@ -1,8 +1,8 @@
-"""A recipe in the style of torchtune: a mean over tokens
+"""A torchtune-style recipe with a per-token mean
 
-Ranks average their losses by samples, and sequences have different numbers of tokens: the sum over
-this rank's tokens, divided by the number of all tokens and by `step.share`, gives every token the
-same weight.
+Losses are averaged over ranks by sample count, but sequences differ in length. Dividing this rank's
+token sum by the total number of tokens and by `step.share` gives every token the same weight.
+
 Group: Gradients
 """
 

@@ -1,6 +1,6 @@
 """A trainer class with callbacks
 
-As in minGPT: `run.retry` calls `trainer.run`.
+As in minGPT. `run.retry` calls `trainer.run`.
 
 Group: The loop
 """

@@ -1,6 +1,7 @@
-"""Several forward passes, one backward
+"""Several forward passes, one backward pass
 
-Siamese networks, consistency losses: the wrapped model is called twice before `backward`.
+For Siamese networks and consistency losses: the wrapped model is called twice before `backward`.
+
 Group: Gradients
 """
 

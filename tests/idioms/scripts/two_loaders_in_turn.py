@@ -1,6 +1,6 @@
-"""Two loaders, one after the other
+"""Two loaders in turn
 
-Each epoch trains on both.
+Each epoch trains on both, one after the other.
 
 Group: Data
 """

@@ -1,7 +1,8 @@
 """Several optimizers
 
-Each is tracked under a separate name. After a fault between two of them, only the missing update is
-repeated.
+Track each optimizer under its own name. After a failure between their steps, only the missing
+update is applied.
+
 Group: Optimizers and learning rates
 """
 

@@ -1,6 +1,7 @@
-"""Two phases: pre-training, then fine-tuning
+"""Pre-training followed by fine-tuning
 
-`run.epochs` counts the epochs of the job: the second phase continues where the first one ended.
+`run.epochs` counts the epochs of the whole job, so the second phase continues where the first one
+ended.
 
 Group: The loop
 """

@@ -1,4 +1,4 @@
-"""`run.retry` more than once
+"""Several `run.retry` calls
 
 Group: The loop
 """

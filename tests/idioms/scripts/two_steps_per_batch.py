@@ -1,6 +1,7 @@
 """Several optimizer steps on one batch
 
-As in PPO's inner epochs: each step of the optimizer has separate forward and backward passes.
+As in PPO's inner epochs: every optimizer step has its own forward and backward pass.
+
 Group: Gradients
 """
 

@@ -1,7 +1,8 @@
 """An incomplete last batch
 
-Gradients are weighted by the number of samples of each rank; a rank without samples takes part with
+Gradients are weighted by each rank's number of samples. A rank without samples participates with
 weight 0.
+
 Group: Gradients
 """
 

@@ -1,8 +1,9 @@
-"""Layers unfrozen during training
+"""Unfreezing layers during training
 
-DDP is rebuilt when the set of trainable parameters changes; stock DDP would silently leave the
-gradients of the new ones unreduced. The function that sets `requires_grad` runs in each epoch, so a
-replacement that joins later has the same set.
+DDP is rebuilt when the set of trainable parameters changes. Stock DDP would silently leave the
+gradients of newly trainable parameters unreduced. Set `requires_grad` in every epoch, so that a
+replacement that joins later trains the same parameters.
+
 Group: Models
 """
 

@@ -1,6 +1,7 @@
-"""Parameters that some steps do not use
+"""Parameters that are unused in some steps
 
-`find_unused_parameters=True`, as for DistributedDataParallel.
+`find_unused_parameters=True`, as in DistributedDataParallel.
+
 Group: Models
 """
 

@@ -1,9 +1,10 @@
 """PyTorch's VAE example
 
-Its loss is a sum over the batch. Ranks average their losses by samples, so the loss must be a mean:
-`loss / len(data)`. With a sum, gradients depend on the number of workers, as with plain
+The original loss is a sum over the batch. Losses are averaged over ranks by sample count, so use a
+mean: `loss / len(data)`. With a sum, gradients depend on the number of workers, as in plain
 DistributedDataParallel.
-Compared: among ranks, since each rank draws its own noise
+
+Compared: among ranks only, because each rank draws its own noise
 Group: Models
 """
 

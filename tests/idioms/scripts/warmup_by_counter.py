@@ -1,6 +1,7 @@
-"""A warm-up written by hand
+"""Manual warm-up
 
 The step counter is in `run.state`, which is rolled back when a step is repeated.
+
 Group: Optimizers and learning rates
 """
 

@@ -1,6 +1,7 @@
-"""Weights that change between epochs
+"""Changing weights between epochs
 
-Pruning, re-initialising a head, averaging: outside a step, and identical on all ranks.
+For pruning, re-initialising a head, or averaging. The change happens outside a step and is
+identical on all ranks.
 
 Group: Models
 """

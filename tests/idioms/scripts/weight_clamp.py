@@ -1,6 +1,7 @@
 """Clamping weights (WGAN)
 
-Changes of weights outside an optimizer, but within a step, are rolled back, too.
+Weight changes made within a step but outside an optimizer are rolled back, too.
+
 Group: Optimizers and learning rates
 """
 

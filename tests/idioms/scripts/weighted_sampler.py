@@ -1,6 +1,7 @@
 """`WeightedRandomSampler`
 
-It draws with the job's seed, and yields the same samples in every world.
+It draws with the job's seed and yields the same samples in every world.
+
 Group: Data
 """
 

@@ -1,7 +1,8 @@
 """`while True` and `next`
 
-As in nanoGPT: the batch is fetched at the end of the iteration. Without `run.epochs`, each pass
-over the loader is an epoch.
+As in nanoGPT, the batch is fetched at the end of the iteration. Without `run.epochs`, each pass
+over the loader is one epoch.
+
 Group: The loop
 """
 

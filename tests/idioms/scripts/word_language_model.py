@@ -1,9 +1,10 @@
-"""A hidden state that is passed from batch to batch
+"""A hidden state carried from batch to batch
 
 As in PyTorch's word_language_model: each column of a batch continues the same column of the
-previous one. The columns of a rank change with the world, so the state of all columns is a buffer
-of the model, which is rolled back when a step is repeated. In a local variable it would restart
-from zeros after a recovery, and belong to other columns in another world.
+previous batch. The columns of a rank change with the world, so a buffer of the model holds the
+state of all columns and is rolled back when a step is repeated. A local variable would restart from
+zeros after a recovery, and would belong to other columns in another world.
+
 Group: Data
 """
 

@@ -1,7 +1,8 @@
-"""Two loaders zipped
+"""Two zipped loaders
 
-As in domain adaptation and semi-supervised training. The second loader follows the first: a
-step has one batch of each.
+As in domain adaptation and semi-supervised training. The second loader advances with the first one:
+each step takes one batch from each.
+
 Group: Data
 """
 

@@ -1,10 +1,12 @@
-"""A custom process group for DDP
+"""A user-defined process group for DDP
 
-Refused: the world's group is the only one that is rebuilt
+A recovery rebuilds only the process group of the world, so DDP must use that one.
 
 ```python
 model = run.wrap(network)
 ```
+
+Refused: the world's group is the only one that is rebuilt
 """
 
 import torch

@@ -1,7 +1,7 @@
-"""An iterator over the loader that is created before `run.retry`
+"""An iterator over the loader created before `run.retry`
 
-As in the trainers of many diffusion models: `self.dl = cycle(dl)` in `__init__`. After a change of
-the world it would yield batches of the previous world, or raise StopIteration.
+As in many diffusion trainers: `self.dl = cycle(dl)` in `__init__`. After a change of the world, the
+iterator would yield batches of the previous world or raise StopIteration.
 
 ```python
 def train():

@@ -1,12 +1,14 @@
 """A custom sampler
 
-Only the order of samplers that are functions of an index list can be reproduced in another world.
-Refused: cannot be reproduced in another world
+The harness cannot reproduce its order in another world. Use one of the [supported
+samplers](data.md#samplers), for example over a subset:
 
 ```python
 part = torch.utils.data.Subset(dataset, indices)
 loader = run.loader(DataLoader(part, batch_size=8, shuffle=True), global_batch=24)
 ```
+
+Refused: cannot be reproduced in another world
 """
 
 import torch

@@ -1,6 +1,6 @@
 """An optimizer that is not a `torch.optim.Optimizer`
 
-As in courses: a class with `step`, `state_dict` and `load_state_dict`.
+As in many courses: a class with `step`, `state_dict` and `load_state_dict`.
 
 Group: Optimizers and learning rates
 """
