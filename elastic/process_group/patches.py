@@ -49,6 +49,7 @@ import torch.distributed as dist
 
 from elastic import torch_private
 from elastic.process_group.pending import pending_works
+from elastic.process_group.semantics import is_of_nccl
 from elastic.process_group.wait_phase import begin_wait, end_wait
 
 ExceptHook = Callable[[type[BaseException], BaseException, TracebackType | None], Any]
@@ -77,11 +78,14 @@ def _wait(work: dist.Work, timeout: datetime.timedelta = _NO_TIMEOUT) -> bool:
     """As torch's: true, or raises what went wrong; GroupAborted once the world is over."""
     if timeout != _NO_TIMEOUT:
         return _wait_in_torch(work, timeout)  # it ends by itself
+    if is_of_nccl(work):  # and its future may be a null pointer
+        pending_works().queue(work)
+        return True
     try:
         future = work.get_future()
     except RuntimeError:  # sends and receives have none
         return _wait_in_torch(work, timeout)
-    if future.done():  # it has ended, or runs on a stream: such futures are done from the start
+    if future.done():
         pending_works().queue(work)
     else:
         pending_works().wait(work)

@@ -19,12 +19,20 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 
-__all__ = ["HOST", "Semantics", "StreamEvent", "has_streams", "register_semantics", "semantics_of"]
+__all__ = [
+    "HOST",
+    "Semantics",
+    "StreamEvent",
+    "has_streams",
+    "is_of_nccl",
+    "register_semantics",
+    "semantics_of",
+]
 
 
 class StreamEvent(Protocol):
@@ -100,6 +108,23 @@ def semantics_of(device_type: str, backend: str | None = None) -> Semantics:
 def has_streams(device_type: str, backend: str) -> bool:
     """Whether a group of this backend queues anything on a stream."""
     return semantics_of(device_type, backend).is_on_stream
+
+
+def is_of_nccl(work: Any) -> bool:
+    """Whether a collective is queued on a stream by one of torch's NCCL backends.
+
+    Only their works have a second future, of how they ended, and always
+    (``WorkNCCL::getFutureResult``). Asking for the first one can end the process: after coalesced
+    operations, so also ``batch_isend_irecv`` and an uneven ``all_gather``, it is a null pointer
+    (ProcessGroupNCCL.cpp, ``endCoalescing`` makes none), and ``Future.done`` ends in SIGSEGV.
+    ProcessGroupNCCL2's waits for the device after a barrier, with the interpreter lock
+    (nccl2/WorkNCCL.cpp, ``getFuture``).
+    """
+    try:
+        work.get_future_result()
+    except RuntimeError:
+        return False
+    return True
 
 
 def _backend_for(device_type: str, backend: str) -> str:

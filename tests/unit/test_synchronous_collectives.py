@@ -24,6 +24,7 @@ from elastic.world.faults import GroupAborted
 
 DEADLINE_S = 60.0
 NEVER_S = 1000.0
+CPU = torch.device("cpu")
 SPEC = GroupSpec(
     generation=1,
     nonce="n",
@@ -102,6 +103,31 @@ def test_a_barrier_that_an_abort_ends_is_none(group: ProcessGroup) -> None:
     threading.Timer(0.1, group.abort).start()
     assert dist.barrier() is None
     with pytest.raises(GroupAborted):
+        group.settle()
+
+
+def test_coalesced_operations_are_waited_for(group: ProcessGroup) -> None:
+    """As ``dist.batch_isend_irecv`` begins them. Their work has no future: NCCL's is a null
+    pointer, and to look at it ends the process."""
+    outputs = [torch.ones(1), torch.ones(2)]
+    with dist._coalescing_manager(device=CPU, async_ops=True) as manager:
+        for output in outputs:
+            dist.all_to_all_single(output, output.clone())
+    (work,) = manager.works
+    work.wait()
+    group.settle()
+    assert [output.tolist() for output in outputs] == [[1.0], [1.0, 1.0]]
+
+
+def test_an_abort_ends_a_wait_for_a_barrier_on_the_host(group: ProcessGroup) -> None:
+    """ProcessGroupNCCL2 gives a work for it, and asking for its future keeps the interpreter lock
+    until the barrier has ended: an abort by another thread would never begin."""
+    control.latency_s = NEVER_S
+    threading.Timer(0.1, group.abort).start()
+    work = dist.barrier(async_op=True)
+    assert work is not None
+    with pytest.raises(GroupAborted):
+        work.wait()
         group.settle()
 
 

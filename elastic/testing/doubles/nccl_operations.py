@@ -46,6 +46,7 @@ class Operations(dist.ProcessGroup):
         is_barrier: bool = False,
         is_async: bool = True,
         is_collective: bool = True,
+        is_coalesced: bool = False,
     ) -> Started:
         raise NotImplementedError
 
@@ -111,6 +112,8 @@ class Operations(dist.ProcessGroup):
             gathered,
             lambda gloo: (gloo.allgather([staged], [sent]), lambda: land_all(gathered, staged)),
             is_async=_is_async(opts),
+            # ProcessGroupNCCL.cpp, ``allgather``: of uneven parts, a coalesced broadcast of each.
+            is_coalesced=len({part.shape for part in gathered}) > 1,
         )
 
     def _allgather_base(
@@ -284,7 +287,9 @@ class Operations(dist.ProcessGroup):
         parts, self._coalesced = self._coalesced, None
         return self._queue_all(parts, is_async=_is_async(opts))
 
-    def _queue_all(self, parts: list[CoalescedPart], *, is_async: bool) -> Started:
+    def _queue_all(
+        self, parts: list[CoalescedPart], *, is_async: bool, is_coalesced: bool = False
+    ) -> Started:
         def exchange(gloo: Any) -> tuple[Any, Callable[[], None]]:
             begun = [part.exchange(gloo) for part in parts]
             return _Works([work for work, _ in begun]), lambda: _call_all(land for _, land in begun)
@@ -294,6 +299,7 @@ class Operations(dist.ProcessGroup):
             exchange,
             lambda: _call_all(part.garbage for part in parts),
             is_async=is_async,
+            is_coalesced=is_coalesced,
         )
 
 

@@ -116,6 +116,7 @@ class StreamWork(dist.Work):
         garbage: Callable[[], None] = lambda: None,
         *,
         is_barrier: bool = False,
+        is_coalesced: bool = False,
         group: StreamGroup | None = None,
     ) -> None:
         super().__init__()
@@ -124,6 +125,7 @@ class StreamWork(dist.Work):
         self.landed = threading.Event()
         self._outputs = outputs
         self._is_barrier = is_barrier
+        self._is_coalesced = is_coalesced
         self._group = group
         self._error: BaseException | None = None
 
@@ -169,7 +171,18 @@ class StreamWork(dist.Work):
         stream.wait_for(self.landed)
 
     def get_future(self) -> Any:
+        """ProcessGroupNCCL.cpp, ``endCoalescing``: there is none, and a null pointer is returned.
+        nccl2/WorkNCCL.cpp, ``getFuture``: who asks waits for a barrier, with the interpreter lock
+        (init.cpp)."""
+        if self._is_coalesced and not control.is_nccl2:
+            raise SystemError("SIGSEGV: the future of a coalesced work is a null pointer")
+        if self._is_barrier and control.is_nccl2:
+            _hold_the_interpreter_while(lambda: not self.landed.is_set())
         return _Future(self.landed, self._outputs)
+
+    def get_future_result(self) -> Any:
+        """ProcessGroupNCCL.cpp, ``initWork``, and nccl2/WorkNCCL.cpp: always there."""
+        return torch.futures.Future()
 
     def result(self) -> list[torch.Tensor]:
         return self._outputs
@@ -233,7 +246,7 @@ class StreamGroup(Operations):
         """ProcessGroupNCCL.cpp, ``endCoalescing``."""
         control.calls.append("end coalescing")
         parts, self._coalesced = self._coalesced or [], None
-        return self._queue_all(parts, is_async=True) if parts else None
+        return self._queue_all(parts, is_async=True, is_coalesced=True) if parts else None
 
     # -- collectives: see nccl_operations ---------------------------------------------------------
 
@@ -246,6 +259,7 @@ class StreamGroup(Operations):
         is_barrier: bool = False,
         is_async: bool = True,
         is_collective: bool = True,
+        is_coalesced: bool = False,
     ) -> dist.Work | None:
         """ProcessGroupNCCL.cpp, ``collective``: with ``asyncOp`` it runs on a stream of its own,
         and there is a work; without, on the current one, and there is none: ``return asyncOp ? work
@@ -257,7 +271,14 @@ class StreamGroup(Operations):
             return None
         for output in outputs:
             poison(output)
-        work = StreamWork(list(outputs), exchange, garbage, is_barrier=is_barrier, group=self)
+        work = StreamWork(
+            list(outputs),
+            exchange,
+            garbage,
+            is_barrier=is_barrier,
+            is_coalesced=is_coalesced,
+            group=self,
+        )
         self._begun += is_collective
         self._works.put(work)
         if is_async:
