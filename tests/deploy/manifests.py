@@ -202,7 +202,9 @@ def kubectl() -> str:
 
 def kustomize(folder: Path) -> tuple[Object, ...]:
     """What ``kubectl kustomize FOLDER`` prints."""
-    done = subprocess.run([kubectl(), "kustomize", str(folder)], capture_output=True, text=True)
+    command = [kubectl(), "kustomize", str(folder)]
+    short_lived = {**os.environ, "GOGC": "off"}  # its collector takes a quarter of its CPU time
+    done = subprocess.run(command, env=short_lived, capture_output=True, text=True)
     assert done.returncode == 0, f"{folder} does not render:\n{done.stderr}"
     loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # libyaml is ten times faster
     return tuple(yaml.load_all(done.stdout, Loader=loader))

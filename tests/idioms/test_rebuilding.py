@@ -110,8 +110,33 @@ def test_three_ranks_with_uneven_shares_train_as_one(
 
 @pytest.mark.parametrize("is_replaced", [False, True], ids=["fewer", "replaced"])
 @pytest.mark.parametrize("counted", [LINES, CALLS])
-@pytest.mark.parametrize("seed", range(2))
+def test_a_death_changes_nothing(
+    train: Train,
+    undisturbed: RunOutcome,
+    alone: dict[str, torch.Tensor],
+    counted: str,
+    is_replaced: bool,
+) -> None:
+    check(train, undisturbed, alone, 0, counted, is_replaced)
+
+
+# The same at more places.
+@pytest.mark.soak
+@pytest.mark.parametrize("is_replaced", [False, True], ids=["fewer", "replaced"])
+@pytest.mark.parametrize("counted", [LINES, CALLS])
+@pytest.mark.parametrize("seed", range(1, 12))
 def test_a_death_anywhere_changes_nothing(
+    train: Train,
+    undisturbed: RunOutcome,
+    alone: dict[str, torch.Tensor],
+    seed: int,
+    counted: str,
+    is_replaced: bool,
+) -> None:
+    check(train, undisturbed, alone, seed, counted, is_replaced)
+
+
+def check(
     train: Train,
     undisturbed: RunOutcome,
     alone: dict[str, torch.Tensor],

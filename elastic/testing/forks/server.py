@@ -44,9 +44,11 @@ from elastic.testing.forks.proc_area import Area
 _WARM = (
     "encodings.idna",  # of the first connection
     "numpy.ctypeslib",
+    "numpy.ma",  # of the first look at all of numpy
     "pdb",  # of the watch for debuggers
     "safetensors.torch",
     "torch._dynamo",
+    "torch.distributed.checkpoint.state_dict",
     "torch.distributed.optim",
     "torch.distributed.run",
     "torch.nn.parallel",

@@ -57,6 +57,7 @@ _WARM = (
     "elastic",
     "encodings.idna",  # of the first connection
     "numpy.ctypeslib",
+    "numpy.ma",  # of the first look at all of numpy
     "pdb",  # of the watch for debuggers
     "torch._dynamo",
     "torch.distributed.optim",
