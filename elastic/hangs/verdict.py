@@ -120,9 +120,9 @@ def judge_stopped(facts: RankFacts, stopped_s: float, grace_s: float) -> Judgmen
 
 
 def _is_waiting(facts: RankFacts, ranks: Sequence[RankFacts], unknown: int) -> bool:
-    """Whether it is held up by others. While a world forms, ranks wait for each other outside of
-    collectives, too: until the first of them is in one. Then whoever is not reads or writes its
-    state."""
+    """Whether it waits for others. While a world forms, ranks wait for each other outside of
+    collectives, too, until the first of them is in one. From then on, the others read or write
+    their state."""
     if facts.phase is Phase.FORMING:
         return not any(_is_in_world_with(facts, r) for r in ranks)
     if facts.generation != max(r.generation for r in ranks):
@@ -131,9 +131,9 @@ def _is_waiting(facts: RankFacts, ranks: Sequence[RankFacts], unknown: int) -> b
 
 
 def _is_waiting_in_former_world(facts: RankFacts, ranks: Sequence[RankFacts], unknown: int) -> bool:
-    """A joining node waits in the next world while the others make the steps that are left in this
-    one. So a collective waits for whoever of its world may still come to it. If there is nobody, it
-    is over: a rank that is still in it has not been released, and holds up the others."""
+    """A joining node waits in the next world while the others make the remaining steps in this one.
+    So a collective waits for ranks of its world that may still enter it. If there are none, it has
+    ended: a rank that is still in it has not been released, and delays the others."""
     others = [r for r in ranks if r.generation == facts.generation and r.rank != facts.rank]
     if facts.phase is Phase.COLLECTIVE:
         return unknown > 0 or any(r.phase is not Phase.COLLECTIVE for r in others)

@@ -95,8 +95,8 @@ class HangWatch:
     """Its owner calls ``close``. Callbacks run on the thread ``elastic-hangs``.
 
     ``on_facts`` gets the newest generation and the facts of all ranks of this node that show no
-    progress, whenever a verdict over them may change; none once they all go on. ``on_stopped`` gets
-    a worker that is stopped, also by a debugger, with every tick.
+    progress, whenever a verdict over them may change; none once all make progress. ``on_stopped``
+    gets a worker that is stopped, also by a debugger, with every tick.
     """
 
     def __init__(

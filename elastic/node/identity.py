@@ -1,9 +1,9 @@
 """The identity of a process, and whether another one still exists: proof of death on one machine.
 
-A pid that is missing proves a death only to whoever looks into the process table that the pid was
-from. That is this kernel's, since the same boot, in the same pid namespace; a pid that was used
-again is told by its start time in clock ticks (``/proc/<pid>/stat``, field 22). So everything that
-may tell two machines apart has to agree, since none of it does so alone:
+A missing pid proves a death only in the process table that the pid was from: that of the same
+kernel, since the same boot, in the same pid namespace. A reused pid is detected by its start time
+in clock ticks (``/proc/<pid>/stat``, field 22). All of these properties must agree, since none of
+them alone distinguishes two machines:
 
 - the boot id is random for each boot of a kernel, and shared by all containers on it. Virtual
   machines that were cloned while they ran have the same one;
@@ -15,9 +15,9 @@ may tell two machines apart has to agree, since none of it does so alone:
 - the inode of a pid namespace is unique on one kernel only: the first one has the same number
   everywhere.
 
-Where one of them differs nothing is proved here, neither death nor life: the node's lease and its
-port decide. That a machine has booted again proves nothing either: which machine that was, only
-its machine id could distinguish it, but a clone has that, too.
+If one of them differs, nothing is proved here, neither death nor life: the node's lease and its
+port decide. A reboot of a machine proves nothing either: only its machine id would identify it, but
+a clone has the same one.
 """
 
 from __future__ import annotations

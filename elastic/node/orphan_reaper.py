@@ -36,7 +36,7 @@ from pathlib import Path
 MARK = "ELASTIC_NODE_ID"
 # (Time comes from the standard library here: the reaper runs without this package.)
 GRACE_S = 0.5  # between SIGTERM and SIGKILL
-SETTLE_S = 1.0  # how long no marked process may show up before the guard is content
+SETTLE_S = 1.0  # the reaper ends once it has found no marked process for this long
 TURN_S = 0.05  # between two scans for marked processes
 RELEASED_S = 2.0  # for the reaper to end once its agent has announced a normal end
 LONGEST_WAIT_S = 3600.0  # select's clock stops while the machine is suspended

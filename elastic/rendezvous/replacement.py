@@ -1,12 +1,11 @@
 """Replaces a single dead worker: its siblings keep their processes and their state.
 
 torchrun supervises the workers of a node as one: it polls their processes, and if one has failed,
-it ends all others and starts them anew. So each process is replaced by an object that behaves the
-same, and that starts another process in the place of a dead one when torch polls it. torch sees
-no failure then. When to do that is the node's thread's decision
-(:mod:`elastic.agent.supervision.workers`):
-in-process mode only, and as long as one worker of the node is left that holds the state. The new
-process warms up like those of a joining node, and gets its world over the link.
+it ends all others and restarts them. So each process is replaced by an object with the same
+interface that starts another process when torch polls it and it is dead: torch detects no failure.
+The node's thread decides when (:mod:`elastic.agent.supervision.workers`): in in-process mode only,
+and as long as one worker of the node has the state. The new process warms up like those of a
+joining node, and receives its world over the link.
 """
 
 from __future__ import annotations

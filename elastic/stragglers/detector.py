@@ -24,7 +24,7 @@ from elastic.stragglers.facts import StepDurations, StepPart
 _NOTHING = 1e-9
 
 RankKey = tuple[str, int]
-"""Node id and local rank: they stay when ranks are numbered anew."""
+"""Node id and local rank: they do not change when ranks are renumbered."""
 
 # Of the median absolute deviation, the standard deviation of a normal distribution.
 _DEVIATIONS = 1.4826

@@ -6,9 +6,9 @@ store is new for every retry; with c10d it is not). A worker then connects to th
 dead one: seen in one of three restarts with ``--standalone`` [measured, 2.13.0]. The restart count
 does not help, since agents that joined at different times count differently.
 
-So rank 0 offers a fresh nonce, the others answer it with a token each, and rank 0 closes the
-offer when all have answered. An offer of a dead rank 0 is never closed for a living token; whoever
-answered it looks again. The nonce is the world's, and the prefix of all its keys.
+So rank 0 offers a fresh nonce, the others answer it with a token each, and rank 0 closes the offer
+when all have answered. An offer of a dead rank 0 is never closed for the token of a live rank; a
+rank that answered it polls again. The nonce is the world's, and the prefix of all its keys.
 """
 
 from __future__ import annotations
