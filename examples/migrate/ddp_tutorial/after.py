@@ -2,7 +2,7 @@
 
     torchrun --standalone --nproc-per-node=2 train.py 10 2
 
-Ten epochs, a snapshot after every second one; started again, it resumes from the last snapshot.
+Ten epochs with a snapshot after every second one. A restart resumes from the last snapshot.
 """
 
 import argparse
@@ -15,11 +15,11 @@ from torch.utils.data import DataLoader, Dataset
 
 import elastic
 
-run = elastic.join(checkpoints="checkpoints")  # the process group comes with run.retry
+run = elastic.join(checkpoints="checkpoints")  # run.retry creates the process group
 
 
 class Regression(Dataset):
-    """A linear function and noise, the same in every process."""
+    """A linear function with noise, identical in every process."""
 
     def __init__(self, size):
         generator = torch.Generator().manual_seed(0)
@@ -40,7 +40,7 @@ class Trainer:
         self.optimizer = optimizer
         self.save_every = save_every
         self.snapshot_path = snapshot_path
-        self.model = run.wrap(model)  # a DDP for every world
+        self.model = run.wrap(model)  # DDP in every world
         run.track(optimizer=optimizer)  # saved and restored, too
 
     def _save_snapshot(self, epoch):
@@ -62,7 +62,7 @@ class Trainer:
             self._run_batch(source, targets)
 
     def train(self, max_epochs):
-        for epoch in run.epochs(max_epochs):  # the remaining ones
+        for epoch in run.epochs(max_epochs):  # remaining epochs
             self._run_epoch(epoch)
             if dist.get_rank() == 0 and (epoch + 1) % self.save_every == 0:
                 self._save_snapshot(epoch)

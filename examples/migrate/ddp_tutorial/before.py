@@ -2,7 +2,7 @@
 
     torchrun --standalone --nproc-per-node=2 train.py 10 2
 
-Ten epochs, a snapshot after every second one; started again, it resumes from the last snapshot.
+Ten epochs with a snapshot after every second one. A restart resumes from the last snapshot.
 """
 
 import argparse
@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
 
 class Regression(Dataset):
-    """A linear function and noise, the same in every process."""
+    """A linear function with noise, identical in every process."""
 
     def __init__(self, size):
         generator = torch.Generator().manual_seed(0)

@@ -2,7 +2,7 @@
 
     torchrun --standalone --nproc-per-node=2 train.py --epochs 4
 
-The images are in data.py. Started again, it resumes where it stopped.
+The images are in data.py. When started again, it resumes where it stopped.
 """
 
 import argparse

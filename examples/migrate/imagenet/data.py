@@ -1,4 +1,4 @@
-"""Images of two kinds of stripes, in place of ImageNet; both scripts use them as they are."""
+"""Images of two kinds of stripes, in place of ImageNet. Both scripts use them unchanged."""
 
 import torch
 from torch.utils.data import Dataset

@@ -1,4 +1,4 @@
-"""Trains a small GPT on characters, in the style of nanoGPT: one file, no functions around it.
+"""Trains a small GPT on characters, in the style of nanoGPT: the training loop is at module level.
 
     python train.py
     torchrun --standalone --nproc-per-node=2 train.py
@@ -22,7 +22,7 @@ out_dir = "out"
 eval_interval = 10
 log_interval = 5
 eval_iters = 4
-always_save_checkpoint = False  # True: after each evaluation, False: when the loss is the best yet
+always_save_checkpoint = False  # True: after each evaluation, False: if the loss is the best so far
 init_from = "scratch"  # or "resume"
 # data
 global_batch = 24  # sequences of one optimizer step, over all processes
@@ -46,7 +46,7 @@ backend = "gloo"
 dtype = "float32"  # or "bfloat16", "float16"
 
 run = elastic.join(backend=backend, checkpoints=f"{out_dir}/elastic", when=eval_interval)
-torch.manual_seed(1337)  # the initial weights; each micro-batch has a separate seed
+torch.manual_seed(1337)  # initial weights; each micro-batch has its own seed
 os.makedirs(out_dir, exist_ok=True)
 ctx = nullcontext() if dtype == "float32" else torch.autocast("cpu", getattr(torch, dtype))
 
@@ -76,9 +76,9 @@ if init_from == "resume":
     optimizer.load_state_dict(checkpoint["optimizer"])
     iter_num = checkpoint["iter_num"]
     best_val_loss = checkpoint["best_val_loss"]
-model = run.wrap(model)  # a DDP for every world
+model = run.wrap(model)  # DDP in every world
 run.track(optimizer=optimizer, scaler=scaler)  # saved and restored, too
-run.state.update(iter_num=iter_num, best_val_loss=best_val_loss)  # a checkpoint's, if there is one
+run.state.update(iter_num=iter_num, best_val_loss=best_val_loss)  # a checkpoint overrides these
 windows = DataLoader(train_data.unfold(0, block_size + 1, 1), batch_size, shuffle=True)
 loader = run.loader(windows, global_batch=global_batch, micro_batch=batch_size, max_steps=max_iters)
 
@@ -110,7 +110,7 @@ def get_lr(it):
 
 def train_iteration(step):
     iter_num, best_val_loss = run.state["iter_num"], run.state["best_val_loss"]
-    master_process = run.is_main  # rank 0 of the present world
+    master_process = run.is_main  # rank 0 of the current world
     t0 = time.time()
     lr = get_lr(iter_num)
     for param_group in optimizer.param_groups:
@@ -140,7 +140,7 @@ def train_iteration(step):
         X, Y = window[:, :-1], window[:, 1:]
         with ctx:
             _, loss = model(X, Y)
-        step.backward(scaler.scale(loss))  # weighted; gradients are reduced in the last one
+        step.backward(scaler.scale(loss))  # weighted; reduced in the last one
     if grad_clip != 0.0:
         scaler.unscale_(optimizer)
         torch.nn.utils.clip_grad_norm_(model.parameters(), grad_clip)
@@ -156,7 +156,7 @@ def train_iteration(step):
 
 def train():
     for _ in run.epochs(1):
-        for step in run.steps(loader):  # the remaining ones
+        for step in run.steps(loader):  # remaining steps
             train_iteration(step)
 
 

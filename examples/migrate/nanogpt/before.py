@@ -1,4 +1,4 @@
-"""Trains a small GPT on characters, in the style of nanoGPT: one file, no functions around it.
+"""Trains a small GPT on characters, in the style of nanoGPT: the training loop is at module level.
 
     python train.py
     torchrun --standalone --nproc-per-node=2 train.py
@@ -21,7 +21,7 @@ out_dir = "out"
 eval_interval = 10
 log_interval = 5
 eval_iters = 4
-always_save_checkpoint = False  # True: after each evaluation, False: when the loss is the best yet
+always_save_checkpoint = False  # True: after each evaluation, False: if the loss is the best so far
 init_from = "scratch"  # or "resume"
 # data
 global_batch = 24  # sequences of one optimizer step, over all processes

@@ -1,4 +1,4 @@
-"""A small GPT and characters for it to learn; both scripts use them as they are."""
+"""A small GPT and characters for it to learn. Both scripts use them unchanged."""
 
 from dataclasses import dataclass
 
