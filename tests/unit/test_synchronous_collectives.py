@@ -10,6 +10,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d
 
 from elastic.hangs.facts import Phase
 from elastic.hangs.page import PageReader
@@ -110,7 +111,7 @@ def test_coalesced_operations_are_waited_for(group: ProcessGroup) -> None:
     """As ``dist.batch_isend_irecv`` begins them. Their work has no future: NCCL's is a null
     pointer, and to look at it ends the process."""
     outputs = [torch.ones(1), torch.ones(2)]
-    with dist._coalescing_manager(device=CPU, async_ops=True) as manager:
+    with distributed_c10d._coalescing_manager(device=CPU, async_ops=True) as manager:
         for output in outputs:
             dist.all_to_all_single(output, output.clone())
     (work,) = manager.works
