@@ -81,13 +81,26 @@ bench: $(STAMP)
 	$(BIN)/python benchmarks/checkpoint.py
 
 # Each of the two takes less than ten minutes. With two GPUs or more, NCCL proper as well.
+# `make gpu GPU_PYTHON=python3` keeps the torch of that Python: an image's, built for its driver.
+ifdef GPU_PYTHON
+GPU_BIN := build/gpu/bin
+GPU_STAMP := build/gpu/.installed
+else
+GPU_BIN := $(BIN)
+GPU_STAMP := $(STAMP)
+endif
+
+build/gpu/.installed: pyproject.toml scripts/gpu_environment.sh
+	GPU_PYTHON="$(GPU_PYTHON)" bash scripts/gpu_environment.sh build/gpu
+	touch $@
+
 gpu: gpu-tests gpu-bench
 
-gpu-tests: $(STAMP)
-	$(BIN)/pytest tests/gpu tests/kill/test_nccl.py -m gpu
+gpu-tests: $(GPU_STAMP)
+	$(GPU_BIN)/python -m pytest tests/gpu tests/kill/test_nccl.py -m gpu
 
-gpu-bench: $(STAMP)
-	$(BIN)/python benchmarks/gpu.py
+gpu-bench: $(GPU_STAMP)
+	$(GPU_BIN)/python benchmarks/gpu.py
 
 format: $(STAMP)
 	$(BIN)/ruff check --fix .
