@@ -1,4 +1,4 @@
-"""One small world for all idioms, and what the tests share of its runs."""
+"""One small world for all idioms, and the runs that tests share."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""What a script keeps in variables of its own is noticed, where it changes the result.
+"""State in local variables is detected if it changes the result.
 
-A joining process does not have it, and in the others it begins anew.
+A joining process does not have that state, and the other processes lose it in a recovery.
 """
 
 from __future__ import annotations
@@ -124,7 +124,8 @@ def train():
 def test_an_accumulation_that_ends_elsewhere_is_refused(
     runs: IdiomRuns, tmp_path: Path, at: int
 ) -> None:
-    """By a count that outlives the function: a group is done again from its first batch."""
+    """A recovery repeats all batches of the optimizer step; a count that outlives the function is
+    then wrong."""
     body = """
 count = 0
 def train():

@@ -1,7 +1,7 @@
-"""A death while collectives run on a stream, as on GPUs: idioms and worst places once more.
+"""Idioms and worst places with collectives that run on a stream, as on GPUs.
 
-Workers train on the backend of :mod:`elastic.testing.doubles.nccl_semantics`; what each script has
-to end with is what it ends with alone.
+Workers train on the backend of :mod:`elastic.testing.doubles.nccl_semantics`. Each script must end
+with the result of a run with one worker.
 """
 
 from __future__ import annotations
@@ -120,7 +120,7 @@ def train():
 def test_who_is_stuck_in_nccl_ends_and_says_so(
     streams: IdiomRuns, tmp_path: Path, where: str, sentence: str
 ) -> None:
-    """Its agent starts it anew; here nobody does, and the run ends with it."""
+    """An agent would restart the worker; here there is none, so the run ends with the worker."""
     script = tmp_path / "script.py"
     body = HANGS.replace("WHERE", where).replace("STEP", STEP)
     script.write_text(HEAD + TRAINED + body + RUN)
@@ -133,7 +133,7 @@ def test_who_is_stuck_in_nccl_ends_and_says_so(
 
 
 def test_values_are_read_once_they_are_there(streams: IdiomRuns, tmp_path: Path) -> None:
-    """What the job tells itself, and a state that is sent, take the way of the gradients."""
+    """Control flags and transferred states use the same stream as the gradients."""
     body = """
 from elastic.testing.doubles.nccl_semantics import control
 control.latency_s = 0.05

@@ -1,6 +1,6 @@
-"""``run.build`` in a small world: a worker dies anywhere, and the result is that of one alone.
+"""``run.build`` in a small world: a worker dies at any line, with the result of one worker.
 
-The nodes' memory is real: a host that outlives the workers, of which one node has all shares.
+The nodes' memory is real: one host process that survives the workers and holds all shares.
 """
 
 from __future__ import annotations

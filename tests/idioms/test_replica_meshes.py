@@ -142,7 +142,7 @@ def text(tensor: torch.Tensor) -> str:
 
 
 def trained_on_both_halves() -> dict[str, torch.Tensor]:
-    """Of each sample, by one process: the loss is the mean over them."""
+    """The reference: one process trains on all samples with the mean loss."""
     torch.manual_seed(5)
     model = nn.Sequential(nn.Linear(6, 4), nn.Linear(4, 1)).double()
     x = torch.randn(24, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(1))

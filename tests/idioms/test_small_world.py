@@ -1,4 +1,4 @@
-"""The small world itself: what it says about workers that die, fail, or never end."""
+"""The small world itself: what it reports about workers that die, fail, or never end."""
 
 from __future__ import annotations
 

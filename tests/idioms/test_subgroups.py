@@ -1,4 +1,4 @@
-"""``examples/subgroups.py``: groups of a script's own, which end with the world of a death."""
+"""``examples/subgroups.py``: user-defined process groups end with the world of a dead worker."""
 
 from __future__ import annotations
 

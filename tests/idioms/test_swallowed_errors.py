@@ -1,4 +1,4 @@
-"""Scripts that catch exceptions around the step: a fault of the world is none of theirs."""
+"""Scripts that catch exceptions around the step still recover from the failure of a peer."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A death at the place where it hurts most, in the loops of which it once changed the result."""
+"""A death at the line where it once changed the result of a loop."""
 
 from __future__ import annotations
 
