@@ -344,7 +344,7 @@ def run_check(check: Check, python: Path, logs: Path) -> dict[str, Any]:
             ).returncode
         except subprocess.TimeoutExpired:
             code = 124
-    found = re.findall(r"(\d+) (passed|failed|errors?|skipped)", _last_line(log))
+    found = re.findall(r"(\d+) (passed|failed|errors?|skipped)", _summary(log))
     counts = {what.replace("passed", "tests"): int(number) for number, what in found}
     return {
         "passed": code == 0,
@@ -353,9 +353,11 @@ def run_check(check: Check, python: Path, logs: Path) -> dict[str, Any]:
     }
 
 
-def _last_line(log: Path) -> str:
+def _summary(log: Path) -> str:
+    """pytest's last line. (Torch 2.15 prints others after it, as the process ends.)"""
     lines = log.read_text(errors="replace").splitlines()
-    return lines[-1] if lines else ""
+    summaries = (line for line in reversed(lines) if re.search(r"\d+ \w+.* in [\d.]+s", line))
+    return next(summaries, "")
 
 
 # The page

@@ -120,6 +120,8 @@ def _ended(report: RunReport) -> str:
     if report.outcome:
         reason = printable(report.outcome_reason, 200).rstrip(".")
         return f"The job failed after {took}{f': {reason}' if reason else ''}."
+    if report.has_finished:
+        return f"All workers finished, but no agent recorded the end of the job; it took {took}."
     return f"The job is still running, or ended without a final event; its journals cover {took}."
 
 

@@ -131,7 +131,7 @@ REFUSED: tuple[tuple[tuple[str, ...], str, str], ...] = (
     (("--gpus-per-node=0",), "--gpus-per-node=0", "dev"),
     (("--overlay=dev", "--gpus-per-node=1"), "--overlay=dev", "has no GPUs"),
     (("--with=spott",), "did you mean 'spot'", "known"),
-    (("--with=spot", "--grace=90"), "--grace=90", "leave one"),
+    (("--with=spot", "--grace=90"), "--grace=90", "omit one"),
     (("--grace=5",), "no time for a checkpoint", "or more"),
     (("--run-id=a/b",), "a/b", "63 at most"),
     (("--run-id=..",), "'..'", "beginning and ending"),
@@ -160,10 +160,10 @@ REFUSED: tuple[tuple[tuple[str, ...], str, str], ...] = (
     ((f"--namespace={'a' * 64}",), "a" * 64, "63 at most"),
     (("--namespace=kube-system",), "kube-system", "only for training jobs"),
     (("--namespace=default",), "--namespace=default", "only for training jobs"),
-    (("--with=own-certificates", "--overlay=dev"), "--overlay=dev", "leave one"),
+    (("--with=own-certificates", "--overlay=dev"), "--overlay=dev", "omit one"),
     (("--with=node-tls", "--name=llama"), "--name=llama", "its own namespace"),
     (("--with=etcd-monitoring", "--name=llama"), "--name=llama", "overlays/shared"),
-    (("--with=etcd-monitoring", "--overlay=dev"), "--overlay=dev", "leave one"),
+    (("--with=etcd-monitoring", "--overlay=dev"), "--overlay=dev", "omit one"),
     (("--deploy=/nowhere",), "/nowhere", "deploy/"),
     (("--overly=prod",), "--overly", "-h"),
     # resources and placement
@@ -174,7 +174,7 @@ REFUSED: tuple[tuple[tuple[str, ...], str, str], ...] = (
     (("--memory=64",), "--memory=64 is 64 bytes", "256Gi"),
     (("--memory=400m",), "--memory=400m", "256Gi"),
     (("--storage-size=-1Gi",), "--storage-size='-1Gi'", "256Gi"),
-    (("--storage-size=1Ti", "--checkpoints=claim:mine"), "--storage-size=1Ti", "leave one"),
+    (("--storage-size=1Ti", "--checkpoints=claim:mine"), "--storage-size=1Ti", "omit one"),
     (("--node-selector=pool",), "--node-selector=pool", "KEY=VALUE"),
     (("--node-selector=a/b/c=d",), "'a/b/c'", "DNS subdomain"),
     (("--node-selector=pool=a b",), "'a b'", "63 at most"),
@@ -226,7 +226,7 @@ REFUSED: tuple[tuple[tuple[str, ...], str, str], ...] = (
     (("--name=workers",), "--name=workers", "another"),
     (("--name=root",), "administers etcd", "another"),
     (("--name=etcd-client",), "administers etcd", "another"),
-    (("--name=llama", "--overlay=dev"), "--overlay=dev", "leave one"),
+    (("--name=llama", "--overlay=dev"), "--overlay=dev", "omit one"),
 )
 
 

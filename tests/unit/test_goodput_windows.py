@@ -153,11 +153,11 @@ def run_until(folder: Path, at_s: float) -> RunReport:
 @pytest.mark.parametrize(
     ("at_s", "is_over", "said"),
     [
-        (40.9, [], "Nothing interrupted it."),
+        (40.9, [], "There were no interruptions."),
         (42.0, [False], "1 failure cost 3.0 s. No step was made since the last failure."),
         (44.0, [True], "1 failure cost"),  # the first step was made, and no window after it
-        (119.9, [True, True], "The job still runs, or was ended without a last event"),
-        (120.9, [True, True], "All workers ended well, but no agent recorded the job's end"),
+        (119.9, [True, True], "The job is still running, or ended without a final event"),
+        (120.9, [True, True], "All workers finished, but no agent recorded the end of the job"),
         (121.2, [True, True], "The job succeeded after 2 min 1 s."),
     ],
 )
