@@ -172,27 +172,18 @@ class InProcess:
         ``is_complete``: all ranks leave at this step, and save it.
         """
         if is_complete:
-            is_last, nodes_leave = self._agree_who_leaves()
+            # Without a vote: a rank that learns late of the change is in another collective. Those
+            # that know of the end of the job and those that know of leaving nodes all write.
             self._checkpoints.save_between_worlds(
-                self._job, is_last=is_last, nodes_leave=nodes_leave
+                self._job,
+                is_last=self._worlds.nodes == 0,
+                nodes_leave=self._worlds.nodes_leaving > 0,
             )
         else:
             self._group.abort()  # before the buffers of its collectives are freed
         self._progress.lose_state()
         _clear_frames(error)
         self._job.retire_built()
-
-    def _agree_who_leaves(self) -> tuple[bool, bool]:
-        """Whether the world is the job's last one, and whether nodes leave it. Ranks may know
-        different next worlds, and a checkpoint on disk needs the shares of all."""
-        own = (self._worlds.nodes == 0, self._worlds.nodes_leaving > 0)
-        try:
-            is_last, nodes_leave = all_sum([float(answer) for answer in own])
-        except Exception as error:
-            if not self.is_fault(error):
-                raise
-            return own
-        return is_last > 0, nodes_leave > 0
 
     def _recovered(self) -> None:
         began_s, self._recovering_since_s = self._recovering_since_s, None
