@@ -73,7 +73,8 @@ soak: $(STAMP) streams
 # end, and aborted ones look complete.
 streams: $(STAMP)
 	TRAINING_BACKEND=nccl_semantics $(BIN)/pytest -m "cluster and not soak" \
-	  tests/kill/test_in_process.py tests/kill/test_in_process_phases.py tests/kill/test_own_loops.py
+	  tests/kill/test_in_process.py tests/kill/test_in_process_phases.py tests/kill/test_own_loops.py \
+	  tests/kill/test_deaths_in_replicas.py tests/kill/test_building_in_worlds.py
 
 bench: $(STAMP)
 	$(BIN)/python benchmarks/recovery.py

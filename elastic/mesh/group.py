@@ -1,7 +1,10 @@
 """The groups of a world of replicas: all ranks, and the ranks at one position of each replica.
 
-Both are private to this package: torch's default group is the replica's; destroying it would
-destroy every subgroup, and with them the mesh of each DTensor.
+They are not registered with torch: torch's default group is the replica's; destroying it would
+destroy every subgroup, and with them the mesh of each DTensor. Control messages and state travel
+over gloo. Gradients do on CPUs, too; on GPUs the ranks at one position have a communicator of their
+own, whose collectives are queued on a stream, and the end of a world aborts only that one: the
+replica's communicators, in which FSDP's collectives may still run, stay as they are.
 """
 
 from __future__ import annotations
@@ -9,6 +12,7 @@ from __future__ import annotations
 import dataclasses
 import datetime
 import os
+from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
@@ -24,7 +28,11 @@ from elastic.process_group import (
     OwnGroup,
     PendingWorks,
     ProcessGroup,
+    backend_of,
+    describe_group,
     leak,
+    open_communicator,
+    semantics_of,
     use_as_world,
 )
 from elastic.telemetry.journal import EventSink
@@ -39,11 +47,13 @@ class ReplicaProcessGroup(ProcessGroup):
     def __init__(
         self, device: torch.device, replica: ModelReplica, journal: EventSink | None = None
     ) -> None:
-        super().__init__(device, "gloo", journal)
+        self._gradient_works = PendingWorks()  # on a stream; see across
+        super().__init__(device, replica.backend, journal)
         self.replica = replica
         self._mesh = str(replica.mesh)
         self.world: OwnGroup | None = None
-        self.across: OwnGroup | None = None  # this position of each replica
+        self.peers: OwnGroup | None = None  # this position of each replica
+        self.across: OwnGroup | None = None  # the same ranks, for gradients on this device
 
     @property
     def is_foreign(self) -> bool:
@@ -69,7 +79,32 @@ class ReplicaProcessGroup(ProcessGroup):
         return dataclasses.replace(world, mesh=self.replica.mesh)
 
     def _open_works(self) -> PendingWorks:
+        # No `record`: what the script queues in the replica's groups ends well, or the replica is
+        # lost, and its processes with it.
+        self._gradient_works = PendingWorks(is_on_stream=True, on_error=self.abort)
+        describe_group(is_on_stream=self._is_on_stream)
         return PendingWorks()  # torch's default group keeps its own
+
+    def settle(self) -> None:
+        """As of any group. The gradients of a step are settled before: at the end of its backward
+        pass, and by all ranks of the replica together."""
+        super().settle()
+        self._gradient_works.raise_failure()
+
+    @property
+    def may_be_garbage(self) -> bool:
+        """As of any group."""
+        return super().may_be_garbage or (
+            self._is_on_stream and self._gradient_works.may_be_garbage
+        )
+
+    def _abort_works(self) -> None:
+        super()._abort_works()
+        self._gradient_works.abort()
+
+    def _communicator_abort(self) -> Callable[[], object] | None:
+        across = self.across
+        return None if across is None or not across.is_on_stream else across.backend.abort
 
     def _initialize(self, store: Store, rank: int, size: int, timeout_s: float) -> None:
         ranks = self.replica.mesh.size
@@ -81,22 +116,48 @@ class ReplicaProcessGroup(ProcessGroup):
             )
         self.world = self._connect(PrefixStore("world", store), rank, size)
         position = PrefixStore(f"across-{rank % ranks}", store)
-        self.across = self._connect(position, rank // ranks, size // ranks)
-        use_as_world(self.world, self.across)
+        self.peers = self.across = self._connect(position, rank // ranks, size // ranks)
+        if self._is_on_stream and self.peers.size > 1:
+            device_store = PrefixStore("device", position)
+            self.across = self._open_communicator(device_store, self.peers.rank, self.peers.size)
+        use_as_world(self.world, self.peers)
 
     def _connect(self, store: Store, rank: int, size: int) -> OwnGroup:
-        timeout = datetime.timedelta(seconds=timeouts.collective_of_environment(os.environ))
-        return OwnGroup(dist.ProcessGroupGloo(store, rank, size, timeout), self._works)
+        return OwnGroup(dist.ProcessGroupGloo(store, rank, size, _timeout()), self._works)
+
+    def _open_communicator(self, store: Store, rank: int, size: int) -> OwnGroup:
+        name = backend_of(self.device.type, self.replica.backend)
+        return OwnGroup(
+            open_communicator(name, store, rank, size, device=self.device, timeout=_timeout()),
+            self._gradient_works,
+            semantics=semantics_of(self.device.type, self.replica.backend),
+            device=self.device,
+        )
 
     def _dissolve(self, is_for_next: bool) -> bool:
         use_as_world(None)
-        groups = [group for group in (self.world, self.across) if group is not None]
-        self.world = self.across = None
+        groups = [group for group in (self.world, self.peers) if group is not None]
+        across = self.across
+        self.world = self.peers = self.across = None
+        if across is not None and across.is_on_stream:
+            self._close_communicator(across, is_for_next)
         is_drained = self._works.drain(DRAIN_S)
         if not is_drained:
             for group in groups:
                 leak(group.backend)
         return is_drained
+
+    def _close_communicator(self, across: OwnGroup, is_for_next: bool) -> None:
+        """The abort of one that was aborted has ended. The others end together with their peers,
+        which may still read this rank's part of a last result."""
+        across.works.drain(DRAIN_S)
+        if self.is_aborted:
+            return
+        if not is_for_next:
+            across.backend.shutdown()
+            return
+        with self._limited("destroying", timeouts.DESTROY_S):
+            across.backend.shutdown()
 
     def destroy(self, *, is_for_next: bool = False) -> None:
         """As of any group; with the last world the replica ends, too."""
@@ -105,18 +166,14 @@ class ReplicaProcessGroup(ProcessGroup):
             self.replica.close()
 
 
+def _timeout() -> datetime.timedelta:
+    return datetime.timedelta(seconds=timeouts.collective_of_environment(os.environ))
+
+
 def process_group(
     device: torch.device, backend: str | None, replica: ModelReplica, journal: EventSink | None
 ) -> ProcessGroup:
-    """That of a process: torch's default group is the world's, or, with a mesh, the replica's.
-
-    Raises ConfigError for a backend that replicas cannot have.
-    """
+    """That of a process: torch's default group is the world's, or, with a mesh, the replica's."""
     if not replica.mesh:
         return ProcessGroup(device, backend, journal)
-    if backend not in (None, "gloo"):
-        raise ConfigError(
-            f"elastic.join(mesh=…, backend={backend!r}): replicas are built for gloo only so far",
-            hint="omit backend",
-        )
     return ReplicaProcessGroup(device, replica, journal)

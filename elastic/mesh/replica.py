@@ -24,7 +24,12 @@ from torch.distributed import (  # type: ignore[attr-defined]
 
 from elastic.clock import SYSTEM_CLOCK
 from elastic.errors import ConfigError, GroupAborted, ReplicaLost, TrainingError
-from elastic.process_group import TorchExceptHook
+from elastic.process_group import (
+    DEFAULT_BACKENDS,
+    TorchExceptHook,
+    leave_errors_to_us,
+    semantics_of,
+)
 from elastic.tuning import timeouts
 from elastic.tuning.worker_intervals import REPLICA_MEETS_S, SLOWEST_LOOK_S
 from elastic.world.arrival import GroupSpec, OpenStore, meet, open_store
@@ -35,6 +40,7 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 _ALONE: AbstractContextManager[None] = nullcontext()
+_CPU = torch.device("cpu")
 _LEFT = "another rank of this replica has found that the world is over"
 
 
@@ -50,12 +56,24 @@ class ReplicaMeeting(NamedTuple):
 class ModelReplica:
     """One per process. Without a mesh it is this rank alone, and nothing here communicates."""
 
-    def __init__(self, mesh: ReplicaMesh | None = None, *, local_rank: int = 0) -> None:
+    def __init__(
+        self,
+        mesh: ReplicaMesh | None = None,
+        *,
+        local_rank: int = 0,
+        device: torch.device = _CPU,
+        backend: str = "gloo",
+    ) -> None:
         self.mesh = mesh or ReplicaMesh()
+        self.device = device
+        self.backend = backend  # of torch's default group, as in init_process_group
         self.size = self.mesh.size
         self.position = local_rank % self.size
         self._device_mesh: DeviceMesh | None = None
         self._store: OpenStore | None = None  # of a replica over several nodes
+        # For the sums below where collectives of the default group are queued on a device: the
+        # host needs the result, and must not wait for what a dead rank has left on the device.
+        self._control: Any = None
         # Asked of each rank together with the sum that ends a backward pass, since a collective of
         # its own at the next boundary would cost as much again.
         self.question: Callable[[], Sequence[bool]] | None = None
@@ -82,18 +100,27 @@ class ModelReplica:
         elif meeting is not None:
             store = FileStore(os.path.join(meeting.folder, f"replica-{meeting.nonce}"), size)
         self._compare_meshes(store)
+        is_on_stream = semantics_of(self.device.type, self.backend).is_on_stream
+        if is_on_stream:
+            leave_errors_to_us(os.environ, is_in_process=True)
+        timeout = datetime.timedelta(seconds=timeouts.collective_of_environment(os.environ))
         hook = TorchExceptHook()
         dist.init_process_group(
-            "gloo",
+            self.backend,
             store=store,
             rank=self.position,
             world_size=size,
-            timeout=datetime.timedelta(seconds=timeouts.collective_of_environment(os.environ)),
+            timeout=timeout,
+            device_id=self.device if self.device.type == "cuda" else None,
         )
         hook.installed()
         hook.remove()
+        if is_on_stream:
+            self._control = dist.ProcessGroupGloo(
+                PrefixStore("control", store), self.position, size, timeout
+            )
         self._device_mesh = init_device_mesh(
-            "cpu",
+            self.device.type,
             tuple(size for _, size in self.mesh.dims),
             mesh_dim_names=tuple(name for name, _ in self.mesh.dims),
         )
@@ -118,7 +145,10 @@ class ModelReplica:
         while self._store is None:
             try:
                 self._store = open_store(
-                    spec, _never_given_up, deadline_s=deadline_s, use_torchs=False
+                    spec,
+                    _never_given_up,
+                    deadline_s=deadline_s,
+                    use_torchs="nccl" in self.backend,
                 )
             except OSError:  # a data worker of the last start may still hold the port
                 if SYSTEM_CLOCK.monotonic() > deadline_s:
@@ -149,12 +179,29 @@ class ModelReplica:
             return list(values)
         total = torch.tensor(list(values), dtype=torch.float64)
         try:
-            dist.all_reduce(total)
+            if self._control is None:
+                dist.all_reduce(total)
+            else:
+                self._control.allreduce([total], dist.AllreduceOptions()).wait()
         except RuntimeError as error:
-            raise ReplicaLost(
-                f"a rank of this replica (mesh {self.mesh}) is gone: {error}"
-            ) from error
+            raise self._lost(error) from error
         return [float(value) for value in total.tolist()]
+
+    def all_reduce(self, tensor: torch.Tensor) -> None:
+        """Sum a tensor on this rank's device over the ranks of the replica, in place. As with any
+        collective of torch's, a GPU's result is only queued.
+
+        Raises ReplicaLost if one of them is gone.
+        """
+        if self.size == 1:
+            return
+        try:
+            dist.all_reduce(tensor)
+        except RuntimeError as error:
+            raise self._lost(error) from error
+
+    def _lost(self, error: RuntimeError) -> ReplicaLost:
+        return ReplicaLost(f"a rank of this replica (mesh {self.mesh}) is gone: {error}")
 
     def sum_and_ask(self, values: Sequence[float]) -> list[float]:
         """Like :meth:`sum`; the ranks' answers to :attr:`question` are returned by
@@ -215,10 +262,12 @@ def _never_given_up() -> None:
     """The agent ends this process if a node of the replica is lost."""
 
 
-def mesh_of(given: Mapping[str, int] | None, device: torch.device) -> ModelReplica:
-    """The replica of ``elastic.join(mesh=…)``, not formed yet.
+def mesh_of(
+    given: Mapping[str, int] | None, device: torch.device, backend: str | None = None
+) -> ModelReplica:
+    """The replica of ``elastic.join(mesh=…, backend=…)``, not formed yet.
 
-    Raises ConfigError for a mesh that this node, or this library, cannot have.
+    Raises ConfigError for a mesh or a backend that is not possible on this node.
     """
     mesh = ReplicaMesh.parse(given)
     if not mesh:
@@ -227,15 +276,43 @@ def mesh_of(given: Mapping[str, int] | None, device: torch.device) -> ModelRepli
         int(os.environ.get("LOCAL_WORLD_SIZE", "1")),
         replica_size=int(os.environ.get("ELASTIC_REPLICA_SIZE", "1")),
     )
-    if device.type != "cpu":
-        raise ConfigError(
-            f"mesh={given} on {device.type}: replicas are built for gloo on CPUs only so far",
-            hint="omit mesh: sharded models recover by a restart (docs/how-to/sharded.md)",
-        )
     if dist.is_initialized():
         raise TrainingError(
             "elastic.join(mesh=…) after torch.distributed.init_process_group(): torch's default "
             "group is the replica's, and elastic.join creates it",
             hint="remove init_process_group(); run.mesh is the DeviceMesh",
         )
-    return ModelReplica(mesh, local_rank=int(os.environ.get("LOCAL_RANK", "0")))
+    return ModelReplica(
+        mesh,
+        local_rank=int(os.environ.get("LOCAL_RANK", "0")),
+        device=device,
+        backend=_backend_for(device, backend),
+    )
+
+
+def _backend_for(device: torch.device, given: str | None) -> str:
+    """The backend of a replica's group. Raises ConfigError for one that replicas cannot have.
+
+    >>> _backend_for(torch.device("cuda"), "nccl")
+    'cpu:gloo,cuda:nccl'
+    """
+    default = DEFAULT_BACKENDS.get(device.type)
+    if default is None:
+        raise ConfigError(
+            f"elastic.join(mesh=…) on {device.type}: replicas train on CPUs with gloo and on GPUs "
+            "with NCCL",
+            hint="omit mesh: sharded models recover by a restart (docs/how-to/sharded.md)",
+        )
+    if given is None or given == default:
+        return default
+    if device.type == "cpu" and given != "gloo":
+        raise ConfigError(
+            f"elastic.join(mesh=…, backend={given!r}): replicas on CPUs communicate with gloo",
+            hint="omit backend",
+        )
+    if device.type == "cuda" and not semantics_of("cuda", given).is_on_stream:
+        raise ConfigError(
+            f"elastic.join(mesh=…, backend={given!r}): replicas on GPUs communicate with NCCL",
+            hint="omit backend",
+        )
+    return f"cpu:gloo,cuda:{given}" if device.type == "cuda" and ":" not in given else given

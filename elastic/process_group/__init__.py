@@ -8,8 +8,8 @@ torch.distributed act on the default group. :class:`ReleasableGroup` is for DDP'
 
 Start reading in ``group``. ``pending`` has the collectives that are under way; ``patches`` every
 change that is made to torch, and how it is undone; ``reducer`` what DDP's reducer is given.
-``sockets`` finds and shuts down a group's connections (gloo), ``communicators`` aborts NCCL's,
-within a ``deadline``; ``nccl_environment`` keeps torch's own error handling out of that.
+``sockets`` finds and shuts down a group's connections (gloo), ``communicators`` opens and aborts
+NCCL's, within a ``deadline``; ``nccl_environment`` keeps torch's own error handling out of that.
 ``semantics`` defines what the end of a collective means on each backend, and ``collectives`` are
 those for small JSON values and for tensors. ``wait_phase`` writes waits for other ranks to the page
 that the agent judges hangs by.
@@ -31,17 +31,24 @@ from elastic.process_group.collectives import (
     use_as_world,
     world_group,
 )
+from elastic.process_group.communicators import open_communicator
 from elastic.process_group.device import choose_device
 from elastic.process_group.group import (
     DEFAULT_BACKENDS,
     GroupSpec,
     ProcessGroup,
 )
+from elastic.process_group.nccl_environment import leave_errors_to_us
 from elastic.process_group.patches import TorchExceptHook, remove_reducer_hooks
 from elastic.process_group.pending import PendingWorks, leak, pending_works
 from elastic.process_group.reducer import ReleasableGroup
-from elastic.process_group.semantics import Semantics, register_semantics, semantics_of
-from elastic.process_group.wait_phase import queued
+from elastic.process_group.semantics import (
+    Semantics,
+    backend_of,
+    register_semantics,
+    semantics_of,
+)
+from elastic.process_group.wait_phase import describe_group, queued
 
 __all__ = [
     "DEFAULT_BACKENDS",
@@ -55,13 +62,17 @@ __all__ = [
     "TorchExceptHook",
     "all_gather_json",
     "all_sum",
+    "backend_of",
     "broadcast_bytes",
     "broadcast_json",
     "broadcast_tensors",
     "choose_device",
     "complete",
     "control_device",
+    "describe_group",
     "leak",
+    "leave_errors_to_us",
+    "open_communicator",
     "peer_group",
     "pending_works",
     "queued",

@@ -14,13 +14,14 @@ import torch
 import torch.distributed as dist
 
 from elastic.process_group.pending import PendingWorks, pending_works
-from elastic.process_group.semantics import semantics_of
+from elastic.process_group.semantics import HOST, Semantics, semantics_of
 
 # A short collective costs its latency, on a busy machine some milliseconds, and not its bytes: what
 # fits into these travels together with its length.
 _LENGTH_BYTES = 8
 _BROADCAST_BYTES = 8192 - _LENGTH_BYTES
 _GATHERED_BYTES = 1024 - _LENGTH_BYTES  # of each rank
+_CPU = torch.device("cpu")
 
 Started: TypeAlias = dist.Work | None
 """A collective; None on ranks that are not in its group."""
@@ -35,6 +36,14 @@ class RankGroup(Protocol):
     def size(self) -> int: ...
     @property
     def works(self) -> PendingWorks: ...
+    def semantics(self, device: torch.device) -> Semantics:
+        """Of its collectives on tensors of that device."""
+        ...
+
+    def wire(self, device: torch.device) -> torch.device:
+        """The device on which it communicates tensors that are on ``device``."""
+        ...
+
     def all_reduce(self, tensor: torch.Tensor) -> dist.Work | None: ...
     def broadcast(self, tensor: torch.Tensor, source: int) -> dist.Work | None: ...
     def all_gather(self, outputs: list[torch.Tensor], tensor: torch.Tensor) -> dist.Work | None: ...
@@ -56,6 +65,12 @@ class _DefaultGroup:
     def works(self) -> PendingWorks:
         return pending_works()
 
+    def semantics(self, device: torch.device) -> Semantics:
+        return semantics_of(device.type)
+
+    def wire(self, device: torch.device) -> torch.device:
+        return device if device.type != "cpu" else _torchs_control_device()
+
     def all_reduce(self, tensor: torch.Tensor) -> dist.Work | None:
         return cast(Started, dist.all_reduce(tensor, async_op=True))
 
@@ -74,13 +89,32 @@ class _DefaultGroup:
 
 
 class OwnGroup:
-    """A group on the CPU that torch knows nothing of: nothing of torch's ends with it."""
+    """A group that is not registered with torch: torch's groups and meshes do not depend on it.
 
-    def __init__(self, backend: Any, works: PendingWorks) -> None:
-        self.backend = backend  # a ProcessGroupGloo
+    ``backend``: a c10d backend (ProcessGroupGloo, ProcessGroupNCCL) for tensors on ``device``.
+    """
+
+    def __init__(
+        self,
+        backend: Any,
+        works: PendingWorks,
+        *,
+        semantics: Semantics = HOST,
+        device: torch.device = _CPU,
+    ) -> None:
+        self.backend = backend
         self.works = works
         self.rank: int = backend.rank()
         self.size: int = backend.size()
+        self.is_on_stream = semantics.is_on_stream
+        self._semantics = semantics
+        self._device = device
+
+    def semantics(self, device: torch.device) -> Semantics:
+        return self._semantics
+
+    def wire(self, device: torch.device) -> torch.device:
+        return self._device
 
     def all_reduce(self, tensor: torch.Tensor) -> dist.Work:
         work: dist.Work = self.backend.allreduce([tensor], dist.AllreduceOptions())
@@ -145,11 +179,16 @@ def use_as_world(world: OwnGroup | None, peers: OwnGroup | None = None) -> None:
     _peers = _world if peers is None else peers
 
 
-def control_device() -> torch.device:
-    """Where small control tensors live: the CPU if the group can move them, else the GPU."""
+def control_device(group: RankGroup | None = None) -> torch.device:
+    """Where small control tensors of a group live: the CPU if it can communicate them from there,
+    else the GPU. ``group``: by default the world."""
+    return (group or _world).wire(_CPU)
+
+
+def _torchs_control_device() -> torch.device:
     backend = dist.get_backend_config()
     if "cpu" in str(backend) or dist.get_backend() == "gloo":
-        return torch.device("cpu")
+        return _CPU
     return torch.device("cuda", torch.cuda.current_device())
 
 
@@ -159,7 +198,8 @@ def complete(work: dist.Work | None, device: torch.device, group: RankGroup | No
     ``group``: whose collective it is, by default the world's. Raises what went wrong, or
     GroupAborted.
     """
-    semantics, works = semantics_of(device.type), (group or _world).works
+    group = group or _world
+    semantics, works = group.semantics(device), group.works
     if not semantics.is_on_stream:
         works.wait(work)
         semantics.synchronize(device)
@@ -186,7 +226,7 @@ def broadcast_json(value: Any, source: int = 0, group: RankGroup | None = None) 
 
 def broadcast_bytes(data: bytes, source: int, group: RankGroup) -> bytes:
     """What ``source`` holds, on every rank: in one broadcast where it is short, else in two."""
-    device = control_device()
+    device = control_device(group)
     first = _frame(data, _BROADCAST_BYTES, device)
     complete(group.broadcast(first, source), device, group)
     size, told = _unframed(first)
@@ -202,7 +242,7 @@ def all_gather_json(value: Any, group: RankGroup | None = None) -> list[Any]:
     group = group or _world
     if group.size == 1:
         return [value]
-    device = control_device()
+    device = control_device(group)
     data = json.dumps(value).encode()
     framed = _all_gather(_frame(data, _GATHERED_BYTES, device), group)
     told = [_unframed(first) for first in framed]
@@ -251,15 +291,12 @@ def broadcast_tensors(
     group = group or _world
     if group.size == 1:
         return
-    device = control_device()
     with torch.no_grad():
         for name in sorted(tensors):
             tensor = tensors[name].detach()
             if not tensor.numel():  # of an uneven split
                 continue
-            moved = tensor.contiguous()
-            if moved.device.type == "cpu":
-                moved = moved.to(device)
+            moved = tensor.contiguous().to(group.wire(tensor.device))
             complete(group.broadcast(moved, source), moved.device, group)
             if moved.data_ptr() != tensor.data_ptr():
                 tensor.copy_(moved)

@@ -1,4 +1,5 @@
-"""Aborts NCCL's communicators: all of them together, on a separate thread, with a deadline.
+"""Opens a communicator outside of torch's groups, and aborts communicators: on a separate thread,
+with a deadline.
 
 ``ncclCommAbort`` waits for kernels and for NCCL's own threads, and can hang: for a peer that
 aborts another communicator first (pytorch issue 119797), or in the driver. The thread that hears
@@ -8,6 +9,7 @@ of them calls it. What uses torch's private names for it is all in here.
 
 from __future__ import annotations
 
+import datetime
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -22,12 +24,15 @@ from elastic.tuning.worker_intervals import LAST_RESORT_S
 
 
 class CommunicatorAbort:
-    """One per group. Begun once, from any thread; the main thread joins it."""
+    """One per group. Begun once, from any thread; the main thread joins it.
+
+    ``abort``: aborts the communicators, and may hang.
+    """
 
     def __init__(
-        self, device: torch.device, *, timeout_s: float, expire: Callable[[], object]
+        self, abort: Callable[[], object], *, timeout_s: float, expire: Callable[[], object]
     ) -> None:
-        self._device = device
+        self._abort = abort
         self._deadline = CallDeadline(timeout_s, expire, name="elastic-abort-deadline")
         # While ncclCommAbort hangs, Work.is_completed blocks with the interpreter lock.
         self._last_resort = LastResort(timeout_s + LAST_RESORT_S)
@@ -42,7 +47,7 @@ class CommunicatorAbort:
 
     def _run(self) -> None:
         try:
-            abort_communicators(self._device)
+            self._abort()
         except Exception:  # noqa: BLE001  logged, and the deadline acts
             # The collectives may still run: the main thread would wait for them forever, and
             # nothing reports it. The deadline continues and ends the process.
@@ -50,6 +55,46 @@ class CommunicatorAbort:
         else:
             self._deadline.met()
             self._last_resort.met()
+
+
+def open_communicator(
+    backend: str,
+    store: Any,
+    rank: int,
+    size: int,
+    *,
+    device: torch.device,
+    timeout: datetime.timedelta,
+) -> Any:
+    """A backend of ``size`` ranks that is not part of any of torch's groups.
+
+    As ``_new_process_group_helper`` creates it (distributed_c10d.py), including the connection to
+    all peers where the backend can connect at once: this blocks until they have come. ``nccl`` is
+    built in up to torch 2.14, and a registered backend like any other from 2.15 on.
+
+    Args:
+        backend: its name, without a device.
+    """
+    c10d: Any = distributed_c10d
+    plugin = c10d.Backend._plugins.get(backend.upper())
+    opened: Any
+    if plugin is None:
+        options = c10d.ProcessGroupNCCL.Options()
+        options.is_high_priority_stream = False
+        options._timeout = timeout
+        opened = c10d.ProcessGroupNCCL(store, rank, size, options)
+        opened._set_sequence_number_for_group()
+    elif plugin.extended_api:
+        described = c10d._DistributedBackendOptions()
+        described.store, described.timeout = store, timeout
+        described.group_rank, described.group_size = rank, size
+        described.group_id = "elastic-replicas"
+        opened = plugin.creator_fn(described, None)
+    else:
+        opened = plugin.creator_fn(store, rank, size, timeout)
+    if getattr(opened, "supports_splitting", False):
+        opened.eager_connect_single_device(device)
+    return opened
 
 
 def abort_communicators(device: torch.device) -> None:

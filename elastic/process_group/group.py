@@ -29,7 +29,7 @@ from elastic.clock import SYSTEM_CLOCK
 from elastic.link import forks
 from elastic.process_group import patches
 from elastic.process_group.collectives import broadcast_json
-from elastic.process_group.communicators import CommunicatorAbort
+from elastic.process_group.communicators import CommunicatorAbort, abort_communicators
 from elastic.process_group.deadline import CallDeadline, end_process
 from elastic.process_group.nccl_environment import leave_errors_to_us, refuse_detail
 from elastic.process_group.pending import (
@@ -39,7 +39,7 @@ from elastic.process_group.pending import (
     pending_works,
 )
 from elastic.process_group.semantics import has_streams, semantics_of
-from elastic.process_group.sockets import BuildWatch, Footprint, still_open
+from elastic.process_group.sockets import BuildWatch, Footprint, log_still_open
 from elastic.process_group.wait_phase import report_collectives
 from elastic.secure_channel.limits import PEER_SILENCE_S
 from elastic.telemetry.journal import EventSink
@@ -240,18 +240,27 @@ class ProcessGroup:
             footprint, watch = self._footprint, self._watch
             if footprint is None:
                 return
-            self._works.abort()
+            self._abort_works()
             footprint.shut_down()
             if watch is not None:
                 watch.give_up()
             # While the group is being initialised there is nothing yet that could be aborted.
-            if self._is_on_stream and dist.is_initialized() and self._communicators is None:
+            abort = self._communicator_abort() if self._is_on_stream else None
+            if abort is not None and self._communicators is None:
                 limit_s = timeouts.ABORT_S
                 self._communicators = CommunicatorAbort(
-                    self.device,
+                    abort,
                     timeout_s=limit_s,
                     expire=functools.partial(self._is_stuck, "aborting", limit_s),
                 )
+
+    def _abort_works(self) -> None:
+        self._works.abort()
+
+    def _communicator_abort(self) -> Callable[[], object] | None:
+        """What aborts this group's communicators; None while there are none."""
+        is_built = dist.is_initialized()
+        return functools.partial(abort_communicators, self.device) if is_built else None
 
     def _is_stuck(self, what: str, limit_s: float) -> None:
         end_process(
@@ -325,7 +334,7 @@ class ProcessGroup:
         self._excepthook = None
         forks.uncover(self._covered)
         if not is_left_behind:
-            _say_what_is_left(sockets)
+            log_still_open(sockets)
 
     def _dissolve(self, is_for_next: bool) -> bool:
         """Whether nothing is left of the group: it was destroyed, or there is none yet."""
@@ -382,13 +391,6 @@ def warn_of_a_shared_store(env: Mapping[str, str]) -> None:
             "makes the process group), or use --rdzv-backend=etcd, or, for "
             "--rdzv-backend=c10d, set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1"
         )
-
-
-def _say_what_is_left(sockets: dict[int, int]) -> None:
-    """Something may still hold the group: a subgroup, a traceback, a collective's future. The
-    garbage collector would find most of it, but that takes a tenth of a second."""
-    if left := still_open(sockets):
-        get_logger().debug("%d sockets of the last process group are still open", len(left))
 
 
 def _store(world: World, timeout_s: float) -> Store:

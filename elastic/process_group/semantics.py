@@ -28,6 +28,7 @@ __all__ = [
     "HOST",
     "Semantics",
     "StreamEvent",
+    "backend_of",
     "has_streams",
     "is_of_nccl",
     "register_semantics",
@@ -100,7 +101,7 @@ def semantics_of(device_type: str, backend: str | None = None) -> Semantics:
     >>> semantics_of("cuda", "nccl").is_on_stream
     True
     """
-    name = _backend_for(device_type, backend or str(dist.get_backend_config()))
+    name = backend_of(device_type, backend or str(dist.get_backend_config()))
     default = HOST if device_type == "cpu" else _CUDA
     return _BY_BACKEND.get(name, default)
 
@@ -127,6 +128,11 @@ def is_of_nccl(work: Any) -> bool:
     return True
 
 
-def _backend_for(device_type: str, backend: str) -> str:
+def backend_of(device_type: str, backend: str) -> str:
+    """The name of the backend for a type of device, lower case; empty if there is none.
+
+    >>> backend_of("cuda", "cpu:gloo,cuda:nccl")
+    'nccl'
+    """
     by_device = dict(part.split(":", 1) for part in backend.lower().split(",") if ":" in part)
     return by_device.get(device_type, "") if by_device else backend.lower()

@@ -24,6 +24,7 @@ from contextlib import contextmanager
 from elastic.clock import SYSTEM_CLOCK
 from elastic.process_group.deadline import CallDeadline
 from elastic.secure_channel import limits
+from elastic.telemetry.log import get_logger
 from elastic.tuning import timeouts
 from elastic.tuning.worker_intervals import ABORT_AGAIN_S, BUILD_GRACE_S, BUILD_LOOK_S
 
@@ -160,6 +161,14 @@ class BuildWatch:
         while not SYSTEM_CLOCK.wait(self._built, ABORT_AGAIN_S):
             self._footprint.shut_down()
         deadline.end()
+
+
+def log_still_open(sockets: Mapping[int, int]) -> None:
+    """Log how many of these outlive their group. A subgroup, a traceback or the future of a
+    collective may still refer to it. The garbage collector would find most of them, but that
+    takes a tenth of a second."""
+    if left := still_open(sockets):
+        get_logger().debug("%d sockets of the last process group are still open", len(left))
 
 
 def still_open(sockets: Mapping[int, int]) -> list[int]:

@@ -321,7 +321,7 @@ def start_components(
     device = choose_device()
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    replica = mesh_of(mesh, device)
+    replica = mesh_of(mesh, device, backend)
     own = journal_of_environment() if journal is None else None
     journal = own if own is not None else journal
     assert journal is not None

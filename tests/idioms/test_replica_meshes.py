@@ -28,6 +28,7 @@ import elastic
 
 MESHES = {
     "context": {"shard": 2, "cp": 2},
+    "unsharded": {"shard": 2, "cp": 2},
     "tensor": {"shard": 2, "tp": 2},
     "refusals": {"shard": 2, "tp": 2},
     "stages": {"pp": 2, "shard": 2},
@@ -81,7 +82,6 @@ model = whole()
 if kind == "tensor":
     model = sharded(run.mesh["shard"])
 elif kind == "refusals":
-    refused("whole", whole)
     refused("shard is missing", lambda: sharded(run.mesh["tp"]))
     refused("replicated", lambda: sharded(run.mesh["shard", "tp"]))
     diagonal = DeviceMesh("cpu", [[0, 3], [1, 2]], mesh_dim_names=("a", "b"))["b"]
@@ -109,7 +109,8 @@ def train():
             optimizer.zero_grad()
             F.mse_loss(model(inputs * seen), targets).backward()
             optimizer.step()
-    result.update({n: p.full_tensor().detach().clone() for n, p in model.named_parameters()})
+    full = {n: getattr(p, "full_tensor", lambda p=p: p)() for n, p in model.named_parameters()}
+    result.update({n: p.detach().clone() for n, p in full.items()})
 
 
 run.retry(train)
@@ -117,11 +118,10 @@ run.retry(train)
 
 OfKind = Callable[[str], RunOutcome]
 REFUSED = {
-    "whole": "run.wrap() of a module without fully_shard, under elastic.join(mesh=…)",
     "shard is missing": "which lacks the dimension 'shard': it splits the batch",
     "replicated": "run.wrap() of a module with its own replicate dimension: '0.weight'",
     "other ranks": "run.wrap() of a module sharded over another mesh: '0.weight' is on",
-    "tensor parallel alone": "run.wrap() of a module without fully_shard",
+    "tensor parallel alone": "run.wrap() of a module with DTensors and without fully_shard",
     "in part": "its parameter '1.weight' is not sharded, nothing would reduce its gradients",
     "two meshes": "run.wrap() of a module with several groups of parameters in one fully_shard",
 }
@@ -165,6 +165,15 @@ def test_ranks_that_split_a_sample_are_averaged_over(of_kind: OfKind) -> None:
         said = text(worker.result["cp is missing"])
         assert "which lacks the dimension 'cp': its ranks see other parts of each sample" in said
         assert 'run.mesh["shard", "cp"]._flatten("shard_cp")' in said
+        for name, parameter in expected.items():
+            assert torch.allclose(worker.result[name], parameter, rtol=0, atol=1e-12), name
+
+
+def test_a_module_that_each_rank_holds_whole_trains_as_with_ddp(of_kind: OfKind) -> None:
+    outcome = of_kind("unsharded")
+    outcome.assert_success(workers=4)
+    expected = trained_on_both_halves()
+    for worker in outcome.workers:
         for name, parameter in expected.items():
             assert torch.allclose(worker.result[name], parameter, rtol=0, atol=1e-12), name
 

@@ -10,6 +10,7 @@ import argparse
 import functools
 import json
 import sys
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,7 @@ from elastic.errors import ConfigError, GroupAborted, TrainingError
 from elastic.mesh import ModelReplica, ReplicaMeeting, ReplicaProcessGroup
 from elastic.process_group import GroupSpec
 from elastic.secure_channel.keys import SecretKey
+from elastic.testing.doubles import nccl_semantics
 from elastic.training.gradients.sharded import ShardedModule
 from elastic.world.mesh import ReplicaMesh
 
@@ -49,9 +51,16 @@ class Net(nn.Module):
 
 
 class Rank:
-    def __init__(self, rank: int, ports: list[int], folder: Path, mesh: ReplicaMesh) -> None:
+    def __init__(
+        self,
+        rank: int,
+        ports: list[int],
+        folder: Path,
+        mesh: ReplicaMesh,
+        backend: str = "gloo",
+    ) -> None:
         self.rank, self.ports, self.mesh = rank, ports, mesh
-        self.replica = ModelReplica(mesh, local_rank=rank)
+        self.replica = ModelReplica(mesh, local_rank=rank, backend=backend)
         self.replica.form(ReplicaMeeting(str(folder), f"{mesh}-{rank // mesh.size}"))
         self.group = ReplicaProcessGroup(torch.device("cpu"), self.replica)
         self.generation = 0
@@ -154,13 +163,18 @@ def abort(at: Rank) -> dict[str, Any]:
     module.set_requires_gradient_sync(True)  # type: ignore[operator]
     if at.rank == 0:
         at.group.abort()
+    if at.rank == at.mesh.size and at.replica.backend == nccl_semantics.NAME:
+        # Its peer at this position is rank 0. A communicator does not report that it was aborted
+        # elsewhere, as gloo's connections do: the agent does.
+        threading.Timer(0.5, at.group.abort).start()
     raised = ""
     try:
         backward(at, module, 0)
     except GroupAborted:
         raised = "GroupAborted"
     except RuntimeError as error:
-        raised = "a peer is gone" if "gloo" in str(error) else repr(error)
+        is_of_group = "gloo" in str(error) or "communicator was aborted" in str(error)
+        raised = "a peer is gone" if is_of_group else repr(error)
     wrapped.leave_world()
     module.zero_grad()
     at.group.abort()
@@ -187,11 +201,11 @@ def asked(at: Rank) -> list[Any]:
 
 def refusals(at: Rank) -> list[str]:
     """The first words of each refusal of a module."""
-    replicated = model_of()
-    fully_shard(replicated, mesh=at.replica.device_mesh["shard"])
     partly = model_of()
     fully_shard(partly.first, mesh=at.replica.device_mesh["shard"])
-    cases: list[Callable[[], nn.Module]] = [model_of, lambda: partly]
+    plan = {"first": ColwiseParallel(), "last": RowwiseParallel()}
+    parallel = parallelize_module(model_of(), at.replica.device_mesh["shard"], plan)
+    cases: list[Callable[[], nn.Module]] = [lambda: parallel, lambda: partly]
     said = []
     for make in cases:
         try:
@@ -205,7 +219,11 @@ def tensor_parallel(at: Rank) -> float:
     plan = {"first": ColwiseParallel(), "last": RowwiseParallel()}
     module = parallelize_module(model_of(), at.replica.device_mesh["tp"], plan)
     module = at.shard(module)
-    return one_step(at, module, ShardedModule(module, at.group))
+    whole = model_of()
+    return max(
+        one_step(at, module, ShardedModule(module, at.group)),
+        one_step(at, whole, ShardedModule(whole, at.group)),
+    )
 
 
 def tensor_parallel_alone(at: Rank) -> dict[str, Any]:
@@ -234,6 +252,7 @@ def sharded_cases(at: Rank) -> dict[str, Any]:
         "plain": step(at.shard(model_of())),
         "activation checkpointing": step(at.shard(model_of(recompute=True))),
         "mixed precision": step(at.shard(model_of(), mp_policy=mixed)),
+        "held whole": step(model_of()),
         "not resharded": step(at.shard(model_of(), reshard_after_forward=False)),
         "two passes": accumulated(at, at.shard(model_of()), is_synced=True),
         "two passes, one reduction": accumulated(at, at.shard(model_of()), is_synced=False),
@@ -249,9 +268,12 @@ def main() -> None:
     parser.add_argument("--ports", type=int, nargs="+", required=True)
     parser.add_argument("--folder", type=Path, required=True)
     parser.add_argument("--mesh", nargs="+", required=True)
+    parser.add_argument("--backend", required=True)
     options = parser.parse_args()
+    if options.backend == nccl_semantics.NAME:
+        nccl_semantics.use_by_default()
     mesh = ReplicaMesh.parse(dict.fromkeys(options.mesh, 2))
-    at = Rank(options.rank, options.ports, options.folder, mesh)
+    at = Rank(options.rank, options.ports, options.folder, mesh, options.backend)
     at.build()
     if options.mesh == ["shard"]:
         result = sharded_cases(at)

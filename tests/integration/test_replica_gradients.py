@@ -1,4 +1,7 @@
-"""Gradients of sharded models over replicas are those of an unsharded model on all samples."""
+"""Gradients of sharded models over replicas are those of an unsharded model on all samples.
+
+On gloo, and on a backend whose collectives are queued on a stream, as NCCL's are.
+"""
 
 from __future__ import annotations
 
@@ -14,6 +17,7 @@ import pytest
 import replica_gradients_program as program
 
 from elastic.node.ports import PortReserve
+from elastic.testing.doubles import nccl_semantics
 from elastic.testing.forks.server import shared_fork_server
 from elastic.testing.node import LocalNode
 
@@ -29,9 +33,15 @@ def ports() -> Iterator[tuple[int, ...]]:
     reserve.close()
 
 
-def results(folder: Path, ports: tuple[int, ...], *mesh: str) -> list[dict[str, Any]]:
+@pytest.fixture(params=["gloo", nccl_semantics.NAME])
+def backend(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+def results(folder: Path, ports: tuple[int, ...], backend: str, *mesh: str) -> list[dict[str, Any]]:
     """What each of the four ranks printed; each dimension of the mesh has two ranks."""
     shared = ["--ports", *map(str, ports), "--folder", str(folder), "--mesh", *mesh]
+    shared += ["--backend", backend]
     ranks = [
         LocalNode(
             f"rank {rank}",
@@ -48,11 +58,12 @@ def results(folder: Path, ports: tuple[int, ...], *mesh: str) -> list[dict[str, 
     return [json.loads(rank.log_text().splitlines()[-1]) for rank in ranks]
 
 
-def test_two_replicas_of_two_shards(tmp_path: Path, ports: tuple[int, ...]) -> None:
-    told = results(tmp_path, ports, "shard")
+def test_two_replicas_of_two_shards(tmp_path: Path, ports: tuple[int, ...], backend: str) -> None:
+    told = results(tmp_path, ports, backend, "shard")
     exact = (
         "plain",
         "activation checkpointing",
+        "held whole",
         "not resharded",
         "two passes",
         "two passes, one reduction",
@@ -65,7 +76,7 @@ def test_two_replicas_of_two_shards(tmp_path: Path, ports: tuple[int, ...]) -> N
         assert {name: one[name] for name in exact if one[name] > 1e-12} == {}
         assert one["mixed precision"] < 1e-5
         assert one["refused"] == [
-            "run.wrap() of a module without fully_shard",
+            "run.wrap() of a module with DTensors and without fully_shard",
             "run.wrap() of a sharded module",
         ]
         # Nobody of the replica of the rank that has left goes on, and nobody waits for it.
@@ -73,12 +84,12 @@ def test_two_replicas_of_two_shards(tmp_path: Path, ports: tuple[int, ...]) -> N
         assert one["abort"]["then"] < 1e-12
 
 
-def test_fsdp_over_tensor_parallelism(tmp_path: Path, ports: tuple[int, ...]) -> None:
-    for one in results(tmp_path, ports, "shard", "tp"):
+def test_fsdp_over_tensor_parallelism(tmp_path: Path, ports: tuple[int, ...], backend: str) -> None:
+    for one in results(tmp_path, ports, backend, "shard", "tp"):
         assert one["both"] < 1e-12
 
 
-def test_tensor_parallelism_alone(tmp_path: Path, ports: tuple[int, ...]) -> None:
-    for one in results(tmp_path, ports, "tp"):
+def test_tensor_parallelism_alone(tmp_path: Path, ports: tuple[int, ...], backend: str) -> None:
+    for one in results(tmp_path, ports, backend, "tp"):
         assert max(one["off"], one["then"]) < 1e-12
         assert one["again"].startswith("a second backward pass adds to gradients")

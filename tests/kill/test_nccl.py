@@ -1,5 +1,7 @@
 """A peer dies on NCCL while the host has queued this step and the next: no parameter may change.
 
+Also of a sharded model: its replicas go on while the communicators across them are aborted.
+
 See docs/explanation/protocol.md, section 6. Work queued behind a collective runs when the group is
 aborted: an update on half-reduced gradients would show in the final weights.
 """
@@ -7,11 +9,12 @@ aborted: an update on half-reduced gradients would show in the final weights.
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
-from training_job import TrainingJob, Workload, train_undisturbed
+from training_job import SCRIPTS, TrainingJob, Workload, train_undisturbed
 
 from elastic.store.embedded.etcd import EmbeddedEtcd
 
@@ -47,4 +50,41 @@ def test_deaths_in_queued_steps_change_no_parameter(etcd: EmbeddedEtcd, tmp_path
             start(gpu)
             job.wait_training(nodes=2, after_generation=generation)
         alone = train_undisturbed(tmp_path / "alone", WORKLOAD)
+        job.assert_finishes_whole(alone, timeout_s=300.0)
+
+
+# As many ranks as there are GPUs, in two replicas, one on each node.
+RANKS = max(1, GPUS // 2)
+EXAMPLE = Path(__file__).parents[2] / "examples" / "hsdp.py"
+SHARDED = Workload(
+    samples=480,
+    batch=24,
+    epochs=40,
+    step_s=0.02,
+    extra=(f"--example={EXAMPLE}", "--width=256", "--layers=4", "--precision=fp64"),
+)
+
+
+def test_deaths_in_replicas_change_no_parameter(etcd: EmbeddedEtcd, tmp_path: Path) -> None:
+    rng, script = random.Random(0), SCRIPTS / "paced_run.py"
+    sharded = replace(SHARDED, extra=(*SHARDED.extra, f"--shard={RANKS}"))
+    with TrainingJob(
+        [etcd.endpoint],
+        tmp_path / "job",
+        script=script,
+        workload=sharded,
+        nproc=RANKS,
+        min_nodes=1,
+        max_nodes=2,
+    ) as job:
+        for node in range(2):
+            gpus = range(node * RANKS, (node + 1) * RANKS)
+            job.start_node(f"node{node}", env={"CUDA_VISIBLE_DEVICES": ",".join(map(str, gpus))})
+        for _ in range(KILLS):
+            generation = job.wait_training(nodes=2)
+            job.wait_progress(rng.randrange(1, 20))
+            rng.choice(job.running).kill_worker(rng.randrange(RANKS))
+            job.wait_training(nodes=2, after_generation=generation)
+        undisturbed = replace(SHARDED, extra=(*SHARDED.extra, "--shard=1"))
+        alone = train_undisturbed(tmp_path / "alone", undisturbed, script)
         job.assert_finishes_whole(alone, timeout_s=300.0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import subprocess
 import sys
 import threading
@@ -12,11 +13,12 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed import distributed_c10d
+from torch.distributed import HashStore, distributed_c10d  # type: ignore[attr-defined]
 
 from elastic.link.protocol import WorldMessage
 from elastic.messages.world import Cause, RankAssignment, WorldSpec, WorldState
 from elastic.process_group import group as process_group
+from elastic.process_group.communicators import open_communicator
 from elastic.process_group.deadline import CallDeadline
 from elastic.process_group.group import GroupSpec, ProcessGroup
 from elastic.process_group.nccl_environment import leave_errors_to_us
@@ -201,9 +203,10 @@ from elastic.process_group import communicators
 from elastic.process_group.deadline import end_process
 
 communicators.LAST_RESORT_S = 0.5
-communicators.abort_communicators = lambda device: time.sleep(3600)  # ncclCommAbort
 communicators.CommunicatorAbort(
-    torch.device("cpu"), timeout_s=0.5, expire=lambda: end_process("in Python")
+    lambda: time.sleep(3600),  # ncclCommAbort
+    timeout_s=0.5,
+    expire=lambda: end_process("in Python"),
 )
 ctypes.PyDLL(None).sleep(3600)  # Work.is_completed, which waits for the same mutex
 """
@@ -314,3 +317,52 @@ def test_a_group_that_is_not_destroyed_in_time_ends_the_process(
     monkeypatch.setattr(default, "shutdown", shutting_down)
     group.destroy(is_for_next=True)
     assert goes_on.is_set()
+
+
+class OpenedByTorch:
+    """A backend that torch 2.15 would create, which connects to its peers at once if asked to."""
+
+    supports_splitting = True
+
+    def __init__(self, described: Any, options: Any) -> None:
+        assert options is None
+        self.described = (described.group_rank, described.group_size, described.timeout)
+        self.connected: torch.device | None = None
+
+    def eager_connect_single_device(self, device: torch.device) -> None:
+        self.connected = device
+
+
+def test_a_communicator_is_opened_as_torch_opens_one_and_connects_at_once() -> None:
+    timeout = datetime.timedelta(seconds=5)
+    dist.Backend.register_backend("as_torch_2_15", OpenedByTorch, extended_api=True)
+    opened = open_communicator(
+        "as_torch_2_15", HashStore(), 1, 3, device=torch.device("cuda", 2), timeout=timeout
+    )
+    assert opened.described == (1, 3, timeout)
+    assert opened.connected == torch.device("cuda", 2)
+
+
+def test_nccl_is_built_in_up_to_torch_2_14(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[Any] = []
+
+    class BuiltIn:
+        """As ProcessGroupNCCL is bound (torch/csrc/distributed/c10d/init.cpp)."""
+
+        supports_splitting = True
+        Options = SimpleNamespace
+
+        def __init__(self, store: Any, rank: int, size: int, options: Any) -> None:
+            made.append((rank, size, options._timeout, options.is_high_priority_stream))
+
+        def _set_sequence_number_for_group(self) -> None:
+            made.append("counts")
+
+        def eager_connect_single_device(self, device: torch.device) -> None:
+            made.append(device)
+
+    timeout, device = datetime.timedelta(seconds=5), torch.device("cuda", 0)
+    monkeypatch.setattr(distributed_c10d, "ProcessGroupNCCL", BuiltIn, raising=False)
+    monkeypatch.setattr(dist.Backend, "_plugins", {})
+    open_communicator("nccl", HashStore(), 0, 2, device=device, timeout=timeout)
+    assert made == [(0, 2, timeout, False), "counts", device]

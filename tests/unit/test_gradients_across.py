@@ -47,6 +47,7 @@ class BrokenGroup:
     """A peer is gone."""
 
     size = 2
+    is_on_stream = False
 
     def __init__(self) -> None:
         self.works = PendingWorks()
@@ -59,6 +60,7 @@ class TwinGroup:
     """The other replica has the same gradients and the same flags."""
 
     size = 2
+    is_on_stream = False
 
     def __init__(self) -> None:
         self.works = PendingWorks()

@@ -6,10 +6,12 @@ import re
 from typing import Any
 
 import pytest
+import torch
 
 from elastic.errors import ConfigError
 from elastic.link.replicas import LocalReplicas
 from elastic.link.server import Worker
+from elastic.mesh import mesh_of
 from elastic.training.recovery.agreement import RankState, Tag, choose
 from elastic.world.mesh import ReplicaMesh
 from elastic.world.world import World
@@ -102,6 +104,39 @@ def test_a_replica_over_several_nodes_is_one_that_the_agents_form() -> None:
     with pytest.raises(ConfigError, match=r"replicas of 4 ranks .* form replicas of 8") as caught:
         mesh.check_node(2, replica_size=8)
     assert "--rdzv-conf=replica_size=4" in (caught.value.hint or "")
+
+
+@pytest.mark.parametrize(
+    ("device", "given", "backend"),
+    [
+        ("cpu", None, "gloo"),
+        ("cpu", "gloo", "gloo"),
+        ("cuda", None, "cpu:gloo,cuda:nccl"),
+        ("cuda", "nccl", "cpu:gloo,cuda:nccl"),
+        ("cuda", "nccl-lazy", "cpu:gloo,cuda:nccl-lazy"),
+        ("cuda", "cpu:gloo,cuda:nccl2", "cpu:gloo,cuda:nccl2"),
+    ],
+)
+def test_the_backend_of_a_replica_follows_its_device(
+    device: str, given: str | None, backend: str
+) -> None:
+    assert mesh_of({"shard": 1}, torch.device(device), given).backend == backend
+
+
+@pytest.mark.parametrize(
+    ("device", "given", "message"),
+    [
+        ("cpu", "mpi", "backend='mpi'): replicas on CPUs communicate with gloo"),
+        ("cuda", "gloo", "backend='gloo'): replicas on GPUs communicate with NCCL"),
+        ("cuda", "cpu:gloo,cuda:gloo", "replicas on GPUs communicate with NCCL"),
+        ("xpu", None, "on xpu: replicas train on CPUs with gloo and on GPUs with NCCL"),
+    ],
+)
+def test_other_backends_of_a_replica_are_refused(
+    device: str, given: str | None, message: str
+) -> None:
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        mesh_of({"shard": 1}, torch.device(device), given)
 
 
 def state(tag: Tag | None) -> RankState:

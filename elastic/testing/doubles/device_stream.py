@@ -19,6 +19,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 POISON = -77  # of integers; a size that was read too early is negative, and fails at once
 CPU = torch.device("cpu")
+# Tensors whose operations may consist of a collective, or the wait for one, and kernels behind it.
+_COMPOSED = ("DTensor", "AsyncCollectiveTensor")
 
 
 class Stream:
@@ -80,6 +82,8 @@ class Kernels(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         stream.run_up()
+        if any(kind.__name__ in _COMPOSED for kind in types):
+            return NotImplemented  # torch asks the tensor itself, and what it does comes here
         return func(*args, **(kwargs or {}))
 
 

@@ -193,6 +193,7 @@ class StreamGroup(Operations):
 
     def __init__(self, store: Any, rank: int, size: int, timeout: datetime.timedelta) -> None:
         super().__init__(rank, size)  # type: ignore[call-arg]
+        self._name = ""
         # With a device_id the communicator is made in here (``eagerConnectSingleDevice``): the
         # call blocks until all peers have come, and there is no group yet that could be aborted.
         while control.hang_in_build:
@@ -210,6 +211,14 @@ class StreamGroup(Operations):
 
     def getBackendName(self) -> str:
         return NAME
+
+    def _set_group_name(self, name: str) -> None:
+        """ProcessGroup.hpp, ``setGroupName``, keeps it in the backends of the group: in none."""
+        self._name = name
+
+    @property
+    def group_name(self) -> str:  # type: ignore[override]
+        return self._name
 
     @property
     def _device_types(self) -> list[torch.device]:

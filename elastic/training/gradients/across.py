@@ -10,8 +10,8 @@ of a step in addition to those of the gradients: control flags follow the first 
 replicas, as with DDP, and are then added to the sum, as is the replica's question for the next
 boundary (``ModelReplica.question``).
 
-Modules with DTensors but without FSDP (tensor parallelism alone) have their local gradients summed
-in buckets at the end of the backward pass.
+Modules without FSDP have their local gradients summed in buckets at the end of the backward pass:
+over the replicas, and first within the replica if each of its ranks holds all of the module.
 
 Shares of the batch may differ by a sample, between replicas and within one. So a rank's gradients
 are weighted before the reduce-scatter, by its share over that of an even split.
@@ -53,7 +53,9 @@ class AcrossReduction(Reduction):
         self._fault: Exception | None = None  # of this rank, not yet settled
         self._pass: int | None = None  # the backward pass that ends with a call of _settle
         self._end: torch.Tensor | None = None  # flags of this step, not yet settled
+        self._room: Room | None = None  # where their sum is, once the collective has ended
         self._parameters: list[torch.nn.Parameter] = []  # of a module without FSDP
+        self._is_whole = False  # every rank of the replica holds all of it
         self._summed: list[weakref.ref[torch.Tensor]] = []  # their gradients
         self.holds_gradients: Callable[[], bool] = lambda: False  # of passes that reduced none
 
@@ -64,12 +66,12 @@ class AcrossReduction(Reduction):
     def leave(self) -> None:
         """Release everything that belongs to the ended world."""
         super().leave()
-        self._across = self._end = None
+        self._across = self._end = self._room = None
 
     def begin(self, weight: float) -> None:
         """Begin a step in which this rank has the fraction ``weight`` of the global batch."""
         super().begin(weight)
-        self._fault = self._end = self._pass = None
+        self._fault = self._end = self._pass = self._room = None
 
     @property
     def has_new_gradients(self) -> bool:
@@ -98,8 +100,13 @@ class AcrossReduction(Reduction):
             self._sum(gradients)
         self.reduced()
 
-    def watch(self, parameters: list[torch.nn.Parameter]) -> None:
-        """Without FSDP: sum the gradients of these parameters after each backward pass."""
+    def watch(self, parameters: list[torch.nn.Parameter], *, is_whole: bool) -> None:
+        """Without FSDP: sum the gradients of these parameters after each backward pass.
+
+        ``is_whole``: every rank of the replica holds all of them, and its own samples, or a copy of
+        those of other ranks, contribute to their gradients.
+        """
+        self._is_whole = is_whole
         self._parameters = [p for p in parameters if p.requires_grad]
         for parameter in self._parameters:
             parameter.register_post_accumulate_grad_hook(self._accumulated)  # type: ignore[no-untyped-call]
@@ -133,35 +140,60 @@ class AcrossReduction(Reduction):
             shard = local_value(gradient.detach())
             local.setdefault(shard.dtype, []).append(shard)
         self.reduced()
-        if self._across.size == 1:
+        is_alone = self._across.size == 1
+        if is_alone:
             self._write_flags()
-            return
+            if not self._is_whole:
+                return
+        mesh = self._replica.mesh
+        copies = mesh.size // mesh.data_size if self._is_whole else 1  # ranks of the same samples
         for shards in local.values():
             flat = [shard.reshape(-1) for shard in shards]
             bucket = torch.cat([*flat, flat[0].new_empty(COUNT)])[:-COUNT]
-            bucket.zero_() if self.weight == 0.0 else bucket.mul_(self.weight)
-            if self._fault is None:
+            bucket.zero_() if self.weight == 0.0 else bucket.mul_(self.weight / copies)
+            if self._is_whole:
+                self._replica.all_reduce(bucket)
+            if self._fault is None and not is_alone:
                 self._sum(bucket)
             parts = torch.split(bucket, [shard.numel() for shard in shards])
             copy_each(shards, [p.view_as(s) for p, s in zip(parts, shards, strict=True)])
 
     def _sum(self, gradients: torch.Tensor) -> None:
+        """Sum over the replicas, in place. On a stream the sum is only queued: :meth:`_settle`
+        waits for it, before anything that the host does depends on it."""
         assert self._across is not None
         room = self._room_with_flags(gradients)
         sent = gradients if room is None else room.both
+        works = self._across.works
         try:
-            self._across.works.finish_one(self._across.all_reduce(sent))
+            work = self._across.all_reduce(sent)
+            if self._across.is_on_stream:
+                works.queue(work)
+                _keep_until_summed(gradients)
+            else:
+                works.finish_one(work)
         except Exception as error:  # noqa: BLE001  raised at the end, on all ranks of the replica
             self._fault = error.with_traceback(None)
             return
-        if room is not None and self._end is not None:
+        if room is not None:
+            self._room = room
+
+    def _finish_sums(self) -> None:
+        """Wait for the sums of this backward pass, and read the flags that came with them."""
+        if self._across is not None and self._across.is_on_stream and self._fault is None:
+            try:
+                self._across.works.settle()
+            except Exception as error:  # noqa: BLE001  as above
+                self._fault = error.with_traceback(None)
+        room, self._room = self._room, None
+        if room is not None and self._end is not None and self._fault is None:
             self._end.copy_(room.end)
 
     def _room_with_flags(self, gradients: torch.Tensor) -> Room | None:
         """A step's first bucket, followed by this rank's flags."""
         room = None if self._has_spoken or self.flags is None else Room.behind(gradients)
         if room is not None:
-            room.end.copy_(self._write_flags())
+            room.end.copy_(self._write_flags(), non_blocking=True)
         return room
 
     def _write_flags(self) -> torch.Tensor:
@@ -183,6 +215,7 @@ class AcrossReduction(Reduction):
         """At the end of a backward pass: all ranks of the replica have the sum, or all raise."""
         if self._parameters:
             self._sum_all()
+        self._finish_sums()
         is_over = self._fault is not None or self._has_failed
         end = self._end.tolist() if self._end is not None else [0.0] * COUNT
         try:
@@ -202,6 +235,14 @@ class AcrossReduction(Reduction):
     def _has_failed(self) -> bool:
         """Whether a collective of this world has failed and the script has caught its error."""
         return self._across is not None and self._across.works.may_be_garbage
+
+
+def _keep_until_summed(gradients: torch.Tensor) -> None:
+    """Keep the allocator from giving the memory of these gradients to FSDP's next reduce-scatter
+    before the current stream has summed them: with ``reduce_dtype`` FSDP drops its reference right
+    after the hook (``foreach_reduce``; for its own all-reduce it keeps one until an event)."""
+    if gradients.is_cuda:
+        gradients.record_stream(torch.cuda.current_stream(gradients.device))
 
 
 class WeightedReduceScatter:

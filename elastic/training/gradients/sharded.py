@@ -1,4 +1,4 @@
-"""A module sharded over ``run.mesh`` as a part of the job: the counterpart of ElasticDDP.
+"""A module under ``elastic.join(mesh=…)`` as a part of the job: the counterpart of ElasticDDP.
 
 The script keeps its module object; this one represents it in the job's state. FSDP's
 collectives run within the replica; :mod:`elastic.training.gradients.across` adds those across
@@ -33,7 +33,10 @@ _OTHER_PARAMETERS = {
 
 
 class ShardedModule:
-    """A sharded module, one per ``run.wrap``. Raises ConfigError for an unsupported one."""
+    """A module sharded over the replica, or held whole by each of its ranks: one per ``run.wrap``.
+
+    Raises ConfigError for an unsupported one.
+    """
 
     def __init__(self, module: nn.Module, group: ReplicaProcessGroup) -> None:
         mesh = group.replica.mesh
@@ -69,7 +72,8 @@ class ShardedModule:
                 ) from error
         self._parts.refuse_settings()
         if not self._fsdp:
-            self.reduction.watch(list(module.parameters()))
+            parameters = list(module.parameters())
+            self.reduction.watch(parameters, is_whole=not any(map(is_dtensor, parameters)))
         module.register_forward_pre_hook(self._note_forward)
 
     def _holds_gradients(self) -> bool:
@@ -167,13 +171,12 @@ def _check(module: nn.Module, mesh: ReplicaMesh) -> None:
     parameters = dict(module.named_parameters())
     is_fsdp = any(isinstance(part, FSDPModule) for part in module.modules())
     is_split = bool(mesh.data_dims) or "cp" in mesh.split_dims
-    if not is_fsdp and (is_split or not any(map(is_dtensor, parameters.values()))):
+    if not is_fsdp and is_split and any(map(is_dtensor, parameters.values())):
         raise ConfigError(
-            "run.wrap() of a module without fully_shard, under elastic.join(mesh=…): nothing "
-            "reduces its gradients over the replica",
+            "run.wrap() of a module with DTensors and without fully_shard, under elastic.join(mesh="
+            f"{mesh}): nothing reduces its gradients over the replica",
             hint='model = run.wrap(fully_shard(model, mesh=run.mesh["shard"])); tensor '
-            "parallelism alone is for meshes that split no samples, and modules that each rank "
-            "holds whole are not built yet",
+            "parallelism alone is for meshes that split no samples",
         )
     for name, parameter in parameters.items():
         if is_dtensor(parameter):

@@ -24,7 +24,6 @@ from elastic.process_group import (
     broadcast_json,
     complete,
     control_device,
-    semantics_of,
     world_group,
 )
 
@@ -117,12 +116,12 @@ def transfer(
         kept = {name: tensor.detach() for name, tensor in tensors.items()}
     elif concerned:
         kept = _memory_for(plan, device, room)
-    wire = device if device.type == "cuda" else control_device()
+    wire = group.wire(device)
     sizes = {name: _count_bytes(spec) for name, spec in plan["specs"].items()}
     flat = {name: _bytes(tensor) for name, tensor in kept.items()}
     # One receiver is sent to directly. Several receive a broadcast, in
     # which receivers pass it on.
-    is_on_host = wire.type == "cpu" and not semantics_of(wire.type).is_on_stream
+    is_on_host = wire.type == "cpu" and not group.semantics(wire).is_on_stream
     only = receivers[0] if len(receivers) == 1 and is_on_host else None
     digest = ChunkedBroadcast(flat, sizes, source, only, wire, group).run()
     check_hashes(digest, source, concerned, group)
@@ -176,7 +175,7 @@ class ChunkedBroadcast:
         self._source = source
         self._only = only
         self._wire = wire
-        self._semantics = semantics_of(wire.type)
+        self._semantics = group.semantics(wire)
         self._is_source = group.rank == source
         self._digest = xxhash.xxh3_64()
 
@@ -257,7 +256,7 @@ def _places(pieces: list[Piece]) -> Iterator[tuple[slice, Piece]]:
 
 def check_hashes(mine: str, source: int, concerned: bool, group: RankGroup) -> None:
     """Compare the receivers' hashes with the source's."""
-    device = control_device()
+    device = control_device(group)
     sent = torch.tensor([int(mine, 16) & (2**62 - 1)], dtype=torch.int64, device=device)
     got = sent.clone()
     complete(group.broadcast(got, source), device, group)

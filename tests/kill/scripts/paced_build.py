@@ -21,6 +21,7 @@ from job_arguments import job_parser
 from safetensors.torch import save_file
 
 import checkpoints
+from elastic.testing.doubles import nccl_semantics
 from elastic.testing.pacing import pause_after_step
 from elastic.training.building import builder
 from elastic.training.data.sampler import ElasticSampler
@@ -31,6 +32,8 @@ def main() -> None:
     parser = job_parser()
     parser.add_argument("--example", type=Path, required=True)
     options, own = parser.parse_known_args()
+    if os.environ.get("TRAINING_BACKEND") == nccl_semantics.NAME:
+        nccl_semantics.use_by_default()
     folder = os.environ["ELASTIC_CHECKPOINTS"]
 
     def obey(point: str) -> None:

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import paced_run
+import safetensors.torch
 import torch.distributed as dist
 from job_arguments import job_parser
 from torch import nn
@@ -31,6 +32,7 @@ from checkpoints.format.names import MANIFEST
 from checkpoints.testing.faults import FaultyStorage
 from elastic.mesh import ModelReplica
 from elastic.process_group import ProcessGroup
+from elastic.testing.doubles import device_stream, nccl_semantics
 from elastic.training.gradients.across import AcrossReduction
 from elastic.training.recovery import transfer
 
@@ -184,7 +186,28 @@ def die_in_a_save(orders: Orders) -> None:
     elastic.Checkpoints = faulty  # type: ignore[assignment, misc]
 
 
+def train_on_a_stream() -> None:
+    """With the semantics of NCCL."""
+    nccl_semantics.use_by_default()
+    save = safetensors.torch.save_file
+
+    def copy_and_save(*args: Any, **options: Any) -> None:
+        device_stream.synchronize()  # as the copy of the example's weights to the CPU does
+        save(*args, **options)
+
+    safetensors.torch.save_file = copy_and_save
+    form = ModelReplica.form
+
+    def form_and_tell(*args: Any) -> None:
+        form(*args)
+        print("trains on", dist.get_backend(), flush=True)
+
+    ModelReplica.form = form_and_tell  # type: ignore[method-assign, assignment]
+
+
 def main() -> None:
+    if os.environ.get("TRAINING_BACKEND") == nccl_semantics.NAME:
+        train_on_a_stream()
     orders = Orders(job_parser().parse_known_args()[0].folder)
     die_in_a_step(orders)
     die_in_a_recovery(orders)
