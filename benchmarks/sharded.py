@@ -5,8 +5,9 @@
     python benchmarks/sharded.py --thorough            twice as many samples of everything
     python benchmarks/sharded.py --steady 0 --worlds 0 --transfers 0      only deaths of ranks
 
-Nodes on this machine with gloo, all settings at their defaults but ``quarantine_s=0.5``. The script
-is benchmarks/scripts/sharded_net.py: AdamW, steps with 15 ms of sleep.
+Nodes on this machine, all settings at their defaults but ``quarantine_s=0.5``. On CPUs
+with gloo; where there are GPUs, with NCCL and a GPU for each rank, up to six. The script is
+benchmarks/scripts/sharded_net.py: AdamW, steps with 15 ms of sleep.
 
 How each number is measured:
 

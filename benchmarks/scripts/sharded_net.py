@@ -97,10 +97,17 @@ class Meter:
         print(json.dumps(told), flush=True)
 
 
+def device() -> torch.device:
+    """As ``run.device``."""
+    if not torch.cuda.is_available():
+        return torch.device("cpu")
+    return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+
+
 def network(width: int) -> nn.Sequential:
     torch.manual_seed(0)
     blocks = [nn.Sequential(nn.Linear(width, width), nn.ReLU()) for _ in range(LAYERS)]
-    return nn.Sequential(nn.Linear(64, width), *blocks, nn.Linear(width, 64))
+    return nn.Sequential(nn.Linear(64, width), *blocks, nn.Linear(width, 64)).to(device())
 
 
 def shard(model: nn.Sequential, mesh: Any) -> nn.Sequential:
@@ -118,6 +125,7 @@ def data() -> TensorDataset:
 def update(
     model: Any, optimizer: torch.optim.Optimizer, x: torch.Tensor, y: torch.Tensor, compute: Compute
 ) -> None:
+    x, y = x.to(device()), y.to(device())
     optimizer.zero_grad()
     loss = F.mse_loss(model(x), y)
     compute.sleep()
@@ -159,12 +167,14 @@ def train_elastic(options: argparse.Namespace) -> None:
 
 def train_plain(options: argparse.Namespace) -> None:
     """``restart`` and ``torch-hsdp``."""
-    dist.init_process_group("gloo")
+    if device().type == "cuda":
+        torch.cuda.set_device(device())
+    dist.init_process_group("cpu:gloo,cuda:nccl" if device().type == "cuda" else "gloo")
     rank, size = dist.get_rank(), dist.get_world_size()
     shape = {"shard": size}
     if options.kind == "torch-hsdp":
         shape = {"replicate": size // options.shard, "shard": options.shard}
-    mesh = init_device_mesh("cpu", tuple(shape.values()), mesh_dim_names=tuple(shape))
+    mesh = init_device_mesh(device().type, tuple(shape.values()), mesh_dim_names=tuple(shape))
     model = shard(network(options.width), mesh)
     optimizer = torch.optim.AdamW(model.parameters())
     restarts = options.kind == "restart"
