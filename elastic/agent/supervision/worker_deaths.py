@@ -172,7 +172,9 @@ class WorkerDeaths:
             self._at.journal.emit(
                 WorkerDied(pid=worker.pid, local_rank=worker.local_rank, reason=reason)
             )
-            self._known.ready.discard(worker.pid)
+            # Its death may be reported after the first replacement has joined: that one must not
+            # meet it.
+            self._known.end(worker)
             self._at.status.to_replace.add(worker.pid)
             with contextlib.suppress(ProcessLookupError):
                 os.kill(worker.pid, signal.SIGKILL)

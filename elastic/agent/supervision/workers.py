@@ -120,6 +120,8 @@ class Workers:
         """A message from the link."""
         world = self._at.status.world.world
         self._metrics.on_worker_said(worker.pid, worker.local_rank, message, world)
+        if worker.pid in self._known.ended:
+            return  # sent before this agent killed it
         match message:
             case ClientHandshakeRequest():
                 self._known.starts[worker.pid] = self._at.status.starts
