@@ -12,13 +12,14 @@ import pytest
 from membership_nodes import node
 
 from elastic.agent.supervision.workers import Workers
-from elastic.events import Event
+from elastic.events import Event, WorkerDied, WorkersNotReady
 from elastic.link.protocol import (
     ClientHandshakeRequest,
     Message,
     Ready,
     ReplicaJoin,
     ReplicaMeet,
+    ReplicaMet,
 )
 from elastic.link.server import LinkServer, Worker, WorkerDeath
 from elastic.membership.records import Keys, NodeState
@@ -26,6 +27,7 @@ from elastic.node.context import NodeContext
 from elastic.node.run_secret import RunSecret
 from elastic.testing.doubles.manual_clock import ManualClock
 from elastic.testing.doubles.memory_store import MemoryServer, MemoryStore
+from elastic.tuning.agent_intervals import NODE_IDLE_S, NOT_READY_S, REPLICA_FORMS_S
 from elastic.tuning.agent_options import AgentOptions
 
 KEYS = Keys.of("/elastic", "job")
@@ -89,6 +91,7 @@ class Agent:
         for worker in self.trained:
             self.join(worker)
         for worker in self.trained:
+            self.workers.on_said(worker, ReplicaMet())
             self.workers.on_said(worker, Ready())
 
     def start(self, local_rank: int) -> Worker:
@@ -108,6 +111,26 @@ class Agent:
         """The process was killed, and its death is reported."""
         self.links.present.remove(worker)
         self.workers.on_ended(worker, WorkerDeath(worker.pid, None, 9, None))
+
+    def replace(self, *local_ranks: int) -> list[Worker]:
+        """Their processes are killed, and new ones join."""
+        for worker in self.links.workers():
+            if worker.local_rank in local_ranks:
+                self.die(worker)
+        fresh = [self.start(local_rank) for local_rank in local_ranks]
+        for worker in fresh:
+            self.join(worker)
+        return fresh
+
+    def wait(self, duration_s: float, *, tick_s: float = NODE_IDLE_S) -> None:
+        """The node's thread goes on for so long."""
+        for _ in range(round(duration_s / tick_s)):
+            self.clock.advance(tick_s)
+            self.workers.readiness.check()
+
+    @property
+    def warnings(self) -> list[str]:
+        return [e.reason for e in self.journal.events if isinstance(e, WorkersNotReady)]
 
     def meetings(self, worker: Worker) -> list[str]:
         """The names under which it was told to meet the others."""
@@ -158,3 +181,70 @@ def test_what_a_rank_said_before_it_was_ended_does_not_count(agent: Agent) -> No
     survivor = agent.trained[2]
     agent.die(survivor)
     assert agent.status.node.state is NodeState.ARRIVED, "no rank is left that could wait"
+
+
+def test_a_meeting_that_does_not_end_is_ended_and_its_ranks_are_replaced(agent: Agent) -> None:
+    """Whatever keeps them: the survivors wait with their state, and must not wait long."""
+    fresh = agent.replace(0, 1)
+    agent.killed.clear()
+    agent.wait(REPLICA_FORMS_S - NODE_IDLE_S)
+    assert agent.killed == []
+    agent.wait(NODE_IDLE_S)
+    assert sorted(agent.killed) == [worker.pid for worker in fresh]
+    agent.journal.events.clear()
+    for worker in fresh:
+        agent.die(worker)
+        assert agent.status.is_to_be_replaced(worker.pid)
+    said = [e.reason for e in agent.journal.events if isinstance(e, WorkerDied)]
+    assert said[0] == (
+        f"local rank 0 (pid {fresh[0].pid}) has not met the other ranks of its replica "
+        f"(local rank 1 (pid {fresh[1].pid})) within 30 s"
+    )
+    again = [agent.start(0), agent.start(1)]
+    for worker in again:
+        agent.join(worker)
+    for worker in again:
+        assert len(agent.meetings(worker)) == 1
+        agent.workers.on_said(worker, ReplicaMet())
+        agent.workers.on_said(worker, Ready())
+    assert agent.status.node.state is NodeState.READY
+
+
+def test_ranks_that_have_met_may_take_long_until_they_are_ready(agent: Agent) -> None:
+    """They build the model."""
+    fresh = agent.replace(0, 1)
+    agent.killed.clear()
+    for worker in fresh:
+        agent.workers.on_said(worker, ReplicaMet())
+    agent.wait(10 * REPLICA_FORMS_S)
+    assert agent.killed == []
+
+
+def test_the_time_in_which_the_node_was_frozen_does_not_count(agent: Agent) -> None:
+    agent.replace(0, 1)
+    agent.killed.clear()
+    agent.wait(3600, tick_s=3600)
+    assert agent.killed == []
+    assert agent.warnings == []
+
+
+def test_the_log_names_the_workers_that_keep_the_others_waiting(agent: Agent) -> None:
+    first, second = agent.replace(0, 1)
+    agent.workers.on_said(first, ReplicaMet())
+    agent.workers.on_said(second, ReplicaMet())
+    agent.workers.on_said(first, Ready())
+    agent.wait(NOT_READY_S - NODE_IDLE_S)
+    assert agent.warnings == []
+    agent.wait(NODE_IDLE_S)
+    assert agent.warnings == [f"local rank 1 (pid {second.pid}) has not called run.retry()"]
+
+    agent.die(second)
+    third = agent.start(1)
+    agent.join(third)
+    agent.wait(NOT_READY_S)
+    assert agent.warnings[1:] == [
+        "local rank 0 has not called elastic.join(); "
+        f"local rank 1 (pid {third.pid}) waits for the other ranks of its replica"
+    ]
+    agent.wait(NOT_READY_S)
+    assert len(agent.warnings) == 2, "again after twice the time"

@@ -92,6 +92,11 @@ class WorkerSupervisor:
         if self.workers is not None:
             self.workers.close()
 
+    def check(self) -> None:
+        """Called on every iteration of the node's thread."""
+        if self.workers is not None:
+            self.workers.readiness.check()
+
     def handle(self, message: object) -> None:
         """A message of a worker, or of one of the threads that watch workers."""
         match message:

@@ -14,6 +14,7 @@ from elastic.agent.messages import publish_change
 from elastic.agent.supervision.announced_worlds import AnnouncedWorlds
 from elastic.agent.supervision.failure_reporter import FailureReporter, nodes_at, nodes_of
 from elastic.agent.supervision.known_workers import KnownWorkers
+from elastic.agent.supervision.readiness import Readiness
 from elastic.agent.supervision.replica_meetings import ReplicaMeetings
 from elastic.agent.supervision.worker_deaths import WorkerDeaths
 from elastic.events import CollectiveFailed, WorldEntered
@@ -33,6 +34,7 @@ from elastic.link.protocol import (
     ProfileSteps,
     Ready,
     ReplicaJoin,
+    ReplicaMet,
     SigtermAnswer,
     SigtermAsk,
 )
@@ -83,6 +85,7 @@ class Workers:
         self._told = AnnouncedWorlds(context, self._server)
         self._deaths = WorkerDeaths(context, self._known, self._told, oom_kills)
         self.replicas = ReplicaMeetings(context, self._known, self._server)
+        self.readiness = Readiness(context, self._known, self._server)
         self.reporter = FailureReporter(context)
         self._permit: Permit | None = None  # the last one
 
@@ -133,6 +136,9 @@ class Workers:
                 self._on_ready(worker)
             case ReplicaJoin():
                 self.replicas.join(worker, message)
+            case ReplicaMet():
+                self._known.meeting_s.pop(worker.pid, None)
+                self._known.met.add(worker.pid)
             case Heartbeat():
                 self._on_heartbeat(worker, message)
             case Entered(generation=generation, step=step):
