@@ -186,6 +186,7 @@ class NodeLoop:
         self.permission.renew(self.registration.current_lease)
         self._heartbeats.send_if_due(self.supervisor.heartbeat, self._liveness.report)
         self.isolation.check()
+        self.supervisor.check()
 
     def _guarded(self, work: Callable[[], None]) -> bool:
         """Run ``work``; a failed call of the store is reported, and retried in the next

@@ -31,6 +31,14 @@ class WorkerReplaced(Event):
 
 
 @dataclass(frozen=True, kw_only=True)
+class WorkersNotReady(Event):
+    """Workers of this node are ready to train, and wait for others of it."""
+
+    waited_s: float  # since the first of them was ready
+    reason: str  # what each of the others has not done yet
+
+
+@dataclass(frozen=True, kw_only=True)
 class WorkerStuck(Event):
     """A worker ends itself, because an uninterruptible call has not returned in time."""
 

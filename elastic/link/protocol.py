@@ -19,7 +19,7 @@ from elastic.secure_channel import strict_json
 from elastic.secure_channel.tls import TlsFiles
 from elastic.stragglers.facts import StepDurations
 
-PROTOCOL_VERSION = 5
+PROTOCOL_VERSION = 6
 MAX_MESSAGE = 256 << 10
 MAX_TEXT = 4000  # characters of one text; JSON makes up to 12 bytes of one
 IN_STEP = "step"  # the phase of a heartbeat while the worker is within a step
@@ -59,6 +59,11 @@ class ReplicaJoin:
 
     size: int
     mesh: str = ""  # their dimensions
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReplicaMet:
+    """Worker: it has met the other ranks of its replica, after ReplicaMeet."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -210,6 +215,7 @@ Message = (
     | Heartbeat
     | Ready
     | ReplicaJoin
+    | ReplicaMet
     | Entered
     | CollectiveFailure
     | Left
@@ -240,6 +246,7 @@ FROM_WORKER = (
     Heartbeat,
     Ready,
     ReplicaJoin,
+    ReplicaMet,
     Entered,
     CollectiveFailure,
     Left,

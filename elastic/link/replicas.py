@@ -20,6 +20,10 @@ class LocalReplicas:
         places = {member.local_rank % size for member in members}
         return members if len(places) == min(size, nproc or size) else ()
 
+    def has_joined(self, pid: int) -> bool:
+        """Whether the worker has announced itself."""
+        return pid in self._joined
+
     def siblings(self, pid: int) -> tuple[Worker, ...]:
         """The other workers of this one's replica; none if a rank is a replica."""
         if pid not in self._joined:

@@ -9,6 +9,7 @@ detected the end of the world reports it at the next point that all of them pass
 from __future__ import annotations
 
 import datetime
+import importlib
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -282,6 +283,8 @@ def mesh_of(
             "group is the replica's, and elastic.join creates it",
             hint="remove init_process_group(); run.mesh is the DeviceMesh",
         )
+    # Takes seconds on a busy machine: not while the others already wait in :meth:`form`.
+    importlib.import_module("torch.distributed.device_mesh")
     return ModelReplica(
         mesh,
         local_rank=int(os.environ.get("LOCAL_RANK", "0")),

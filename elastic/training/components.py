@@ -10,7 +10,7 @@ import torch
 
 from elastic import torch_private
 from elastic.errors import ConfigError
-from elastic.link.protocol import Heartbeat
+from elastic.link.protocol import Heartbeat, ReplicaMet
 from elastic.mesh import ModelReplica, ReplicaMeeting, mesh_of, process_group
 from elastic.process_group import ProcessGroup, choose_device
 from elastic.telemetry.journal import EventSink, Journal
@@ -272,6 +272,7 @@ def _form(replica: ModelReplica, worlds: Worlds | None) -> None:
     folder = os.path.dirname(os.environ["ELASTIC_LINK"])
     spec = replica_spec(found, replica.mesh.size)
     replica.form(ReplicaMeeting(folder, found.nonce, spec))
+    worlds.send(ReplicaMet())
 
 
 def _connect(

@@ -123,6 +123,16 @@ STORE_AWAY_S = 2 * STORE_SILENCE_S
 # permission of its workers was not extended in the meantime.
 FROZEN_S = 5.0
 
+# The ranks of a replica on one node are told to meet once all of them are in elastic.join(): that
+# takes milliseconds, and the rest is a margin for busy machines. Then they are ended, and replaced.
+REPLICA_FORMS_S = 30.0
+# Workers that keep others of their node waiting for this long are named in its log, and again after
+# twice the time.
+NOT_READY_S = 30.0
+# The longest time between two iterations of the node's thread that counts for these two: twice
+# NODE_IDLE_S. In a longer one the node was frozen.
+MOST_COUNTED_S = 2 * NODE_IDLE_S
+
 # torchrun's side -------------------------------------------------------------------------------
 
 # The node's thread is notified of a worker's death within milliseconds, but may be busy with one

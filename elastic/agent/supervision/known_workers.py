@@ -15,27 +15,40 @@ class KnownWorkers:
         self.left: set[int] = set()  # they have left the job at a step boundary
         self.entered: dict[int, int] = {}  # pid to generation
         self.starts: dict[int, int] = {}  # pid to the start of workers that it belongs to
+        self.ended: set[int] = set()  # this agent has killed them; not reported yet
         self.hung: dict[int, str] = {}  # pids that this agent ends, and the reason
         self.replicas = LocalReplicas()
+        # For how long workers have been meeting the other ranks of their replica on this node, by
+        # pid; and those that have met them.
+        self.meeting_s: dict[int, float] = {}
+        self.met: set[int] = set()
 
     @property
     def present(self) -> set[int]:
-        """Those with a link."""
-        return {worker.pid for worker in self._server.workers()}
+        """Those with a link, and not about to end."""
+        return {worker.pid for worker in self._server.workers()} - self.ended
 
     @property
     def have_left(self) -> bool:
         """Whether all present workers have left the job."""
         return bool(self.left) and self.present <= self.left
 
+    def end(self, worker: Worker) -> None:
+        """This agent ends the process, which may take a while: it counts as ended from now on."""
+        self.ended.add(worker.pid)
+        self.ready.discard(worker.pid)
+        self.entered.pop(worker.pid, None)
+        self.replicas.leave(worker.pid)
+        self.meeting_s.pop(worker.pid, None)
+        self.met.discard(worker.pid)
+
     def drop(self, worker: Worker) -> None:
         """The process has ended."""
-        self.ready.discard(worker.pid)
+        self.end(worker)
+        self.ended.discard(worker.pid)
         self.left.discard(worker.pid)
-        self.entered.pop(worker.pid, None)
         self.starts.pop(worker.pid, None)
         self.hung.pop(worker.pid, None)
-        self.replicas.leave(worker.pid)
 
     def forget(self) -> None:
         """All workers are restarted."""

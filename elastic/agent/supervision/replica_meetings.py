@@ -67,6 +67,7 @@ class ReplicaMeetings:
         if size <= node.nproc:
             nonce = secrets.token_hex(8)
             for one in workers:
+                self._known.meeting_s[one.pid] = 0.0
                 self._server.send(ReplicaMeet(nonce=nonce, rank=one.local_rank % size), one)
         elif node.running is not None:
             self._meet_in_world(node.running)

@@ -10,10 +10,11 @@ import logging
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from elastic.agent.messages import publish_change
+from elastic.agent.messages import ReplacementEnded, publish_change
 from elastic.agent.supervision.announced_worlds import AnnouncedWorlds
 from elastic.agent.supervision.failure_reporter import FailureReporter, nodes_at, nodes_of
 from elastic.agent.supervision.known_workers import KnownWorkers
+from elastic.agent.supervision.readiness import Readiness
 from elastic.agent.supervision.replica_meetings import ReplicaMeetings
 from elastic.agent.supervision.worker_deaths import WorkerDeaths
 from elastic.events import CollectiveFailed, WorldEntered
@@ -33,6 +34,7 @@ from elastic.link.protocol import (
     ProfileSteps,
     Ready,
     ReplicaJoin,
+    ReplicaMet,
     SigtermAnswer,
     SigtermAsk,
 )
@@ -83,6 +85,7 @@ class Workers:
         self._told = AnnouncedWorlds(context, self._server)
         self._deaths = WorkerDeaths(context, self._known, self._told, oom_kills)
         self.replicas = ReplicaMeetings(context, self._known, self._server)
+        self.readiness = Readiness(context, self._known, self._server)
         self.reporter = FailureReporter(context)
         self._permit: Permit | None = None  # the last one
 
@@ -120,9 +123,12 @@ class Workers:
         """A message from the link."""
         world = self._at.status.world.world
         self._metrics.on_worker_said(worker.pid, worker.local_rank, message, world)
+        if worker.pid in self._known.ended:
+            return  # sent before this agent killed it
         match message:
             case ClientHandshakeRequest():
                 self._known.starts[worker.pid] = self._at.status.starts
+                self._at.status.unconnected.discard(worker.pid)
                 self._at.status.workers_joined = True
                 if self._at.status.to_replace:
                     self._at.status.undecided.add(worker.pid)
@@ -131,6 +137,9 @@ class Workers:
                 self._on_ready(worker)
             case ReplicaJoin():
                 self.replicas.join(worker, message)
+            case ReplicaMet():
+                self._known.meeting_s.pop(worker.pid, None)
+                self._known.met.add(worker.pid)
             case Heartbeat():
                 self._on_heartbeat(worker, message)
             case Entered(generation=generation, step=step):
@@ -252,6 +261,13 @@ class Workers:
         self._deaths.on_ended(worker, death)
         self._at.status.undecided.discard(worker.pid)
 
+    def on_ended_unconnected(self, ended: ReplacementEnded) -> None:
+        """A replacement has ended, before it had a link as far as torchrun's thread knows."""
+        status = self._at.status
+        if ended.pid not in self._known.starts and ended.pid not in status.to_replace:
+            self._deaths.on_ended_unconnected(ended)
+        status.unconnected.discard(ended.pid)
+
     # ── what they are told ───────────────────────────────────────────────────────────────
 
     def learn(self, world: WorldRecord | None) -> None:
@@ -270,6 +286,7 @@ class Workers:
         self._at.status.workers_left = False
         self._at.status.to_replace.clear()
         self._at.status.undecided.clear()
+        self._at.status.unconnected.clear()
 
     def permit(self, until_s: float) -> None:
         """Let them train until then, in this machine's boot time."""

@@ -2,7 +2,8 @@
 
 A file ``die-POINT`` in the folder is an order for the first rank that comes by, ``die-POINT-RANK``
 one for that rank of the world. The rank that deletes the file kills itself. Orders that contain a
-number are obeyed by so many ranks in the same step, once each of them is at the point.
+number are obeyed by so many ranks in the same step, once each of them is at the point. By
+``hang-POINT`` a rank stays there.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import os
 import signal
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +39,7 @@ from elastic.training.recovery import transfer
 
 # Less than it takes until a rank that waits counts as hanging.
 OTHERS_COME_WITHIN_S = 2.0
+STAYS_S = 3600.0
 
 
 class Orders:
@@ -47,7 +49,10 @@ class Orders:
         self._folder = folder
 
     def obey(self, point: str) -> None:
-        """Die, if that is the order."""
+        """Die, or stay here, if that is the order."""
+        with suppress(FileNotFoundError):
+            (self._folder / f"hang-{point}").unlink()
+            time.sleep(STAYS_S)
         for name in (f"die-{point}", f"die-{point}-{os.environ.get('RANK')}"):
             if self._take(self._folder / name, point):
                 os.kill(os.getpid(), signal.SIGKILL)

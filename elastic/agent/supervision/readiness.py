@@ -1,0 +1,108 @@
+"""Workers on their way to *ready*: what each of them waits for, and how long a meeting may take.
+
+On the node's thread. The ranks of a replica that have been told to meet are all in elastic.join(),
+so that they meet in milliseconds. If they do not, whatever the reason, they are ended, and replaced
+or restarted like any dead worker: otherwise they would wait for the timeout of a collective, and
+with them all other ranks of the job.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import signal
+
+from elastic.agent.supervision.known_workers import KnownWorkers
+from elastic.events import WorkersNotReady
+from elastic.link.server import LinkServer, Worker
+from elastic.membership.records import NodeState
+from elastic.node.context import NodeContext
+from elastic.tuning.agent_intervals import MOST_COUNTED_S, NOT_READY_S, REPLICA_FORMS_S
+
+
+class Readiness:
+    """One per agent, across all starts of its workers."""
+
+    def __init__(self, context: NodeContext, known: KnownWorkers, server: LinkServer) -> None:
+        self._at = context
+        self._known = known
+        self._server = server
+        self._checked_s = context.clock.monotonic()
+        self._waited_s = 0.0  # since some workers are ready and others are not
+        self._reports_at_s = NOT_READY_S
+
+    def check(self) -> None:
+        """Called on every iteration of the node's thread.
+
+        A longer pause between two calls, of an agent that was frozen with its workers, counts as a
+        short one.
+        """
+        now_s = self._at.clock.monotonic()
+        passed_s = min(now_s - self._checked_s, MOST_COUNTED_S)
+        self._checked_s = now_s
+        self._end_meetings(passed_s)
+        self._report(passed_s)
+
+    def _end_meetings(self, passed_s: float) -> None:
+        meeting_s = self._known.meeting_s
+        for pid in meeting_s:
+            meeting_s[pid] += passed_s
+        present = {worker.pid: worker for worker in self._server.workers()}
+        late = [pid for pid, waited_s in meeting_s.items() if waited_s >= REPLICA_FORMS_S]
+        for pid in late:
+            del meeting_s[pid]
+            if (worker := present.get(pid)) is not None:
+                self._end(worker)
+
+    def _end(self, worker: Worker) -> None:
+        others = self._known.replicas.siblings(worker.pid)
+        self._known.hung[worker.pid] = (
+            f"{_name(worker)} has not met the other ranks of its replica "
+            f"({', '.join(map(_name, others))}) within {REPLICA_FORMS_S:g} s"
+        )
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(worker.pid, signal.SIGKILL)
+
+    def _report(self, passed_s: float) -> None:
+        """Name the workers that keep ready ones waiting."""
+        node, known = self._at.status.node, self._known
+        is_waiting = node.state is NodeState.STARTING and bool(known.ready & known.present)
+        if not is_waiting:
+            self._waited_s, self._reports_at_s = 0.0, NOT_READY_S
+            return
+        self._waited_s += passed_s
+        if self._waited_s < self._reports_at_s:
+            return
+        self._reports_at_s = 2 * self._waited_s
+        here = {
+            worker.local_rank: worker
+            for worker in self._server.workers()
+            if worker.pid not in known.ended
+        }
+        waits = (
+            self._wait_of(local_rank, here.get(local_rank)) for local_rank in range(node.nproc)
+        )
+        self._at.journal.emit(
+            WorkersNotReady(
+                waited_s=round(self._waited_s, 1), reason="; ".join(filter(None, waits))
+            ),
+            level=logging.WARNING,
+        )
+
+    def _wait_of(self, local_rank: int, worker: Worker | None) -> str:
+        """What the worker has not done yet; empty if it is ready."""
+        if worker is None:
+            return f"local rank {local_rank} has not called elastic.join()"
+        pid, known = worker.pid, self._known
+        if pid in known.ready:
+            return ""
+        if pid in known.meeting_s:
+            return f"{_name(worker)} is meeting the other ranks of its replica"
+        if known.replicas.has_joined(pid) and pid not in known.met:
+            return f"{_name(worker)} waits for the other ranks of its replica"
+        return f"{_name(worker)} has not called run.retry()"
+
+
+def _name(worker: Worker) -> str:
+    return f"local rank {worker.local_rank} (pid {worker.pid})"

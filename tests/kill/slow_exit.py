@@ -1,0 +1,55 @@
+"""A process that takes long to end: its exit is held by ptrace(2) until it is released.
+
+So does one with hundreds of gigabytes of memory, or with a write to a busy disk. It is killed, but
+exists: its pidfd is not readable, and its parent cannot reap it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from types import TracebackType
+
+from elastic.testing.waiting import eventually
+
+_SEIZE, _CONT, _DETACH = 0x4206, 7, 17  # linux/ptrace.h
+_TRACE_EXIT = 0x40
+
+
+class SlowExit:
+    """Of process ``pid``, within the context. On one thread: ptrace(2) binds the two."""
+
+    def __init__(self, pid: int) -> None:
+        self.pid = pid
+        self._is_held = False
+
+    def __enter__(self) -> SlowExit:
+        self._ptrace(_SEIZE, _TRACE_EXIT)
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        if self._is_held:
+            self._ptrace(_CONT)
+            os.waitpid(self.pid, 0)  # for its tracer; its parent still has to reap it
+
+    def wait_held(self) -> None:
+        """Until it was killed."""
+
+        def is_held() -> bool:
+            pid, status = os.waitpid(self.pid, os.WNOHANG)
+            return pid == self.pid and os.WIFSTOPPED(status)
+
+        eventually(is_held, f"the exit of process {self.pid}")
+        self._is_held = True
+
+    def _ptrace(self, request: int, data: int = 0) -> None:
+        libc = ctypes.CDLL(None, use_errno=True)
+        libc.ptrace.argtypes = [ctypes.c_long, ctypes.c_long, ctypes.c_void_p, ctypes.c_void_p]
+        libc.ptrace.restype = ctypes.c_long
+        if libc.ptrace(request, self.pid, None, data) == -1:
+            raise OSError(ctypes.get_errno(), f"ptrace({request:#x}, {self.pid})")

@@ -1,0 +1,283 @@
+"""Ranks of a replica die, also while others take their place: who meets whom, in any order of
+reports."""
+
+from __future__ import annotations
+
+import itertools
+import os
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from membership_nodes import node
+
+from elastic.agent.messages import ReplacementEnded
+from elastic.agent.supervision.workers import Workers
+from elastic.events import Event, WorkerDied, WorkersNotReady
+from elastic.link.protocol import (
+    ClientHandshakeRequest,
+    Message,
+    Ready,
+    ReplicaJoin,
+    ReplicaMeet,
+    ReplicaMet,
+)
+from elastic.link.server import LinkServer, Worker, WorkerDeath
+from elastic.membership.records import Keys, NodeState
+from elastic.node.context import NodeContext
+from elastic.node.run_secret import RunSecret
+from elastic.testing.doubles.manual_clock import ManualClock
+from elastic.testing.doubles.memory_store import MemoryServer, MemoryStore
+from elastic.tuning.agent_intervals import NODE_IDLE_S, NOT_READY_S, REPLICA_FORMS_S
+from elastic.tuning.agent_options import AgentOptions
+
+KEYS = Keys.of("/elastic", "job")
+SIZE = 2  # ranks of a replica
+NPROC = 4
+FIRST_PID = 1 << 22  # larger than any process's
+
+
+class Journal:
+    def __init__(self) -> None:
+        self.events: list[Event] = []
+
+    def emit(self, event: Event, *, level: int = 0) -> None:
+        self.events.append(event)
+
+
+class Links(LinkServer):
+    """Of an agent without a thread: what it sends is kept."""
+
+    def __init__(self, **callbacks: Any) -> None:
+        super().__init__(**callbacks)
+        self.meetings: dict[int, list[ReplicaMeet]] = {}  # by pid
+        self.present: list[Worker] = []
+
+    def send(self, message: Message, to: Worker | None = None) -> None:
+        if isinstance(message, ReplicaMeet):
+            assert to is not None
+            self.meetings.setdefault(to.pid, []).append(message)
+
+    def workers(self) -> tuple[Worker, ...]:
+        return tuple(self.present)
+
+
+class Agent:
+    """A node of two replicas of two ranks, which train."""
+
+    def __init__(self) -> None:
+        store, self.clock, self.journal = MemoryStore(MemoryServer()), ManualClock(), Journal()
+        context = NodeContext.of(
+            replace(node("n1", NodeState.STARTING), nproc=NPROC),
+            store=store,
+            keys=KEYS,
+            secret=RunSecret.obtain(store, KEYS),
+            options=AgentOptions(),
+            journal=self.journal,
+            clock=self.clock,
+        )
+        self.status = context.status
+        self.status.can_replace = True
+        self.pids = itertools.count(FIRST_PID)
+        self.killed: list[int] = []
+        made: list[Links] = []
+
+        def make_server(**callbacks: Any) -> Links:
+            made.append(Links(**callbacks))
+            return made[-1]
+
+        self.workers = Workers(context, make_server=make_server)
+        self.links = made[0]
+        self.trained = [self.start(rank) for rank in range(NPROC)]
+        for worker in self.trained:
+            self.join(worker)
+        for worker in self.trained:
+            self.workers.on_said(worker, ReplicaMet())
+            self.workers.on_said(worker, Ready())
+
+    def start(self, local_rank: int) -> Worker:
+        """A process that connects."""
+        worker = Worker(pid=next(self.pids), local_rank=local_rank, token=0)
+        self.links.present.append(worker)
+        hello = ClientHandshakeRequest(
+            version=1, pid=worker.pid, local_rank=local_rank, library="0.1.0"
+        )
+        self.workers.on_said(worker, hello)
+        return worker
+
+    def join(self, worker: Worker) -> None:
+        self.workers.on_said(worker, ReplicaJoin(size=SIZE, mesh="shard=2"))
+
+    def die(self, worker: Worker) -> None:
+        """The process was killed, and its death is reported."""
+        self.links.present.remove(worker)
+        self.workers.on_ended(worker, WorkerDeath(worker.pid, None, 9, None))
+
+    def replace(self, *local_ranks: int) -> list[Worker]:
+        """Their processes are killed, and new ones join."""
+        for worker in self.links.workers():
+            if worker.local_rank in local_ranks:
+                self.die(worker)
+        fresh = [self.start(local_rank) for local_rank in local_ranks]
+        for worker in fresh:
+            self.join(worker)
+        return fresh
+
+    def wait(self, duration_s: float, *, tick_s: float = NODE_IDLE_S) -> None:
+        """The node's thread goes on for so long."""
+        for _ in range(round(duration_s / tick_s)):
+            self.clock.advance(tick_s)
+            self.workers.readiness.check()
+
+    @property
+    def warnings(self) -> list[str]:
+        return [e.reason for e in self.journal.events if isinstance(e, WorkersNotReady)]
+
+    def meetings(self, worker: Worker) -> list[str]:
+        """The names under which it was told to meet the others."""
+        return [meeting.nonce for meeting in self.links.meetings.get(worker.pid, [])]
+
+
+@pytest.fixture
+def agent(monkeypatch: pytest.MonkeyPatch) -> Agent:
+    agent = Agent()
+    monkeypatch.setattr(os, "kill", lambda pid, signum: agent.killed.append(pid))
+    return agent
+
+
+@pytest.mark.parametrize("dead", range(NPROC))
+@pytest.mark.parametrize("is_late", [False, True], ids=["at-once", "late"])
+def test_a_replacement_meets_the_other_one_and_not_the_process_that_is_being_ended(
+    agent: Agent, dead: int, is_late: bool
+) -> None:
+    """The kernel takes its time to end a process: memory, threads, a write to a busy disk."""
+    victim, other = agent.trained[dead], agent.trained[dead ^ 1]
+    agent.die(victim)
+    assert agent.killed == [other.pid]
+    if not is_late:
+        agent.die(other)
+    first = agent.start(dead)
+    agent.join(first)
+    assert agent.meetings(first) == []
+    if is_late:
+        agent.die(other)
+    second = agent.start(dead ^ 1)
+    agent.join(second)
+    assert len(agent.meetings(first)) == 1
+    assert agent.meetings(first) == agent.meetings(second)
+    assert all(len(agent.meetings(worker)) == 1 for worker in agent.trained)
+    for worker in (first, second):
+        assert agent.status.node.state is NodeState.STARTING
+        agent.workers.on_said(worker, Ready())
+    assert agent.status.node.state is NodeState.READY
+
+
+def test_what_a_rank_said_before_it_was_ended_does_not_count(agent: Agent) -> None:
+    """Its last messages are read after the decision to end it."""
+    victim, other, *_ = agent.trained
+    agent.die(victim)
+    agent.workers.on_said(other, Ready())
+    agent.join(other)
+    assert agent.meetings(other) == agent.meetings(victim)
+    survivor = agent.trained[2]
+    agent.die(survivor)
+    assert agent.status.node.state is NodeState.ARRIVED, "no rank is left that could wait"
+
+
+def test_a_meeting_that_does_not_end_is_ended_and_its_ranks_are_replaced(agent: Agent) -> None:
+    """Whatever keeps them: the survivors wait with their state, and must not wait long."""
+    fresh = agent.replace(0, 1)
+    agent.killed.clear()
+    agent.wait(REPLICA_FORMS_S - NODE_IDLE_S)
+    assert agent.killed == []
+    agent.wait(NODE_IDLE_S)
+    assert sorted(agent.killed) == [worker.pid for worker in fresh]
+    agent.journal.events.clear()
+    for worker in fresh:
+        agent.die(worker)
+        assert agent.status.is_to_be_replaced(worker.pid)
+    said = [e.reason for e in agent.journal.events if isinstance(e, WorkerDied)]
+    assert said[0] == (
+        f"local rank 0 (pid {fresh[0].pid}) has not met the other ranks of its replica "
+        f"(local rank 1 (pid {fresh[1].pid})) within 30 s"
+    )
+    again = [agent.start(0), agent.start(1)]
+    for worker in again:
+        agent.join(worker)
+    for worker in again:
+        assert len(agent.meetings(worker)) == 1
+        agent.workers.on_said(worker, ReplicaMet())
+        agent.workers.on_said(worker, Ready())
+    assert agent.status.node.state is NodeState.READY
+
+
+def test_ranks_that_have_met_may_take_long_until_they_are_ready(agent: Agent) -> None:
+    """They build the model."""
+    fresh = agent.replace(0, 1)
+    agent.killed.clear()
+    for worker in fresh:
+        agent.workers.on_said(worker, ReplicaMet())
+    agent.wait(10 * REPLICA_FORMS_S)
+    assert agent.killed == []
+
+
+def test_the_time_in_which_the_node_was_frozen_does_not_count(agent: Agent) -> None:
+    agent.replace(0, 1)
+    agent.killed.clear()
+    agent.wait(3600, tick_s=3600)
+    assert agent.killed == []
+    assert agent.warnings == []
+
+
+def test_the_log_names_the_workers_that_keep_the_others_waiting(agent: Agent) -> None:
+    first, second = agent.replace(0, 1)
+    agent.workers.on_said(first, ReplicaMet())
+    agent.workers.on_said(second, ReplicaMet())
+    agent.workers.on_said(first, Ready())
+    agent.wait(NOT_READY_S - NODE_IDLE_S)
+    assert agent.warnings == []
+    agent.wait(NODE_IDLE_S)
+    assert agent.warnings == [f"local rank 1 (pid {second.pid}) has not called run.retry()"]
+
+    agent.die(second)
+    third = agent.start(1)
+    agent.join(third)
+    agent.wait(NOT_READY_S)
+    assert agent.warnings[1:] == [
+        "local rank 0 has not called elastic.join(); "
+        f"local rank 1 (pid {third.pid}) waits for the other ranks of its replica"
+    ]
+    agent.wait(NOT_READY_S)
+    assert len(agent.warnings) == 2, "again after twice the time"
+
+
+@pytest.mark.parametrize("exit_code", [-9, 1], ids=["killed", "failed"])
+def test_a_replacement_that_is_killed_before_it_has_a_link_is_replaced_again(
+    agent: Agent, exit_code: int
+) -> None:
+    """By the kernel, perhaps. The other replica has the state, and keeps its processes."""
+    agent.die(agent.trained[0])
+    agent.die(agent.trained[1])
+    second = agent.start(1)
+    agent.join(second)
+    pid = next(agent.pids)
+    agent.status.unconnected.add(pid)
+    assert agent.status.is_to_be_replaced(pid) is None, "the node's thread decides"
+    agent.workers.on_ended_unconnected(ReplacementEnded(pid, 0, exit_code))
+    assert agent.status.is_to_be_replaced(pid) is (exit_code == -9)
+    assert second.pid not in agent.killed
+    if exit_code == -9:
+        first = agent.start(0)
+        agent.join(first)
+        assert agent.meetings(first) == agent.meetings(second) != []
+
+
+def test_a_replacement_whose_link_is_known_is_not_reported_twice(agent: Agent) -> None:
+    """It has connected before torchrun's thread noted that it was started."""
+    first, second = agent.replace(0, 1)
+    agent.status.unconnected.add(first.pid)
+    agent.killed.clear()
+    agent.workers.on_ended_unconnected(ReplacementEnded(first.pid, 0, -9))
+    agent.die(first)
+    assert agent.killed == [second.pid], "they have met, and are replaced together"
+    assert agent.status.to_replace >= {first.pid, second.pid}
