@@ -1,10 +1,10 @@
 """The interval in use between two saves to memory, the same on all ranks of a world.
 
 A part of a checkpoint in memory is useless without those of the other ranks, so all must save the
-same steps. Each rank measures something else; they exchange their measurements at a world's
-first boundary, after its second save, and then at most every ``AGAIN_STEPS`` steps, with one small
-collective. All choose by the same function of the same numbers. A rank that has joined knows none,
-and gets the interval of the others.
+same steps. Each rank measures something else; they exchange their measurements at a world's first
+boundary, after its second and its fourth save, and then at most every ``AGAIN_STEPS`` steps, with
+one small collective. All choose by the same function of the same numbers. A rank that has joined
+knows none, and gets the interval of the others.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ from elastic.training.checkpointing.memory_interval.choice import (
 from elastic.training.checkpointing.memory_interval.meter import CostMeter
 
 AGAIN_STEPS = 100
-_FIRST_MEASURED = 2  # saves of a world: the first one is not counted
+# After so many saves of a world: with the first one that counts, and where one of three may be odd.
+_EARLY = (2, 4)
 
 Changed = Callable[[ChosenInterval, int], object]
 
@@ -75,9 +76,8 @@ class MemoryInterval:
         """Whether all ranks save at this boundary, once earlier saves are waited for."""
         has_ended = self.meter.waited()
         saves = self.meter.saves
-        is_first = saves == _FIRST_MEASURED
-        is_again = saves > _FIRST_MEASURED and step - self._agreed_step >= AGAIN_STEPS
-        if self.is_chosen and has_ended and (is_first or is_again):
+        is_again = saves > max(_EARLY) and step - self._agreed_step >= AGAIN_STEPS
+        if self.is_chosen and has_ended and (saves in _EARLY or is_again):
             self.needs_agreement = True  # at the next boundary, before its saves
         # With accumulated gradients several steps lie between two boundaries.
         before = self._previous_step if 0 <= self._previous_step < step else step - 1

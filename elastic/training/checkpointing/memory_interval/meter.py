@@ -10,28 +10,7 @@ from elastic.training.checkpointing.memory_interval.choice import MemoryCosts
 
 FIRST_STEPS = 2  # of a world: they compile, allocate and open connections
 FIRST_SAVES = 1  # of a world: its buffers are allocated
-_STEPS, _SAVES = 32, 8  # the recent ones, of which the median counts
-
-
-class _Recent:
-    """Recent measurements. Those of an earlier world count until this one has its own."""
-
-    def __init__(self, count: int) -> None:
-        self._values: deque[float] = deque(maxlen=count)
-        self._are_old = False
-
-    def enter_world(self) -> None:
-        self._are_old = True
-
-    def add(self, value: float) -> None:
-        if self._are_old:
-            self._values.clear()
-            self._are_old = False
-        self._values.append(value)
-
-    @property
-    def median(self) -> float | None:
-        return median(self._values) if self._values else None
+_STEPS, _SAVES = 32, 8  # the recent ones, of this world or before it, of which the median counts
 
 
 class CostMeter:
@@ -41,13 +20,13 @@ class CostMeter:
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
-        self._steps, self._waits, self._writes = _Recent(_STEPS), _Recent(_SAVES), _Recent(_SAVES)
+        self._steps: deque[float] = deque(maxlen=_STEPS)
+        self._waits: deque[float] = deque(maxlen=_SAVES)
+        self._writes: deque[float] = deque(maxlen=_SAVES)
         self.enter_world()
 
     def enter_world(self) -> None:
         """Begin a world: its first step and its first save are unlike later ones."""
-        for recent in (self._steps, self._waits, self._writes):
-            recent.enter_world()
         self.saves = 0  # completed in this world
         self._boundaries = 0
         self._step = 0
@@ -58,7 +37,7 @@ class CostMeter:
         """A boundary is reached, with ``step`` steps done."""
         self._reached_s = self._clock.monotonic()
         if self._boundaries > FIRST_STEPS and step > self._step:
-            self._steps.add((self._reached_s - self._left_s) / (step - self._step))
+            self._steps.append((self._reached_s - self._left_s) / (step - self._step))
         self._boundaries += 1
         self._step = step
 
@@ -69,7 +48,7 @@ class CostMeter:
             return False
         self.saves += 1
         if self.saves > FIRST_SAVES:
-            self._waits.add(self._began_in_s + self._waited_s - self._reached_s)
+            self._waits.append(self._began_in_s + self._waited_s - self._reached_s)
         self._began_in_s = None
         return True
 
@@ -81,13 +60,17 @@ class CostMeter:
 
     def wrote(self, write_s: float) -> None:
         """A share was written while training continued."""
-        self._writes.add(write_s)
+        self._writes.append(write_s)
 
     def costs(self, every_steps: int | None) -> MemoryCosts:
         """The medians of recent measurements, with the interval in use."""
         return MemoryCosts(
             every_steps=every_steps,
-            wait_s=self._waits.median,
-            write_s=self._writes.median,
-            step_s=self._steps.median,
+            wait_s=_median(self._waits),
+            write_s=_median(self._writes),
+            step_s=_median(self._steps),
         )
+
+
+def _median(values: deque[float]) -> float | None:
+    return median(values) if values else None
