@@ -6,9 +6,10 @@
 
 The shards of all ranks form one copy of the model, so a rank's state cannot be copied from another
 rank. ``build`` is called in each world, with a DeviceMesh of its ranks; the state is loaded from
-the nodes' memory, where every rank's shards are saved every ``--memory-every`` steps and copied to
-the next node. Kill a worker or a node: the others continue within milliseconds to seconds, and
-repeat at most that many steps, with the same samples. Rank 0 prints JSON lines.
+the nodes' memory, where every rank's shards are saved every few steps and copied to the next node:
+as often as costs 1 % of the time, or every ``--memory-every`` steps. Kill a worker or a node: the
+others continue within milliseconds to seconds, and repeat the steps since the last save, with the
+same samples. Rank 0 prints JSON lines.
 """
 
 import argparse
@@ -72,7 +73,9 @@ def main():
     parser.add_argument("--dtype", choices=("float32", "float64"), default="float32")
     parser.add_argument("--checkpoints", default=None, help="folder; default: a temporary one")
     parser.add_argument("--save-every", type=int, default=100, help="steps between saves to disk")
-    parser.add_argument("--memory-every", type=int, default=10, help="between saves to memory")
+    parser.add_argument(
+        "--memory-every", type=int, help="steps between saves to memory; default: from their cost"
+    )
     args = parser.parse_args()
     torch.set_default_dtype(getattr(torch, args.dtype))
 

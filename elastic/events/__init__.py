@@ -27,7 +27,12 @@ from elastic.events.agent import (
     WorkersTuned,
 )
 from elastic.events.base import Event
-from elastic.events.checkpoints import CheckpointSaved, CheckpointSkipped, PartNotCopied
+from elastic.events.checkpoints import (
+    CheckpointSaved,
+    CheckpointSkipped,
+    MemoryIntervalChanged,
+    PartNotCopied,
+)
 from elastic.events.journal import JournalClosed, JournalOpened
 from elastic.events.membership import (
     FailureJudged,
@@ -72,6 +77,7 @@ __all__ = [
     "JournalOpened",
     "LeaderChanged",
     "LeaseLost",
+    "MemoryIntervalChanged",
     "Metrics",
     "NodeArrived",
     "NodeFound",

@@ -27,6 +27,15 @@ class CheckpointSkipped(Event):
 
 
 @dataclass(frozen=True, kw_only=True)
+class MemoryIntervalChanged(Event):
+    """All ranks save to the nodes' memory at another interval, chosen from measured costs."""
+
+    every_steps: int  # between two saves from now on
+    before: int  # the interval that was in use
+    reason: str  # what a save and a step cost
+
+
+@dataclass(frozen=True, kw_only=True)
 class PartNotCopied(Event):
     """This node's part of a checkpoint in memory has no copy on another node."""
 

@@ -172,6 +172,9 @@ BUSY_WAIT_S = 5.0
 # Shards in the nodes' memory: a step begins once this rank's share of the previous save is written,
 # or after this. Memory that takes longer is swapped out, or full.
 MEMORY_WAIT_S = 30.0
+# The longest chosen interval between two saves to memory, where they cost more than they should:
+# a death loses up to two of them, and a checkpoint on disk is hardly older.
+MEMORY_LONGEST_S = 300.0
 # The owner of a folder renews its record this often.
 OWNER_HEARTBEAT_S = 5.0
 # Six renewals: restarted workers are back within seconds, and their job must not lose its folder in

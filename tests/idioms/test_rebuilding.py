@@ -16,7 +16,8 @@ from idiom_runs import SIZE, IdiomRuns
 from checkpoints.memory.host import MemoryHost
 from elastic.testing.small_world.world import CALLS, LINES, Death, RunOutcome
 
-EVERY = 3
+FIXED = "memory=3"
+CHOSEN = "memory_overhead=1.0"  # by all ranks, in each world and after its second save
 SCRIPT = """
 import os
 os.environ["ELASTIC_NODE_MEMORY"] = {memory!r}
@@ -30,7 +31,7 @@ import elastic
 torch.set_default_dtype(torch.float64)
 x = torch.randn(96, 4, generator=torch.Generator().manual_seed(1))
 dataset = TensorDataset(x, x.sin().sum(1, keepdim=True))
-run = elastic.join(checkpoints=elastic.Checkpoints({disk!r}, when=1000, memory={every}))
+run = elastic.join(checkpoints=elastic.Checkpoints({disk!r}, when=1000, {saves}))
 loader = run.loader(DataLoader(dataset, batch_size=8, shuffle=True), global_batch=8)
 result = {{}}
 
@@ -65,14 +66,18 @@ def train(runs: IdiomRuns, tmp_path_factory: pytest.TempPathFactory) -> Train:
     number = itertools.count()
 
     def run(
-        size: int = SIZE, death: Death | None = None, *, is_replaced: bool = False
+        size: int = SIZE,
+        death: Death | None = None,
+        *,
+        is_replaced: bool = False,
+        saves: str = FIXED,
     ) -> RunOutcome:
         folder = tmp_path_factory.mktemp(f"built-{next(number)}")
         host = MemoryHost(folder / "memory")
         try:
             script = folder / "script.py"
             memory, disk = str(folder / "memory"), str(folder / "disk")
-            script.write_text(SCRIPT.format(memory=memory, disk=disk, every=EVERY))
+            script.write_text(SCRIPT.format(memory=memory, disk=disk, saves=saves))
             return runs.world.run(script, folder, size=size, death=death, is_replaced=is_replaced)
         finally:
             host.close()
@@ -120,6 +125,12 @@ def test_a_death_changes_nothing(
     check(train, undisturbed, alone, 0, counted, is_replaced)
 
 
+def test_a_death_changes_nothing_where_the_ranks_choose_when_to_save(
+    train: Train, undisturbed: RunOutcome, alone: dict[str, torch.Tensor]
+) -> None:
+    check(train, undisturbed, alone, 0, CALLS, True, saves=CHOSEN)
+
+
 # The same at more places.
 @pytest.mark.soak
 @pytest.mark.parametrize("is_replaced", [False, True], ids=["fewer", "replaced"])
@@ -133,7 +144,8 @@ def test_a_death_anywhere_changes_nothing(
     counted: str,
     is_replaced: bool,
 ) -> None:
-    check(train, undisturbed, alone, seed, counted, is_replaced)
+    saves = CHOSEN if seed % 2 else FIXED
+    check(train, undisturbed, alone, seed, counted, is_replaced, saves=saves)
 
 
 def check(
@@ -143,12 +155,13 @@ def check(
     seed: int,
     counted: str,
     is_replaced: bool,
+    saves: str = FIXED,
 ) -> None:
     draw = random.Random(f"built/{seed}/{counted}/{is_replaced}")
     rank = draw.randrange(SIZE)
     worker = undisturbed.workers[rank]
     last = int(worker.calls * 0.9) if counted == CALLS else worker.lines
     death = Death(rank=rank, event=draw.randint(1, last), counted=counted)
-    outcome = train(death=death, is_replaced=is_replaced)
+    outcome = train(death=death, is_replaced=is_replaced, saves=saves)
     outcome.assert_success(workers=SIZE if is_replaced else SIZE - 1)
     assert_same(outcome, alone)

@@ -21,8 +21,10 @@ from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_modul
 from torch.utils.data import DataLoader
 
 from elastic.errors import ConfigError, ElasticError, TrainingError
+from elastic.telemetry.journal import Journal
 from elastic.testing.forks.server import run_forked
 from elastic.testing.waiting import PATIENCE_S
+from elastic.training.checkpointing.manager import CheckpointManager
 from elastic.training.checkpointing.options import Checkpoints
 from elastic.training.rebuilding.built import Built
 from elastic.training.rebuilding.shares import ShareWeight
@@ -397,7 +399,19 @@ def test_a_mesh_of_a_part_of_the_world_is_refused() -> None:
         dist.destroy_process_group()
 
 
-def test_memory_is_the_default_of_built_models_only() -> None:
-    assert Checkpoints("folder").memory_steps is None
-    assert Checkpoints("folder", memory=True).memory_steps == 10
-    assert Checkpoints("folder", memory=False).memory_steps is None
+@pytest.mark.parametrize(
+    ("memory", "first", "for_built_models"),
+    [(None, None, 10), (True, 10, 10), (3, 3, 3), (False, None, None)],
+)
+def test_memory_is_the_default_of_built_models_only(
+    tmp_path: Path, memory: int | bool | None, first: int | None, for_built_models: int | None
+) -> None:
+    manager = CheckpointManager(
+        Checkpoints(tmp_path, memory=memory), Journal(folder=None, identity={})
+    )
+    try:
+        assert manager.first_memory_step == first
+        manager.keep_shards_in_memory()
+        assert manager.first_memory_step == for_built_models
+    finally:
+        manager.close(0.0)

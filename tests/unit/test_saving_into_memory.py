@@ -15,6 +15,7 @@ from checkpoints.memory.host import MemoryHost, memory_roots
 from elastic.clock import SYSTEM_CLOCK
 from elastic.errors import ConfigError
 from elastic.training.checkpointing.folder import CheckpointFolder
+from elastic.training.checkpointing.memory_interval.agreed import MemoryInterval
 from elastic.training.checkpointing.memory_tier import VARIABLE, MemoryTier
 from elastic.training.checkpointing.options import Checkpoints
 from elastic.training.state.job_state import JobState
@@ -43,9 +44,9 @@ def host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[MemoryHost
     made.close()
 
 
-def tier(told: list[str], every_steps: int = 5) -> MemoryTier:
+def tier(told: list[str], every_steps: int | None = 5) -> MemoryTier:
     return MemoryTier(
-        every_steps,
+        MemoryInterval(every_steps, overhead=0.01, clock=SYSTEM_CLOCK, changed=lambda *_: None),
         report=lambda name, reason: told.append(reason),
         on_death=lambda reason: pytest.fail(reason),
         clock=SYSTEM_CLOCK,
@@ -67,6 +68,18 @@ def test_it_saves_at_its_own_steps_and_keeps_the_newest(host: MemoryHost) -> Non
     assert [info.step for info in listed] == [20, 15, 10]
     assert listed[0].data_position == 20
     assert told == []
+
+
+def test_an_interval_that_is_chosen_counts_the_wait_for_the_writer(host: MemoryHost) -> None:
+    memory = tier([], every_steps=None)
+    save(memory, range(1, 22))
+    assert memory.interval.needs_agreement
+    memory.interval.agree(22)
+    costs = memory.interval.meter.costs(None)
+    assert costs.wait_s is not None and costs.step_s is not None
+    assert costs.wait_s > costs.step_s, "steps are empty here"
+    assert memory.interval.every_steps > 10
+    memory.close()
 
 
 def test_a_job_goes_on_from_the_newest_of_memory_and_disk(host: MemoryHost, tmp_path: Path) -> None:
@@ -125,8 +138,5 @@ def test_memory_that_fails_is_told_once_and_stops_nothing(host: MemoryHost) -> N
 
 
 def test_what_scripts_say() -> None:
-    assert Checkpoints("f").memory_steps is None
-    assert Checkpoints("f", memory=True).memory_steps == 10
-    assert Checkpoints("f", memory=3).memory_steps == 3
     with pytest.raises(ConfigError, match="memory=0"):
         Checkpoints("f", memory=0)

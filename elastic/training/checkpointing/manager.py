@@ -174,6 +174,10 @@ class CheckpointManager:
                 with together():
                     received = ask(self._sent)
         self._has_stepped = False
+        interval = self._saver.memory_interval
+        if interval is not None and interval.needs_agreement:
+            with together():
+                interval.agree(job.progress.step)
         self._saver.at_boundary(job, received)
         return received
 
@@ -192,9 +196,10 @@ class CheckpointManager:
         self._saver.keep_shards_in_memory()
 
     @property
-    def memory_steps(self) -> int | None:
-        """Steps between two saves to the nodes' memory; None: disabled."""
-        return self._saver.memory_steps
+    def first_memory_step(self) -> int | None:
+        """The job's first save to the nodes' memory is at this step; None: disabled."""
+        interval = self._saver.memory_interval
+        return interval.first_steps if interval is not None else None
 
     @property
     def is_resumed(self) -> bool:

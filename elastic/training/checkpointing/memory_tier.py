@@ -17,6 +17,7 @@ from checkpoints import LatestN, SaveHandle, SaveOutcome, SaveStatus, Storage, T
 from checkpoints.memory.host import memory_roots, own_memory
 from checkpoints.saving.supervised import SupervisedEngine
 from elastic.clock import Clock
+from elastic.training.checkpointing.memory_interval.agreed import MemoryInterval
 from elastic.training.state.job_state import JobState
 from elastic.tuning.worker_intervals import MEMORY_WAIT_S
 
@@ -31,17 +32,17 @@ class MemoryTier:
 
     def __init__(
         self,
-        every_steps: int,
+        interval: MemoryInterval,
         *,
         report: Report,
         on_death: Callable[[str], object],
         clock: Clock,
         env: Mapping[str, str] = os.environ,
     ) -> None:
-        self.every_steps = every_steps
+        self.interval = interval
         self._report = report
         self._failure = ""  # the last reported one
-        self._saved_step = self._previous_step = -1
+        self._saved_step = -1
         self._engine: SupervisedEngine | None = None
         self.waits = False  # training waits if this rank's writes fall behind
         folder = node_memory(env)
@@ -74,20 +75,16 @@ class MemoryTier:
         """Between two steps: save if it is due and a buffer is free. Waits only if
         :attr:`waits` is set, until the share of an earlier boundary is written."""
         step = job.progress.step
-        if self._engine is None:
-            return
-        self._engine.poll()
-        if self.waits:
-            self._engine.finish_writing(MEMORY_WAIT_S)
-        # With accumulated gradients several steps lie between two boundaries.
-        before = self._previous_step if 0 <= self._previous_step < step else step - 1
-        self._previous_step = step
-        if step // self.every_steps == before // self.every_steps or step == self._saved_step:
-            return
-        self._saved_step = step
-        self._engine.save(
-            job.tree(), step=step, world=world, data_position=job.data_position(), wait_s=0.0
-        )
+        self.interval.meter.reached(step)
+        if self._engine is not None:
+            self._engine.poll()
+            if self.waits:
+                self._engine.finish_writing(MEMORY_WAIT_S)
+        is_due = self.interval.is_due(step)
+        if is_due and step != self._saved_step:
+            self._saved_step = step
+            self.begin(job, world, wait_s=0.0)
+        self.interval.meter.left(has_saved=is_due)
 
     def save_now(self, job: JobState, world: checkpoints.WriterGroup, budget_s: float) -> None:
         """Write this rank's share of the current step unless begun before, and wait for it."""
@@ -125,6 +122,8 @@ class MemoryTier:
     def _ended(self, outcome: SaveOutcome) -> None:
         if outcome.status is SaveStatus.COMMITTED:
             self._failure = ""
+            if not self.waits:
+                self.interval.meter.wrote(outcome.write_s)
         else:
             self._report_once(outcome.name, f"memory: {outcome.status.value}: {outcome.reason}")
 

@@ -16,7 +16,6 @@ from elastic.errors import ConfigError, TrainingError
 
 EVERY_STEPS = 50
 _IN_A_STORE = re.compile(r"(?!(?:file|local)://)[A-Za-z][A-Za-z0-9+.\-]*://")
-MEMORY_EVERY_STEPS = 10
 
 WhenGiven = SavePolicy | int | None
 KeepGiven = RetentionPolicy | int | None
@@ -40,8 +39,10 @@ class Checkpoints:
     when: WhenGiven = None  # a checkpoints.SavePolicy, or the steps between two saves (50)
     keep: RetentionPolicy | int = 3  # a checkpoints.RetentionPolicy, or how many of the newest
     required: bool = False  # refuse to start from step 0 (exit code 65)
-    # Steps between two saves to the nodes' memory. True: 10; None: 10 with run.build, else off.
+    # Steps between two saves to the nodes' memory. True: chosen from what a save and a step are
+    # measured to cost; None: the same with run.build, else off.
     memory: int | bool | None = None
+    memory_overhead: float = 0.01  # of training time that saves to memory may take, if chosen
 
     @property
     def local_folder(self) -> str | None:
@@ -58,6 +59,11 @@ class Checkpoints:
 
     def __post_init__(self) -> None:
         _check_count("memory", self.memory if self.memory is not False else None)
+        if not 0 < self.memory_overhead <= 1:
+            raise ConfigError(
+                f"memory_overhead={self.memory_overhead} must be above 0 and at most 1",
+                hint="0.01: saves to the nodes' memory take at most 1 % of training time",
+            )
         _check("when", self.when, SavePolicy, "EverySteps(100), EverySeconds(600), Automatic()")
         _check("keep", self.keep, RetentionPolicy, "LatestN(3), LatestN(2) | EveryNSteps(1000)")
 
@@ -73,8 +79,8 @@ class Checkpoints:
 
     @property
     def memory_steps(self) -> int | None:
-        """Steps between two saves to memory; None: disabled."""
-        return MEMORY_EVERY_STEPS if self.memory is True else self.memory or None
+        """Steps between two saves to memory, if given; None: chosen, or disabled."""
+        return None if isinstance(self.memory, bool) else self.memory
 
     @property
     def keeping(self) -> RetentionPolicy:

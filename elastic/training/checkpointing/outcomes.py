@@ -5,9 +5,10 @@ from __future__ import annotations
 import logging
 
 from checkpoints import SaveOutcome, SaveStatus
-from elastic.events import CheckpointSaved, CheckpointSkipped
+from elastic.events import CheckpointSaved, CheckpointSkipped, MemoryIntervalChanged
 from elastic.telemetry.journal import EventSink
 from elastic.telemetry.log import get_logger
+from elastic.training.checkpointing.memory_interval.choice import ChosenInterval
 
 WARN_AFTER_FAILURES = 2  # one may be a transient disk error; a series means lost work
 
@@ -48,6 +49,17 @@ class OutcomeLog:
     def skipped(self, name: str, reason: str, *, level: int = logging.WARNING) -> None:
         """Report a skipped save or load."""
         self._journal.emit(CheckpointSkipped(name=name, reason=reason), level=level)
+
+    def memory_interval(
+        self, chosen: ChosenInterval, before: int, *, is_known_elsewhere: bool
+    ) -> None:
+        """Report another interval between two saves to memory. All ranks choose the same one."""
+        self._journal.emit(
+            MemoryIntervalChanged(
+                every_steps=chosen.every_steps, before=before, reason=chosen.reason
+            ),
+            level=logging.DEBUG if is_known_elsewhere else logging.INFO,
+        )
 
     def writer_died(self, reason: str) -> None:
         """Report that a bug ended the engine's thread."""

@@ -20,9 +20,10 @@ from elastic.hangs.phases import phases
 from elastic.telemetry.journal import EventSink
 from elastic.training.checkpointing.due import Due
 from elastic.training.checkpointing.folder import CheckpointFolder, RestoreSource
+from elastic.training.checkpointing.memory_interval.agreed import MemoryInterval
 from elastic.training.checkpointing.memory_limit import MemoryLimit
 from elastic.training.checkpointing.memory_tier import MemoryTier
-from elastic.training.checkpointing.options import MEMORY_EVERY_STEPS, Checkpoints
+from elastic.training.checkpointing.options import Checkpoints
 from elastic.training.checkpointing.outcomes import OutcomeLog
 from elastic.training.checkpointing.writers import WriterHistory, Writers
 from elastic.training.gradients.control_flags import StepFlags
@@ -44,8 +45,8 @@ class Saver:
         self._memory: MemoryTier | None = None
         if policy is not None:
             self._folder = CheckpointFolder(policy.folder, self._outcomes.skipped)
-            if policy.memory_steps is not None:
-                self._keep_in_memory(policy.memory_steps)
+            if policy.memory:
+                self._keep_in_memory(policy)
         self.writers = WriterHistory()
         self.is_superseded: Callable[[], bool] = lambda: False  # a newer world is known
         self.is_permitted: Callable[[], bool] = lambda: True  # by this node's agent
@@ -73,20 +74,28 @@ class Saver:
         if self._policy is None or self._policy.memory is False:
             return
         if self._memory is None:
-            self._keep_in_memory(MEMORY_EVERY_STEPS)
+            self._keep_in_memory(self._policy)
         if self._memory is not None:
             self._memory.waits = True
 
     @property
-    def memory_steps(self) -> int | None:
-        """Steps between two saves to the nodes' memory; None: disabled."""
-        return self._memory.every_steps if self._memory is not None else None
+    def memory_interval(self) -> MemoryInterval | None:
+        """The interval between two saves to memory; None: disabled."""
+        return self._memory.interval if self._memory is not None else None
 
-    def _keep_in_memory(self, every_steps: int) -> None:
+    def _keep_in_memory(self, policy: Checkpoints) -> None:
         assert self._folder is not None
         self._folder.has_memory = True
+        interval = MemoryInterval(
+            policy.memory_steps,
+            overhead=policy.memory_overhead,
+            clock=self._clock,
+            changed=lambda chosen, before: self._outcomes.memory_interval(
+                chosen, before, is_known_elsewhere=self.writers.rank > 0
+            ),
+        )
         self._memory = MemoryTier(
-            every_steps,
+            interval,
             report=self._outcomes.skipped,
             on_death=self._outcomes.writer_died,
             clock=self._clock,
@@ -165,6 +174,8 @@ class Saver:
         writes = self.writers.enter(world, job, self._may_commit)
         self._latest = None
         self.due.enter(rank=world.rank, size=world.size)
+        if self._memory is not None:
+            self._memory.interval.enter_world(world.size)
         if world.rank == 0:
             self._folder.ownership.failures = lambda: self.writers.broken_worlds
             self._folder.ownership.hold()

@@ -84,7 +84,7 @@ class Reconfiguration:
         Raises CheckpointRequired if it is more.
         """
         began_s = SYSTEM_CLOCK.monotonic()
-        may_lose = self._checkpoints.memory_steps
+        may_lose = self._checkpoints.first_memory_step
         is_short = may_lose is not None and (committed_step or 0) <= may_lose + 1
         world = self._start_fresh(world, None if is_short else committed_step, may_begin=True)
         self._joined(world, None, None, began_s)

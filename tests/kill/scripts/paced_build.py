@@ -9,6 +9,7 @@ builds the next world's model; ``restore``, before it reads its shards.
 from __future__ import annotations
 
 import atexit
+import functools
 import os
 import runpy
 import signal
@@ -21,6 +22,7 @@ from job_arguments import job_parser
 from safetensors.torch import save_file
 
 import checkpoints
+import elastic
 from elastic.testing.doubles import nccl_semantics
 from elastic.testing.pacing import pause_after_step
 from elastic.training.building import builder
@@ -31,6 +33,7 @@ from elastic.training.rebuilding import loading
 def main() -> None:
     parser = job_parser()
     parser.add_argument("--example", type=Path, required=True)
+    parser.add_argument("--memory-overhead", type=float, default=0.01)
     options, own = parser.parse_known_args()
     if os.environ.get("TRAINING_BACKEND") == nccl_semantics.NAME:
         nccl_semantics.use_by_default()
@@ -72,6 +75,9 @@ def main() -> None:
         save_file(weights, part)
         part.rename(options.folder / "final.safetensors")
 
+    elastic.Checkpoints = functools.partial(  # type: ignore[misc, assignment]
+        elastic.Checkpoints, memory_overhead=options.memory_overhead
+    )
     builder.BuildsInWorlds.build = dying_build  # type: ignore[method-assign, assignment]
     ElasticSampler.advance = slow_advance  # type: ignore[method-assign, assignment]
     loading.read_manifest = dying_read  # type: ignore[attr-defined, assignment]
