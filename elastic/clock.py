@@ -1,6 +1,6 @@
 """Time as an argument. Nothing else in this package reads a clock or sleeps.
 
-Decisions take ``now``; what must wait takes a :class:`Clock`, so that tests can own time.
+Decisions take ``now``; code that waits takes a :class:`Clock`, so that tests control time.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Protocol
 
 
 class Clock(Protocol):
-    """What this package needs of time."""
+    """Every operation on time that this package uses."""
 
     def monotonic(self) -> float:
         """Seconds since an arbitrary point; never goes back. For intervals."""

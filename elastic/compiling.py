@@ -1,8 +1,8 @@
-"""Keeps ``torch.compile`` out of functions of ours that run inside compiled models.
+"""Excludes functions of this package that run inside compiled models from ``torch.compile``.
 
-A compiled DDP runs Python of ours around and inside of its forward pass. Dynamo would trace it, and
-fails at process groups ("ProcessGroup name not set"). ``torch.compiler.disable`` does the same as
-this, but imports Dynamo, which takes seconds that most jobs need not spend.
+A compiled DDP model runs this package's Python around and inside its forward pass. Dynamo would
+trace it, and fail at process groups ("ProcessGroup name not set"). ``torch.compiler.disable`` has
+the same effect, but imports Dynamo, which takes seconds that most jobs need not spend.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from elastic.torch_private import keep_dynamo_out
+from elastic.torch_private import exclude_from_dynamo
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -29,4 +29,4 @@ def not_compiled_itself(function: F) -> F:
 
 
 def _skip(function: Callable[..., Any], *, is_recursive: bool) -> None:
-    keep_dynamo_out(function.__code__, is_recursive=is_recursive)
+    exclude_from_dynamo(function.__code__, is_recursive=is_recursive)

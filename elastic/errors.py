@@ -11,7 +11,7 @@
     │   ├── LeaseGone                69  a write under a lease that has expired
     │   └── RecordError              69  a key has a value that this version cannot read
     ├── ClusterError                 69  Kubernetes' API server cannot be used
-    │   ├── ClusterUnreachable       69  it does not respond, or not meaningfully
+    │   ├── ClusterUnreachable       69  it does not respond, or its response is invalid
     │   └── ClusterRefused           69  it refuses the request
     ├── LinkError                    1   agent and worker cannot communicate
     ├── NodeRefused                  2   this node is incompatible with the running job
@@ -26,7 +26,7 @@
     │   ├── GroupAborted             1   a collective was pending when its group was aborted
     │   └── ReplicaLost              1   another rank of this rank's replica is lost
     └── TrainingError                1   misuse inside a worker
-        ├── NoWorld                  1   the world was read before there is one
+        ├── NoWorld                  1   the world was read before one exists
         ├── WorldChanged             1   the world has changed; run.retry continues in the next one
         └── CheckpointRequired       65  no valid checkpoint where one was required
 
@@ -60,7 +60,7 @@ class ConfigError(ElasticError, ValueError):
 
 
 class CoordinationError(ElasticError):
-    """The store that nodes agree through cannot be used."""
+    """The store through which nodes coordinate cannot be used."""
 
     exit_code = 69
 
@@ -78,7 +78,7 @@ class StoreTooOld(CoordinationError):
 
 
 class LeaseGone(CoordinationError):
-    """A key was to be written under a lease that has expired in the store."""
+    """A write used a lease that has expired in the store."""
 
 
 class RecordError(CoordinationError):
@@ -104,7 +104,7 @@ class LinkError(ElasticError):
 
 
 class NodeRefused(ElasticError):
-    """This node cannot mix with the running job (other min/max, other version)."""
+    """This node is incompatible with the running job (different min/max, different version)."""
 
     exit_code = 2
 
@@ -145,7 +145,7 @@ class Superseded(WorldLost):
 
 
 class GroupBuildFailed(WorldLost):
-    """The ranks of a world did not get together. ``missing``: those that are known to lack."""
+    """The ranks of a world could not connect. ``missing`` are the ranks known to be absent."""
 
     def __init__(self, message: str, *, missing: tuple[int, ...] = (), hint: str = "") -> None:
         super().__init__(message, hint=hint)
@@ -153,7 +153,7 @@ class GroupBuildFailed(WorldLost):
 
 
 class GroupAborted(WorldLost):
-    """A collective was under way when its group was taken down."""
+    """A collective was pending when its group was aborted."""
 
 
 class ReplicaLost(WorldLost):
@@ -166,7 +166,7 @@ class TrainingError(ElasticError):
 
 
 class NoWorld(TrainingError):
-    """The world was read before there is one."""
+    """The world was read before one exists."""
 
 
 class WorldChanged(TrainingError):
@@ -175,6 +175,6 @@ class WorldChanged(TrainingError):
 
 
 class CheckpointRequired(TrainingError):
-    """Steps were committed earlier, and no checkpoint of them can be loaded."""
+    """Steps were committed earlier, but no checkpoint of them can be loaded."""
 
     exit_code = 65

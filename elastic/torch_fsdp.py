@@ -1,6 +1,6 @@
 """Every private name of FSDP that workers use: FSDP1's mark, and FSDP2's groups of parameters.
 
-Beside :mod:`elastic.torch_private`, and by its rules.
+Follows the rules of :mod:`elastic.torch_private`.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import torch
 
 
 def is_flat_parameter(tensor: torch.Tensor) -> bool:
-    """Whether it is what FSDP1 makes of a module's parameters.
+    """Whether it is a flat parameter, to which FSDP1 concatenates a module's parameters.
 
     Not among :data:`NAMES`: a torch without FSDP1 has no tensors with this mark.
     """
@@ -22,7 +22,7 @@ def is_flat_parameter(tensor: torch.Tensor) -> bool:
 
 # FSDP2 ---------------------------------------------------------------------------------------
 #
-# Not among :data:`NAMES`: to import it takes a second. tests/integration/test_sharded_options.py
+# Not among :data:`NAMES`: importing it takes a second. tests/integration/test_sharded_options.py
 # fails on a torch that has other names.
 
 
@@ -60,8 +60,8 @@ def fsdp_settings(part: Any) -> list[str]:
 
 
 def fsdp_originals(part: Any) -> list[tuple[torch.Tensor, object]]:
-    """The sharded parameters of a module of ``fully_shard``, and what is the same for two of them
-    that were one before; the latter is None where torch does not know it."""
+    """The sharded parameters of a module of ``fully_shard``, each with an identity that tied ones
+    share; None if torch does not record it."""
     return [
         (parameter.sharded_param, getattr(parameter, "_orig_param_uid", None))
         for group in _fsdp_groups(part)

@@ -1,11 +1,11 @@
-"""Every private name of torch that workers lean on, and nothing else.
+"""Every private name of torch on which workers depend, and nothing else.
 
-Differences between torch's versions are in here as well. :func:`check` is called by ``join()``:
-where a torch lacks a name, that is one sentence before training, not an ``AttributeError`` in the
-middle of a recovery. ``tests/contract/test_torch_private_names.py`` fails where another module uses
-one. The agent's names are in :mod:`elastic.rendezvous.torch_private`, those of checkpoints in
-:mod:`checkpoints.tensors.torch_private`; NCCL's are beside what is done with them,
-and FSDP's in :mod:`elastic.torch_fsdp`.
+Differences between torch's versions are handled here, too. ``join()`` calls :func:`check`: if torch
+lacks a name, users get one error message before training, not an ``AttributeError`` in the middle
+of a recovery. ``tests/contract/test_torch_private_names.py`` fails if another module uses one. The
+agent's names are in :mod:`elastic.rendezvous.torch_private`, those of checkpoints in
+:mod:`checkpoints.tensors.torch_private`, NCCL's where they are used, and FSDP's in
+:mod:`elastic.torch_fsdp`.
 
 Imports torch alone.
 """
@@ -32,7 +32,7 @@ from torch.utils.data import DataLoader, dataloader
 
 from elastic import torch_versions
 
-# By dotted path; what an instance has is listed where the class declares it.
+# By dotted path; attributes of instances are listed if the class declares them.
 NAMES = (
     # The process group of a world.
     "torch.distributed.distributed_c10d._abort_process_group",
@@ -43,7 +43,7 @@ NAMES = (
     "torch.distributed.ProcessGroup._get_backend",
     "torch.distributed.ProcessGroup._get_sequence_number_for_group",
     "torch.distributed.Work._get_op_type",
-    # DDP's reducer, and the methods of DDP's that ElasticDDP puts its own in the place of.
+    # DDP's reducer, and the methods of DDP that ElasticDDP replaces.
     "torch.distributed.Reducer._remove_autograd_hooks",
     "torch.distributed.Reducer._update_process_group",
     "torch.nn.parallel.DistributedDataParallel._distributed_broadcast_coalesced",
@@ -65,13 +65,13 @@ NAMES = (
     # The gradient scaler.
     "torch.amp.grad_scaler._refresh_per_optimizer_state",
 )
-# What an abort of communicators uses, where collectives run on a stream; a backend of NCCL's has
-# _group_start and _group_end up to torch 2.14 (elastic/process_group/communicators.py).
+# Used to abort communicators if collectives run on a stream; NCCL's backend has _group_start and
+# _group_end up to torch 2.14 (elastic/process_group/communicators.py).
 ON_STREAM = (
     "torch.distributed.ProcessGroup._end_coalescing",
     "torch.distributed.ProcessGroup._start_coalescing",
 )
-# Of instances. Module.__init__ makes the tables of hooks anew; they belong to the user.
+# Attributes of instances. Module.__init__ creates the tables of hooks; they belong to the user.
 _HOOK_TABLES = (
     "_backward_pre_hooks",
     "_backward_hooks",
@@ -92,7 +92,7 @@ _SCALES = ("_scale", "_growth_tracker")
 
 
 def check() -> None:
-    """Raise a ConfigError that lists all names which the installed torch lacks, if any."""
+    """Raise a ConfigError that lists all names that the installed torch lacks, if any."""
     missing = [path for path in NAMES if _found(path) is None]
     if not hasattr(dist, "set_timeout") and not hasattr(distributed_c10d, "_set_pg_timeout"):
         missing.append("torch.distributed.set_timeout")
@@ -104,7 +104,7 @@ def check() -> None:
 
 
 def check_streams() -> None:
-    """The same of what is needed in addition where collectives run on a stream."""
+    """Like :func:`check`, for the additional names that collectives on a stream require."""
     missing = [path for path in ON_STREAM if _found(path) is None]
     legacy = getattr(distributed_c10d, "ProcessGroupNCCL", None)  # not in builds without CUDA
     if legacy is not None and not hasattr(legacy, "supports_coalescing"):
@@ -119,7 +119,7 @@ def _refuse(missing: list[str]) -> None:
 
 
 def _found(path: str) -> Any:
-    """What a dotted path leads to; None if there is no such thing."""
+    """The object at a dotted path; None if there is none."""
     parts = path.split(".")
     found: Any = import_module(parts[0])
     for depth, part in enumerate(parts[1:], start=2):
@@ -136,7 +136,7 @@ def _found(path: str) -> Any:
 
 
 def set_group_timeout(timeout: datetime.timedelta) -> None:
-    """Of all later collectives of the default group."""
+    """Set the timeout of all later collectives of the default group."""
     if hasattr(dist, "set_timeout"):  # torch 2.14
         dist.set_timeout(timeout)
     else:
@@ -144,14 +144,14 @@ def set_group_timeout(timeout: datetime.timedelta) -> None:
 
 
 def default_group() -> dist.ProcessGroup:
-    """The object itself, for who keeps it alive."""
+    """The default group itself, for callers that keep it alive."""
     return distributed_c10d._get_default_group()
 
 
 def forget_meshes() -> None:
-    """Have DTensor forget what it knows of meshes: a DeviceMesh equals any other one of as many
-    ranks, and the result of an operation carries the mesh that it was first called with
-    [measured, torch 2.13: a Parameter made of a DTensor on a new mesh is on the old one]."""
+    """Clear DTensor's cache of meshes: a DeviceMesh equals any other one with as many ranks, and
+    the result of an operation carries the mesh with which it was first called [measured, torch
+    2.13: a Parameter made of a DTensor on a new mesh is on the old one]."""
     if "torch.distributed.tensor" in sys.modules:  # importing it takes a second
         debug = import_module("torch.distributed.tensor.debug")
         clear = getattr(debug, "_clear_sharding_prop_cache", None)
@@ -160,15 +160,15 @@ def forget_meshes() -> None:
 
 
 def forget_group_count() -> None:
-    """Have the next default group be named like the first: all ranks must name it alike."""
+    """Name the next default group like the first: all ranks must use the same name."""
     distributed_c10d._world.group_count = 0
 
 
 def collectives_begun() -> int:
     """How many collectives of the default group this rank has begun.
 
-    0 without a group, and where the backend does not count: gloo and NCCL do, a backend that was
-    registered need not (torch/csrc/distributed/c10d/Backend.hpp, getSequenceNumberForGroup).
+    0 without a group, and if the backend does not count: gloo and NCCL do, a registered backend
+    need not (torch/csrc/distributed/c10d/Backend.hpp, getSequenceNumberForGroup).
     """
     if not dist.is_initialized():
         return 0
@@ -180,7 +180,7 @@ def collectives_begun() -> int:
 
 
 def collectives_of_groups() -> dict[str, int] | None:
-    """The same of each group, by its name; None where one of them does not count."""
+    """The same for each group, by name; None if one of them does not count."""
     counts: dict[str, int] = {}
     for group, name in list(distributed_c10d._world.pg_names.items()):
         counted: Any = group
@@ -192,16 +192,16 @@ def collectives_of_groups() -> dict[str, int] | None:
 
 
 def default_group_name() -> str:
-    """What :func:`collectives_of_groups` calls the default group."""
+    """The name of the default group in :func:`collectives_of_groups`."""
     return distributed_c10d._world.pg_names[distributed_c10d._get_default_group()]
 
 
 def error_of(work: Any) -> BaseException | None:
-    """The error of a collective that torch has noticed by itself, without waiting for it.
+    """The error of a collective that torch has already detected; does not wait for it.
 
-    ``Work.exception`` is deprecated, and once in a process torch says so on stderr; but
-    ``Work.wait``, which raises the error, aborts the communicator before
-    (ProcessGroupNCCL.cpp, ``WorkNCCL::wait``), in the calling thread and without a deadline.
+    ``Work.exception`` is deprecated, with one warning per process on stderr; but ``Work.wait``,
+    which raises the error, first aborts the communicator (ProcessGroupNCCL.cpp,
+    ``WorkNCCL::wait``), in the calling thread and without a deadline.
     """
     try:
         error = work.exception()
@@ -211,16 +211,16 @@ def error_of(work: Any) -> BaseException | None:
 
 
 def operation_of(work: Any) -> int:
-    """Which operation it is: c10d's OpType; -1 where the work does not say."""
+    """The operation, as c10d's OpType; -1 if the work does not have it."""
     try:
         return int(work._get_op_type())
-    except (AttributeError, TypeError, RuntimeError):  # a work that is made in Python
+    except (AttributeError, TypeError, RuntimeError):  # a work that was created in Python
         return -1
 
 
 def flight_recorder_dumps() -> tuple[bytes, ...]:
-    """What torch's flight recorders hold, as JSON: nothing has to be unpickled, and no stacks are
-    taken. NCCL's is one of its own, and there only where torch has NCCL
+    """The content of torch's flight recorders, as JSON: nothing has to be unpickled, and no stacks
+    are taken. NCCL has its own, which exists only if torch has NCCL
     (torch/csrc/distributed/c10d/init.cpp)."""
     c10d = import_module("torch._C._distributed_c10d")
     names = ("_dump_nccl_trace_json", "_dump_fr_trace_json")
@@ -233,7 +233,7 @@ def has_subgroups() -> bool:
 
 
 def abort_groups() -> None:
-    """End all groups without waiting for what is queued on a device."""
+    """End all groups without waiting for operations that are queued on a device."""
     distributed_c10d._abort_process_group()
 
 
@@ -241,12 +241,12 @@ def abort_groups() -> None:
 
 
 def give_group(reducer: Any, group: dist.ProcessGroup) -> None:
-    """Have the reducer ask this group for its collectives from now on."""
+    """Make the reducer use this group for its collectives."""
     reducer._update_process_group(group)
 
 
 def remove_hooks(reducer: Any) -> None:
-    """Take the reducer's hooks off the parameters."""
+    """Remove the reducer's hooks from the parameters."""
     reducer._remove_autograd_hooks()
 
 
@@ -254,15 +254,15 @@ def remove_hooks(reducer: Any) -> None:
 
 
 def reduce_scatter(output: torch.Tensor, given: torch.Tensor, **options: Any) -> dist.Work | None:
-    """Of whole tensors; torch 2.13 has renamed it, and warns of the older name."""
+    """Reduce-scatter of whole tensors; torch 2.13 renamed it, and warns about the old name."""
     named: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
     work: dist.Work | None = named(output, given, **options)
     return work
 
 
 def strided_shard(dim: int, split_factor: int) -> Any:
-    """The placement of FSDP over tensor parallelism. Not among :data:`NAMES`: where torch has
-    another one, no tensor has this."""
+    """The placement of FSDP over tensor parallelism. Not among :data:`NAMES`: if torch has another
+    one, no tensor has this."""
     types = import_module("torch.distributed.tensor.placement_types")
     return types._StridedShard(dim, split_factor=split_factor)
 
@@ -271,12 +271,12 @@ def strided_shard(dim: int, split_factor: int) -> Any:
 
 
 def current_backward() -> int:
-    """A number of its own for each backward pass; -1 outside of all."""
+    """A unique number for each backward pass; -1 outside of one."""
     return torch._C._current_graph_task_id()
 
 
 def call_after_backward(callback: Callable[[], None]) -> None:
-    """Call back at the end of the present backward pass, before what is queued later."""
+    """Call back at the end of the current backward pass, before callbacks queued later."""
     Variable._execution_engine.queue_callback(callback)
 
 
@@ -291,7 +291,7 @@ def hook_tables(module: torch.nn.Module) -> dict[str, Any]:
 
 
 def buffers_of(module: torch.nn.Module) -> dict[str, torch.Tensor | None]:
-    """Its own, without those of its parts."""
+    """A module's own buffers, without those of its submodules."""
     return module._buffers
 
 
@@ -317,17 +317,17 @@ def multiply_each(tensors: Iterable[torch.Tensor], factor: float) -> None:
 
 
 def use_shared_memory() -> None:
-    """As a data worker does it to send a batch."""
+    """Allocate shared memory, as a data worker does to send a batch."""
     torch.UntypedStorage._new_shared(1)  # type: ignore[no-untyped-call]
 
 
 def iterates_as_torch_does(kind: type[DataLoader[Any]]) -> bool:
-    """Whether this class of loaders makes and keeps its iterators like ``DataLoader``."""
+    """Whether this class of loaders creates and keeps its iterators like ``DataLoader``."""
     return (kind.__iter__, kind._get_iterator) == (DataLoader.__iter__, DataLoader._get_iterator)
 
 
 def unread_tasks(loader: DataLoader[Any]) -> tuple[Any, ...]:
-    """The queues of batches that the loader's present workers are to read, if it has any."""
+    """The queues from which the loader's current workers read their tasks, if it has any."""
     return tuple(getattr(loader._iterator, "_index_queues", ()))
 
 
@@ -349,7 +349,7 @@ def watch_batches(enter: Callable[[], Any], leave: Callable[[Any], object]) -> N
 
 
 def forget_iterator(loader: DataLoader[Any]) -> None:
-    """Let go of the iterator that a loader with persistent workers keeps."""
+    """Drop the iterator that a loader with persistent workers keeps."""
     loader._iterator = None
 
 
@@ -357,16 +357,16 @@ def forget_iterator(loader: DataLoader[Any]) -> None:
 
 
 def scales_of(scaler: GradScaler) -> dict[str, Any]:
-    """Its scale and what decides about the next one, as they are: on the device, or still plain."""
+    """The scale and the growth tracker as stored: on the device, or still plain numbers."""
     return {name: getattr(scaler, name) for name in _SCALES}
 
 
 def set_scales(scaler: GradScaler, scales: dict[str, Any]) -> None:
-    """Put back (copies of) what :func:`scales_of` gave, and forget what the optimizers have done
-    in this step."""
+    """Restore copies of the result of :func:`scales_of`, and reset the state that the scaler keeps
+    per optimizer in a step."""
     for name, value in scales.items():
-        present = getattr(scaler, name)
-        on = present.device if isinstance(present, torch.Tensor) else scaler._device
+        current = getattr(scaler, name)
+        on = current.device if isinstance(current, torch.Tensor) else scaler._device
         setattr(scaler, name, None if value is None else value.detach().clone().to(on))
     refresh: Any = _found("torch.amp.grad_scaler._refresh_per_optimizer_state")
     scaler._per_optimizer_states = defaultdict(refresh)
@@ -375,11 +375,11 @@ def set_scales(scaler: GradScaler, scales: dict[str, Any]) -> None:
 # torch.compile -------------------------------------------------------------------------------
 
 
-def keep_dynamo_out(code: CodeType, *, is_recursive: bool) -> None:
+def exclude_from_dynamo(code: CodeType, *, is_recursive: bool) -> None:
     """Have ``torch.compile`` skip this function, and what it calls if ``is_recursive``.
 
-    As ``torch._dynamo.eval_frame.skip_code`` does it. Not among :data:`NAMES`: a torch that has
-    other names for it still trains; compiled models fail there with Dynamo's own message.
+    Like ``torch._dynamo.eval_frame.skip_code``. Not among :data:`NAMES`: a torch with other names
+    still trains; compiled models then fail with Dynamo's own message.
     """
     with suppress(ImportError, AttributeError):
         from torch._C._dynamo import eval_frame

@@ -17,12 +17,12 @@ NEWEST_NEEDS_PYTHON = (3, 11)
 
 
 def lacks(version: object, names: str, needed_by: str) -> ConfigError:
-    """What to raise where an installed torch has not got one of torch's private names.
+    """The error to raise if the installed torch lacks some of torch's private names.
 
     Args:
         version: of the installed torch.
         names: the missing ones, as torch spells them.
-        needed_by: what cannot work without.
+        needed_by: what cannot work without them.
     """
     python = ".".join(map(str, NEWEST_NEEDS_PYTHON))
     of_python = (

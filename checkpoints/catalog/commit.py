@@ -47,7 +47,7 @@ def commit(storage: Storage, name: CheckpointName, world_size: int) -> None:
             parse_manifest(data, MANIFEST)  # never commit what a loader would reject
         except LoadError as error:
             raise IncompleteAttempt(
-                f"the parts do not make a valid checkpoint: {error.message}"
+                f"the parts do not form a valid checkpoint: {error.message}"
             ) from error
         _check_sizes(storage, manifest)
         _put_manifest(storage, name, data)
@@ -61,7 +61,7 @@ def commit(storage: Storage, name: CheckpointName, world_size: int) -> None:
 
 
 def read_parts(storage: Storage, name: CheckpointName, world_size: int) -> list[Part]:
-    """All parts of an attempt, by rank. Raises :class:`IncompleteAttempt`."""
+    """All parts of an attempt, by rank. Raises :class:`IncompleteAttempt` if one is missing."""
     present = set(storage.list(name.attempt))
     missing = [rank for rank in range(world_size) if part_file(rank, world_size) not in present]
     if missing:
@@ -71,8 +71,7 @@ def read_parts(storage: Storage, name: CheckpointName, world_size: int) -> list[
 
 
 def read_part(storage: Storage, name: CheckpointName, rank: int, world_size: int) -> Part:
-    """One part, checked to belong to this attempt. Raises :class:`IncompleteAttempt` if it is
-    not."""
+    """Read one part. Raises :class:`IncompleteAttempt` unless it belongs to this attempt."""
     path = f"{name.attempt}/{part_file(rank, world_size)}"
     source = storage.open(path)
     try:
@@ -91,7 +90,7 @@ def read_part(storage: Storage, name: CheckpointName, rank: int, world_size: int
 def merge_parts(parts: Sequence[Part]) -> Manifest:
     """Merge all parts into one manifest. Deterministic.
 
-    Raises :class:`IncompleteAttempt` where the writers did not save the same tensors.
+    Raises :class:`IncompleteAttempt` if the writers did not save the same tensors.
     """
     first = parts[0]
     shared = first.shared
@@ -99,7 +98,7 @@ def merge_parts(parts: Sequence[Part]) -> Manifest:
         raise IncompleteAttempt("part 0 lacks the shared metadata")
     differing = [p.writer.rank for p in parts if p.specs_xxh3_128 != first.specs_xxh3_128]
     if differing:
-        raise IncompleteAttempt(f"writer {differing[0]} saved other tensors than writer 0")
+        raise IncompleteAttempt(f"writer {differing[0]} saved different tensors than writer 0")
     return Manifest(
         name=first.name,
         lineage=shared.lineage,
@@ -123,17 +122,18 @@ def _tensors(shared: SharedMetadata, parts: Sequence[Part]) -> dict[str, TensorE
                 )
             chunks[name].extend(more)
     return {
-        spec.name: TensorEntry(spec, _once(spec.name, chunks[spec.name])) for spec in shared.specs
+        spec.name: TensorEntry(spec, _deduplicate(spec.name, chunks[spec.name]))
+        for spec in shared.specs
     }
 
 
-def _once(tensor: str, chunks: Sequence[Chunk]) -> tuple[Chunk, ...]:
-    """Each region of a tensor once, the lowest writer's: others may hold the same one.
+def _deduplicate(tensor: str, chunks: Sequence[Chunk]) -> tuple[Chunk, ...]:
+    """Keep one chunk per region of a tensor: that of the lowest writer.
 
-    A DTensor only has the ranks of its own mesh. If that is one of several alike (what FSDP
-    shards over the data dimension, beside tensor parallelism; or tensor parallelism in each of
-    several replicas), a region is written in each of them. Raises :class:`IncompleteAttempt` if
-    their values differ: they are not copies, and no choice between them would be right.
+    A DTensor knows only the ranks of its own mesh. Where several meshes hold the same tensor (FSDP
+    over the data dimension combined with tensor parallelism, or tensor parallelism within each of
+    several replicas), each mesh writes every region. Raises :class:`IncompleteAttempt` if the
+    values differ: then they are not copies, and neither is the right one.
     """
     kept: dict[Region, Chunk] = {}
     spans: list[Chunk] = []
@@ -144,8 +144,8 @@ def _once(tensor: str, chunks: Sequence[Chunk]) -> tuple[Chunk, ...]:
         first = kept.setdefault(chunk.place, chunk)
         if first.xxh3_128 != chunk.xxh3_128:
             raise IncompleteAttempt(
-                f"tensor {tensor!r} has other values in {chunk.file} than in {first.file}, at the "
-                "same place: a DTensor must be equal in all meshes that hold it"
+                f"tensor {tensor!r} has different values in {chunk.file} and {first.file} for the "
+                "same region: a DTensor must be equal in all meshes that hold it"
             )
     return (*spans, *kept.values())
 
@@ -174,7 +174,7 @@ def _publish(storage: Storage, name: CheckpointName) -> None:
 
 
 def _remove_leftovers(storage: Storage, name: CheckpointName) -> None:
-    """Remove parts, which are not needed any more, and manifests of committers that lost."""
+    """Remove the parts, which are no longer needed, and manifests that lost a race to commit."""
     with contextlib.suppress(OSError):  # harmless: no reader opens them
         for file in storage.list(str(name)):
             if parse_part_file(file) is not None or file.startswith(".manifest-"):

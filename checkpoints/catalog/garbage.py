@@ -63,21 +63,22 @@ def collect_garbage(
     storage = storage_for(root)
     committed: list[str] = []
     removed: list[str] = []
-    left: list[RetainedAttempt] = []
+    retained: list[RetainedAttempt] = []
     with writing(storage.place):
         for entry in _leftovers(storage):
             name = parse_attempt(entry)
             unfinished = "" if name is None else _finish(storage, name)
-            owner = _owner(storage, name, generation, nonce, clock() - min_age_s) if name else None
+            changed_since_s = clock() - min_age_s
+            why = _why_retained(storage, name, generation, nonce, changed_since_s) if name else None
             if name is not None and unfinished is None:
                 committed.append(str(name))
-            elif owner is not None:
-                left.append(RetainedAttempt(entry, f"{unfinished}; {owner}"))
+            elif why is not None:
+                retained.append(RetainedAttempt(entry, f"{unfinished}; {why}"))
             else:
                 _remove(storage, entry)
                 removed.append(entry)
     return GarbageCollectionResult(
-        committed=tuple(committed), removed=tuple(removed), retained=tuple(left)
+        committed=tuple(committed), removed=tuple(removed), retained=tuple(retained)
     )
 
 
@@ -97,18 +98,16 @@ def _finish(storage: Storage, name: CheckpointName) -> str | None:
         files = storage.list(name.attempt)
         sizes = {ranks[1] for ranks in map(parse_part_file, files) if ranks is not None}
         if len(sizes) != 1:
-            return (
-                "no writer finished" if not sizes else "its parts are of worlds of different sizes"
-            )
+            return "no writer finished" if not sizes else "its parts have different world sizes"
         commit(storage, name, sizes.pop())
     except IncompleteAttempt as why:
         return str(why)
     except FileNotFoundError:
-        return "it was removed meanwhile"
+        return "it was removed in the meantime"
     return None
 
 
-def _owner(
+def _why_retained(
     storage: Storage,
     name: CheckpointName,
     generation: int,

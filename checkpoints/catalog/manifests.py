@@ -1,4 +1,4 @@
-"""Reading what a storage holds: names of committed checkpoints, their manifests, their files."""
+"""Reads a storage: the names of committed checkpoints, their manifests and their files."""
 
 from __future__ import annotations
 
@@ -74,8 +74,8 @@ def read_document(source: ReadableFile, file: str) -> bytes:
     """All bytes of a checksummed document; an oversized one is rejected before allocating."""
     size = source.size()
     if size > MAX_DOCUMENT_BYTES:
-        raise CorruptCheckpoint(f"{size} bytes are more than any manifest has", file=file)
+        raise CorruptCheckpoint(f"{size} bytes are too many for a manifest", file=file)
     data = bytearray(size)
     if source.read_at(0, memoryview(data)) != size:
-        raise CorruptCheckpoint("it became shorter while being read", file=file)
+        raise CorruptCheckpoint("it was truncated while being read", file=file)
     return bytes(data)

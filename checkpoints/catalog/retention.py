@@ -29,11 +29,12 @@ from checkpoints.storage.small_files import write_durably
 
 @runtime_checkable
 class PartStorage(Protocol):
-    """A storage of parts that are never committed there; readers merge parts of several
+    """A storage that holds parts but commits nothing; readers merge the parts of several
     storages."""
 
     def part_written(self, name: CheckpointName, keep: RetentionFunction | None) -> tuple[str, ...]:
-        """A part was added: remove the ones that ``keep`` does not retain; returns notes."""
+        """Called after a part is added: remove parts that ``keep`` does not retain; returns
+        notes."""
         ...
 
 

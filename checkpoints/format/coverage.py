@@ -9,7 +9,7 @@ from checkpoints.format.manifest import Chunk
 from checkpoints.tensors.partition import TensorSpec
 from checkpoints.tensors.regions import Region, Span
 
-# Tilings that no straight cut divides (a pinwheel) are compared pairwise; no layout makes large
+# Tilings that no straight cut divides (a pinwheel) are compared pairwise. No layout produces large
 # ones.
 _MAX_PAIRWISE = 2000
 

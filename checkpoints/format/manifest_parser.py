@@ -2,7 +2,7 @@
 
 Everything is checked before anything is allocated or opened: types, ranges, file names, that the
 chunks of a tensor cover each element once, and that no two chunks share a byte of a file. The last
-two bound what a loader allocates by the size of the files that exist.
+two checks limit what a loader allocates to the size of the existing files.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ class _Parser:
             key: self._tensor(key, value, sizes)
             for key, value in self._dict(fields["tensors"]).items()
         }
-        self._no_shared_bytes(tensors)
+        self._check_disjoint(tensors)
         return Manifest(
             name=name,
             lineage=self._lineage(fields["lineage"]),
@@ -181,13 +181,13 @@ class _Parser:
             tuple(self._int(item, "a box") for item in shape),
         )
 
-    def _no_shared_bytes(self, tensors: Mapping[str, TensorEntry]) -> None:
-        every = sorted(
+    def _check_disjoint(self, tensors: Mapping[str, TensorEntry]) -> None:
+        ranges = sorted(
             (chunk.file, chunk.begin, chunk.end, tensor.spec.name)
             for tensor in tensors.values()
             for chunk in tensor.chunks
         )
-        for (file, _, end, first), (other, begin, _, second) in pairwise(every):
+        for (file, _, end, first), (other, begin, _, second) in pairwise(ranges):
             if file == other and begin < end:
                 self._fail(f"its bytes in {file} overlap those of {first!r}", second)
 

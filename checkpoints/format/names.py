@@ -76,12 +76,12 @@ class CheckpointName:
 
     @property
     def attempt(self) -> str:
-        """The folder that the checkpoint is written in before it is committed."""
+        """The folder in which the checkpoint is written before it is committed."""
         return f"{_ATTEMPT_PREFIX}{self}"
 
     @property
     def removed(self) -> str:
-        """The folder that it is renamed to before its files are removed."""
+        """The folder to which it is renamed before its files are removed."""
         return f"{REMOVED_PREFIX}{self}"
 
     @property

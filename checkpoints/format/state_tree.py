@@ -45,8 +45,8 @@ def flatten(state: object) -> tuple[Node, dict[str, torch.Tensor]]:
     Raises :class:`StateError`, with the path of the first item that is neither a JSON value nor a
     tensor.
     """
-    packing = _Flattening()
-    return packing.node(state, ()), packing.tensors
+    flattening = _Flattening()
+    return flattening.node(state, ()), flattening.tensors
 
 
 def spec_of(name: str, tensor: torch.Tensor) -> TensorSpec:
@@ -135,7 +135,7 @@ class _Flattening:
 
     def _tensor(self, tensor: torch.Tensor, path: tuple[object, ...]) -> str:
         _check_tensor(tensor, path)
-        # self.tensors keeps the tensor alive, so its address is not reused meanwhile.
+        # self.tensors keeps the tensor alive, so its address cannot be reused.
         sharded = is_dtensor(tensor)
         memory = tensor_identity(tensor) if sharded else _memory(tensor)
         if tensor.numel() and memory in self._names:
@@ -189,7 +189,7 @@ def _value(item: object, path: tuple[object, ...]) -> Node:
     raise StateError(
         f"{_where(path)} is a {type(item).__module__}.{type(item).__qualname__}; "
         "a checkpoint holds tensors, None, bool, int, float, str, and dicts, lists and tuples",
-        hint="Turn arrays into tensors (torch.from_numpy) and objects into dicts.",
+        hint="Convert arrays to tensors (torch.from_numpy) and objects to dicts.",
     )
 
 
@@ -210,7 +210,7 @@ def _unflatten(node: Node, path: tuple[object, ...], leaf: Callable[[str, str], 
 def check_tree(node: object, tensors: Mapping[str, object], depth: int = 0) -> str | None:
     """What is wrong with an untrusted tree, or None."""
     if depth > MAX_DEPTH:
-        return f"the tree is nested more than {MAX_DEPTH} deep"
+        return f"the tree is nested more than {MAX_DEPTH} levels deep"
     if not isinstance(node, dict) or len(node) != 1:
         return "a node of the tree is not an object with one key"
     ((kind, body),) = node.items()
@@ -237,7 +237,7 @@ def _check_value(body: object) -> str | None:
         return None
     if isinstance(body, float) and math.isfinite(body):
         return None
-    return "a value of the tree is not None, bool, int, str or a finite float"
+    return "a value in the tree is not None, a bool, an int, a str or a finite float"
 
 
 def _children(kind: object, body: object) -> list[object] | None:
@@ -258,7 +258,7 @@ def _is_item(item: object) -> bool:
 def _check_depth(path: tuple[object, ...]) -> None:
     if len(path) > MAX_DEPTH:
         raise StateError(
-            f"the state is nested more than {MAX_DEPTH} deep at {_where(path[:5])} …",
+            f"the state is nested more than {MAX_DEPTH} levels deep at {_where(path[:5])} …",
             hint="Does a dict or list contain itself?",
         )
 

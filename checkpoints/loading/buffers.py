@@ -33,13 +33,13 @@ class TensorBuffer:
     @classmethod
     def over(cls, spec: TensorSpec, blocks: Sequence[tuple[Region, torch.Tensor]]) -> TensorBuffer:
         """A buffer over live memory, to be filled with bytes that were verified before."""
-        made = cls(spec, ())
+        buffer = cls(spec, ())
         # Tied tensors share memory: fill it once.
         distinct = {
             (region, m.data_ptr(), m.stride()): (region, m) for region, m in blocks if region.count
         }
-        made.blocks = tuple(distinct.values())
-        return made
+        buffer.blocks = tuple(distinct.values())
+        return buffer
 
     @property
     def tensor(self) -> torch.Tensor:
@@ -55,7 +55,7 @@ class TensorBuffer:
         """The memory of ``place`` as a flat tensor, if it is contiguous and on the CPU; else
         None."""
         if isinstance(place, Span):
-            return self._run(place)
+            return self._contiguous_span(place)
         overlapping = [(region, memory) for region, memory in self.blocks if region & place]
         if (
             len(overlapping) != 1
@@ -65,11 +65,11 @@ class TensorBuffer:
             return None
         region, memory = overlapping[0]
         view = block(memory, place.relative_to(region))
-        # torch also calls one element of a strided column contiguous.
-        one_piece = view.is_contiguous() and view.reshape(-1).stride(0) == 1
-        return view.reshape(-1) if one_piece else None
+        # For torch, a single element of a strided column is contiguous, too.
+        is_contiguous = view.is_contiguous() and view.reshape(-1).stride(0) == 1
+        return view.reshape(-1) if is_contiguous else None
 
-    def _run(self, span: Span) -> torch.Tensor | None:
+    def _contiguous_span(self, span: Span) -> torch.Tensor | None:
         if len(self.blocks) != 1 or self.blocks[0][0] != full_region(self.spec.shape):
             return None
         memory = self.blocks[0][1]
@@ -78,7 +78,7 @@ class TensorBuffer:
         return memory.view(-1)[span.start : span.start + span.count]
 
     def put(self, place: Extent, data: torch.Tensor) -> None:
-        """Copy the elements that the buffer holds out of ``data``, the flat elements of
+        """Copy the elements that the buffer holds from ``data``, the flat elements of
         ``place``."""
         for common, region, memory, before, part in self._common(place):
             source = data[before : before + part.count].view(part.shape)

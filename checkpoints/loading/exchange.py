@@ -1,8 +1,8 @@
-"""Collective loads: each rank reads a share, the ranks exchange them, and a failure is raised on
-all.
+"""Collective loads: each rank reads a share, the ranks exchange their shares, and a failure of one
+rank is raised on all.
 
-Uses only collectives of the caller's group, in the same order on every rank: the exchange follows
-from the manifest, on which the ranks agree first. Reports are JSON; nothing is unpickled. If a rank
+Uses only collectives of the caller's group, in the same order on every rank: the ranks first agree
+on the manifest, which determines the exchange. Reports are JSON; nothing is unpickled. If a rank
 dies, the group fails or times out on the others.
 """
 
@@ -25,9 +25,7 @@ from checkpoints.tensors.dtypes import BY_NAME
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-ALONE_BYTES = (
-    1 << 20
-)  # from this size on, a chunk is sent from and received into its buffer directly
+UNPACKED_BYTES = 1 << 20  # larger chunks are sent from, and received into, their buffer directly
 PACKED_BYTES = 16 << 20
 _IN_FLIGHT = 4  # concurrent messages: bounds the memory for packed ones
 _ALIGNMENT = 64
@@ -75,7 +73,7 @@ class Exchange:
         self.rank = dist.get_rank(group)
         self.size = dist.get_world_size(group)
         backend = str(dist.get_backend(group))
-        self.tensors = "The tensors are unchanged."  # for the hint of a failure
+        self.hint = "The tensors are unchanged."  # of a failure of the group
         only_gpu = "nccl" in backend and "gloo" not in backend
         self._device = torch.device("cuda" if only_gpu else "cpu")
 
@@ -102,8 +100,8 @@ class Exchange:
         for rank, report in enumerate(reports):
             if report["fact"] != reports[0]["fact"]:
                 raise LoadError(
-                    f"rank {rank} loads another checkpoint, or into a state of another structure, "
-                    "than rank 0",
+                    f"rank {rank} and rank 0 load different checkpoints, or into states of "
+                    "different structure",
                     hint="Use the same name, structure and sharding on all ranks.",
                 )
         files = {report["files"] for report in reports}
@@ -120,14 +118,14 @@ class Exchange:
         turns = itertools.zip_longest(*messages, fillvalue=())
         flow = [(rank, m) for turn in turns for rank, m in enumerate(turn) if m]
         for first in range(0, len(flow), _IN_FLIGHT):
-            now = flow[first : first + _IN_FLIGHT]
+            batch = flow[first : first + _IN_FLIGHT]
             with self._translated():
-                sent = [(*of, *self._start(*of, buffers)) for of in now]
+                sent = [(r, m, *self._start(r, m, buffers)) for r, m in batch]
                 for rank, message, buffer, work in sent:
                     work.wait()
                     if rank != self.rank:
                         self._unpack(message, buffer, buffers)
-        with self.stage():  # no rank changes a live tensor before all ranks have everything
+        with self.stage():  # no rank changes a live tensor before all ranks have all bytes
             pass
 
     def _start(
@@ -136,11 +134,11 @@ class Exchange:
         """Broadcast a message of ``rank``: directly from its buffer if contiguous, else packed."""
         buffer = self._in_place(message, buffers)
         if buffer is None:
-            buffer = torch.empty(sum(map(_room, message)), dtype=torch.uint8)
+            buffer = torch.empty(sum(map(_padded_size, message)), dtype=torch.uint8)
             if rank == self.rank:
-                for (tensor, chunk), place in _placed(message):
+                for (tensor, chunk), offset in _with_offsets(message):
                     data = buffers[tensor.spec.name].get(chunk.place).view(torch.uint8)
-                    buffer[place : place + data.numel()] = data
+                    buffer[offset : offset + data.numel()] = data
         buffer = buffer.to(self._device)
         return buffer, self._dist.broadcast(
             buffer, group=self._group, group_src=rank, async_op=True
@@ -155,10 +153,10 @@ class Exchange:
                 memory.copy_(buffer)
             return
         here = buffer.cpu()
-        for (tensor, chunk), place in _placed(message):
-            data = here[place : place + chunk.end - chunk.begin]
-            spare = buffers[tensor.spec.name]
-            spare.put(chunk.place, data.view(BY_NAME[tensor.spec.dtype].torch))
+        for (tensor, chunk), offset in _with_offsets(message):
+            data = here[offset : offset + chunk.end - chunk.begin]
+            target = buffers[tensor.spec.name]
+            target.put(chunk.place, data.view(BY_NAME[tensor.spec.dtype].torch))
 
     def _in_place(
         self, message: Sequence[Item], buffers: Mapping[str, TensorBuffer]
@@ -184,10 +182,10 @@ class Exchange:
     def _gathered(self, data: bytes, size: int) -> list[bytes]:
         """All ranks' bytes, padded with spaces to ``size``."""
         padded = torch.frombuffer(bytearray(data.ljust(size)), dtype=torch.uint8)
-        taken = torch.empty((self.size, size), dtype=torch.uint8, device=self._device)
+        gathered = torch.empty((self.size, size), dtype=torch.uint8, device=self._device)
         with self._translated():
-            self._dist.all_gather(list(taken), padded.to(self._device), group=self._group)
-        return [row.numpy().tobytes() for row in taken.cpu()]
+            self._dist.all_gather(list(gathered), padded.to(self._device), group=self._group)
+        return [row.numpy().tobytes() for row in gathered.cpu()]
 
     @contextmanager
     def _translated(self) -> Iterator[None]:
@@ -196,40 +194,40 @@ class Exchange:
         except RuntimeError as error:
             raise LoadError(
                 f"the process group failed while loading: {error}",
-                hint=f"{self.tensors} Create a new process group and load again.",
+                hint=f"{self.hint} Create a new process group and load again.",
             ) from error
 
 
 def _messages(share: Sequence[Item]) -> Iterator[list[Item]]:
-    """Large chunks separately, small ones packed."""
+    """Large chunks in one message each, small ones packed."""
     packed: list[Item] = []
     size = 0
     for item in share:
-        if _size(item) >= ALONE_BYTES:
+        if _size(item) >= UNPACKED_BYTES:
             yield [item]
             continue
-        if packed and size + _room(item) > PACKED_BYTES:
+        if packed and size + _padded_size(item) > PACKED_BYTES:
             yield packed
             packed, size = [], 0
         packed.append(item)
-        size += _room(item)
+        size += _padded_size(item)
     if packed:
         yield packed
 
 
-def _placed(message: Sequence[Item]) -> Iterator[tuple[Item, int]]:
-    place = 0
+def _with_offsets(message: Sequence[Item]) -> Iterator[tuple[Item, int]]:
+    offset = 0
     for item in message:
-        yield item, place
-        place += _room(item)
+        yield item, offset
+        offset += _padded_size(item)
 
 
 def _size(item: Item) -> int:
     return item[1].end - item[1].begin
 
 
-def _room(item: Item) -> int:
-    """The aligned size: received bytes are viewed as elements in place."""
+def _padded_size(item: Item) -> int:
+    """The size, aligned so that received bytes can be viewed as elements in place."""
     return -(-_size(item) // _ALIGNMENT) * _ALIGNMENT
 
 

@@ -40,8 +40,8 @@ Progress = Callable[[int], object]
 class LoadResult:
     """The result of a load.
 
-    ``state`` is the complete saved state, with the live tensors in their places. ``unmatched``
-    lists, with ``strict=False``, the tensors that were not copied, each with the reason.
+    ``state`` is the complete saved state, with the live tensors that were loaded into. With
+    ``strict=False``, ``unmatched`` lists the tensors that were not copied, each with the reason.
     """
 
     state: Any
@@ -58,18 +58,18 @@ def load(
     group: ProcessGroup | None = None,
     progress: Progress | None = None,
 ) -> LoadResult:
-    """Load a checkpoint by name, whatever the world size that saved it.
+    """Load a checkpoint by name, regardless of the world size that saved it.
 
-    With ``into``, a state of the same structure with live tensors, values are copied into these in
-    place after every byte that they need was verified; leaves that are not tensors are returned.
+    With ``into``, a state of the same structure with live tensors, values are copied into these
+    tensors once every byte they need is verified; leaves that are not tensors are returned.
     DTensors receive their shards, however the tensor was sharded when saved. Tensors that differ in
     path, shape or dtype raise :class:`StateMismatch`; with ``strict=False`` the others are copied.
 
-    With ``group``, a process group of torch.distributed, its ranks load collectively: each reads
-    and verifies an equal share of the bytes that all need, and they exchange these over the group,
-    or through the page cache on one host; of sharded tensors each rank reads its own shards. The
-    first failure of any rank is raised on all, before any of them has changed a tensor. All ranks
-    must call it with the same name and structure of state.
+    With ``group``, a process group of torch.distributed, its ranks load collectively. Each rank
+    reads and verifies an equal share of the bytes that all ranks need, and its own shards of
+    sharded tensors. The ranks exchange the shares over the group or, on one host, through the page
+    cache. The first failure of any rank is raised on all, before any rank has changed a tensor. All
+    ranks must pass the same name, and states of the same structure.
 
     ``progress`` is called, from several threads, with the number of bytes of each chunk read.
 
@@ -169,7 +169,7 @@ class _Shares:
         rank, size = exchange.rank, exchange.size
         common = shares_of([i for i in items if i[0].spec.name in plan.complete], size)
         alone = [item for item in items if item[0].spec.name not in plan.complete]
-        rest = [item for of, share in enumerate(common) if of != rank for item in share]
+        rest = [item for other, share in enumerate(common) if other != rank for item in share]
         headers = range(rank, len(plan.manifest.writers), size)
         return cls(common, [*common[rank], *alone], rest, headers)
 
@@ -180,7 +180,7 @@ def _load_mapped(
     """Ranks that map the same files: each verifies a share, then each copies everything."""
     with exchange.stage():
         mapped.verify(shares.own, shares.headers, progress)
-    exchange.tensors = "The live tensors may hold the checkpoint already."
+    exchange.hint = "The live tensors may hold the checkpoint already."
     with exchange.stage():
         return mapped.take()
 
@@ -223,7 +223,7 @@ def verify(root: Root, name: str, *, progress: Progress | None = None) -> Checkp
 
 @dataclass(frozen=True)
 class _LoadJob:
-    """A plan, and the buffers that are filled."""
+    """A plan and the buffers to fill."""
 
     plan: LoadPlan
     buffers: Mapping[str, TensorBuffer]
@@ -251,7 +251,7 @@ class _LoadJob:
         return [(t, c) for t, c in items if self.buffers[t.spec.name].needs(c.place)]
 
     def finish(self) -> LoadResult:
-        """Copy verified bytes into the live tensors, unless they were read into these directly."""
+        """Copy verified bytes into the live tensors, unless they were read into them directly."""
         plan = self.plan
         with torch.no_grad():
             for path in plan.match.fitting:

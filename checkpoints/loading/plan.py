@@ -1,4 +1,4 @@
-"""What a load needs of each tensor, and where it goes: saved and live tensors matched by path."""
+"""Plans a load: matches saved and live tensors by path, and selects the bytes to read."""
 
 from __future__ import annotations
 
@@ -57,15 +57,15 @@ class LoadPlan:
         return MappedCheckpoint.of(self.storage, self.manifest) if self.into_live else None
 
     def fingerprint(self) -> str:
-        """Equal on all ranks of a collective load."""
+        """A digest of what must be equal on all ranks of a collective load."""
         return digest(
             json.dumps([digest(self.manifest.to_bytes()), sorted(self.complete)]).encode()
         )
 
     @functools.cached_property
     def complete(self) -> frozenset[str]:
-        """Names of the tensors that this rank needs completely: not only for sharded live
-        tensors."""
+        """The tensors that this rank needs in full, by name: all but those that it loads only into
+        DTensors."""
         fitting = set(self.match.fitting)
         return frozenset(
             name

@@ -50,10 +50,10 @@ def read_chunks(
 ) -> None:
     """Read each chunk into its target, verify its hash, then call ``done``.
 
-    ``headers``: the ranks whose file headers are verified, too; by default all. Many bytes are read
-    by several threads, which also call ``target`` and ``done``; they are joined before this
-    returns. Raises :class:`CorruptCheckpoint` naming file and tensor, :class:`ReadFailed` if the
-    storage fails: of several failures, the first in the order of files and bytes.
+    ``headers`` are the ranks whose file headers are also verified; by default all. Large reads use
+    several threads, which also call ``target`` and ``done``; they are joined before this returns.
+    Raises :class:`CorruptCheckpoint` naming file and tensor, :class:`ReadFailed` if the storage
+    fails; of several failures, the first in the order of files and bytes.
     """
 
     def work(batch: Batch) -> None:
@@ -132,7 +132,7 @@ def _in_parallel(work: Callable[[Batch], None], batches: Sequence[Batch]) -> Non
 
 def scratch(limit: int | None = None) -> Target:
     """A target for verification only: one reused buffer per thread, at most ``limit`` bytes long.
-    Of a longer chunk it holds the last bytes in the end."""
+    After a longer chunk, it holds only the last bytes."""
     own = threading.local()
 
     def target(_: TensorEntry, chunk: Chunk) -> memoryview:
@@ -177,7 +177,7 @@ def check_header(
 def check_chunk(
     count: int, xxh3_128: str, name: CheckpointName, tensor: TensorEntry, chunk: Chunk
 ) -> None:
-    """Raise :class:`CorruptCheckpoint` unless size and hash are those of ``chunk``."""
+    """Raise :class:`CorruptCheckpoint` unless size and hash match ``chunk``."""
     is_short = count != chunk.end - chunk.begin
     if is_short or xxh3_128 != chunk.xxh3_128:
         what = "are truncated" if is_short else "do not match their checksum"

@@ -34,9 +34,8 @@ class ReplicatedFile:
         self._hashes = hashes
         self._lock = threading.Lock()
         self._open: list[Replica] = []
-        self._wrong_size: Replica | None = (
-            None  # a replica of the wrong size, used for the error if there is no other
-        )
+        # Opened if there is no other replica, so that the reader reports its size as the error.
+        self._wrong_size: Replica | None = None
         self._dead: set[int] = set()
         self._open_next()
 
@@ -97,7 +96,7 @@ class ReplicatedFile:
 
 
 def hashes_of(manifest: Manifest, file: str) -> dict[tuple[int, int], str]:
-    """The hashes of the byte ranges in which a reader reads a file."""
+    """The hash of each byte range that a reader requests from a file."""
     hashes = {
         (chunk.begin, chunk.end): chunk.xxh3_128
         for tensor in manifest.tensors.values()

@@ -1,15 +1,15 @@
 """A read-only storage that merges several tiers: this node's memory, peers' memory, disk.
 
-A checkpoint exists if the reachable tiers together hold every byte of every tensor: committed in
-one of them, or as parts of all its writers, in any of the tiers. The memory of a node holds the
-parts of its own ranks and replicas of another node's parts, never all of them, so the reader merges
-the parts into the manifest that a committer would have written.
+A checkpoint exists if it is committed in a reachable tier, or if the reachable tiers together hold
+the parts of all its writers. The memory of a node holds the parts of its own ranks and replicas of
+another node's parts, never all of them, so the reader merges the parts into the manifest that a
+committer would have written.
 
 :class:`TieredStorage` is a storage for reading, so :func:`~checkpoints.latest`,
 :func:`~checkpoints.load`, :func:`~checkpoints.verify` and :func:`~checkpoints.list_checkpoints`
-take one as their root. Each chunk is read from the first tier whose bytes match its hash. A place
-that fails is not used again, one whose bytes are damaged not for these;
-:attr:`TieredStorage.failures` has the reasons. Create a new view to read again.
+accept one as their root. Each chunk is read from the first tier whose bytes match its hash. A tier
+that fails is not used again; damaged bytes are read from another tier.
+:attr:`TieredStorage.failures` has the reasons. To retry, create a new instance.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class TieredStorage:
     """A read-only view of several roots, fastest first.
 
     Raises :class:`ArgumentError` for a root that names no storage, and :class:`CorruptCheckpoint`
-    where the tiers have different checkpoints of one name.
+    if the tiers hold different checkpoints under one name.
     """
 
     def __init__(self, roots: Sequence[Root]) -> None:
@@ -75,13 +75,13 @@ class TieredStorage:
         return " + ".join(storage.place for storage in self._all)
 
     def list(self, path: str) -> builtins.list[str]:
-        """Of the root: the committed names of all complete checkpoints."""
+        """List a folder; the root contains the names of all complete checkpoints."""
         if path:
             return self._files(path)
         found: builtins.set[str] = set()
         attempts: builtins.set[CheckpointName] = set()
         for storage in self._reachable():
-            for entry in self._ask(storage, lambda s: s.list("")) or []:
+            for entry in self._try(storage, lambda s: s.list("")) or []:
                 if parse_committed(entry) is not None:
                     found.add(entry)
                 elif (attempt := parse_attempt(entry)) is not None:
@@ -102,13 +102,13 @@ class TieredStorage:
             return source.size()
 
     def modified_s(self, path: str) -> float:
-        """Of the replica that changed last."""
+        """When the most recently changed replica was modified."""
         name, file = _split(path)
         times: builtins.list[float] = []
         for folder in self._folders(name):
             if file in folder.files:
                 path = f"{folder.path}/{file}"
-                changed = self._ask(folder.storage, lambda s, p=path: s.modified_s(p))  # type: ignore[misc]
+                changed = self._try(folder.storage, lambda s, p=path: s.modified_s(p))  # type: ignore[misc]
                 times += [] if changed is None else [changed]
         if not times:
             raise _missing(path)
@@ -127,10 +127,10 @@ class TieredStorage:
             if index not in self._failed:
                 yield storage
 
-    def _ask(self, storage: Storage, question: Callable[[Storage], T]) -> T | None:
-        """The answer; None if the file is missing or the tier failed."""
+    def _try(self, storage: Storage, operation: Callable[[Storage], T]) -> T | None:
+        """The result of an operation; None if the file is missing or the tier failed."""
         try:
-            return question(storage)
+            return operation(storage)
         except (FileNotFoundError, NotADirectoryError):
             return None
         except OSError as error:
@@ -156,7 +156,7 @@ class TieredStorage:
                 _TierFolder(storage, folder, frozenset(files))
                 for storage in self._reachable()
                 for folder in (str(name), name.attempt)
-                if (files := self._ask(storage, lambda s, f=folder: s.list(f)))  # type: ignore[misc]
+                if (files := self._try(storage, lambda s, f=folder: s.list(f)))  # type: ignore[misc]
             ]
         return [f for f in self._known[name] if self._all.index(f.storage) not in self._failed]
 
@@ -185,7 +185,7 @@ class TieredStorage:
             if folder.path != str(name) or MANIFEST not in folder.files:
                 continue
             try:
-                data = self._ask(folder.storage, lambda s: _read(s, file))
+                data = self._try(folder.storage, lambda s: _read(s, file))
                 if data is not None:
                     return data, parse_manifest(data, file)
             except LoadError as error:
@@ -204,7 +204,7 @@ class TieredStorage:
             data = merge_parts(parts).to_bytes()
         except IncompleteAttempt as why:
             raise CorruptCheckpoint(
-                f"its parts do not make a complete checkpoint: {why}", file=file
+                f"its parts do not form a complete checkpoint: {why}", file=file
             ) from why
         return data, parse_manifest(data, file)
 
@@ -214,7 +214,7 @@ class TieredStorage:
             if folder.path != name.attempt or part_file(rank, world_size) not in folder.files:
                 continue
             try:
-                part = self._ask(folder.storage, lambda s: read_part(s, name, rank, world_size))
+                part = self._try(folder.storage, lambda s: read_part(s, name, rank, world_size))
             except IncompleteAttempt as problem:
                 why = problem
                 continue
@@ -240,7 +240,7 @@ class TieredStorage:
             if file not in folder.files:
                 continue
             path = f"{folder.path}/{file}"
-            source = self._ask(folder.storage, lambda s, p=path: s.open(p))  # type: ignore[misc]
+            source = self._try(folder.storage, lambda s, p=path: s.open(p))  # type: ignore[misc]
             if source is not None:
                 yield Replica(
                     source,

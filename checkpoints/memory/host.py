@@ -48,7 +48,7 @@ KEEP: RetentionFunction = LatestN(3)  # the ranks may be two saves apart
 class Neighbours:
     """The other nodes of the current world, and which of them receives this node's replicas.
 
-    ``further`` are those after the successor: they receive more replicas, where there are more.
+    ``further`` are the nodes after the successor, which receive any additional replicas.
     """
 
     peers: tuple[PeerAddress, ...] = ()
@@ -62,8 +62,8 @@ class Neighbours:
         return self.further[number - 1] if number <= len(self.further) else None
 
 
-def _of_nobody() -> Credentials:
-    """What no peer can connect with."""
+def _unshared_credentials() -> Credentials:
+    """Credentials with which no peer can connect."""
     key = SecretKey.generate()
     return Credentials(key=lambda: key)
 
@@ -71,12 +71,12 @@ def _of_nobody() -> Credentials:
 class MemoryHost:
     """Creates ``folder`` (mode 0700); :meth:`close` removes it. Raises ``OSError``.
 
-    ``limit_bytes`` limits own parts and, of each other node, replicas. ``replicas`` is the number
-    of nodes that receive this node's parts: as many adjacent ones may be lost at once.
-    ``neighbours`` and the key of ``credentials`` are called periodically and by :meth:`look`. All
-    hosts of a job share one key, and each has its own identity. Without credentials no peer can
-    connect. With TLS all connections to and from other hosts use it, those of this node's workers
-    included.
+    ``limit_bytes`` limits this node's own parts, and the replicas of each other node. ``replicas``
+    is the number of nodes that receive this node's parts; that many adjacent nodes may be lost at
+    once. ``neighbours`` and the key of ``credentials`` are called periodically and by
+    :meth:`refresh`. All hosts of a job share one key, and each has its own identity. Without
+    credentials no peer can connect. TLS, if configured, protects all connections to and from other
+    hosts, including those of this node's workers.
     """
 
     def __init__(
@@ -95,7 +95,7 @@ class MemoryHost:
         self._folder = Path(folder)
         self._limit_bytes = limit_bytes
         self._neighbours = neighbours
-        credentials = credentials or _of_nobody()
+        credentials = credentials or _unshared_credentials()
         self._key = credentials.key
         self._tls = credentials.tls
         self._known = Neighbours()
@@ -120,9 +120,9 @@ class MemoryHost:
                 on_error=on_error,
             )
             undo.callback(self._server.close)
-            self._copiers: list[Replicator] = []
+            self._replicators: list[Replicator] = []
             for number in range(replicas):
-                copier = Replicator(
+                replicator = Replicator(
                     own,
                     partial(self._receiver, number),
                     key=self._key,
@@ -130,8 +130,8 @@ class MemoryHost:
                     on_outcome=on_outcome,
                     on_error=on_error,
                 )
-                undo.callback(copier.close)
-                self._copiers.append(copier)
+                undo.callback(replicator.close)
+                self._replicators.append(replicator)
             undo.pop_all()
 
     @property
@@ -142,7 +142,7 @@ class MemoryHost:
     def port(self) -> int:
         return self._server.port
 
-    def look(self) -> PeerAddress | None:
+    def refresh(self) -> PeerAddress | None:
         """Refresh the neighbours and publish them to the workers; returns the first replication
         target."""
         return self._receiver(0)
@@ -156,9 +156,9 @@ class MemoryHost:
             return found.receiver(number)
 
     def close(self) -> None:
-        """Stop the server and the replication, join their threads, free the memory."""
-        for copier in self._copiers:
-            copier.close()
+        """Stop the server and the replication, join their threads and free the memory."""
+        for replicator in self._replicators:
+            replicator.close()
         self._server.close()
         shutil.rmtree(self._folder, ignore_errors=True)
 
@@ -178,7 +178,8 @@ class MemoryHost:
 
 
 def own_memory(folder: str | os.PathLike[str]) -> NodeMemory:
-    """The storage that this node's ranks write to. Raises ``OSError`` if the folder has no host."""
+    """The storage to which this node's ranks write. Raises ``OSError`` if the folder has no
+    host."""
     return NodeMemory(Path(folder) / OWN, limit_bytes=_read(folder).limit_bytes)
 
 

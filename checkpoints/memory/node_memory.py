@@ -8,9 +8,9 @@ agent, a launcher)::
     <folder>/node.json  addresses of the other nodes' memory; written by the agent
 
 No node holds all parts, so nothing is ever committed here:
-:class:`~checkpoints.loading.tiered_storage.TieredStorage` finds what is complete. Memory is
-bounded. A tmpfs takes what it gets until the kernel kills a process, so every write first checks
-what the folder's limit, the tmpfs, the machine and the cgroup leave.
+:class:`~checkpoints.loading.tiered_storage.TieredStorage` finds the complete checkpoints. Memory is
+bounded. A tmpfs accepts writes until the kernel kills a process, so every write first checks how
+many bytes the folder's limit, the tmpfs, the machine and the cgroup still allow.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from checkpoints.storage.protocol import WritableFile
 
 OWN = "own"
 COPIES = "copies"
-# Left to other processes, whatever the limit.
+# Reserved for other processes, regardless of the limit.
 RESERVE_BYTES = 256 << 20
 _RECHECK_BYTES = 64 << 20
 
@@ -36,9 +36,9 @@ _RECHECK_BYTES = 64 << 20
 class NodeMemory(LocalStorage):
     """A storage of parts in memory; nothing is committed in it.
 
-    ``keep`` of a save decides which parts to retain: use at least the three newest, since ranks
-    write independently and a checkpoint needs the parts of all. ``room`` returns how many bytes may
-    be added, and what limits them.
+    The ``keep`` of a save decides which parts to retain: use at least the three newest, since ranks
+    write independently and a checkpoint needs the parts of all ranks. ``room`` returns how many
+    bytes may be added, and what limits them.
     """
 
     keeps_parts = True
@@ -63,7 +63,7 @@ class NodeMemory(LocalStorage):
         return self._room(self._folder, self._limit_bytes)
 
     def names(self) -> list[CheckpointName]:
-        """The checkpoints of which there are parts, newest first."""
+        """The checkpoints that have parts here, newest first."""
         with contextlib.suppress(FileNotFoundError):
             found = [name for name in map(parse_attempt, self.list("")) if name is not None]
             return sorted(found, key=lambda name: name.age_order, reverse=True)
@@ -94,7 +94,7 @@ class _BoundedSink:
         if size > self._allowed:
             left, bound = self._room()
             if size > left:
-                raise OSError(errno.ENOSPC, f"{bound} leaves {max(left, 0)} of {size} bytes")
+                raise OSError(errno.ENOSPC, f"{bound} allows {max(left, 0)} of {size} bytes")
             self._allowed = min(left, max(size, _RECHECK_BYTES))
         self._allowed -= size
         self._inner.write(data)
@@ -119,7 +119,7 @@ def available_bytes_in(folder: Path, limit_bytes: int | None) -> tuple[int, str]
 
 
 def used_bytes(folder: Path) -> int:
-    """The size of all files below a folder; files may be removed meanwhile."""
+    """The size of all files below a folder; tolerates files that are removed concurrently."""
     total = 0
     for root, _, files in os.walk(folder):
         for file in files:
@@ -146,8 +146,7 @@ def _available() -> int:
 
 
 def _cgroup_left(root: Path = Path("/sys/fs/cgroup")) -> int:
-    """Bytes left by the limits of this process's cgroup, which is charged for tmpfs pages it
-    writes.
+    """Bytes that the limits of this process's cgroup still allow; tmpfs pages count towards them.
 
     The page cache of files is reclaimable; pages of a tmpfs are not.
     """
@@ -165,9 +164,9 @@ def _cgroups(root: Path) -> list[Path]:
     return [root]
 
 
-def _left_in(folder: Path, most: str, now: str) -> int:
+def _left_in(folder: Path, limit_file: str, usage_file: str) -> int:
     try:
-        limit, used = ((folder / name).read_text().strip() for name in (most, now))
+        limit, used = ((folder / name).read_text().strip() for name in (limit_file, usage_file))
         if limit == "max":
             return _UNBOUNDED
         return int(limit) - int(used) + _reclaimable(folder / "memory.stat")

@@ -1,10 +1,9 @@
 """Serves the parts in this node's memory to the other nodes of the job, and stores their replicas.
 
 Owned by a process that outlives the workers. Client and server first prove to each other that they
-hold the job's key (:mod:`elastic.secure_channel`); then it gets a separate thread. Requests and
-answers are JSON objects of at most ``MAX_REQUEST`` and ``MAX_ANSWER`` bytes, followed by
-raw bytes if their fields announce them. Paths are only ever names of
-:mod:`checkpoints.format.names`; any other path is refused.
+hold the job's key (:mod:`elastic.secure_channel`); then the connection gets a thread. Requests and
+responses are JSON objects of at most ``MAX_REQUEST`` and ``MAX_RESPONSE`` bytes, followed by raw
+bytes if their fields announce them. Only paths of :mod:`checkpoints.format.names` are accepted.
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ from elastic.secure_channel.hub import Hub
 from elastic.secure_channel.limits import Limits, Report
 
 MAX_REQUEST = 16 << 10
-MAX_ANSWER = 4 << 20
+MAX_RESPONSE = 4 << 20
 BLOCK_BYTES = 1 << 20
 LIMITS = Limits(frame_bytes=MAX_REQUEST, open_connections=128)
 _MAX_COUNT = 1 << 40
@@ -97,7 +96,7 @@ class PeerServer(Handler):
         return self._port
 
     def close(self) -> None:
-        """Cut all connections and join all threads."""
+        """Close all connections and join all threads."""
         self._hub.close()
         with self._lock:
             for channel in self._threads.keys() - self._ended:
@@ -108,11 +107,11 @@ class PeerServer(Handler):
     # --- threads
 
     def opened(self, connection: Connection) -> None:
-        """Handler's: a peer that knows the key; it gets a thread."""
+        """Called by the hub for an authenticated peer, which gets a thread."""
         with self._lock:
             ended, self._ended = self._ended, set()
-        for gone in ended:
-            self._threads.pop(gone).join()
+        for closed in ended:
+            self._threads.pop(closed).join()
         if len(self._threads) >= self._limits.open_connections:
             raise ProtocolError(f"there are {len(self._threads)} connections already")
         sock, received = self._hub.detach(connection)
@@ -148,10 +147,10 @@ class PeerServer(Handler):
     def _answer(self, channel: Channel, request: dict[str, Any]) -> None:
         try:
             kind, path = request.get("do"), request.get("path")
-            if not isinstance(path, str) or not _is_ours(path):
-                raise OSError(errno.EINVAL, "no such path")
+            if not isinstance(path, str) or not _is_checkpoint_path(path):
+                raise OSError(errno.EINVAL, "invalid path")
             if not isinstance(kind, str) or request.keys() != _FIELDS.get(kind):
-                raise OSError(errno.EINVAL, "no such request")
+                raise OSError(errno.EINVAL, "unknown request")
             if kind == "list":
                 channel.send({"names": self._names(path)})
             elif kind == "stat":
@@ -161,7 +160,7 @@ class PeerServer(Handler):
             elif kind == "put":
                 self._put(channel, path, request)
             else:
-                raise OSError(errno.EINVAL, "no such request")
+                raise OSError(errno.EINVAL, "unknown request")
         except (ProtocolError, TimeoutError, ConnectionError):
             raise
         except OSError as error:
@@ -176,7 +175,8 @@ class PeerServer(Handler):
         missing = 0
         for storage in self._both:
             try:
-                found.update(name for name in storage.list(path) if _is_ours(_join(path, name)))
+                names = storage.list(path)
+                found.update(name for name in names if _is_checkpoint_path(_join(path, name)))
             except FileNotFoundError:
                 missing += 1
         if path and missing == len(self._both):
@@ -200,7 +200,7 @@ class PeerServer(Handler):
             count = max(0, min(count, source.size() - begin))
             channel.expect(count)
             channel.send({"count": count})
-            with _no_way_back():
+            with _abort_on_failure():
                 self._stream(channel, source, begin, count)
 
     def _stream(self, channel: Channel, source: ReadableFile, begin: int, count: int) -> None:
@@ -220,10 +220,10 @@ class PeerServer(Handler):
         name = parse_attempt(folder)
         is_part = parse_part_file(file) is not None
         if name is None or file in ("", MANIFEST) or (is_part and size > MAX_DOCUMENT_BYTES):
-            raise OSError(errno.EINVAL, "only parts of attempts are taken")
+            raise OSError(errno.EINVAL, "only parts of attempts are accepted")
         left, bound = self._copies.room()
         if size > left:
-            raise OSError(errno.ENOSPC, f"{bound} leaves {max(left, 0)} of {size} bytes")
+            raise OSError(errno.ENOSPC, f"{bound} allows {max(left, 0)} of {size} bytes")
         self._copies.make_folder(folder)
         private = f"{folder}/.{file}.{secrets.token_hex(4)}"
         try:
@@ -241,17 +241,17 @@ class PeerServer(Handler):
         try:
             channel.expect(size)
             channel.send({"go": True})
-            seen, block = xxhash.xxh3_128(), memoryview(bytearray(min(size, BLOCK_BYTES)))
-            with _no_way_back():
+            hasher, block = xxhash.xxh3_128(), memoryview(bytearray(min(size, BLOCK_BYTES)))
+            with _abort_on_failure():
                 while size:
                     piece = block[: min(size, BLOCK_BYTES)]
                     channel.fill(piece)
-                    seen.update(piece)
+                    hasher.update(piece)
                     sink.write(piece)
                     size -= len(piece)
             trailer = bytearray(16)
             channel.fill(memoryview(trailer))
-            if bytes(trailer) != seen.digest():
+            if bytes(trailer) != hasher.digest():
                 raise OSError(errno.EBADMSG, "checksum mismatch in transit")
             sink.sync()
         finally:
@@ -259,23 +259,23 @@ class PeerServer(Handler):
 
 
 @contextlib.contextmanager
-def _no_way_back() -> Iterator[None]:
-    """A failure within raw bytes cannot be answered: it ends the connection."""
+def _abort_on_failure() -> Iterator[None]:
+    """A failure within raw bytes cannot be reported to the peer, so it ends the connection."""
     try:
         yield
     except OSError as error:
         raise ConnectionAbortedError(f"in the middle of a file: {error}") from error
 
 
-def _is_ours(path: str) -> bool:
-    """The root, a checkpoint's folder, or one writer's file in one."""
+def _is_checkpoint_path(path: str) -> bool:
+    """Whether it is the root, a checkpoint's folder, or a writer's file in one."""
     if not path:
         return True
     folder, slash, file = path.partition("/")
     name: CheckpointName | None = parse_attempt(folder) or parse_committed(folder)
     if name is None:
         return False
-    if not slash or file == MANIFEST:  # a manifest never exists here, but asking is allowed
+    if not slash or file == MANIFEST:  # no manifest exists here, but a request for one is valid
         return True
     return parse_writer_file(file) is not None or parse_part_file(file) is not None
 

@@ -18,7 +18,7 @@ from typing import Any, NoReturn, TypeVar
 import xxhash
 
 from checkpoints.intervals import PEER_REQUEST_S
-from checkpoints.memory.peer_server import BLOCK_BYTES, MAX_ANSWER
+from checkpoints.memory.peer_server import BLOCK_BYTES, MAX_RESPONSE
 from checkpoints.storage.protocol import ReadableFile, WritableFile
 from elastic.secure_channel.channel import Channel
 from elastic.secure_channel.errors import ProtocolError
@@ -37,11 +37,11 @@ class PeerAddress:
     node: str  # for messages
     host: str
     port: int
-    identity: str  # that it proves with the job's key: ports are used again
+    identity: str  # proved with the job's key, since ports are reused
 
 
 class PeerStorage:
-    """Reads from several threads at once, and :meth:`put`. Close it once."""
+    """A read-only storage with :meth:`put`. Safe for concurrent use; its owner closes it once."""
 
     def __init__(
         self,
@@ -68,22 +68,22 @@ class PeerStorage:
         return f"the memory of {at.node} ({at.host}:{at.port})"
 
     def list(self, path: str) -> list[str]:
-        names = self._ask("list", path).get("names")
+        names = self._request("list", path).get("names")
         if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
             raise ProtocolError(errno.EPROTO, f"{self.place} sent an invalid response")
         return names
 
     def size(self, path: str) -> int:
-        return int(self._number(self._ask("stat", path), "size"))
+        return int(self._number(self._request("stat", path), "size"))
 
     def modified_s(self, path: str) -> float:
-        return self._number(self._ask("stat", path), "modified_s")
+        return self._number(self._request("stat", path), "modified_s")
 
     def open(self, path: str) -> ReadableFile:
         return _PeerSource(self, path, self.size(path))
 
     def read(self, path: str, begin: int, into: memoryview) -> int:
-        """Fill ``into``; the number of bytes, less only at the file's end."""
+        """Fill ``into``. Returns the number of bytes, fewer only at end of file."""
 
         def exchange(channel: Channel) -> int:
             channel.expect(len(into))
@@ -97,20 +97,20 @@ class PeerStorage:
         return self._with_channel(exchange)
 
     def put(self, path: str, source: ReadableFile) -> None:
-        """Copy a file to the peer; it becomes visible there once it arrived with the right hash."""
+        """Copy a file to the peer, where it becomes visible once its hash is verified."""
         size = source.size()
 
         def exchange(channel: Channel) -> None:
             self._exchange(channel, "put", path, size=size)  # raises if there is no space
             channel.expect(size)
-            seen, block = xxhash.xxh3_128(), memoryview(bytearray(min(size, BLOCK_BYTES)))
+            hasher, block = xxhash.xxh3_128(), memoryview(bytearray(min(size, BLOCK_BYTES)))
             for begin in range(0, size, BLOCK_BYTES):
                 piece = block[: min(size - begin, BLOCK_BYTES)]
                 if source.read_at(begin, piece) != len(piece):
                     raise OSError(errno.EIO, "the file was truncated", path)
-                seen.update(piece)
+                hasher.update(piece)
                 channel.send_bytes(piece)
-            channel.send_bytes(seen.digest())
+            channel.send_bytes(hasher.digest())
             self._answer(channel)
 
         self._with_channel(exchange)
@@ -127,7 +127,7 @@ class PeerStorage:
 
     # --- exchanges
 
-    def _ask(self, kind: str, path: str) -> dict[str, Any]:
+    def _request(self, kind: str, path: str) -> dict[str, Any]:
         return self._with_channel(lambda channel: self._exchange(channel, kind, path))
 
     def _exchange(self, channel: Channel, kind: str, path: str, **more: int) -> dict[str, Any]:
@@ -135,7 +135,7 @@ class PeerStorage:
         return self._answer(channel)
 
     def _answer(self, channel: Channel) -> dict[str, Any]:
-        answer = channel.receive(MAX_ANSWER)
+        answer = channel.receive(MAX_RESPONSE)
         if answer is None:
             raise ConnectionResetError(errno.ECONNRESET, f"{self.place} closed the connection")
         if "error" in answer:
@@ -144,9 +144,9 @@ class PeerStorage:
         return answer
 
     def _with_channel(self, exchange: Callable[[Channel], T]) -> T:
-        """Over a connection that is idle, else over a new one.
+        """Run ``exchange`` over an idle connection if there is one, else over a new one.
 
-        The server closes what is idle for long: only a fresh connection's failure counts.
+        The server closes idle connections after a while, so only a new one's failure counts.
         """
         with self._lock:
             idle = self._idle.pop() if self._idle else None

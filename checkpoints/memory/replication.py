@@ -1,8 +1,8 @@
 """Replicates the newest parts of this node's memory to a peer, so that they survive this node.
 
 Runs on one thread of the process that owns the memory; workers never wait for a peer. The newest
-parts are replicated first, and parts that become old meanwhile are skipped: a slow network means
-older replicas, not a growing queue. A failing peer is retried with exponential backoff.
+parts are replicated first, and superseded ones are skipped: a slow network means older replicas,
+not a growing queue. A failing peer is retried with exponential backoff.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from checkpoints.memory.peer_storage import PeerAddress, PeerStorage
 from elastic.secure_channel.keys import SecretKey
 from elastic.secure_channel.tls import Tls
 
-# A step is complete once all ranks have written: the newest may lack parts, the one before rarely.
+# The newest checkpoint may lack the parts of other ranks; the one before it rarely does.
 _NEWEST = 2
 
 
@@ -42,7 +42,7 @@ class ReplicationOutcome:
 
 
 class Replicator:
-    """Calls ``peer`` before each copy for the target; None means no target at present.
+    """Copies parts to the node that ``peer`` returns before each copy; None pauses replication.
 
     ``on_outcome`` is called for every copy, ``on_error`` if the thread dies; both on its thread.
     """
@@ -129,15 +129,15 @@ class Replicator:
         client = self._client
         if client is None or self._peer() != self._address:
             return False
-        for name, rank, world_size in self._waiting():
+        for name, rank, world_size in self._missing_parts():
             return self._copy(client, name, rank, world_size)
         return False
 
-    def _waiting(self) -> Iterator[tuple[CheckpointName, int, int]]:
+    def _missing_parts(self) -> Iterator[tuple[CheckpointName, int, int]]:
         names = self._own.names()[:_NEWEST]
         self._done = {(name, rank) for name, rank in self._done if name in names}
         for name in names:
-            with contextlib.suppress(FileNotFoundError):  # it became old and was removed
+            with contextlib.suppress(FileNotFoundError):  # superseded and removed
                 for ranks in map(parse_part_file, self._own.list(name.attempt)):
                     if ranks is not None and (name, ranks[0]) not in self._done:
                         yield name, *ranks
@@ -153,7 +153,7 @@ class Replicator:
                     client.put(path, source)
                     size += source.size()
         except FileNotFoundError:
-            self._done.add((name, rank))  # it became old and was removed
+            self._done.add((name, rank))  # superseded and removed
             return True
         except OSError as error:
             reason = error.strerror or str(error) or type(error).__name__

@@ -1,9 +1,9 @@
 """Save policies: when to save a checkpoint. Policies compose with ``|``.
 
 A policy is a pure function of a :class:`SaveContext`. All writers of a checkpoint must reach the
-same decision. A policy that depends only on the step decides alike on every rank; one that depends
-on time or on saves in flight (``needs_agreement``) is evaluated by one rank, which shares the
-result with the others in a message that they exchange anyway.
+same decision. A policy that depends only on the step reaches it on every rank. One that depends on
+time or on saves in flight (``needs_agreement``) is evaluated by one rank, which shares the result
+with the others in a message that they exchange anyway.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class SaveContext:
         """Whether a multiple of ``count`` lies after the previous boundary and up to this one.
 
         >>> at = SaveContext(step=12, previous_step=8, now_s=0, began_s=0, saved_step=0, saved_s=0)
-        >>> at.has_passed(10), at.has_passed(7)
+        >>> at.crosses_multiple_of(10), at.crosses_multiple_of(7)
         (True, False)
         """
         previous = self.step - 1 if self.previous_step is None else self.previous_step
@@ -173,8 +173,8 @@ class Automatic(SavePolicy):
 
     def interval_s(self, context: SaveContext) -> float:
         """The interval to use in this context, in seconds."""
-        watched_s = self.expected_between_failures_s + max(context.now_s - context.began_s, 0.0)
-        best = optimal_interval_s(context.save_cost_s, watched_s / (1 + context.failures))
+        observed_s = self.expected_between_failures_s + max(context.now_s - context.began_s, 0.0)
+        best = optimal_interval_s(context.save_cost_s, observed_s / (1 + context.failures))
         return min(max(best, self.min_interval_s), self.max_interval_s)
 
     def __call__(self, context: SaveContext) -> bool:

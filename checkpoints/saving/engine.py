@@ -56,11 +56,12 @@ class Engine:
     means that the caller's world is stale (a :class:`WriterGroup` may have its own fence).
     ``deadline_s`` limits the time until any writer commits a save. While both buffers are in use, a
     save is skipped and counted with ``busy="skip"``; with ``"wait"`` it waits for a buffer, at most
-    until the deadline. By default one writer skips and several wait: where each rank skips by its
-    own buffers, a save lacks the shares of those that skipped it, and is never committed.
+    until the deadline. By default a single writer skips, and several wait: if each rank decided by
+    its own buffers, a save that some ranks skip could never be committed.
 
     Raises :class:`ArgumentError` for a ``root`` that names no storage. Once the writer thread has
-    died, which is a bug, methods raise :class:`WriterThreadDied`; RuntimeError once it is closed.
+    died, which is a bug, methods raise :class:`WriterThreadDied`; after :meth:`close`,
+    RuntimeError.
     """
 
     def __init__(
@@ -129,8 +130,8 @@ class Engine:
 
         Every rank of ``world`` calls it for the same steps. Once it returns, the tensors may
         change. ``wait_s`` limits the wait for a free buffer and overrides ``busy``. Raises
-        :class:`ArgumentError` or :class:`StateError` for caller mistakes, ``busy="skip"`` with
-        several writers among them; every other failure is in the outcome of the handle.
+        :class:`ArgumentError` or :class:`StateError` for caller mistakes, including
+        ``busy="skip"`` with several writers; every other failure is in the outcome of the handle.
         """
         self._check_alive()
         check_world(world.rank, world.size)
@@ -145,7 +146,7 @@ class Engine:
         buffer = self._buffers.acquire(wait_s)
         if buffer is None:
             self.skipped += 1
-            stall_s, reason = self._monotonic() - began_s, "earlier saves occupy all buffers"
+            stall_s, reason = self._monotonic() - began_s, "earlier saves use all buffers"
             self._end(handle, SaveStatus.SKIPPED, reason=reason, stall_s=stall_s)
             return handle
         try:
@@ -262,7 +263,7 @@ class Engine:
     # -- either thread ------------------------------------------------------------------------
 
     def _finish(self, job: SaveJob, status: SaveStatus, **more: Any) -> None:
-        """End a job exactly once: the second of two threads finds it ended."""
+        """End a job exactly once, even if both threads call this."""
         with self._lock:
             if job not in self._open:
                 return
@@ -287,7 +288,7 @@ class Engine:
     # -- the writer's thread ------------------------------------------------------------------
 
     def _work(self) -> None:
-        # Linux priorities are per thread. A refusal only costs training some CPU time.
+        # Linux priorities are per thread. If refused, saves only compete with training for CPUs.
         with contextlib.suppress(OSError, AttributeError):
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)
         try:

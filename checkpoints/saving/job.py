@@ -1,4 +1,4 @@
-"""One save between the caller's thread and the writer's."""
+"""A save, as passed from the caller's thread to the writer thread."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from checkpoints.saving.staging import StagingBuffer
 
 @dataclass(eq=False)
 class SaveJob:
-    """Of one engine: what the writer thread is to do, and how far it is."""
+    """The input of the writer thread for one save, and its progress."""
 
     attempt: WriteAttempt
     handle: SaveHandle

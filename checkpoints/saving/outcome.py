@@ -27,7 +27,7 @@ class WriterGroup:
 
 
 class WriterThreadDied(RuntimeError):
-    """The engine's writer thread died of ``__cause__``, a bug. No further saves are possible."""
+    """The engine's writer thread died of a bug, its ``__cause__``. No more saves are possible."""
 
 
 class SaveStatus(Enum):

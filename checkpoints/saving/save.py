@@ -45,8 +45,8 @@ def save(
 
     Every rank of a world calls it with the same tensors, step, generation and nonce; no rank waits
     for another. ``state`` is a tree of dicts, lists and tuples of JSON values and tensors; values
-    that are not tensors are saved as on rank 0. Of a DTensor (FSDP2, tensor parallelism) each rank
-    writes its shard, or an equal slice of a replicated one; ``rank`` and ``world_size`` are then
+    that are not tensors are saved from rank 0. Each rank writes its shard of a DTensor (FSDP2,
+    tensor parallelism), or an equal slice of a replicated one; ``rank`` and ``world_size`` are then
     those of torch.distributed. ``nonce`` identifies the world: shared by its writers and by no
     others (:func:`checkpoints.new_nonce`). ``data_position`` is any JSON value, returned on load.
     ``keep`` is applied after the commit. ``fence`` is called before it: False means that this world
@@ -91,13 +91,13 @@ def save(
 def buffer_wait_s(busy: Literal["skip", "wait"] | None, writers: int, deadline_s: float) -> float:
     """How long a save of ``writers`` ranks waits for a free buffer.
 
-    Raises :class:`ArgumentError` if each of several writers were to skip alone.
+    Raises :class:`ArgumentError` if several writers would each decide alone whether to skip.
     """
     if busy == "skip" and writers > 1:
         raise ArgumentError(
-            f'busy="skip" with {writers} writers: each would skip by its own buffers, and a save '
-            'that lacks a share is never committed. Leave busy out or use busy="wait"; if all '
-            "ranks have agreed on Engine.has_free_buffer, pass wait_s=0.0 to save_async"
+            f'busy="skip" with {writers} writers: each would decide by its own buffers, and a save '
+            'that lacks a share is never committed. Omit busy or use busy="wait"; if all ranks '
+            "have agreed on Engine.has_free_buffer, pass wait_s=0.0 to save_async"
         )
     waits = busy == "wait" or (busy is None and writers > 1)
     return deadline_s if waits else 0.0
@@ -122,7 +122,7 @@ def lineage_of(name: CheckpointName, pairs: Iterable[Ancestor | tuple[int, int]]
     if lineage and lineage[-1].generation != name.generation:
         raise ArgumentError(
             f"the lineage ends with generation {lineage[-1].generation}, "
-            f"the checkpoint is of generation {name.generation}",
+            f"but the checkpoint belongs to generation {name.generation}",
             hint="checkpoints.derive_lineage(origin, generation) returns it.",
         )
     if lineage and lineage[-1].began_at_step > name.step:

@@ -29,9 +29,8 @@ class StagingBuffer:
     def reserve(self, size_bytes: int, *, pinned: bool) -> None:
         """Allocate the memory and fault its pages in, so that the first save is not slower."""
         if self._bytes.numel() < size_bytes or (pinned and not self._bytes.is_pinned()):
-            self._bytes = torch.empty(
-                0, dtype=torch.uint8
-            )  # free the old buffer before allocating the new one
+            # Free the old buffer before allocating the new one.
+            self._bytes = torch.empty(0, dtype=torch.uint8)
             self._bytes = (
                 torch.empty(size_bytes, dtype=torch.uint8, pin_memory=True)
                 if pinned

@@ -1,8 +1,8 @@
 """An engine that survives the death of its writer thread.
 
-The thread cannot die of what storages and disks do, only of a bug. :class:`SupervisedEngine` then
-reports the death once and continues with a new engine; after :data:`MAX_DEATHS` of them it saves
-synchronously: slow, but a checkpoint.
+Storage failures do not end the thread; only a bug does. :class:`SupervisedEngine` then reports the
+death once and continues with a new engine. After :data:`MAX_DEATHS` deaths it saves synchronously,
+which is slow but still produces checkpoints.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class SupervisedEngine:
     """One per storage, for the life of a process. Its one owner closes it.
 
     ``report`` is called with the outcome of each save, on the caller's thread; ``on_death`` with
-    the reason when a writer thread has died, and what happens now.
+    the reason and the consequence when a writer thread has died.
     """
 
     def __init__(
@@ -81,7 +81,8 @@ class SupervisedEngine:
 
     @property
     def is_stuck(self) -> bool:
-        """Whether the disk hangs: a save was skipped for want of a buffer, and none is free yet."""
+        """Whether the disk hangs: a save was skipped because no buffer was free, and none is
+        yet."""
         if self._is_stuck and (self._engine is None or self._engine.has_free_buffer):
             self._is_stuck = False
         return self._is_stuck
@@ -101,7 +102,7 @@ class SupervisedEngine:
         data_position: Any,
         wait_s: float,
     ) -> SaveHandle | None:
-        """Begin to save this rank's share. None if it was saved synchronously, without a thread.
+        """Start to save this rank's share. None if it was saved synchronously, without a thread.
 
         Raises :class:`checkpoints.StateError` if the state holds a value that cannot be saved.
         """
@@ -189,7 +190,8 @@ class SupervisedEngine:
 
     def _replace(self, death: WriterThreadDied) -> None:
         self._engine, self._deaths = None, self._deaths + 1
-        then = "another one takes over" if self._deaths < MAX_DEATHS else "saves stop training now"
+        replaced = self._deaths < MAX_DEATHS
+        then = "a new one takes over" if replaced else "saves now block training"
         cause = f"{type(death.__cause__).__name__}: {death.__cause__}"
         self._on_death(f"{death} of {cause}; {then}")
 

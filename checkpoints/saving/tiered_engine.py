@@ -27,7 +27,7 @@ from checkpoints.saving.engine import Engine
 from checkpoints.saving.outcome import SaveHandle, SaveOutcome, SaveStatus, WriterGroup
 from checkpoints.storage.roots import Root, storage_for
 
-_SMOOTHING = 0.3  # exponential, of the measured cost of a save
+_SMOOTHING = 0.3  # weight of a new save in the exponential average of their cost
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ class _Running:
     saved_s: float
     cost_s: float = 0.0
 
-    def learn(self, outcome: SaveOutcome) -> None:
+    def update_cost(self, outcome: SaveOutcome) -> None:
         if outcome.status is SaveStatus.COMMITTED:
             before_s = self.cost_s or outcome.stall_s
             self.cost_s = before_s + _SMOOTHING * (outcome.stall_s - before_s)
@@ -83,7 +83,7 @@ class TieredEngine:
         monotonic: Callable[[], float] = time.monotonic,
     ) -> None:
         if not tiers:
-            raise ArgumentError("no tiers: at least one is needed")
+            raise ArgumentError("no tiers: at least one is required")
         self._monotonic = monotonic
         self._began_s = monotonic()
         self._tiers: list[_Running] = []
@@ -155,7 +155,7 @@ class TieredEngine:
         ended = []
         for index, running in enumerate(self._tiers):
             for outcome in running.engine.outcomes():
-                running.learn(outcome)
+                running.update_cost(outcome)
                 ended.append(TierOutcome(index, running.place, outcome))
         return tuple(ended)
 

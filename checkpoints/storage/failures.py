@@ -33,7 +33,7 @@ def writing(place: str) -> Iterator[None]:
             ) from error
         raise WriteFailed(
             f"writing into {place} failed: {reason}",
-            hint="Older checkpoints are unchanged; the next save starts afresh.",
+            hint="Older checkpoints are unchanged; the next save starts over.",
         ) from error
 
 

@@ -1,4 +1,4 @@
-"""Object stores by fsspec's drivers.
+"""Object stores, accessed through fsspec's drivers.
 
 fsspec has a maintained driver for every store (S3, GCS, Azure, …), each with its own credentials,
 retries and multipart uploads. It is imported when the first URL is used.
@@ -60,42 +60,41 @@ class FsspecObjects:
         self._path = path.rstrip("/")
         self.place = place if place is not None else f"{fs.protocol}:{path}"
         # Synchronous drivers share one file position among all readers.
-        self._one_at_a_time = (
+        self._serialized = (
             contextlib.nullcontext() if getattr(fs, "async_impl", False) else threading.Lock()
         )
 
     def list(self, prefix: str) -> dict[str, ObjectInfo]:
         try:
-            with self._asking():
+            with self._request():
                 found = self._fs.ls(self._key(prefix), detail=True)
         except FileNotFoundError:
             return {}
         entries = {}
         for info in found:
             name = info["name"].rstrip("/").rpartition("/")[2]
-            if info["name"].rstrip("/") != self._key(
-                prefix
-            ):  # some drivers list a prefix inside itself
+            # Some drivers list a prefix inside itself.
+            if info["name"].rstrip("/") != self._key(prefix):
                 entries[name] = _entry(info)
         return entries
 
     def stat(self, key: str) -> ObjectInfo:
-        with self._asking():
+        with self._request():
             entry = _entry(self._fs.info(self._key(key)))
         if entry.is_folder:
             raise FileNotFoundError(errno.ENOENT, "no such object", key)
         return entry
 
     def get(self, key: str, begin: int, end: int) -> bytes:
-        with self._asking():
+        with self._request():
             return bytes(self._fs.cat_file(self._key(key), start=begin, end=end))
 
     def put(self, key: str, data: bytes, *, only_new: bool = False) -> None:
         path = self._key(key)
-        with self._asking():
+        with self._request():
             if not only_new:
                 self._put(path, data)
-            elif self._puts_at_once:
+            elif self._puts_in_one_request:
                 self._put_new(path, data)
             elif self._fs.exists(path):
                 raise FileExistsError(path)
@@ -103,7 +102,7 @@ class FsspecObjects:
                 self._put(path, data)
 
     def _put(self, path: str, data: bytes) -> None:
-        if self._puts_at_once:
+        if self._puts_in_one_request:
             self._fs.pipe_file(path, data)
             return
         upload = self._fs.open(path, "wb", autocommit=False)
@@ -114,8 +113,8 @@ class FsspecObjects:
     def _put_new(self, path: str, data: bytes) -> None:
         """Conditional put; check-then-put for stores without it.
 
-        Racing committers put identical bytes, so the fallback is safe: it only reports to both
-        that they were first.
+        Racing committers put identical bytes, so the fallback is safe: at worst, it reports
+        success to both.
         """
         for _ in range(_CONFLICTS):
             try:
@@ -138,41 +137,39 @@ class FsspecObjects:
         return _Upload(self, key)
 
     def delete(self, key: str) -> None:
-        with contextlib.suppress(FileNotFoundError), self._asking():
+        with contextlib.suppress(FileNotFoundError), self._request():
             self._fs.rm_file(self._key(key))
 
     def delete_prefix(self, prefix: str) -> None:
         if not getattr(self._fs, "async_impl", False):
-            with (
-                contextlib.suppress(OSError),
-                self._asking(),
-            ):  # another writer may have put an object there
+            # Another writer may have put an object there.
+            with contextlib.suppress(OSError), self._request():
                 self._fs.rmdir(self._key(prefix))
 
     @property
-    def _puts_at_once(self) -> bool:
+    def _puts_in_one_request(self) -> bool:
         """Whether a put is a single request, unlike a file that is opened and written."""
         return getattr(self._fs, "async_impl", False) or _is_memory(self._fs)
 
     @property
-    def takes_parts(self) -> bool:
+    def supports_multipart(self) -> bool:
         """Whether an upload stays invisible until it finishes; not so in the memory driver."""
         return not _is_memory(self._fs)
 
-    def begin_parts(self, key: str) -> Any:
-        with self._asking():
+    def begin_multipart(self, key: str) -> Any:
+        with self._request():
             return self._fs.open(self._key(key), "wb", block_size=PART_BYTES, autocommit=False)
 
-    def asking(self) -> contextlib.AbstractContextManager[None]:
-        return self._asking()
+    def request(self) -> contextlib.AbstractContextManager[None]:
+        return self._request()
 
     def _key(self, key: str) -> str:
         return f"{self._path}/{key}" if key else self._path
 
     @contextlib.contextmanager
-    def _asking(self) -> Iterator[None]:
+    def _request(self) -> Iterator[None]:
         """Translate any exception of a driver into an ``OSError`` with an errno."""
-        with self._one_at_a_time:
+        with self._serialized:
             try:
                 yield
             except Exception as error:
@@ -192,24 +189,24 @@ class _Upload:
     def write(self, data: bytes | memoryview) -> None:
         if self._parts is None:
             self._small += data
-            if len(self._small) < PART_BYTES or not self._objects.takes_parts:
+            if len(self._small) < PART_BYTES or not self._objects.supports_multipart:
                 return
-            self._parts = self._objects.begin_parts(self._key)
+            self._parts = self._objects.begin_multipart(self._key)
             data, self._small = bytes(self._small), bytearray()
-        with self._objects.asking():
+        with self._objects.request():
             self._parts.write(data)
 
     def finish(self) -> None:
         if self._parts is None:
             self._objects.put(self._key, bytes(self._small))
             return
-        with self._objects.asking():
+        with self._objects.request():
             self._parts.close()
             self._parts.commit()
 
     def abandon(self) -> None:
         if self._parts is not None:
-            with self._objects.asking():
+            with self._objects.request():
                 self._parts.discard()
                 with contextlib.suppress(AttributeError):
                     self._parts.closed = True  # else its destructor would send the remainder

@@ -78,7 +78,7 @@ class LocalStorage:
 
 class _LocalSink:
     def __init__(self, path: Path) -> None:
-        # Never follow a symbolic link: a planted one would have us overwrite its target.
+        # Never follow a symbolic link: with a planted one, the write would go to its target.
         flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW
         self._file = io.BufferedWriter(
             io.FileIO(os.open(path, flags, 0o666), "w"), buffer_size=_BUFFER_BYTES
@@ -101,7 +101,7 @@ class _LocalSink:
 
 class _LocalSource:
     def __init__(self, path: Path) -> None:
-        # O_NONBLOCK: a planted FIFO must not block us; O_NOFOLLOW: stay inside the folder.
+        # O_NONBLOCK: a planted FIFO must not block the open; O_NOFOLLOW: stay inside the folder.
         self._fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
         status = os.fstat(self._fd)
         if not stat.S_ISREG(status.st_mode):

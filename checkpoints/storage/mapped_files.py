@@ -40,7 +40,7 @@ class MappedFile:
     def view(self, begin: int, end: int) -> memoryview:
         """A view of these bytes, pre-faulted: faults page by page take several times as long.
 
-        Raises ``OSError`` if the pages are not available any more.
+        Raises ``OSError`` if the pages are no longer available.
         """
         page = begin - begin % mmap.PAGESIZE
         try:

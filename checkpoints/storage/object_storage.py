@@ -91,7 +91,8 @@ class ObjectStorage:
         return self._objects.stat(_key(path)).size
 
     def modified_s(self, path: str) -> float:
-        """Of a folder: the time of the last change in it."""
+        """Time of the last change, in seconds since 1970; for a folder, that of its newest
+        object."""
         if "/" in path or _parse_path(path)[0] is None:
             return self._objects.stat(_key(path)).modified_s
         files = [entry.modified_s for entry in self._objects.list(_key(path)).values()]

@@ -30,7 +30,7 @@ class Upload(Protocol):
 
 
 class Objects(Protocol):
-    """An object store. Failures are ``OSError``, what is missing ``FileNotFoundError``."""
+    """An object store. Failures raise ``OSError``, missing objects ``FileNotFoundError``."""
 
     @property
     def place(self) -> str: ...
@@ -48,7 +48,7 @@ class Objects(Protocol):
         ...
 
     def put(self, key: str, data: bytes, *, only_new: bool = False) -> None:
-        """Put an object in one request; with ``only_new``, FileExistsError if it exists."""
+        """Put an object in one request. With ``only_new``, raises FileExistsError if it exists."""
         ...
 
     def upload(self, key: str) -> Upload:
@@ -56,7 +56,7 @@ class Objects(Protocol):
         ...
 
     def delete(self, key: str) -> None:
-        """Delete an object; a missing one is no error."""
+        """Delete an object; a missing one is not an error."""
         ...
 
     def delete_prefix(self, prefix: str) -> None:

@@ -12,8 +12,8 @@ _BOOT = Path("/proc/sys/kernel/random/boot_id")
 
 
 def page_cache_identity(storage: Storage, name: str) -> str | None:
-    """Equal for two processes that read the same files of a checkpoint through one kernel, whatever
-    the path of the folder; None if that cannot be determined.
+    """An identity that processes share if they read the same files of a checkpoint through one
+    kernel, regardless of the folder's path; None if that cannot be determined.
 
     Virtual machines started from one snapshot share a boot id, so the host name is part of it.
     """

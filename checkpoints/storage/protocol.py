@@ -1,4 +1,4 @@
-"""The storage protocol: everything this package needs of a place for checkpoints.
+"""The storage protocol: every operation that this package uses to store checkpoints.
 
 Paths are relative to the storage's root, with ``/``; they are built by
 :mod:`checkpoints.format.names`, never taken from a manifest unchecked. Failures are ``OSError``;
@@ -20,7 +20,7 @@ class WritableFile(Protocol):
         ...
 
     def sync(self) -> None:
-        """Flush and make the content durable: it survives a power failure after this."""
+        """Flush and make the content durable, so that it survives a power failure."""
         ...
 
     def close(self) -> None: ...
@@ -51,7 +51,7 @@ class Storage(Protocol):
         ...
 
     def make_folder(self, path: str) -> None:
-        """Create a folder and its parents; an existing one is no error. The root is ``""``."""
+        """Create a folder and its parents; an existing one is not an error. The root is ``""``."""
         ...
 
     def list(self, path: str) -> list[str]:
@@ -59,7 +59,7 @@ class Storage(Protocol):
         ...
 
     def size(self, path: str) -> int:
-        """Bytes of a file."""
+        """The size of a file in bytes."""
         ...
 
     def modified_s(self, path: str) -> float:
@@ -75,7 +75,7 @@ class Storage(Protocol):
         ...
 
     def rename(self, old: str, new: str) -> None:
-        """Atomic. Renaming a folder onto a non-empty folder fails (EEXIST or ENOTEMPTY)."""
+        """Rename atomically. A folder never replaces a non-empty one (EEXIST or ENOTEMPTY)."""
         ...
 
     def sync_folder(self, path: str) -> None:
@@ -87,7 +87,7 @@ class Storage(Protocol):
         ...
 
     def remove_folder(self, path: str) -> None:
-        """Remove a folder and its content; a missing folder is no error."""
+        """Remove a folder and its content; a missing folder is not an error."""
         ...
 
 

@@ -1,4 +1,4 @@
-"""From what a caller gives as a root (a path, a URL, a storage) to the storage itself."""
+"""Resolves a checkpoint root (a path, a URL or a storage) to a storage."""
 
 from __future__ import annotations
 

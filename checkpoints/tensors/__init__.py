@@ -1,4 +1,4 @@
-"""What a tensor is to a checkpoint: element types, regions, sharding, and which rank writes what.
+"""Tensors in a checkpoint: element types, regions, sharding, and which rank writes what.
 
 Mostly arithmetic on shapes; :mod:`~checkpoints.tensors.dtensors` and
 :mod:`~checkpoints.tensors.elements` read live tensors. No file, no storage, no communication.

@@ -24,7 +24,7 @@ def views_of(tensor: torch.Tensor, place: Extent) -> Iterator[tuple[torch.Tensor
 
 
 def copy_to(target_bytes: torch.Tensor, tensor: torch.Tensor, place: Extent) -> None:
-    """Copy ``place`` into ``target_bytes``, contiguous. Copies from a GPU are not awaited."""
+    """Copy ``place`` into ``target_bytes``, contiguous. Does not wait for copies from a GPU."""
     typed = target_bytes.view(tensor.dtype)
     with torch.no_grad():
         for view, before in views_of(tensor, place):
@@ -37,7 +37,7 @@ def bytes_of(tensor: torch.Tensor, place: Extent) -> memoryview:
     first = next(views_of(tensor, place))[0]
     if _is_plain_memory(first) and first.numel() == place.count:
         flat = first.reshape(-1)
-        if flat.stride(0) == 1:  # torch also calls one element of a strided row contiguous
+        if flat.stride(0) == 1:  # for torch, one element of a strided row is contiguous, too
             return flat.view(torch.uint8).numpy().data
     copied = torch.empty(place.count * tensor.element_size(), dtype=torch.uint8)
     copy_to(copied, tensor, place)

@@ -1,13 +1,13 @@
 """How a tensor is sharded over ranks, and which of its elements each rank writes.
 
-A layout is the numeric form of a DTensor's mesh and placements. Every rank knows all of it, so no
-communication is needed. Where several ranks hold the same region (replicated dimensions of the
-mesh, as in HSDP), each writes an equal slice of it.
+A layout is the numeric form of a DTensor's mesh and placements. Every rank has the complete layout,
+so no communication is needed. Where several ranks hold the same region (replicated dimensions of
+the mesh, as in HSDP), each writes an equal slice of it.
 
 The order of splits is torch's (``torch/distributed/tensor/_utils.py``): from the first dimension
-of the mesh to the last, each in pieces of ``ceil(length / size)`` as torch.chunk makes them. A
-*strided* split (FSDP over tensor parallelism) first makes ``factor`` pieces, splits each, and
-gives a rank its share of every one.
+of the mesh to the last, each into pieces of ``ceil(length / size)``, like torch.chunk. A *strided*
+split (FSDP over tensor parallelism) first makes ``factor`` pieces, splits each, and gives a rank
+its share of every piece.
 """
 
 from __future__ import annotations
@@ -98,8 +98,8 @@ def local_shape(layout: Layout, shape: Shape, coordinate: Shape) -> Shape:
 
 @functools.lru_cache(maxsize=65536)
 def written_regions(layout: Layout, shape: Shape, rank: int, turn: int) -> tuple[Region, ...]:
-    """The regions that ``rank`` writes. ``turn`` rotates who writes regions too small to be
-    sliced."""
+    """The regions that ``rank`` writes. ``turn`` rotates which rank writes a region that is too
+    small to be sliced."""
     coordinate = layout.coordinate(rank)
     if coordinate is None:
         return ()

@@ -1,8 +1,8 @@
 """Which rank writes what: a pure function of (tensors, world size, rank), without communication.
 
 Replicated tensors are concatenated, widest elements first, and cut into W pieces of equal bytes,
-rounded up to an element. A rank's share of a tensor is a *span*: a run of elements
-in row-major order. Of sharded tensors a rank writes *regions* that it holds
+rounded up to an element. A rank's share of a tensor is a *span*: a run of elements in row-major
+order. For sharded tensors, a rank writes *regions* that it holds
 (:mod:`checkpoints.tensors.layout`). In a file, wide elements come first, which keeps every piece
 aligned.
 """
@@ -24,7 +24,7 @@ CHUNK_BYTES = 16 << 20
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """A global tensor, known alike on every rank. Without a layout it is replicated."""
+    """A global tensor, with the same description on every rank; replicated if it has no layout."""
 
     name: str
     dtype: str
@@ -85,8 +85,7 @@ def _check_mesh(spec: TensorSpec, layout: Layout, world_size: int) -> None:
 
 
 def _element_at(offset_bytes: int, spec: TensorSpec) -> int:
-    """The first element at or after a byte offset: the ranks on both sides of a cut compute the
-    same."""
+    """The first element at or after a byte offset; equal for the ranks on both sides of a cut."""
     return min(max(-(-offset_bytes // spec.element_bytes), 0), spec.count)
 
 

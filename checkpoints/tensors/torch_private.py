@@ -18,8 +18,8 @@ def storage_of(tensor: torch.Tensor) -> int:
 def load_dcp(path: Path) -> dict[str, Any]:
     """Everything that ``torch.distributed.checkpoint`` saved in a folder.
 
-    There is no public API to load without a template state; torch's own ``format_utils`` do the
-    same as this. Raises CheckpointError if the installed torch has renamed these.
+    There is no public API to load without a template state; torch's own ``format_utils`` use the
+    same private names. Raises CheckpointError if the installed torch has renamed them.
     """
     try:
         from torch.distributed.checkpoint.default_planner import _EmptyStateDictLoadPlanner

@@ -218,7 +218,7 @@ class _FaultySource:
 
 
 class FaultyObjects(_Faulty[Objects]):
-    """Wraps an object store, as :class:`FaultyStorage` does a storage.
+    """Wraps an object store, as :class:`FaultyStorage` wraps a storage.
 
     No torn writes: a put is atomic. Calls raise what the wrapped store raises, and
     :class:`SimulatedCrash` or OSError where ``fault`` says so.
@@ -254,7 +254,7 @@ class FaultyObjects(_Faulty[Objects]):
         self._plan.run(f"delete {key}", lambda: self._inner.delete(key))
 
     def delete_prefix(self, prefix: str) -> None:
-        """Delete an empty prefix. Never fails by itself."""
+        """Delete an empty prefix. No fault is injected here."""
         self._inner.delete_prefix(prefix)
 
 

@@ -63,11 +63,11 @@ class _Side:
     def read(self, tensor: TensorEntry) -> torch.Tensor:
         """The verified elements of a tensor."""
         name = tensor.spec.name
-        spares = {name: TensorBuffer(tensor.spec)}
-        target, done = into_buffers(spares)
+        buffers = {name: TensorBuffer(tensor.spec)}
+        target, done = into_buffers(buffers)
         items = [(tensor, chunk) for chunk in tensor.chunks]
         read_chunks(self._storage, self._manifest, items, target, headers=(), done=done)
-        return spares[name].tensor
+        return buffers[name].tensor
 
 
 def _difference(before: _Side, after: _Side, path: str) -> str:
@@ -89,9 +89,9 @@ def _by_element(old: torch.Tensor, new: torch.Tensor) -> str:
     if torch.equal(_bytes(old), _bytes(new)):
         return ""  # equal, but written at different world sizes
     wide = torch.complex128 if old.is_complex() else torch.float64
-    apart = (new.to(wide) - old.to(wide)).abs()
-    count = int((apart != 0).sum())  # NaN differs from everything
-    return f"{count} of {old.numel()} elements, at most {float(apart.max()):.3g} apart"
+    difference = (new.to(wide) - old.to(wide)).abs()
+    count = int((difference != 0).sum())  # NaN differs from everything
+    return f"{count} of {old.numel()} elements differ, by at most {float(difference.max()):.3g}"
 
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:

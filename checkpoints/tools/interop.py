@@ -49,7 +49,7 @@ def export_to(
 ) -> None:
     """Write a verified checkpoint as another format: a file, or DCP's folder.
 
-    ``progress`` is called with the number of bytes of each chunk that was read.
+    ``progress`` is called with the number of bytes of each chunk read.
     Raises what :func:`checkpoints.load` raises, :class:`ArgumentError` if the target exists,
     :class:`NotWritable` if its folder does not, :class:`DiskFull` if it has no space, and
     :class:`WriteFailed` if the state cannot be written in that format.
@@ -100,8 +100,8 @@ def import_from(source: str | os.PathLike[str], form: Format, *, trust: bool = F
         except Exception as error:  # any failure of the other library
             raise ReadFailed(
                 f"{source} cannot be read as {form}: {error}",
-                hint="Is it of this format? A file of torch.save may hold tensors and plain "
-                "values only.",
+                hint="Check its format. A torch.save file may contain only tensors and plain "
+                "values.",
             ) from error
 
 
@@ -124,7 +124,7 @@ def _write_dcp(state: Any, path: Path) -> None:
     from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
     if not isinstance(state, dict):
-        raise StateError("torch.distributed.checkpoint can only hold a dict as state")
+        raise StateError("torch.distributed.checkpoint can only save a dict")
     # DCP turns dicts with int keys into lists and drops empty ones: the tree restores them.
     tree, _ = flatten(state)
     dcp_save({**state, _TREE: json.dumps(tree)}, checkpoint_id=path, no_dist=True)

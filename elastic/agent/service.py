@@ -128,7 +128,7 @@ class NodeService:
         is_oom_kill = failure_exit_code == -signal.SIGKILL and (
             node.failure_is_oom_kill or self._oom_kills.has_killed()
         )
-        kernel_log = self._at.kernel_log.said().lines if failure_exit_code is not None else ()
+        kernel_log = self._at.kernel_log.excerpt().lines if failure_exit_code is not None else ()
         if is_oom_kill and OOM_KILL not in (failure or ""):
             failure = f"{failure or 'a worker was ended by SIGKILL'}: {OOM_KILL}"
         is_recovery = after > 0 and failure is None  # of others: the leader's log has their origin

@@ -29,7 +29,7 @@ from elastic.membership.keys import Keys
 from elastic.store.etcd.options import etcd_config
 from elastic.store.etcd.store import EtcdStore
 from elastic.tuning.agent_options import AgentOptions
-from elastic.tuning.announced_address import told_address
+from elastic.tuning.announced_address import configured_address
 from elastic.tuning.doctor_intervals import DOCTOR_DEADLINE_S, DOCTOR_JOIN_S
 from elastic.tuning.network import read_network
 
@@ -100,7 +100,10 @@ def examine(plan: ExaminationPlan, say: Say) -> Report:
 def _start_probes(plan: ExaminationPlan, endpoint: tuple[str, int]) -> dict[str, Probe]:
     options = plan.options
     wanted: dict[str, Sequence[object]] = {
-        "network": (told_address(plan.local_addr, options.network, options.pod_ip), *endpoint),
+        "network": (
+            configured_address(plan.local_addr, options.network, options.pod_ip),
+            *endpoint,
+        ),
         "shm": (),
         "limits": (),
         "gpu": (),

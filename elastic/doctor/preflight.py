@@ -18,7 +18,7 @@ from elastic.membership.records import Keys, Leader, Node, decode
 from elastic.store.etcd.endpoints import Endpoint
 from elastic.store.keyvalue import KeyValue
 from elastic.tuning.agent_options import AgentOptions
-from elastic.tuning.announced_address import told_address
+from elastic.tuning.announced_address import configured_address
 from elastic.tuning.doctor_intervals import PREFLIGHT_CONNECT_S, PREFLIGHT_PROBES_S
 
 
@@ -32,7 +32,7 @@ def preflight(
 ) -> list[Finding]:
     """Check this node, its rights in etcd, and the way to the job's leader."""
     told = (endpoint.host, endpoint.port) if endpoint else ("", 0)
-    arguments = (told_address(local_addr, options.network, options.pod_ip), *told)
+    arguments = (configured_address(local_addr, options.network, options.pod_ip), *told)
     # Processes only for checks that may hang: name resolution, and an installed driver.
     network = Probe("network", arguments, deadline_s=PREFLIGHT_PROBES_S)
     gpu = Probe("gpu", (), deadline_s=PREFLIGHT_PROBES_S) if machine.has_gpu_driver() else None

@@ -1,6 +1,6 @@
-"""The consequence of a failure for the job: restart, exclude the node, or stop.
+"""Decides the consequence of a failure for the job: restart, exclude the node, or stop.
 
 Start with ``verdict``; its patterns are the table in ``rules``. Both are pure and import nothing
-of ``elastic``. ``kernel_log`` reads the kernel's log, which may explain a failure. Tests apply the
-verdict to a corpus of labelled real error texts (``tests/data/failure_corpus.json``).
+else from ``elastic``. ``kernel_log`` reads the kernel's log, which may explain a failure. Tests
+apply the verdict to a corpus of labelled real error texts (``tests/data/failure_corpus.json``).
 """

@@ -1,8 +1,8 @@
 """The kernel's log since the start of this node's workers: Xid, OOM kills, broken disks.
 
-An error of a GPU or a disk is often missing from the output of the worker that it has ended.
-Reading needs CAP_SYSLOG, or ``kernel.dmesg_restrict=0``, and in a container ``/dev/kmsg``; without
-them, a sentence states why there is no such evidence.
+A GPU or disk error that ends a worker is often missing from the worker's output. Reading the log
+requires CAP_SYSLOG or ``kernel.dmesg_restrict=0`` and, in a container, ``/dev/kmsg``. Without them,
+:attr:`KernelLogExcerpt.problem` states why there is no such evidence.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from elastic.hangs.kernel import is_telling
 from elastic.tuning.agent_intervals import KERNEL_LOG_READ_S
 
 KMSG = Path("/dev/kmsg")
-_RECORD_BYTES = 8192  # of the longest one (CONSOLE_EXT_LOG_MAX, kernel/printk/internal.h)
-_MOST_READ = 20_000  # lines at a time: of more, the last
-_MOST_LINES, _MOST_CHARACTERS = 5, 300  # of each kind, and of a line
+_RECORD_BYTES = 8192  # the longest record (CONSOLE_EXT_LOG_MAX, kernel/printk/internal.h)
+_MAX_LINES_READ = 20_000  # at a time; older ones are dropped
+_MAX_LINES, _MAX_CHARACTERS = 5, 300  # of each kind; of a line
 _FIRST_PID_NAMESPACE = 0xEFFFFFFC  # PROC_PID_INIT_INO, include/linux/proc_ns.h
 
 
 @dataclass(frozen=True)
 class KernelLogExcerpt:
-    """The last lines that may explain the end of a worker; ``problem``: why none can be read."""
+    """The last lines that may explain the end of a worker. ``problem`` is why none can be read."""
 
     lines: tuple[str, ...] = ()
     problem: str = ""
@@ -38,18 +38,19 @@ class KernelLogExcerpt:
         return "; ".join(self.lines) or self.problem
 
     def has_killed(self, pid: int) -> bool:
-        """Whether the OOM killer has ended this process, as far as numbers of processes are ours:
-        in a container the log has those of the machine."""
+        """Whether the OOM killer has ended this process. False in a container, where the log has
+        the machine's process ids."""
         if os.stat("/proc/self/ns/pid").st_ino != _FIRST_PID_NAMESPACE:
             return False
         return any(f"killed process {pid} " in line.lower() for line in self.lines)
 
 
 class KernelLog:
-    """Read after the end of a worker. From any thread; its owner calls ``close``.
+    """The kernel's log, read after the end of a worker. Safe for use by any thread; its owner
+    calls ``close``.
 
-    A start of workers moves it to the end of the log, so that later lines are theirs, and the log
-    of months need not be read.
+    :meth:`mark` skips to the end of the log when workers start, so that later lines are about them
+    and months of log need not be read.
     """
 
     def __init__(self, path: Path = KMSG, clock: Clock = SYSTEM_CLOCK) -> None:
@@ -58,13 +59,13 @@ class KernelLog:
         self._lock = threading.Lock()
         self._fd = -1
         self._problem = ""
-        self._rest = b""  # of a record that was read in part
+        self._rest = b""  # the incomplete last line of a read
         # Lines that match a rule must not be displaced by many lines that may be relevant.
-        self._known: deque[str] = deque(maxlen=_MOST_LINES)
-        self._other: deque[str] = deque(maxlen=_MOST_LINES)
+        self._known: deque[str] = deque(maxlen=_MAX_LINES)
+        self._other: deque[str] = deque(maxlen=_MAX_LINES)
 
     def mark(self) -> None:
-        """Workers are about to start: earlier lines are not about them."""
+        """Skip the lines so far: workers are about to start."""
         with self._lock:
             self._known.clear()
             self._other.clear()
@@ -79,8 +80,8 @@ class KernelLog:
             else:
                 self._problem = ""
 
-    def said(self) -> KernelLogExcerpt:
-        """The lines since the last :meth:`mark`. Neither waits nor reads for long."""
+    def excerpt(self) -> KernelLogExcerpt:
+        """The lines since the last :meth:`mark`. Does not block; reads for a limited time."""
         with self._lock:
             for line in self._read():
                 self._note(line.decode(errors="replace"))
@@ -94,8 +95,9 @@ class KernelLog:
             self._fd = -1
 
     def _read(self) -> Iterable[bytes]:
-        """The newest lines since the last time. One read gives one record; of a file, many."""
-        lines: deque[bytes] = deque(maxlen=_MOST_READ)
+        """The newest lines since the last call. A read of /dev/kmsg returns one record; a read of
+        a file, many."""
+        lines: deque[bytes] = deque(maxlen=_MAX_LINES_READ)
         until_s = self._clock.monotonic() + KERNEL_LOG_READ_S
         while self._fd >= 0 and self._clock.monotonic() < until_s:
             try:
@@ -103,25 +105,26 @@ class KernelLog:
             except BlockingIOError:
                 break  # that was the last one
             except BrokenPipeError:
-                continue  # it was overwritten: the next read begins at the oldest that is left
+                continue  # records were overwritten: the next read returns the oldest existing one
             except OSError as error:
                 self._fail(error)
                 break
             if not read:
                 break
-            *whole, self._rest = (self._rest + read).split(b"\n")
-            lines.extend(whole)
+            *complete, self._rest = (self._rest + read).split(b"\n")
+            lines.extend(complete)
         return lines
 
     def _note(self, line: str) -> None:
-        """``level,number,microseconds,flags;text``; lines with more about it begin with a space."""
-        about, separator, text = line.partition(";")
-        if not separator or about.startswith(" "):
+        """Keep a relevant ``level,number,microseconds,flags;text``; continuation lines, which begin
+        with a space, are ignored."""
+        prefix, separator, text = line.partition(";")
+        if not separator or prefix.startswith(" "):
             return
         if not is_telling(text):
             return
         is_known = any(rule.kernel_pattern.search(text) for rule in RULES)
-        (self._known if is_known else self._other).append(text[:_MOST_CHARACTERS])
+        (self._known if is_known else self._other).append(text[:_MAX_CHARACTERS])
 
     def _fail(self, error: OSError) -> None:
         self._problem = (

@@ -11,14 +11,14 @@ import re
 from dataclasses import dataclass
 from enum import Enum
 
-_NOTHING = r"(?!)"  # a pattern that matches nowhere
+_NO_MATCH = r"(?!)"  # a pattern that matches nowhere
 
 
 class Action(str, Enum):
     """The job's action on a failure."""
 
     RESTART = "restart"  # the next world, with the same node
-    EXCLUDE_NODE = "exclude-node"  # the next world without it, for the time of the quarantine
+    EXCLUDE_NODE = "exclude-node"  # the next world without it, for the duration of the quarantine
     STOP = "stop"  # no attempt can succeed
 
 
@@ -52,8 +52,8 @@ class Rule:
 
     @property
     def reads_kernel_log(self) -> bool:
-        """Whether the rule has a pattern for it."""
-        return self.kernel_pattern.pattern != _NOTHING
+        """Whether the rule has a pattern for the kernel's log."""
+        return self.kernel_pattern.pattern != _NO_MATCH
 
 
 def _rule(
@@ -79,11 +79,11 @@ def _rule(
 
 
 def _any_of(patterns: tuple[str, ...]) -> re.Pattern[str]:
-    """Without any, nothing matches."""
-    return re.compile("|".join(f"(?:{p})" for p in patterns) or _NOTHING, re.IGNORECASE)
+    """Matches any of the patterns; nothing if there are none."""
+    return re.compile("|".join(f"(?:{p})" for p in patterns) or _NO_MATCH, re.IGNORECASE)
 
 
-# Codes of NVIDIA's catalogue that ask for a reset, a reboot or a new board: 48 and 94/95 memory,
+# Codes in NVIDIA's catalogue that require a reset, a reboot or a new board: 48 and 94/95 memory,
 # 62 microcontroller, 63/64 page retirement, 74 NVLink, 79 off the bus, 119/120 firmware, 140
 # memory.
 _XID_OF_HARDWARE = r"\bxid \([^)]*\): *(48|62|63|64|74|79|94|95|119|120|140)\b"
@@ -220,7 +220,7 @@ RULES: tuple[Rule, ...] = (
         r"cudnn_status_execution_failed",
         r"cublas_status_execution_failed",
         r"\bxid \([^)]*\): *(13|31|43|45)\b",
-        kernel=(r"\bxid \([^)]*\): *(13|31|43)\b",),  # 45 cleans up behind one that was killed
+        kernel=(r"\bxid \([^)]*\): *(13|31|43)\b",),  # 45 also follows the kill of a process
     ),
     # -- the fabric ----------------------------------------------------------------------------
     _rule(
@@ -344,8 +344,8 @@ RULES: tuple[Rule, ...] = (
         Action.RESTART,
         Confidence.LOW,
         "a connection between ranks failed or timed out",
-        # Words too common to be looked for before the mistakes of a script: "libnccl.so.2: cannot
-        # open shared object file" is missing software.
+        # These words are too common to be matched before errors of the script: "libnccl.so.2:
+        # cannot open shared object file" is missing software.
         r"timed out|socket|network is unreachable|no route to host",
         r"\bgloo\b|nccl|process ?group|tcpstore|watchdog",
         is_consequence=True,

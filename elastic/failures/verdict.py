@@ -64,7 +64,7 @@ def judge_failure(facts: FailureFacts) -> FailureVerdict:
             Confidence.HIGH,
             "the kernel killed it because its memory limit was reached; raise the limit, or lower "
             "the number of data workers",
-            _of_exit_code(facts),
+            _exit_evidence(facts),
         )
     text = facts.text or ""
     matched = _first_match(text)
@@ -85,23 +85,23 @@ def _in_kernel_log(
     An error of the script remains one, whatever else has happened on its machine. A definite fault
     of the machine explains any other failure; one that may not have affected this process explains
     only an otherwise unexplained failure. An event about one process (an OOM kill, a fault of the
-    script's kernels on a GPU) explains that of a process without an error text.
+    script's kernels on a GPU) explains only the failure of a process without its own error text.
     """
     by_text = matched[0] if matched is not None else None
-    is_mistake = by_text is not None and by_text.action is Action.STOP
-    if not facts.kernel_log or is_mistake or _is_wrong_usage(facts):
+    is_script_error = by_text is not None and by_text.action is Action.STOP
+    if not facts.kernel_log or is_script_error or _is_wrong_usage(facts):
         return None
-    is_open = by_text is None or by_text.is_consequence
+    is_unexplained = by_text is None or by_text.is_consequence
     for rule in RULES:
         if rule is by_text:
-            return None  # the text is the same, in the worker's own words
+            return None  # the worker's text states the same cause
         for line in reversed(facts.kernel_log):
             if not rule.kernel_pattern.search(line):
                 continue
             is_machine = rule.action is Action.EXCLUDE_NODE
-            if is_machine and (is_open or rule.confidence is Confidence.HIGH):
+            if is_machine and (is_unexplained or rule.confidence is Confidence.HIGH):
                 return rule, line
-            if not is_machine and is_open and not _has_own_error(facts):
+            if not is_machine and is_unexplained and not _has_own_error(facts):
                 return rule, line
     return None
 
@@ -117,8 +117,8 @@ def _is_wrong_usage(facts: FailureFacts) -> bool:
 
 
 def is_consequence(text: str | None, kernel_log: tuple[str, ...] = ()) -> bool:
-    """Whether a worker's error says no more than that a peer is gone, or does not answer: neither
-    does the kernel's log of its node know of a fault of the machine.
+    """Whether a worker's error only states that a peer is gone or does not respond, and the
+    kernel's log of its node shows no fault of the machine.
 
     Decided by the same rule as its verdict.
 
@@ -159,7 +159,7 @@ def _by_rule(rule: Rule, facts: FailureFacts, line: str) -> FailureVerdict:
 
 def _by_exit_code(facts: FailureFacts) -> FailureVerdict:
     code = facts.exit_code
-    evidence = _of_exit_code(facts)
+    evidence = _exit_evidence(facts)
     if _is_wrong_usage(facts):
         return _verdict(
             Action.STOP,
@@ -191,7 +191,7 @@ def _by_exit_code(facts: FailureFacts) -> FailureVerdict:
     )
 
 
-def _of_exit_code(facts: FailureFacts) -> str:
+def _exit_evidence(facts: FailureFacts) -> str:
     code = facts.exit_code
     if code is None:
         return ""

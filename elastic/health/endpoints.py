@@ -3,7 +3,7 @@
 *Live* means that the agent's own threads make progress. Nothing else matters: killing an agent does
 not repair a job that is paused, waits for nodes or has lost etcd, but harms it.
 
-*Ready* means that this node's workers are in the current world. A paused world is a world.
+*Ready* means that this node's workers are in the current world, which may be paused.
 """
 
 from __future__ import annotations
@@ -23,22 +23,22 @@ class Answer(Protocol):
 
     @property
     def status(self) -> HTTPStatus:
-        """Of the response."""
+        """The HTTP status."""
         ...
 
     @property
     def content_type(self) -> str:
-        """The header."""
+        """The Content-Type header."""
         ...
 
     def body(self) -> bytes:
-        """What follows the headers."""
+        """The body of the response."""
         ...
 
 
 @dataclass(frozen=True)
 class HealthStatus:
-    """An answer, and why. ``details`` go into the body beside them."""
+    """The result of a probe, and the reason. ``details`` are added to the body."""
 
     is_ok: bool
     reason: str
@@ -46,12 +46,12 @@ class HealthStatus:
 
     @property
     def status(self) -> HTTPStatus:
-        """What probes go by."""
+        """200 or 503: kubelets evaluate only this."""
         return HTTPStatus.OK if self.is_ok else HTTPStatus.SERVICE_UNAVAILABLE
 
     @property
     def content_type(self) -> str:
-        """Of the body."""
+        """The Content-Type header."""
         return "application/json"
 
     def body(self) -> bytes:
@@ -65,8 +65,8 @@ Routes = Mapping[str, Callable[[], Answer]]
 
 
 def routes_of(status: NodeStatus, hung_after_s: float) -> Routes:
-    """The paths and their answers. They take no lock: one that a hung thread holds must not
-    hang the answer that it is."""
+    """The paths and their responses. They take no lock: a hung thread that holds one must not
+    block the response that reports it."""
     return {
         "/livez": lambda: liveness(status.watchdog.silences_s(), hung_after_s),
         "/readyz": lambda: readiness(
@@ -80,7 +80,7 @@ def routes_of(status: NodeStatus, hung_after_s: float) -> Routes:
 
 
 def liveness(silences_s: Mapping[str, float], hung_after_s: float) -> HealthStatus:
-    """Whether every thread has turned within ``hung_after_s``."""
+    """Whether every thread has made progress within ``hung_after_s``."""
     for thread, silent_s in silences_s.items():
         if silent_s > hung_after_s:
             return HealthStatus(
@@ -99,8 +99,8 @@ def readiness(
     is_parked: bool,
     waits_for: str = "",
 ) -> HealthStatus:
-    """Whether this node's workers are in the present world."""
-    is_ready, reason = _standing(node, world, done)
+    """Whether this node's workers are in the current world."""
+    is_ready, reason = _is_in_world(node, world, done)
     if waits_for and not is_ready:
         reason = f"{node.name} waits: {waits_for}; {reason}"
     details: dict[str, object] = {"node": node.name, "parked": is_parked}
@@ -120,11 +120,11 @@ def readiness(
     return HealthStatus(is_ready, reason, details)
 
 
-def _standing(node: Node, world: WorldRecord | None, done: Done | None) -> tuple[bool, str]:
+def _is_in_world(node: Node, world: WorldRecord | None, done: Done | None) -> tuple[bool, str]:
     if done is not None:
         return False, f"the job has ended: {done.outcome.value}: {done.reason}"
-    if (said := _NOT_IN_A_WORLD.get(node.state)) is not None:
-        return False, said
+    if (reason := _NOT_IN_A_WORLD.get(node.state)) is not None:
+        return False, reason
     if node.running is None:
         return False, _without_world(node)
     if world is None:  # the store was wiped: the running world is valid

@@ -1,6 +1,6 @@
 """``/livez``, ``/readyz`` and ``/metrics`` over plain HTTP, for probes and scrapers.
 
-The standard library's server, which gives each connection a thread, but has no limits: here each
+The standard library's server gives each connection a thread, but has no limits. Here each
 connection has two seconds in total and :data:`MAX_REQUEST` bytes, and if there are too many, the
 oldest one is closed. There is no authentication: nothing served here is secret (docs/security.md).
 """
@@ -24,12 +24,12 @@ from elastic.telemetry.log import get_logger
 from elastic.tuning.agent_intervals import HEALTH_ACCEPT_AGAIN_S, HEALTH_CONNECTION_S, HEALTH_TURN_S
 
 MAX_CONNECTIONS = 32
-_BACKLOG = 512  # where it is full, the kernel makes clients wait for a second
+_BACKLOG = 512  # if it is full, clients retry only after a second
 MAX_REQUEST = 8192  # bytes, headers included
 
 
 class HealthServer:
-    """Serves from ``start`` to ``close``, on all addresses: kubelets ask at the pod's.
+    """Serves from ``start`` to ``close``, on all addresses: kubelets probe the pod's address.
 
     Raises:
         ConfigError: the port cannot be bound.
@@ -94,8 +94,7 @@ class _BoundedServer(ThreadingHTTPServer):
             raise
 
     def process_request(self, request: Any, client_address: Any) -> None:
-        """Like the base, whose threads have no name and, being daemons, no owner that joins
-        them."""
+        """Like the base class, whose threads have no name and, as daemons, are never joined."""
         thread = threading.Thread(
             target=self.process_request_thread,
             args=(request, client_address),
@@ -123,7 +122,7 @@ class _BoundedServer(ThreadingHTTPServer):
                 self._end(request)
 
     def server_close(self) -> None:
-        """Free the port, close all clients, join their threads."""
+        """Free the port, close all connections, join their threads."""
         super().server_close()
         with self._lock:
             for request in list(self._until_s):
@@ -135,7 +134,8 @@ class _BoundedServer(ThreadingHTTPServer):
         """A client that has closed, or was closed, is not an error."""
 
     def _end(self, request: socket.socket) -> None:
-        """Its thread sees the end of the stream, and closes it: never under its hands."""
+        """Shut the connection down. Its thread sees the end of the stream and closes the socket,
+        which must not be closed while it is in use."""
         del self._until_s[request]
         with contextlib.suppress(OSError):
             request.shutdown(socket.SHUT_RDWR)
@@ -159,7 +159,7 @@ class _FirstBytes(io.RawIOBase):
 
 
 class _Exchange(BaseHTTPRequestHandler):
-    """One request, and its answer."""
+    """One request and its response."""
 
     server: _BoundedServer
     server_version = "elastic"

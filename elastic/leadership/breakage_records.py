@@ -6,13 +6,14 @@ from elastic.leadership.roster import Failed
 from elastic.membership import failure_budget as budget
 from elastic.membership.records import BreakageRecord, FailureRecord
 
-# Enough to detect three times in a row, bounded in size.
+# Enough to detect three failures in a row; bounds the size of the record.
 REMEMBERED = 16
 _TEXT_CHARS = 300
 
 
 def remembered(failed: Failed) -> budget.Failure:
-    """Shortened as in a record: texts of two leaders are compared."""
+    """A failure with its text shortened as in a record, so that texts of two leaders compare
+    equal."""
     text = failed.text and failed.text[-_TEXT_CHARS:]
     return budget.Failure(
         node=failed.node,
@@ -24,7 +25,7 @@ def remembered(failed: Failed) -> budget.Failure:
 
 
 def to_record(breakage: budget.Breakage, time_s: float) -> BreakageRecord:
-    """``time_s``: by the wall clock."""
+    """The record of a breakage at ``time_s`` of the wall clock."""
     return BreakageRecord(
         generation=breakage.generation,
         lived_s=breakage.lived_s,
@@ -52,7 +53,7 @@ def to_record(breakage: budget.Breakage, time_s: float) -> BreakageRecord:
 
 
 def from_record(record: BreakageRecord, at_s: float) -> budget.Breakage:
-    """``at_s``: by this leader's monotonic clock."""
+    """The breakage of a record, at ``at_s`` of this leader's monotonic clock."""
     return budget.Breakage(
         generation=record.generation,
         lived_s=record.lived_s,
@@ -74,11 +75,11 @@ def from_record(record: BreakageRecord, at_s: float) -> budget.Breakage:
 
 
 def newest(breakages: list[budget.Breakage], most: int) -> list[budget.Breakage]:
-    """The last ones, newest last. Those that do not count are dropped first: frequently joining and
-    leaving nodes must not displace the failures between them."""
+    """At most ``most`` breakages, newest last. Those that do not count are dropped first: nodes
+    that join and leave frequently must not displace the failures between them."""
     surplus = len(breakages) - most
     if surplus <= 0:
         return list(breakages)
-    idle = [i for i, b in enumerate(breakages) if not b.counts][:surplus]
-    kept = [b for i, b in enumerate(breakages) if i not in idle]
+    dropped = [i for i, b in enumerate(breakages) if not b.counts][:surplus]
+    kept = [b for i, b in enumerate(breakages) if i not in dropped]
     return kept[-most:]

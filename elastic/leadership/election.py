@@ -1,8 +1,8 @@
-"""Leadership: which node proposes worlds. A node that wrongly believes it is the leader loses a
-swap, nothing else.
+"""Leader election: which node proposes worlds. If a node wrongly believes that it is the leader,
+its compare-and-swap fails; nothing else happens.
 
-The key ``leader`` is attached to the leader's lease. A node takes it when it is absent, deletes it
-with proof that its owner is dead, and a leader outside the world hands it to a member.
+The key ``leader`` is attached to the leader's lease. A node takes it when it is absent, and deletes
+it with proof that its owner is dead. A leader outside the world hands it to a member.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class LeaseOf:
     renewed_s: float = 0.0
 
     def close(self, *, revoke: bool = True) -> None:
-        """It is not ours to close."""
+        """Does nothing: another node owns the lease."""
 
 
 def may_campaign(

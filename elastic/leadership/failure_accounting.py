@@ -121,11 +121,12 @@ class FailureAccounting:
 
     @property
     def verdict(self) -> tuple[Failed, FailureVerdict] | None:
-        """On the failure that broke the world charged last; None if no worker failed first."""
+        """The verdict on the failure that broke the last charged world; None if no worker failed
+        first."""
         return self._verdict
 
-    def saw(self, step_rate: StepRate | None) -> None:
-        """Counting starts at the first step reported."""
+    def observe(self, step_rate: StepRate | None) -> None:
+        """Update the job's progress. Steps are counted from the first one reported."""
         self._has_trained |= step_rate is not None and step_rate.step > (self._step or 0)
         if step_rate is not None:
             self._step = step_rate.step if self._step is None else self._step
@@ -150,8 +151,8 @@ class FailureAccounting:
     def charge(
         self, broken: Broken, step_rate: StepRate | None, now: float
     ) -> budget.StopJob | None:
-        """Once per world, regardless of how often its successor is proposed. Returns whether the
-        job must stop."""
+        """Charge a broken world, once regardless of how often its successor is proposed. Returns
+        the reason if the job must stop."""
         self._verdict = None
         world = broken.members.world
         left = broken.gone(Cause.LEFT)
@@ -167,7 +168,7 @@ class FailureAccounting:
         already_out = set(self._flaps.quarantined(now))
         self._charge_joining_nodes(broken, now)
         self._charge_builds(broken, now)
-        if not _is_the_jobs_own(broken):
+        if not _is_job_failure(broken):
             return self._remember(self._breakage(broken, None, step_rate, now), now)
         breakage = self._breakage(broken, steps, step_rate, now)
         self._step_at_change = self._step
@@ -177,20 +178,20 @@ class FailureAccounting:
         stop = self._judge(broken, breakage, now)
         if (judged := self.verdict) is not None:
             failed, verdict = judged
-            said = f"{verdict.action.value}: {verdict.reason}"[:_VERDICT_CHARS]
+            text = f"{verdict.action.value}: {verdict.reason}"[:_VERDICT_CHARS]
             excluded = failed.node if verdict.action is Action.EXCLUDE_NODE else ""
-            breakage = replace(breakage, verdict=said, excluded=excluded)
+            breakage = replace(breakage, verdict=text, excluded=excluded)
         out = [n for n in self._flaps.quarantined(now) if n not in already_out]
         return self._remember(replace(breakage, response=self._response(broken, out)), now, stop)
 
     def _breakage(
         self, broken: Broken, steps: int | None, step_rate: StepRate | None, now: float
     ) -> budget.Breakage:
-        """The record of a broken world. ``steps`` is that of one that is charged as the job's own
-        failure; any other may be churn."""
+        """The record of a broken world. ``steps`` applies if it is the job's own failure;
+        otherwise it may be churn."""
         world = broken.members.world
-        is_own = broken.is_broken and _is_the_jobs_own(broken)
-        lost, left = _lost_without_a_word(broken), broken.gone(Cause.LEFT)
+        is_own = broken.is_broken and _is_job_failure(broken)
+        lost, left = _lost_without_report(broken), broken.gone(Cause.LEFT)
         departed = lost if is_own else (*broken.gone(Cause.LOST), *left)
         breakage = budget.Breakage(
             generation=world.generation,
@@ -216,8 +217,8 @@ class FailureAccounting:
     def _remember(
         self, breakage: budget.Breakage, now: float, stop: budget.StopJob | None = None
     ) -> budget.StopJob | None:
-        """Whether this breakage requires the job to stop."""
-        # Older ones can never matter.
+        """Record a breakage. Returns the reason if the job must stop."""
+        # Older ones are never evaluated.
         most = max(self._policy.budget + 1, REMEMBERED)
         self._breakages = newest([*self._breakages, breakage], most)
         stop = stop or budget.verdict(self._breakages, now, self._policy)
@@ -235,10 +236,10 @@ class FailureAccounting:
         nodes = [
             n.name for n in proposal.nodes if n.name not in out and n.node_id not in quarantined
         ]
-        said = [f"quarantined {', '.join(out)}"] if out else []
-        world = f"generation {proposal.generation} with {', '.join(nodes) or 'nobody'}"
-        said.append(f"{'paused' if proposal.state is WorldState.PAUSED else 'formed'} {world}")
-        return ", ".join(said)
+        parts = [f"quarantined {', '.join(out)}"] if out else []
+        world = f"generation {proposal.generation} with {', '.join(nodes) or 'no nodes'}"
+        parts.append(f"{'paused' if proposal.state is WorldState.PAUSED else 'formed'} {world}")
+        return ", ".join(parts)
 
     def _judge(
         self, broken: Broken, breakage: budget.Breakage, now: float
@@ -261,7 +262,7 @@ class FailureAccounting:
         )
         self._verdict = first, verdict
         if verdict.action is Action.EXCLUDE_NODE:
-            self._flaps.cool(first.node_id, now)
+            self._flaps.quarantine(first.node_id, now)
         if verdict.action is Action.STOP and verdict.confidence is Confidence.HIGH:
             return budget.StopJob(
                 reason=f"the script failed on {first.node}, and would fail again: {verdict}",
@@ -270,15 +271,15 @@ class FailureAccounting:
         return None
 
     def _steps_made(self, step_rate: StepRate | None) -> int | None:
-        """Since the last breakage. A restart from a checkpoint that does not get beyond the job's
-        previous position is not progress."""
+        """Steps made since the last breakage. A restart from a checkpoint that does not get beyond
+        the job's previous position is not progress."""
         if step_rate is None:
             return None
         before, self._step = self._step, max(step_rate.step, self._step or 0)
         return None if before is None else self._step - before
 
     def _steps_since_change(self, step_rate: StepRate | None) -> int | None:
-        """Since a node was lost, or left, or the job broke."""
+        """Steps made since the last loss, departure or breakage."""
         if step_rate is None:
             return None
         before = self._step_at_change
@@ -288,8 +289,8 @@ class FailureAccounting:
     def _charge_joining_nodes(self, broken: Broken, now: float) -> None:
         """A crash-looping joining node may disturb a healthy job once per quarantine.
 
-        Before the switch it is quarantined whatever the cause of its end, afterwards only if it
-        failed on its own within a quarantine: a node that was killed from outside may return at
+        Before the switch it is quarantined regardless of why it ended; afterwards, only if it
+        failed on its own within ``quarantine_s``. A node that was killed from outside may return at
         once.
         """
         members = broken.members
@@ -307,16 +308,16 @@ class FailureAccounting:
             )
             if members.pending or by_itself:
                 # A dead agent returns with another id, under the same name.
-                self._flaps.cool(node_id if node_id in out else names[node_id], now)
+                self._flaps.quarantine(node_id if node_id in out else names[node_id], now)
 
     def _charge_builds(self, broken: Broken, now: float) -> None:
         members = broken.members
         reports = {t.node_id: t.accused for t in members.failure_reports if t.accused}
         for node_id in self._builds.failed(members.world.node_ids, reports):
-            self._flaps.cool(node_id, now)
+            self._flaps.quarantine(node_id, now)
 
 
-def _is_the_jobs_own(broken: Broken) -> bool:
+def _is_job_failure(broken: Broken) -> bool:
     """Failures while all nodes are alive are the job's own; the loss of nodes is not. In restart
     mode survivors fail because of the loss; in-process they do not: a node that fails there failed
     on its own."""
@@ -326,8 +327,8 @@ def _is_the_jobs_own(broken: Broken) -> bool:
     return "in-process" in modes and bool(broken.failures)
 
 
-def _lost_without_a_word(broken: Broken) -> tuple[str, ...]:
-    said = {f.node_id for f in broken.failures}
+def _lost_without_report(broken: Broken) -> tuple[str, ...]:
+    reported = {f.node_id for f in broken.failures}
     names = {m.node_id: m.name for m in broken.members.world.members}
     gone = (g.node_id for g in broken.members.gone if g.cause is Cause.LOST)
-    return tuple(names[node_id] for node_id in gone if node_id not in said)
+    return tuple(names[node_id] for node_id in gone if node_id not in reported)

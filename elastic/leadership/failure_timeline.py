@@ -77,50 +77,50 @@ def _step(breakage: BreakageRecord) -> int | None:
 
 def _error(failure: FailureRecord) -> str:
     lines = (failure.text or "").strip().splitlines()
-    said = lines[-1].strip() if lines else f"exit code {failure.exit_code}"
-    return said[:_LINE]
+    text = lines[-1].strip() if lines else f"exit code {failure.exit_code}"
+    return text[:_LINE]
 
 
 def _advice(done: Done, done_key: str) -> list[str]:
     breakages = done.breakages
     counted = [b for b in breakages if b.counts]
     failures = [f for b in counted for f in b.failures]
-    said: list[str] = []
+    advice: list[str] = []
     if any(_lacks_checkpoint(failure) for failure in failures):
-        said += _without_checkpoint(counted)
+        advice += _without_checkpoint(counted)
     elif done.exit_code != 70:
-        said.append(
+        advice.append(
             "the script itself fails: reproduce it on one node from the last checkpoint before "
-            f"step {_known(_step(counted[-1]) if counted else None)}, and correct it"
+            f"step {_known(_step(counted[-1]) if counted else None)}, and fix it"
         )
     if nodes := sorted({f.node for f in failures if f.is_oom_kill}):
-        said.append(
+        advice.append(
             f"give {', '.join(nodes)} more memory, or use fewer data workers or a smaller batch: "
             "the kernel ended workers there because the limit was reached"
         )
     if nodes := sorted({name for b in counted for name in b.churned}):
-        said.append(
+        advice.append(
             f"find out why {', '.join(nodes)} departed repeatedly: the agent's log there, the "
             "machine's, and the scheduler's events (preemption, eviction, a drained node)"
         )
     first = Counter(_shown(b)[0].node for b in counted if b.failures)
     if first and len(first) > 1 and (most := first.most_common(1)[0])[1] >= _FREQUENT:
-        said.append(
-            f"{most[1]} of {len(counted)} began on {most[0]}: run `elastic doctor` on it, or "
-            "exclude it"
+        advice.append(
+            f"{most[1]} of {len(counted)} failures began on {most[0]}: run `elastic doctor` on it, "
+            "or exclude it"
         )
     if failures and all(is_consequence(f.text) for f in failures):
-        said.append(
+        advice.append(
             "workers reported only that a peer was gone: check the network between the nodes "
             "with `elastic doctor`"
         )
-    if not said:
-        said.append("read the logs of these nodes at these times, and correct what they say")
-    said.append(
+    if not advice:
+        advice.append("read the logs of these nodes at these times, and fix the errors")
+    advice.append(
         "then start the job under another --rdzv-id from its last checkpoint, or delete "
         f"{done_key} in etcd to let it continue"
     )
-    return said
+    return advice
 
 
 def _lacks_checkpoint(failure: FailureRecord) -> bool:
@@ -128,20 +128,20 @@ def _lacks_checkpoint(failure: FailureRecord) -> bool:
 
 
 def _without_checkpoint(counted: list[BreakageRecord]) -> list[str]:
-    """What ended the job is a consequence: users need to read the earlier failures."""
-    said = [
+    """The missing checkpoint is a consequence, so the advice names the first failure."""
+    advice = [
         "the job had no checkpoint to resume from: give elastic.join(checkpoints=…) a folder that "
         "all nodes share"
     ]
     for breakage in counted:
         first = next((f for f in _shown(breakage) if not _lacks_checkpoint(f)), None)
         if first is not None:
-            said.append(
+            advice.append(
                 f"fix the first failure of generation {breakage.generation}, at step "
                 f"{_known(_step(breakage))}: {first.node}: {_error(first)}"
             )
             break
-    return said
+    return advice
 
 
 def _first_line(text: str) -> str:

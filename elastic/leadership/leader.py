@@ -45,8 +45,8 @@ from elastic.node.status import WorldEntry
 from elastic.store.keyvalue import Deleted, Entry, Put, Reset, Watch, WatchEvent
 from elastic.tuning.agent_intervals import LEADER_IDLE_S, LEADER_UNLISTED_S, RECHECK_S
 
-# The end of such a node's connection is not new information.
-_LEAVES_IN_ORDER = (NodeState.LEAVING, NodeState.FAILED, NodeState.FINISHED)
+# A node in such a state is expected to close its connection.
+_EXITING = (NodeState.LEAVING, NodeState.FAILED, NodeState.FINISHED)
 
 
 @dataclass(frozen=True)
@@ -87,7 +87,7 @@ class Leadership:
         self._watch.close()
         self._prober.close()
 
-    # ── what comes in ────────────────────────────────────────────────────────────────────
+    # ── events ───────────────────────────────────────────────────────────────────────────
 
     def on_nodes(self, event: WatchEvent, world: WorldRecord | None) -> None:
         """An event of the watch on ``nodes/`` and on the nodes' records about themselves."""
@@ -103,7 +103,7 @@ class Leadership:
                 errors = self.roster.reset(nodes, now) + self._hangs.reset(hangs)
                 for error in errors + self._stragglers.reset(times):
                     self._report_record(error)
-                self._doubt_all(world, now)
+                self._suspect_all(world, now)
             case Put(entry) if entry.key.startswith(self._at.keys.hangs):
                 if (error_or_none := self._hangs.put(entry)) is not None:
                     self._report_record(error_or_none)
@@ -118,7 +118,7 @@ class Leadership:
                 error_or_none = self.roster.put(entry, now)
                 if error_or_none is not None:
                     self._report_record(error_or_none)
-                self._doubt_after_failure(entry.key, world, now)
+                self._suspect_after_failure(entry.key, world, now)
             case Deleted(key) if key.startswith(self._at.keys.failure_reports):
                 self.roster.delete_failure_report(key.removeprefix(self._at.keys.failure_reports))
             case Deleted(key):
@@ -133,21 +133,21 @@ class Leadership:
             self.roster.put(entry, self._at.clock.monotonic())
 
     def on_closed(self, node_id: str) -> None:
-        """A follower's connection closed, or this node's to a former leader."""
-        known = self.roster.knows(node_id)
-        if known is not None and known.node.state not in _LEAVES_IN_ORDER:
+        """A follower's connection closed, or this node's connection to a former leader."""
+        known = self.roster.find(node_id)
+        if known is not None and known.node.state not in _EXITING:
             self._at.journal.emit(
                 NodeSuspected(suspect=self._name(node_id), reason="its connection closed"),
                 level=logging.DEBUG,
             )
-        self.roster.doubt(node_id, self._at.clock.monotonic())
+        self.roster.suspect(node_id, self._at.clock.monotonic())
 
     def on_opened(self, node_id: str) -> None:
         """A follower completed the handshake."""
         self.roster.connection_opened(node_id, self._at.clock.monotonic())
 
     def on_probed(self, probed: Probed) -> None:
-        """A verdict arrived."""
+        """A probe has returned its verdict."""
         self._prober.on_probed(probed)
         now, reason = self._at.clock.monotonic(), probed.verdict.reason
         was_dead = self.roster.is_dead(probed.node_id)
@@ -164,20 +164,20 @@ class Leadership:
         elif changed is Liveness.SUSPECT:
             self._at.journal.emit(NodeSuspected(suspect=name, reason=reason))
 
-    def _doubt_all(self, world: WorldRecord | None, now: float) -> None:
-        """A new term: nodes that died before it, members or not, left no connection to close."""
+    def _suspect_all(self, world: WorldRecord | None, now: float) -> None:
+        """Probe all nodes in a new term: one that died before it has no connection to close."""
         members = world.node_ids if world is not None else ()
         for node_id in {*members, *self.roster.with_keys()}:
-            self.roster.doubt(node_id, now)
+            self.roster.suspect(node_id, now)
 
-    def _doubt_after_failure(self, key: str, world: WorldRecord | None, now: float) -> None:
+    def _suspect_after_failure(self, key: str, world: WorldRecord | None, now: float) -> None:
         """A member failed, or its collectives did: possibly because another one died.
 
         One round for each generation: hundreds of nodes report the same failure at once.
         """
         keys = self._at.keys
         node_id = key.removeprefix(keys.failure_reports).removeprefix(keys.nodes)
-        known, report = self.roster.knows(node_id), self.roster.failure_report_of(node_id)
+        known, report = self.roster.find(node_id), self.roster.failure_report_of(node_id)
         if known is None or world is None or node_id not in world.node_ids:
             return
         node = known.node
@@ -186,7 +186,7 @@ class Leadership:
         has_failed = report is not None and report.generation >= running
         if (failed or has_failed) and self._rechecked_generation != world.generation:
             self._rechecked_generation = world.generation
-            self.roster.doubt_members(world, now)
+            self.roster.suspect_members(world, now)
 
     def _report_record(self, error: RecordError) -> None:
         self._at.journal.emit(
@@ -195,10 +195,10 @@ class Leadership:
         )
 
     def _name(self, node_id: str) -> str:
-        known = self.roster.knows(node_id)
+        known = self.roster.find(node_id)
         return known.node.name if known is not None else node_id
 
-    # ── what goes out ────────────────────────────────────────────────────────────────────
+    # ── decisions ────────────────────────────────────────────────────────────────────────
 
     def lead(self, entry: WorldEntry, done: Done | None) -> tuple[WorldEntry | Done | None, float]:
         """Decide and write. Returns the written world (or None), and the time of the next call."""
@@ -213,12 +213,12 @@ class Leadership:
         world = entry.world
         self._hangs.judge(world)
         self._stragglers.judge(world, self.roster.with_keys())
-        self.roster.doubt_members_without_key(world, now)
-        self.roster.forget_strangers(world)
-        self._prober.ask(world, now)
+        self.roster.suspect_members_without_key(world, now)
+        self.roster.forget_non_members(world)
+        self._prober.start_probes(world, now)
         if self.roster.unsettled() or self.roster.unregistered(world):
             return None, now + RECHECK_S
-        self._accounting.saw(self._at.status.step_rate)
+        self._accounting.observe(self._at.status.step_rate)
         view = self._view(entry, done, now)
         decision = decide(view, now, self._policy)
         if isinstance(decision, Proposal) and world is not None:

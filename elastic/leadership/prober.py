@@ -26,7 +26,8 @@ class Probed:
 
 
 class Prober:
-    """Of one term as leader: at most one probe per node; verdicts are posted as :class:`Probed`."""
+    """Probes nodes during one term as leader, one probe per node at a time; posts each verdict as
+    :class:`Probed`."""
 
     def __init__(self, context: NodeContext, roster: Roster) -> None:
         self._at = context
@@ -40,10 +41,10 @@ class Prober:
         self._threads.shutdown(wait=True, cancel_futures=True)
 
     def on_probed(self, probed: Probed) -> None:
-        """A verdict arrived: the node can be probed again."""
+        """A probe has ended: the node can be probed again."""
         self._in_flight.discard(probed.node_id)
 
-    def ask(self, world: WorldRecord | None, now: float) -> None:
+    def start_probes(self, world: WorldRecord | None, now: float) -> None:
         """Probe the suspected nodes, and periodically also those without a connection."""
         due = set(self._roster.unsettled())
         if now >= self._next_recheck_s:
@@ -51,7 +52,7 @@ class Prober:
             self._next_recheck_s = now + RECHECK_S
         members = {m.node_id: m for m in world.members} if world is not None else {}
         for node_id in due - self._in_flight:
-            known = self._roster.knows(node_id)
+            known = self._roster.find(node_id)
             member = members.get(node_id) or (known.node.as_member() if known else None)
             if member is None:
                 self._roster.settle(node_id, Verdict(Liveness.SUSPECT, "no address"), now)

@@ -22,7 +22,7 @@ from elastic.tuning.agent_intervals import PROGRESS_IDLE_S, PROGRESS_S
 
 class ProgressWriter:
     """One per node. ``lease`` is the node's while it leads, else None; ``checkpoint_step`` and
-    ``planned_steps`` are reported by its workers; ``heartbeats`` has the last one of each node."""
+    ``planned_steps`` are reported by its workers; ``heartbeats`` returns each node's last one."""
 
     def __init__(
         self,
@@ -44,7 +44,7 @@ class ProgressWriter:
         self._thread = threading.Thread(target=self._run, name="elastic-progress", daemon=True)
 
     def start(self) -> None:
-        """Begin to write."""
+        """Start the thread."""
         self._thread.start()
 
     def close(self) -> None:
@@ -62,13 +62,13 @@ class ProgressWriter:
             raise
 
     def write(self) -> None:
-        """Once, if this node leads and something has changed. A failed write is skipped: the next
-        one follows."""
+        """Write the record once, if this node leads and something has changed. A failed write is
+        not retried: the next one follows."""
         lease, status = self._lease(), self._at.status
         # Also while another node leads: the account continues if this one is elected next.
         progress = self._progress()
         if lease is None:
-            self._written = None  # the next leader's record is not ours
+            self._written = None  # the next leader writes its own record
             return
         now = self._at.clock.monotonic()
         is_news = self._written is None or _facts(progress) != _facts(self._written)
@@ -117,7 +117,7 @@ class ProgressWriter:
 
 
 def _facts(progress: JobProgress) -> JobProgress:
-    """Without constantly changing values: of a job without progress, only heartbeats are written,
-    and less often. The begin of a node's steps is a change."""
+    """The record without constantly changing values, so that a job without progress writes only
+    heartbeats, and less often. The first step of a node is a change."""
     heard = tuple(replace(last, step=None, heard_at_s=0.0) for last in progress.heartbeats)
     return replace(progress, time_s=0.0, goodput=None, goodput_since_s=None, heartbeats=heard)

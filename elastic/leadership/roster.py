@@ -1,7 +1,7 @@
 """The leader's data about every node: keys, verdicts, failures. State without I/O.
 
-Fed with entries of the store and verdicts of probes; provides the :class:`View` that ``decide``
-judges, and the nodes whose liveness must be settled first.
+Receives entries of the store and verdicts of probes; provides the :class:`View` that ``decide``
+evaluates, and the nodes whose liveness must be settled first.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ class Roster:
         try:
             if entry.key.startswith(self._keys.failure_reports):
                 report = decode(FailureReport, entry.key, entry.value)
-                # By its key: a node's record is only about itself.
+                # The key identifies the node: a record is only about its writer.
                 node_id = entry.key.removeprefix(self._keys.failure_reports)
                 self._failure_reports[node_id] = replace(report, node_id=node_id), now
             else:
@@ -104,7 +104,7 @@ class Roster:
         self._remember_failure(node)
 
     def _remember_failure(self, node: Node) -> None:
-        # (Workers that replace a single one among them are starting, or ready.)
+        # (A node that replaces only some of its workers is starting, or ready.)
         if node.running is None and node.failure_exit_code is not None:
             failed = Failed(
                 node.node_id,
@@ -118,12 +118,12 @@ class Roster:
             self._failures.setdefault(node.arrived_for, {}).setdefault(node.node_id, failed)
 
     def delete(self, node_id: str, now: float) -> None:
-        """A node key is gone: a suspicion."""
+        """A node key is gone: suspect the node."""
         known = self._known.get(node_id)
         if known is not None:
             self._known[node_id] = replace(known, present=False)
         self._missing_since[node_id] = now
-        self.doubt(node_id, now)
+        self.suspect(node_id, now)
 
     def delete_failure_report(self, node_id: str) -> None:
         """A report was withdrawn, or its node's lease has expired."""
@@ -133,7 +133,7 @@ class Roster:
         """The current report of this node."""
         return self._failure_reports[node_id][0] if node_id in self._failure_reports else None
 
-    def doubt(self, node_id: str, now: float) -> None:
+    def suspect(self, node_id: str, now: float) -> None:
         """There is evidence that this node is dead: settle it before deciding."""
         if self._liveness.get(node_id) is not Liveness.DEAD:
             self._unsettled[node_id] = now
@@ -144,9 +144,9 @@ class Roster:
             self._unsettled[node_id] = now
 
     def settle(self, node_id: str, verdict: Verdict, now: float) -> Liveness | None:
-        """A probe's verdict. Returns the node's new state if that changed it."""
+        """Apply a probe's verdict. Returns the node's state if it has changed."""
         if node_id not in self._liveness and node_id not in self._unsettled:
-            return None  # removed since it was probed: another world has replaced it
+            return None  # forgotten since it was probed: the new world does not include it
         before = self._liveness.get(node_id, Liveness.ALIVE)
         liveness = self._judge(node_id, verdict, before)
         self._liveness[node_id] = liveness
@@ -161,8 +161,8 @@ class Roster:
         return liveness if liveness is not before else None
 
     def _judge(self, node_id: str, verdict: Verdict, before: Liveness) -> Liveness:
-        """A refusal proves a death if the lease or our connection is lost, too; silence after such
-        a proof changes nothing while that holds."""
+        """A refusal proves a death if the lease or the connection is lost, too. Silence after such
+        a proof changes nothing as long as the lease or the connection stays lost."""
         is_lost = node_id in self._missing_since or self._connections.is_lost(node_id)
         is_proof = verdict.refused or before is Liveness.DEAD
         if verdict.liveness is Liveness.SUSPECT and is_proof and is_lost:
@@ -176,7 +176,7 @@ class Roster:
         if node_id in self._missing_since:
             self._missing_since[node_id] = now
 
-    def knows(self, node_id: str) -> Known | None:
+    def find(self, node_id: str) -> Known | None:
         return self._known.get(node_id)
 
     def states(self) -> Counter[NodeState]:
@@ -187,7 +187,7 @@ class Roster:
         return tuple(node_id for node_id, known in self._known.items() if known.present)
 
     def is_alive(self, node_id: str) -> bool:
-        """It has a key, and there is no evidence against its life."""
+        """Whether it has a key, and no evidence suggests that it is dead."""
         known = self._known.get(node_id)
         return (
             known is not None
@@ -197,7 +197,7 @@ class Roster:
         )
 
     def is_dead(self, node_id: str) -> bool:
-        """Its death is proved by the current evidence."""
+        """Whether the current evidence proves that it is dead."""
         return self._liveness.get(node_id) is Liveness.DEAD
 
     def unsettled(self) -> frozenset[str]:
@@ -220,8 +220,8 @@ class Roster:
         yet."""
         return bool(self._failure_reports)
 
-    def unheard(self, world: WorldRecord, *, since_s: float) -> tuple[str, ...]:
-        """Members whose keys exist, and that have not responded to a probe since then."""
+    def unresponsive(self, world: WorldRecord, *, since_s: float) -> tuple[str, ...]:
+        """Members whose keys exist, but that have not responded to a probe since then."""
         return tuple(
             node_id
             for node_id in world.node_ids
@@ -230,32 +230,32 @@ class Roster:
             and self._suspect_since.get(node_id, math.inf) <= since_s
         )
 
-    def doubt_members_without_key(self, world: WorldRecord | None, now: float) -> None:
-        """Members of which this leader has never seen a key: probe them."""
+    def suspect_members_without_key(self, world: WorldRecord | None, now: float) -> None:
+        """Probe members whose key this leader has never seen."""
         for member in world.members if world is not None else ():
             known = self._known.get(member.node_id)
             if (known is None or not known.present) and member.node_id not in self._missing_since:
                 self._missing_since[member.node_id] = now
-                self.doubt(member.node_id, now)
+                self.suspect(member.node_id, now)
 
-    def doubt_members(self, world: WorldRecord, now: float) -> None:
+    def suspect_members(self, world: WorldRecord, now: float) -> None:
         """A member failed or reported a failure: possibly because another one died."""
         for member in world.members:
-            self.doubt(member.node_id, now)
+            self.suspect(member.node_id, now)
 
     def unregistered(self, world: WorldRecord | None) -> tuple[str, ...]:
-        """Members that respond without a key that was ever seen: they will register."""
+        """Members that respond, but whose key was never seen: they will register."""
         return tuple(
             m.node_id
             for m in (world.members if world is not None else ())
             if m.node_id not in self._known and self._liveness.get(m.node_id) is Liveness.ALIVE
         )
 
-    def forget_strangers(self, world: WorldRecord | None) -> None:
-        """Drop nodes without a key that are not in the world."""
+    def forget_non_members(self, world: WorldRecord | None) -> None:
+        """Drop nodes that have no key and are not in the world."""
         members = world.node_ids if world is not None else ()
         for node_id in [n for n in self._missing_since if n not in members]:
-            for memory in (
+            for table in (
                 self._known,
                 self._liveness,
                 self._unsettled,
@@ -263,7 +263,7 @@ class Roster:
                 self._suspect_since,
                 self._failure_reports,
             ):
-                memory.pop(node_id, None)
+                table.pop(node_id, None)
             self._connections.forget(node_id)
 
     def highest_running(self) -> WorldRecord | None:
@@ -274,8 +274,8 @@ class Roster:
         return max(running, key=lambda world: world.generation, default=None)
 
     def failures_since(self, generation: int) -> tuple[Failed, ...]:
-        """The failures of workers of this generation and later ones; one per node, first one first.
-        Those of earlier ones are dropped."""
+        """The failures of workers in this and later generations, one per node, the first to fail
+        first. Failures of earlier generations are dropped."""
         self._failures = {g: found for g, found in self._failures.items() if g >= generation}
         first: dict[str, Failed] = {}
         for generation in sorted(self._failures):
@@ -296,7 +296,7 @@ class Roster:
         members = {m.node_id: m for m in world.members} if world is not None else {}
         for node_id, known in self._known.items():
             liveness = self._liveness.get(node_id, Liveness.ALIVE)
-            # A live response overrules a missing key: the node will write it again.
+            # A response overrides a missing key: the node will write the key again.
             if known.present or (node_id in members and liveness is Liveness.ALIVE):
                 nodes.append(
                     NodeView(

@@ -22,7 +22,7 @@ from elastic.node.run_secret import LIVENESS
 from elastic.store.keyvalue import Entry, Lease
 from elastic.tuning.agent_intervals import FOLLOW_AGAIN_S
 
-_ON_THE_WAY_OUT = (NodeState.LEAVING, NodeState.FAILED)
+_DEPARTING = (NodeState.LEAVING, NodeState.FAILED)
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,7 @@ class Succession:
     def duties(self, lease: Lease | None, now: float) -> None:
         """Campaign for an absent leader; hand over a term outside the world; follow again."""
         if self._entry is None and lease is not None:
-            self._stand(lease, now)
+            self._campaign(lease, now)
         if self.term is not None:
             self._hand_over_if_outside(self.term)
         if self.term is not None:
@@ -86,7 +86,7 @@ class Succession:
             return self._absent_since_s + 2 * self._at.options.lease_s
         return self._follow_at_s
 
-    def _stand(self, lease: Lease, now: float) -> None:
+    def _campaign(self, lease: Lease, now: float) -> None:
         # A leaving node campaigns, too: the last one to leave must write that into a world.
         node = self._at.status.node
         if not leader_key.may_campaign(
@@ -149,15 +149,15 @@ class Succession:
             return
         if not term.roster.has_failure_reports:
             return
-        unheard = term.roster.unheard(world, since_s=now - self._at.options.lease_s)
-        if 2 * len(unheard) > len(world.node_ids):
-            self._hand_over(term, entry, unheard)
+        unresponsive = term.roster.unresponsive(world, since_s=now - self._at.options.lease_s)
+        if 2 * len(unresponsive) > len(world.node_ids):
+            self._hand_over(term, entry, unresponsive)
 
     def _hand_over(self, term: Leadership, entry: LeaderEntry, candidates: Iterable[str]) -> None:
-        """To the first member that stays."""
+        """Hand over to the first candidate that is not departing."""
         for node_id in candidates:
-            known = term.roster.knows(node_id)
-            if known is None or known.node.state in _ON_THE_WAY_OUT:
+            known = term.roster.find(node_id)
+            if known is None or known.node.state in _DEPARTING:
                 continue
             handed = leader_key.hand_over(
                 self._at.store, self._at.keys, entry, known.node, known.lease_id
@@ -167,7 +167,7 @@ class Succession:
             return
 
     def on_connection_opened(self, node_id: str, is_leader: bool) -> None:
-        """A follower completed the handshake, or our leader did."""
+        """A follower completed the handshake, or this node's leader did."""
         self.connections.opened(node_id, is_leader)
         if self.term is not None and not is_leader:
             self.term.on_opened(node_id)
@@ -221,7 +221,7 @@ class Succession:
             leader_key.evict(self._at.store, self._at.keys, probed.entry)
             self._set(None)
             return
-        # Silent, or it refuses and was never connected: its lease decides. In the meantime this
+        # Silent, or refusing and never connected: its lease decides. In the meantime this
         # node tries to reconnect; likewise if its key cannot be deleted now, because it is then
         # probed again once the store responds.
         self._follow_at_s = self._at.clock.monotonic() + FOLLOW_AGAIN_S

@@ -35,7 +35,8 @@ STEP_RATE_PATIENCE_S = {
 
 
 class WorldWriter:
-    """Of one term. ``announce`` sends a world to the followers, ahead of the store's watch."""
+    """Writes worlds during one term. ``announce`` sends one to the followers, ahead of the store's
+    watch."""
 
     def __init__(
         self,
@@ -51,14 +52,15 @@ class WorldWriter:
         self.planned_since_s: float | None = None  # a plan waits for a step rate
 
     def adopt(self, entry: WorldEntry, now: float, *, since_s: float) -> WorldEntry | float:
-        """After a wipe: the highest world that any node runs is written back to the store.
+        """After a wipe of the store, write back the highest world that any node runs.
 
-        ``since_s``: when the nodes began to register. A number is the time to be called again.
+        ``since_s`` is when the nodes began to register. Returns the current world, or the time of
+        the next call.
         """
         highest = self._roster.highest_running()
         generation = entry.world.generation if entry.world is not None else 0
         if highest is not None and entry.world is not None and highest.generation < generation:
-            highest = entry.world  # a plan that no node runs yet: others know it, too
+            highest = entry.world  # a planned world: no node runs it yet, but others have it
         if highest is None or (entry.mod_revision and highest.generation <= generation):
             return entry
         if now < since_s + ADOPTION_WAIT_S:
@@ -126,8 +128,8 @@ class WorldWriter:
         if not proposal.planned or before is None:
             return None, False
         if before.switch_at_step is not None and not self._switched(before):
-            # A plan may replace another one that no node has carried out. A node that receives it
-            # too late waits at the same step boundary, while it builds the first.
+            # A plan may replace another one that no node has executed. A node that receives it too
+            # late waits at the same step boundary, while it builds the world of the first plan.
             return before.switch_at_step, False
         step_rate = self._step_rate()
         if step_rate is not None:
@@ -138,16 +140,16 @@ class WorldWriter:
         return None, now < self.planned_since_s + patience_s
 
     def _switched(self, world: WorldRecord) -> bool:
-        """A member runs this world. (Then all have entered it: they agree before they report
-        so.)"""
+        """Whether a member runs this world. Then all have entered it: members agree before they
+        report it."""
         return any(
             known.node.running is not None and known.node.running.generation >= world.generation
             for node_id in world.node_ids
-            if (known := self._roster.knows(node_id)) is not None
+            if (known := self._roster.find(node_id)) is not None
         )
 
     def _step_rate(self) -> StepRate | None:
-        """That of this node's own workers, if they are in the group that trains now."""
+        """The step rate of this node's workers, if they are in the group that trains now."""
         running, step_rate = self._at.status.node.running, self._at.status.step_rate
         if running is None or step_rate is None or step_rate.generation != running.generation:
             return None

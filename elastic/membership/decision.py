@@ -57,14 +57,14 @@ def decide(view: View, now: float, policy: Policy) -> Decision:
     status = classify_members(view, view.world)
     if status.over:
         return _success(status)
-    # Joining nodes that had not switched yet may not begin together with leaving ones.
+    # Joining nodes that have not switched yet must not start together with leaving ones.
     only_joining = status.in_process and not any(n.node.running for n in status.running)
     if only_joining and (leaving := _still_stepping(view)) is not None:
         return leaving
     if (replacing := _replacing(status, now, policy)) is not None:
         return replacing
     if not status.survivors:
-        return _after_everybody(view, status, now, policy)
+        return _without_survivors(view, status, now, policy)
     return SurvivingWorld(view, status, now, policy).decide()
 
 
@@ -79,7 +79,7 @@ def adoptable(view: View) -> WorldRecord | None:
 
 
 def _replacing(status: MemberStatus, now: float, policy: Policy) -> Wait | None:
-    """A restart of all would discard the state of the workers of these nodes."""
+    """Wait for nodes that replace dead workers: a restart would discard the state of the others."""
     nodes = status.replacing
     until_s = max((n.state_since_s for n in nodes), default=0.0) + policy.join_timeout_s
     if not nodes or now >= until_s:
@@ -88,8 +88,8 @@ def _replacing(status: MemberStatus, now: float, policy: Policy) -> Wait | None:
 
 
 def _success(status: MemberStatus) -> End:
-    said = [f"{', '.join(status.finished)} finished", *status.sentences]
-    return End(outcome=Outcome.SUCCESS, reason="; ".join(said), exit_code=0)
+    sentences = [f"{', '.join(status.finished)} finished", *status.sentences]
+    return End(outcome=Outcome.SUCCESS, reason="; ".join(sentences), exit_code=0)
 
 
 def _first_world(view: View, now: float, policy: Policy) -> Proposal | Wait:
@@ -100,17 +100,17 @@ def _first_world(view: View, now: float, policy: Policy) -> Proposal | Wait:
     return _gather(view, reference, now, policy, Cause.FIRST, "")
 
 
-def _after_everybody(
+def _without_survivors(
     view: View, status: MemberStatus, now: float, policy: Policy
 ) -> Proposal | Wait:
-    """Section 2: without a survivor the old world must be proved dead, or have been silent for
-    long."""
+    """Section 2: without a survivor, the old world must be proved dead, or silent for
+    ``takeover_s``."""
     silent = [g for g in status.gone if not g.proved]
     until = max((g.last_sign_s for g in silent), default=now) + policy.takeover_s
     if silent and now < until:
-        said = "; ".join(g.sentence for g in silent)
+        who = "; ".join(g.sentence for g in silent)
         reason = (
-            f"generation {status.world.generation} may still run: {said}; "
+            f"generation {status.world.generation} may still run: {who}; "
             f"it is taken over {policy.takeover_s:g} s after the last sign"
         )
         return Wait(reason=reason, until_s=until)
@@ -122,14 +122,14 @@ def _after_everybody(
     is_waiting = isinstance(decision, Wait) or stepping is not None
     if is_waiting and not silent and _leaving(view, status):
         # (Also together with waiting nodes: the step must be announced to the leaving ones.)
-        planned, why = _reach_a_boundary(view), f"{why}; no member remains"
+        planned, why = _can_reach_boundary(view), f"{why}; no member remains"
         return propose(view, status.world, (), Cause.PAUSED, why, planned=planned)
     if isinstance(decision, Proposal) and stepping is not None:
         return stepping
     return decision
 
 
-def _reach_a_boundary(view: View) -> bool:
+def _can_reach_boundary(view: View) -> bool:
     """Whether the workers of the leaving nodes step together in an intact group: then all of them
     can leave, and save, at one step."""
     stepping = {
@@ -141,20 +141,20 @@ def _reach_a_boundary(view: View) -> bool:
         and n.node.state in (NodeState.LEAVING, NodeState.READY)
     }
     oldest = min((group.generation for group in stepping.values()), default=0)
-    is_whole = all(i in stepping for group in stepping.values() for i in group.node_ids)
+    is_complete = all(i in stepping for group in stepping.values() for i in group.node_ids)
     is_broken = any(report.generation >= oldest for report in view.failure_reports)
-    return bool(stepping) and is_whole and not is_broken
+    return bool(stepping) and is_complete and not is_broken
 
 
 def _still_stepping(view: View) -> Wait | None:
     """In-process workers continue to the boundary at which they leave. In a world without members,
     so do nodes that were not asked to leave, but share a replica with one that was."""
     is_empty = view.world is not None and not view.world.members
-    going = (NodeState.LEAVING, NodeState.READY) if is_empty else (NodeState.LEAVING,)
+    states = (NodeState.LEAVING, NodeState.READY) if is_empty else (NodeState.LEAVING,)
     leavers = [
         n.node.name
         for n in view.nodes
-        if n.node.state in going
+        if n.node.state in states
         and n.node.in_process
         and n.node.running is not None
         and n.liveness is not Liveness.DEAD
@@ -163,8 +163,8 @@ def _still_stepping(view: View) -> Wait | None:
 
 
 def _leaving(view: View, status: MemberStatus) -> bool:
-    """The last ones are leaving and can still report it. Recording that now saves the next start
-    the wait for nodes that no longer respond."""
+    """Whether members that are leaving still respond. Recording their departure now spares the
+    next start the wait for nodes that no longer respond."""
     members = set(status.world.node_ids)
     return any(n.node.node_id in members and n.liveness is not Liveness.DEAD for n in view.nodes)
 

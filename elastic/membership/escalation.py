@@ -17,29 +17,30 @@ class FailedBuilds:
     """Counts failed builds in a row, for each node that was missing from all of them."""
 
     def __init__(self) -> None:
-        self._row: dict[str, int] = {}
+        self._streaks: dict[str, int] = {}
 
     def failed(
         self, members: Sequence[str], reports: Mapping[str, Sequence[str]]
     ) -> tuple[str, ...]:
         """A world of ``members`` (in rank order) broke; ``reports`` has the nodes for which each
-        reporter waited in vain. Without reports the world was built, which ends every row.
+        reporter waited in vain. Without reports the world was built, which resets all counts.
 
         Returns the nodes to be excluded now.
         """
-        guilty = _at_fault(members, reports)
-        self._row = {node: self._row.get(node, 0) + 1 for node in guilty}
-        out = tuple(node for node in guilty if self._row[node] >= IN_A_ROW)
+        at_fault = _at_fault(members, reports)
+        self._streaks = {node: self._streaks.get(node, 0) + 1 for node in at_fault}
+        out = tuple(node for node in at_fault if self._streaks[node] >= IN_A_ROW)
         for node in out:
-            del self._row[node]
+            del self._streaks[node]
         return out
 
 
 def _at_fault(members: Sequence[str], reports: Mapping[str, Sequence[str]]) -> tuple[str, ...]:
-    """The nodes for which the most others waited.
+    """The nodes for which the largest number of others waited.
 
-    Of several, those without a report: they never arrived. If all reported (two nodes that cannot
-    reach each other), only the most junior one is at fault, so that the others can continue.
+    If there are several, those without a report: they never arrived. If all reported (two nodes
+    that cannot reach each other), only the most junior one is at fault, so that the others can
+    continue.
     """
     accusers = Counter(
         node

@@ -1,14 +1,18 @@
-"""When to give up, and which nodes to quarantine. Pure: time is passed as an argument.
+"""Decides when a job stops, and which nodes to quarantine. Pure: time is passed as an argument.
 
-A job stops for one of four reasons. No rank of a world has the job's state, and there is no
-checkpoint: every further world would begin like that, even if nodes fail alternately and none of
-them is at fault. The same error of the *script* occurred at the same step three times, and the job
-never got past that step: continuing is useless, regardless of the events in between, since a
-restart from a checkpoint makes steps every time. Or the same error broke three worlds in a row
-without progress; an error that moves forward from step to step is progress. Or worlds keep breaking
-without a healthy one in between: the budget is spent. Churn uses it up, too: a node that is lost or
-leaves repeatedly without progress of the job. A healthy world resets everything: one that made
-``healthy_steps``, or lasted ``healthy_s`` if steps are not known (restart mode).
+A job stops for one of four reasons:
+
+- No rank of a world has the job's state, and there is no checkpoint. Every further world would
+  start the same way, even if nodes fail alternately and none of them is at fault.
+- The same error of the *script* occurred at the same step three times, and the job never got past
+  that step. Events in between do not matter, since a restart from a checkpoint always makes steps.
+- The same error broke three worlds in a row without progress. An error that occurs at a later step
+  each time is progress.
+- Worlds keep breaking without a healthy one in between: the budget is spent. Churn uses it up, too:
+  nodes that are lost or leave repeatedly while the job makes no progress.
+
+A healthy world resets everything: one that made ``healthy_steps``, or lasted ``healthy_s`` if steps
+are not known (restart mode).
 """
 
 from __future__ import annotations
@@ -25,7 +29,7 @@ from elastic.tuning.agent_intervals import FAILURE_WINDOW_S, FLAP_WINDOW_S, HEAL
 
 _KILLED = (-9, -15)  # SIGKILL, SIGTERM: from outside
 _NO_STATE = 65  # elastic.errors.CheckpointRequired, which all ranks of a world raise together
-_TELLING = {2, _NO_STATE}  # 2: usage. The job ends with them, too
+_PRESERVED = {2, _NO_STATE}  # exit codes of workers with which the job ends, too; 2: usage
 _RANK = re.compile(r"^\s*\[rank\s*\d+\]:?\s*", re.IGNORECASE | re.MULTILINE)
 _ADDRESS = re.compile(r"\b0x[0-9a-f]+\b", re.IGNORECASE)
 # By how much a rank may be ahead of the reporting one: ranks differ by one step at most.
@@ -84,8 +88,8 @@ class FailureBudget:
 
 @dataclass(frozen=True, kw_only=True)
 class StopJob:
-    """The job must end. ``exit_code``: 70 for a spent budget; for an error of the script its exit
-    code if that is one of ours (2, 65), else 1."""
+    """The job must end. ``exit_code`` is 70 for a spent budget; for an error of the script, its
+    exit code if that is 2 or 65, else 1."""
 
     reason: str
     exit_code: int
@@ -94,7 +98,7 @@ class StopJob:
 class _ScriptError(NamedTuple):
     """An error of the script itself."""
 
-    said: str  # for users
+    text: str  # for users
     step: int | None  # where
     is_exact: bool  # the error was reported by the failed worker itself
 
@@ -102,8 +106,8 @@ class _ScriptError(NamedTuple):
 def healthy(breakage: Breakage, policy: FailureBudget) -> bool:
     """Whether the world had made progress before it broke.
 
-    Steps can be slow: a world also counts if it lasted long and made a few. A world without
-    progress is not healthy, however long it lasts.
+    Steps can be slow: a world that lasted long and made a few also counts. A world without progress
+    is not healthy, however long it lasts.
     """
     lived_long = breakage.lived_s >= policy.healthy_s
     if breakage.steps is None:
@@ -124,7 +128,7 @@ def is_churn(breakage: Breakage, policy: FailureBudget) -> bool:
 def departed_again(
     names: Iterable[str], history: Sequence[Breakage], generation: int, since_s: float
 ) -> tuple[str, ...]:
-    """Those of the names that were lost, or left, in an older world since then, too."""
+    """The names that were also lost, or left, in an older world since ``since_s``."""
     known = {
         name
         for breakage in history
@@ -148,8 +152,8 @@ def _no_state_left(history: Sequence[Breakage]) -> StopJob | None:
     failures = history[-1].failures if history else ()
     for failure in failures:
         if failure.exit_code == _NO_STATE:
-            said = f"{error_line(failure)} (on {failure.node})"
-            return StopJob(reason=f"no node has the state of the job: {said}", exit_code=_NO_STATE)
+            error = f"{error_line(failure)} (on {failure.node})"
+            return StopJob(reason=f"no node has the state of the job: {error}", exit_code=_NO_STATE)
     return None
 
 
@@ -164,7 +168,7 @@ def _same_error_at_one_step(history: Sequence[Breakage], policy: FailureBudget) 
         times = sum(1 for _ in _occurrences(history, key, error.step))
         if times >= policy.same_error:
             reason = f"the script failed {times} times at step {error.step} in the same way"
-            return _stop(f"{reason}: {error.said}", newest)
+            return _stop(f"{reason}: {error.text}", newest)
     return None
 
 
@@ -188,7 +192,7 @@ def _same_error_in_a_row(history: Sequence[Breakage], policy: FailureBudget) -> 
         places = [found[key] for found in errors if key in found]
         if len(places) == len(row) and not _moves_forward(places):
             reason = (
-                f"the script failed {len(row)} times in a row with the same error: {error.said}"
+                f"the script failed {len(row)} times in a row with the same error: {error.text}"
             )
             return _stop(reason, row[0])
     return None
@@ -218,8 +222,8 @@ def _stop(reason: str, breakage: Breakage) -> StopJob:
 
 
 def exit_code_of(codes: Iterable[int | None]) -> int:
-    """The job's, if the script's own error ends it: a worker's, if that is one of ours, else 1."""
-    return next((code for code in codes if code in _TELLING), None) or 1
+    """The exit code of a job that an error of the script ends: a worker's if 2 or 65, else 1."""
+    return next((code for code in codes if code in _PRESERVED), None) or 1
 
 
 def _script_errors(breakage: Breakage) -> dict[str, _ScriptError]:
@@ -231,8 +235,8 @@ def _script_errors(breakage: Breakage) -> dict[str, _ScriptError]:
     if own:
         errors: dict[str, _ScriptError] = {}
         for f in own:
-            said = f"{(f.text or '').strip()} (on {f.node})"
-            errors.setdefault(_key(f), _at_step(said, f, breakage))
+            text = f"{(f.text or '').strip()} (on {f.node})"
+            errors.setdefault(_key(f), _at_step(text, f, breakage))
         return errors
     if any(f.exit_code is None or f.exit_code <= 0 for f in failures):
         return {}
@@ -247,9 +251,9 @@ def _is_killed(failure: Failure) -> bool:
     return failure.exit_code in _KILLED and not failure.is_oom_kill
 
 
-def _at_step(said: str, failure: Failure, breakage: Breakage) -> _ScriptError:
+def _at_step(text: str, failure: Failure, breakage: Breakage) -> _ScriptError:
     is_exact = failure.step is not None
-    return _ScriptError(said, failure.step if is_exact else breakage.step, is_exact)
+    return _ScriptError(text, failure.step if is_exact else breakage.step, is_exact)
 
 
 def _key(failure: Failure) -> str:
@@ -266,7 +270,7 @@ def _budget_spent(history: Sequence[Breakage], now: float, policy: FailureBudget
             break
         spent += breakage.counts
         churned += breakage.counts and bool(breakage.churned)
-        if healthy(breakage, policy):  # it reset everything before it
+        if healthy(breakage, policy):  # it resets the budget
             break
     if spent <= policy.budget or not history[-1].counts:
         return None
@@ -282,10 +286,10 @@ def _budget_spent(history: Sequence[Breakage], now: float, policy: FailureBudget
 def what_broke(breakage: Breakage) -> str:
     """In one sentence: the lost nodes, those that left, and the most informative line of each
     error."""
-    said = [f"{name} lost" for name in breakage.lost]
-    said += [f"{name} left" for name in breakage.left]
-    said += [f"{f.node}: {error_line(f)}" for f in breakage.failures]
-    return "; ".join(said) or "no failure was reported"
+    parts = [f"{name} lost" for name in breakage.lost]
+    parts += [f"{name} left" for name in breakage.left]
+    parts += [f"{f.node}: {error_line(f)}" for f in breakage.failures]
+    return "; ".join(parts) or "no failure was reported"
 
 
 def error_line(failure: Failure) -> str:
@@ -320,11 +324,11 @@ class FlapTracker:
         times = self._losses.setdefault(node, deque(maxlen=self._policy.losses))
         times.append(now)
         if len(times) == self._policy.losses and now - times[0] <= self._policy.flap_window_s:
-            self.cool(node, now)
+            self.quarantine(node, now)
         self._forget(now)
 
     def found(self, node: str) -> None:
-        """The node that was lost last is alive: the loss does not count."""
+        """A node that was reported as lost is alive: its last loss does not count."""
         if times := self._losses.get(node):
             times.pop()
             if not times:
@@ -333,22 +337,22 @@ class FlapTracker:
     def accused(self, node: str, now: float) -> None:
         """A node was the first to fail in a world that lost no node.
 
-        The third time in a row it is quarantined. A row ends with a report against another node,
-        and after ``flap_window_s`` without any.
+        The third time in a row it is quarantined. The count restarts with a report against another
+        node, and after ``flap_window_s`` without any.
         """
         fresh = self._accusations and now - self._accusations[-1] <= self._policy.flap_window_s
         if node != self._accused or not fresh:
             self._accused, self._accusations = node, []
         self._accusations.append(now)
         if len(self._accusations) >= self._policy.accusations:
-            self.cool(node, now)
+            self.quarantine(node, now)
             self._accusations = []
 
     def quarantined(self, now: float) -> dict[str, float]:
         """Name or id -> until when."""
         return {node: until for node, until in self._until.items() if now < until}
 
-    def cool(self, node: str, now: float) -> None:
+    def quarantine(self, node: str, now: float) -> None:
         """Exclude this node for ``quarantine_s``. ``node`` is a name, or an id if the node is
         alive: several agents of one machine may share a name."""
         self._until[node] = now + self._policy.quarantine_s

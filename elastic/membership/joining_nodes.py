@@ -23,8 +23,8 @@ class JoiningNodes:
 def refusal(node: Node, reference: WorldRecord | Node) -> str | None:
     """Why ``node`` is incompatible with a job: a sentence, or None if it is compatible.
 
-    ``reference`` is the job's world or, before the first one, its first node. Versions mix
-    within one major.minor; torch may differ between nodes.
+    ``reference`` is the job's world or, before the first one, its first node. Versions are
+    compatible within one major.minor; torch may differ between nodes.
     """
     if (sentence := _other_replicas(node, reference)) is not None:
         return sentence
@@ -33,7 +33,7 @@ def refusal(node: Node, reference: WorldRecord | Node) -> str | None:
             f"{node.name} was started with {node.min_nodes} to {node.max_nodes} nodes, "
             f"the job runs with {reference.min_nodes} to {reference.max_nodes}"
         )
-    if reference.library and _line(node.library) != _line(reference.library):
+    if reference.library and _major_minor(node.library) != _major_minor(reference.library):
         return (
             f"{node.name} has torch-elastic-harness {node.library}, "
             f"the job runs with {reference.library}"
@@ -49,7 +49,7 @@ def refusal(node: Node, reference: WorldRecord | Node) -> str | None:
 
 
 def _other_replicas(node: Node, reference: WorldRecord | Node) -> str | None:
-    """(Before the numbers of nodes are compared: those are rounded to complete replicas.)"""
+    """Why the replicas differ. Compared before min and max, which replicas round."""
     if node.replica_size != reference.replica_size:
         return (
             f"{node.name} was started with replica_size={node.replica_size}, "
@@ -65,7 +65,7 @@ def _other_replicas(node: Node, reference: WorldRecord | Node) -> str | None:
     return None
 
 
-def _line(version: str) -> str:
+def _major_minor(version: str) -> str:
     """The major.minor of a version."""
     match = re.match(r"\d+\.\d+", version)
     return match.group() if match else version
@@ -79,7 +79,7 @@ def by_seniority(nodes: Iterable[NodeView]) -> tuple[NodeView, ...]:
 def first_node(view: View) -> Node | None:
     """The node that sets min, max and version of a job that has no world yet."""
     arrived = (
-        n for n in view.nodes if _can_come(n.node, False) and n.liveness is not Liveness.DEAD
+        n for n in view.nodes if _can_join(n.node, False) and n.liveness is not Liveness.DEAD
     )
     return next((n.node for n in by_seniority(arrived)), None)
 
@@ -95,7 +95,7 @@ def find_joining_nodes(
     eligible, skipped_reasons, ends = [], [], []
     for n in by_seniority(n for n in view.nodes if n.node.node_id not in members):
         until = quarantined_until(n.node, view.quarantined)
-        if n.liveness is Liveness.DEAD or not _can_come(n.node, in_process):
+        if n.liveness is Liveness.DEAD or not _can_join(n.node, in_process):
             continue
         if sentence := refusal(n.node, reference):
             skipped_reasons.append(sentence)
@@ -119,7 +119,7 @@ def quarantined_until(node: Node, quarantined: Mapping[str, float]) -> float | N
     return max(ends, default=None)
 
 
-def _can_come(node: Node, in_process: bool) -> bool:
+def _can_join(node: Node, in_process: bool) -> bool:
     # A ready in-process node can also be restarted into a world of the other mode; a node whose
     # workers are not ready would make an in-process world wait for it.
     if node.state is NodeState.READY:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from elastic.errors import ConfigError
 
-# Control characters, and the surrogates that Python makes of argument bytes that are not UTF-8.
+# Control characters, and the surrogates to which Python decodes argument bytes that are not UTF-8.
 _UNPRINTABLE = "\x00-\x1f\x7f-\x9f\ud800-\udfff"
 _FORBIDDEN_IN_RUN_ID = re.compile(f"[/{_UNPRINTABLE}]")
 _FORBIDDEN_IN_PREFIX = re.compile(f"[{_UNPRINTABLE}]")
@@ -30,7 +30,7 @@ class Keys:
             )
         if not prefix.startswith("/") or _FORBIDDEN_IN_PREFIX.search(prefix):
             raise ConfigError(
-                f"prefix {prefix!r} must start with '/' and hold no control characters",
+                f"prefix {prefix!r} must start with '/' and contain no control characters",
                 hint="set prefix in --rdzv-conf, or ELASTIC_PREFIX",
             )
         return Keys(f"{prefix.rstrip('/')}/{run_id}/")

@@ -1,5 +1,5 @@
-"""The status of each member of the current world: running, out, or gone and why; and whether the
-cause of a failure is still to become known."""
+"""The status of each member of the current world: running, out, or gone and why. Also decides
+whether to wait for the cause of a failure."""
 
 from __future__ import annotations
 
@@ -28,9 +28,7 @@ class Gone:
     sentence: str
     proved: bool  # it certainly makes no more progress
     last_sign_s: float
-    running: WorldRecord | None = (
-        None  # unless that is proved: the group in which it may still step
-    )
+    running: WorldRecord | None = None  # if not proved: the group in which it may still step
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,12 +110,13 @@ class MemberStatus:
     @property
     def sentences(self) -> tuple[str, ...]:
         """The problems, for users."""
-        said = tuple(g.sentence for g in self.gone)
+        sentences = tuple(g.sentence for g in self.gone)
         if self.world.state is WorldState.ACTIVE or self.in_process:
             name = {n.node.node_id: n.node.name for n in self.running}
-            said += tuple(_failure(n.node) for n in self.out)
-            said += tuple(f"{name[t.node_id]} reports: {t.error}" for t in self.failure_reports)
-        return said
+            reports = self.failure_reports
+            sentences += tuple(_failure(n.node) for n in self.out)
+            sentences += tuple(f"{name[r.node_id]} reports: {r.error}" for r in reports)
+        return sentences
 
     @property
     def unbroken(self) -> bool:
@@ -128,14 +127,13 @@ class MemberStatus:
             return False
         broken = {n.node.node_id for n in self.out}
         broken |= {g.node_id for g in self.gone if g.cause is Cause.LOST}
-        # A node that was to leave with a pending plan, and is lost, ended the steps of the old
-        # group.
+        # The loss of a node that was to leave with a pending plan ended the steps of the old group.
         left = {i for group in groups for i in group.node_ids} - {*self.world.node_ids, *self.alive}
         return not left and all(broken.isdisjoint(group.node_ids) for group in groups)
 
     def _taken_up(self, groups: list[WorldRecord]) -> bool:
-        """All members have entered this world: none is building it together with the node given up
-        last."""
+        """All members have entered this world: none is still building it with a node that was
+        evicted since."""
         entered = all(group.generation >= self.world.generation for group in groups)
         return entered and len(groups) == len(self.running)
 
@@ -145,7 +143,7 @@ def _is_ready(n: NodeView) -> bool:
 
 
 def classify_members(view: View, world: WorldRecord) -> MemberStatus:
-    """Sort the members of ``world``."""
+    """Classify the members of ``world``."""
     present = {n.node.node_id: n for n in view.nodes}
     missing = {m.member.node_id: m for m in view.missing}
     running, out, gone = [], [], []
@@ -187,7 +185,7 @@ def _peers_of_finished(view: View) -> frozenset[str]:
 
 
 def _lease_over(m: MissingMember) -> Gone:
-    how = "its process is dead" if m.proved_dead else "silent, and its lease is over"
+    how = "its process is dead" if m.proved_dead else "silent, and its lease has expired"
     return Gone(
         node_id=m.member.node_id,
         cause=Cause.LOST,
@@ -233,7 +231,7 @@ def _is_out(node: Node, world: WorldRecord, oldest: int) -> bool:
     if node.arrived_for >= min(oldest, world.generation):
         return True
     # An in-process world has no members without ready workers. A member without them lost them
-    # before it could enter, whatever generation they ran.
+    # before it could enter, regardless of the generation that they ran.
     return world.mode == "in-process" and node.state is not NodeState.READY
 
 
@@ -250,11 +248,11 @@ def _failure(node: Node) -> str:
 def _failure_reports(
     view: View, world: WorldRecord, running: list[NodeView]
 ) -> tuple[FailureReport, ...]:
-    """Failure reports for the generation that the reporting node runs. Newer worlds have already
-    answered older reports.
+    """Failure reports for the generation that the reporting node runs. A newer world supersedes
+    older reports.
 
     While a planned switch is pending, members still run the previous world, and their reports
-    count. Once one member runs the new world, all of them have joined it, and it answers reports
+    count. Once one member runs the new world, all of them have joined it, and it supersedes reports
     about the previous world. An immediate world does so from its start.
     """
     nodes = {n.node.node_id: n.node for n in running}

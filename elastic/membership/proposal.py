@@ -1,4 +1,4 @@
-"""From chosen nodes to a proposal, from a proposal to the record, and texts for users."""
+"""Turns chosen nodes into a proposal, a proposal into a record, and both into texts for users."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ def propose(
 ) -> Proposal:
     """The world of ``nodes``, with the limits of the job (``reference``).
 
-    ``restarts``: workers that could change worlds in process restart nevertheless. So do those of a
-    replica that have met as another one, or in another order.
+    ``restarts``: workers that could change worlds in process restart nevertheless. So do the
+    workers of a replica that connected in a different replica, or in a different order.
     """
     can_stay = bool(nodes) and all(n.node.in_process for n in nodes)
     in_process = can_stay and not restarts and _have_met(nodes, reference.nodes_per_replica)
@@ -45,8 +45,8 @@ def propose(
 
 
 def _have_met(nodes: Sequence[NodeView], per_replica: int) -> bool:
-    """Whether the replicas of a world of ``nodes`` are those of their workers: as they run now, or
-    as they have met while others trained."""
+    """Whether the workers of ``nodes`` already form these replicas: in the world that they run, or
+    because they connected while others trained."""
     if per_replica == 1:
         return True
     replicas = (nodes[i : i + per_replica] for i in range(0, len(nodes), per_replica))
@@ -86,7 +86,7 @@ def world_of(
     committed_step: int | None = None,
     breakages: tuple[BreakageRecord, ...] = (),
 ) -> WorldRecord:
-    """The record to swap in for ``last``. The first node hosts the group's store.
+    """The record that replaces ``last``. The first node hosts the group's store.
 
     ``committed_step`` is the known progress of the job, if any: the record's lower bound never
     decreases.

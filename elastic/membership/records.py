@@ -2,9 +2,9 @@
 
 The keys are listed in docs/explanation/protocol.md, section 1.
 
-Every record carries ``version``. A key whose value is not JSON, has another version, an
-unknown or missing field or a value of the wrong type is a :class:`RecordError` that names the
-key: a newer library's record must stop an older agent with a sentence, not in a crash loop.
+Every record carries ``version``. A key whose value is not JSON, has another version, an unknown or
+missing field or a value of the wrong type raises a :class:`RecordError` that names the key: a newer
+library's record must stop an older agent with an error message, not in a crash loop.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ class NodeState(str, Enum):
     ARRIVED = "arrived"  # in next_rendezvous
     STARTING = "starting"  # workers spawned
     READY = "ready"  # all its workers reached the step loop
-    LEAVING = "leaving"  # told to go
-    FAILED = "failed"  # workers died, restart under way
+    LEAVING = "leaving"  # asked to leave
+    FAILED = "failed"  # workers died, restart in progress
     FINISHED = "finished"  # its workers ended with success
 
 
@@ -77,7 +77,7 @@ class Member:
     liveness_port: int
     process: ProcessIdentity
     memory_port: _Port = 0  # where its memory for checkpoints is served; 0: it has none
-    replica_port: _Port = 0  # where the ranks of a replica meet whose first node is this one
+    replica_port: _Port = 0  # where the ranks of a replica connect if this is its first node
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,17 +93,17 @@ class FailureRecord:
 
 @dataclass(frozen=True, kw_only=True)
 class BreakageRecord:
-    """A world that broke or shrank: the failure budget's memory, for the next leader, and a line of
-    the failure timeline."""
+    """A world that broke or shrank, for the next leader's failure budget and the failure
+    timeline."""
 
     generation: int
     lived_s: float
-    steps: int | None  # made since the breakage before
+    steps: int | None  # since the previous breakage
     failures: tuple[FailureRecord, ...]
     lost: tuple[str, ...]  # names
     time_s: float  # wall clock
     left: tuple[str, ...] = ()  # names of nodes that left gracefully
-    churned: tuple[str, ...] = ()  # of those that were lost or left: not for the first time lately
+    churned: tuple[str, ...] = ()  # of those lost and left: repeatedly within the window
     counts: bool = True  # against the failure budget
     step: int | None = None  # of the job, as reported to the leader
     excluded: str = ""  # name of a node whose machine was at fault
@@ -137,11 +137,11 @@ class WorldRecord(WorldSpec):
 
     @property
     def nodes_per_replica(self) -> int:
-        """1 where each node has whole replicas."""
+        """1 if each node has complete replicas."""
         return nodes_per_replica(self.replica_size, self.members[0].nproc) if self.members else 1
 
     def first_rank_of(self, node_id: str) -> int:
-        """Global rank of the node's local rank 0."""
+        """Global rank of the node's local rank 0. Raises KeyError if it is not a member."""
         rank = 0
         for member in self.members:
             if member.node_id == node_id:
@@ -170,8 +170,8 @@ class Node:
     library: str  # torch-elastic-harness version
     torch: str
     running: WorldRecord | None  # the world record its workers run, for a wiped etcd
-    arrived_for: int  # the last generation this node is done with, when arrived
-    failure: str | None  # what its workers ended with, when it arrived after a failure
+    arrived_for: int  # the last generation that this node has left, when it arrived
+    failure: str | None  # the error of its workers, if it arrived after a failure
     failure_exit_code: int | None
     joined_at_s: float  # wall clock, for users and for seniority among joining nodes
     failure_step: int | None = None  # steps committed by the worker that failed; None: not known
@@ -179,19 +179,19 @@ class Node:
     # Lines of the kernel's log since its workers had started, which may explain it.
     failure_kernel_log: tuple[str, ...] = ()
     memory_port: _Port = 0
-    tls: bool = False  # it connects to other nodes with TLS, and serves them so
+    tls: bool = False  # its connections to and from other nodes use TLS
     replica_size: _Positive = 1  # ranks that hold the model once
     replica_port: _Port = 0
-    # Where a replica takes several nodes: which start of its workers has asked for the others, and
-    # the ids of the nodes with which they hold a model, in the order of ranks.
+    # If a replica takes several nodes: the start of its workers that requests the other nodes, and
+    # the ids of the nodes that together hold a model, in rank order.
     replica_start: str = ""
     replica: tuple[str, ...] = ()
-    mesh: str = ""  # of a replica, as elastic.join was given it; "": not known, or none
+    mesh: str = ""  # of a replica, as passed to elastic.join; "": not known, or none
     version: int = RECORD_VERSION
 
     @property
     def nodes_per_replica(self) -> int:
-        """1 where each node has whole replicas."""
+        """1 if each node has complete replicas."""
         return nodes_per_replica(self.replica_size, self.nproc)
 
     def as_member(self) -> Member:
@@ -210,10 +210,10 @@ class Leader:
 
 @dataclass(frozen=True, kw_only=True)
 class FailureReport:
-    """Key ``failure_reports/{node_id}``: what a node's workers saw in ``generation``.
+    """Key ``failure_reports/{node_id}``: a failure that a node's workers saw in ``generation``.
 
-    That is the world they were in, or the one whose group they could not build: trouble of an
-    older generation than the newest world was answered by that world.
+    That is the world they were in, or the one whose group they could not build. A newer world
+    supersedes the report.
     """
 
     node_id: str
@@ -226,11 +226,11 @@ class FailureReport:
 
 @dataclass(frozen=True, kw_only=True)
 class HangFacts:
-    """Key ``hangs/{node_id}``, on the node's lease: the node's ranks that show no progress. It is
-    there only while there are some."""
+    """Key ``hangs/{node_id}``, on the node's lease: the node's ranks that make no progress. It
+    exists only while there are any."""
 
     node_id: str
-    generation: int  # the newest that the node knows: the quiet time counts from then at most
+    generation: int  # the newest known to the node; time without progress counts from its start on
     ranks: tuple[RankFacts, ...]
     version: int = RECORD_VERSION
 
@@ -254,7 +254,7 @@ class HangVerdict:
 
 @dataclass(frozen=True, kw_only=True)
 class RankFlight:
-    """The collectives that a rank began lately."""
+    """The collectives that a rank started recently."""
 
     rank: int
     entries: tuple[FlightEntry, ...]
@@ -262,8 +262,8 @@ class RankFlight:
 
 @dataclass(frozen=True, kw_only=True)
 class HangStacks:
-    """Key ``hang_stacks/{node_id}``, on the node's lease: what its ranks did at the last verdict,
-    for the report of the node that acts. Its size is bounded (``elastic.hangs.report.Share``)."""
+    """Key ``hang_stacks/{node_id}``, on the node's lease: the stacks of its ranks at the last
+    verdict, for the report of the acting node. Bounded in size (``elastic.hangs.report.Share``)."""
 
     node_id: str
     generation: int
@@ -293,7 +293,8 @@ class ReplicaSeats:
 
 @dataclass(frozen=True, kw_only=True)
 class Profile:
-    """Key ``profile``, on the lease of `elastic profile`: all ranks, or some, are to profile."""
+    """Key ``profile``, on the lease of `elastic profile`: requests a profile of some or all
+    ranks."""
 
     steps: Annotated[int, Meta(ge=1, le=10_000)]
     ranks: tuple[Annotated[int, Meta(ge=0)], ...]  # none: all
@@ -340,7 +341,7 @@ R = TypeVar("R", bound=Record)
 
 
 def encode(record: Record) -> bytes:
-    """The record as JSON with sorted keys: equal records are equal bytes."""
+    """The record as JSON with sorted keys: equal records give equal bytes."""
     return json.dumps(
         typed_json.to_json(record), sort_keys=True, separators=(",", ":"), allow_nan=False
     ).encode()
@@ -362,7 +363,7 @@ def decode(cls: type[R], key: str, value: bytes) -> R:
 
 
 def _check_version(key: str, data: dict[str, Any]) -> None:
-    """Before anything else: another version may have other fields."""
+    """Checked first, since another version may have different fields."""
     version = data.get("version", RECORD_VERSION)
     if version != RECORD_VERSION:
         raise RecordError(
@@ -381,7 +382,7 @@ def _broken(key: str, what: str) -> RecordError:
 
 
 def _contradiction(record: Record) -> str | None:
-    """Contradictions that the types cannot express, and that would end the leader repeatedly."""
+    """Contradictions that the types cannot express, and that would crash every leader."""
     match record:
         case Node(min_nodes=low, max_nodes=high) | WorldRecord(min_nodes=low, max_nodes=high) if (
             not 1 <= low <= high

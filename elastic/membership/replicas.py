@@ -25,21 +25,21 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, kw_only=True)
 class Arrangement:
-    """The replicas of a next world."""
+    """The replicas of the next world."""
 
-    unharmed: tuple[Nodes, ...]  # as they were in the last world, and in that order
+    intact: tuple[Nodes, ...]  # as they were in the last world, and in that order
     repaired: tuple[Nodes, ...]  # at least one of its nodes is from the last world
     formed: tuple[Nodes, ...]  # of waiting nodes only
 
     @property
     def nodes(self) -> Nodes:
-        """In the order of ranks. Rank 0 is of an intact replica if there is one."""
-        replicas = (*self.unharmed, *self.repaired, *self.formed)
+        """In rank order. Rank 0 belongs to an intact replica if there is one."""
+        replicas = (*self.intact, *self.repaired, *self.formed)
         return tuple(itertools.chain.from_iterable(replicas))
 
 
 @dataclass
-class _Harmed:
+class _BrokenReplica:
     """A replica that has lost nodes. The remaining ones keep their places in it."""
 
     index: int
@@ -68,15 +68,15 @@ def arrange(
     Of several broken replicas, the one that lacks the fewest nodes is completed first; if too few
     nodes wait, the last ones are dissolved for it. Without ``repairs``, the remaining nodes of a
     broken replica are not members, since their workers must restart first, and waiting nodes form
-    the replicas as which their workers have met.
+    only replicas whose workers have already connected.
     """
     most = max_nodes // per_replica
-    unharmed, harmed = _sort(world, survivors, per_replica)
+    intact, broken = _sort(world, survivors, per_replica)
     pool = list(waiting)
-    repaired = _repair(harmed, pool) if repairs else {}
-    room = max(0, most - len(unharmed) - len(repaired))
+    repaired = _repair(broken, pool) if repairs else {}
+    room = max(0, most - len(intact) - len(repaired))
     return Arrangement(
-        unharmed=tuple(unharmed),
+        intact=tuple(intact),
         repaired=tuple(repaired[i] for i in sorted(repaired)),
         formed=whole_replicas(pool, per_replica, have_met=not repairs)[:room],
     )
@@ -84,27 +84,27 @@ def arrange(
 
 def _sort(
     world: WorldRecord | None, survivors: Nodes, per_replica: int
-) -> tuple[list[Nodes], list[_Harmed]]:
-    """The world's replicas: those that are complete, and those of which some nodes are left."""
+) -> tuple[list[Nodes], list[_BrokenReplica]]:
+    """The world's replicas: the complete ones, and those of which some nodes remain."""
     alive = {n.node.node_id: n for n in survivors}
     ids = world.node_ids if world is not None else ()
-    unharmed: list[Nodes] = []
-    harmed: list[_Harmed] = []
+    intact: list[Nodes] = []
+    broken: list[_BrokenReplica] = []
     for first in range(0, len(ids), per_replica):
         places = [alive.get(i) for i in ids[first : first + per_replica]]
         # (A paused world may have an incomplete one.)
         places += [None] * (per_replica - len(places))
         left = tuple(n for n in places if n is not None)
         if len(left) == per_replica:
-            unharmed.append(left)
+            intact.append(left)
         elif left:
-            harmed.append(_Harmed(first, places))
-    return unharmed, harmed
+            broken.append(_BrokenReplica(first, places))
+    return intact, broken
 
 
-def _repair(harmed: list[_Harmed], pool: list[NodeView]) -> dict[int, Nodes]:
+def _repair(broken: list[_BrokenReplica], pool: list[NodeView]) -> dict[int, Nodes]:
     """Fill the replicas, by their index. Takes from ``pool`` first, where unused nodes remain."""
-    open_ = sorted(harmed, key=lambda r: (r.lacks, r.index))
+    open_ = sorted(broken, key=lambda r: (r.lacks, r.index))
     repaired: dict[int, Nodes] = {}
     while open_:
         replica = open_.pop(0)
@@ -122,7 +122,7 @@ def _repair(harmed: list[_Harmed], pool: list[NodeView]) -> dict[int, Nodes]:
     return repaired
 
 
-def _take_from(donors: list[_Harmed]) -> NodeView:
+def _take_from(donors: list[_BrokenReplica]) -> NodeView:
     """A node of the replica that would have been repaired last."""
     last = donors[-1]
     node = last.left[-1]
@@ -135,8 +135,8 @@ def _take_from(donors: list[_Harmed]) -> NodeView:
 def whole_replicas(
     nodes: Sequence[NodeView], per_replica: int, *, have_met: bool
 ) -> tuple[Nodes, ...]:
-    """The replicas that the waiting ``nodes`` form: any of them, by their order, or, if their
-    workers keep their processes, those that ``have_met``."""
+    """The replicas that the waiting ``nodes`` form, in their order. If the workers keep their
+    processes (``have_met``), only those whose workers have already connected."""
     if have_met and per_replica > 1:
         return tuple(_that_have_met(nodes, per_replica))
     whole = len(nodes) - len(nodes) % per_replica
@@ -151,7 +151,7 @@ def _that_have_met(nodes: Sequence[NodeView], per_replica: int) -> Iterator[Node
             yield members
 
 
-# ── nodes whose workers start while others train: who holds a model with whom ────────────────
+# ── seats: the replicas of nodes whose workers start while others train ──────────────────────
 
 
 def take_seat(
@@ -162,10 +162,11 @@ def take_seat(
     per_replica: int,
     nonce: str,
 ) -> tuple[NodeReplica, ...]:
-    """The replicas with a place for ``mine``: in the oldest that lacks a node, or in a new one.
+    """Add the seat ``mine`` to the oldest replica that lacks a node, or to a new one.
 
-    ``starts``: of the workers of every live node. A seat of another start is void; void is a
-    replica that was complete and has lost one, since the others have met it, or may have.
+    ``starts`` has the current start of the workers of every live node. A seat of another start is
+    void. So is a replica that was complete and has lost a node: the others may have connected to
+    it.
     """
     kept = [r for r in (_without_void(r, starts, per_replica) for r in replicas) if r is not None]
     if any(mine in replica.seats for replica in kept):
@@ -186,29 +187,29 @@ def _without_void(
     return replace(replica, seats=valid)
 
 
-# ── limits, and words for people ─────────────────────────────────────────────────────────────
+# ── limits, and texts for users ──────────────────────────────────────────────────────────────
 
 
 def incomplete(nodes: Sequence[T], per_replica: int) -> Sequence[T]:
-    """Those of the waiting ``nodes``, oldest first, that are too few for one more replica."""
+    """The last of the waiting ``nodes``, oldest first, which are too few for another replica."""
     return nodes[len(nodes) - len(nodes) % per_replica :]
 
 
 def require_whole_replicas(
     replica_size: int, *, nproc: int, limits: tuple[int, int]
 ) -> tuple[int, int]:
-    """``limits``, the least and most nodes of a job, for whole replicas: rounded up and down.
+    """Round ``limits``, the min and max nodes of a job, up and down to whole replicas.
 
     >>> require_whole_replicas(8, nproc=4, limits=(3, 9))
     (4, 8)
 
-    Raises ConfigError where the nodes cannot be whole replicas.
+    Raises ConfigError if the nodes cannot form whole replicas.
     """
     if nproc % replica_size and replica_size % nproc:
         near = nproc // replica_size * replica_size or replica_size
         raise ConfigError(
-            f"replica_size={replica_size} and {nproc} workers on this node do not fit: a node has "
-            "whole replicas, or a replica takes whole nodes",
+            f"replica_size={replica_size} is incompatible with {nproc} workers on this node: a "
+            "node must hold whole replicas, or a replica must take whole nodes",
             hint=f"--nproc-per-node={near}, or a replica_size that divides {nproc} or is a "
             f"multiple of it ({where_to_set('replica_size')})",
         )
@@ -217,7 +218,7 @@ def require_whole_replicas(
     least, most = -(-low // per_replica) * per_replica, high // per_replica * per_replica
     if least > most:
         raise ConfigError(
-            f"--nnodes={low}:{high} has no number of whole replicas: with "
+            f"--nnodes={low}:{high} allows no whole number of replicas: with "
             f"replica_size={replica_size} and {nproc} workers per node, one takes {per_replica} "
             "nodes",
             hint=f"--nnodes={least}:{max(least, most)}, or another replica_size",
@@ -232,16 +233,16 @@ def waiting_for_others(names: Sequence[str], per_replica: int) -> str:
 
 
 def why_waiting(node: Node, world: WorldRecord | None, nodes: Iterable[Node]) -> str:
-    """``1 of 2 nodes of a replica`` if ``node`` waits for that; empty for any other reason.
+    """``1 of 2 nodes of a replica`` if ``node`` waits for the others; otherwise empty.
 
     ``nodes``: all registered ones. For users: the decision considers more.
     """
     inside = world.node_ids if world is not None else ()
-    going = (NodeState.ARRIVED, NodeState.STARTING, NodeState.READY)
+    joining = (NodeState.ARRIVED, NodeState.STARTING, NodeState.READY)
     waiting = [
         n
         for n in nodes
-        if n.node_id not in inside and n.running is None and n.state in going and not n.replica
+        if n.node_id not in inside and n.running is None and n.state in joining and not n.replica
     ]
     waiting.sort(key=lambda n: (n.joined_at_s, n.node_id))
     few = incomplete(waiting, node.nodes_per_replica)

@@ -16,7 +16,7 @@ class StepRate:
     """The last report of one node's workers."""
 
     generation: int  # the world in which they step
-    step: int  # steps committed, which is also the number of the one in progress
+    step: int  # steps committed, which is also the number of the current step
     step_time_s: float  # a recent step's duration; 0: not known
     at_s: float  # when it was reported, on the monotonic clock of this agent
 

@@ -28,7 +28,7 @@ from elastic.membership.view import (
 )
 
 Nodes = tuple[NodeView, ...]
-NOBODY = JoiningNodes(eligible=(), quarantine_ends_s=None, skipped_reasons=())
+NO_CANDIDATES = JoiningNodes(eligible=(), quarantine_ends_s=None, skipped_reasons=())
 
 
 @dataclass(frozen=True)
@@ -62,11 +62,11 @@ class SurvivingWorld:
             return self._after_change(survivors, candidates)
         return self._join(survivors, candidates)
 
-    # ── who ──────────────────────────────────────────────────────────────────────────────
+    # ── nodes ────────────────────────────────────────────────────────────────────────────
 
     def _candidates(self) -> JoiningNodes:
         if self.status.finished:  # the job is ending
-            return NOBODY
+            return NO_CANDIDATES
         in_process = self.status.in_process
         return find_joining_nodes(self.view, self.world, self.now, in_process=in_process)
 
@@ -134,7 +134,7 @@ class SurvivingWorld:
         others = tuple(n for n in survivors if n not in suspects)
         reason = f"{names(suspects)} may be dead: the lease decides"
         since = [n.suspect_since_s for n in suspects if n.suspect_since_s is not None]
-        suffice = self._enough(self._arranged(others, NOBODY).nodes)
+        suffice = self._enough(self._arranged(others, NO_CANDIDATES).nodes)
         evictable = self.status.changed and bool(others) and suffice
         if len(since) < len(suspects) or not evictable:
             return Wait(reason=reason)
@@ -144,10 +144,10 @@ class SurvivingWorld:
         return others if self.now >= until else Wait(reason=reason, until_s=until)
 
     def _may_step_alone(self) -> Wait | None:
-        """Members that fell silent in a group without any survivor: no leaving member stops them.
+        """Wait for members that fell silent in a group without a survivor, which nothing stops.
 
-        This happens when survivors were about to join them: by a plan that was not carried out, or
-        a restart that they had not begun. The others wait, as after the loss of all.
+        This happens when survivors were about to join them: by a plan that was not executed, or a
+        restart that they had not started. The others wait, as after the loss of all.
         """
         survivors = {n.node.node_id for n in self.status.survivors}
         alone = [
@@ -158,9 +158,9 @@ class SurvivingWorld:
         until_s = max((g.last_sign_s for g in alone), default=-math.inf) + self.policy.takeover_s
         if self.now >= until_s:
             return None
-        said = "; ".join(g.sentence for g in alone)
+        who = "; ".join(g.sentence for g in alone)
         reason = (
-            f"workers that nobody has joined may still run: {said}; "
+            f"workers that nobody has joined may still run: {who}; "
             f"it is taken over {self.policy.takeover_s:g} s after the last sign"
         )
         return Wait(reason=reason, until_s=until_s)
@@ -168,15 +168,15 @@ class SurvivingWorld:
     def _without_quarantined(self, survivors: Nodes, candidates: JoiningNodes) -> Nodes:
         """Rule 5: a member that is reported repeatedly is quarantined, provided that the rest can
         continue."""
-        rest = tuple(n for n in survivors if not self._cools(n.node))
+        rest = tuple(n for n in survivors if not self._is_quarantined(n.node))
         enough = bool(rest) and self._enough(self._arranged(rest, candidates).nodes)
         return rest if enough else survivors
 
-    def _cools(self, node: Node) -> bool:
+    def _is_quarantined(self, node: Node) -> bool:
         until = quarantined_until(node, self.view.quarantined)
         return until is not None and self.now < until
 
-    # ── what ─────────────────────────────────────────────────────────────────────────────
+    # ── decisions ────────────────────────────────────────────────────────────────────────
 
     def _steady(self, candidates: JoiningNodes) -> Wait:
         reason = self._runs()
@@ -187,7 +187,7 @@ class SurvivingWorld:
     def _after_change(self, survivors: Nodes, candidates: JoiningNodes) -> Proposal:
         rest = self._without_quarantined(survivors, candidates)
         left_out = tuple(n for n in survivors if n not in rest)
-        if self._is_last_replica_told_to_leave(rest):
+        if self._is_last_replica_leaving(rest):
             reason = f"{self._why(())}; no complete replica remains"
             return self._next((), Cause.PAUSED, reason, planned=True)
         arrangement = self._arranged(rest, candidates)
@@ -198,29 +198,29 @@ class SurvivingWorld:
             reason += f"; {names(left_out)} quarantined"
         causes = {g.cause for g in self.status.gone}
         cause = next((c for c in (Cause.LOST, Cause.LEFT) if c in causes), Cause.FAILURE)
-        planned = self._reach_a_boundary(rest)
+        planned = self._can_reach_boundary(rest)
         restarts = self._restarts(arrangement)
         return self._next(arrangement.nodes, cause, reason, planned=planned, restarts=restarts)
 
-    def _reach_a_boundary(self, survivors: Nodes) -> bool:
+    def _can_reach_boundary(self, survivors: Nodes) -> bool:
         """Whether all ranks can complete their step and leave the world before the next one."""
         is_stepping = self.world.state is not WorldState.PAUSED or self.status.pending
         is_everyone = len(survivors) == len(self.status.survivors)
         return is_stepping and self.status.unbroken and is_everyone
 
-    def _is_last_replica_told_to_leave(self, survivors: Nodes) -> bool:
-        """No other node has the state that the workers still hold, nor have the nodes that were not
-        asked to leave: like the last ones of a job, all leave at a step boundary, and save."""
+    def _is_last_replica_leaving(self, survivors: Nodes) -> bool:
+        """Whether no complete replica would remain. Then all nodes leave at a step boundary, and
+        save, like the last ones of a job."""
         if not self.status.in_process or not self.status.unbroken or not survivors:
             return False
-        return self._restarts(self._arranged(survivors, NOBODY))
+        return self._restarts(self._arranged(survivors, NO_CANDIDATES))
 
     def _pause(self, survivors: Nodes, arrangement: Arrangement) -> Proposal:
-        """In process, complete replicas agree and save; if nodes only leave, at a step boundary. Of
-        nodes that restart, all stay: the world records whose workers may still run."""
+        """In process, complete replicas agree and save; if nodes only leave, at a step boundary.
+        Nodes that restart all stay members: the world records whose workers may still run."""
         if self.status.in_process and not self._restarts(arrangement):
-            nodes = tuple(n for replica in arrangement.unharmed for n in replica)
-            planned = self._reach_a_boundary(survivors)
+            nodes = tuple(n for replica in arrangement.intact for n in replica)
+            planned = self._can_reach_boundary(survivors)
             return self._next(nodes, Cause.PAUSED, self._too_few(survivors), planned=planned)
         restarts = self.world.nodes_per_replica > 1
         return self._next(survivors, Cause.PAUSED, self._too_few(survivors), restarts=restarts)
@@ -233,7 +233,7 @@ class SurvivingWorld:
         if not joining and self._is_full(survivors):
             return self._replace_stragglers(survivors, candidates)
         if not joining:
-            # (With as many as a replica takes, each waits for the workers of another one.)
+            # (If enough nodes for a replica wait, they wait for each other's workers.)
             few = self._incomplete(candidates.eligible) or self._waiting(candidates.eligible)
             reason = f"{self._runs()}; {few}"
             return Wait(reason=also(reason, candidates), until_s=candidates.quarantine_ends_s)
@@ -250,12 +250,12 @@ class SurvivingWorld:
         return len(nodes) + self.world.nodes_per_replica > self.world.max_nodes
 
     def _replace_stragglers(self, survivors: Nodes, candidates: JoiningNodes) -> Proposal | Wait:
-        """Waiting nodes may replace a straggler in a full world, and the nodes of its replica. The
+        """In a full world, let waiting nodes replace a straggler and the nodes of its replica. The
         world keeps its size; a node that was excluded for this replaces no other."""
         stragglers, per_replica = self.view.stragglers, self.world.nodes_per_replica
         spares = tuple(n for n in candidates.eligible if n.node.node_id not in stragglers)
         others = whole_replicas(spares, per_replica, have_met=self.status.in_process)
-        replicas = self._arranged(survivors, NOBODY).unharmed
+        replicas = self._arranged(survivors, NO_CANDIDATES).intact
         slow_replicas = [
             replica for replica in replicas if any(n.node.node_id in stragglers for n in replica)
         ][: len(others)]
@@ -271,14 +271,15 @@ class SurvivingWorld:
         return self._next(rest + joining, Cause.LEFT, reason, planned=True)
 
     def _until_all_run(self, survivors: Nodes, joining: Nodes) -> Wait | None:
-        late = [n for n in survivors if not self._took_up(n.node)]
+        late = [n for n in survivors if not self._has_entered(n.node)]
         if not late:
             return None
         plan = f"{names(late)} {verb(late, 'run')} generation {self.world.generation}"
         return Wait(reason=f"{self._waiting(joining)} until {plan}")
 
-    def _took_up(self, node: Node) -> bool:
-        """One plan at a time: joining nodes wait until the last one has been carried out."""
+    def _has_entered(self, node: Node) -> bool:
+        """Whether a node has entered this world: joining nodes wait until the last plan has been
+        executed."""
         if not self.status.in_process:
             return node.state is not NodeState.ARRIVED
         return node.running is not None and node.running.generation >= self.world.generation
@@ -299,7 +300,7 @@ class SurvivingWorld:
             arrangement.nodes,
             Cause.RESUMED,
             reason,
-            planned=self._reach_a_boundary(survivors),
+            planned=self._can_reach_boundary(survivors),
             restarts=self._restarts(arrangement),
         )
 
@@ -328,28 +329,28 @@ class SurvivingWorld:
             self.view, self.world, nodes, cause, reason, planned=planned, restarts=restarts
         )
 
-    # ── why ──────────────────────────────────────────────────────────────────────────────
+    # ── reasons ──────────────────────────────────────────────────────────────────────────
 
     def _why(self, joining: Nodes) -> str:
-        said = list(self.status.sentences)
+        reasons = list(self.status.sentences)
         if joining:
-            said.append(f"{names(joining)} {verb(joining, 'join')}")
-        return "; ".join(said) or "enough nodes again"
+            reasons.append(f"{names(joining)} {verb(joining, 'join')}")
+        return "; ".join(reasons) or "enough nodes again"
 
     def _why_arranged(self, arrangement: Arrangement, candidates: JoiningNodes) -> str:
-        """Also what becomes of replicas over several nodes."""
+        """The reason, including the changes to replicas over several nodes."""
         survivors, nodes = self.status.survivors, arrangement.nodes
         reason = self._why(tuple(n for n in nodes if n not in survivors))
         if self.world.nodes_per_replica == 1:
             return reason
         waiting = tuple(n for n in candidates.eligible if n not in nodes)
-        left = tuple(n for n in survivors if n not in nodes and not self._cools(n.node))
+        left = tuple(n for n in survivors if n not in nodes and not self._is_quarantined(n.node))
         if not self.status.in_process or self._restarts(arrangement):
             waiting += left
         elif left:
             reason += f"; {names(left)} {verb(left, 'restart')}: a replica has lost nodes"
-        said = self._incomplete(waiting)
-        return f"{reason}; {said}" if said else reason
+        incomplete_replica = self._incomplete(waiting)
+        return f"{reason}; {incomplete_replica}" if incomplete_replica else reason
 
     def _incomplete(self, waiting: Nodes) -> str:
         """The nodes that wait although there may be room; empty if there are none."""
@@ -371,6 +372,6 @@ class SurvivingWorld:
 
 
 def _hold_the_state(arrangement: Arrangement) -> bool:
-    """Whether an intact replica has been in a group. (Members of a plan that was not carried out
-    have not.)"""
-    return any(all(n.node.running for n in replica) for replica in arrangement.unharmed)
+    """Whether an intact replica has been in a group. (Members of a plan that was not executed have
+    not.)"""
+    return any(all(n.node.running for n in replica) for replica in arrangement.intact)

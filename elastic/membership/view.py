@@ -27,7 +27,7 @@ from elastic.tuning.timeouts import Timeouts
 class Liveness(Enum):
     """The last result of probing a node's liveness port."""
 
-    ALIVE = "alive"  # it answers, or was not in question
+    ALIVE = "alive"  # it responds, or was never suspected
     SUSPECT = "suspect"  # silent, or being probed: the lease will decide
     DEAD = "dead"  # refused, or its host reports the process as ended: proof
 
@@ -38,7 +38,7 @@ class NodeView:
 
     node: Node
     liveness: Liveness = Liveness.ALIVE
-    state_since_s: float  # when the leader first saw it in its present state
+    state_since_s: float  # when the leader first saw it in its current state
     suspect_since_s: float | None = None  # when it became SUSPECT; None: not, or not known
 
 
@@ -74,7 +74,7 @@ class Policy:
     """The parameters of the rules.
 
     ``min_nodes`` and ``max_nodes`` are the leader's own. The job uses those of its first node,
-    which are part of every world: a leader with different ones is itself refused.
+    which are part of every world: a leader with different ones is refused, too.
     """
 
     min_nodes: int

@@ -18,20 +18,20 @@ from elastic.tuning.agent_intervals import RESOLVE_AGAIN_S
 
 
 def own_address(
-    told: str, endpoint: Endpoint | None, *, within_s: float, clock: Clock = SYSTEM_CLOCK
+    configured: str, endpoint: Endpoint | None, *, within_s: float, clock: Clock = SYSTEM_CLOCK
 ) -> str:
-    """The address behind ``told``, an address or a name; if it is empty or a name for the
+    """The address behind ``configured``, an address or a name; if it is empty or a name for the
     loopback interface, this machine's address on the way to etcd (``endpoint``).
 
     Raises ConfigError if the name cannot be resolved within ``within_s``.
     """
-    if not told:
+    if not configured:
         return _towards(endpoint) or _of_this_host()
-    if _is_address(told):
-        return told
-    found = _resolve(told, within_s, clock)
+    if _is_address(configured):
+        return configured
+    found = _resolve(configured, within_s, clock)
     reachable = [address for address in found if not ipaddress.ip_address(address).is_loopback]
-    if reachable or told == "localhost":
+    if reachable or configured == "localhost":
         return (reachable or found)[0]
     return _towards(endpoint) or found[0]
 
@@ -45,7 +45,7 @@ def _is_address(text: str) -> bool:
 
 
 def _resolve(name: str, within_s: float, clock: Clock) -> list[str]:
-    """Its addresses, IPv4 first: a listener on a name listens there."""
+    """The addresses of a name, IPv4 first, as for a listener on that name."""
     attempts = tenacity.Retrying(
         retry=tenacity.retry_if_exception_type(OSError),
         stop=tenacity.stop_after_attempt(1 + int(within_s / RESOLVE_AGAIN_S)),
@@ -64,7 +64,9 @@ def _resolve(name: str, within_s: float, clock: Clock) -> list[str]:
 
 def _addresses(name: str) -> list[str]:
     found = socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)
-    found.sort(key=lambda entry: entry[0] != socket.AF_INET)  # stable: else as the system says
+    found.sort(
+        key=lambda entry: entry[0] != socket.AF_INET
+    )  # stable: otherwise in the system's order
     return [str(entry[4][0]) for entry in found]
 
 
@@ -90,7 +92,7 @@ def _of_this_host() -> str:
         return _addresses(socket.gethostname())[0]
     except OSError as error:
         raise ConfigError(
-            f"this node does not know its address: {socket.gethostname()!r} cannot be resolved "
+            f"the address of this node is unknown: {socket.gethostname()!r} cannot be resolved "
             f"({error})",
             hint="give the IP address at which the other nodes reach it, with --local-addr",
         ) from error

@@ -1,11 +1,11 @@
 """This node's memory for checkpoints: created by the agent, so that it outlives all its workers.
 
-A folder below ``/dev/shm`` whose name identifies the agent's process: it is removed when the agent
-ends, and if that was killed, by the next agent on this machine that can prove so. Workers receive
-it as ``ELASTIC_NODE_MEMORY``. It is served to the other agents of the job, and copied into that of
-the next one in the order of the world. All of that is :mod:`checkpoints.memory.host`; the agent
-imports it (and nothing else of checkpoints) because a tier that ends with the workers would be
-useless.
+A folder below ``/dev/shm`` whose name identifies the agent's process. It is removed when the agent
+ends or, if the agent was killed, by the next agent on this machine that can prove its death.
+Workers receive it as ``ELASTIC_NODE_MEMORY``. It is served to the other agents of the job, and
+copied into the memory of the next node in rank order. :mod:`checkpoints.memory.host` does all of
+that; the agent imports it (and nothing else of checkpoints) because a tier that ends with the
+workers would be useless.
 """
 
 from __future__ import annotations
@@ -40,7 +40,8 @@ _NAME = re.compile(r"elastic-memory-(\d+)-(\d+)-(\d+)-[0-9a-f]+")
 
 
 class AgentMemory:
-    """The agent's handle on it. Without ``/dev/shm``, or with a share of 0, there is none."""
+    """The agent's handle on the memory. Without ``/dev/shm``, or with a share of 0, there is
+    none."""
 
     def __init__(self, host: MemoryHost | None) -> None:
         self._host = host
@@ -53,15 +54,15 @@ class AgentMemory:
         return str(self._host.folder) if self._host is not None else ""
 
     def published(self, node: Node) -> Node:
-        """The node's record, with where its memory is served."""
+        """The node's record, with the port of its memory."""
         if self._host is None:
             return node
         return replace(node, memory_port=self._host.port)
 
-    def look(self) -> None:
+    def refresh(self) -> None:
         """Publish the other nodes of the world that the workers are about to run."""
         if self._host is not None:
-            self._host.look()
+            self._host.refresh()
 
     def close(self) -> None:
         """Release it. Idempotent."""
@@ -82,15 +83,15 @@ def host_memory(
     on_error: Callable[[BaseException], object],
     parent: Path = PARENT,
 ) -> AgentMemory:
-    """Make this node's memory. ``running`` returns the world that its workers run, ``key`` for
-    what opens the memories of this run."""
+    """Create this node's memory. ``running`` returns the world that its workers run, ``key`` the
+    key to the memories of this run."""
     sweep(node.process, parent)
-    told = _ReplicationReporter(journal)
+    reporter = _ReplicationReporter(journal)
     try:
         shm_bytes = _shm_bytes(parent)
         if options.memory_limit_bytes is not None:
-            for said in shm_shortages(options.memory_limit_bytes, shm_bytes):
-                get_logger().warning("%s", said)
+            for shortage in shm_shortages(options.memory_limit_bytes, shm_bytes):
+                get_logger().warning("%s", shortage)
         if options.node_memory_share == 0:
             return AgentMemory(None)
         host = MemoryHost(
@@ -100,7 +101,7 @@ def host_memory(
             limit_bytes=_limit_bytes(options, shm_bytes),
             replicas=options.node_memory_copies,
             neighbours=lambda: neighbours(running(), node.node_id),
-            on_outcome=told.outcome,
+            on_outcome=reporter.outcome,
             report=get_logger().warning,
             on_error=on_error,
         )
@@ -139,7 +140,7 @@ def sweep(me: ProcessIdentity, parent: Path = PARENT) -> None:
             if match is None or entry.stat(follow_symlinks=False).st_uid != os.getuid():
                 continue
             namespace, pid, start_ticks = map(int, match.groups())
-            # (A tmpfs does not outlive its host's boot, nor leave it.)
+            # (A tmpfs belongs to one boot of one host.)
             owner = replace(me, pid_namespace=namespace, pid=pid, start_ticks=start_ticks)
             if proved_gone(owner, me):
                 shutil.rmtree(entry.path, ignore_errors=True)
@@ -151,8 +152,8 @@ def _name(node: Node) -> str:
 
 
 def _limit_bytes(options: AgentOptions, shm_bytes: int) -> int:
-    """Of own parts, and of each other node's copies. Data workers share batches in the same place,
-    and end with a bus error where it is full: a fifth of it is always left to them."""
+    """The limit for own parts, and for the copies of each other node. Data workers share batches in
+    the same file system, and end with a bus error if it is full: a fifth is reserved for them."""
     share = SHM_SHARE * 2 / (1 + options.node_memory_copies)
     return int(min(options.node_memory_share * memory_bytes(options), share * shm_bytes))
 

@@ -23,11 +23,12 @@ class Inbox:
         self._messages: queue.SimpleQueue[object] = queue.SimpleQueue()
 
     def put(self, message: object) -> None:
-        """From any thread, also from a signal handler."""
+        """Add a message, from any thread or signal handler."""
         self._messages.put(message)
 
     def take(self, timeout_s: float) -> list[object]:
-        """All of them; blocks until there is one or the time is up. On the node's thread."""
+        """Take all messages; blocks until there is one or ``timeout_s`` has passed. On the node's
+        thread."""
         messages: list[object] = []
         try:
             messages.append(self._messages.get(timeout=timeout_s))
@@ -39,7 +40,7 @@ class Inbox:
 
 @dataclass(frozen=True, kw_only=True)
 class NodeContext:
-    """Made once per node, by :meth:`of`."""
+    """Created once per node, by :meth:`of`."""
 
     store: KeyValue
     keys: Keys
@@ -65,7 +66,7 @@ class NodeContext:
         clock: Clock = SYSTEM_CLOCK,
         tls: Tls | None = None,
     ) -> NodeContext:
-        """The context of a node as it begins."""
+        """The context of a node that starts."""
         node = replace(node, tls=tls is not None)  # so that all nodes can check compatibility
         return cls(
             store=store,

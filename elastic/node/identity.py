@@ -33,7 +33,7 @@ _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
 def current_process(pod_uid: str = "") -> ProcessIdentity:
-    """The identity of this process; with ``pod_uid`` if it is in a pod that was given its uid."""
+    """The identity of this process; ``pod_uid`` is that of its pod, if known."""
     pid = os.getpid()
     stat = _stat(pid)
     return ProcessIdentity(
@@ -72,7 +72,7 @@ def _table(process: ProcessIdentity) -> tuple[object, ...]:
 
 
 def _pid_namespace() -> int:
-    """Its inode; 0, which proves nothing, where ``/proc`` shows another one's processes."""
+    """The inode of this pid namespace; 0, which proves nothing, if ``/proc`` belongs to another."""
     try:
         if os.readlink("/proc/self") != str(os.getpid()):
             return 0
@@ -82,7 +82,7 @@ def _pid_namespace() -> int:
 
 
 def _exists(pid: int) -> bool:
-    """From the kernel: ``/proc`` may hide the processes of other users (hidepid)."""
+    """Whether the process exists: ``/proc`` may hide the processes of other users (hidepid)."""
     try:
         os.kill(pid, 0)
     except ProcessLookupError:
@@ -100,11 +100,11 @@ def _read(path: Path) -> str:
 
 
 def _stat(pid: int) -> tuple[str, int] | None:
-    """(state letter, start time in ticks), or None if no such process is to be seen."""
+    """(state letter, start time in ticks), or None if no such process is visible."""
     try:
         text = Path(f"/proc/{pid}/stat").read_text(errors="replace")
     except OSError:
         return None
-    # The command name is in parentheses and may itself hold spaces and parentheses.
+    # The command name is in parentheses, and may itself contain spaces and parentheses.
     rest = text[text.rindex(")") + 2 :].split()
     return rest[0], int(rest[19])

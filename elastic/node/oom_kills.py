@@ -19,7 +19,7 @@ _COUNT = re.compile(r"^oom_kill (\d+)$", re.MULTILINE)
 
 
 class OomKillCounter:
-    """Read after a worker's death by SIGKILL. From any thread.
+    """The kernel's count of OOM kills, read after a worker's death by SIGKILL. Thread-safe.
 
     The workers are in the cgroup of the agent, which has started them. Several agents may share
     one: a kill among the workers of one counts for both, if both observe a SIGKILL.
@@ -31,7 +31,7 @@ class OomKillCounter:
         self._seen = self._count()
 
     def mark(self) -> None:
-        """Workers are about to start: kills before this are not theirs."""
+        """Ignore the kills so far: workers are about to start."""
         with self._lock:
             self._seen = self._count()
 

@@ -198,7 +198,7 @@ class OrphanReaper:
         return self._process.pid
 
     def permit(self, until_s: float) -> None:
-        """Let the workers train until then, by CLOCK_BOOTTIME. From any thread, never waits."""
+        """Let the workers train until then, by CLOCK_BOOTTIME. Thread-safe; never blocks."""
         self._write(f"{until_s!r}\n".encode())
 
     def _write(self, data: bytes) -> None:
@@ -266,21 +266,21 @@ def main(agent_pid: int, node_id: str, forked: ForkMark | None, *leftovers: str)
 
 
 def _watch(watched: list[int], agent_pid: int, node_id: str, forked: ForkMark | None) -> bool:
-    """Until the agent has ended; returns whether it ended normally. Ends workers without
-    permission."""
+    """Wait until the agent has ended; returns whether it ended normally. Ends workers whose
+    permission has expired."""
     until_s, rest = math.inf, b""
     while True:
         left_s = max(0.0, min(until_s - _boottime(), LONGEST_WAIT_S))
         readable, _, _ = select.select(watched, [], [], left_s)
-        if 0 in readable and (said := os.read(0, 4096)):
-            if b"x" in said:
+        if 0 in readable and (data := os.read(0, 4096)):
+            if b"x" in data:
                 return True
-            *lines, rest = (rest + said).split(b"\n")
+            *lines, rest = (rest + data).split(b"\n")
             until_s = float(lines[-1]) if lines else until_s
         elif readable:
             return False
         elif _boottime() > until_s:
-            # Until the agent is back: workers that it starts later are not affected.
+            # Stop once the agent responds again: workers that it starts later are not affected.
             end_marked(
                 node_id,
                 forked,

@@ -25,7 +25,7 @@ class PortReserve:
 
     @property
     def replica_port(self) -> int:
-        """For the ranks of a replica, which keep their store for as long as they live."""
+        """The port for the store of a replica's ranks, which they keep for their lifetime."""
         return int(self._replica.getsockname()[1])
 
     def close(self) -> None:

@@ -18,7 +18,8 @@ LIVENESS, STORE, MEMORY = "liveness", "store", "memory"
 
 
 class RunSecret:
-    """This agent's copy. Thread-safe: listeners read their keys at every handshake."""
+    """This agent's copy of the secret. Thread-safe: listeners read their keys at every
+    handshake."""
 
     def __init__(self, secret: SecretKey, root: str) -> None:
         self._secret = secret
@@ -31,22 +32,22 @@ class RunSecret:
         return cls(_stored(store, keys, SecretKey.generate()), keys.root)
 
     def key(self, purpose: str) -> SecretKey:
-        """For this run and one purpose."""
+        """The key for one purpose of this run."""
         with self._lock:
             return self._secret.derive(purpose, self._root)
 
     def restore(self, store: KeyValue, keys: Keys) -> None:
-        """After etcd was wiped: write it back, or adopt the one that a joining node has created
-        since.
+        """After etcd was wiped, write the secret back, or adopt the one that a joining node has
+        created since.
 
         Open connections remain; new ones use the store's secret.
         """
         found = _stored(store, keys, self._secret)
         with self._lock:
-            is_other, self._secret = found != self._secret, found
-        if is_other:
+            has_changed, self._secret = found != self._secret, found
+        if has_changed:
             get_logger().warning(
-                "etcd has another secret of this run than before (it was wiped): using that one"
+                "etcd was wiped and has a different secret for this run: using the new one"
             )
 
 
@@ -59,7 +60,7 @@ def _stored(store: KeyValue, keys: Keys, proposed: SecretKey) -> SecretKey:
             return proposed
         entry = store.get(keys.secret)
     if entry is None:
-        raise _broken(keys.secret, "was deleted at once")
+        raise _broken(keys.secret, "was deleted immediately")
     try:
         return SecretKey.parse(decode(Secret, entry.key, entry.value).secret)
     except ValueError as error:

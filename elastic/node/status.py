@@ -22,7 +22,7 @@ from elastic.store.keyvalue import Entry
 
 @dataclass(frozen=True)
 class WorldEntry:
-    """The world as known, and the revision of the key that a swap must name."""
+    """The known world, and the revision of its key that a compare-and-swap must name."""
 
     world: WorldRecord | None
     mod_revision: int
@@ -30,7 +30,7 @@ class WorldEntry:
 
 
 class JobSucceeded(Exception):
-    """Not an error: the job is done, there is nothing left to do for a joining node."""
+    """Not an error: the job is done, and has no work for a joining node."""
 
 
 class NodeStatus:
@@ -48,7 +48,7 @@ class NodeStatus:
         self.failure_step: int | None = None  # steps committed by the worker that failed
         self.stopping = False  # torchrun will restart the workers
         self.starts = 0  # of all workers, by torchrun; a death may be reported after the next one
-        self.can_replace = False  # torchrun lets us replace a single worker
+        self.can_replace = False  # torchrun permits the replacement of a single worker
         self.to_replace: set[int] = set()  # pids of dead workers whose siblings keep theirs
         # Pids of workers that were ready, or take the place of dead ones, and of whose death, if
         # any, nothing is decided yet.
@@ -63,7 +63,7 @@ class NodeStatus:
         self.told: WorldRecord | None = None  # the newest world that workers have received, if any
         self.before_announcing: Callable[[], object] = lambda: None  # the workers of a new world
         self.replica_is_lost = False  # a node of this one's replica is lost
-        self.waits_for = ""  # why this node has no place in the world, where that is known
+        self.waits_for = ""  # why this node has no place in the world, if known
         self.parked = False  # the job has ended; this agent keeps running for its launcher
 
     @property
@@ -79,10 +79,10 @@ class NodeStatus:
         if pid in self.to_replace:
             return not self.stopping
         # The death of another one a moment ago has changed the state.
-        is_open = (self.node.in_process and self.node.state is NodeState.READY) or (
+        is_undecided = (self.node.in_process and self.node.state is NodeState.READY) or (
             bool(self.to_replace) and pid in self.undecided | self.unconnected
         )
-        return None if is_open and self.can_replace and not self.stopping else False
+        return None if is_undecided and self.can_replace and not self.stopping else False
 
     def change_node(self, change: Callable[[Node], Node]) -> None:
         with self.changed:
@@ -105,14 +105,14 @@ class NodeStatus:
         self.set_world(replace(self.world, mod_revision=mod_revision))
 
     def learn_world(self, entry: Entry, now: float) -> None:
-        """The key as the store has it. Raises RecordError for one that cannot be read."""
+        """Apply the key's value in the store. Raises RecordError if it cannot be read."""
         known = self.world.world
         if entry.mod_revision < self.world.mod_revision:
-            return  # an older event than what this node wrote itself
+            return  # older than this node's own write
         try:
             world = decode(WorldRecord, entry.key, entry.value)
         except RecordError:
-            # The key can still be swapped: the next world heals it.
+            # The key can still be swapped: the next world replaces it.
             self.set_world_revision(entry.mod_revision)
             raise
         if (known is not None and world.generation < known.generation) or world == known:
@@ -121,22 +121,22 @@ class NodeStatus:
             self.set_world(WorldEntry(world, entry.mod_revision, now))
 
     def learn_pushed(self, record: bytes, now: float) -> None:
-        """A record from the leader. Its revision is left to the watch: one that was on its way
-        while the store was wiped would make every later event look old."""
+        """Apply a record that the leader pushed. Only the watch sets the revision: that of a record
+        in flight while the store was wiped would make every later event look old."""
         known = self.world
         world = decode(WorldRecord, self._keys.world, record)
         if known.world is None or world.generation > known.world.generation:
             self.set_world(WorldEntry(world, known.mod_revision, now))
 
     def set_done(self, done: Done) -> bool:
-        """True the first time."""
+        """Record the job's end; True the first time."""
         with self.changed:
             first, self.done = self.done is None, done
             self.changed.notify_all()
             return first
 
     def fail(self, error: BaseException) -> None:
-        """The first error is kept: it is the cause of the others."""
+        """Record what ended the node's thread. The first error is kept: it causes the others."""
         with self.changed:
             if self.fatal is None:
                 self.fatal = error
@@ -162,8 +162,8 @@ class NodeStatus:
             )
         kinds: tuple[type[ElasticError], ...] = (BudgetSpent, CheckpointRequired, ConfigError)
         kind = next((k for k in kinds if k.exit_code == done.exit_code), JobFailed)
-        said = f"the job under {self._keys.root} has failed: {done.reason}"
+        message = f"the job under {self._keys.root} has failed: {done.reason}"
         return kind(
-            f"{said}\n\n{self.timeline}\n" if self.timeline else said,
+            f"{message}\n\n{self.timeline}\n" if self.timeline else message,
             hint=f"use another --rdzv-id, or delete {self._keys.done} in etcd to let it continue",
         )

@@ -1,4 +1,4 @@
-"""This node's part in finding stragglers: publish what its workers report of their steps.
+"""Publishes the step times of this node's workers, for the detection of stragglers.
 
 A worker reports once a window, and this node writes one small record for all of them. The leader
 compares (:mod:`elastic.leadership.judges.straggler_judge`). Everything runs on the node's thread.
@@ -31,8 +31,8 @@ class StepTimesReport:
         self._fresh.discard(pid)
 
     def publish(self, lease: Lease) -> None:
-        """Write it once all workers have reported: their windows end together. Called with the
-        node's live lease."""
+        """Write the record once all workers have reported: their windows end together. Called with
+        the node's live lease."""
         if not self._fresh or len(self._fresh) < self._at.status.node.nproc:
             return
         node_id = self._at.status.node.node_id

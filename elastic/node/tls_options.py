@@ -12,7 +12,7 @@ from elastic.tuning.agent_options import AgentOptions
 
 
 def node_tls(options: AgentOptions) -> Tls | None:
-    """What this node's connections to others are wrapped in; None: nothing was given.
+    """The TLS of this node's connections to others; None if it is not configured.
 
     Raises ConfigError for files that cannot be used.
     """

@@ -1,4 +1,4 @@
-"""Signs of life of an agent's threads: each records the time of its last iteration."""
+"""Heartbeats of an agent's threads: each records the time of its last iteration."""
 
 from __future__ import annotations
 
@@ -23,6 +23,6 @@ class Watchdog:
         self._stamps.pop(threading.current_thread().name, None)
 
     def silences_s(self) -> dict[str, float]:
-        """For how long each thread has not turned, by its name."""
+        """How long each thread has made no progress, by its name."""
         now = self._clock.monotonic()
         return {thread: now - stamp for thread, stamp in self._stamps.copy().items()}

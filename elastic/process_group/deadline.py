@@ -74,7 +74,7 @@ def end_process(reason: str, journal: EventSink | None = None) -> NoReturn:
     """End this process now, with the reason on stderr, in the journal and in torch's error file."""
     try:
         os.write(
-            _STDERR, f"elastic: {reason}; this worker ends, and its agent starts it anew\n".encode()
+            _STDERR, f"elastic: {reason}; this worker ends, and its agent restarts it\n".encode()
         )
         if journal is not None:
             journal.emit(WorkerStuck(reason=reason))

@@ -214,7 +214,7 @@ class EtcdRendezvousHandler(RendezvousHandler):
         peers = launch.service.peer_addresses(world)
         launch.set_world(world, peers)
         launch.service.enter(world, waited_s=SYSTEM_CLOCK.monotonic() - began)
-        launch.memory.look()
+        launch.memory.refresh()
         launch.notice.workers_start(is_first_node=launch.service.has_first_rank)
         node_id = launch.service.node_id
         return RendezvousInfo(

@@ -146,7 +146,7 @@ class Launch:
                 context, last_contact_s=lambda: store.last_contact_s, metrics=metrics
             )
             services.append(self.service)
-            self.service.before_announcing(self.memory.look)
+            self.service.before_announcing(self.memory.refresh)
             self._journal.locate(self.service.position)
             made.callback(self.service.close)
             self._reaper = OrphanReaper(

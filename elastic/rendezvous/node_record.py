@@ -16,7 +16,7 @@ from elastic.node.address import own_address
 from elastic.node.identity import current_process
 from elastic.store.etcd.store import EtcdStore
 from elastic.tuning.agent_options import AgentOptions
-from elastic.tuning.announced_address import told_address
+from elastic.tuning.announced_address import configured_address
 
 
 def describe_node(
@@ -32,7 +32,7 @@ def describe_node(
         nproc=0,
         role="",
         address=own_address(
-            told_address(parameters.local_addr, options.network, options.pod_ip),
+            configured_address(parameters.local_addr, options.network, options.pod_ip),
             store.endpoint,
             within_s=options.connect_timeout_s,
         ),

@@ -1,4 +1,4 @@
-"""Sockets that hubs listen on, and when a hub accepts from its own."""
+"""Creates the sockets on which hubs listen, and decides when a hub accepts connections."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Acceptor:
     """Accepts connections while there is room for them; for the hub's thread.
 
     Otherwise the selector does not watch the listener: connections wait in the kernel.
-    ``room_in_s``: the seconds until there is room, given the time; 0 for now.
+    ``room_in_s`` returns the seconds until there is room, given the time; 0 if there is.
     """
 
     def __init__(
@@ -56,7 +56,7 @@ class Acceptor:
 
     @property
     def resumes_at_s(self) -> tuple[float, ...]:
-        """When :meth:`resume` has something to do, if it ever has."""
+        """When :meth:`resume` must run; empty if it need not."""
         return () if self._is_watched else (self._resume_at_s,)
 
     def resume(self) -> None:
@@ -71,9 +71,9 @@ class Acceptor:
             self._is_watched = True
 
     def accept(self) -> socket.socket | None:
-        """The next connection; ``None`` if none has come, or there is no room for it.
+        """The next connection; ``None`` if none is pending, or there is no room for it.
 
-        Raises OSError where the process has no descriptor left, and pauses.
+        Raises OSError, and pauses, if the process has no free descriptor.
         """
         if room_in_s := self._room_in_s(self._monotonic()):
             self._pause(room_in_s)

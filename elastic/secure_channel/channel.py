@@ -25,7 +25,7 @@ _READ_BYTES = 1 << 16
 
 
 class Channel:
-    """Not for several threads at once, except :meth:`cut`. Owns the connection from now on.
+    """For one thread at a time, except :meth:`cut`. Owns the connection.
 
     With ``tls`` it is a client's, and :meth:`authenticate` begins with the TLS handshake. (A hub
     has made its own before it gives a connection away.)
@@ -63,16 +63,16 @@ class Channel:
     def authenticate(
         self, key: SecretKey, identity: str = "", *, expected: str | None, proves: bool = True
     ) -> str:
-        """As the client: have the server prove the key, and prove it. Returns the server's
-        identity.
+        """Authenticate as the client: verify that the server has the key, and prove the same.
+        Returns the server's identity.
 
-        One round trip: the proof is not answered, the first message may follow it. Without
-        ``proves`` it is not sent: for a client that only identifies the server.
+        One round trip: the server does not respond to the proof, so the first message may follow
+        it. Without ``proves`` it is not sent: for a client that only identifies the server.
 
         Raises:
-            AuthenticationError: the server does not know the key.
-            TlsError: it has TLS and this node has not, or the other way; or a wrong certificate.
-            ProtocolError: it does not speak this protocol, or is another than ``expected``.
+            AuthenticationError: the server does not have the key.
+            TlsError: only one end uses TLS, or a certificate was rejected.
+            ProtocolError: it does not speak this protocol, or is not ``expected``.
             OSError: it is gone, or silent.
         """
         self._secure()
@@ -87,7 +87,7 @@ class Channel:
         return handshake.peer
 
     def _secure(self) -> None:
-        """The handshake of TLS, where there is one. One round trip."""
+        """Perform the TLS handshake, if TLS is used. One round trip."""
         if not self._is_secured and isinstance(self._socket, ssl.SSLSocket):
             self._wait(lambda sock: sock.do_handshake(), self._socket)
             self._is_secured = True
@@ -95,7 +95,8 @@ class Channel:
     # -- deadlines ----------------------------------------------------------------------------
 
     def expect(self, size_bytes: int) -> None:
-        """From now on there is time for that many bytes, both ways together."""
+        """Set the deadline so that there is time for this many bytes, in both directions
+        together."""
         self.wait(self._timeout_s + size_bytes / SLOWEST_BYTES_PER_S)
 
     def wait(self, timeout_s: float) -> None:
@@ -105,7 +106,7 @@ class Channel:
     # -- messages -----------------------------------------------------------------------------
 
     def send(self, message: Mapping[str, Any]) -> None:
-        """A JSON object as a frame."""
+        """Send a JSON object as a frame."""
         self.send_frame(strict_json.encode(message))
 
     def send_frame(self, payload: bytes) -> None:
@@ -114,13 +115,13 @@ class Channel:
     def receive(self, most: int) -> dict[str, Any] | None:
         """The next message, of at most this many bytes; None if the peer closed before one began.
 
-        Raises ProtocolError for what is no message.
+        Raises ProtocolError if it is not a valid message.
         """
         payload = self.receive_frame(most)
         return None if payload is None else strict_json.decode(payload)
 
     def receive_frame(self, most: int) -> bytes | None:
-        """The same, not parsed."""
+        """Like :meth:`receive`, but not parsed."""
         self._reader.limit = most
         while missing := self._reader.missing:  # exactly: bulk bytes may follow
             chunk = self._wait(lambda most: self._socket.recv(most), min(missing, _READ_BYTES))
@@ -134,13 +135,13 @@ class Channel:
     # -- bulk bytes ---------------------------------------------------------------------------
 
     def send_bytes(self, data: bytes | bytearray | memoryview) -> None:
-        """As they are."""
+        """Send bytes without a frame."""
         rest = memoryview(data)
         while rest:
             rest = rest[self._wait(self._socket.send, rest) :]
 
     def fill(self, into: memoryview) -> None:
-        """Receive exactly as many bytes. Raises ``ConnectionError`` if fewer come."""
+        """Fill ``into`` completely. Raises ``ConnectionError`` if the peer closes before that."""
         early = self._reader.take(len(into))
         into[: len(early)] = early
         done = len(early)
@@ -153,13 +154,14 @@ class Channel:
     # -- the end ------------------------------------------------------------------------------
 
     def cut(self) -> None:
-        """From another thread: its user gets an error or the end of the stream, and closes it.
+        """Shut the connection down from another thread. The thread that uses it gets an error or
+        the end of the stream, and closes it.
 
-        Closed under its user's hands, its number would soon be another connection's.
+        Closing it here would free its descriptor for another connection while it is in use.
         """
         with contextlib.suppress(OSError):
-            # Not SSLSocket's own, which forgets its keys first: the other thread would send the
-            # next message without them.
+            # Not SSLSocket.shutdown, which discards the TLS state first: the other thread would
+            # send its next message unencrypted.
             socket.socket.shutdown(self._socket, socket.SHUT_RDWR)
 
     def close(self) -> None:

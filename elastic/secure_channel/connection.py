@@ -14,7 +14,7 @@ from typing import Any
 from elastic.secure_channel.errors import ProtocolError
 from elastic.secure_channel.frames import FrameReader
 from elastic.secure_channel.handshake import MAX_FRAME, ClientHandshake, ServerHandshake
-from elastic.secure_channel.limits import Limits, Unproved, give_up_on_silence
+from elastic.secure_channel.limits import Limits, Unauthenticated, give_up_on_silence
 from elastic.secure_channel.tls import RECORD_BYTES, awaited_event, failure
 
 READ_BYTES = 1 << 16
@@ -23,7 +23,7 @@ _SILENT = frozenset({errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH})
 
 
 class State(Enum):
-    """Of a connection, in this order; CLOSED from any."""
+    """The states of a connection, in order; CLOSED may follow any of them."""
 
     CONNECTING = "connecting"
     SECURING = "securing"  # TLS
@@ -33,7 +33,7 @@ class State(Enum):
 
 
 class Connection:
-    """One connection of a hub. For the hub's thread; ``data`` is its owner's."""
+    """One connection of a hub, for the hub's thread; ``data`` belongs to the hub's owner."""
 
     def __init__(self, sock: socket.socket, address: str, *, is_outgoing: bool, limit: int) -> None:
         self.socket = sock
@@ -50,9 +50,9 @@ class Connection:
         self.open_limit = limit
         self.unsent = bytearray()
         self.frames = 0  # received
-        self.timed_frame = -1  # the one that the deadline is for
-        # What the selector is to wait for before the next try. TLS may have to read in order to
-        # write, and the other way.
+        self.timed_frame = -1  # the frame to which the deadline applies
+        # The events to wait for before the next attempt. TLS may have to read in order to write,
+        # and vice versa.
         self.read_awaits = selectors.EVENT_READ
         self.send_awaits = selectors.EVENT_WRITE
 
@@ -68,7 +68,7 @@ class Connection:
     def receive(self) -> bytes | None:
         """Data that the peer has sent: ``None`` if none has arrived yet, empty if it has closed.
 
-        Raises ProtocolError where TLS refuses what has come.
+        Raises ProtocolError if TLS rejects the data.
         """
         try:
             chunk = self.socket.recv(READ_BYTES)
@@ -89,13 +89,13 @@ class Connection:
     def send_unsent(self) -> bool:
         """Send what can be sent without waiting; ``False`` if the peer has hung up.
 
-        Raises ProtocolError where TLS refuses.
+        Raises ProtocolError if TLS rejects the connection.
         """
         self.send_awaits = selectors.EVENT_WRITE
         try:
             while unsent := self.unsent:
                 if isinstance(self.socket, ssl.SSLSocket):
-                    # OpenSSL takes all of it or nothing, and the same again where it took nothing.
+                    # OpenSSL accepts all of it or nothing; then the same bytes must be retried.
                     unsent = unsent[:RECORD_BYTES]
                 del self.unsent[: self.socket.send(unsent)]
         except BlockingIOError:
@@ -130,21 +130,21 @@ class HubConnections:
         self._monotonic = monotonic
         self._all: set[Connection] = set()
         self._deadlines: dict[Connection, float] = {}
-        self.unproved: Unproved[Connection] = Unproved(limits)
+        self.unauthenticated: Unauthenticated[Connection] = Unauthenticated(limits)
         self.accepted_open = 0  # accepted ones that are open
 
     def __iter__(self) -> Iterator[Connection]:
         return iter(tuple(self._all))
 
     def add(self, connection: Connection, within_s: float, events: int) -> None:
-        """Select for ``events``; it has to get on ``within_s``."""
+        """Select for ``events``; the connection must make progress within ``within_s``."""
         self._all.add(connection)
         self.allow(connection, within_s)
         self._selector.register(connection.socket, events, connection)
 
     def add_accepted(self, connection: Connection) -> None:
-        """One that has to prove itself."""
-        self.unproved.add(connection, connection.address, self._monotonic())
+        """Add an accepted connection, which must authenticate itself."""
+        self.unauthenticated.add(connection, connection.address, self._monotonic())
         self.add(connection, self._limits.handshake_s, selectors.EVENT_READ)
 
     def allow(self, connection: Connection, seconds: float) -> None:
@@ -152,8 +152,8 @@ class HubConnections:
         self._deadlines[connection] = self._monotonic() + seconds
 
     def opened(self, connection: Connection) -> None:
-        """It has proved itself: an idle connection has no deadline."""
-        self.unproved.discard(connection)
+        """It is authenticated: an idle connection has no deadline."""
+        self.unauthenticated.discard(connection)
         self._deadlines.pop(connection, None)
         self.accepted_open += not connection.is_outgoing
 
@@ -176,7 +176,7 @@ class HubConnections:
             self.accepted_open -= 1
         connection.state = State.CLOSED
         self._all.discard(connection)
-        self.unproved.discard(connection)
+        self.unauthenticated.discard(connection)
         self._deadlines.pop(connection, None)
         self._selector.unregister(connection.socket)
 
@@ -189,7 +189,7 @@ class HubConnections:
 
     @property
     def deadlines_s(self) -> tuple[float, ...]:
-        """When :meth:`expired` has something."""
+        """When connections expire."""
         return tuple(self._deadlines.values())
 
     def expired(self) -> list[Connection]:
@@ -216,14 +216,14 @@ class Handler:
         """Both ends have proved possession of the key."""
 
     def received(self, connection: Connection, payload: bytes) -> None:
-        """A frame has come."""
+        """A frame has arrived."""
 
     def closed(self, connection: Connection) -> None:
         """It has ended, open or not, other than by ``drop(notify=False)``."""
 
 
 def outgoing_socket(host: str, port: int) -> tuple[socket.socket, Any]:
-    """A socket that does not block, and what to connect it to: an address, never a name.
+    """A non-blocking socket, and the address to connect it to. ``host`` is never a name.
 
     Raises OSError.
     """

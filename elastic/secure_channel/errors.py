@@ -1,11 +1,11 @@
-"""Every error that this package raises on purpose; all but the last are of one connection.
+"""Every error that this package raises on purpose; all but the last concern one connection.
 
 ::
 
     OSError
-    ├── ProtocolError             the other end does not keep to the protocol
-    │   ├── AuthenticationError   it does not prove that it knows the key
-    │   └── TlsError              one end has TLS and the other has not; a certificate was refused
+    ├── ProtocolError             the other end violates the protocol
+    │   ├── AuthenticationError   it does not prove that it has the key
+    │   └── TlsError              only one end uses TLS, or a certificate was rejected
     └── CertificateError          this node's own certificates cannot be used
 """
 
@@ -13,7 +13,7 @@ from __future__ import annotations
 
 
 class ProtocolError(OSError):
-    """The other end sends what this protocol does not allow: the connection ends."""
+    """The other end violates the protocol: the connection ends."""
 
 
 class AuthenticationError(ProtocolError):
@@ -21,11 +21,11 @@ class AuthenticationError(ProtocolError):
 
 
 class TlsError(ProtocolError):
-    """One end has TLS and the other has not, or a certificate was refused."""
+    """Only one end uses TLS, or a certificate was rejected."""
 
 
 class CertificateError(OSError):
-    """Files that are to be this node's certificates; ``remedy`` is what to do."""
+    """This node's certificate files cannot be used; ``remedy`` states what to do."""
 
     def __init__(self, message: str, remedy: str) -> None:
         super().__init__(f"{message}: {remedy}")

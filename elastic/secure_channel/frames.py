@@ -12,7 +12,7 @@ HEADER_BYTES = _LENGTH.size
 
 
 def frame(payload: bytes) -> bytes:
-    """The payload as it goes over the wire."""
+    """The payload, preceded by its length."""
     return _LENGTH.pack(len(payload)) + payload
 
 
@@ -27,7 +27,7 @@ class FrameReader:
         self._received = bytearray(received)
 
     def feed(self, chunk: bytes) -> None:
-        """More bytes have come."""
+        """Add received bytes."""
         self._received += chunk
 
     def next(self) -> bytes | None:
@@ -42,7 +42,7 @@ class FrameReader:
 
     @property
     def missing(self) -> int:
-        """How many bytes more the next frame needs, as far as is known. Raises ProtocolError."""
+        """How many more bytes the next frame needs, as far as known. Raises ProtocolError."""
         if len(self._received) < HEADER_BYTES:
             return HEADER_BYTES - len(self._received)
         return max(0, HEADER_BYTES + self._announced() - len(self._received))

@@ -13,7 +13,7 @@ hello and challenge. So a proof is valid for one connection (both nonces are in 
 ``keys.SecretKey.derive``), and for the identities that both ends claimed. The shape is that of
 SCRAM (RFC 5802) and of ISO 9798-4's three-pass mutual authentication.
 
-No I/O in here, and no parser: fields lie at fixed places.
+No I/O, and no parser: fields are at fixed offsets.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ MAGIC = b"elastic1"
 NONCE_BYTES = 32
 PROOF_BYTES = 32
 MAX_IDENTITY = 128
-# Of any frame of the handshake.
+# The size of a frame of the handshake.
 MAX_FRAME = len(MAGIC) + NONCE_BYTES + PROOF_BYTES + MAX_IDENTITY
 _IDENTITY_AT = len(MAGIC) + NONCE_BYTES
 
@@ -58,8 +58,8 @@ class ClientHandshake:
         """The client's proof, once the server's is verified.
 
         Raises:
-            ProtocolError: the server does not speak this protocol, or is another one.
-            AuthenticationError: it does not know the key.
+            ProtocolError: the server does not speak this protocol, or is not the expected one.
+            AuthenticationError: it does not have the key.
         """
         opening, proof = challenge[:-PROOF_BYTES], challenge[-PROOF_BYTES:]
         identity = _identity_of(opening)

@@ -31,7 +31,7 @@ from elastic.secure_channel.errors import ProtocolError
 from elastic.secure_channel.frames import frame
 from elastic.secure_channel.handshake import ClientHandshake, Credentials, ServerHandshake
 from elastic.secure_channel.limits import LimitedReports, Limits, Report
-from elastic.secure_channel.tls import shake_hands
+from elastic.secure_channel.tls import handshake_step
 
 ACCEPTS_PER_TURN = 16
 _MAX_READS_OF_REST = 64  # a dead process's children may keep writing
@@ -71,7 +71,7 @@ class Hub:
             sock.setblocking(False)
         self._requests: deque[Callable[[], object]] = deque()
         self._all = HubConnections(self._selector, limits, monotonic)
-        room_in_s = self._all.unproved.room_in_s
+        room_in_s = self._all.unauthenticated.room_in_s
         self._acceptor = Acceptor(listener, self._selector, room_in_s, monotonic)
         self._closing = False
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
@@ -115,10 +115,10 @@ class Hub:
     def connect(
         self, host: str, port: int, *, expected: str, within_s: float, data: object = None
     ) -> Connection:
-        """Begin to connect to the server with this identity, at an address (never a name), which
-        has to accept ``within_s``.
+        """Start to connect to the server with this identity, at an address (never a name), which
+        must accept within ``within_s``.
 
-        ``Handler.opened`` or ``Handler.closed`` reports how that ends. Raises OSError.
+        ``Handler.opened`` or ``Handler.closed`` reports the result. Raises OSError.
         """
         sock, address = outgoing_socket(host, port)
         limit = self.limits.server_frame_bytes
@@ -132,15 +132,15 @@ class Hub:
         return connection
 
     def send(self, connection: Connection, payload: bytes) -> None:
-        """Send what goes at once, keep the rest for when the peer has read.
+        """Send without blocking, and buffer the rest until the peer has read.
 
-        Too much of that ends the connection.
+        If the buffer exceeds its limit, the connection ends.
         """
         if connection.state is State.OPEN:
             self._queue(connection, payload)
 
     def watch(self, descriptor: int, callback: Callable[[], object]) -> None:
-        """Call ``callback`` whenever this can be read."""
+        """Call ``callback`` whenever ``descriptor`` is readable."""
         self._selector.register(descriptor, selectors.EVENT_READ, callback)
 
     def unwatch(self, descriptor: int) -> None:
@@ -234,7 +234,7 @@ class Hub:
             else:
                 self.drop(connection, f"no proof within {self.limits.handshake_s:g} s")
 
-    # -- connections that come ----------------------------------------------------------------
+    # -- accepted connections -----------------------------------------------------------------
 
     def _accept(self) -> None:
         for _ in range(ACCEPTS_PER_TURN):
@@ -242,7 +242,7 @@ class Hub:
                 sock = self._acceptor.accept()
             except OSError as error:  # no descriptor is free
                 self._report(f"{self.name}: cannot accept a connection: {error}")
-                if (oldest := self._all.unproved.oldest) is not None:
+                if (oldest := self._all.unauthenticated.oldest) is not None:
                     self.drop(oldest)
                 return
             if sock is None:
@@ -256,10 +256,13 @@ class Hub:
             self._report(f"{self.name}: refused a connection: {error}")
             sock.close()
             return
-        except OSError:  # it has ended again
+        except OSError:  # it has already ended
             sock.close()
             return
-        for oldest in (self._all.unproved.to_evict_of(address), self._all.unproved.to_evict()):
+        for oldest in (
+            self._all.unauthenticated.to_evict_of(address),
+            self._all.unauthenticated.to_evict(),
+        ):
             if oldest is not None:
                 self.drop(oldest, "too many unauthenticated connections")
         sock.setblocking(False)
@@ -267,7 +270,7 @@ class Hub:
         if self._tls is not None:
             try:
                 sock = self._tls.wrap(sock, server_side=True)
-            except OSError:  # it has ended again
+            except OSError:  # it has already ended
                 return
         connection = Connection(sock, address, is_outgoing=False, limit=self.limits.frame_bytes)
         connection.state = State.PROVING if self._tls is None else State.SECURING
@@ -293,10 +296,10 @@ class Hub:
         self._secure(connection)
 
     def _secure(self, connection: Connection) -> None:
-        """The next step of the handshake of TLS; after the last one the protocol begins."""
+        """Perform the next step of the TLS handshake; after the last one the protocol begins."""
         assert isinstance(connection.socket, ssl.SSLSocket)
         try:
-            awaited = shake_hands(connection.socket)
+            awaited = handshake_step(connection.socket)
         except ProtocolError as error:
             self.drop(connection, str(error))
             return
@@ -383,11 +386,11 @@ class Hub:
 
     def _flush(self, connection: Connection) -> None:
         try:
-            is_there = connection.send_unsent()
+            is_connected = connection.send_unsent()
         except ProtocolError as error:
             self.drop(connection, str(error))
             return
-        if is_there:
+        if is_connected:
             self._all.watch(connection)
         else:
             self.drop(connection)

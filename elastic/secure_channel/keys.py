@@ -71,4 +71,4 @@ class SecretKey:
         return "SecretKey(…)"
 
     def __reduce__(self) -> str:
-        raise TypeError("a secret key is not pickled: hand its text over a private file")
+        raise TypeError("a secret key cannot be pickled: pass its text in a private file")

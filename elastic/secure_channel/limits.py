@@ -26,7 +26,7 @@ _PROBES = 3  # within that time; the kernel counts in whole seconds
 
 @dataclass(frozen=True, kw_only=True)
 class Limits:
-    """Of one listener. Unauthenticated connections have tighter limits."""
+    """The limits of one listener. Unauthenticated connections have tighter limits."""
 
     frame_bytes: int  # of a client's message
     server_frame_bytes: int = 0  # of a message from a server that this hub has connected to
@@ -37,8 +37,8 @@ class Limits:
     open_connections: int = 1024  # that have proved themselves
     pending_connections: int = 128  # that have not yet
     pending_per_address: int = 64
-    # A handshake takes milliseconds. Where clients come faster than they are answered, younger
-    # ones are left in the kernel's queue, so that a stampede of good ones ends none of them.
+    # A handshake takes milliseconds. If clients arrive faster than they are served, younger ones
+    # wait in the kernel's queue, so that a burst of legitimate clients evicts none of them.
     evict_after_s: float = 0.05
 
 
@@ -61,8 +61,8 @@ def give_up_on_silence(sock: socket.socket, silence_s: float) -> None:
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, round(silence_s * 1000))
 
 
-class Unproved(Generic[T]):
-    """Connections that have not proved themselves: the oldest goes first."""
+class Unauthenticated(Generic[T]):
+    """Connections that are not authenticated yet: the oldest is evicted first."""
 
     def __init__(self, limits: Limits) -> None:
         self._limits = limits
@@ -90,7 +90,7 @@ class Unproved(Generic[T]):
 
     @property
     def oldest(self) -> T | None:
-        """The one to go first."""
+        """The next one to evict."""
         return next(iter(self._since_s), None)
 
     def room_in_s(self, now_s: float) -> float:
@@ -114,7 +114,7 @@ class Unproved(Generic[T]):
 
 
 class LimitedReports:
-    """For one listener. A flood of bad clients must not fill a disk with lines about it."""
+    """Rate-limits the log of one listener: a flood of bad clients must not fill a disk."""
 
     def __init__(
         self,

@@ -30,7 +30,8 @@ def write(path: str | os.PathLike[str], data: bytes) -> None:
 
 
 def read(path: str | os.PathLike[str]) -> bytes:
-    """What :func:`write` wrote. Raises OSError for a link, and for what others own or can read."""
+    """Read a private file. Raises OSError for a link, and for files that others own or can
+    read."""
     descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
     with os.fdopen(descriptor, "rb") as file:
         require_private(descriptor, path)
@@ -38,7 +39,7 @@ def read(path: str | os.PathLike[str]) -> bytes:
 
 
 def open_lock(path: str | os.PathLike[str]) -> int:
-    """A descriptor of a file of this user's that may be there already; made of mode 0600.
+    """Open a lock file of this user, or create it with mode 0600; returns its descriptor.
 
     Raises PermissionError for a link, or a file that others own or can change.
     """

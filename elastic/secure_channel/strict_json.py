@@ -1,8 +1,8 @@
-"""JSON as control messages use it: one object, finite numbers, bounded depth, no field twice.
+"""The JSON of control messages: one object, finite numbers, bounded depth, no duplicate fields.
 
-``json.loads`` takes ``Infinity``, keeps the last of two equal keys and recurses once per bracket:
-each of these has been a way to end the thread that parses [measured: ``{"id": Infinity}`` in the
-store of a world, 5,000 brackets with a low recursion limit].
+``json.loads`` accepts ``Infinity``, keeps the last of two equal keys and recurses once per bracket:
+each of these has ended a parsing thread [measured: ``{"id": Infinity}`` in the store of a world,
+5,000 brackets with a low recursion limit].
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _BRACKET = re.compile(rb"[\[\]{}]")
 
 
 def encode(message: Mapping[str, Any]) -> bytes:
-    """As few bytes as it takes. Raises ValueError for NaN and infinities."""
+    """Compact JSON. Raises ValueError for NaN and infinities."""
     return json.dumps(message, separators=(",", ":"), allow_nan=False).encode()
 
 

@@ -1,12 +1,12 @@
-"""TLS between nodes: both ends show a certificate of the job's authority. TLS 1.3 and nothing else.
+"""TLS between nodes: both ends present a certificate of the job's authority. Only TLS 1.3.
 
 The handshake *inside* TLS proves the peer's identity (:mod:`elastic.secure_channel.handshake`):
 nodes are reached by address, and addresses change, so host names in certificates are ignored. TLS
 adds confidentiality and integrity, which that handshake does not provide.
 
 Files are checked for every new connection and reloaded when they have changed, as Kubernetes
-changes them. What cannot be used then (half of a pair, an expired one) is reported, and the pair
-that could be used before stays in use.
+changes them. If they cannot be used then (half of a pair, an expired certificate), that is
+reported, and the previous pair stays in use.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from elastic.secure_channel.limits import LOAD_AGAIN_S, LimitedReports, Report
 
 SETTINGS = ("node_cacert", "node_cert", "node_key")
 SAME_EVERYWHERE = f"set {', '.join(SETTINGS[:2])} and {SETTINGS[2]} on all nodes, or on none"
-# Of a record: what goes at once into one, so that what was sent leaves the buffer.
+# A write of at most this size fits into one record, and is sent as a whole.
 RECORD_BYTES = 1 << 14
 _FLIGHTS = 8  # of a handshake, at most; TLS 1.3 has three
 _ALERT = b"\x15\x03\x03\x00\x02\x02\x46"  # fatal: protocol_version (RFC 8446, 6.2)
 _RECORD_TYPES = (0x14, 0x15, 0x16, 0x17)
-# Of X509_verify_cert_error_string(3).
+# By error number: X509_verify_cert_error_string(3).
 _REMEDIES = {
     9: "check the clock of this machine",
     10: "renew it",
@@ -62,8 +62,8 @@ class Tls:
     be used.
     """
 
-    # Without a lock, which a forked worker could inherit held: two threads that load the same
-    # files at once do the same work twice.
+    # No lock, since a forked worker could inherit it locked: two threads that load the same files
+    # at once do the same work twice.
 
     def __init__(
         self,
@@ -81,7 +81,7 @@ class Tls:
         self._again_at_s = 0.0
 
     def wrap(self, sock: socket.socket, *, server_side: bool) -> ssl.SSLSocket:
-        """A connected socket, owned by this object from now on; the handshake is still to be made.
+        """Wrap a connected socket, which the result then owns; performs no handshake yet.
 
         Raises OSError if the connection has ended; it is then closed.
         """
@@ -111,10 +111,10 @@ class Tls:
         return self._contexts
 
 
-def shake_hands(sock: ssl.SSLSocket) -> int:
+def handshake_step(sock: ssl.SSLSocket) -> int:
     """One step of a handshake without blocking: the selector's event to wait for, 0 once done.
 
-    Raises OSError, with a sentence for people in it if that is a :class:`TlsError`.
+    Raises OSError; the message of a :class:`TlsError` is for users.
     """
     try:
         sock.do_handshake()
@@ -122,9 +122,9 @@ def shake_hands(sock: ssl.SSLSocket) -> int:
         if event := awaited_event(error):
             return event
         with contextlib.suppress(OSError):
-            # OpenSSL says nothing to who speaks no TLS (behind an alert of its own this one is not
-            # read). And what has come must not stay unread: the connection would be reset by
-            # closing it, perhaps before the other end has read what is wrong.
+            # OpenSSL sends no alert to a peer that does not speak TLS (after an alert of its own,
+            # this one is not read). Received data must not stay unread: closing would then reset
+            # the connection, perhaps before the peer has read the alert.
             if sock.server_side:
                 socket.socket.send(sock, _ALERT)
             socket.socket.recv(sock, RECORD_BYTES)
@@ -133,19 +133,19 @@ def shake_hands(sock: ssl.SSLSocket) -> int:
 
 
 def awaited_event(error: OSError) -> int:
-    """What has to happen before the same is tried again; 0: the connection has failed."""
+    """The event to wait for before retrying; 0 if the connection has failed."""
     if isinstance(error, ssl.SSLWantReadError):
         return selectors.EVENT_READ
     return selectors.EVENT_WRITE if isinstance(error, ssl.SSLWantWriteError) else 0
 
 
 def failure(error: ssl.SSLError, *, is_handshake: bool = False) -> OSError:
-    """The error of this package for one of OpenSSL's."""
+    """Translate an error of OpenSSL's into one of this package."""
     if isinstance(error, ssl.SSLEOFError | ssl.SSLZeroReturnError):
-        said = "the connection was closed"
+        message = "the connection was closed"
         if is_handshake:
-            said += f" in the TLS handshake (is it a node without TLS? {SAME_EVERYWHERE})"
-        return ConnectionResetError(said)
+            message += f" in the TLS handshake (is it a node without TLS? {SAME_EVERYWHERE})"
+        return ConnectionResetError(message)
     return TlsError(_explain(error))
 
 
@@ -194,7 +194,7 @@ def _unreadable(name: str, path: str, error: OSError) -> CertificateError:
 
 
 def load_contexts(files: TlsFiles) -> _Contexts:
-    """Contexts of both roles, which have met once. Raises CertificateError."""
+    """The contexts of both roles, after a handshake with each other. Raises CertificateError."""
     for name, path in _named(files):
         try:
             with open(path, "rb") as file:
@@ -204,7 +204,7 @@ def load_contexts(files: TlsFiles) -> _Contexts:
     server, client = (
         _context(files, protocol) for protocol in (ssl.PROTOCOL_TLS_SERVER, ssl.PROTOCOL_TLS_CLIENT)
     )
-    _meet(files, server, client)
+    _check_handshake(files, server, client)
     return server, client
 
 
@@ -213,7 +213,7 @@ def _context(files: TlsFiles, protocol: int) -> ssl.SSLContext:
     context.check_hostname = False
     context.verify_mode = ssl.CERT_REQUIRED
     context.minimum_version = ssl.TLSVersion.TLSv1_3
-    # The authority may be an intermediate one, whose own is not given.
+    # The authority may be an intermediate one, whose issuer is not given.
     context.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN
     if protocol == ssl.PROTOCOL_TLS_SERVER:
         context.num_tickets = 0  # no resumption: certificates are checked every time
@@ -261,9 +261,9 @@ def _load_pair(context: ssl.SSLContext, files: TlsFiles) -> None:
         raise _unreadable(SETTINGS[2], files.key, error) from None
 
 
-def _meet(files: TlsFiles, server: ssl.SSLContext, client: ssl.SSLContext) -> None:
-    """A handshake of this node with itself, in memory: it finds every problem that another node
-    would."""
+def _check_handshake(files: TlsFiles, server: ssl.SSLContext, client: ssl.SSLContext) -> None:
+    """Perform a handshake of this node with itself, in memory, which finds every problem that
+    another node would find."""
     to_server, to_client = ssl.MemoryBIO(), ssl.MemoryBIO()
     ends = (
         client.wrap_bio(to_client, to_server),

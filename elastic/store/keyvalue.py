@@ -1,7 +1,7 @@
-"""What coordination needs of a store: a small protocol with two implementations.
+"""The store protocol: the operations that coordination needs, with two implementations.
 
-``etcd.EtcdStore`` talks to etcd v3, ``memory.MemoryStore`` is its twin inside one process.
-One contract suite (tests/contract) runs on both.
+``etcd.EtcdStore`` uses etcd v3; ``MemoryStore`` (:mod:`elastic.testing.doubles.memory_store`) does
+the same within one process. One contract suite (tests/contract) runs on both.
 
 Keys and values are ``str`` and ``bytes``. Revisions are etcd's: one counter for the complete
 store that grows by one with every write transaction; ``0`` is "the key does not exist".
@@ -43,7 +43,7 @@ class Put:
 
 @dataclass(frozen=True)
 class Deleted:
-    """A watched key was deleted, or its lease ended."""
+    """A watched key was deleted, or its lease has expired."""
 
     key: str
     mod_revision: int
@@ -87,7 +87,7 @@ class Watch(Protocol):
 
 
 class Lease(Protocol):
-    """A lease kept alive in the background until closed or really lost."""
+    """A lease that is renewed in the background until it is closed or has expired."""
 
     @property
     def id(self) -> int: ...
@@ -107,8 +107,8 @@ class Lease(Protocol):
 
     @property
     def renewed_s(self) -> float:
-        """When the store was asked for the last time of those it has confirmed the lease
-        (``clock.boottime()``): it cannot have expired for others before that plus its TTL."""
+        """When the last confirmed renewal was requested (``clock.boottime()``): the lease cannot
+        expire for others before that time plus its TTL."""
         ...
 
     def close(self, *, revoke: bool = True) -> None:
@@ -120,7 +120,7 @@ class KeyValue(Protocol):
     """A linearizable key-value store with leases, watches and compare-and-swap."""
 
     def get(self, key: str) -> Entry | None:
-        """The present entry of the key (linearizable), or None."""
+        """The current entry of the key (linearizable), or None."""
         ...
 
     def list(self, prefix: str) -> Snapshot:
@@ -137,13 +137,13 @@ class KeyValue(Protocol):
         """Write only if the key's ``mod_revision`` is ``expected_revision`` (0: absent).
 
         Returns the new revision, or None if another writer was faster. A retry after a lost
-        reply must not report failure for a swap that this very call had done: the
+        reply must not report failure for a swap that this call has performed: the
         implementation compares the stored value with its own before it returns None.
         """
         ...
 
     def compare_and_delete(self, key: str, *, expected_revision: int) -> bool:
-        """Delete only if unchanged; True if it is now deleted through this call."""
+        """Delete only if unchanged; True if this call has deleted it."""
         ...
 
     def delete(self, key: str) -> bool:

@@ -59,7 +59,7 @@ class RankWindow:
 
     @property
     def _samples(self) -> float:
-        """In a step. If samples are not counted, every rank has the same number."""
+        """Samples per step. If they are not counted, every rank has the same number."""
         return self.times.samples / self.times.steps if self.times.samples else 1.0
 
     @property
@@ -81,7 +81,7 @@ class RankWindow:
 
 @dataclass(frozen=True, kw_only=True)
 class Comparison:
-    """One rank beside the others, in one window."""
+    """One rank compared with the others, in one window."""
 
     window: RankWindow
     is_slow: bool
@@ -112,7 +112,7 @@ class Comparison:
 
 @dataclass(frozen=True, kw_only=True)
 class Streak:
-    """The record of a rank."""
+    """The consecutive slow or normal windows of a rank."""
 
     slow: int = 0  # windows in a row
     normal: int = 0
@@ -121,9 +121,9 @@ class Streak:
 
 @dataclass(frozen=True, kw_only=True)
 class StragglerVerdict:
-    """The changes by the last window."""
+    """The changes caused by the last window."""
 
-    streaks: Mapping[RankKey, Streak]  # to be given to the next one
+    streaks: Mapping[RankKey, Streak]  # the input of the next evaluation
     found: tuple[Comparison, ...] = ()
     recovered: tuple[Comparison, ...] = ()
 

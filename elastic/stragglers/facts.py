@@ -44,7 +44,7 @@ class StepDurations:
 
     generation: _Count
     window: _Count  # grows with every window of the process
-    steps: _Positive  # that the means are of
+    steps: _Positive  # over which the means are taken
     samples: _Count  # of this rank in those steps; 0: not known, or it had none
     data_s: _Seconds
     compute_s: _Seconds
@@ -54,22 +54,22 @@ class StepDurations:
 
     @property
     def own_s(self) -> float:
-        """Of a step: the time that this rank needs before the others can continue.
+        """The time of a step that this rank needs before the others can continue.
 
-        Neither the wait for others, nor parts that are legitimately long on one rank: checkpoints,
+        Excludes the wait for others, and parts that are legitimately long on one rank: checkpoints,
         and the script's own code, which evaluates and logs on rank 0.
         """
         return self.data_s + self.compute_s
 
     @property
     def step_s(self) -> float:
-        """A whole step."""
+        """The duration of a step."""
         return self.own_s + self.collective_s + self.checkpoint_s + self.script_s
 
 
 @dataclass(frozen=True, kw_only=True)
 class RankStepTimes:
-    """Of one worker of a node."""
+    """The step times of one worker of a node."""
 
     local_rank: _Count
     times: StepDurations

@@ -1,4 +1,4 @@
-"""In a worker: the times of its steps, window by window.
+"""Measures a worker's step times, window by window.
 
 The training thread adds each step when it commits, which costs less than a microsecond; the link's
 thread takes the last window. A window has a length in seconds and a minimum number of steps, so
@@ -81,4 +81,4 @@ def summarize(steps: Sequence[_Step], generation: int, window: int) -> StepDurat
 
 
 step_windows = StepWindows()
-"""Of this process."""
+"""The windows of this process."""

@@ -139,7 +139,7 @@ class Run(BuildsInWorlds, RunLogging):
         the maximum samples at once, for :meth:`steps`; ``max_steps`` the maximum steps of an epoch.
         Call before the first loop. See docs/data.md. Raises TrainingError if it is too late,
         ConfigError for what is no DataLoader, for data that cannot be split (an IterableDataset, a
-        sampler that cannot be repeated), and for sizes that do not fit.
+        sampler that cannot be repeated), and for incompatible sizes.
         """
         self._parts.attempts.note_registration("loader")
         loop = self._parts.loop

@@ -24,7 +24,7 @@ from elastic.tuning.timeouts import Timeouts
 MODES = ("in-process", "restart")
 HANG_DETECTION = ("on", "report", "off")
 STRAGGLER_ACTIONS = ("report", "exclude", "off")
-LEAST_STRAGGLER_FACTOR = 1.05  # below, ranks of equal machines would be reported in turns
+LEAST_STRAGGLER_FACTOR = 1.05  # below this, ranks on equal machines would be reported in turn
 NODE_TLS = ("node_cacert", "node_cert", "node_key")
 _TIMES = Timeouts()
 

@@ -13,7 +13,7 @@ from elastic.errors import ConfigError
 from elastic.tuning.network import LOOPBACK, local_addresses
 
 
-def told_address(
+def configured_address(
     local_addr: str | None,
     network: str | None,
     pod_ip: str | None,
@@ -29,7 +29,7 @@ def told_address(
         addresses: of each interface, instead of the kernel's.
 
     Raises:
-        ConfigError: this machine has no address in the network, or ``local_addr`` is another.
+        ConfigError: this machine has no address in the network, or ``local_addr`` is outside it.
     """
     if network is None:
         return local_addr or pod_ip or ""

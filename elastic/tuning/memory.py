@@ -7,9 +7,8 @@ in, sentences out.
 
 from __future__ import annotations
 
-STAGING_BUFFERS = (
-    2  # of each process, as large as its share of the state (checkpoints/saving/engine.py)
-)
+# Per process, each as large as its share of the state (checkpoints/saving/engine.py).
+STAGING_BUFFERS = 2
 # The default of container runtimes.
 RUNTIME_SHM_BYTES = 64 << 20
 
@@ -33,10 +32,10 @@ def shm_shortages(limit_bytes: int, shm_bytes: int) -> tuple[str, ...]:
 def staging_shortage(
     limit_bytes: int, used_bytes: int, share_bytes: int, world_size: int, local_size: int
 ) -> str | None:
-    """Whether a node would go beyond its limit if it were the only one of its job left.
+    """Why a node would exceed its limit as the only remaining node of its job, or None.
 
-    ``used_bytes``: of one worker, its staging buffers of ``share_bytes`` each included. With fewer
-    ranks each stages a larger share.
+    ``used_bytes`` is the memory of one worker, including its staging buffers of ``share_bytes``
+    each. With fewer ranks, each rank stages a larger share.
     """
     used = used_bytes * local_size
     alone = STAGING_BUFFERS * share_bytes * (world_size - local_size)

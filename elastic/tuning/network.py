@@ -1,4 +1,4 @@
-"""What this machine is connected with: interfaces, RDMA devices, drivers, and the way to a peer.
+"""The network of this machine: interfaces, RDMA devices, drivers, and the route to a peer.
 
 Facts only, read from the kernel once; :mod:`elastic.tuning.profiles` decides what follows from
 them. The standard library alone: ``elastic env`` prints this without torch.
@@ -31,8 +31,8 @@ _ACTIVE = "ACTIVE"
 
 # Network drivers that only clouds have: AWS, Google and Azure.
 _CLOUD_DRIVERS = {"ena": "AWS", "efa": "AWS", "gve": "Google Cloud", "mana": "Azure"}
-# What firmware says of virtual machines of clouds: file in /sys/class/dmi/id and its beginning,
-# as cloud-init's tools/ds-identify reads them.
+# How firmware identifies virtual machines of clouds: a file in /sys/class/dmi/id and its beginning,
+# as read by cloud-init's tools/ds-identify.
 _CLOUD_FIRMWARE = (
     ("sys_vendor", "Amazon EC2", "AWS"),
     ("product_name", "Google Compute Engine", "Google Cloud"),
@@ -83,11 +83,11 @@ class Network:
         return next((i for i in self.interfaces if wanted in map(_normal, i.addresses)), None)
 
     def addresses(self) -> dict[str, tuple[str, ...]]:
-        """Of each interface."""
+        """The addresses of each interface."""
         return {i.name: i.addresses for i in self.interfaces}
 
     def link_layers(self) -> frozenset[str]:
-        """Of the RDMA devices."""
+        """The link layers of the RDMA devices."""
         return frozenset(device.link_layer for device in self.rdma)
 
 
@@ -150,7 +150,7 @@ def faster_interface(network: Network, name: str) -> Interface | None:
 
 
 def how_to_announce(interface: Interface) -> str:
-    """What to start a node with, so that the others reach it there."""
+    """The option with which the other nodes reach a node over this interface."""
     if interface.networks:
         return f"--rdzv-conf network={interface.networks[0]}"
     return f"--local-addr={interface.addresses[0]}, each with its own"
@@ -180,7 +180,7 @@ def _ipv4_addresses() -> list[tuple[str, str]]:
 
 
 def _networks() -> dict[str, tuple[str, ...]]:
-    """What each interface is connected with, without networks of one address."""
+    """The networks of each interface, without networks of one address."""
     prefixes = [
         (name, f"{a}/{length}") for name, a in _ipv4_addresses() for length in _length(name, a)
     ]
@@ -194,13 +194,13 @@ def _networks() -> dict[str, tuple[str, ...]]:
 
 
 def _length(name: str, address: str) -> tuple[int, ...]:
-    """Of the prefix of an IPv4 address; none if it no longer exists."""
-    asked = struct.pack(
+    """The prefix length of an IPv4 address; empty if the address no longer exists."""
+    request = struct.pack(
         "=16sH2s4s8x", name.encode(), socket.AF_INET, b"", socket.inet_aton(address)
     )
     try:
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
-            mask = fcntl.ioctl(any_socket, _SIOCGIFNETMASK, asked)[20:24]
+            mask = fcntl.ioctl(any_socket, _SIOCGIFNETMASK, request)[20:24]
     except OSError:
         return ()
     return (int.from_bytes(mask, "big").bit_count(),)
@@ -269,7 +269,8 @@ def _driver(folder: Path) -> str:
 
 
 def _text(file: Path) -> str:
-    """Its content; empty if it cannot be read (the speed of an interface that is down)."""
+    """The content of a file; empty if it cannot be read (the speed of an interface that is
+    down)."""
     try:
         return file.read_text().strip()
     except (OSError, UnicodeDecodeError):
@@ -277,7 +278,7 @@ def _text(file: Path) -> str:
 
 
 def _normal(address: str) -> str:
-    """In one spelling, without the zone of an IPv6 address."""
+    """The address in normal form, without the zone of an IPv6 address."""
     try:
         return str(ipaddress.ip_address(address.partition("%")[0]))
     except ValueError:

@@ -34,7 +34,7 @@ _STOCK_NAMES = {
 }
 _STOCK_WITHOUT_MEANING = frozenset(
     {
-        "timeout",  # handled apart: torchrun always sends 900
+        "timeout",  # handled separately: torchrun always sends 900
         "is_host",
         "store_type",
         "close_timeout",
@@ -109,8 +109,8 @@ def _fitting_defaults(values: Mapping[str, Any], last_call_s: float) -> dict[str
 
 
 def _unquoted(text: Any) -> Any:
-    """Without the quotes that a shell was to take away: ``--rdzv-conf="'lease_s=4'"``, as it is
-    written in manifests and lists of arguments. torch cuts it at commas, quotes and all."""
+    """Strip the quotes that a shell would remove: ``--rdzv-conf="'lease_s=4'"``, as written in
+    manifests and lists of arguments. torch splits the value at commas and keeps the quotes."""
     return text.strip(_QUOTES) if isinstance(text, str) else text
 
 
@@ -123,8 +123,8 @@ def _option_of_variable(variable: str, known: Mapping[str, str]) -> str | None:
     name = rest.lower()
     if name in known:
         return name
-    # Other products use this prefix, too (ELASTIC_PASSWORD, ELASTIC_APM_...): only what looks
-    # like a slip of one of our names is refused.
+    # Other products use this prefix, too (ELASTIC_PASSWORD, ELASTIC_APM_...): only a likely
+    # misspelling of a known name is refused.
     names = [n.upper() for n in known] + sorted(OTHER_VARIABLES)
     near = difflib.get_close_matches(rest, names, n=1, cutoff=0.8)
     if near:

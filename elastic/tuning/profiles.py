@@ -74,7 +74,7 @@ class Route(NamedTuple):
 
     interface: str
     reason: str
-    hint: str = ""  # what may be better, and how to have it
+    hint: str = ""  # a possibly better interface, and how to select it
 
 
 def choose(network: Network, *, max_nodes: int) -> Choice:
@@ -89,7 +89,7 @@ def choose(network: Network, *, max_nodes: int) -> Choice:
     if INFINIBAND in network.link_layers():
         return Choice(IB, f"there are RDMA devices with an InfiniBand link layer: {rdma}")
     if network.cloud:
-        # Also with RDMA over Ethernet: what a cloud's adapters can do is its NCCL plugin's matter.
+        # Also with RDMA over Ethernet: a cloud's NCCL plugin handles its adapters.
         return Choice(CLOUD, f"this is a virtual machine of {network.cloud}")
     if ETHERNET in network.link_layers():
         return Choice(ROCE, f"there are RDMA devices with an Ethernet link layer: {rdma}")
@@ -107,7 +107,7 @@ def named(profile: str, network: Network, *, max_nodes: int) -> Choice:
     """The profile that the user named.
 
     Raises:
-        ConfigError: it does not exist, or this machine or job is not of its kind.
+        ConfigError: it does not exist, or does not match this machine or job.
     """
     check_name(profile)
     needed = {IB: INFINIBAND, ROCE: ETHERNET}.get(profile)

@@ -164,7 +164,9 @@ def for_pod(termination_grace_s: float, *, step_time_s: float = 1.0) -> Timeouts
     """
     require_positive("termination_grace_s", termination_grace_s)
     require_positive("step_time_s", step_time_s)
-    shutdown_s = float(math.floor(termination_grace_s - EXIT_GRACE_S))  # torchrun takes whole ones
+    shutdown_s = float(
+        math.floor(termination_grace_s - EXIT_GRACE_S)
+    )  # torchrun takes whole seconds
     checkpoint_s = shutdown_s - boundary_s(step_time_s)
     if checkpoint_s < LEAST_CHECKPOINT_S:
         least = grace_for(LEAST_CHECKPOINT_S, step_time_s=step_time_s)
@@ -215,7 +217,7 @@ def of_environment(environ: Mapping[str, str]) -> Timeouts:
 def collective_for(hang_script_timeout_s: float) -> float:
     """The process group's timeout that leaves a rank this much time outside of a step.
 
-    >>> collective_for(60), collective_for(7200)
+    >>> collective_for(60), collective_for(7200.0)
     (1800.0, 14400.0)
     """
     return max(Timeouts.collective_timeout_s, 2 * hang_script_timeout_s)

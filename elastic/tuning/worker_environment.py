@@ -35,8 +35,8 @@ _ON = frozenset({"y", "yes", "1", "t", "true"})
 _IB_RETRIES_AT_MOST, _IB_TIMEOUT_AT_MOST = 7, 31  # fields of three and five bits
 _MOST_SOCKETS = 64  # per connection: NCCL src/transport/net_socket.cc, MAX_SOCKETS
 
-# Names that guides of old tell people to set, and what is so today (torch 2.11 to 2.15, NCCL 2.28
-# to 2.30: their sources, and the strings of their libraries).
+# Names that old guides recommend, and their effect today (torch 2.11 to 2.15, NCCL 2.28 to 2.30:
+# their sources, and the strings of their libraries).
 DEAD_NAMES = {
     "NCCL_ASYNC_ERROR_HANDLING": f"it is an old name of {profiles.ERROR_HANDLING}, which torchrun "
     "sets for every worker and which torch then reads instead: it has no effect. Remove it",
@@ -77,7 +77,7 @@ class Given(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class WorkerEnvironment:
-    """The effective set."""
+    """The effective variables, and warnings about them."""
 
     profile: Choice
     route: Route | None
@@ -170,7 +170,7 @@ def choose_route(
     own_network: str | None = None,
     source: Callable[[str], str | None] = source_address,
 ) -> Route | None:
-    """The interface over which the workers of this node meet the others.
+    """The interface over which the workers of this node reach the others.
 
     Args:
         max_nodes: of the job.
@@ -178,8 +178,8 @@ def choose_route(
         is_configured: whether that address was configured (``--local-addr``, ``pod_ip``,
             ``network``).
         peers: addresses of the other nodes, the leader's first; none are known to the first node.
-        interface: its name, if a person gave it.
-        own_network: the option ``network``, which has that address.
+        interface: its name, if configured.
+        own_network: the option ``network``, which contains that address.
         source: which of this machine's addresses the kernel uses towards another.
 
     Raises:
@@ -192,12 +192,12 @@ def choose_route(
         return Route(LOOPBACK, "all ranks are on this machine")
     own = network.with_address(own_address)
     if is_configured and own is not None:
-        told = (
+        description = (
             f"this node's address in network={own_network}"
             if own_network
             else "the address that this node announces"
         )
-        return Route(own.name, f"it has {own_address}, {told}")
+        return Route(own.name, f"it has {own_address}, {description}")
     for peer in peers:
         towards = interface_towards(network, peer, source)
         if towards is not None:
@@ -211,8 +211,8 @@ def choose_route(
 
 
 def _faster(network: Network, interface: str) -> str:
-    """Not chosen automatically: whether all nodes reach each other over it is only known to all
-    together."""
+    """The hint at a faster interface. It is not chosen automatically: one node cannot determine
+    whether all nodes reach each other over it."""
     faster, slow = faster_interface(network, interface), network.interface(interface)
     if faster is None or slow is None:
         return ""
@@ -224,10 +224,10 @@ def _faster(network: Network, interface: str) -> str:
 
 
 def check_interfaces(given: Mapping[str, Given], network: Network) -> None:
-    """Raise ConfigError for interfaces of the user's that this machine does not have.
+    """Raise ConfigError if the user has set an interface that this machine does not have.
 
-    NCCL's only where there are GPUs of NVIDIA's: elsewhere nothing reads that variable, and images
-    set it for all machines.
+    NCCL's variable is checked only on machines with NVIDIA GPUs: elsewhere nothing reads it, and
+    images set it for all machines.
     """
     if (mine := given.get(profiles.GLOO_INTERFACE)) is not None:
         for name in filter(None, mine.value.split(",")):

@@ -391,11 +391,11 @@ def test_the_iterator_of_persistent_workers_is_found_and_forgotten() -> None:
 def test_compiled_models_leave_marked_functions_alone() -> None:
     code = (
         "import torch\n"
-        "from elastic.torch_private import keep_dynamo_out\n"
+        "from elastic.torch_private import exclude_from_dynamo\n"
         "from torch._C._dynamo import eval_frame\n"
         "called = []\n"
         "eval_frame.set_code_exec_strategy = lambda *given: called.append(given)\n"
-        "keep_dynamo_out((lambda: 1).__code__, is_recursive=True)\n"
+        "exclude_from_dynamo((lambda: 1).__code__, is_recursive=True)\n"
         "print(len(called))"
     )
     done = run_forked([sys.executable, "-c", code], timeout_s=PATIENCE_S)

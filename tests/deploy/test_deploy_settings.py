@@ -62,7 +62,7 @@ def flags(
 
 @pytest.fixture
 def options(environ: dict[str, str], flags: Namespace) -> AgentOptions:
-    """What our agent makes of it. Raises for intervals that do not fit each other."""
+    """What our agent makes of it. Raises for inconsistent intervals."""
     return read_options({}, environ)
 
 

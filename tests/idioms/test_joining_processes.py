@@ -43,7 +43,7 @@ def train():
             die(epoch * 8 + i, at)
             optimizer.step()
 """,
-        "has other weights than rank 0 in model",
+        "weights differ from rank 0's in model",
     ),
 }
 

@@ -128,7 +128,7 @@ def test_who_is_stuck_in_nccl_ends_and_says_so(
     stuck = outcome.workers[1]
     assert stuck.exit_code == 1, outcome.describe()
     assert f"elastic: {sentence}" in stuck.log
-    assert "this worker ends, and its agent starts it anew" in stuck.log
+    assert "this worker ends, and its agent restarts it" in stuck.log
     assert "worker-stuck reason=" in stuck.log
 
 

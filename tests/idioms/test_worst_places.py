@@ -260,7 +260,7 @@ def train():
     for inputs, targets in loader:
         STEP
 """,
-        "after step 0, rank 1 has other weights than rank 0",
+        "after step 0, rank 1's weights differ from rank 0's",
     ),
     "weights are loaded by the function that is called again": (
         TRAINED
@@ -312,7 +312,7 @@ def train():
             p.grad += 0.1 * torch.randn_like(p.grad)
         optimizer.step()
 """,
-        "has other weights than rank 0 in model",
+        "weights differ from rank 0's in model",
     ),
 }
 

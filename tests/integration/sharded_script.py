@@ -339,7 +339,7 @@ def go(way: str) -> None:
 def exchanged(rank: int, size: int, folder: Path, alone: int, packed: int, way: str) -> Result:
     """Replicated tensors, in messages of any size; how many bytes this rank read of the disk."""
     go(way)
-    exchange.ALONE_BYTES, exchange.PACKED_BYTES = alone, packed
+    exchange.UNPACKED_BYTES, exchange.PACKED_BYTES = alone, packed
     storage = Counting(folder)
     live = {name: torch.zeros_like(values(name)) for name in SHAPES}
     live["large"] = torch.zeros(200_000)

@@ -155,11 +155,11 @@ _KILLED_WHILE_UPLOADING = """
     from checkpoints.storage.object_storage import ObjectStorage
 
     fsspec_store.PART_BYTES = int(sys.argv[2])
-    begin_parts, sent = fsspec_store.FsspecObjects.begin_parts, []
+    begin_multipart, sent = fsspec_store.FsspecObjects.begin_multipart, []
     def begin(self, key):
         sent.append(key)
-        return begin_parts(self, key)
-    fsspec_store.FsspecObjects.begin_parts = begin
+        return begin_multipart(self, key)
+    fsspec_store.FsspecObjects.begin_multipart = begin
     def before(call):
         if sent and call.startswith("write "):
             os.kill(os.getpid(), signal.SIGKILL)

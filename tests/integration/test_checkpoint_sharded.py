@@ -175,7 +175,9 @@ def test_replicas_of_shards_that_differ_are_not_committed(run: Run, root: Path) 
     results = run("diverged", 4, root)
     assert not any(result["committed"] for result in results)
     notes = [note for result in results for note in result["notes"]]
-    assert any("tensor 'up.weight' has other values in 00002-of-00004" in n for n in notes), notes
+    assert any("tensor 'up.weight' has different values in 00002-of-00004" in n for n in notes), (
+        notes
+    )
 
 
 def test_shards_that_cannot_be_kept_are_refused(run: Run, root: Path) -> None:

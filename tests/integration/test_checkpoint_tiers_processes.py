@@ -155,7 +155,7 @@ class Node:
         for line in iter(lambda: next(said), "end\n"):
             peers = tuple(PeerAddress(**peer) for peer in json.loads(line))
             known[0] = Neighbours(peers, peers[0] if peers else None)
-            host.look()
+            host.refresh()
             tell("world known")
         host.close()
 

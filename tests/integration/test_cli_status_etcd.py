@@ -168,7 +168,7 @@ def test_only_a_leader_writes_and_only_news_and_on_its_lease(node: TestNode) -> 
     assert found.checkpoint_step == 40
     assert found.checkpoint_at_s is not None and found.planned_steps == 500
     writes = len(store.puts)
-    for _ in range(3):  # the job stands still: time passes, and that is no news
+    for _ in range(3):  # the job makes no progress: the passing of time is not a change
         writer.write()
     assert len(store.puts) == writes
     began = NodeHeartbeat(generation=2, step=39, has_joined=True)

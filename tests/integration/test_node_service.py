@@ -702,7 +702,7 @@ def test_a_node_that_finishes_while_the_store_is_away_does_not_wait_for_ever(
     ("more", "said"),
     [({"max_nodes": 4}, "2 to 4 nodes"), ({"library": "9.9.9"}, "9.9.9")],
 )
-def test_a_joining_node_that_cannot_mix_is_refused_and_the_job_unharmed(
+def test_a_joining_node_that_cannot_mix_is_refused_and_the_job_intact(
     start: Callable[..., TestNode], more: dict[str, Any], said: str
 ) -> None:
     a, b = start().arrive(), start().arrive()
@@ -714,7 +714,7 @@ def test_a_joining_node_that_cannot_mix_is_refused_and_the_job_unharmed(
 
 
 @pytest.mark.parametrize("job_has_tls", [True, False])
-def test_with_and_without_tls_is_refused_in_a_sentence_and_the_job_unharmed(
+def test_with_and_without_tls_is_refused_in_a_sentence_and_the_job_intact(
     start: Callable[..., TestNode], tmp_path: Path, job_has_tls: bool
 ) -> None:
     authority = Authority(tmp_path, "nodes")
@@ -754,7 +754,7 @@ def test_too_few_nodes_is_a_clear_error(start: Callable[..., TestNode]) -> None:
         lonely.enter()
 
 
-def test_a_broken_node_record_leaves_the_others_unharmed(
+def test_a_broken_node_record_leaves_the_others_intact(
     start: Callable[..., TestNode], server: MemoryServer
 ) -> None:
     MemoryStore(server).put(KEYS.node("intruder"), b"{not json")

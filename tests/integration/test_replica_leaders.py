@@ -142,8 +142,8 @@ def test_random_faults_leave_whole_replicas_and_reasons(job: Job, seed: int) -> 
         if not gone:
             job.add(dice.choice([1, 2]))
         world = job.settle()
-        unharmed = [pair for pair in pairs(before) if gone.isdisjoint(pair)]
-        assert pairs(world)[: len(unharmed)] == unharmed, "an unharmed replica was broken up"
+        intact = [pair for pair in pairs(before) if gone.isdisjoint(pair)]
+        assert pairs(world)[: len(intact)] == intact, "an intact replica was broken up"
         left = {i for pair in pairs(before) for i in pair} - gone - set(world.node_ids)
         assert len(left) < PER_REPLICA
         before = world

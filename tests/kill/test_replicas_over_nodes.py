@@ -101,7 +101,7 @@ def test_a_tensor_parallel_model_over_two_nodes_goes_on_in_whole_replicas(
         odd = job.start_node("odd", nproc=3)
         other = job.start_node("other", conf={"replica_size": 1})
         assert odd.wait(PATIENCE_S) == ConfigError.exit_code
-        assert "replica_size=2 and 3 workers on this node do not fit" in odd.log_text()
+        assert "replica_size=2 is incompatible with 3 workers on this node" in odd.log_text()
         assert other.wait(PATIENCE_S) == NodeRefused.exit_code
         said = "other was started with replica_size=1, the job runs with replica_size=2"
         assert said in other.log_text()

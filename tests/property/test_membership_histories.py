@@ -393,12 +393,12 @@ def check_replicas(proposal: Proposal, view: View, per_replica: int, max_nodes: 
         and n.node.state in (NodeState.ARRIVED, NodeState.STARTING, NodeState.READY)
     }
     before = replicas_of(view.world.node_ids, per_replica) if view.world else []
-    unharmed = [r for r in before if len(r) == per_replica and set(r) <= going]
+    intact = [r for r in before if len(r) == per_replica and set(r) <= going]
     # Unless the others may still step with a lost node: then one of them has to be in the world.
     groups = [m.running.node_ids for m in view.missing if m.running and not m.proved_dead]
-    kept = {i for replica in unharmed for i in replica}
+    kept = {i for replica in intact for i in replica}
     if not any(kept.isdisjoint(group) for group in groups):
-        assert replicas[: len(unharmed)] == unharmed, "an unharmed replica is broken up, or moved"
+        assert replicas[: len(intact)] == intact, "an intact replica is broken up, or moved"
     left = {i for r in before for i in r if i in going} - set(chosen)
     formed = [r for r in replicas if not set(r) & {i for old in before for i in old}]
     assert not left or not formed, f"{left} are left over, and {formed} were formed without them"
@@ -427,7 +427,7 @@ class ReplicaHistories(Histories):
 
 
 class LargeReplicaHistories(Histories):
-    """With three nodes to a replica a harmed one may lack more than one; its limits are not whole
+    """With three nodes to a replica a broken one may lack more than one; its limits are not whole
     replicas."""
 
     per_replica = 3

@@ -98,7 +98,7 @@ def test_without_room_or_wish_there_is_none(
     for memory in (host(tmp_path, node_memory_share=0), host(tmp_path / "missing")):
         assert memory.published(mine()) == mine()
         assert memory.folder == ""
-        memory.look()
+        memory.refresh()
         memory.close()
     assert list(tmp_path.iterdir()) == []
     with pytest.raises(ConfigError, match=r"node_memory_share=0\.9"):

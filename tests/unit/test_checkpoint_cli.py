@@ -60,7 +60,7 @@ def test_diff_by_tensor(folder: Path, capsys: pytest.CaptureFixture[str]) -> Non
     save_all(folder, state, step=40, keep=None)
     rows = as_json(capsys, "diff", folder, name_of(10), name_of(40))
     found = {row["tensor"]: row["difference"] for row in rows}
-    assert found["model/weight"] == "1 of 21 elements, at most 2 apart"
+    assert found["model/weight"] == "1 of 21 elements differ, by at most 2"
     assert found["model/bias"] == "I64 [5] became F32 [3]"
     assert found["model/scale"] == "only in the old one"
 

@@ -95,7 +95,7 @@ def test_writers_with_other_tensors_do_not_make_a_checkpoint(tmp_path: Path) -> 
         tmp_path, {"a": torch.ones(5)}, step=1, nonce="aa", rank=1, world_size=2
     )
     assert not saved.committed
-    assert saved.notes == ("not committed: writer 1 saved other tensors than writer 0",)
+    assert saved.notes == ("not committed: writer 1 saved different tensors than writer 0",)
 
 
 def test_a_stale_world_does_not_commit(tmp_path: Path) -> None:

@@ -60,7 +60,7 @@ class Ring:
 
     def _tell(self, host: MemoryHost, neighbours: Neighbours) -> None:
         self.neighbours[self.hosts.index(host)] = neighbours
-        host.look()
+        host.refresh()
 
     def save(self, step: int) -> None:
         for rank, host in enumerate(self.hosts):

@@ -52,7 +52,7 @@ def test_a_save_that_its_thread_did_not_survive_is_reported_and_the_next_one_is_
     assert made.committed == [2]
     (death,) = made.deaths
     assert "writer thread died of SimulatedCrash" in death
-    assert death.endswith("another one takes over")
+    assert death.endswith("a new one takes over")
     (lost,) = [o for o in made.outcomes if o.status is not SaveStatus.COMMITTED]
     assert lost.step == 1 and "died" in lost.reason
 
@@ -63,7 +63,7 @@ def test_after_too_many_deaths_saves_are_synchronous_and_on_the_callers_thread()
     for step in range(MAX_DEATHS):
         made.save(step)
     assert len(made.deaths) == MAX_DEATHS
-    assert made.deaths[-1].endswith("saves stop training now")
+    assert made.deaths[-1].endswith("saves now block training")
     made.save(10)
     made.engine.close(LONG_S)
     assert made.committed == [10]

@@ -148,7 +148,7 @@ def test_a_damaged_part_is_taken_from_elsewhere_or_the_checkpoint_is_passed_over
     assert checkpoints.latest(TieredStorage([*nodes, copies])).skipped == ()
     found = checkpoints.latest(TieredStorage(nodes))
     assert found.checkpoint is not None and found.checkpoint.step == 2
-    assert "do not make a complete checkpoint" in found.skipped[0].reason
+    assert "do not form a complete checkpoint" in found.skipped[0].reason
 
 
 def test_parts_of_two_worlds_never_make_one_checkpoint(nodes: Nodes) -> None:
@@ -211,7 +211,7 @@ def test_what_does_not_fit_is_skipped_with_a_reason(tmp_path: Path) -> None:
             ).wait(30)
             assert outcome is not None and outcome.status.value == status
     assert outcome is not None and isinstance(outcome.error, DiskFull)
-    assert "the limit of 3000 bytes leaves" in outcome.reason
+    assert "the limit of 3000 bytes allows" in outcome.reason
     assert steps(TieredStorage([memory])) == [1]  # and nothing of the other one is left
     assert memory.list("") == [".tmp-step-000000001.g0.aa"]
 
@@ -230,6 +230,6 @@ def _room(left: int) -> Callable[[Path, int | None], tuple[int, str]]:
 
 def test_no_write_is_made_that_the_machine_has_no_memory_for(tmp_path: Path) -> None:
     memory = NodeMemory(tmp_path, room=_room(1000))
-    with pytest.raises(DiskFull, match="the cgroup's memory leaves"):
+    with pytest.raises(DiskFull, match="the cgroup's memory allows"):
         checkpoints.save(memory, {"large": odd_state()["float64"]} | odd_state(), step=1, nonce="a")
     assert used_bytes(tmp_path) == 0

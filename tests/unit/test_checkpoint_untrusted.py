@@ -171,14 +171,14 @@ def test_a_deep_tree_is_refused(tmp_path: Path, name: str) -> None:
     for _ in range(150):
         tree = {"list": [tree]}
     _rewrite(tmp_path / name, _set("tree", to=tree))
-    with pytest.raises(checkpoints.CorruptCheckpoint, match="nested more than 100 deep"):
+    with pytest.raises(checkpoints.CorruptCheckpoint, match="nested more than 100 levels deep"):
         checkpoints.load(tmp_path, name)
 
 
 def test_a_manifest_of_absurd_size_is_not_read(tmp_path: Path, name: str) -> None:
     with open(tmp_path / name / "manifest.json", "r+b") as file:
         file.truncate(1 << 40)  # sparse: it takes no room
-    with pytest.raises(checkpoints.CorruptCheckpoint, match="more than any manifest"):
+    with pytest.raises(checkpoints.CorruptCheckpoint, match="too many for a manifest"):
         checkpoints.load(tmp_path, name)
 
 

@@ -402,7 +402,7 @@ def test_goodput_does_not_sink_between_two_records_of_the_leader(training: Job) 
     training.put_progress(52, goodput=0.6, goodput_since_s=NOW - 40)
     view = training.view()
     assert replace(view, at_s=NOW + PROGRESS_S).goodput == pytest.approx(0.6)
-    assert replace(view, at_s=NOW + 20).goodput == pytest.approx(0.4)  # it stands still
+    assert replace(view, at_s=NOW + 20).goodput == pytest.approx(0.4)  # no progress
     training.put_progress(52, goodput=0.6, goodput_since_s=NOW - 40, step_time_s=15.0)
     assert replace(training.view(), at_s=NOW + 20).goodput == pytest.approx(0.6)  # one long step
 
@@ -453,7 +453,7 @@ def test_what_is_left_what_it_was_worth_and_what_is_saved(
     found = document(training.view())
     assert (found["planned_steps"], found["eta_s"], found["goodput"]) == (172, 60.0, 0.75)
     assert (found["goodput_since"], found["checkpoint_age_s"]) == (NOW - 3600, 90.0)
-    # The leader writes nothing while the job stands still: that time counts as lost.
+    # The leader writes nothing while the job makes no progress: that time counts as lost.
     assert replace(training.view(), at_s=NOW + 3600).goodput == pytest.approx(0.375)
     # Paused: no rate, so nothing is said of the end.
     record = replace(world("n1", generation=8), state=WorldState.PAUSED)

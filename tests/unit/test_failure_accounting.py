@@ -112,7 +112,7 @@ def test_failures_without_progress_stop_the_job_and_with_progress_do_not() -> No
 
 def test_a_restart_from_a_checkpoint_is_no_progress() -> None:
     accounting = FailureAccounting(OPTIONS)
-    accounting.saw(StepRate(1, 100, 0.1, NOW))
+    accounting.observe(StepRate(1, 100, 0.1, NOW))
     stop = None
     for generation, step in ((1, 110), (2, 20), (3, 90), (4, 109)):
         group = world("n1", "n2", "n3", generation=generation, mode="in-process")
@@ -148,7 +148,7 @@ def lose_n3_again_and_again(
         gone = [missing("n3", proved_dead=True)]
         v = view(group, runs("n1", group), runs("n2", group), gone=gone)
         step_rate = StepRate(generation, generation * steps, 0.1, NOW)
-        accounting.saw(StepRate(1, 0, 0.1, NOW))
+        accounting.observe(StepRate(1, 0, 0.1, NOW))
         stop = stop or accounting.charge(broken(v), step_rate, NOW + generation)
     return stop
 
@@ -265,7 +265,7 @@ def test_the_next_leader_knows_how_far_the_job_had_come(steps: int) -> None:
         leader = FailureAccounting(OPTIONS)
         leader.remember(last, NOW + generation, wall_s=5000.0 + generation)
         step_rate = StepRate(generation, generation * steps, 0.1, NOW)
-        leader.saw(step_rate)
+        leader.observe(step_rate)
         group = replace(last, generation=generation)
         v = view(group, runs("n1", group), runs("n3", group), out("n2", group))
         stop = stop or leader.charge(broken(v), step_rate, NOW + generation)
@@ -317,7 +317,7 @@ def test_a_module_that_is_missing_on_one_node_quarantines_it_once_the_job_has_tr
     at_the_start = FailureAccounting(OPTIONS)
     assert at_the_start.charge(failed_with(text), None, NOW) is not None
     later = FailureAccounting(OPTIONS)
-    later.saw(StepRate(8, 40, 0.1, NOW))
+    later.observe(StepRate(8, 40, 0.1, NOW))
     assert later.charge(failed_with(text), StepRate(8, 41, 0.1, NOW), NOW) is None
     assert "id-n3" in later.quarantined(NOW)
 

@@ -102,7 +102,7 @@ def test_who_failed_first_comes_before_its_consequences() -> None:
         ((breakage(1, KILLED),), 70, "give n3 more memory"),
         ((breakage(1, lost=("n2",), churned=("n2",)),), 70, "find out why n2 departed"),
         ((breakage(1, RESET), breakage(2, RESET)), 70, "check the network between the nodes"),
-        ((*[breakage(1, NAN)] * 3, breakage(4, KILLED)), 70, "3 of 4 began on n2"),
+        ((*[breakage(1, NAN)] * 3, breakage(4, KILLED)), 70, "3 of 4 failures began on n2"),
         ((breakage(1, NAN),), 70, "read the logs of these nodes"),
         ((), 70, "delete /elastic/job/done in etcd"),
     ],

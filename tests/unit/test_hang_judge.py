@@ -140,7 +140,7 @@ def test_a_planned_world_is_none_before_somebody_is_in_it() -> None:
 
 
 @pytest.mark.parametrize("value", [b"{}", b"\x00", b'{"version": 2}'])
-def test_a_record_that_cannot_be_read_leaves_the_rest_unharmed(value: bytes) -> None:
+def test_a_record_that_cannot_be_read_leaves_the_rest_intact(value: bytes) -> None:
     leader = Leader()
     error = leader.judge.put(Entry(KEYS.hang("id-n2"), value, 1, 1))
     assert error is not None

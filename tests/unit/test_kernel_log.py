@@ -67,20 +67,20 @@ def log(kmsg: Kmsg) -> Iterator[KernelLog]:
 def test_what_was_said_before_the_workers_started_is_not_about_them(
     kmsg: Kmsg, log: KernelLog
 ) -> None:
-    assert log.said() == KernelLogExcerpt()
+    assert log.excerpt() == KernelLogExcerpt()
     kmsg.say("eth0: renamed from veth1", XID_79)
-    assert log.said().lines == (XID_79,)
-    assert log.said().lines == (XID_79,), "also for the next worker of the same start"
+    assert log.excerpt().lines == (XID_79,)
+    assert log.excerpt().lines == (XID_79,), "also for the next worker of the same start"
     log.mark()
-    assert log.said() == KernelLogExcerpt()
+    assert log.excerpt() == KernelLogExcerpt()
 
 
 def test_many_lines_do_not_hide_the_one_that_explains(kmsg: Kmsg, log: KernelLog) -> None:
     kmsg.say(LINK, XID_79, *(f"nfs: server a not responding, {n}" for n in range(2000)))
-    lines = log.said().lines
+    lines = log.excerpt().lines
     assert XID_79 in lines and len(lines) <= 10
     kmsg.say(XID_79 + "x" * 10_000)
-    assert max(map(len, log.said().lines)) <= 300
+    assert max(map(len, log.excerpt().lines)) <= 300
 
 
 def test_a_long_log_is_not_read_to_its_end(kmsg: Kmsg) -> None:
@@ -94,28 +94,28 @@ def test_a_long_log_is_not_read_to_its_end(kmsg: Kmsg) -> None:
     with closing(KernelLog(kmsg.path, Running())) as log:
         log.mark()
         kmsg.say(*("Buffer I/O error on dev sda, logical block 1" for _ in range(5000)), XID_79)
-        assert XID_79 not in log.said().lines
+        assert XID_79 not in log.excerpt().lines
         looks = range(1000)  # each reads on where the last one ended
-        assert any(XID_79 in log.said().lines for _ in looks)
+        assert any(XID_79 in log.excerpt().lines for _ in looks)
 
 
 def test_without_the_right_to_read_it_a_sentence_says_so(tmp_path: Path) -> None:
     log = KernelLog(tmp_path / "kmsg")
     log.mark()
-    said = log.said()
+    said = log.excerpt()
     assert said.lines == () and "cannot be read" in str(said) and "No such file" in str(said)
     assert not said.has_killed(1)
     log.close()
     (tmp_path / "kmsg").write_text("")
     log.mark()  # it may be read by now
-    assert log.said() == KernelLogExcerpt()
+    assert log.excerpt() == KernelLogExcerpt()
     log.close()
 
 
 def test_the_kernels_own_log_is_read_without_waiting() -> None:
     with closing(KernelLog()) as log:
         log.mark()
-        assert isinstance(log.said(), KernelLogExcerpt)
+        assert isinstance(log.excerpt(), KernelLogExcerpt)
 
 
 def test_a_hang_report_says_why_there_is_no_kernel_log(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -136,7 +136,7 @@ def test_every_line_that_a_rule_knows_is_told(
         for line in example["kernel_log"]
         if any(rule.kernel_pattern.search(line) for rule in RULES)
     ]
-    assert set(known) <= set(log.said().lines)
+    assert set(known) <= set(log.excerpt().lines)
 
 
 # ── verdicts ───────────────────────────────────────────────────────────────────────────────
@@ -243,7 +243,7 @@ def test_an_oom_kill_of_this_process_is_told_by_its_number(
     monkeypatch.setattr("elastic.failures.kernel_log._FIRST_PID_NAMESPACE", first)
     agent = Agent(log)
     kmsg.say(OOM.format(PID + 1))
-    assert not log.said().has_killed(PID)
+    assert not log.excerpt().has_killed(PID)
     kmsg.say(OOM.format(PID))
     agent.ends(None, signal.SIGKILL)
     assert agent.context.status.node.failure_is_oom_kill is not is_in_container
@@ -256,4 +256,4 @@ def test_the_next_start_forgets_it(kmsg: Kmsg, log: KernelLog) -> None:
     agent.ends(1, None)
     agent.context.status.change_node(lambda n: replace(n, failure_kernel_log=()))
     log.mark()
-    assert log.said() == KernelLogExcerpt()
+    assert log.excerpt() == KernelLogExcerpt()

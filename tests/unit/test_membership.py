@@ -141,7 +141,7 @@ def test_a_joining_node_that_cannot_mix_leaves_the_job_alone() -> None:
         (
             view(world("n1", "n2", "n3"), runs("n1"), runs("n3"), gone=[missing("n2")]),
             Cause.LOST,
-            "n2 is lost (silent, and its lease is over)",
+            "n2 is lost (silent, and its lease has expired)",
         ),
         (
             view(

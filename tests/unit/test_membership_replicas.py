@@ -108,7 +108,7 @@ def test_a_full_world_says_so() -> None:
 def test_a_harmed_replica_is_repaired_in_its_place_from_the_oldest_waiting_node() -> None:
     v = view(FOUR, runs("n1"), runs("n3"), runs("n4"), arrived("n6"), arrived("n5"))
     p = proposal(replace(v, missing=(missing("n2", proved_dead=True),)))
-    assert named(p) == ["n3", "n4", "n1", "n5"], "unharmed first; n1 keeps its place in the pair"
+    assert named(p) == ["n3", "n4", "n1", "n5"], "intact first; n1 keeps its place in the pair"
     assert p.cause is Cause.LOST
     assert "n5 joins" in p.reason
     assert p.reason.endswith("n6 waits: 1 of 2 nodes of a replica")
@@ -279,7 +279,7 @@ def test_the_last_replica_leaves_as_the_last_ones_of_a_job_do() -> None:
 
 
 def test_a_replica_that_has_not_met_anybody_holds_no_state() -> None:
-    """Found by the histories: the last replica leaves, or is harmed, before a planned one has come
+    """Found by the histories: the last replica leaves, or is broken, before a planned one has come
     to its boundary."""
     two = pairs("n1", "n2", mode="in-process")
     plan = replace(IN_PROCESS, generation=8, switch_at_step=40)

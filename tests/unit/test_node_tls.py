@@ -64,7 +64,7 @@ def test_workers_reach_other_memories_with_the_certificates_of_their_agent(
         credentials=Credentials(key=lambda: KEY, identity="a", tls=tls),
         neighbours=lambda: Neighbours((address,), None),
     )
-    mine.look()
+    mine.refresh()
     peer = memory_roots(mine.folder)[-1]
     assert isinstance(peer, PeerStorage)
     assert peer.list("") == []

@@ -35,7 +35,7 @@ def test_workers_that_are_neither_whole_replicas_nor_a_part_of_one(
 ) -> None:
     with pytest.raises(ConfigError) as caught:
         require_whole_replicas(replica_size, nproc=nproc, limits=(1, 8))
-    said = f"replica_size={replica_size} and {nproc} workers on this node do not fit"
+    said = f"replica_size={replica_size} is incompatible with {nproc} workers on this node"
     assert caught.value.message.startswith(said)
     assert caught.value.hint is not None
     assert "--nproc-per-node=" in caught.value.hint and "replica_size=..." in caught.value.hint
@@ -45,7 +45,7 @@ def test_workers_that_are_neither_whole_replicas_nor_a_part_of_one(
 def test_limits_without_a_whole_replica_between_them(limits: tuple[int, int]) -> None:
     with pytest.raises(ConfigError) as caught:
         require_whole_replicas(2, nproc=1, limits=limits)
-    assert f"--nnodes={limits[0]}:{limits[1]} has no number of whole replicas" in (
+    assert f"--nnodes={limits[0]}:{limits[1]} allows no whole number of replicas" in (
         caught.value.message
     )
     least = limits[0] + 1

@@ -36,7 +36,7 @@ class Leader:
 
     def hangs_up(self) -> None:
         self.connections.closed(ID, False)
-        self.roster.doubt(ID, 2.0)
+        self.roster.suspect(ID, 2.0)
 
     def loses_its_lease(self) -> None:
         self.roster.delete(ID, 2.0)
@@ -55,7 +55,7 @@ class Leader:
 
 def test_a_refusal_with_a_live_lease_and_an_open_connection_is_no_death() -> None:
     leader = Leader()
-    leader.roster.doubt(ID, 2.0)
+    leader.roster.suspect(ID, 2.0)
     assert leader.answers(REFUSED) is Liveness.SUSPECT
     assert leader.roster.silent() == (ID,), "it is asked again"
 
@@ -68,7 +68,7 @@ def test_a_refusal_and_a_closed_connection_prove_it() -> None:
 
 def test_a_refusal_and_a_lost_lease_prove_it() -> None:
     leader = Leader()
-    leader.roster.doubt(ID, 2.0)
+    leader.roster.suspect(ID, 2.0)
     assert leader.answers(REFUSED) is Liveness.SUSPECT
     leader.loses_its_lease()
     assert ID in leader.roster.unsettled()
@@ -180,12 +180,12 @@ def test_a_connection_that_fell_silent_is_no_loss() -> None:
 
 def test_members_with_a_lease_that_do_not_answer_are_unheard() -> None:
     leader = Leader()
-    assert leader.roster.unheard(WORLD, since_s=9.0) == ()
+    assert leader.roster.unresponsive(WORLD, since_s=9.0) == ()
     leader.answers(SILENT)  # at 3.0
-    assert leader.roster.unheard(WORLD, since_s=2.9) == ()
-    assert leader.roster.unheard(WORLD, since_s=3.0) == (ID,)
+    assert leader.roster.unresponsive(WORLD, since_s=2.9) == ()
+    assert leader.roster.unresponsive(WORLD, since_s=3.0) == (ID,)
     leader.loses_its_lease()
-    assert leader.roster.unheard(WORLD, since_s=9.0) == ()
+    assert leader.roster.unresponsive(WORLD, since_s=9.0) == ()
 
 
 def test_an_answer_about_a_node_that_another_world_has_replaced_counts_no_more() -> None:
@@ -194,5 +194,5 @@ def test_an_answer_about_a_node_that_another_world_has_replaced_counts_no_more()
     leader.hangs_up()
     leader.loses_its_lease()
     assert leader.roster.settle(ID, GONE, 3.0) is Liveness.DEAD
-    leader.roster.forget_strangers(world("n2"))
+    leader.roster.forget_non_members(world("n2"))
     assert leader.roster.settle(ID, GONE, 4.0) is None

@@ -211,7 +211,7 @@ def test_a_writer_that_dies_is_replaced_and_after_three_deaths_saves_are_synchro
         script.train(9, stop_after=3)
         assert len(set(heard.saved) - before_s) >= 2, "saved on the caller's thread"
     said = [e.reason for e in heard.errors if isinstance(e, CheckpointSkipped)]
-    assert "another one takes over" in said[0] and "saves stop training now" in said[2]
+    assert "a new one takes over" in said[0] and "saves now block training" in said[2]
     assert steps_of(tmp_path)[-1] == steps_of_job(script.run)
 
 
@@ -425,7 +425,7 @@ def test_what_training_skipped_the_end_waits_for() -> None:
         rank.save(step)
     rank.job.progress.step = 3
     rank.saver.save(rank.job, wait_s=0.0)
-    assert "occupy all buffers" in rank.heard.skipped[-1]
+    assert "use all buffers" in rank.heard.skipped[-1]
     threading.Timer(0.1, gate.set).start()
     assert LastSave(rank.saver, rank.job, LONG_S).together()
     assert steps_of(storage) == [1, 2, 3]

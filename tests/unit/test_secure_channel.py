@@ -23,7 +23,7 @@ from elastic.secure_channel.handshake import (
     ServerHandshake,
 )
 from elastic.secure_channel.keys import SecretKey
-from elastic.secure_channel.limits import LimitedReports, Limits, Unproved
+from elastic.secure_channel.limits import LimitedReports, Limits, Unauthenticated
 
 KEY = SecretKey.generate()
 
@@ -170,7 +170,7 @@ LIMITS = Limits(frame_bytes=1, pending_connections=3, pending_per_address=2)
 
 
 def test_the_oldest_makes_room_once_it_has_had_its_time() -> None:
-    pending = Unproved[str](LIMITS)
+    pending = Unauthenticated[str](LIMITS)
     for number, name in enumerate("abc"):
         assert pending.room_in_s(number) == 0.0 and pending.to_evict() is None
         pending.add(name, f"host-{number}", float(number))
@@ -182,7 +182,7 @@ def test_the_oldest_makes_room_once_it_has_had_its_time() -> None:
 
 
 def test_an_address_makes_room_for_itself() -> None:
-    pending = Unproved[str](LIMITS)
+    pending = Unauthenticated[str](LIMITS)
     pending.add("good", "other", 0.0)
     pending.add("a", "bad", 1.0)
     assert pending.to_evict_of("bad") is None

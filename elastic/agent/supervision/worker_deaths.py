@@ -83,7 +83,7 @@ class WorkerDeaths:
             was_ready or self._was_replacing(worker, death, siblings)
         )
         is_killed = death.signal == signal.SIGKILL and hung is None
-        kernel_log = self._at.kernel_log.said()
+        kernel_log = self._at.kernel_log.excerpt()
         # Evaluated once per failure: the counter only includes earlier ones.
         is_oom_kill = (
             is_failure

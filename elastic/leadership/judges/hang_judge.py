@@ -27,7 +27,7 @@ class HangJudge:
             hang_timeout_s=options.hang_timeout_s, outside_step_s=options.hang_script_timeout_s
         )
         self._facts: dict[str, HangFacts] = {}
-        self._told: HangVerdict | None = None
+        self._announced: HangVerdict | None = None
 
     def reset(self, entries: Iterable[Entry]) -> list[RecordError]:
         """Replace all data. Returns the unreadable records."""
@@ -35,7 +35,7 @@ class HangJudge:
         return [e for entry in entries if (e := self.put(entry)) is not None]
 
     def put(self, entry: Entry) -> RecordError | None:
-        """A node has published its facts. By its key: a node's record is only about itself."""
+        """Store the facts of a node. The key identifies it: a record is only about its writer."""
         node_id = entry.key.removeprefix(self._at.keys.hangs)
         try:
             self._facts[node_id] = decode(HangFacts, entry.key, entry.value)
@@ -70,14 +70,14 @@ class HangJudge:
             reason=verdict.reason,
             culprits=verdict.culprits,
             culprit=verdict.culprit,
-            node_id=_who_acts(verdict.culprit, known, world),
+            node_id=_acting_node(verdict.culprit, known, world),
             ranks=ranks,
             size=world.size,
         )
         if self._is_announced(record):
             return
         self._at.store.put(self._at.keys.hang_verdict, encode(record))
-        self._told = record
+        self._announced = record
 
     def _running(self, world: WorldRecord) -> WorldRecord:
         """A planned world does not run before a member has switched to it."""
@@ -88,8 +88,8 @@ class HangJudge:
         return world if max(generations, default=0) >= world.generation else running
 
     def _is_announced(self, record: HangVerdict) -> bool:
-        told = self._told
-        return told is not None and _identity(told) == _identity(record)
+        announced = self._announced
+        return announced is not None and _identity(announced) == _identity(record)
 
 
 def _identity(record: HangVerdict) -> tuple[object, ...]:
@@ -98,7 +98,7 @@ def _identity(record: HangVerdict) -> tuple[object, ...]:
     return record.generation, record.kind, record.node_id, record.culprits, at
 
 
-def _who_acts(
+def _acting_node(
     culprit: RankFacts | None, known: dict[str, tuple[RankFacts, ...]], world: WorldRecord
 ) -> str:
     """The node of the culprit, or of rank 0."""

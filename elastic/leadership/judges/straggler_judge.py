@@ -1,7 +1,7 @@
 """The leader's comparison of the step times of all ranks: stragglers are detected and named.
 
 The comparison is pure (:mod:`elastic.stragglers.detector`). It takes place once every rank of the
-world has ended another window. Actions on a straggler are decided together with worlds
+world has completed another window. Actions on a straggler are decided together with worlds
 (:mod:`elastic.membership.surviving_world`), and only with ``straggler_action=exclude``.
 """
 
@@ -38,7 +38,7 @@ class StragglerJudge:
         self._has_news = False
         self._judged: dict[RankKey, tuple[int, int]] = {}  # generation and window
         self._streaks: Mapping[RankKey, Streak] = {}
-        self._excludable: dict[RankKey, str] = {}  # and why
+        self._excludable: dict[RankKey, str] = {}  # with the reason
 
     def reset(self, entries: Iterable[Entry]) -> list[RecordError]:
         """Replace all data. Returns the unreadable records."""
@@ -46,7 +46,7 @@ class StragglerJudge:
         return [e for entry in entries if (e := self.put(entry)) is not None]
 
     def put(self, entry: Entry) -> RecordError | None:
-        """A node has published a window. By its key: a node's record is only about itself."""
+        """Store a window of a node. The key identifies it: a record is only about its writer."""
         node_id = entry.key.removeprefix(self._at.keys.step_times)
         try:
             self._times[node_id] = decode(NodeStepTimes, entry.key, entry.value)
@@ -61,14 +61,14 @@ class StragglerJudge:
         self._times.pop(key.removeprefix(self._at.keys.step_times), None)
 
     def judge(self, world: WorldRecord | None, present: Collection[str]) -> None:
-        """Compare the ranks if all of them have ended another window; report the stragglers.
+        """Compare the ranks if all have completed another window; report the stragglers.
 
         ``present``: ids of the nodes that have a key. Data about others is dropped.
         """
         if world is None or not self._is_on or not self._has_news:
             return
         self._has_news = False
-        self._forget_all_but(present)
+        self._retain_only(present)
         ranks = self._windows(world)
         if len(ranks) < world.size:
             return
@@ -76,17 +76,17 @@ class StragglerJudge:
         verdict = advance(self._streaks, ranks, self._policy)
         self._streaks = verdict.streaks
         for found in verdict.found:
-            self._say_found(found)
+            self._report_straggler(found)
         for recovered in verdict.recovered:
-            self._say_recovered(recovered)
+            self._report_recovery(recovered)
 
     def stragglers(self) -> dict[str, str]:
         """The nodes that may be excluded if others wait for their places, and why."""
         return {node_id: reason for (node_id, _), reason in self._excludable.items()}
 
     def _windows(self, world: WorldRecord) -> list[RankWindow]:
-        """Of all ranks that run ``world`` and were not compared yet. (A planned world has none
-        before its ranks have switched to it.)"""
+        """The new windows of the ranks that run ``world``; of a planned world, none before the
+        switch."""
         windows = []
         first = 0
         for member in world.members:
@@ -106,11 +106,11 @@ class StragglerJudge:
             first += member.nproc
         return windows
 
-    def _forget_all_but(self, present: Collection[str]) -> None:
+    def _retain_only(self, present: Collection[str]) -> None:
         self._streaks = {k: s for k, s in self._streaks.items() if k[0] in present}
         self._excludable = {k: why for k, why in self._excludable.items() if k[0] in present}
 
-    def _say_found(self, found: Comparison) -> None:
+    def _report_straggler(self, found: Comparison) -> None:
         of, times = found.window, found.window.times
         reason = found.sentence(self._policy.windows)
         if self._excludes and found.has_majority:
@@ -137,7 +137,7 @@ class StragglerJudge:
             level=logging.WARNING,
         )
 
-    def _say_recovered(self, recovered: Comparison) -> None:
+    def _report_recovery(self, recovered: Comparison) -> None:
         of = recovered.window
         self._excludable.pop(of.key, None)
         self._at.journal.emit(

@@ -49,7 +49,7 @@ class EtcdCertificates:
 
 
 class EmbeddedEtcd:
-    """One etcd member, as a child of this process: it ends with it, even by SIGKILL.
+    """One etcd member, as a child of this process, with which it ends, even by SIGKILL.
 
     ``with EmbeddedEtcd() as etcd: ... etcd.endpoint``. Without ``data_dir`` the data is temporary,
     and written without fsync. Its addresses stay the same, and stay reserved, through every stop
@@ -237,10 +237,10 @@ class EmbeddedEtcd:
 
     def _failed(self, what: str) -> StoreUnreachable:
         log = self.log_path.read_text(errors="replace").strip().splitlines()[-5:]
-        said = "\n    ".join(line[:400] for line in log) or "nothing"
+        tail = "\n    ".join(line[:400] for line in log) or "nothing"
         self._end(signal.SIGKILL)
         return StoreUnreachable(
-            f"the embedded etcd {self.name} ({self._binary.path}) {what}; its log:\n    {said}",
+            f"the embedded etcd {self.name} ({self._binary.path}) {what}; its log:\n    {tail}",
             hint=f"its data is in {self._data}; it must be writable and of the same etcd version",
         )
 

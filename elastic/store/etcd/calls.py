@@ -20,14 +20,14 @@ from elastic.tuning.agent_intervals import (
 )
 
 Observer = Callable[[str, float, bool], None]
-"""Called with what a request was for, its duration in seconds, and whether it has failed."""
+"""Called with the purpose of a request, its duration in seconds, and whether it has failed."""
 
 _AGAIN = frozenset({Remedy.RETRY, Remedy.DOUBT, Remedy.MOVE, Remedy.LOGIN})
 
 
 @dataclass(frozen=True)
 class Reply:
-    """etcd's answer, and whether an earlier attempt may have been carried out as well."""
+    """etcd's response, and whether an earlier attempt may have been executed, too."""
 
     message: Any
     in_doubt: bool
@@ -51,9 +51,9 @@ class Calls:
         timeout_s: float | None = None,
         tolerate: frozenset[Remedy] = frozenset(),
     ) -> Reply | CallFailure:
-        """Call until there is an answer or the time is up.
+        """Call until etcd responds or the time is up.
 
-        Returns a Failure only if its remedy is in ``tolerate``; raises CoordinationError.
+        Returns a CallFailure only if its remedy is in ``tolerate``; raises CoordinationError.
         """
         began_s, has_failed = self._clock.monotonic(), True
         try:
@@ -97,9 +97,9 @@ class Calls:
         except CallFailure as failure:
             if failure.remedy in tolerate:
                 return failure
-            # The last attempt has only the remaining time: that it ran out explains nothing.
-            told = answered if failure.remedy is Remedy.DOUBT else None
-            raise self._error(what, told or failure) from None
+            # The last attempt had only the remaining time, so its timeout is not the cause.
+            cause = answered if failure.remedy is Remedy.DOUBT else None
+            raise self._error(what, cause or failure) from None
 
     def _retrying(self, limit_s: float) -> tenacity.Retrying:
         def wait(state: tenacity.RetryCallState) -> float:

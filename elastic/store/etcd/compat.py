@@ -49,8 +49,8 @@ def load_rpc() -> ModuleType:
 def load_grpc() -> Any:
     """The ``grpc`` module; its C core is kept from writing its own log to stderr.
 
-    It would report every refused connection there, which the store reports itself. Who
-    sets GRPC_VERBOSITY keeps it. The variable does not leak to this process's children.
+    It would report every refused connection there, which the store reports itself. A GRPC_VERBOSITY
+    set by the user is kept. The variable does not leak to this process's children.
     """
     if "grpc" in sys.modules or "GRPC_VERBOSITY" in os.environ:
         return importlib.import_module("grpc")

@@ -87,8 +87,8 @@ class EtcdConnections:
     def current(self, ends_s: float | None = None) -> EtcdConnection:
         """The current connection, created now if there is none: one attempt per endpoint.
 
-        All of them end by ``ends_s`` (monotonic), if given. Raises Failure; the reasons are then in
-        :meth:`error`.
+        All of them end by ``ends_s`` (monotonic), if given. Raises CallFailure; the reasons are
+        then in :meth:`error`.
         """
         rounds = self._rounds
         connection = self._current
@@ -111,7 +111,7 @@ class EtcdConnections:
         request: Any,
         timeout_s: float,
     ) -> Any:
-        """One attempt of a unary call. Raises Failure, after drawing the consequences."""
+        """One attempt of a unary call. Raises CallFailure, after :meth:`react`."""
         try:
             reply = method(request, timeout=timeout_s, metadata=connection.metadata)
         except (load_grpc().RpcError, ValueError) as error:
@@ -135,7 +135,7 @@ class EtcdConnections:
 
     def verify(self, connection: EtcdConnection) -> bool:
         """Check that the member is alive and has a leader; drop it if not."""
-        alone = len(self.config.endpoints) == 1  # there is nowhere to go: be patient
+        alone = len(self.config.endpoints) == 1  # no other member to use: wait longer
         try:
             self._status(connection, 2 * STORE_PROBE_S if alone else STORE_PROBE_S)
         except CallFailure as failure:
@@ -169,13 +169,13 @@ class EtcdConnections:
         if connection is not None:
             connection.channel.close()
 
-    # -- what went wrong, for people -------------------------------------------------------
+    # -- errors, for users -----------------------------------------------------------------
 
     def error(self, what: str, last: CallFailure) -> StoreUnreachable | StoreRefused | StoreTooOld:
         """The error to raise when ``what`` failed permanently: every endpoint with its reason."""
         with self._state:
             reasons = dict(self._reasons)
-            if self._current is not None:  # it is there, and still the call did not succeed
+            if self._current is not None:  # connected, but the call has failed
                 reasons.setdefault(self._current.endpoint, last)
         tried = "; ".join(
             f"{endpoint}: {reasons[endpoint].reason if endpoint in reasons else 'not tried'}"
@@ -200,7 +200,7 @@ class EtcdConnections:
 
     @property
     def hopeless(self) -> bool:
-        """Every endpoint answered, twice in a row, that it will not have us."""
+        """Whether every endpoint has refused this client, twice in a row."""
         with self._state:
             remedies = [f.remedy for f in self._reasons.values()]
             tried_all = len(remedies) == len(self.config.endpoints) and self._failed_in_a_row >= 2
@@ -279,7 +279,7 @@ class EtcdConnections:
             name=self.config.user, password=self.config.password
         )
         try:
-            # The check hashes with bcrypt on purpose slowly; it is not a sign of a dead member.
+            # etcd hashes with bcrypt, which is slow on purpose: not a sign of a dead member.
             reply = connection.auth.Authenticate(request, timeout=timeout_s + 2)
         except (load_grpc().RpcError, ValueError) as error:
             failure = classify(error)
@@ -290,7 +290,7 @@ class EtcdConnections:
 
 
 def check_version(version: str) -> None:
-    """Raises Failure(NOT_ETCD) for anything before etcd 3.4."""
+    """Raises CallFailure(NOT_ETCD) for anything before etcd 3.4."""
     match = re.match(r"v?(\d+)\.(\d+)", version)
     if match is None or (int(match[1]), int(match[2])) < _OLDEST:
         raise CallFailure(Remedy.NOT_ETCD, f"etcd {version or 'of unknown version'}, before 3.4")

@@ -29,7 +29,7 @@ class Remedy(Enum):
     COMPACTED = "compacted"
     FUTURE = "future"  # a revision that this store has not reached
     NOT_ETCD = "not etcd"
-    FATAL = "fatal"  # etcd understood and will not
+    FATAL = "fatal"  # etcd rejects the request
 
 
 class CallFailure(Exception):
@@ -65,7 +65,7 @@ _BY_TEXT = (
 )
 _BY_CODE = {
     "UNAVAILABLE": Remedy.MOVE,
-    "CANCELLED": Remedy.MOVE,  # our own channel was closed under the call
+    "CANCELLED": Remedy.MOVE,  # this client closed the channel during the call
     "INTERNAL": Remedy.MOVE,
     "UNKNOWN": Remedy.MOVE,
     "ABORTED": Remedy.RETRY,
@@ -82,7 +82,7 @@ _SILENT = ("imed out", "timeout", "SETTINGS")  # TCP may have connected, but got
 
 
 def classify(error: Any) -> CallFailure:
-    """Read a ``grpc.RpcError`` (or the ValueError of a call on a closed channel)."""
+    """Classify a ``grpc.RpcError`` (or the ValueError of a call on a closed channel)."""
     if isinstance(error, ValueError):
         return CallFailure(Remedy.MOVE, "the connection was closed")
     code, text = error.code().name, error.details() or ""
@@ -90,7 +90,7 @@ def classify(error: Any) -> CallFailure:
 
 
 def classify_text(text: str, *, otherwise: Remedy = Remedy.RETRY) -> CallFailure:
-    """Parse an error that is only text, like the reason of a cancelled watch."""
+    """Classify an error that is only text, like the reason of a cancelled watch."""
     for part, remedy in _BY_TEXT:
         if part in text:
             return CallFailure(remedy, text)
@@ -130,7 +130,7 @@ def _explain_handshake(failure: CallFailure, endpoint: Endpoint, *, tls: bool) -
             with context.wrap_socket(plain, server_hostname=endpoint.host):
                 speaks_tls = True
     except ssl.SSLError as error:
-        speaks_tls = "ALERT" in str(error.reason)  # it refused us with a TLS alert
+        speaks_tls = "ALERT" in str(error.reason)  # it refused the connection with a TLS alert
     except OSError:
         return CallFailure(failure.remedy, _first_line(failure.reason))
     if tls and not speaks_tls:

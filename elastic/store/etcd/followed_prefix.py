@@ -27,7 +27,7 @@ class Followed:
             self.entries.pop(change.key, None)
 
     def would_be(self, changes: Iterable[Put | Deleted], entries: dict[str, Entry]) -> bool:
-        """Whether these further changes lead to just these entries."""
+        """Whether these further changes lead to exactly these entries."""
         revisions = {entry.key: entry.mod_revision for entry in self.entries.values()}
         for change in changes:
             if isinstance(change, Put):
@@ -70,7 +70,7 @@ def entries_of(kvs: Any) -> dict[str, Entry]:
 
 
 def without_covered(prefixes: Sequence[str]) -> list[str]:
-    """Drop prefixes that another one covers: no event may come twice.
+    """Drop prefixes that another one covers, so that no event is delivered twice.
 
     >>> without_covered(["/a/b", "/c", "/a", "/a"])
     ['/a', '/c']

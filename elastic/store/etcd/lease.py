@@ -26,8 +26,8 @@ from elastic.tuning.agent_intervals import (
     STORE_SHORTEST_RENEWAL_S,
 )
 
-# A member may freeze right after a renewal. With these, and a second to see that it is frozen, the
-# next member is asked after 0.25 + 0.17 of the TTL and a second: in time for the default of 4 s.
+# A member may freeze right after a renewal. With these, and a second to detect that, the next
+# member is tried after 0.25 + 0.17 of the TTL and a second: in time for the default of 4 s.
 _RENEWALS_PER_TTL = 4
 _TIMEOUTS_PER_TTL = 6
 
@@ -132,7 +132,7 @@ class EtcdLease:
             self._wake.clear()
             if self._closed.is_set():
                 return
-            asked_s = self._clock.boottime()
+            requested_s = self._clock.boottime()
             try:
                 alive = self._renew() or self._confirm()
             except CallFailure:
@@ -144,10 +144,10 @@ class EtcdLease:
                 if self._on_lost is not None:
                     self._on_lost()
                 return
-            self._renewed_s = asked_s
+            self._renewed_s = requested_s
 
     def _renew(self) -> bool:
-        """One renewal. False: the lease does not exist in etcd. Raises Failure."""
+        """One renewal. False: the lease does not exist in etcd. Raises CallFailure."""
         connection = self._connections.current()
         request = self._rpc.LeaseKeepAliveRequest(ID=self._id)
         try:

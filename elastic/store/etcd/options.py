@@ -1,4 +1,4 @@
-"""How an agent's options name an etcd: certificates, user, password file."""
+"""The etcd configuration in an agent's options: certificates, user, password file."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ def etcd_config(endpoint: str, options: AgentOptions) -> EtcdConfig:
     """The configuration of the store. ``endpoint`` is torchrun's: ``HOST:PORT`` or several.
 
     Raises:
-        ConfigError: an endpoint is none, or the password file cannot be read.
+        ConfigError: an endpoint is invalid, or the password file cannot be read.
     """
     return EtcdConfig(
         endpoints=parse_endpoints(endpoint),

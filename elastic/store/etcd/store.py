@@ -30,7 +30,7 @@ __all__ = ["Endpoint", "EtcdConfig", "EtcdStore", "parse_endpoints"]
 class EtcdStore:
     """Implements :class:`~elastic.store.keyvalue.KeyValue` on etcd.
 
-    The constructor makes the first contact and proves that we may read. Raises ConfigError
+    The constructor makes the first contact and verifies read access. Raises ConfigError
     (unreadable certificate file), StoreUnreachable (after ``connect_timeout_s``, naming every
     endpoint with its reason), StoreRefused, StoreTooOld.
 
@@ -60,10 +60,10 @@ class EtcdStore:
         except BaseException:
             self._connections.close()
             raise
-        self._pulse = threading.Thread(
-            target=self._guard(self._watch_silence), name="elastic-etcd-pulse", daemon=True
+        self._silence_thread = threading.Thread(
+            target=self._guard(self._watch_silence), name="elastic-etcd-watchdog", daemon=True
         )
-        self._pulse.start()
+        self._silence_thread.start()
 
     def observe(self, observer: Observer) -> None:
         """Call it after every request, on the thread that made it; it must not block or raise."""
@@ -71,8 +71,8 @@ class EtcdStore:
 
     @property
     def last_contact_s(self) -> float:
-        """When etcd last answered anything (``clock.monotonic()``): since then we may be cut
-        off. While all is well it is never older than about two seconds."""
+        """When etcd last responded (``clock.monotonic()``): since then it may be unreachable.
+        Without a problem, at most about two seconds ago."""
         return self._connections.last_contact_s
 
     @property
@@ -108,7 +108,7 @@ class EtcdStore:
             return int(reply.message.header.revision)
         kvs = reply.message.responses[0].response_range.kvs
         if reply.in_doubt and kvs:
-            # An earlier attempt's reply was lost: if the value is ours, we wrote it.
+            # An earlier attempt's reply was lost: if the value is this one, it was written then.
             now = entry_of(kvs[0])
             if now.value == value and now.lease_id == (lease.id if lease else 0):
                 return now.mod_revision
@@ -132,7 +132,7 @@ class EtcdStore:
     # -- the server ------------------------------------------------------------------------
 
     def version(self) -> str:
-        """etcd's version, as the member in use has it."""
+        """The version of the etcd member in use."""
         request = self._rpc.StatusRequest()
         reply = self._call("ask for the version", lambda c: c.maintenance.Status, request)
         return str(reply.message.version)
@@ -172,8 +172,8 @@ class EtcdStore:
         for lease in leases:
             lease.close()
         self._closed.set()
-        if self._pulse is not threading.current_thread():
-            self._pulse.join()
+        if self._silence_thread is not threading.current_thread():
+            self._silence_thread.join()
         self._connections.close()
 
     def _refuse_when_closing(self, what: str) -> None:
@@ -220,7 +220,7 @@ class EtcdStore:
     def _if_unchanged(
         self, what: str, key: str, expected_revision: int, write: Any, lease: Lease | None
     ) -> Reply:
-        """``write`` if the key's mod revision is the expected one, else read the key."""
+        """Execute ``write`` if the key's mod revision is the expected one, else read the key."""
         rpc = self._rpc
         condition = rpc.Compare(
             key=bytes_of(key),

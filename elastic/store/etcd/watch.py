@@ -1,10 +1,10 @@
-"""A watch that survives its connection: no event lost, none twice, a wiped store noticed.
+"""A watch that survives reconnects: it delivers every event once, and detects a wiped store.
 
-The watch keeps what it last knew of every prefix, and at which revision. To resume, it first
-reads the prefix *at that old revision* and compares. A store that has not reached the revision,
-has another cluster id, or remembers another past is not the one we knew: everything starts over
-("wiped"). Comparing the past matters: a wiped etcd with the same name and addresses has the same
-cluster id, and may have passed the old revision before we come back; a watch resumed there would
+The watch keeps the last known state of every prefix, and its revision. To resume, it first reads
+the prefix *at that old revision* and compares. A store that has not reached the revision, has
+another cluster id, or has a different history is not the same store: the watch starts over
+("wiped"). Comparing the history matters: a wiped etcd with the same name and addresses has the same
+cluster id, and may have passed the old revision before the reconnect; a watch resumed there would
 deliver nothing, and no error (docs/explanation/protocol.md, section 5).
 
 Order: every prefix is a separate watcher to etcd, and watchers catch up one after the other
@@ -105,7 +105,7 @@ class EtcdWatch:
             self._read(connection, responses)
 
     def _responses(self, connection: EtcdConnection) -> Generator[Any, None, None]:
-        """etcd's messages on a new stream, until it breaks. Raises only Failure.
+        """etcd's messages on a new stream, until it breaks. Raises only CallFailure.
 
         A generator, so that an exception of the callback is not mistaken for one of the stream.
         """
@@ -142,10 +142,10 @@ class EtcdWatch:
                 self._stream = None
 
     def _react(self, connection: EtcdConnection, failure: CallFailure) -> None:
-        if not self._closed.is_set():  # closing cancels the stream; that is no failure
+        if not self._closed.is_set():  # closing cancels the stream, which is not a failure
             self._connections.react(connection, failure)
 
-    # -- is it still the store we knew? ----------------------------------------------------
+    # -- is it still the same store? -------------------------------------------------------
 
     def _why_start_over(self, connection: EtcdConnection) -> str | None:
         if self._cluster_id is None:
@@ -165,7 +165,7 @@ class EtcdWatch:
         return None
 
     def _start_over(self, connection: EtcdConnection, reason: str) -> None:
-        """List everything at one revision and make that the new knowledge."""
+        """List everything at one revision, and continue from that state."""
         header, listed = self._read_all(connection)
         if reason == "compacted" and (
             header.cluster_id != self._cluster_id
@@ -212,30 +212,30 @@ class EtcdWatch:
         )
 
     def _read(self, connection: EtcdConnection, responses: Iterable[Any]) -> None:
-        """Deliver events in order. Raises Failure at the end of the stream."""
+        """Deliver events in order. Raises CallFailure at the end of the stream."""
         watched: dict[int, Followed] = {}
-        untold: list[PendingEvent] = []
+        undelivered: list[PendingEvent] = []
         for response in responses:
             if response.created:  # in the order of the requests
                 watched[response.watch_id] = self._followed[len(watched)]
                 if len(watched) == len(self._followed):
                     self._established()
-            untold += [
+            undelivered += [
                 PendingEvent(watched[response.watch_id], change_of(e)) for e in response.events
             ]
-            if len(watched) == len(self._followed) and self._in_order(connection, untold):
-                self._tell(untold)
-                untold = []
+            if len(watched) == len(self._followed) and self._in_order(connection, undelivered):
+                self._deliver(undelivered)
+                undelivered = []
 
-    def _in_order(self, connection: EtcdConnection, untold: Sequence[PendingEvent]) -> bool:
-        """Whether no earlier change of another prefix can still be on its way."""
+    def _in_order(self, connection: EtcdConnection, undelivered: Sequence[PendingEvent]) -> bool:
+        """Whether no earlier change of another prefix can still arrive."""
         settled = self._clock.monotonic() >= self._settled_at_s
-        if len(self._followed) == 1 or settled or not untold:
+        if len(self._followed) == 1 or settled or not undelivered:
             return True
-        newest = max(revision_of(one.change) for one in untold)
+        newest = max(revision_of(one.change) for one in undelivered)
         _, listed = self._read_all(connection, revision=newest)
         return all(
-            followed.would_be((u.change for u in untold if u.followed is followed), entries)
+            followed.would_be((u.change for u in undelivered if u.followed is followed), entries)
             for followed, entries in zip(self._followed, listed, strict=True)
         )
 
@@ -246,9 +246,9 @@ class EtcdWatch:
             self._connected = True
             self._emit(Reconnected())
 
-    def _tell(self, untold: list[PendingEvent]) -> None:
+    def _deliver(self, undelivered: list[PendingEvent]) -> None:
         known = {id(followed): followed.revision for followed in self._followed}
-        for one in sorted(untold, key=lambda one: revision_of(one.change)):
+        for one in sorted(undelivered, key=lambda one: revision_of(one.change)):
             if revision_of(one.change) > known[id(one.followed)]:
                 one.followed.apply(one.change)
                 self._emit(one.change)

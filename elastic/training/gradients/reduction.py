@@ -169,7 +169,7 @@ class Reduction:
     def with_words(self, gradients: torch.Tensor) -> torch.Tensor:
         """The gradients of a step's first bucket, followed by this rank's flags."""
         if self.flags is None or self._has_spoken or gradients.layout is not torch.strided:
-            return gradients  # flags do not fit behind sparse ones: a dense bucket follows
+            return gradients  # sparse ones have no room for flags: a dense bucket follows
         self._has_spoken = True
         room = self._room
         if room is None or not room.is_behind(gradients):

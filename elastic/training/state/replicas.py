@@ -68,7 +68,7 @@ def compare(
     for other, names in enumerate(differing):
         if names:
             raise TrainingError(
-                f"after step {step}, rank {other} has other weights than rank {other % first} in "
+                f"after step {step}, rank {other}'s weights differ from rank {other % first}'s in "
                 f"{', '.join(names)}: their gradients or updates are not "
                 "the same on all ranks",
                 hint="call model = run.wrap(model) before creating the optimizer, use it in "
@@ -96,8 +96,8 @@ def _compare_within(
             for index, (first, values) in enumerate(zip(firsts, found, strict=True)):
                 if _are_others(values, everyones[first]["weights"][name][index]):
                     raise TrainingError(
-                        f"after step {step} rank {rank} has other weights than rank {first} in "
-                        f"{name} (parameter {index}), and both are to hold the same part of it: "
+                        f"after step {step} rank {rank}'s weights differ from rank {first}'s in "
+                        f"{name} (parameter {index}), but both ranks hold the same part of it: "
                         "the gradients of these ranks are not reduced over a dimension of the "
                         f"mesh ({world.mesh}) along which they differ",
                         hint="ranks along tp see the same samples, and compute the same; what "
