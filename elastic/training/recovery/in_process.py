@@ -26,7 +26,7 @@ from elastic.tuning.worker_intervals import BUILD_TIMEOUT_S, LEAVE_SLICE_S, SHAR
 from elastic.worker.received_world import group_spec, world_of, write_environment
 from elastic.worker.worlds import Worlds
 from elastic.world.failure import world_fault
-from elastic.world.faults import causes, is_world_fault, may_come_of_garbage
+from elastic.world.faults import causes, is_world_fault, may_stem_from_aborted_output
 from elastic.world.world import World
 
 _LAPS = ("leave_s", "wait_s", "build_s", "agree_s", "paused_s")
@@ -131,7 +131,7 @@ class InProcess:
         if is_world_fault(error) or _is_switch(error):
             return True
         # An error caused by the invalid results of an abort is not the script's mistake.
-        return self._group.may_be_garbage and may_come_of_garbage(error)
+        return self._group.may_be_garbage and may_stem_from_aborted_output(error)
 
     def recover(self, error: BaseException) -> None:
         """Leave the ended world, enter the next one, and restore the state of a commit."""
