@@ -107,7 +107,7 @@ class NodeLoop:
             ),
             on_dropped=lambda node_id: post(ConnectionDropped(node_id)),
             on_world=lambda record: post(PushedWorld(record)),
-            on_heartbeat=self._heartbeats.heard,
+            on_heartbeat=self._heartbeats.record,
             on_error=self._at.status.fail,
         )
 

@@ -13,7 +13,7 @@ from dataclasses import replace
 
 from elastic.errors import CoordinationError
 from elastic.leadership.job_progress import JobProgress, RecordedHeartbeat, encode_progress
-from elastic.liveness.heartbeats import HeardHeartbeat
+from elastic.liveness.heartbeats import ReceivedHeartbeat
 from elastic.node.context import NodeContext
 from elastic.store.keyvalue import Lease
 from elastic.telemetry.progress_account import ProgressAccount
@@ -30,7 +30,7 @@ class ProgressWriter:
         lease: Callable[[], Lease | None],
         checkpoint_step: Callable[[], int | None] = lambda: None,
         planned_steps: Callable[[], int | None] = lambda: None,
-        heartbeats: Callable[[], Mapping[str, HeardHeartbeat]] = dict,
+        heartbeats: Callable[[], Mapping[str, ReceivedHeartbeat]] = dict,
     ) -> None:
         self._at = context
         self._lease = lease

@@ -1,7 +1,6 @@
-"""The worker's end of the link: one thread that reads, sends heartbeats, and watches the agent's
-pidfd.
+"""The worker's end of the link: one thread that receives, sends heartbeats, and watches the agent.
 
-Its pidfd reports the agent's death. A connection that ends while the agent is alive is
+The agent's pidfd reports its death. A connection that ends while the agent is alive is
 reestablished.
 """
 
@@ -55,12 +54,12 @@ _READABLE = select.POLLIN | select.POLLHUP | select.POLLERR | select.POLLNVAL
 class LinkClient:
     """Created by :meth:`connect`; its owner calls ``close``.
 
-    ``on_message`` and ``on_agent_death`` run on the thread ``elastic-link-client``, and so does
-    ``heartbeat``, with the worker's position. In a forked child it does nothing.
+    ``on_message``, ``on_agent_death`` and ``heartbeat``, which returns the worker's position, run
+    on the thread ``elastic-link-client``. In a forked child the client does nothing.
     """
 
-    # Of two clients for one agent in one process, the older one does not connect again: they
-    # would take the connection from each other endlessly.
+    # Of two clients for one agent in one process, the older one does not reconnect: the agent
+    # closes the older of two connections, so the clients would displace each other endlessly.
     _latest: ClassVar[dict[str, int]] = {}
     _serials: ClassVar[itertools.count[int]] = itertools.count(1)
 
@@ -79,11 +78,11 @@ class LinkClient:
         self._on_message = on_message
         self._on_agent_death = on_agent_death
         self._heartbeat = heartbeat
-        self._beat_every_s = heartbeat_every_s
+        self._heartbeat_every_s = heartbeat_every_s
         self._clock = clock
         self._serial = next(self._serials)
         self._pid = os.getpid()
-        self._hello = ClientHandshakeRequest(
+        self._request = ClientHandshakeRequest(
             version=PROTOCOL_VERSION,
             pid=self._pid,
             local_rank=local_rank,
@@ -94,8 +93,8 @@ class LinkClient:
         self._socket: socket.socket | None = None
         self._agent = -1  # pidfd
         self._received = FrameReader(MAX_MESSAGE)
-        self._unheard: list[Message] = []
-        self._next_beat_s = 0.0
+        self._undelivered: list[Message] = []
+        self._next_heartbeat_s = 0.0
         self._pause_s = LINK_FIRST_PAUSE_S
         self._waker, self._wakee = socket.socketpair()
         for sock in (self._waker, self._wakee):
@@ -138,28 +137,28 @@ class LinkClient:
         return client
 
     def sockets(self) -> tuple[int, ...]:
-        """File descriptors that a forked child must not keep. (The pidfd holds nothing up.)"""
+        """File descriptors that a forked child must not keep. (An inherited pidfd does no harm.)"""
         sock = self._socket
         ours = [self._waker.fileno(), self._wakee.fileno(), sock.fileno() if sock else -1]
         return tuple(fd for fd in ours if fd >= 0)
 
     def send(self, message: Message) -> None:
-        """Send to the agent, in order, from any thread; never blocks. The message is lost if the
-        agent is dead."""
+        """Send to the agent, in order, from any thread; never blocks. Messages to a dead agent are
+        dropped."""
         if os.getpid() != self._pid or self._closing:
             return
         if not self._outbox.put(frame(encode(message))):
-            get_logger().warning("link: the agent does not read; %s is lost", message)
+            get_logger().warning("link: the agent does not read its messages; dropped %s", message)
         if not self._outbox.flush():
             self._wake()
 
     def send_heartbeat(self, heartbeat: Heartbeat) -> None:
-        """Send it, unless the agent has not read the previous ones."""
+        """Send a heartbeat, unless earlier messages are still unsent."""
         if self._outbox.is_empty:
             self.send(heartbeat)
 
     def close(self) -> None:
-        """Send the rest, stop and join. Idempotent; also from a callback."""
+        """Send queued messages, stop and join. Idempotent; may be called from a callback."""
         if os.getpid() != self._pid:
             return
         self._closing = True
@@ -187,24 +186,25 @@ class LinkClient:
             ) from error
 
     def _handshake(self, deadline_s: float) -> AgentConnection:
-        if self._key is None:  # once: what cleans /tmp may take the file away
+        if self._key is None:  # once: a cleaner of /tmp may remove the file
             self._key = read_key(self._path)
         return handshake(
             self._path,
-            self._hello,
+            self._request,
             key=self._key,
             deadline_s=deadline_s,
             stop=self._wakee.fileno(),
             clock=self._clock,
         )
 
-    def _attach(self, made: AgentConnection) -> None:
+    def _attach(self, connection: AgentConnection) -> None:
         if self._agent >= 0:
             os.close(self._agent)
-        self._socket, self._agent, self._received = made.sock, made.agent, made.received
-        self._unheard = made.messages
+        self._socket, self._agent = connection.sock, connection.agent
+        self._received = connection.received
+        self._undelivered = connection.messages
         forks.cover(self.sockets())
-        self._outbox.attach(made.sock)
+        self._outbox.attach(connection.sock)
 
     def _reconnect(self) -> None:
         if self._latest.get(self._path) != self._serial:
@@ -218,7 +218,7 @@ class LinkClient:
             self._pause_s = LINK_FIRST_PAUSE_S
         except (OSError, LinkError) as error:
             if self._agent < 0 and isinstance(error, (ConnectionRefusedError, FileNotFoundError)):
-                self._end_with_agent()  # its death cannot be observed, but its socket is closed
+                self._end_with_agent()  # without a pidfd, only the socket shows its death
                 return
             if (
                 self._pause_s == 2 * LINK_FIRST_PAUSE_S
@@ -239,15 +239,15 @@ class LinkClient:
     def _run(self) -> None:
         try:
             while not self._closing:
-                self._turn()
-            self._send_what_is_queued()
+                self._run_once()
+            self._send_queued()
         except Exception:  # noqa: BLE001  logged, and the worker ends
             get_logger().exception("the link to the agent broke; the worker ends")
             self._on_agent_death()
         finally:
             self._release()
 
-    def _turn(self) -> None:
+    def _run_once(self) -> None:
         with contextlib.suppress(BlockingIOError):
             self._wakee.recv(4096)
         if self._closing:
@@ -256,23 +256,23 @@ class LinkClient:
         if sock is None:
             self._reconnect()
             return
-        unheard, self._unheard = self._unheard, []
-        self._tell(unheard)
+        undelivered, self._undelivered = self._undelivered, []
+        self._deliver(undelivered)
         events = self._wait(sock)
         if self._agent in events:
             self._end_with_agent()
             return
-        happened = events.get(sock.fileno(), 0)
-        if happened & select.POLLOUT:
+        mask = events.get(sock.fileno(), 0)
+        if mask & select.POLLOUT:
             self._outbox.flush(wait_s=LINK_FLUSH_S)
-        if happened & _READABLE:
+        if mask & _READABLE:
             self._read(sock)
 
     def _wait(self, sock: socket.socket) -> dict[int, int]:
-        """Until something happens or the next heartbeat is due, and heartbeat if it is."""
+        """Wait for an event or for the time of the next heartbeat; send a heartbeat that is due."""
         now = self._clock.monotonic()
-        if now >= self._next_beat_s:
-            self._next_beat_s = now + self._beat_every_s
+        if now >= self._next_heartbeat_s:
+            self._next_heartbeat_s = now + self._heartbeat_every_s
             self.send_heartbeat(self._heartbeat())
         unsent = 0 if self._outbox.is_empty else select.POLLOUT
         wanted = {
@@ -280,7 +280,7 @@ class LinkClient:
             self._wakee.fileno(): select.POLLIN,
             sock.fileno(): select.POLLIN | unsent,
         }
-        return _poll(wanted, self._next_beat_s - self._clock.monotonic())
+        return _poll(wanted, self._next_heartbeat_s - self._clock.monotonic())
 
     def _read(self, sock: socket.socket) -> None:
         try:
@@ -291,11 +291,11 @@ class LinkClient:
             chunk = b""
         if chunk:
             self._received.feed(chunk)
-            self._tell(self._whole_messages())
+            self._deliver(self._complete_messages())
         else:
             self._disconnect()
 
-    def _whole_messages(self) -> list[Message]:
+    def _complete_messages(self) -> list[Message]:
         messages = []
         try:
             while (payload := self._received.next()) is not None:
@@ -304,7 +304,7 @@ class LinkClient:
             raise LinkError(f"the agent sent an invalid message: {error}") from error
         return messages
 
-    def _tell(self, messages: list[Message]) -> None:
+    def _deliver(self, messages: list[Message]) -> None:
         for message in messages:
             if not isinstance(message, FROM_AGENT):
                 raise LinkError(f"the agent sent a message that only workers send: {message}")
@@ -318,16 +318,16 @@ class LinkClient:
             os.rmdir(os.path.dirname(self._path))
         self._on_agent_death()
 
-    def _send_what_is_queued(self) -> None:
+    def _send_queued(self) -> None:
         until_s = self._clock.monotonic() + LINK_CLOSE_S
         while self._socket is not None and not self._outbox.flush(wait_s=LINK_FLUSH_S):
             left_s = until_s - self._clock.monotonic()
             events = _poll({self._socket.fileno(): select.POLLOUT}, left_s)
             if left_s <= 0 or any(event & _READABLE for event in events.values()):
-                return  # it does not read, or it has hung up
+                return  # the agent does not read, or has closed the connection
 
     def _wake(self) -> None:
-        with contextlib.suppress(OSError):  # full: it is awake; closed: it has ended
+        with contextlib.suppress(OSError):  # full: the thread is awake; closed: it has ended
             self._waker.send(b"x")
 
     def _release(self) -> None:
@@ -343,7 +343,7 @@ class LinkClient:
 
 
 def _poll(wanted: dict[int, int], timeout_s: float) -> dict[int, int]:
-    """The events, by descriptor; by poll, since select supports no descriptor above 1023."""
+    """The events by descriptor. poll, because select supports no descriptor above 1023."""
     poll = select.poll()
     for fd, events in wanted.items():
         if fd >= 0:

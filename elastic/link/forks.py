@@ -2,14 +2,14 @@
 peers.
 
 A data worker forked from a training process inherits all its sockets. After the parent's SIGKILL
-they remain open until the child ends: peers and agent detected the death after 5 s with idle data
-workers, and not within 40 s with busy ones [measured]. So in the child they are replaced by
-/dev/null.
+they stay open until the child ends: peers and the agent detected the death after 5 s with idle
+data workers, and not within 40 s with busy ones [measured]. The child therefore replaces them
+with /dev/null.
 
-Also garbage that a child must not collect: if it contains a process group, its destructor joins
-threads that the child does not have, and the child dies of SIGSEGV [measured]. So the parent's
-objects at the fork are excluded from the child's collector. (In the parent nothing is frozen:
-thawing would undo the script's own ``gc.freeze()``.)
+A child must not collect the parent's garbage either: if it contains a process group, the group's
+destructor joins threads that the child does not have, and the child dies of SIGSEGV [measured].
+Objects that exist at the fork are therefore excluded from the child's collector. (In the parent
+nothing is frozen: unfreezing would undo the script's own ``gc.freeze()``.)
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ import os
 import threading
 from collections.abc import Iterable
 
-_covered: dict[int, tuple[int, int]] = {}  # fd to the device and inode it had
+_covered: dict[int, tuple[int, int]] = {}  # fd -> its device and inode
 _is_installed = False
-_of_this_fork = threading.local()  # its ``collects``: whether the collector was on
+_collector = threading.local()  # ``was_enabled``: whether the collector was on
 
 
 def cover(fds: Iterable[int]) -> None:
-    """From now on, forked children get /dev/null in the place of these sockets."""
+    """From now on, forked children have /dev/null instead of these sockets."""
     global _is_installed
     for fd in fds:
         try:
@@ -34,35 +34,35 @@ def cover(fds: Iterable[int]) -> None:
             continue  # closed in the meantime
     if not _is_installed:
         os.register_at_fork(
-            before=_stop_collecting, after_in_parent=_collect_again, after_in_child=_in_child
+            before=_pause_collector, after_in_parent=_restore_collector, after_in_child=_in_child
         )
         _is_installed = True
 
 
 def uncover(fds: Iterable[int]) -> None:
-    """These are closed, or are the child's business again."""
+    """Stop replacing these sockets, which are closed, or which a child may inherit again."""
     for fd in fds:
         _covered.pop(fd, None)
 
 
-def _stop_collecting() -> None:
+def _pause_collector() -> None:
     # Until the child has frozen its parent's objects.
-    _of_this_fork.collects = gc.isenabled()
+    _collector.was_enabled = gc.isenabled()
     gc.disable()
 
 
-def _collect_again() -> None:
-    if _of_this_fork.collects:
+def _restore_collector() -> None:
+    if _collector.was_enabled:
         gc.enable()
 
 
 def _in_child() -> None:
     gc.freeze()
-    _collect_again()
-    _lay_null()
+    _restore_collector()
+    _replace_sockets()
 
 
-def _lay_null() -> None:
+def _replace_sockets() -> None:
     # In a forked child of a threaded process: no locks, no logging, nothing that may fail.
     if not _covered:
         return
@@ -81,5 +81,5 @@ def _lay_null() -> None:
 
 
 def _identity(fd: int) -> tuple[int, int]:
-    found = os.fstat(fd)
-    return found.st_dev, found.st_ino
+    stat = os.fstat(fd)
+    return stat.st_dev, stat.st_ino

@@ -1,5 +1,5 @@
-"""A worker's side of the handshake with its agent: one attempt, which never waits for a dead
-agent."""
+"""A worker's side of the handshake with its agent: one attempt, which ends at once if the agent
+dies."""
 
 from __future__ import annotations
 
@@ -26,34 +26,34 @@ from elastic.secure_channel.frames import FrameReader, frame
 from elastic.secure_channel.handshake import MAX_FRAME, ClientHandshake
 from elastic.secure_channel.keys import SecretKey
 
-KEY_FILE = "key"  # in the socket's folder of mode 0700; of mode 0600
+KEY_FILE = "key"  # mode 0600, in the socket's folder of mode 0700
 
 
 @dataclass(frozen=True, kw_only=True)
 class AgentConnection:
-    """A connection whose worker the agent has identified. The receiver owns both descriptors."""
+    """A connection after the handshake. The caller owns both descriptors."""
 
-    sock: socket.socket  # does not block
-    agent: int  # pidfd; -1: the agent is in a pid namespace that cannot be seen from here
+    sock: socket.socket  # non-blocking
+    agent: int  # pidfd; -1: the agent is in a pid namespace that is not visible to this process
     received: FrameReader
-    messages: list[Message]  # received right after the welcome
+    messages: list[Message]  # received right after the agent's reply
 
 
 def handshake(
     path: str,
-    hello: ClientHandshakeRequest,
+    request: ClientHandshakeRequest,
     *,
     key: SecretKey,
     deadline_s: float,
     stop: int,
     clock: Clock,
 ) -> AgentConnection:
-    """Connect, prove the link's key, have the agent prove it, and wait for the welcome, until
-    ``stop`` can be read.
+    """Connect, prove to each other that both have the link's key, and wait for the agent's reply;
+    stop once ``stop`` is readable.
 
-    Raises OSError where another attempt may help, LinkError where it will not.
+    Raises OSError if another attempt may succeed, LinkError if it cannot.
     """
-    handshake = ClientHandshake(key, str(hello.pid))
+    handshake = ClientHandshake(key, str(request.pid))
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
     agent = -1
     try:
@@ -65,22 +65,22 @@ def handshake(
         try:
             while (challenge := received.next()) is None:
                 _wait(sock, agent, stop, deadline_s - clock.monotonic())
-                received.feed(_heard(sock, path))
-            sock.send(frame(handshake.answer(challenge)) + frame(encode(hello)))
+                received.feed(_receive(sock, path))
+            sock.send(frame(handshake.answer(challenge)) + frame(encode(request)))
             received.limit = MAX_MESSAGE
-            while (welcome := received.next()) is None:
+            while (reply := received.next()) is None:
                 _wait(sock, agent, stop, deadline_s - clock.monotonic())
-                received.feed(_heard(sock, path))
-            _check(decode(welcome))
+                received.feed(_receive(sock, path))
+            _check(decode(reply))
             messages = []
             while (message := received.next()) is not None:
                 messages.append(decode(message))
         except ProtocolError as error:
-            is_stranger = isinstance(error, AuthenticationError)
+            is_other_agent = isinstance(error, AuthenticationError)
             raise LinkError(
                 f"the listener at {path} is not this worker's agent: {error}",
-                hint="ELASTIC_LINK is set by the agent; it may be that of another or an earlier one"
-                if is_stranger
+                hint="the agent sets ELASTIC_LINK; it may be another or an earlier agent's"
+                if is_other_agent
                 else "use the same torch-elastic-harness in the worker's and the agent's Python",
             ) from error
         return AgentConnection(sock=sock, agent=agent, received=received, messages=messages)
@@ -92,7 +92,7 @@ def handshake(
 
 
 def key_path(path: str) -> str:
-    """Where the key of the link at ``path`` is."""
+    """The path of the file that holds the key of the link at ``path``."""
     return os.path.join(os.path.dirname(path), KEY_FILE)
 
 
@@ -122,7 +122,7 @@ def _wait(sock: socket.socket, agent: int, stop: int, timeout_s: float) -> None:
         raise ConnectionError("the agent died" if agent in ready else "interrupted")
 
 
-def _heard(sock: socket.socket, path: str) -> bytes:
+def _receive(sock: socket.socket, path: str) -> bytes:
     chunk = sock.recv(1 << 16)
     if not chunk:
         raise LinkError(f"the agent at {path} refused this worker", hint="its log has the reason")
@@ -132,6 +132,6 @@ def _heard(sock: socket.socket, path: str) -> bytes:
 def _check(message: Message) -> None:
     if not isinstance(message, ClientHandshakeReply) or message.version != PROTOCOL_VERSION:
         raise LinkError(
-            f"the agent answered with {message}, not a welcome of version {PROTOCOL_VERSION}",
+            f"the agent replied with {message}, not with a handshake of version {PROTOCOL_VERSION}",
             hint="use the same torch-elastic-harness in the worker's and the agent's Python",
         )

@@ -1,8 +1,8 @@
-"""Messages on their way to the agent: any thread may put, none blocks, the order is preserved.
+"""The queue of messages to the agent: any thread may put, none blocks, the order is preserved.
 
-The thread that puts also sends, so that the last messages of a process are sent before it ends. The
+The thread that puts also sends, so that a process's last messages are sent before it ends. The
 link's thread sends the rest once the socket is writable. Unsent frames outlive a connection: the
-next one begins with the first frame that the last one did not take.
+next one begins with the first frame that was not sent completely.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import socket
 import threading
 from collections import deque
 
-MAX_FRAMES = 1024  # unsent; the agent has not read for minutes
+MAX_FRAMES = 1024  # unsent frames: at this limit the agent has read nothing for minutes
 
 
 class Outbox:
@@ -19,7 +19,7 @@ class Outbox:
 
     def __init__(self) -> None:
         self._frames: deque[bytes] = deque()
-        self._taken = 0  # bytes of the first frame that this connection has taken
+        self._taken = 0  # bytes of the first frame that are sent on this connection
         self._socket: socket.socket | None = None
         self._lock = threading.Lock()
 
@@ -28,17 +28,17 @@ class Outbox:
         return not self._frames
 
     def attach(self, sock: socket.socket) -> None:
-        """Send on this one, which does not block."""
+        """Send on this non-blocking socket from now on."""
         with self._lock:
             self._socket, self._taken = sock, 0
 
     def detach(self) -> None:
-        """Before the socket is closed: no thread uses it then."""
+        """Stop using the socket, before it is closed."""
         with self._lock:
             self._socket = None
 
     def put(self, frame: bytes) -> bool:
-        """Whether there was room for it."""
+        """Queue a frame. Returns False if the queue is full."""
         if len(self._frames) >= MAX_FRAMES:
             return False
         self._frames.append(frame)
@@ -47,7 +47,7 @@ class Outbox:
     def flush(self, wait_s: float = 0.0) -> bool:
         """Send as much as the socket accepts; False: call again when it is writable."""
         if not self._lock.acquire(timeout=wait_s):
-            return False  # the thread that sends may have checked for the last time
+            return False  # the sending thread may already have checked the queue for the last time
         try:
             while self._frames and self._socket is not None:
                 if not self._send_first(self._socket):
@@ -61,7 +61,7 @@ class Outbox:
         try:
             self._taken += sock.send(frame[self._taken :])
         except OSError:
-            return False  # full, or broken: its reader sees the end of that, and connects again
+            return False  # full, or broken: the receiving thread notices that and reconnects
         if self._taken == len(frame):
             self._frames.popleft()
             self._taken = 0

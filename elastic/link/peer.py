@@ -1,4 +1,5 @@
-"""The process at the other end of a unix socket, and how it ended, from the kernel."""
+"""The process at the other end of a unix socket, and its exit status, as the kernel reports
+them."""
 
 from __future__ import annotations
 
@@ -13,21 +14,22 @@ _CREDENTIALS = struct.Struct("3i")  # pid, uid, gid
 
 @dataclass(frozen=True)
 class Peer:
-    """The process that connected, or that listened, by SO_PEERCRED."""
+    """The process that connected, or that listens, by SO_PEERCRED."""
 
-    pid: int  # 0: in a pid namespace that cannot be seen from here
+    pid: int  # 0: in a pid namespace that is not visible to this process
     uid: int
 
 
 def peer_of(sock: socket.socket) -> Peer:
-    """The other end of a connected unix socket."""
+    """The process at the other end of a connected unix socket."""
     raw = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
     pid, uid, _ = _CREDENTIALS.unpack(raw)
     return Peer(pid, uid)
 
 
-def calls_itself(pid: int, claimed: int) -> bool:
-    """Whether process ``pid`` may claim to be ``claimed``: in another pid namespace it may.
+def may_claim_pid(pid: int, claimed: int) -> bool:
+    """Whether process ``pid`` may claim the id ``claimed``: its own, or its id in its pid
+    namespace.
 
     ``NSpid`` of /proc/PID/status lists its ids from this namespace down to its own (proc(5)).
     """
@@ -48,12 +50,16 @@ def has_ended(pidfd: int) -> bool:
     return bool(poll.poll(0))
 
 
-def how_it_ended(pidfd: int) -> tuple[int | None, int | None]:
-    """Exit code or signal of a child that has ended, leaving it to its parent to reap."""
+def exit_status(pidfd: int) -> tuple[int | None, int | None]:
+    """The exit code and the signal of a child that has ended; one of them is None. Does not reap
+    it.
+
+    Both are None if the process is not a child, or was reaped already.
+    """
     try:
         info = os.waitid(os.P_PIDFD, pidfd, os.WEXITED | os.WNOWAIT | os.WNOHANG)
     except ChildProcessError:
-        return None, None  # started by a shell, or reaped already
+        return None, None  # a shell's child, or reaped already
     if info is None:
         return None, None
     if info.si_code == os.CLD_EXITED:

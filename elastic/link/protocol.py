@@ -1,7 +1,7 @@
-"""The messages of agent and worker: one JSON object per frame, strictly parsed.
+"""The messages between agent and worker: one JSON object per frame, strictly parsed.
 
-Nothing received is executed. A frame that is not exactly one of these messages is a
-:class:`LinkError`, and ends the connection it came on.
+Nothing received is executed. A frame that is not exactly one of these messages raises
+:class:`LinkError`, and its connection is closed.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from elastic.stragglers.facts import StepDurations
 
 PROTOCOL_VERSION = 6
 MAX_MESSAGE = 256 << 10
-MAX_TEXT = 4000  # characters of one text; JSON makes up to 12 bytes of one
+MAX_TEXT = 4000  # characters of one text, up to 12 bytes each in JSON
 IN_STEP = "step"  # the phase of a heartbeat while the worker is within a step
 
 
 @dataclass(frozen=True, kw_only=True)
 class ClientHandshakeRequest:
-    """Worker: here I am."""
+    """Worker: its identity, and its version of the protocol."""
 
     version: int
     pid: int
@@ -52,13 +52,13 @@ class Ready:
 
 @dataclass(frozen=True, kw_only=True)
 class ReplicaJoin:
-    """Worker: it is one of ``size`` consecutive ranks that hold the model together: of this node
-    or, if it has fewer, of several.
+    """Worker: it is one of ``size`` consecutive ranks that together hold the model, on this node
+    or, if it has fewer workers, on several.
 
-    They live and die together: the agent replaces all of them if one dies."""
+    If one of them dies, the agent replaces all of them."""
 
     size: int
-    mesh: str = ""  # their dimensions
+    mesh: str = ""  # its dimensions
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,7 +80,7 @@ class CollectiveFailure:
 
     generation: int
     error: str
-    missing: tuple[int, ...] = ()  # ranks that did not come to the building of the group
+    missing: tuple[int, ...] = ()  # ranks that did not take part in building the group
     unreachable: tuple[str, ...] = ()  # addresses of peers whose connections timed out
 
 
@@ -102,21 +102,22 @@ class Exiting:
 
 @dataclass(frozen=True, kw_only=True)
 class SigtermAsk:
-    """Worker: it got SIGTERM; is the node leaving, or is this worker to end?"""
+    """Worker: it received SIGTERM. Is the node leaving, or should only this worker end?"""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ProgressPage:
-    """Worker: its descriptors, which the agent opens (elastic/hangs/page.py, stacks.py)."""
+    """Worker: the numbers of its descriptors, which the agent opens (elastic/hangs/page.py,
+    stacks.py)."""
 
     fd: int
     stacks_fd: int
-    stacks_signal: int  # 0: it writes no stacks
+    stacks_signal: int  # 0: the worker writes no stacks
 
 
 @dataclass(frozen=True, kw_only=True)
 class FlightTrace:
-    """Worker: the collectives that it began lately in this generation (elastic/hangs/flight.py)."""
+    """Worker: its recent collectives of this generation (elastic/hangs/flight.py)."""
 
     generation: int
     entries: tuple[FlightEntry, ...]
@@ -124,7 +125,7 @@ class FlightTrace:
 
 @dataclass(frozen=True)
 class StepReport:
-    """Worker, once a window: how long its steps take, for the detection of stragglers."""
+    """Worker, once per window: the durations of its steps, for straggler detection."""
 
     times: StepDurations
 
@@ -139,25 +140,25 @@ class ClientHandshakeReply:
 
 @dataclass(frozen=True, kw_only=True)
 class WorldMessage:
-    """Agent: a world, and this worker's place in it."""
+    """Agent: a world, and this worker's ranks in it."""
 
     world: WorldSpec
-    # None: this node is not in it, and leaves at ``world.switch_at_step``, or at once.
+    # None: this node is not in the world, and leaves at ``world.switch_at_step``, or at once.
     assignment: RankAssignment | None
-    node_rank: int  # 0 where the node is not in it
+    node_rank: int  # 0 if the node is not in the world
     nodes: int  # 0: all ranks leave
-    nodes_leaving: int = 0  # of the worker's present world, those that are not in this one
-    store_key: str = field(repr=False)  # that rank 0's store is opened with; base64
+    nodes_leaving: int = 0  # nodes of the worker's current world that are not in this one
+    store_key: str = field(repr=False)  # authenticates at rank 0's store; base64
     store_tls: TlsFiles | None = None  # this node's certificates for it; None: no TLS
 
 
 @dataclass(frozen=True, kw_only=True)
 class ReplicaMeet:
-    """Agent: all ranks of this worker's replica are there; they meet under this name."""
+    """Agent: all ranks of this worker's replica are present; their rendezvous uses this nonce."""
 
     nonce: str
-    rank: int  # of this worker, in the replica
-    # Where several nodes hold it: the first one's address, and how its store is opened.
+    rank: int  # this worker's, in the replica
+    # If several nodes hold the replica: the first node's address, and the credentials of its store.
     host: str = ""
     port: int = 0  # 0: all ranks are on this node
     store_key: str = field(default="", repr=False)
@@ -166,8 +167,8 @@ class ReplicaMeet:
 
 @dataclass(frozen=True, kw_only=True)
 class ReplicaPending:
-    """Agent: this node's ranks of the replica are there; it waits for other nodes, which takes as
-    long as it takes."""
+    """Agent: this node's ranks of the replica are present; the wait for other nodes has no
+    limit."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -179,20 +180,20 @@ class SigtermAnswer:
 
 @dataclass(frozen=True, kw_only=True)
 class Permit:
-    """Agent: the worker may begin steps and commit saves until then, by this machine's
-    CLOCK_BOOTTIME (``clock.boottime()``). Only ever later than before."""
+    """Agent: the worker may begin steps and commit saves until this time of the machine's
+    CLOCK_BOOTTIME (``clock.boottime()``). It only moves forward."""
 
     until_s: float
 
 
 @dataclass(frozen=True, kw_only=True)
 class FlightAsk:
-    """Agent: ranks show no progress; which collectives has this one begun?"""
+    """Agent: ranks show no progress; the worker sends its recent collectives."""
 
 
 @dataclass(frozen=True)
 class MeasureSteps:
-    """Agent: report the times of steps in windows of this length."""
+    """Agent: report the durations of steps in windows of this length."""
 
     window_s: float
 
@@ -202,12 +203,12 @@ class ProfileSteps:
     """Agent: a request for a trace of the next steps."""
 
     steps: int
-    ranks: tuple[int, ...]  # none: all
+    ranks: tuple[int, ...]  # empty: all
 
 
 @dataclass(frozen=True)
 class CountEvents:
-    """Agent: send the events in COUNTED from now on, for this node's metrics."""
+    """Agent: from now on, send the events in COUNTED, for this node's metrics."""
 
 
 Message = (
@@ -239,7 +240,7 @@ Message = (
     | ProfileSteps
     | CountEvents
 )
-# Events of a worker that its agent counts: at most one in a few seconds each.
+# Events of a worker that its agent counts: at most one of each kind every few seconds.
 COUNTED = (RankTimes, Recovered, CheckpointSaved, CheckpointSkipped)
 FROM_WORKER = (
     ClientHandshakeRequest,
@@ -269,7 +270,7 @@ FROM_AGENT = (
     ProfileSteps,
     CountEvents,
 )
-# Bytes of one message. Messages that are not listed contain a few numbers.
+# Maximum bytes of one message. Messages that are not listed contain a few numbers.
 _MOST_BYTES: dict[type[Any], int] = {
     CollectiveFailure: 64 << 10,
     Exiting: 64 << 10,
@@ -283,9 +284,9 @@ _KINDS: dict[str, type[Any]] = {kind.__name__: kind for kind in typing.get_args(
 
 
 def encode(message: Message) -> bytes:
-    """The message as a frame's payload; long texts lose their middle.
+    """Encode a message as a frame's payload; long texts lose their middle.
 
-    Raises LinkError if it is too long.
+    Raises LinkError if the payload is too long.
     """
     kind = type(message)
     data = _sendable(typed_json.to_json(message))
@@ -307,12 +308,12 @@ def _sendable(value: Any) -> Any:
         return value
     if len(value) > MAX_TEXT:
         value = f"{value[: MAX_TEXT // 2]} [...] {value[-MAX_TEXT // 2 :]}"
-    # Errors quote file names; a lone surrogate in one is nothing that logs and stores can write.
+    # Errors quote file names, and neither logs nor stores can write a lone surrogate in one.
     return value.encode(errors="replace").decode()
 
 
 def decode(payload: bytes) -> Message:
-    """Parse one frame. Raises LinkError, and nothing else."""
+    """Parse one frame. Raises only LinkError."""
     if len(payload) > MAX_MESSAGE:
         raise LinkError(f"a message of {len(payload)} bytes, more than {MAX_MESSAGE}")
     try:

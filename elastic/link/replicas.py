@@ -1,4 +1,4 @@
-"""Which workers of this node hold the model together: they meet, live and die as one."""
+"""Which workers of this node together hold the model: if one dies, all are replaced."""
 
 from __future__ import annotations
 
@@ -6,15 +6,15 @@ from elastic.link.server import Worker
 
 
 class LocalReplicas:
-    """The replicas on one node, as its workers announce them: consecutive local ranks. Where a
-    replica takes several nodes, all workers of this one are a part of it."""
+    """The replicas on one node, as its workers announce them: consecutive local ranks. If a
+    replica spans several nodes, all workers of this node belong to it."""
 
     def __init__(self) -> None:
-        self._joined: dict[int, tuple[Worker, int]] = {}  # by pid, with the size of its replica
+        self._joined: dict[int, tuple[Worker, int]] = {}  # by pid, with the replica's size
 
     def join(self, worker: Worker, size: int, nproc: int | None = None) -> tuple[Worker, ...]:
-        """A worker has announced itself. Returns all ranks of its replica on this node, which has
-        ``nproc`` workers, once they are present, else none."""
+        """Register a worker. Returns all workers of its replica on this node once they are present,
+        else none. ``nproc``: the number of workers on this node."""
         self._joined[worker.pid] = worker, size
         members = (worker, *self.siblings(worker.pid))
         places = {member.local_rank % size for member in members}
@@ -25,7 +25,7 @@ class LocalReplicas:
         return pid in self._joined
 
     def siblings(self, pid: int) -> tuple[Worker, ...]:
-        """The other workers of this one's replica; none if a rank is a replica."""
+        """The other workers in this worker's replica; none if each rank is a replica."""
         if pid not in self._joined:
             return ()
         worker, size = self._joined[pid]
@@ -38,5 +38,5 @@ class LocalReplicas:
         )
 
     def leave(self, pid: int) -> None:
-        """A worker's process has ended."""
+        """Remove a worker whose process has ended."""
         self._joined.pop(pid, None)

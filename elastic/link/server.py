@@ -1,8 +1,8 @@
-"""The agent's end of the links: one unix socket, one thread, a pidfd for every worker.
+"""The agent's end of the link: one unix socket, one thread, and a pidfd for every worker.
 
-A worker's pidfd reports its death within milliseconds, its socket does not: forked data workers
+A worker's pidfd reports its death within milliseconds. Its socket does not: forked data workers
 inherit it and keep it open. A client is identified by SO_PEERCRED, not by its messages, and must
-prove the key, which is in the socket's folder and readable only by this user.
+prove that it has the key, which is in the socket's folder and readable only by this user.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from elastic.clock import SYSTEM_CLOCK, Clock
 from elastic.errors import LinkError
 from elastic.link.handshake import key_path
-from elastic.link.peer import Peer, calls_itself, has_ended, how_it_ended, peer_of
+from elastic.link.peer import Peer, exit_status, has_ended, may_claim_pid, peer_of
 from elastic.link.protocol import (
     FROM_WORKER,
     MAX_MESSAGE,
@@ -47,7 +47,7 @@ LIMITS = Limits(
     pending_connections=64,
     pending_per_address=16,
 )
-LONGEST_TEMP_FOLDER = 60  # bytes: a unix socket's path has room for 107
+LONGEST_TEMP_FOLDER = 60  # bytes: a unix socket's path has at most 107
 
 
 @dataclass(frozen=True)
@@ -71,18 +71,18 @@ class WorkerDeath:
 
 @dataclass(eq=False)
 class _Process:
-    """A worker's process, watched until it ends; connections may come and go."""
+    """A worker's process, watched until it ends; its connection may change."""
 
     pidfd: int
     worker: Worker
-    bye: Exiting | None = None
+    exit_notice: Exiting | None = None
 
 
 class LinkServer:
     """Created by the agent; its owner calls ``close``.
 
-    All callbacks run on the thread ``elastic-link``. The link's key is made here, for this agent
-    and its workers alone.
+    All callbacks run on the thread ``elastic-link``. The link's key is generated here, for this
+    agent and its workers only.
     """
 
     def __init__(
@@ -122,10 +122,10 @@ class LinkServer:
         self._hub.start()
 
     def keep_key(self) -> None:
-        """Before workers start: rewrites their key, in case the folder was cleaned since (after
-        days, systemd-tmpfiles removes untouched files, but keeps live sockets).
+        """Ensure that the key's file exists, before workers start: it is written again if it was
+        removed. (After days, systemd-tmpfiles removes untouched files, but keeps live sockets.)
 
-        Raises OSError where it cannot be written.
+        Raises OSError if it cannot be written.
         """
         try:
             os.utime(key_path(self.path), follow_symlinks=False)
@@ -141,13 +141,13 @@ class LinkServer:
         shutil.rmtree(self._folder, ignore_errors=True)
 
     def send(self, message: Message, worker: Worker | None = None) -> None:
-        """To one worker, or to all connected ones. From any thread; never blocks."""
+        """Send to one worker, or to all connected ones. From any thread; never blocks."""
         payload = encode(message)
         if not self._hub.is_closing:
             self._hub.post(lambda: self._send_all(payload, worker))
 
     def workers(self) -> tuple[Worker, ...]:
-        """Those that are connected and alive."""
+        """The workers that are connected and alive."""
         return self._present
 
     # -- the thread ---------------------------------------------------------------------------
@@ -157,10 +157,10 @@ class LinkServer:
         self._on_error(error)
 
     def handle(self, connection: Connection, payload: bytes) -> None:
-        """A frame of a worker's. Raises LinkError."""
+        """Process a worker's frame. Raises LinkError."""
         message = decode(payload)
         if isinstance(message, ClientHandshakeRequest):
-            self._greet(connection, message)
+            self._complete_handshake(connection, message)
             return
         worker = connection.data
         if not isinstance(worker, Worker):
@@ -169,32 +169,32 @@ class LinkServer:
             raise LinkError(f"{type(message).__name__} is sent by agents only")
         process = self._processes.get(worker.pid)
         if isinstance(message, Exiting) and process is not None:
-            process.bye = message
+            process.exit_notice = message
         self._on_message(worker, message)
 
-    def _greet(self, connection: Connection, hello: ClientHandshakeRequest) -> None:
-        if hello.version != PROTOCOL_VERSION:
+    def _complete_handshake(self, connection: Connection, request: ClientHandshakeRequest) -> None:
+        if request.version != PROTOCOL_VERSION:
             raise LinkError(
-                f"the worker speaks version {hello.version} of the link (torch-elastic-harness "
-                f"{hello.library}), this agent {PROTOCOL_VERSION}",
+                f"the worker speaks version {request.version} of the link (torch-elastic-harness "
+                f"{request.library}), this agent {PROTOCOL_VERSION}",
                 hint="use the same torch-elastic-harness in the worker's and the agent's Python",
             )
         if connection.data is not None:
             raise LinkError("a second ClientHandshakeRequest on one connection")
         pid = peer_of(connection.socket).pid
-        if not calls_itself(pid, hello.pid):
-            raise LinkError(f"pid {pid} claims to be pid {hello.pid}")
-        self._refuse_second(pid, hello.local_rank)
-        for other in self._connections_of(pid):  # it has connected again
+        if not may_claim_pid(pid, request.pid):
+            raise LinkError(f"pid {pid} claims to be pid {request.pid}")
+        self._refuse_duplicate_rank(pid, request.local_rank)
+        for other in self._connections_of(pid):  # the worker has reconnected
             self._hub.drain(other)
             self._hub.drop(other)
-        worker = Worker(pid, hello.local_rank, next(self._tokens))
+        worker = Worker(pid, request.local_rank, next(self._tokens))
         connection.data = worker
         self._watch(worker)
-        self._note_present()
-        welcome = ClientHandshakeReply(version=PROTOCOL_VERSION, node_id=self._node_id)
-        self._hub.send(connection, encode(welcome))
-        self._on_message(worker, hello)
+        self._update_present()
+        reply = ClientHandshakeReply(version=PROTOCOL_VERSION, node_id=self._node_id)
+        self._hub.send(connection, encode(reply))
+        self._on_message(worker, request)
 
     def _connections_of(self, pid: int) -> list[Connection]:
         return [
@@ -203,7 +203,7 @@ class LinkServer:
             if isinstance(connection.data, Worker) and connection.data.pid == pid
         ]
 
-    def _refuse_second(self, pid: int, local_rank: int) -> None:
+    def _refuse_duplicate_rank(self, pid: int, local_rank: int) -> None:
         for process in list(self._processes.values()):
             other = process.worker
             if other.local_rank != local_rank or other.pid == pid:
@@ -212,12 +212,12 @@ class LinkServer:
                 raise LinkError(
                     f"pid {pid} claims to be local rank {local_rank}, which is pid {other.pid}"
                 )
-            self._reap(process)  # its successor was faster than the report of its death
+            self._reap(process)  # its successor connected before its death was reported
 
     def _watch(self, worker: Worker) -> None:
         known = self._processes.get(worker.pid)
         if known is not None:
-            known.worker, known.bye = worker, None
+            known.worker, known.exit_notice = worker, None
             return
         try:
             pidfd = os.pidfd_open(worker.pid)
@@ -227,24 +227,24 @@ class LinkServer:
         self._processes[worker.pid] = process
         self._hub.watch(pidfd, lambda: self._reap(process))
 
-    # -- what ends, and what is sent ----------------------------------------------------------
+    # -- deaths and outgoing messages ---------------------------------------------------------
 
     def _reap(self, process: _Process) -> None:
         pid = process.worker.pid
         if self._processes.get(pid) is not process:
             return
         self._hub.unwatch(process.pidfd)
-        exit_code, ended_by = how_it_ended(process.pidfd)
+        exit_code, signum = exit_status(process.pidfd)
         # Its last messages may still be unread.
         for connection in self._connections_of(pid):
             self._hub.drain(connection)
             self._hub.drop(connection)
         del self._processes[pid]
         os.close(process.pidfd)
-        self._note_present()
-        self._on_death(process.worker, WorkerDeath(pid, exit_code, ended_by, process.bye))
+        self._update_present()
+        self._on_death(process.worker, WorkerDeath(pid, exit_code, signum, process.exit_notice))
 
-    def _note_present(self) -> None:
+    def _update_present(self) -> None:
         self._present = tuple(p.worker for p in self._processes.values())
 
     def _send_all(self, payload: bytes, to: Worker | None) -> None:
@@ -255,7 +255,7 @@ class LinkServer:
 
 
 class _LinkHandler(Handler):
-    """Between the hub, which handles connections, and the server, which handles workers."""
+    """Adapts the hub, which handles connections, to the server, which handles workers."""
 
     def __init__(self, server: LinkServer) -> None:
         self._server = server
@@ -275,14 +275,14 @@ class _LinkHandler(Handler):
 
 def _refusal(peer: Peer) -> str:
     if peer.uid != os.geteuid():
-        return "another user"
+        return "it belongs to another user"
     if not peer.pid:
-        return "in a pid namespace that this agent does not see, so that it cannot watch it"
+        return "it is in a pid namespace that is not visible to this agent, which cannot watch it"
     return ""
 
 
 def _fresh_folder() -> str:
-    """Accessible only to this user (mode 0700)."""
+    """A new folder of mode 0700, accessible only to this user."""
     base = tempfile.gettempdir()
     if len(os.fsencode(base)) > LONGEST_TEMP_FOLDER:
         base = "/tmp"

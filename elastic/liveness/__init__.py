@@ -1,7 +1,7 @@
-"""Which agents are alive, within milliseconds: connections between the nodes of a job.
+"""Detects within milliseconds which agents are alive, by connections between a job's nodes.
 
 Start with ``channel``, which keeps them open and distributes the newest world over them.
-``connections`` counts lost connections, one half of the proof of a death; ``probe`` checks whether
+``connections`` records lost connections, one half of the proof of a death; ``probe`` checks whether
 an agent responds, the other half. ``heartbeats`` use the same connections and are shown to users.
 
 May import membership's records, secure_channel and telemetry.

@@ -1,19 +1,19 @@
 """Liveness between agents: which nodes are alive, and the newest world, within milliseconds.
 
-Every agent listens on one port and proves there that it is itself. It also holds one
-connection to the leader: when either process dies the kernel closes it, which the other side
-notices at once. A close is a suspicion; :mod:`elastic.liveness.probe` turns it into a verdict.
-The connection to the previous leader stays open, too: the news that another node has replaced it
-often arrives before the kernel reports its death, and the next leader needs both.
-Peers are reached by address: resolving a name may take longer than a lease, and this thread would
-answer no probe meanwhile.
+Every agent listens on one port, on which it proves its identity. It also keeps one connection to
+the leader: when either process dies, the kernel closes it, and the other side notices at once. A
+closed connection is a suspicion; :mod:`elastic.liveness.probe` turns it into a verdict.
+The connection to the previous leader stays open, too: an agent often learns of the new leader
+before the kernel reports the old one's death, and the new leader needs both facts.
+Peers are reached by address: resolving a name may take longer than a lease, and this thread could
+not answer probes meanwhile.
 
-The leader sends every world it has written down these connections, ahead of the store's watch.
+The leader sends every world that it has written over these connections, ahead of the store's watch.
 
 Both ends prove that they know the run's secret before any other message
 (:mod:`elastic.secure_channel`). A follower sends heartbeats (:mod:`elastic.liveness.heartbeats`),
-the leader records of worlds, one per frame. They are parsed strictly, and nothing received is
-executed.
+and the leader sends records of worlds, one per frame. They are parsed strictly, and nothing
+received is executed.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ from elastic.secure_channel.limits import Limits
 from elastic.telemetry.log import get_logger
 from elastic.tuning.agent_intervals import LIVENESS_CONNECT_S
 
-MAX_WORLD = 1 << 20  # etcd takes no value that is much larger
+MAX_WORLD = 1 << 20  # etcd accepts no value that is much larger
 LIMITS = Limits(
     frame_bytes=128,  # followers send heartbeats
     server_frame_bytes=MAX_WORLD,
-    unsent_bytes=2 * MAX_WORLD,  # a follower that reads no more than that is stuck
+    unsent_bytes=2 * MAX_WORLD,  # a follower with more unread data is stuck
     open_connections=4096,
     pending_connections=256,
     pending_per_address=64,
@@ -49,31 +49,32 @@ class LivenessCallbacks:
     """The events that a :class:`LivenessServer` reports to its owner, on the server's thread."""
 
     on_opened: Callable[[str, bool], object]
-    """``(node_id, is_leader)``: a follower has proved itself, or the leader has."""
+    """``(node_id, is_leader)``: a follower, or the leader, has proved its identity."""
 
     on_closed: Callable[[str, bool], object]
-    """``(node_id, is_leader)``: such a connection has closed, or ours to the leader could not be
-    made."""
+    """``(node_id, is_leader)``: such a connection has closed, or this node could not connect to
+    the leader."""
 
     on_silent: Callable[[str, bool], object]
-    """As ``on_closed``, but nothing has come from the peer's machine, and nobody has closed the
-    connection: it may live."""
+    """As ``on_closed``, but the peer's machine stopped responding, and the peer did not close the
+    connection: it may be alive."""
 
     on_dropped: Callable[[str], object]
     """``(node_id)``: this node has closed its connection to a former leader."""
 
     on_world: Callable[[bytes], object]
-    """The leader has sent the record of a world."""
+    """``(record)``: the leader has sent the record of a world."""
 
     on_heartbeat: Callable[[str, NodeHeartbeat], object]
-    """``(node_id, heartbeat)``: a follower has sent one."""
+    """``(node_id, heartbeat)``: a follower has sent a heartbeat."""
 
     on_error: Callable[[BaseException], object]
-    """The thread has died."""
+    """``(error)``: the thread has died."""
 
 
 class LivenessServer(Handler):
-    """Listens, answers, follows the leader. One thread; its owner calls ``close``."""
+    """Listens for peers, and stays connected to the leader. One thread; its owner calls
+    ``close``."""
 
     def __init__(
         self,
@@ -111,31 +112,31 @@ class LivenessServer(Handler):
         self._hub.start()
 
     def follow(self, node_id: str, host: str, port: int) -> None:
-        """Hold a connection to this leader, instead of any other."""
+        """Keep a connection to this leader, instead of to any other."""
         self._hub.post(lambda: self._connect(node_id, host, port))
 
     def unfollow(self) -> None:
-        """There is no leader now, or this node is it."""
+        """Stop following: there is no leader now, or this node leads."""
         self._hub.post(self._leave_leader)
 
     def announce(self, record: bytes) -> None:
-        """As the leader: send this world's record to every follower, also to later ones.
+        """As the leader: send this world's record to every follower, including later ones.
 
-        Too large a record is left to the store's watch.
+        A record that is too large is not sent: followers receive it by the store's watch.
         """
         if len(record) <= MAX_WORLD:
             self._hub.post(lambda: self._announce(record))
 
     def report(self, heartbeat: bytes) -> None:
-        """As a follower: send this to the leader, if a connection to it is open."""
+        """As a follower: send this heartbeat to the leader, if a connection to it is open."""
         self._hub.post(lambda: self._report(heartbeat))
 
     def announce_nothing(self) -> None:
-        """The term has ended: later followers receive no world."""
+        """The term has ended: stop sending the last world to new followers."""
         self._hub.post(lambda: self._announce(b""))
 
     def close(self) -> None:
-        """Stop and join."""
+        """Stop the thread and join it."""
         self._hub.close()
 
     # ── the thread ───────────────────────────────────────────────────────────────────────
@@ -145,7 +146,7 @@ class LivenessServer(Handler):
         self._callbacks.on_error(error)
 
     def opened(self, connection: Connection) -> None:
-        """Handler's: this peer has proved itself."""
+        """Handler: this peer has proved its identity."""
         if not connection.identity:
             raise ProtocolError("its handshake names no node")
         self._callbacks.on_opened(connection.identity, connection.is_outgoing)
@@ -153,7 +154,7 @@ class LivenessServer(Handler):
             self._hub.send(connection, self._announcement)
 
     def received(self, connection: Connection, payload: bytes) -> None:
-        """Handler's: a world, if it is the leader's; a follower's heartbeat."""
+        """Handler: a world from the leader, or a follower's heartbeat."""
         if not connection.is_outgoing:
             self._callbacks.on_heartbeat(connection.identity, NodeHeartbeat.decode(payload))
             return
@@ -161,7 +162,7 @@ class LivenessServer(Handler):
         self._callbacks.on_world(payload)
 
     def closed(self, connection: Connection) -> None:
-        """Handler's."""
+        """Handler: this connection has ended."""
         callbacks = self._callbacks
         report = callbacks.on_silent if connection.fell_silent else callbacks.on_closed
         if connection.is_outgoing:
@@ -184,14 +185,15 @@ class LivenessServer(Handler):
             self._callbacks.on_dropped(str(leader.data))
 
     def _connect(self, node_id: str, host: str, port: int) -> None:
-        """Begin to connect. Never blocks: a node that waited for a vanished machine would not
-        answer either, and would be considered lost with it."""
+        """Begin to connect. Never blocks: a node that waited for a vanished machine would answer no
+        probes, and would be considered lost as well."""
         self._leave_leader()
         if self._former is not None and self._former.data == node_id:
             self._leader, self._former = self._former, None  # it leads again
             return
         try:
-            # Agents publish addresses. (A name of an older one is left to the probe's thread.)
+            # Agents publish addresses. (Only the probe's thread resolves a name from an older
+            # agent.)
             self._leader = self._hub.connect(
                 host, port, expected=node_id, within_s=LIVENESS_CONNECT_S, data=node_id
             )

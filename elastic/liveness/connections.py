@@ -1,8 +1,8 @@
-"""The nodes that have lost their liveness connection to this one: half of the proof of a death.
+"""The nodes whose liveness connection to this node was lost: half of the proof of a death.
 
-A port that refuses has no listener, as seen from this node. That is the case after a death, but
-also behind a firewall that rejects, or while a proxy restarts. Only together with a lost lease or
-with the end of an open connection does it prove that the process has ended; a later response is
+A port that refuses connections has no listener, as seen from this node. That is so after a death,
+but also behind a firewall that rejects, or while a proxy restarts. It proves that the process has
+ended only together with a lost lease or with the end of an open connection. A later response is
 newer evidence, and revokes the proof.
 """
 
@@ -10,16 +10,16 @@ from __future__ import annotations
 
 
 class Connections:
-    """Kept across all terms: a node that becomes leader has a record of the connections that it
-    lost as a follower. For the node's thread."""
+    """Kept across all terms: a node that becomes leader knows which connections it lost as a
+    follower. Used on the node's thread only."""
 
     def __init__(self) -> None:
         self.followers: dict[str, int] = {}  # node_id -> open connections from it
-        self.leaders: set[str] = set()  # ours to them are open: the current and the previous one
+        self.leaders: set[str] = set()  # with an open connection: the current, the previous
         self._lost: set[str] = set()
 
     def opened(self, node_id: str, is_leader: bool) -> None:
-        """A connection has shown the node's id; ``is_leader``: one of ours to the leader."""
+        """A connection has proved the node's id; ``is_leader``: it is this node's to the leader."""
         if is_leader:
             self.leaders.add(node_id)
         else:
@@ -27,8 +27,9 @@ class Connections:
         self._lost.discard(node_id)
 
     def closed(self, node_id: str, is_leader: bool, *, fell_silent: bool = False) -> None:
-        """A connection ended; one that never opened is no loss, nor one of several. Nor one that
-        fell silent: the peer's kernel did not close it, so its process may live."""
+        """A connection has ended. It does not count as lost if it was never open, if it was one of
+        several, or if it fell silent: the peer's kernel did not close it, so its process may
+        live."""
         if is_leader:
             was_open = node_id in self.leaders
             self.leaders.discard(node_id)
@@ -43,17 +44,17 @@ class Connections:
             self._lost.add(node_id)
 
     def dropped(self, node_id: str) -> None:
-        """This node has closed its connection to a former leader: no loss."""
+        """This node has closed its connection to a former leader, which does not count as lost."""
         self.leaders.discard(node_id)
 
     def answered(self, node_id: str) -> None:
-        """The node has responded since: an earlier close no longer proves anything."""
+        """The node has responded: an earlier close no longer proves anything."""
         self._lost.discard(node_id)
 
     def is_lost(self, node_id: str) -> bool:
-        """Whether a connection with it was open and is not, and it has not answered since."""
+        """Whether an open connection to this node was lost, and it has not responded since."""
         return node_id in self._lost
 
     def forget(self, node_id: str) -> None:
-        """This node is no longer relevant."""
+        """Drop the record of a node that is no longer relevant."""
         self._lost.discard(node_id)

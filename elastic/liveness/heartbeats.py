@@ -1,8 +1,8 @@
-"""Heartbeats of nodes, for users: `elastic status` shows the age of each, and its step.
+"""Heartbeats of nodes, for users: `elastic status` shows each one's age and step.
 
-Every agent's thread sends one to the leader over its liveness connection, and the leader's node
-writes them with the job's progress (:mod:`elastic.leadership.progress_writer`): nodes make no
-additional writes to etcd. No decision depends on them: a death is proved by connections and probes.
+Every agent sends heartbeats to the leader over its liveness connection, and the leader writes them
+to etcd with the job's progress (:mod:`elastic.leadership.progress_writer`), so nodes need no writes
+of their own. No decision depends on heartbeats: connections and probes prove a death.
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ _Count = Annotated[int, Meta(ge=0)]
 
 @dataclass(frozen=True, kw_only=True)
 class NodeHeartbeat:
-    """The thread of this agent runs, and this is the last report of its workers."""
+    """The agent's thread runs; the fields are the latest report from its workers."""
 
-    generation: _Count  # the newest in which they have begun a step; 0: none, or not known
-    step: _Count | None  # committed; None: not known
-    has_joined: bool | None = False  # a worker has called elastic.join(); None: unknown to agents
+    generation: _Count  # the newest in which a worker has begun a step; 0: none, or unknown
+    step: _Count | None  # committed; None: unknown
+    has_joined: bool | None = False  # a worker called elastic.join(); None: unknown to the agent
 
     def encode(self) -> bytes:
-        """As a frame."""
+        """Encode as a frame's payload."""
         return strict_json.encode(dataclasses.asdict(self))
 
-    def is_news(self, before: NodeHeartbeat | None) -> bool:
-        """Whether it contains more than the progress of steps."""
+    def has_changed_since(self, before: NodeHeartbeat | None) -> bool:
+        """Whether anything but the step has changed."""
         return before is None or replace(before, step=self.step) != self
 
     @staticmethod
@@ -50,42 +50,45 @@ class NodeHeartbeat:
 
 
 @dataclass(frozen=True)
-class HeardHeartbeat:
-    """The last one of a node, and when it was received by this agent's monotonic clock."""
+class ReceivedHeartbeat:
+    """A node's latest heartbeat, and the time of its receipt by this agent's monotonic clock."""
 
     heartbeat: NodeHeartbeat
     at_s: float
 
 
 class Heartbeats:
-    """This node's, and while it leads those of the others. One per agent; without locks, by copies:
-    the node's thread sends, that of the connections receives, a third one reads."""
+    """This node's latest heartbeat and, while it leads, those of all nodes. One per agent.
+
+    Copies make locks unnecessary: the node's thread sends, the connections' thread receives, and a
+    third one reads.
+    """
 
     def __init__(self, node_id: str, clock: Clock) -> None:
         self._node_id = node_id
         self._clock = clock
-        self._heard: dict[str, HeardHeartbeat] = {}
+        self._latest: dict[str, ReceivedHeartbeat] = {}
         self._next_s = -math.inf
         self._sent: NodeHeartbeat | None = None
 
     def send_if_due(self, heartbeat: NodeHeartbeat, send: Callable[[bytes], object]) -> None:
-        """Called whenever the node's thread runs; changes are sent at once. A leader sends none,
-        and receives its own."""
+        """Send at most every HEARTBEAT_S, and changes at once. A leader's own heartbeat is only
+        recorded."""
         now = self._clock.monotonic()
-        if now < self._next_s and not heartbeat.is_news(self._sent):
+        if now < self._next_s and not heartbeat.has_changed_since(self._sent):
             return
         self._next_s, self._sent = now + HEARTBEAT_S, heartbeat
-        self.heard(self._node_id, heartbeat)
+        self.record(self._node_id, heartbeat)
         send(heartbeat.encode())
 
-    def heard(self, node_id: str, heartbeat: NodeHeartbeat) -> None:
-        """A node has sent one. Those of nodes that were lost long ago are dropped."""
+    def record(self, node_id: str, heartbeat: NodeHeartbeat) -> None:
+        """Record a node's heartbeat, and drop those of nodes that were lost long ago."""
         now = self._clock.monotonic()
-        self._heard[node_id] = HeardHeartbeat(heartbeat, now)
-        for known, last in self._heard.copy().items():
+        self._latest[node_id] = ReceivedHeartbeat(heartbeat, now)
+        for known, last in self._latest.copy().items():
             if now - last.at_s > RECENT_LOSS_S:
-                self._heard.pop(known, None)
+                self._latest.pop(known, None)
 
-    def by_node(self) -> Mapping[str, HeardHeartbeat]:
-        """The last one of each node. A node that does not lead only has its own."""
-        return self._heard.copy()
+    def by_node(self) -> Mapping[str, ReceivedHeartbeat]:
+        """The latest heartbeat of each node. A follower has only its own."""
+        return self._latest.copy()

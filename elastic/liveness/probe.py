@@ -17,12 +17,12 @@ from elastic.tuning.agent_intervals import PROBE_AGAIN_S
 
 @dataclass(frozen=True)
 class Verdict:
-    """The result of a probe."""
+    """The result of a probe, and the reason for it."""
 
     liveness: Liveness
     reason: str
     reset: bool = False  # the connection was accepted and then reset
-    refused: bool = False  # no agent with that id listens there: half of a proof (connections.py)
+    refused: bool = False  # no agent with that id listens there: half of the proof (connections.py)
 
 
 def probe(
@@ -37,11 +37,11 @@ def probe(
 ) -> Verdict:
     """Have the agent at ``host:port`` prove that it is ``node_id``.
 
-    A refusal, or a response of another agent, is half of a proof that the process has ended,
-    because a live agent never closes its port, but a firewall may refuse connections to it. For the
-    other half see :mod:`elastic.liveness.connections`. A timeout is not a proof, nor is another
-    server's response: only agents of this run have ``key``. If a connection is accepted and reset,
-    the agent is dying: it is probed again once its port refuses.
+    A refusal, or a response from another agent, is half of the proof that the process has ended: a
+    live agent never closes its port, but a firewall may refuse connections to it. For the other
+    half see :mod:`elastic.liveness.connections`. A timeout proves nothing, nor does a response from
+    another server: only agents of this run have ``key``. If a connection is accepted and then
+    reset, the agent is dying, and is probed again after PROBE_AGAIN_S.
     """
     verdict = _probe(host, port, node_id, key, timeout_s, tls)
     if verdict.reset:
@@ -58,7 +58,7 @@ def _probe(
             socket.create_connection((host, port), timeout=timeout_s) as connection,
             contextlib.closing(Channel(connection, timeout_s=timeout_s, tls=tls)) as channel,
         ):
-            # Without our proof this connection does not count as a follower.
+            # Without this agent's proof the connection does not count as a follower's.
             found = channel.authenticate(key, expected=None, proves=False)
     except ConnectionRefusedError:
         return Verdict(Liveness.SUSPECT, f"{host}:{port} refuses connections", refused=True)

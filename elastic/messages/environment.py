@@ -1,6 +1,6 @@
 """The environment of a worker: at its start, and after each change of worlds.
 
-torchrun sets its own variables; ``ELASTIC_WORLD`` has the additional facts about a world as JSON. A
+torchrun sets its own variables; ``ELASTIC_WORLD`` holds further facts about the world as JSON. A
 script may read both.
 """
 
@@ -15,12 +15,12 @@ from elastic.errors import ConfigError
 from elastic.messages.world import RankAssignment, WorldIdentity, derive
 
 WORLD_VARIABLE = "ELASTIC_WORLD"
-# The value of MASTER_PORT for a script that builds a group without a world.
+# MASTER_PORT before a worker has a world: a script that builds a group shows it in its error.
 CALL_JOIN = "call elastic.join()"
 
 
 def identity_variable(world: WorldIdentity) -> dict[str, str]:
-    """The addition of the agent to the environment that torchrun creates.
+    """The variable that the agent adds to the environment that torchrun creates.
 
     >>> identity_variable(WorldIdentity(generation=3, nonce="3f9c", lineage=(1, 2)))
     {'ELASTIC_WORLD': '{"generation":3,"nonce":"3f9c","lineage":[1,2]}'}
@@ -38,7 +38,7 @@ def world_variables(
     store_host: str,
     store_port: int | str,
 ) -> dict[str, str]:
-    """All variables of a world: as if torchrun had started this worker in it."""
+    """All environment variables of a world, as if torchrun had started this worker in it."""
     standard: dict[str, object] = {
         "RANK": assignment.rank,
         "WORLD_SIZE": assignment.size,
@@ -55,10 +55,10 @@ def world_variables(
 
 
 def identity_in(env: Mapping[str, str]) -> WorldIdentity | None:
-    """The world that the agent has named; None under another rendezvous backend.
+    """The world that the agent has set; None under another rendezvous backend.
 
     Raises:
-        ConfigError: the variable holds something else.
+        ConfigError: the variable's value is not a world's identity.
 
     >>> identity_in(identity_variable(WorldIdentity(generation=3, nonce="3f9c", lineage=(1, 2))))
     WorldIdentity(generation=3, nonce='3f9c', lineage=(1, 2))
@@ -67,9 +67,9 @@ def identity_in(env: Mapping[str, str]) -> WorldIdentity | None:
     return _parsed(text) if text is not None else None
 
 
-@functools.lru_cache(maxsize=1)  # log lines ask, too
+@functools.lru_cache(maxsize=1)  # every log line needs it
 def _parsed(text: str) -> WorldIdentity:
-    from elastic.messages import typed_json  # msgspec: not for those that only write
+    from elastic.messages import typed_json  # lazy: processes that only write need no msgspec
 
     try:
         data = typed_json.parse(text.encode(errors="surrogateescape"))

@@ -1,8 +1,8 @@
-"""JSON as typed records: dataclasses with all fields present, each of exactly its type.
+"""JSON as typed records: dataclasses with all fields present, each of exactly its declared type.
 
-``secure_channel.strict_json`` parses, since msgspec keeps the last of two equal keys and has no
-depth limit. msgspec checks the types. Its dataclasses may lack a field with a default, and have
-unknown ones; here both are errors.
+``secure_channel.strict_json`` parses, because msgspec accepts duplicate keys and has no depth
+limit. msgspec checks the types. It accepts an object that lacks a field with a default, or has
+unknown fields; here both are errors.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from elastic.secure_channel.errors import ProtocolError
 T = TypeVar("T")
 Json = dict[str, Any]
 
-# A hostile value must not fill the log, nor recurse too deep to be shown.
+# A hostile value must neither fill the log nor exceed the recursion limit of repr.
 _shown = reprlib.Repr()
 _shown.maxstring = _shown.maxother = 120
 # "Expected `int`, got `str` - at `$.members[0].nproc`" (msgspec 0.19 to 0.22, _core.c).
@@ -35,14 +35,14 @@ _MISSING = re.compile(r"^Object missing required field `(.*)`$")
 
 
 class DecodeError(ValueError):
-    """Not the record that was expected: a clause that names the field and its value."""
+    """The data is not the expected record. The text is a clause that names the field and value."""
 
 
 def parse(data: bytes | bytearray) -> Json:
-    """The object in ``data``, strictly (:mod:`elastic.secure_channel.strict_json`).
+    """Parse a JSON object strictly (:mod:`elastic.secure_channel.strict_json`).
 
     Raises:
-        DecodeError: it is something else.
+        DecodeError: ``data`` is not a strict JSON object.
     """
     try:
         return strict_json.decode(data)
@@ -51,7 +51,7 @@ def parse(data: bytes | bytearray) -> Json:
 
 
 def convert(cls: type[T], data: Json) -> T:
-    """The dataclass ``cls`` from a parsed object.
+    """Convert a parsed object to the dataclass ``cls``.
 
     Raises:
         DecodeError: a field is unknown, missing or of another type.
@@ -60,28 +60,28 @@ def convert(cls: type[T], data: Json) -> T:
         record = msgspec.convert(data, cls)
     except msgspec.ValidationError as error:
         raise DecodeError(_explain(cls, data, str(error))) from None
-    except UnicodeEncodeError as error:  # half of a surrogate pair, but in a text that is wanted
+    except UnicodeEncodeError as error:  # a lone surrogate in a text field
         raise DecodeError(f"has {shown(error.object)}, which is not valid Unicode") from None
     _check_fields(data, record, "")
     return record
 
 
 def to_json(record: object) -> Any:
-    """The record as objects, lists and plain values that ``json`` can write."""
+    """The record as dicts, lists and plain values that ``json`` can write."""
     return msgspec.to_builtins(record)
 
 
 def shown(value: object) -> str:
-    """Its ``repr``, of bounded length."""
+    """The ``repr`` of a value, bounded in length."""
     return _shown.repr(value)
 
 
-def _explain(cls: type[Any], data: Json, said: str) -> str:
-    """msgspec's text with the value, which it leaves out, and the names of an enum."""
-    at = _AT.search(said)
+def _explain(cls: type[Any], data: Json, message: str) -> str:
+    """msgspec's message, with the value, which it omits, and an enum's values."""
+    at = _AT.search(message)
     path = at.group(1) if at else ""
-    said = _AT.sub("", said)
-    if missing := _MISSING.match(said):
+    message = _AT.sub("", message)
+    if missing := _MISSING.match(message):
         return _differs(path, set(), {missing.group(1)})
     value: Any = data
     hint: Any = cls
@@ -90,14 +90,14 @@ def _explain(cls: type[Any], data: Json, said: str) -> str:
         hint = typing.get_type_hints(hint)[name] if name else typing.get_args(hint)[0]
         if NoneType in typing.get_args(hint):
             hint = typing.get_args(hint)[0]
-    expected = said[:1].lower() + said[1:].replace("`", "")
+    expected = message[:1].lower() + message[1:].replace("`", "")
     if isinstance(hint, type) and issubclass(hint, Enum):
         expected = f"expected one of: {', '.join(str(member.value) for member in hint)}"
     return f"has {path.lstrip('.')}={shown(value)}, {expected}"
 
 
 def _check_fields(data: Any, record: object, path: str) -> None:
-    """That the objects in ``data`` have the names of the fields that were made of them."""
+    """Raise DecodeError unless the objects in ``data`` have exactly the fields of ``record``."""
     if isinstance(record, tuple):
         for index, item in enumerate(record):
             _check_fields(data[index], item, f"{path}[{index}]")

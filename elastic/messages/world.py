@@ -1,4 +1,4 @@
-"""The facts about a world, each defined once: the records of others contain or extend these."""
+"""The facts about a world, each defined once: other records contain or extend these."""
 
 from __future__ import annotations
 
@@ -24,19 +24,19 @@ class Cause(str, Enum):
     FIRST = "first"
     LOST = "lost"  # a member is lost
     LEFT = "left"  # a member was asked to leave
-    FAILURE = "failure"  # a failure with everyone alive
+    FAILURE = "failure"  # a failure with all members alive
     JOINED = "joined"  # joining nodes
-    PAUSED = "paused"  # fewer than min_nodes are left
+    PAUSED = "paused"  # fewer than min_nodes remain
     RESUMED = "resumed"  # enough nodes again
     TAKEOVER = "takeover"  # every member of the last world is lost
 
 
 @dataclass(frozen=True, kw_only=True)
 class WorldIdentity:
-    """Which of a job's worlds it is."""
+    """Identifies one of a job's worlds."""
 
-    generation: int  # only grows over the life of a job
-    nonce: str  # hex, the same on all ranks, fresh for every world
+    generation: int  # never decreases over the life of a job
+    nonce: str  # hex, the same on all ranks, new for every world
     lineage: tuple[int, ...]  # earlier generations, oldest first, at most 32
 
 
@@ -46,17 +46,18 @@ class WorldSpec(WorldIdentity):
 
     store_host: str  # rank 0's
     store_port: int
-    switch_at_step: int | None  # the first step in it; None: at once
+    switch_at_step: int | None  # the first step in this world; None: switch at once
     state: WorldState
     cause: Cause
     reason: str  # a sentence for users
-    committed_step: int | None = None  # a floor: if set, a start from zero is refused
-    # Ranks that hold the model once. Replica by replica: rank // replica_size is a rank's replica.
+    committed_step: int | None = None  # a lower bound: if set, training must not start from zero
+    # Ranks that together hold one copy of the model: consecutive ones, so that a rank's replica is
+    # rank // replica_size.
     replica_size: int = 1
 
 
 def nodes_per_replica(replica_size: int, nproc: int) -> int:
-    """How many nodes with ``nproc`` workers a replica takes; 1 where a node has whole ones.
+    """The number of nodes with ``nproc`` workers that a replica spans; 1 if it fits on a node.
 
     >>> nodes_per_replica(8, 2), nodes_per_replica(2, 8)
     (4, 1)
@@ -66,15 +67,18 @@ def nodes_per_replica(replica_size: int, nproc: int) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class ReplicaSeat:
-    """A node's place in a replica that takes several nodes."""
+    """A node's place in a replica that spans several nodes."""
 
     node_id: str
-    start: str  # of its workers: those of another start have no part in that replica
+    start: str  # of its workers: those of another start are not in the replica
 
 
 @dataclass(frozen=True, kw_only=True)
 class NodeReplica:
-    """Nodes that hold the model together, in the order of ranks; fewer while it waits for some."""
+    """Nodes that together hold one copy of the model, in the order of their ranks.
+
+    Incomplete while the replica waits for nodes.
+    """
 
     nonce: str
     seats: tuple[ReplicaSeat, ...]
@@ -82,7 +86,7 @@ class NodeReplica:
 
 @dataclass(frozen=True, kw_only=True)
 class RankAssignment:
-    """The place of one worker in a world."""
+    """The ranks of one worker in a world."""
 
     rank: int
     size: int  # number of workers
@@ -90,14 +94,14 @@ class RankAssignment:
     local_size: int
 
 
-# Of workers that get ready for a world which does not exist yet.
+# For workers that start before their first world exists.
 NO_WORLD = WorldIdentity(generation=0, nonce="", lineage=())
 
 
 def derive(cls: Callable[..., T], *sources: object, **given: object) -> T:
-    """A ``cls`` whose fields are as ``given``, else those of the first source that has them.
+    """Build a ``cls`` with the fields ``given``, else those of the first source that has them.
 
-    Raises TypeError for a field that is in neither and has no default.
+    Raises TypeError if neither has a field that has no default.
 
     >>> derive(WorldIdentity, NO_WORLD, generation=3)
     WorldIdentity(generation=3, nonce='', lineage=())

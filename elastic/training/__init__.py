@@ -7,7 +7,7 @@ process), :mod:`~elastic.training.loop` (epochs, steps, commits),
 and its phase), :mod:`~elastic.training.observers` (metrics, progress, profiles),
 :mod:`~elastic.training.checkpointing`, ``current_step``,
 :mod:`~elastic.training.state` (the job's state), :mod:`~elastic.training.gradients`,
-:mod:`~elastic.training.data`, and ``step``. Each imports only what comes after it.
+:mod:`~elastic.training.data`, and ``step``. Each imports only those after it.
 
 May import all worker packages; never grpc, etcd or the agent.
 """

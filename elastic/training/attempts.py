@@ -18,7 +18,7 @@ from elastic.training.step import OwnBatch, Step
 
 
 class Attempts:
-    """Begins and ends attempts, and tracks the objects registered by each. One per process."""
+    """Begins and ends attempts, and tracks the objects that each registers. One per process."""
 
     def __init__(
         self,
@@ -44,11 +44,11 @@ class Attempts:
         self._listeners = listeners
         self._has_registered = False  # the function that retry calls registered an object
         self._has_outer_data = False  # a loader was registered before that function was called
-        self._outside: JobState | None = None  # objects registered before it
+        self._outside: JobState | None = None  # objects registered before that function was called
 
     # -- registration -------------------------------------------------------------------------
 
-    def note_registration(self, call: str) -> None:
+    def check_registration(self, call: str) -> None:
         """Called before a registration. Raises TrainingError if the state is already restored."""
         if self._lifecycle.is_restored:
             raise TrainingError(
@@ -61,15 +61,15 @@ class Attempts:
         self._has_registered |= self._scope.in_retry
 
     def restore_if_complete(self) -> None:
-        """Within retry, once model, optimizer and loader are registered: restore the state, so
-        that the function can read it before its first loop."""
+        """Within retry, restore the state once model, optimizer and loader are registered, so that
+        the function can read it before its first loop."""
         self.enter_if_complete()
         if self._scope.in_retry and self._registry.is_complete:
             self._bootstrap.enter_loop()
 
     def enter_if_complete(self) -> None:
-        """Within retry, if only a loader was registered before it: enter the world and
-        restore the state, unless the function builds a model."""
+        """Within retry, if a loader was registered before it: enter the world and restore the
+        state, unless the function calls run.build."""
         if self._scope.in_retry and self._has_outer_data and not self._job.is_rebuilt:
             self._bootstrap.enter_loop()
 
@@ -102,7 +102,7 @@ class Attempts:
             self._bootstrap.inherit_later(self._job.tree())
             self._progress.register_again()
             self._lifecycle.register_again()
-        self._registry.go_back_to(self._outside)
+        self._registry.restore_registrations(self._outside)
         self._has_registered = False
 
     def end(self) -> None:
@@ -112,7 +112,7 @@ class Attempts:
         self._strategies.active.end_attempt()
 
     def begin_own_step(self) -> Step:
-        """A step of the caller's own loop: each rank has the same share."""
+        """Begin a step of the script's own loop, in which each rank has the same share."""
         if not self._scope.in_retry:
             self._scope.in_retry = True
             self.begin()
@@ -125,7 +125,7 @@ class Attempts:
         return step
 
     def attempt(self, *, is_again: bool) -> Attempt:
-        """One call of the function. ``is_again``: not the first one."""
+        """Create one call of the training function. ``is_again``: not the first one."""
         return Attempt(self, self._scope, self._strategies, is_again=is_again)
 
 

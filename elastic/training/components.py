@@ -1,4 +1,4 @@
-"""The components of training, and how they are assembled: the only module that imports all."""
+"""Assembles the components of training. The only module that imports all of them."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ class ScriptCalls:
 
 @dataclass(frozen=True, kw_only=True)
 class Reporting:
-    """Everything that reports on this process."""
+    """The components that report on this process."""
 
     recorders: Recorders
     metrics: MetricsLog
@@ -80,7 +80,7 @@ class Reporting:
 
 @dataclass(frozen=True, kw_only=True)
 class Recovery:
-    """The components with which this process enters worlds."""
+    """The components that take this process from one world to the next."""
 
     strategies: Strategies
     bootstrap: Bootstrap
@@ -88,7 +88,7 @@ class Recovery:
 
 @dataclass(frozen=True, kw_only=True)
 class Ending:
-    """The components for the end of the process: after the script, or with SIGTERM."""
+    """The components that end the process: after the script, or at SIGTERM."""
 
     shutdown: Shutdown
     preemption: Preemption
@@ -120,7 +120,7 @@ class Components:
         return self.connectivity.worlds
 
     def position(self) -> dict[str, int | None]:
-        """The position of this rank, for the lines of its journal."""
+        """This rank's position, for the lines of its journal."""
         step = self.job.progress.step
         if not self.lifecycle.has_world:
             return {"step": step}
@@ -138,8 +138,8 @@ def assemble(
     journal: EventSink,
     worlds: Worlds | None = None,
 ) -> Components:
-    """The components of one process. ``worlds`` is the link to its agent: by default that of
-    ``ELASTIC_LINK``, or none.
+    """Assemble the components of one process. ``worlds``: the link to its agent; by default the one
+    in ``ELASTIC_LINK``, or none.
 
     Raises LinkError if the agent does not answer.
     """
@@ -155,8 +155,8 @@ def assemble(
     script = ScriptCalls(scope=Scope(), callbacks=StepCallbacks(), listeners=Listeners())
     reporting = _reporting(state, script.scope, ledger, journal)
     if worlds is not None:
-        worlds.on_profile = lambda asked: reporting.profiler.ask(
-            ProfileRequest(asked.steps, ranks=asked.ranks)
+        worlds.on_profile = lambda request: reporting.profiler.request(
+            ProfileRequest(request.steps, ranks=request.ranks)
         )
     recorders = reporting.recorders
     lifecycle = Lifecycle(
@@ -257,16 +257,16 @@ def _reporting(state: TrainingState, scope: Scope, ledger: Ledger, journal: Even
 
 
 def _form(replica: ModelReplica, worlds: Worlds | None) -> None:
-    """Form the group of this replica's ranks. Raises ConfigError if there is no agent for it."""
+    """Form the group of this replica's ranks. Raises ConfigError without an agent to form it."""
     if replica.mesh.size == 1:
         replica.form(None)
         return
     if worlds is None:
         raise ConfigError(
             f"elastic.join(mesh=…) with replicas of {replica.mesh.size} ranks (mesh "
-            f"{replica.mesh}), without an agent that changes worlds in process",
-            hint="torchrun --rdzv-backend=etcd …; other launchers recover sharded models by a "
-            "restart (docs/how-to/sharded.md)",
+            f"{replica.mesh}) needs an agent in in-process mode",
+            hint="torchrun --rdzv-backend=etcd …; with other launchers, sharded models recover by "
+            "a restart (docs/how-to/sharded.md)",
         )
     found = worlds.meet_replica(replica.mesh.size, REPLICA_MEETS_S, mesh=str(replica.mesh))
     folder = os.path.dirname(os.environ["ELASTIC_LINK"])
@@ -292,7 +292,7 @@ def _connect(
 
 
 def journal_of_environment() -> Journal:
-    """The journal in ``ELASTIC_JOURNAL``, if that is set."""
+    """The journal in the folder ``ELASTIC_JOURNAL``; without the variable it writes no file."""
     return Journal(
         folder=os.environ.get("ELASTIC_JOURNAL"),
         identity={
@@ -315,9 +315,11 @@ def start_components(
     worlds: Worlds | None = None,
     mesh: Mapping[str, int] | None = None,
 ) -> Components:
-    """The parts of a run, for a caller that closes it: :func:`join` without the hooks at the end of
-    the process. By default ``journal`` is that of ``ELASTIC_JOURNAL``, ``manager`` one for
-    ``policy``, and ``worlds`` the link of ``ELASTIC_LINK``."""
+    """The components of a run that the caller closes: :func:`join` without the exit hooks.
+
+    By default ``journal`` is the one in ``ELASTIC_JOURNAL``, ``manager`` one for ``policy``, and
+    ``worlds`` the link in ``ELASTIC_LINK``.
+    """
     torch_private.check()
     device = choose_device()
     if device.type == "cuda":

@@ -11,21 +11,21 @@ class CurrentStep:
     """The current step. One per process; written by the step loop and by recovery, read by all.
 
     A loop may be left in the middle of a step, by ``break`` or by an exception. Until it is known
-    which, the step is neither committed nor dropped, and the script is not inside of it.
+    which, the step is neither committed nor dropped, and the script is not inside it.
     """
 
     def __init__(self) -> None:
         self.step: Step | None = None  # begun, and neither committed nor dropped
         self.accumulation = Accumulation()
-        self.last_left: Step | None = None  # the step in which the script's last loop was left
+        self.last_left: Step | None = None  # the step in which the script left its last loop
         # The step before which this rank has announced whether it leaves its world.
-        self.answered_for: int | None = None
-        self._loader: ElasticLoader | None = None  # of the step; None for the script's own data
+        self.announced_for: int | None = None
+        self._loader: ElasticLoader | None = None  # None: data that the script distributes itself
         self._left_loader: ElasticLoader | None = None  # the loop over it was left in the step
 
     def begin(self, step: Step, loader: ElasticLoader | None) -> None:
         """Record that a step is passed to the script."""
-        self.step, self._loader, self.answered_for = step, loader, None
+        self.step, self._loader, self.announced_for = step, loader, None
 
     def leave(self, loader: ElasticLoader) -> None:
         """Record that the loop over ``loader`` was left in the middle, for any reason."""
@@ -43,15 +43,15 @@ class CurrentStep:
 
     @property
     def inside(self) -> Step | None:
-        """The step that the script is inside of."""
+        """The step that the script is in; None outside of steps."""
         return self.step if self._left_loader is None else None
 
     def left_step(self, loader: ElasticLoader) -> Step | None:
-        """The step in which a loop over ``loader`` was left, until that is settled."""
+        """The step in which a loop over ``loader`` was left, until it is committed or dropped."""
         return self.step if self._left_loader is loader else None
 
     def leading(self, loader: ElasticLoader) -> tuple[ElasticLoader, Step] | None:
-        """The current step of another loader, with that loader."""
+        """Another loader that has a current step, and the step; None if there is none."""
         step, leader = self.inside, self._loader
         if step is None or leader is None or leader is loader:
             return None
@@ -59,12 +59,14 @@ class CurrentStep:
 
     @property
     def first_number(self) -> int | None:
-        """The number of the current step, or of the first one of an accumulation; None
-        between two commits. If the next step is settled to begin, its number. Read by the
-        link's thread."""
+        """The number of the current step, or of the first step of an accumulation.
+
+        The next step's number once this rank has announced that it stays for it; None between two
+        commits otherwise. Read by the link's thread.
+        """
         if (first := self.accumulation.since) is not None:
             return first
-        if (following := self.answered_for) is not None:
+        if (following := self.announced_for) is not None:
             return following
         step = self.step
         return step.number if step is not None else None
@@ -75,7 +77,7 @@ class CurrentStep:
 
     def drop_uncommitted(self) -> None:
         """Drop the step and the accumulated ones before it: none has taken effect."""
-        step, self.answered_for = self.step, None
+        step, self.announced_for = self.step, None
         self.drop()
         self.accumulation.interrupt(step)
 

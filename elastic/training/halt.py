@@ -1,8 +1,8 @@
-"""Stops the main thread, so that another thread can save a state that does not change.
+"""Stops the main thread, so that another thread can save an unchanging state.
 
-For a process that is ending: a thread that stops here does not continue. A step's boundary is the
-best place; if none comes in time, a signal interrupts the script in the middle of a step, as long
-as no optimizer has stepped in it.
+For a process that is about to end: a thread that stops here does not continue. A step boundary is
+the best place. If none is reached in time, a signal interrupts the script in the middle of a step,
+provided that no optimizer has stepped in it.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ class Place(Enum):
 
     BOUNDARY = "between two steps: the state is that of the last commit"
     STEP = "in a step: its changes must be rolled back"
-    FAILED = "an exception ends the script: as in a step"
+    FAILED = "an exception ended the script: changes must be rolled back, as in a step"
 
 
 class Halt:
-    """Requests and checks of a stop. One per process: the saving thread requests, the main thread
+    """Requests and checks for a stop. One per process: the saving thread requests, the main thread
     checks."""
 
     def __init__(self) -> None:
         self.place: Place | None = None
         self.is_preempted = False  # this process was asked to leave, and does so at a boundary
-        self.has_left = False  # it has saved and is about to exit
+        self.has_left = False  # this process has saved and is about to exit
         self._is_requested = threading.Event()
         self._may_interrupt: Callable[[], bool] | None = None
         self._saving = threading.Lock()
@@ -61,12 +61,12 @@ class Halt:
     # -- the main thread ----------------------------------------------------------------------
 
     def at_boundary(self) -> None:
-        """Stop here if requested: does not return then."""
+        """Stop here if requested. Does not return in that case."""
         if self._is_requested.is_set():
             self._stop(Place.BOUNDARY)
 
     def on_signal(self) -> bool:
-        """Whether a SIGTERM came from :meth:`interrupt`. Does not return if it stops here."""
+        """Whether :meth:`interrupt` sent this SIGTERM. Does not return if the thread stops here."""
         may_stop = self._may_interrupt
         if may_stop is None:
             return False
@@ -76,7 +76,7 @@ class Halt:
 
     @contextmanager
     def own_save(self) -> Iterator[None]:
-        """Let the main thread save, unless another thread is about to."""
+        """Let the main thread save, unless another thread is about to save."""
         with self._saving:
             is_requested = self._is_requested.is_set()
             if not is_requested:

@@ -1,4 +1,4 @@
-"""The phases of a worker from one world to the next.
+"""The phases of a worker, from one world to the next.
 
 Every transition is checked against :data:`TRANSITIONS`; one that is not listed raises
 :class:`~elastic.errors.TrainingError` and names both phases::
@@ -28,12 +28,12 @@ from elastic.world.world import World
 class WorldPhase(Enum):
     """The phase of a worker with respect to its world."""
 
-    JOINING = "no world yet, or one without restored state has ended: waiting for a first one"
-    FORMED = "the process group of a world exists, the job's state is not yet restored"
+    JOINING = "no world yet, or a world ended before its state was restored: waiting for a world"
+    FORMED = "the process group of a world exists, but the job's state is not restored yet"
     TRAINING = "the state is restored and the same on all ranks"
     REGISTERING = "the function of run.retry registers its objects again; they inherit the state"
     PAUSED = "the world has fewer nodes than the job's minimum: nothing is trained"
-    CHANGING = "the world is over, the next one is being entered with the state of this one"
+    CHANGING = "the world has ended, and the next one is being entered with its state"
     CLOSED = "the process is ending"
 
 
@@ -59,7 +59,7 @@ _WITH_STATE = frozenset({WorldPhase.TRAINING, WorldPhase.PAUSED, WorldPhase.CHAN
 
 
 class Lifecycle:
-    """The current world, its phase, and objects tied to a world. One per process."""
+    """The current world, the phase, and the objects tied to a world. One per process."""
 
     def __init__(
         self,
@@ -108,7 +108,7 @@ class Lifecycle:
 
     @property
     def is_changing(self) -> bool:
-        """Whether an interrupted attempt has ended and the next one has not begun."""
+        """Whether an interrupted attempt has ended and the next one has not begun yet."""
         return self._phase in (WorldPhase.CHANGING, WorldPhase.PAUSED)
 
     def formed(self, world: World) -> None:
@@ -134,7 +134,7 @@ class Lifecycle:
         self._listeners.begin(world)
 
     def register_again(self) -> None:
-        """Begin a new registration of the script's objects in the same world."""
+        """Begin to register the script's new objects in the same world."""
         self._move(WorldPhase.REGISTERING)
 
     def registered_again(self) -> None:
@@ -143,12 +143,12 @@ class Lifecycle:
         self._move(WorldPhase.TRAINING)
 
     def pause(self) -> None:
-        """Wait for another world with the state of this one."""
+        """Pause training, and keep the state for the next world."""
         self._observers.pause()
         self._move(WorldPhase.PAUSED)
 
     def begin_change(self) -> None:
-        """End the current world; another one follows."""
+        """Leave the current world for another one."""
         following = WorldPhase.CHANGING if self.is_restored else WorldPhase.JOINING
         if following is not self._phase:
             self._move(following)
@@ -184,7 +184,7 @@ class Lifecycle:
             raise TrainingError(
                 f"illegal transition from {self._phase.name} ({self._phase.value}) to "
                 f"{phase.name} ({phase.value})",
-                hint="after run.close() nothing can be trained; otherwise this is a bug: report "
-                "it with this traceback",
+                hint="after run.close() a script cannot train; otherwise this is a bug: report it "
+                "with this traceback",
             )
         self._phase = phase

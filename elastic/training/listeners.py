@@ -1,4 +1,4 @@
-"""Callbacks of the script for new worlds."""
+"""The script's callbacks for new worlds."""
 
 from __future__ import annotations
 
@@ -17,19 +17,20 @@ class Listeners:
         self._world: World | None = None  # the current one, once its state is restored
 
     def on_world(self, callback: Callable[[World], object]) -> None:
-        """Call back for each world whose state is restored, including the current one."""
+        """Call ``callback`` for each world whose state is restored, including the current one."""
         self._on_world.append(callback)
         if self._world is not None:
             callback(self._world)
 
     def on_main(self, callback: Callable[[], object]) -> None:
-        """Call back whenever this rank becomes main; immediately if it is."""
+        """Call ``callback`` whenever this rank becomes rank 0; immediately if it is."""
         self._on_main.append(callback)
         if self._world is not None and self._world.rank == 0:
             callback()
 
     def begin_attempt(self, *, is_again: bool) -> None:
-        """As :meth:`elastic.training.loop.callbacks.StepCallbacks.begin_attempt`."""
+        """Forget the callbacks that the function of ``run.retry`` registered in its previous
+        call."""
         if is_again:
             of_worlds, of_main = self._before_attempts
             del self._on_world[of_worlds:]
@@ -40,8 +41,8 @@ class Listeners:
         """Call the listeners: a world has begun, and its state is restored."""
         was_main = self._world is not None and self._world.rank == 0
         self._world = world
-        for heard in self._on_world:
-            heard(world)
+        for callback in self._on_world:
+            callback(world)
         if world.rank == 0 and not was_main:
-            for promoted in self._on_main:
-                promoted()
+            for promote in self._on_main:
+                promote()

@@ -1,10 +1,10 @@
-"""SIGTERM to a worker: its state is saved before the process ends, unless peers have it.
+"""Handles SIGTERM in a worker: its state is saved before the process ends, unless peers have it.
 
-There are two cases. If the process is not restarted, all ranks save together at the next boundary,
-which they learn from the control flags of the step before it; or, if the main thread waits
-for a world that will not form, this rank saves there. If torchrun ends the process to restart all
-workers of the node, because one of them has died or the world has changed, ranks of this
-world have ended, and one of the remaining ranks writes the complete state.
+There are two cases. If the process will not be restarted, all ranks save together at the next
+boundary, which the control flags of the step before it announce; or, if the main thread waits for a
+world that will not form, this rank saves there. If torchrun ends the process to restart all workers
+of the node, because one of them has died or the world has changed, ranks of this world have ended,
+and one of the remaining ranks writes the complete state.
 """
 
 from __future__ import annotations
@@ -68,10 +68,10 @@ class Preemption:
         self._handling = threading.Lock()
 
     def install(self) -> None:
-        """Install the handler of SIGTERM.
+        """Install the handler for SIGTERM.
 
-        Only our agent tells what it means. Without a launcher it is final. Any other launcher
-        sends it both to end a job and to restart all workers.
+        Only this library's agent reports what the signal means. Without a launcher it is final.
+        Other launchers send it both to end a job and to restart all workers.
         """
         is_own = self._halt.on_signal
         if self._worlds is not None:
@@ -82,7 +82,8 @@ class Preemption:
             end_on_sigterm(self._save_at_exit, lambda: not is_launched(), is_own)
 
     def _save_at_exit(self, is_final: bool) -> None:
-        """Handle the signal on its thread. The process ends on return, or before at a boundary."""
+        """Handle the signal on its own thread. The process ends on return, or earlier at a
+        boundary."""
         if not self._checkpoints.is_open or not self._lifecycle.is_restored:
             return
         if self._worlds is not None and self._worlds.has_left:
@@ -90,12 +91,12 @@ class Preemption:
         if is_final:
             self._save_finally()
         elif not self._strategies.active.is_state_held_elsewhere:
-            with self._handling:  # serialises signals: the first one's thread ends the process
+            with self._handling:  # serializes signals: the first one's thread ends the process
                 self._save_before_restart()
                 self._observers.end_world("fault")  # writes the values logged for the saved steps
                 os._exit(EXIT_CODE)
 
-    # -- it is not started again --------------------------------------------------------------
+    # -- the process will not be restarted ----------------------------------------------------
 
     def _save_finally(self) -> None:
         self._halt.is_preempted = True
@@ -106,8 +107,8 @@ class Preemption:
                 self._roll_back_and_save(leaving_s(), is_stopped=False)
                 return
             if now_s >= abort_s and self._lifecycle.is_changing:
-                # The next world lacks a dead member, and no other world will form: the main
-                # thread aborts building it, and waits for a world.
+                # A member of the next world is dead, and no other world will form: the abort stops
+                # the main thread from building it, and it waits for a world.
                 self._group.abort()
                 abort_s = now_s + BOUNDARY_S
             SYSTEM_CLOCK.sleep(PREEMPTION_SLICE_S)
@@ -119,7 +120,7 @@ class Preemption:
         else:
             self._report_skipped("this rank was in the middle of an update")
 
-    # -- torchrun starts it again -------------------------------------------------------------
+    # -- torchrun restarts the process --------------------------------------------------------
 
     def _save_before_restart(self) -> None:
         began_s = SYSTEM_CLOCK.monotonic()
@@ -131,7 +132,7 @@ class Preemption:
         self._halt.request()
         self._group.abort()  # releases the main thread from a collective, in-process
         if not self._halt.wait_for_own_save(budget_s) or not self._checkpoints.is_open:
-            return  # an exception ends the process and has already saved the state if possible
+            return  # an exception ended the script, and the main thread has saved what it could
         if not self._wait_for_stop(began_s + min(BOUNDARY_S, budget_s / 2), until_s):
             self._report_skipped("no step boundary was reached in time")
             return
@@ -146,20 +147,20 @@ class Preemption:
         return self._worlds is not None and self._worlds.is_waiting
 
     def _wait_for_stop(self, interrupt_s: float, until_s: float) -> bool:
-        """Wait until the main thread has stopped, interrupting it from ``interrupt_s`` on."""
-        ask_s = interrupt_s
+        """Wait until the main thread has stopped; interrupt it from ``interrupt_s`` on."""
+        next_interrupt_s = interrupt_s
         while (now_s := SYSTEM_CLOCK.monotonic()) < until_s:
             if self._is_waiting_for_world or self._halt.place is not None:
                 return True
-            if now_s >= ask_s:
+            if now_s >= next_interrupt_s:
                 self._halt.interrupt(self._may_stop_here)
-                ask_s = now_s + PREEMPTION_ASK_AGAIN_S
+                next_interrupt_s = now_s + PREEMPTION_ASK_AGAIN_S
             SYSTEM_CLOCK.sleep(PREEMPTION_SLICE_S)
         return False
 
     def _may_stop_here(self) -> bool:
-        """On the main thread, in the middle of the script: whether the state can be restored to the
-        last commit."""
+        """Whether the state can be restored to the last commit. Called on the main thread, in the
+        middle of the script."""
         if self._lifecycle.is_changing or self._progress.is_torn:
             return False
         step = self._current.step

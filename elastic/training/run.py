@@ -1,7 +1,7 @@
 """The public API: ``run = elastic.join()``, and all methods of ``run``.
 
-In restart mode, a fault of the world ends the process; torchrun's agent restarts it, and the
-script calls ``join`` again. In-process recovery takes place in ``retry``, under the same API.
+In restart mode, a fault of the world ends the process; torchrun's agent restarts it, and the script
+calls ``join`` again. In-process recovery takes place in ``retry``, with the same API.
 """
 
 from __future__ import annotations
@@ -70,25 +70,27 @@ class Run(BuildsInWorlds, RunLogging):
 
     @property
     def state(self) -> dict[str, Any]:
-        """JSON values that belong to the job's state: saved, and restored on all ranks.
+        """JSON values that are part of the job's state: saved, and restored on all ranks.
 
-        Set the same values on all ranks. If ranks differ, those of the lowest rank apply when the
-        world changes, and a warning is logged. Raises what :meth:`epochs` raises.
+        Set the same values on all ranks. If ranks differ, the lowest rank's values apply when the
+        world changes, and a warning is logged. Raises the same errors as :meth:`epochs`.
         """
         self._parts.attempts.restore_if_complete()
         return self._parts.job.user
 
     @property
     def world(self) -> World:
-        """Generation, rank, size and more. Raises NoWorld before the first world, and what
-        :meth:`epochs` raises."""
+        """The current world: generation, rank, size and more.
+
+        Raises NoWorld before the first world, and the same errors as :meth:`epochs`.
+        """
         self._parts.attempts.enter_if_complete()
         return self._parts.lifecycle.world
 
     @property
     def is_main(self) -> bool:
-        """Whether this is rank 0. False before the first world. Raises what :meth:`epochs`
-        raises."""
+        """Whether this is rank 0. False before the first world. Raises the same errors as
+        :meth:`epochs`."""
         self._parts.attempts.enter_if_complete()
         lifecycle = self._parts.lifecycle
         return lifecycle.has_world and lifecycle.world.rank == 0
@@ -98,26 +100,26 @@ class Run(BuildsInWorlds, RunLogging):
         """The replica's DeviceMesh. Raises ConfigError without ``join(mesh=…)``."""
         return self._parts.lifecycle.replica.device_mesh
 
-    # -- what the job consists of -------------------------------------------------------------
+    # -- registration -------------------------------------------------------------------------
 
     def wrap(self, module: nn.Module, **ddp: Any) -> ElasticDDP:
-        """Wrap ``module`` in a DistributedDataParallel that lasts for all worlds; with
+        """Wrap ``module`` in a DistributedDataParallel that persists across worlds; with
         ``join(mesh=…)``, return the module itself, sharded over :attr:`mesh`.
 
-        ``ddp`` are the options of DDP. Call before the first loop, in the same order on all ranks.
-        Raises ConfigError for unsupported options, TrainingError if it is too late.
+        ``ddp``: options of DDP. Call it before the first loop, in the same order on all ranks.
+        Raises ConfigError for unsupported options, TrainingError if it is called too late.
         """
-        self._parts.attempts.note_registration("wrap")
+        self._parts.attempts.check_registration("wrap")
         return cast(ElasticDDP, self._parts.state.registry.wrap(module, ddp))
 
     def track(self, **named: Any) -> None:
         """Save and restore these objects: anything with ``state_dict`` and ``load_state_dict``.
 
-        Optimizers of wrapped modules must be tracked. Call before the first loop. Raises
-        TrainingError if it is too late, for an object without these methods and for a name that is
-        taken; ConfigError for an object with sharded tensors.
+        Optimizers of wrapped modules must be tracked. Call it before the first loop. Raises
+        TrainingError if it is called too late, for an object without these methods, and for a name
+        in use; ConfigError for an object with sharded tensors.
         """
-        self._parts.attempts.note_registration("track")
+        self._parts.attempts.check_registration("track")
         self._parts.state.registry.track(named)
 
     # -- data ---------------------------------------------------------------------------------
@@ -134,19 +136,21 @@ class Run(BuildsInWorlds, RunLogging):
         """Distribute a DataLoader over the world, at a constant global batch.
 
         Iterating yields this rank's share of each step, from the job's position to the end of the
-        epoch. ``dataloader`` is the DataLoader inside a wrapper. ``global_batch`` is the number of
-        samples per step over all ranks, by default batch_size × the largest world; ``micro_batch``
-        the maximum samples at once, for :meth:`steps`; ``max_steps`` the maximum steps of an epoch.
-        Call before the first loop. See docs/data.md. Raises TrainingError if it is too late,
-        ConfigError for what is no DataLoader, for data that cannot be split (an IterableDataset, a
-        sampler that cannot be repeated), and for incompatible sizes.
+        epoch. ``dataloader``: the DataLoader inside a wrapper. ``global_batch``: samples per step
+        over all ranks, by default batch_size × the largest world. ``micro_batch``: the maximum
+        number of samples at once, for :meth:`steps`. ``max_steps``: the maximum number of steps of
+        an epoch. Call it before the first loop. See docs/data.md.
+
+        Raises TrainingError if it is called too late; ConfigError for an object that is not a
+        DataLoader, for data that cannot be split (an IterableDataset, a sampler that cannot be
+        repeated), and for invalid sizes.
         """
-        self._parts.attempts.note_registration("loader")
+        self._parts.attempts.check_registration("loader")
         loop = self._parts.loop
         return self._parts.state.registry.add_loader(
             loader,
             drive=lambda driven: loops.batches(loop, driven),
-            index=lambda asked: loops.index(loop, asked),
+            index=lambda elastic_loader: loops.index(loop, elastic_loader),
             dataloader=dataloader,
             global_batch=global_batch,
             micro_batch=micro_batch,
@@ -158,7 +162,7 @@ class Run(BuildsInWorlds, RunLogging):
 
         Reads the dataset in its order, or the part of it that the loader's sampler covers; how
         often and in which order a sampler draws has no effect. A rank may get no batch: keep
-        collectives (:meth:`mean`) out of the loop over it. Raises ConfigError for what
+        collectives (:meth:`mean`) out of the loop over it. Raises ConfigError for data that
         :meth:`loader` cannot split either.
         """
         return shard_by(loader, self._parts.recovery.bootstrap.rank_and_size)
@@ -166,11 +170,11 @@ class Run(BuildsInWorlds, RunLogging):
     # -- loops --------------------------------------------------------------------------------
 
     def epochs(self, count: int) -> Iterator[int]:
-        """The epochs that are left of ``count``; nothing when the job is complete.
+        """The remaining epochs of ``count``; none if the job is complete.
 
-        The first loop enters the world and restores the state. Raises TrainingError where this is
-        impossible: the state is of another model, or :meth:`build` was not called in this world;
-        ConfigError if a checkpoint is required and there is none.
+        The first loop enters the world and restores the state. Raises TrainingError if that is
+        impossible: the state belongs to another model, or :meth:`build` was not called in this
+        world; ConfigError if a checkpoint is required and there is none.
         """
         return loops.epochs(self._parts.loop, count)
 
@@ -185,9 +189,10 @@ class Run(BuildsInWorlds, RunLogging):
         """The remaining steps of the loader's epoch, for loops over micro-batches.
 
         ``checkpoints``, ``when`` and ``keep`` are as in :func:`join`, and override its arguments
-        from now on: ``when=EverySeconds(600) | OnPreemption()``, ``keep=2``. A job that has joined
-        without a folder can set it here only before state is restored, which ``run.retry`` and
-        ``run.epochs`` do. Raises ConfigError and TrainingError.
+        from now on: ``when=EverySeconds(600) | OnPreemption()``, ``keep=2``. A job that joined
+        without a folder can set it here only before ``run.retry`` or ``run.epochs`` restores the
+        state. Raises ConfigError for invalid options, and TrainingError for a folder that is set
+        too late.
         """
         if (checkpoints, when, keep) != (None, None, None):
             manager, lifecycle = self._parts.checkpoints, self._parts.lifecycle
@@ -196,12 +201,12 @@ class Run(BuildsInWorlds, RunLogging):
         return loops.steps(self._parts.loop, loader)
 
     def retry(self, fn: Callable[..., T], *args: Any, **kwargs: Any) -> T:
-        """Call ``fn`` in a world; the single recovery point, around the complete loop.
+        """Call ``fn`` in a world: the single recovery point, around the complete loop.
 
-        When the world changes, ``fn`` is called again in the next one: loops resume, local
-        variables are reset. Exceptions other than faults of the world are raised. An inner retry
-        raises all of them to the outer one. If the launcher cannot change worlds without a restart,
-        faults end the process, and its agent restarts it.
+        When the world changes, ``fn`` is called again in the next one: loops resume, and local
+        variables are reset. Exceptions other than faults of the world propagate; from an inner
+        retry, all exceptions propagate to the outer one. If the launcher cannot change worlds
+        without a restart, faults end the process, and its agent restarts it.
         """
         for attempt in self.attempts():
             with attempt:
@@ -225,19 +230,19 @@ class Run(BuildsInWorlds, RunLogging):
     def begin(self) -> Step:
         """Begin a step of the caller's own loop, for frameworks (Lightning, Accelerate, …).
 
-        The first call enters the world. Raises WorldChanged when the world is to change now,
-        NoWorld after :meth:`close`, and what :meth:`epochs` raises. The caller distributes the data
-        and tracks its position; every rank has the same share.
+        The first call enters the world. The caller distributes the data and tracks its position;
+        every rank has the same share. Raises WorldChanged if the world changes before this step,
+        NoWorld after :meth:`close`, and the same errors as :meth:`epochs`.
         """
         return self._parts.attempts.begin_own_step()
 
     def commit(self) -> None:
-        """The step begun by :meth:`begin` has taken effect. Raises TrainingError if some of its
-        micro-batches are missing."""
+        """Commit the step begun by :meth:`begin`. Raises TrainingError if some of its micro-batches
+        are missing."""
         self._parts.loop.commit()
 
     def is_fault(self, error: BaseException) -> bool:
-        """Whether ``error`` means that the world is over and :meth:`recover` can help."""
+        """Whether ``error`` means that the world has ended, so that :meth:`recover` can help."""
         return self._parts.recovery.strategies.active.is_fault(error)
 
     def recover(self, error: BaseException) -> None:
@@ -250,22 +255,23 @@ class Run(BuildsInWorlds, RunLogging):
     # -- callbacks ----------------------------------------------------------------------------
 
     def after_step(self, callback: Callable[[Step], object]) -> None:
-        """Call back after each optimizer step, for example to update an EMA.
+        """Call ``callback`` after each optimizer step, for example to update an EMA.
 
-        Once per step: a callback that a fault of the world interrupts is called again in the next
-        world, and those before it are not. Register it before :meth:`retry`, or in its function.
+        It is called once per step: a callback that a fault of the world interrupts is called again
+        in the next world, but callbacks before it are not. Register it before :meth:`retry`, or in
+        its function.
         """
         self._parts.script.callbacks.add(callback)
 
     def on_world(self, callback: Callable[[World], object]) -> None:
-        """Call back when a world has begun and its state is restored; immediately if one has."""
+        """Call ``callback`` when a world's state is restored; immediately if that is the case."""
         self._parts.script.listeners.on_world(callback)
 
     def on_main(self, callback: Callable[[], object]) -> None:
-        """Call back when this rank becomes main; immediately if it is."""
+        """Call ``callback`` when this rank becomes rank 0; immediately if it is."""
         self._parts.script.listeners.on_main(callback)
 
-    # -- things to do together ----------------------------------------------------------------
+    # -- collective operations ----------------------------------------------------------------
 
     def mean(self, weight: float, **values: float | torch.Tensor) -> dict[str, float]:
         """The weighted mean of each value over the world; NaN if all weights are 0.
@@ -282,10 +288,11 @@ class Run(BuildsInWorlds, RunLogging):
         return {n: WorldMean(m) for n, m in zip(names, means, strict=True)}
 
     def node_first(self) -> AbstractContextManager[None]:
-        """The body runs on one worker of each node first, then on its others: for downloads.
+        """Run the body on one worker of each node first, then on the others, for example to
+        download.
 
         Raises PermissionError if the lock file in the folder for temporary files is a link, or
-        another user's.
+        belongs to another user.
         """
         self._turns += 1
         return node_first(self._turns)
@@ -293,10 +300,10 @@ class Run(BuildsInWorlds, RunLogging):
     def close(self, *, clean: bool, error: str = "", is_of_the_world: bool = False) -> None:
         """End the job for this process. ``join`` registers this at exit.
 
-        A clean end saves the state unless it is saved, and destroys the group. So does an error of
-        the script, if no update was in progress. After a fault of the world nothing is changed
-        in-process, because peers continue with the state; with recovery by a restart, the state is
-        saved as after any other error.
+        A clean end saves the state, unless it is saved, and destroys the process group. So does an
+        error of the script, if no update was in progress. After a fault of the world, in-process
+        mode saves nothing, because peers continue with the state; restart mode saves the state as
+        after any other error.
         """
         self._parts.ending.shutdown.close(clean=clean, error=error, is_of_the_world=is_of_the_world)
 
@@ -316,20 +323,20 @@ def join(
 ) -> Run:
     """Join the job. Returns the same object on every call.
 
-    ``checkpoints`` is a folder or :class:`Checkpoints`; the default is ``ELASTIC_CHECKPOINTS``, and
-    without either nothing is saved. ``when`` is a policy of :mod:`checkpoints.policies.save`, or
-    the number of steps between two saves (50); ``keep`` is one of
-    :mod:`checkpoints.policies.retention`, or how many of the newest are retained (3). ``seed``
-    determines the order of the data and every random number inside steps. ``backend`` is
-    torch.distributed's, by default ``gloo`` on CPUs and ``cpu:gloo,cuda:nccl`` on GPUs. ``mesh``
-    names the dimensions of a replica, ``{"shard": 2}``: docs/how-to/sharded.md.
+    ``checkpoints``: a folder or :class:`Checkpoints`, by default ``ELASTIC_CHECKPOINTS``; without
+    either, nothing is saved. ``when``: a policy of :mod:`checkpoints.policies.save`, or the number
+    of steps between two saves (50). ``keep``: a policy of :mod:`checkpoints.policies.retention`, or
+    the number of newest checkpoints to keep (3). ``seed`` determines the order of the data and
+    every random number inside steps. ``backend``: torch.distributed's, by default ``gloo`` on CPUs
+    and ``cpu:gloo,cuda:nccl`` on GPUs. ``mesh``: the dimensions of a replica, ``{"shard": 2}``
+    (docs/how-to/sharded.md).
 
     ``preflight`` first checks this node, in one to two seconds: ``/dev/shm``, limits and GPUs
     (unless its agent has done so: ``--rdzv-conf preflight=1``), and the checkpoint folder.
 
-    Raises ConfigError for options that contradict each other, or a torch that lacks what this
-    needs; NodeUnfit (exit code 71) for a node that has failed, before this worker contacts any
-    other node; and LinkError if this node's agent refuses or does not answer.
+    Raises ConfigError for contradictory options, or an unsupported torch; NodeUnfit (exit code 71)
+    if the node fails the preflight checks, before this worker contacts another node; and LinkError
+    if this node's agent refuses the worker or does not answer.
     """
     global _run
     if _run is None:
@@ -344,7 +351,7 @@ def _require_fit(policy: Checkpoints | None) -> None:
     try:
         require_fit(policy.local_folder if policy is not None else None)
     except NodeUnfit:
-        FailureHook().install()  # without it, torchrun only knows the exit code
+        FailureHook().install()  # otherwise torchrun only gets the exit code
         raise
 
 

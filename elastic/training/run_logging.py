@@ -24,11 +24,11 @@ class RunLogging:
     def log(self, values: Mapping[str, Loggable] | None = None, /, **named: Loggable) -> None:
         """Log numbers for the current step: ``run.log(loss=loss, lr=lr)``.
 
-        Or ``run.log({"train/loss": loss})``. Call it on all ranks: values of rank 0 are written,
-        and another rank that becomes rank 0 continues with its own. They are the values of one
-        rank; ``run.log(**run.mean(len(x), loss=loss))`` logs the mean over all ranks. A tensor
-        must have one element; one on a GPU is read later, and no step waits for it. Repeated
-        steps replace their values. See docs/how-to/metrics.md.
+        Or ``run.log({"train/loss": loss})``. Call it on all ranks: only rank 0's values are
+        written, and a rank that becomes rank 0 continues with its own.
+        ``run.log(**run.mean(len(x), loss=loss))`` logs the mean over all ranks. A tensor must have
+        one element; on a GPU it is read later, and no step waits for it. Repeated steps replace
+        their values. See docs/how-to/metrics.md.
 
         Raises ConfigError for a value that is not a number.
         """
@@ -48,15 +48,15 @@ class RunLogging:
         """Set the total number of optimizer steps of the job: ``run.plan_steps(10_000)``.
 
         The progress line and `elastic status` then show the remaining time. Training does not end
-        there. `run.epochs` sets the total itself; call this if the script counts steps itself, or
-        trains with :meth:`begin` and :meth:`commit`. The last call applies. Raises ConfigError for
-        anything but a positive integer.
+        after these steps. `run.epochs` sets the total itself; call this if the script counts steps,
+        or trains with :meth:`begin` and :meth:`commit`. The last call applies. Raises ConfigError
+        for anything but a positive integer.
         """
         if type(total) is not int or total < 1:
             raise ConfigError(
                 f"run.plan_steps({total!r}) is not a valid step count",
-                hint="pass the optimizer steps of the whole job, including those before a resume: "
-                "run.plan_steps(10_000)",
+                hint="pass the number of optimizer steps of the whole job, including steps before "
+                "a resume: run.plan_steps(10_000)",
             )
         self._scope.total_steps = total
         phases.plan_steps(total)
@@ -66,17 +66,17 @@ class RunLogging:
 
         Each rank, or each of ``ranks``, writes a trace
         ``gGENERATION-stepSTEP-rankRANK.pt.trace.json`` into ``ELASTIC_PROFILES``, by default
-        ``profiles`` in the journal folder, for Perfetto or TensorBoard. It begins and ends
-        between two steps; if the world ends before, it has the completed steps. `elastic
-        profile` does the same from outside. Call it before :meth:`retry`: in the function that
-        retry calls it would profile again after each recovery.
+        ``profiles`` in the journal folder, for Perfetto or TensorBoard. It begins and ends between
+        two steps; if the world ends earlier, it contains the completed steps. `elastic profile`
+        does the same from outside. Call it before :meth:`retry`: in the function that retry calls,
+        it would profile again after each recovery.
 
         Raises:
-            ConfigError: not 1 to 10,000 consecutive steps.
+            ConfigError: ``steps`` is not 1 to 10,000 consecutive steps.
             TrainingError: another profile is running or requested.
         """
-        if not self._profiler.ask(request_of(steps, tuple(ranks))):
+        if not self._profiler.request(request_of(steps, tuple(ranks))):
             raise TrainingError(
-                "run.profile() while another profile is running or requested",
+                "run.profile() was called while another profile is running or requested",
                 hint="call it after the other profile has ended",
             )

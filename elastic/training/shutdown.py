@@ -1,4 +1,4 @@
-"""The end of the process: after training, or with an exception of the script."""
+"""Ends the process: after training, or with an exception of the script."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class Shutdown:
         self._journal = recorders.journal
 
     def close(self, *, clean: bool, error: str = "", is_of_the_world: bool = False) -> None:
-        """End the process; ``error`` is reported to its agent as the reason."""
+        """End the job for this process. ``error`` is reported to the agent as the reason."""
         strategy = self._strategies.active
         self._optimizer_watch.close()
         if clean and not self._halt.has_left:
@@ -60,14 +60,14 @@ class Shutdown:
             self._end_with(error if must_save else "")
             strategy.release_peers()
         self._observers.close()
-        # After an error nothing else is changed: a step has begun, and peers may have ended.
+        # After an error, change nothing else: a step may have begun, and peers may have ended.
         if self._worlds is not None:
             self._worlds.close(clean=clean, error=error)
         self._lifecycle.close()
         self._journal.emit(RunClosed(clean=clean, error=error), level=logging.DEBUG)
 
     def _close_in_order(self) -> None:
-        """Commit the last state of a completed training before the process ends."""
+        """Save the last state after training has completed."""
         self._loop.finish()
         self._observers.end_world("close")
         if self._lifecycle.is_restored and self._ledger.is_on:
@@ -87,14 +87,14 @@ class Shutdown:
         self._group.destroy()
 
     def _end_with(self, error: str) -> None:
-        """Save the last commit, if possible, before an exception of the script ends the process."""
+        """Save the last commit, if possible, before the script's exception ends the process."""
         if error and self._lifecycle.is_restored and self._checkpoints.is_open:
             with self._halt.own_save():
                 self._save_after(error)
         self._checkpoints.close(SHARE_S)
 
     def _save_after(self, error: str) -> None:
-        if not self._progress.put_back():
+        if not self._progress.roll_back():
             step = self._job.progress.step
             reason = f"the script failed in the middle of an update: {error}"
             self._journal.emit(CheckpointSkipped(name=f"step {step}", reason=reason))

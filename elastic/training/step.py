@@ -1,4 +1,4 @@
-"""One optimizer step in the user's loop, and the job's progress."""
+"""One optimizer step in the script's loop, and the job's progress."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ class StepBatch(Protocol):
 
     @property
     def epoch(self) -> int:
-        """The epoch that the step belongs to, counted from 0."""
+        """The step's epoch, from 0."""
 
     @property
     def step(self) -> int:
-        """Within the epoch, from 0."""
+        """The index of the step within its epoch, from 0."""
 
     @property
     def micro_batch(self) -> int:
@@ -48,7 +48,7 @@ class StepBatch(Protocol):
 
     @property
     def rank_samples(self) -> int:
-        """The samples of this rank in the complete step."""
+        """The number of this rank's samples in the complete step."""
 
     @property
     def weight(self) -> float:
@@ -61,7 +61,7 @@ class StepBatch(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class OwnBatch:
-    """Data that the caller distributes itself, the same amount to every rank."""
+    """Describes data that the script distributes, the same amount to every rank."""
 
     epoch: int
     step: int
@@ -96,30 +96,30 @@ class Step:
         masked: tuple[str, ...] = (),
     ) -> None:
         self.number = number  # within the job, from 0
-        self.replay = bool(masked)  # repeated with masked optimizers, which had stepped
+        self.replay = bool(masked)  # repeated, with optimizers masked that had already stepped
         self.stepped = list(masked)  # tracked optimizers whose update is in the weights, in order
         self._masked = Counter(masked) if masked else None
-        self.is_weighted = False  # whether the user's losses carry the weight
+        self.is_weighted = False  # the script has read the weight
         self._info: StepBatch
         self._info, self._data = first
         self._count = self._info.micro_batches
         self._rest = rest
         self._begin_micro_batch = begin_micro_batch
-        self._begun = 0  # micro-batches
+        self._begun = 0  # number of micro-batches that have begun
 
     @classmethod
     def past(cls, number: int, epoch: int, index: int, size: int) -> Step:
-        """A committed step, for its callbacks that are called again in another world."""
+        """A committed step, for callbacks that are called in the next world."""
         batch = OwnBatch(epoch, index, size)
         return cls(number, (batch, None), iter(()), lambda step: None)
 
     @property
     def optimizer_stepped(self) -> bool:
-        """Whether the weights hold an update of this step."""
+        """Whether the weights contain an update of this step."""
         return bool(self.stepped)
 
     def is_masked(self, optimizer: str) -> bool:
-        """Whether this update is already in the weights; to be called once per update."""
+        """Whether this update is already in the weights. Call it once per update."""
         if self._masked is None or not self._masked[optimizer]:
             return False
         self._masked[optimizer] -= 1
@@ -127,12 +127,12 @@ class Step:
 
     @property
     def epoch(self) -> int:
-        """The epoch that the step belongs to, counted from 0."""
+        """The step's epoch, from 0."""
         return self._info.epoch
 
     @property
     def index(self) -> int:
-        """Within the epoch, from 0."""
+        """The index of the step within its epoch, from 0."""
         return self._info.step
 
     @property
@@ -163,7 +163,7 @@ class Step:
 
     @property
     def is_last_micro_batch(self) -> bool:
-        """Whether gradients are reduced in the next backward pass and optimizers may step."""
+        """Whether the next backward pass reduces gradients, and optimizers may step after it."""
         return self._begun == self._count
 
     def __len__(self) -> int:
@@ -180,7 +180,7 @@ class Step:
     def _take(self) -> Any:
         self._begun += 1
         self._begin_micro_batch(self)
-        data, self._data = self._data, None  # not kept alive for longer than the user does
+        data, self._data = self._data, None  # do not keep it alive
         return data
 
     def only_micro_batch(self) -> Any:
@@ -190,13 +190,13 @@ class Step:
         """
         if self._count != 1:
             raise TrainingError(
-                f"step {self.number} has {self._count} micro-batches, this loop takes one",
-                hint="loop with `for step in run.steps(loader): for x, y in step: …`",
+                f"step {self.number} has {self._count} micro-batches, but this loop takes one",
+                hint="use `for step in run.steps(loader): for x, y in step: …`",
             )
         return self._take()
 
     def backward(self, loss: torch.Tensor) -> None:
-        """``loss.backward()`` with the right weight; ``loss`` is the micro-batch's mean."""
+        """Call ``loss.backward()`` with the correct weight; ``loss`` is the micro-batch's mean."""
         weight = self.weight
         if weight == 0.0:
             # torch.where, not × 0: a NaN of the filler sample must not reach the gradients.

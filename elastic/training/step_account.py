@@ -1,7 +1,7 @@
-"""The time account of this rank, written to the journal every few seconds.
+"""Writes this rank's time account to the journal every few seconds.
 
-One event per window rather than one per step: a step costs a few stores. The phases come from
-:data:`elastic.hangs.phases.phases`; :mod:`elastic.telemetry.goodput` reads the events.
+It writes one event per window rather than per step, so a step costs only a few stores. The phases
+come from :data:`elastic.hangs.phases.phases`; :mod:`elastic.telemetry.goodput` reads the events.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from elastic.hangs.phases import phases
 from elastic.telemetry.journal import EventSink
 from elastic.tuning.worker_intervals import STEP_TIMES_S
 
-# Activities that are never part of a step. All others are, once the step is committed.
-_BESIDE_STEPS = (Phase.DATA, Phase.CHECKPOINT, Phase.EVALUATION)
+# Activities that are never part of a step. Others are part of it once it is committed.
+_OUTSIDE_STEPS = (Phase.DATA, Phase.CHECKPOINT, Phase.EVALUATION)
 
 
 class PhaseTimes(Protocol):
-    """The required interface of the phase recorder."""
+    """The subset of the phase recorder that is used here."""
 
     def seconds(self) -> Sequence[float]: ...
     def at_commit(self) -> tuple[float, Sequence[float]]: ...
@@ -31,7 +31,7 @@ class PhaseTimes(Protocol):
 class StepAccount:
     """The time account. One per process, used by the main thread; inactive outside of a world.
 
-    :meth:`committed` need not be called after each step: the recorder knows when the last one was.
+    :meth:`committed` need not be called after each step: the recorder has the time of the last one.
     """
 
     def __init__(
@@ -53,7 +53,7 @@ class StepAccount:
         self._begin_window(self._clock.monotonic(), self._times.seconds())
 
     def committed(self, step: int) -> None:
-        """Note that ``step`` steps are committed."""
+        """Record that ``step`` steps are committed."""
         if self._generation is None:
             return
         self._step = step
@@ -69,7 +69,7 @@ class StepAccount:
         self._generation = None
 
     def pause(self) -> None:
-        """Begin a paused world: its time is accounted as waiting for the next one."""
+        """Begin a paused world, whose time counts as waiting for the next one."""
         self._generation = None
 
     def _begin_window(self, now_s: float, seconds: Sequence[float]) -> None:
@@ -80,22 +80,22 @@ class StepAccount:
         assert self._generation is not None
         steps = self._step - self._began_step
         committed_s, committed = self._times.at_commit() if steps else (self._began_s, self._began)
-        whole = [b - a for a, b in zip(self._began, seconds, strict=True)]
+        window = [b - a for a, b in zip(self._began, seconds, strict=True)]
         open_ = [b - a for a, b in zip(committed, seconds, strict=True)]
         duration_s = now_s - self._began_s
-        open_s = (now_s - committed_s) - sum(open_[phase] for phase in _BESIDE_STEPS)
-        beside_s = sum(whole[phase] for phase in _BESIDE_STEPS)
+        open_s = (now_s - committed_s) - sum(open_[phase] for phase in _OUTSIDE_STEPS)
+        outside_s = sum(window[phase] for phase in _OUTSIDE_STEPS)
         event = RankTimes(
             generation=self._generation,
             step=self._step,
             steps=steps,
             duration_s=round(duration_s, 6),
-            productive_s=round(max(0.0, duration_s - beside_s - open_s), 6),
-            data_s=round(whole[Phase.DATA], 6),
-            checkpoint_s=round(whole[Phase.CHECKPOINT], 6),
-            evaluation_s=round(whole[Phase.EVALUATION], 6),
+            productive_s=round(max(0.0, duration_s - outside_s - open_s), 6),
+            data_s=round(window[Phase.DATA], 6),
+            checkpoint_s=round(window[Phase.CHECKPOINT], 6),
+            evaluation_s=round(window[Phase.EVALUATION], 6),
             open_s=round(max(0.0, open_s), 6),
-            collective_s=round(whole[Phase.COLLECTIVE] - open_[Phase.COLLECTIVE], 6),
+            collective_s=round(window[Phase.COLLECTIVE] - open_[Phase.COLLECTIVE], 6),
             ended=ended,
         )
         self._journal.emit(event, level=logging.DEBUG)

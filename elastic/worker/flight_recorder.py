@@ -1,7 +1,7 @@
-"""This worker's recent collectives, by torch's flight recorder, on request of the agent.
+"""Sends this worker's recent collectives, from torch's flight recorder, at the agent's request.
 
-On a separate thread: the recorder queries the device for the state of each collective, and a hung
-device may not respond. The link's thread must receive worlds in the meantime.
+It does so on a separate thread: the recorder queries the device for the state of each collective,
+and a hung device may not respond. The link's thread must receive worlds in the meantime.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ class FlightRecorder:
     def __init__(self, send: Callable[[FlightTrace], object], clock: Clock = SYSTEM_CLOCK) -> None:
         self._send = send
         self._clock = clock
-        self._world = (0, 0)  # the generation, and since when (wall clock, ns)
+        self._world = (0, 0)  # the generation, and its start (wall clock, ns)
         self._thread: threading.Thread | None = None
 
     def enter_generation(self, generation: int) -> None:
-        """Earlier records belong to the groups of another world, which count from 1, too."""
+        """Ignore earlier records: they belong to another world, whose groups also count from 1."""
         self._world = generation, int(self._clock.wall() * 1e9)
 
     def dump(self) -> None:
-        """Send the records soon; nothing, while the last response is not ready. One thread at a
-        time calls this: the link's."""
+        """Start to send the records, unless the previous response is still pending. Called on the
+        link's thread only."""
         if self._thread is not None and self._thread.is_alive():
             return
         self._thread = threading.Thread(
@@ -42,7 +42,7 @@ class FlightRecorder:
         self._thread.start()
 
     def close(self) -> None:
-        """Wait for it, but not for a device that hangs."""
+        """Wait for a pending response, but only for LINK_CLOSE_S: the device may hang."""
         if self._thread is not None:
             self._thread.join(LINK_CLOSE_S)
 
@@ -50,5 +50,5 @@ class FlightRecorder:
         try:
             entries = parse(torch_private.flight_recorder_dumps(), since_ns)
             self._send(FlightTrace(generation=generation, entries=entries))
-        except (RuntimeError, LinkError) as error:  # a report without it is better than none
+        except (RuntimeError, LinkError) as error:  # a hang report without it is better than none
             get_logger().warning("the flight recorder's dump failed: %s", error)

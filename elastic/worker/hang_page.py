@@ -1,4 +1,4 @@
-"""The data that a worker provides for the detection of hangs: its page, and its stacks."""
+"""What a worker provides for hang detection: its progress page, and its stacks."""
 
 from __future__ import annotations
 
@@ -12,13 +12,15 @@ from elastic.telemetry.log import get_logger
 
 
 def offer_page() -> ProgressPage | None:
-    """Keep a page from now on; returns the message with its descriptors for the agent. None: no
-    memory."""
+    """Keep a progress page from now on, and return the message with its descriptors for the agent.
+
+    None if the page or the stacks could not be created; then the worker's hangs go undetected.
+    """
     try:
         page_fd = phases.start()
         source = _offer_stacks()
     except OSError as error:
-        get_logger().warning("hangs of this worker will not be noticed: %s", error)
+        get_logger().warning("hangs of this worker will not be detected: %s", error)
         return None
     _watch_batches()
     return ProgressPage(fd=page_fd, stacks_fd=source.fd, stacks_signal=source.signum)

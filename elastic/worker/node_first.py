@@ -1,7 +1,7 @@
-"""One worker of a node goes first: for downloads and caches.
+"""Run an operation in one worker of a node first, such as a download or filling a cache.
 
-A file lock instead of a barrier: it needs no world, a crash or an exception of the first one
-lets the next one try, and no worker can block the others.
+A file lock instead of a barrier: it needs no world, the next worker tries after a crash or an
+exception of the first one, and no worker can block the others.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from elastic.secure_channel import private_files
 
 @contextmanager
 def node_first(turn: int, env: Mapping[str, str] = os.environ) -> Iterator[None]:
-    """The body runs on one worker of this node first; once it succeeded, on the others
+    """Run the body on one worker of this node first and, once it has succeeded, on the others
     concurrently.
 
-    ``turn`` numbers the uses within a script, the same on all workers. An exception is raised where
-    it happened, and the next worker is then the first.
+    ``turn`` numbers the uses within a script, equally on all workers. An exception propagates in
+    the worker that raised it, and the next worker then runs first.
     """
     path = _lock_path(env)
     token = _token(turn, env)
-    descriptor = private_files.open_lock(path)  # a name that others can foresee
+    descriptor = private_files.open_lock(path)  # other users can predict its name
     try:
         while not _may_follow(descriptor, token):
             if _try_first(descriptor):
@@ -43,7 +43,7 @@ def node_first(turn: int, env: Mapping[str, str] = os.environ) -> Iterator[None]
 
 
 def _may_follow(descriptor: int, token: bytes) -> bool:
-    """Wait until no worker is first; True once one has succeeded."""
+    """Wait while a worker runs first. Returns whether one has succeeded."""
     fcntl.flock(descriptor, fcntl.LOCK_SH)
     return _is_done(descriptor, token)
 
@@ -72,7 +72,7 @@ def _lock_path(env: Mapping[str, str]) -> Path:
 
 
 def _token(turn: int, env: Mapping[str, str]) -> bytes:
-    """Names this use among all of this job on this machine: several agents may share it."""
+    """Identifies this use among all of this job on this machine, which agents may share."""
     agent = env.get("ELASTIC_NODE_ID", env.get("GROUP_RANK", ""))
     attempt = env.get(WORLD_VARIABLE, env.get("TORCHELASTIC_RESTART_COUNT", ""))
     return f"{agent} {attempt} {env.get('MASTER_PORT', '')} {turn}".encode()

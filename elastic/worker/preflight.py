@@ -1,4 +1,4 @@
-"""``elastic.join(preflight=True)``: an unfit node does not join.
+"""``elastic.join(preflight=True)``: keeps an unfit node from joining.
 
 The checks run in a separate process (:mod:`elastic.doctor.before_joining`): workers import neither
 the doctor nor grpc, and a hung driver or file system must not hang this process.
@@ -25,13 +25,13 @@ _MODULE = "elastic.doctor.before_joining"
 
 
 def require_fit(folder: str | None, env: Mapping[str, str] = os.environ) -> None:
-    """Check this node, and the folder of checkpoints: on one worker of the node.
+    """Check this node and its checkpoint folder, on one worker of the node.
 
-    Checks that the agent has made are not repeated. ``folder`` is None if checkpoints are not
-    files. Raises NodeUnfit, which names all failed checks with their remedies.
+    Checks that the agent has performed are not repeated. ``folder`` is None if checkpoints are not
+    files. Raises NodeUnfit, which names all failed checks and their remedies.
     """
     if env.get("LOCAL_RANK", "0") != "0":
-        return  # of its node local rank 0 speaks, and torchrun ends the others with it
+        return  # local rank 0 checks for the node, and torchrun ends the others with it
     is_checked = env.get(PASSED_VARIABLE) == "1"
     if is_checked and folder is None:
         return
@@ -62,8 +62,8 @@ def _examine(folder: str | None, *, machine_is_checked: bool) -> list[dict[str, 
     except subprocess.TimeoutExpired:
         return [_failed(f"no answer within {PREFLIGHT_S:g} s", "check the load of this machine")]
     if done.returncode != 0:
-        said: Sequence[str] = done.stderr.decode(errors="replace").strip().splitlines()
-        why = said[-1][:300] if said else f"exit code {done.returncode}"
+        lines: Sequence[str] = done.stderr.decode(errors="replace").strip().splitlines()
+        why = lines[-1][:300] if lines else f"exit code {done.returncode}"
         return [_failed(f"ended without a result: {why}", "run `elastic doctor` on this node")]
     findings: list[dict[str, Any]] = json.loads(done.stdout)
     return findings

@@ -1,5 +1,4 @@
-"""A world received from the agent, converted for a worker: the world, its group, its
-environment."""
+"""Converts a world received from the agent: to the worker's world, its group, its environment."""
 
 from __future__ import annotations
 
@@ -15,12 +14,12 @@ from elastic.world.world import World, node_name
 
 
 def world_of(message: WorldMessage) -> World:
-    """The world as the training sees it."""
+    """The world, as the training code uses it."""
     return derive(World, message.world, message.assignment, node=node_name(), is_launched=True)
 
 
 def group_spec(message: WorldMessage) -> GroupSpec:
-    """What its process group is built from."""
+    """The parameters from which the world's process group is built."""
     return derive(
         GroupSpec,
         message.world,
@@ -32,7 +31,7 @@ def group_spec(message: WorldMessage) -> GroupSpec:
 
 
 def replica_spec(message: ReplicaMeet, size: int) -> GroupSpec | None:
-    """The specification of the group of a replica of ``size`` ranks; None if one node holds it."""
+    """The parameters of the group of a replica of ``size`` ranks; None if one node holds it."""
     if not message.port:
         return None
     return GroupSpec(
@@ -49,7 +48,7 @@ def replica_spec(message: ReplicaMeet, size: int) -> GroupSpec | None:
 
 
 def write_environment(message: WorldMessage) -> None:
-    """What torchrun would have put into the environment, had it started this world."""
+    """Set the environment variables that torchrun would have set, had it started this world."""
     assert message.assignment is not None, "this node is not in the world"
     variables = world_variables(
         message.world,

@@ -1,9 +1,9 @@
-"""SIGTERM to a worker: its node drains, its job is over, or torchrun only ends the
-siblings of a dead one.
+"""Handles SIGTERM in a worker: its node drains, its job is over, or torchrun only ends the
+siblings of a dead worker.
 
-Only the agent knows which. A draining node lets its workers continue to the next step's boundary.
-In the other cases they end, and may save first: whether another rank has their state depends on
-which other workers end.
+Only the agent knows which. On a draining node, workers continue to the next step boundary. In the
+other cases they end, and may save first: whether another rank has their state depends on which
+other workers end.
 """
 
 from __future__ import annotations
@@ -25,27 +25,27 @@ ENDING_FILE = "ELASTIC_ENDING"
 
 
 def ends_for_good() -> bool:
-    """Whether the agent reported that these workers will not be started again."""
+    """Whether the agent has announced that these workers will not be started again."""
     path = os.environ.get(ENDING_FILE)
     return bool(path) and os.path.exists(str(path))
 
 
-def _no_words(is_for_good: bool) -> None:
-    """Nothing to save."""
+def _save_nothing(is_for_good: bool) -> None:
+    """The default shutdown hook."""
 
 
-def _not_ours() -> bool:
+def _never() -> bool:
     return False
 
 
 def ask_agent_on_sigterm(
     worlds: Worlds,
-    shutdown_hook: Callable[[bool], object] = _no_words,
-    is_own_signal: Callable[[], bool] = _not_ours,
+    shutdown_hook: Callable[[bool], object] = _save_nothing,
+    is_own_signal: Callable[[], bool] = _never,
 ) -> None:
-    """Handle SIGTERM, unless the script does so, or this is not the main thread.
+    """Handle SIGTERM, unless the script has a handler, or this is not the main thread.
 
-    Like :func:`end_on_sigterm`, but for a node that leaves gracefully.
+    Like :func:`end_on_sigterm`, but the worker stays if the agent reports that its node drains.
     """
 
     def is_node_leaving() -> bool:
@@ -62,15 +62,15 @@ def ask_agent_on_sigterm(
 def end_on_sigterm(
     shutdown_hook: Callable[[bool], object],
     is_for_good: Callable[[], bool],
-    is_own_signal: Callable[[], bool] = _not_ours,
+    is_own_signal: Callable[[], bool] = _never,
     *,
     unless: Callable[[], bool] = lambda: False,
 ) -> None:
-    """End at SIGTERM, after ``shutdown_hook``, ``unless`` there is a reason to stay.
+    """End at SIGTERM, after ``shutdown_hook``, unless ``unless()`` is true.
 
-    ``shutdown_hook`` runs on a separate thread and gets whether this process will not be started
-    again. ``is_own_signal`` is called on the main thread, where it was interrupted, whether the
-    process has sent the signal itself. A script's own handler is kept.
+    ``shutdown_hook`` runs on a separate thread; its argument is true if this process will not be
+    started again. ``is_own_signal`` runs on the interrupted main thread; if it returns true, the
+    process sent the signal itself, which is ignored. A script's own handler is kept.
     """
     if threading.current_thread() is not threading.main_thread():
         return
@@ -98,7 +98,7 @@ class _Handler:
             os._exit(EXIT_CODE)
         if self._is_own_signal():
             return
-        # Not here: the interrupted main thread may hold the link's lock.
+        # On another thread: the interrupted main thread may hold the link's lock.
         threading.Thread(target=self._end, name="elastic-sigterm", daemon=True).start()
 
     def _end(self) -> None:

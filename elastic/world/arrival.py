@@ -1,13 +1,13 @@
-"""How the ranks of a world meet: at rank 0's store, before any of them builds the group.
+"""The rendezvous of a world's ranks at rank 0's store, before any of them builds the group.
 
-torch's store is polled in Python: its own waits run no signal handler, cannot be interrupted, and
+torch's store is polled in Python: its own waits run no signal handlers, cannot be interrupted, and
 flood stderr.
 
-gloo gets our own store (why: :mod:`elastic.world.world_store`). NCCL gets torch's, because its
-watchdogs query the store from their own threads. TCPStore's constructor took 34 s for a timeout
-of 15, and had not returned after ten minutes from a server that accepts and never answers (a
-stopped process) [measured, torch 2.13]; the builder of a group shuts its sockets down when time is
-up.
+gloo gets our own store, for the reasons in :mod:`elastic.world.world_store`. NCCL gets torch's,
+because its watchdogs query the store from their own threads. TCPStore's constructor took 34 s with
+a timeout of 15 s, and did not return within ten minutes from a server that accepts and never
+answers (a stopped process) [measured, torch 2.13]. The code that builds a group therefore shuts
+the store's sockets down after the timeout.
 """
 
 from __future__ import annotations
@@ -43,12 +43,12 @@ from elastic.world.faults import GroupBuildFailed
 from elastic.world.world_store import StoreServer, WorldStore, connect
 
 GiveUp = Callable[[], None]
-"""Raises if the world is over."""
+"""Called during waits; raises if the world has ended."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class GroupSpec:
-    """A world's parameters of its group."""
+    """The parameters from which a world's process group is built."""
 
     generation: int
     nonce: str
@@ -56,13 +56,13 @@ class GroupSpec:
     size: int
     store_host: str  # rank 0's
     store_port: int
-    store_key: SecretKey  # that it is opened with
+    store_key: SecretKey  # authenticates at the store
     store_tls: TlsFiles | None = None  # this node's certificates; None: without TLS
-    silence_s: float = PEER_SILENCE_S  # of a peer's machine, before a connection is given up
+    silence_s: float = PEER_SILENCE_S  # of a peer's machine, before its connection is closed
 
 
-class _Patience:
-    """Pauses between two polls, longer each time, until the deadline."""
+class _Backoff:
+    """Exponential pauses between polls, and the time until the deadline."""
 
     def __init__(self, deadline_s: float, clock: Clock) -> None:
         self._deadline_s = deadline_s
@@ -80,15 +80,17 @@ class _Patience:
 
 @dataclass(frozen=True)
 class OpenStore:
-    """The store of a world, as this rank has it."""
+    """This rank's connection to its world's store and, on rank 0, the server."""
 
     client: Store  # for the group
-    # Rank 0 only. Separate from the client, since every reference to a group (a subgroup, a
-    # traceback, a collective that does not return) holds its store, too, and would keep the port.
+    # Rank 0 only. Separate from the client, because every reference to a group (a subgroup, a
+    # traceback, a collective that does not return) also references its store, and would keep
+    # the port in use.
     server: StoreServer | Store | None = None
 
     def close(self) -> None:
-        """After the group is destroyed. torch's stores close with their last reference."""
+        """Close it, after the group is destroyed. torch's stores close with their last
+        reference."""
         if isinstance(self.client, WorldStore):
             self.client.close()
         if isinstance(self.server, StoreServer):
@@ -103,7 +105,7 @@ def open_store(
     use_torchs: bool,
     clock: Clock = SYSTEM_CLOCK,
 ) -> OpenStore:
-    """The world's store, hosted by rank 0.
+    """Connect to the world's store; rank 0 also hosts it.
 
     Raises:
         GroupBuildFailed: no server listens in time.
@@ -111,19 +113,19 @@ def open_store(
     """
     if spec.size == 1:
         return OpenStore(HashStore())
-    patience = _Patience(deadline_s, clock)
-    server = _serve(spec, patience, use_torchs=use_torchs) if spec.rank == 0 else None
+    backoff = _Backoff(deadline_s, clock)
+    server = _serve(spec, backoff, use_torchs=use_torchs) if spec.rank == 0 else None
     try:
-        return OpenStore(_join(spec, give_up, patience, use_torchs=use_torchs), server)
+        return OpenStore(_join(spec, give_up, backoff, use_torchs=use_torchs), server)
     except BaseException:
         if isinstance(server, StoreServer):
             server.close()
         raise
 
 
-def _serve(spec: GroupSpec, patience: _Patience, *, use_torchs: bool) -> StoreServer | Store:
+def _serve(spec: GroupSpec, backoff: _Backoff, *, use_torchs: bool) -> StoreServer | Store:
     if use_torchs:
-        return _tcp_store(spec, patience, is_server=True)
+        return _tcp_store(spec, backoff, is_server=True)
     return StoreServer(
         spec.store_port,
         nonce=spec.nonce,
@@ -134,60 +136,60 @@ def _serve(spec: GroupSpec, patience: _Patience, *, use_torchs: bool) -> StoreSe
     )
 
 
-def _join(spec: GroupSpec, give_up: GiveUp, patience: _Patience, *, use_torchs: bool) -> Store:
-    """A client, as soon as rank 0 listens."""
+def _join(spec: GroupSpec, give_up: GiveUp, backoff: _Backoff, *, use_torchs: bool) -> Store:
+    """Connect as soon as rank 0 listens."""
     while True:
         give_up()
         try:
             if use_torchs:
-                # Its constructor must not be the one to wait.
+                # Wait for the port here, not in TCPStore's constructor.
                 address = spec.store_host, spec.store_port
                 socket.create_connection(address, timeout=STORE_HOST_PROBE_S).close()
-                return _tcp_store(spec, patience, is_server=False)
+                return _tcp_store(spec, backoff, is_server=False)
             return connect(
                 spec.store_host,
                 spec.store_port,
                 nonce=spec.nonce,
                 key=spec.store_key,
                 tls=_tls_of(spec),
-                timeout_s=max(BUILD_LEAST_S, patience.left_s),
+                timeout_s=max(BUILD_LEAST_S, backoff.left_s),
                 give_up=give_up,
                 silence_s=spec.silence_s,
             )
         except (OSError, DistNetworkError) as error:
-            if patience.left_s < 0:
+            if backoff.left_s < 0:
                 raise GroupBuildFailed(
                     f"rank 0 of generation {spec.generation} does not answer at "
                     f"{spec.store_host}:{spec.store_port}: {first_line(error)}",
                     missing=(0,),
-                    hint="check the log of its node, and for a firewall in between",
+                    hint="check the log of its node, and whether a firewall blocks the port",
                 ) from None
-        patience.pause()
+        backoff.pause()
 
 
 def _tls_of(spec: GroupSpec) -> Tls | None:
-    """Raises OSError for certificates that cannot be used."""
+    """Raises OSError if the certificates cannot be used."""
     return _loaded(spec.store_tls) if spec.store_tls is not None else None
 
 
 @functools.cache
 def _loaded(files: TlsFiles) -> Tls:
-    """Once for all worlds: to read and check them takes milliseconds."""
+    """Cached for all worlds: reading and checking certificates takes milliseconds."""
     return Tls(files, report=get_logger().warning)
 
 
 def first_line(error: BaseException) -> str:
-    """The message of an error, without the C++ stack that torch appends."""
+    """An error's message, without the C++ stack that torch appends."""
     return str(error).partition("\n")[0]
 
 
-def _tcp_store(spec: GroupSpec, patience: _Patience, *, is_server: bool) -> Store:
+def _tcp_store(spec: GroupSpec, backoff: _Backoff, *, is_server: bool) -> Store:
     return TCPStore(
         spec.store_host,
         spec.store_port,
         spec.size,
         is_server,
-        timeout=datetime.timedelta(seconds=max(BUILD_LEAST_S, patience.left_s)),
+        timeout=datetime.timedelta(seconds=max(BUILD_LEAST_S, backoff.left_s)),
         wait_for_workers=False,
     )
 
@@ -201,21 +203,21 @@ def meet(
     mesh: str = "",
     clock: Clock = SYSTEM_CLOCK,
 ) -> None:
-    """Mark this rank's arrival, wait until all are here, and compare their meshes.
+    """Mark this rank's arrival, wait until all ranks have arrived, and compare their meshes.
 
-    Rank 0 waits for all marks, the others for its result: one key each. ``mesh``: the dimensions of
-    this rank's replica. They travel with the marks: collectives to compare them took a third of the
-    time in which the groups of a world of replicas are built [measured].
+    Rank 0 waits for all marks, and the others for its result: one key each. ``mesh``: the
+    dimensions of this rank's replica. They are part of the mark: comparing them by collectives took
+    a third of the time needed to build the groups of a world of replicas [measured].
 
     Raises:
-        GroupBuildFailed: ranks did not come in time, or have another mesh than this one.
-        ConfigError: this rank has another mesh than rank 0.
+        GroupBuildFailed: other ranks did not arrive in time, or their mesh differs from rank 0's.
+        ConfigError: this rank's mesh differs from rank 0's.
     """
     marks = [f"{spec.nonce}/arrived/{rank}" for rank in range(spec.size)]
     complete = f"{spec.nonce}/complete"
     store.set(marks[spec.rank], json.dumps(mesh))
-    patience = _Patience(deadline_s, clock)
-    if not _wait_for(store, marks if spec.rank == 0 else [complete], give_up, patience):
+    backoff = _Backoff(deadline_s, clock)
+    if not _wait_for(store, marks if spec.rank == 0 else [complete], give_up, backoff):
         missing = tuple(rank for rank, mark in enumerate(marks) if not store.check([mark]))
         raise GroupBuildFailed(
             f"ranks {list(missing)} did not join generation {spec.generation}",
@@ -232,36 +234,39 @@ def meet(
     _compare(spec.rank, meshes)
 
 
-def _wait_for(store: Store, keys: list[str], give_up: GiveUp, patience: _Patience) -> bool:
-    """Whether the keys come in time."""
-    if isinstance(store, WorldStore):  # it checks whether the world has ended
+def _wait_for(store: Store, keys: list[str], give_up: GiveUp, backoff: _Backoff) -> bool:
+    """Wait for keys. Returns whether all were set in time."""
+    if isinstance(store, WorldStore):  # it calls give_up while it waits
         give_up()
         try:
-            store.wait(keys, datetime.timedelta(seconds=max(0.0, patience.left_s)))
+            store.wait(keys, datetime.timedelta(seconds=max(0.0, backoff.left_s)))
         except DistStoreError:
             return False
         return True
     while not store.check(keys):
         give_up()
-        if patience.left_s < 0:
+        if backoff.left_s < 0:
             return False
-        patience.pause()
+        backoff.pause()
     return True
 
 
 def _compare(rank: int, meshes: list[str]) -> None:
-    """Those that differ from rank 0's are refused, and the others continue without them."""
+    """Refuse ranks whose mesh differs from rank 0's; the others continue without them.
+
+    Raises ConfigError on a refused rank, GroupBuildFailed on the others.
+    """
     others = tuple(r for r, mesh in enumerate(meshes) if mesh != meshes[0])
     if rank in others:
         raise ConfigError(
             f"elastic.join(mesh=…) of rank {rank} has the dimensions {meshes[rank] or 'none'}, "
-            f"that of rank 0 {meshes[0] or 'none'}",
+            f"but rank 0 has {meshes[0] or 'none'}",
             hint="pass the same mesh, in the same order, on every node",
         )
     if others:
         raise GroupBuildFailed(
-            f"ranks {list(others)} have another mesh ({meshes[others[0]] or 'none'}, here "
-            f"{meshes[rank] or 'none'})",
+            f"ranks {list(others)} have another mesh: {meshes[others[0]] or 'none'}, not "
+            f"{meshes[rank] or 'none'} as this rank",
             missing=others,
             hint="they are refused; see the logs of their nodes",
         )

@@ -1,14 +1,15 @@
-"""How the workers of one start find each other in a store that outlives them.
+"""How workers that were started together find each other in a store that outlives them.
 
-torchrun's stock backends give every start of the workers the same store, and since torch 2.11 or
-so nothing distinguishes the keys of two starts (``rendezvous.py`` documents that the
-store is new for every retry; with c10d it is not). A worker then connects to the address of a
-dead one: seen in one of three restarts with ``--standalone`` [measured, 2.13.0]. The restart count
-does not help, since agents that joined at different times count differently.
+torchrun's stock backends use the same store for every start of the workers, and since about torch
+2.11 nothing distinguishes the keys of two starts (``rendezvous.py`` documents that the store is new
+for every retry; with c10d it is not). A worker then connects to the address of a dead one: seen in
+one of three restarts with ``--standalone`` [measured, 2.13.0]. The restart count does not help,
+because agents that joined at different times count differently.
 
-So rank 0 offers a fresh nonce, the others answer it with a token each, and rank 0 closes the offer
-when all have answered. An offer of a dead rank 0 is never closed for the token of a live rank; a
-rank that answered it polls again. The nonce is the world's, and the prefix of all its keys.
+Rank 0 therefore offers a new nonce, each other rank answers with a token, and rank 0 closes the
+offer for each token when all have answered. A dead rank 0 never closes its offer for the token of
+a live rank, which polls until a new offer appears. The nonce becomes the world's, and the prefix
+of all its keys.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from elastic.world.world import fresh_nonce
 
 
 class RendezvousStore(Protocol):
-    """What this needs of torch.distributed's stores."""
+    """The methods of torch.distributed's stores that this module uses."""
 
     def set(self, key: str, value: str, /) -> None: ...
     def get(self, key: str, /) -> bytes: ...
@@ -44,7 +45,7 @@ def _offer(store: RendezvousStore, size: int, deadline_s: float, clock: Clock) -
     store.set("elastic/offer", nonce)
     answers = {rank: f"elastic/{nonce}/answer/{rank}" for rank in range(1, size)}
     while missing := [rank for rank, key in answers.items() if not store.check([key])]:
-        _look_again(deadline_s, clock, f"ranks {missing} have not arrived")
+        _pause(deadline_s, clock, f"ranks {missing} have not arrived")
     for key in answers.values():
         store.set(f"elastic/{nonce}/closed/{store.get(key).decode()}", "1")
     return nonce
@@ -59,13 +60,13 @@ def _answer(store: RendezvousStore, rank: int, deadline_s: float, clock: Clock) 
             answered = offered
         if answered and store.check([f"elastic/{answered}/closed/{token}"]):
             return answered
-        _look_again(deadline_s, clock, "rank 0 has not arrived")
+        _pause(deadline_s, clock, "rank 0 has not arrived")
 
 
-def _look_again(deadline_s: float, clock: Clock, lacking: str) -> None:
+def _pause(deadline_s: float, clock: Clock, missing_ranks: str) -> None:
     if clock.monotonic() > deadline_s:
         raise JoinTimeout(
-            f"the workers of this start did not find each other: {lacking}",
-            hint="find the error of the missing rank",
+            f"the workers of this start did not find each other: {missing_ranks}",
+            hint="check the logs of the missing ranks",
         )
     clock.sleep(DISCOVERY_LOOK_S)

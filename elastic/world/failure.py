@@ -1,7 +1,7 @@
-"""How a worker reports its failure to the agent: torch's error file, written for any exception.
+"""Reports a worker's failure to the agent in torch's error file, for any exception.
 
-torchrun reads ``TORCHELASTIC_ERROR_FILE`` of each worker, but only scripts decorated with
-``@record`` write one; for all others it reports a bare exit code.
+torchrun reads each worker's ``TORCHELASTIC_ERROR_FILE``, but only functions decorated with
+``@record`` write it; for all others torchrun reports a bare exit code.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from elastic.world.faults import is_world_fault
 _Hook = Callable[[type[BaseException], BaseException, TracebackType | None], object]
 
 
-_OUR_AGENT = "ELASTIC_NODE_ID"  # an agent reports the lost peer, and restarts this worker
+_OUR_AGENT = "ELASTIC_NODE_ID"  # set: an agent reports the lost peer, and restarts this worker
 _PACKAGES = (os.path.dirname(torch.__file__), os.path.dirname(os.path.dirname(__file__)))
 _OF_LIBRARIES = ("<frozen ", *(package + os.sep for package in _PACKAGES))
-# Of DistributedSampler, dist.get_rank() and others, at the top of a script.
+# torch's error for DistributedSampler, dist.get_rank() and others at the top of a script.
 _NO_GROUP = "Default process group has not been initialized"
 _NO_GROUP_YET = (
-    "elastic: the process group is created by run.retry and by the first loop; do not call "
+    "elastic: run.retry or the first loop creates the process group; do not call "
     "init_process_group before.\n"
     "  DataLoader(dataset, shuffle=True) in run.loader(…) replaces DistributedSampler;\n"
     "  run.world.rank, run.world.size and run.is_main are the rank inside the training function\n"
@@ -38,19 +38,19 @@ _NO_GROUP_YET = (
 
 
 class FailureHook:
-    """An excepthook that records the exception, and remembers that there was one."""
+    """An excepthook that records the exception in the error file and in its attributes."""
 
     def __init__(self, journal: EventSink | None = None, position: Position = dict) -> None:
         self._journal = journal
         self._position = position
         self.failed = False
-        self.text = ""  # what failed, in a line
-        self.is_of_the_world = False  # peers are lost; the script has no error
+        self.text = ""  # the error, in one line
+        self.is_of_the_world = False  # peers are lost; the script itself did not fail
         self._exit_code = 1
         self._next: _Hook = sys.excepthook
 
     def install(self) -> None:
-        """Install this hook before the current one. Functions registered with atexit after this
+        """Install this hook in front of the current one. Functions registered with atexit later
         still run."""
         self._next = sys.excepthook
         sys.excepthook = self
@@ -74,22 +74,22 @@ class FailureHook:
             self._exit_code = error.exit_code
 
     def _report_lost_peers(self, error: BaseException, journal: EventSink) -> None:
-        """One line: all ranks of a world raise this, since one of them is lost, and their agents
-        restart them. The leader's log names the lost one."""
+        """Print one line instead of a traceback: when a rank is lost, all others of the world
+        raise, and their agents restart them. The leader's log names the lost rank."""
         at = self._position()
         event = world_fault(error, generation=at.get("generation") or 0, step=at.get("step") or 0)
         journal.emit(event, level=logging.DEBUG)
         if os.environ.get("ELASTIC_JOURNAL"):
-            return  # the traceback is in there
+            return  # the journal has the traceback
         sys.stderr.write(
-            f"elastic: peers are gone, or the connection to them: {self.text}\n  raised "
+            f"elastic: peers, or the connections to them, are lost: {self.text}\n  raised "
             f"{_place(error)}; ELASTIC_JOURNAL=FOLDER keeps the traceback\n"
         )
 
     def _leave(self) -> None:
-        # Not in the hook: init_process_group puts a hook around this one that collects what is
-        # said, to print it with the rank in front (torch 2.13, distributed_c10d.py). An exit in
-        # there is silent. And an excepthook cannot choose the exit code otherwise.
+        # At exit, because an excepthook cannot set the exit code, and must not exit itself:
+        # init_process_group wraps it in a hook that collects stderr, to prefix the rank (torch
+        # 2.13, distributed_c10d.py), so the text would be lost.
         if self._exit_code != 1:
             sys.stdout.flush()
             sys.stderr.flush()
@@ -97,7 +97,7 @@ class FailureHook:
 
 
 def world_fault(error: BaseException, *, generation: int, step: int) -> WorldFault:
-    """The event of an exception that means that peers are lost, with its traceback."""
+    """The event for an exception that means that peers are lost, with its traceback."""
     return WorldFault(
         generation=generation,
         step=step,
@@ -107,11 +107,11 @@ def world_fault(error: BaseException, *, generation: int, step: int) -> WorldFau
 
 
 def _place(error: BaseException) -> str:
-    """Where the script was: the last frame that is neither torch's nor ours."""
+    """The script's location: the last frame that is neither in torch nor in this library."""
     frames = traceback.extract_tb(error.__traceback__)
     own = [frame for frame in frames if not frame.filename.startswith(_OF_LIBRARIES)]
     if not own:
-        return "outside of the script"
+        return "outside the script"
     return f"at {own[-1].filename}:{own[-1].lineno} in {own[-1].name}"
 
 

@@ -1,9 +1,9 @@
-"""Which exceptions mean that the world is over, rather than that the script has failed.
+"""Classifies exceptions: those that mean that the world has ended, and failures of the script.
 
-A fault of the world can be recovered from in the next one; everything else must surface. What is
-a fault is identified by type, and for gloo by the origin of its text:
+Training recovers from a world fault in the next world; everything else must surface. A world fault
+is identified by type, and for gloo by the source file in its text:
 
-- ours: :class:`elastic.errors.WorldLost` and what is below it;
+- ours: :class:`elastic.errors.WorldLost` and its subclasses;
 - torch's DistError (``c10/util/Exception.h``: DistBackendError, DistNetworkError,
   DistStoreError): NCCL and the store;
 - gloo raises plain RuntimeErrors, but each begins with the source file that raised it
@@ -31,32 +31,32 @@ _GLOO = (
     "gloo/rendezvous/",  # while a group is built (store.h, context.cc)
     "Gloo connectFullMesh failed",  # torch's wrapper text
 )
-# gloo names the peer of a connection that the kernel has given up (gloo/transport/tcp/pair.cc:
+# gloo names the peer of a connection that the kernel has timed out (gloo/transport/tcp/pair.cc:
 # "Read error [10.0.0.2]:1769: Connection timed out", "timed out connecting: SO_ERROR: Connection
 # timed out, remote=[10.0.0.2]:9138$1"). Connections that peers have closed prove nothing.
 _TIMED_OUT = (
     re.compile(r"\[([0-9a-fA-F.:]+)\]:\d+: (?:Connection timed out|No route to host)"),
     re.compile(r"(?:Connection timed out|No route to host), remote=\[([0-9a-fA-F.:]+)\]"),
 )
-# gloo's assertions name their file as well; those are disagreements about sizes and shapes.
+# gloo's assertions name their file as well, but they report mismatched sizes and shapes.
 _GLOO_ASSERTION = "enforce fail at"
-# These take precedence anywhere in the chain: a signal that arrived while a fault was handled,
-# or exhausted memory before a collective in a `finally` was aborted.
+# These take precedence anywhere in the chain: a signal may arrive while a fault is handled, or
+# memory may run out before a collective in a `finally` is aborted.
 _ALWAYS_SURFACE = (SignalException, torch.OutOfMemoryError)
-# A CUDA context in which a kernel has failed is of no use in the next world either.
+# A CUDA context in which a kernel has failed is unusable in the next world, too.
 _BROKEN_DEVICE = ("device-side assert", "CUDA error:")
 
 
 def is_world_fault(error: BaseException) -> bool:
-    """Whether ``error``, or its cause, means that peers or their connections are lost."""
+    """Whether ``error``, or a cause of it, means that peers or the connections to them are lost."""
     if isinstance(error, ElasticError) and not isinstance(error, WorldLost):
-        return False  # ours, raised while a fault was being handled: it has a hint
+        return False  # it has a hint, and may have been raised while a fault was handled
     chain = causes(error)
     return not any(_must_surface(e) for e in chain) and any(_is_fault(e) for e in chain)
 
 
 def unreachable_peers(error: BaseException) -> tuple[str, ...]:
-    """Addresses of peers that stopped responding, as reported by gloo.
+    """The addresses of peers that stopped responding, as reported by gloo.
 
     >>> unreachable_peers(RuntimeError("Read error [10.0.0.2]:1769: Connection timed out."))
     ('10.0.0.2',)
@@ -67,19 +67,19 @@ def unreachable_peers(error: BaseException) -> tuple[str, ...]:
     return tuple(sorted({found for words in _TIMED_OUT for found in words.findall(text)}))
 
 
-def may_come_of_garbage(error: BaseException) -> bool:
-    """Whether ``error`` may have been raised because a collective that was aborted has left
-    anything in its output: on a stream nothing else indicates it
-    (:mod:`elastic.process_group.semantics`).
+def may_stem_from_aborted_output(error: BaseException) -> bool:
+    """Whether ``error`` may have been raised because an aborted collective left garbage in its
+    output: on a stream nothing else indicates the abort (:mod:`elastic.process_group.semantics`).
 
-    Not ours, which have a hint, and not those that would recur in the next world.
+    False for this library's errors, which have a hint, and for those that would recur in the next
+    world.
     """
     chain = causes(error)
     return not any(_must_surface(e) or isinstance(e, ElasticError) for e in chain)
 
 
 def causes(error: BaseException) -> list[BaseException]:
-    """The exception and all its causes and contexts, each once, as printed."""
+    """The exception with all its causes and contexts, each once, as in a printed traceback."""
     found: list[BaseException] = []
     left: list[BaseException | None] = [error]
     while left:
@@ -104,5 +104,5 @@ def _is_fault(error: BaseException) -> bool:
         return True
     if not isinstance(error, RuntimeError):
         return False
-    said = str(error)
-    return any(text in said for text in _GLOO) and _GLOO_ASSERTION not in said
+    text = str(error)
+    return any(part in text for part in _GLOO) and _GLOO_ASSERTION not in text

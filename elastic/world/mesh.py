@@ -1,7 +1,7 @@
-"""The dimensions of a replica: the ranks that together hold the model once.
+"""The dimensions of a replica: the ranks that together hold one copy of the model.
 
-A world is D replicas; the mesh names the dimensions inside one. This module decides which of them
-split the batch, for the sampler, the loaders and the random numbers of steps alike.
+A world consists of replicas; the mesh names the dimensions inside one. This module decides which
+dimensions split the batch, for the sampler, the loaders and the random numbers of steps.
 """
 
 from __future__ import annotations
@@ -19,14 +19,16 @@ _KNOWN = "shard, dp*, tp, pp, cp, ep"
 
 @dataclass(frozen=True)
 class ReplicaMesh:
-    """The dimensions of a replica in order, the last one varying fastest; none: a replica is one
-    rank."""
+    """The dimensions of a replica in order, the last one varying fastest. Without any, each rank is
+    a replica."""
 
     dims: tuple[tuple[str, int], ...] = ()
 
     @classmethod
     def parse(cls, given: Mapping[str, int] | None) -> ReplicaMesh:
-        """Of ``elastic.join(mesh=…)``. Raises ConfigError for a name or a size that cannot be.
+        """Parse the argument of ``elastic.join(mesh=…)``.
+
+        Raises ConfigError for an unknown name or an invalid size.
 
         >>> ReplicaMesh.parse({"shard": 4, "tp": 2}).size
         8
@@ -35,26 +37,26 @@ class ReplicaMesh:
             return cls()
         if not isinstance(given, Mapping) or not all(isinstance(name, str) for name in given):
             raise ConfigError(
-                f"mesh={given!r}: not a dict of dimensions and their sizes",
+                f"mesh={given!r} is not a dict of dimensions and their sizes",
                 hint='elastic.join(mesh={"shard": 4}): the dimensions of one replica',
             )
         if not given:
             raise ConfigError(
                 "mesh={} names no dimension",
-                hint='elastic.join(mesh={"shard": 4}), or omit mesh: each rank is then a replica',
+                hint='elastic.join(mesh={"shard": 4}); without mesh, each rank is a replica',
             )
         for name, size in given.items():
             if not (_splits_batch(name) or name in _SAME_SAMPLES):
                 raise ConfigError(
-                    f"mesh={dict(given)} has a dimension {name!r}: it is unknown whether its ranks "
-                    "see the same samples",
-                    hint=f"known dimensions: {_KNOWN}; shard and dp* split the batch. Leave out "
-                    "one for replicas: the mesh is of a single one, and a world has as many as fit",
+                    f"mesh={dict(given)} has an unknown dimension {name!r}: do its ranks see the "
+                    "same samples?",
+                    hint=f"known dimensions: {_KNOWN}; shard and dp* split the batch. Replicas are "
+                    "not a dimension: the mesh describes one, and a world has as many as fit",
                 )
             if type(size) is not int or size < 1:
                 raise ConfigError(
                     f"mesh={dict(given)}: dimension {name!r} has size {size!r}",
-                    hint="a number of ranks, at least 1",
+                    hint="pass a number of ranks, at least 1",
                 )
         return cls(tuple(given.items()))
 
@@ -64,26 +66,26 @@ class ReplicaMesh:
 
     @property
     def size(self) -> int:
-        """The ranks of one replica."""
+        """The number of ranks in a replica."""
         return math.prod(size for _, size in self.dims)
 
     @property
     def data_dims(self) -> tuple[str, ...]:
-        """The dimensions that split the batch, and have more than one rank."""
+        """The dimensions that split the batch and have more than one rank."""
         return tuple(name for name, size in self.dims if size > 1 and _splits_batch(name))
 
     @property
     def split_dims(self) -> tuple[str, ...]:
-        """The dimensions of more than one rank."""
+        """The dimensions that have more than one rank."""
         return tuple(name for name, size in self.dims if size > 1)
 
     @property
     def data_size(self) -> int:
-        """Into how many parts a replica splits its samples."""
+        """The number of parts into which a replica splits its samples."""
         return math.prod(size for name, size in self.dims if _splits_batch(name))
 
     def data_position(self, position: int) -> int:
-        """Which of these parts the rank at ``position`` of the replica sees.
+        """The index of the part that the rank at ``position`` in the replica processes.
 
         >>> [ReplicaMesh((("shard", 2), ("tp", 2))).data_position(p) for p in range(4)]
         [0, 0, 1, 1]
@@ -96,7 +98,7 @@ class ReplicaMesh:
         return part
 
     def coordinates(self, position: int) -> tuple[int, ...]:
-        """Of a rank of the replica, along each dimension.
+        """The coordinates of the rank at ``position`` in the replica, one per dimension.
 
         >>> ReplicaMesh((("shard", 2), ("tp", 2))).coordinates(2)
         (1, 0)
@@ -108,8 +110,8 @@ class ReplicaMesh:
         return tuple(reversed(found))
 
     def dims_along(self, positions: Sequence[int]) -> frozenset[str] | None:
-        """The dimensions along which these ranks lie, omitting those of one rank; None: they are
-        not all the ranks along any dimensions.
+        """The dimensions of more than one rank that these ranks span; None if they do not span
+        whole dimensions.
 
         >>> mesh = ReplicaMesh((("shard", 2), ("cp", 2)))
         >>> sorted(mesh.dims_along([1, 3])), sorted(mesh.dims_along(range(4)))
@@ -123,8 +125,8 @@ class ReplicaMesh:
         return frozenset(self.dims[i][0] for i in along)
 
     def first_alike(self, position: int, sharded: Collection[str]) -> int:
-        """The first rank with the same part as the one at ``position``, with respect to what these
-        dimensions split.
+        """The first rank that holds the same part as the one at ``position``, where ``sharded``
+        names the dimensions that split it.
 
         >>> ReplicaMesh((("shard", 2), ("tp", 2))).first_alike(3, {"shard"})
         2
@@ -135,8 +137,8 @@ class ReplicaMesh:
         return found
 
     def check_node(self, workers: int, *, replica_size: int = 1) -> None:
-        """Raise ConfigError unless this number of workers of a node is a multiple of a replica, or
-        a part of one that the agents form (``replica_size``)."""
+        """Raise ConfigError unless a node's workers form whole replicas, or are part of a replica
+        that the agents form (``replica_size``)."""
         if replica_size > workers and replica_size != self.size:
             raise ConfigError(
                 f"elastic.join(mesh=…) has replicas of {self.size} ranks ({self}), and the agents "
@@ -147,17 +149,17 @@ class ReplicaMesh:
             return
         if self.size % workers == 0:
             raise ConfigError(
-                f"{workers} workers on this node are a part of a replica of {self.size} ranks "
-                f"(mesh {self}), and its agent does not know that it takes {self.size // workers} "
-                "nodes",
+                f"{workers} workers on this node are part of a replica of {self.size} ranks "
+                f"(mesh {self}), but the agent was not configured for replicas over "
+                f"{self.size // workers} nodes",
                 hint=f"--nproc-per-node={self.size}, or on every node "
                 f"--rdzv-conf=replica_size={self.size} (docs/how-to/sharded.md)",
             )
         raise ConfigError(
             f"{workers} workers on this node cannot form replicas of {self.size} ranks "
             f"(mesh {self}): {left} of them would wait forever",
-            hint=f"--nproc-per-node: a multiple of {self.size}; or a divisor of it, for replicas "
-            f"over several nodes, and --rdzv-conf=replica_size={self.size} "
+            hint=f"--nproc-per-node must be a multiple of {self.size}, or, for replicas over "
+            f"several nodes, a divisor of it with --rdzv-conf=replica_size={self.size} "
             "(docs/how-to/sharded.md)",
         )
 

@@ -1,4 +1,4 @@
-"""The world as one worker sees it: its rank, the size, the generation."""
+"""The world from one worker's point of view: its rank, the size, the generation."""
 
 from __future__ import annotations
 
@@ -12,25 +12,25 @@ from elastic.messages.environment import identity_in
 from elastic.messages.world import RankAssignment, WorldIdentity
 from elastic.world.mesh import ReplicaMesh
 
-# What torchrun (any backend) sets and env:// needs. Without them a process is a world of one.
+# Set by torchrun with any backend, and needed by env://. Without them a process is a world of one.
 _LAUNCHED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
 @dataclass(frozen=True, kw_only=True)
 class World(WorldIdentity, RankAssignment):
-    """The ranks that train together, as agreed for one generation.
+    """The ranks that train together in one generation.
 
     Attributes:
-        generation: only grows over the life of a job.
-        rank: of this worker, from 0.
-        size: number of workers.
-        local_rank: of this worker on its node.
-        local_size: number of workers on this node.
-        nonce: hex, the same on all ranks, fresh for every world.
+        generation: the number of this world; never decreases over the life of a job.
+        rank: this worker's rank, from 0.
+        size: the number of workers.
+        local_rank: this worker's rank on its node.
+        local_size: the number of workers on this node.
+        nonce: hex, the same on all ranks, new for every world.
         lineage: earlier generations, oldest first.
         node: the name of this node, for people.
         is_launched: False for plain ``python train.py``, a world of one.
-        mesh: the dimensions of a replica; none: each rank is one.
+        mesh: the dimensions of a replica; without any, each rank is a replica.
     """
 
     node: str
@@ -39,29 +39,33 @@ class World(WorldIdentity, RankAssignment):
 
     @property
     def replica(self) -> int:
-        """The number of this rank's replica: the ranks that together hold the model once."""
+        """The index of this rank's replica. A replica's ranks together hold one copy of the
+        model."""
         return self.rank // self.mesh.size
 
     @property
     def replicas(self) -> int:
-        """How many replicas there are."""
+        """The number of replicas."""
         return self.size // self.mesh.size
 
     @property
     def rank_in_replica(self) -> int:
-        """From 0; ranks with the same one hold the same shards."""
+        """This rank's position in its replica, from 0; ranks at the same position hold the same
+        shards."""
         return self.rank % self.mesh.size
 
     @property
     def data_rank(self) -> int:
-        """The index of this rank's part of each global batch: the ranks of a tensor-parallel group,
-        for example, have the same. From 0 to :attr:`data_size`; without a mesh it is the rank."""
+        """The index of this rank's part of each global batch, from 0 to :attr:`data_size` - 1.
+
+        Without a mesh it is the rank. The ranks of a tensor-parallel group, for example, share one.
+        """
         own = self.mesh.data_position(self.rank_in_replica)
         return self.replica * self.mesh.data_size + own
 
     @property
     def data_size(self) -> int:
-        """Into how many parts each global batch is split."""
+        """The number of parts into which each global batch is split."""
         return self.replicas * self.mesh.data_size
 
 
@@ -84,10 +88,10 @@ def is_launched(env: Mapping[str, str] = os.environ) -> bool:
 
 
 def world_from_environment(env: Mapping[str, str] = os.environ) -> World:
-    """Read the world from the environment; under a foreign backend its nonce is still ``""``.
+    """Read the world from the environment; under another backend its nonce is still ``""``.
 
-    With the etcd-v3 backend the agent names the world. Under any other one torchrun's restart
-    count replaces the generation, and the nonce has to be agreed by the group itself.
+    With this library's backend the agent sets the world's identity. Under any other backend,
+    torchrun's restart count replaces the generation, and the ranks agree on a nonce themselves.
 
     >>> world_from_environment({}).size
     1
@@ -110,7 +114,7 @@ def world_from_environment(env: Mapping[str, str] = os.environ) -> World:
 
 
 def largest_world(env: Mapping[str, str] = os.environ) -> int:
-    """The maximum number of workers of this job; the current number if the backend does not set it.
+    """The maximum number of workers of this job; the current number if the backend sets no maximum.
 
     >>> largest_world({"ELASTIC_MAX_NODES": "3", "LOCAL_WORLD_SIZE": "2"})
     6
@@ -127,7 +131,7 @@ def fresh_nonce() -> str:
 
 
 def node_name(env: Mapping[str, str] = os.environ) -> str:
-    """This node's name for users: from the agent, else torchrun's group rank."""
+    """This node's name for people: the agent's, else one made from torchrun's group rank."""
     if name := env.get("ELASTIC_NODE_NAME"):
         return name
     group = env.get("GROUP_RANK")

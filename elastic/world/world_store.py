@@ -1,16 +1,16 @@
-"""A store for the ranks of one world, in Python: what torch's TCPStore cannot do.
+"""A store for the ranks of one world, in Python, because of three limitations of TCPStore.
 
-TCPStore queries the name service for the name of every address that it connects to or accepts, four
-times per store, and for nothing but its log lines (``formatSockAddr`` in torch's ``socket.cpp``).
-Where such a question is lost or slow, each takes 5 s: in one of 15 to 100 stores on the machine
-that this was written on [measured with strace, torch 2.13]. Its constructor also cannot be given
-up, and does not know whether it talks to the store of this world or to what is left of another.
+torch's TCPStore performs a reverse DNS lookup for every address that it connects to or accepts,
+four per store, only for its log lines (``formatSockAddr`` in torch's ``socket.cpp``). A lost or
+slow lookup takes 5 s: in one of 15 to 100 stores on the development machine [measured with strace,
+torch 2.13]. Its constructor also cannot be interrupted, and cannot distinguish the store of this
+world from a leftover one of another.
 
-Here every wait is in Python and checks ten times a second whether it is aborted. Server and
-clients prove to each other that they know the run's key and are of the same world
-(:mod:`elastic.secure_channel`); that costs the round trip that telling the nonce would
-cost. The values are a few hundred bytes per rank, while a group is built. Nothing that is received
-is executed, and a request that is none costs its connection only.
+Here every wait is in Python and checks ten times a second whether it should stop. Server and
+clients prove to each other that they know the run's key and belong to the same world
+(:mod:`elastic.secure_channel`), which takes no more round trips than an exchange of the nonce. The
+values are a few hundred bytes per rank, while a group is built. Nothing received is executed, and
+an invalid request only closes its connection.
 """
 
 from __future__ import annotations
@@ -42,13 +42,13 @@ from elastic.telemetry.log import get_logger
 from elastic.tuning.worker_intervals import WORLD_STORE_SLICE_S
 
 _LARGEST_FRAME = 1 << 20
-_LARGEST_ANSWER = 8 * _LARGEST_FRAME  # a wait is answered with the values of all its keys
+_LARGEST_RESPONSE = 8 * _LARGEST_FRAME  # the response to a wait contains the values of all its keys
 _CONNECTIONS_PER_RANK = 4
-_BACKLOG = 512  # where it is full, the kernel makes clients wait for a second
-_PENDING = 64  # beyond one of each rank: they all come at once, perhaps from one machine
+_BACKLOG = 512  # if it is full, clients retry only after a second
+_PENDING = 64  # in addition to one per rank: all may connect at once, perhaps from one machine
 
 Json = dict[str, Any]
-# The fields of a request, in addition to its number and name.
+# The fields of each request, in addition to its number and name.
 _FIELDS: dict[str, dict[str, type]] = {
     "set": {"key": str, "value": str},
     "get": {"key": str},
@@ -62,10 +62,10 @@ _FIELDS: dict[str, dict[str, type]] = {
 
 
 def limits_of(size: int, silence_s: float = PEER_SILENCE_S) -> Limits:
-    """The resources that the store of a world with this many ranks grants its clients."""
+    """The limits for clients of the store of a world with ``size`` ranks."""
     return Limits(
         frame_bytes=_LARGEST_FRAME,
-        unsent_bytes=2 * _LARGEST_ANSWER,
+        unsent_bytes=2 * _LARGEST_RESPONSE,
         open_connections=size * _CONNECTIONS_PER_RANK,
         pending_connections=size + _PENDING,
         pending_per_address=size + _PENDING,
@@ -74,7 +74,7 @@ def limits_of(size: int, silence_s: float = PEER_SILENCE_S) -> Limits:
 
 
 class StoreServer(Handler):
-    """Rank 0's: holds the values. Raises OSError if the port is taken."""
+    """Rank 0's server, which holds the values. Raises OSError if the port is in use."""
 
     def __init__(
         self,
@@ -88,7 +88,7 @@ class StoreServer(Handler):
     ) -> None:
         self._nonce = nonce
         self._values: dict[str, bytes] = {}
-        self._awaited: dict[Connection, tuple[int, list[str]]] = {}  # a request, and its keys
+        self._awaited: dict[Connection, tuple[int, list[str]]] = {}  # the request's number and keys
         limits = limits_of(size, silence_s)
         self._hub = Hub(
             "elastic-store",
@@ -110,22 +110,22 @@ class StoreServer(Handler):
         get_logger().error("the store of this world has failed", exc_info=error)
 
     def opened(self, connection: Connection) -> None:
-        """Handler's: a client that has proved possession of the run's key."""
+        """Handler: a client has proved that it knows the run's key."""
         if connection.identity != self._nonce:
-            raise ProtocolError("a client of another world")
+            raise ProtocolError("the client belongs to another world")
 
     def received(self, connection: Connection, payload: bytes) -> None:
-        """Handler's: a request."""
+        """Handler: a request has arrived."""
         request = _request(payload)
         number = request["id"]
         if request["op"] == "wait":
             self._awaited[connection] = number, request["keys"]
-            self._settle(connection)
+            self._respond_if_set(connection)
         else:
             self._send(connection, number, self._operate(request))
 
     def closed(self, connection: Connection) -> None:
-        """Handler's."""
+        """Handler: a client has disconnected."""
         self._awaited.pop(connection, None)
 
     def _operate(self, request: Json) -> Any:
@@ -151,7 +151,7 @@ class StoreServer(Handler):
         raise ProtocolError(f"unknown request {request['op']!r}")
 
     def _compare_set(self, request: Json) -> str:
-        """As TCPStore does it: a missing key is set if the expected value is empty."""
+        """Same semantics as TCPStore: a missing key is set if the expected value is empty."""
         key, expected = request["key"], _bytes(request["expected"])
         if self._values.get(key, b"") == expected:
             self._put(key, _bytes(request["value"]))
@@ -160,13 +160,13 @@ class StoreServer(Handler):
     def _put(self, key: str, value: bytes) -> None:
         self._values[key] = value
         for connection in list(self._awaited):
-            self._settle(connection, key)
+            self._respond_if_set(connection, key)
 
-    def _settle(self, connection: Connection, news: str | None = None) -> None:
-        """Respond to a wait whose keys exist; ``news``: the key that has arrived."""
+    def _respond_if_set(self, connection: Connection, news: str | None = None) -> None:
+        """Respond to a wait whose keys all exist. ``news``: the key that was just set."""
         number, keys = self._awaited.get(connection, (0, []))
         if not keys or (news is not None and news not in keys):
-            return  # (Or it was dropped while another was answered.)
+            return  # or the connection was dropped while another one was answered
         if all(key in self._values for key in keys):
             del self._awaited[connection]
             self._send(connection, number, [_text(self._values[key]) for key in keys])
@@ -176,10 +176,9 @@ class StoreServer(Handler):
 
 
 class WorldStore(Store):
-    """A client of :class:`StoreServer`, with the interface that torch's groups require.
-    Thread-safe.
+    """A client of :class:`StoreServer` with the interface that torch's groups require. Thread-safe.
 
-    Raises DistStoreError when a key does not arrive in time, DistNetworkError when the server has
+    Methods raise DistStoreError if a key is not set in time, DistNetworkError if the server has
     ended, and the exceptions of ``give_up``.
     """
 
@@ -205,8 +204,8 @@ class WorldStore(Store):
         )
         self._timeout_s = timeout_s
         self._lock = threading.Lock()
-        self._next = 0
-        self._seen: dict[str, bytes] = {}  # sent with the last wait(): torch reads it next
+        self._next_id = 0
+        self._seen: dict[str, bytes] = {}  # received with the last wait(): torch reads them next
         try:
             self._channel.authenticate(key, nonce, expected=nonce)
         except BaseException as error:
@@ -218,41 +217,41 @@ class WorldStore(Store):
             ) from None
 
     def close(self) -> None:
-        """The connection ends."""
+        """Close the connection."""
         self._channel.close()
 
     def set(self, key: str, value: str | bytes) -> None:
         raw = value if isinstance(value, bytes) else value.encode()
-        self._ask({"op": "set", "key": key, "value": _text(raw)})
+        self._call({"op": "set", "key": key, "value": _text(raw)})
 
     def get(self, key: str) -> bytes:
         if (value := self._seen.pop(key, None)) is not None:
             return value
-        told = self._ask({"op": "wait", "keys": [key]})
-        return _bytes(told[0])
+        values = self._call({"op": "wait", "keys": [key]})
+        return _bytes(values[0])
 
     def wait(self, keys: list[str], timeout: datetime.timedelta | None = None) -> None:
         timeout_s = self._timeout_s if timeout is None else timeout.total_seconds()
-        told = self._ask({"op": "wait", "keys": keys}, timeout_s=timeout_s)
-        self._seen = dict(zip(keys, map(_bytes, told), strict=True))
+        values = self._call({"op": "wait", "keys": keys}, timeout_s=timeout_s)
+        self._seen = dict(zip(keys, map(_bytes, values), strict=True))
 
     def check(self, keys: list[str]) -> bool:
-        return bool(self._ask({"op": "check", "keys": keys}))
+        return bool(self._call({"op": "check", "keys": keys}))
 
     def add(self, key: str, value: int) -> int:
-        return int(self._ask({"op": "add", "key": key, "by": value}))
+        return int(self._call({"op": "add", "key": key, "by": value}))
 
     def compare_set(self, key: str, expected_value: str, desired_value: str) -> bytes:
         pair = {"expected": _text(_raw(expected_value)), "value": _text(_raw(desired_value))}
-        return _bytes(self._ask({"op": "compare", "key": key, **pair}))
+        return _bytes(self._call({"op": "compare", "key": key, **pair}))
 
     def delete_key(self, key: str) -> bool:
-        return bool(self._ask({"op": "delete", "key": key}))
+        return bool(self._call({"op": "delete", "key": key}))
 
     def num_keys(self) -> int:
-        return int(self._ask({"op": "count"}))
+        return int(self._call({"op": "count"}))
 
-    # The names that torch calls them by, from C++ (its PythonStore in csrc's init.cpp).
+    # The names by which torch calls them from C++ (PythonStore in csrc's init.cpp).
     deleteKey = delete_key
     getNumKeys = num_keys
 
@@ -264,27 +263,27 @@ class WorldStore(Store):
         return datetime.timedelta(seconds=self._timeout_s)
 
     def clone(self) -> WorldStore:
-        return self  # calls are serialised by the lock
+        return self  # the lock serializes calls
 
-    def _ask(self, request: Json, *, timeout_s: float | None = None) -> Any:
+    def _call(self, request: Json, *, timeout_s: float | None = None) -> Any:
         limit_s = self._timeout_s if timeout_s is None else timeout_s
         with self._lock:
             self._seen = {}
-            self._next += 1
+            self._next_id += 1
             self._channel.wait(limit_s)
             try:
-                self._channel.send({"id": self._next, **request})
-                return self._await_answer(self._next)
+                self._channel.send({"id": self._next_id, **request})
+                return self._await_response(self._next_id)
             except TimeoutError:
                 keys = request.get("keys") or request.get("key")
                 raise DistStoreError(f"wait timeout after {limit_s:.1f} s, keys: {keys}") from None
             except (OSError, ValueError) as error:
-                raise DistNetworkError(f"the store of this world is gone: {error}") from None
+                raise DistNetworkError(f"this world's store is lost: {error}") from None
 
-    def _await_answer(self, number: int) -> Any:
-        while (answer := self._channel.receive(_LARGEST_ANSWER)) is not None:
-            if answer.get("id") == number:  # others come too late, for what timed out
-                return answer.get("result")
+    def _await_response(self, number: int) -> Any:
+        while (response := self._channel.receive(_LARGEST_RESPONSE)) is not None:
+            if response.get("id") == number:  # others belong to requests that timed out
+                return response.get("result")
         raise ConnectionResetError("connection closed")
 
 
@@ -299,8 +298,11 @@ def connect(
     tls: Tls | None = None,
     silence_s: float = PEER_SILENCE_S,
 ) -> WorldStore:
-    """One attempt. Raises OSError if no server listens, DistNetworkError if it is another world's,
-    or does not have the run's key."""
+    """Connect once.
+
+    Raises OSError if no server listens, DistNetworkError if the server belongs to another world or
+    does not have the run's key.
+    """
     connection = socket.create_connection((host, port), timeout=WORLD_STORE_SLICE_S)
     try:
         return WorldStore(
@@ -318,8 +320,11 @@ def connect(
 
 
 def _listen(port: int, *, backlog: int) -> socket.socket:
-    """On all addresses. The agent has reserved the port with a socket that is bound and does not
-    listen; ``create_server`` sets SO_REUSEADDR, which lets this one have it."""
+    """Listen on all addresses.
+
+    The agent has reserved the port with a bound socket that does not listen. ``create_server`` sets
+    SO_REUSEADDR, with which this socket can bind to the same port.
+    """
     if socket.has_dualstack_ipv6():
         return socket.create_server(
             ("", port), family=socket.AF_INET6, backlog=backlog, dualstack_ipv6=True
@@ -328,17 +333,17 @@ def _listen(port: int, *, backlog: int) -> socket.socket:
 
 
 def _request(payload: bytes) -> Json:
-    """A request with exactly the fields that it has. Raises ProtocolError."""
+    """Parse a request, which must have exactly its fields. Raises ProtocolError."""
     request = strict_json.decode(payload)
     operation = request.get("op")
     fields = _FIELDS.get(operation) if isinstance(operation, str) else None
     if fields is None or type(request.get("id")) is not int:
         raise ProtocolError(f"not a request: {payload[:80]!r}")
     if request.keys() != {"id", "op", *fields}:
-        raise ProtocolError(f"{operation} has other fields than expected: {payload[:80]!r}")
+        raise ProtocolError(f"{operation} has unexpected or missing fields: {payload[:80]!r}")
     for name, kind in fields.items():
         if type(request[name]) is not kind:
-            raise ProtocolError(f"{operation}.{name} is no {kind.__name__}: {payload[:80]!r}")
+            raise ProtocolError(f"{operation}.{name} is not {kind.__name__}: {payload[:80]!r}")
     if not all(isinstance(key, str) for key in request.get("keys", ())):
         raise ProtocolError(f"{operation}.keys holds a value that is not a str: {payload[:80]!r}")
     return request
@@ -348,7 +353,7 @@ def _number(value: bytes) -> int:
     try:
         return int(value)
     except ValueError:
-        raise ProtocolError("add to a value that is not a number") from None
+        raise ProtocolError("add: the value is not a number") from None
 
 
 def _text(value: bytes) -> str:
@@ -359,7 +364,7 @@ def _bytes(text: str) -> bytes:
     try:
         return base64.b64decode(text, validate=True)
     except (binascii.Error, ValueError):
-        raise ProtocolError("a value that is not base64") from None
+        raise ProtocolError("the value is not base64") from None
 
 
 def _raw(value: str | bytes | Sequence[int]) -> bytes:

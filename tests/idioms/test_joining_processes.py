@@ -28,7 +28,7 @@ def train():
             STEP
             count += 1
 """,
-        "optimizer has other settings on rank 2 (lr=0.0001) than on rank 0",
+        "optimizer has different settings on rank 2 (lr=0.0001) and rank 0",
     ),
     "noise from a generator of the script's own": (
         """
@@ -43,7 +43,7 @@ def train():
             die(epoch * 8 + i, at)
             optimizer.step()
 """,
-        "weights differ from rank 0's in model",
+        "has different weights from rank 0 in model",
     ),
 }
 

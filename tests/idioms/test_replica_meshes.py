@@ -183,7 +183,7 @@ def test_ranks_that_split_a_sample_along_tp_are_found_out(of_kind: OfKind) -> No
     assert ended
     for worker in ended:
         assert worker.exit_code == 1
-        assert "rank 1's weights differ from rank 0's in model (parameter 0)" in worker.error
+        assert "rank 1 has different weights from rank 0 in model (parameter 0)" in worker.error
 
 
 def test_a_module_whose_gradients_nothing_would_reduce_is_refused(of_kind: OfKind) -> None:

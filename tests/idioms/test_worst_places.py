@@ -260,7 +260,7 @@ def train():
     for inputs, targets in loader:
         STEP
 """,
-        "after step 0, rank 1's weights differ from rank 0's",
+        "after step 0, rank 1 has different weights from rank 0",
     ),
     "weights are loaded by the function that is called again": (
         TRAINED
@@ -289,7 +289,7 @@ def train():
         loss.backward()
         optimizer.step()
 """,
-        "with gradients of a forward pass that ran in the step before",
+        "with gradients of a forward pass in the previous step",
     ),
     "DistributedSampler before there is a process group": (
         """
@@ -312,7 +312,7 @@ def train():
             p.grad += 0.1 * torch.randn_like(p.grad)
         optimizer.step()
 """,
-        "weights differ from rank 0's in model",
+        "has different weights from rank 0 in model",
     ),
 }
 
@@ -325,7 +325,7 @@ def train():
         for inputs, targets in loader:
             STEP
 """,
-        "this is the second pass over the loader, without run.epochs",
+        "this is the second pass over the loader without run.epochs",
     ),
     "islice": (
         """

@@ -15,7 +15,7 @@ from test_node_service import TestNode
 from elastic.cli.main import main
 from elastic.leadership.job_progress import RecordedHeartbeat, decode_progress
 from elastic.leadership.progress_writer import ProgressWriter
-from elastic.liveness.heartbeats import HeardHeartbeat, NodeHeartbeat
+from elastic.liveness.heartbeats import NodeHeartbeat, ReceivedHeartbeat
 from elastic.membership.records import Keys
 from elastic.membership.step_rate import StepRate
 from elastic.store.embedded.etcd import EmbeddedEtcd
@@ -141,7 +141,7 @@ def test_only_a_leader_writes_and_only_news_and_on_its_lease(node: TestNode) -> 
     leases: list[Lease | None] = [None]
     clock = ManualClock(1_769_860_800.0)
     context = replace(context, store=store, clock=clock)
-    heard: dict[str, HeardHeartbeat] = {}
+    heard: dict[str, ReceivedHeartbeat] = {}
     steps: list[int | None] = [None]
     writer = ProgressWriter(
         context, lambda: leases[0], lambda: steps[0], lambda: 500, lambda: heard
@@ -172,11 +172,11 @@ def test_only_a_leader_writes_and_only_news_and_on_its_lease(node: TestNode) -> 
         writer.write()
     assert len(store.puts) == writes
     began = NodeHeartbeat(generation=2, step=39, has_joined=True)
-    heard["id-b"] = HeardHeartbeat(began, clock.monotonic())
+    heard["id-b"] = ReceivedHeartbeat(began, clock.monotonic())
     writer.write()
     writes += 1
     assert len(store.puts) == writes, "that a node's workers have begun to step is news"
-    heard["id-b"] = HeardHeartbeat(replace(began, step=40), clock.monotonic() - 3.0)
+    heard["id-b"] = ReceivedHeartbeat(replace(began, step=40), clock.monotonic() - 3.0)
     writer.write()
     assert len(store.puts) == writes, "nor are heartbeats alone"
     clock.advance(PROGRESS_IDLE_S)

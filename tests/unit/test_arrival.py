@@ -92,7 +92,7 @@ def test_a_rank_with_another_mesh_is_refused_and_named_to_the_others(
 ) -> None:
     first, refused, other = met(three_stores, ["shard=2", "", "shard=2"])
     assert isinstance(refused, ConfigError)
-    assert "rank 1 has the dimensions none, that of rank 0 shard=2" in str(refused)
+    assert "rank 1 has the dimensions none, but rank 0 has shard=2" in str(refused)
     for rank in (first, other):
         assert isinstance(rank, GroupBuildFailed)
         assert rank.missing == (1,)

@@ -203,7 +203,7 @@ def test_a_share_that_cannot_be_weighted_is_refused() -> None:
 
 def test_calls_at_the_wrong_place_are_refused(tmp_path: Path) -> None:
     with process(tmp_path, clean=False) as run:
-        with refused(TrainingError, "run.build() outside of the function that run.retry calls"):
+        with refused(TrainingError, "outside the function that run.retry calls"):
             run.build(build)
 
         def twice() -> None:
@@ -227,7 +227,7 @@ def test_build_after_the_state_was_restored_is_refused(tmp_path: Path) -> None:
 
 
 def test_build_without_checkpoints_or_beside_wrap_is_refused(tmp_path: Path) -> None:
-    with run_of(None, clean=False) as run, refused(ConfigError, "without checkpoints"):
+    with run_of(None, clean=False) as run, refused(ConfigError, "needs checkpoints"):
         in_retry(run, lambda: run.build(build))
     with process(tmp_path, clean=False) as run:
 
@@ -235,7 +235,7 @@ def test_build_without_checkpoints_or_beside_wrap_is_refused(tmp_path: Path) -> 
             run.build(build)
             run.wrap(network())
 
-        with refused(ConfigError, "run.wrap() in addition to run.build()"):
+        with refused(ConfigError, "run.wrap() cannot be used in addition to run.build()"):
             in_retry(run, both)
 
 
@@ -345,7 +345,7 @@ def leave_a_world_at_once(folder: Path) -> None:
         job.retire_built()
         assert job.remains is not None
         assert any(reference() is not None for reference in first)  # it is in cycles
-        job.remains.warn_of_leftovers()
+        job.remains.warn_if_in_memory()
         assert all(reference() is None for reference in first)
         assert len(looked_at) == 1 and looked_at[0] < everything / 4, (looked_at, everything)
 
@@ -393,7 +393,7 @@ def test_a_mesh_of_a_part_of_the_world_is_refused() -> None:
     dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
     try:
         model, _ = build(init_device_mesh("cpu", (1,)))
-        with refused(ConfigError, "and the world has 2 ranks in one dimension"):
+        with refused(ConfigError, "but the world has 2 ranks in one dimension"):
             Built(model, Halved(), generation=1)
     finally:
         dist.destroy_process_group()

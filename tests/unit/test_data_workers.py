@@ -101,7 +101,7 @@ def test_they_end_with_a_pass_that_nobody_goes_on_with(how: str) -> None:
     before = leave_early(one, 0, 1, keeps_workers=how != "left")
     if how == "let go":
         assert all(map(is_alive, before))
-        one.let_workers_go()
+        one.stop_workers()
     elif how == "at its end":
         one.seek(Position(0, len(one)))
         assert list(one.batches(0, 1)) == []
@@ -125,7 +125,7 @@ def test_those_that_the_user_made_persistent_stay_over_epochs() -> None:
     before = pids(one.batches(0, 1))
     one.begin_epoch(1)
     assert leave_early(one, 0, 1) == before
-    one.let_workers_go()
+    one.stop_workers()
     assert all(map(is_alive, before))
 
 
@@ -162,7 +162,7 @@ def test_an_older_loop_cannot_take_the_batches_of_a_newer_one() -> None:
     next(older)
     newer = one.batches(0, 1)
     next(newer)
-    with pytest.raises(TrainingError, match="after a newer one has begun"):
+    with pytest.raises(TrainingError, match="after a newer loop has begun"):
         next(older)
     assert len(list(newer)) == len(one) - 1
 

@@ -206,13 +206,13 @@ def test_a_sample_that_is_drawn_again_is_augmented_anew() -> None:
 @pytest.mark.parametrize(
     ("sampler", "named", "remedy"),
     [
-        (SubsetRandomSampler([1, 60]), "has index 60, the dataset 53 samples", "from 0"),
+        (SubsetRandomSampler([1, 60]), "has index 60, but the dataset has 53 samples", "from 0"),
         (SubsetRandomSampler([]), "SubsetRandomSampler is empty", "split"),
         (["a.png", "b.png"], "list does not contain sample indices", "list of integers"),
         ([1.0, 2.5], "float64 values of shape", "list of integers"),
         ([[1, 2], [3, 4]], r"shape \(2, 2\)", "flat list"),
         ([-1], "list has index -1", "from 0"),
-        (SequentialSampler(range(60)), "draws from 60 samples, the dataset has 53", "same"),
+        (SequentialSampler(range(60)), "draws from 60 samples, but the dataset has 53", "same"),
         (RandomSampler(range(60), num_samples=3), "draws from 60 samples", "same"),
         (WeightedRandomSampler([1.0] * 60, 3), "draws from 60 samples", "same"),
         (WeightedRandomSampler([0.0, 0.0], 3), "the weights are invalid", "above 0"),
@@ -220,7 +220,7 @@ def test_a_sample_that_is_drawn_again_is_augmented_anew() -> None:
         (WeightedRandomSampler([1.0, float("nan")], 3), "the weights are invalid", "finite"),
         (
             WeightedRandomSampler([1.0, 0.0, 2.0], 3, replacement=False),
-            "draws 3 samples without replacement, 2 have",
+            "draws 3 samples without replacement, but only 2 have",
             "num_samples=2",
         ),
     ],

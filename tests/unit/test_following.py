@@ -384,7 +384,7 @@ def test_micro_batches_of_two_loaders_are_refused() -> None:
         done = script(run)
         cut = run.loader(DataLoader(dataset(), batch_size=10), micro_batch=3)
         others = iter(done.second)
-        with pytest.raises(TrainingError, match="step 0 is cut into micro-batches: 4 of") as no:
+        with pytest.raises(TrainingError, match="step 0 is divided into micro-batches: 4 of") as no:
             for step in run.steps(cut):
                 for _ in step:
                     next(others)
@@ -398,10 +398,10 @@ def test_one_loader_does_not_lead_and_follow() -> None:
         for x, y in done.first.loader:
             done.train(x, y, next(others))
             break
-        with pytest.raises(TrainingError, match="outside of them") as no:
+        with pytest.raises(TrainingError, match="outside of a step") as no:
             next(others)
         assert "run.shard(loader)" in no.value.hint
-        with pytest.raises(TrainingError, match="outside of them"):
+        with pytest.raises(TrainingError, match="outside of a step"):
             next(iter(done.second))
 
 
@@ -430,7 +430,7 @@ def test_an_older_iterator_over_the_second_loader_is_refused() -> None:
     with process() as run:
         done = script(run)
         old = iter(done.second)
-        with pytest.raises(TrainingError, match="after a newer one has begun"):
+        with pytest.raises(TrainingError, match="after a newer loop has begun"):
             for _ in done.first.loader:
                 next(old)
                 next(iter(done.second))
@@ -440,7 +440,7 @@ def test_an_older_iterator_over_the_second_loader_is_refused() -> None:
 def test_two_loops_over_one_loader_are_refused() -> None:
     with process() as run:
         done = script(run)
-        with pytest.raises(TrainingError, match="while step 0 has begun"):
+        with pytest.raises(TrainingError, match="while step 0 is not committed"):
             for _ in done.first.loader:
                 next(iter(done.first.loader))
 

@@ -207,7 +207,7 @@ def test_heartbeats_are_sent_every_few_seconds_however_often_the_thread_turns() 
     beats.send_if_due(last, sent.append)
     assert [NodeHeartbeat.decode(s).step for s in sent] == [1, 9]
     assert beats.by_node()["a"].heartbeat == last
-    beats.heard("b", NodeHeartbeat(generation=2, step=8))
+    beats.record("b", NodeHeartbeat(generation=2, step=8))
     assert beats.by_node()["b"].at_s == clock.monotonic()
     clock.advance(RECENT_LOSS_S + 1)  # nodes come and go: those long gone are forgotten
     beats.send_if_due(last, sent.append)

@@ -242,7 +242,9 @@ def test_numbers_of_all_kinds_are_taken(monkeypatch: pytest.MonkeyPatch) -> None
             script.update(x, y)
             total = torch.ones((), requires_grad=True) * 2
             run.log(a=1, b=True, c=np.float32(0.5), d=total, e=torch.ones(1, 1), f=float("nan"))
-            with pytest.raises(TrainingError, match=r"run\.log_to\(\) after run\.log\(\)"):
+            with pytest.raises(
+                TrainingError, match=r"run\.log_to\(\) was called after run\.log\(\)"
+            ):
                 run.log_to(tracker)
     points = {name: values[1] for name, values in tracker.curve.items()}
     assert str(points) == "{'a': 1.0, 'b': 1.0, 'c': 0.5, 'd': 2.0, 'e': 1.0, 'f': nan}"

@@ -66,26 +66,26 @@ def test_so_many_steps_from_the_next_one_on(tmp_path: Path) -> None:
     rank = Rank(tmp_path, rank=3)
     rank.enter(0)
     rank.train(7)
-    assert rank.profiler.ask(ProfileRequest(5))
-    assert not rank.profiler.ask(ProfileRequest(5)), "one at a time"
+    assert rank.profiler.request(ProfileRequest(5))
+    assert not rank.profiler.request(ProfileRequest(5)), "one at a time"
     rank.train(5)
     assert rank.calls == ["start"], "the step that was under way is not whole: not counted"
-    assert not rank.profiler.ask(ProfileRequest(5))
+    assert not rank.profiler.request(ProfileRequest(5))
     rank.train(2)
     assert rank.calls == ["start", "stop", "g0001-step000000008-rank3.pt.trace.json"]
     assert [(e.first, e.steps, e.asked) for e in rank.written] == [(8, 5, 5)]
-    assert rank.profiler.ask(ProfileRequest(1))
+    assert rank.profiler.request(ProfileRequest(1))
 
 
 def test_a_range_of_steps_and_some_ranks(tmp_path: Path) -> None:
     for number, ranks, expected in ((0, (), 1), (1, (0, 2), 0), (2, (0, 2), 1)):
         rank = Rank(tmp_path, rank=number)
-        rank.profiler.ask(ProfileRequest(4, first=10, ranks=ranks))
+        rank.profiler.request(ProfileRequest(4, first=10, ranks=ranks))
         rank.enter(0)
         rank.train(30)
         assert [(e.first, e.steps) for e in rank.written] == [(10, 4)] * expected
     late = Rank(tmp_path)
-    late.profiler.ask(ProfileRequest(4, first=10))
+    late.profiler.request(ProfileRequest(4, first=10))
     late.enter(20)  # it resumes there
     late.train(10)
     assert late.calls == []
@@ -95,7 +95,7 @@ def test_a_range_of_steps_and_some_ranks(tmp_path: Path) -> None:
 def test_a_world_that_ends_ends_the_trace(tmp_path: Path, ended: str) -> None:
     rank = Rank(tmp_path)
     rank.enter(0)
-    rank.profiler.ask(ProfileRequest(10))
+    rank.profiler.request(ProfileRequest(10))
     rank.train(4)
     rank.profiler.end_world(ended)
     # After a fault a device may hang in collectives of lost peers until the next world.
@@ -116,9 +116,9 @@ def test_a_profiler_that_fails_disturbs_nothing(tmp_path: Path) -> None:
 
     rank.profiler = StepProfiler(rank, folder=lambda: tmp_path, begin=broken)
     rank.enter(0)
-    rank.profiler.ask(ProfileRequest(2))
+    rank.profiler.request(ProfileRequest(2))
     rank.train(5)
-    assert rank.profiler.ask(ProfileRequest(2))
+    assert rank.profiler.request(ProfileRequest(2))
 
 
 def test_a_script_profiles_by_torchs_profiler(
@@ -139,7 +139,7 @@ def test_a_script_profiles_by_torchs_profiler(
 
 @pytest.mark.parametrize("steps", [0, -1, True, range(0), range(0, 10, 2), 10_001])
 def test_steps_that_cannot_be_are_refused(steps: int) -> None:
-    with process() as run, pytest.raises(ConfigError, match="not 1 to 10000 consecutive steps"):
+    with process() as run, pytest.raises(ConfigError, match="must be 1 to 10000 consecutive steps"):
         run.profile(steps)
 
 

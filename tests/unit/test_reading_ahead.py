@@ -12,7 +12,7 @@ from elastic.training.loop.reading_ahead import ReadingAhead
 
 def first_step_without_training(model: nn.Module) -> tuple[ReadingAhead, torch.Tensor]:
     ahead, batch = ReadingAhead(), torch.ones(1, 2)
-    ahead.hand_out({"inputs": [batch]})
+    ahead.step_began({"inputs": [batch]})
     ahead.step_ended(0, [model], trained=False)
     return ahead, batch
 
@@ -36,7 +36,7 @@ def test_a_copy_of_it_is_warned_about(caplog: pytest.LogCaptureFixture) -> None:
 def test_only_the_second_step_is_watched() -> None:
     model = nn.Linear(2, 1)
     ahead, batch = first_step_without_training(model)
-    ahead.hand_out(torch.zeros(1, 2))
+    ahead.step_began(torch.zeros(1, 2))
     ahead.step_ended(1, [model], trained=True)
     model(batch)
 
@@ -45,7 +45,7 @@ def test_a_loop_that_trains_in_its_first_step_is_left_alone(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     model, ahead, batch = nn.Linear(2, 1), ReadingAhead(), torch.ones(1, 2)
-    ahead.hand_out(batch)
+    ahead.step_began(batch)
     ahead.step_ended(0, [model], trained=True)
     model(batch)
     assert not caplog.text

@@ -63,9 +63,9 @@ def test_the_dimensions_decide_who_sees_the_same_samples(
         ({}, "names no dimension"),
         (
             {"rows": 2},
-            r"mesh=\{'rows': 2\} has a dimension 'rows'(.|\n)*known dimensions: shard, dp",
+            r"mesh=\{'rows': 2\} has an unknown dimension 'rows'(.|\n)*known dimensions: shard, dp",
         ),
-        ({"replicate": 2, "shard": 2}, r"'replicate'(.|\n)* Leave out one for replicas"),
+        ({"replicate": 2, "shard": 2}, r"'replicate'(.|\n)* Replicas are not a dimension"),
         ({"shard": 0}, "dimension 'shard' has size 0"),
         ({"shard": "2"}, "dimension 'shard' has size '2'"),
         ({"shard": True}, "dimension 'shard' has size True"),
@@ -91,13 +91,15 @@ def test_a_node_that_is_no_number_of_replicas_is_told_how_many_ranks_would_wait(
         ConfigError, match=r"5 workers .* replicas of 3 ranks.* 2 of them would wait"
     ) as caught:
         mesh.check_node(5)
-    assert "--nproc-per-node: a multiple of 3" in (caught.value.hint or "")
+    assert "--nproc-per-node must be a multiple of 3" in (caught.value.hint or "")
 
 
 def test_a_replica_over_several_nodes_is_one_that_the_agents_form() -> None:
     mesh = ReplicaMesh.parse({"shard": 4})
     mesh.check_node(2, replica_size=4)
-    with pytest.raises(ConfigError, match=r"does not know that it takes 2 nodes") as caught:
+    with pytest.raises(
+        ConfigError, match=r"was not configured for replicas over 2 nodes"
+    ) as caught:
         mesh.check_node(2)
     hint = "--nproc-per-node=4, or on every node --rdzv-conf=replica_size=4"
     assert hint in (caught.value.hint or "")

@@ -77,7 +77,7 @@ def clip(script: Script) -> None:
 def test_an_update_by_the_optimizer_stays_and_is_masked(script: Script) -> None:
     script.update()
     after = script.weights()
-    done = script.rollback.put_back(is_torn=False)
+    done = script.rollback.restore(is_torn=False)
     assert (done.is_torn, done.has_updates) == (False, True)
     assert torch.equal(script.weights(), after)
 
@@ -87,7 +87,7 @@ def test_a_change_outside_of_the_optimizer_is_torn_once_and_undone_from_then_on(
 ) -> None:
     script.update()
     clip(script)
-    assert script.rollback.put_back(is_torn=False).is_torn
+    assert script.rollback.restore(is_torn=False).is_torn
     script.commit()  # as if a peer had given its state
     script.update()
     clip(script)
@@ -96,7 +96,7 @@ def test_a_change_outside_of_the_optimizer_is_torn_once_and_undone_from_then_on(
     momenta = copy.deepcopy(script.optimizer.state_dict()["state"])
     script.update()
     clip(script)
-    done = script.rollback.put_back(is_torn=True)
+    done = script.rollback.restore(is_torn=True)
     assert (done.is_torn, done.has_updates) == (False, False)
     assert torch.equal(script.weights(), before)
     assert repr(script.optimizer.state_dict()["state"]) == repr(momenta)
@@ -105,7 +105,7 @@ def test_a_change_outside_of_the_optimizer_is_torn_once_and_undone_from_then_on(
 def test_a_change_between_two_optimizer_steps_is_not_taken_for_theirs(script: Script) -> None:
     clip(script)
     script.update()
-    assert script.rollback.put_back(is_torn=False).is_torn
+    assert script.rollback.restore(is_torn=False).is_torn
 
 
 def test_a_large_object_changed_in_a_step_is_torn_once_and_undone_from_then_on(
@@ -115,12 +115,12 @@ def test_a_large_object_changed_in_a_step_is_torn_once_and_undone_from_then_on(
     assert isinstance(last, nn.Linear)
     with torch.no_grad():
         last.weight.add_(1)
-    assert script.rollback.put_back(is_torn=False).is_torn
+    assert script.rollback.restore(is_torn=False).is_torn
     script.commit()
     before = last.weight.detach().clone()
     with torch.no_grad():
         last.weight.add_(1)
-    assert not script.rollback.put_back(is_torn=False).is_torn
+    assert not script.rollback.restore(is_torn=False).is_torn
     assert torch.equal(last.weight, before)
 
 
@@ -132,7 +132,7 @@ def test_the_first_step_is_undone_whatever_it_changes() -> None:
         made.update()
         clip(made)
         made.average.requires_grad_(False)[-1].weight.zero_()
-        assert not made.rollback.put_back(is_torn=True).is_torn
+        assert not made.rollback.restore(is_torn=True).is_torn
         assert torch.equal(made.weights(), before)
         assert made.optimizer.state_dict()["state"] == {}
         assert made.average[-1].weight.abs().sum() > 0
@@ -151,7 +151,7 @@ def test_ranks_that_begin_are_told_what_is_known_of_the_script(script: Script) -
         new.rollback.take()
         before = new.weights()
         clip(new)
-        assert not new.rollback.put_back(is_torn=False).is_torn
+        assert not new.rollback.restore(is_torn=False).is_torn
         assert torch.equal(new.weights(), before)
     finally:
         new.optimizer_watch.close()
@@ -172,7 +172,7 @@ def test_without_memory_for_copies_an_interrupted_step_is_torn(
     assert "not enough memory for a copy of the weights" in caplog.text
     script.update()
     clip(script)
-    assert script.rollback.put_back(is_torn=False).is_torn
+    assert script.rollback.restore(is_torn=False).is_torn
 
 
 def test_copies_restore_what_a_step_has_made_removed_and_replaced() -> None:
@@ -187,7 +187,7 @@ def test_copies_restore_what_a_step_has_made_removed_and_replaced() -> None:
     del state["removed"]
     state["count"] = 5
     state["made"] = torch.zeros(1)
-    copies.put_back([parameter], [optimizer])
+    copies.restore([parameter], [optimizer])
     assert set(state) == {"kept", "removed", "count"}
     assert state["kept"] is kept and kept.tolist() == [2.0] * 3
     assert state["removed"].tolist() == [1.0, 1.0] and state["count"] == 4
@@ -207,7 +207,7 @@ def test_an_optimizer_inside_of_a_tracked_one_is_saved_too(tmp_path: Path) -> No
         run.track(optimizer=Wrapping(inner))
         assert set(parts_of(run).job.tracked) == {"optimizer", "optimizer.inner"}
         job_state = parts_of(run).job
-        job_state.apply_small(copy.deepcopy(job_state.tree()))
+        job_state.apply_non_parameters(copy.deepcopy(job_state.tree()))
         outer = job_state.tracked["optimizer"]
         assert isinstance(outer, Wrapping)
         assert outer.param_groups is inner.param_groups, "a change of one's rate is the other's"
@@ -270,5 +270,7 @@ def test_a_second_begin_says_what_to_call(tmp_path: Path) -> None:
     with process(clean=False) as run:
         job(run)
         run.begin()
-        with pytest.raises(TrainingError, match=r"run\.begin\(\) while step 0 has begun"):
+        with pytest.raises(
+            TrainingError, match=r"run\.begin\(\) was called while step 0 is not committed"
+        ):
             run.begin()

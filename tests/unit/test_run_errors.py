@@ -62,7 +62,7 @@ def test_other_parameter_groups_are_refused_before_the_model_changes(tmp_path: P
         before = script.weights()
         optimizer = torch.optim.Adam([{"params": [p]} for p in script.model.parameters()], lr=0.01)
         parts_of(run).job.tracked["optimizer"] = optimizer
-        with pytest.raises(TrainingError, match=r"groups of sizes \[4\], here \[1, 1, 1, 1\]"):
+        with pytest.raises(TrainingError, match=r"groups have sizes \[4\], here \[1, 1, 1, 1\]"):
             script.train()
         assert torch.equal(script.weights(), before)
 

@@ -147,7 +147,7 @@ def test_an_undone_step_leaves_weights_and_moments_as_they_were(mesh: DeviceMesh
     copies.take(module.local_parameters, [optimizer])
     step(model, optimizer)
     assert not torch.equal(values(job)["model/model/0.weight"], before["model/model/0.weight"])
-    copies.put_back(module.local_parameters, [optimizer])
+    copies.restore(module.local_parameters, [optimizer])
     assert_equal(values(job), before)
 
 

@@ -65,7 +65,7 @@ def test_everything_small_is_put_back(job: Job) -> None:
     job.train()
     changed = job.facts()
     assert all(changed[name] != before[name] for name in before)
-    job.small.put_back(taken)
+    job.small.restore(taken)
     assert job.facts() == before
 
 
@@ -73,7 +73,7 @@ def test_a_snapshot_can_be_put_back_twice(job: Job) -> None:
     before, taken = job.facts(), job.small.take()
     for _ in range(2):
         job.train()
-        job.small.put_back(taken)
+        job.small.restore(taken)
         assert job.facts() == before
 
 
@@ -82,7 +82,7 @@ def test_a_step_can_be_done_again_after_the_scaler_has_seen_it(job: Job) -> None
     taken = job.small.take()
     job.scaler.scale(job.module(torch.randn(8, 4)).square().mean()).backward()
     job.scaler.step(job.optimizer)
-    job.small.put_back(taken)
+    job.small.restore(taken)
     job.optimizer.zero_grad()
     before = [p.detach().clone() for p in job.module.parameters()]
     job.train()
@@ -93,7 +93,7 @@ def test_the_learning_rate_tensor_stays_the_same_object(job: Job) -> None:
     """Compiled optimizers have captured it."""
     rate, taken = job.optimizer.param_groups[0]["lr"], job.small.take()
     job.train()
-    job.small.put_back(taken)
+    job.small.restore(taken)
     assert job.optimizer.param_groups[0]["lr"] is rate
 
 
@@ -104,7 +104,7 @@ def test_a_snapshot_travels_as_json_and_tensors(job: Job) -> None:
     other = Job()
     other.train()
     other.train()
-    other.small.put_back(unflatten(node, lambda path, name: tensors[name]))
+    other.small.restore(unflatten(node, lambda path, name: tensors[name]))
     assert other.facts() == before
 
 
@@ -114,7 +114,7 @@ def test_buffers_that_change_without_a_new_version_are_copied(job: Job) -> None:
     job.train()
     before, taken = job.facts(), job.small.take()
     job.train()
-    job.small.put_back(taken)
+    job.small.restore(taken)
     assert job.facts() == before
 
 
@@ -127,7 +127,7 @@ def test_a_module_whose_buffers_are_none_has_none() -> None:
     norm.register_buffer("running_mean", torch.ones(4))
     assert torch.equal(small.take()["buffers"]["model"]["running_mean"], torch.ones(4))
     norm.running_mean = None
-    small.put_back(small.take())
+    small.restore(small.take())
     assert norm.running_mean is None
 
 
@@ -153,7 +153,7 @@ def test_buffers_that_a_step_replaces_resizes_or_adds() -> None:
         taken = small.take()
     wrapped(torch.ones(2))
     wrapped.module.part.register_buffer("late", torch.ones(1))
-    small.put_back(taken)
+    small.restore(taken)
     found = {name: buffer.tolist() for name, buffer in wrapped.module.named_buffers()}
     assert found == {"part.mean": [3.0, 3.0], "part.seen": [1.0, 1.0, 1.0], "part.late": [1.0]}
 

@@ -140,7 +140,9 @@ def test_lost_peers_are_a_line_and_their_traceback_is_in_the_journal(
     assert done.returncode == 1
     if not journal:
         said, place = done.stderr.splitlines()
-        assert said.startswith("elastic: peers are gone, or the connection to them: RuntimeError: ")
+        assert said.startswith(
+            "elastic: peers, or the connections to them, are lost: RuntimeError: "
+        )
         assert place.startswith(f"  raised at {script}:8 in train; ELASTIC_JOURNAL=FOLDER")
         return
     assert done.stderr == ""

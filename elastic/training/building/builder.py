@@ -17,7 +17,7 @@ from elastic.training.rebuilding.built import AGAIN, Built
 T = TypeVar("T")
 
 MESH_DIM = "shard"
-_SEED = 0x6275696C64  # for random numbers in the function: same on all ranks and in all worlds
+_SEED = 0x6275696C64  # for random numbers in the function: equal on all ranks and in all worlds
 
 
 class BuildsInWorlds:
@@ -28,7 +28,7 @@ class BuildsInWorlds:
     def build(self, fn: Callable[[DeviceMesh], T]) -> T:
         """Call ``fn`` with a DeviceMesh of the current world, and return its result.
 
-        For models sharded over the whole world, of which no rank has a full copy (FSDP2)::
+        For models that are sharded over the whole world, so that no rank has a full copy (FSDP2)::
 
             def build(mesh):
                 model = Net()
@@ -49,27 +49,27 @@ class BuildsInWorlds:
         and in all worlds. Gradients are those of the mean over the global batch, even if ranks
         have different numbers of samples.
 
-        When the world changes, ``run.retry`` calls its function again, which has to call this
-        again. Using an object of an earlier world raises TrainingError.
+        When the world changes, ``run.retry`` calls its function again, which must call this again.
+        Using an object of an earlier world raises TrainingError.
 
         Raises:
-            ConfigError: what ``fn`` returned is not sharded over ``mesh``, or cannot be saved;
-                or the job has no checkpoints, or a wrapped module.
+            ConfigError: the result of ``fn`` is not sharded over ``mesh``, or cannot be saved; or
+                the job has no checkpoints, or has a wrapped module.
             TrainingError: called outside of ``run.retry``, twice in a world, or too late.
         """
         parts = self._parts
         job, lifecycle = parts.job, parts.lifecycle
         self._check_call()
-        parts.attempts.note_registration("build")
+        parts.attempts.check_registration("build")
         job.is_rebuilt = True
         parts.checkpoints.keep_shards_in_memory()
         world = parts.recovery.bootstrap.enter_world()
         if (remains := job.remains) is not None:
-            remains.warn_of_leftovers()
+            remains.warn_if_in_memory()
         device = parts.connectivity.group.device
         mesh = init_device_mesh(device.type, (world.size,), mesh_dim_names=(MESH_DIM,))
         seed_all(derive_seed(job.seed, _SEED))
-        garbage.set_aside_what_is_older()
+        garbage.freeze_older_objects()
         with torch.enable_grad():
             returned = fn(mesh)
         parts.state.registry.hold(Built(returned, mesh, generation=lifecycle.world.generation))
@@ -80,8 +80,8 @@ class BuildsInWorlds:
         job = parts.job
         if not parts.script.scope.in_retry:
             raise TrainingError(
-                "run.build() outside of the function that run.retry calls: its result belongs to "
-                "one world, and each world needs a new one",
+                "run.build() was called outside the function that run.retry calls: its result "
+                "belongs to one world, and each world needs a new one",
                 hint=AGAIN,
             )
         if job.built is not None:
@@ -98,18 +98,18 @@ class BuildsInWorlds:
             )
         if job.is_sharded:
             raise ConfigError(
-                "run.build() in a job with elastic.join(mesh=…): a replica keeps its model",
+                "run.build() cannot be used with elastic.join(mesh=…): a replica keeps its model",
                 hint="use run.wrap(fully_shard(model, mesh=run.mesh)), or omit mesh=",
             )
         if job.modules:
             raise ConfigError(
-                "run.build() in a job with a module of run.wrap()",
-                hint="return all modules from the function of run.build(), sharded; or wrap all",
+                "run.build() cannot be used in a job that calls run.wrap()",
+                hint="return all modules, sharded, from the function of run.build(); or wrap all",
             )
         if not parts.checkpoints.is_on:
             raise ConfigError(
-                "run.build() without checkpoints: no rank holds all of the state, so a death would "
-                "lose it",
-                hint='elastic.join(checkpoints="/shared/folder"); the newest ones are kept in the '
-                "nodes' memory",
+                "run.build() needs checkpoints: no rank holds the complete state, so a rank's "
+                "death would lose it",
+                hint='elastic.join(checkpoints="/shared/folder"); the newest checkpoints are also '
+                "kept in the nodes' memory",
             )

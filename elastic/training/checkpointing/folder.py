@@ -37,7 +37,7 @@ class RestoreSource:
 
 
 class CheckpointFolder:
-    """``report`` is called with name and reason for every checkpoint that is skipped."""
+    """The folder of one job. ``report`` gets the name and reason of every skipped checkpoint."""
 
     def __init__(
         self,

@@ -1,9 +1,9 @@
-"""The last checkpoint of a process: on disk before it ends, or abandoned after its budget.
+"""The last checkpoint of a process: on disk before the process ends, or abandoned after a time.
 
 All ranks of a complete world save together, as usual, and wait until one of them has committed.
-If peers have died, their shares never arrive; but every rank has the complete state, so one of the
-remaining ranks writes all of it, as a world of one. Choosing it needs no agreement: they list the
-folder one after the other, by rank, and the first that finds no other attempt writes.
+If peers have died, their shares never arrive. But every rank has the complete state, so one of the
+remaining ranks writes all of it, as a world of one. The ranks need no agreement on which: they list
+the folder in the order of their ranks, and the first one that finds no other attempt writes.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ from elastic.tuning.worker_intervals import LAST_SAVE_PEERS_S, LAST_SAVE_TURN_S,
 
 # How much longer a rank waits for other ranks' shares than for its own.
 PEERS_FACTOR = 2.0
-LAST_TURN = 8  # later ranks take their turn together: that many do not die at once
+LAST_TURN = 8  # higher ranks share this turn: lower ranks rarely all die at once
 
 
-class _Seen(Enum):
+class _StepStatus(Enum):
     """The status of a step in the folder."""
 
     COMMITTED = "it is committed"
     BEGUN = "another rank is writing it"
     NOTHING = "no rank is writing it"
-    NO_ANSWER = "the disk does not respond"
+    NO_RESPONSE = "the disk does not respond"
 
 
 class LastSave:
@@ -49,25 +49,25 @@ class LastSave:
         """Called by every rank of a complete world at the same step. Returns whether the step is
         committed."""
         if not self._saver.writers.is_writer:
-            return self._see_committed()
+            return self._wait_until_committed()
         if self._saver.writers.is_complete:
             self._saver.save(self._job, wait_s=self._left_s())
             handle = self._saver.handle_of(self._step)
             if handle is not None and _was_skipped(
                 handle
-            ):  # training does not wait for a buffer; this does
+            ):  # a save during training does not wait for a buffer; this one does
                 handle = self._saver.save_again(self._job, wait_s=self._left_s())
             if self._wait_for_commit(handle):
                 return True
-            # An earlier save that was still running when the job's last world was announced,
-            # the one without members, is stale: it did not commit, so this rank may.
+            # An earlier save that was still running when the end of the job was announced (a
+            # world without members) is stale: it did not commit, so this rank may.
             is_overtaken = _is_stale(handle) and self._saver.is_permitted()
             if self._saver.writers.world_size == 1 and not is_overtaken:
                 return False  # no permission, or the disk has failed or does not respond
         return self.alone()
 
     def alone(self) -> bool:
-        """One of the remaining ranks writes the complete state. Returns whether the step is
+        """Let one of the remaining ranks write the complete state. Returns whether the step is
         committed."""
         if self._saver.has_committed(self._step):
             return True
@@ -81,26 +81,26 @@ class LastSave:
             self._wait(
                 lambda: False, at_most_s=min(LAST_SAVE_TURN_S, turn_s - self._clock.monotonic())
             )
-            seen = self._look()
-            if seen is _Seen.NOTHING and self._clock.monotonic() >= turn_s:
+            status = self._list()
+            if status is _StepStatus.NOTHING and self._clock.monotonic() >= turn_s:
                 return self._write_all()
-            if seen in (_Seen.COMMITTED, _Seen.NO_ANSWER):
-                return seen is _Seen.COMMITTED
-            if seen is _Seen.BEGUN:
+            if status in (_StepStatus.COMMITTED, _StepStatus.NO_RESPONSE):
+                return status is _StepStatus.COMMITTED
+            if status is _StepStatus.BEGUN:
                 self._wait(lambda: False, at_most_s=LAST_SAVE_TURN_S)
         return False
 
-    def _see_committed(self) -> bool:
-        """Another replica writes the state: wait until it has."""
+    def _wait_until_committed(self) -> bool:
+        """Wait until another replica has committed the state."""
         while self._left_s() > 0:
-            seen = self._look()
-            if seen in (_Seen.COMMITTED, _Seen.NO_ANSWER):
-                return seen is _Seen.COMMITTED
+            status = self._list()
+            if status in (_StepStatus.COMMITTED, _StepStatus.NO_RESPONSE):
+                return status is _StepStatus.COMMITTED
             self._wait(lambda: False, at_most_s=LAST_SAVE_TURN_S)
         return False
 
     def share(self) -> bool:
-        """This rank's share only: it is committed if all other ranks do the same."""
+        """Write only this rank's share. It is committed if all other ranks do the same."""
         if self._saver.writers.is_complete:
             self._saver.save(self._job, wait_s=self._left_s())
         handle = self._saver.handle_of(self._step)
@@ -127,25 +127,27 @@ class LastSave:
         self._saver.poll()
         return self._saver.has_committed(self._step)
 
-    def _look(self) -> _Seen:
-        """Look on the engine's thread, because a disk may hang."""
-        answers: list[list[str]] = []
-        self._saver.list_later(answers.append)
-        if not self._wait(lambda: bool(answers)):
-            return _Seen.NO_ANSWER
-        mine = (self._saver.writers.generation, self._step)
-        if any(_place(name) >= mine for name in map(parse_committed, answers[0]) if name):
-            return _Seen.COMMITTED
-        # Saves begun together by this world would wait for ranks that have died.
-        attempts = [name for name in map(parse_attempt, answers[0]) if name]
+    def _list(self) -> _StepStatus:
+        """List the folder on the engine's thread, because a disk may hang."""
+        listings: list[list[str]] = []
+        self._saver.list_later(listings.append)
+        if not self._wait(lambda: bool(listings)):
+            return _StepStatus.NO_RESPONSE
+        target = (self._saver.writers.generation, self._step)
+        if any(_place(name) >= target for name in map(parse_committed, listings[0]) if name):
+            return _StepStatus.COMMITTED
+        # This world's joint attempts do not count: they wait for ranks that have died.
+        attempts = [name for name in map(parse_attempt, listings[0]) if name]
         others = [name for name in attempts if name.nonce != self._saver.writers.nonce]
-        return _Seen.BEGUN if any(_place(n) == mine for n in others) else _Seen.NOTHING
+        return (
+            _StepStatus.BEGUN if any(_place(n) == target for n in others) else _StepStatus.NOTHING
+        )
 
     def _left_s(self) -> float:
         return max(0.0, self._until_s - self._clock.monotonic())
 
     def _wait(self, done: Callable[[], bool], *, at_most_s: float | None = None) -> bool:
-        """Wait until ``done`` or the end of the budget; returns whether it is done."""
+        """Wait until ``done()`` or the end of the budget. Returns whether it is done."""
         left_s = self._left_s()
         until_s = self._clock.monotonic() + (
             left_s if at_most_s is None else min(left_s, at_most_s)

@@ -1,6 +1,6 @@
 """The interface between training and checkpoints, one per process.
 
-:meth:`CheckpointManager.restore` brings a new world to one state,
+:meth:`CheckpointManager.restore` gives all ranks of a new world the same state,
 :meth:`~CheckpointManager.at_boundary` runs between two steps, and
 :meth:`~CheckpointManager.flush` commits the state before the process ends. Without a policy
 nothing is saved, and ``restore`` shares rank 0's initial state.
@@ -36,8 +36,9 @@ __all__ = ["CheckpointManager", "Peers", "leaving_s"]
 
 
 def leaving_s() -> float:
-    """The time for a last save in a process that ends with an exception or on request. Derived from
-    the pod's grace period; on SIGTERM it is the rest of that period.
+    """The time, in seconds, for a last save in a process that ends with an exception or on request.
+
+    It is derived from the pod's grace period; on SIGTERM it is the rest of that period.
 
     Raises:
         ConfigError: the pod's grace period is not a number of seconds.
@@ -104,8 +105,8 @@ class CheckpointManager:
     ) -> None:
         """Change how the job saves.
 
-        Raises TrainingError for a folder that comes too late, and ConfigError for options that
-        contradict each other.
+        Raises TrainingError for a folder that is set too late, and ConfigError for contradictory
+        options.
         """
         policy = self._saver.policy
         if policy is not None:
@@ -124,10 +125,10 @@ class CheckpointManager:
     # -- worlds -------------------------------------------------------------------------------
 
     def restore(self, world: World, job: JobState, *, may_begin: bool = True) -> int:
-        """Bring every rank to one state. Returns the generation that the job continues with.
+        """Give all ranks the same state. Returns the generation with which the job continues.
 
-        That is the world's, or a later one if the checkpoint folder already contains it. Without
-        a checkpoint, rank 0's state is the initial one if it ``may_begin``, else
+        It is the world's, or a later one if the checkpoint folder already contains it. Without a
+        checkpoint, all ranks get rank 0's initial state if ``may_begin``; otherwise
         CheckpointRequired is raised.
         """
         return restore(world, job, self._saver, self._journal, may_begin=may_begin)
@@ -138,7 +139,7 @@ class CheckpointManager:
         return self._saver.origin
 
     def inherit(self, lineage: Lineage, generation: int, saved_step: int) -> None:
-        """Save as ``generation`` from now on; its state came from a live peer."""
+        """Save as ``generation`` from now on; its state comes from a live peer."""
         self._saver.inherit(lineage, generation, saved_step)
 
     def begin_world(self, world: World, job: JobState) -> None:
@@ -162,7 +163,7 @@ class CheckpointManager:
     ) -> StepFlags | None:
         """Between two steps: report finished saves, and begin one if it is due on all ranks.
 
-        Returns the control flags of all ranks, or None if no step was made since the last boundary.
+        Returns the control flags of all ranks, or None if no step ended since the last boundary.
         ``together``: creates the context for a collective of the world.
         """
         if not self.is_open:
@@ -191,7 +192,7 @@ class CheckpointManager:
         self._saver.save(job)
 
     def keep_shards_in_memory(self) -> None:
-        """No rank holds the complete state: save it to the nodes' memory, unless the policy
+        """Save to the nodes' memory, because no rank holds the complete state, unless the policy
         disables that."""
         self._saver.keep_shards_in_memory()
 
@@ -209,9 +210,9 @@ class CheckpointManager:
     def save_between_worlds(self, job: JobState, *, is_last: bool, nodes_leave: bool) -> None:
         """Save this step, at which all ranks leave the current world and none keeps its state.
 
-        The nodes' memory serves the next world. If nodes leave, a save to disk is begun as well:
-        others may follow them before the next world has restored the state. ``is_last``: no world
-        follows, so that this returns when the save is on disk.
+        The next world restores from the nodes' memory. If nodes leave, a save to disk begins as
+        well: others may leave before the next world has restored the state. ``is_last``: no world
+        follows, so this returns once the save is on disk.
         """
         if not self.is_open:
             return
@@ -226,7 +227,7 @@ class CheckpointManager:
         self._saver.poll()
 
     def stop(self) -> None:
-        """Accept no further saves: the state must not be restored."""
+        """Accept no further saves, because the state must not be restored."""
         self._saver.due = None
 
     # -- the end ------------------------------------------------------------------------------
@@ -248,7 +249,7 @@ class CheckpointManager:
 
     @property
     def world_size(self) -> int:
-        """The writers of the current or last world."""
+        """The number of writers in the current or last world."""
         return self._saver.writers.world_size
 
     def wait(self, budget_s: float) -> bool:

@@ -1,4 +1,4 @@
-"""How each save ended: an event in the journal, and a warning when several fail in a row."""
+"""Reports how each save ended: an event in the journal, and a warning if several fail in a row."""
 
 from __future__ import annotations
 

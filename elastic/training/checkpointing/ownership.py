@@ -4,10 +4,10 @@ Rank 0 keeps a record in the folder and increments its counter every few seconds
 another run id watches the counter: if it changes, its owner is alive. Clocks are never compared,
 neither between machines nor over time, so a clock that jumps has no effect.
 
-The same run id may continue. A released record is free, and so is that of a job on one
-node whose process has ended: the launcher, or a plain ``python train.py``. If that process
-is alive, it is another job, even with the same run id (torchrun's default is "none" for all).
-Any other record is replaced once it has not changed for :data:`OWNER_WATCH_S`.
+A job with the same run id may continue. A released record is free, and so is the record of a job
+on one node whose process (the launcher, or a plain ``python train.py``) has ended. If that process
+is alive, it is another job, even with the same run id (torchrun's default is "none" for all). Any
+other record is replaced once it has not changed for :data:`OWNER_WATCH_S`.
 """
 
 from __future__ import annotations
@@ -40,15 +40,16 @@ class Owner:
 
     run_id: str
     node: str  # the node of rank 0
-    process: str  # the job cannot outlive it: boot, pid namespace, pid, start; "" if none
+    # The process that the job cannot outlive: boot id, pid namespace, pid, start time; "" if none.
+    process: str
     counter: int = 0
     is_released: bool = False
     running_s: float = 0.0  # how long the job has run, over all its processes
-    failures: int = 0  # number of its broken worlds
+    failures: int = 0  # broken worlds of the job
 
 
 class Ownership:
-    """One process's claim to a folder. ``on_lost`` is called once if another job has taken it."""
+    """One process's claim to a folder. ``report`` is called once if another job has taken it."""
 
     def __init__(
         self,
@@ -59,7 +60,7 @@ class Ownership:
         self._storage = storage
         self._report = report
         self._clock = clock
-        self._process = _lasting_process()
+        self._process = _job_process()
         self._run_id = os.environ.get("TORCHELASTIC_RUN_ID") or f"local {self._process}"
         self._before = Owner(run_id=self._run_id, node=node_name(), process=self._process)
         self._began_s = clock.monotonic()
@@ -75,7 +76,7 @@ class Ownership:
         Raises ConfigError if another job saves to it, after at most OWNER_WATCH_S.
         """
         found = self._read()
-        if found is not None and self._is_anothers(found):
+        if found is not None and self._belongs_to_another_job(found):
             self._watch(found)
         self._adopt(found)
         self.heartbeat()
@@ -98,14 +99,18 @@ class Ownership:
         self._thread.start()
 
     def heartbeat(self, *, release: bool = False) -> None:
-        """Increment the record's counter. An unwritable folder is reported by the saves."""
+        """Increment the record's counter. The saves report a folder that is not writable."""
         try:
             found = self._read()
-            if found is not None and self._thread is not None and self._is_anothers(found):
+            if (
+                found is not None
+                and self._thread is not None
+                and self._belongs_to_another_job(found)
+            ):
                 self.is_lost = True
                 self._report(
-                    f"{self._storage.place} was taken over by {_words(found)}: this job no longer "
-                    "saves to it"
+                    f"{self._storage.place} was taken over by {_describe(found)}: this job no "
+                    "longer saves to it"
                 )
                 return
             owner = replace(
@@ -129,31 +134,31 @@ class Ownership:
             self.heartbeat(release=True)
 
     def _run(self) -> None:
-        if not self._has_claimed:  # an earlier rank 0 of this job did
+        if not self._has_claimed:  # an earlier rank 0 of this job has
             with contextlib.suppress(CheckpointError):  # reported by the saves
                 self._adopt(self._read())
         while not self.is_lost and not self._stop.wait(OWNER_HEARTBEAT_S):
             self.heartbeat()
 
-    def _is_anothers(self, found: Owner) -> bool:
+    def _belongs_to_another_job(self, found: Owner) -> bool:
         if found.is_released:
             return False
         if found.run_id == self._run_id:
-            return found.process != self._process != "" and _lives(found) is True
-        return _lives(found) is not False
+            return found.process != self._process != "" and _is_alive(found) is True
+        return _is_alive(found) is not False
 
     def _watch(self, found: Owner) -> None:
         until_s = self._clock.monotonic() + OWNER_WATCH_S
         while self._clock.monotonic() < until_s:
             self._clock.sleep(OWNER_LOOK_S)
             now = self._read()
-            if now is None or not self._is_anothers(now):
+            if now is None or not self._belongs_to_another_job(now):
                 return
             if now.counter != found.counter:
                 raise ConfigError(
-                    f"another job saves to {self._storage.place}: {_words(now)}",
-                    hint="give every job its own folder; to continue that job, end "
-                    "it first, or start with its run id",
+                    f"another job saves to {self._storage.place}: {_describe(now)}",
+                    hint="use a separate folder for each job; to continue that job, end it first, "
+                    "or start with its run id",
                 )
 
     def _read(self) -> Owner | None:
@@ -170,12 +175,12 @@ class Ownership:
         return owner if is_sane and isinstance(owner.running_s, (int, float)) else None
 
 
-def _words(owner: Owner) -> str:
+def _describe(owner: Owner) -> str:
     return f"job {owner.run_id!r}, rank 0 on node {owner.node}"
 
 
-def _lasting_process() -> str:
-    """The only process without which this job cannot run; "" if there is none, or unknown."""
+def _job_process() -> str:
+    """The process that this job cannot outlive; "" if there is none, or it is unknown."""
     if not is_launched():
         return _process(os.getpid())
     nodes = os.environ.get("ELASTIC_MAX_NODES") or os.environ.get("GROUP_WORLD_SIZE")
@@ -185,7 +190,7 @@ def _lasting_process() -> str:
 def _launcher() -> int:
     """The pid of the nearest ancestor that was not launched itself; 0 if unknown.
 
-    A parent may be a wrapper, which ends with this process.
+    The parent may be a wrapper that ends with this process.
     """
     pid = os.getppid()
     while pid and b"TORCHELASTIC_RUN_ID=" in _read_bytes(f"/proc/{pid}/environ"):
@@ -207,10 +212,11 @@ def _parent_of(pid: int) -> int:
 
 
 def _stat(pid: int) -> tuple[str, str, str]:
-    """State, parent and start; a process that has ended counts as a zombie."""
+    """State, parent and start time of a process; state X if it has ended."""
     # The command, in parentheses, may contain any character.
-    told = _read_bytes(f"/proc/{pid}/stat").decode(errors="replace").rpartition(")")[2].split()
-    return (told[0], told[1], told[19]) if len(told) > 19 else ("X", "0", "")
+    text = _read_bytes(f"/proc/{pid}/stat").decode(errors="replace")
+    stat = text.rpartition(")")[2].split()
+    return (stat[0], stat[1], stat[19]) if len(stat) > 19 else ("X", "0", "")
 
 
 def _read_bytes(path: str) -> bytes:
@@ -221,8 +227,8 @@ def _read_bytes(path: str) -> bytes:
         return b""
 
 
-def _lives(owner: Owner) -> bool | None:
-    """Whether the process that the job cannot outlive is alive; None if that is unknown here."""
+def _is_alive(owner: Owner) -> bool | None:
+    """Whether the process that the job cannot outlive is alive; None if unknown on this node."""
     *place, pid, _ = ["", "", *owner.process.split()]
     here = _process(os.getpid()).split()[:2]
     if place[2:] != here or not pid.isdigit():

@@ -30,11 +30,11 @@ from elastic.world.world import World
 def restore(
     world: World, job: JobState, saver: Saver, journal: EventSink, *, may_begin: bool = True
 ) -> int:
-    """Bring every rank to one state. Returns the generation that the job continues with.
+    """Give all ranks the same state. Returns the generation with which the job continues.
 
-    That is the world's, or a later one if the checkpoint folder already contains it. Without a
-    checkpoint, rank 0's state is the initial one if it ``may_begin``, else CheckpointRequired is
-    raised.
+    It is the world's, or a later one if the checkpoint folder already contains it. Without a
+    checkpoint, all ranks get rank 0's initial state if ``may_begin``; otherwise CheckpointRequired
+    is raised.
     """
     began_s = SYSTEM_CLOCK.monotonic()
     on_all_ranks(world, lambda: saver.check_writable(world))
@@ -44,7 +44,7 @@ def restore(
     if source.name is None:
         if not may_begin:
             raise CheckpointRequired(
-                "a fault interrupted an update or a transfer of the weights on all ranks that had "
+                "a fault interrupted an update or a transfer of the weights on every rank that had "
                 "them, and there is no checkpoint to resume from",
                 hint="pass elastic.join(checkpoints=…) a folder that all nodes share",
             )
@@ -76,7 +76,7 @@ def _share_initial(world: World, job: JobState) -> None:
     node, every = on_all_ranks(world, lambda: flatten(job.tree()))
     plan = broadcast_json(_plan(node, every))
     on_all_ranks(world, lambda: _check_same_model(world, plan["specs"], every))
-    # Objects of run.build are equal on all ranks, and no rank has another one's shards.
+    # run.build creates equal objects on all ranks, and no rank has another rank's shards.
     own = {n for n, t in every.items() if is_dtensor(t)} if job.built is not None else set()
     tensors = {name: t for name, t in every.items() if name not in own}
     specs = {name: spec for name, spec in plan["specs"].items() if name not in own}
@@ -85,12 +85,12 @@ def _share_initial(world: World, job: JobState) -> None:
         for name, t in tensors.items()
         if name.startswith("model/") or is_dtensor(t)
     }
-    broadcast_tensors(modules, group=peer_group())  # shards: those of the first replica
-    small = _small_tensors(world, specs, tensors)
+    broadcast_tensors(modules, group=peer_group())  # shards come from the first replica
+    small = _non_parameter_tensors(world, specs, tensors)
     broadcast_tensors(small)
     if world.rank != 0:
         tree = unflatten(plan["tree"], lambda path, name: small.get(name, every.get(name)))
-        on_all_ranks(world, lambda: job.apply_small(tree))
+        on_all_ranks(world, lambda: job.apply_non_parameters(tree))
     else:
         on_all_ranks(world, lambda: None)
 
@@ -103,16 +103,17 @@ def _plan(node: Node, tensors: dict[str, torch.Tensor]) -> dict[str, Any]:
 def _check_same_model(
     world: World, specs: dict[str, Any], tensors: dict[str, torch.Tensor]
 ) -> None:
-    theirs = {n: s for n, s in specs.items() if n.startswith("model/")}
-    mine = {n: s for n, s in _plan({}, tensors)["specs"].items() if n.startswith("model/")}
-    if differing := sorted(n for n in theirs.keys() | mine if theirs.get(n) != mine.get(n)):
+    expected = {n: s for n, s in specs.items() if n.startswith("model/")}
+    actual = {n: s for n, s in _plan({}, tensors)["specs"].items() if n.startswith("model/")}
+    differing = sorted(n for n in expected.keys() | actual if expected.get(n) != actual.get(n))
+    if differing:
         raise TrainingError(
             f"rank {world.rank} has a different model from rank 0: {', '.join(differing[:10])}",
             hint="every rank must build the same model",
         )
 
 
-def _small_tensors(
+def _non_parameter_tensors(
     world: World, specs: dict[str, Any], tensors: dict[str, torch.Tensor]
 ) -> dict[str, torch.Tensor]:
     """CPU copies of tracked tensors: values on rank 0, buffers to receive them on the others."""

@@ -1,8 +1,8 @@
 """Finds, loads and saves the checkpoints of one process.
 
-Used by the :mod:`~elastic.training.checkpointing.manager` and within this package only. One engine
-for the process lifetime: the caller's thread copies this rank's share, a thread of the engine
-writes and commits. Nothing here waits for another rank, and every failure is an event: training
+Used only by the :mod:`~elastic.training.checkpointing.manager` and within this package. One engine
+serves the whole process: the caller's thread copies this rank's share, and a thread of the engine
+writes and commits it. Nothing here waits for another rank, and every failure is an event: training
 continues with the older checkpoints.
 """
 
@@ -49,7 +49,7 @@ class Saver:
                 self._keep_in_memory(policy)
         self.writers = WriterHistory()
         self.is_superseded: Callable[[], bool] = lambda: False  # a newer world is known
-        self.is_permitted: Callable[[], bool] = lambda: True  # by this node's agent
+        self.is_permitted: Callable[[], bool] = lambda: True  # this node's agent permits commits
         self.is_resumed = False  # the state comes from a checkpoint
         self._saved_step = 0  # the last step that this world need not save again
         self._latest: SaveHandle | None = None  # of the current world
@@ -69,8 +69,8 @@ class Saver:
             )
 
     def keep_shards_in_memory(self) -> None:
-        """No rank holds the complete state: save it to the nodes' memory unless the policy
-        disables that, and let no rank run ahead of its own writes."""
+        """Save to the nodes' memory, because no rank holds the complete state, unless the policy
+        disables that. Steps then wait for this rank's earlier writes."""
         if self._policy is None or self._policy.memory is False:
             return
         if self._memory is None:
@@ -127,7 +127,7 @@ class Saver:
     def resolve(self, world: World) -> RestoreSource:
         """On rank 0: commit or remove leftovers, and choose the checkpoint to resume from.
 
-        Raises CheckpointRequired if there is none and one was required, or none is complete, and
+        Raises CheckpointRequired if there is none and one is required, or if none is complete;
         ConfigError if another job saves to the folder.
         """
         if self._folder is None or self._policy is None or self.due is None:
@@ -137,14 +137,14 @@ class Saver:
         return self._folder.resolve(world, required=self._policy.required)
 
     def load(self, name: str, job: JobState) -> checkpoints.LoadResult:
-        """Read and verify a checkpoint into new memory, as this rank of ``job`` holds it."""
+        """Read and verify this rank's part of a checkpoint."""
         assert self._folder is not None
         return self._folder.load(name, job)
 
     # -- worlds -------------------------------------------------------------------------------
 
     def resume(self, origin: checkpoints.CheckpointInfo | None, generation: int, step: int) -> None:
-        """Save as ``generation`` from now on; it began at ``step`` with ``origin``'s state."""
+        """Save as ``generation`` from now on, which begins at ``step`` with ``origin``'s state."""
         self.writers.descend(checkpoints.derive_lineage(origin, generation), generation)
         self.is_resumed = origin is not None
         self._saved_step = self._outcomes.committed_step = step
@@ -156,7 +156,7 @@ class Saver:
         return self.writers.lineage, self.writers.generation, self._outcomes.committed_step
 
     def inherit(self, lineage: checkpoints.Lineage, generation: int, saved_step: int) -> None:
-        """Save as ``generation`` from now on; its state came from a live peer."""
+        """Save as ``generation`` from now on; its state comes from a live peer."""
         self.writers.descend(lineage, generation)
         self._saved_step = self._outcomes.committed_step = saved_step
 
@@ -210,7 +210,7 @@ class Saver:
     def at_boundary(self, job: JobState, received: StepFlags | None) -> None:
         """Between two steps: report finished saves, and save on all ranks if it is due.
 
-        ``received`` are all ranks' control flags of the last step; None if there was no step.
+        ``received``: all ranks' control flags of the last step; None if there was no step.
         """
         if self.due is None or self.engine is None:
             return
@@ -239,7 +239,8 @@ class Saver:
         return StepFlags(save=wants, leaving=leaving, stuck=self.engine.is_stuck)
 
     def save(self, job: JobState, *, wait_s: float | None = None) -> SaveHandle | None:
-        """Begin to write this rank's share, unless this step is saved. Never blocks training.
+        """Begin to write this rank's share, unless this step is already saved. Never blocks
+        training.
 
         ``wait_s``: how long to wait for a buffer; default BUSY_WAIT_S, and 0 while the disk hangs.
         Raises checkpoints.StateError if the state has values that cannot be saved.
@@ -277,8 +278,8 @@ class Saver:
         )
 
     def save_between_worlds(self, job: JobState, budget_s: float) -> bool:
-        """Write this rank's share to memory and wait for it: all ranks leave at this step. Returns
-        whether there is such memory."""
+        """Write this rank's share to the nodes' memory and wait for it; all ranks leave at this
+        step. Returns whether the memory tier is available."""
         if self._memory is not None and (group := self._group) is not None:
             self._memory.save_now(job, group, budget_s)
         return self._memory is not None and self._memory.is_hosted
@@ -286,7 +287,7 @@ class Saver:
     def begin_in_memory(
         self, job: JobState, world: checkpoints.WriterGroup, *, wait_s: float
     ) -> SaveHandle | None:
-        """The same for the memory tier; None without one."""
+        """Begin to write this rank's share to the nodes' memory; None without a memory tier."""
         if self._memory is None:
             return None
         return self._memory.begin(job, world, wait_s=wait_s)
@@ -308,11 +309,11 @@ class Saver:
         return self._latest if self._latest is not None and self._latest.step == step else None
 
     def list_later(self, answer: Callable[[list[str]], object]) -> None:
-        """Call ``done`` with the names in the folder, on the engine's thread."""
+        """Call ``answer`` with the names in the folder, on the engine's thread."""
         assert self._folder is not None and self.engine is not None
         storage = self._folder.storage
 
-        def look() -> None:
+        def list_names() -> None:
             try:
                 answer(storage.list(""))
             except OSError as error:
@@ -320,7 +321,7 @@ class Saver:
                     "last checkpoint", f"{storage.place} cannot be listed: {error}"
                 )
 
-        self.engine.submit(look)
+        self.engine.submit(list_names)
 
     def poll(self) -> None:
         """Report finished saves and detect hung ones."""
@@ -359,7 +360,7 @@ class Saver:
     # -- outcomes -----------------------------------------------------------------------------
 
     def report(self, outcome: SaveOutcome) -> None:
-        """Record the end of a save of this process."""
+        """Record how a save of this process ended."""
         # All ranks see a commit; one line in the logs is enough.
         is_known_elsewhere = self.writers.rank > 0 and self.writers.nonce in outcome.name
         self._outcomes.ended(outcome, is_known_elsewhere=is_known_elsewhere)

@@ -1,7 +1,7 @@
 """The writers of a checkpoint: the ranks of the current world, its generation and lineage.
 
-A save belongs to the world that began it. When that world breaks, a peer may have died with its
-share: a save not committed by then is abandoned, and removed by the next world's rank 0.
+A save belongs to the world that began it. When that world breaks, a dead peer's share may be
+missing: a save that is not committed by then is abandoned, and the next world's rank 0 removes it.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ class Writers:
     """The ranks of one world, as the writers of its checkpoints."""
 
     group: checkpoints.WriterGroup
-    is_over: bool = False  # the world broke: saves not committed by now lack a share
+    is_over: bool = False  # the world broke: uncommitted saves lack a share
 
 
 class WriterHistory:
@@ -28,8 +28,8 @@ class WriterHistory:
     def __init__(self) -> None:
         self.lineage: checkpoints.Lineage = ()
         self.generation = 0  # of this rank's state
-        self.present: Writers | None = None  # between two worlds, those of the last
-        self.is_writer = True  # this rank has a share in the saves of its world
+        self.present: Writers | None = None  # between two worlds, the writers of the last one
+        self.is_writer = True  # this rank writes a share of its world's saves
         self.broken_worlds = 0  # in this process
 
     def descend(self, lineage: checkpoints.Lineage, generation: int) -> None:
@@ -40,7 +40,7 @@ class WriterHistory:
         self, world: World, job: JobState, may_commit: Callable[[Writers], bool]
     ) -> checkpoints.WriterGroup:
         """Save for ``world`` from now on. ``may_commit`` is called on the engine's thread."""
-        # Each replica of several ranks holds the state once: the first one writes.
+        # Each replica of several ranks holds one copy of the state: the first replica writes.
         self.is_writer = not job.is_sharded or world.replica == 0
         writers = Writers(
             checkpoints.WriterGroup(
@@ -70,12 +70,12 @@ class WriterHistory:
 
     @property
     def rank(self) -> int:
-        """This rank in the current or last world."""
+        """This writer's rank in the current or last world."""
         return self.present.group.rank if self.present is not None else 0
 
     @property
     def world_size(self) -> int:
-        """The size of the current or last world."""
+        """The number of writers in the current or last world."""
         return self.present.group.size if self.present is not None else 1
 
     @property

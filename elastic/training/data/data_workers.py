@@ -1,4 +1,4 @@
-"""The data workers of a loader, kept through changes of the world.
+"""Keeps the data workers of a loader when the world changes.
 
 torch starts the workers of a ``DataLoader`` with an iterator and ends them with it, unless they are
 persistent: then the next iterator gives them other batches (``_reset`` in
@@ -24,22 +24,23 @@ def make_ready_to_fork() -> None:
     """Initialize torch's shared-memory code before data workers are forked.
 
     It has a C++ static that is initialized at first use, under a lock of glibc that each thread
-    takes at the first use of any static (``__cxa_atexit``). If a worker is forked while a thread
-    here holds the lock, the worker waits for it forever, in ``at::NewProcessWideShmHandle``, and so
-    does the job: 2 of about 40 jobs that started while a writer thread of low priority ran
-    [measured, torch 2.13]. A static initialized before the fork is not initialized again.
+    takes at the first use of any static (``__cxa_atexit``). If a worker is forked while a thread of
+    this process holds the lock, the worker waits for it forever, in
+    ``at::NewProcessWideShmHandle``, and the job hangs: 2 of about 40 jobs that started while a
+    low-priority writer thread ran [measured, torch 2.13]. A static initialized before the fork is
+    not initialized again.
     """
-    with suppress(RuntimeError):  # no shared memory: code that needs it gets an error
+    with suppress(RuntimeError):  # no shared memory: code that needs it will raise
         # Both uses of shared memory: for samples and for batches.
         torch.zeros(1).share_memory_()  # type: ignore[no-untyped-call]
         torch_private.use_shared_memory()
 
 
 class DataWorkers:
-    """The data workers of one loader, a private copy of the user's.
+    """The data workers of one loader, which is a private copy of the user's.
 
-    The owner calls :meth:`enter` before creating each iterator, and
-    :meth:`let_go` when the epoch has been read, or was left deliberately.
+    The owner calls :meth:`enter` before it creates an iterator, and :meth:`stop` when the epoch
+    was read to its end, or was left deliberately.
     """
 
     def __init__(self, loader: DataLoader[Any]) -> None:
@@ -53,9 +54,9 @@ class DataWorkers:
             object.__setattr__(loader, "persistent_workers", True)
 
     def enter(self, epoch: int) -> None:
-        """Prepare for a new iterator: keep workers of ``epoch``, end those of other epochs."""
+        """Prepare for a new iterator: keep workers of ``epoch``, end workers of other epochs."""
         if self._epoch != epoch:
-            self.let_go()
+            self.stop()
         self._epoch = epoch
         # Batches of the old world that no worker has begun are skipped.
         for tasks in torch_private.unread_tasks(self._loader):
@@ -63,7 +64,7 @@ class DataWorkers:
                 while True:
                     tasks.get_nowait()
 
-    def let_go(self) -> None:
+    def stop(self) -> None:
         """End the workers with the last iterator, as torch does by default."""
         if self._are_kept:
             torch_private.forget_iterator(self._loader)

@@ -29,7 +29,7 @@ from elastic.training.data.randomness import derive_seed
 Order = Callable[[Int64s], Int64s]
 """The order of one epoch: a function from global positions to dataset indices."""
 
-_REPLACEMENT = 1  # part of random number keys, so that no two uses share numbers
+_REPLACEMENT = 1  # part of the keys of random numbers, so that no two uses share numbers
 _WITHOUT_REPLACEMENT = 2
 _ROUND = 3
 # The constants of SplitMix64 (Steele, Lea and Flood, 2014).
@@ -47,8 +47,7 @@ class Draw(Protocol):
 
     @property
     def name(self) -> str | None:
-        """A description of what positions depend on; None: all samples of the dataset, once
-        each."""
+        """What positions depend on, as text; None: all samples of the dataset, once each."""
 
     @property
     def repeats(self) -> bool:
@@ -58,7 +57,7 @@ class Draw(Protocol):
         """The order of ``epoch``. Raises ConfigError if the user's sampler has changed."""
 
     def each_once(self) -> Sequence[int]:
-        """The indices to evaluate on, each once, in a fixed order."""
+        """The indices for evaluation, each once, in a fixed order."""
 
 
 class WholeDataset:
@@ -81,7 +80,7 @@ class WholeDataset:
 
 
 class FirstSamples(WholeDataset):
-    """``SequentialSampler`` of something shorter than the dataset: its first samples, in order."""
+    """``SequentialSampler`` of fewer samples than the dataset has: the first ones, in order."""
 
     def __init__(self, n: int, samples: int) -> None:
         super().__init__(n, shuffle=False)
@@ -90,7 +89,8 @@ class FirstSamples(WholeDataset):
 
 
 class IndexList:
-    """Given indices: in their order (``sampler=[3, 1, 2]``), or ``SubsetRandomSampler``."""
+    """A list of indices, in its order (``sampler=[3, 1, 2]``) or shuffled
+    (``SubsetRandomSampler``)."""
 
     def __init__(self, given: Any, samples: int) -> None:
         self._given = given
@@ -105,8 +105,9 @@ class IndexList:
         low, high = int(self._indices.min()), int(self._indices.max())
         if low < 0 or high >= samples:
             raise ConfigError(
-                f"{self._kind} has index {low if low < 0 else high}, the dataset {samples} samples",
-                hint="indices are counted from 0 in the dataset of the DataLoader",
+                f"{self._kind} has index {low if low < 0 else high}, but the dataset has {samples} "
+                "samples",
+                hint="indices count from 0 in the DataLoader's dataset",
             )
         self.n = int(self._indices.size)
         self.repeats = int(np.unique(self._indices).size) < self.n
@@ -139,8 +140,8 @@ class IndexList:
 class RandomSamples:
     """``RandomSampler`` with ``replacement`` or ``num_samples``.
 
-    Without replacement, more samples than the dataset has come in rounds, each of which reads every
-    sample once, as in torch.
+    Without replacement, an epoch longer than the dataset consists of rounds, each of which reads
+    every sample once, as in torch.
     """
 
     def __init__(self, sampler: RandomSampler, samples: int) -> None:
@@ -179,7 +180,8 @@ class RandomSamples:
 
 
 class WeightedSamples:
-    """``WeightedRandomSampler``: its weights and number of samples, drawn again in each epoch."""
+    """``WeightedRandomSampler``: its number of samples by its weights, drawn again in each
+    epoch."""
 
     def __init__(self, sampler: WeightedRandomSampler, samples: int) -> None:
         self._sampler = sampler
@@ -196,7 +198,7 @@ class WeightedSamples:
         drawable = int(np.count_nonzero(weights))
         if not self._replacement and self.n > drawable:
             raise ConfigError(
-                f"WeightedRandomSampler draws {self.n} samples without replacement, "
+                f"WeightedRandomSampler draws {self.n} samples without replacement, but only "
                 f"{drawable} have a weight above 0",
                 hint=f"use num_samples={drawable} or fewer, or replacement=True",
             )
@@ -230,8 +232,10 @@ class WeightedSamples:
         return at
 
     def _by_exponentials(self, key: int) -> Int64s:
-        """The smallest of exponential variates, one per sample with rate ``weight``: equivalent to
-        drawing one after the other (Efraimidis and Spirakis, 2006), as torch does."""
+        """The samples with the smallest exponential variates, one per sample, of rate ``weight``.
+
+        Equivalent to drawing one after the other (Efraimidis and Spirakis, 2006), as torch does.
+        """
         candidates = np.flatnonzero(self._weights)
         arrivals = -np.log1p(-_uniform(candidates, key)) / self._weights[candidates]
         first = np.argsort(arrivals, kind="stable")[: self.n]
@@ -243,7 +247,7 @@ class WeightedSamples:
 
 
 def draw_of(sampler: object, samples: int) -> Draw | None:
-    """The draw of a sampler for a dataset of ``samples``; None for an unknown sampler.
+    """The draw of a sampler for a dataset of ``samples`` samples; None for an unknown sampler.
 
     Subclasses are unknown: they may draw differently. Raises ConfigError for one of torch's
     samplers, or a list, with indices outside the dataset.
@@ -266,7 +270,7 @@ def draw_of(sampler: object, samples: int) -> Draw | None:
 def _check_range(kind: str, named: int, samples: int) -> None:
     if named > samples:
         raise ConfigError(
-            f"{kind} draws from {named} samples, the dataset has {samples}",
+            f"{kind} draws from {named} samples, but the dataset has {samples}",
             hint="use the same dataset for the sampler and the DataLoader",
         )
 
@@ -275,14 +279,14 @@ def _check_unchanged(before: str, now: str) -> None:
     if before != now:
         raise ConfigError(
             f"the loader's sampler has changed since run.loader was called: it was {before}, "
-            f"it is {now}",
-            hint="a resumed job could not reproduce its order: keep the sampler unchanged, and "
-            "weight the losses instead if the weights of samples change during training",
+            f"and now is {now}",
+            hint="a resumed job could not reproduce its order: keep the sampler unchanged; if the "
+            "weights of samples change during training, weight the losses instead",
         )
 
 
 def _array(given: Any) -> npt.NDArray[Any]:
-    """A copy, also of a tensor and of a list of tensors (``list(torch.randperm(n))``)."""
+    """A copy as an array, of a tensor or a list of tensors (``list(torch.randperm(n))``), too."""
     if isinstance(given, torch.Tensor):
         return np.array(given.detach().cpu().numpy())
     if isinstance(given, (np.ndarray, range)):
@@ -295,7 +299,7 @@ def _digest(values: npt.NDArray[Any]) -> str:
 
 
 def _uniform(numbers: Int64s, key: int) -> npt.NDArray[np.float64]:
-    """A number in [0, 1) of 53 random bits for each of ``numbers``: SplitMix64, by counter."""
+    """A random number in [0, 1) of 53 bits for each of ``numbers``: SplitMix64 in counter mode."""
     mixed = numbers.astype(np.uint64)
     mixed += np.uint64(1)
     mixed *= _GAMMA

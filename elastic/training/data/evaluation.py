@@ -14,11 +14,11 @@ from elastic.training.data.source import describe, over_batches
 def shard(loader: DataLoader[Any], rank: int, size: int) -> DataLoader[Any]:
     """The part of rank ``rank`` of ``size``: a contiguous range of the dataset, in its order.
 
-    For a loader that reads a part of its dataset (``SubsetRandomSampler``, a list of indices,
-    ``SequentialSampler`` of a shorter one), it is a range of that part. How often and in which
-    order other samplers draw has no effect: each sample comes once. Dataset, workers, collate_fn
-    and batch size are kept. Parts differ by at most one sample; with fewer samples than ranks, some
-    get no batch, so a loop over it must not contain collectives. The last batch is never dropped.
+    If the loader reads only a part of its dataset (``SubsetRandomSampler``, a list of indices, a
+    shorter ``SequentialSampler``), it is a range of that part. How often and in which order other
+    samplers draw has no effect: each sample comes once. Dataset, workers, collate_fn and batch size
+    are kept. Parts differ by at most one sample. With fewer samples than ranks, some ranks get no
+    batch, so a loop over it must not contain collectives. The last batch is never dropped.
     Raises ConfigError for a loader that cannot be distributed.
     """
     check_world(rank, size)

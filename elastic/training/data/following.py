@@ -1,13 +1,13 @@
 """A second loader, read inside the steps of the first: ``for a, b in zip(loader_a, loader_b)``.
 
-The step belongs to the first loader. The second one yields its next batches when requested
-within that step, and advances when the step commits. A fault resets both positions, so a step
-that is redone reads the same batches of both.
+The step belongs to the first loader. The second loader yields its next batches when they are
+requested within that step, and advances when the step commits. A fault resets both positions, so a
+repeated step reads the same batches from both.
 
-A pass of the second loader begins with an iterator and need not end with the first: it spans
-passes of the first (``next(b)``), ends before them, or is left with them (``zip``). So where
-its next iterator begins has a separate rule: the first one after a restart or a recovery resumes
-at the position; every further one begins a new epoch, if the current one has begun.
+A pass over the second loader begins with an iterator and need not end with the first loader's: it
+spans several of them (``next(b)``), ends before one, or is left with one (``zip``). Therefore the
+start of its next iterator has a separate rule: the first iterator after a restart or a recovery
+resumes at the position; every later one begins a new epoch, if the current one has begun.
 """
 
 from __future__ import annotations
@@ -26,32 +26,32 @@ from elastic.training.step import Step
 
 @dataclass(eq=False)
 class Pass:
-    """One iterator over a loader, made by the script."""
+    """One iterator over a loader, created by the script."""
 
     resumes: bool  # resumes in the middle of an epoch
-    is_first: bool  # of its loader, in this process
+    is_first: bool  # the loader's first iterator in this process
     iterator: weakref.ref[Iterator[Any]] | None = None
 
 
 class Following:
-    """The batches that a loader has yielded within the steps of another. One per loader."""
+    """Tracks the batches that a loader has yielded within another's steps. One per loader."""
 
     def __init__(self, sampler: ElasticSampler) -> None:
         self._sampler = sampler
-        self._pending: tuple[Step, Position] | None = None  # once that step has committed
+        self._pending: tuple[Step, Position] | None = None  # the position once that step commits
         self._newest: Pass | None = None
         self._resumes = True
         self._has_led = self._has_followed = False  # in this process
         self.follows = False  # saved with the position
-        self.put_backs = 0
+        self.resets = 0
 
     # -- positions ----------------------------------------------------------------------------
 
-    def put_back(self) -> None:
-        """Called when the position was set: batches yielded before do not count."""
+    def reset(self) -> None:
+        """Called after the position was set: batches yielded before do not count."""
         self._pending = None
         self._resumes = True
-        self.put_backs += 1
+        self.resets += 1
 
     def position(self, step: Step) -> Position:
         """The position of the next batch within ``step``."""
@@ -59,8 +59,8 @@ class Following:
             return self._pending[1]
         return self._sampler.position
 
-    def give(self, step: Step) -> Position:
-        """Record one more batch within ``step``, followed by the given position."""
+    def record_batch(self, step: Step) -> Position:
+        """Record one more batch within ``step``. Returns the position after it."""
         at = self.position(step)
         self._pending = (step, Position(at.epoch, at.step + 1))
         self._has_followed = self.follows = True
@@ -72,22 +72,22 @@ class Following:
         if pending is not None and pending[0] is step:
             self._sampler.seek(pending[1])
 
-    def led(self) -> None:
-        """Called when a step defined by this loader has committed."""
+    def step_committed(self) -> None:
+        """Called after a step of this loader has committed."""
         self._has_led, self.follows = True, False
 
     # -- passes -------------------------------------------------------------------------------
 
     def new_pass(self) -> Pass:
         """Called when the script creates an iterator."""
-        made = self._newest = Pass(self._resumes, is_first=self._newest is None)
+        created = self._newest = Pass(self._resumes, is_first=self._newest is None)
         self._resumes = False
-        if self.follows and not made.resumes:
+        if self.follows and not created.resumes:
             self.end()
-        return made
+        return created
 
-    def looked(self, passed: Pass) -> None:
-        """The iterator is not used for following; another one may still resume."""
+    def release(self, passed: Pass) -> None:
+        """The iterator does not follow another loader; a later one may still resume."""
         self._resumes = self._resumes or (passed is self._newest and passed.resumes)
 
     def check_leads(self) -> None:
@@ -96,19 +96,19 @@ class Following:
             raise self.not_within_a_step()
 
     def not_within_a_step(self) -> TrainingError:
-        """The error for a batch requested while the first loader has no step."""
+        """The error for a batch that is requested while the first loader has no step."""
         return TrainingError(
-            "this loader yields batches within the steps of another one; one was requested "
-            "outside of them",
-            hint="request it inside the loop over the first loader; for another use, create "
-            "another one: run.loader(DataLoader(…)); to evaluate, use run.shard(loader)",
+            "this loader yields batches within the steps of another loader, but one was "
+            "requested outside of a step",
+            hint="request it inside the loop over the first loader; for another use, create a "
+            "separate loader: run.loader(DataLoader(…)); to evaluate, use run.shard(loader)",
         )
 
     def start(self, passed: Pass, *, epochs_are_counted: bool) -> None:
         """Called when the first batch of a pass is requested."""
         if self._has_led:
             raise TrainingError(
-                "this loader has defined steps, but is now read within a step of another one",
+                "this loader has defined steps, but is now read within a step of another loader",
                 hint="create a separate loader for each use: run.loader(DataLoader(…))",
             )
         self._resumes = False
@@ -117,7 +117,7 @@ class Following:
             self.end()
 
     def end(self) -> None:
-        """End the pass: the next one reads the next epoch, unless this one had not begun."""
+        """End the pass: the next one reads the next epoch, unless this epoch has not begun."""
         at = self._sampler.position if self._pending is None else self._pending[1]
         self._pending = None
         if at.step:
@@ -130,7 +130,7 @@ class Following:
 
 @lru_cache(maxsize=16)
 def same_shares(one: EpochPlan, samples: int, other: EpochPlan, others: int, world: int) -> bool:
-    """Whether every rank has the same share of two steps with these numbers of samples.
+    """Whether each rank has the same fraction of two steps of ``samples`` and ``others`` samples.
 
     >>> same_shares(EpochPlan(100, 8), 8, EpochPlan(100, 4), 4, 2)
     True

@@ -1,8 +1,8 @@
 """A user's ``DataLoader``, distributed over a changing world.
 
-The loader keeps its dataset, workers and collate_fn; only its batches are replaced: this rank's
-micro-batches from the position to the end of the epoch. What a batch means (step, samples,
-weight) is computed here from the same plan, and never travels through data workers.
+The loader keeps its dataset, workers and collate_fn. Only its batches are replaced, by this rank's
+micro-batches from the position to the end of the epoch. The description of a batch (step, samples,
+weight) is computed here from the same plan, and does not pass through the data workers.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class BatchInfo:
 
     @property
     def indices(self) -> tuple[int, ...]:
-        """The dataset indices that count; empty if the batch is only a filler."""
+        """The dataset indices that count; empty if the batch is a filler."""
         return self.part.micro_batches[self.micro_batch].indices
 
     @property
@@ -96,13 +96,13 @@ class ElasticLoader:
     """The loader that ``run.loader(…)`` returns.
 
     ``loader`` is a ``DataLoader``, or any iterable that yields the batches of the ``DataLoader``
-    passed as ``dataloader`` one for one and in order; the latter is changed in place.
+    passed as ``dataloader`` one for one and in order; that ``DataLoader`` is changed in place.
     ``global_batch`` defaults to batch_size × ``largest_world``; ``micro_batch`` to the rank's
     share.
 
-    With ``max_steps`` an epoch ends after at most that many steps, in every world and after
-    every recovery. ``itertools.islice(loader, 9)`` and ``if i == 9: break`` instead
-    count from where the loop resumes, and so run more steps after a recovery::
+    With ``max_steps`` an epoch ends after at most that many steps, in every world and after every
+    recovery. ``itertools.islice(loader, 9)`` and ``if i == 9: break`` count from where the loop
+    resumes instead, and so run more steps after a recovery::
 
         loader = run.loader(DataLoader(…), max_steps=9)   # len(loader) is at most 9
         for x, y in loader:
@@ -110,9 +110,9 @@ class ElasticLoader:
 
     A resumed job may change it: the current epoch then ends at the new step, or immediately.
 
-    ``drive`` implements iteration: the run wraps batches in its steps. Without it the
-    loader trains alone: a world of one, each step done when the next batch is requested, and the
-    next epoch after the last one.
+    ``drive`` implements iteration: the run wraps batches in its steps. Without it the loader works
+    in a world of one: each step is done when the next batch is requested, and the next epoch
+    follows the last step.
 
     Raises ConfigError for a loader that cannot be distributed, an empty dataset and invalid sizes.
     """
@@ -181,20 +181,21 @@ class ElasticLoader:
         self._index = index or _index_alone
 
     def __getattr__(self, name: str) -> Any:
-        # dataset, num_workers, a wrapper's attributes. A name that starts with an underscore
-        # is ours and missing: an object under construction by copy or pickle must not recurse.
+        # dataset, num_workers, a wrapper's attributes. A name with a leading underscore would be
+        # this class's own and is missing: an object that copy or pickle creates must not recurse.
         if name.startswith("_"):
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
         return getattr(self._given, name)
 
     @property
     def position(self) -> Position:
-        """The epoch, and how many of its steps are committed."""
+        """The epoch, and the number of its committed steps."""
         return self.sampler.position
 
     @property
     def index(self) -> int:
-        """The index within the epoch, from 0, of the current step, or else of the next one.
+        """The index within the epoch, from 0, of the current step, or of the next one between
+        steps.
 
         For counters and progress bars, because a pass may begin in the middle of an epoch::
 
@@ -208,7 +209,7 @@ class ElasticLoader:
     def advance(self) -> None:
         """Advance the position: the step is committed. Raises ConfigError at the epoch's end."""
         self.sampler.advance()
-        self.following.led()
+        self.following.step_committed()
 
     def seek(self, position: Position) -> None:
         """Continue at ``position`` with the next iteration.
@@ -216,7 +217,7 @@ class ElasticLoader:
         Raises ConfigError if the epoch has no such step.
         """
         self.sampler.seek(position)
-        self.following.put_back()
+        self.following.reset()
 
     def begin_epoch(self, epoch: int) -> None:
         """Start ``epoch``, or stay in the middle of it if it is the resumed one.
@@ -227,17 +228,17 @@ class ElasticLoader:
             self.seek(Position(epoch, 0))
 
     def state_dict(self) -> dict[str, Any]:
-        """The position, and what it depends on, as JSON values."""
+        """The position, and everything that it depends on, as JSON values."""
         return {**self.sampler.state_dict(), "follows": self.following.follows}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Resume where :meth:`state_dict` was taken. Raises ConfigError for other data."""
         self.sampler.load_state_dict(state)
-        self.following.put_back()
+        self.following.reset()
         self.following.follows = state.get("follows", False)
 
     def __len__(self) -> int:
-        """Steps of an epoch, the same for every world and wherever the position is."""
+        """The number of steps of an epoch, the same in every world and at every position."""
         return self.plan.steps
 
     def __iter__(self) -> Iterator[Any]:
@@ -248,16 +249,17 @@ class ElasticLoader:
     ) -> Iterator[tuple[BatchInfo, Any]]:
         """The batches of ``rank`` of ``size`` from the position to the end of the epoch.
 
-        The position is read now and not changed; :meth:`advance` changes it. If left before the end
-        with ``keeps_workers``, the data workers wait for the next pass over this epoch, or
-        for :meth:`let_workers_go`. Raises ConfigError if the global batch is smaller than the
-        world, TrainingError if a wrapper does not yield the batches of its DataLoader one for
-        one, or an older pass is advanced.
+        The position is read now and not changed; :meth:`advance` changes it. If the pass is left
+        before its end and ``keeps_workers`` is set, the data workers wait for the next pass over
+        this epoch, or for :meth:`stop_workers`.
+
+        Raises ConfigError if the global batch is smaller than the world; TrainingError if a wrapper
+        does not yield the batches of its DataLoader one for one, or if an older pass continues.
         """
         self.sampler.set_world(rank, size)
         self._passes += 1
         if self.position.step == self.plan.steps:
-            self.let_workers_go()
+            self.stop_workers()
             return iter(())  # do not start data workers
         if self._workers is not None:
             self._workers.enter(self.position.epoch)
@@ -269,10 +271,10 @@ class ElasticLoader:
         batches = iter(self._outer)
         return self._matched(infos, batches, times_read, self._passes, keeps_workers)
 
-    def let_workers_go(self) -> None:
+    def stop_workers(self) -> None:
         """End the data workers: no further pass over this epoch follows."""
         if self._workers is not None:
-            self._workers.let_go()
+            self._workers.stop()
 
     def _infos(self, parts: Iterator[RankStep]) -> Iterator[BatchInfo]:
         last = self.plan.steps - 1
@@ -288,13 +290,13 @@ class ElasticLoader:
         number: int,
         keeps_workers: bool,
     ) -> Iterator[tuple[BatchInfo, Any]]:
-        """Pass ``number`` over the loader."""
+        """Yield each batch with its description. ``number``: the number of this pass."""
         try:
             for info in infos:
                 if number != self._passes:
                     raise TrainingError(
-                        "a loop over the loader continues after a newer one has begun",
-                        hint="finish or leave one loop before the next",
+                        "a loop over the loader continues after a newer loop has begun",
+                        hint="finish or leave a loop before you start the next one",
                     )
                 with self._read_here():
                     batch = next(batches, _NOTHING)
@@ -309,7 +311,7 @@ class ElasticLoader:
             keeps_workers = False
         finally:
             if number == self._passes and not keeps_workers:
-                self.let_workers_go()
+                self.stop_workers()
 
     def _read_here(self) -> AbstractContextManager[None]:
         """Restore this process's random generators, which reading without workers has seeded."""
@@ -319,7 +321,7 @@ class ElasticLoader:
     def _mismatch(self, what: str) -> TrainingError:
         return TrainingError(
             f"{type(self._outer).__name__} {what}",
-            hint="a wrapper of dataloader= must yield its batches one for one, in order",
+            hint="a wrapper must yield the batches of dataloader= one for one, in order",
         )
 
 
@@ -327,7 +329,7 @@ _NOTHING = object()
 
 
 def _index_alone(loader: ElasticLoader) -> int:
-    return loader.position.step % len(loader)  # after the last step comes the next epoch's first
+    return loader.position.step % len(loader)  # 0 after the last step
 
 
 def _alone(loader: ElasticLoader) -> Iterator[Any]:
@@ -343,7 +345,7 @@ class _DrivenSampler(ElasticSampler):
     """The sampler of a loader whose epochs a run drives."""
 
     def set_epoch(self, epoch: int) -> None:
-        """Do nothing, so that scripts may keep the call: ``run.epochs`` sets the epoch."""
+        """Do nothing: ``run.epochs`` sets the epoch, and scripts may keep their call."""
 
 
 class _MicroBatches(ReplacedBatches):
@@ -363,7 +365,9 @@ class _MicroBatches(ReplacedBatches):
 
     def __iter__(self) -> Iterator[list[int]]:
         self.times_read += 1
-        steps = self.sampler.steps(self._micro_batch)  # evaluated now: data workers read ahead
+        steps = self.sampler.steps(
+            self._micro_batch
+        )  # read the position now: data workers read ahead
         return (self._batch(micro, part.epoch) for part in steps for micro in part.micro_batches)
 
     def _batch(self, micro: MicroShare, epoch: int) -> list[int]:
@@ -374,7 +378,7 @@ class _MicroBatches(ReplacedBatches):
         return SeededBatch(indices, self._seed, epoch, first)
 
     def __len__(self) -> int:
-        """Batches of a complete epoch in the current world."""
+        """The number of batches of a complete epoch in the current world."""
         plan, world = self.sampler.plan, self.sampler.num_replicas
         return sum(
             plan.micro_batch_count(*plan.span(step), world, self._micro_batch) * times

@@ -3,8 +3,8 @@
 ``randperm(n)`` holds n numbers on every rank and must be drawn again after each resume. Here
 position p of an epoch maps to its sample by arithmetic: a Feistel network over the next
 power of two, with cycle walking (Black and Rogaway, "Ciphers with Arbitrary Finite Domains",
-2002): a result outside ``range(n)`` is sent through again, which keeps the map one-to-one and
-needs at most two passes on average. In blocks of 65,536 a position costs 20 to 95 ns [measured].
+2002): a result outside ``range(n)`` is encrypted again, which keeps the map one-to-one and takes
+at most two passes on average. In blocks of 65,536 a position costs 20 to 95 ns [measured].
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import numpy.typing as npt
 from elastic.errors import ConfigError
 
 ORDER_VERSION = 1
-"""Part of the key. Any change to the arithmetic below is a new version: a resumed job must
+"""Part of the key. Any change to the arithmetic below requires a new version: a resumed job must
 reproduce its order or be refused."""
 
 MAX_N = 2**63
@@ -25,14 +25,14 @@ MAX_N = 2**63
 Int64s = npt.NDArray[np.int64]
 _UInt64s = npt.NDArray[np.uint64]
 
-# Ten rounds pass mixing tests from 17 bits up; halves of one or two bits need more: with
-# ten, the 720 orders of 6 samples were visibly uneven (z = 11 over 36,000 draws) [measured].
+# Ten rounds pass mixing tests from 17 bits up. Halves of one or two bits need more: with ten
+# rounds, the 720 orders of 6 samples were visibly uneven (z = 11 over 36,000 draws) [measured].
 _ROUNDS = 10
 _ROUNDS_SMALL = 24
 _SMALL_BITS = 16
 # Inputs are processed in blocks whose temporaries fit a core's L2 cache.
 _BLOCK = 8192
-# The odd multipliers of MurmurHash3's 64-bit finaliser.
+# The odd multipliers of MurmurHash3's 64-bit finalizer.
 _MULTIPLY_1 = np.uint64(0xFF51AFD7ED558CCD)
 _MULTIPLY_2 = np.uint64(0xC4CEB9FE1A85EC53)
 
@@ -53,7 +53,7 @@ class Permutation:
             )
         if version != ORDER_VERSION:
             raise ConfigError(
-                f"data order version {version} is unknown; known is {ORDER_VERSION}",
+                f"data order version {version} is unknown; this release knows {ORDER_VERSION}",
                 hint="resume with the release of this package that wrote the checkpoint",
             )
         self.n = n
@@ -64,7 +64,7 @@ class Permutation:
         self._keys = _round_keys(f"{version}: n={n} seed={seed} epoch={epoch}", rounds)
 
     def at(self, positions: npt.ArrayLike) -> Int64s:
-        """The samples at ``positions``, each in ``range(n)``; any shape, same shape back."""
+        """The samples at ``positions``, each in ``range(n)``, as an array of the same shape."""
         return self._walk(positions, range(len(self._keys)))
 
     def position_of(self, samples: npt.ArrayLike) -> Int64s:
@@ -93,7 +93,8 @@ class Permutation:
             block[:] = self._encrypt(block, rounds)
 
     def _encrypt(self, values: _UInt64s, rounds: range) -> _UInt64s:
-        """One pass over the power of two. The halves differ by a bit when its exponent is odd."""
+        """Encrypt values below the power of two. The halves differ by a bit if its exponent is
+        odd."""
         shift = np.uint64(self._low_bits)
         high = values >> shift
         low = values & np.uint64((1 << self._low_bits) - 1)

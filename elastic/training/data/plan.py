@@ -1,8 +1,8 @@
-"""The assignment of an epoch's positions to ranks: arithmetic without torch.
+"""Assigns an epoch's positions to ranks: arithmetic without torch.
 
 Step t of an epoch has the global positions ``[t*B, min((t+1)*B, N))`` in every world.
-A world only decides how they are divided: rank r takes a contiguous range. So the
-world may change between any two steps, and every sample counts exactly once.
+A world only determines how they are divided: each rank takes a contiguous range. So the world may
+change between any two steps, and every sample counts exactly once.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class Position:
 
 
 def split(start: int, stop: int, part: int, parts: int) -> Span:
-    """Part ``part`` of ``parts`` of a span: contiguous, sizes differ by at most one.
+    """Part ``part`` of ``parts`` of a span. Parts are contiguous; sizes differ by at most one.
 
     >>> [split(0, 10, part, 3) for part in range(3)]
     [(0, 4), (4, 7), (7, 10)]
@@ -47,10 +47,9 @@ def check_world(rank: int, world: int) -> None:
 class EpochPlan:
     """An epoch of ``n`` samples in global batches of ``global_batch``.
 
-    With ``shards`` = V, a global batch is V fixed slices, and ranks own contiguous
-    ranges of slices; without, ranks own ranges of samples. ``drop_last`` drops the last step
-    if it is not full. An epoch ends after ``max_steps`` at the latest: samples beyond them are
-    not read.
+    With ``shards`` = V, a global batch consists of V fixed slices, and ranks own contiguous ranges
+    of slices; otherwise, ranks own ranges of samples. ``drop_last`` drops the last step if it is
+    not full. An epoch ends after ``max_steps`` at the latest; samples beyond them are not read.
 
     Raises ConfigError for an empty dataset and for invalid sizes.
     """
@@ -86,13 +85,13 @@ class EpochPlan:
 
     @property
     def steps(self) -> int:
-        """Steps of one epoch, the same for every world."""
+        """The number of steps of an epoch, the same in every world."""
         steps = self.n // self.global_batch if self.drop_last else -(-self.n // self.global_batch)
         return steps if self.max_steps is None else min(steps, self.max_steps)
 
     @property
     def samples(self) -> int:
-        """Samples that one epoch reads: ``n`` minus dropped ones."""
+        """The number of samples that an epoch reads: ``n`` minus dropped ones."""
         return min(self.n, self.steps * self.global_batch)
 
     def span(self, step: int) -> Span:
@@ -102,7 +101,7 @@ class EpochPlan:
         return step * self.global_batch, min((step + 1) * self.global_batch, self.n)
 
     def check_world(self, rank: int, world: int) -> None:
-        """Raise ConfigError if ``world`` ranks cannot all have a part of a full step."""
+        """Raise ConfigError unless each of ``world`` ranks has a part of a full step."""
         check_world(rank, world)
         if world > self.global_batch:
             raise ConfigError(
@@ -116,7 +115,7 @@ class EpochPlan:
             )
 
     def share(self, start: int, stop: int, rank: int, world: int) -> Span:
-        """The share of ``rank`` in the step ``[start, stop)``; may be empty in a last step."""
+        """The share of ``rank`` in the step ``[start, stop)``; may be empty in the last step."""
         if self.shards is None:
             return split(start, stop, rank, world)
         first, last = split(0, self.shards, rank, world)
@@ -142,8 +141,8 @@ class EpochPlan:
     def micro_batch_count(
         self, start: int, stop: int, world: int, micro_batch: int | None = None
     ) -> int:
-        """Micro-batches that each rank of ``world`` runs in the step ``[start, stop)``."""
-        # Rank 0 has the largest share, of samples as of shards.
+        """The number of micro-batches of each rank of ``world`` in the step ``[start, stop)``."""
+        # Rank 0 has the largest share, both of samples and of shards.
         if self.shards is not None:
             first, last = split(0, self.shards, 0, world)
             return last - first

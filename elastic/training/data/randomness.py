@@ -1,7 +1,7 @@
 """Random seeds as a function of (seed, step, rank, micro-batch), set before each micro-batch.
 
-A repeated or resumed step draws the same numbers, regardless of what was drawn before: no
-generator state has to be saved or restored.
+A repeated or resumed step draws the same numbers, whatever was drawn before, so no generator state
+must be saved or restored.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def seed_all(seed: int) -> None:
     """Seed torch (CPU and this process's GPU), Python and, if the script imported it, NumPy.
 
     ``torch.manual_seed`` is not used: it seeds every kind of device, and formats a stack trace for
-    each that is not initialised, 0.6 ms in total [measured].
+    each that is not initialized, 0.6 ms in total [measured].
     """
     torch.default_generator.manual_seed(seed)
     if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]

@@ -1,8 +1,8 @@
 """A ``DistributedSampler`` whose world may change between any two steps.
 
-The stock sampler distributes samples round-robin over a fixed number of ranks and pads; a resume at
-another world size then repeats some samples and never reads others. Here, the order depends on
-the epoch and only the division on the world (``plan.py``), so neither can happen.
+torch's sampler distributes samples round-robin over a fixed number of ranks and pads; a resume at
+another world size then repeats some samples and never reads others. Here the order depends on the
+epoch, and only the division depends on the world (``plan.py``), so neither can happen.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ from elastic.training.data.plan import EpochPlan, Position, Span, check_world
 # [measured]) is spread over many steps, and the first batch still arrives within milliseconds.
 _READ_AHEAD = 32768
 
-# Implied values of fields that states of older releases lack.
+# Default values of fields that states of older releases lack.
 _UNNAMED = {"sampler": None, "max_steps": None}
 
 
 _SAME_DRAW = (
-    "every rank and every start of a job needs the same sampler: draw a split or weights with a "
-    "generator of your own, torch.randperm(n, generator=torch.Generator().manual_seed(0))"
+    "every rank and every start of a job needs the same sampler: draw splits and weights with a "
+    "seeded generator, torch.randperm(n, generator=torch.Generator().manual_seed(0))"
 )
 
 
@@ -42,8 +42,8 @@ class MicroShare:
     """The dataset indices of one micro-batch of one rank.
 
     ``indices`` may be empty: then ``filler``, a sample of the same step, runs with its loss
-    masked, because every rank must run the same number of micro-batches. ``first`` is the
-    global position of the first of them in the epoch; the others follow.
+    masked, because every rank must run the same number of micro-batches. ``first`` is the global
+    position of the first index in the epoch; the others follow.
     """
 
     indices: tuple[int, ...]
@@ -75,10 +75,10 @@ class ElasticSampler(DistributedSampler[int]):
     """This rank's indices of an epoch, at any world size, each sample once per epoch.
 
     Takes the arguments of ``DistributedSampler``, and ``global_batch``: the samples per step of the
-    whole job. Nothing is padded; nothing is dropped except by ``drop_last``, which drops the
-    last step if it is not full, or by ``max_steps``, after which an epoch ends. ``draw`` is what
-    an epoch reads, if not every sample once. Without ``num_replicas`` and ``rank``
-    they come from the process group, and without a process group the world is this process.
+    whole job. Nothing is padded. Samples are dropped only by ``drop_last``, which drops the last
+    step if it is not full, and by ``max_steps``, after which an epoch ends. ``draw`` is what an
+    epoch reads, if not every sample once. ``num_replicas`` and ``rank`` default to those of the
+    process group, or without one to a world of this process only.
 
     With ``DataLoader(dataset, sampler=sampler, batch_size=sampler.rank_batch)``, each batch
     is this rank's part of one step. The last step of an epoch may be smaller; if it has fewer
@@ -117,12 +117,12 @@ class ElasticSampler(DistributedSampler[int]):
 
     @property
     def position(self) -> Position:
-        """The epoch, and how many of its steps are done."""
+        """The epoch, and the number of its steps that are done."""
         return Position(self.epoch, self.step)
 
     @property
     def rank_batch(self) -> int:
-        """This rank's samples of a full step: the ``batch_size`` that gives one batch per step."""
+        """This rank's samples in a full step: the ``batch_size`` for one batch per step."""
         start, stop = self.plan.share(0, self.plan.global_batch, self.rank, self.num_replicas)
         return stop - start
 
@@ -156,8 +156,8 @@ class ElasticSampler(DistributedSampler[int]):
     def set_world(self, rank: int, size: int) -> None:
         """Use ``rank`` and ``size`` from the next iteration on: same global batches, same order.
 
-        Raises :class:`~elastic.ConfigError` for a rank outside of the world, and for a world with
-        more ranks than a global batch has samples, or shards.
+        Raises :class:`~elastic.ConfigError` for a rank outside the world, and for a world with more
+        ranks than a global batch has samples or shards.
         """
         self.plan.check_world(rank, size)
         self.rank, self.num_replicas = rank, size
@@ -185,16 +185,16 @@ class ElasticSampler(DistributedSampler[int]):
         return self._order[1](positions)
 
     def state_dict(self) -> dict[str, Any]:
-        """The position, and what it depends on, as JSON values."""
+        """The position, and everything that it depends on, as JSON values."""
         position = {"epoch": self.epoch, "step": self.step}
         return {**self._identity(), "max_steps": self.plan.max_steps, **position}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Resume where :meth:`state_dict` was taken, at any world size.
 
-        Raises ConfigError if the state is of another order, dataset or global batch: the
-        position would mean other samples. ``max_steps`` may differ: it determines where
-        epochs end from now on, and a complete epoch stays complete.
+        Raises ConfigError if the state belongs to another order, dataset or global batch: the
+        position would denote other samples. ``max_steps`` may differ: it determines where epochs
+        end from now on, and a complete epoch stays complete.
         """
         state = {**_UNNAMED, **state}
         for name in self.state_dict().keys() - state.keys():
@@ -203,7 +203,7 @@ class ElasticSampler(DistributedSampler[int]):
             if state[name] != here:
                 raise ConfigError(
                     f"the data position was saved with {name}={state[name]!r}, "
-                    f"this run has {name}={here!r}",
+                    f"but this run has {name}={here!r}",
                     hint=_SAME_DRAW
                     if name == "sampler"
                     else f"resume with {name}={state[name]!r}; only the world and max_steps may "
@@ -227,7 +227,7 @@ class ElasticSampler(DistributedSampler[int]):
         }
 
     def _kinds_of_share(self) -> Iterator[Span]:
-        """Spans with the total length of this rank's part of an epoch; not one per step."""
+        """Spans whose total length is this rank's part of an epoch; not one per step."""
         full, tail = divmod(self.plan.samples, self.plan.global_batch)
         yield 0, full * self.rank_batch
         yield self.plan.share(0, tail, self.rank, self.num_replicas)
@@ -257,7 +257,7 @@ class ElasticSampler(DistributedSampler[int]):
         return range(step, min(step + steps, self.plan.steps))
 
     def _read_positions(self, step: int, rank: int, world: int) -> Int64s:
-        """The share of the step, preceded by the step's first position: the filler."""
+        """The positions of the rank's share, preceded by the step's first position: the filler."""
         start, stop = self.plan.span(step)
         first, last = self.plan.share(start, stop, rank, world)
         return np.concatenate(([start], np.arange(first, last, dtype=np.int64)))
@@ -265,20 +265,21 @@ class ElasticSampler(DistributedSampler[int]):
     def _sizes(
         self, step: int, rank: int, world: int, micro_batch: int | None
     ) -> tuple[int, list[int]]:
-        """The samples of ``step`` on all ranks, and those of this rank's micro-batches."""
+        """The number of samples of ``step`` on all ranks, and of each of this rank's
+        micro-batches."""
         start, stop = self.plan.span(step)
         spans = self.plan.micro_batches(start, stop, rank, world, micro_batch)
         return stop - start, [last - first for first, last in spans]
 
 
-def _from_group(ask: Callable[[], int], alone: int) -> int:
-    return ask() if dist.is_available() and dist.is_initialized() else alone
+def _from_group(read: Callable[[], int], default: int) -> int:
+    return read() if dist.is_available() and dist.is_initialized() else default
 
 
 def size_of(dataset: Dataset[Any]) -> int:
     if not hasattr(dataset, "__len__"):
         raise ConfigError(
-            f"{type(dataset).__name__} has no len(): its samples cannot be distributed once each",
+            f"{type(dataset).__name__} has no len(): its samples cannot be distributed",
             hint="define __len__ and __getitem__ by index in the dataset",
         )
     return len(cast(Sized, dataset))

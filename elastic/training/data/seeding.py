@@ -3,12 +3,12 @@ epoch may read a sample more than once, of (seed, epoch, position).
 
 A sample's augmentation must not depend on which rank or data worker reads it, nor on what that
 process read before: otherwise a step repeated in another world would train on other data. The seed
-travels with the indices, because persistent data workers are not notified of a new epoch;
-the user's dataset, collate_fn and worker_init_fn stay as they are.
+is sent with the indices, because persistent data workers are not notified of a new epoch; the
+user's dataset, collate_fn and worker_init_fn stay unchanged.
 
-Seeded are ``random``, ``numpy.random`` and torch's CPU generator: 8 µs a sample [measured].
-Generators owned by a dataset (``np.random.default_rng()``) are not seeded. Nor is data that torch's
-own classes only index: nothing is drawn there.
+``random``, ``numpy.random`` and torch's CPU generator are seeded: 8 µs per sample [measured].
+Generators owned by a dataset (``np.random.default_rng()``) are not. Nothing is seeded for datasets
+that torch's own classes only index: they draw nothing.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _BY_POSITION = 1  # part of the key
 
 
 def draws_nothing(loader: DataLoader[Any]) -> bool:
-    """Whether reading this loader's data certainly uses no random generator.
+    """Whether it is certain that reading this loader's data uses no random generator.
 
     Subclasses and user-defined classes count as drawing.
     """
@@ -60,8 +60,8 @@ class SeededBatch(list[int]):
 
     ``DataLoader`` reads a batch with ``[dataset[i] for i in batch]``
     (torch/utils/data/_utils/fetch.py), so each sample has its own seed, and collate_fn continues
-    from that of the last one. A dataset whose ``__getitems__`` takes the batch as a whole, without
-    iterating it, draws unseeded.
+    with the last sample's. A dataset whose ``__getitems__`` takes the whole batch without
+    iterating over it draws unseeded.
     """
 
     def __init__(
@@ -78,13 +78,13 @@ class SeededBatch(list[int]):
             yield index
 
     def __reduce__(self) -> tuple[type[SeededBatch], tuple[list[int], int, int, int | None]]:
-        # The inherited one iterates, which would seed the process that sends the batch.
+        # The inherited method iterates, which would seed the process that sends the batch.
         return SeededBatch, (self[:], self._seed, self._epoch, self._first)
 
 
 @contextmanager
 def preserved_generators() -> Iterator[None]:
-    """Restore the generators of this process afterwards: for data read without workers."""
+    """Restore this process's generators afterwards, for data that is read without workers."""
     python, torch_cpu = random.getstate(), torch.default_generator.get_state()
     numpy = np.random.get_state(legacy=False)
     try:

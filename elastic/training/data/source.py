@@ -1,4 +1,4 @@
-"""The data of a user's ``DataLoader``, and the same loader with other batches."""
+"""Describes the data of a user's ``DataLoader``, and replaces the loader's batches."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from elastic.training.data.data_workers import make_ready_to_fork
 from elastic.training.data.draws import Draw, WholeDataset, draw_of
 from elastic.training.data.sampler import ElasticSampler, size_of
 
-# For data that cannot be distributed here: the script distributes it.
+# The alternative for data that cannot be distributed here: the script distributes it.
 _OWN_LOOP = (
     "or distribute it yourself, the same amount to every rank, in your own loop: "
     "`run.begin()` before each step and `run.commit()` after it"
@@ -36,14 +36,14 @@ _OWN_LOOP = (
 class Collation(Enum):
     """How the samples of one batch are read."""
 
-    SAMPLES = "samples"  # each is read, collate_fn makes a batch of them: torch's default
+    SAMPLES = "samples"  # each is read, and collate_fn combines them into a batch: torch's default
     ITEM = "item"  # batch_size=None: each item of the dataset is already a batch
     LIST = "list"  # batch_size=None with a BatchSampler: the dataset gets the list of indices
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DataSource:
-    """The data of a ``DataLoader``, as far as its order and batches go."""
+    """The order and the batches of a ``DataLoader``'s data."""
 
     dataset: Dataset[Any]
     batch_size: int
@@ -56,7 +56,7 @@ class DataSource:
 
 
 class ReplacedBatches(Sampler[list[int]]):
-    """Our batches in a user's loader, with a reference to the original ones."""
+    """Replaces the batches of a user's loader, and describes the original ones."""
 
     def __init__(self, source: DataSource) -> None:
         self.source = source
@@ -65,8 +65,8 @@ class ReplacedBatches(Sampler[list[int]]):
 def describe(loader: object) -> DataSource:
     """Read a loader's order and batch size.
 
-    Raises ConfigError, with an alternative, for a loader whose order is not a function of
-    a position: iterable datasets, samplers and batch samplers that are not torch's own.
+    Raises ConfigError, with an alternative, for a loader whose order is not a function of a
+    position: iterable datasets, and samplers and batch samplers that are not torch's own.
     """
     if not isinstance(loader, DataLoader):
         raise ConfigError(
@@ -82,7 +82,7 @@ def describe(loader: object) -> DataSource:
         )
     for replaced in (loader.batch_sampler, loader.sampler):
         if isinstance(replaced, ReplacedBatches):
-            return replaced.source  # changed in place before, and passed again
+            return replaced.source  # the loader was changed in place before, and is passed again
     batches = loader.batch_sampler
     if batches is None:
         return _without_collation(loader)
@@ -94,15 +94,14 @@ def describe(loader: object) -> DataSource:
 def _unknown_batches(batches: object) -> ConfigError:
     return ConfigError(
         f"the loader's batches come from {type(batches).__name__}, which cannot be distributed",
-        hint="use DataLoader(dataset, batch_size=…, sampler=…); batches that are always the same "
-        "are items of a dataset whose `__getitem__(i)` returns "
-        "`collate_fn([dataset[j] for j in batches[i]])`, in DataLoader(…, batch_size=None), "
-        + _OWN_LOOP,
+        hint="use DataLoader(dataset, batch_size=…, sampler=…); for fixed batches, use "
+        "DataLoader(…, batch_size=None) and a dataset whose `__getitem__(i)` returns "
+        "`collate_fn([dataset[j] for j in batches[i]])`, " + _OWN_LOOP,
     )
 
 
 def _without_collation(loader: DataLoader[Any]) -> DataSource:
-    """``batch_size=None``: torch gives the dataset what the sampler yields, one at a time."""
+    """``batch_size=None``: torch passes the sampler's values to the dataset one at a time."""
     sampler: object = loader.sampler
     if type(sampler) is BatchSampler:
         source = _with_sampler(loader.dataset, sampler)
@@ -132,8 +131,8 @@ def _with_sampler(dataset: Dataset[Any], batches: BatchSampler) -> DataSource:
             f"the order of {type(sampler).__name__} cannot be reproduced in another world: "
             "only the process that draws it can repeat it",
             hint="if it is the same in each epoch and on each rank, pass it as a list: "
-            "DataLoader(dataset, sampler=list(sampler), …); orders drawn in each epoch are "
-            "shuffle=True, SubsetRandomSampler(indices) and "
+            "DataLoader(dataset, sampler=list(sampler), …); for an order drawn in each epoch, use "
+            "shuffle=True, SubsetRandomSampler(indices) or "
             "WeightedRandomSampler(weights, num_samples)",
         )
     return DataSource(
@@ -148,7 +147,8 @@ def _with_sampler(dataset: Dataset[Any], batches: BatchSampler) -> DataSource:
 
 
 class OnlyItem:
-    """The user's ``collate_fn`` for our loader, which reads one item as a list of one."""
+    """Adapts the user's ``collate_fn`` to the copied loader, which reads one item as a list of
+    one."""
 
     def __init__(self, collate: Callable[[Any], Any]) -> None:
         self.collate = collate
@@ -166,12 +166,12 @@ def over_batches(
     *,
     in_place: bool = False,
 ) -> DataLoader[Any]:
-    """The same loader (workers, collate_fn, pinning, subclass, …) reading ``batches`` instead.
+    """The same loader (workers, collate_fn, pinning, subclass, …), but reading ``batches``.
 
-    A shallow copy, so that a subclass and whatever torch adds to ``DataLoader`` come along;
-    ``in_place`` changes the loader itself, for wrappers that hold it. Its iterators read
-    ``batch_sampler`` when they are made and not before (``_BaseDataLoaderIter.__init__``); the
-    guard in ``DataLoader.__setattr__`` keeps users from changing ``batch_size`` without effect.
+    It is a shallow copy, which keeps subclasses and attributes that torch may add to
+    ``DataLoader``; ``in_place`` changes the loader itself, for wrappers that refer to it. Iterators
+    read ``batch_sampler`` only when they are created (``_BaseDataLoaderIter.__init__``). The guard
+    in ``DataLoader.__setattr__`` only keeps users from changing ``batch_size`` without effect.
     """
     if loader.num_workers:
         make_ready_to_fork()
@@ -185,6 +185,6 @@ def over_batches(
     forget_iterator(ours)
     # Batches are matched with the plan by their order.
     ours.in_order = True
-    # torch draws the workers' base seed from this generator, which is not the training's.
+    # torch draws the workers' base seed from this generator instead of the script's.
     ours.generator = torch.Generator()
     return ours

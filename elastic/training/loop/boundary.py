@@ -1,4 +1,4 @@
-"""The boundary between two steps: everything before is committed, so the job can save or leave."""
+"""The boundary between two steps: all earlier steps are committed, so the job can save or leave."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from elastic.worker.worlds import Worlds
 
 
 class StepBoundary:
-    """Actions between two steps. One per process. ``worlds`` is the link to the agent, or None."""
+    """Actions between two steps. One per process. ``worlds``: the link to the agent, if any."""
 
     def __init__(
         self,
@@ -31,13 +31,12 @@ class StepBoundary:
         self._worlds = worlds
 
     def cross(self) -> None:
-        """Before the next step: save if a save is due. Does not return if the process
-        ends here.
+        """Before the next step: save if a save is due. Does not return if the process ends here.
 
         The ranks of a replica need no vote here unless they exchange control flags by a collective
-        of the world, which an abort can end on some of them only. The flags that came with the
-        gradients were settled at the end of the backward pass, so all decide alike, and so was
-        whether the world is left before the next step; nothing else here waits for a peer.
+        of the world, which an abort may end on only some of them. Flags that came with the
+        gradients, and the decision to leave before the next step, were agreed at the end of the
+        backward pass, so all ranks decide equally. Nothing else here waits for a peer.
         """
         if self._worlds is not None:
             self._worlds.wait_until_permitted()
@@ -48,14 +47,14 @@ class StepBoundary:
         replica = self._lifecycle.replica
         received = self._checkpoints.at_boundary(self._state.job, replica.whole)
         self._strategies.active.at_boundary(received)
-        is_asked = self._worlds is not None and self._worlds.is_asked_to_leave
-        is_leaving = self._halt.is_preempted or is_asked
+        is_requested = self._worlds is not None and self._worlds.is_asked_to_leave
+        is_leaving = self._halt.is_preempted or is_requested
         self._checkpoints.announce(self._state.job, is_leaving=is_leaving)
 
     def finish(self) -> None:
-        """At the end of training: save this step unless it is already saved."""
+        """At the end of training: save this step, unless it is already saved."""
         self._checkpoints.save(self._state.job)
 
     def begin_step(self, number: int) -> None:
-        """Begin step ``number``, which its control flags identify."""
+        """Begin step ``number``; its control flags carry the number."""
         self._checkpoints.flags.begin_step(number)

@@ -1,4 +1,4 @@
-"""The callbacks of the script that are called after each step."""
+"""The script's callbacks after each step."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class StepCallbacks:
         return len(self._callbacks)
 
     def add(self, callback: Callback) -> None:
-        """Call back after each step."""
+        """Call ``callback`` after each step from now on."""
         self._callbacks.append(callback)
 
     def last(self, count: int) -> list[Callback]:

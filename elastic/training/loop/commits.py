@@ -1,4 +1,4 @@
-"""Commits of steps: at their end, or once their gradients are used; then callbacks.
+"""Commits steps at their end, or once their gradients are used, and calls the callbacks.
 
 See docs/decisions/0020.
 """
@@ -57,7 +57,7 @@ class Commits:
         self._has_warned_of_state = False
 
     def commit(self, step: Step, loader: ElasticLoader | None) -> None:
-        """End an iteration: its data is used, and its gradients may be."""
+        """End an iteration: its data is used. Commit it, unless its gradients are still unused."""
         waiting = self._waiting(step)
         if waiting and loader is None:
             self._warn_of_accumulation(waiting)
@@ -78,14 +78,14 @@ class Commits:
             lengths = None if is_last else self._current.accumulation.other_length(step)
             self._commit(step)
             if lengths is not None:
-                self._checkpoints.stop()  # nothing of these weights is to be saved
-                raise _shifted(step, *lengths)
+                self._checkpoints.stop()  # do not save these weights
+                raise _counter_shifted(step, *lengths)
 
     def finish(self) -> None:
-        """End training: no step stays open."""
+        """End training: commit an open accumulation."""
         self.call_back_again()
         if (last := self._current.accumulation.take_last()) is not None:
-            self._commit(last)  # leftover gradients are dropped, as in any loop
+            self._commit(last)  # unused gradients are dropped, as in any loop
 
     def _waiting(self, step: Step) -> list[str]:
         """The optimizers that keep gradients of this step for later ones."""
@@ -113,7 +113,7 @@ class Commits:
         if self._strategies.active.can_roll_back:
             place = (last.number, last.epoch, last.index)
             self._progress.committed(place, len(self._callbacks))
-        self._compare_replicas(last)  # after the commit, in case a peer fails now
+        self._compare_replicas(last)  # after the commit, because a peer may fail now
         self._call_back(last, len(self._callbacks))
         self._strategies.active.committed()
 
@@ -128,16 +128,16 @@ class Commits:
             )
 
     def _call_back(self, step: Step, left: int) -> None:
-        """Call the last ``left`` callbacks, once each even if the world changes meanwhile."""
+        """Call the last ``left`` callbacks, each once even if the world changes meanwhile."""
         for callback in self._callbacks.last(left):
             callback(step)
-            self._lifecycle.settle()  # it may have used the invalid result of an aborted collective
+            self._lifecycle.settle()  # it may have used an invalid result
             left -= 1
             if self._strategies.active.can_roll_back:
                 self._progress.called_back(left)
 
     def call_back_again(self) -> None:
-        """Call the callbacks of the last step that a fault prevented."""
+        """Call the last step's callbacks that were not called because of a fault."""
         tag = self._progress.tag
         if tag is not None and tag.callbacks:
             step = Step.past(*self._progress.callback_step, self._lifecycle.world.data_size)
@@ -147,15 +147,15 @@ class Commits:
         if not self._has_warned_of_accumulation and not self._job.has_scaler:
             self._has_warned_of_accumulation = True
             get_logger().warning(
-                "run.commit() while %s has unapplied gradients, which a change of the world would "
-                "discard. Call run.begin() before the first micro-batch of an "
+                "run.commit() was called while %s has unapplied gradients, which a change of the "
+                "world would discard. Call run.begin() before the first micro-batch of an "
                 "optimizer step, and run.commit() after optimizer.step().",
                 ", ".join(waiting),
             )
 
     def _compare_replicas(self, step: Step) -> None:
-        """Compare replicas periodically and after the first update of each world, where a joining
-        process that lacks some of the script's state differs."""
+        """Compare replicas periodically, and after the first update of each world, in which a
+        joining process that lacks some of the script's state differs."""
         world = self._lifecycle.world
         if not step.optimizer_stepped or world.size == 1:
             return
@@ -164,7 +164,8 @@ class Commits:
         if is_first:
             self._compared_in = world
         if is_first or is_compared_after(step.number):
-            # Always, since new ranks have not warned yet, and all ranks have to call it.
+            # On all ranks, because it is a collective, and even after a warning: new ranks have
+            # not warned yet.
             with self._lifecycle.replica.whole():
                 differing = differing_names(self._job.user)
             if differing and not self._has_warned_of_state:
@@ -178,22 +179,22 @@ class Commits:
         try:
             with self._lifecycle.replica.whole():
                 tracked = self._optimizer_watch.tracked
-                compare(weights, tracked, world, step.number, alike=self._alike)
+                compare(weights, tracked, world, step.number, same_part=self._same_part)
         except TrainingError:
-            self._checkpoints.stop()  # nothing of these weights is to be saved
+            self._checkpoints.stop()  # do not save these weights
             raise
 
     @property
-    def _alike(self) -> dict[str, Sequence[int]]:
+    def _same_part(self) -> dict[str, Sequence[int]]:
         """For each parameter, the first rank of a replica that holds the same part of it."""
         return {name: module.first_alike() for name, module in self._job.modules.items()}
 
 
-def _shifted(step: Step, length: int, usual: int) -> TrainingError:
+def _counter_shifted(step: Step, length: int, usual: int) -> TrainingError:
     return TrainingError(
-        f"step {step.number} used the gradients of {length} batches, earlier steps those of "
-        f"{usual}: the script's batch counter was not reset when a fault made them start again "
-        "from the first one",
-        hint="count with enumerate(loader, start=loader.index), or create the counter in "
-        "the function that run.retry calls",
+        f"step {step.number} used the gradients of {length} batches, but earlier steps used "
+        f"{usual}: the script's batch counter was not reset when a fault repeated the accumulation "
+        "from its first batch",
+        hint="count with enumerate(loader, start=loader.index), or create the counter in the "
+        "function that run.retry calls",
     )

@@ -1,7 +1,7 @@
 """Detects the consumer of a loader's iterator: ``enumerate``, ``itertools.islice`` or ``cycle``.
 
-``enumerate`` and ``islice`` count from 0 wherever a pass begins, and ``cycle`` never starts a
-second pass.
+``enumerate`` and ``islice`` count from 0 even if a pass begins in the middle of an epoch, and
+``cycle`` never starts a second pass.
 The iterator is not notified, but Python's garbage collector can list its referrers.
 """
 
@@ -17,7 +17,7 @@ from typing import Any, cast
 from elastic.errors import TrainingError
 from elastic.telemetry.log import get_logger
 
-# Generators of progress bars: `enumerate(tqdm(loader))` reads ours through theirs.
+# `enumerate(tqdm(loader))` reads the loader's generator through the progress bar's generator.
 _PROGRESS_BARS = ("tqdm", "rich")
 
 _warned: set[str] = set()
@@ -25,7 +25,7 @@ _warned: set[str] = set()
 
 @dataclass(frozen=True, slots=True)
 class Consumer:
-    """The reader of a pass, as far as known."""
+    """The reader of a pass, as far as it is known."""
 
     counts_from: int | None = None  # start value of enumerate
     is_cycle: bool = False
@@ -44,12 +44,13 @@ class Consumer:
             )
 
     def warn_of_count(self, index: int) -> None:
-        """Warn, once per process, when a count from 0 or 1 begins at step ``index``."""
+        """Warn, once per process, if a count from 0 or 1 begins at step ``index``."""
         if self.is_slice and index and "slice" not in _warned:
             _warned.add("slice")
             get_logger().warning(
-                "this loop resumes at step %d of its epoch, and itertools.islice(loader, n) counts "
-                "from there: use run.loader(…, max_steps=n), whose epochs end at the same step",
+                "this loop resumes at step %d of its epoch, but itertools.islice(loader, n) "
+                "counts from there: use run.loader(…, max_steps=n), whose epochs end at the same "
+                "step",
                 index,
             )
         start = self.counts_from
@@ -57,7 +58,7 @@ class Consumer:
             return
         _warned.add("count")
         get_logger().warning(
-            "this loop resumes at step %d of its epoch, and enumerate(loader) counts from %d: "
+            "this loop resumes at step %d of its epoch, but enumerate(loader) counts from %d: "
             "use enumerate(loader, start=%sloader.index)",
             index,
             start,
@@ -93,8 +94,11 @@ def consumer_of(iterator: object, *, everywhere: bool) -> Consumer:
 
 
 def _holders(iterator: object) -> list[Any]:
-    """Objects that refer to the iterator, directly or through a ``zip``. The collector finds them
-    much faster than a loop over all objects, and all ranks wait for a joining process meanwhile."""
+    """Objects that refer to the iterator, directly or through a ``zip``.
+
+    The collector finds them much faster than a loop over all objects, and all ranks of a world wait
+    for a joining process meanwhile.
+    """
     found = gc.get_referrers(iterator)
     parts = [holder for holder in found if type(holder) is tuple]
     zips = [holder for holder in gc.get_referrers(*parts) if type(holder) is zip] if parts else []
@@ -102,7 +106,7 @@ def _holders(iterator: object) -> list[Any]:
 
 
 def _reads(reader: object, iterator: object, frames: list[Any]) -> bool:
-    """Whether ``reader`` is the iterator, a ``zip`` of it, or a progress bar's generator."""
+    """Whether ``reader`` is the iterator, a ``zip`` over it, or a progress bar's generator."""
     if type(reader) is zip:
         parts = [part for part in gc.get_referents(reader) if type(part) is tuple]
         return any(read is iterator for part in parts for read in part)

@@ -1,4 +1,4 @@
-"""Reads a loader within the steps of another one (:mod:`elastic.training.data.following`)."""
+"""Reads a loader within the steps of another loader (:mod:`elastic.training.data.following`)."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from elastic.world.world import World
 
 
 def follow(loop: StepLoop, loader: ElasticLoader, passed: Pass) -> Iterator[Any]:
-    """The batches of ``loader`` within the steps of another one."""
+    """The batches of ``loader`` within the steps of another loader."""
     following = loader.following
     following.start(passed, epochs_are_counted=loop.scope.owns_epochs)
     world: World | None = None
@@ -33,11 +33,11 @@ def follow(loop: StepLoop, loader: ElasticLoader, passed: Pass) -> Iterator[Any]
             leader, step = leading
             if not following.is_newest(passed):
                 raise TrainingError(
-                    "a loop over the loader continues after a newer one has begun",
-                    hint="finish or leave one loop before the next",
+                    "a loop over the loader continues after a newer loop has begun",
+                    hint="finish or leave a loop before you start the next one",
                 )
-            put_backs, next_at = following.put_backs, following.position(step)
-            if (world, at) != (loop.lifecycle.world, (put_backs, next_at)):
+            resets, next_at = following.resets, following.position(step)
+            if (world, at) != (loop.lifecycle.world, (resets, next_at)):
                 world = loop.lifecycle.world
                 batches = loader.batches(world.data_rank, world.data_size, keeps_workers=True)
             assert world is not None
@@ -46,24 +46,25 @@ def follow(loop: StepLoop, loader: ElasticLoader, passed: Pass) -> Iterator[Any]
                 following.end()
                 return
             _check_fits(leader, step, loader, info, world.data_size)
-            at = (put_backs, following.give(step))
+            at = (resets, following.record_batch(step))
             yield batch
     except GeneratorExit:
-        is_left = following.is_newest(passed) and at is not None and at[0] == following.put_backs
+        is_left = following.is_newest(passed) and at is not None and at[0] == following.resets
         if is_left and (loop.scope.owns_epochs or loop.current.inside is not None):
             following.end()
-            loader.let_workers_go()
+            loader.stop_workers()
         raise
 
 
 def _check_fits(
     leader: ElasticLoader, step: Step, loader: ElasticLoader, info: BatchInfo, world: int
 ) -> None:
-    """Gradients are weighted by the leader's shares: those of its follower must be the same."""
+    """Raise TrainingError unless both loaders have the same shares: the leader's are the weights
+    of the gradients."""
     if len(step) != 1 or info.micro_batches != 1:
         raise TrainingError(
-            f"step {step.number} is cut into micro-batches: {len(step)} of the first loader, "
-            f"{info.micro_batches} of the one that is read within its steps",
+            f"step {step.number} is divided into micro-batches: {len(step)} of the first loader, "
+            f"{info.micro_batches} of the loader that is read within its steps",
             hint="read two loaders together without micro_batch=, or put both datasets into one "
             "loader: DataLoader(torch.utils.data.StackDataset(first, second), …)",
         )
@@ -71,9 +72,9 @@ def _check_fits(
     samples, others = stop - start, info.global_samples
     if not following.same_shares(leader.plan, samples, loader.plan, others, world):
         raise TrainingError(
-            f"step {step.number} has {samples} samples of the first loader and "
-            f"{others} of the second: the {world} ranks would have other shares of "
-            "one than of the other, and gradients wrong weights",
-            hint="give both the same run.loader(…, global_batch=…), and both "
+            f"step {step.number} has {samples} samples of the first loader and {others} of the "
+            f"second: their shares on the {world} ranks would differ, and gradients would have "
+            "wrong weights",
+            hint="use the same run.loader(…, global_batch=…) for both, and "
             "DataLoader(…, drop_last=True), so that no last batch is smaller",
         )

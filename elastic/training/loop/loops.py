@@ -1,4 +1,4 @@
-"""The loops that resume: over epochs, steps, and batches."""
+"""Loops that resume: over epochs, steps, and batches."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from elastic.training.data.loader import ElasticLoader
 from elastic.training.data.plan import Position
 from elastic.training.loop.consumers import Consumer, consumer_of
 from elastic.training.loop.follower import follow
-from elastic.training.loop.generators import made_too_early
+from elastic.training.loop.generators import created_too_early
 from elastic.training.loop.scope import Scope
 from elastic.training.loop.step_loop import StepLoop
 from elastic.training.state.job_state import JobState
@@ -24,7 +24,7 @@ from elastic.world.world import world_from_environment
 
 
 def epochs(loop: StepLoop, count: int) -> Iterator[int]:
-    """The remaining epochs of ``count``; the first may resume in its middle.
+    """The remaining epochs of ``count``; the first one may resume in its middle.
 
     An epoch ends when the next one begins: the code after the loop over the loader
     (evaluation, schedulers) is part of it, and is repeated if interrupted.
@@ -42,7 +42,7 @@ def epochs(loop: StepLoop, count: int) -> Iterator[int]:
 
 
 def steps_left(scope: Scope, job: JobState) -> int | None:
-    """The remaining steps to display: from `run.plan_steps`, else from all epochs. None if the
+    """The number of remaining steps: from `run.plan_steps`, else from all epochs. None if the
     script counts steps itself or has several loaders."""
     if scope.total_steps is not None:
         return max(0, scope.total_steps - job.progress.step)
@@ -57,8 +57,8 @@ def steps_left(scope: Scope, job: JobState) -> int | None:
 def steps(loop: StepLoop, loader: ElasticLoader) -> Generator[Step]:
     """The remaining steps of the loader's epoch.
 
-    A step begins when it is yielded and commits when the next is requested, or when the loop
-    is left after an optimizer has stepped. So a peek has no effect.
+    A step begins when it is yielded. It commits when the next one is requested, or when the loop is
+    left after an optimizer has stepped. So a peek at the first batch has no effect.
     """
     if loop.scope.in_retry:
         loop.scope.generators.refuse()
@@ -73,11 +73,11 @@ def steps(loop: StepLoop, loader: ElasticLoader) -> Generator[Step]:
         for first in batches:
             yield loop.begin(loader, first, batches)
             if loop.lifecycle.world is not world:
-                raise made_too_early()  # created by an attempt that has ended
+                raise created_too_early()  # created by an attempt that has ended
             loop.commit()
             phases.enter(DATA)
         phases.enter(SCRIPT)
-        loop.script_goes_on()
+        loop.leave_step()
     except GeneratorExit:
         phases.enter(SCRIPT)
         loop.leave(world, loader)
@@ -85,9 +85,9 @@ def steps(loop: StepLoop, loader: ElasticLoader) -> Generator[Step]:
 
 
 def batches(loop: StepLoop, loader: ElasticLoader) -> Iterator[Any]:
-    """The batches of steps with one micro-batch, which iterating a loader yields.
+    """The batches of steps with one micro-batch: what iterating over a loader yields.
 
-    Within a step of another loader, batches of this loader, which follows it.
+    Within a step of another loader, this loader follows that one.
     """
     passed = loader.following.new_pass()
     iterator = _batches(loop, loader, passed)
@@ -97,12 +97,12 @@ def batches(loop: StepLoop, loader: ElasticLoader) -> Iterator[Any]:
 
 def _batches(loop: StepLoop, loader: ElasticLoader, passed: Pass) -> Iterator[Any]:
     consumer = Consumer()
-    if passed.is_first or not loader.following.follows:  # a follower may begin one in each step
+    if passed.is_first or not loader.following.follows:  # a follower may begin a pass in each step
         # The iterator must not be a local variable: it would keep itself alive.
         consumer = consumer_of(passed.iterator and passed.iterator(), everywhere=passed.is_first)
     if loop.is_peek:
-        # Training is not possible yet: the script inspects the data, for its shape or statistics.
-        loader.following.looked(passed)
+        # Training cannot begin yet: the script inspects the data, for its shape or statistics.
+        loader.following.release(passed)
         world = loop.lifecycle.world if loop.lifecycle.has_world else world_from_environment()
         for _, data in loader.batches(world.data_rank, world.data_size):
             yield data
@@ -111,7 +111,7 @@ def _batches(loop: StepLoop, loader: ElasticLoader, passed: Pass) -> Iterator[An
     if loop.current.leading(loader) is not None:
         yield from follow(loop, loader, passed)
         return
-    loader.following.looked(passed)
+    loader.following.release(passed)
     loader.following.check_leads()
     if loader.has_item_batches and loader.plan.global_batch > 1:
         raise TrainingError(
@@ -128,19 +128,21 @@ def _batches(loop: StepLoop, loader: ElasticLoader, passed: Pass) -> Iterator[An
             consumer.warn_of_count(step.index)
             consumer = Consumer()
             batch = step.only_micro_batch()
-            loop.reading_ahead.hand_out(batch)
+            loop.reading_ahead.step_began(batch)
             yield batch
             del batch
 
 
 def index(loop: StepLoop, loader: ElasticLoader) -> int:
-    """The index within the epoch of the loader's current step, or else of the next one."""
+    """The index within the epoch of the loader's current step; between steps, of the next one."""
     if not loop.is_peek:
         loop.bootstrap.enter_loop()
     position = loader.position
     left = loop.current.left_step(loader)
     if left is not None and left.optimizer_stepped:
-        position = Position(position.epoch, position.step + 1)  # settled when the next loop begins
+        position = Position(
+            position.epoch, position.step + 1
+        )  # committed when the next loop begins
     if loop.scope.owns_epochs:
         return position.step if position.epoch == loop.epoch else 0
     return position.step % len(loader)

@@ -1,9 +1,9 @@
-"""Whether the script asks for a batch before it has trained on the previous one, as prefetchers do.
+"""Detects a script that requests a batch before it has trained on the previous one (prefetching).
 
-A step ends when the script asks for the next batch. A script that reads ahead trains on the batch
-of the step before, so that a fault loses a batch or repeats one, and its last update comes after
-the loop. The first steps of a process show it: nothing is trained in the first, and the forward
-pass of the second is given the tensors of the first.
+A step ends when the script requests the next batch. A script that reads ahead trains on the
+previous step's batch, so a fault loses or repeats a batch, and its last update comes after the
+loop. The first steps of a process reveal it: nothing is trained in the first step, and the forward
+pass in the second step gets the first step's tensors.
 """
 
 from __future__ import annotations
@@ -34,24 +34,24 @@ class _Stage(Enum):
 
 
 class ReadingAhead:
-    """Looks at the first two steps of a process."""
+    """Checks the first two steps of a process."""
 
     def __init__(self) -> None:
         self._stage = _Stage.FIRST_STEP
         self._first_batch: list[weakref.ref[torch.Tensor]] = []
         self._hooks: list[RemovableHandle] = []
 
-    def hand_out(self, batch: Any) -> None:
-        """A step begins with this batch."""
+    def step_began(self, batch: Any) -> None:
+        """Called with the batch of a step that begins."""
         if self._stage is _Stage.FIRST_STEP:
             self._first_batch = [weakref.ref(tensor) for tensor in _tensors(batch)]
 
     def step_ended(self, number: int, modules: Collection[nn.Module], *, trained: bool) -> None:
-        """The script has asked for the batch after step ``number``."""
+        """Called when the script requests the batch after step ``number``."""
         if self._stage is _Stage.FIRST_STEP and modules and not trained:
             get_logger().warning(
                 "step %d ended without a forward pass of a wrapped model. If the script reads "
-                "batches ahead (a prefetcher), it trains on the batch of the step before, and its "
+                "batches ahead (a prefetcher), it trains on the previous step's batch, and its "
                 "last update comes after the loop, where it is refused: %s",
                 number,
                 HINT,
@@ -72,7 +72,7 @@ class ReadingAhead:
         if any(tensor is one for tensor in _tensors([inputs, named]) for one in first):
             raise TrainingError(
                 "the script requests the next batch before it trains on the last one, as a "
-                "prefetcher does: a fault would lose a batch, or repeat one",
+                "prefetcher does: a fault would lose or repeat a batch",
                 hint=HINT,
             )
 

@@ -12,16 +12,16 @@ class Scope:
     """The script's scope. One per process."""
 
     in_retry: bool = False  # within run.retry, run.attempts, or after run.begin
-    owns_epochs: bool = False  # run.epochs counts them, otherwise each pass of a loader is one
+    owns_epochs: bool = False  # run.epochs counts epochs; otherwise each pass over a loader is one
     epochs: int | None = None  # the count of run.epochs
     total_steps: int | None = None  # of the job, from run.plan_steps
     resumed_at: int = 0  # the step within its epoch at which the last pass began
-    passes: int = 0  # of this attempt, over loaders without ``run.epochs``
+    passes: int = 0  # in this attempt, over loaders without ``run.epochs``
     epoch_steps: dict[int, int] = field(default_factory=dict)  # of each loader, by its id
     generators: EarlierGenerators = field(default_factory=EarlierGenerators)
 
     def plan(self, loader_id: int, steps: int) -> int:
-        """Record ``steps`` of this loader per epoch; returns the job's total number of steps."""
+        """Record this loader's steps per epoch. Returns the job's total number of steps."""
         self.epoch_steps[loader_id] = steps
         if self.total_steps is not None:
             return self.total_steps

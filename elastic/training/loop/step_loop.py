@@ -1,5 +1,5 @@
-"""Begins and commits steps: a step begins when the script gets it, and commits when it requests
-the next one."""
+"""Begins and commits steps. A step begins when the script gets it, and commits when the script
+requests the next one."""
 
 from __future__ import annotations
 
@@ -69,12 +69,12 @@ class StepLoop:
 
     @property
     def is_peek(self) -> bool:
-        """Whether a loop can only inspect data, because there is nothing to train yet."""
+        """Whether a loop can only inspect data, because nothing to train is registered yet."""
         is_set_up = self.lifecycle.is_restored or self.scope.in_retry or self._job.tracked
         return not is_set_up
 
     def begin_pass(self, loader: ElasticLoader) -> None:
-        """Begin a loop over ``loader``: in the run's epoch, or in the loader's next one."""
+        """Begin a loop over ``loader``: in the run's epoch, or in the loader's next epoch."""
         self.settle()
         self.current.last_left = None
         self._progress.script_has_run()
@@ -87,9 +87,9 @@ class StepLoop:
             self._warn_of_counts()
         if self.scope.passes == 2 and self.scope.in_retry and not self._job.user:
             get_logger().warning(
-                "this is the second pass over the loader, without run.epochs: after a fault "
-                "run.retry calls its function again, where `for epoch in range(n)` begins at 0 "
-                "and trains too long. Use `for epoch in run.epochs(n)`, or keep the count in "
+                "this is the second pass over the loader without run.epochs: after a fault, "
+                "run.retry calls its function again, `for epoch in range(n)` begins at 0, and the "
+                "job trains too long. Use `for epoch in run.epochs(n)`, or keep the count in "
                 "run.state"
             )
         if loader.position.step == len(loader):
@@ -103,8 +103,8 @@ class StepLoop:
         if step and not self._has_warned_of_counts:
             self._has_warned_of_counts = True
             get_logger().warning(
-                "this loop resumes after %d steps without run.epochs; a step or epoch counter in a "
-                "local variable restarts at zero and the job trains too long. Keep the count in "
+                "this loop resumes after %d steps without run.epochs: a step or epoch counter in a "
+                "local variable restarts at zero, and the job trains too long. Keep the count in "
                 "run.state, or use run.epochs",
                 step,
             )
@@ -112,8 +112,8 @@ class StepLoop:
     def leave(self, world: World, loader: ElasticLoader) -> None:
         """Handle a loop over the steps of ``loader`` that is left in the middle, for any reason.
 
-        After `break` or `return` the current step counts if an optimizer has stepped; after a
-        fault of the world it does not. They cannot be distinguished here, but in :meth:`settle`.
+        After `break` or `return` the current step counts if an optimizer has stepped; after a fault
+        of the world it does not. :meth:`settle` distinguishes them; it is not possible here.
         """
         if self.lifecycle.is_changing:
             return  # the frames of an interrupted attempt are cleared
@@ -121,19 +121,19 @@ class StepLoop:
             self.current.leave(loader)
             if self._strategies.active.settles_left_loops:
                 self.current.last_left = self.current.step
-                # Otherwise the next loop does, which can raise: an exception here, where the
-                # loop's generator is closed, would only be printed by Python.
+                # If a reduction failed, the next loop settles instead, since it can raise: Python
+                # only prints exceptions raised here, where the loop's generator is closed.
                 if not any(m.reduction.failure for m in self._job.modules.values()):
                     self._settle_left()
 
     def settle(self) -> None:
-        """Settle a loop that the script has left: since it continues, it left deliberately.
+        """Settle a loop that the script has left: it has continued, so it left deliberately.
 
         Raises a fault of the world again if the script has caught it in the loop.
         """
         if self._ended is not None and self._ended is self.lifecycle.world:
             raise WorldChanged(
-                "the script has caught the exception that ends this world",
+                "the script caught the exception that ended this world",
                 hint="do not catch it: run.retry continues in the next world",
             )
         if self.current.step is not None:
@@ -144,33 +144,33 @@ class StepLoop:
         loader = self.current.take_left_loader()
         if loader is None:
             return
-        loader.let_workers_go()
+        loader.stop_workers()
         step = self.current.step
         if step is not None and (step.optimizer_stepped or self._has_new_gradients(step)):
             self.commit()
         self.current.drop()
-        self.script_goes_on()
+        self.leave_step()
 
     def _has_new_gradients(self, step: Step) -> bool:
         return step.is_last_micro_batch and bool(self._optimizer_watch.accumulating(step))
 
-    def script_goes_on(self) -> None:
+    def leave_step(self) -> None:
         """End a loop: from now on the script runs outside of a step."""
         is_accumulating = self.current.accumulation.since is not None
         if self._strategies.active.can_roll_back and not is_accumulating:
-            self._progress.rollback.script_goes_on()
+            self._progress.rollback.leave_step()
 
     # -- steps --------------------------------------------------------------------------------
 
     def begin(
         self, loader: ElasticLoader | None, first: tuple[StepBatch, Any], rest: Batches
     ) -> Step:
-        """Begin a step. Saves first if a save is due, because everything before is committed."""
+        """Begin a step. Saves first if a save is due: everything before is committed."""
         if self.current.step is not None:
             raise _second_step(self.current.step, loader)
         number, strategy = self._job.progress.step, self._strategies.active
         if self.current.accumulation.since is None:
-            self.lifecycle.settle()  # what the script has done since the last step counts now
+            self.lifecycle.settle()  # work that the script queued since the last step
             self._commits.call_back_again()
             self._boundary.cross()
             if strategy.can_roll_back:
@@ -215,13 +215,13 @@ class StepLoop:
             return
         for module in self._job.modules.values():
             if module.reduction.failure is not None:
-                raise module.reduction.failure  # the script has caught it
+                raise module.reduction.failure  # the script caught it
             module.reduction.wait()
-        self.lifecycle.settle()  # queued work may have ended because the group was aborted
+        self.lifecycle.settle()  # an abort may have ended queued work
         if not step.is_last_micro_batch:
             raise TrainingError(
                 f"step {step.number} was left before the last of its {len(step)} micro-batches",
-                hint="iterate each step to its end: every sample counts once",
+                hint="iterate over each step to its end: every sample counts once",
             )
         if loader is not None and self._is_evaluation(step):
             raise _no_training(step)
@@ -263,7 +263,7 @@ class StepLoop:
 def _no_training(step: Step) -> TrainingError:
     return TrainingError(
         f"step {step.number} ran without gradients or in eval mode, but each batch of run.loader "
-        "is a training step of the job, and a recovery would resume this pass in its middle",
+        "is a training step of the job: a recovery would resume this pass in its middle",
         hint="evaluate with run.shard(DataLoader(…)); for torch.optim.swa_utils.update_bn and "
         "other passes over the data, use the plain DataLoader",
     )
@@ -272,11 +272,11 @@ def _no_training(step: Step) -> TrainingError:
 def _second_step(step: Step, loader: ElasticLoader | None) -> TrainingError:
     if loader is None:
         return TrainingError(
-            f"run.begin() while step {step.number} has begun and is not committed",
+            f"run.begin() was called while step {step.number} is not committed",
             hint="call run.commit() at the end of each step, or run.recover(error) after a "
             "fault of the world",
         )
     return TrainingError(
-        f"a second loop begins a step while step {step.number} has begun",
+        f"a second loop begins a step while step {step.number} is not committed",
         hint="evaluate with run.shard(loader); finish one training loop before the next",
     )

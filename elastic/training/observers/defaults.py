@@ -14,8 +14,8 @@ OFF = "off"
 def default_writers(env: Mapping[str, str] = os.environ) -> Sequence[MetricsWriter]:
     """TensorBoard, if it is installed, in ``ELASTIC_TENSORBOARD`` or ``runs/RUN_ID``.
 
-    ``ELASTIC_TENSORBOARD=off``: none. Raises ConfigError if it names a folder and TensorBoard is
-    not installed.
+    With ``ELASTIC_TENSORBOARD=off`` there is none. Raises ConfigError if it names a folder and
+    TensorBoard is not installed.
     """
     folder = env.get("ELASTIC_TENSORBOARD")
     if folder == OFF or (not folder and not is_installed()):

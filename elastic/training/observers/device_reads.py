@@ -1,7 +1,7 @@
-"""Reads scalars copied from a device, without waiting for it.
+"""Reads scalars copied from a device, without waiting for the device.
 
-A queued copy is read once an event recorded after it has completed. So a value
-is available one flush later, and no step waits.
+A copy is read once an event that was recorded after it has completed. So a value is available one
+flush later, and no step waits.
 """
 
 from __future__ import annotations
@@ -15,17 +15,17 @@ from elastic.training.observers.history import Row
 
 
 class DeviceEvent(Protocol):
-    """The required interface of ``torch.Event``."""
+    """The subset of ``torch.Event`` that is used here."""
 
     def query(self) -> bool:
-        """Whether all work queued before it is done."""
+        """Whether all work queued before the event is done."""
 
     def synchronize(self) -> None:
-        """Wait until all work queued before it is done."""
+        """Wait until all work queued before the event is done."""
 
 
 def record_event() -> DeviceEvent:
-    """An event on the current stream of the accelerator."""
+    """Record an event on the accelerator's current stream."""
     event = torch.Event(device=torch.accelerator.current_accelerator())
     event.record()
     return event

@@ -13,7 +13,7 @@ _ALWAYS_KEPT = 8  # rows, however old: steps may take minutes
 
 @dataclass(slots=True)
 class Row:
-    """Values logged for one step, or some of them."""
+    """Values logged for one step: all, or some of them."""
 
     step: int  # number of committed steps once this one commits
     logged_s: float
@@ -22,8 +22,8 @@ class Row:
 
 
 class History:
-    """Rows with non-decreasing steps. Every rank keeps recent ones: the next rank 0
-    writes rows that the last one did not."""
+    """Rows with non-decreasing steps. Every rank keeps recent rows, because a new rank 0 writes
+    those that the previous one did not."""
 
     def __init__(self, keep_s: float) -> None:
         self._keep_s = keep_s
@@ -33,9 +33,9 @@ class History:
         return iter(self._rows)
 
     def put(self, step: int, values: dict[str, Scalar], now_s: float) -> None:
-        """Add to the row of ``step``, replacing values of the same name.
+        """Add values to the row of ``step``, replacing values of the same name.
 
-        The caller passes a new dictionary in each call and does not modify it.
+        Takes ownership of the dictionary.
         """
         rows = self._rows
         if rows and rows[-1].step >= step:
@@ -46,12 +46,12 @@ class History:
         rows.append(Row(step, now_s, values))
 
     def rewind(self, step: int) -> None:
-        """Forget values of steps after ``step``, which are repeated."""
+        """Forget values of steps after ``step``, which will be repeated."""
         rows = self._rows
         while rows and rows[-1].step > step:
             rows.pop()
 
-    def send_again(self) -> None:
+    def resend_all(self) -> None:
         """Mark all rows as not written."""
         for row in self._rows:
             row.is_sent = False

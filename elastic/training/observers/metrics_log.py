@@ -1,9 +1,8 @@
 """Decides which rank writes which logged values, and when.
 
-Every rank keeps recent values; rank 0 sends them to the writers. A step's values are sent
-once the next step is committed, so they can be completed until then, and an interrupted step
-leaves nothing. A rank that becomes rank 0 sends the values it has kept: writers skip
-existing ones.
+Every rank keeps recent values; rank 0 sends them to the writers. A step's values are sent once the
+next step is committed: until then values can be added, and an interrupted step leaves none. A rank
+that becomes rank 0 sends the values that it has kept, and writers skip those that exist.
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ class MetricsLog:
     """The log of metrics. One per process, used by the main thread.
 
     Args:
-        position: the number of committed steps once the current one commits, or after the last.
+        position: the number of committed steps, including the current one.
         default_writers: creates the writers if the script sets none.
     """
 
@@ -58,7 +57,7 @@ class MetricsLog:
         self._journal = journal
         self._position = position
         self._default_writers = default_writers
-        self._writers: list[MetricsWriter] | None = None  # None: the default ones
+        self._writers: list[MetricsWriter] | None = None  # None: the default writers
         self._is_open = False  # values were logged
         self._logged: list[tuple[int, dict[str, Scalar]]] = []  # not yet in the history
         self._history = History(METRICS_KEEP_S)
@@ -66,13 +65,13 @@ class MetricsLog:
         self._clock = clock
         self._thread: WriterThread | None = None
         self._is_main = False
-        self._is_drained = True  # whether all sent values were written when the last world ended
+        self._is_drained = True  # all sent values were written when the last world ended
         self._began_at = 0  # step
         self._step = 0
-        self._flushed_s = self._noted_s = float("-inf")
+        self._flushed_s = self._reported_s = float("-inf")
         self._newest: dict[str, float] = {}  # last sent value of each name
-        self._unnoted: dict[str, float] = {}  # sent since the last event in the journal
-        self._noted_step = 0
+        self._unreported: dict[str, float] = {}  # sent since the last event in the journal
+        self._reported_step = 0
 
     @property
     def newest(self) -> Mapping[str, float]:
@@ -82,9 +81,10 @@ class MetricsLog:
     def log(self, values: dict[str, Loggable]) -> None:
         """Keep the values of the current step; takes ownership of the dictionary.
 
-        Only urgent work is done here: a step's telemetry runs with cold caches, so floats
-        and tensors on the CPU, the usual values, are read without another function call. Raises
-        ConfigError for a value that is not a number.
+        Only urgent work is done here: telemetry runs with cold caches, so floats and CPU tensors,
+        the usual values, are read without a further function call.
+
+        Raises ConfigError for a value that is not a number.
         """
         if not self._is_open:
             self._open()
@@ -114,34 +114,34 @@ class MetricsLog:
             self._history.put(step, values, now_s)
 
     def add_writer(self, writer: MetricsWriter) -> None:
-        """Write to these writers instead of the default.
+        """Use this writer, in addition to others that were added, instead of the default.
 
-        Raises TrainingError once values were logged, which would be missing there.
+        Raises TrainingError after the first value was logged, which the writer would miss.
         """
         if self._is_open:
             raise TrainingError(
-                "run.log_to() after run.log(): the values logged before would be missing",
+                "run.log_to() was called after run.log(): the earlier values would be missing",
                 hint="call run.log_to(…) right after run = elastic.join(…)",
             )
         self._writers = [*(self._writers or []), writer]
 
-    # -- what happens in training --------------------------------------------------------------
+    # -- steps and worlds ----------------------------------------------------------------------
 
     def begin_world(self, world: World, step: int) -> None:
         """See :class:`StepObserver`."""
         self._keep()
         self._history.rewind(step)
         self._newest.clear()
-        self._unnoted.clear()
+        self._unreported.clear()
         self._step = step
         self._is_main = world.rank == 0
         if self._is_main:
-            self._history.send_again()
+            self._history.resend_all()
             self._began_at = step
             if self._thread is not None:
                 self._thread.rewind(step)
         elif self._thread is not None and not self._is_drained:
-            self._thread.abandon()  # the new rank 0 writes its own copies of them
+            self._thread.abandon()  # the new rank 0 writes its copies of these values
 
     def committed(self, step: int) -> None:
         """See :class:`StepObserver`."""
@@ -158,7 +158,7 @@ class MetricsLog:
         self._keep()
         if not self._is_main:
             return
-        # After a fault a device may not have computed logged values, and this may never return.
+        # After a fault the device may never compute logged values: do not wait for it.
         self._flush(self._step, wait=ended != "fault", is_last=True)
         self._is_main = False
         self._is_drained = self._thread is None or self._thread.drain(METRICS_DRAIN_S)
@@ -181,13 +181,13 @@ class MetricsLog:
         if rows:
             self._send(rows)
         now_s = self._clock.monotonic()
-        if self._unnoted and (is_last or now_s - self._noted_s >= METRICS_EVENT_S):
-            self._noted_s = now_s
-            self._note()
+        if self._unreported and (is_last or now_s - self._reported_s >= METRICS_EVENT_S):
+            self._reported_s = now_s
+            self._report()
 
     def _send(self, rows: Sequence[Row]) -> None:
         if self._thread is None and self._writers:
-            level = logging.DEBUG if self._began_at else logging.INFO  # once in a job
+            level = logging.DEBUG if self._began_at else logging.INFO  # INFO once per job
             get_logger().log(level, "run.log writes to %s", ", ".join(map(str, self._writers)))
             self._thread = WriterThread(self._writers)
             self._thread.rewind(self._began_at)
@@ -197,15 +197,15 @@ class MetricsLog:
             values = {name: float(value) for name, value in row.values.items()}
             batch.append((row.step, values))
             self._newest.update(row.values)  # type: ignore[arg-type]
-            self._unnoted.update(row.values)  # type: ignore[arg-type]
-            self._noted_step = row.step
+            self._unreported.update(row.values)  # type: ignore[arg-type]
+            self._reported_step = row.step
         if self._thread is not None:
             self._thread.log(batch)
 
-    def _note(self) -> None:
-        values, self._unnoted = self._unnoted, {}
+    def _report(self) -> None:
+        values, self._unreported = self._unreported, {}
         means = tuple(name for name, value in values.items() if isinstance(value, WorldMean))
-        event = Metrics(step=self._noted_step, values=dict(values), means=means)
+        event = Metrics(step=self._reported_step, values=dict(values), means=means)
         self._journal.emit(event, level=logging.DEBUG)
 
     def _close_thread(self) -> None:

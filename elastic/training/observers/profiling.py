@@ -1,8 +1,8 @@
-"""Traces of a few steps by torch.profiler: one file per rank, started and stopped between steps.
+"""Traces a few steps with torch.profiler: one file per rank, started and stopped between steps.
 
-Requested by the script (``run.profile``) or from outside (``elastic profile``), whose request
-arrives over the link to the agent. If a world breaks, the trace ends once the next world has
-begun: stopping waits for the device, where collectives of lost peers may hang until then.
+The script (``run.profile``) or a user (``elastic profile``, by the link to the agent) requests a
+trace. If a world breaks, the trace ends once the next world has begun: stopping waits for the
+device, on which collectives with lost peers may hang until then.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ LONGEST_STEPS = 10_000  # a trace holds every operator of every step in memory
 
 
 class Trace(Protocol):
-    """The required interface of ``torch.profiler.profile``."""
+    """The subset of ``torch.profiler.profile`` that is used here."""
 
     def start(self) -> None: ...
     def stop(self) -> None: ...
@@ -37,20 +37,20 @@ class Trace(Protocol):
 
 @dataclass(frozen=True)
 class ProfileRequest:
-    """``steps`` steps from number ``first`` on (None: from the next one)."""
+    """A trace of ``steps`` steps, from step ``first`` (None: from the next one)."""
 
     steps: int
     first: int | None = None
-    ranks: tuple[int, ...] = ()  # none: all
+    ranks: tuple[int, ...] = ()  # empty: all
 
 
 def request_of(steps: int | range, ranks: tuple[int, ...]) -> ProfileRequest:
-    """Validate. Raises ConfigError for invalid steps or ranks."""
+    """Create a valid request. Raises ConfigError for invalid steps or ranks."""
     count = len(steps) if isinstance(steps, range) else steps
     is_plain = not isinstance(steps, range) or steps.step == 1
     if isinstance(count, bool) or not 1 <= count <= LONGEST_STEPS or not is_plain:
         raise ConfigError(
-            f"run.profile(steps={steps!r}): not 1 to {LONGEST_STEPS} consecutive steps",
+            f"run.profile(steps={steps!r}): steps must be 1 to {LONGEST_STEPS} consecutive steps",
             hint="run.profile(steps=10), or run.profile(steps=range(100, 110))",
         )
     if any(rank < 0 for rank in ranks):
@@ -74,7 +74,7 @@ def torch_trace() -> Trace:
 
 
 class StepProfiler:
-    """The profiler of this rank. One per process; used by the main thread, except :meth:`ask`."""
+    """This rank's profiler. One per process; used by the main thread, except :meth:`request`."""
 
     SEES_EACH_STEP: ClassVar = True
 
@@ -89,38 +89,40 @@ class StepProfiler:
         self._folder = folder
         self._begin = begin
         self._lock = threading.Lock()
-        self._asked: ProfileRequest | None = None
+        self._requested: ProfileRequest | None = None
         self._trace: Trace | None = None
         self._world: World | None = None
         self._began_in = 0  # generation
         self._first = self._last = self._step = 0
         self._is_interrupted = False
 
-    def ask(self, request: ProfileRequest) -> bool:
-        """Start at the next boundary, or at that of its first step. False if another is requested
-        or running. Thread-safe."""
+    def request(self, request: ProfileRequest) -> bool:
+        """Request a trace, which starts at the boundary before its first step. Thread-safe.
+
+        Returns False if another trace is already requested or running.
+        """
         with self._lock:
-            if self._asked is not None or self._trace is not None:
+            if self._requested is not None or self._trace is not None:
                 return False
-            self._asked = request
+            self._requested = request
             return True
 
-    # -- what happens in training --------------------------------------------------------------
+    # -- steps and worlds ----------------------------------------------------------------------
 
     def begin_world(self, world: World, step: int) -> None:
         """See :class:`StepObserver`."""
         if self._trace is not None:
             self._end()
         self._world, self._step = world, step
-        self._begin_if_asked(step)
+        self._begin_if_due(step)
 
     def committed(self, step: int) -> None:
         """See :class:`StepObserver`."""
         self._step = step
         if self._trace is not None and step >= self._last:
             self._end()
-        if self._asked is not None:
-            self._begin_if_asked(step)
+        if self._requested is not None:
+            self._begin_if_due(step)
 
     def end_world(self, ended: str) -> None:
         """See :class:`StepObserver`."""
@@ -139,23 +141,23 @@ class StepProfiler:
 
     # -- the trace -----------------------------------------------------------------------------
 
-    def _begin_if_asked(self, step: int) -> None:
-        request, world = self._asked, self._world
+    def _begin_if_due(self, step: int) -> None:
+        request, world = self._requested, self._world
         if request is None or world is None:
             return
         first = step if request.first is None else request.first
         if step < first:
             return
         with self._lock:
-            self._asked = None
+            self._requested = None
         last = first + request.steps
         if step >= last or (request.ranks and world.rank not in request.ranks):
-            return  # the job has resumed after these steps
+            return  # the job resumed after these steps, or other ranks were requested
         try:
             trace = self._begin()
             trace.start()
-        except Exception as error:  # noqa: BLE001 - of torch's profiler: training continues
-            get_logger().warning("no profile of steps %d to %d: %s", step, last, error)
+        except Exception as error:  # noqa: BLE001 - raised by torch's profiler: training continues
+            get_logger().warning("could not profile steps %d to %d: %s", step, last, error)
             return
         self._trace, self._began_in, self._is_interrupted = trace, world.generation, False
         self._first, self._last = step, last
@@ -171,7 +173,7 @@ class StepProfiler:
             path = self._folder().absolute() / name
             path.parent.mkdir(parents=True, exist_ok=True)
             trace.export_chrome_trace(str(path))
-        except Exception as error:  # noqa: BLE001 - of torch's profiler, or the disk
+        except Exception as error:  # noqa: BLE001 - raised by torch's profiler, or by the disk
             get_logger().warning("the profile %s was not written: %s", name, error)
             return
         event = ProfileWritten(

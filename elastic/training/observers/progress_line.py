@@ -1,8 +1,8 @@
 """The progress line, printed by rank 0 every few seconds.
 
-On a terminal the line is updated in place, otherwise lines are logged. The rate is that of the last
-few seconds in the current world, without its first step, so that neither a recovery nor a larger
-world distorts the remaining time.
+On a terminal the line is updated in place; otherwise lines are logged. The rate covers the last few
+seconds in the current world, without its first step, so that neither a recovery nor a larger world
+distorts the remaining time.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class TrainingProgress:
     """The content of a progress line."""
 
     step: int  # committed steps
-    steps_left: int | None  # None: not known
+    steps_left: int | None  # None: unknown
     step_time_s: float
     size: int  # of the world
     generation: int
@@ -37,7 +37,7 @@ class TrainingProgress:
 
 
 def progress_text(progress: TrainingProgress) -> str:
-    """One line.
+    """Format one progress line.
 
     >>> progress_text(TrainingProgress(step=120, steps_left=880, step_time_s=0.05, size=4,
     ...     generation=3, values={"loss": 0.43218}))
@@ -55,7 +55,7 @@ def progress_text(progress: TrainingProgress) -> str:
 
 
 def _values(values: Mapping[str, float]) -> list[str]:
-    """Means over the world first; then those of this rank, marked as such."""
+    """Means over the world first; then this rank's values, marked as such."""
     means = [f"{n} {v:.4g}" for n, v in values.items() if isinstance(v, WorldMean)]
     own = [f"{n} {v:.4g}" for n, v in values.items() if not isinstance(v, WorldMean)]
     shown = (means + own)[:_MOST_VALUES]
@@ -69,22 +69,22 @@ def _rate(step_time_s: float) -> str:
 
 
 def _duration(seconds: float) -> str:
-    whole = round(seconds)
-    if whole < 60:
-        return f"{whole} s"
-    if whole < 3600:
-        return f"{whole // 60} min {whole % 60:02} s"
-    if whole < 48 * 3600:
-        return f"{whole // 3600} h {whole % 3600 // 60:02} min"
-    return f"{whole // 86400} d {whole % 86400 // 3600} h"
+    total_s = round(seconds)
+    if total_s < 60:
+        return f"{total_s} s"
+    if total_s < 3600:
+        return f"{total_s // 60} min {total_s % 60:02} s"
+    if total_s < 48 * 3600:
+        return f"{total_s // 3600} h {total_s % 3600 // 60:02} min"
+    return f"{total_s // 86400} d {total_s % 86400 // 3600} h"
 
 
 def is_wanted(env: Mapping[str, str] = os.environ) -> bool:
-    """The value of ``ELASTIC_PROGRESS``. Raises ConfigError if it is neither "on" nor "off"."""
-    said = env.get("ELASTIC_PROGRESS", "on")
-    if said not in ("on", "off"):
-        raise ConfigError(f"ELASTIC_PROGRESS={said}", hint="set it to on (the default) or off")
-    return said == "on"
+    """Whether ``ELASTIC_PROGRESS`` is on. Raises ConfigError if it is neither "on" nor "off"."""
+    value = env.get("ELASTIC_PROGRESS", "on")
+    if value not in ("on", "off"):
+        raise ConfigError(f"ELASTIC_PROGRESS={value}", hint="set it to on (the default) or off")
+    return value == "on"
 
 
 class ProgressLine:
@@ -92,7 +92,7 @@ class ProgressLine:
 
     Args:
         newest: the last known values.
-        steps_left: steps until the end of training; None if unknown.
+        steps_left: the number of steps until the end of training; None if unknown.
         out: the stream that may be a terminal.
     """
 
@@ -116,9 +116,9 @@ class ProgressLine:
         self._every_s = PROGRESS_STATUS_S if self._is_live else PROGRESS_LINE_S
         self._world: World | None = None  # the world in which this is rank 0
         self._step = 0
-        self._said_s = 0.0
-        self._said_step = 0
-        self._is_first = False  # no step of this world is done
+        self._printed_s = 0.0
+        self._printed_step = 0
+        self._is_first = False  # the next step is the first of this world
         self._is_status_shown = False
 
     def begin_world(self, world: World, step: int) -> None:
@@ -132,9 +132,9 @@ class ProgressLine:
         if self._world is None:
             return
         now_s = self._clock.monotonic()
-        is_due = now_s - self._said_s >= self._every_s
+        is_due = now_s - self._printed_s >= self._every_s
         if is_due:
-            self._say(self._world, now_s, step)
+            self._print(self._world, now_s, step)
         if is_due or self._is_first:
             self._is_first = False
             self._begin_window(now_s, step)
@@ -155,15 +155,15 @@ class ProgressLine:
         """See :class:`StepObserver`."""
 
     def _begin_window(self, now_s: float, step: int) -> None:
-        self._said_s, self._said_step = now_s, step
+        self._printed_s, self._printed_step = now_s, step
 
-    def _say(self, world: World, now_s: float, step: int) -> None:
-        steps = 0 if self._is_first else step - self._said_step
+    def _print(self, world: World, now_s: float, step: int) -> None:
+        steps = 0 if self._is_first else step - self._printed_step
         text = progress_text(
             TrainingProgress(
                 step=step,
                 steps_left=self._steps_left(),
-                step_time_s=(now_s - self._said_s) / steps if steps > 0 else 0.0,
+                step_time_s=(now_s - self._printed_s) / steps if steps > 0 else 0.0,
                 size=world.size,
                 generation=world.generation,
                 values=self._newest(),
@@ -172,7 +172,8 @@ class ProgressLine:
         if not self._is_live:
             get_logger().info("%s", text)
             return
-        # The cursor returns to the start of the line: output of other processes replaces it.
+        # The cursor returns to the start of the line, so that output of other processes replaces
+        # it.
         self._out.write(f"\r{text}{_CLEAR_TO_END}\r")
         self._out.flush()
         self._is_status_shown = True

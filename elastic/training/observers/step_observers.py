@@ -1,4 +1,4 @@
-"""Passive observers of steps and worlds: accounting, metrics, progress, traces."""
+"""Notifies passive observers of steps and worlds: accounting, metrics, progress, traces."""
 
 from __future__ import annotations
 
@@ -17,27 +17,27 @@ class StepObserver(Protocol):
     """The interface of observers. Called by the main thread; must not fail or take long."""
 
     SEES_EACH_STEP: ClassVar[bool]
-    """Whether :meth:`committed` is called after each step, or only after the first and the last
-    one of a world and every STEP_SUMS_S in between."""
+    """Whether :meth:`committed` is called after each step, or only after a world's first and last
+    step and every STEP_SUMS_S in between."""
 
     def begin_world(self, world: World, step: int) -> None:
         """Begin or continue training in a world, after ``step`` steps."""
 
     def committed(self, step: int) -> None:
-        """Note that ``step`` steps are committed."""
+        """Record that ``step`` steps are committed."""
 
     def end_world(self, ended: str) -> None:
         """End the world, or the process. ``ended``: "fault", "change" or "close"."""
 
     def pause(self) -> None:
-        """Begin a paused world: nothing is trained in it."""
+        """Begin a paused world, in which nothing is trained."""
 
     def close(self) -> None:
         """End the process, after :meth:`end_world`."""
 
 
 class StepObservers:
-    """All observers of a process; the time account comes first."""
+    """All observers of a process. The time account is notified first."""
 
     def __init__(
         self, account: StepAccount, *others: StepObserver, clock: Clock = SYSTEM_CLOCK
@@ -47,12 +47,14 @@ class StepObservers:
         self._rare = tuple(other for other in others if not other.SEES_EACH_STEP)
         self._each = tuple(other for other in others if other.SEES_EACH_STEP)
         self._now_s = clock.monotonic
-        self._step = self._told = 0
-        self._due_s = float("-inf")  # when the observers that do not see each step are called next
+        self._step = self._notified_step = 0
+        self._due_s = float(
+            "-inf"
+        )  # when the observers that do not see each step are notified next
 
     def begin_world(self, world: World, step: int) -> None:
-        """See :class:`StepObserver`, as for the other methods."""
-        self._step = self._told = step
+        """See :class:`StepObserver`; the same applies to the other methods."""
+        self._step = self._notified_step = step
         self._due_s = float("-inf")
         self._account.begin_world(world.generation, step)
         for other in self._others:
@@ -63,19 +65,19 @@ class StepObservers:
         now_s = self._now_s()
         if now_s >= self._due_s:
             self._due_s = now_s + STEP_SUMS_S
-            self._tell()
+            self._notify()
         for other in self._each:
             other.committed(step)
 
-    def _tell(self) -> None:
-        self._told = self._step
+    def _notify(self) -> None:
+        self._notified_step = self._step
         self._account.committed(self._step)
         for other in self._rare:
             other.committed(self._step)
 
     def _catch_up(self) -> None:
-        if self._told != self._step:
-            self._tell()
+        if self._notified_step != self._step:
+            self._notify()
 
     def end_world(self, ended: str) -> None:
         self._catch_up()
@@ -96,7 +98,7 @@ class StepObservers:
 
 @dataclass(frozen=True, slots=True)
 class Recorders:
-    """The records that a process writes."""
+    """The components that record what a process does."""
 
     ledger: Ledger  # the samples of each step
     journal: EventSink  # events

@@ -1,11 +1,10 @@
 """TensorBoard event files: one per writing process, in one folder per run.
 
-TensorBoard reads the files of a folder in the order of their names, so a file's name comes after
-all existing ones, regardless of the clock. A ``SessionLog.START`` with a step makes it discard
-that step and later ones (TensorBoard's EventAccumulator, and
-preemption in its Rust reader): that is how repeated steps replace earlier values. The last written
-step of each name is kept in a small file next to them, so that the next process neither omits nor
-duplicates values.
+TensorBoard reads the files of a folder in the order of their names, so a new file's name sorts
+after all existing ones, regardless of the clock. A ``SessionLog.START`` with a step makes
+TensorBoard discard that step and later ones (EventAccumulator, and preemption in its Rust reader),
+so repeated steps replace earlier values. The last written step of each name is kept in a small file
+in the folder, so that the next process neither omits nor duplicates values.
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ def is_installed() -> bool:
 class TensorBoard:
     """Writes ``folder/events.out.tfevents.*``: ``run.log_to(elastic.TensorBoard("runs/a"))``.
 
-    Every node of the job must be able to write to the folder: any of them may become rank 0.
+    Every node of the job must be able to write to the folder, because it may become rank 0.
 
     Raises:
         ConfigError: TensorBoard is not installed.
@@ -67,7 +66,7 @@ class TensorBoard:
         """See :class:`~elastic.training.observers.writer.MetricsWriter`."""
         try:
             self._rewind(step)
-        except OSError as error:  # tried again when the next world begins
+        except OSError as error:  # retried when the next world begins
             self.close()
             if not self._has_warned:
                 self._has_warned = True
@@ -86,13 +85,13 @@ class TensorBoard:
             self._open()
             if step and not steps:
                 get_logger().warning(
-                    "run.log: the curves in %s begin at step %d: earlier values are not "
-                    "there. Use a folder that all nodes share (ELASTIC_TENSORBOARD)",
+                    "run.log: the curves in %s begin at step %d, without earlier values. "
+                    "Use a folder that all nodes share (ELASTIC_TENSORBOARD)",
                     self._folder,
                     step,
                 )
         newest = max(steps.values(), default=-1)
-        # A killed writer may have written steps without recording them: they are written again.
+        # A killed writer may have written steps without recording them: they are replaced.
         if newest > step or (is_new and steps):
             self._purge(min(newest, step) + 1)
         self._steps = {tag: min(known, step) for tag, known in steps.items()}
@@ -103,7 +102,7 @@ class TensorBoard:
         self.log_batch([(step, values)])
 
     def log_batch(self, rows: Rows) -> None:
-        """See :class:`~elastic.training.observers.writer.BatchWriter`: one write for all."""
+        """See :class:`~elastic.training.observers.writer.BatchWriter`: one write for all rows."""
         if self._file is None:
             return
         from tensorboard.compat.proto.summary_pb2 import Summary
@@ -146,7 +145,7 @@ class TensorBoard:
 
     def _flush(self) -> None:
         """Write appended records with one write: a killed process leaves at most one truncated
-        record. Then record it for the next writing process."""
+        record. Then record the newest steps for the next writing process."""
         self._file.flush()
         self._write_written()
 
@@ -157,7 +156,7 @@ class TensorBoard:
         return "", {}
 
     def _write_written(self) -> None:
-        """Write in place with one call, which a kill does not truncate."""
+        """Write in place with one call, so that a kill cannot truncate the file."""
         if self._written_fd is None:
             flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC
             self._written_fd = os.open(self._folder / WRITTEN, flags, 0o644)

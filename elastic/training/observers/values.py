@@ -15,13 +15,13 @@ Scalar = float | torch.Tensor
 
 
 class WorldMean(float):
-    """A mean over all ranks, as ``run.mean`` returns it: not the value of one rank."""
+    """A mean over all ranks, as returned by ``run.mean``; other values are one rank's."""
 
     __slots__ = ()
 
 
 def scalar_of(name: object, value: object) -> Scalar:
-    """The number, or for a tensor on a device a pending copy.
+    """Convert a value to a number or, for a tensor on a device, to a pending copy.
 
     Raises ConfigError, which names the value, for anything else.
     """

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Protocol, runtime_checkable
 
 Rows = Sequence[tuple[int, Mapping[str, float]]]
-"""Rows of values with non-decreasing steps."""
+"""Steps, which do not decrease, with their values."""
 
 
 class MetricsWriter(Protocol):
@@ -14,21 +14,21 @@ class MetricsWriter(Protocol):
 
     Only rank 0 calls it, on a separate thread. Any process of the job may become rank 0, so
     create resources (files, a client) in :meth:`rewind` and not before, and continue there after
-    the values of other processes. An exception of a method is logged once and has no other effect.
+    the values of other processes. An exception in a method is logged once and has no other effect.
     """
 
     def rewind(self, step: int) -> None:
-        """Begin writing from this process; the job continues after ``step`` steps.
+        """Begin to write from this process; the job continues after ``step`` steps.
 
-        Called before the first :meth:`log` of each world. Later steps that were logged before by
-        any process are repeated: their values must be replaced.
+        Called before the first :meth:`log` of each world. Later steps that any process has already
+        logged will be repeated: their values must be replaced.
         """
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         """Write the values of one step. Steps do not decrease until the next :meth:`rewind`.
 
-        After :meth:`rewind`, steps up to its own may be repeated that an earlier process has
-        already logged, since its last write is unknown: keep one value per name and step.
+        After :meth:`rewind`, steps up to its ``step`` may come again, because an earlier process's
+        last write is unknown: keep one value per name and step.
         """
 
     def close(self) -> None:
@@ -37,7 +37,7 @@ class MetricsWriter(Protocol):
 
 @runtime_checkable
 class BatchWriter(Protocol):
-    """A writer that accepts several steps at once, which is cheaper."""
+    """A writer that accepts several steps at once, to save calls."""
 
     def log_batch(self, rows: Rows) -> None:
-        """Write the rows; replaces calls of :meth:`MetricsWriter.log`."""
+        """Write the rows. Called instead of :meth:`MetricsWriter.log`."""

@@ -1,4 +1,4 @@
-"""Calls the writers on a thread: a slow disk or tracker delays no step."""
+"""Calls the writers on a thread, so that a slow disk or tracker delays no step."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from functools import partial
 from elastic.telemetry.log import get_logger
 from elastic.training.observers.writer import BatchWriter, MetricsWriter, Rows
 
-_MOST_WAITING = 4096  # queued batches: half an hour of a hanging destination
+_MOST_WAITING = 4096  # queued batches: half an hour while a destination hangs
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ class WriterThread:
         self._is_abandoned = True
 
     def close(self, timeout_s: float) -> bool:
-        """Write everything and end. False if that takes longer than ``timeout_s``."""
+        """Write everything and end the thread. False if that takes longer than ``timeout_s``."""
         self._put(None)
         self._thread.join(timeout_s)
         return not self._thread.is_alive()
@@ -68,8 +68,8 @@ class WriterThread:
             if not self._has_dropped:
                 self._has_dropped = True
                 get_logger().warning(
-                    "run.log: a destination of metrics no longer accepts values; values "
-                    "are lost meanwhile"
+                    "run.log: a destination of metrics does not accept values: its values are lost "
+                    "meanwhile"
                 )
 
     # -- the thread ---------------------------------------------------------------------------
@@ -97,10 +97,10 @@ class WriterThread:
             self._call(index, partial(call, writer))
 
     def _call(self, index: int, call: Callable[[], object]) -> None:
-        """Call one writer: its exception is reported once, and only its own values are lost."""
+        """Call one writer. Its exception is reported once, and only its values are lost."""
         try:
             call()
-        except Exception as error:  # noqa: BLE001 - of a user's writer: training continues
+        except Exception as error:  # noqa: BLE001 - raised by a user's writer: training continues
             if index not in self._failing:  # once: it may fail in every step
                 self._failing.add(index)
                 get_logger().warning(
@@ -115,7 +115,7 @@ class WriterThread:
 
 
 def _calls(writer: MetricsWriter, rows: Rows) -> Iterator[Callable[[], object]]:
-    """The calls that write the rows: one for all, or one for each."""
+    """The calls that write the rows: one for all, or one per row."""
     if isinstance(writer, BatchWriter):
         yield partial(writer.log_batch, rows)
         return

@@ -25,7 +25,7 @@ _COLLECTIONS = 3
 _FACTORS = ("set_gradient_divide_factor", "set_reduce_scatter_divide_factor")
 
 AGAIN = """\
-call run.build in the function that run.retry calls, and use what it returns:
+call run.build in the function that run.retry calls, and use its result:
       def train():
           model, optimizer = run.build(build)
           for epoch in run.epochs(…): …
@@ -46,7 +46,7 @@ class Built:
         self.modules: dict[str, nn.Module] = {}
         self.tracked: dict[str, Any] = {}
         for item in _items(returned):
-            self._sort_in(item)
+            self._add(item)
         check_sharding(self.modules, self.optimizers, mesh)
         self._mesh = mesh
         self._weights = [ShareWeight(module) for module in self.modules.values()]
@@ -55,7 +55,7 @@ class Built:
             parts.check("run.build()", _FACTORS)
             parts.refuse_settings(_FACTORS)
 
-    def _sort_in(self, item: Any) -> None:
+    def _add(self, item: Any) -> None:
         if isinstance(item, nn.Module):
             self.modules[_free_name("model", self.modules)] = item
             return
@@ -78,7 +78,7 @@ class Built:
     # -- steps --------------------------------------------------------------------------------
 
     def begin_step(self, share: float, size: int) -> None:
-        """Begin a step in which this rank has the fraction ``share`` of the global batch."""
+        """Begin a step in which this rank processes the fraction ``share`` of the global batch."""
         for weight in self._weights:
             weight.begin(share * size)
 
@@ -94,7 +94,7 @@ class Built:
         ]
 
     def frozen_indices(self) -> dict[str, list[int]]:
-        """For each module, which parameters are not trained, in order."""
+        """For each module, the indices of the parameters that are not trained."""
         return {
             name: [i for i, p in enumerate(module.parameters()) if not p.requires_grad]
             for name, module in self.modules.items()
@@ -110,9 +110,9 @@ class Built:
     # -- the end of its world -------------------------------------------------------------------
 
     def retire(self) -> Remains:
-        """End the world: any later use of one of the objects raises TrainingError.
+        """End the world: any later use of its objects raises TrainingError.
 
-        They are no longer referenced; the result can tell whether they are still in memory.
+        Drops all references to them. The result reports whether they are still in memory.
         """
         remains = Remains(self)
         for module in self.modules.values():
@@ -147,29 +147,29 @@ class Remains:
         ]
 
     def collect(self) -> int:
-        """Free unreferenced objects; returns the bytes of parameters still in memory."""
+        """Free unreferenced objects. Returns the size in bytes of parameters still in memory."""
         gc.collect()
-        if self._is_left():
-            garbage.look_at_all()
+        if self._is_in_memory():
+            garbage.unfreeze_all()
         for _ in range(_COLLECTIONS):
-            if not self._is_left():
+            if not self._is_in_memory():
                 return 0
-            # While another thread collects, gc.collect() returns at once: let it finish.
+            # While another thread collects, gc.collect() returns at once: let that thread finish.
             SYSTEM_CLOCK.sleep(GARBAGE_SLICE_S)
             gc.collect()
         left = (p for reference in self._parameters if (p := reference()) is not None)
         return sum(_local_bytes(parameter) for parameter in left)
 
-    def _is_left(self) -> bool:
+    def _is_in_memory(self) -> bool:
         return any(reference() is not None for reference in self._parameters)
 
-    def warn_of_leftovers(self) -> None:
-        """Warn if the script keeps a model of an earlier world: both need memory."""
+    def warn_if_in_memory(self) -> None:
+        """Warn if the script keeps a model of an earlier world, which needs memory as well."""
         if size_bytes := self.collect():
             get_logger().warning(
                 "%.1f MiB of the model built in generation %d are still in memory, because the "
-                "script refers to it from outside of the function that run.retry calls (a global, "
-                "an attribute, a closure): the next one needs the same again",
+                "script refers to it from outside the function that run.retry calls (a global, an "
+                "attribute, a closure): the next model needs as much again",
                 size_bytes / (1 << 20),
                 self._generation,
             )

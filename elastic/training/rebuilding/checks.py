@@ -1,4 +1,4 @@
-"""Checks of the result of ``run.build``'s function: refuses models that would train incorrectly."""
+"""Checks the result of ``run.build``'s function: refuses models that would train incorrectly."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ def forget_mesh(mesh: Any) -> None:
 def check_sharding(
     modules: Mapping[str, nn.Module], optimizers: Mapping[str, torch.optim.Optimizer], mesh: Any
 ) -> None:
-    """Raise ConfigError unless every trained parameter is sharded over ``mesh`` by FSDP2, and
-    every optimizer trains those."""
+    """Raise ConfigError unless FSDP2 has sharded every trained parameter over ``mesh``, and every
+    optimizer trains such parameters only."""
     if not modules:
         raise ConfigError("the function of run.build() returned no module", hint=_LINES)
     for name, module in modules.items():
@@ -40,8 +40,8 @@ def check_sharding(
             _check_parameter(f"{name}: {path!r}", parameter, mesh)
         if _is_trained(module) and not _has_fsdp(module):
             raise ConfigError(
-                f"run.build(): {name} is sharded, but not by fully_shard: the ranks of the world "
-                "see different samples, and nothing would reduce its gradients over them",
+                f"run.build(): {name} is sharded, but not by fully_shard: its gradients would not "
+                "be reduced over the ranks of the world, which see different samples",
                 hint="fully_shard(model, mesh=mesh); tensor parallelism over the world recovers by "
                 "a restart: docs/how-to/sharded.md",
             )
@@ -54,9 +54,9 @@ def _check_parameter(place: str, parameter: torch.Tensor, mesh: Any) -> None:
     if not is_dtensor(parameter):
         if parameter.requires_grad:
             raise ConfigError(
-                f"run.build(): {place} is trained but not sharded: nothing would reduce its "
-                "gradients over the world",
-                hint=f"shard the whole model, or use run.wrap for one that is not sharded\n"
+                f"run.build(): {place} is trained but not sharded: its gradients would not be "
+                "reduced over the world",
+                hint=f"shard the whole model, or use run.wrap for a model that is not sharded\n"
                 f"      {_LINES}",
             )
         return
@@ -68,7 +68,7 @@ def _check_parameter(place: str, parameter: torch.Tensor, mesh: Any) -> None:
         )
     if own.device_mesh.ndim != 1 or own.device_mesh.size() != mesh.size():
         raise ConfigError(
-            f"run.build(): {place} is sharded over {own.device_mesh}, and the world has "
+            f"run.build(): {place} is sharded over {own.device_mesh}, but the world has "
             f"{mesh.size()} ranks in one dimension",
             hint=f"use the mesh that the function is called with\n      {_LINES}",
         )
@@ -78,8 +78,8 @@ def _check_optimizer(name: str, parameters: Iterable[torch.Tensor], known: set[i
     for number, parameter in enumerate(parameters):
         if id(parameter) not in known:
             raise ConfigError(
-                f"run.build(): parameter {number} of {name} is in no returned module: "
-                "created before the model was sharded, it would train parameters that sharding has "
+                f"run.build(): parameter {number} of {name} is in no returned module: an optimizer "
+                "created before the model was sharded would train parameters that sharding has "
                 "replaced",
                 hint=_LINES,
             )

@@ -1,7 +1,7 @@
-"""Loads a checkpoint into newly built objects: each rank reads its shards.
+"""Loads a checkpoint into newly built objects. Each rank reads its shards.
 
-The layout of the saving ranks is irrelevant: shards are read by their position in the
-whole tensor (:mod:`checkpoints.tensors.layout`).
+The layout of the saving ranks is irrelevant: shards are read by their position in the complete
+tensor (:mod:`checkpoints.tensors.layout`).
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ def load_shards(
 ) -> checkpoints.LoadResult:
     """Read and verify a checkpoint: the modules' tensors in place, everything else into memory.
 
-    For optimizer state of a sharded parameter with its shape, this rank's shard is
-    read. ``check`` is called before anything changes, with a state whose tensors have no memory;
-    it raises if the state does not fit.
+    If optimizer state has the shape of its sharded parameter, this rank's shard is read. ``check``
+    is called before anything changes, with a state whose tensors have no memory, and raises if the
+    state does not fit.
 
     Raises checkpoints.LoadError.
     """
@@ -60,7 +60,7 @@ def _without_memory(manifest: Manifest, tensor: str) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class _Saved:
-    """A tensor of the checkpoint."""
+    """The name of a tensor in the checkpoint."""
 
     name: str
 
@@ -68,7 +68,7 @@ class _Saved:
 def _room_for_state(
     manifest: Manifest, key: str, optimizer: torch.optim.Optimizer
 ) -> dict[int, dict[str, torch.Tensor]]:
-    """Shards for an optimizer's state in the checkpoint, in the layout of the parameters."""
+    """Empty shards for an optimizer's state in the checkpoint, in its parameters' layout."""
     saved = unflatten(manifest.tree, lambda path, name: _Saved(name))["tracked"].get(key)
     state = saved.get("state") if isinstance(saved, Mapping) else None
     if not isinstance(state, Mapping):

@@ -1,9 +1,9 @@
-"""Gradient weights for uneven shares where FSDP takes the mean over ranks.
+"""Weights gradients for uneven shares, because FSDP takes the mean over ranks.
 
-A rank that holds n of the N samples of a step has the gradient of the mean over its n. FSDP's mean
-over W ranks is correct if each is multiplied by W·n/N first: then the sum is the gradient of the
-mean over all N. This is applied to the gradient of the module's output, once, as it enters the
-module; with equal shares nothing is needed.
+A rank with n of a step's N samples has the gradient of the mean over its n samples. FSDP's mean
+over W ranks is correct if each gradient is multiplied by W·n/N first: the result is the gradient of
+the mean over all N samples. The factor is applied once, to the gradient of the module's output.
+Equal shares need none.
 """
 
 from __future__ import annotations
@@ -47,10 +47,10 @@ class ShareWeight:
         if any(leaf.requires_grad for leaf in _tensors_in((args, kwargs))):
             raise TrainingError(
                 "ranks have different numbers of samples in this step, and the input of the model "
-                "that run.build() returned requires a gradient: it is the output of another model, "
-                "or of this one, and its gradient would be weighted twice",
-                hint="give ranks equal shares: a global_batch that every size of the world "
-                "divides, and drop_last=True; or build one module that contains both",
+                "that run.build() returned requires a gradient: it is the output of this or "
+                "another model, and its gradient would be weighted twice",
+                hint="use equal shares: a global_batch that is a multiple of every world size, and "
+                "drop_last=True; or build one module that contains both models",
             )
 
     @not_compiled
@@ -91,5 +91,5 @@ def _is_trained(module: nn.Module) -> bool:
 
 
 def _weighted(gradient: torch.Tensor, factor: float) -> torch.Tensor:
-    # A rank without samples: × 0 would keep a NaN of the sample that only fills a gap.
+    # On a rank without samples, × 0 would keep a NaN of the filler sample.
     return torch.zeros_like(gradient) if factor == 0.0 else gradient * factor

@@ -1,10 +1,10 @@
-"""Selects the rank whose state a new world continues with.
+"""Selects the rank with whose state a new world continues.
 
 docs/explanation/protocol.md, section 6, "Agreement".
 
 Every rank reports its position; the lowest of the most advanced ranks is the source. The generation
-of the last agreement is compared first: a rank that completed a step alone in an old generation and
-returns after the others repeated that step has the same step count but different weights.
+of the last agreement is compared first: if a rank completed a step alone in an old generation, and
+the others repeated that step before it returns, it has the same step count but different weights.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class Tag:
     generation: int  # in which all ranks last agreed
     step: int  # steps committed since the job began
     stepped: tuple[str, ...] = ()  # optimizers that have stepped since, in order
-    iteration: int = 0  # of the accumulation in which they did, from 0
+    iteration: int = 0  # index in the accumulation of the iteration in which they stepped
     callbacks: int = 0  # outstanding run.after_step callbacks of the last committed step
 
 
@@ -32,63 +32,63 @@ class RankState:
     """One rank's contribution to an agreement."""
 
     nonce: str  # of the world that the rank is in
-    tag: Tag | None  # None: a joining node, or weights that belong to no step
+    tag: Tag | None  # None: joining, or its weights belong to no step
     begun: bool = False  # whether it is inside a step
-    is_torn: bool = False  # it has trained, and its weights no longer belong to a step
-    retries: int = 0  # calls of run.retry that it has completed
+    is_torn: bool = False  # it has trained, but its weights no longer belong to a step
+    retries: int = 0  # completed calls of run.retry
 
 
 @dataclass(frozen=True)
 class Agreement:
-    """The state that all ranks of the world continue with."""
+    """The state with which all ranks of the world continue."""
 
-    source: int | None  # the rank that has the state, or the first of a replica; None: no rank
+    source: int | None  # the rank, or a replica's first rank, that has the state
     tag: Tag | None
     receivers: tuple[int, ...]  # ranks that need the source's weights
     is_torn: bool = False  # some rank's weights are neither the initial ones nor of a step
     retries: int = 0  # calls of run.retry that some rank has completed
-    # Replicas with that state, the source's first: it follows from the rest.
+    # Replicas with that state, the source's first. Derived from the other fields.
     holders: tuple[int, ...] = field(default=(), compare=False)
 
     @property
     def is_fresh(self) -> bool:
-        """No rank has a state: a checkpoint or the initial state is used."""
+        """Whether no rank has a state, so that a checkpoint or the initial state is used."""
         return self.source is None
 
 
-def agree(mine: RankState, replica_size: int = 1) -> Agreement:
+def agree(state: RankState, replica_size: int = 1) -> Agreement:
     """Compare all ranks' states; the result is the same on every rank.
 
     Raises TrainingError if the group joins ranks of different worlds.
     """
-    return choose([_parse(told) for told in all_gather_json(_tell(mine))], replica_size)
+    return choose([_parse(data) for data in all_gather_json(_to_json(state))], replica_size)
 
 
 def choose(states: list[RankState], replica_size: int = 1) -> Agreement:
-    """The lowest rank with the greatest tag, and the ranks with another one.
+    """Choose the lowest rank with the greatest tag; ranks with another tag are receivers.
 
-    With replicas of several ranks: the first of the lowest replica whose ranks all have that tag.
-    A replica whose ranks differ has no state, because a part of it is useless.
+    With replicas of several ranks: the first rank of the lowest replica whose ranks all have that
+    tag. A replica whose ranks differ has no state, because a part of a state is useless.
     """
     if len({s.nonce for s in states}) > 1:
         raise TrainingError(
             f"ranks of different worlds are in one group: {[s.nonce for s in states]}",
             hint="this is a bug: report it with the journals of all nodes",
         )
-    whole = [
+    by_replica = [
         states[first]
         if len({s.tag for s in states[first : first + replica_size]}) == 1
         else replace(states[first], tag=None)
         for first in range(0, len(states), replica_size)
     ]
-    known = [(replica, s) for replica, s in enumerate(whole) if s.tag is not None]
+    known = [(replica, s) for replica, s in enumerate(by_replica) if s.tag is not None]
     is_torn = any(s.is_torn for s in states)
     retries = max(s.retries for s in states)
     if not known:
         return Agreement(None, None, (), is_torn, retries)
     source, best = max(known, key=lambda item: (*_order(item[1]), -item[0]))
     others = tuple(
-        rank for rank in range(len(states)) if whole[rank // replica_size].tag != best.tag
+        rank for rank in range(len(states)) if by_replica[rank // replica_size].tag != best.tag
     )
     holders = tuple(replica for replica, s in known if _order(s) == _order(best))
     return Agreement(source * replica_size, best.tag, others, is_torn, retries, holders)
@@ -101,16 +101,16 @@ def _order(state: RankState) -> tuple[int, int, int, int, int, bool]:
     return tag.generation, tag.step, *done, state.begun
 
 
-def _tell(state: RankState) -> dict[str, Any]:
+def _to_json(state: RankState) -> dict[str, Any]:
     tag = state.tag
-    told = None
+    encoded = None
     if tag is not None:
-        told = [tag.generation, tag.step, list(tag.stepped), tag.iteration, tag.callbacks]
-    return {**vars(state), "tag": told}
+        encoded = [tag.generation, tag.step, list(tag.stepped), tag.iteration, tag.callbacks]
+    return {**vars(state), "tag": encoded}
 
 
-def _parse(told: dict[str, Any]) -> RankState:
-    tag = told["tag"]
+def _parse(data: dict[str, Any]) -> RankState:
+    tag = data["tag"]
     parsed = None
     if tag is not None:
         generation, step, stepped, iteration, callbacks = tag
@@ -118,5 +118,5 @@ def _parse(told: dict[str, Any]) -> RankState:
             int(generation), int(step), tuple(map(str, stepped)), int(iteration), int(callbacks)
         )
     return RankState(
-        str(told["nonce"]), parsed, bool(told["begun"]), bool(told["is_torn"]), int(told["retries"])
+        str(data["nonce"]), parsed, bool(data["begun"]), bool(data["is_torn"]), int(data["retries"])
     )

@@ -1,4 +1,4 @@
-"""Brings a process into its first world, and the job's state into the process."""
+"""Enters a process's first world, and restores the job's state there."""
 
 from __future__ import annotations
 
@@ -23,20 +23,21 @@ class Bootstrap:
         self._inherited: dict[str, Any] | None = None  # state for objects registered again
 
     def enter_world(self) -> World:
-        """Enter a world, unless in one."""
+        """Enter a world, unless this process is in one."""
         if not self._lifecycle.has_world:
             self._strategies.active.enter_world()
         return self._lifecycle.world
 
     def rank_and_size(self) -> tuple[int, int]:
-        """This rank's position among the ranks that split the data; enters the first world."""
+        """This rank's index among the ranks that split the data, and their number. Enters the first
+        world."""
         world = self.enter_world()
         return world.data_rank, world.data_size
 
     def enter_loop(self) -> None:
-        """Enter a world and restore the state, unless already done.
+        """Enter a world and restore the state, unless that is done.
 
-        Raises ConfigError, without changes, if an object was sharded since it was registered.
+        Raises ConfigError, before any change, if an object was sharded after its registration.
         """
         if self._lifecycle.is_restored:
             return
@@ -46,8 +47,8 @@ class Bootstrap:
             return
         if self._job.is_rebuilt and self._job.built is None:
             raise TrainingError(
-                "run.build() was not called in this world: the model and the optimizer are those "
-                "of an ended world",
+                "run.build() was not called in this world: the model and the optimizer belong to "
+                "an ended world",
                 hint=AGAIN,
             )
         self.enter_world()
@@ -55,7 +56,7 @@ class Bootstrap:
             self._strategies.active.restore()
 
     def inherit_later(self, tree: dict[str, Any]) -> None:
-        """The state for the objects that the script registers until the next loop."""
+        """Set the state for the objects that the script registers before the next loop."""
         self._inherited = tree
 
     def _inherit(self, tree: dict[str, Any]) -> None:

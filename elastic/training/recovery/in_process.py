@@ -1,4 +1,4 @@
-"""Recovery in process: the worker leaves an ended world and keeps its state for the next one."""
+"""In-process recovery: the worker leaves an ended world and keeps its state for the next one."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ from elastic.tuning.worker_intervals import BUILD_TIMEOUT_S, LEAVE_SLICE_S, SHAR
 from elastic.worker.received_world import group_spec, world_of, write_environment
 from elastic.worker.worlds import Worlds
 from elastic.world.failure import world_fault
-from elastic.world.faults import causes, is_world_fault, may_come_of_garbage
+from elastic.world.faults import causes, is_world_fault, may_stem_from_aborted_output
 from elastic.world.world import World
 
 _LAPS = ("leave_s", "wait_s", "build_s", "agree_s", "paused_s")
 
 
 class InProcess:
-    """The strategy within ``run.retry``, with an agent that announces worlds over its link."""
+    """The strategy within ``run.retry`` if an agent announces worlds over its link."""
 
     waits_for_registration = True
     settles_left_loops = False
@@ -66,20 +66,20 @@ class InProcess:
         )
         self._laps: dict[str, float] = {}
         self._recovering_since_s: float | None = None
-        self._committed_step: int | None = None  # of the job, when the current world was decided
-        self._asked_for: int | None = None  # the step of the replica's last answers
+        self._committed_step: int | None = None  # the job's, when the current world was proposed
+        self._answers_for: int | None = None  # the step to which the replica's last answers apply
         self._replica.question = self._will_leave
 
     # -- steps --------------------------------------------------------------------------------
 
     def before_step(self, step: Step) -> None:
-        """Raise WorldChanged if the next world is to be entered before this step.
+        """Raise WorldChanged if the next world must be entered before this step.
 
-        Checked after the step has begun: from now on the link's thread knows that it is too late
-        for this rank to switch at it, so one of the two notices (docs/explanation/protocol.md,
-        section 6). Within an
-        accumulation of gradients only an ended world is left. The ranks of a replica have
-        settled it at the end of the last backward pass, if there was one.
+        Checked after the step has begun: from then on the link's thread treats a switch at this
+        step as too late, so either this check or that thread detects the switch
+        (docs/explanation/protocol.md, section 6). Within an accumulation of gradients, a rank
+        leaves only an ended world. The ranks of a replica agreed on it at the end of the last
+        backward pass, if there was one.
         """
         if self._leaves(step):
             self._current.drop()
@@ -91,7 +91,7 @@ class InProcess:
     def _leaves(self, step: Step) -> bool:
         is_within = self._current.accumulation.since is not None
         answers = self._replica.take_answers()
-        if answers is not None and self._asked_for == step.number:
+        if answers is not None and self._answers_for == step.number:
             is_due, is_over = answers
             return is_over if is_within else is_due
         worlds = self._worlds
@@ -99,39 +99,39 @@ class InProcess:
         return self._replica.any(leaves)
 
     def _will_leave(self) -> tuple[bool, bool]:
-        """Called at the end of a backward pass: whether the next step begins in another world, and
-        whether it does so even within an accumulation.
+        """Whether the next step begins in another world, and whether it does so even within an
+        accumulation. Called at the end of a backward pass.
 
-        For a world announced later, the next step counts as begun: the link's thread
-        treats it so, and the step is repeated.
+        If a world is announced later, the link's thread treats the next step as begun, and the step
+        is repeated.
         """
         step = self._current.step
         if step is None:  # a backward pass outside of a step
-            self._asked_for = None
+            self._answers_for = None
             return False, False
-        following = self._asked_for = self._current.answered_for = step.number + 1
+        following = self._answers_for = self._current.announced_for = step.number + 1
         return self._worlds.is_due(following), self._worlds.is_superseded()
 
     def committed(self) -> None:
-        """Measure the time of a step, and report a slow one immediately: the switch step of a
-        planned world is counted from the last report, which would otherwise be one step old."""
+        """Measure the step's time, and report a slow step immediately: the switch step of a planned
+        world is computed from the last report, which would otherwise be one step old."""
         self._timer.committed()
         if self._timer.is_slow:
             self._worlds.report_position()
 
     def at_boundary(self, received: StepFlags | None) -> None:
-        """Do nothing: the agent announces a world without a leaving node."""
+        """Do nothing: the agent announces a world without the leaving node."""
 
     # -- worlds -------------------------------------------------------------------------------
 
     def is_fault(self, error: BaseException) -> bool:
-        """Whether a collective has failed, or a planned change has interrupted the script."""
+        """Whether a collective failed, or a planned change interrupted the script."""
         if isinstance(error, ReplicaLost):
-            return False  # this rank's part is useless without the rest of its replica
+            return False  # this rank's shards are useless without the rest of its replica
         if is_world_fault(error) or _is_switch(error):
             return True
-        # An error caused by the invalid results of an abort is not the script's mistake.
-        return self._group.may_be_garbage and may_come_of_garbage(error)
+        # An error caused by an aborted collective's invalid output is not the script's fault.
+        return self._group.may_be_garbage and may_stem_from_aborted_output(error)
 
     def recover(self, error: BaseException) -> None:
         """Leave the ended world, enter the next one, and restore the state of a commit."""
@@ -148,12 +148,12 @@ class InProcess:
             if self._job.built is not None:
                 self._leave_shards(error, is_complete=is_together)
             self._progress.interrupt()
-            # A peer's death may be known between two steps, before anything has failed here.
+            # A peer's death may become known between two steps, before anything fails on this rank.
             self._checkpoints.end_world(broken=not is_together)
             self._lifecycle.end(broken=not is_planned)
-        # The frames of the attempt hold activations as long as the traceback exists: a GPU
-        # may have no room for them and a received state. While others enter the next
-        # world there is time to free them, and to end data workers that a frame holds.
+        # While the traceback exists, the attempt's frames hold activations, and a GPU may have
+        # no memory for both them and a received state. Free them, and data workers that a frame
+        # holds, while other ranks enter the next world.
         _clear_frames(error)
         self._recovering_since_s = began_s
         self.enter_world()
@@ -162,18 +162,19 @@ class InProcess:
 
     @property
     def _is_over_for_some(self) -> bool:
-        """Whether the present world has ended without a boundary that all ranks leave it at. (The
-        last nodes of a job end no peer's step when they leave, and save.)"""
+        """Whether the current world has ended without a boundary at which all ranks leave it. (At
+        the end of a job, leaving nodes do not interrupt a peer's step.)"""
         return self._worlds.is_superseded() and self._worlds.nodes > 0
 
     def _leave_shards(self, error: BaseException, *, is_complete: bool) -> None:
-        """Release the objects built for the current world: the next one loads the saved state.
+        """Release the objects built for the current world; the next world loads the saved state.
 
         ``is_complete``: all ranks leave at this step, and save it.
         """
         if is_complete:
-            # Without a vote: a rank that learns late of the change is in another collective. Those
-            # that know of the end of the job and those that know of leaving nodes all write.
+            # Without a vote, because a rank that learns late of the change is in another
+            # collective. Ranks that know of the job's end and ranks that know of leaving nodes all
+            # write.
             self._checkpoints.save_between_worlds(
                 self._job,
                 is_last=self._worlds.nodes == 0,
@@ -225,7 +226,7 @@ class InProcess:
             self._laps[name] = self._laps.get(name, 0.0) + took_s
 
     def enter_world(self) -> None:
-        """Wait for the next world, and if it fails for the one after it."""
+        """Enter the next world or, if that fails, the one after it."""
         while True:
             with self._lap("wait_s"):
                 message = self._next()
@@ -244,7 +245,7 @@ class InProcess:
                     self._worlds.entered(self._job.progress.step)
                 return
             self._worlds.entered(self._job.progress.step)
-            # Fewer nodes than the job's minimum: nothing is trained, and nothing may be lost.
+            # Fewer nodes than the job's minimum: do not train, but save the state.
             if self._lifecycle.is_restored:
                 self._lifecycle.pause()
             with self._lap("paused_s"):
@@ -253,8 +254,8 @@ class InProcess:
             self._lifecycle.end(broken=False)
 
     def _next(self) -> WorldMessage:
-        """The next world, the same on all ranks of the replica: otherwise its groups would
-        deadlock."""
+        """Wait for the next world, the same on all ranks of the replica; otherwise the building of
+        groups would deadlock."""
         message = self._worlds.next()
         while True:
             generations = self._replica.all_numbers(message.world.generation)
@@ -267,7 +268,7 @@ class InProcess:
         with self._replica.whole():
             world = self._enter(message)
         if self._job.is_rebuilt:
-            self._lifecycle.formed(world)  # its state is restored once its objects are built
+            self._lifecycle.formed(world)  # the state is restored once the objects are built
             return
         self._lifecycle.begin(world)
         if self._progress.has_committed or self._job.progress.step:
@@ -307,8 +308,8 @@ class InProcess:
             SYSTEM_CLOCK.sleep(LEAVE_SLICE_S)
 
     def end_attempt(self) -> None:
-        """Wait until all ranks are done: a rank that fails in the last step still finds peers that
-        have its state."""
+        """Wait until all ranks are done, so that a rank that fails in the last step still has peers
+        with its state."""
         lifecycle = self._lifecycle
         is_with_others = lifecycle.has_world and lifecycle.world.size > 1
         if is_with_others and not self._progress.is_catching_up:
@@ -319,11 +320,11 @@ class InProcess:
     # -- the end of the process ---------------------------------------------------------------
 
     def must_save_after_error(self, *, is_of_the_world: bool) -> bool:
-        """True after errors of the script; after a fault of the world, peers have the state."""
+        """Whether the error is the script's; after a fault of the world, peers have the state."""
         return not is_of_the_world
 
     def flush_after_error(self) -> None:
-        """Write this rank's share: peers wait for the end of this process."""
+        """Write only this rank's share, because peers wait for the end of this process."""
         self._checkpoints.flush(self._job, SHARE_S, Peers.CONTINUE)
 
     def release_peers(self) -> None:
@@ -332,13 +333,14 @@ class InProcess:
 
     @property
     def is_state_held_elsewhere(self) -> bool:
-        """Whether other nodes are in the newest world."""
+        """Whether the newest world has other nodes."""
         return self._worlds.nodes > 1
 
     def roll_back(self, *, is_stopped: bool) -> bool:
-        """True while the main thread waits for a world: the state is that of the last commit,
-        unless
-        it was interrupted in the middle of an update."""
+        """Whether the state is the last commit's, unless an update was interrupted in its middle.
+
+        Called while the main thread waits for a world, or is stopped (``is_stopped``).
+        """
         if is_stopped:
             self._progress.interrupt()
         tag = self._progress.tag
@@ -348,7 +350,7 @@ class InProcess:
 def _is_switch(error: BaseException) -> bool:
     """Whether the exception, or its cause, is a planned change of the world."""
     if isinstance(error, ElasticError) and not isinstance(error, WorldChanged | WorldLost):
-        return False  # raised while a change was being handled
+        return False  # raised while a change was handled
     return any(isinstance(failure, WorldChanged) for failure in causes(error))
 
 
@@ -356,7 +358,7 @@ def _clear_frames(error: BaseException) -> None:
     """Clear the locals of the interrupted attempt: activations, iterators, data workers."""
     found: list[BaseException] = []
     left: list[BaseException | None] = [error]
-    while left:  # also exceptions hidden by `raise … from None` hold frames
+    while left:  # exceptions hidden by `raise … from None` hold frames, too
         failure = left.pop()
         if failure is None or any(failure is known for known in found):
             continue

@@ -1,4 +1,4 @@
-"""Tracks the step that a rank's weights belong to, and undoes an interrupted step."""
+"""Tracks the step to which a rank's weights belong, and undoes an interrupted step."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from elastic.training.state.rollback import Rollback
 
 
 class RankProgress:
-    """The step of this rank's weights, and the rollback to a commit. One per process."""
+    """The step of this rank's weights, and the rollback to the last commit. One per process."""
 
     def __init__(self, job: JobState, watch: OptimizerWatch, current: CurrentStep) -> None:
         self._job = job
@@ -22,23 +22,23 @@ class RankProgress:
         self._current = current
         self.has_committed = False  # a step was committed in this process
         self._rollback: Rollback | None = None
-        self._replaced: Rollback | None = None  # for objects that the script has replaced
+        self._replaced: Rollback | None = None  # of the objects that the script has replaced
         self._is_fresh = False  # the script has not run since the last snapshot
-        self._is_entering = False  # no step has begun in the present world
+        self._is_entering = False  # no step has begun in the current world
         self._is_torn = False  # the weights are neither the initial ones nor of a step
         self.retries = 0  # calls of run.retry that this rank has completed
         self.retries_of_others = 0  # the maximum over this world's ranks at its beginning
         self.tag: Tag | None = None  # of this rank's weights
         self.begun = False  # a step was begun
         self._masked: tuple[str, ...] = ()  # optimizers to mask in a repeated step
-        self._masked_at = 0  # its number
+        self._masked_at = 0  # that step's number
         self.callback_step = (0, 0, 0)  # number, epoch, index of the last committed step
         self._rates = RedoneRates()
         watch.on_update = self._rates.stepping
 
     @property
     def rollback(self) -> Rollback:
-        """The rollback, created at first use, when the job's objects are registered."""
+        """The rollback, created at its first use, once the job's objects are registered."""
         if self._rollback is None:
             self._rollback = self._optimizer_watch.rollback = Rollback(
                 self._job, self._optimizer_watch.tracked
@@ -51,16 +51,16 @@ class RankProgress:
 
     @property
     def is_catching_up(self) -> bool:
-        """Whether other ranks have completed this rank's current call of run.retry: it has
-        nothing to train in it, and no peers to save or synchronize with."""
+        """Whether other ranks have completed this rank's current call of run.retry: there is
+        nothing to train in it, and no peer to save or synchronize with."""
         return self.retries < self.retries_of_others
 
     # -- while training -----------------------------------------------------------------------
 
     def before_step(self, number: int) -> None:
-        """Before a step, outside of an accumulation: the state is that of a commit.
+        """Take a snapshot before a step, outside of an accumulation.
 
-        Raises TrainingError if the script has overwritten the state that the world began with.
+        Raises TrainingError if the script has overwritten the world's initial state.
         """
         if self._is_fresh:
             return
@@ -68,7 +68,7 @@ class RankProgress:
             raise TrainingError(
                 f"weights were changed after they were restored for step {number}: "
                 "run.retry calls its function again in each new world",
-                hint="initialize weights, or load pretrained ones, before run.retry(train), not "
+                hint="initialize weights, or load pretrained weights, before run.retry(train), not "
                 "in train",
             )
         self.rollback.script_has_run()
@@ -80,19 +80,19 @@ class RankProgress:
         self.rollback.expect_weights()
 
     def register_again(self) -> None:
-        """Prepare for the replacement of the job's objects by new ones of the same kind."""
+        """Prepare for new objects that replace the job's objects of the same kind."""
         self._replaced = self._rollback
         self._rollback = self._optimizer_watch.rollback = None
         self._is_fresh = False
 
     def lose_state(self) -> None:
-        """Drop this rank's state: a part of a state is useless in another world."""
+        """Drop this rank's state, because a part of a state is useless in another world."""
         self.tag = None
         self._rollback = self._optimizer_watch.rollback = None
         self._is_fresh = self.begun = False
 
     def script_has_run(self) -> None:
-        """Note that the script has run and may have changed any object."""
+        """Record that the script has run, and may have changed any object."""
         self._is_fresh = False
 
     def masked(self, number: int) -> tuple[str, ...]:
@@ -100,7 +100,7 @@ class RankProgress:
         return self._masked if number == self._masked_at else ()
 
     def committed(self, step: tuple[int, int, int], callbacks: int = 0) -> None:
-        """Commit a step (number, epoch, index) that is followed by ``callbacks`` callbacks."""
+        """Commit ``step`` (number, epoch, index), which ``callbacks`` callbacks follow."""
         self.rollback.committed()
         self.begun = False
         self._masked = ()
@@ -108,7 +108,7 @@ class RankProgress:
         self.called_back(callbacks)
 
     def called_back(self, left: int) -> None:
-        """Record that a callback of the last committed step is done; ``left`` remain."""
+        """Record that ``left`` callbacks of the last committed step remain."""
         self._take()
         if self.tag is not None:
             step = self._job.progress.step
@@ -122,8 +122,8 @@ class RankProgress:
 
     @property
     def is_torn(self) -> bool:
-        """Whether the weights currently belong to no step: an update has begun and not ended, or
-        optimizers have stepped in the middle of an accumulation."""
+        """Whether the weights belong to no step: an update has begun but not ended, or optimizers
+        have stepped in the middle of an accumulation."""
         return self._optimizer_watch.is_torn or self._has_partial_updates
 
     @property
@@ -135,8 +135,8 @@ class RankProgress:
         return accumulation.has_updates or bool(is_partial)
 
     def interrupt(self) -> None:
-        """Undo the changes of the current step; :attr:`tag` then names the step that the weights
-        belong to."""
+        """Undo the changes of the current step, and set :attr:`tag` to the step to which the
+        weights then belong."""
         step, watch = self._current.step, self._optimizer_watch
         rates = rates_of(watch.tracked)
         self._interrupted(
@@ -156,17 +156,17 @@ class RankProgress:
             module.reduction.forget_gradients()
             module.reduction.begin(1.0)
 
-    def put_back(self) -> bool:
-        """Roll back to the last commit; False if the weights may contain later updates.
+    def roll_back(self) -> bool:
+        """Roll back to the last commit. Returns False if the weights may contain later updates.
 
-        A loop left with `break` looks the same as one ended by an exception, and
-        its step counts if an optimizer stepped. If it was an exception, the code after an update
-        in the script (a scheduler step) has not run.
+        A loop left by `break` looks like one left by an exception, and its step counts if an
+        optimizer stepped. But after an exception, the script's code after the update (a scheduler
+        step) has not run.
         """
         step, last_left = self._current.step, self._current.last_left
         if last_left is not None and last_left.optimizer_stepped:
             return False
-        done = self.rollback.put_back(is_torn=self.is_torn)
+        done = self.rollback.restore(is_torn=self.is_torn)
         if done.is_torn or (done.has_updates and step is not None and step.optimizer_stepped):
             return False
         self._current.drop_uncommitted()
@@ -176,9 +176,9 @@ class RankProgress:
         """Restore the non-parameter state of the last commit, and set :attr:`tag`.
 
         Args:
-            number: the step that was begun; None between two steps.
-            stepped: the optimizers whose updates in it are in the weights.
-            is_torn: whether an update was begun and not ended.
+            number: the step that had begun; None between two steps.
+            stepped: the optimizers whose updates in that step are in the weights.
+            is_torn: whether an update had begun but not ended.
         """
         if self.tag is None:
             return
@@ -187,12 +187,12 @@ class RankProgress:
         if number is None or (self._masked and number < self._masked_at):
             stepped, number = self._masked, self._masked_at
         is_updated = bool(stepped) and stepped != self._masked
-        done = self.rollback.put_back(is_torn=is_torn, is_updated=is_updated)
+        done = self.rollback.restore(is_torn=is_torn, is_updated=is_updated)
         if done.is_torn:
             self.tag, self._is_torn = None, True
             return
         if not done.has_updates:
-            stepped, number = self._masked, self._masked_at  # those were in the weights before
+            stepped, number = self._masked, self._masked_at  # they were in the weights before
         step = self._job.progress.step
         iteration = number - step if stepped else 0
         left = self.tag.callbacks
@@ -201,30 +201,30 @@ class RankProgress:
     # -- in a new world -----------------------------------------------------------------------
 
     def rank_state(self, nonce: str) -> RankState:
-        """This rank's contribution to the agreement of the world with that nonce."""
+        """This rank's contribution to the agreement of the world ``nonce``."""
         return RankState(nonce, self.tag, self.begun, self._is_torn, self.retries)
 
     def begin_fresh(self) -> None:
-        """Note that the state was restored from a checkpoint, or is the initial one."""
+        """Record that the state comes from a checkpoint, or is the initial one."""
         self._take()
         self.rollback.forget()
 
     def can_spare_weights(self, other: Tag) -> bool:
-        """Whether nobody can need this rank's weights while it receives the state ``other``: they
-        are neither of a step nor the initial ones that a job without a step may begin with."""
+        """Whether no rank can need this rank's weights while it receives the state ``other``: they
+        belong to no step, and the job is past its initial state."""
         return self.tag is None and other.step > 0
 
     def begin_taking_over(self) -> None:
-        """Before a peer's weights are received in place or applied: if that fails half way, the
-        weights belong to no step."""
+        """Mark the weights as torn before a peer's weights are received in place or applied: that
+        may fail half way."""
         self.tag, self._is_torn = None, True
 
     def took_over(self, tag: Tag) -> None:
-        """Note that a peer's weights are completely applied."""
+        """Record that a peer's weights are completely applied."""
         self.tag, self._is_torn = tag, False
 
     def agreed(self, tag: Tag, *, generation: int) -> None:
-        """Note that all ranks of a world have the state of ``tag``."""
+        """Record that all ranks of the world have the state of ``tag``."""
         self.tag = dataclasses.replace(tag, generation=generation)
         self._masked, self._masked_at = tag.stepped, tag.step + tag.iteration
         self._is_fresh, self._is_entering, self._is_torn = False, True, False

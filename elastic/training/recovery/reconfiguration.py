@@ -1,9 +1,9 @@
-"""Brings all ranks of a new world to one state without a restart: agreement, then transfer.
+"""Gives all ranks of a new world the same state without a restart: agreement, then transfer.
 
-The main thread of every rank runs this between two steps of the job. A rank's state does not
-change before the received state is complete, so a fault here is followed by another attempt in
-the next world, with the same state. A rank that has no state receives weights straight into its
-model, and is torn, as in the middle of an update, until everything has arrived and was verified.
+The main thread of every rank runs this between two steps of the job. A rank's state does not change
+before the received state is complete, so after a fault the next world tries again with the same
+state. A rank without a state receives weights directly into its model; its state is torn, as in the
+middle of an update, until everything has arrived and is verified.
 """
 
 from __future__ import annotations
@@ -48,10 +48,10 @@ class Reconfiguration:
         self._device = device
 
     def enter(self, world: World, committed_step: int | None) -> World:
-        """Bring all ranks of the group to one state; returns the world as numbered by the job.
+        """Give all ranks of the group the same state. Returns the world with the job's generation.
 
-        Raises CheckpointRequired if no rank has a state, no checkpoint can be loaded, and steps
-        were committed before.
+        Raises CheckpointRequired if no rank has a state, no checkpoint can be loaded, and the job
+        has committed steps.
         """
         began_s = SYSTEM_CLOCK.monotonic()
         agreement = agree(self._progress.rank_state(world.nonce), world.mesh.size)
@@ -59,29 +59,29 @@ class Reconfiguration:
         if agreement.is_fresh:
             world = self._start_fresh(world, committed_step, may_begin=not agreement.is_torn)
         else:
-            world = self._go_on(world, agreement)
+            world = self._continue(world, agreement)
         self._joined(world, agreement.source, agreement.tag, began_s)
         return world
 
     def meet(self, world: World) -> World:
-        """Verify that all ranks of the group are in one world, in which none has a state: objects
-        built in it are restored by :meth:`restore`."""
+        """Verify that all ranks of the group are in one world, and that none has a state:
+        :meth:`restore` loads the state once its objects are built."""
         agreement = agree(self._progress.rank_state(world.nonce))
         self._progress.retries_of_others = agreement.retries
         if not agreement.is_fresh:
             raise TrainingError(
                 f"rank {agreement.source} has a complete model, but this rank builds a sharded "
-                "one in each world",
-                hint="run the same script on every rank: run.build on all or on none",
+                "model in each world",
+                hint="run the same script on every rank: call run.build on all ranks or on none",
             )
         return world
 
     def restore(self, world: World, committed_step: int | None) -> World:
-        """Load the state of the objects built in ``world``; returns the world as numbered by the
-        job.
+        """Load the state of the objects built in ``world``. Returns the world with the job's
+        generation.
 
-        Without a checkpoint, the job restarts if not more is lost than is always allowed.
-        Raises CheckpointRequired if it is more.
+        Without a checkpoint, the job starts over if it loses no more steps than lie between two
+        saves to memory. Raises CheckpointRequired if it would lose more.
         """
         began_s = SYSTEM_CLOCK.monotonic()
         may_lose = self._checkpoints.first_memory_step
@@ -91,7 +91,7 @@ class Reconfiguration:
         return world
 
     def _joined(self, world: World, source: int | None, tag: Tag | None, began_s: float) -> None:
-        all_gather_json(True)  # no rank continues before all have received everything
+        all_gather_json(True)  # no rank continues before all ranks have received everything
         job = self._job
         tag = tag if tag is not None else Tag(0, job.progress.step)
         self._progress.agreed(tag, generation=world.generation)
@@ -113,43 +113,43 @@ class Reconfiguration:
         step = self._job.progress.step
         if committed_step and step == 0 and not self._checkpoints.is_resumed:
             raise CheckpointRequired(
-                f"the job had committed {committed_step} steps, no rank that has them is left, "
+                f"the job had committed {committed_step} steps, but no remaining rank has them, "
                 "and there is no checkpoint to resume from",
-                hint="give elastic.join(checkpoints=…) a folder that all nodes share; to start "
+                hint="pass elastic.join(checkpoints=…) a folder that all nodes share; to start "
                 "from step 0 again, use another --rdzv-id",
             )
         self._progress.begin_fresh()
         return dataclasses.replace(world, generation=generation)
 
-    def _go_on(self, world: World, agreement: Agreement) -> World:
+    def _continue(self, world: World, agreement: Agreement) -> World:
         source, tag = agreement.holders[0], agreement.tag
         assert tag is not None
         is_source = world.replica == source
         node, tensors = (
-            on_all_ranks(world, self._pack_small)
+            on_all_ranks(world, self._pack_non_parameters)
             if is_source
             else (on_all_ranks(world, lambda: None) or (None, {}))
         )
         node, tensors = broadcast_blob(node, tensors, source, peer_group())
         if agreement.receivers:
             self._transfer(world, agreement)
-        told = unpack(node, tensors, self._job)
+        state = unpack(node, tensors, self._job)
         rollback = self._progress.rollback
-        rollback.adopt(told["habits"], told["small"])
-        rollback.final_buffers = told["final_buffers"]
-        number, epoch, index = told["callback_step"]
+        rollback.adopt(state["habits"], state["small"])
+        rollback.final_buffers = state["final_buffers"]
+        number, epoch, index = state["callback_step"]
         self._progress.callback_step = (number, epoch, index)
         if not is_source:
-            self._progress.tag = tag  # equal weights: a fault from here on loses nothing
-        generation = max(world.generation, told["generation"] + 1)
-        lineage = tuple(Ancestor(*pair) for pair in told["lineage"])
+            self._progress.tag = tag  # equal weights: from here on, a fault loses nothing
+            generation = max(world.generation, state["generation"] + 1)
+            lineage = tuple(Ancestor(*pair) for pair in state["lineage"])
         step = self._job.progress.step
         self._checkpoints.inherit(
-            (*lineage, Ancestor(generation, step)), generation, told["saved_step"]
+            (*lineage, Ancestor(generation, step)), generation, state["saved_step"]
         )
         return dataclasses.replace(world, generation=generation)
 
-    def _pack_small(self) -> tuple[Any, dict[str, torch.Tensor]]:
+    def _pack_non_parameters(self) -> tuple[Any, dict[str, torch.Tensor]]:
         rollback = self._progress.rollback
         lineage, generation, saved_step = self._checkpoints.origin
         return pack(
@@ -165,7 +165,7 @@ class Reconfiguration:
         )
 
     def _room(self, tag: Tag) -> Room | None:
-        """The memory of this rank's model, unless it may be needed as it is."""
+        """The memory of this rank's model, unless another rank may need its weights."""
         if not self._progress.can_spare_weights(tag):
             return None
 
@@ -181,7 +181,7 @@ class Reconfiguration:
         tag = agreement.tag
         assert tag is not None
         began_s = SYSTEM_CLOCK.monotonic()
-        # Each position of the replicas separately, each from a different replica that has it.
+        # Each position in the replicas separately, from different replicas that have the state.
         sender = agreement.holders[world.rank_in_replica % len(agreement.holders)]
         source = sender * world.mesh.size + world.rank_in_replica
         is_source, is_receiver = world.rank == source, world.rank in agreement.receivers

@@ -1,6 +1,6 @@
-"""Compares the learning rates of a repeated step: different rates mean a miscounting script.
+"""Compares the learning rates of a repeated step, to detect a script that miscounts steps.
 
-A script that computes them from a local counter restarts the counter, because ``run.retry``
+If a script computes learning rates from a local counter, the counter restarts when ``run.retry``
 calls its function again. No error would occur.
 """
 
@@ -22,18 +22,21 @@ def rates_of(optimizers: Mapping[str, torch.optim.Optimizer]) -> Rates:
 
 
 class RedoneRates:
-    """The comparison. One per process."""
+    """Compares learning rates. One per process."""
 
     def __init__(self) -> None:
-        self._expected: Rates = {}  # set by the script in the interrupted step
+        self._expected: Rates = {}  # rates that the script set in the interrupted step
         self._step: int | None = None
         self._has_warned = False
 
     def interrupted(
         self, step: int, stepped: Collection[str], was: Rates, committed: Rates
     ) -> None:
-        """Record ``was``, the rates when step number ``step`` was interrupted; ``committed``, those
-        of the last commit, now restored; and ``stepped``, the optimizers that had finished it."""
+        """Record the rates at the interruption of a step.
+
+        ``was``: the rates in step number ``step``; ``committed``: the restored rates of the last
+        commit; ``stepped``: the optimizers that had finished the step.
+        """
         self._step = step
         self._expected = {
             name: rates
@@ -51,7 +54,7 @@ class RedoneRates:
             return
         self._has_warned = True
         get_logger().warning(
-            "step %d is repeated with lr=%s for %s (previously lr=%s): a counter local to the "
+            "step %d is repeated with lr=%s for %s (previously lr=%s): a local counter in the "
             "function that run.retry calls was reset. "
             "Keep the count in run.state, or track a scheduler: "
             "run.track(optimizer=optimizer, scheduler=scheduler)",

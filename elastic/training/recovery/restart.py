@@ -1,4 +1,4 @@
-"""Recovery by a restart: the process ends and restores a checkpoint after its restart."""
+"""Recovery by a restart: the process ends, and restores a checkpoint when it is restarted."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from elastic.world.world import World
 
 
 class Restart:
-    """The strategy of plain scripts, and under launchers that cannot change worlds in process.
+    """The strategy for scripts without ``run.retry``, and for launchers without in-process mode.
 
-    ``worlds`` is the link to an agent that can, or None.
+    ``worlds``: the link to an agent in in-process mode, or None.
     """
 
     waits_for_registration = False
@@ -47,20 +47,20 @@ class Restart:
         self._has_warned_of_foreign_group = False
 
     def warn_of_foreign_group(self) -> None:
-        """Warn once if the script has created a process group before run.retry."""
+        """Warn once that the script created a process group before run.retry."""
         if not self._has_warned_of_foreign_group:
             self._has_warned_of_foreign_group = True
             get_logger().warning(
-                "torch.distributed.init_process_group() was called before run.retry(): recovery "
-                "in process is off, and every change of the world restarts all workers from the "
-                "last checkpoint. Remove the call (and destroy_process_group): run.retry and the "
-                "first loop create the process group; elastic.join(backend=…) sets its backend."
+                "torch.distributed.init_process_group() was called before run.retry(): in-process "
+                "recovery is off, and every change of the world restarts all workers from the last "
+                "checkpoint. Remove the call (and destroy_process_group): run.retry or the first "
+                "loop creates the process group, and elastic.join(backend=…) sets its backend."
             )
 
     # -- worlds -------------------------------------------------------------------------------
 
     def enter_world(self) -> None:
-        """Form the group that the environment describes."""
+        """Form the process group that the environment describes."""
         world = self._group.form()
         self._lifecycle.formed(world)
         if self._worlds is not None:
@@ -69,7 +69,7 @@ class Restart:
                 _warn_without_retry(world)
 
     def restore(self) -> None:
-        """Load the newest checkpoint, or begin with rank 0's state."""
+        """Load the newest checkpoint, or begin with rank 0's initial state."""
         world = self._lifecycle.world
         generation = self._checkpoints.restore(world, self._job)
         self._lifecycle.begin(dataclasses.replace(world, generation=generation))
@@ -77,7 +77,7 @@ class Restart:
             self._progress.expect_weights()
 
     def is_fault(self, error: BaseException) -> bool:
-        """False: no exception can be recovered from within the process."""
+        """Always False: the process cannot recover from any exception."""
         return False
 
     def recover(self, error: BaseException) -> None:
@@ -91,19 +91,19 @@ class Restart:
 
     @property
     def can_roll_back(self) -> bool:
-        """True with checkpoints: an error of the script saves the last commit."""
+        """True with checkpoints: after an error of the script the last commit is saved."""
         return self._checkpoints.is_on
 
     def before_step(self, step: Step) -> None:
         """Do nothing: torchrun ends this process when the world changes."""
 
     def committed(self) -> None:
-        """Nothing."""
+        """Do nothing: no world is planned."""
 
     def at_boundary(self, received: StepFlags | None) -> None:
         """Exit if this process was asked to leave and will not be restarted.
 
-        All ranks receive that at the same boundary: they save, and the leaving ones exit.
+        All ranks receive the request at the same boundary: all save, and the leaving ones exit.
         """
         is_received = received is not None and received.leaving
         if is_received and not self._halt.is_preempted:
@@ -117,28 +117,28 @@ class Restart:
     # -- the end of the process ---------------------------------------------------------------
 
     def must_save_after_error(self, *, is_of_the_world: bool) -> bool:
-        """True: all processes end now."""
+        """Always True: all processes end now."""
         return True
 
     def flush_after_error(self) -> None:
-        """One of the remaining ranks writes the complete state."""
+        """Let one of the remaining ranks write the complete state."""
         self._checkpoints.flush(self._job, leaving_s(), Peers.ARE_GONE)
 
     def release_peers(self) -> None:
         """Do nothing: torchrun ends the peers."""
 
     def roll_back(self, *, is_stopped: bool) -> bool:
-        """See :meth:`RankProgress.put_back <elastic.training.recovery.progress.RankProgress>`."""
-        return self._progress.put_back()
+        """See :meth:`RankProgress.roll_back <elastic.training.recovery.progress.RankProgress>`."""
+        return self._progress.roll_back()
 
 
 def _warn_without_retry(world: World) -> None:
-    """Warn that ``world`` is entered without run.retry although the agent supports recovery in
-    process."""
+    """Warn that ``world`` is entered without run.retry, although the agent is in in-process
+    mode."""
     if world.rank == 0 and world.generation == 1:
         get_logger().warning(
             "training begins without run.retry(): a change of the world restarts all workers, "
-            "which resume from the last checkpoint, with the same global batch and order of "
-            "data (for loaders created by run.loader). With run.retry(train) they keep their "
-            "processes and their state"
+            "which resume from the last checkpoint with the same global batch and data order (for "
+            "loaders created by run.loader). With run.retry(train), workers keep their processes "
+            "and their state"
         )

@@ -9,7 +9,7 @@ from elastic.training.recovery.strategy import RecoveryStrategy
 
 
 class Strategies:
-    """The active strategy. Without ``in_process`` it is always ``restart``."""
+    """Holds the active strategy. Without ``in_process`` it is always ``restart``."""
 
     def __init__(self, restart: Restart, in_process: InProcess | None, group: ProcessGroup) -> None:
         self._restart = restart
@@ -18,8 +18,8 @@ class Strategies:
         self.active: RecoveryStrategy = restart
 
     def begin_retry(self) -> None:
-        """At a call of run.retry, before state is restored: recover in process from now
-        on, if that is possible."""
+        """Recover in process from now on, if possible. Called by run.retry, before the state is
+        restored."""
         if self._in_process is None:
             return
         if self._group.is_foreign:

@@ -1,4 +1,4 @@
-"""Measures the duration of steps, and reports it in the heartbeat."""
+"""Measures the duration of steps, and reports it in heartbeats."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from elastic.training.current_step import CurrentStep
 from elastic.training.state.job_state import JobState
 from elastic.tuning.worker_intervals import LINK_HEARTBEAT_S
 
-_SMOOTHING = 0.1  # exponential
+_SMOOTHING = 0.1  # factor of exponential smoothing
 
 
 class StepTimer:
-    """The step timer. One per process; written by the main thread, read by the link's thread."""
+    """Measures steps. One per process; written by the main thread, read by the link's thread."""
 
     def __init__(self, clock: Clock = SYSTEM_CLOCK) -> None:
         self._clock = clock
@@ -30,16 +30,15 @@ class StepTimer:
 
     @property
     def is_slow(self) -> bool:
-        """Whether heartbeats after each step are no more frequent than those of the link's
-        thread."""
+        """Whether steps take at least as long as the interval of the link's heartbeats."""
         return self._step_time_s >= LINK_HEARTBEAT_S
 
     def restart(self) -> None:
-        """Exclude the time until the next commit: it is not that of a step."""
+        """Exclude the time until the next commit, which is not a step's duration."""
         self._last_commit_s = None
 
     def heartbeat(self, generation: int, job: JobState, current: CurrentStep) -> Heartbeat:
-        """The progress of this worker in the world of ``generation``."""
+        """This worker's position in the world ``generation``."""
         return Heartbeat(
             generation=generation,
             step=job.progress.step,

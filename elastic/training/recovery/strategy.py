@@ -1,10 +1,10 @@
 """The interface of the two recovery strategies.
 
-:class:`~elastic.training.recovery.restart.Restart`: the process ends, the launcher starts it
-again, and it restores the newest checkpoint.
-:class:`~elastic.training.recovery.in_process.InProcess`: the process stays, and joins the next
-world with the state that it holds. A process begins with the first, and changes to the second at
-its first ``run.retry``, if its agent can change worlds without a restart.
+:class:`~elastic.training.recovery.restart.Restart`: the process ends, the launcher restarts it, and
+it restores the newest checkpoint.
+:class:`~elastic.training.recovery.in_process.InProcess`: the process continues, and joins the next
+world with its state. A process begins with the first strategy, and changes to the second at its
+first ``run.retry``, if its agent is in in-process mode.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class RecoveryStrategy(Protocol):
         """Restore the job's state in an entered world, once its objects are complete."""
 
     def is_fault(self, error: BaseException) -> bool:
-        """Whether ``error`` means that the world is over, and :meth:`recover` can help."""
+        """Whether ``error`` means that the world has ended, so that :meth:`recover` can help."""
 
     def recover(self, error: BaseException) -> None:
         """Enter the next world, after a fault or a planned change."""
@@ -47,27 +47,29 @@ class RecoveryStrategy(Protocol):
 
     @property
     def settles_left_loops(self) -> bool:
-        """Whether the loop was left by break or return."""
+        """Whether a loop that was left is settled at once: the script can continue only after a
+        `break` or `return`."""
 
     def before_step(self, step: Step) -> None:
-        """Raise WorldChanged if another world is to be entered before ``step``."""
+        """Raise WorldChanged if another world must be entered before ``step``."""
 
     def committed(self) -> None:
         """Called after each committed step."""
 
     def at_boundary(self, received: StepFlags | None) -> None:
-        """Called between two steps; ``received``: control flags of all ranks. May not return."""
+        """Called between two steps, with the control flags of all ranks. Does not return if the
+        process ends here."""
 
     # -- the end of the process ---------------------------------------------------------------
 
     def must_save_after_error(self, *, is_of_the_world: bool) -> bool:
-        """Whether the state would be lost with this process, which an error ends."""
+        """Whether the state would be lost with this process, which ends with an error."""
 
     def flush_after_error(self) -> None:
-        """Save the state of one of several processes, which an error ends."""
+        """Save the state of this process, one of several, which ends with an error."""
 
     def release_peers(self) -> None:
-        """Let peers notice immediately that this process ends."""
+        """Let peers detect immediately that this process ends."""
 
     @property
     def is_state_held_elsewhere(self) -> bool:
@@ -78,8 +80,8 @@ class RecoveryStrategy(Protocol):
         """Whether the state can be rolled back to the last commit while no step has begun."""
 
     def roll_back(self, *, is_stopped: bool) -> bool:
-        """Roll back to the last commit; False if the weights may contain later updates.
+        """Roll back to the last commit. Returns False if the weights may contain later updates.
 
-        Called by another thread while the main thread ``is_stopped`` in a step, or else waits for
-        a world.
+        Called by another thread while the main thread is stopped in a step (``is_stopped``), or
+        waits for a world.
         """

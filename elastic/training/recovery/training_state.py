@@ -1,4 +1,4 @@
-"""The training state of a rank: shared by the loops, recovery and the end of the process."""
+"""A rank's training state, which the loops, recovery and the end of the process share."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class TrainingState:
 
     registry: Registry  # objects registered by the script
     current: CurrentStep  # the step that has begun
-    progress: RankProgress  # the commit that the weights belong to
+    progress: RankProgress  # the commit to which the weights belong
 
     @property
     def job(self) -> JobState:

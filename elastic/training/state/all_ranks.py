@@ -1,4 +1,4 @@
-"""Actions of all ranks that must fail on all ranks if they fail on one."""
+"""Performs actions that must fail on all ranks if they fail on one."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ T = TypeVar("T")
 
 
 def on_all_ranks(world: World, act: Callable[[], T], *, is_loss: bool = False) -> T:
-    """Act on every rank; if that fails on one, raise on all: there its own error, elsewhere a
-    TrainingError that names the rank.
+    """Perform an action on every rank. If it fails on one, that rank raises its error, and the
+    others raise a TrainingError that names the rank.
 
-    ``is_loss``: the other ranks continue without one that failed, and raise WorldLost instead.
+    ``is_loss``: the others raise WorldLost instead, and continue without the failed rank.
     """
     error: Exception | None = None
     try:
         result = act()
     except (ElasticError, CheckpointError, ValueError, RuntimeError, OSError, KeyError) as failure:
         error = failure
-    told = None if error is None else f"{type(error).__name__}: {error}"
-    failures = [(rank, text) for rank, text in enumerate(all_gather_json(told)) if text]
+    report = None if error is None else f"{type(error).__name__}: {error}"
+    failures = [(rank, text) for rank, text in enumerate(all_gather_json(report)) if text]
     if error is not None:
         raise error
     if failures:
         rank, text = failures[0]
-        said = f"rank {rank} could not restore the state: {text}"
-        raise WorldLost(said) if is_loss else TrainingError(said)
+        message = f"rank {rank} could not restore the state: {text}"
+        raise WorldLost(message) if is_loss else TrainingError(message)
     return result

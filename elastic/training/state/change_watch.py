@@ -1,9 +1,9 @@
-"""Detects changes of tensors by other means: weights changed outside of ``optimizer.step()``.
+"""Detects weights that were changed by other means than ``optimizer.step()``.
 
-torch counts in-place changes of each tensor (``Tensor._version``), which is very cheap to
-compare but misses changes through ``.data`` and through NumPy. These are found by content, which
-reads all memory once: only in a few steps, because a script that changes weights itself does so
-in every step, or in the first ones.
+torch counts in-place changes of each tensor (``Tensor._version``). The count is cheap to compare,
+but misses changes through ``.data`` and through NumPy. Comparing contents finds these, but reads
+all memory: it is done only in a few steps, because a script that changes weights does so in every
+step, or in the first ones.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch
 
 from elastic import torch_private
 
-_FIRST_STEPS = 3  # of a process, which are compared by content; then at each power of two
+_FIRST_STEPS = 3  # steps of a process with compared contents; then at each power of two
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 Tensors = Callable[[], Sequence[torch.Tensor]]
@@ -30,10 +30,10 @@ def compares_content(step: int) -> bool:
 
 
 class ChangeWatch:
-    """Detects changes of tensors since :meth:`expect`; none before the first call of it.
+    """Detects changes of tensors since :meth:`expect`; none before its first call.
 
-    ``counted`` are the tensors whose changes torch counts, if different: an operation on a
-    DTensor counts there, and one on its local tensor at that one [measured, torch 2.13].
+    ``counted``: the tensors whose changes torch counts, if they differ: torch counts operations on
+    a DTensor there, and operations on its local tensor at the local tensor [measured, torch 2.13].
     """
 
     def __init__(self, tensors: Tensors, counted: Tensors | None = None) -> None:
@@ -67,7 +67,7 @@ def versions(tensors: Iterable[torch.Tensor]) -> int:
 
 
 def contents(tensors: Iterable[torch.Tensor]) -> tuple[int, ...]:
-    """The sum of each tensor's bits, read as integers: in practice different for other values."""
+    """The sum of each tensor's bits, read as integers: in practice, other values change it."""
     with torch.no_grad():
         sums = [_bits(t).sum(dtype=torch.int64) for t in tensors if t.numel() and not t.is_sparse]
         if not sums:

@@ -1,4 +1,4 @@
-"""Copies of tensors and of optimizers' states, kept in the same memory from step to step."""
+"""Copies tensors and optimizers' states, into the same memory from step to step."""
 
 from __future__ import annotations
 
@@ -52,9 +52,9 @@ class TensorCopies:
         return sum(t.numel() * t.element_size() for t in self._copies.values())
 
     def take(self, tensors: Mapping[Any, torch.Tensor]) -> None:
-        """Copy the present values."""
+        """Copy the current values."""
         if self._copies.keys() != tensors.keys() or any(
-            not are_alike(self._copies[key], tensor) for key, tensor in tensors.items()
+            not can_hold(self._copies[key], tensor) for key, tensor in tensors.items()
         ):
             self._copies = {key: torch.empty_like(t.detach()) for key, t in tensors.items()}
         if tensors:
@@ -62,7 +62,7 @@ class TensorCopies:
                 sources = [local_value(tensor.detach()) for tensor in tensors.values()]
                 copy_each([local_value(self._copies[key]) for key in tensors], sources)
 
-    def put_back(self, tensors: Mapping[Any, torch.Tensor]) -> None:
+    def restore(self, tensors: Mapping[Any, torch.Tensor]) -> None:
         """Restore the tensors in place. Tensors without a copy keep their value."""
         known = [key for key in tensors if key in self._copies]
         with torch.no_grad():
@@ -70,12 +70,12 @@ class TensorCopies:
                 if tensors[key].shape != self._copies[key].shape:
                     tensors[key].resize_(self._copies[key].shape)
             if known:
-                present = [local_value(tensors[key].detach()) for key in known]
-                copy_each(present, [local_value(self._copies[key]) for key in known])
+                current = [local_value(tensors[key].detach()) for key in known]
+                copy_each(current, [local_value(self._copies[key]) for key in known])
 
 
 class WeightCopies:
-    """Parameters, and the optimizer state of them (momenta, step counts, …).
+    """Copies of parameters and of their optimizer state (momenta, step counts, …).
 
     Hyper-parameters are non-parameter state: see :mod:`elastic.training.state.snapshot`.
     """
@@ -93,34 +93,34 @@ class WeightCopies:
     def take(
         self, parameters: Sequence[torch.Tensor], optimizers: Sequence[torch.optim.Optimizer]
     ) -> None:
-        """Copy the present values."""
+        """Copy the current values."""
         self._entries = _entries(optimizers)
         self._values = {e.place: copied(e.value) for e in self._entries if not e.is_tensor}
         tensors = {e.place: e.value for e in self._entries if e.is_tensor}
         self._tensors.take(tensors | dict(enumerate(parameters)))
 
-    def put_back(
+    def restore(
         self, parameters: Sequence[torch.Tensor], optimizers: Sequence[torch.optim.Optimizer]
     ) -> None:
         """Restore everything in place: references to these tensors stay valid."""
         known = {entry.place for entry in self._entries}
         for entry in _entries(optimizers):
             if entry.place not in known:
-                entry.remove()  # made by the step that is undone
+                entry.remove()  # created by the step that is undone
         tensors: dict[Any, torch.Tensor] = dict(enumerate(parameters))
         for entry in self._entries:
             if not entry.is_tensor:
                 entry.value = copied(self._values[entry.place])
                 continue
-            present = entry.value
-            if not isinstance(present, torch.Tensor):
-                present = entry.value = self._tensors.clone(entry.place)
-            tensors[entry.place] = present
-        self._tensors.put_back(tensors)
+            current = entry.value
+            if not isinstance(current, torch.Tensor):
+                current = entry.value = self._tensors.clone(entry.place)
+            tensors[entry.place] = current
+        self._tensors.restore(tensors)
 
 
 class _Entry:
-    """One value in an optimizer's state: ``optimizer.state[owner][key]``, owner a parameter."""
+    """One value in an optimizer's state: ``optimizer.state[owner][key]``; owner: a parameter."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, owner: Any, key: Any) -> None:
         self._optimizer, self._owner, self._key = optimizer, owner, key
@@ -159,8 +159,8 @@ def _entries(optimizers: Sequence[torch.optim.Optimizer]) -> list[_Entry]:
     ]
 
 
-def are_alike(one: torch.Tensor | None, other: torch.Tensor) -> bool:
-    """Whether one can hold a copy of the other."""
+def can_hold(one: torch.Tensor | None, other: torch.Tensor) -> bool:
+    """Whether ``one`` can hold a copy of ``other``."""
     return (
         one is not None
         and one.shape == other.shape

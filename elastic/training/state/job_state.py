@@ -1,6 +1,6 @@
-"""The complete state of a job: its content, checks of other states, and loading them.
+"""The complete state of a job: its contents, and how another state is checked and loaded.
 
-As a tree it is::
+The state as a tree::
 
     {"model": {"model": state_dict, …}, "tracked": {"optimizer": state_dict, …},
      "state": run.state, "progress": {step, epoch, index}, "seed": …, "loaders": {…}}
@@ -51,9 +51,9 @@ class JobState:
     open_batch: set[str] = field(default_factory=set)  # loaders whose global batch was not given
     user: dict[str, Any] = field(default_factory=dict)
     is_sharded: bool = False  # elastic.join(mesh=…): each rank holds shards of a replica
-    is_rebuilt: bool = False  # run.build was called: model and optimizers are made in each world
-    built: Built | None = None  # by run.build, in the current world
-    remains: Remains | None = None  # of the objects of the last world
+    is_rebuilt: bool = False  # run.build was called: each world has a new model and optimizers
+    built: Built | None = None  # the result of run.build in the current world
+    remains: Remains | None = None  # objects of the last world that may still be in memory
 
     @property
     def all_modules(self) -> dict[str, nn.Module]:
@@ -69,7 +69,8 @@ class JobState:
     def track(self, name: str, tracked: Any) -> None:
         """Register an object under a unique name.
 
-        Raises TrainingError if that is impossible, and ConfigError for one with sharded tensors.
+        Raises TrainingError for an unsuitable object or a name in use, ConfigError for an object
+        with sharded tensors.
         """
         if not (hasattr(tracked, "state_dict") and hasattr(tracked, "load_state_dict")):
             raise TrainingError(
@@ -86,7 +87,7 @@ class JobState:
         self.tracked[name] = tracked
 
     def check_unsharded(self) -> None:
-        """Raise ConfigError, naming the object, if one was sharded after its registration."""
+        """Raise ConfigError, naming the object, if it was sharded after its registration."""
         for name, module in self.modules.items():
             stale = self.optimizers_of_others(module.module)
             if self.is_sharded:
@@ -99,9 +100,9 @@ class JobState:
             self._refuse_sharded(name, tracked)
 
     def _refuse_sharded(self, name: str, tracked: Any) -> None:
-        """Raise ConfigError for a sharded module or optimizer, or a wrapper of one.
+        """Raise ConfigError for a sharded module or optimizer, or for an object that wraps it.
 
-        With a mesh, optimizers may be sharded, and so may a scheduler's if created by run.build.
+        With a mesh, optimizers may be sharded. So may a scheduler's optimizer from run.build.
         """
         call = f"run.track({name}=…) of a sharded"
         built = self.built.optimizers.values() if self.built is not None else ()
@@ -114,7 +115,8 @@ class JobState:
                 refuse_optimizer(f"{call} model's {type(candidate).__name__}", candidate)
 
     def optimizers_of_others(self, module: nn.Module) -> list[str]:
-        """Tracked optimizers with a parameter that neither ``module`` nor a wrapped one has."""
+        """Tracked optimizers with a parameter that is neither in ``module`` nor in wrapped
+        modules."""
         modules = [module, *(wrapped.module for wrapped in self.modules.values())]
         known = {id(p) for one in modules for p in one.parameters()}
         return [
@@ -125,7 +127,7 @@ class JobState:
         ]
 
     def registered(self) -> JobState:
-        """The current registrations, for :meth:`go_back_to`."""
+        """A copy of the current registrations, for :meth:`restore_registrations`."""
         return dataclasses.replace(
             self,
             modules=dict(self.modules),
@@ -137,15 +139,15 @@ class JobState:
         )
 
     def retire_built(self) -> None:
-        """Drop the references to objects built for the current world, which is over.
+        """Drop the references to objects built for the current world, which has ended.
 
-        They are freed before the next ones are built: the group of this world refers to them.
+        They must be freed before the next objects are built.
         """
         built, self.built = self.built, None
         if built is not None:
             self.remains = built.retire()
 
-    def go_back_to(self, earlier: JobState) -> None:
+    def restore_registrations(self, earlier: JobState) -> None:
         """Forget later registrations. Progress and ``run.state`` are kept."""
         self.modules = dict(earlier.modules)
         self.tracked = dict(earlier.tracked)
@@ -153,16 +155,16 @@ class JobState:
         self.open_batch = set(earlier.open_batch)
 
     def tree(self) -> dict[str, Any]:
-        """The current state, with the live tensors.
+        """The current state as a tree, with the live tensors.
 
-        Raises ConfigError for sharded tensors without a mesh and without run.build: every rank
-        must have the complete state. With a mesh they are DTensors of the replica.
+        With a mesh, tensors are DTensors of the replica. Raises ConfigError for sharded tensors
+        without a mesh or run.build, since every rank must have the complete state.
         """
         modules = {name: m.module.state_dict() for name, m in self.modules.items()}
         tracked = {name: t.state_dict() for name, t in self.tracked.items()}
         if not self.is_sharded:
-            whole = {"model": modules, "tracked": tracked, "state": self.user}
-            refuse_tensors("the job's state is sharded", dict(named_tensors("", whole)))
+            state = {"model": modules, "tracked": tracked, "state": self.user}
+            refuse_tensors("the job's state is sharded", dict(named_tensors("", state)))
         if self.built is not None:
             modules |= {name: m.state_dict() for name, m in self.built.modules.items()}
             tracked |= {name: t.state_dict() for name, t in self.built.tracked.items()}
@@ -182,7 +184,7 @@ class JobState:
 
     @property
     def has_scaler(self) -> bool:
-        """Whether steps may be skipped because of an overflow."""
+        """Whether a GradScaler may skip steps because of an overflow."""
         return any(isinstance(t, torch.amp.GradScaler) for t in self.all_tracked.values())
 
     def data_position(self) -> dict[str, Any]:
@@ -190,7 +192,7 @@ class JobState:
         return {name: loader.state_dict() for name, loader in self.loaders.items()}
 
     def check(self, tree: Mapping[str, Any], source: str) -> None:
-        """Raise TrainingError or ConfigError, naming what differs, unless ``tree`` fits."""
+        """Raise TrainingError or ConfigError, naming the differences, unless ``tree`` fits."""
         modules, tracked = self.all_modules, self.all_tracked
         problems = _differing_names("wrapped module", modules, tree["model"])
         problems += _differing_names("tracked object", tracked, tree["tracked"])
@@ -203,7 +205,7 @@ class JobState:
             more = [f"… {len(problems) - 20} more"] if len(problems) > 20 else []
             shown = "\n    ".join(problems[:20] + more)
             raise TrainingError(
-                f"{source} is of another model; nothing was changed:\n    {shown}",
+                f"{source} belongs to another model; nothing was changed:\n    {shown}",
                 hint="use another checkpoint folder, or the script that wrote this one",
             )
         if tree["seed"] != self.seed:
@@ -218,7 +220,7 @@ class JobState:
     def _check_data(self, name: str, saved: dict[str, Any]) -> None:
         loader = self.loaders[name]
         if name in self.open_batch:
-            # The default depends on the size of the world; a job keeps its initial value.
+            # The default depends on the world's size; a job keeps its initial value.
             plan = dataclasses.replace(loader.plan, global_batch=saved["global_batch"])
             loader.plan = loader.sampler.plan = plan
         loader.load_state_dict(saved)
@@ -227,15 +229,15 @@ class JobState:
         """Load a state that :meth:`check` has accepted."""
         for name, module in self.all_modules.items():
             module.load_state_dict(tree["model"][name])
-        self.apply_small(tree)
+        self.apply_non_parameters(tree)
 
-    def apply_small(self, tree: Mapping[str, Any]) -> None:
+    def apply_non_parameters(self, tree: Mapping[str, Any]) -> None:
         """Load everything except the modules' tensors."""
         linked = _shared_groups(self.all_tracked)
         for name, tracked in self.all_tracked.items():
             tracked.load_state_dict(tree["tracked"][name])
         for follower, leader in linked:
-            follower.param_groups = leader.param_groups  # torch gives each a list of its own
+            follower.param_groups = leader.param_groups  # torch created a separate list for each
         for name, indices in tree.get("frozen", {}).items():  # not in older checkpoints
             if name in self.modules:
                 self.modules[name].set_frozen(indices)
@@ -248,7 +250,7 @@ class JobState:
             self.loaders[name].load_state_dict(tree["loaders"][name])
 
     def weights_sha256(self) -> str:
-        """A hash of all wrapped modules' tensors: equal if and only if the weights are."""
+        """A hash of all wrapped modules' tensors: equal if and only if the weights are equal."""
         digest = hashlib.sha256()
         for name, module in sorted(self.modules.items()):
             for key, value in sorted(module.module.state_dict().items()):
@@ -274,31 +276,31 @@ def _differing_tensors(name: str, live: Mapping[str, Any], saved: Mapping[str, A
     problems = [f"{name}: {key} is missing" for key in live if key not in saved]
     problems += [f"{name}: {key} is unexpected" for key in saved if key not in live]
     for key in live.keys() & saved.keys():
-        mine, theirs = (getattr(d[key], "shape", None) for d in (live, saved))
-        if mine != theirs:
-            problems.append(f"{name}: {key} has shape {_shape(theirs)}, here {_shape(mine)}")
+        own, other = (getattr(d[key], "shape", None) for d in (live, saved))
+        if own != other:
+            problems.append(f"{name}: {key} has shape {_shape(other)}, here {_shape(own)}")
     return problems
 
 
 def _differing_groups(name: str, tracked: Stateful, saved: Mapping[str, Any]) -> list[str]:
-    """Check parameter groups first: optimizers check them only while loading, after the model was
-    changed."""
+    """Compare parameter groups. Optimizers check them, too, but only while loading, after the model
+    was changed."""
     if not isinstance(tracked, torch.optim.Optimizer):
         return []
-    mine = [len(group["params"]) for group in tracked.param_groups]
-    theirs = [len(group["params"]) for group in saved.get("param_groups", [])]
-    if mine == theirs:
+    own = [len(group["params"]) for group in tracked.param_groups]
+    other = [len(group["params"]) for group in saved.get("param_groups", [])]
+    if own == other:
         return []
     return [
-        f"{name}: parameter groups of sizes {theirs}, here {mine}; groups added during training "
-        "cannot be restored: create all of them before run.retry, with lr=0 until they are used"
+        f"{name}: parameter groups have sizes {other}, here {own}; groups added during training "
+        "cannot be restored: create all groups before run.retry, with lr=0 until they are used"
     ]
 
 
 def _shared_groups(
     tracked: Mapping[str, Stateful],
 ) -> list[tuple[torch.optim.Optimizer, torch.optim.Optimizer]]:
-    """Optimizers that share the parameter groups of another one (SAM and its base optimizer)."""
+    """Pairs of optimizers that share parameter groups (SAM and its base optimizer)."""
     first: dict[int, torch.optim.Optimizer] = {}
     linked = []
     for optimizer in tracked.values():

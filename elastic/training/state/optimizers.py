@@ -1,6 +1,6 @@
-"""Watches optimizer steps: stepping with gradients that are not the job's is an error.
+"""Watches optimizer steps, and refuses steps with gradients that are not the job's.
 
-One hook on all of torch's optimizers, so that unregistered optimizers are detected, too.
+The hook covers all of torch's optimizers, so that unregistered ones are detected, too.
 """
 
 from __future__ import annotations
@@ -36,19 +36,19 @@ Closure = Callable[[], Any]
 class OptimizerWatch:
     """Checks every ``optimizer.step()`` that would change wrapped parameters."""
 
-    def __init__(self, present_step: Callable[[], Step | None]) -> None:
+    def __init__(self, current_step: Callable[[], Step | None]) -> None:
         self.tracked: dict[str, torch.optim.Optimizer] = {}
         self.has_stepped = False  # a tracked optimizer has stepped in this process
-        self.rollback: Rollback | None = None  # notified of updates, if set
+        self.rollback: Rollback | None = None  # notified of updates
         # Called before each update of a tracked optimizer, with the step's number and its name.
         self.on_update: Callable[[int, str, torch.optim.Optimizer], object] | None = None
-        self._present_step = present_step
+        self._current_step = current_step
         self._modules: list[Wrapped] = []
         self._known: dict[int, _Known] = {}  # by id
-        self._objects: list[object] = []  # all that are tracked
+        self._objects: list[object] = []  # all tracked objects
         self._companions = Companions()
         self._updates: list[_Update] = []  # in progress, the outermost first
-        self._unwrapped: dict[int, _Known] = {}  # by id: step parameters of no wrapped module
+        self._unwrapped: dict[int, _Known] = {}  # by id: with parameters in no wrapped module
         self._handles: Sequence[Any] = (
             register_optimizer_step_pre_hook(self._before),
             register_optimizer_step_post_hook(self._after),
@@ -71,21 +71,21 @@ class OptimizerWatch:
                     hint="use another optimizer",
                 )
             if isinstance(candidate, torch.optim.Optimizer):
-                known = self._of(candidate)
-                if known.is_built:  # as a scheduler's
+                known = self._known_facts(candidate)
+                if known.is_built:  # a scheduler's optimizer
                     continue
                 known.name = known.name or name
                 if known.name == name:
                     self.tracked[name] = candidate
 
     def allow_built(self, name: str, optimizer: torch.optim.Optimizer) -> None:
-        """Add an optimizer built for the current world, over sharded parameters: its updates are
-        recorded, and never undone or masked."""
-        known = self._of(optimizer)
+        """Add an optimizer built for the current world, over sharded parameters. Its updates are
+        recorded, but never undone or masked."""
+        known = self._known_facts(optimizer)
         known.name, known.is_built = name, True
 
-    def go_back_to(self, job: JobState) -> None:
-        """Watch the objects registered in ``job``, and no others."""
+    def restore_registrations(self, job: JobState) -> None:
+        """Watch only the objects registered in ``job``."""
         self.tracked.clear()
         self._modules = list(job.modules.values())
         self._known.clear()
@@ -96,7 +96,7 @@ class OptimizerWatch:
 
     @property
     def is_torn(self) -> bool:
-        """Whether an update has begun and not ended: the weights belong to no step."""
+        """Whether an update has begun but not ended, so that the weights belong to no step."""
         return any(
             update.version is None or update.version != _version(update.optimizer)
             for update in self._updates
@@ -137,7 +137,7 @@ class OptimizerWatch:
 
     @property
     def unwrapped_and_tracked(self) -> list[torch.Tensor]:
-        """The subset of these parameters that tracked optimizers have."""
+        """Those of these parameters that belong to tracked optimizers."""
         return [p for known in self._unwrapped.values() if known.name for p in known.own]
 
     # Both hooks run in every step, with cold caches.
@@ -146,13 +146,13 @@ class OptimizerWatch:
         self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any
     ) -> tuple[Any, Any] | None:
         phases.enter(OPTIMIZER)
-        known, step = self._of(optimizer), self._present_step()
+        known, step = self._known_facts(optimizer), self._current_step()
         self._forget_abandoned(optimizer)
         name, closure = known.name, _closure(args, kwargs)
         is_masked = step is not None and name is not None and step.is_masked(name)
         if name is not None and self._updates and self.rollback is not None:
             self.rollback.copy_weights(NESTED)
-        # A closure runs inside: if it fails, the weights may still be untouched.
+        # A closure runs inside the step: if it fails, the weights may be unchanged.
         version = _version(optimizer) if closure is not None else None
         update = _Update(optimizer, name, is_masked, version)
         if closure is None:
@@ -163,16 +163,16 @@ class OptimizerWatch:
             raise _not_tracked(optimizer)
         self._updates.append(update)
 
-        def prepared() -> Any:
+        def prepared_closure() -> Any:
             with torch.enable_grad():
                 loss = closure()
             self._prepare(update, known, step)
             return loss
 
-        return _with_closure(args, kwargs, prepared)
+        return _with_closure(args, kwargs, prepared_closure)
 
     def _prepare(self, update: _Update, known: _Known, step: Step | None) -> None:
-        """The pre-step hook: gradients exist, and the update follows."""
+        """Check the step and prepare for its update, once gradients exist."""
         optimizer = update.optimizer
         pending_works().raise_failure()  # gradients may be missing or partial
         if known.is_built:
@@ -184,19 +184,19 @@ class OptimizerWatch:
         if known.own and step is not None:
             self._unwrapped[id(optimizer)] = known
             is_unknown = known.name is None and not touched
-            if is_unknown and _is_from_before_sharding(known, self._modules):
-                raise _made_too_early(optimizer, step)
+            if is_unknown and _predates_sharding(known, self._modules):
+                raise _created_too_early(optimizer, step)
         if known.name is not None and step is not None:
             self._companions.require_tracked(known.name, optimizer, self._objects, self._modules)
         if known.name is not None and step is not None and self.on_update is not None:
             self.on_update(step.number, known.name, optimizer)
         if update.is_masked:
-            optimizer.zero_grad(set_to_none=True)  # without gradients nothing is updated
+            optimizer.zero_grad(set_to_none=True)  # without gradients the step updates nothing
             return
         for module in touched:
             if _has_gradient(module):
                 _check(optimizer, known.name, step, module)
-            elif step is not None:  # nothing to train with: its parameters may have been replaced
+            elif step is not None:  # no gradients: sharding may have replaced its parameters
                 call = "the wrapped module was sharded after run.wrap"
                 stale = [known.name or type(optimizer).__name__]
                 if isinstance(module, nn.Module):
@@ -212,20 +212,20 @@ class OptimizerWatch:
         if update is None or update.name is None or update.is_masked:
             return
         self.has_stepped = True
-        step = self._present_step()
+        step = self._current_step()
         if step is not None:
             step.stepped.append(update.name)
         if self.rollback is not None:
             self.rollback.after_update()
 
     def _forget_abandoned(self, optimizer: torch.optim.Optimizer) -> None:
-        """Handle an update that ended with an exception that the script caught."""
+        """Forget an update that ended with an exception that the script caught."""
         for place, update in enumerate(self._updates):
             if update.optimizer is optimizer:
                 del self._updates[place:]
                 return
 
-    def _of(self, optimizer: torch.optim.Optimizer) -> _Known:
+    def _known_facts(self, optimizer: torch.optim.Optimizer) -> _Known:
         known = self._known.get(id(optimizer))
         if known is None or known.optimizer() is not optimizer:
             known = self._known[id(optimizer)] = _Known(optimizer)
@@ -236,7 +236,7 @@ class OptimizerWatch:
         for group in optimizer.param_groups:
             count += len(group["params"])
         if known.count != count:
-            known.look_through(optimizer, self._modules)
+            known.scan(optimizer, self._modules)
             known.count = count
         return known.touched
 
@@ -252,39 +252,40 @@ class _Update:
     """An ``optimizer.step()`` that has begun."""
 
     optimizer: torch.optim.Optimizer
-    name: str | None  # if it is tracked
+    name: str | None  # None: not tracked
     is_masked: bool
-    version: int | None  # of its parameters before; None: it changes them immediately
+    version: int | None  # of the parameters before the closure; None: no closure
 
 
 class _Known:
-    """Recorded facts about an optimizer."""
+    """Known facts about an optimizer."""
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self.optimizer = weakref.ref(optimizer)
-        self.name: str | None = None  # if it is tracked
-        self.is_built = False  # by run.build
-        self.count: int | None = None  # of its parameters when last scanned
+        self.name: str | None = None  # None: not tracked
+        self.is_built = False  # created by run.build
+        self.count: int | None = None  # number of its parameters at the last scan
         self.touched: list[Wrapped] = []  # modules that contain some of its parameters
         self.own: list[torch.Tensor] = []  # parameters in no wrapped module
-        self.sharded = ""  # the first sharded parameter, in words
+        self.sharded = ""  # a description of its first sharded parameter
 
     @property
     def label(self) -> str:
         return self.name or type(self.optimizer()).__name__
 
-    def look_through(self, optimizer: torch.optim.Optimizer, modules: Sequence[Wrapped]) -> None:
+    def scan(self, optimizer: torch.optim.Optimizer, modules: Sequence[Wrapped]) -> None:
         parameters = list(_parameters(optimizer))
         ids = {id(p) for p in parameters}
         wrapped = {m: {id(p) for p in m.module.parameters()} for m in modules}
-        self.touched = [m for m, theirs in wrapped.items() if ids & theirs]
+        self.touched = [m for m, parameter_ids in wrapped.items() if ids & parameter_ids]
         self.own = [p for p in parameters if not any(id(p) in t for t in wrapped.values())]
         is_known = not self.own and any(isinstance(m, nn.Module) is False for m in self.touched)
         self.sharded = "" if is_known else sharded_parameter(optimizer)
 
 
 def inner_optimizers(tracked: object) -> dict[str, torch.optim.Optimizer]:
-    """Inner optimizers (SAM's ``base_optimizer``), by name, if the outer state lacks theirs."""
+    """Inner optimizers (SAM's ``base_optimizer``) by name, if the outer state excludes their
+    state."""
     if not isinstance(tracked, torch.optim.Optimizer):
         return {}
     if type(tracked).state_dict is not torch.optim.Optimizer.state_dict:
@@ -310,27 +311,27 @@ def _with_closure(args: Any, kwargs: Any, closure: Closure) -> tuple[Any, Any]:
 def _not_tracked(optimizer: torch.optim.Optimizer) -> TrainingError:
     return TrainingError(
         f"{type(optimizer).__name__} is about to change wrapped parameters, but is not tracked",
-        hint="call run.track(optimizer=optimizer); otherwise a restart would lose its state",
+        hint="call run.track(optimizer=optimizer): a restart would lose an untracked state",
     )
 
 
-def _is_from_before_sharding(known: _Known, modules: Sequence[Wrapped]) -> bool:
-    """Whether an optimizer has a sharded module's former parameters: the same shapes, and
-    no gradient, while the module has some. torch does not notice, and nothing is trained."""
+def _predates_sharding(known: _Known, modules: Sequence[Wrapped]) -> bool:
+    """Whether an optimizer has a sharded module's former parameters: the same shapes, but no
+    gradients, while the module has some. torch does not detect that, and nothing is trained."""
     if any(p.grad is not None for p in known.own):
         return False
     shapes = Counter(p.shape for p in known.own)
     return any(
         shapes <= Counter(p.shape for p in m.module.parameters()) and _has_gradient(m)
         for m in modules
-        if not isinstance(m, nn.Module)  # as those are that the script has sharded
+        if not isinstance(m, nn.Module)  # a module that the script has sharded
     )
 
 
-def _made_too_early(optimizer: torch.optim.Optimizer, step: Step) -> ConfigError:
+def _created_too_early(optimizer: torch.optim.Optimizer, step: Step) -> ConfigError:
     return ConfigError(
-        f"{type(optimizer).__name__}.step() at step {step.number}: an optimizer over parameters "
-        "from before fully_shard, which get no gradients; nothing is trained",
+        f"{type(optimizer).__name__}.step() at step {step.number}: the optimizer has the "
+        "parameters from before fully_shard, which get no gradients, so nothing is trained",
         hint="create the optimizer after fully_shard: torch.optim.AdamW(model.parameters()), and "
         "run.track(optimizer=optimizer)",
     )
@@ -339,27 +340,27 @@ def _made_too_early(optimizer: torch.optim.Optimizer, step: Step) -> ConfigError
 def _check(
     optimizer: torch.optim.Optimizer, name: str | None, step: Step | None, module: Wrapped
 ) -> None:
-    """Raise unless the module's gradients are the job's in this step."""
+    """Raise TrainingError unless the module's gradients are the job's in this step."""
     kind = type(optimizer).__name__
     if name is None:
         raise _not_tracked(optimizer)
     if not module.in_world:
-        return  # before the first world: rank 0's result is sent to all
+        return  # before the first world: all ranks will get rank 0's result
     if step is None:
         raise TrainingError(
             f"{kind}.step() outside of a step of the loop",
-            hint="step inside `for … in loader`, where loader = run.loader(…), before the next "
+            hint="call it inside `for … in loader`, where loader = run.loader(…), before the next "
             "batch is requested; without a loader, between run.begin() and run.commit()",
         )
     if not step.is_last_micro_batch:
         raise TrainingError(
             f"{kind}.step() at step {step.number} before the last of its {len(step)} micro-batches",
-            hint="step once per step: after the loop over micro-batches, "
-            "or `if step.is_last_micro_batch`",
+            hint="call it once per step: after the loop over micro-batches, or "
+            "`if step.is_last_micro_batch`",
         )
     reduction = module.reduction
     if reduction.failure is not None:
-        raise reduction.failure  # the script has caught it
+        raise reduction.failure  # the script caught it
     reduction.wait()
     if reduction.flags is not None:
         reduction.flags.require_one_step(step.number)
@@ -371,10 +372,10 @@ def _check(
         )
     if reduction.is_late:
         raise TrainingError(
-            f"{kind}.step() at step {step.number} with gradients of a forward pass that ran in the "
-            "step before: the next batch was requested between forward and backward pass, so that "
-            "a change of the world there would lose that batch",
-            hint="fetch the next batch after loss.backward(), and after optimizer.step()",
+            f"{kind}.step() at step {step.number} with gradients of a forward pass in the previous "
+            "step: the next batch was requested between the forward and the backward pass, where a "
+            "change of the world would lose the batch",
+            hint="request the next batch after loss.backward() and optimizer.step()",
         )
     if len(step) > 1 and not step.is_weighted:
         raise TrainingError(

@@ -1,5 +1,4 @@
-"""The objects that the script registers: modules, optimizers and other stateful objects,
-loaders."""
+"""Registers the script's objects: modules, optimizers and other stateful objects, and loaders."""
 
 from __future__ import annotations
 
@@ -23,7 +22,7 @@ from elastic.world.world import largest_world
 
 
 class Registry:
-    """The registry. One per process. ``inside`` returns the step that the script is in."""
+    """The job's registry. One per process. ``inside`` returns the step that the script is in."""
 
     def __init__(
         self, *, seed: int, inside: Callable[[], Step | None], group: ProcessGroup | None = None
@@ -50,15 +49,16 @@ class Registry:
         return bool(self.job.loaders)
 
     def piggyback(self, flags: ControlFlags | None) -> None:
-        """Send ``flags`` with the gradients of all modules, current and future."""
+        """Send ``flags`` with the gradients of all current and future modules."""
         self._flags = flags
         for module in self.job.modules.values():
             module.reduction.flags = flags
 
     def wrap(self, module: nn.Module, options: dict[str, Any]) -> nn.Module:
-        """Make a module part of the job's state. Raises ConfigError for an unsupported one.
+        """Make a module part of the job's state, and return the module to train.
 
-        Returns the module to train: a DDP around ``module``, or the sharded module itself.
+        That is a DDP around ``module``, or the sharded module itself. Raises ConfigError for an
+        unsupported module.
         """
         stale = self.job.optimizers_of_others(module)
         if self._group is not None:
@@ -67,8 +67,8 @@ class Registry:
         refuse_module("run.wrap() of a sharded module", module, stale=stale)
         if self.job.is_rebuilt:
             raise ConfigError(
-                "run.wrap() in addition to run.build(): ranks keep the state of a wrapped module, "
-                "but only checkpoints keep that of a built one",
+                "run.wrap() cannot be used in addition to run.build(): ranks keep a wrapped "
+                "module's state, but only checkpoints keep a built module's state",
                 hint="return it, sharded, from the function of run.build()",
             )
         wrapped = ElasticDDP(module, **options)
@@ -97,15 +97,15 @@ class Registry:
                 self.optimizer_watch.allow(f"{name}.{attribute}", inner)
 
     def add_loader(self, loader: Any, **options: Any) -> ElasticLoader:
-        """Make a loader part of the job's state, and its steps the job's."""
+        """Make a loader part of the job's state."""
         count = len(self.job.loaders)
         name = "data" if count == 0 else f"data{count}"
-        self.job.loaders[name] = made = ElasticLoader(
+        self.job.loaders[name] = registered = ElasticLoader(
             loader, seed=self.job.seed, largest_world=self._most_shares(), **options
         )
         if options.get("global_batch") is None:
             self.job.open_batch.add(name)
-        return made
+        return registered
 
     def _most_shares(self) -> int:
         """The number of parts into which the largest world splits a global batch."""
@@ -114,12 +114,12 @@ class Registry:
         mesh = self._group.replica.mesh
         return largest_world() // mesh.size * mesh.data_size
 
-    def go_back_to(self, earlier: JobState) -> None:
+    def restore_registrations(self, earlier: JobState) -> None:
         """Forget registrations since ``earlier = job.registered()``."""
         for module in self.job.modules.values():
             module.leave_world()
-        self.job.go_back_to(earlier)
-        self.optimizer_watch.go_back_to(self.job)
+        self.job.restore_registrations(earlier)
+        self.optimizer_watch.restore_registrations(self.job)
 
 
 def _sharded(module: nn.Module, options: dict[str, Any], group: ReplicaProcessGroup) -> Wrapped:
@@ -128,7 +128,7 @@ def _sharded(module: nn.Module, options: dict[str, Any], group: ReplicaProcessGr
 
     if options:
         raise ConfigError(
-            f"run.wrap(…, {next(iter(options))}=…) of a sharded module: this is an option of DDP",
-            hint="run.wrap(fully_shard(model, …)): FSDP's options are those of fully_shard",
+            f"run.wrap(…, {next(iter(options))}=…): a sharded module takes no options of DDP",
+            hint="run.wrap(fully_shard(model, …)): pass FSDP's options to fully_shard",
         )
     return ShardedModule(module, group)

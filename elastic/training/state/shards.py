@@ -1,7 +1,7 @@
-"""A job's state on one rank of a replica: DTensors are sent as local tensors and recreated.
+"""Packs a rank's state in a replica: DTensors are sent as local tensors and created again.
 
-Ranks at the same position of two replicas hold the same shards, so between them a DTensor is its
-local tensor, its placements, and the dimensions of the mesh, which each process creates.
+Ranks at the same position in two replicas hold the same shards, so between them a DTensor consists
+of its local tensor, its placements, and the dimensions of its mesh, which each process creates.
 """
 
 from __future__ import annotations
@@ -24,32 +24,31 @@ Tensors = dict[str, torch.Tensor]
 
 
 def pack(state: object) -> tuple[dict[str, Any], Tensors]:
-    """JSON and plain tensors from which :func:`unpack` recreates the state on another rank."""
+    """JSON and plain tensors, from which :func:`unpack` creates the state on another rank."""
     node, tensors = flatten(state)
-    shards = {name: _described(t) for name, t in tensors.items() if is_dtensor(t)}
+    shards = {name: _description(t) for name, t in tensors.items() if is_dtensor(t)}
     local = {name: local_of(t) if name in shards else t for name, t in tensors.items()}
     return {"tree": node, "shards": shards}, local
 
 
 def unpack(packed: Mapping[str, Any], tensors: Mapping[str, torch.Tensor], job: JobState) -> Any:
-    """The state, with DTensors over the meshes of this job's parameters."""
+    """Create a packed state, with DTensors over the meshes of this job's parameters."""
     shards = packed["shards"]
     meshes = _meshes(job) if shards else {}
-    made = {
-        name: _made(tensor, shards[name], meshes) if name in shards else tensor
+    restored = {
+        name: _from_local(tensor, shards[name], meshes) if name in shards else tensor
         for name, tensor in tensors.items()
     }
     tree: Node = packed["tree"]
-    return unflatten(tree, lambda path, name: made[name])
+    return unflatten(tree, lambda path, name: restored[name])
 
 
 def own_memory(packed: Mapping[str, Any], specs: Mapping[str, list[Any]], job: JobState) -> Tensors:
-    """The memory of this job's weights, by name, to receive a packed state into: empty unless the
-    state is one that :meth:`JobState.check` accepts, and those of its tensors only that are
-    distributed in the same way here.
+    """The memory of this job's weights, by name, into which a packed state can be received.
 
-    ``specs``: of the packed tensors, by name: dtype, shape, device type. Raises nothing: what is
-    wrong with the state is found again when it is checked.
+    Empty unless :meth:`JobState.check` accepts the state; only tensors that are distributed in the
+    same way here. ``specs``: dtype, shape and device type of the packed tensors, by name. Raises
+    nothing, because the state is checked again later.
     """
     shards = packed["shards"]
 
@@ -70,7 +69,7 @@ def own_memory(packed: Mapping[str, Any], specs: Mapping[str, list[Any]], job: J
 
 
 def room_for(manifest: Manifest, job: JobState) -> dict[str, Any]:
-    """New DTensors, by path, for this job's sharded tensors in a checkpoint: each rank
+    """New DTensors, by path, for this job's sharded tensors in a checkpoint, so that each rank
     reads only its shards."""
     like: dict[str, torch.Tensor] = {}
     for name, module in job.modules.items():
@@ -95,7 +94,8 @@ def room_for(manifest: Manifest, job: JobState) -> dict[str, Any]:
 
 
 def _parameter_of(path: str, job: JobState) -> torch.Tensor | None:
-    """The parameter that a value in an optimizer's state belongs to: tracked/NAME/state/INDEX/…"""
+    """The parameter to which a value in an optimizer's state (tracked/NAME/state/INDEX/…)
+    belongs."""
     parts = path.split("/")
     if len(parts) != 5 or parts[0] != "tracked" or parts[2] != "state" or not parts[3].isdigit():
         return None
@@ -130,7 +130,7 @@ def _name_of(mesh: Any) -> str:
     return f"{mesh.mesh_dim_names} {tuple(mesh.shape)}"
 
 
-def _described(tensor: Any) -> dict[str, Any]:
+def _description(tensor: Any) -> dict[str, Any]:
     return {
         "mesh": _name_of(tensor.device_mesh),
         "placements": [_placement(placement) for placement in tensor.placements],
@@ -143,35 +143,38 @@ def _placement(placement: Any) -> list[Any]:
     if placement.is_replicate():
         return ["replicate"]
     if placement.is_partial() or not hasattr(placement, "dim"):
-        raise TrainingError(f"a tensor with placement {placement}: no rank has its values")
+        raise TrainingError(f"no rank has the values of a tensor with placement {placement}")
     split = getattr(placement, "split_factor", None)
     return ["shard", placement.dim] if split is None else ["strided", placement.dim, split]
 
 
-def _made(local: torch.Tensor, described: Mapping[str, Any], meshes: Mapping[str, Any]) -> Any:
+def _from_local(
+    local: torch.Tensor, description: Mapping[str, Any], meshes: Mapping[str, Any]
+) -> Any:
     from torch.distributed.tensor import DTensor
 
-    mesh = meshes.get(described["mesh"])
+    mesh = meshes.get(description["mesh"])
     if mesh is None:
         raise TrainingError(
-            f"a tensor on the mesh {described['mesh']}: no parameter of this rank is on that one",
+            f"received a tensor on the mesh {description['mesh']}, but this rank has no parameter "
+            "on it",
             hint="shard the model in the same way on every rank",
         )
     return DTensor.from_local(
         local,
         mesh,
-        [_restored(kind) for kind in described["placements"]],
+        [_placement_of(kind) for kind in description["placements"]],
         run_check=False,
-        shape=torch.Size(described["shape"]),
-        stride=tuple(described["stride"]),
+        shape=torch.Size(description["shape"]),
+        stride=tuple(description["stride"]),
     )
 
 
-def _restored(described: list[Any]) -> Any:
+def _placement_of(description: list[Any]) -> Any:
     from torch.distributed.tensor import Replicate, Shard
 
-    if described[0] == "replicate":
+    if description[0] == "replicate":
         return Replicate()
-    if described[0] == "shard":
-        return Shard(described[1])
-    return strided_shard(described[1], described[2])
+    if description[0] == "shard":
+        return Shard(description[1])
+    return strided_shard(description[1], description[2])

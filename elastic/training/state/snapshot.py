@@ -1,8 +1,8 @@
-"""Copies of the non-parameter state that a step may change, taken at its beginning and commit.
+"""Copies the non-parameter state that a step may change, at its beginning and at its commit.
 
-Schedulers, the gradient scaler, hyperparameters, ``run.state``, buffers, positions: everything
-except weights and optimizer state, which only change when an optimizer steps. After a
-fault they are restored, so that a repeated step starts from the same state.
+This includes schedulers, the gradient scaler, hyperparameters, ``run.state``, buffers and
+positions: everything except weights and optimizer state, which change only when an optimizer steps.
+After a fault it is restored, so that a repeated step starts from the same state.
 """
 
 from __future__ import annotations
@@ -15,20 +15,20 @@ from torch.amp.grad_scaler import GradScaler
 from elastic import torch_private
 from elastic.training.data.plan import Position
 from elastic.training.gradients.sharding import local_value
-from elastic.training.state.copies import are_alike, copied, tensors_in
+from elastic.training.state.copies import can_hold, copied, tensors_in
 from elastic.training.state.job_state import JobState, Stateful
 
 SMALL_BYTES = 64 << 10  # larger tracked objects (an EMA) are copied on demand: rollback.py
 
 Snapshot = dict[str, Any]
-"""Plain values and tensors only, so that it can be sent to other ranks."""
+"""Only plain values and tensors, so that it can be sent to other ranks."""
 
 
 class Keeper(Protocol):
-    """Copies one object's non-parameter state, and puts it back."""
+    """Copies and restores one object's non-parameter state."""
 
     def take(self) -> Any: ...
-    def put_back(self, taken: Any) -> None: ...
+    def restore(self, taken: Any) -> None: ...
 
 
 class NonParameterState:
@@ -45,7 +45,7 @@ class NonParameterState:
         self._buffers = {name: _Buffers(m.module) for name, m in job.modules.items()}
 
     def take(self) -> Snapshot:
-        """A copy of the current state, valid until the next one is taken."""
+        """A copy of the current state, valid until the next copy is taken."""
         job = self._job
         return {
             "progress": dict(vars(job.progress)),
@@ -57,16 +57,16 @@ class NonParameterState:
         }
 
     def buffers(self) -> dict[str, dict[str, torch.Tensor]]:
-        """Copies of the modules' current buffers, for :meth:`put_back_buffers`."""
+        """Copies of the modules' current buffers, for :meth:`restore_buffers`."""
         return {name: buffers.copies() for name, buffers in self._buffers.items()}
 
-    def put_back_buffers(self, taken: dict[str, dict[str, torch.Tensor]]) -> None:
+    def restore_buffers(self, taken: dict[str, dict[str, torch.Tensor]]) -> None:
         """Restore the modules' buffers."""
         for name, buffers in self._buffers.items():
-            buffers.put_back(taken[name])
+            buffers.restore(taken[name])
 
-    def put_back(self, snapshot: Snapshot) -> None:
-        """Restore the state; the snapshot stays usable."""
+    def restore(self, snapshot: Snapshot) -> None:
+        """Restore the state. The snapshot stays valid."""
         job = self._job
         vars(job.progress).update(snapshot["progress"])
         job.user.clear()
@@ -75,9 +75,9 @@ class NonParameterState:
             if name in job.loaders:
                 job.loaders[name].seek(Position(epoch, step))
         for name, keeper in self._keepers.items():
-            keeper.put_back(snapshot["tracked"][name])
+            keeper.restore(snapshot["tracked"][name])
         for name, buffers in self._buffers.items():
-            buffers.put_back(snapshot["buffers"][name])
+            buffers.restore(snapshot["buffers"][name])
         for name, module in job.modules.items():
             module.set_frozen(snapshot["frozen"][name])
 
@@ -101,7 +101,7 @@ def size_bytes(value: Any) -> int:
 
 
 class WholeObject:
-    """An object by its complete state_dict: schedulers, counters, averages of metrics."""
+    """An object that is copied as its complete state_dict: schedulers, counters, averages."""
 
     def __init__(self, tracked: Stateful) -> None:
         self._tracked = tracked
@@ -109,12 +109,12 @@ class WholeObject:
     def take(self) -> Any:
         return copied(self._tracked.state_dict())
 
-    def put_back(self, taken: Any) -> None:
+    def restore(self, taken: Any) -> None:
         self._tracked.load_state_dict(copied(taken))
 
 
 class _HyperParameters:
-    """An optimizer's groups without their parameters: learning rates, momenta, …"""
+    """An optimizer's groups without their parameters: learning rates, momentum factors, …"""
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self._optimizer = optimizer
@@ -128,13 +128,13 @@ class _HyperParameters:
                     group[name] = value.detach().clone()
         return groups
 
-    def put_back(self, taken: Any) -> None:
+    def restore(self, taken: Any) -> None:
         del self._optimizer.param_groups[len(taken) :]  # added by the undone step
         for group, values in zip(self._optimizer.param_groups, taken, strict=True):
             for name, value in values.items():
-                present = group.get(name)
-                if isinstance(value, torch.Tensor) and isinstance(present, torch.Tensor):
-                    present.copy_(value)  # a tensor learning rate is captured by compiled code
+                current = group.get(name)
+                if isinstance(value, torch.Tensor) and isinstance(current, torch.Tensor):
+                    current.copy_(value)  # compiled code may refer to a tensor learning rate
                 else:
                     group[name] = copied(value)
 
@@ -142,8 +142,8 @@ class _HyperParameters:
 class _Scaler:
     """``torch.amp.GradScaler``, without the device synchronization of its state_dict.
 
-    Its per-optimizer stages of the current step are not in its state_dict; a repeated
-    step would be refused because of them [measured, torch 2.13].
+    Its per-optimizer stages of the current step are not in its state_dict; without restoring them,
+    a repeated step would be refused [measured, torch 2.13].
     """
 
     def __init__(self, scaler: GradScaler) -> None:
@@ -154,16 +154,16 @@ class _Scaler:
             name: copied(value) for name, value in torch_private.scales_of(self._scaler).items()
         }
 
-    def put_back(self, taken: Any) -> None:
+    def restore(self, taken: Any) -> None:
         torch_private.set_scales(self._scaler, taken)
 
 
 class _Buffers:
     """A module's buffers, copied into the same memory each time.
 
-    All of them, changed or not: batch norm updates its statistics without
-    counting up their version [measured, torch 2.13]. Which modules there are is looked up once,
-    as in DDP: walking a large model in every step costs more than the copies.
+    All of them are copied, changed or not, because batch norm updates its statistics without
+    incrementing their version [measured, torch 2.13]. The list of modules is computed once, as in
+    DDP: traversing a large model in every step would cost more than the copies.
     """
 
     def __init__(self, module: torch.nn.Module) -> None:
@@ -172,8 +172,8 @@ class _Buffers:
         ]
         self._copies: dict[str, torch.Tensor] = {}
 
-    def _present(self) -> dict[str, torch.Tensor]:
-        """The buffers by name. The script may have replaced tensors."""
+    def _current_buffers(self) -> dict[str, torch.Tensor]:
+        """The current buffers, by name: the script may have replaced tensors."""
         return {
             f"{path}{name}": buffer
             for path, part in self._modules
@@ -183,12 +183,12 @@ class _Buffers:
         }
 
     def copies(self) -> dict[str, torch.Tensor]:
-        """Restore the values in place."""
-        return {name: buffer.detach().clone() for name, buffer in self._present().items()}
+        """New copies of the current values."""
+        return {name: buffer.detach().clone() for name, buffer in self._current_buffers().items()}
 
     def take(self) -> dict[str, torch.Tensor]:
-        buffers = self._present()
-        if any(not are_alike(self._copies.get(name), buffer) for name, buffer in buffers.items()):
+        buffers = self._current_buffers()
+        if any(not can_hold(self._copies.get(name), buffer) for name, buffer in buffers.items()):
             self._copies = {name: torch.empty_like(buffer) for name, buffer in buffers.items()}
         if buffers:
             with torch.no_grad():
@@ -196,9 +196,9 @@ class _Buffers:
                 torch_private.copy_each(copies, map(local_value, buffers.values()))
         return self._copies
 
-    def put_back(self, taken: dict[str, torch.Tensor]) -> None:
+    def restore(self, taken: dict[str, torch.Tensor]) -> None:
         with torch.no_grad():
-            for name, buffer in self._present().items():
+            for name, buffer in self._current_buffers().items():
                 before = taken.get(name)
                 if before is None:  # registered within the step
                     continue

@@ -1,10 +1,9 @@
 """Finds untracked companions of an optimizer: schedulers, gradient scalers, weight averages.
 
-No error would occur without them. A joining process restarts the schedule, a repeated step
-steps it twice, and ranks train at different learning rates; a rank 0 that joined later saves an
-average that it restarted. So schedulers and scalers are searched for once, when their optimizer
-steps for the first time, and averages before the first update after their creation, which a torch
-hook reports.
+They would cause no error. But a joining process restarts the schedule, a repeated step advances it
+twice, and ranks train at different learning rates; a rank 0 that joined later saves an average that
+it restarted. So schedulers and scalers are searched for once, when their optimizer steps for the
+first time, and averages before the first update after their creation, which a torch hook reports.
 """
 
 from __future__ import annotations
@@ -27,8 +26,8 @@ from torch.optim.swa_utils import AveragedModel
 from elastic.errors import TrainingError
 from elastic.training.gradients.wrap import Wrapped
 
-_DEPTH = 3  # of objects within tracked ones: a SequentialLR, in a wrapper of the script's own
-_FRAMES = 12  # between a hook of an optimizer and the scaler that called it
+_DEPTH = 3  # levels of objects inside tracked ones: a SequentialLR in a user-defined wrapper
+_FRAMES = 12  # between an optimizer's hook and the scaler that called step()
 _OF_SCALERS = GradScaler.step.__code__.co_filename
 # timm's ModelEmaV2 and V3, torchvision's ExponentialMovingAverage, ema-pytorch's EMA, and copies.
 _AVERAGES = re.compile(r"Ema(?![a-z])|EMA|MovingAverage|AveragedModel")
@@ -37,13 +36,14 @@ _OPAQUE = (torch.Tensor, nn.Module, torch.optim.Optimizer)
 
 
 class Companions:
-    """Companions of this process's optimizers, and averages created after this object."""
+    """Finds untracked companions of this process's optimizers. Detects averages created after
+    it."""
 
     def __init__(self) -> None:
-        # Optimizers whose companions are tracked. The search is slow.
+        # Optimizers whose companions are tracked: the slow search is not repeated for them.
         self._complete: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
         self._averages: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # not yet checked
-        self._handle = register_module_module_registration_hook(self._made)
+        self._handle = register_module_module_registration_hook(self._on_registration)
 
     def close(self) -> None:
         """Stop watching."""
@@ -56,9 +56,11 @@ class Companions:
         tracked: Sequence[object],
         wrapped: Sequence[Wrapped],
     ) -> None:
-        """Raise TrainingError for a scheduler of ``optimizer``, the scaler that calls it now, or an
-        average of a ``wrapped`` module that is neither a ``tracked`` object nor inside one.
-        ``name`` is the optimizer's. Each is searched for once.
+        """Raise TrainingError for an untracked scheduler of ``optimizer``, for the scaler that
+        calls it now, and for an average of a ``wrapped`` module.
+
+        An object inside a ``tracked`` one counts as tracked. ``name``: the optimizer's. Each
+        optimizer and each average is checked once.
         """
         if optimizer not in self._complete:
             _require(lambda: _untracked(optimizer, tracked), name)
@@ -68,7 +70,7 @@ class Companions:
             _require(lambda: _untracked_average(self._averages, tracked, modules), name)
             self._averages.clear()
 
-    def _made(self, module: nn.Module, name: str, submodule: nn.Module | None) -> None:
+    def _on_registration(self, module: nn.Module, name: str, submodule: nn.Module | None) -> None:
         if isinstance(module, AveragedModel) or _AVERAGES.search(type(module).__name__):
             self._averages.add(module)
 
@@ -76,7 +78,7 @@ class Companions:
 def _require(untracked: Callable[[], Companion | None], name: str) -> None:
     if untracked() is None:
         return
-    gc.collect()  # objects of an ended attempt may not be freed yet
+    gc.collect()  # objects of an ended attempt may still exist
     if (one := untracked()) is not None:
         raise _refusal(name, one)
 
@@ -88,7 +90,7 @@ def _untracked(optimizer: torch.optim.Optimizer, tracked: Sequence[object]) -> C
 
 
 def _schedulers(optimizer: torch.optim.Optimizer) -> Iterator[LRScheduler]:
-    """Find objects that refer to the optimizer, directly or in their dict, with the garbage
+    """Find schedulers that refer to the optimizer, directly or in their dict, by the garbage
     collector."""
     for holder in gc.get_referrers(optimizer):
         if isinstance(holder, LRScheduler):
@@ -102,7 +104,7 @@ def _calling_scaler() -> Iterator[GradScaler]:
     for _ in range(_FRAMES):
         if frame is None:
             return
-        # The locals of other frames are not read: until 3.12 that keeps their objects alive.
+        # Read no other frame's locals: until Python 3.12 that keeps their objects alive.
         if frame.f_code.co_filename == _OF_SCALERS:
             scaler = frame.f_locals.get("self")
             if isinstance(scaler, GradScaler) and scaler.is_enabled():
@@ -135,7 +137,7 @@ def _untracked_average(
 
 
 def _copies(average: nn.Module, wrapped: Iterable[nn.Module]) -> bool:
-    """Whether it holds a copy of one of them."""
+    """Whether ``average`` holds a copy of one of the modules."""
     inner = [_shapes(child) for child in average.children()]
     return any(shapes and shapes in inner for shapes in map(_shapes, wrapped))
 
@@ -145,7 +147,8 @@ def _shapes(module: nn.Module) -> Counter[tuple[int, ...]]:
 
 
 def _modules_of(holder: object) -> Iterator[nn.Module]:
-    """The object itself, or objects inside it: a user-defined wrapper may contain the average."""
+    """The modules of an object and of its attributes: a user-defined wrapper may contain the
+    average."""
     for one in (holder, *getattr(holder, "__dict__", {}).values()):
         if isinstance(one, nn.Module):
             yield from one.modules()
@@ -155,18 +158,18 @@ def _refusal(name: str, untracked: Companion) -> TrainingError:
     kind = type(untracked).__name__
     if isinstance(untracked, nn.Module):
         return TrainingError(
-            f"{kind} averages the weights updated by {name} and is not tracked: a joining node "
-            "would restart its average, and a restart would lose it",
-            hint="call run.track(ema=ema) on every rank, right after creating it",
+            f"{kind} averages the weights that {name} updates, but is not tracked: a joining node "
+            "would restart the average, and a restart would lose it",
+            hint="call run.track(ema=ema) on every rank, right after you create it",
         )
     if isinstance(untracked, GradScaler):
         return TrainingError(
-            f"{kind} scales the gradients of {name} and is not tracked: a joining node would "
+            f"{kind} scales the gradients of {name}, but is not tracked: a joining node would "
             "use a different scale from the other ranks",
             hint="run.track(optimizer=optimizer, scaler=scaler)",
         )
     return TrainingError(
-        f"{kind} sets the learning rate of {name} and is not tracked: a joining node would restart "
-        "its schedule, and a repeated step would step it twice",
+        f"{kind} sets the learning rate of {name}, but is not tracked: a joining node would "
+        "restart the schedule, and a repeated step would advance it twice",
         hint="run.track(optimizer=optimizer, scheduler=scheduler)",
     )

@@ -7,7 +7,7 @@ generator = torch.Generator().manual_seed(step.number)      # for step in run.st
 noise = torch.randn(p.shape, generator=generator)
 ```
 
-Refused: weights differ from rank 0's
+Refused: has different weights from rank 0
 Workers: 3
 """
 

@@ -9,7 +9,7 @@ ema = AveragedModel(model)
 run.track(optimizer=optimizer, ema=ema)
 ```
 
-Refused: ModelEmaV2 averages the weights updated by optimizer and is not tracked
+Refused: ModelEmaV2 averages the weights that optimizer updates, but is not tracked
 """
 
 import copy

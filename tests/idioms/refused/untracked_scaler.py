@@ -6,7 +6,7 @@ The scale changes during training. A joining node would use a different one.
 run.track(optimizer=optimizer, scaler=scaler)
 ```
 
-Refused: GradScaler scales the gradients of optimizer and is not tracked
+Refused: GradScaler scales the gradients of optimizer, but is not tracked
 """
 
 import torch

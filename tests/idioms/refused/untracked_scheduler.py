@@ -7,7 +7,7 @@ twice.
 run.track(optimizer=optimizer, scheduler=scheduler)
 ```
 
-Refused: CosineAnnealingLR sets the learning rate of optimizer and is not tracked
+Refused: CosineAnnealingLR sets the learning rate of optimizer, but is not tracked
 """
 
 import torch
