@@ -12,7 +12,7 @@ from elastic.events import WorkersTuned
 from elastic.telemetry.journal import EventSink
 from elastic.telemetry.log import get_logger
 from elastic.tuning.agent_options import AgentOptions
-from elastic.tuning.announced_address import told_address
+from elastic.tuning.announced_address import configured_address
 from elastic.tuning.network import Network, read_network
 from elastic.tuning.worker_environment import (
     Given,
@@ -29,7 +29,7 @@ def check(options: AgentOptions, environ: Mapping[str, str], *, max_nodes: int) 
     """Called before etcd is contacted: raises ConfigError for an impossible profile, interface or
     network."""
     network = read_network()
-    told_address(None, options.network, None)
+    configured_address(None, options.network, None)
     given = given_settings(environ)
     _effective(options, network, given, (), max_nodes, own_address="", is_configured=False)
 

@@ -19,7 +19,7 @@ from elastic.cli.job_arguments import add_options_argument, options_of
 from elastic.cli.launch.flags import node_range
 from elastic.errors import ConfigError
 from elastic.tuning.agent_options import AgentOptions
-from elastic.tuning.announced_address import told_address
+from elastic.tuning.announced_address import configured_address
 from elastic.tuning.network import Network, read_network, source_address
 from elastic.tuning.worker_environment import (
     DEFAULT,
@@ -77,7 +77,7 @@ def of_this_machine(
 ) -> WorkerEnvironment:
     """The environment that an agent with these options gives its workers."""
     _, max_nodes = node_range(args.nnodes)
-    told = told_address(args.local_addr, options.network, options.pod_ip, network.addresses())
+    told = configured_address(args.local_addr, options.network, options.pod_ip, network.addresses())
     peers = [args.leader] if args.leader else []
     if args.leader and source_address(args.leader) is None:
         raise ConfigError(

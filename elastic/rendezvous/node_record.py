@@ -1,4 +1,4 @@
-"""The initial record of this node, on which the others base their decisions."""
+"""The initial record of this node, from which the other nodes decide."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from elastic.node.address import own_address
 from elastic.node.identity import current_process
 from elastic.store.etcd.store import EtcdStore
 from elastic.tuning.agent_options import AgentOptions
-from elastic.tuning.announced_address import told_address
+from elastic.tuning.announced_address import configured_address
 
 
 def describe_node(
@@ -25,14 +25,14 @@ def describe_node(
     store: EtcdStore,
     limits: tuple[int, int],
 ) -> Node:
-    """Before it has arrived: without workers, and in no world."""
+    """The record of a node before its arrival: without workers or a world."""
     return Node(
         node_id=secrets.token_hex(8),
         name=os.environ.get("ELASTIC_NODE_NAME") or socket.gethostname(),
         nproc=0,
         role="",
         address=own_address(
-            told_address(parameters.local_addr, options.network, options.pod_ip),
+            configured_address(parameters.local_addr, options.network, options.pod_ip),
             store.endpoint,
             within_s=options.connect_timeout_s,
         ),

@@ -54,11 +54,11 @@ class Replacement:
         self._journal = journal
         self._clock = clock
         self._supervision: Supervision | None = None
-        self._is_counted = False  # as a restart: once for all that die together
-        self._has_given_up = False  # torch has seen a failure, and ends all workers
+        self._is_counted = False  # as a restart: once for workers that die together
+        self._has_given_up = False  # torch has detected a failure, and ends all workers
 
     def look(self, supervision: Supervision | None) -> None:
-        """Called with every poll of torchrun's, while all workers are well."""
+        """Called with every poll of torchrun while all workers run."""
         self._supervision = supervision
         if supervision is None:
             self._node.allow_replacement(False)
@@ -71,7 +71,7 @@ class Replacement:
         self._node.allow_replacement(supervision.restarts_left > 0)
 
     def _decide(self, pid: int, waited_s: float) -> bool | None:
-        """Whether a dead worker is to be replaced; None: that is not decided yet."""
+        """Whether a dead worker is to be replaced; None: not decided yet."""
         if self._has_given_up:
             return False
         decision = self._node.is_to_be_replaced(pid)
@@ -107,7 +107,7 @@ class Replacement:
 
 
 def _without_a_world(worker: SupervisedWorker) -> Mapping[str, str]:
-    """As for the workers of a joining node: their real ranks come over the link."""
+    """Variables as for a joining node's workers, which receive their real ranks over the link."""
     size = int(worker.environment["LOCAL_WORLD_SIZE"])
     return world_variables(
         NO_WORLD,
@@ -122,7 +122,7 @@ def _without_a_world(worker: SupervisedWorker) -> Mapping[str, str]:
 
 
 class ReplaceableProcess:
-    """A worker's present process, as torch polls it."""
+    """A worker's current process, as torch polls it."""
 
     def __init__(
         self,
@@ -137,13 +137,13 @@ class ReplaceableProcess:
         self._start = start
         self._clock = clock
         self._seen_dead_s: float | None = None
-        self._has_failed = False  # torch knows
+        self._has_failed = False  # torch has detected it
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._process, name)
 
     def poll(self) -> int | None:
-        """The exit code; None while it runs, and where it is (to be) replaced."""
+        """The exit code; None while the process runs, is replaced or may be replaced."""
         code = self._process.poll()
         if code in (None, 0) or self._has_failed:
             return code
@@ -155,7 +155,7 @@ class ReplaceableProcess:
         return code
 
     def _is_replaced(self) -> bool:
-        """Also while that is not decided yet."""
+        """Whether the process is replaced, or that is not decided yet."""
         now_s = self._clock.monotonic()
         if self._seen_dead_s is None:
             self._seen_dead_s = now_s

@@ -13,7 +13,7 @@ from elastic.errors import ConfigError
 from elastic.tuning.network import LOOPBACK, local_addresses
 
 
-def told_address(
+def configured_address(
     local_addr: str | None,
     network: str | None,
     pod_ip: str | None,

@@ -12,7 +12,7 @@ from elastic.node.address import own_address
 from elastic.store.etcd.endpoints import Endpoint
 from elastic.testing.doubles.manual_clock import ManualClock
 from elastic.tuning.agent_options import AgentOptions
-from elastic.tuning.announced_address import told_address
+from elastic.tuning.announced_address import configured_address
 
 LOCAL_ETCD = Endpoint("127.0.0.1", 2379)
 
@@ -115,19 +115,19 @@ ADDRESSES = {"eth0": ("10.1.0.5", "fd00:1::5"), "eth1": ("172.30.0.2",), "lo": (
 def test_the_address_in_the_given_network_is_announced(
     local_addr: str | None, network: str | None, pod_ip: str | None, told: str
 ) -> None:
-    assert told_address(local_addr, network, pod_ip, ADDRESSES) == told
+    assert configured_address(local_addr, network, pod_ip, ADDRESSES) == told
 
 
 def test_a_network_that_this_machine_is_not_in_is_refused_with_those_that_it_is_in() -> None:
     with pytest.raises(ConfigError) as refused:
-        told_address(None, "10.9.0.0/16", None, ADDRESSES)
+        configured_address(None, "10.9.0.0/16", None, ADDRESSES)
     assert "network=10.9.0.0/16: this machine has no address" in str(refused.value)
     assert "eth1 (172.30.0.2)" in str(refused.value) and "127.0.0.1" not in str(refused.value)
 
 
 def test_an_address_outside_of_the_network_is_refused_with_both() -> None:
     with pytest.raises(ConfigError, match=r"--local-addr=10\.1\.0\.5 and network=172\.30\.0\.0/24"):
-        told_address("10.1.0.5", "172.30.0.0/24", None, ADDRESSES)
+        configured_address("10.1.0.5", "172.30.0.0/24", None, ADDRESSES)
 
 
 @pytest.mark.parametrize("network", ["eth1", "10.1.0.0/33", "10.1"])

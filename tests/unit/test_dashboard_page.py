@@ -237,8 +237,8 @@ def test_heartbeats_of_many_nodes_are_looked_up_once() -> None:
     view = JobView(
         run_id="r", root="/", at_s=NOW + 1, nodes=tuple(map(node, names)), progress=progress
     )
-    assert view.signs is view.signs
-    assert {view.signs_of(n).age_s for n in view.nodes} == {1.0}
+    assert view.heartbeats is view.heartbeats
+    assert {view.heartbeat_of(n).age_s for n in view.nodes} == {1.0}
 
 
 def test_an_outage_of_etcd_is_said_above_the_last_view(job: FakeJob) -> None:
@@ -290,10 +290,10 @@ def test_what_all_ranks_write_is_one_event() -> None:
         ("world-formed", {"nodes": ["a"], "size": 8, "reason": "x"}, "with 1 nodes, 8 workers: x"),
         ("node-lost", {"lost": "n2", "reason": "gone"}, "n2 was lost: gone"),
         ("worker-died", {"local_rank": 1, "reason": "T:\n  boom"}, "local rank 1 died:   boom"),
-        ("recovered", {"step": 7, "duration_s": 1.25}, "trains again from step 7, after 1.2 s"),
+        ("recovered", {"step": 7, "duration_s": 1.25}, "training resumed from step 7 after 1.2 s"),
         ("job-ended", {"outcome": "failure", "reason": "x"}, "failure: x"),
         ("leader-changed", {"leader": "n1"}, "node n1 leads"),
-        ("leader-changed", {"leader": None}, "no node leads"),
+        ("leader-changed", {"leader": None}, "there is no leader"),
         ("hang-found", {"reason": "rank 1 is stopped"}, "rank 1 is stopped"),
         ("store-problem", {"error": "away", "consequence": "waits"}, "away"),
         ("world-formed", {"nodes": 7, "size": "x"}, "with ? nodes, None workers: "),

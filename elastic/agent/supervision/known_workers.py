@@ -20,7 +20,7 @@ class KnownWorkers:
 
     @property
     def present(self) -> set[int]:
-        """Those with a link."""
+        """The pids of workers with a link."""
         return {worker.pid for worker in self._server.workers()}
 
     @property
