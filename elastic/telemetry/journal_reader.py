@@ -184,8 +184,11 @@ class JournalFolder:
             records += [r for line in lines if (r := self._record(line, path))]
         return records
 
-    def notes(self) -> list[str]:
-        """Notes on lines and files that could not be read, and why."""
+    def notes(self, *, is_growing: bool = False) -> list[str]:
+        """Notes on lines and files that could not be read, and why.
+
+        With `is_growing`, a truncated last line is not noted: it is still being written.
+        """
         notes = list(self._problems)
         for file in self._files.values():
             if file.corrupt:
@@ -194,7 +197,7 @@ class JournalFolder:
                     f"{file.path.name}: {file.corrupt} {lines} damaged or truncated and skipped, "
                     f"the first one is line {file.first_corrupt}"
                 )
-            if file.rest:
+            if file.rest and not is_growing:
                 notes.append(
                     f"{file.path.name}: the last line is truncated: its process was killed, or is "
                     "still writing"

@@ -12,6 +12,7 @@ from dashboard_kit import FakeJob
 from made_up_run import write_run
 from membership_nodes import node, world
 
+from elastic.cli import dashboard
 from elastic.cli.dashboard.feed.charts import LARGEST, charts_of, without_styles
 from elastic.cli.dashboard.feed.event_log import MOST_EVENTS, EventLog, text_of
 from elastic.cli.dashboard.feed.snapshot import JobSnapshot, Outage, RunCharts
@@ -20,6 +21,7 @@ from elastic.cli.dashboard.publisher import Rendering, page_changes, render
 from elastic.cli.observe.job_view import JobView, read_job
 from elastic.leadership.job_progress import JobProgress, RecordedHeartbeat
 from elastic.membership.records import BreakageRecord, FailureRecord, Keys, Leader, NodeState
+from elastic.telemetry.activities import Activity
 from elastic.telemetry.journal_reader import JournalRecord, read_folder
 from elastic.testing.doubles.manual_clock import ManualClock
 
@@ -322,6 +324,13 @@ def test_etcd_alone_tells_of_worlds_and_what_broke_them(job: FakeJob) -> None:
 
 
 # Charts ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("activity", Activity)
+def test_the_legend_of_the_charts_has_a_color_for_each_activity(activity: Activity) -> None:
+    name = activity.replace(" ", "-")
+    page = Path(dashboard.__file__).with_name("page.html").read_text("utf-8")
+    assert f"}}.{name}{{background:var(--{name})}}" in page.replace("\n", "}")
 
 
 def test_charts_are_drawn_from_the_journals_and_fit(tmp_path: Path) -> None:

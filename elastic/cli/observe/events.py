@@ -146,7 +146,7 @@ def _print_all(
         of_etcd = _changes(changes, records, notes, at_once=journals is None)
         _print(_in_order([*records, *of_etcd]), args, since_s)
         if journals is not None:
-            notes.print(n for n in journals.notes() if "last line was cut" not in n)
+            notes.print(journals.notes(is_growing=True))
 
 
 def _changes(

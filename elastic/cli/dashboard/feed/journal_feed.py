@@ -77,7 +77,7 @@ class JournalFeed:
                 self._runs[record.writer] = record.text("run_id")
         own = [r for r in found if self._runs.get(r.writer, "") in (*_UNNAMED, self.run_id)]
         self._log.add_records(own)
-        notes = [note for note in self._reader.notes() if "last line was cut" not in note]
+        notes = self._reader.notes(is_growing=True)
         with self._lock:
             is_news = bool(own) or notes != self._notes
             self._notes = notes
