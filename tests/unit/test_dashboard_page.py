@@ -101,7 +101,7 @@ def test_the_page_has_the_facts_of_elastic_status_without_a_script(job: FakeJob)
         "killed by signal 9",
         "its node is left out",
         "generation 7 ended: n2 was lost",
-        "n1 leads",
+        "n1 leader",
     ):
         assert said in found.text, said
 
@@ -294,7 +294,7 @@ def test_what_all_ranks_write_is_one_event() -> None:
         ("worker-died", {"local_rank": 1, "reason": "T:\n  boom"}, "local rank 1 died:   boom"),
         ("recovered", {"step": 7, "duration_s": 1.25}, "training resumed from step 7 after 1.2 s"),
         ("job-ended", {"outcome": "failure", "reason": "x"}, "failure: x"),
-        ("leader-changed", {"leader": "n1"}, "node n1 leads"),
+        ("leader-changed", {"leader": "n1"}, "node n1 is the leader"),
         ("leader-changed", {"leader": None}, "there is no leader"),
         ("hang-found", {"reason": "rank 1 is stopped"}, "rank 1 is stopped"),
         ("store-problem", {"error": "away", "consequence": "waits"}, "away"),
