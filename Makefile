@@ -3,22 +3,22 @@ SHELL := /bin/bash
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
-# Thousands of processes import this project: none of them is to compile it again, whatever the caller's
-# environment says.
+# Thousands of processes import this project: none of them should compile it again, regardless of the
+# caller's environment.
 unexport PYTHONDONTWRITEBYTECODE
-# What took longest is said at the end.
+# List the slowest tests at the end.
 SLOWEST := --durations=25 --durations-min=1
-# Two files at a time; four of those whose nodes mostly wait.
+# Two files at a time, or four for cluster tests, whose nodes mostly wait.
 BY_FILE := --dist loadfile --no-loadscope-reorder $(SLOWEST)
 PYTEST := $(BIN)/pytest -n 2 $(BY_FILE)
-# One run of mypy for everything: a run for each folder would read torch's types again. A name is then
-# that of one file, but for conftest.py: links give each a name of its own.
+# One run of mypy for everything: a run per folder would read torch's types again. Module names must
+# then be unique, so each conftest.py gets a link with a unique name.
 CONFTESTS := build/conftests
 SPACE := $(subst ,, )
 TYPED := $(patsubst %/,%,$(wildcard tests/*/)) tests/kill/scripts tests benchmarks benchmarks/scripts
 AS_USERS_WRITE := tests/idioms/(scripts|refused)/
 
-.PHONY: demo test beside check docs unit cluster compat matrix soak streams bench gpu gpu-tests gpu-bench format clean
+.PHONY: demo test concurrent check docs unit cluster compat matrix soak streams bench gpu gpu-tests gpu-bench format clean
 
 $(STAMP): pyproject.toml constraints.txt scripts/bootstrap.sh
 	bash scripts/bootstrap.sh $(VENV)
@@ -39,12 +39,12 @@ check: $(STAMP)
 	  elastic checkpoints torch_elastic_harness.py tests benchmarks $(CONFTESTS)
 	$(BIN)/lint-imports
 
-# What nodes do in a test is mostly waiting: the rest runs beside them, out of their way. The nodes are
-# done first, and the rest then takes both cores.
+# Nodes in tests mostly wait, so everything else runs concurrently at a lower priority. The cluster
+# tests finish first; the rest then uses both cores.
 test: $(STAMP)
-	$(MAKE) --no-print-directory -j2 --keep-going cluster beside
+	$(MAKE) --no-print-directory -j2 --keep-going cluster concurrent
 
-beside: $(STAMP)
+concurrent: $(STAMP)
 	nice -n 5 $(MAKE) --no-print-directory check docs unit
 
 # In build/site. A broken link, or a public name without a docstring and an entry, fails; no network is needed.
@@ -57,11 +57,11 @@ unit: $(STAMP)
 cluster: $(STAMP)
 	$(BIN)/pytest -n 4 $(BY_FILE) -m "cluster and not soak"
 
-# Environments of their own, in ~/.cache: 25 GB on first use, then about 5 minutes for each.
+# Separate environments in ~/.cache: 25 GB on first use, then about 5 minutes for each.
 compat: $(STAMP)
 	$(BIN)/python scripts/compat.py $(COMPAT_ARGS)
 
-# Python 3.10 to 3.13, as far as they are on this machine: environments of their own, as above.
+# The same for each of Python 3.10 to 3.13 that is installed.
 matrix: $(STAMP)
 	$(BIN)/python scripts/compat.py --pythons $(MATRIX_ARGS)
 
@@ -69,8 +69,8 @@ soak: $(STAMP) streams
 	$(BIN)/pytest -m soak --timeout 7200
 	$(BIN)/pytest -m hypothesis --hypothesis-profile=soak --timeout 7200
 
-# The in-process kill suite on a backend with NCCL's semantics: results land after a collective's
-# end, and aborted ones look complete.
+# The in-process kill suite on a backend with NCCL's semantics: results are written after a collective
+# has returned, and aborted collectives look complete.
 streams: $(STAMP)
 	TRAINING_BACKEND=nccl_semantics $(BIN)/pytest -m "cluster and not soak" \
 	  tests/kill/test_in_process.py tests/kill/test_in_process_phases.py tests/kill/test_own_loops.py \
@@ -81,8 +81,8 @@ bench: $(STAMP)
 	$(BIN)/python benchmarks/restart.py
 	$(BIN)/python benchmarks/checkpoint.py
 
-# Each of the two takes less than ten minutes. With two GPUs or more, NCCL proper as well.
-# `make gpu GPU_PYTHON=python3` keeps the torch of that Python: an image's, built for its driver.
+# Each of the two takes less than ten minutes. With two or more GPUs, they also test real NCCL.
+# `make gpu GPU_PYTHON=python3` uses that Python's torch, for example an image's, built for its driver.
 ifdef GPU_PYTHON
 GPU_BIN := build/gpu/bin
 GPU_STAMP := build/gpu/.installed

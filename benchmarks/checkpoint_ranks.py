@@ -100,10 +100,10 @@ def bad_after_kills(root: Path, kills: int, seed: int) -> int:
     chance = random.Random(seed)
     bad = 0
     for generation in range(1, kills + 1):
-        told = _killed(root, generation, chance.uniform(0, 0.02))
+        is_saved = _killed(root, generation, chance.uniform(0, 0.02))
         listed = checkpoints.list_checkpoints(root)
         newest = checkpoints.latest(root)
-        right = bool(told and listed and not newest.skipped)
+        right = bool(is_saved and listed and not newest.skipped)
         for info in listed:
             try:
                 state = checkpoints.load(root, info.name).state
@@ -117,18 +117,18 @@ def bad_after_kills(root: Path, kills: int, seed: int) -> int:
 
 def _killed(root: Path, generation: int, delay_s: float) -> bytes:
     reader, writer = os.pipe()
-    pid = fork(lambda: _save_for_ever(root, generation, writer))
+    pid = fork(lambda: _save_forever(root, generation, writer))
     os.close(writer)
     select.select([reader], [], [], 60)
     time.sleep(delay_s)
     os.kill(pid, signal.SIGKILL)
     os.waitpid(pid, 0)
-    told = os.read(reader, 1)
+    message = os.read(reader, 1)
     os.close(reader)
-    return told
+    return message
 
 
-def _save_for_ever(root: Path, generation: int, pipe: int) -> None:
+def _save_forever(root: Path, generation: int, pipe: int) -> None:
     nonce = f"{generation:04x}"
     checkpoints.collect_garbage(root, generation=generation, nonce=nonce)
     origin = checkpoints.latest(root).checkpoint

@@ -1,4 +1,4 @@
-"""The journals of a long run that never was, for benchmarks/telemetry.py: a million events.
+"""Journals of a simulated long run, for benchmarks/telemetry.py: a million events.
 
 Sixteen nodes with four workers each. Every worker sums up its time every 5 s (``rank-times``), rank
 0 writes what the script measures, a checkpoint is saved every tenth window, and at regular

@@ -10,7 +10,7 @@ the forward and backward pass of a model under DDP. Medians are to be compared; 
 fewer cores than ranks the rest shows how the kernel scheduled them.
 
 The registered group comes in variants. A wait for a collective is released by an abort if it is
-told of the end by a callback of gloo's (as the harness waits for collectives of a script), or if it
+notified of the end by gloo's callback (as the harness waits for collectives of a script), or if it
 waits inside gloo in slices (as the harness waits for gradients). And DDP's reducer waits for
 futures, not for works: gloo's cannot be released, and one made in Python can.
 """

@@ -8,7 +8,7 @@
 How each number is measured:
 
 report
-    `elastic report` as a process of its own, on the journals of a run that never was
+    `elastic report` as a process of its own, on the journals of a simulated run
     (benchmarks/long_journal.py: 64 workers on 16 nodes, 40 worlds, 1,000,000 events in files of
     about 400 MB): its wall time from start to end, and the size of its page. Budget: 10 s, 250 kB.
 

@@ -2,7 +2,7 @@
 
     python scripts/migration_diffs.py
 
-What stands between ``<!-- diff NAME -->`` and ``<!-- end -->`` is replaced, and so is the table
+The text between ``<!-- diff NAME -->`` and ``<!-- end -->`` is replaced, and so is the table
 between ``<!-- counts -->`` and ``<!-- end -->``.
 """
 

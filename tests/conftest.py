@@ -1,4 +1,4 @@
-"""Fixtures that several rooms of tests share, each in a file named by its concept."""
+"""Fixtures shared by several test folders, each in a file named by its concept."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, settings
 
-# Time says nothing about an example on a machine that other tests use, too. Every run draws the
-# same examples, so that a change is judged by what it changes; `make soak` draws many, and others
-# each time: pytest --hypothesis-profile=soak.
+# No deadline: durations vary on a machine that runs other tests, too. Every run draws the same
+# examples, so that a failure is due to a change; `make soak` draws many different ones each time
+# (pytest --hypothesis-profile=soak).
 settings.register_profile(
     "tests",
     deadline=None,
@@ -30,7 +30,7 @@ settings.load_profile("tests")
 
 pytest_plugins = ["etcd_fixtures"]
 
-# Files of a minute and more, most of it waiting.
+# Files that take a minute or more, mostly waiting.
 LONGEST = (
     "test_hangs.py",
     "test_injected_hangs.py",
@@ -49,11 +49,11 @@ LONGEST = (
     "test_partitions.py",
 )
 
-# A file all of whose tests start clusters.
+# A file in which all tests start clusters.
 ALL_OF_CLUSTERS = re.compile(r"^pytestmark = (\[[^]]*)?pytest\.mark\.cluster\b", re.MULTILINE)
 
-# Modules whose objects the garbage collector leaves alone, and how many new ones are worth a look;
-# or how many objects are, if a test has had the collector look at all of them again.
+# Objects are frozen again after this many new modules, or if the collector tracks this many objects
+# because a test has unfrozen them.
 MODULES_WORTH_FREEZING = 100
 OBJECTS_WORTH_FREEZING = 200_000
 _frozen_modules: set[str] = set()
@@ -66,9 +66,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """Files without a test that ``-m "cluster ..."``, or ``-m "not cluster ..."``, asks for are not
-    read: importing all of them, and what they import, takes each of several processes seconds of
-    CPU time."""
+    """Skip files without a test that ``-m "cluster ..."`` or ``-m "not cluster ..."`` selects:
+    importing all files takes seconds of CPU time in each process."""
     if not (collection_path.name.startswith("test_") and collection_path.is_file()):
         return None
     wanted = str(config.option.markexpr)
@@ -82,7 +81,7 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 def pytest_pycollect_makeitem(
     collector: pytest.Collector, name: str, obj: object
 ) -> list[pytest.Item] | None:
-    """For ``-m "not soak ..."``, no test of the soak is made: they have thousands of parameters."""
+    """For ``-m "not soak ..."``, skip soak tests early: they have thousands of parameters."""
     if "not soak" not in str(collector.config.option.markexpr) or not name.startswith("test_"):
         return None
     is_soak = any(mark.name == "soak" for mark in getattr(obj, "pytestmark", ()))
@@ -90,14 +89,15 @@ def pytest_pycollect_makeitem(
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Long files first, so that with several at a time nobody waits long for the last one: the
-    LONGEST, then those that kill, then those of workers, processes and command lines, which the
-    alphabet has at its end."""
+    """Run long files first, so that parallel processes finish together: the LONGEST, then kill
+    tests, then the rest in reverse alphabetical order (workers, processes and command lines)."""
     seed = config.getoption("--shuffle")
     if seed is not None:
-        # Not random.shuffle: a test keeps its place whichever others are selected.
+        # Not random.shuffle: a test keeps its place when other tests are deselected.
         items.sort(key=lambda item: _digest(f"{seed} {item.nodeid}"))
-        items.sort(key=lambda item: _digest(f"{seed} {item.path}"))  # a file's fixtures stay up
+        items.sort(
+            key=lambda item: _digest(f"{seed} {item.path}")
+        )  # keep the tests of a file together
         return
     items.sort(key=lambda item: str(item.path), reverse=True)
     items.sort(key=lambda item: "kill" not in item.path.parts)
@@ -106,15 +106,14 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @pytest.fixture(autouse=True, scope="module")
 def _imports_are_no_garbage() -> Iterator[None]:
-    """What was imported before a file's tests is left out of what the garbage collector goes
-    through in them.
+    """Exclude objects that were imported before a file's tests from garbage collection.
 
-    Everything that torch, pytest and Hypothesis have made by then is a million objects or more.
-    Each full collection, and each ``gc.get_referrers`` of a training loop that begins, goes
-    through all of them, for a tenth of a second: a third of the CPU time of files that train much.
+    torch, pytest and Hypothesis create a million objects or more. Each full collection, and each
+    ``gc.get_referrers`` at the start of a training loop, traverses all of them for a tenth of a
+    second: a third of the CPU time of files that train much.
     """
     are_new = len(sys.modules) - len(_frozen_modules) > MODULES_WORTH_FREEZING
-    # Not gc.get_freeze_count(), which counts them, one by one, for 0.04 s of CPU time.
+    # Not gc.get_freeze_count(), which takes 0.04 s of CPU time to count them.
     if are_new or len(gc.get_objects(generation=2)) > OBJECTS_WORTH_FREEZING:
         _frozen_modules.update(sys.modules)
         gc.collect()

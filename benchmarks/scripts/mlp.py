@@ -125,7 +125,9 @@ def train_elastic(meter: Meter, options: argparse.Namespace) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--plain", action="store_true")
-    parser.add_argument("--steps", type=int, default=0, help="time so many and end; 0: until told")
+    parser.add_argument(
+        "--steps", type=int, default=0, help="steps to time before ending; 0: until stopped"
+    )
     parser.add_argument("--step-s", type=float, default=0.015, help="of sleep, in each step")
     parser.add_argument("--loader-workers", type=int, default=0)
     parser.add_argument("--stop", type=Path, help="end when this file exists")

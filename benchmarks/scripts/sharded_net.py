@@ -93,8 +93,8 @@ class Meter:
     def report(self) -> None:
         wall, cpu = time.perf_counter() - self._began[0], time.process_time() - self._began[1]
         steps, most = self._options.steps, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-        told = {"wall_s": wall / steps, "cpu_s": cpu / steps, "memory_mib": most / 1024}
-        print(json.dumps(told), flush=True)
+        result = {"wall_s": wall / steps, "cpu_s": cpu / steps, "memory_mib": most / 1024}
+        print(json.dumps(result), flush=True)
 
 
 def device() -> torch.device:
@@ -249,7 +249,9 @@ def main() -> None:
     parser.add_argument("--shard", type=int, default=2, help="ranks of a replica")
     parser.add_argument("--width", type=int, default=512)
     parser.add_argument("--every", type=int, default=10, help="steps between saves")
-    parser.add_argument("--steps", type=int, default=0, help="time so many and end; 0: until told")
+    parser.add_argument(
+        "--steps", type=int, default=0, help="steps to time before ending; 0: until stopped"
+    )
     parser.add_argument("--step-s", type=float, default=0.015, help="of sleep, in each step")
     parser.add_argument(
         "--equal-step-s", type=float, default=0.0, help="of all steps; 0: not equal"

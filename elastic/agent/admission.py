@@ -16,16 +16,16 @@ from elastic.store.keyvalue import Entry, KeyValue
 from elastic.tuning.agent_intervals import ASK_MEMBERS_S
 
 
-def refuse_if_it_cannot_mix(store: KeyValue, keys: Keys, node: Node) -> None:
+def refuse_if_incompatible(store: KeyValue, keys: Keys, node: Node) -> None:
     """Raises :class:`NodeRefused` if this node is incompatible with the job's nodes."""
     entry = store.get(keys.world)
     others = store.list(keys.nodes).entries
     world = decode(WorldRecord, entry.key, entry.value) if entry is not None else None
     reference = _reference(world, others, but=node.node_id)
-    said = refusal(node, reference) if reference is not None else None
-    if said is not None:
+    why = refusal(node, reference) if reference is not None else None
+    if why is not None:
         raise NodeRefused(
-            f"node {node.name} cannot join {keys.root}: {said}",
+            f"node {node.name} cannot join {keys.root}: {why}",
             hint="start it with the same --nnodes, replica_size, library version and kind of "
             "connections (with TLS or without) as the others, "
             "or use another --rdzv-id",
@@ -35,8 +35,8 @@ def refuse_if_it_cannot_mix(store: KeyValue, keys: Keys, node: Node) -> None:
 def _reference(
     world: WorldRecord | None, entries: tuple[Entry, ...], *, but: str
 ) -> WorldRecord | Node | None:
-    """The node whose min, max and version apply: one of the world while any of its members is
-    alive, else the first one. Broken records are ignored."""
+    """The world if any of its members is alive, else the node that joined first: its limits and
+    version apply. Invalid records are ignored."""
     nodes = []
     for entry in entries:
         try:
@@ -53,7 +53,7 @@ class ReplicaWait:
     """The reason why this node has no place in the world when a replica takes several nodes; shown
     in its log and by its probes. The leader derives it from its decision, and the others from that.
 
-    One per agent, on the node's thread. Asks the store for the other nodes, and only while this
+    One per agent, on the node's thread. Reads the other nodes from the store, and only while this
     node may wait.
     """
 
@@ -73,7 +73,7 @@ class ReplicaWait:
         if now >= self._ask_at_s:
             self._ask_at_s = now + ASK_MEMBERS_S
             if (nodes := self._nodes()) is not None:
-                self._tell(why_waiting(node, world, nodes))
+                self._report(why_waiting(node, world, nodes))
         return self._ask_at_s
 
     def _nodes(self) -> list[Node] | None:
@@ -88,7 +88,7 @@ class ReplicaWait:
                 nodes.append(decode(Node, entry.key, entry.value))
         return nodes
 
-    def _tell(self, why: str) -> None:
+    def _report(self, why: str) -> None:
         status = self._at.status
         if why and why != status.waits_for:
             self._at.journal.emit(Waiting(reason=f"{status.node.name} waits: {why}"))

@@ -1,10 +1,10 @@
 """Stops a node that has had no contact with etcd for too long, before the others continue without
 it.
 
-Half of ``takeover_s`` after the last sign of this node, a new world without it may not be formed
-yet (docs/explanation/protocol.md, section 3); after all of it, it may. Workers that need no restart
-leave at their next step boundary, as the last ones of a job do, and save; they have a quarter of
-the time for it.
+The others may form a world without this node ``takeover_s`` after its last sign of life
+(docs/explanation/protocol.md, section 3), so it stops after half of that time. Workers that need no
+restart leave at their next step boundary, as the last ones of a job do, and save; they have a
+quarter of ``takeover_s`` for it.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class IsolationDetector:
         self._at = context
         self._workers = workers
         self._last_contact_s = last_contact_s
-        self._gone_by_s: float | None = None  # the workers have been asked to leave
+        self._gone_by_s: float | None = None  # deadline of workers that have been asked to leave
         self._is_lost = False
         self._checked_s = context.clock.monotonic()
         self._excused_s = self._thawed_s = -math.inf
@@ -44,8 +44,8 @@ class IsolationDetector:
 
     @property
     def reaches_store(self) -> bool:
-        """False if etcd has been unreachable for a while: a call would only keep the node's thread
-        from its workers, and this node from stopping in time."""
+        """False if etcd has been unreachable for a while: a call would block the node's thread, and
+        this node would not stop in time."""
         if not self.watch_is_cut or self._last_contact_s is None:
             return True
         return self._at.clock.monotonic() - self._last_contact_s() <= STORE_AWAY_S
@@ -53,7 +53,7 @@ class IsolationDetector:
     def require(self) -> None:
         """Raise StoreUnreachable unless :attr:`reaches_store`."""
         if not self.reaches_store:
-            raise StoreUnreachable(f"etcd has been out of reach for more than {STORE_AWAY_S:g} s")
+            raise StoreUnreachable(f"etcd has been unreachable for more than {STORE_AWAY_S:g} s")
 
     def check(self) -> None:
         """Stop this node if it is cut off, once its workers have left or their time has expired."""
@@ -74,7 +74,7 @@ class IsolationDetector:
             self._stop(now)
             return
         self._gone_by_s = now + takeover_s / 4
-        self._workers.part("this node has lost etcd")
+        self._workers.ask_to_leave("this node has lost etcd")
 
     def _excuse(self, contact_s: float, now: float) -> None:
         """Once per contact: calls to an unreachable etcd also block the thread."""

@@ -132,7 +132,7 @@ class NodeLoop:
         self._thread.start()
 
     def post(self, message: object) -> None:
-        """Put into the inbox; from any thread, also from a signal handler."""
+        """Put a message into the inbox, from any thread or a signal handler."""
         self._at.post(message)
 
     def close(self) -> None:
@@ -160,8 +160,8 @@ class NodeLoop:
 
     def _may_end(self) -> bool:
         """Whether the thread may end: it is closing and, if this node leaves, a world without it
-        exists or the time for that has expired. So the last node that leaves gracefully leaves an
-        empty world, rather than one of dead members for which a later start would have to wait."""
+        exists or the time for that has expired. So the last node to leave gracefully leaves an
+        empty world behind, not one of dead members for which a later start would wait."""
         if self._close_by_s is None:
             return False
         status, node = self._at.status, self._at.status.node
@@ -195,15 +195,15 @@ class NodeLoop:
             work()
             return True
         except RecordError as error:
-            goes_on = self.store_events.on_broken_record(error)
+            continues = self.store_events.on_broken_record(error)
         except CoordinationError as error:
-            goes_on = self.store_events.on_failed_call(error)
-        if goes_on:
+            continues = self.store_events.on_failed_call(error)
+        if continues:
             self._next_wake_s = self._at.clock.monotonic() + NODE_RETRY_S
         return False
 
     def _take(self) -> list[object]:
-        """Everything in the inbox; blocks until there is something or a deadline has come."""
+        """All messages in the inbox; blocks until there is one or a deadline has passed."""
         self._at.status.watchdog.heartbeat()
         return self._at.inbox.take(max(0.0, self._next_wake_s - self._at.clock.monotonic()))
 

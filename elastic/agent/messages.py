@@ -80,6 +80,6 @@ class Close:
 
 
 def publish_change(context: NodeContext, change: Callable[[Node], Node]) -> None:
-    """Change the node's record at once, visible to the calling thread, and have it published."""
+    """Change the node's record immediately, as seen by the calling thread, and publish it."""
     context.status.change_node(change)
     context.post(ChangeNode(lambda node: node))

@@ -25,14 +25,14 @@ from elastic.node.context import NodeContext
 from elastic.store.keyvalue import Lease
 from elastic.tuning.timeouts import permission_s
 
-_RENEWALS = 64  # of takeover_s: often enough to lose little of it, and rare
+_RENEWALS = 64  # per takeover_s: little of a permission is lost, and messages are few
 
 
 class PermittedWorkers(Protocol):
     """The operations on this node's workers."""
 
     @property
-    def are_all_here(self) -> bool: ...
+    def are_all_connected(self) -> bool: ...
 
     def permit(self, until_s: float) -> None: ...
 
@@ -47,8 +47,8 @@ class Permission:
         self.on_permission: Callable[[float], object] = lambda until_s: None
 
     def renew(self, lease: Lease | None) -> None:
-        """Extend the permission if this node holds ``lease`` and has not been given up."""
-        if lease is None or lease.lost or self._is_given_up():
+        """Extend the permission if this node holds ``lease`` and has not been excluded."""
+        if lease is None or lease.lost or self._is_excluded():
             return
         takeover_s = self._at.options.takeover_s
         until_s = lease.renewed_s + permission_s(takeover_s)
@@ -57,11 +57,11 @@ class Permission:
         self._granted_until_s = until_s
         if self._workers is not None:
             self._workers.permit(until_s)
-        heed = self._workers is not None and self._workers.are_all_here
-        self.on_permission(math.inf if heed else until_s)
+        obey = self._workers is not None and self._workers.are_all_connected
+        self.on_permission(math.inf if obey else until_s)
 
-    def _is_given_up(self) -> bool:
-        """The job continues without the world that this node's workers run, or has ended."""
+    def _is_excluded(self) -> bool:
+        """Whether the job continues without this node, or has ended."""
         node, world = self._at.status.node, self._at.status.world.world
         if self._at.status.done is not None:
             return True

@@ -35,15 +35,15 @@ class Registration:
         return self._lease if self.is_current else None
 
     def expire(self) -> None:
-        """The record must be written again."""
+        """Mark the record for rewriting."""
         self.is_current = False
 
     def write(self) -> Entry | None:
         """Write the node's record, under a new lease if there is none.
 
-        Returns the world, where it has not been read under this lease yet: without a lease this
-        node may have been given up, so its workers' permission is not renewed before that is
-        known. Raises :class:`CoordinationError`.
+        Returns the world if it has not been read under this lease yet: the node may have been
+        excluded while it had no lease, so its workers' permission is not renewed before the world
+        is known. Raises :class:`CoordinationError`.
         """
         if self._lease is None or self._lease.lost:
             self._lease = self._at.store.lease(

@@ -11,7 +11,7 @@ import signal
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 
-from elastic.agent.admission import refuse_if_it_cannot_mix
+from elastic.agent.admission import refuse_if_incompatible
 from elastic.agent.ending.leaving import Leaving
 from elastic.agent.ending.parking import park
 from elastic.agent.loop import NodeLoop
@@ -64,7 +64,7 @@ class NodeService:
 
     @property
     def member(self) -> Member:
-        """This node, as a world would name it."""
+        """This node as a member of a world."""
         return self._status.node.as_member()
 
     @property
@@ -73,17 +73,17 @@ class NodeService:
         return self._status.node.running
 
     @property
-    def told(self) -> WorldRecord | None:
-        """The newest world with this node that its workers have received: they run it, or are about
-        to."""
-        return self._status.told or self._status.node.running
+    def announced_world(self) -> WorldRecord | None:
+        """The newest world with this node that was announced to its workers: they run it, or are
+        about to."""
+        return self._status.announced_world or self._status.node.running
 
     def before_announcing(self, act: Callable[[], object]) -> None:
         """Call ``act`` before a new world is announced to workers, on the node's thread."""
         self._status.before_announcing = act
 
     def position(self) -> dict[str, int | None]:
-        """Which world this node's workers run, and the step that they have reported."""
+        """The generation that this node's workers run, and the step that they have reported."""
         running, step_rate = self._status.node.running, self._status.step_rate
         return {
             "generation": running.generation if running is not None else None,
@@ -117,12 +117,12 @@ class NodeService:
         """Register that this node waits for a world, and why it left the last one.
 
         Raises:
-            NodeRefused: this node cannot mix with the job.
-            CoordinationError: the store cannot be asked.
+            NodeRefused: this node is incompatible with the job.
+            CoordinationError: the store cannot be read.
         """
         node = self._status.node
         if node.running is None:
-            refuse_if_it_cannot_mix(self._at.store, self._at.keys, replace(node, nproc=nproc))
+            refuse_if_incompatible(self._at.store, self._at.keys, replace(node, nproc=nproc))
         self._status.stopping = True  # until new workers are started
         after = node.running.generation if node.running else node.arrived_for
         is_oom_kill = failure_exit_code == -signal.SIGKILL and (
@@ -238,9 +238,9 @@ class NodeService:
         """The unix socket for this node's workers; empty in restart mode."""
         return self.loop.supervisor.link_path
 
-    def keep_link_key(self) -> None:
-        """Workers are about to start: writes the key of the link to the file that they read."""
-        self.loop.supervisor.keep_link_key()
+    def write_link_key(self) -> None:
+        """Write the key of the link to the file that starting workers read."""
+        self.loop.supervisor.write_link_key()
 
     def supervise(self, workers: Iterable[Supervised]) -> None:
         """Set the processes that torchrun supervises, for the detection of hangs."""
@@ -252,8 +252,8 @@ class NodeService:
 
     def allow_replacement(self, is_allowed: bool) -> None:
         """Whether a single worker that dies from now on can be replaced."""
-        # A death ends the collectives of all workers of a replica: where it takes several nodes, a
-        # sibling has nothing to keep.
+        # A death ends the collectives of all workers of a replica: if a replica takes several
+        # nodes, the siblings have no state to keep.
         self._status.can_replace = is_allowed and self._status.node.nodes_per_replica == 1
 
     @property
@@ -290,7 +290,7 @@ class NodeService:
         return running is not None and running.node_ids[:1] == (self.node_id,)
 
     @property
-    def can_leave_in_order(self) -> bool:
+    def can_leave_gracefully(self) -> bool:
         """Whether the workers can be asked to leave at a step boundary."""
         return self._status.node.in_process and self._status.node.running is not None
 
@@ -309,7 +309,7 @@ class NodeService:
         return self._status.done is not None and self._status.done.exit_code == 0
 
     def leave(self, reason: str, *, failed: bool = False) -> None:
-        """Have the others continue without this node. Safe in a signal handler."""
+        """Let the others continue without this node. Safe in a signal handler."""
         state = NodeState.FAILED if failed else NodeState.LEAVING
         self.loop.post(ChangeNode(lambda node: replace(node, state=state)))
         self._journal.emit(NodeLeaving(reason=reason))
@@ -326,7 +326,7 @@ class NodeService:
     def finish(self, *, patience_s: float = FINISH_WITHOUT_STORE_S) -> Done | None:
         """This node's workers succeeded: wait until those of every live member have.
 
-        None if the store was out of reach for ``patience_s``: too long to tell.
+        None if the store was unreachable for ``patience_s``: the outcome is unknown.
         """
         self.finished()
         status, problem_since_s = self._status, None
@@ -366,7 +366,7 @@ class NodeService:
         self._status.fail(error)
 
     def close(self) -> None:
-        """Leave the store in order: resign, delete the node's key, end the lease. Idempotent."""
+        """Leave the store gracefully: resign, delete the key, end the lease. Idempotent."""
         self.loop.close()
         self._at.store.close()
         self._at.kernel_log.close()
@@ -377,5 +377,5 @@ class NodeService:
             park(self._status, self._status.done, leaving, self._journal, self._at.clock)
 
     def change(self, change: Callable[[Node], Node]) -> None:
-        """Change the node's record now, visible to this thread, and have it published."""
+        """Change the node's record immediately, as seen by this thread, and publish it."""
         publish_change(self._at, change)

@@ -70,7 +70,7 @@ class WorldWait:
         )
 
     def _is_to_be_joined(self, world: WorldRecord) -> bool:
-        """Whether the members keep their workers: they do not wait for ours, which get ready."""
+        """Whether the members keep their workers, so that ours warm up and join them."""
         if self._status.node.node_id in world.node_ids or not self._loop.supervisor.link_path:
             return False
         return world.mode == IN_PROCESS or self._members_keep_workers(world)
@@ -86,8 +86,8 @@ class WorldWait:
         return len(members) > 0 and all(n.in_process for n in members)
 
     def _is_spare(self, world: WorldRecord | None) -> bool:
-        """Whether there is a healthy world without room for this node, or for the one node of a
-        replica that it is: a spare waits without a time limit."""
+        """Whether a healthy world has no room for this node, or lacks the other nodes of its
+        replica: a spare waits without a time limit."""
         return (
             world is not None
             and world.state is WorldState.ACTIVE

@@ -28,7 +28,7 @@ DAMAGED = 65  # sysexits' EX_DATAERR, as for a job that finds no valid checkpoin
 
 
 class DamagedCheckpoint(ElasticError):
-    """An error of the checkpoint library, with its hint."""
+    """An error raised by the checkpoint library, with its hint."""
 
     exit_code = DAMAGED
 
@@ -126,7 +126,7 @@ def _show(args: argparse.Namespace) -> int:
 def _headline(info: checkpoints.CheckpointInfo) -> str:
     return (
         f"{info.name}: step {info.step}, {age(SYSTEM_CLOCK.wall() - info.wall_time_s)} old, "
-        f"{size(info.size_bytes)}, written by {info.world_size}"
+        f"{size(info.size_bytes)}, written by {info.world_size} ranks"
     )
 
 

@@ -1,4 +1,4 @@
-"""``elastic completion``: completion for bash and zsh, made from the commands' own parsers."""
+"""``elastic completion``: completion for bash and zsh, generated from the commands' parsers."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def main(argv: Sequence[str]) -> int:
         import shtab
     except ImportError as error:
         raise ConfigError(
-            "completion scripts are made by the package shtab, which is not installed",
+            "completion scripts need the package shtab, which is not installed",
             hint="pip install 'torch-elastic-harness[completion]'",
         ) from error
     print(shtab.complete(complete_parser(), shell=args.shell))

@@ -1,4 +1,4 @@
-"""``elastic doctor``: whether this machine, its etcd and the links between nodes can train."""
+"""``elastic doctor``: checks whether this machine, etcd and the network are ready for training."""
 
 from __future__ import annotations
 
@@ -83,24 +83,24 @@ def _findings_table(findings: Sequence[Finding], *, several: bool) -> Any:
 
 
 def folded(findings: Sequence[Finding]) -> list[Finding]:
-    """Equal findings of several nodes take one row: with the first node's name and a count if all
-    are well, else with the names of all of them."""
+    """Merge equal findings of several nodes into one row: with the first node's name and a count if
+    the check passed or was skipped, else with all names."""
     rows: dict[tuple[str, ...], list[Finding]] = {}
     for number, one in enumerate(findings):
         key: tuple[str, ...] = (str(number),)
         if one.node:
-            said = () if _is_well(one) else (one.measured, one.remedy)
-            key = (one.name, one.status.value, *said)
+            problem = () if _is_fine(one) else (one.measured, one.remedy)
+            key = (one.name, one.status.value, *problem)
         rows.setdefault(key, []).append(one)
     return [replace(same[0], node=_nodes_of(same)) for same in rows.values()]
 
 
-def _is_well(finding: Finding) -> bool:
+def _is_fine(finding: Finding) -> bool:
     return finding.status in (Status.OK, Status.SKIPPED)
 
 
 def _nodes_of(same: Sequence[Finding]) -> str:
-    if _is_well(same[0]) and len(same) > 1:
+    if _is_fine(same[0]) and len(same) > 1:
         return f"{same[0].node} +{len(same) - 1}"
     return ", ".join(one.node for one in same)
 
@@ -133,8 +133,8 @@ def parser(environ: Mapping[str, str] = os.environ) -> argparse.ArgumentParser:
     """The command line of ``elastic doctor``."""
     parser = CommandParser(
         prog="elastic doctor",
-        description="Check this machine, etcd, and every operation of torch.distributed. With "
-        "--nnodes=N, started on each of N nodes, also the connections between them.",
+        description="Check this machine, etcd, and every operation of torch.distributed. To check "
+        "the connections between N nodes, too, run it with --nnodes=N on each of them.",
         epilog="exit codes: 0 no check failed (there may be warnings), 1 a check failed, "
         "2 usage. The agents' options (certificates, user, prefix) are read from the same "
         "ELASTIC_* variables.",
@@ -145,7 +145,7 @@ def parser(environ: Mapping[str, str] = os.environ) -> argparse.ArgumentParser:
         type=_positive,
         default=1,
         metavar="N",
-        help="nodes that run this command (default: 1)",
+        help="number of nodes that run this command (default: 1)",
     )
     parser.add_argument(
         "--nproc-per-node",
@@ -189,7 +189,7 @@ def parser(environ: Mapping[str, str] = os.environ) -> argparse.ArgumentParser:
 
 
 def _plan(args: argparse.Namespace) -> ExaminationPlan:
-    """The examination that the arguments ask for. Raises ConfigError."""
+    """The examination that the arguments request. Raises ConfigError."""
     if args.nnodes > 1 and not (args.rdzv_endpoint and args.rdzv_id):
         lacking = "--rdzv-endpoint" if not args.rdzv_endpoint else "--rdzv-id"
         raise ConfigError(

@@ -1,14 +1,14 @@
-"""Which exit code a job ends with.
+"""The exit code of a job.
 
 ====  =============================================
 0     done
 1     the script failed
 2     usage: an option, endpoint, run id or argument is wrong
 65    no valid checkpoint where one was required
-69    etcd cannot be reached, or refuses
+69    etcd is unreachable or denies access
 70    the failure budget is spent
 71    this node failed its preflight
-75    asked to leave; saved and left
+75    preempted: saved and left
 130   interrupted (Ctrl-C)
 ====  =============================================
 """
@@ -33,7 +33,7 @@ INTERRUPTED = 130
 SIGNALLED = 128
 
 # The most informative code first; codes that are not listed follow, largest first.
-_MOST_TELLING = (
+_BY_PRIORITY = (
     ConfigError.exit_code,
     CoordinationError.exit_code,
     CheckpointRequired.exit_code,
@@ -55,12 +55,12 @@ def chain(error: BaseException) -> Iterator[BaseException]:
 
 
 def elastic_cause(error: BaseException) -> ElasticError | None:
-    """The nearest error of this package in the chain: torch requires its own types outside."""
+    """The nearest error of this package in the chain: torch wraps it in its own types."""
     return next((e for e in chain(error) if isinstance(e, ElasticError)), None)
 
 
 def of_agent(error: BaseException) -> int:
-    """The exit code for what ended an agent.
+    """The exit code for the error that ended an agent.
 
     Imports torch's exception types, so call it only where torch is loaded already.
     """
@@ -94,8 +94,8 @@ def of_workers(codes: Collection[int]) -> int:
 def of_job(codes: Collection[int], *, success_of_one_is_enough: bool) -> int:
     """One exit code for a job from its agents' codes.
 
-    With our rendezvous an agent ends with 0 only when the job is done, so nodes that were lost
-    on the way do not count (``success_of_one_is_enough``). Negative codes are signals.
+    With our rendezvous an agent exits with 0 only when the job is done, so nodes lost earlier do
+    not count (``success_of_one_is_enough``). Negative codes are signals.
 
     >>> of_job([0, -9, 0], success_of_one_is_enough=True)
     0
@@ -107,7 +107,7 @@ def of_job(codes: Collection[int], *, success_of_one_is_enough: bool) -> int:
     if DONE in codes and (success_of_one_is_enough or not any(codes)):
         return DONE
     failures = {SIGNALLED - code if code < 0 else code for code in codes} - {DONE}
-    for code in _MOST_TELLING:
+    for code in _BY_PRIORITY:
         if code in failures:
             return code
     return max(failures, default=FAILED)

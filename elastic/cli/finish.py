@@ -2,7 +2,7 @@
 
 A StatefulSet restarts every pod that exits, so finished agents park (ELASTIC_PARK) and this
 command scales them down. Its exit code is the job's:
-``kubectl wait --for=condition=complete job/...`` succeeds only if training has.
+``kubectl wait --for=condition=complete job/...`` succeeds only if training succeeded.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def main(argv: Sequence[str]) -> int:
     options = options_of(args)
     keys = Keys.of(options.prefix, run_id_of(args))
     endpoint = endpoint_of(args)
-    # Check everything before the wait, which may take weeks; a dry run checks the rights.
+    # Check everything before the wait, which may take weeks; a dry run checks the permissions.
     server = ApiServer.of_pod(os.environ, args.credentials)
     namespace = args.namespace or server.own_namespace()
     signal.signal(signal.SIGTERM, _on_sigterm)
@@ -55,7 +55,7 @@ def main(argv: Sequence[str]) -> int:
     scale_statefulset(
         server, namespace=namespace, name=args.statefulset, replicas=0, say=say, dry_run=True
     )
-    say(f"may scale {target} (tried with a dry run)")
+    say(f"{target} can be scaled (verified with a dry run)")
     done = _wait(endpoint, options, keys)
     say(f"the job under {keys.root} has ended: {done.outcome.value}: {done.reason}")
     if failure_timeline.is_wanted(done):
@@ -95,7 +95,7 @@ def _wait(endpoint: str, options: AgentOptions, keys: Keys) -> Done:
         wait=tenacity.wait_random_exponential(
             multiplier=CLUSTER_FIRST_BACKOFF_S, max=CLUSTER_BACKOFF_CAP_S
         ),
-        before_sleep=_tell_of_retry,
+        before_sleep=_report_retry,
         sleep=SYSTEM_CLOCK.sleep,
     )
     store = retrying(EtcdStore, config)
@@ -106,7 +106,7 @@ def _wait(endpoint: str, options: AgentOptions, keys: Keys) -> Done:
         store.close()
 
 
-def _tell_of_retry(state: tenacity.RetryCallState) -> None:
+def _report_retry(state: tenacity.RetryCallState) -> None:
     assert state.outcome is not None
     say(f"{state.outcome.exception()}\n  trying again in {state.upcoming_sleep:.1f} s")
 
@@ -127,7 +127,7 @@ def wait_for_done(store: KeyValue, keys: Keys) -> Done:
                     say(f"etcd is unreachable, reconnecting: {error}")
                     continue
                 case Reconnected():
-                    say("etcd is back")
+                    say("etcd is reachable again")
                     continue
                 case _:
                     continue

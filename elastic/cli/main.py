@@ -1,4 +1,4 @@
-"""The ``elastic`` command: finds the subcommand and hands over.
+"""The ``elastic`` command: dispatches to a subcommand.
 
 Each subcommand is a module with ``main(argv) -> exit code`` and ``parser()``, imported only when
 it runs: ``elastic -h`` must not wait seconds for torch.

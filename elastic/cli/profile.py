@@ -1,7 +1,7 @@
 """``elastic profile``: record traces of a running job's next steps.
 
 The request goes through etcd to the agents, and over their links to the workers, which begin at
-their next step. A key on a lease of this command holds it; it is gone when the command has ended.
+their next step. It is a key on this command's lease, so it disappears when the command ends.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def main(argv: Sequence[str]) -> int:
     request = Profile(steps=args.steps, ranks=ranks_of(args.ranks))
     keys = keys_of(args)
     with job_store(args) as store:
-        print(ask(store, keys, request))
+        print(request_profile(store, keys, request))
     return 0
 
 
@@ -56,7 +56,7 @@ def ranks_of(text: str) -> tuple[int, ...]:
     return tuple(sorted(ranks))
 
 
-def ask(
+def request_profile(
     store: KeyValue,
     keys: Keys,
     request: Profile,
@@ -87,12 +87,12 @@ def ask(
     return (
         f"requested traces of the next {steps} from {ranks} of generation {world.generation}: each "
         "node writes gGENERATION-stepSTEP-rankRANK.pt.trace.json into ELASTIC_PROFILES, by default "
-        f"`profiles` in the folder of journals{_doubt(store, keys)}"
+        f"`profiles` in the folder of journals{_warning(store, keys)}"
     )
 
 
-def _doubt(store: KeyValue, keys: Keys) -> str:
-    """A warning where no agent has a link to its workers; no error would tell the user."""
+def _warning(store: KeyValue, keys: Keys) -> str:
+    """A warning if no agent has a link to its workers: the request would fail silently."""
     entries = store.list(keys.nodes).entries
     if any(decode(Node, entry.key, entry.value).in_process for entry in entries):
         return ""

@@ -31,7 +31,7 @@ def main(argv: Sequence[str]) -> int:
     output = Path(args.output) if args.output else None
     form = format_of(args.format, output, is_terminal=sys.stdout.isatty())
     if form == "html":
-        require_matplotlib()  # before a minute of reading
+        require_matplotlib()  # fail before a minute of reading
     folder = folder_of(args.folder)
     with _no_garbage_collection():
         report = report_of(merge(*read_folder(folder)), args.run_id)
@@ -103,7 +103,7 @@ def format_of(given: str | None, output: Path | None, *, is_terminal: bool) -> s
     if found is None:
         shown = printable(str(output))
         raise ConfigError(
-            f"-o {shown}: the extension names no format",
+            f"-o {shown}: the extension determines no format",
             hint=f"for example -o report.html, or -o {shown} --format=html|md|json",
         )
     return found

@@ -2,7 +2,7 @@
 
 Uses the standard library and tenacity, not a Kubernetes client: it is one PATCH, and the client
 on PyPI has thirty dependencies. A pod's credentials are documented at kubernetes.io ("Accessing the
-Kubernetes API from a Pod"): two variables, a token that is rotated, and the CA's certificate.
+Kubernetes API from a Pod"): two variables, a rotated token, and the CA's certificate.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from elastic.tuning.agent_intervals import (
 
 CREDENTIALS = Path("/var/run/secrets/kubernetes.io/serviceaccount")
 # The token was rotated; a conflicting change; too many requests; temporarily unavailable.
-_AGAIN = {401, 409, 429, 500, 502, 503, 504}
+_RETRYABLE = {401, 409, 429, 500, 502, 503, 504}
 _NAME = re.compile(r"[a-z0-9]([a-z0-9.-]{0,251}[a-z0-9])?")
 
 
@@ -59,7 +59,7 @@ class ApiServer:
         return ApiServer(host=host, port=int(port), credentials=credentials)
 
     def own_namespace(self) -> str:
-        """The pod's namespace. Raises ConfigError if it is not given."""
+        """The pod's namespace. Raises ConfigError if its file cannot be read."""
         file = self.credentials / "namespace"
         try:
             return file.read_text().strip()
@@ -87,7 +87,7 @@ def scale_statefulset(
 
     With ``dry_run`` the API server does everything except store the result: authentication,
     authorization, admission, and a check that the StatefulSet exists (kubernetes.io, API Concepts,
-    Dry-run: it takes the same rights as the request itself).
+    Dry-run: it needs the same permissions as the request itself).
 
     Raises:
         ConfigError: not a valid Kubernetes name.
@@ -106,7 +106,7 @@ def scale_statefulset(
     body = json.dumps({"spec": {"replicas": replicas}}).encode()
     began_s = clock.monotonic()
 
-    def told(state: tenacity.RetryCallState) -> None:
+    def report_retry(state: tenacity.RetryCallState) -> None:
         assert state.outcome is not None
         say(f"{state.outcome.exception()}; trying again in {state.upcoming_sleep:.1f} s")
 
@@ -116,7 +116,7 @@ def scale_statefulset(
         wait=tenacity.wait_random_exponential(
             multiplier=CLUSTER_FIRST_BACKOFF_S, max=CLUSTER_BACKOFF_CAP_S
         ),
-        before_sleep=told,
+        before_sleep=report_retry,
         sleep=clock.sleep,
         reraise=True,
     )
@@ -134,16 +134,16 @@ def scale_statefulset(
 def _patch(server: ApiServer, path: str, body: bytes) -> None:
     status, answer = _send(server, path, body)
     where = f"https://{server.host}:{server.port}{path}"
-    said = f"{status} {_message(answer)}"
+    problem = f"{status} {_message(answer)}"
     if status == 200:
         return
-    if status in _AGAIN:
-        raise _TryAgain(f"{where}: {said}")
+    if status in _RETRYABLE:
+        raise _TryAgain(f"{where}: {problem}")
     hints = {
-        403: "let the pod's service account `patch` statefulsets/scale of that name",
+        403: "grant the pod's service account `patch` on statefulsets/scale of that name",
         404: "check --statefulset and --namespace; it may already have been deleted",
     }
-    raise ClusterRefused(f"{where}: {said}", hint=hints.get(status, ""))
+    raise ClusterRefused(f"{where}: {problem}", hint=hints.get(status, ""))
 
 
 def _send(server: ApiServer, path: str, body: bytes) -> tuple[int, bytes]:
@@ -171,9 +171,9 @@ def _send(server: ApiServer, path: str, body: bytes) -> tuple[int, bytes]:
         return answer.status, answer.read(65536)
     except ssl.SSLCertVerificationError as error:
         raise ClusterRefused(
-            f"https://{server.host}:{server.port} is not the API server that "
-            f"{server.credentials / 'ca.crt'} vouches for: {error.verify_message}",
-            hint="check KUBERNETES_SERVICE_HOST, and what is mounted as the service account",
+            f"the certificate of https://{server.host}:{server.port} cannot be verified with "
+            f"{server.credentials / 'ca.crt'}: {error.verify_message}",
+            hint="check KUBERNETES_SERVICE_HOST, and the mounted service account",
         ) from error
     except (OSError, http.client.HTTPException) as error:
         raise _TryAgain(
@@ -186,8 +186,8 @@ def _send(server: ApiServer, path: str, body: bytes) -> tuple[int, bytes]:
 def _message(answer: bytes) -> str:
     """The message of a Status object, else the raw body."""
     try:
-        said = json.loads(answer)
+        status = json.loads(answer)
     except ValueError:
-        said = None
-    text = said.get("message", "") if isinstance(said, dict) else ""
+        status = None
+    text = status.get("message", "") if isinstance(status, dict) else ""
     return str(text) or answer[:200].decode(errors="replace")

@@ -21,7 +21,7 @@ from elastic.tuning.doctor_intervals import PREFLIGHT_PROBES_S
 
 
 def examine(folder: str | None, *, machine_is_checked: bool) -> list[Finding]:
-    """The checks. ``folder``: of checkpoints in files. ``machine_is_checked``: by the agent."""
+    """Run the checks. ``folder``: for checkpoints. ``machine_is_checked``: by the agent."""
     gpu = folder_probe = None
     if not machine_is_checked and machine.has_gpu_driver():
         gpu = Probe("gpu", (), deadline_s=PREFLIGHT_PROBES_S)

@@ -60,4 +60,4 @@ def missing_nodes(what: str, missing: Sequence[str], within_s: float) -> Finding
 
 def unbound(node: str, error: str) -> Finding:
     """A requested port is already in use on a node."""
-    return replace(failed("ports", error, "end what uses it: `ss -ltnp`"), node=node)
+    return replace(failed("ports", error, "end the process that uses it: `ss -ltnp`"), node=node)

@@ -137,7 +137,7 @@ def permissions(store: KeyValue, root: str) -> Iterator[StepFacts]:
 
 
 class _Seen:
-    """A watch of one key, and whether it has reported the expected events."""
+    """Watches one key and waits for the expected events."""
 
     def __init__(self, store: KeyValue, key: str) -> None:
         self._listens, self._written = threading.Event(), threading.Event()
@@ -218,7 +218,7 @@ def _timed(call: Callable[[], object]) -> Iterator[float]:
         call()
         now = SYSTEM_CLOCK.monotonic()
         yield 1000 * (now - began)
-        if now > ends_s:  # a slow one is measured well enough
+        if now > ends_s:  # etcd is slow: fewer samples suffice
             return
 
 
@@ -237,7 +237,7 @@ def _of_file(name: str, path: str) -> CertificateFacts:
         found = _CERTIFICATE.findall(Path(path).read_text())
         if not found:
             return CertificateFacts(name=name, error="it contains no certificate")
-        # The own certificate comes first; one valid authority of several suffices.
+        # The first is the subject's own; of several authorities, one valid suffices.
         ends = [not_after(base64.b64decode(text)) for text in found]
         expires = max(ends) if "cacert" in name.partition("=")[0] else ends[0]
         return CertificateFacts(name=name, expires_in_s=expires - SYSTEM_CLOCK.wall())
@@ -257,7 +257,7 @@ def _server_certificate(config: EtcdConfig, endpoint: Endpoint) -> CertificateFa
             context.wrap_socket(plain, server_hostname=endpoint.host) as secured,
         ):
             der = secured.getpeercert(binary_form=True)
-        assert der is not None  # a TLS server always shows one
+        assert der is not None  # a TLS server always sends one
         expires = not_after(der)
     except (OSError, ValueError) as error:
         return CertificateFacts(name=name, error=str(error))

@@ -35,7 +35,9 @@ def _of_member(member: MemberFacts, *, is_last: bool) -> Finding:
     if not member.error:
         return ok(name, f"answers, version {member.version}")
     verdict = failed if is_last else warning
-    return verdict(name, member.error, member.hint or "check --rdzv-endpoint, and that etcd runs")
+    return verdict(
+        name, member.error, member.hint or "check --rdzv-endpoint and that etcd is running"
+    )
 
 
 def _of_version(member: MemberFacts) -> Finding | None:
@@ -86,7 +88,7 @@ def of_permissions(root: str, steps: Sequence[StepFacts]) -> Finding:
 def _of_latency(facts: EtcdFacts) -> list[Finding]:
     name = "etcd latency"
     if not facts.read_ms or not facts.write_ms:
-        return []  # the permissions say why
+        return []  # the finding on permissions has the reason
     read, write = statistics.median(facts.read_ms), statistics.median(facts.write_ms)
     measured = f"read {read:.1f} ms, write {write:.1f} ms (median of {len(facts.write_ms)})"
     remedy = "give etcd a dedicated disk (fsync should take 10 ms) and a network without loss"
@@ -105,16 +107,16 @@ def of_certificates(facts: Iterable[CertificateFacts]) -> list[Finding]:
 def _of_certificate(one: CertificateFacts) -> Finding:
     name = "certificate"
     if one.error:
-        return failed(name, f"{one.name}: {one.error}", "name a PEM file of a certificate")
+        return failed(name, f"{one.name}: {one.error}", "give a PEM file with a certificate")
     if one.expires_in_s <= 0:
         return failed(
             name,
             f"{one.name} expired {_span(-one.expires_in_s)} ago",
-            "issue it again; agents reload changed files without a restart",
+            "renew it; agents reload changed files without a restart",
         )
     measured = f"{one.name} expires in {_span(one.expires_in_s)}"
     if one.expires_in_s < CERTIFICATE_WARNING_S:
-        return warning(name, measured, "issue it again before that")
+        return warning(name, measured, "renew it before that")
     return ok(name, measured)
 
 
@@ -125,5 +127,5 @@ def _span(seconds: float) -> str:
 
 
 def lost_etcd(error: ElasticError) -> Finding:
-    """The finding for an interrupted meeting of the nodes."""
+    """The finding when etcd became unreachable while the nodes exchanged values."""
     return failed("other nodes", error.message, error.hint or "check etcd")

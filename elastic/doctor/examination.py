@@ -47,7 +47,7 @@ class ExaminationPlan:
     nproc: int = 2
     local_addr: str = ""
     folder: str | None = None
-    ports: tuple[int, ...] = ()  # to be tried between all nodes, in addition to ephemeral ones
+    ports: tuple[int, ...] = ()  # to test between all nodes, in addition to ephemeral ones
     only_local: bool = False  # no process groups
     # Longest silence of one operation, and of one probe. Starts of processes get more.
     deadline_s: float = DOCTOR_DEADLINE_S
@@ -67,8 +67,8 @@ class Report:
 
 
 def examine(plan: ExaminationPlan, say: Say) -> Report:
-    """Run every check. Findings are never raised, and it never waits longer than the sum of
-    its deadlines. Raises ConfigError for options that cannot be used."""
+    """Run every check. Never raises for a finding, and never waits longer than the sum of the
+    deadlines. Raises ConfigError for invalid options."""
     keys = Keys.of(plan.options.prefix, plan.run_id or f"doctor-{secrets.token_hex(4)}")
     config = etcd_config(plan.endpoint, plan.options) if plan.endpoint else None
     first = config.endpoints[0] if config else None
@@ -242,18 +242,18 @@ def _of_pairs(plan: ExaminationPlan, meeting: Meeting, names: list[str]) -> list
         attempts = pairs.connect_to_all(
             [
                 (n, members[n].address, port)
-                for n, told in sorted(served.items())
-                for port in told["ports"]
+                for n, bound in sorted(served.items())
+                for port in bound["ports"]
                 if n != me
             ]
         )
         of_names = cross_node_verdicts.of_names(host_names, lookup.result())
         value = {"connections": pairs.as_values(attempts), "names": asdict(of_names)}
-        everyone = meeting("connections", value, plan.deadline_s)  # until then all listen
+        everyone = meeting("connections", value, plan.deadline_s)  # all nodes listen until then
     found = [
         cross_node_verdicts.unbound(names[n], error)
-        for n, told in served.items()
-        for error in told["errors"]
+        for n, bound in served.items()
+        for error in bound["errors"]
     ]
     missing = [name for n, name in enumerate(names) if n not in everyone]
     if missing:

@@ -60,10 +60,10 @@ class NetworkFacts:
     address: str
     address_error: str
     host_name: str
-    host_addresses: tuple[str, ...]  # what its own name resolves to; (): it does not
-    interface: str  # "": none has this address
+    host_addresses: tuple[str, ...]  # what the host name resolves to; (): nothing
+    interface: str  # the one with this address; "": none
     mtu: int | None
-    bind_error: str  # why no ports can be bound there
+    bind_error: str  # why no ports can be bound to the address
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -134,8 +134,8 @@ def limits() -> LimitFacts:
     )
 
 
-def network(told: str, etcd_host: str, etcd_port: int) -> NetworkFacts:
-    """``told``: --local-addr; ``etcd_host``: "" for none."""
+def network(configured: str, etcd_host: str, etcd_port: int) -> NetworkFacts:
+    """This node's address. ``configured``: --local-addr; ``etcd_host``: "" for none."""
     from elastic.errors import ConfigError
     from elastic.node.address import own_address
     from elastic.store.etcd.endpoints import Endpoint
@@ -143,7 +143,7 @@ def network(told: str, etcd_host: str, etcd_port: int) -> NetworkFacts:
     endpoint = Endpoint(etcd_host, etcd_port) if etcd_host else None
     address, address_error = "", ""
     try:
-        address = own_address(told, endpoint, within_s=0)
+        address = own_address(configured, endpoint, within_s=0)
     except ConfigError as error:
         address_error = error.message
     host_name = socket.gethostname()
@@ -163,7 +163,7 @@ def folder(path: str) -> FolderFacts:
     """Write a small temporary file several times, and remove it."""
     free = size = 0
     took: list[float] = []
-    said = ""
+    problem = ""
     try:
         found = os.statvfs(path)
         free, size = found.f_bavail * found.f_frsize, found.f_blocks * found.f_frsize
@@ -174,9 +174,9 @@ def folder(path: str) -> FolderFacts:
                 os.fsync(file.fileno())
                 took.append(1000 * (SYSTEM_CLOCK.monotonic() - began))
     except OSError as error:
-        said = error.strerror or str(error)
+        problem = error.strerror or str(error)
     return FolderFacts(
-        path=path, free_bytes=free, size_bytes=size, fsync_ms=tuple(took), error=said
+        path=path, free_bytes=free, size_bytes=size, fsync_ms=tuple(took), error=problem
     )
 
 
@@ -190,18 +190,20 @@ def gpu() -> GpuFacts:
     program = shutil.which("nvidia-smi")
     has_files = _NVIDIA.exists()
     rows: list[list[str]] = []
-    said = ""
+    problem = ""
     if program is not None:
         query = [program, f"--query-gpu={','.join(_SMI)}", "--format=csv,noheader,nounits"]
         done = subprocess.run(query, capture_output=True, text=True)
         if done.returncode == 0:
             rows = [[cell.strip() for cell in row] for row in csv.reader(done.stdout.splitlines())]
         else:
-            said = (done.stdout.strip() or done.stderr.strip() or f"exit {done.returncode}")[:300]
+            problem = (done.stdout.strip() or done.stderr.strip() or f"exit {done.returncode}")[
+                :300
+            ]
     return GpuFacts(
         is_installed=program is not None,
         has_device_files=has_files,
-        error=said,
+        error=problem,
         names=tuple(row[1] for row in rows),
         driver=rows[0][2] if rows else "",
         total_bytes=tuple(_number(row[3]) << 20 for row in rows),
@@ -230,7 +232,7 @@ def versions() -> VersionFacts:
 
 
 def die_with_parent(parent: int) -> None:
-    """Ask the kernel to end this process when the thread that started it ends (prctl(2))."""
+    """Have the kernel end this process when the thread that started it ends (prctl(2))."""
     ctypes.CDLL(None).prctl(1, 9, 0, 0, 0)  # PR_SET_PDEATHSIG, SIGKILL
     if os.getppid() != parent:  # the parent ended before prctl
         os._exit(1)

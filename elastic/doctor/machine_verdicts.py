@@ -45,7 +45,9 @@ def of_shm(facts: ShmFacts | Unanswered) -> Finding:
         return failed(name, measured, "remove the files of ended jobs from /dev/shm, or enlarge it")
     if facts.size_bytes <= RUNTIME_SHM_BYTES:
         return warning(
-            name, f"{measured}: data workers and NCCL need more, and end with a bus error", remedy
+            name,
+            f"{measured}: too little for data workers and NCCL, which end with a bus error",
+            remedy,
         )
     return ok(name, measured)
 
@@ -123,7 +125,7 @@ def of_link_speeds(facts: NetworkFacts | Unanswered, network: Network) -> list[F
             name,
             f"{measured}; the address of this node is on {facts.interface}",
             f"if the other nodes can reach {faster.name}, start this one with "
-            f"{how_to_announce(faster)}; several nodes measure it (--nnodes)",
+            f"{how_to_announce(faster)}; --nnodes=N measures the bandwidth",
         )
     ]
 
@@ -164,7 +166,9 @@ def of_gpu(facts: GpuFacts | Unanswered) -> list[Finding]:
         return [failed(name, f"nvidia-smi: {facts.reason}: the driver hangs", reset)]
     if not facts.is_installed:
         if facts.has_device_files:
-            return [warning(name, "/dev/nvidiactl is there, nvidia-smi is not", "install it")]
+            return [
+                warning(name, "/dev/nvidiactl exists, nvidia-smi does not", "install nvidia-smi")
+            ]
         return [skipped(name, "no GPU")]
     if facts.error:
         return [failed(name, f"nvidia-smi: {facts.error}", reset)]
@@ -181,7 +185,7 @@ def _of_device(facts: GpuFacts, index: int) -> Finding:
     if errors:
         return failed(name, f"{measured}, {errors} uncorrected ECC errors", "reset or replace it")
     if used > total / 2:
-        return warning(name, measured, "`nvidia-smi` lists the processes that use it; end them")
+        return warning(name, measured, "end the processes that use it: `nvidia-smi` lists them")
     return ok(name, measured)
 
 
@@ -205,7 +209,7 @@ def of_folder(path: str, facts: FolderFacts | Unanswered) -> list[Finding]:
         ]
     if facts.error:
         remedy = (
-            "free space there"
+            "free space on that file system"
             if facts.error.startswith("No space")
             else "use an existing folder that this user can write to"
         )

@@ -1,8 +1,7 @@
 """Several nodes exchange values through etcd, below the run's prefix.
 
 All keys are on leases: those of a killed doctor expire seconds later. The first node publishes the
-roster of participants, so that two examinations with one id, of which the first is about
-to end, do not mix.
+roster of participants, so that two examinations with the same id do not mix while the first ends.
 """
 
 from __future__ import annotations
@@ -60,7 +59,7 @@ def alone(phase: str, value: Any, within_s: float) -> dict[int, Any]:
 
 
 class Meeting:
-    """This node's part. ``with Meeting(...) as meeting: meeting.join(60)``; it is an AllGather."""
+    """This node's part of the exchange, an AllGather: ``with Meeting(...) as m: m.join(2, 60)``."""
 
     def __init__(self, store: KeyValue, root: str, me: Participant) -> None:
         self._store = store
@@ -86,7 +85,7 @@ class Meeting:
         """This node's number."""
         return [m.node_id for m in self.members].index(self._me.node_id)
 
-    # -- finding each other ----------------------------------------------------------------
+    # -- discovery -------------------------------------------------------------------------
 
     def join(self, nodes: int, within_s: float) -> tuple[Participant, ...]:
         """Wait until ``nodes`` nodes have arrived. Raises MeetingFailed, CoordinationError."""
@@ -123,7 +122,7 @@ class Meeting:
                     return True
         return False
 
-    # -- talking ---------------------------------------------------------------------------
+    # -- exchange --------------------------------------------------------------------------
 
     def __call__(self, phase: str, value: Any, within_s: float) -> dict[int, Any]:
         """Publish ``value`` and wait for those of the other nodes, or until they have left."""
@@ -139,8 +138,8 @@ class Meeting:
     def clocks(self, within_s: float) -> dict[int, tuple[float, float]]:
         """The offset of every node's clock from the first one's, and its error bound, in seconds.
 
-        A node asks, and the first one answers with its time, both by a write to etcd. The answer
-        was given between the two, so half of the time between them bounds the error.
+        A node requests the first one's time; both write to etcd. The first node's clock was read
+        during the round trip, so half of the round-trip time bounds the error.
         """
         self("clocks", None, within_s)
         ends_s = SYSTEM_CLOCK.monotonic() + within_s

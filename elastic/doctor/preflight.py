@@ -1,7 +1,7 @@
 """The preflight, which an agent runs before its node may join: no process groups, no disk.
 
-A healthy node takes a few tenths of a second, mostly to start processes. Hanging checks are
-given longer: a node that is only busy must not be rejected.
+A healthy node takes a few tenths of a second, mostly to start processes. Deadlines are much longer:
+a busy node must not be rejected.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ def preflight(
     endpoint: Endpoint | None,
     local_addr: str,
 ) -> list[Finding]:
-    """Check this node, its rights in etcd, and the way to the job's leader."""
-    told = (endpoint.host, endpoint.port) if endpoint else ("", 0)
-    arguments = (configured_address(local_addr, options.network, options.pod_ip), *told)
+    """Check this node, its permissions in etcd, and its connection to the job's leader."""
+    etcd_address = (endpoint.host, endpoint.port) if endpoint else ("", 0)
+    arguments = (configured_address(local_addr, options.network, options.pod_ip), *etcd_address)
     # Processes only for checks that may hang: name resolution, and an installed driver.
     network = Probe("network", arguments, deadline_s=PREFLIGHT_PROBES_S)
     gpu = Probe("gpu", (), deadline_s=PREFLIGHT_PROBES_S) if machine.has_gpu_driver() else None
@@ -85,8 +85,10 @@ def _of_ports(address: str, ports: Sequence[int]) -> Finding:
         return ok(name, f"{address} answers on {', '.join(map(str, ports))}")
     measured = "; ".join(f"{address}:{port}: {error}" for port, error in closed.items())
     if all(isinstance(error, ConnectionRefusedError) for error in closed.values()):
-        # It may have just ended: the next one is elected while this node joins.
+        # The leader may have just ended: the next one is elected while this node joins.
         return warning(name, measured, "check that the leader's agent is running")
     return failed(
-        name, measured, "open all TCP ports between the nodes, both ways; check --local-addr"
+        name,
+        measured,
+        "open all TCP ports between the nodes, in both directions; check --local-addr",
     )

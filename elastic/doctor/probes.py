@@ -1,8 +1,8 @@
 """Runs functions of :mod:`elastic.doctor.machine` in child processes with deadlines.
 
 A hung disk, an unreachable name server, a hung driver: none of them can be
-interrupted from within a process. So each probe is a process, which is killed and not waited for:
-one that is blocked in the kernel ends later.
+interrupted from within a process. So each probe is a process, which is killed without waiting: one
+that is blocked in the kernel ends later.
 """
 
 from __future__ import annotations
@@ -65,8 +65,8 @@ class Probe:
             self._kill()
             return Unanswered(f"no answer within {self._deadline_s:g} s")
         if self._process.returncode != 0:
-            said = err.decode(errors="replace").strip().splitlines()
-            why = said[-1][:300] if said else f"exit code {self._process.returncode}"
+            lines = err.decode(errors="replace").strip().splitlines()
+            why = lines[-1][:300] if lines else f"exit code {self._process.returncode}"
             return Unanswered(f"the check ended without a result: {why}")
         return _facts(_FACTS[self._name], json.loads(out))
 

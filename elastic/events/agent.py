@@ -70,7 +70,7 @@ class HangFound(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class HangOver(Event):
-    """A rank that was about to be ended as hung makes progress again."""
+    """A rank that was considered hung makes progress again and is not ended."""
 
     hung_rank: int  # the rank
     reason: str  # why
@@ -127,7 +127,7 @@ class HealthServed(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class StoreProblem(Event):
-    """The store failed a call, ended a watch, or was wiped; and the consequence."""
+    """The store failed a call, ended a watch, or was wiped, with the consequence."""
 
     error: str  # "": the problem is resolved
     consequence: str  # action of this node
@@ -135,6 +135,6 @@ class StoreProblem(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class LeaseLost(Event):
-    """This node's lease has expired, according to the store."""
+    """This node's lease has expired in the store."""
 
     consequence: str  # action of this node

@@ -13,11 +13,11 @@ class JournalOpened(Event):
 
     schema: int  # version of the lines that follow
     role: str  # "agent" or "worker"
-    run_id: str | None  # the name of the job; null: not known
+    run_id: str | None  # the name of the job; null: unknown
     pid: int  # of the process
     host: str  # the machine's name
-    boot_id: str  # of the machine: its processes share a monotonic clock; "": not known
-    library: str  # version of torch-elastic-harness; "": not known
+    boot_id: str  # of the machine: its processes share a monotonic clock; "": unknown
+    library: str  # version of torch-elastic-harness; "": unknown
 
 
 @dataclass(frozen=True, kw_only=True)

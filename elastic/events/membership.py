@@ -9,10 +9,10 @@ from elastic.events.base import Event
 
 @dataclass(frozen=True, kw_only=True)
 class NodeArrived(Event):
-    """This node waits for a world; ``failure`` and ``exit_code`` are those of a failed worker, if
-    that is the reason."""
+    """This node waits for a world. ``failure`` and ``exit_code`` are those of the worker whose
+    failure is the reason."""
 
-    after_generation: int  # the one that its workers have left; 0: none
+    after_generation: int  # the generation that its workers have left; 0: none
     failure: str | None  # of its workers; null: none
     exit_code: int | None  # theirs
 
@@ -24,7 +24,7 @@ class WorldFormed(Event):
     generation: int  # of the new world
     nodes: tuple[str, ...]  # names, in the order of ranks
     size: int  # number of workers
-    state: str  # "active"; "paused": below the minimum of nodes
+    state: str  # "active", or "paused" with too few nodes
     mode: str  # "restart" or "in-process": how workers enter it
     cause: str  # first, lost, left, failure, joined, paused, resumed or takeover
     reason: str  # a sentence
@@ -49,7 +49,7 @@ class Waiting(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class LeaderChanged(Event):
-    """Another node leads, or none does."""
+    """The job has another leader, or none."""
 
     leader: str | None  # node id; null: none
 

@@ -56,7 +56,7 @@ class WorldFault(Event):
     generation: int  # of the ended world
     step: int  # committed before the fault
     error: str  # what was raised
-    traceback: str = ""  # of it; "": not known
+    traceback: str = ""  # of it; "": unknown
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,7 +70,7 @@ class Recovered(Event):
     wait_s: float  # waiting for the next world
     build_s: float  # building its group
     agree_s: float  # agreeing on the state, and sending it to the ranks that lack it
-    paused_s: float  # in paused worlds, below the job's minimum of nodes
+    paused_s: float  # in paused worlds, which have too few nodes
     wrap_s: float  # initialising DDP, and the rest
 
 
@@ -86,11 +86,11 @@ class RankTimes(Event):
     step: int  # committed by now
     steps: int  # of them in this window
     duration_s: float  # the window ends when the event is written
-    productive_s: float  # in committed steps, less the following parts
+    productive_s: float  # in committed steps, without the following parts
     data_s: float  # waiting for batches
     checkpoint_s: float  # training waited for checkpoints
     evaluation_s: float  # forward passes in eval mode
-    open_s: float  # since the last commit, less the parts above: an unfinished step
+    open_s: float  # since the last commit, without the parts above: an unfinished step
     collective_s: float  # of productive_s: waiting for other ranks
     ended: str  # why the window ends: "due", "first-step", "fault", "change" or "close"
 

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from elastic.clock import SYSTEM_CLOCK, Clock
 from elastic.failures.rules import RULES
-from elastic.hangs.kernel import is_telling
+from elastic.hangs.kernel import is_relevant
 from elastic.tuning.agent_intervals import KERNEL_LOG_READ_S
 
 KMSG = Path("/dev/kmsg")
@@ -121,7 +121,7 @@ class KernelLog:
         prefix, separator, text = line.partition(";")
         if not separator or prefix.startswith(" "):
             return
-        if not is_telling(text):
+        if not is_relevant(text):
             return
         is_known = any(rule.kernel_pattern.search(text) for rule in RULES)
         (self._known if is_known else self._other).append(text[:_MAX_CHARACTERS])

@@ -8,5 +8,5 @@ the agent of the culprit acts and writes the hang report (``response.py``, ``sta
 ``report.py``). The agent's part, which uses etcd, is :mod:`elastic.agent.supervision.hangs`.
 
 Start reading with ``facts.py`` and ``verdict.py``. Workers and agents use this package, so it
-imports neither; of ``elastic`` it may import telemetry and the packages below that.
+imports neither. Within ``elastic``, it may import telemetry and the packages below it.
 """

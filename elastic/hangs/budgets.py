@@ -2,9 +2,9 @@
 
 A budget is the longer one of a lower limit and a multiple of the recent durations of the same phase
 on this rank. No fixed limit is suitable: half a minute is short for a step of a large model, and
-very long for one of 20 ms. The lower limits differ by phase: the script's own code outside of
-forward and backward pass (evaluation on rank 0, an upload) may take minutes without any sign, while
-the time between two batches has been measured hundreds of times.
+very long for one of 20 ms. The lower limits differ by phase: the script's own code outside the
+forward and backward pass (evaluation on rank 0, an upload) may take minutes without any sign of
+progress, while the time between two batches has been measured hundreds of times.
 
 Waiting ranks have thresholds, too. They are never the culprits while another rank is not in the
 collective; their thresholds determine when their state is published.
@@ -19,29 +19,28 @@ from elastic.hangs.facts import Flag, Phase, RankFacts
 from elastic.tuning.agent_intervals import HANG_FIRST_STEPS_S, HANG_SUSPICION_S
 from elastic.tuning.timeouts import Timeouts
 
-# A phase may take so many times longer than it takes, and than the longest of the last ones. (The
-# longest decays by half in about 35 steps: elastic/hangs/phases.py.)
+# Multiples of a phase's typical and of its longest recent duration. (The longest decays by half in
+# about 35 steps: elastic/hangs/phase_sums.py.)
 _TIMES_TYPICAL = 20.0
 _TIMES_LONGEST = 4.0
 _TIMES_COLLECTIVE = 10.0
-# The first steps of a world allocate, tune and compile; what they take says nothing of later ones.
+# The first steps of a world allocate, tune and compile: they do not predict later ones.
 FIRST_STEPS = 3
 # A loader's first batches, and those of each epoch, fill buffers and start workers.
 _DATA_FLOORS = 10.0
-# A collective that all ranks are in can be a large one on a slow network.
+# A collective in which all ranks wait can be a large one on a slow network.
 _LOST_MESSAGE_FLOORS = 4.0
-# Of a budget: after this part of it what is known is published, for the leader to have it in time.
+# The part of a budget after which facts are published, so that the leader has them in time.
 _SUSPICION = 0.4
 
 
 @dataclass(frozen=True, kw_only=True)
 class BudgetPolicy:
-    """The floors, in seconds. ``hang_timeout_s`` is for what happens in every step."""
+    """Lower limits of budgets, in seconds. ``hang_timeout_s`` is for phases of every step."""
 
     hang_timeout_s: float = Timeouts.hang_timeout_s
-    outside_step_s: float = (
-        Timeouts.hang_script_timeout_s
-    )  # the script's own code, evaluation, checkpoints, compilation
+    # For the script's own code, evaluation, checkpoints and compilation.
+    outside_step_s: float = Timeouts.hang_script_timeout_s
     first_steps_s: float = HANG_FIRST_STEPS_S
 
 
@@ -84,8 +83,7 @@ def lost_message_s(facts: RankFacts, policy: BudgetPolicy) -> float:
 def suspicion_s(facts: RankFacts, policy: BudgetPolicy) -> float:
     """How long this rank may remain in its state before its node publishes it.
 
-    For a waiting rank it is measured by the duration of its own steps, which equals that of the
-    others.
+    For a waiting rank it depends on the duration of its own steps, which equals the others'.
     """
     if facts.flags & Flag.DEBUGGER:
         return HANG_SUSPICION_S  # a waiting rank is reported at once

@@ -14,8 +14,8 @@ from enum import IntEnum, IntFlag
 class Phase(IntEnum):
     """The activity of a worker's main thread."""
 
-    STARTING = 0  # it is in no world yet: imports, data sets, the model
-    FORMING = 1  # it builds the group of a world, and agrees on the state
+    STARTING = 0  # in no world yet: imports, data sets, the model
+    FORMING = 1  # builds the group of a world, and agrees on the state
     DATA = 2  # waits for a batch
     COMPUTE = 3  # forward and backward pass
     COLLECTIVE = 4  # waits for the other ranks
@@ -23,7 +23,7 @@ class Phase(IntEnum):
     SCRIPT = 6  # the script's own code, outside of forward and backward pass
     EVALUATION = 7
     CHECKPOINT = 8
-    NO_WORLD = 9  # it has left one, or none has come yet: its agent will say which is next
+    NO_WORLD = 9  # waits for its agent to announce a world
 
     @property
     def label(self) -> str:
@@ -31,7 +31,7 @@ class Phase(IntEnum):
         return _LABELS[self]
 
 
-# For what runs in every step: before Python 3.12 the lookup of a member costs as much as a call.
+# For code that runs in every step: before Python 3.12 a member's lookup costs as much as a call.
 DATA, COMPUTE, COLLECTIVE = Phase.DATA, Phase.COMPUTE, Phase.COLLECTIVE
 OPTIMIZER, SCRIPT, CHECKPOINT = Phase.OPTIMIZER, Phase.SCRIPT, Phase.CHECKPOINT
 
@@ -49,7 +49,7 @@ _LABELS = {
 }
 
 
-IDLE_SHARE = 0.05  # of a core: less is no work
+IDLE_SHARE = 0.05  # of a core: below it, a process counts as idle
 
 
 class Flag(IntFlag):
@@ -57,8 +57,8 @@ class Flag(IntFlag):
 
     NONE = 0
     DEBUGGER = 1  # a debugger's prompt is open
-    GARBAGE = 2  # a full garbage collection is under way
-    COMPILING = 4  # torch.compile is
+    GARBAGE = 2  # a full garbage collection is running
+    COMPILING = 4  # torch.compile is running
     ON_STREAM = 8  # collectives are queued on a device, and the host runs ahead of them
     SUBGROUPS = 16  # the script has created process groups
 
@@ -70,16 +70,16 @@ class KernelFacts:
     state: str = "S"  # R running, S asleep, D uninterruptible, T stopped, t traced, Z zombie
     tracer_pid: int = 0
     wait_channel: str = ""  # the kernel function it sleeps in
-    file_system: str = ""  # that does not answer: "/shared (nfs4)"
-    call_target: str = ""  # what its system call reads or writes: a path, "a pipe"
-    cpu_share: float = 0.0  # of one core, used by the whole process since the last look
+    file_system: str = ""  # the one that does not answer: "/shared (nfs4)"
+    call_target: str = ""  # the object that its system call reads or writes: a path, "a pipe"
+    cpu_share: float = 0.0  # of one core, used by the whole process since the last reading
     data_workers: str = ""  # their states, one letter each
     data_worker_waits: str = ""  # the wait channels: "1 in futex_do_wait, 3 in do_poll"
 
 
 @dataclass(frozen=True, kw_only=True)
 class RankFacts:
-    """One rank, as its agent has seen it."""
+    """One rank, as observed by its agent."""
 
     rank: int
     node: str  # its name
@@ -91,44 +91,44 @@ class RankFacts:
     outer: Phase  # for a collective: where it was called
     flags: Flag
     progress: int  # changes with every sign of life of the main thread
-    # Since the last sign of life. Time in which the machine stood still is not counted.
+    # Since the last sign of life, without time in which the machine was suspended.
     quiet_s: float
     collective: int  # sequence number of the last collective that it has begun
     operation: str  # its name
     steps_in_world: int  # committed in this world by this process
-    longest_s: float  # the longest that this phase took lately
-    typical_s: float  # how long it takes, smoothed
-    longest_step_s: float  # the same of forward and backward pass
+    longest_s: float  # the longest recent duration of this phase
+    typical_s: float  # its smoothed duration
+    longest_step_s: float  # the same for forward and backward pass
     typical_step_s: float
-    collective_s: float  # how long collectives take, smoothed
-    checkpoint_step: int  # the last one that this rank has recorded as saved; -1: none
+    collective_s: float  # the smoothed duration of collectives
+    checkpoint_step: int  # of the last checkpoint that this rank recorded as saved; -1: none
     kernel: KernelFacts
 
     @property
     def is_traced(self) -> bool:
-        """A debugger traces it, or its prompt is open."""
+        """Whether a debugger traces it or has an open prompt."""
         by_kernel = self.kernel.tracer_pid != 0 or self.kernel.state == "t"
         return by_kernel or bool(self.flags & Flag.DEBUGGER)
 
     @property
     def is_asleep(self) -> bool:
-        """Its main thread waits for something."""
+        """Whether its main thread sleeps."""
         return self.kernel.state == "S" and self.kernel.cpu_share <= IDLE_SHARE
 
     @property
     def call(self) -> tuple[int, int, int, str]:
-        """Which collective it waits in: equal for ranks that wait for each other."""
+        """The collective in which it waits: equal for ranks that wait for each other."""
         return self.step, int(self.outer), self.collective, self.operation
 
     @property
     def name(self) -> str:
-        """For sentences."""
+        """The rank and its node, for sentences."""
         return f"rank {self.rank} on {self.node}"
 
 
 @dataclass(frozen=True)
 class StackGroup:
-    """Ranks whose main threads are at the same place, and the stacks of the first of them."""
+    """Ranks whose main threads are at the same place, and the stacks of the first rank."""
 
     ranks: tuple[int, ...]
-    text: str  # the main thread's last; "": none could be taken
+    text: str  # the main thread's stack comes last; "": none could be taken

@@ -16,9 +16,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-MOST_ENTRIES = 32  # of a rank: a hang is at the end
+MOST_ENTRIES = 32  # per rank: a hang is at the end
 _SHOWN = 3
-# Their inputs are alike on all ranks; of scatter, all_to_all and others they need not be.
+# Operations whose inputs are equal on all ranks, unlike those of scatter and all_to_all.
 _ALIKE = frozenset(
     {"all_reduce", "allreduce_coalesced", "broadcast", "_all_gather_base", "_reduce_scatter_base"}
 )
@@ -36,11 +36,10 @@ class FlightEntry:
 
 
 def parse(dumps: Iterable[bytes], since_ns: int) -> tuple[FlightEntry, ...]:
-    """The last collectives begun since ``since_ns`` (of the wall clock), in their order.
+    """The last collectives begun since ``since_ns`` (wall clock), in order.
 
     Point-to-point messages are omitted: each pair numbers its own. Of operations that are queued
-    together under one number, only the first is included. Entries in another form than torch's are
-    omitted, too.
+    together under one number, only the first is included. Malformed entries are omitted, too.
     """
     entries: dict[tuple[str, int], FlightEntry] = {}
     for dump in dumps:
@@ -78,23 +77,25 @@ def _entry(raw: Mapping[str, Any]) -> FlightEntry:
 
 
 def compare(flights: Mapping[int, Sequence[FlightEntry]]) -> list[str]:
-    """Where the ranks differ: for each group a sentence on the first number at which they do."""
+    """For each group, a sentence on the first sequence number at which ranks differ."""
     groups = dict.fromkeys(entry.group for flight in flights.values() for entry in flight)
-    said = []
+    sentences = []
     for group in groups:
         by_rank = {
             rank: {e.sequence: e for e in flight if e.group == group}
             for rank, flight in sorted(flights.items())
         }
-        # A rank without any is no member, or has begun many others since.
+        # A rank without entries is not a member, or has begun many others since.
         members = {rank: begun for rank, begun in by_rank.items() if begun}
         if len(members) > 1 and (sentence := _first_difference(members)):
-            said.append(f"group {group}: {sentence}")
-    return said
+            sentences.append(f"group {group}: {sentence}")
+    return sentences
 
 
 def _first_difference(members: Mapping[int, Mapping[int, FlightEntry]]) -> str:
-    first = max(min(begun) for begun in members.values())  # what all of them remember
+    first = max(
+        min(begun) for begun in members.values()
+    )  # the first number that all ranks still have
     last = max(max(begun) for begun in members.values())
     for sequence in range(first, last + 1):
         begun = {r: entries[sequence] for r, entries in members.items() if sequence in entries}
@@ -129,7 +130,7 @@ def _ranks(ranks: Sequence[int]) -> str:
 
 
 def describe(flights: Mapping[int, Sequence[FlightEntry]]) -> list[str]:
-    """For the report: where the ranks differ, and the last collectives of each."""
+    """Lines for the report: where ranks differ, and the last collectives of each."""
     lines = compare(flights)
     for rank, flight in sorted(flights.items()):
         for entry in flight[-_SHOWN:]:

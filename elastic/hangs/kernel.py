@@ -23,15 +23,15 @@ _AFTER_NAME = 3  # proc(5) counts the fields of stat from 1, and state is the th
 # Types of file systems whose server, or daemon, may stop answering.
 _REMOTE = re.compile(r"nfs|cifs|smb|lustre|ceph|gluster|gpfs|beegfs|weka|fuse|9p|virtiofs|afs")
 _FUSE = re.compile(r"fuse(blk)?(\.|$)")  # and not fusectl, which is the kernel's
-# System calls whose first argument is a descriptor: read, write and their kin, close, fstat, lseek,
+# System calls whose first argument is a descriptor: read and write variants, close, fstat, lseek,
 # flock, fsync, fdatasync, ftruncate, fallocate, getdents64, openat, newfstatat, statx.
 _CALLS_ON_FILES = {
     "x86_64": {0, 1, 3, 5, 8, 17, 18, 19, 20, 73, 74, 75, 77, 217, 257, 262, 285, 295, 296, 332},
     "aarch64": {32, 46, 47, 56, 57, 61, 62, 63, 64, 65, 66, 67, 68, 69, 70, 79, 80, 82, 83, 291},
 }.get(platform.machine(), set())
 _CGROUPS = "/sys/fs/cgroup"
-# Of the kernel's log, what may make a worker hang: GPUs, disks, file systems, links, memory.
-_TELLING = re.compile(
+# Kernel log lines that may explain a hang: GPUs, disks, file systems, links, memory.
+_RELEVANT = re.compile(
     r"\bxid\b|i/o error|not responding|remount.*read-only|out of memory|oom-kill"
     r"|blocked for more than|hung task|soft lockup|machine check|link (is )?down"
     r"|lost carrier|mlx\d.*(error|fatal)"
@@ -40,8 +40,8 @@ _TELLING = re.compile(
     re.IGNORECASE,
 )
 _LOG_LINES = 5
-_MOST_CHILDREN = 64  # that are looked at
-_MOST_FILES = 256  # open ones that are looked at
+_MOST_CHILDREN = 64  # child processes that are inspected
+_MOST_FILES = 256  # open files that are inspected
 _ESCAPED = re.compile(r"\\([0-7]{3})")  # proc(5), mountinfo: a space is \040
 
 
@@ -55,10 +55,10 @@ class ProcessTimes:
 
 
 def process_times(pid: int) -> ProcessTimes | None:
-    """None: there is no such process."""
+    """Read the times of a process; None if it does not exist."""
     try:
         with open(f"/proc/{pid}/stat", encoding="utf-8", errors="replace") as stat:
-            # The name is in brackets, and may hold any.
+            # The name is in brackets, and may contain brackets.
             fields = stat.read().rpartition(")")[2].split()
     except OSError:
         return None
@@ -85,12 +85,12 @@ def starved_s(pid: int) -> float:
 
 
 def tracer_pid(pid: int) -> int:
-    """The process that traces it (a debugger, strace); 0: none."""
+    """The process that traces ``pid`` (a debugger, strace); 0: none."""
     return int(_status(pid, "TracerPid") or 0)
 
 
 def wait_channel(pid: int) -> str:
-    """The kernel function that the main thread sleeps in; "" where it does not, or is hidden."""
+    """The kernel function in which the main thread sleeps; "" if it does not, or it is hidden."""
     name = _read(f"/proc/{pid}/wchan").strip()
     return "" if name == "0" else name
 
@@ -102,7 +102,7 @@ def data_workers(pid: int) -> str:
 
 
 def data_worker_waits(pid: int) -> str:
-    """What its child processes sleep in, the rarest first: of many, one is stuck."""
+    """Where its child processes sleep, the rarest first: one of many may be stuck."""
     channels = Counter(filter(None, map(wait_channel, children(pid)[:_MOST_CHILDREN])))
     rarest_first = sorted(channels.items(), key=lambda of: (of[1], of[0]))
     return ", ".join(f"{count} in {channel}" for channel, count in rarest_first)
@@ -146,7 +146,7 @@ def file_system(pid: int) -> str:
 
 
 def file_of_call(pid: int) -> str:
-    """The file that the present system call of the main thread reads or writes; "": none."""
+    """The file that the main thread's current system call reads or writes; "": none."""
     fd = _descriptor_of_call(pid)
     return _link(pid, f"fd/{fd}") if fd is not None else ""
 
@@ -201,7 +201,7 @@ def _target(pid: int, name: str) -> str:
 
 
 def _mounts(pid: int) -> list[Mount]:
-    """Of the process's mount namespace. Of two at the same place, the later covers the other."""
+    """Mounts of the process's namespace. A later mount hides an earlier one at the same place."""
     found = {}
     for line in _read(f"/proc/{pid}/mountinfo").splitlines():
         about, _, kind = line.partition(" - ")
@@ -213,14 +213,14 @@ def _mounts(pid: int) -> list[Mount]:
 
 
 def _mount_of(path: str, mounts: Sequence[Mount]) -> Mount | None:
-    """The innermost one that holds the path."""
+    """The innermost mount that contains the path."""
     holding = [m for m in mounts if path == m.path or path.startswith(m.path.rstrip("/") + "/")]
     return max(holding, key=lambda m: len(m.path), default=None)
 
 
 def describe_process(pid: int) -> dict[str, str]:
-    """For the report."""
-    said = {
+    """The process's state, for the report."""
+    facts = {
         "state": _status(pid, "State"),
         "wait channel": wait_channel(pid),
         "memory (VmRSS)": _status(pid, "VmRSS"),
@@ -231,70 +231,70 @@ def describe_process(pid: int) -> dict[str, str]:
         "file of the call": file_of_call(pid),
         "file system": file_system(pid) if _is_blocked(pid) else "",
     }
-    return {name: value for name, value in said.items() if value}
+    return {name: value for name, value in facts.items() if value}
 
 
 def describe_node() -> dict[str, str]:
     """Pressure, memory events, network errors: for the report."""
-    said: dict[str, str] = {
+    facts: dict[str, str] = {
         "load": _read("/proc/loadavg").strip(),
         "uptime": f"{_uptime_s():.2f}",
         "TCP": _retransmissions(),
         "network interfaces": _interface_errors(_read("/proc/net/dev")),
     }
     try:
-        said["kernel log"] = "; ".join(telling_lines(_kernel_log(), _uptime_s()))
+        facts["kernel log"] = "; ".join(relevant_lines(_kernel_log(), _uptime_s()))
     except OSError as error:
-        said["kernel log"] = f"cannot be read: {error.strerror} (see kernel.dmesg_restrict)"
+        facts["kernel log"] = f"cannot be read: {error.strerror} (see kernel.dmesg_restrict)"
     cgroup = _cgroup()
     for kind in ("cpu", "memory", "io"):
-        said[f"pressure ({kind})"] = _in_a_line(f"/proc/pressure/{kind}")
-        said[f"pressure ({kind}, cgroup)"] = _in_a_line(f"{cgroup}/{kind}.pressure")
-    said["memory events (cgroup)"] = _memory_events()
-    return {name: value for name, value in said.items() if value}
+        facts[f"pressure ({kind})"] = _in_a_line(f"/proc/pressure/{kind}")
+        facts[f"pressure ({kind}, cgroup)"] = _in_a_line(f"{cgroup}/{kind}.pressure")
+    facts["memory events (cgroup)"] = _memory_events()
+    return {name: value for name, value in facts.items() if value}
 
 
-def room_on_disks(folders: Sequence[str]) -> dict[str, str]:
-    """For the report. A file system that does not answer blocks the caller."""
-    said = {}
+def free_disk_space(folders: Sequence[str]) -> dict[str, str]:
+    """Free space, for the report. A file system that does not answer blocks the caller."""
+    found = {}
     for folder in folders:
         try:
             usage = shutil.disk_usage(folder)
         except OSError as error:
-            said[f"disk ({folder})"] = str(error)
+            found[f"disk ({folder})"] = str(error)
         else:
-            said[f"disk ({folder})"] = f"{usage.free >> 20} of {usage.total >> 20} MiB free"
-    return said
+            found[f"disk ({folder})"] = f"{usage.free >> 20} of {usage.total >> 20} MiB free"
+    return found
 
 
-def telling_lines(log: Sequence[str], now_s: float) -> list[str]:
+def relevant_lines(log: Sequence[str], now_s: float) -> list[str]:
     """The last lines of the kernel's log that may explain a hang, with their age.
 
     ``log``: records of /dev/kmsg, "level,number,microseconds,…;text"; ``now_s`` since the start.
 
-    >>> telling_lines(["4,9,500000000,-;NVRM: Xid (PCI:0000:01): 79, GPU has fallen off"], 503.0)
+    >>> relevant_lines(["4,9,500000000,-;NVRM: Xid (PCI:0000:01): 79, GPU has fallen off"], 503.0)
     ['NVRM: Xid (PCI:0000:01): 79, GPU has fallen off (3 s ago)']
     """
-    said = []
+    found = []
     for record in log:
         about, _, text = record.partition(";")
         fields = about.split(",")
         line = text.partition("\n")[0]
-        if len(fields) < 3 or not fields[2].isdecimal() or not is_telling(line):
+        if len(fields) < 3 or not fields[2].isdecimal() or not is_relevant(line):
             continue
         age_s = now_s - int(fields[2]) * 1e-6
         if age_s < KERNEL_LOG_S:
-            said.append(f"{line} ({max(0.0, age_s):.0f} s ago)")
-    return said[-_LOG_LINES:]
+            found.append(f"{line} ({max(0.0, age_s):.0f} s ago)")
+    return found[-_LOG_LINES:]
 
 
-def is_telling(line: str) -> bool:
+def is_relevant(line: str) -> bool:
     """Whether a line of the kernel's log may explain a hang, or the end of a process."""
-    return _TELLING.search(line) is not None
+    return _RELEVANT.search(line) is not None
 
 
 def _kernel_log() -> list[str]:
-    """Every record. Raises OSError where this user may not read them (kernel.dmesg_restrict)."""
+    """Every record. Raises OSError if this user may not read them (kernel.dmesg_restrict)."""
     records: list[str] = []
     fd = os.open("/dev/kmsg", os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     try:
@@ -302,7 +302,7 @@ def _kernel_log() -> list[str]:
             try:
                 records.append(os.read(fd, 8192).decode(errors="replace"))
             except BrokenPipeError:
-                continue  # it was overwritten: the next read begins at the oldest that is left
+                continue  # it was overwritten: the next read begins at the oldest record
     except OSError:
         return records  # EAGAIN: that was the last one
     finally:
@@ -344,12 +344,12 @@ def _in_a_line(path: str) -> str:
 
 
 def _interface_errors(table: str) -> str:
-    """Errors and drops since the machine started, of interfaces that have had any.
+    """Errors and drops of interfaces since the machine started, if there were any.
 
     >>> _interface_errors("head\\nhead\\n  eth0: 99 5 1 2 0 0 0 0 99 5 3 4 0 0 0 0\\n    lo: 9 1")
     'eth0: 1 errors and 2 drops received, 3 and 4 sent'
     """
-    said = []
+    found = []
     for line in table.splitlines()[2:]:
         name, _, numbers = line.partition(":")
         fields = numbers.split()
@@ -357,20 +357,22 @@ def _interface_errors(table: str) -> str:
             continue
         received, sent = fields[2:4], fields[10:12]
         if any(number != "0" for number in received + sent):
-            said.append(
+            found.append(
                 f"{name.strip()}: {received[0]} errors and {received[1]} drops received, "
                 f"{sent[0]} and {sent[1]} sent"
             )
-    return "; ".join(said)
+    return "; ".join(found)
 
 
 def _retransmissions() -> str:
-    """Of all connections since the machine started."""
+    """Retransmitted TCP segments since the machine started."""
     lines = [line.split() for line in _read("/proc/net/snmp").splitlines() if line[:4] == "Tcp:"]
     if len(lines) != 2:
         return ""
     values = dict(zip(*lines, strict=False))
-    return f"{values.get('RetransSegs', '?')} of {values.get('OutSegs', '?')} segments sent again"
+    return (
+        f"{values.get('RetransSegs', '?')} of {values.get('OutSegs', '?')} segments retransmitted"
+    )
 
 
 def _status(pid: int, field: str) -> str:

@@ -3,10 +3,10 @@
 The agent reads it when the worker is stopped, when it hangs in C code with the interpreter lock
 held, and when its link thread gets no time. A step costs a few microseconds of packing numbers.
 
-The page is a memfd of the worker's, so that it lies in memory (a mapped file on a disk that hangs
-would hold the training thread up) and goes away with the process. The agent opens it through
+The page is a memfd of the worker, so that it is in memory (a mapped file on a hanging disk would
+block the training thread) and disappears with the process. The agent opens it through
 ``/proc/PID/fd``. A write is not atomic: it begins and ends with the same count, and a reader that
-finds two different ones reads again.
+finds two different counts reads again.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ from elastic.hangs.facts import Flag, Phase
 SIZE = 4096
 NAME = "elastic-progress"
 # Words of 64 bits: count, phase, when it began (CLOCK_MONOTONIC, ns), nine that change less often,
-# count. They are stored one by one, without a call or a loop between them: there no other thread
-# of the worker gets the interpreter lock, and hangs with it. (Python 3.10 may hand it over; the
-# page of such a hang says nothing.) Packing them by struct costs as much as all the rest of a
-# phase, from cold caches.
+# count. They are stored one by one, without a call or a loop in between, so that no other thread
+# of the worker takes the interpreter lock in the middle and hangs with it. (Python 3.10 may switch
+# threads there; such a page cannot be read.) Packing by struct would cost as much as the rest of a
+# phase, with cold caches.
 _WORDS = struct.Struct("=13q")
 # Kept apart: a flag is not always set by the thread that trains.
 _FLAGS = struct.Struct("<i")
 _FLAGS_AT = 128
-# Written once an epoch: how many steps the job is to make, 0: not known.
+# Written once an epoch: the planned number of steps of the job; 0: unknown.
 _PLANNED = struct.Struct("<q")
 _PLANNED_AT = 192
 _DURATIONS = struct.Struct(f"<{2 * len(Phase)}d")
@@ -59,11 +59,11 @@ class Reading:
     flags: Flag
     longest_s: tuple[float, ...]  # by phase
     typical_s: tuple[float, ...]
-    planned_steps: int = 0  # of the whole job; 0: not known
+    planned_steps: int = 0  # of the whole job; 0: unknown
 
 
 class Page:
-    """The worker's end."""
+    """The worker's end of the page."""
 
     def __init__(self) -> None:
         self.fd = os.memfd_create(NAME, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
@@ -97,7 +97,7 @@ class Page:
         checkpoint_step: int,
         collective_ns: int,
     ) -> None:
-        """The same, with what changes less often than the phase."""
+        """The same, with the words that change less often than the phase."""
         words = self._words
         self._count = count = self._count + 1
         words[0] = count
@@ -117,7 +117,7 @@ class Page:
     def write_wait(
         self, phase: int, since_ns: int, outer: int, operation: int, collective: int
     ) -> None:
-        """The same where a wait for other ranks begins, and all else is as it was."""
+        """The same when a wait for other ranks begins and nothing else has changed."""
         words = self._words
         self._count = count = self._count + 1
         words[0] = count
@@ -139,23 +139,23 @@ class Page:
         words[12] = count
 
     def write_collective(self, collective: int) -> None:
-        """How many collectives are begun: no sign of life."""
+        """Record the number of collectives begun, which is no sign of life."""
         self._words[8] = collective
 
     def write_flags(self, flags: int) -> None:
-        """No sign of life: an endless loop collects garbage, too."""
+        """Record flags, which are no sign of life: an endless loop collects garbage, too."""
         _FLAGS.pack_into(self._memory, _FLAGS_AT, flags)
 
     def write_planned_steps(self, steps: int) -> None:
-        """How many steps the job is to make; 0: not known."""
+        """Record the planned number of steps of the job; 0: unknown."""
         _PLANNED.pack_into(self._memory, _PLANNED_AT, steps)
 
     def write_durations(self, longest_s: list[float], typical_s: list[float]) -> None:
-        """How long the phases took lately."""
+        """Record the recent durations of the phases."""
         _DURATIONS.pack_into(self._memory, _DURATIONS_AT, *longest_s, *typical_s)
 
     def close(self) -> None:
-        """Release it."""
+        """Release the page."""
         self._words.release()
         self._memory.close()
         os.close(self.fd)
@@ -165,7 +165,7 @@ class PageReader:
     """The agent's end of the page of process ``pid``, which has it open as ``fd``."""
 
     def __init__(self, pid: int, fd: int) -> None:
-        """Raises OSError if that is no page of ours, or not to be opened."""
+        """Raises OSError if the descriptor is not a progress page or cannot be opened."""
         path = f"/proc/{pid}/fd/{fd}"
         if not os.readlink(path).startswith(f"/memfd:{NAME}"):
             raise FileNotFoundError(f"{path} is not a progress page")
@@ -213,5 +213,5 @@ class PageReader:
         )
 
     def close(self) -> None:
-        """Release it."""
+        """Release the page."""
         self._memory.close()

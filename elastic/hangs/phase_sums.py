@@ -34,13 +34,13 @@ _NO_PARTS_S = [0.0] * len(StepPart)
 
 
 class _PhaseSum:
-    """What one phase took, in seconds."""
+    """The durations of one phase, in seconds."""
 
     __slots__ = ("committed_s", "longest_s", "part", "peak_s", "present_s", "typical_s")
 
     def __init__(self, phase: Phase) -> None:
         self.part = int(_PARTS.get(phase, StepPart.SCRIPT))
-        self.committed_s = 0.0  # all in all, when the last step was committed
+        self.committed_s = 0.0  # the total when the last step was committed
         self.present_s = 0.0  # since then
         self.forget_durations()
 
@@ -55,14 +55,14 @@ class PhaseSums:
 
     def __init__(self) -> None:
         self._of = tuple(map(_PhaseSum, Phase))
-        self.committed_ns = 0  # when the last step was
-        self._samples = 0  # of this rank in the present step
+        self.committed_ns = 0  # when the last step was committed
+        self._samples = 0  # of this rank in the current step
         self._is_own_loader = False
-        self._own_loader_s = 0.0  # of the present step's DATA
+        self._own_loader_s = 0.0  # of the current step's DATA
 
     @property
     def total_s(self) -> list[float]:
-        """By phase, all in all."""
+        """The total time of each phase."""
         return [one.committed_s + one.present_s for one in self._of]
 
     @property
@@ -72,16 +72,16 @@ class PhaseSums:
 
     @property
     def longest_s(self) -> list[float]:
-        """By phase, the longest that it took lately, when the last step was committed."""
+        """The longest recent duration of each phase, when the last step was committed."""
         return [one.longest_s for one in self._of]
 
     @property
     def typical_s(self) -> list[float]:
-        """By phase, how long it takes, smoothed."""
+        """The smoothed duration of each phase."""
         return [one.typical_s for one in self._of]
 
     def forget_durations(self) -> None:
-        """Earlier durations do not predict later ones."""
+        """Forget recent durations, which do not predict later ones."""
         for one in self._of:
             one.forget_durations()
 
@@ -92,7 +92,7 @@ class PhaseSums:
         """
         of, is_own_loader, is_committed = self._of, self._is_own_loader, False
         pairs = iter(noted)
-        # One loop without calls: a call for each phase costs as much as all the rest of it.
+        # One loop without calls: a call for each phase would double its cost.
         for what, number in zip(pairs, pairs, strict=True):
             if what >= 0:
                 one, took_s = of[what], number * 1e-9

@@ -1,8 +1,8 @@
 """The contents of a worker's page, and the hooks that determine them.
 
 ``phases`` is the recorder of this process. Every method may be called before
-:meth:`PhaseRecorder.start`, in processes without an agent, in forked children and in other threads
-than the one that has started it: it has no effect there.
+:meth:`PhaseRecorder.start`, in processes without an agent, in forked children and on other threads
+than the one that called it: there it has no effect.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from elastic.stragglers.windows import StepWindows, step_windows
 from elastic.tuning.worker_intervals import STEP_SUMS_S
 
 _SMOOTHING = 10  # of collectives' durations: the newest counts a tenth
-_OLDEST_GENERATION = 2  # a full collection: the younger ones take microseconds
+_OLDEST_GENERATION = 2  # a full garbage collection: younger ones take microseconds
 _MOST_NOTED = 1024  # numbers
 
 # By number, so that the page holds no text. c10d's OpType (torch/csrc/distributed/c10d/Work.hpp).
@@ -52,22 +52,22 @@ OPERATIONS = (
 
 
 def operation_name(number: int) -> str:
-    """For sentences."""
+    """The name of an operation, for sentences."""
     return OPERATIONS[number] if 0 <= number < len(OPERATIONS) else "a collective"
 
 
 class PhaseRecorder:
-    """Where the main thread of this process is. One per process: :data:`phases`."""
+    """Records the activity of this process's main thread. One per process: :data:`phases`."""
 
     def __init__(self, windows: StepWindows = step_windows) -> None:
         self._windows = windows
         self._noted: list[int] = []  # since the last sum; see elastic/hangs/phase_sums.py
-        self._sum_at_ns = 0  # when to add it up
+        self._sum_at_ns = 0  # when to sum it up
         self._page: Page | None = None
-        self._thread = 0  # the one that trains
+        self._thread = 0  # the training thread
         self._generation = 0
         self._step = 0
-        self._samples = 0  # of this rank in it
+        self._samples = 0  # of this rank in the step
         self._phase = Phase.STARTING
         self._outer = Phase.STARTING
         self._rank = -1
@@ -75,7 +75,7 @@ class PhaseRecorder:
         self._collective = 0
         self._steps_in_world = 0
         self._checkpoint_step = -1
-        self.planned_steps = 0  # of the whole job; 0: not known
+        self.planned_steps = 0  # of the whole job; 0: unknown
         self._collective_ns = 0
         self._is_moved = True  # the page's contents other than the phase have changed
         self._since_ns = monotonic_ns()
@@ -100,7 +100,7 @@ class PhaseRecorder:
         return self._page.fd
 
     def account(self) -> None:
-        """Add up the time of this thread in each phase, with or without a page."""
+        """Start summing this thread's time in each phase, with or without a page."""
         if self._page is None:
             self._watch_thread()
 
@@ -114,7 +114,7 @@ class PhaseRecorder:
         self._page, self._thread = None, 0
 
     def seconds(self) -> list[float]:
-        """By phase, what :meth:`account` has added up until now. For its thread."""
+        """The time in each phase until now. Call it on the thread of :meth:`account`."""
         self._sum_up()
         total_s = self._sums.total_s
         total_s[self._phase] += (monotonic_ns() - self._since_ns) * 1e-9
@@ -127,15 +127,15 @@ class PhaseRecorder:
 
     @property
     def is_on(self) -> bool:
-        """Whether an agent reads it."""
+        """Whether an agent reads the page."""
         return self._page is not None
 
-    # -- where the main thread is -------------------------------------------------------------
+    # -- phases of the main thread ------------------------------------------------------------
 
     def enter(self, phase: Phase) -> Phase:
         """The main thread is in ``phase`` from now on; returns the previous one.
 
-        It runs from cold caches each time, so it only records: sums are computed periodically.
+        It always runs with cold caches, so it only records: sums are computed periodically.
         """
         before = self._phase
         if get_ident() != self._thread:
@@ -154,7 +154,7 @@ class PhaseRecorder:
         return before
 
     def enter_batch(self) -> Phase:
-        """A ``DataLoader`` of the process is asked for a batch; returns the previous phase.
+        """A batch is requested from a ``DataLoader`` of the process; returns the previous phase.
 
         If this library distributes the training data, a loader that is read elsewhere belongs to
         the script, for example to an evaluation. It does not make a rank a straggler.
@@ -181,7 +181,7 @@ class PhaseRecorder:
             self._watch_compilation()
 
     def committed(self, step: int) -> None:
-        """A step has taken effect; ``step`` of them have."""
+        """A step was committed; ``step`` is their number."""
         self._step = step
         self._steps_in_world = steps = self._steps_in_world + 1
         self._is_moved = True
@@ -216,7 +216,7 @@ class PhaseRecorder:
             self._page.write_durations(self._sums.longest_s, self._sums.typical_s)
 
     def enter_generation(self, generation: int) -> None:
-        """Another world is entered: its group is built next."""
+        """Another world was entered: its group is built next."""
         self._sum_up()
         self._sums.forget_durations()
         self._generation = generation
@@ -235,7 +235,7 @@ class PhaseRecorder:
         self._checkpoint_step, self._is_moved = step, True
 
     def plan_steps(self, steps: int) -> None:
-        """The planned number of steps of the entire job; 0: not known."""
+        """Set the planned number of steps of the entire job; 0: unknown."""
         if steps == self.planned_steps:
             return
         self.planned_steps = steps
@@ -293,7 +293,7 @@ class PhaseRecorder:
     # -- flags --------------------------------------------------------------------------------
 
     def set_flag(self, flag: int, is_set: bool) -> None:
-        """From any thread. No sign of life. ``flag``: a :class:`Flag`, or its number."""
+        """Set or clear a flag, from any thread. ``flag``: a :class:`Flag`, or its number."""
         flags = self._flags | flag if is_set else self._flags & ~flag
         if flags == self._flags:
             return
@@ -306,7 +306,7 @@ class PhaseRecorder:
             self.set_flag(Flag.GARBAGE, phase == "start")
 
     def _watch_compilation(self) -> None:
-        """Once torch.compile is there: it is imported late, and importing it takes a second."""
+        """Register with torch.compile once it is imported: importing it here takes a second."""
         if self._sees_compilation or self._page is None:
             return
         module = sys.modules.get("torch._dynamo.callback")
@@ -343,7 +343,7 @@ class PhaseRecorder:
 
 
 phases = PhaseRecorder()
-"""Of this process."""
+"""The recorder of this process."""
 
 
 def _watch_debugger(set_flag: Callable[[int, bool], None]) -> None:

@@ -31,14 +31,14 @@ _UNSAFE = re.compile(r"[^A-Za-z0-9_.-]")
 
 @dataclass(frozen=True, kw_only=True)
 class HangReport:
-    """Everything about one verdict. Processes are those of the node that acts; so are stacks, until
-    other nodes have sent theirs."""
+    """All facts about one verdict. Processes and stacks are the acting node's; other nodes send
+    their stacks later."""
 
     verdict: Judgment
     generation: int
     size: int  # of the world
     time: str  # UTC
-    ranks: tuple[RankFacts, ...]  # those that show no progress
+    ranks: tuple[RankFacts, ...]  # the ranks that make no progress
     stacks: tuple[StackGroup, ...]  # of all ranks, outliers first
     flights: Mapping[int, tuple[FlightEntry, ...]]  # collectives begun, by rank
     data_workers: Mapping[int, Mapping[int, str]]  # stacks by pid, by the rank they belong to
@@ -48,22 +48,22 @@ class HangReport:
     done: str
 
     def where(self, rank: int) -> tuple[str, str]:
-        """Of its main thread in the script: :func:`elastic.hangs.stacks.script_frame`."""
+        """The position of a rank in the script: :func:`elastic.hangs.stacks.script_frame`."""
         texts = (one.text for one in self.stacks if rank in one.ranks)
         return stacks.script_frame(next(texts, ""))
 
 
 @dataclass(frozen=True)
 class Share:
-    """How much one node may add to the report of another."""
+    """The limits of what one node sends for another node's report."""
 
     characters: int  # of stacks
     flight_entries: int  # of each rank
 
     @classmethod
     def of(cls, nodes: int, ranks: int) -> Share:
-        """Of a world of so many: what all nodes send together is bounded, and nobody gets less
-        than the main threads of two groups, and the last collectives.
+        """The share of a node: the total of all nodes is bounded, and each may send at least the
+        main threads of two groups and the last collectives.
 
         >>> Share.of(2, 2), Share.of(64, 512)
         (Share(characters=49152, flight_entries=32), Share(characters=8192, flight_entries=4))
@@ -83,7 +83,7 @@ class ReportFolder:
         self._folder = folder
 
     def write_page(self, name: str, text: str) -> tuple[str, str]:
-        """Another page than a hang's. Its path, and why it could not be written, or ""."""
+        """Write another page than a hang report; returns its path, and an error or ""."""
         path = Path(self.folder) / f"{_UNSAFE.sub('_', name)}.txt"
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -94,18 +94,18 @@ class ReportFolder:
 
     @property
     def folder(self) -> str:
-        """Made when it is needed first."""
+        """Created when it is first needed."""
         if self._folder is None:
             self._folder = tempfile.mkdtemp(prefix="elastic-reports-")
         return self._folder
 
     def path(self, node: str, rank: int | None) -> Path:
-        """Of the text."""
+        """The path of the text file."""
         what = "world" if rank is None else f"rank{rank}"
         return Path(self.folder) / f"hang-{_UNSAFE.sub('_', node)}-{what}.txt"
 
     def write(self, path: Path, report: HangReport) -> str:
-        """Both files; why they could not be written, or ""."""
+        """Write both files; returns an error or ""."""
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             _replace(path, render(report))
@@ -135,18 +135,18 @@ def check_folder(folder: str | None) -> None:
         raise ConfigError(
             f"hang_report_folder={folder} cannot be written to: {error}",
             hint="set it with --rdzv-conf=hang_report_folder=... or ELASTIC_HANG_REPORT_FOLDER to "
-            "a folder that this user may write to, or leave it out",
+            "a folder that this user may write to, or omit it",
         ) from None
 
 
 def as_json(report: HangReport) -> str:
-    """For programs. ``where``: by culprit, as far as its stack is known."""
+    """The report as JSON. ``where``: by culprit, if its stack is known."""
     where = {rank: found for rank in report.verdict.culprits if (found := report.where(rank)[0])}
     return json.dumps({**dataclasses.asdict(report), "where": where}, indent=1, default=str)
 
 
 def render(report: HangReport) -> str:
-    """As text for users."""
+    """The report as text."""
     verdict = report.verdict
     parts = [
         f"Hang: {verdict.reason}",
@@ -161,25 +161,25 @@ def render(report: HangReport) -> str:
         *_flights(report),
         *_stacks(report),
     ]
-    for rank, said in report.processes.items():
-        parts += [f"Process of rank {rank}", *_pairs(said), ""]
+    for rank, facts in report.processes.items():
+        parts += [f"Process of rank {rank}", *_pairs(facts), ""]
     parts += ["Node", *_pairs(report.node), ""]
     return "\n".join(parts)
 
 
 def _culprits(report: HangReport) -> list[str]:
     by_rank = {r.rank: r for r in report.ranks}
-    said = []
+    lines = []
     for rank in report.verdict.culprits:
         if (r := by_rank.get(rank)) is None:
             continue
-        said.append(
+        lines.append(
             f"culprit      {r.name} (local rank {r.local_rank}, pid {r.pid}): {r.phase.label}, "
             f"step {r.step}, {r.quiet_s:.1f} s without a sign of progress"
         )
         if where := report.where(rank)[0]:
-            said.append(f"at           {where}")
-    return said
+            lines.append(f"at           {where}")
+    return lines
 
 
 def _of_size(report: HangReport) -> str:
@@ -189,8 +189,8 @@ def _of_size(report: HangReport) -> str:
 
 def _checkpoint(report: HangReport) -> list[str]:
     step = max((r.checkpoint_step for r in report.ranks), default=-1)
-    said = f"of step {step}, the latest that these ranks have" if step >= 0 else "none known yet"
-    return [f"checkpoint   {said}"]
+    text = f"of step {step}, the latest known to these ranks" if step >= 0 else "none known yet"
+    return [f"checkpoint   {text}"]
 
 
 def _table(report: HangReport) -> list[str]:
@@ -202,7 +202,7 @@ def _table(report: HangReport) -> list[str]:
     missing = [str(rank) for rank in range(report.size) if rank not in known]
     if missing:
         lines.append(f"making progress, or unknown: rank {', '.join(missing)}")
-    return ["Ranks that show no progress", *(line.rstrip() for line in lines), ""]
+    return ["Ranks that make no progress", *(line.rstrip() for line in lines), ""]
 
 
 def _row(r: RankFacts) -> tuple[str, ...]:
@@ -229,27 +229,27 @@ def _row(r: RankFacts) -> tuple[str, ...]:
 
 
 def _flights(report: HangReport) -> list[str]:
-    said = flight.describe(report.flights)
-    return ["Collectives by torch's flight recorder", *said, ""] if said else []
+    lines = flight.describe(report.flights)
+    return ["Collectives from torch's flight recorder", *lines, ""] if lines else []
 
 
 def _stacks(report: HangReport) -> list[str]:
-    said = []
+    lines = []
     for title, taken in (("Stacks", report.stacks), ("Native stacks", report.native_stacks)):
         if not any(one.text for one in taken):
             continue
-        said += [f"{title}, culprits and outliers first", ""]
+        lines += [f"{title}, culprits and outliers first", ""]
         for one in taken:
             shown = stacks.main_first(one.text) or "none: it is stopped, or blocked in the kernel"
-            said += [f"{_named(one.ranks)}:", shown, ""]
+            lines += [f"{_named(one.ranks)}:", shown, ""]
     for rank, children in report.data_workers.items():
         for pid, text in children.items():
-            said += [f"data worker {pid} of rank {rank}:", stacks.main_first(text), ""]
-    return said
+            lines += [f"data worker {pid} of rank {rank}:", stacks.main_first(text), ""]
+    return lines
 
 
 def _named(ranks: Sequence[int]) -> str:
-    """Of many, runs of neighbours.
+    """The ranks as text; consecutive ones become ranges.
 
     >>> _named((3,)), _named((0, 1, 2, 5, 6))
     ('rank 3', 'ranks 0-2, 5, 6')
@@ -260,11 +260,11 @@ def _named(ranks: Sequence[int]) -> str:
             runs[-1].append(rank)
         else:
             runs.append([rank])
-    said = [f"{run[0]}-{run[-1]}" if len(run) > 2 else ", ".join(map(str, run)) for run in runs]
+    texts = [f"{run[0]}-{run[-1]}" if len(run) > 2 else ", ".join(map(str, run)) for run in runs]
     count = f" ({len(ranks)} ranks)" if len(ranks) > 8 else ""
-    return f"{'rank' if len(ranks) == 1 else 'ranks'} {', '.join(said)}{count}"
+    return f"{'rank' if len(ranks) == 1 else 'ranks'} {', '.join(texts)}{count}"
 
 
-def _pairs(said: Mapping[str, str]) -> Sequence[str]:
-    width = max(map(len, said), default=0)
-    return [f"  {name.ljust(width)}  {value}" for name, value in said.items()]
+def _pairs(facts: Mapping[str, str]) -> Sequence[str]:
+    width = max(map(len, facts), default=0)
+    return [f"  {name.ljust(width)}  {value}" for name, value in facts.items()]

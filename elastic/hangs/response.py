@@ -69,14 +69,14 @@ class HangResponse:
         self._before_kill = before_kill
         self._abort = abort
         self._clock = clock
-        self._answered: set[tuple[object, ...]] = set()
+        self._handled: set[tuple[object, ...]] = set()
         self._last: tuple[Path, HangReport] | None = None
         self._has_more = False  # other nodes' stacks are to be written into it
 
     def on_stopped(
         self, watch: HangWatch, worker: WatchedWorker, facts: RankFacts, stopped_s: float
     ) -> None:
-        """A worker is in state T or t: no other facts are needed."""
+        """Handle a worker in state T or t, for which no other facts are needed."""
         verdict = judge_stopped(facts, stopped_s, self._stop_grace_s)
         if verdict.action is HangAction.WAIT:
             return
@@ -84,15 +84,15 @@ class HangResponse:
         self.carry_out(watch, judged)
 
     def carry_out(self, watch: HangWatch, judged: Judged) -> None:
-        """Once per verdict, however often it is received."""
+        """Execute a verdict once, however often it is received."""
         verdict = judged.verdict
         culprit = verdict.culprit
         key: tuple[object, ...] = (judged.generation, verdict.kind, culprit and culprit.pid)
         if verdict.action is not HangAction.LEAVE_ALONE:  # logged once
             key += (culprit and culprit.progress,)
-        if key in self._answered:
+        if key in self._handled:
             return
-        self._answered.add(key)
+        self._handled.add(key)
         worker = watch.worker(culprit.pid) if culprit is not None else None
         if verdict.action is HangAction.KILL:
             if worker is None or culprit is None:
@@ -129,12 +129,12 @@ class HangResponse:
                 lambda why: get_logger().warning("%s: %s", error_file, why),
             )
             worker.kill()
-            done = f"pid {worker.pid} was ended with SIGKILL; the others recover as from a death"
+            done = f"pid {worker.pid} was killed with SIGKILL; the others recover as from a death"
             report = replace(report, done=done)
         self._write(path, judged, report)
 
     def _observe(self, watch: HangWatch, judged: Judged) -> HangReport:
-        """The facts that are lost once the verdict is executed. The rest can follow later: the job
+        """Take the facts that are lost once the verdict is executed. The rest can follow: the job
         waits."""
         workers = {watch.facts(w).rank: w for w in watch.workers}
         to_end = judged.verdict.culprits if judged.verdict.action is HangAction.KILL else ()
@@ -163,11 +163,11 @@ class HangResponse:
         )
 
     def _write(self, path: Path, judged: Judged, report: HangReport) -> None:
-        room = _in_time(
-            lambda: kernel.room_on_disks([os.getcwd(), self._folder.folder]),
+        space = _in_time(
+            lambda: kernel.free_disk_space([os.getcwd(), self._folder.folder]),
             lambda why: {"disk": why},
         )
-        node = {**kernel.describe_node(), **room}
+        node = {**kernel.describe_node(), **space}
         report = replace(report, node=node)
         self._last = path, report
         failure = self._write_in_time(path, report)
@@ -181,7 +181,7 @@ class HangResponse:
         )
 
     def _write_in_time(self, path: Path, report: HangReport) -> str:
-        """Why it could not be written, or ""."""
+        """Write the report; returns an error or ""."""
         return _in_time(lambda: self._folder.write(path, report), lambda why: f"{path}: {why}")
 
     def add_stacks(
@@ -191,8 +191,8 @@ class HangResponse:
         taken: Sequence[StackGroup],
         flights: Mapping[int, tuple[FlightEntry, ...]],
     ) -> None:
-        """The stacks of another node's ranks have arrived: the last report is rewritten with them,
-        once for all nodes whose stacks are waiting."""
+        """Add the stacks of another node's ranks to the last report, which is rewritten once for
+        all nodes whose stacks have arrived."""
         if self._last is None or self._last[1].generation != generation:
             return
         path, report = self._last
@@ -231,8 +231,8 @@ class HangResponse:
 
 
 def _in_time(act: Callable[[], T], otherwise: Callable[[str], T]) -> T:
-    """The result of ``act``; the result of ``otherwise`` for the reason if there is none: the file
-    system does not respond, and its thread is abandoned, or it has failed unexpectedly."""
+    """The result of ``act``, or of ``otherwise(reason)`` if it failed unexpectedly or the file
+    system does not respond; then its thread is abandoned."""
     done: queue.SimpleQueue[T | Exception] = queue.SimpleQueue()
 
     def run() -> None:
@@ -257,7 +257,7 @@ def _utc(wall_s: float) -> str:
 
 
 def _data_workers(watch: HangWatch, judged: Judged) -> dict[int, dict[int, str]]:
-    """Stacks of the culprit's children that were forked: they have its handler, and its file."""
+    """Stacks of the culprit's forked children, which inherited its handler and its file."""
     culprit = judged.verdict.culprit
     worker = watch.worker(culprit.pid) if culprit is not None else None
     if worker is None or culprit is None:
@@ -271,8 +271,8 @@ def _grouped(by_rank: Iterable[tuple[int, str]], culprits: Sequence[int]) -> tup
 
 
 def _named(judged: Judged, report: HangReport) -> str:
-    """The reason, with the function of the script that a sleeping culprit is in. (What runs is now
-    here, now there: the same hang is to have the same reason.)"""
+    """The reason, with the function of the script in which a sleeping culprit waits. (The position
+    of running code varies, but the same hang must have the same reason.)"""
     culprit = judged.verdict.culprit
     place = report.where(culprit.rank)[1] if culprit is not None and culprit.is_asleep else ""
     return f"{judged.verdict.reason}; it is in {place}" if place else judged.verdict.reason
@@ -283,9 +283,9 @@ def _write_error_file(path: str, reason: str, wall_s: float) -> None:
     elastic/multiprocessing/errors/error_handler.py): otherwise it only has the signal."""
     if not path:
         return
-    said = {"message": reason, "extraInfo": {"py_callstack": "", "timestamp": str(int(wall_s))}}
+    message = {"message": reason, "extraInfo": {"py_callstack": "", "timestamp": str(int(wall_s))}}
     try:
         with open(path, "x", encoding="utf-8") as file:
-            json.dump({"message": said}, file)
+            json.dump({"message": message}, file)
     except OSError as error:
         get_logger().warning("%s cannot be written: %s", path, error)

@@ -1,9 +1,9 @@
 """Stacks of a worker, taken while its interpreter lock is held elsewhere, and without ptrace.
 
-faulthandler writes them from a signal handler, which takes no lock. Each thread writes its own, and
-so is stopped while it does. Walking all threads while they run, as faulthandler can, reads frames
-that may have been freed: one worker in several hundred died of SIGSEGV [seen]. Most of the workers
-are healthy: they write their main thread's stack, and only culprits write all.
+faulthandler writes them from a signal handler, which takes no lock. Each thread writes its own
+stack, which cannot change meanwhile. faulthandler can also walk all threads while they run, but
+then reads frames that may have been freed: one worker in several hundred died of SIGSEGV
+[measured]. Most workers are healthy and write only their main thread's stack; culprits write all.
 
 The handler writes into a memfd of the worker, which the agent opens through ``/proc/PID/fd``. A
 process that is stopped, or blocked in the kernel (state D), runs no handler: then there is no
@@ -33,14 +33,14 @@ from elastic.hangs.kernel import is_stopped
 from elastic.tuning.agent_intervals import STACKS_DUMPED_S, STACKS_POLL_S, STACKS_PY_SPY_S
 
 NAME = "elastic-stacks"
-# tgkill(2), by its number: glibc has it by name since 2.30 only.
+# tgkill(2), by number: glibc has a wrapper only since 2.30.
 _TGKILL = {"x86_64": 234, "ppc64le": 250, "s390x": 241}.get(os.uname().machine, 131)
 NO_SIGNAL = 0
-# Real-time signals have no meaning of their own. glibc takes the first two, Java and profilers
-# begin at the low end.
+# Real-time signals have no predefined meaning. glibc uses the first two; Java and profilers start
+# at the low end.
 _SIGNALS = tuple(range(signal.SIGRTMAX - 5, signal.SIGRTMAX - 13, -1))
 _MOST_BYTES = 256 << 10
-_CUT = "  ..."  # as faulthandler ends a stack of more frames than it writes
+_CUT = "  ..."  # the end of a stack with more frames than faulthandler writes
 _MAIN = '"MainThread"'
 # Files that are not the script's: of Python, of installed packages, and of this project.
 _PROJECT = Path(__file__).parents[2]
@@ -60,13 +60,13 @@ class StackSource:
     """How an agent requests the stacks of a worker."""
 
     fd: int  # in the worker
-    signum: int  # NO_SIGNAL: all candidates are the script's own
+    signum: int  # NO_SIGNAL: the script uses all candidates
 
 
 def offer() -> StackSource:
     """In the worker's main thread: install the handler that writes a thread's stack on a signal.
 
-    Raises OSError where the kernel gives no memory.
+    Raises OSError if the kernel cannot allocate memory.
     """
     is_main = threading.current_thread() is threading.main_thread()
     free = (s for s in _SIGNALS if signal.getsignal(s) is signal.SIG_DFL)
@@ -84,7 +84,7 @@ def take(
     """The stack of the main thread of process ``pid``; "" if there is none. It is preceded by those
     of a culprit's other threads, whose system calls are interrupted."""
     if source.signum == NO_SIGNAL or not _catches(pid, source.signum):
-        return ""  # the signal would end it: another program runs in this process by now
+        return ""  # the signal would end the process, which now runs another program
     if is_stopped(pid):
         return ""  # its handler would not run, and the caller would wait for it
     path = f"/proc/{pid}/fd/{source.fd}"
@@ -116,8 +116,8 @@ def take(
 def _read_when_written(
     fd: int, before: int, is_done: Callable[[], bool], clock: Clock = SYSTEM_CLOCK
 ) -> str:
-    """The added text, once it is complete. A thread without a core writes nothing for a while:
-    silence does not mean the end."""
+    """The added text, once it is complete. A thread without a core writes nothing for a while, so a
+    pause does not mean the end."""
     deadline_s = clock.monotonic() + STACKS_DUMPED_S
     has_begun = False
     while clock.monotonic() < deadline_s:
@@ -133,8 +133,8 @@ def _read_when_written(
 
 
 def _have_others_written(pid: int, signum: int, clock: Clock) -> None:
-    """All threads but the main one, one after the other: their lines would be mixed. Threads that
-    run no Python write nothing."""
+    """Have all other threads write their stacks, one after the other, so that lines do not mix.
+    Threads that run no Python code write nothing."""
     deadline_s = clock.monotonic() + STACKS_DUMPED_S
     for tid in _threads_of(pid):
         if tid == pid or _has_signal(pid, tid, "SigBlk", signum):
@@ -183,8 +183,8 @@ def _has_signal(pid: int, tid: int, mask: str, signum: int) -> bool:
 
 
 def take_native(pid: int) -> str:
-    """By ``py-spy dump --native``, if it is installed and may trace the process; else "". The main
-    thread's last, as with :func:`take`."""
+    """The stacks from ``py-spy dump --native``, if it is installed and may trace the process; else
+    "". The main thread comes last, as in :func:`take`."""
     program = shutil.which("py-spy")
     if program is None:
         return ""
@@ -199,7 +199,7 @@ def take_native(pid: int) -> str:
 
 
 def _main_last(stacks: str) -> str:
-    """py-spy begins a thread with a line that has its name."""
+    """Move the main thread to the end. py-spy begins each thread with a line with its name."""
     threads = _threads(stacks)
     return "\n\n".join(sorted(threads, key=lambda text: _MAIN in text.partition("\n")[0]))
 
@@ -235,8 +235,8 @@ def _is_library(file: str) -> bool:
 
 
 def _place(stacks: str) -> tuple[str, ...]:
-    """Equal for processes whose main threads do the same, however it was determined: in files of
-    libraries neither the line counts nor the inner calls of the innermost function."""
+    """A key that is equal for processes whose main threads do the same: in library files, neither
+    lines nor the inner calls of the innermost function count."""
     frames = [_FRAME.search(line) for line in _threads(stacks)[-1].splitlines()]
     found = [frame.groups() for frame in frames if frame is not None]
     if not found:
@@ -251,18 +251,18 @@ def _place(stacks: str) -> tuple[str, ...]:
 
 
 def main_first(stacks: str) -> str:
-    """The same, with the main thread first, for which readers look."""
+    """The same stacks with the main thread first, which matters most to readers."""
     return "\n\n".join(reversed(_threads(stacks)))
 
 
 def group(by_rank: Iterable[tuple[int, str]], apart: Container[int] = ()) -> tuple[StackGroup, ...]:
     """Groups ranks by their main threads' activity, the smallest group first, since outliers
-    matter. Those of ``apart`` come first, and share no group with others."""
+    matter. Ranks in ``apart`` come first, and share no group with others."""
     return merge((StackGroup((rank,), text) for rank, text in by_rank), apart)
 
 
 def merge(groups: Iterable[StackGroup], apart: Container[int] = ()) -> tuple[StackGroup, ...]:
-    """Groups of several nodes as one list. Of a rank that is in two, the first counts."""
+    """Merge the groups of several nodes. If a rank is in two groups, the first counts."""
     first: list[StackGroup] = []
     rest: list[StackGroup] = []
     seen: set[int] = set()
@@ -293,15 +293,15 @@ def _merged(groups: Iterable[StackGroup]) -> tuple[StackGroup, ...]:
 def _extension(
     frames: tuple[str, ...], places: Iterable[tuple[str, ...]]
 ) -> tuple[str, ...] | None:
-    """The place of a whole stack that begins with these innermost frames."""
+    """The place of a complete stack that begins with these innermost frames."""
     whole = (place for place in places if place[-1:] != (_CUT,))
     return next((place for place in whole if place[: len(frames)] == frames), None)
 
 
 def within(groups: Iterable[StackGroup], most: int) -> tuple[StackGroup, ...]:
-    """The same groups with at most ``most`` characters of text, shared out evenly: what one does
-    not need, the others get. Every group keeps its ranks, and the innermost frames of the main
-    thread as far as there is room."""
+    """The same groups with at most ``most`` characters of text, divided evenly; groups that need
+    less leave the rest to others. Every group keeps its ranks, and as many innermost frames of the
+    main thread as fit."""
     groups = tuple(groups)
     room, cut = most, dict[int, str]()
     by_length = sorted(range(len(groups)), key=lambda index: len(groups[index].text))
@@ -313,7 +313,7 @@ def within(groups: Iterable[StackGroup], most: int) -> tuple[StackGroup, ...]:
 
 
 def shortened(stacks: str, most: int) -> str:
-    r"""At most ``most`` characters: first other threads are left out, then outer frames.
+    r"""At most ``most`` characters: other threads are omitted first, then outer frames.
 
     >>> shortened("Thread 1:\n  a\n\nCurrent thread 2:\n  inner\n  outer", 40)
     'Current thread 2:\n  inner\n  outer'

@@ -17,7 +17,7 @@ from enum import Enum
 from elastic.hangs.budgets import BudgetPolicy, budget_s, lost_message_s, mismatch_s, suspicion_s
 from elastic.hangs.facts import IDLE_SHARE, Flag, KernelFacts, Phase, RankFacts
 
-# Kernel functions that a thread sleeps in, by how their names begin, over versions of the kernel.
+# Prefixes of the kernel functions in which a thread sleeps, in various kernel versions.
 _WAITS = (
     (("hrtimer_nanosleep", "do_nanosleep", "common_nsleep"), "it sleeps (time.sleep)"),
     (("futex",), "it waits for a lock, or for another thread (a deadlock)"),
@@ -41,7 +41,7 @@ _WAITS = (
         "the other end of a socket does not answer",
     ),
 )
-_NO_IDEA = "a deadlock, or it waits for something outside of the job"
+_UNKNOWN_WAIT = "a deadlock, or it waits for something outside of the job"
 
 
 class HangAction(str, Enum):
@@ -54,7 +54,7 @@ class HangAction(str, Enum):
 
 
 class HangKind(str, Enum):
-    """What kind of hang it is."""
+    """The kind of a hang."""
 
     NONE = "none"
     STOPPED = "stopped"
@@ -65,7 +65,7 @@ class HangKind(str, Enum):
 
 
 class HangConfidence(str, Enum):
-    """How sure that is."""
+    """The confidence of a verdict."""
 
     HIGH = "high"
     MEDIUM = "medium"
@@ -104,7 +104,7 @@ def judge(ranks: Sequence[RankFacts], size: int, policy: BudgetPolicy) -> Judgme
 
 
 def judge_stopped(facts: RankFacts, stopped_s: float, grace_s: float) -> Judgment:
-    """The verdict of its own agent on a worker in state T (SIGSTOP, SIGTSTP)."""
+    """The verdict on a worker in state T (SIGSTOP, SIGTSTP), by its own agent."""
     if facts.is_traced:
         return _leave_alone([facts])
     if facts.kernel.state != "T" or stopped_s < grace_s:
@@ -120,9 +120,8 @@ def judge_stopped(facts: RankFacts, stopped_s: float, grace_s: float) -> Judgmen
 
 
 def _is_waiting(facts: RankFacts, ranks: Sequence[RankFacts], unknown: int) -> bool:
-    """Whether it waits for others. While a world forms, ranks wait for each other outside of
-    collectives, too, until the first of them is in one. From then on, the others read or write
-    their state."""
+    """Whether a rank waits for others. While a world forms, ranks also wait for each other outside
+    of collectives, until the first is in one. From then on, the others transfer their state."""
     if facts.phase is Phase.FORMING:
         return not any(_is_in_world_with(facts, r) for r in ranks)
     if facts.generation != max(r.generation for r in ranks):
@@ -131,9 +130,9 @@ def _is_waiting(facts: RankFacts, ranks: Sequence[RankFacts], unknown: int) -> b
 
 
 def _is_waiting_in_former_world(facts: RankFacts, ranks: Sequence[RankFacts], unknown: int) -> bool:
-    """A joining node waits in the next world while the others make the remaining steps in this one.
-    So a collective waits for ranks of its world that may still enter it. If there are none, it has
-    ended: a rank that is still in it has not been released, and delays the others."""
+    """Whether a rank waits in a world that a joining node has already left for the next one. A
+    collective waits for ranks of its world that may still enter it. Without such ranks it has
+    ended: a rank that is still in it was not released, and delays the others."""
     others = [r for r in ranks if r.generation == facts.generation and r.rank != facts.rank]
     if facts.phase is Phase.COLLECTIVE:
         return unknown > 0 or any(r.phase is not Phase.COLLECTIVE for r in others)
@@ -146,9 +145,9 @@ def _is_in_world_with(facts: RankFacts, other: RankFacts) -> bool:
 
 
 def _may_wait_for_device(facts: RankFacts, ranks: Sequence[RankFacts]) -> bool:
-    """Where collectives are queued on a device, a script waits for them anywhere: ``loss.item()``.
-    It waits for others if it has queued as many as any of them that wait in one, or one that
-    another rank has not begun: ``dist.all_reduce(t)`` is queued, and returns."""
+    """Whether a rank may wait for collectives queued on a device, as in ``loss.item()``. It waits
+    for others if it has queued as many collectives as any waiting rank, or one that another rank
+    has not begun (``dist.all_reduce(t)`` is queued, and returns)."""
     if not facts.flags & Flag.ON_STREAM or facts.phase is Phase.DATA:
         return False
     in_world = (r for r in ranks if r.generation == facts.generation)
@@ -186,7 +185,7 @@ def _leave_alone(debugged: Sequence[RankFacts]) -> Judgment:
 
 
 def _kill(over: Sequence[RankFacts], waiting: Sequence[RankFacts]) -> Judgment:
-    # One at a time, the furthest behind first: another may only be waiting for it, unseen.
+    # One at a time, the furthest behind first: another one may be waiting for it, unnoticed.
     culprit = min(over, key=lambda r: (r.generation, r.step, r.collective, -r.quiet_s, r.rank))
     where = f" of step {culprit.step}" if _is_in_step(culprit.phase) else ""
     victims = _where_they_wait(waiting)
@@ -220,7 +219,7 @@ def _call(facts: RankFacts) -> str:
 
 
 def _why(facts: RankFacts) -> str:
-    """What it does instead, as far as the kernel shows it."""
+    """What the rank does instead, according to the kernel."""
     kernel = facts.kernel
     at = f" in {kernel.wait_channel}" if kernel.wait_channel else ""
     if kernel.state == "D" or kernel.file_system:
@@ -232,7 +231,7 @@ def _why(facts: RankFacts) -> str:
         return _what_computes(kernel)
     on = f" on {kernel.call_target}" if kernel.call_target else ""
     if facts.phase is Phase.DATA and kernel.data_workers:
-        return f"asleep{at}{on}: its data loader gives no batch ({_of_data_workers(kernel)})"
+        return f"asleep{at}{on}: its data loader returns no batch ({_of_data_workers(kernel)})"
     return f"asleep{at}{on}: {_what_it_waits_for(kernel.wait_channel)}"
 
 
@@ -245,14 +244,14 @@ def _of_data_workers(kernel: KernelFacts) -> str:
 def _what_computes(kernel: KernelFacts) -> str:
     if kernel.state == "S" and kernel.wait_channel.startswith("futex"):
         return (
-            "waiting for another of its threads, which uses CPU: it holds the interpreter lock or "
-            "another one, or computes for very long"
+            "waiting for another of its threads, which uses CPU and holds the interpreter lock or "
+            "another lock, or computes for very long"
         )
     return "using CPU: an endless loop, or a computation that takes very long"
 
 
 def _what_it_waits_for(channel: str) -> str:
-    return next((said for names, said in _WAITS if channel.startswith(names)), _NO_IDEA)
+    return next((text for names, text in _WAITS if channel.startswith(names)), _UNKNOWN_WAIT)
 
 
 def _all_wait(waiting: Sequence[RankFacts], policy: BudgetPolicy) -> Judgment:
@@ -261,8 +260,8 @@ def _all_wait(waiting: Sequence[RankFacts], policy: BudgetPolicy) -> Judgment:
     # The last to arrive determines how long all have been waiting.
     quiet_s = min(r.quiet_s for r in waiting)
     calls = Counter(r.call for r in waiting)
-    # Ranks of different subgroups are in different collectives, and so are those of which only
-    # some wait visibly for a device.
+    # Ranks of different subgroups are in different collectives. So are ranks of which only some
+    # visibly wait for a device.
     is_distinguishable = all(
         r.phase is Phase.COLLECTIVE and not r.flags & Flag.SUBGROUPS for r in waiting
     )

@@ -1,4 +1,4 @@
-"""The agent's thread that checks its workers a few times a second: pages, and /proc.
+"""The agent's thread that checks its workers' pages and /proc a few times a second.
 
 It only observes. Time in which the machine, the agent or the worker itself could not run does not
 count: a paused VM, a suspended laptop and a machine at 100 % load have no hung workers. So quiet
@@ -25,9 +25,9 @@ from elastic.hangs.page import PageReader, Reading
 from elastic.hangs.phases import operation_name
 from elastic.hangs.stacks import StackSource
 
-_SMOOTHING = 0.3  # of the use of CPU, over about a second
-_MOST_TICKS = 2  # that one may count for
-# Of a tick. A worker that has waited for a core for less of it has had its share of one.
+_SMOOTHING = 0.3  # of the CPU share, over about a second
+_MOST_TICKS = 2  # the most that one tick may count for
+# The fraction of a tick. A worker that waited for a core for less time was not starved.
 _STARVED = 0.75
 _UNKNOWN_S = (0.0,) * len(Phase)
 _NO_STACKS = StackSource(-1, 0)
@@ -51,7 +51,7 @@ class WatchedWorker:
     pidfd: int
     page: PageReader | None = None  # a script that does not call elastic.join() has none
     stacks: StackSource = _NO_STACKS
-    error_file: str = ""  # where torchrun looks for its error
+    error_file: str = ""  # the file from which torchrun reads its error
     reading: Reading | None = None
     quiet_s: float = 0.0
     stopped_s: float = 0.0
@@ -70,7 +70,7 @@ class WatchedWorker:
         return self.flight if self.flight_generation == generation else ()
 
     def kill(self) -> None:
-        """SIGKILL this very process, even if its pid has been reused."""
+        """SIGKILL this process, and no other one that has reused its pid."""
         with contextlib.suppress(ProcessLookupError):
             signal.pidfd_send_signal(self.pidfd, signal.SIGKILL)
 
@@ -85,7 +85,7 @@ class WatchedWorker:
         )
 
     def close(self) -> None:
-        """Release it."""
+        """Close its descriptors."""
         os.close(self.pidfd)
         if self.page is not None:
             self.page.close()
@@ -94,9 +94,9 @@ class WatchedWorker:
 class HangWatch:
     """Its owner calls ``close``. Callbacks run on the thread ``elastic-hangs``.
 
-    ``on_facts`` gets the newest generation and the facts of all ranks of this node that show no
-    progress, whenever a verdict over them may change; none once all make progress. ``on_stopped``
-    gets a worker that is stopped, also by a debugger, with every tick.
+    ``on_facts`` receives the newest generation and the facts of all ranks of this node that make no
+    progress, whenever a verdict on them may change, and no facts once all make progress.
+    ``on_stopped`` receives each stopped worker, also one stopped by a debugger, with every tick.
     """
 
     def __init__(
@@ -130,7 +130,7 @@ class HangWatch:
         self._thread = threading.Thread(target=self._run, name="elastic-hangs", daemon=True)
 
     def start(self) -> None:
-        """Begin to look."""
+        """Start watching."""
         self._thread.start()
 
     def close(self) -> None:
@@ -140,13 +140,13 @@ class HangWatch:
             self._thread.join()
 
     def post(self, task: Callable[[], object]) -> None:
-        """Run it on the thread, with the next tick at the latest. From any thread."""
+        """Run ``task`` on the thread before the next tick. From any thread."""
         self._tasks.put(task)
 
-    # -- who is watched: from any thread --------------------------------------------------------
+    # -- watched workers: from any thread -------------------------------------------------------
 
     def add(self, pid: int, local_rank: int, page_fd: int, stacks: StackSource) -> None:
-        """A worker keeps a page."""
+        """A worker maintains a page."""
         self.post(lambda: self._add(pid, local_rank, page_fd, stacks))
 
     def supervise(self, workers: tuple[Supervised, ...]) -> None:
@@ -164,7 +164,7 @@ class HangWatch:
         self.post(lambda: self._remove(pid))
 
     def enter_world(self, generation: int, first_rank: int | None) -> None:
-        """There is a newer world; the rank of local rank 0 in it, if this node is a member."""
+        """There is a newer world. ``first_rank``: of local rank 0; None: this node is not in it."""
         self.post(lambda: self._enter_world(generation, first_rank))
 
     def worker(self, pid: int) -> WatchedWorker | None:
@@ -189,7 +189,7 @@ class HangWatch:
         try:
             worker.page = PageReader(pid, page_fd)
         except OSError:
-            return  # it has ended, or /proc is closed to us: the kernel's state still shows
+            return  # it has ended, or /proc is not accessible: the kernel's state may still be
         worker.stacks = stacks
 
     def _supervise(self, workers: tuple[Supervised, ...]) -> None:
@@ -249,14 +249,14 @@ class HangWatch:
         passed_s = min(now_s - self._last_tick_s, _MOST_TICKS * self._tick_s)
         self._last_tick_s = now_s
         for worker in list(self._workers.values()):
-            self._look(worker, passed_s)
+            self._check(worker, passed_s)
         stuck = [worker for worker in self._workers.values() if worker.level]
         state = tuple((w.pid, w.level, w.reading and w.reading.flags, w.tracer_pid) for w in stuck)
         if state != self._published:
             self._published = state
             self._on_facts(self._generation, tuple(self.facts(worker) for worker in stuck))
 
-    def _look(self, worker: WatchedWorker, passed_s: float) -> None:
+    def _check(self, worker: WatchedWorker, passed_s: float) -> None:
         times = kernel.process_times(worker.pid)
         if times is None or times.state in "ZX":
             worker.level = 0
@@ -293,7 +293,7 @@ class HangWatch:
             worker.tracer_pid = kernel.tracer_pid(worker.pid)
 
     def _starved_s(self, worker: WatchedWorker) -> float:
-        """How long it has waited for a core since the last look."""
+        """How long it has waited for a core since the last tick."""
         before_s = worker.starved_s
         worker.starved_s = kernel.starved_s(worker.pid)
         return worker.starved_s - before_s

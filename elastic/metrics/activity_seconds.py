@@ -62,7 +62,7 @@ class ActivitySeconds:
         self._add(Activity.PRODUCTIVE, times.productive_s)
 
     def _split_first(self, pid: int, usual: RankTimes) -> None:
-        """Count the first step in a world as productive for as long as following ones take."""
+        """Count the first step in a world as productive for the usual duration of a step."""
         first_s, steps = self._first_steps.pop(pid, (0.0, 0))
         step_s = usual.productive_s / usual.steps if usual.steps else 0.0
         productive_s = min(first_s, step_s * steps)

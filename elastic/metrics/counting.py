@@ -43,14 +43,14 @@ class NodeMetrics:
         self,
         clock: Clock,
         *,
-        asks_workers: bool = False,
+        collects_worker_events: bool = False,
         listener: Callable[[Event], None] = lambda event: None,
     ) -> None:
-        """``asks_workers``: whether workers send their counted events. ``listener``
+        """``collects_worker_events``: whether workers send their counted events. ``listener``
         receives recoveries and checkpoints, once per node."""
         self.tally = Tally()
         self._listener = listener
-        self.asks_workers = asks_workers
+        self.collects_worker_events = collects_worker_events
         self._clock = clock
         self._activities = ActivitySeconds(self.tally, clock)
         self._heard_s: dict[int, float] = {}  # time of the last message, by pid
@@ -61,8 +61,8 @@ class NodeMetrics:
 
     @property
     def heartbeat_age_s(self) -> float | None:
-        """Silence of the worker that has been silent for longest; None without workers.
-        Lock-free."""
+        """Time since the last message of the worker that has been silent for longest; None without
+        workers. Lock-free."""
         heard = self._heard_s.copy()
         return self._clock.monotonic() - min(heard.values()) if heard else None
 
@@ -100,7 +100,7 @@ class NodeMetrics:
         if is_error:
             self.tally.add(table.ETCD_ERRORS, operation=operation)
 
-    def on_worker_said(
+    def on_worker_message(
         self, pid: int, local_rank: int, message: object, world: WorldRecord | None
     ) -> None:
         """Count a message of a worker. ``world``: the newest known one."""

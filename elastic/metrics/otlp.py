@@ -4,7 +4,7 @@
 The destination is set by the standard variables (OTEL_EXPORTER_OTLP_ENDPOINT, …_HEADERS,
 …_TIMEOUT, …_CERTIFICATE, OTEL_SERVICE_NAME, OTEL_RESOURCE_ATTRIBUTES): the SDK's exporter reads
 them. The thread is ours: the SDK's periodic reader would start its own in every forked worker, and
-its observable instruments know no histograms.
+it has no observable histograms.
 """
 
 from __future__ import annotations
@@ -46,11 +46,11 @@ Send = Callable[["MetricsData"], bool]
 
 
 def is_wanted(env: Mapping[str, str]) -> bool:
-    """The value of ``ELASTIC_OTEL``. Raises ConfigError if the settings cannot be applied."""
-    said = env.get(SWITCH, "off")
-    if said not in ("on", "off"):
-        raise ConfigError(f"{SWITCH}={said}", hint="set it to on or off (the default)")
-    if said == "off":
+    """Whether ``ELASTIC_OTEL=on``. Raises ConfigError if the settings cannot be applied."""
+    value = env.get(SWITCH, "off")
+    if value not in ("on", "off"):
+        raise ConfigError(f"{SWITCH}={value}", hint="set it to on or off (the default)")
+    if value == "off":
         return False
     if not all(_is_installed(name) for name in _PACKAGES):
         raise ConfigError(
@@ -70,15 +70,15 @@ def is_wanted(env: Mapping[str, str]) -> bool:
 
 def interval_s(env: Mapping[str, str]) -> float:
     """The interval between two exports. Raises ConfigError."""
-    said = env.get(INTERVAL)
-    if not said:
+    text = env.get(INTERVAL)
+    if not text:
         return OTLP_EXPORT_S
     try:
-        seconds = float(said) / 1000
+        seconds = float(text) / 1000
     except ValueError:
         seconds = math.nan
     if not (math.isfinite(seconds) and seconds > 0):
-        raise ConfigError(f"{INTERVAL}={said}", hint="milliseconds, for example 10000")
+        raise ConfigError(f"{INTERVAL}={text}", hint="milliseconds, for example 10000")
     return seconds
 
 
@@ -180,7 +180,7 @@ class OtlpExport:
     def _resource(self) -> Resource:
         from opentelemetry.sdk.resources import Resource
 
-        # OTEL_SERVICE_NAME and OTEL_RESOURCE_ATTRIBUTES win.
+        # OTEL_SERVICE_NAME and OTEL_RESOURCE_ATTRIBUTES take precedence.
         own = {"service.name": _SERVICE, "service.instance.id": self._common["node"]}
         return Resource(own).merge(_resource_of_environment())
 

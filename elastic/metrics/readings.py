@@ -18,7 +18,7 @@ Reading = tuple[Metric, Labels, float]
 
 @dataclass(frozen=True, kw_only=True)
 class NodeReadings:
-    """The sources of gauges. The functions must not block or take a lock."""
+    """The sources of gauges. The functions must neither block nor take a lock."""
 
     status: NodeStatus
     metrics: NodeMetrics

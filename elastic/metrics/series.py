@@ -32,13 +32,13 @@ def series_of(readings: NodeReadings) -> Iterator[MetricSeries]:
         gauges.setdefault(metric, {})[cleaned] = float(value)
     counts = _by_metric(readings.metrics.tally.counts().items())
     distributions = _by_metric(readings.metrics.tally.distributions().items())
-    hears_workers = readings.metrics.asks_workers
+    collects = readings.metrics.collects_worker_events
     for metric in METRICS:
         values = gauges.get(metric, {})
         if metric.kind is MetricKind.COUNTER:
             # Zeros for workers without reports would look like a job without progress.
-            is_heard = hears_workers or metric.source is not MetricSource.WORKERS
-            zeros = dict.fromkeys(metric.initial_series, 0.0) if is_heard else {}
+            is_collected = collects or metric.source is not MetricSource.WORKERS
+            zeros = dict.fromkeys(metric.initial_series, 0.0) if is_collected else {}
             values = {**zeros, **counts.get(metric, {})}
         found = MetricSeries(metric, values, distributions.get(metric, {}))
         if found.values or found.distributions:

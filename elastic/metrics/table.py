@@ -77,7 +77,7 @@ ETCD_OPERATIONS: Final = (
     "other",
 )
 # A counter cannot be corrected for discarded, delayed or unreported time.
-_IN_REPORTS_ALONE = (
+_ONLY_IN_REPORTS = (
     Activity.STRAGGLING,
     Activity.RECOMPUTED,
     Activity.UNREPORTED,
@@ -127,7 +127,7 @@ STEP = Metric(
     "elastic_step",
     _GAUGE,
     _WORKERS,
-    "Steps committed, as this node's first worker last reported; a recovery may set it back",
+    "Committed steps last reported by this node's first worker; a recovery may decrease it",
 )
 STEPS_COMMITTED = Metric(
     "elastic_steps_committed_total",
@@ -139,7 +139,7 @@ STEP_SECONDS = Metric(
     "elastic_step_seconds",
     _SUMMARY,
     _WORKERS,
-    "Time per committed step over this node's workers, waiting for data and saving included",
+    "Time per committed step of this node's workers, including waits for data and saves",
 )
 WORKER_SECONDS = Metric(
     "elastic_worker_seconds_total",
@@ -147,7 +147,7 @@ WORKER_SECONDS = Metric(
     _WORKERS,
     "Time of this node's workers by activity, as in `elastic report`",
     ("activity",),
-    (tuple(activity.value for activity in Activity if activity not in _IN_REPORTS_ALONE),),
+    (tuple(activity.value for activity in Activity if activity not in _ONLY_IN_REPORTS),),
 )
 
 # Failures and recovery.
@@ -171,7 +171,7 @@ RECOVERY_SECONDS = Metric(
     "elastic_recovery_seconds_total",
     _COUNTER,
     _WORKERS,
-    "Duration of these recoveries by phase, each of the first worker to report it",
+    "Duration of these recoveries by phase, as reported by the first worker",
     ("phase",),
     (PHASES,),
 )
@@ -179,7 +179,7 @@ FAILURES = Metric(
     "elastic_failures_total",
     _COUNTER,
     _LEADER,
-    "Failures that broke a world, by the verdict: what was done about it",
+    "Failures that ended a world, by the action of the verdict",
     ("action",),
     (tuple(action.value for action in Action),),
 )
@@ -207,7 +207,7 @@ HANGS = Metric(
     "elastic_hangs_total",
     _COUNTER,
     _AGENT,
-    "Hangs found, by kind and by what this node did; `report` on the nodes that only report it",
+    "Hangs found, by kind and by this node's action; `report` on nodes that only report the hang",
     ("kind", "action"),
     (
         tuple(kind.value for kind in HangKind if kind is not HangKind.NONE),
@@ -246,7 +246,7 @@ CHECKPOINT_STALL = Metric(
     "elastic_checkpoint_stall_seconds_total",
     _COUNTER,
     _WORKERS,
-    "Time that a node's training waited for checkpoints, of the first worker to report each",
+    "Time that this node's training waited for checkpoints, as reported by the first worker",
 )
 CHECKPOINT_BYTES = Metric(
     "elastic_checkpoint_bytes_total",
@@ -275,7 +275,7 @@ AGENT_SILENCE = Metric(
     "elastic_agent_silence_seconds",
     _GAUGE,
     _AGENT,
-    "Since the thread of the agent that has been idle for longest last ran; /livez judges by it",
+    "Longest time since a thread of the agent last ran; /livez fails if it is too long",
 )
 ETCD_CONTACT_AGE = Metric(
     "elastic_etcd_contact_age_seconds", _GAUGE, _AGENT, "Time since etcd last answered"
@@ -299,7 +299,7 @@ ETCD_ERRORS = Metric(
     (ETCD_OPERATIONS,),
 )
 LEASES_LOST = Metric(
-    "elastic_etcd_leases_lost_total", _COUNTER, _AGENT, "Leases of this node that etcd let expire"
+    "elastic_etcd_leases_lost_total", _COUNTER, _AGENT, "Leases of this node that expired in etcd"
 )
 
 METRICS: Final = tuple(value for value in list(globals().values()) if isinstance(value, Metric))

@@ -182,13 +182,13 @@ def _status(event: Event) -> _Status | None:
         case WorkerReplaced():
             return _of_worker("REPLACED", event)
         case HangFound(kind=kind, action=action, ranks=ranks):
-            said = shorten(event.reason, _LONGEST_ERROR)
+            error = shorten(event.reason, _LONGEST_ERROR)
             hang = {"kind": kind, "action": action, "ranks": ranks}
-            return _Status(state="HUNG", raw_error=said, metadata=hang)
+            return _Status(state="HUNG", raw_error=error, metadata=hang)
         case FailureJudged(rule=rule, action=action, failed=failed):
-            said = shorten(event.reason, _LONGEST_ERROR)
+            error = shorten(event.reason, _LONGEST_ERROR)
             verdict = {"rule": rule, "action": action, "node": failed}
-            return _Status(state="JUDGED", raw_error=said, metadata=verdict)
+            return _Status(state="JUDGED", raw_error=error, metadata=verdict)
     return None
 
 

@@ -60,7 +60,9 @@ class NodeStatus:
         self.fatal: BaseException | None = None
         self.store_problem = ""  # the store's current failure
         self.watchdog = Watchdog()
-        self.told: WorldRecord | None = None  # the newest world that workers have received, if any
+        self.announced_world: WorldRecord | None = (
+            None  # the newest world that workers have received, if any
+        )
         self.before_announcing: Callable[[], object] = lambda: None  # the workers of a new world
         self.replica_is_lost = False  # a node of this one's replica is lost
         self.waits_for = ""  # why this node has no place in the world, if known

@@ -48,7 +48,7 @@ _KINDS: tuple[tuple[type[Exception], type[RendezvousError]], ...] = (
 
 
 def ending(error: ElasticError | JobSucceeded, launcher: Launcher) -> RendezvousError:
-    """What to raise ``from error``. For commands, the reason is logged here in one sentence."""
+    """The exception to raise ``from error``. For commands, the reason is logged here."""
     kind = next((ours for theirs, ours in _KINDS if isinstance(error, theirs)), RendezvousError)
     if launcher is Launcher.PROGRAM:
         return kind(str(error))
@@ -72,8 +72,8 @@ def why_left(failure: BaseException | None) -> str:
         return "interrupted"
     if isinstance(failure, ChildFailedError):
         return "its workers failed"
-    said = str(failure).strip().partition("\n")[0]
-    return f"{type(failure).__name__}: {said[:200]}" if said else type(failure).__name__
+    text = str(failure).strip().partition("\n")[0]
+    return f"{type(failure).__name__}: {text[:200]}" if text else type(failure).__name__
 
 
 def _with_exit_code(kind: type[RendezvousError]) -> type[RendezvousError]:

@@ -3,7 +3,7 @@ imports almost nothing.
 
 The entry point group ``torchrun.handlers`` names :func:`handlers` as ``etcd-v3``. It is called
 without arguments and returns the creator. It also replaces torch's backend ``etcd``, whose
-stock handler speaks etcd's v2 API that etcd 3.6 removed; ``ELASTIC_STOCK_ETCD=1`` keeps it.
+stock handler uses etcd's v2 API, which etcd 3.6 removed; ``ELASTIC_STOCK_ETCD=1`` keeps it.
 """
 
 from __future__ import annotations
@@ -39,14 +39,14 @@ def create_handler(parameters: Any) -> Any:
     launcher, signals = torch_private.launcher(), ProgramSignals()
     # Until the launch has its own: reaching etcd may take a while.
     leave_at_once_on_sigterm(leave_on_sigterm(launcher))
-    made = None
+    handler = None
     try:
-        made = create(parameters, launcher, signals)
+        handler = create(parameters, launcher, signals)
     except ElasticError as error:
         raise ending(error, launcher) from error
     finally:
         # A program's next call may fail in torch, before they could be restored.
-        is_over = made is None and launcher is not torch_private.Launcher.TORCHRUN
+        is_over = handler is None and launcher is not torch_private.Launcher.TORCHRUN
         if is_over or launcher is torch_private.Launcher.PROGRAM:
-            signals.put_back()
-    return made
+            signals.restore()
+    return handler

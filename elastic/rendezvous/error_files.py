@@ -34,7 +34,7 @@ def _process_failure(
             exitcode,
             error_file,
         )
-        error_file = ""  # as of a worker that has written none
+        error_file = ""  # as for a worker that has written none
     return errors.ProcessFailure(local_rank, pid, exitcode, error_file)
 
 
@@ -43,9 +43,11 @@ def _why_unreadable(error_file: str) -> Exception | None:
     try:
         with open(error_file, encoding="utf-8") as file:
             written = json.load(file)
-        said = written["message"]
+        message = written["message"]
         int(
-            written.get("timestamp", 0) if isinstance(said, str) else said["extraInfo"]["timestamp"]
+            written.get("timestamp", 0)
+            if isinstance(message, str)
+            else message["extraInfo"]["timestamp"]
         )
     except Exception as problem:  # noqa: BLE001  a worker may have written anything
         return problem

@@ -12,7 +12,7 @@ from typing import Any
 
 
 class FunctionInEnvironment:
-    """``function``, called with these variables in ``os.environ`` (None: without)."""
+    """``function``, called with these variables in ``os.environ`` (None: unset)."""
 
     def __init__(self, function: Callable[..., Any], variables: Mapping[str, str | None]) -> None:
         functools.update_wrapper(self, function)  # torch shows its name

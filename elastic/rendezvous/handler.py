@@ -26,7 +26,7 @@ from torch.distributed.elastic.rendezvous.api import (
 )
 
 from elastic.agent import worker_tuning
-from elastic.agent.ending.leaving import LauncherPhase, told_to_leave
+from elastic.agent.ending.leaving import LauncherPhase, preemption_exit
 from elastic.clock import SYSTEM_CLOCK
 from elastic.doctor.findings import Status
 from elastic.errors import ConfigError, ElasticError, NodeUnfit
@@ -49,18 +49,18 @@ from elastic.telemetry.log import get_logger
 from elastic.tuning.agent_options import AgentOptions
 from elastic.tuning.option_sources import read_options
 
-# What torchrun calls every job that is not given an id.
+# torchrun's run id of a job without one.
 NO_RUN_ID = "none"
 
 
 def create(
     parameters: RendezvousParameters, launcher: Launcher, signals: ProgramSignals
 ) -> EtcdRendezvousHandler:
-    """Check the options and reach etcd; nothing is written before the first rendezvous.
+    """Check the options and connect to etcd; nothing is written before the first rendezvous.
 
     Raises:
-        ConfigError: an option, endpoint, certificate or run id is wrong, or torch lacks what is
-            used of it.
+        ConfigError: an option, endpoint, certificate or run id is wrong, or torch lacks a private
+            name.
         CoordinationError: etcd cannot be used.
         NodeUnfit: the preflight is enabled, and this node failed it.
     """
@@ -113,21 +113,21 @@ def _require_fit(
     log.info("preflight: passed in %.1f s", SYSTEM_CLOCK.monotonic() - began)
 
 
-def _require_that_it_was_fit(failure: torch_private.WorkerFailure | None) -> None:
-    """A worker that has failed its preflight (``join(preflight=True)``) never joined: its node ends
-    as if the agent had checked it, and no other node counts a failure. Raises NodeUnfit."""
+def _require_passed_preflight(failure: torch_private.WorkerFailure | None) -> None:
+    """Raise NodeUnfit if a worker failed its preflight (``join(preflight=True)``): it never joined,
+    so its node ends as if the agent had checked it, and no other node counts a failure."""
     if failure is None or failure.exit_code != NodeUnfit.exit_code:
         return
-    kind, _, said = (failure.text or "").partition(": ")
+    kind, _, reason = (failure.text or "").partition(": ")
     if kind == NodeUnfit.__name__:
-        raise NodeUnfit(said)
+        raise NodeUnfit(reason)
 
 
 def leave_on_sigterm(launcher: Launcher) -> Callable[[], BaseException]:
-    """Whether the launch ended because its node was asked to leave."""
+    """Creates the exception that ends a launch whose node was asked to leave."""
     if launcher is Launcher.PROGRAM:
-        return lambda: torch_private.told_to_end(signal.SIGTERM)
-    return told_to_leave
+        return lambda: torch_private.signal_exception(signal.SIGTERM)
+    return preemption_exit
 
 
 def _run_id(parameters: RendezvousParameters) -> str:
@@ -147,7 +147,7 @@ def _run_id(parameters: RendezvousParameters) -> str:
 
 
 class EtcdRendezvousHandler(RendezvousHandler):
-    """One node's rendezvous; made once per launch."""
+    """One node's rendezvous; created once per launch."""
 
     def __init__(
         self,
@@ -170,7 +170,7 @@ class EtcdRendezvousHandler(RendezvousHandler):
     # ── torch's interface ────────────────────────────────────────────────────────────────
 
     def get_backend(self) -> str:
-        """The configured name: ``etcd-v3``, or ``etcd`` where that is replaced."""
+        """The configured name: ``etcd-v3``, or ``etcd`` if that is replaced."""
         return self._parameters.backend
 
     @property
@@ -179,10 +179,10 @@ class EtcdRendezvousHandler(RendezvousHandler):
         return False
 
     def next_rendezvous(self) -> RendezvousInfo:
-        """Arrive, wait for a world with this node in it, and return it to torch.
+        """Arrive, wait for a world with this node, and return it to torch.
 
         Raises:
-            RendezvousError: of torch's, for a program; a command line ends with an exit code.
+            RendezvousError: for a program; a command ends with an exit code.
         """
         try:
             return self._next_rendezvous()
@@ -193,12 +193,12 @@ class EtcdRendezvousHandler(RendezvousHandler):
         agent = torch_private.calling_agent()
         launch = self._launches[0] if self._launches else self._begin(agent)
         launch.leaving.phase = LauncherPhase.WAITING
-        if launch.leaving.told:
+        if launch.leaving.is_requested:
             launch.leaving.end_if_left()
         launch.end_strays()
         began = SYSTEM_CLOCK.monotonic()
         failure = agent.failure
-        _require_that_it_was_fit(failure)
+        _require_passed_preflight(failure)
         launch.service.arrive(
             nproc=agent.nproc,
             role=agent.role,
@@ -225,7 +225,7 @@ class EtcdRendezvousHandler(RendezvousHandler):
         )
 
     def _begin(self, agent: torch_private.CallingAgent) -> Launch:
-        """Create the launch. From here on torch's agent runs, and closes it in every case."""
+        """Create the launch. From now on torch's agent runs and is certain to close it."""
         limits = self._limits(agent)
         launch = Launch(
             parameters=self._parameters,
@@ -234,7 +234,7 @@ class EtcdRendezvousHandler(RendezvousHandler):
             launcher=self._launcher,
             signals=self._signals,
             agent=agent,
-            end_told_to_leave=leave_on_sigterm(self._launcher),
+            exit_on_leave=leave_on_sigterm(self._launcher),
         )
         self._launches.append(launch)
         torch_private.attach(
@@ -244,7 +244,7 @@ class EtcdRendezvousHandler(RendezvousHandler):
         return launch
 
     def _limits(self, agent: torch_private.CallingAgent) -> tuple[int, int]:
-        """How many nodes the job may have, counted in whole replicas. Raises ConfigError."""
+        """The limits of the number of nodes, in whole replicas. Raises ConfigError."""
         given = self._parameters.min_nodes, self._parameters.max_nodes
         size = self._job.options.replica_size
         low, high = require_whole_replicas(size, nproc=agent.nproc, limits=given)
@@ -258,10 +258,10 @@ class EtcdRendezvousHandler(RendezvousHandler):
         return low, high
 
     def _warm_up(self, launch: Launch) -> RendezvousInfo:
-        """A world of only this node, in which workers get ready to join the one that runs.
+        """A world of only this node, in which workers prepare to join the running one.
 
-        Their real ranks come over the link. A script that builds a group from the environment
-        nevertheless fails at once: ``env://`` cannot parse the port, and shows it.
+        They receive their real ranks over the link. A script that builds a group from the
+        environment anyway fails immediately: ``env://`` cannot parse the port, and shows it.
         """
         launch.set_world(NO_WORLD, launch.service.peer_addresses(None))
         launch.service.warm_up()
@@ -283,7 +283,7 @@ class EtcdRendezvousHandler(RendezvousHandler):
         launch.leaving.install()
         launch.leaving.phase = LauncherPhase.RUNNING
         launch.look_at_workers(torch_private.supervision())
-        if launch.leaving.told:
+        if launch.leaving.is_requested:
             launch.leaving.end_if_left()
             return 0
         try:
@@ -297,7 +297,7 @@ class EtcdRendezvousHandler(RendezvousHandler):
         return self._closed
 
     def set_closed(self) -> None:
-        """Nothing: a node that fails leaves, it does not close the job for the others."""
+        """Do nothing: a node that fails leaves, and does not close the job for the others."""
 
     def get_run_id(self) -> str:
         """The given id; a generated one if none was given."""
@@ -317,10 +317,10 @@ class EtcdRendezvousHandler(RendezvousHandler):
         else:
             self._job.store.close()
             if self._launcher is not Launcher.TORCHRUN:
-                self._signals.put_back()
+                self._signals.restore()
         return True
 
-    # ── the rest ─────────────────────────────────────────────────────────────────────────
+    # ── ends ─────────────────────────────────────────────────────────────────────────────
 
     def _end_by_signal(self, error: SignalException) -> None:
         """torch's agent has ended its workers; ``shutdown`` is not called after a signal."""
@@ -329,11 +329,10 @@ class EtcdRendezvousHandler(RendezvousHandler):
             self._launches[0].end_by_signal(error.sigval)
 
     def _end(self, error: ElasticError | JobSucceeded) -> NoReturn:
-        """End this agent with what its launcher can use, not with a traceback."""
+        """End this agent with an exception that its launcher handles, not with a traceback."""
         for launch in self._launches:
-            launch.leaving.phase = (
-                LauncherPhase.CLOSING
-            )  # torch ends the workers next: not to be cut short
+            # torch ends the workers next, and must not be interrupted.
+            launch.leaving.phase = LauncherPhase.CLOSING
             launch.service.expect_end_of_workers()
             launch.mark_final_shutdown()
         raise ending(error, self._launcher) from error

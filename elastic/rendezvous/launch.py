@@ -43,10 +43,10 @@ from elastic.node.run_secret import MEMORY, RunSecret
 from elastic.rendezvous.endings import why_left
 from elastic.rendezvous.node_record import describe_node
 from elastic.rendezvous.replacement import Replacement
-from elastic.rendezvous.scripts.restart_notice import RestartNotice, leave_out_closing_signals
+from elastic.rendezvous.scripts.restart_notice import RestartNotice, drop_signal_warnings
 from elastic.rendezvous.scripts.starting_over import StartingOver, places
 from elastic.rendezvous.signals import ProgramSignals
-from elastic.rendezvous.torch_private import CallingAgent, Launcher, Supervision, leave_signal_to_us
+from elastic.rendezvous.torch_private import CallingAgent, Launcher, Supervision, keep_our_handler
 from elastic.secure_channel import private_files
 from elastic.secure_channel.tls import Tls
 from elastic.store.etcd.store import EtcdStore
@@ -57,12 +57,12 @@ from elastic.tuning.agent_options import AgentOptions
 from elastic.tuning.timeouts import PEER_SILENCE, peer_silence_s
 
 _running: list[Launch] = []  # of this process
-_environment = threading.RLock()  # os.environ is one launch's at a time
+_environment = threading.RLock()  # only one launch at a time may change os.environ
 
 
 @dataclasses.dataclass(frozen=True)
 class JobAccess:
-    """How a node reaches its job."""
+    """The connection of a node to its job."""
 
     options: AgentOptions
     keys: Keys
@@ -82,7 +82,7 @@ class Launch:
         launcher: Launcher,
         signals: ProgramSignals,
         agent: CallingAgent,
-        end_told_to_leave: Callable[[], BaseException],
+        exit_on_leave: Callable[[], BaseException],
     ) -> None:
         options, keys, store, tls = job.options, job.keys, job.store, job.tls
         self._options = options
@@ -97,12 +97,12 @@ class Launch:
         self._node_id = node.node_id
         self._ending = Path(private_files.make_folder("elastic-ending-")) / "told"
         self._origin = LogOrigin(node.name)
-        with contextlib.ExitStack() as made:
-            made.callback(self._remove_ending)
+        with contextlib.ExitStack() as created:
+            created.callback(self._remove_ending)
             add_origin(self._origin)
-            made.callback(remove_origin, self._origin)
+            created.callback(remove_origin, self._origin)
             self.ports = PortReserve()
-            made.callback(self.ports.close)
+            created.callback(self.ports.close)
             node = replace(node, replica_port=self.ports.replica_port)
             self._journal = Journal(
                 folder=os.environ.get("ELASTIC_JOURNAL"),
@@ -111,7 +111,7 @@ class Launch:
                 role="agent",
                 run_id=keys.run_id,
             )
-            made.callback(self._journal.close)
+            created.callback(self._journal.close)
             origin = TorchElasticOrigin(
                 run_id=keys.run_id,
                 role=agent.role,
@@ -127,12 +127,12 @@ class Launch:
                 node,
                 options,
                 self._journal,
-                lambda: services[0].told if services else None,
+                lambda: services[0].announced_world if services else None,
                 key=lambda: secret.key(MEMORY),
                 tls=tls,
                 on_error=lambda error: self._log.error("the memory tier died", exc_info=error),
             )
-            made.callback(self.memory.close)
+            created.callback(self.memory.close)
             context = NodeContext.of(
                 self.memory.published(node),
                 store=store,
@@ -148,27 +148,27 @@ class Launch:
             services.append(self.service)
             self.service.before_announcing(self.memory.refresh)
             self._journal.locate(self.service.position)
-            made.callback(self.service.close)
+            created.callback(self.service.close)
             self._reaper = OrphanReaper(
                 node.node_id, self.service.link_path, self.memory.folder, str(self._ending)
             )
-            made.callback(self._reaper.release)
+            created.callback(self._reaper.release)
             self.service.on_permission(self._reaper.permit)
             self.leaving = Leaving(
                 self.service,
                 options.leave_grace_s,
                 lambda: kill_marked(self._node_id, self._reaper.forked),
-                claim_signal=leave_signal_to_us,
-                tell_workers=self.mark_final_shutdown,
-                end=end_told_to_leave,
+                claim_signal=keep_our_handler,
+                notify_workers=self.mark_final_shutdown,
+                end=exit_on_leave,
             )
-            made.callback(self._end_health)
+            created.callback(self._end_health)
             self._serve_health()
             self._otlp = otlp_export_of(self.service.readings, keys.run_id, node.name)
             if self._otlp is not None:
-                made.callback(self._otlp.close)
+                created.callback(self._otlp.close)
             self.service.start()
-            made.pop_all()
+            created.pop_all()
         self._variables: dict[str, str | None] = {
             MARK: node.node_id,
             "ELASTIC_NODE_NAME": node.name,
@@ -181,7 +181,7 @@ class Launch:
             "ELASTIC_COLLECTIVE_TIMEOUT_S": f"{options.collective_timeout_s:g}",
             PEER_SILENCE: f"{peer_silence_s(options.lease_s):g}",
         }
-        with _environment:  # another launch may be starting workers: its variables are not ours
+        with _environment:  # another launch may be starting workers, with its own variables
             environ = dict(os.environ)
         self._tuning = WorkerTuning(
             options,
@@ -193,7 +193,7 @@ class Launch:
         )
         self._tuned: dict[str, str | None] = {}
         self.notice = RestartNotice(options.mode)
-        leave_out_closing_signals()
+        drop_signal_warnings()
         self._replacement = Replacement(self.service, self._journal, self.starting_workers)
         self._starting_over = StartingOver(
             lambda: places(sys.argv[1:], Path.cwd()),
@@ -217,13 +217,13 @@ class Launch:
 
     @contextlib.contextmanager
     def starting_workers(self) -> Iterator[Mapping[str, str | None]]:
-        """While torch starts workers: set their environment, which no other process gets."""
+        """Set the workers' environment while torch starts them; no other process gets it."""
         if self._runs_function:
-            # multiprocessing starts these once per program: they must not carry our mark.
+            # multiprocessing starts these once per program: they must not inherit our mark.
             resource_tracker.ensure_running()
             if self._start_method == "forkserver":
                 forkserver.ensure_running()
-        self.service.keep_link_key()
+        self.service.write_link_key()
         self._journal.emit(WorkersStarting(), level=logging.DEBUG)
         variables = {**self._variables, **self._tuned}
         with _environment, _environment_of(variables):
@@ -240,7 +240,7 @@ class Launch:
         self._has_started_workers = True
 
     def look_at_workers(self, supervision: Supervision | None) -> None:
-        """Called with every poll of torch's agent, while all workers are well."""
+        """Called with every poll of torch's agent while all workers run."""
         self._bridge.flush()
         if self.service.link_path:
             self._replacement.look(supervision)
@@ -258,16 +258,16 @@ class Launch:
             self._log.info("ended %d processes that dead workers had left behind", ended)
 
     def mark_final_shutdown(self) -> None:
-        """The SIGTERM that torchrun is about to send them is final: they may save first."""
-        with contextlib.suppress(OSError):  # without it they end as for a restart
+        """Mark torchrun's next SIGTERM to the workers as final: they may save first."""
+        with contextlib.suppress(OSError):  # without the mark they end as for a restart
             self._ending.touch()
 
     def _remove_ending(self) -> None:
         shutil.rmtree(self._ending.parent, ignore_errors=True)
 
     def after_fork(self) -> None:
-        """In a child forked by this process: it is a worker if the thread that starts them made
-        it."""
+        """Called in a child forked by this process: a worker if the thread that starts workers
+        forked it."""
         is_worker = self._starting == threading.get_ident()
         self._reaper.after_fork(is_worker=is_worker)
         self._signals.after_fork(self.leaving, is_worker=is_worker)
@@ -275,43 +275,43 @@ class Launch:
     # ── the end ──────────────────────────────────────────────────────────────────────────
 
     def end(self, failure: BaseException | None) -> None:
-        """Report to the others how this node ends, and release everything."""
+        """Report to the other nodes how this node ends, and release all resources."""
         self.service.heartbeat()
         self.service.expect_end_of_workers()
         try:
             if failure is None and self.service.running is not None:
                 self._finish()
-            elif not self.leaving.told and self.service.done is None:
+            elif not self.leaving.is_requested and self.service.done is None:
                 self.service.leave(why_left(failure), failed=True)
         finally:
             self._close()
 
     def end_by_signal(self, signum: int) -> None:
-        """The same, where a signal has ended torch's agent."""
+        """The same after a signal has ended torch's agent."""
         self.service.expect_end_of_workers()
         try:
-            if not self.leaving.told and self.service.done is None:
+            if not self.leaving.is_requested and self.service.done is None:
                 self.service.leave(signal.Signals(signum).name)
         finally:
             self._close()
 
     def _finish(self) -> None:
         self.leaving.phase = LauncherPhase.FINISHING
-        if self.leaving.told:  # the others' end is theirs
+        if self.leaving.is_requested:  # do not wait for the other nodes
             self.service.finished()
             raise self.leaving.end()
-        # Where it would be started again for nothing, a node has all the time there is.
+        # A parking node waits without a limit: if it ended, it would be restarted for nothing.
         patience_s = math.inf if self._options.park else FINISH_WITHOUT_STORE_S
         if self.service.finish(patience_s=patience_s) is None:
             self._log.warning(
-                "the workers of this node succeeded, but etcd is out of reach: "
+                "the workers of this node succeeded, but etcd is unreachable: "
                 "leaving without waiting for the other nodes"
             )
 
     def _close(self) -> None:
         self.leaving.phase = LauncherPhase.CLOSING
         with contextlib.ExitStack() as last_first:
-            last_first.callback(self._give_signals_back)
+            last_first.callback(self._restore_signals)
             last_first.callback(remove_origin, self._origin)
             last_first.callback(self._journal.close)
             last_first.callback(self._bridge.flush)
@@ -332,13 +332,13 @@ class Launch:
         _running.remove(self)
 
     def _park(self) -> None:
-        if self._options.park and not self.leaving.told:
+        if self._options.park and not self.leaving.is_requested:
             self.service.park(self.leaving)
 
-    def _give_signals_back(self) -> None:
+    def _restore_signals(self) -> None:
         if self._launcher is Launcher.TORCHRUN:
             return  # the process ends now: a signal must not change its exit code
-        self._signals.put_back()
+        self._signals.restore()
         if self.leaving.was_kept_from_launcher and self._launcher is Launcher.PROGRAM:
             signal.raise_signal(signal.SIGTERM)  # for the program's own handler
 
@@ -371,7 +371,7 @@ class Launch:
 
 def _after_fork_in_child() -> None:
     global _environment
-    _environment = threading.RLock()  # its holder is not here
+    _environment = threading.RLock()  # the thread that may hold it does not exist in the child
     for launch in _running:
         launch.after_fork()
     _running.clear()
@@ -382,7 +382,7 @@ os.register_at_fork(after_in_child=_after_fork_in_child)
 
 @contextlib.contextmanager
 def _environment_of(variables: Mapping[str, str | None]) -> Iterator[None]:
-    """``os.environ`` with these (None: without) for the time of the block."""
+    """``os.environ`` with these variables (None: unset) within the block."""
     before = {name: os.environ.get(name) for name in variables}
     _set(variables)
     try:

@@ -1,4 +1,4 @@
-"""The initial record of this node, on which the others base their decisions."""
+"""The initial record of this node, from which the other nodes decide."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def describe_node(
     store: EtcdStore,
     limits: tuple[int, int],
 ) -> Node:
-    """Before it has arrived: without workers, and in no world."""
+    """The record of a node before its arrival: without workers or a world."""
     return Node(
         node_id=secrets.token_hex(8),
         name=os.environ.get("ELASTIC_NODE_NAME") or socket.gethostname(),

@@ -58,11 +58,11 @@ class Replacement:
         self._journal = journal
         self._clock = clock
         self._supervision: Supervision | None = None
-        self._is_counted = False  # as a restart: once for all that die together
-        self._has_given_up = False  # torch has seen a failure, and ends all workers
+        self._is_counted = False  # as a restart: once for workers that die together
+        self._has_given_up = False  # torch has detected a failure, and ends all workers
 
     def look(self, supervision: Supervision | None) -> None:
-        """Called with every poll of torchrun's, while all workers are well."""
+        """Called with every poll of torchrun while all workers run."""
         self._supervision = supervision
         if supervision is None:
             self._node.allow_replacement(False)
@@ -75,7 +75,7 @@ class Replacement:
         self._node.allow_replacement(supervision.restarts_left > 0)
 
     def _decide(self, pid: int, local_rank: int, exit_code: int, waited_s: float) -> bool | None:
-        """Whether a dead worker is to be replaced; None: that is not decided yet."""
+        """Whether a dead worker is to be replaced; None: not decided yet."""
         if self._has_given_up:
             return False
         if not waited_s:
@@ -114,7 +114,7 @@ class Replacement:
 
 
 def _without_a_world(worker: SupervisedWorker) -> Mapping[str, str]:
-    """As for the workers of a joining node: their real ranks come over the link."""
+    """Variables as for a joining node's workers, which receive their real ranks over the link."""
     size = int(worker.environment["LOCAL_WORLD_SIZE"])
     return world_variables(
         NO_WORLD,
@@ -129,7 +129,7 @@ def _without_a_world(worker: SupervisedWorker) -> Mapping[str, str]:
 
 
 class ReplaceableProcess:
-    """A worker's present process, as torch polls it."""
+    """A worker's current process, as torch polls it."""
 
     def __init__(
         self,
@@ -144,14 +144,14 @@ class ReplaceableProcess:
         self._start = start
         self._clock = clock
         self._seen_dead_s: float | None = None
-        self._has_failed = False  # torch knows
+        self._has_failed = False  # torch has detected it
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._process, name)
 
     def poll(self) -> int | None:
-        """The exit code; None while it runs, and where it is (to be) replaced."""
-        code = self._look()
+        """The exit code; None while the process runs, is replaced or may be replaced."""
+        code = self._peek()
         is_failure = code not in (None, 0) and not self._has_failed
         # (Otherwise all are being ended.)
         if is_failure and torch_private.is_looking_for_failures(sys._getframe(1)):
@@ -161,9 +161,12 @@ class ReplaceableProcess:
             self._has_failed = True
         return self._process.poll()
 
-    def _look(self) -> int | None:
-        """The exit code. The process is not reaped before its end has been judged: how it ended
-        would be unknown to the node's thread, which is notified at the same time."""
+    def _peek(self) -> int | None:
+        """The exit code of the process, which is not reaped.
+
+        Until its end has been judged: the node's thread, which is notified at the same time, could
+        not find out any more how it ended.
+        """
         if self._process.returncode is not None:
             return self._process.returncode
         try:
@@ -175,7 +178,7 @@ class ReplaceableProcess:
         return info.si_status if info.si_code == os.CLD_EXITED else -info.si_status
 
     def _is_replaced(self, exit_code: int) -> bool:
-        """Also while that is not decided yet."""
+        """Whether the process is replaced, or that is not decided yet."""
         now_s = self._clock.monotonic()
         if self._seen_dead_s is None:
             self._seen_dead_s = now_s

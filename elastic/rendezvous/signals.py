@@ -19,8 +19,8 @@ _Handler = Callable[[int, FrameType | None], object] | int | None
 
 
 class ProgramSignals:
-    """The handlers at the time of its creation. Signals belong to the main thread: elsewhere
-    nothing is kept, as nothing is taken over there."""
+    """The handlers at the time of its creation. Only the main thread handles signals: on another
+    thread nothing is replaced, and so nothing is saved."""
 
     def __init__(self) -> None:
         names = {"SIGTERM", *torch_private.handled_signals()}
@@ -30,12 +30,12 @@ class ProgramSignals:
         }
         self._names = os.environ.get(torch_private.SIGNALS_VARIABLE)
 
-    def put_back(self) -> None:
-        """Install them again. From another thread than they were kept on: nothing."""
+    def restore(self) -> None:
+        """Install the handlers again. Has no effect on other threads than the main one."""
         if not _is_main_thread():
             return
         for number, handler in self._kept.items():
-            if handler is not None:  # else not installed from Python: not ours to install
+            if handler is not None:  # None: not installed from Python, which cannot restore it
                 signal.signal(number, handler)
         if self._names is not None:
             os.environ[torch_private.SIGNALS_VARIABLE] = self._names

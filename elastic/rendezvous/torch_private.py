@@ -1,17 +1,17 @@
 """Every private name of torch that this package uses, and nothing else.
 
-``torch/distributed/elastic``, that is; workers' names are in
+Only of ``torch/distributed/elastic``: the names that workers use are in
 :mod:`elastic.torch_private`. The contract test
 ``tests/contract/test_torch_private.py`` fails where a torch version differs, and :func:`check`,
 which the handler calls first, names what is missing.
 
 - the handler registry's dictionary, to replace the backend ``etcd`` (in torch_registry.py, which
   must import nothing heavy);
-- the agent that is calling ``next_rendezvous``, found on the call stack: the rendezvous
-  interface has neither the number of workers nor how the last ones ended;
+- the agent that calls ``next_rendezvous``, found on the call stack: the rendezvous interface
+  provides neither the number of workers nor how the last ones ended;
 - its ``_start_workers`` and ``_shutdown``, replaced on that one instance: the environment of the
-  workers is set while they are started and at no other time, and a launch that a signal ends is
-  closed, too (``launch_agent`` calls no ``shutdown`` then);
+  workers is set only while they are started, and a launch that a signal ends is closed, too
+  (``launch_agent`` does not call ``shutdown`` then);
 - ``torch.distributed.run`` on the call stack: torchrun gets exit codes, a program exceptions;
 - the keys that ``_assign_worker_ranks`` and the exit barrier use in their store. Prefilled in a
   private in-process store, no peer can fail rank assignment or delay the exit;
@@ -111,7 +111,8 @@ def check() -> None:
         raise _differs(", ".join(missing))
     if not torch_versions.is_supported(torch.__version__):
         get_logger().warning(
-            "torch %s was never run with this version of torch-elastic-harness, which knows %s",
+            "torch %s was never tested with this version of torch-elastic-harness, which supports "
+            "%s",
             torch.__version__,
             torch_versions.SUPPORTED,
         )
@@ -140,26 +141,26 @@ def launcher() -> Launcher:
 
 
 def _was_given_arguments(main: FrameType) -> bool:
-    """Whether ``torch.distributed.run.main`` was called with a command line of the caller's."""
+    """Whether ``torch.distributed.run.main`` was called with explicit arguments."""
     record = main.f_back  # its decorator (main itself has overwritten its arguments)
     if record is None or not record.f_code.co_filename.endswith(_RECORD):
         return False
     return bool(record.f_locals.get("args") or record.f_locals.get("kwargs"))
 
 
-def told_to_end(signum: int) -> SignalException:
+def signal_exception(signum: int) -> SignalException:
     """The exception that torch raises in a program whose launch is ended by a signal."""
     return SignalException(f"Process {os.getpid()} got signal: {signum}", signal.Signals(signum))
 
 
-def leave_signal_to_us(name: str) -> None:
+def keep_our_handler(name: str) -> None:
     """Have torch's next ``PContext.start`` keep the handler of the signal ``name``."""
     rest = [handled for handled in handled_signals() if handled != name]
     os.environ[SIGNALS_VARIABLE] = ",".join(rest)
 
 
 def handled_signals() -> list[str]:
-    """The names of the signals that torch installs handlers for, and never takes them back."""
+    """The names of the signals for which torch installs handlers that it never removes."""
     handled = os.environ.get(SIGNALS_VARIABLE, SIGNALS_BY_DEFAULT)
     return [name.strip() for name in handled.split(",") if name.strip()]
 
@@ -206,7 +207,7 @@ def attach(
             finally:
                 spec.entrypoint = function
 
-    def shut_down_and_tell(*args: Any, **kwargs: Any) -> None:
+    def shut_down_and_notify(*args: Any, **kwargs: Any) -> None:
         ended_by = sys.exc_info()[1]
         try:
             shut_down(*args, **kwargs)
@@ -214,8 +215,8 @@ def attach(
             if isinstance(ended_by, SignalException) and ended_by is not outer:
                 on_signal(ended_by)
 
-    outer = sys.exc_info()[1]  # that the program handles while it launches
-    agent._start_workers, agent._shutdown = start_inside, shut_down_and_tell
+    outer = sys.exc_info()[1]  # an exception that the program handles while it launches
+    agent._start_workers, agent._shutdown = start_inside, shut_down_and_notify
 
 
 @contextlib.contextmanager
@@ -290,7 +291,7 @@ def _first_failure(run_result: Any) -> WorkerFailure | None:
         return None
     in_order = sorted(failures, key=lambda failure: int(failure.timestamp))
     reports = [WorkerFailure(text=_error_of(f), exit_code=int(f.exitcode)) for f in in_order]
-    # Timestamps are in seconds: several workers fail in one, most of them because of the first.
+    # Timestamps are in seconds: several workers may fail in one, most because of the first.
     return next((r for r in reports if not is_consequence(r.text)), reports[0])
 
 
@@ -326,8 +327,8 @@ class Supervision:
     agent: Any
 
     def replaced(self, local_rank: int, pid: int) -> None:
-        """A process was started in the place of another."""
-        # Compared with those that are polled; where they differ, the agent ends.
+        """Record that a process replaced another one."""
+        # The agent compares the pids with those that it polls, and ends if they differ.
         self.agent._worker_group.workers[local_rank].id = pid
 
     def count_restarts(self, number: int) -> None:
@@ -336,8 +337,8 @@ class Supervision:
 
 
 def supervision() -> Supervision | None:
-    """Of the agent on this thread's call stack; None if its workers are no processes with a
-    command line, or its internals are not known here: then it restarts them all."""
+    """The supervision by the agent on this thread's call stack; None if its workers do not run a
+    command line or its internals are unknown: then it restarts all of them."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and frame.f_code.co_name != "_invoke_run":
         frame = frame.f_back
@@ -365,8 +366,8 @@ def supervision() -> Supervision | None:
 def replace_process_failure(
     make: Callable[[int, int, int, str], errors.ProcessFailure],
 ) -> None:
-    """Have torch's agents make the record of a failed process with ``make``, which gets its local
-    rank, pid, exit code and the path of its error file."""
+    """Have torch's agents create the record of a failed process with ``make``, from its local rank,
+    pid, exit code and the path of its error file."""
     # torch reads the name in this module whenever a process has failed.
     vars(multiprocessing_api)["ProcessFailure"] = make
 

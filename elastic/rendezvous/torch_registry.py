@@ -13,8 +13,8 @@ from typing import Any
 def replace_backend(name: str, create: Callable[[Any], Any]) -> None:
     """Have the rendezvous backend ``name`` create its handlers with ``create``.
 
-    torch's registry refuses to register a name twice. A torch that keeps its backends elsewhere
-    keeps its own one of that name.
+    torch's registry refuses to register a name twice. If a torch version has no such registry, its
+    own backend of that name remains.
     """
     from torch.distributed.elastic.rendezvous import api
 

@@ -1,8 +1,8 @@
 """The charts of a run as SVG, drawn by matplotlib (the extra ``report``).
 
 Each function takes facts and returns one ``<svg>`` element that follows the reader's light or dark
-theme, with a title and a description for screen readers. ``name`` begins its ids: give two charts
-of a kind on one page different ones. For any thread.
+theme, with a title and a description for screen readers. ``name`` is the prefix of its ids: two
+charts of a kind on one page need different names. Thread-safe.
 """
 
 from __future__ import annotations
@@ -51,12 +51,12 @@ def can_draw() -> bool:
 
 
 def require_matplotlib() -> None:
-    """Raises ConfigError where it is missing."""
+    """Raise ConfigError if it is missing."""
     if not can_draw():
         raise ConfigError(
             "the HTML report draws its charts with matplotlib, which is not installed",
             hint="pip install 'torch-elastic-harness[report]'; --format=md and --format=json do "
-            "without it",
+            "not need it",
         )
 
 
@@ -64,7 +64,7 @@ def require_matplotlib() -> None:
 
 
 def timeline_svg(timeline: Timeline, *, name: str = "timeline") -> str:
-    """A lane for each node, coloured by what it did, and a line for each generation."""
+    """A lane for each node, coloured by activity, and a line for each generation."""
     lanes = timeline.lanes
     length_s = max(1e-6, timeline.end_s - timeline.start_s)
     top, bottom = _LABEL_ROWS * _LABEL_ROW + 8, 34
@@ -135,15 +135,15 @@ def _draw_lanes(axes: Axes, timeline: Timeline) -> None:
 
 def _described_timeline(timeline: Timeline) -> str:
     count = len(timeline.lanes)
-    said = [
+    sentences = [
         f"{count} {'node' if count == 1 else 'nodes'} over "
         f"{duration(timeline.end_s - timeline.start_s)}."
     ]
-    said += [_described_mark(mark, timeline.start_s) for mark in timeline.marks[:12]]
+    sentences += [_described_mark(mark, timeline.start_s) for mark in timeline.marks[:12]]
     if (more := len(timeline.marks) - 12) > 0:
-        said.append(f"And {more} more generations.")
-    said += [_described_lane(lane) for lane in timeline.lanes[:8]]
-    return " ".join(said)
+        sentences.append(f"And {more} more generations.")
+    sentences += [_described_lane(lane) for lane in timeline.lanes[:8]]
+    return " ".join(sentences)
 
 
 def _described_mark(mark: GenerationMark, start_s: float) -> str:
@@ -164,7 +164,7 @@ def _described_lane(lane: NodeLane) -> str:
 
 
 def breakdown_svg(breakdown: Breakdown, *, name: str = "breakdown") -> str:
-    """Where the time went: all of it in one bar, and each kind of loss in a bar of its own."""
+    """Where the time went: one bar for all of it, and one for each kind of loss."""
     total_s = breakdown.total_s or 1.0
     losses = breakdown.losses
     row = 24
@@ -219,12 +219,12 @@ def _draw_losses(axes: Axes, losses: Sequence[tuple[Activity, float]], total_s: 
 
 def _described_breakdown(breakdown: Breakdown) -> str:
     total_s = breakdown.total_s or 1.0
-    said = [f"{breakdown.goodput:.1%} of {duration(breakdown.total_s)} productive."]
-    said += [
+    sentences = [f"{breakdown.goodput:.1%} of {duration(breakdown.total_s)} productive."]
+    sentences += [
         f"{activity.value} {duration(took_s)}, {took_s / total_s:.1%}."
         for activity, took_s in breakdown.losses
     ]
-    return " ".join(said)
+    return " ".join(sentences)
 
 
 # Curves ------------------------------------------------------------------------------------------
@@ -259,24 +259,24 @@ def curve_svg(curve: Curve, marks: Sequence[GenerationMark] = (), *, name: str =
 
 
 def _described_curve(curve: Curve, marks: Sequence[GenerationMark]) -> str:
-    said = [
+    sentences = [
         f"{printable(curve.name, 60)} from step {curve.steps[0]} to {curve.steps[-1]}: "
         f"first {curve.values[0]:.4g}, last {curve.last:.4g}, lowest {curve.lowest:.4g}, "
         f"highest {curve.highest:.4g}."
     ]
-    said += [
+    sentences += [
         f"Generation {m.generation} from step {m.step}: {printable(m.cause, 40)}."
         for m in marks[:12]
     ]
-    return " ".join(said)
+    return " ".join(sentences)
 
 
-# What all charts have in common ------------------------------------------------------------------
+# Common parts of all charts ----------------------------------------------------------------------
 
 
 @contextmanager
 def _figure(height: int) -> Iterator[Figure]:
-    """An empty one, with settings that no matplotlibrc changes. Raises ConfigError."""
+    """An empty figure, with settings that no matplotlibrc changes. Raises ConfigError."""
     require_matplotlib()
     with _lock:
         import matplotlib
@@ -297,7 +297,7 @@ _UNTOUCHED = frozenset({"backend", "backend_fallback", "interactive", "toolbar",
 
 
 def _axes(figure: Figure, height: int, top: int, bottom: int) -> Axes:
-    """With margins in pixels."""
+    """Add axes with margins in pixels."""
     axes = figure.add_axes(
         (
             _LEFT / WIDTH,
@@ -323,7 +323,7 @@ def _time_ticks(axes: Axes, length_s: float) -> None:
 
 
 def _tick(seconds: float) -> str:
-    """Relative to the start, in one unit or two.
+    """The label of a tick: time since the start, in at most two units.
 
     >>> [_tick(s) for s in (0, 0.02, 30, 90, 7200, 9000, 172800)]
     ['0', '20 ms', '30 s', '1 min 30 s', '2 h', '2 h 30 min', '2 d']
@@ -344,7 +344,7 @@ def _draw_marks(
     inner: int,
     first: float = 0.0,
 ) -> None:
-    """Vertical lines with labels above, in rows where they would overlap; at worst without one."""
+    """Vertical lines with labels above, in rows that avoid overlap; without room, no label."""
     from matplotlib.patches import PathPatch
     from matplotlib.path import Path
 

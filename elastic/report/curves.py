@@ -1,8 +1,8 @@
-"""Curves of values logged by the script, in as many points as a chart needs. Pure.
+"""Curves of values logged by the script, with as many points as a chart needs. Pure.
 
 If a recovery repeats steps, their earlier values are dropped. A
-curve that is too long is cut into pieces; of each its least and greatest values remain, so that
-spikes do.
+curve that is too long is divided into pieces; the lowest and highest value of each remain, so that
+spikes stay visible.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ class Curve:
     name: str
     steps: tuple[int, ...]
     values: tuple[float, ...]
-    points: int  # before any were left out
+    points: int  # before thinning
     last: float
     lowest: float
     highest: float
-    invalid: int = 0  # values that were no finite number
+    invalid: int = 0  # number of values that were not finite
 
 
 def curves_of(
@@ -39,7 +39,7 @@ def curves_of(
     most_curves: int = MOST_CURVES,
     most_points: int = MOST_POINTS,
 ) -> list[Curve]:
-    """From ``metrics`` events, in order of time. A loss comes first."""
+    """The curves from ``metrics`` events in order of time. A loss comes first."""
     found: dict[str, list[tuple[int, float]]] = defaultdict(list)
     newest = -1
     for record in records:
@@ -49,7 +49,7 @@ def curves_of(
         if step is None or not isinstance(values, dict):
             continue
         if step < newest:
-            _go_back(found.values(), step)
+            _discard_from(found.values(), step)
         newest = step
         for name, value in values.items():
             points = found[str(name)]
@@ -61,14 +61,14 @@ def curves_of(
     return [curve for curve in curves if curve is not None]
 
 
-def _go_back(curves: Iterable[list[tuple[int, float]]], step: int) -> None:
+def _discard_from(curves: Iterable[list[tuple[int, float]]], step: int) -> None:
     for points in curves:
         while points and points[-1][0] >= step:
             points.pop()
 
 
 def _number(value: object) -> float:
-    """JSON has no NaN: the journal writes such a number as a text."""
+    """A number, or NaN, which the journal writes as a string because JSON has none."""
     if isinstance(value, int | float) and not isinstance(value, bool):
         return float(value)
     return math.nan
@@ -97,7 +97,7 @@ def _curve(name: str, measured: Sequence[tuple[int, float]], most_points: int) -
 
 
 def thinned(points: Sequence[tuple[int, float]], most: int) -> list[tuple[int, float]]:
-    """At most about ``most`` of them: first and last, and the extremes of pieces of equal length.
+    """About ``most`` points: the first, the last, and the extremes of pieces of equal length.
 
     >>> thinned([(0, 1.0), (1, 9.0), (2, 1.0), (3, 1.0), (4, 0.0), (5, 1.0)], 4)
     [(0, 1.0), (1, 9.0), (4, 0.0), (5, 1.0)]

@@ -18,33 +18,33 @@ _MOST_ERRORS = 3  # of one incident
 class IncidentReport:
     """A change of the world, from the last step before it to the first after it."""
 
-    generations: tuple[int, ...]  # the worlds that were formed in it
+    generations: tuple[int, ...]  # the worlds that were formed during it
     cause: str  # of the first: lost, left, failure, joined, paused, resumed or takeover
     reason: str
     start_s: float  # Unix time
     duration_s: float  # the longest idle time of a node
     cost_s: float  # of the run's time
-    phases: tuple[tuple[Activity, float], ...]  # seconds of the run's time, in about their order
-    nodes: tuple[str, ...]  # that were idle
-    step: int | None  # that was committed when it began
-    state_from: str  # where workers that needed it got the state; "": all had it
+    phases: tuple[tuple[Activity, float], ...]  # seconds of the run's time, roughly in order
+    nodes: tuple[str, ...]  # the nodes that were idle
+    step: int | None  # committed when it began
+    state_from: str  # the source of the state for workers that lacked it; "": all had it
     errors: tuple[tuple[str, str], ...]  # node, and what its worker raised; consequences included
-    checkpoint: SavedCheckpoint | None  # the last one that was committed when it began
-    is_over: bool  # False: no step was made since, and the run has not ended
+    checkpoint: SavedCheckpoint | None  # the last one committed when it began
+    is_over: bool  # False: no step was committed since, and the run has not ended
 
     @property
     def is_failure(self) -> bool:
-        """Whether something broke: a node that joins interrupts, too."""
+        """Whether something failed: a joining node interrupts training, too."""
         return self.cause not in PLANNED_CAUSES
 
     @property
     def checkpoint_age_s(self) -> float | None:
-        """How old it was then; None: there was none."""
+        """The age of the last checkpoint when the incident began; None without one."""
         return None if self.checkpoint is None else max(0.0, self.start_s - self.checkpoint.at_s)
 
     @property
     def steps_at_risk(self) -> int | None:
-        """Lost, had no survivor held the state; None: not known."""
+        """Steps that would have been lost if no survivor had the state; None: unknown."""
         if self.step is None:
             return None
         return max(0, self.step - (self.checkpoint.step if self.checkpoint is not None else 0))
@@ -55,17 +55,17 @@ def incident_reports(
     records: Iterable[JournalRecord],
     checkpoints: CheckpointHistory,
 ) -> list[IncidentReport]:
-    """One for each; ``records``: all of the run, in order of time."""
+    """One report per incident; ``records``: the run's records, in order of time."""
     wanted = ("world-fault", "world-joined", "state-restored", "state-received", "worker-died")
-    said = [record for record in records if record.name in wanted]
-    return [_report(incident, said, checkpoints) for incident in incidents]
+    relevant = [record for record in records if record.name in wanted]
+    return [_report(incident, relevant, checkpoints) for incident in incidents]
 
 
 def _report(
-    incident: IncidentGoodput, said: Sequence[JournalRecord], checkpoints: CheckpointHistory
+    incident: IncidentGoodput, relevant: Sequence[JournalRecord], checkpoints: CheckpointHistory
 ) -> IncidentReport:
-    first = bisect_left(said, incident.start_s, key=lambda r: r.at_s)
-    within = said[first : bisect_right(said, incident.end_s, key=lambda r: r.at_s)]
+    first = bisect_left(relevant, incident.start_s, key=lambda r: r.at_s)
+    within = relevant[first : bisect_right(relevant, incident.end_s, key=lambda r: r.at_s)]
     faults = [r for r in within if r.name == "world-fault"]
     steps = [s for r in faults if (s := r.whole("step")) is not None]
     steps = steps or [

@@ -61,7 +61,7 @@ def _breakdown(breakdown: Breakdown, duration_s: float) -> Iterator[str]:
 def _incidents(report: RunReport) -> Iterator[str]:
     yield from _section(
         "Changes of the world",
-        "| at | generation | cause | standstill | cost | of it |",
+        "| at | generation | reason | idle time | cost | largest phases |",
         "|---|---|---|---:|---:|---|",
         (
             f"| {timestamp(i.start_s)} | {', '.join(map(str, i.generations))} | "
@@ -72,7 +72,7 @@ def _incidents(report: RunReport) -> Iterator[str]:
     )
     yield from _section(
         "Checkpoints at failures",
-        "| generation | last checkpoint | its age | steps since |",
+        "| generation | last checkpoint | age | steps since |",
         "|---|---|---:|---:|",
         (
             f"| {i.generations[0] - 1} | {_cell(i.checkpoint.name) if i.checkpoint else 'none'} | "
@@ -118,7 +118,7 @@ def _findings(report: RunReport) -> Iterator[str]:
 
 
 def _section(title: str, head: str, rule: str, rows: Iterable[str]) -> Iterator[str]:
-    """Nothing, where there are no rows."""
+    """A table with a title; nothing without rows."""
     shown = list(rows)
     if shown:
         yield from (f"## {title}", "", head, rule, *shown, "")

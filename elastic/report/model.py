@@ -40,7 +40,7 @@ class RunReport:
     outcome: str  # "success", "failure"; "": unknown
     outcome_reason: str
     exit_code: int | None
-    has_finished: bool  # all workers of the newest world ended well, recorded as an end or not
+    has_finished: bool  # all workers of the newest world succeeded, even if no end was recorded
     timeline: Timeline
     curves: tuple[Curve, ...]
     incidents: tuple[IncidentReport, ...]
@@ -55,7 +55,7 @@ class RunReport:
 
     @property
     def failures(self) -> tuple[IncidentReport, ...]:
-        """The incidents in which something broke."""
+        """The incidents in which something failed."""
         return tuple(incident for incident in self.incidents if incident.is_failure)
 
     @property
@@ -72,7 +72,7 @@ def report_of(
     """The report of ``run_id``, else of the run that began last. Without events it has no nodes."""
     run = run_of(journal, run_id)
     goodput = goodput_of_run(run)
-    records = run.records_without("rank-times")  # most are
+    records = run.records_without("rank-times")  # most records are of this kind
     checkpoints = checkpoint_history(records)
     marks = generation_marks(records)
     outcome, reason, exit_code = _outcome(records)
@@ -131,7 +131,7 @@ def _progress(report: RunReport) -> str:
     on = f" on {low} to {high} nodes" if low != high else f" on {counted(high, 'node')}"
     steps = counted(report.goodput.steps, "step")
     share = f"{report.goodput.breakdown.goodput:.1%}"
-    return f"It made {steps}{on if sizes else ''}; {share} of the time was productive."
+    return f"It committed {steps}{on if sizes else ''}; {share} of the time was productive."
 
 
 def _cost(report: RunReport) -> str:
@@ -142,10 +142,10 @@ def _cost(report: RunReport) -> str:
     kinds = [counted(failed, "failure")] if failed else []
     kinds += [counted(planned, "planned change")] if planned else []
     cost_s = sum(incident.cost_s for incident in report.incidents)
-    redone = report.goodput.recomputed_steps
-    again = f", and {counted(redone, 'step')} had to be recomputed" if redone else ""
+    recomputed = report.goodput.recomputed_steps
+    again = f", and {counted(recomputed, 'step')} had to be recomputed" if recomputed else ""
     is_over = all(incident.is_over for incident in report.incidents)
-    since = "" if is_over else " No step was made since the last failure."
+    since = "" if is_over else " No step was committed since the last failure."
     return f"{' and '.join(kinds)} cost {duration(cost_s)}{again}.{since}"
 
 

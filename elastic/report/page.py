@@ -43,7 +43,7 @@ _SIZES = (_Size(), _Size(20, 0.5), _Size(10, 0.3), _Size(5, 0.2), _Size(2, 0.1))
 
 
 def html(report: RunReport) -> str:
-    """The page. Raises ConfigError where matplotlib is missing."""
+    """The page. Raises ConfigError without matplotlib."""
     require_matplotlib()
     charts = _Charts.of(report)
     page = ""
@@ -180,7 +180,7 @@ def _checkpoint_sentence(report: RunReport) -> str:
     )
 
 
-# How the page shows it ---------------------------------------------------------------------------
+# Rendering ---------------------------------------------------------------------------------------
 
 
 def _template(size: _Size) -> Template:

@@ -41,7 +41,7 @@ COLOURS: Mapping[str, tuple[str, str]] = {
 
 
 def name_of(activity: Activity) -> str:
-    """Its colour's name, which is also fit for a CSS class.
+    """The name of an activity's colour, also valid as a CSS class.
 
     >>> name_of(Activity.DATA)
     'data-wait'
@@ -57,7 +57,9 @@ def light(name: str) -> str:
 def variables(selector: str, names: Iterable[str] = tuple(COLOURS)) -> str:
     """CSS: colours for ``selector``, by the reader's theme."""
     chosen = {name: COLOURS[name] for name in names}
-    said = [
+    themes = [
         "".join(f"--{name}:{pair[theme]};" for name, pair in chosen.items()) for theme in (0, 1)
     ]
-    return f"{selector}{{{said[0]}}}@media(prefers-color-scheme:dark){{{selector}{{{said[1]}}}}}"
+    return (
+        f"{selector}{{{themes[0]}}}@media(prefers-color-scheme:dark){{{selector}{{{themes[1]}}}}}"
+    )

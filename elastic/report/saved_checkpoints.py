@@ -11,19 +11,19 @@ from elastic.telemetry.journal_reader import JournalRecord
 
 @dataclass(frozen=True)
 class SavedCheckpoint:
-    """One that was committed."""
+    """A committed checkpoint."""
 
     name: str
     step: int
-    at_s: float  # Unix time: when the first rank saw it committed
+    at_s: float  # Unix time at which the first rank saw it committed
     duration_s: float  # of the slowest rank
-    stall_s: float  # of the slowest rank: training waited
+    stall_s: float  # time that training waited, on the slowest rank
     size_bytes: int  # of all ranks that are known
 
 
 @dataclass(frozen=True)
 class FailedCheckpoint:
-    """One that could not be saved or used."""
+    """A checkpoint that could not be saved or used."""
 
     name: str
     at_s: float
@@ -33,13 +33,13 @@ class FailedCheckpoint:
 
 @dataclass(frozen=True)
 class CheckpointHistory:
-    """All of a run, in order of time."""
+    """All checkpoints of a run, in order of time."""
 
     saved: tuple[SavedCheckpoint, ...]
     skipped: tuple[FailedCheckpoint, ...]
 
     def last_before(self, at_s: float) -> SavedCheckpoint | None:
-        """The newest that was committed by then."""
+        """The newest checkpoint committed by ``at_s``."""
         place = bisect_right(self.saved, at_s, key=lambda saved: saved.at_s)
         return self.saved[place - 1] if place else None
 
@@ -54,7 +54,7 @@ class CheckpointHistory:
 
 
 def checkpoint_history(records: Iterable[JournalRecord]) -> CheckpointHistory:
-    """From the events of all ranks, in any order."""
+    """The history from the events of all ranks, in any order."""
     parts: dict[tuple[str, int], list[JournalRecord]] = {}
     skipped: dict[tuple[str, str, str], FailedCheckpoint] = {}
     for record in records:

@@ -28,8 +28,8 @@ _DROPPED = {f"{{{_SVG}}}metadata", f"{{{_SVG}}}style"}
 
 
 def adapt(raw: str, *, name: str, title: str, description: str) -> str:
-    """matplotlib's output as an element for a page, or a separate file. ``name`` is unique on
-    a page: ids begin with it."""
+    """matplotlib's output as an element for a page, or a separate file. ``name``, the prefix of its
+    ids, is unique on a page."""
     root = ET.fromstring(raw)
     for parent in list(root.iter()):
         for child in list(parent):
@@ -66,8 +66,8 @@ def _styles(root: ET.Element) -> str:
 
 
 def _references(element: ET.Element) -> list[str]:
-    said = [v for k, v in element.attrib.items() if k != "id" and "#" in v]
-    return [match for text in said for match in _REFERENCE.findall(text)]
+    texts = [v for k, v in element.attrib.items() if k != "id" and "#" in v]
+    return [match for text in texts for match in _REFERENCE.findall(text)]
 
 
 def _clean(element: ET.Element, used: set[str], name: str) -> None:
@@ -105,7 +105,7 @@ def _font(match: re.Match[str]) -> str:
 
 
 def _flatten(element: ET.Element) -> None:
-    """Groups without attributes are redundant."""
+    """Remove groups without attributes, which are redundant."""
     flat = []
     for child in element:
         _flatten(child)

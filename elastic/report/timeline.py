@@ -1,9 +1,8 @@
-"""The timeline of a run: the activities of each node, in as many segments as a chart has pixels.
-Pure.
+"""The timeline of a run: the activities of each node, in at most one segment per pixel. Pure.
 
 A column of the chart may cover much time: hours of steps, and within them a recovery of
 a second. So a column shows an interruption if it contains one, else the activity that took
-most of it. Columns that follow each other and show the same are one segment.
+most of it. Consecutive columns with the same activity are one segment.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from elastic.telemetry.activities import Activity, Lane
 from elastic.telemetry.goodput import Goodput, NodeGoodput
 from elastic.telemetry.journal_reader import JournalRecord
 
-_TOLD = frozenset({"world-formed", "world-joined", "recovered"})
+_USED = frozenset({"world-formed", "world-joined", "recovered"})
 # Continuous activities: the largest share decides. All others are interruptions.
 _USUAL = frozenset(
     {
@@ -31,7 +30,7 @@ _USUAL = frozenset(
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """Some time of a node, shown as one thing."""
+    """A span of a node's time, shown as one activity."""
 
     start_s: float  # Unix time
     end_s: float
@@ -40,7 +39,7 @@ class Segment:
 
 @dataclass(frozen=True)
 class NodeLane:
-    """One node's line of the chart: segments in order of time, with gaps where it was not there."""
+    """One node's line of the chart: segments in order of time, with gaps while it was absent."""
 
     node: str
     segments: tuple[Segment, ...]
@@ -56,11 +55,11 @@ class GenerationMark:
     reason: str  # a sentence
     size: int  # number of workers
     nodes: tuple[str, ...]
-    step: int | None = None  # that was committed when it began to train
+    step: int | None = None  # committed when it began to train
 
     @property
     def label(self) -> str:
-        """For a chart."""
+        """The text of the mark in a chart."""
         return f"g{self.generation} {self.cause}".rstrip()
 
 
@@ -72,7 +71,7 @@ class Timeline:
     end_s: float
     lanes: tuple[NodeLane, ...]
     marks: tuple[GenerationMark, ...]
-    hidden_nodes: int = 0  # that have no lane: the chart would be too tall
+    hidden_nodes: int = 0  # nodes without a lane, because the chart would be too tall
 
     @property
     def activities(self) -> tuple[Activity, ...]:
@@ -83,13 +82,11 @@ class Timeline:
 
 @dataclass(frozen=True)
 class TimelineLimits:
-    """How much of a timeline is kept."""
+    """The limits of a timeline."""
 
     columns: int = 820  # the chart's width in pixels
-    segments: int = (
-        4000  # of all lanes together: columns are wider, then lanes fewer, until they do
-    )
-    lanes: int = 32  # those of the lowest goodput
+    segments: int = 4000  # in all lanes together; reached with wider columns, then fewer lanes
+    lanes: int = 32  # the nodes with the lowest goodput
 
 
 def timeline_of(
@@ -97,10 +94,10 @@ def timeline_of(
     marks: Sequence[GenerationMark],
     limits: TimelineLimits = TimelineLimits(),
 ) -> Timeline:
-    """The timeline of an accounted run; ``marks``: :func:`generation_marks`."""
+    """The timeline of a run with its goodput; ``marks``: :func:`generation_marks`."""
     worst = sorted(goodput.nodes, key=lambda node: (node.breakdown.goodput, node.node))
     lanes: list[NodeLane] = []
-    # Never much wider: an interruption of a second would look like one of an hour.
+    # Not much wider: an interruption of a second would look like one of an hour.
     for columns in (limits.columns, max(1, limits.columns // 2)):
         axis = _Axis(goodput.start_s, goodput.end_s, columns)
         lanes = [NodeLane(n.node, tuple(_segments(n, axis))) for n in worst[: limits.lanes]]
@@ -114,11 +111,11 @@ def timeline_of(
 
 
 def generation_marks(records: Iterable[JournalRecord]) -> list[GenerationMark]:
-    """One for each world that was formed, in order of time."""
+    """One mark for each world that was formed, in order of time."""
     formed: dict[int, JournalRecord] = {}
     steps: dict[int, int] = {}
     for record in records:
-        if record.name not in _TOLD:
+        if record.name not in _USED:
             continue
         generation = record.whole("generation")
         if generation is None:
@@ -170,7 +167,7 @@ _Column = dict[Activity, float]  # seconds
 
 
 def _segments(node: NodeGoodput, axis: _Axis) -> Iterator[Segment]:
-    """An agent's time shows where its node has no worker."""
+    """The segments of a node: its agent's time while it has no worker."""
     workers, agents = _columns(node.workers, axis), _columns(node.agents, axis)
     start, shown = 0, None
     for index in range(axis.columns + 1):

@@ -20,7 +20,7 @@ class HangSummary:
     action: str
     reason: str
     report: str  # the path of the hang report, on its node; "": none was written
-    node: str  # that wrote it
+    node: str  # the node that wrote it
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ class StragglerSummary:
 
 @dataclass(frozen=True)
 class Findings:
-    """All of a run, each in order of time."""
+    """All findings of a run, in order of time."""
 
     hangs: tuple[HangSummary, ...]
     verdicts: tuple[VerdictSummary, ...]
@@ -60,7 +60,7 @@ class Findings:
 
 
 def findings_of(records: Iterable[JournalRecord]) -> Findings:
-    """From events in order of time."""
+    """The findings from events in order of time."""
     hangs: dict[object, HangSummary] = {}
     verdicts, stragglers = [], []
     for record in records:

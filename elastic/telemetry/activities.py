@@ -10,24 +10,24 @@ from itertools import pairwise
 
 
 class Activity(str, Enum):
-    """Productive time, or a kind of loss. Each value's comment is its line in reports."""
+    """Productive time, or a kind of loss. Each value's comment is its description in reports."""
 
     PRODUCTIVE = "productive"  # in steps that are part of the final weights
     STARTUP = "start-up"  # from a process's start to its first step
-    WAITING_FOR_NODES = "waiting for nodes"  # below the minimum of nodes: training is paused
+    WAITING_FOR_NODES = "waiting for nodes"  # too few nodes: training is paused
     DATA = "data wait"  # the main thread waits for a batch
     CHECKPOINT = "checkpoint stall"  # training pauses for a save
     STRAGGLING = "straggling"  # in steps, waiting for a rank that was found to be a straggler
     EVALUATION = "evaluation"  # forward passes of a model in eval mode
     RECOMPUTED = "recomputed steps"  # steps that a recovery has discarded
     DETECTION = "detection"  # from the end of the last step until a failure was detected
-    ABORT = "abort"  # ending the old process group and its pending works
+    ABORT = "abort"  # ending the old process group and its pending operations
     RENDEZVOUS = "rendezvous"  # waiting for the next world
     REBUILD = "rebuild"  # building its process group
     STATE_TRANSFER = "state transfer"  # agreeing on the state, sending or reading it
     FIRST_STEP = "first step"  # the time of the first step in a world in excess of a usual one
     SHUTDOWN = "shutdown"  # after the last step
-    UNREPORTED = "unreported"  # a process was killed before it had recorded it
+    UNREPORTED = "unreported"  # a process was killed before it recorded this time
     NO_NODES = "no nodes"  # no process of the run was alive
 
     @property
@@ -38,12 +38,12 @@ class Activity(str, Enum):
 
 @dataclass(frozen=True, slots=True)
 class Stretch:
-    """Some time of one process; ``seconds`` adds up to its length, in no particular order."""
+    """A span of one process's time. ``seconds`` by activity, unordered, add up to its length."""
 
     start_s: float
     end_s: float
     seconds: Mapping[Activity, float]
-    discarded_in: int | None = None  # the generation whose steps, recomputed later, it holds
+    discarded_in: int | None = None  # the generation of its steps that were recomputed later
 
     @staticmethod
     def of(activity: Activity, start_s: float, end_s: float) -> Stretch:
@@ -65,7 +65,7 @@ class Lane:
 
     node: str
     stretches: list[Stretch] = field(default_factory=list)
-    progress: list[tuple[float, float]] = field(default_factory=list)  # spans with whole steps
+    progress: list[tuple[float, float]] = field(default_factory=list)  # spans of complete steps
     then: Activity | None = None  # the node's activity after its end; None: it was killed
 
     @property
@@ -105,7 +105,7 @@ class Weight:
     """An integral over time of a piecewise constant function."""
 
     def __init__(self, breaks: Iterable[tuple[float, float]]) -> None:
-        """``breaks``: times, ascending, and the value from there on; 0 before the first."""
+        """``breaks``: ascending times, each with the value from then on; 0 before the first."""
         self._times: list[float] = []
         self._values: list[float] = []
         self._integrals: list[float] = []
@@ -130,7 +130,7 @@ class Weight:
 
 
 def counts(spans: Iterable[tuple[float, float]]) -> list[tuple[float, int]]:
-    """The number of concurrent spans: times, ascending, and the number from there on.
+    """The number of concurrent spans: ascending times, each with the number from then on.
 
     >>> counts([(0, 4), (2, 6)])
     [(0, 1), (2, 2), (4, 1), (6, 0)]

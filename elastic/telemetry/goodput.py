@@ -1,9 +1,9 @@
 """Goodput: how much of a run's time made progress, and where the rest went.
 
-A pure function of the journal: :func:`goodput_of_run`. A node's time is that of its workers,
-averaged; while it has none, its agent's. A run's time is that of the nodes which are present,
-averaged, so it adds up to the wall time from the first line to the last. The parts are in
-:mod:`elastic.telemetry.activities`, how lines become time in :mod:`elastic.telemetry.lanes`.
+A pure function of the journal: :func:`goodput_of_run`. A node's time is the average over its
+workers or, while it has none, its agent's. A run's time is the average over the nodes that are
+present, so it adds up to the wall time from the first line to the last. The parts are in
+:mod:`elastic.telemetry.activities`; :mod:`elastic.telemetry.lanes` turns journal lines into time.
 """
 
 from __future__ import annotations
@@ -32,7 +32,8 @@ from elastic.telemetry.step_history import StepHistory, step_history
 PLANNED_CAUSES = frozenset({"first", "joined", "resumed"})
 """Causes of changes of the world in which nothing broke."""
 
-# Less is lost in the rounding of Unix times: the end of a world's first step is an instant.
+# More than the rounding error of Unix times. The end of a world's first step is an instant, and
+# an empty span would be ignored.
 _ROUNDING = 1e-6  # seconds
 
 
@@ -57,13 +58,13 @@ class IncidentGoodput:
     reason: str
     start_s: float
     end_s: float
-    nodes: tuple[str, ...]  # that were idle
+    nodes: tuple[str, ...]  # the nodes that were idle
     breakdown: Breakdown  # losses only: seconds of the run's time
-    is_over: bool = True  # False: no step was made since, and the run has not ended
+    is_over: bool = True  # False: no step was committed since, and the run has not ended
 
     @property
     def duration_s(self) -> float:
-        """The longest idle time of a node in it."""
+        """The longest idle time of a node during the incident."""
         return self.end_s - self.start_s
 
 
@@ -173,7 +174,7 @@ class _NodeTime:
         return [Interruption(a, b) for a, b in between(made)]
 
     def open_interruption(self) -> Interruption | None:
-        """From the last progress of its workers to its last line; None without progress."""
+        """From the workers' last progress to the node's last line; None without progress."""
         made_s = max((b for lane in self.workers for _, b in lane.progress), default=inf)
         end_s = self.spans[-1][1]
         return Interruption(made_s, end_s) if made_s < end_s else None
@@ -221,7 +222,7 @@ def _shares(
     hidden: Sequence[tuple[float, int]],
     present: Sequence[tuple[float, int]],
 ) -> Weight:
-    """The weight of one of the lanes ``alive``: 0 while there is a ``hidden`` one."""
+    """The weight of one of the lanes ``alive``: 0 while there is one of ``hidden``."""
     times = sorted({t for counted in (alive, hidden, present) for t, _ in counted if isfinite(t)})
     breaks = []
     for time_s in times:
@@ -250,8 +251,8 @@ def _sum(parts: Iterable[Mapping[Activity, float]]) -> dict[Activity, float]:
 def _standstills(
     times: Sequence[tuple[float, float]], formed: Iterable[JournalRecord]
 ) -> list[tuple[tuple[float, float], list[JournalRecord]]]:
-    """Incidents in which worlds began, each with its worlds. A world that a node joins is formed
-    while the others still train: they become idle afterwards."""
+    """The times in which worlds began, each with its worlds. The world of a joining node is formed
+    while the other nodes still train; they become idle afterwards."""
     worlds: dict[int, list[JournalRecord]] = {}
     for record in formed:
         place = bisect_left(times, record.at_s, key=lambda span: span[1])

@@ -46,7 +46,7 @@ Position = Callable[[], Mapping[str, int | None]]
 
 
 class EventSink(Protocol):
-    """Takes events. Never raises: telemetry must not stop training."""
+    """Receives events. Never raises: telemetry must not stop training."""
 
     def emit(self, event: Event, *, level: int = logging.INFO) -> None: ...
 
@@ -74,7 +74,7 @@ def max_bytes_in(environ: Mapping[str, str]) -> int:
 
 
 class Journal:
-    """Writes events to the log and, if a folder is given, to a file. For any thread.
+    """Writes events to the log and, if a folder is given, to a file. Thread-safe.
 
     ``origin``: the node named in log lines, in a process whose environment does not name it.
     ``role``: the kind of process, as recorded in the file: "agent" or "worker".
@@ -144,16 +144,16 @@ class Journal:
         if origin is not None and isinstance(event, WorldEntered):
             origin.generation = event.generation
         if self._log.isEnabledFor(level):
-            said = " ".join(f"{k}={v!r}" for k, v in _data(event).items() if v is not None)
+            text = " ".join(f"{k}={v!r}" for k, v in _data(event).items() if v is not None)
             extra = {"origin": str(origin)} if origin is not None else None
             self._log.log(
-                level, "%s %s", kebab_name(event), shorten(said, _LONGEST_LOGGED), extra=extra
+                level, "%s %s", kebab_name(event), shorten(text, _LONGEST_LOGGED), extra=extra
             )
         self._write(event)
         for listener in self._listeners:
-            self._tell(listener, event)
+            self._notify(listener, event)
 
-    def _tell(self, listener: Callable[[Event], None], event: Event) -> None:
+    def _notify(self, listener: Callable[[Event], None], event: Event) -> None:
         try:
             listener(event)
         except Exception as error:  # noqa: BLE001 - telemetry must not stop training
@@ -174,9 +174,9 @@ class Journal:
                 file.append(self._line(self._opened()))
             file.append(self._line(event))
         except OSError as error:
-            if file.is_news(error):
+            if file.is_unreported(error):
                 self._log.warning(
-                    "journal: %s: %s; events are lost until that ends", file.path, error
+                    "journal: %s: %s; events are lost until writing succeeds", file.path, error
                 )
 
     def _line(self, event: Event) -> bytes:
@@ -190,7 +190,7 @@ class Journal:
             **self._identity,
             **{k: v for k, v in self._where().items() if v is not None},
         }
-        # The node that an event is about is not its writer: its `node` becomes `of_node`.
+        # An event's own `node` may differ from the writer's: it becomes `of_node`.
         data = {f"of_{k}" if k in ENVELOPE else k: v for k, v in _data(event).items()}
         line = _encode({**envelope, **data})
         if len(line) > _LONGEST_LINE:
@@ -222,7 +222,7 @@ class _RotatingFile:
         self.path = path
         self.pid = os.getpid()
         self._part_bytes = max(part_bytes, 4096)
-        self._told: set[int | None] = set()
+        self._reported: set[int | None] = set()
         self._is_torn = False
         self.is_closed = False
         self._fd, self._size = self._begin()
@@ -263,12 +263,12 @@ class _RotatingFile:
         self._size += written
         self._is_torn = written < len(data)
         if not self._is_torn:
-            self._told.clear()
+            self._reported.clear()
 
-    def is_news(self, error: OSError) -> bool:
-        """Whether this kind of failure was not reported since the last success."""
-        is_new = error.errno not in self._told
-        self._told.add(error.errno)
+    def is_unreported(self, error: OSError) -> bool:
+        """Whether this kind of failure has not been reported since the last success."""
+        is_new = error.errno not in self._reported
+        self._reported.add(error.errno)
         return is_new
 
     def close(self) -> None:

@@ -21,7 +21,7 @@ from elastic.telemetry.journal import SCHEMA
 
 _CHUNK_BYTES = 1 << 24
 _NUMBERS = (float, int)  # as JSON has them: type() takes a third of isinstance's time
-_LONGEST_LINE = 1 << 20  # a journal writes no longer lines
+_LONGEST_LINE = 1 << 20  # longer than any line that a journal writes
 _LATEST_TIME = 1e11  # of a clock: the year 5138
 _TAIL_BYTES = 1 << 18
 _TAIL_FILES = 64
@@ -34,10 +34,10 @@ _DURATIONS = (
 
 
 class Window(msgspec.Struct, gc=False, kw_only=True, forbid_unknown_fields=True):
-    """A line of the kind ``rank-times``, which are nine of ten lines of a long run.
+    """A ``rank-times`` line: nine of ten lines of a long run.
 
     Decoding one takes a third of the time of a dictionary. The fields are those that this version
-    writes: a line that has others, or other types, is read as a dictionary.
+    writes: a line with other fields or types is read as a dictionary.
     """
 
     event: Literal["rank-times"]
@@ -83,7 +83,7 @@ class JournalRecord(msgspec.Struct, eq=False, gc=False):
 
     @property
     def window(self) -> Window:
-        """A field of a ``rank-times`` event; 0 if it is missing or not a number."""
+        """The line as a window; a field that is missing or not a number is 0."""
         line = self.line
         return line if isinstance(line, Window) else self._read_window()
 
@@ -107,7 +107,7 @@ class JournalRecord(msgspec.Struct, eq=False, gc=False):
 
     @property
     def node(self) -> str:
-        """The name of the node that wrote it."""
+        """The name of the node that wrote the line."""
         line = self.line
         return line.node if isinstance(line, Window) else str(line.get("node", "?"))
 
@@ -116,19 +116,19 @@ class JournalRecord(msgspec.Struct, eq=False, gc=False):
         return getattr(line, name, None) if isinstance(line, Window) else line.get(name)
 
     def number(self, name: str, default: float = 0.0) -> float:
-        """A finite number of the line, or ``default``."""
+        """A field that is a finite number, else ``default``."""
         value = self._value(name)
         if type(value) in _NUMBERS and math.isfinite(value):
             return float(value)
         return default
 
     def whole(self, name: str) -> int | None:
-        """An integer of the line, or None."""
+        """A field that is an integer, else None."""
         value = self._value(name)
         return value if type(value) is int else None
 
     def text(self, name: str) -> str:
-        """A text of the line, or ""."""
+        """A field that is a string, else ""."""
         value = self._value(name)
         return value if isinstance(value, str) else ""
 
@@ -184,8 +184,11 @@ class JournalFolder:
             records += [r for line in lines if (r := self._record(line, path))]
         return records
 
-    def notes(self) -> list[str]:
-        """Notes on lines and files that could not be read, and why."""
+    def notes(self, *, is_growing: bool = False) -> list[str]:
+        """Notes on lines and files that could not be read, and why.
+
+        With `is_growing`, a truncated last line is not noted: it is still being written.
+        """
         notes = list(self._problems)
         for file in self._files.values():
             if file.corrupt:
@@ -194,7 +197,7 @@ class JournalFolder:
                     f"{file.path.name}: {file.corrupt} {lines} damaged or truncated and skipped, "
                     f"the first one is line {file.first_corrupt}"
                 )
-            if file.rest:
+            if file.rest and not is_growing:
                 notes.append(
                     f"{file.path.name}: the last line is truncated: its process was killed, or is "
                     "still writing"
@@ -219,7 +222,7 @@ class JournalFolder:
             status = path.stat()
             file = self._files.setdefault((status.st_dev, status.st_ino), _File(path))
             file.path = path
-            if status.st_size < file.offset:  # not the file that it was
+            if status.st_size < file.offset:  # the file was truncated or replaced
                 file.offset = file.lines = 0
             stream.seek(file.offset)
             for lines in _lines(stream, file):
@@ -240,7 +243,7 @@ class JournalFolder:
         return records
 
     def _record(self, line: bytes, path: Path) -> JournalRecord | None:
-        """None: it cannot be read."""
+        """The record, or None if the line cannot be read."""
         if line.startswith(_WINDOW_START) and (record := _window_record(line)) is not None:
             return record
         data = _decoded(line)
@@ -264,7 +267,7 @@ class JournalFolder:
 
 
 def read_folder(folder: str | Path) -> tuple[list[JournalRecord], list[str]]:
-    """Everything in a folder of journals, unordered, and what could not be read."""
+    """All records in a folder of journals, unordered, and notes on what could not be read."""
     journals = JournalFolder(Path(folder))
     return journals.read_new(), journals.notes()
 
@@ -277,7 +280,7 @@ _NOT_DECODED = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 def _written_s(path: Path) -> float:
     try:
         return path.stat().st_mtime
-    except OSError:  # gone since the folder was listed
+    except OSError:  # removed since the folder was listed
         return 0.0
 
 
@@ -296,7 +299,7 @@ def _decoded(line: bytes) -> Any:
 
 
 def _window_record(line: bytes) -> JournalRecord | None:
-    """None: it has other fields than this version writes, or is damaged."""
+    """The record, or None if the line is damaged or has other fields than this version writes."""
     try:
         window = _decode_window(line)
     except _NOT_DECODED:

@@ -35,7 +35,7 @@ def _scaled(
     parts: Mapping[Activity, float],
     discarded_in: int | None = None,
 ) -> Stretch:
-    """Measured parts, as a stretch of that length on the clock of all nodes."""
+    """A stretch with the measured parts, scaled to its length on the common clock."""
     scale = sum(parts.values()) / (end_s - start_s)
     if scale <= 0:
         parts, scale = {Activity.PRODUCTIVE: end_s - start_s}, 1.0
@@ -45,8 +45,8 @@ def _scaled(
 
 # Workers -----------------------------------------------------------------------------------------
 
-# Events after which a worker does not make steps.
-_MOVES_ON = frozenset(
+# Events that end a sum of windows.
+_ENDS_SUM = frozenset(
     {"rank-times", "recovered", "world-fault", "state-restored", "world-joined", "run-closed"}
 )
 
@@ -56,7 +56,7 @@ class _WindowSum:
 
     def __init__(self, start_s: float, cut: int | None, stragglers: Sequence[Straggling]) -> None:
         self.start_s = self.end_s = start_s
-        self.cut = cut  # later steps were
+        self.cut = cut  # a later world repeated the steps after it
         self.productive_s = self.data_s = self.checkpoint_s = self.evaluation_s = 0.0
         self.straggling_s = 0.0  # of the productive time
         self._stragglers = stragglers
@@ -99,14 +99,14 @@ class _WorkerLane:
         self.lane = Lane(writer.node)
         self._facts = facts
         self._cursor_s = writer.records[0].at_s
-        self._meanwhile = Activity.STARTUP  # what no event accounts for
+        self._meanwhile = Activity.STARTUP  # the activity of time that no event accounts for
         self._generation: int | None = None  # of the last window
         self._sum: _WindowSum | None = None
 
     def take(self, record: JournalRecord) -> None:
         if record.name == "rank-times" and self._sum_up(record.window, record.at_s):
             return
-        if record.name in _MOVES_ON:
+        if record.name in _ENDS_SUM:
             self._flush()
         match record.name:
             case "rank-times":
@@ -122,11 +122,11 @@ class _WorkerLane:
                 is_clean = record.data.get("clean") is True
                 self.lane.then = Activity.SHUTDOWN if is_clean else Activity.ABORT
             case _:
-                pass  # a recovery sums up what happens in it when it is over
+                pass  # `recovered` summarizes the events of a recovery
 
     def end(self, at_s: float) -> None:
-        """End the lane. If the process was killed, it had made steps until then that it
-        has not summed up: all ranks step together, so they are distributed like the world's.
+        """End the lane. A killed process took steps that it did not record: all ranks step
+        together, so its time is divided like the world's.
         """
         self._flush()
         is_killed = self._meanwhile is Activity.UNREPORTED and at_s > self._cursor_s
@@ -168,9 +168,9 @@ class _WorkerLane:
         self._open(window, end_s)
 
     def _sum_up(self, window: Window, end_s: float) -> bool:
-        """Add a window of complete, kept steps to those before it; False if it is not one.
+        """Add a window of complete, kept steps to the sum; False if it is not one.
 
-        There may be a million: what follows looks at one stretch for many of them.
+        There may be a million windows: later stages process one stretch for many of them.
         """
         total = self._sum
         if window.ended != "due" or window.open_s:
@@ -244,7 +244,7 @@ class _WorkerLane:
             self._meanwhile = Activity.UNREPORTED
 
     def _laps(self, record: JournalRecord) -> None:
-        """A recovery, whose laps are known, in about their order."""
+        """Add a recovery's measured phases, approximately in their order."""
         self._fill(record.at_s - record.number("duration_s"))
         laps = [(max(0.0, record.number(name)), activity) for name, activity in _LAPS]
         whole_s = sum(took_s for took_s, _ in laps)
@@ -307,7 +307,7 @@ def lane_start(writer: JournalWriter) -> float:
 def _agent_stretches(
     meanwhile: Activity, since_s: float, start_s: float, end_s: float, workers: Sequence[Lane]
 ) -> list[Stretch]:
-    """The activity in a world that its workers did not record: they are starting, or ended.
+    """The activity in a world while its workers record nothing: they are starting, or have ended.
 
     ``since_s``: when ``meanwhile`` began, no later than ``start_s``.
     """

@@ -24,7 +24,7 @@ class Ledger:
 
     @classmethod
     def from_environment(cls, env: Mapping[str, str] = os.environ) -> Ledger:
-        """The ledger that ``ELASTIC_LEDGER`` asks for."""
+        """The ledger in the folder that ``ELASTIC_LEDGER`` names."""
         return cls(env.get("ELASTIC_LEDGER"))
 
     @property

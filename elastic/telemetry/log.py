@@ -18,7 +18,7 @@ from elastic.messages.world import WorldIdentity
 from elastic.telemetry.printable import printable
 
 LOGGER_NAME = "elastic"
-_LONGEST_NAME = 100  # characters; a name may hold anything
+_LONGEST_NAME = 100  # characters; a name may contain anything
 
 
 @dataclass(eq=False)
@@ -37,8 +37,8 @@ _origins: list[LogOrigin] = []
 
 
 def add_origin(origin: LogOrigin) -> None:
-    """Set the origin of this process's lines to ``origin``. (A program may launch several
-    nodes at once: then only lines that name their own, such as a journal's, have one.)"""
+    """Set the origin of this process's lines. If a program launches several nodes at once, only
+    lines with an explicit origin, such as a journal's, have one."""
     _origins.append(origin)
 
 
@@ -77,7 +77,7 @@ def _world() -> WorldIdentity | None:
     try:
         return identity_in(os.environ)
     except ConfigError:
-        return None  # reported where the environment is used
+        return None  # reported by the code that uses the environment
 
 
 def get_logger() -> logging.Logger:

@@ -29,7 +29,7 @@ _TOGETHER = (
     ("world-entered", ENTERED_TOGETHER_S),
     ("job-ended", ENDED_TOGETHER_S),
 )
-_UNNAMED = ("", "none")  # torchrun's own name for a job without one
+_UNNAMED = ("", "none")  # torchrun's run id of a job without one is "none"
 _MOST_FOR_A_MEDIAN = 2000
 _LAST_LINES = frozenset({"journal-closed", "node-parked", "job-ended", "node-leaving"})
 
@@ -47,23 +47,23 @@ class JournalWriter:
 
     @property
     def opened(self) -> JournalRecord | None:
-        """Its first line, which identifies the process; None if that is lost."""
+        """Its first line, which identifies the process; None if it is lost."""
         return next((r for r in self.records if r.name == "journal-opened"), None)
 
     @property
     def role(self) -> str:
         """ "agent" or "worker"."""
-        said = self.opened.text("role") if self.opened is not None else ""
-        return said or ("worker" if any("rank" in r.data for r in self.records) else "agent")
+        role = self.opened.text("role") if self.opened is not None else ""
+        return role or ("worker" if any("rank" in r.data for r in self.records) else "agent")
 
     @property
     def run_id(self) -> str:
-        """The job's name, as far as this process knows it; else ""."""
+        """The run id if this process knows it, else ""."""
         return self.opened.text("run_id") if self.opened is not None else ""
 
     @property
     def clock(self) -> str:
-        """Writers with the same one share a monotonic clock."""
+        """Identifies the monotonic clock, which writers of one boot share."""
         boot_id = self.opened.text("boot_id") if self.opened is not None else ""
         return boot_id or f"writer {self.writer}"
 
@@ -100,8 +100,8 @@ class RunJournal:
 
 
 def run_of(journal: MergedJournal, run_id: str | None = None) -> RunJournal:
-    """``run_id``, else the run that began last. (A worker of a job without a name does not know
-    which one it got.)"""
+    """Select ``run_id``, else the run that began last. A writer without a run id, such as a worker
+    of a job whose name torchrun chose, belongs to each."""
     known = list(dict.fromkeys(w.run_id for w in journal.writers if w.run_id not in _UNNAMED))
     chosen = run_id if run_id is not None else (known[-1] if known else "")
     notes = list(journal.notes)
@@ -135,7 +135,7 @@ def _by_writer(records: Iterable[JournalRecord]) -> list[JournalWriter]:
             known = writers[record.writer] = JournalWriter(record.writer)
         known.records.append(record)
     for writer in writers.values():
-        # Twice is quicker than once by both: files are almost always in order.
+        # Two sorts are faster than one by both keys: files are almost always in order.
         writer.records.sort(key=attrgetter("seq"))
         writer.records.sort(key=attrgetter("monotonic_s"))
     return sorted(writers.values(), key=lambda w: w.records[0].time_s)
@@ -240,16 +240,16 @@ def _together(
 
 
 def _median(values: Sequence[float]) -> float:
-    """Of so many of them as it takes: a clock is set rarely."""
+    """The median of a sample of the values: clocks are rarely set."""
     return statistics.median(values[:: max(1, len(values) // _MOST_FOR_A_MEDIAN)])
 
 
-# Nodes that never came back ----------------------------------------------------------------------
+# Nodes that were lost ----------------------------------------------------------------------------
 
 
 def _silent(writers: Sequence[JournalWriter]) -> list[str]:
-    """Notes on nodes whose agents end without an event while others continue. The time is from all
-    files of a node: workers write more often than their agent, and may outlive it."""
+    """Notes on nodes whose agents stop without an event while others continue. A node's last line
+    may be a worker's: workers write more often than their agent, and may outlive it."""
     last_s = max(w.records[-1].at_s for w in writers)
     newest_s: dict[str, float] = {}
     ends: dict[str, tuple[float, bool]] = {}
@@ -258,15 +258,15 @@ def _silent(writers: Sequence[JournalWriter]) -> list[str]:
         newest_s[writer.node] = max(newest.at_s, newest_s.get(writer.node, float("-inf")))
         if writer.role != "agent":
             continue
-        said = any(r.name in _LAST_LINES for r in writer.records[-3:])
+        has_ended = any(r.name in _LAST_LINES for r in writer.records[-3:])
         if newest.at_s >= ends.get(writer.node, (float("-inf"), False))[0]:
-            ends[writer.node] = (newest.at_s, said)
+            ends[writer.node] = (newest.at_s, has_ended)
     losses = _in_order(r for w in writers for r in w.records if r.name == "node-lost")
     lost = {r.text("lost"): r.text("reason") for r in losses}
     notes = []
-    for node, (_, said) in sorted(ends.items()):
+    for node, (_, has_ended) in sorted(ends.items()):
         end_s = newest_s[node]
-        if said or (node not in lost and last_s - end_s < SILENT_NODE_S):
+        if has_ended or (node not in lost and last_s - end_s < SILENT_NODE_S):
             continue
         why = f": it was lost ({lost[node]})" if node in lost else ""
         notes.append(f"{node} wrote nothing in the last {last_s - end_s:.1f} s of the run{why}")

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import deque
 
-_REMEMBERED = 4096  # reports: a recovery goes back to the last checkpoint
+_REMEMBERED = 4096  # reports: a recovery may return to the last checkpoint
 
 
 class ProgressAccount:
@@ -21,7 +21,7 @@ class ProgressAccount:
         self.checkpoint_at_s: float | None = None  # when this node learned of it
         self._noted_s = start_s
         self._productive_s = 0.0
-        # Steps, and the time that all steps until then took; non-decreasing.
+        # Steps, each with the total time of all steps until then; non-decreasing.
         self._marks: deque[tuple[int, float]] = deque(maxlen=_REMEMBERED)
 
     def note(
@@ -35,7 +35,7 @@ class ProgressAccount:
         passed_s, self._noted_s = max(0.0, now_s - self._noted_s), now_s
         if step is None:
             return
-        while self._marks and self._marks[-1][0] > step:  # a recovery went back
+        while self._marks and self._marks[-1][0] > step:  # a recovery discarded steps
             self._marks.pop()
             self._productive_s = self._marks[-1][1] if self._marks else 0.0
         if self._marks:

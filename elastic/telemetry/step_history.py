@@ -17,17 +17,17 @@ _LAST_WINDOWS = 1000
 class StepHistory:
     """The combined windows of all ranks."""
 
-    usual_s: Mapping[int, float]  # by generation: productive time of a step, less the first
+    usual_s: Mapping[int, float]  # by generation: productive time of a step, without the first
     windows: Mapping[int, Sequence[Window]]  # by generation: the last ones of all ranks
-    cuts: Mapping[int, int]  # by generation: the step from which on a later one redid its work
-    newest: int  # generation in which steps were made; 0: none
+    cuts: Mapping[int, int]  # by generation: the step after which a later world repeated its steps
+    newest: int  # generation with steps; 0: none
     first_step: int
     last_step: int
     recomputed_steps: int
     stragglers: Mapping[int, Sequence[Straggling]]  # by generation
 
     def shares_of(self, generation: int) -> dict[Activity, float]:
-        """The content of its windows as fractions of 1; empty without windows."""
+        """The activities of its windows as fractions of 1; empty without windows."""
         sums: dict[Activity, float] = defaultdict(float)
         for window in self.windows.get(generation, ()):
             discarded = discarded_part(window, self.cuts.get(generation))
@@ -57,7 +57,7 @@ class _WorldSteps:
         self.windows: deque[Window] = deque(maxlen=_LAST_WINDOWS)
 
     def add(self, window: Window, step: int, made: int) -> None:
-        """Sum up a window that ends with ``step``, after so many."""
+        """Add a window of ``made`` steps that ends with ``step``."""
         if self.end is None or step > self.end:
             self.end = step
         if made <= 0:
@@ -91,7 +91,7 @@ def step_history(records: Iterable[JournalRecord]) -> StepHistory:
 
 
 def _begun(worlds: dict[int, _WorldSteps], generation: int, step: int) -> _WorldSteps:
-    """The world of that generation, which began with that step at the latest."""
+    """The world of the generation; it began with ``step`` or earlier."""
     world = worlds.get(generation)
     if world is None:
         world = worlds[generation] = _WorldSteps(step)
@@ -118,7 +118,8 @@ def _history(
 
 
 def parts_of(window: Window, discarded: float, straggling_s: float = 0.0) -> dict[Activity, float]:
-    """In seconds, but for the step that had not ended. ``straggling_s``: of its productive time."""
+    """Seconds by activity, without the step that had not ended. ``straggling_s`` is a part of the
+    productive time."""
     parts = {
         Activity.DATA: max(0.0, window.data_s),
         Activity.CHECKPOINT: max(0.0, window.checkpoint_s),

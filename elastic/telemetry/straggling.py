@@ -23,7 +23,7 @@ class Straggling:
     is_data_wait: bool  # the straggler's own time is counted as data wait
 
     def holds_up(self, window: Window, end_s: float) -> float:
-        """Seconds of a window that ended then."""
+        """By how many seconds it delayed a window that ended at ``end_s``."""
         if self.is_data_wait and window.rank == self.rank:
             return 0.0
         start_s = end_s - window.duration_s
@@ -39,11 +39,11 @@ def held_up_s(stragglers: Iterable[Straggling], window: Window, end_s: float) ->
     return max(0.0, min(longest_s, window.productive_s))
 
 
-def stragglings(said: Iterable[JournalRecord]) -> Mapping[int, Sequence[Straggling]]:
+def stragglings(verdicts: Iterable[JournalRecord]) -> Mapping[int, Sequence[Straggling]]:
     """Stragglers by generation, from the verdicts of all leaders of a run."""
     found: dict[int, list[Straggling]] = defaultdict(list)
     since: dict[tuple[int, int], JournalRecord] = {}
-    for record in sorted(said, key=lambda record: record.at_s):
+    for record in sorted(verdicts, key=lambda record: record.at_s):
         generation, rank = record.whole("generation"), record.whole("rank")
         if generation is None or rank is None:
             continue

@@ -12,8 +12,8 @@ Ledgers, journals, checkpoints and logs lie in one folder::
         c.wait_ended()
         c.ledger().assert_exactly_once(n=1000, epochs=3)
 
-Leaving the block ends everything that the cluster started, and nothing else; if it is left by an
-exception, the ends of all logs go to stderr first.
+Leaving the block ends everything that the cluster started, and nothing else. If an exception leaves
+the block, the ends of all logs are printed to stderr first.
 """
 
 from __future__ import annotations
@@ -50,16 +50,16 @@ class LocalCluster:
     """The nodes of one job.
 
     Args:
-        endpoints: of etcd, ``host:port``; with ``backend="c10d"`` the store's, one.
+        endpoints: etcd's, ``host:port``; with ``backend="c10d"`` the single one of the store.
         script: the training script.
-        folder: takes ledger, journal, checkpoints and logs; the nodes' working directory.
-        options: of all nodes, unless one is started with others.
-        args: of the script.
-        run_id: ``--rdzv-id``; a fresh one by default.
+        folder: for ledger, journal, checkpoints and logs; the nodes' working directory.
+        options: for all nodes; :meth:`start_node` can override some.
+        args: arguments of the script.
+        run_id: ``--rdzv-id``; a new one by default.
         open_store: connects to the job's store for :meth:`world` and :meth:`leader`; by default
             an ``EtcdStore`` without TLS and password.
         fork_server: forks agents and workers, which then need not import torch; by default they
-            start as they do in production.
+            start as in production.
     """
 
     def __init__(
@@ -107,11 +107,11 @@ class LocalCluster:
         launcher: Sequence[str] = (),
         address: str = "127.0.0.1",
     ) -> LocalNode:
-        """Start one more node; what is given differs from the cluster's own settings.
+        """Start one more node; the arguments override the cluster's settings.
 
-        ``launcher``: a command that ends in replacing itself by the one it is given (``env``,
-        ``unshare``, ``nice``, ``ip netns exec``), put before the agent's. ``address``: where the
-        other nodes reach it. Raises ValueError if a node of that name is running.
+        ``launcher``: a prefix of the agent's command that finally executes it (``env``,
+        ``unshare``, ``nice``, ``ip netns exec``). ``address``: at which the other nodes reach it.
+        Raises ValueError if a node of that name is running.
         """
         name = name or f"node{len(self.nodes)}"
         if any(node.name == name and node.running for node in self.nodes):
@@ -150,7 +150,7 @@ class LocalCluster:
 
     @property
     def running(self) -> list[LocalNode]:
-        """Nodes whose agent runs, oldest first."""
+        """Nodes with a running agent, oldest first."""
         return [node for node in self.nodes if node.running]
 
     def node(self, name: str) -> LocalNode:
@@ -164,8 +164,8 @@ class LocalCluster:
         return self._reader.read()
 
     def world(self) -> WorldRecord | None:
-        """The world in the store; None before the first. Raises RecordError if it is not one that
-        this version has written."""
+        """The world in the store; None before the first. Raises RecordError if it was not written
+        by this version."""
         entry = self.store.get(self.keys.world)
         return decode(WorldRecord, entry.key, entry.value) if entry else None
 
@@ -176,7 +176,7 @@ class LocalCluster:
         return world.generation if world else 0
 
     def leader(self) -> LocalNode:
-        """The node that leads now. Waits for one; raises ClusterTimeout if none does."""
+        """The leader's node. Waits for a leader; raises ClusterTimeout if there is none."""
         return self.wait_for(self._leader_node, PATIENCE_S, "a leader among the running nodes")
 
     def node_of_rank(self, rank: int) -> LocalNode:
@@ -202,7 +202,7 @@ class LocalCluster:
     def wait_for(self, condition: Callable[[], T | None], timeout_s: float, what: str) -> T:
         """The first value of ``condition`` that is neither None nor False.
 
-        Raises ClusterTimeout, at once if every node has ended.
+        Raises ClusterTimeout, immediately if every node has ended.
         """
         deadline = self._clock.monotonic() + timeout_s
         while True:
@@ -231,24 +231,24 @@ class LocalCluster:
     def wait_training(
         self, *, nodes: int, after_generation: int = 0, timeout_s: float = PATIENCE_S
     ) -> int:
-        """Wait until exactly that many nodes, with all of their ranks, complete steps together in a
-        generation later than ``after_generation``; returns it. Raises ClusterTimeout after
-        ``timeout_s``."""
+        """Wait until exactly ``nodes`` nodes, with all their ranks, complete steps together in a
+        generation later than ``after_generation``; returns the generation. Raises ClusterTimeout
+        after ``timeout_s``."""
 
         def together() -> int | None:
             ledger = self.ledger()
             newest = max((s.generation for s in ledger.steps), default=0)
             done = {s.rank: s.node for s in ledger.steps if s.generation == newest}
-            # A larger world looks like this one while the last of its ranks has yet to write.
+            # A larger world looks the same until its last rank has written a step.
             size = max((s.size for s in ledger.starts if s.generation == newest), default=0)
-            is_whole = newest > after_generation and len(done) == size
-            return newest if is_whole and len(set(done.values())) == nodes else None
+            is_complete = newest > after_generation and len(done) == size
+            return newest if is_complete and len(set(done.values())) == nodes else None
 
         what = f"{nodes} nodes training in a generation after {after_generation}"
         return self.wait_for(together, timeout_s, what)
 
     def wait_progress(self, steps: int = 3, timeout_s: float = PATIENCE_S) -> None:
-        """Wait until that many more steps are completed; raises ClusterTimeout after
+        """Wait until ``steps`` more steps are completed; raises ClusterTimeout after
         ``timeout_s``."""
         self.wait_step(self.ledger().last_step + steps, timeout_s)
 
@@ -270,8 +270,8 @@ class LocalCluster:
         return marked_with(self._token)
 
     def assert_nothing_left(self, within_s: float = 5.0) -> None:
-        """Raise ClusterTimeout if a process of this cluster is alive after ``within_s``. For after
-        the end."""
+        """Raise ClusterTimeout if a process of this cluster is alive after ``within_s``. Call it
+        after the job has ended."""
         deadline = self._clock.monotonic() + within_s
         while left := self.processes():
             if self._clock.monotonic() > deadline:
@@ -326,7 +326,7 @@ class LocalCluster:
         return self._store
 
     def _open_etcd(self) -> KeyValue:
-        # Here, not above: grpc has no place in a process that tests another backend and forks.
+        # Imported here: a process that tests another backend and forks must not load grpc.
         from elastic.store.etcd.store import EtcdConfig, EtcdStore, parse_endpoints
 
         return EtcdStore(EtcdConfig(endpoints=parse_endpoints(",".join(self.endpoints))))
@@ -345,7 +345,7 @@ class LocalCluster:
     def _environment(self, name: str) -> dict[str, str]:
         return {
             **os.environ,
-            # Torch's default of one thread per core makes nodes on one machine fight for cores.
+            # With torch's default of one thread per core, nodes on one machine compete for cores.
             "OMP_NUM_THREADS": "1",
             "PYTHONUNBUFFERED": "1",
             "ELASTIC_NODE_NAME": name,

@@ -40,7 +40,7 @@ class Named:
 
 @dataclass(frozen=True)
 class TheLeader:
-    """The node whose agent leads."""
+    """The node of the leader."""
 
     def __str__(self) -> str:
         return "the leader's node"
@@ -116,7 +116,7 @@ class KillWorker:
 
     def inject(self, cluster: LocalCluster) -> None:
         """Kill them. Raises LookupError if a node of the target has no such worker."""
-        # All are found before one is killed: the other agents may end theirs as soon as one dies.
+        # Find all before killing one: other agents may end their workers as soon as one dies.
         found = [(node, node.workers()) for node in self.target.find(cluster)]
         for node, workers in found:
             if self.local_rank not in workers:
@@ -141,7 +141,7 @@ class KillAgent:
 
 @dataclass(frozen=True)
 class Kill:
-    """SIGKILL all of the target at once: its machine loses power."""
+    """SIGKILL all processes of the target at once, like a power failure."""
 
     target: Target
 
@@ -155,7 +155,7 @@ class Kill:
 
 @dataclass(frozen=True)
 class Stop:
-    """SIGSTOP all of the target, for good or until something resumes it."""
+    """SIGSTOP all processes of the target, until something resumes them."""
 
     target: Target
 
@@ -196,19 +196,19 @@ class Join:
 
 
 class Trigger(Protocol):
-    """When."""
+    """The time of a fault."""
 
     def wait(self, cluster: LocalCluster) -> None:
-        """Return when the moment has come. Raises ClusterTimeout if it does not come."""
+        """Block until the time of the fault. Raises ClusterTimeout if it is not reached."""
         ...
 
 
 @dataclass(frozen=True)
 class Now:
-    """At once."""
+    """Immediately."""
 
     def __str__(self) -> str:
-        return "at once"
+        return "immediately"
 
     def wait(self, cluster: LocalCluster) -> None:
         del cluster
@@ -258,12 +258,12 @@ class Injection:
     """One fault with its trigger."""
 
     fault: Fault
-    moment: Trigger = Now()
+    trigger: Trigger = Now()
 
     def __str__(self) -> str:
-        return f"{self.fault} {self.moment}"
+        return f"{self.fault} {self.trigger}"
 
     def run(self, cluster: LocalCluster) -> None:
         """Wait for the trigger, then inject the fault."""
-        self.moment.wait(cluster)
+        self.trigger.wait(cluster)
         self.fault.inject(cluster)

@@ -11,7 +11,7 @@ from typing import Any
 def read_journal(folder: str | Path) -> list[dict[str, Any]]:
     """All events of all processes that wrote into ``folder`` (``ELASTIC_JOURNAL``), oldest first.
 
-    A line without its end was being written when its process was killed: it is skipped.
+    An incomplete last line, left by a killed process, is skipped.
     """
     return _in_order([json.loads(line) for line in _lines(folder)])
 
@@ -19,7 +19,7 @@ def read_journal(folder: str | Path) -> list[dict[str, Any]]:
 def read_events(folder: str | Path, name: str, *, since_s: float = 0.0) -> list[dict[str, Any]]:
     """Events of this name since a time on the monotonic clock, oldest first.
 
-    Reads no other line: for tests that poll, :func:`read_journal` takes long.
+    Parses only matching lines: :func:`read_journal` is slow for tests that poll.
     """
     quoted = f'"{name}"'.encode()
     events = [json.loads(line) for line in _lines(folder) if quoted in line]

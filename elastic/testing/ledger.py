@@ -7,18 +7,18 @@ Every worker process appends JSON lines to its own file in one folder (``ELASTIC
     {"event": "step", "generation", "step", "epoch", "rank", "samples": [...], "time"}
     {"event": "end", "generation", "rank", "sha256", "position", "time"}
 
-``start`` says at which step a generation begins on that rank; ``begin`` is written when a step is
-handed out, ``step`` once the optimizer has stepped; ``end`` carries the hash of the final
-weights, or of the shards at this position of each replica. Times are wall clock: all workers of a
-test run on one machine.
+``start`` has the step at which a generation begins on a rank. ``begin`` is written when a rank
+receives its share of a step, ``step`` once the optimizer has stepped. ``end`` has the hash of the
+final weights, or of the shards at this position of each replica. Times are wall clock: all workers
+of a test run on one machine.
 
-**Gradients and steps.** No rank can complete a step before all have given their gradients. So
-where one rank has completed a step and another died before it could say so, that one's samples
-took effect all the same: they are those of its ``begin``.
+**Gradients and steps.** No rank can complete a step before all ranks have contributed gradients. So
+if one rank completed a step and another died before it recorded this, the samples of the latter's
+``begin`` took effect, too.
 
-**The surviving lineage.** A generation that starts at step s has thrown away everything that
-earlier generations did from s on. What no later start throws away is what the final weights are
-made of, and only there a sample may be seen exactly once per epoch.
+**The surviving lineage.** A generation that starts at step s discards all steps of earlier
+generations from s on. The final weights result from the steps that no later start discards, and
+only among these must each sample be seen exactly once per epoch.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ class LedgerEnd:
     rank: int
     sha256: str
     time_s: float
-    position: int = 0  # in its replica: the ranks with the same one hold the same
+    position: int = 0  # in its replica: ranks with the same position have the same shards
 
 
 LedgerEvent = Start | LedgerStep | Begin | LedgerEnd
@@ -85,7 +85,7 @@ LedgerEvent = Start | LedgerStep | Begin | LedgerEnd
 class Pause:
     """The time without a completed step between two generations, on the slowest survivor.
 
-    ``step_s`` is what its last step before took: the part of the pause that no change caused.
+    ``step_s`` is the duration of its last step before it: the part that the change did not cause.
     """
 
     before: int
@@ -116,7 +116,7 @@ class RunLedger:
 
     @property
     def last_step(self) -> int:
-        """The greatest step that any rank completed; -1 before the first."""
+        """The highest step that any rank completed; -1 before the first."""
         return max((s.step for s in self.steps), default=-1)
 
     @property
@@ -126,7 +126,7 @@ class RunLedger:
 
     @cached_property
     def cuts(self) -> dict[int, int]:
-        """Per generation, the step from which on a later one threw its work away.
+        """Per generation, the step from which a later generation discarded its work.
 
         A generation that was not interrupted is not in the result.
         """
@@ -143,15 +143,16 @@ class RunLedger:
 
     @cached_property
     def surviving(self) -> tuple[LedgerStep, ...]:
-        """The parts of steps that the final weights are made of."""
+        """The parts of steps from which the final weights result."""
         done = {(s.generation, s.step) for s in self.steps}
-        told = {(s.generation, s.step, s.rank) for s in self.steps}
-        given = {
+        recorded = {(s.generation, s.step, s.rank) for s in self.steps}
+        contributed = {
             key: begin
             for begin in self.begins
-            if (key := (begin.generation, begin.step, begin.rank)) not in told and key[:2] in done
+            if (key := (begin.generation, begin.step, begin.rank)) not in recorded
+            and key[:2] in done
         }
-        return tuple(s for s in (*self.steps, *given.values()) if not self._is_cut(s))
+        return tuple(s for s in (*self.steps, *contributed.values()) if not self._is_cut(s))
 
     @property
     def recomputed_steps(self) -> int:
@@ -186,7 +187,7 @@ class RunLedger:
         )
 
     def assert_exactly_once(self, n: int, epochs: int) -> None:
-        """Each of n samples has exactly one effect in each of the epochs. Raises LedgerError."""
+        """Check that each of n samples has exactly one effect per epoch. Raises LedgerError."""
         if beyond := sorted({s.epoch for s in self.surviving} - set(range(epochs))):
             raise LedgerError(f"epochs {beyond} were trained, the job has {epochs}")
         for epoch in range(epochs):
@@ -200,10 +201,10 @@ class RunLedger:
                 )
 
     def assert_one_world_at_a_time(self) -> None:
-        """No generation completes a step once a later one has completed its first.
+        """Check that no generation completes a step after a later one completed its first.
 
-        A step is complete when the first rank has written it down: every rank has given its
-        gradient by then, and a slow one may write later. Raises LedgerError.
+        A step is complete when the first rank has recorded it: every rank has contributed its
+        gradient by then, and a slow one may record it later. Raises LedgerError.
         """
         done: dict[int, dict[int, float]] = defaultdict(dict)
         for s in self.steps:
@@ -272,8 +273,8 @@ class LedgerReader:
         self._ends: list[LedgerEnd] = []
 
     def read(self) -> RunLedger:
-        """Everything written until now; a missing folder is an empty ledger. Raises LedgerError
-        for a line that is none."""
+        """The ledger so far; a missing folder is an empty ledger. Raises LedgerError for an invalid
+        line."""
         if self.folder.is_dir():
             for path in self.folder.iterdir():
                 if path not in self._files and path.is_file():
@@ -314,11 +315,11 @@ class _FileReader:
         with self._path.open("rb") as file:
             file.seek(self._offset)
             new = file.read()
-        # Without its newline a line is being written, or its writer was killed: no effect yet.
-        whole = new[: new.rfind(b"\n") + 1]
-        self._offset += len(whole)
+        # A line without a newline is still being written, or its writer was killed.
+        complete = new[: new.rfind(b"\n") + 1]
+        self._offset += len(complete)
         events: list[LedgerEvent] = []
-        for line in whole.decode().splitlines():
+        for line in complete.decode().splitlines():
             self._lines += 1
             event = parse_line(line, self._node, where=f"{self._path}:{self._lines}")
             if isinstance(event, Start):
@@ -328,7 +329,7 @@ class _FileReader:
 
 
 def parse_line(line: str, node: str, *, where: str) -> LedgerEvent:
-    """One line of a process that runs on ``node`` (as its last start said). Raises LedgerError."""
+    """Parse a line of a process on ``node`` (from its last start). Raises LedgerError."""
     try:
         return _event(json.loads(line), node)
     except (ValueError, KeyError, TypeError) as error:
@@ -368,7 +369,7 @@ def _event(data: dict[str, Any], node: str) -> LedgerEvent:
 
 
 def _gap(before: int, after: int, node: str, old: dict[int, float], new: dict[int, float]) -> Pause:
-    """The pause of a node with these steps' times on either side."""
+    """The pause of a node, from the times of its steps before and after it."""
     last = sorted(old.values())[-2:]
     step_s = last[1] - last[0] if len(last) == 2 else 0.0
     return Pause(before, after, node, min(new.values()) - last[-1], step_s)

@@ -32,8 +32,8 @@ class TorchrunOptions:
     Args:
         nproc: workers per node.
         conf: ``--rdzv-conf``.
-        env: added to the nodes' environment, over this process's own.
-        flags: more flags for torchrun.
+        env: variables added to this process's environment.
+        flags: additional flags of torchrun.
     """
 
     min_nodes: int = 1
@@ -46,7 +46,7 @@ class TorchrunOptions:
     flags: Sequence[str] = ()
 
     def command(self, endpoints: Sequence[str], run_id: str, address: str) -> list[str]:
-        """The command line of torchrun, without the script. ``address`` is the node's."""
+        """The command line of torchrun, without the script. ``address``: the node's."""
         conf = ",".join(f"{key}={value}" for key, value in self.conf.items())
         return [
             sys.executable,
@@ -74,7 +74,7 @@ class LocalNode:
         token: marks the node's processes; see :mod:`elastic.testing.processes`.
         log: file that takes stdout and stderr of the agent and its workers.
         folder: the working directory; this process's own by default.
-        fork_server: forks the agent, and it its workers, if the command is one of this interpreter.
+        fork_server: forks the agent, which forks its workers, if the command runs this interpreter.
     """
 
     def __init__(
@@ -141,8 +141,8 @@ class LocalNode:
         }
 
     def kill_worker(self, local_rank: int = 0) -> int:
-        """SIGKILL one worker, and nothing else; returns its pid. Raises LookupError if the node has
-        no such worker."""
+        """SIGKILL one worker only; returns its pid. Raises LookupError if the node has no such
+        worker."""
         workers = self.workers()
         if local_rank not in workers:
             raise LookupError(f"{self} has no worker {local_rank}, only {sorted(workers)}")
@@ -151,7 +151,7 @@ class LocalNode:
         return pid
 
     def kill_agent(self) -> None:
-        """SIGKILL only the agent; its workers must detect that themselves."""
+        """SIGKILL only the agent; its workers must detect this themselves."""
         send(self.pid, signal.SIGKILL)
         self._process.wait()
 
@@ -204,6 +204,6 @@ class LocalNode:
 
 
 def worker_pids(nodes: Iterable[LocalNode]) -> dict[str, int]:
-    """The process of local rank 0 of each node, by name; a node without one is left out."""
+    """The process of local rank 0 of each node, by name; nodes without one are omitted."""
     workers = {node.name: node.workers() for node in nodes}
     return {name: of_node[0].pid for name, of_node in workers.items() if 0 in of_node}

@@ -1,8 +1,8 @@
 """The processes of a test, found by a token in their environment.
 
-Descendants inherit the environment, forked DataLoader workers and processes in sessions of their
-own included, so the token finds what a walk from parent to child loses as soon as a parent dies.
-Linux only: reads ``/proc``.
+All descendants inherit the environment, including forked DataLoader workers and processes in other
+sessions. So the token finds processes that a walk of the process tree misses once a parent has
+died. Linux only: reads ``/proc``.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _STOPS_WITHIN_S = 1.0
 
 @dataclass(frozen=True)
 class Process:
-    """A living process (a zombie is none: its environment is gone)."""
+    """A living process, not a zombie, whose environment no longer exists."""
 
     pid: int
     parent: int
@@ -44,7 +44,7 @@ def marked_with(token: str) -> list[Process]:
 
 
 def _with_variable(variable: str, part: str, accepts: Callable[[str], bool]) -> list[Process]:
-    """Every living process whose environment variable holds ``part`` and is accepted, by pid."""
+    """Living processes whose variable contains ``part`` and is accepted, sorted by pid."""
     name, needle = f"{variable}=".encode(), part.encode()
     found = []
     for entry in os.scandir("/proc"):
@@ -63,8 +63,8 @@ def _with_variable(variable: str, part: str, accepts: Callable[[str], bool]) -> 
 def kill_at_once(token: str) -> list[int]:
     """SIGKILL all marked processes, as a power failure would; returns the pids.
 
-    All are stopped first, so that none can see another one die and react: a real machine gives
-    no time for that. Listed again until nothing new turns up, because a process may have been
+    All are stopped first, so that none can react to the death of another: a power failure leaves no
+    time for that. The search is repeated until it finds no new process, because some may be
     forking.
     """
     return _kill_all(lambda: marked_with(token))
@@ -76,7 +76,7 @@ def owned_by(variable: str, mark: str) -> list[Process]:
 
 
 def kill_owned_by(variable: str, mark: str) -> list[int]:
-    """As :func:`kill_at_once`, for the processes of :func:`owned_by`."""
+    """Like :func:`kill_at_once`, for the processes of :func:`owned_by`."""
     return _kill_all(lambda: owned_by(variable, mark))
 
 
@@ -91,10 +91,10 @@ def _kill_all(find: Callable[[], list[Process]]) -> list[int]:
 
 
 def freeze(pids: Iterable[int]) -> None:
-    """SIGSTOP all; returns when no thread of them runs any more.
+    """SIGSTOP all processes, and wait until none of their threads runs.
 
-    On a busy machine threads may run on for a while after the signal was sent. One that is deep
-    in the kernel, in a write to a slow disk for instance, is waited for a second at most.
+    On a busy machine, threads may continue for a while after the signal. A thread that is blocked
+    in the kernel, for example by a slow disk, delays the return by at most a second.
     """
     stopping = [pid for pid in pids if send(pid, signal.SIGSTOP)]
     deadline_s = SYSTEM_CLOCK.monotonic() + _STOPS_WITHIN_S
@@ -105,7 +105,7 @@ def freeze(pids: Iterable[int]) -> None:
 
 
 def send(pid: int, number: signal.Signals) -> bool:
-    """Signal one process; False if it is gone."""
+    """Signal one process; False if it no longer exists."""
     try:
         os.kill(pid, number)
     except ProcessLookupError:
@@ -114,13 +114,13 @@ def send(pid: int, number: signal.Signals) -> bool:
 
 
 def is_alive(pid: int) -> bool:
-    """Whether the process exists and is no zombie."""
+    """Whether the process exists and is not a zombie."""
     stat = _read(f"/proc/{pid}/stat")
     return _state_of(stat) not in b"ZX"
 
 
 def _runs(pid: int) -> bool:
-    """Whether any thread of the process may still do something: none is, if it is gone."""
+    """Whether any thread of the process may still run; False if the process has ended."""
     try:
         threads = os.listdir(f"/proc/{pid}/task")
     except (FileNotFoundError, ProcessLookupError):
@@ -131,8 +131,8 @@ def _runs(pid: int) -> bool:
 
 
 def _state_of(stat: bytes) -> bytes:
-    """One letter; nothing of a process that is gone."""
-    # The command, in brackets, may hold brackets and blanks itself: the state follows the last.
+    """The state as one letter; empty for a process that has ended."""
+    # The command, in brackets, may contain brackets and blanks: the state follows the last one.
     return stat[stat.rfind(b")") + 2 :][:1]
 
 
@@ -152,7 +152,7 @@ def _parse_environment(raw: bytes) -> dict[str, str]:
 
 
 def _read(path: str) -> bytes:
-    """The file, or nothing once its process is gone."""
+    """The content of a file; empty once its process has ended."""
     try:
         return Path(path).read_bytes()
     except (FileNotFoundError, ProcessLookupError, PermissionError):

@@ -1,9 +1,9 @@
-"""Ends all processes that a process started once that process has ended for any reason.
+"""Ends all descendants of a process once that process has ended for any reason.
 
-A test or a benchmark that gets SIGKILL stops nothing: its agents would train on without end. So it
-starts a reaper, a small process that waits for its end and then kills every process that carries
-its mark in the environment. The mark is inherited, so it also covers processes in sessions of
-their own and those whose parent died before. Linux only: pidfd_open(2) and ``/proc``.
+A test or benchmark that is killed with SIGKILL cannot stop its agents, which would train
+indefinitely. So it starts a reaper, a small process that waits for its end and then kills every
+process with its mark in the environment. The mark is inherited, also by processes in other sessions
+and those whose parent has died. Linux only: pidfd_open(2) and ``/proc``.
 
 Run as ``python -m elastic.testing.reaper OWNER_PID MARK``.
 """
@@ -20,17 +20,17 @@ import uuid
 from elastic.clock import SYSTEM_CLOCK
 from elastic.testing.processes import is_alive, kill_owned_by
 
-# Not ELASTIC_…: benchmarks of plain torchrun drop those.
+# Not ELASTIC_…: benchmarks of plain torchrun remove such variables.
 OWNERS = "TEST_PROCESS_OWNERS"
 """Environment variable with the marks of all processes that a process must not outlive."""
 
 _POLL_S = 0.5
 _mark = ""
-_pid = 0  # of the process that the mark belongs to: a fork is another one
+_pid = 0  # the owner of the mark: a fork needs its own
 
 
 def owners() -> str:
-    """The value of :data:`OWNERS` for what this process starts. Starts its reaper if need be."""
+    """The value of :data:`OWNERS` for child processes. Starts the reaper on first use."""
     global _mark, _pid
     if _pid != os.getpid():
         _pid, _mark = os.getpid(), uuid.uuid4().hex

@@ -1,4 +1,4 @@
-"""Waiting for something in a test: for the event itself, with one patience for all."""
+"""Waits for conditions in tests, with one timeout for all."""
 
 from __future__ import annotations
 
@@ -7,12 +7,14 @@ from collections.abc import Callable
 from typing import TypeVar
 
 T = TypeVar("T")
-# For whatever must happen some day: a wait that succeeds costs nothing, and a machine that other
-# tests use, too, may be ten times slower. Promised times are compared with times of the ledger, or
-# with a limit that grows with elastic.testing.slowness.
+# For events that must happen eventually: a long timeout costs nothing if a wait succeeds, and a
+# shared machine may be ten times slower. Guaranteed times are checked with the ledger's times, or
+# with a limit scaled by elastic.testing.slowness.
 PATIENCE_S = 180.0
 _POLL_S = 0.01
-_MOST_BUSY = 0.2  # of a core; listing checkpoints or reading a ledger takes milliseconds of it
+_MOST_BUSY = (
+    0.2  # of a core, for checks: listing checkpoints or reading a ledger takes milliseconds
+)
 
 
 def eventually(

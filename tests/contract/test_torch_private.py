@@ -250,7 +250,7 @@ def test_workers_are_started_inside_what_is_put_around_it() -> None:
 def test_a_launch_that_a_signal_ends_is_told_after_its_workers() -> None:
     class Interrupted(Attaching):
         def num_nodes_waiting(self) -> int:
-            raise torch_private.told_to_end(signal.SIGHUP)
+            raise torch_private.signal_exception(signal.SIGHUP)
 
     handler = Interrupted(world(1), 0)
     agent = agent_for(handler, 1, "exec sleep 600")
@@ -304,7 +304,7 @@ def test_the_literal_etcd_is_taken_over_and_etcd_v3_registered() -> None:
 
 def test_torch_leaves_sigterm_to_us(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(torch_private.SIGNALS_VARIABLE, "SIGTERM,SIGINT")
-    torch_private.leave_signal_to_us("SIGTERM")
+    torch_private.keep_our_handler("SIGTERM")
     assert os.environ[torch_private.SIGNALS_VARIABLE] == "SIGINT"
 
 

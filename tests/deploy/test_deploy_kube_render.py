@@ -145,7 +145,11 @@ REFUSED: tuple[tuple[tuple[str, ...], str, str], ...] = (
     (("--checkpoints=class://fast",), "class://fast", "class:NAME"),
     (("--checkpoints=FILE:///mnt/runs",), "FILE:///mnt/runs", "class:NAME"),
     (("--checkpoints=S3://bucket/runs",), "S3://bucket/runs", "lower case"),
-    (("--checkpoints=s3://user:pass@bucket/runs",), "--checkpoints=… holds a password", "secret"),
+    (
+        ("--checkpoints=s3://user:pass@bucket/runs",),
+        "--checkpoints=… contains a password",
+        "secret",
+    ),
     (("--checkpoints=class:",), "--checkpoints=class=''", "RFC 1123"),
     (("--checkpoints=class:Fast_Disk",), "'Fast_Disk'", "RFC 1123"),
     (("--checkpoints=class:a..b",), "'a..b'", "RFC 1123"),

@@ -98,7 +98,7 @@ def test_a_script_that_fails_is_told_with_its_error(runs: IdiomRuns, tmp_path: P
 def test_a_run_that_does_not_end_is_ended_with_stacks(runs: IdiomRuns, tmp_path: Path) -> None:
     endless = script(tmp_path, "import threading\nthreading.Event().wait()")
     outcome = runs.world.run(endless, tmp_path / "out", limit_s=2.0)
-    assert outcome.problem == "not over within the limit"
+    assert outcome.problem == "not finished within the limit"
     assert all("most recent call first" in w.log for w in outcome.workers)
     for worker in outcome.workers:
         assert not os.path.exists(f"/proc/{worker.pid}")

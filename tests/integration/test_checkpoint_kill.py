@@ -41,7 +41,7 @@ def _assert_whole(root: Path, name: str) -> None:
     assert torch.equal(state["optimizer"][0], expected["optimizer"][0])
 
 
-def _save_for_ever(root: Path, generation: int, world_size: int, pipe: int) -> None:
+def _save_forever(root: Path, generation: int, world_size: int, pipe: int) -> None:
     """Start as a new world does, then save step after step; tell each commit to the parent."""
     nonce = f"{generation:04x}"
     checkpoints.collect_garbage(root, generation=generation, nonce=nonce)
@@ -70,7 +70,7 @@ def _save_for_ever(root: Path, generation: int, world_size: int, pipe: int) -> N
 def _kill_after_start(root: Path, generation: int, delay_s: float) -> str:
     """Kill a saving child ``delay_s`` after its first commit; the last one that it told."""
     reader, writer = os.pipe()
-    pid = fork(lambda: _save_for_ever(root, generation, 1 + generation % 3, writer))
+    pid = fork(lambda: _save_forever(root, generation, 1 + generation % 3, writer))
     os.close(writer)
     try:
         assert select.select([reader], [], [], 60)[0], "the child saves nothing"

@@ -73,11 +73,11 @@ def trains(job: TrainingJob, nodes: int) -> JobView | None:
 def hears(job: TrainingJob, nodes: int, mode: str) -> bool:
     """Whether the leader has heard so many nodes lately, with their steps where agents know."""
     view = status(job)
-    signs = [view.signs_of(node) for node in view.nodes]
-    is_heard = all(sign.age_s is not None and not sign.is_late for sign in signs)
+    heartbeat = [view.heartbeat_of(node) for node in view.nodes]
+    is_heard = all(sign.age_s is not None and not sign.is_late for sign in heartbeat)
     # Agents in restart mode have no link to their workers.
-    knows_steps = all((sign.step or 0) > 10 for sign in signs) and view.eta_s is not None
-    return len(signs) == nodes and is_heard and (knows_steps or mode == "restart")
+    knows_steps = all((sign.step or 0) > 10 for sign in heartbeat) and view.eta_s is not None
+    return len(heartbeat) == nodes and is_heard and (knows_steps or mode == "restart")
 
 
 def assert_a_recovery_prints_three_lines(

@@ -165,7 +165,7 @@ def test_ranks_in_different_collectives_form_another_world(job: TrainingJob, kin
 def test_a_deadlocked_data_worker(job: TrainingJob) -> None:
     verdict, _, pid = hurt(job, "loader")
     assert (verdict["kind"], verdict["action"]) == ("absent", "kill")
-    assert "its data loader gives no batch (data workers in state" in verdict["reason"]
+    assert "its data loader returns no batch (data workers in state" in verdict["reason"]
     wait_reported(job, verdict, "in __getitem__")  # the data worker's stack
     # Its agent's account, or, where torchrun looks at its workers first, its own.
     job.wait_for(lambda: tells(accounts(job, pid), verdict), PATIENCE_S, "the reason of the death")

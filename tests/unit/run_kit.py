@@ -105,12 +105,12 @@ def run_of(
     parts = start_components(policy, seed=seed, journal=journal, worlds=worlds, mesh=mesh)
     run = Run(parts)
     _components[run] = parts
-    ended_well = False
+    has_succeeded = False
     try:
         yield run
-        ended_well = clean and not error
+        has_succeeded = clean and not error
     finally:
-        run.close(clean=ended_well, error=error)
+        run.close(clean=has_succeeded, error=error)
         for module in parts.job.modules.values():
             module.leave_world()
         if torch.distributed.is_initialized():

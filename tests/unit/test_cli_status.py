@@ -208,7 +208,7 @@ def test_all_who_are_missing_are_named_the_last_one_first(training: Job) -> None
     training.store.delete(KEYS.node("id-n3"))
     view = training.view()
     assert sentence(view) == (
-        "paused in generation 8: 1 of at least 2 nodes, nothing is trained; "
+        "paused in generation 8: 1 of at least 2 nodes, not training; "
         "n2 was lost 2.0 s ago; n3 left 2.0 s ago; n4 was lost 12.0 s ago"
     ), "the record of n2 is still there: it does not join"
     assert [(n.name, view.state_of(n)) for n in view.nodes] == [("n1", "ready"), ("n2", "lost")]
@@ -221,7 +221,7 @@ def test_a_world_that_is_not_entered_yet(training: Job) -> None:
     view = training.view()
     assert view.state is JobCondition.STARTING
     assert sentence(view).startswith(
-        "starting generation 8: 0 of its 2 nodes are in it (c is lost)"
+        "starting generation 8: 0 of its 2 nodes have entered it (c is lost)"
     )
 
 
@@ -327,7 +327,9 @@ def test_until_the_step_of_a_planned_world_the_former_one_trains(training: Job) 
     )
     assert [view.state_of(n) for n in view.members] == ["training"] * 3 + ["ready"]
     training.put_progress(60)
-    assert sentence(training.view()).startswith("starting generation 8: 0 of its 4 nodes are in it")
+    assert sentence(training.view()).startswith(
+        "starting generation 8: 0 of its 4 nodes have entered it"
+    )
 
 
 def test_every_other_state(job: Job) -> None:
@@ -352,7 +354,7 @@ def test_every_other_state(job: Job) -> None:
     assert sentence(job.view()).startswith("down: no node is alive; generation 3")
     job.put_world(replace(world(generation=4), time_s=NOW - 5))
     assert sentence(job.view()) == (
-        "down: all nodes left gracefully 5.0 s ago; a new start continues it"
+        "down: all nodes left gracefully 5.0 s ago; a restart resumes the job"
     )
     job.finish(Outcome.SUCCESS, 0)
     assert sentence(job.view()) == (
@@ -395,7 +397,7 @@ def test_the_table(
     assert rows[0].split()[0] == "n1" and rows[0].split()[2] == "training"
     assert "generation 6: n4 was lost" in rows[-1]
     assert cli("status", "-o", "wide") == 0
-    assert "LEADS" in capsys.readouterr().out
+    assert "LEADER" in capsys.readouterr().out
 
 
 def test_goodput_does_not_sink_between_two_records_of_the_leader(training: Job) -> None:
@@ -579,7 +581,7 @@ def test_heartbeats_and_steps_of_nodes(
         (51, 21.0, True),
         (None, None, None),
     ]
-    for name, said in (("n2", "21.0 s ago (late)"), ("n3", "none known to the leader")):
+    for name, said in (("n2", "21.0 s ago (late)"), ("n3", "none recorded by the leader")):
         assert cli("describe", "node", name) == 0
         assert f"heartbeat:     {said}\n" in capsys.readouterr().out
 
@@ -591,9 +593,9 @@ def test_heartbeats_that_nobody_writes_any_more_are_the_leaders_fault(training: 
     assert sentence(view).endswith(
         "; the leader has recorded no heartbeats for 1 min 0 s, or clocks differ"
     )
-    assert str(view.signs_of(view.nodes[0])) == "1 min 1 s ago (late)"
+    assert str(view.heartbeat_of(view.nodes[0])) == "1 min 1 s ago (late)"
     behind = replace(training.view(), at_s=NOW - 60)  # no age is negative
-    assert str(behind.signs_of(behind.nodes[0])) == "1.0 s ago"
+    assert str(behind.heartbeat_of(behind.nodes[0])) == "1.0 s ago"
     training.finish(Outcome.SUCCESS, 0)
     assert "heartbeat" not in sentence(replace(training.view(), at_s=NOW + 60))
 
@@ -604,7 +606,7 @@ def test_the_checkpoint_is_described(
     assert cli("describe", "checkpoint") == 0
     said = capsys.readouterr().out
     assert "step:          40\n" in said
-    assert "12 steps, 6.0 s: lost if all nodes die now" in said
+    assert "12 steps, 6.0 s: lost if all nodes fail now" in said
     training.put_progress(52, checkpoint_at_s=NOW - 6)
     said = "\n".join(describe(training.view(), "checkpoint", None))
     assert "committed:     6.0 s ago, according to the leader's node" in said
@@ -807,8 +809,8 @@ def test_the_journals_tell_of_checkpoints_incidents_and_the_end(tmp_path: Path) 
         "last known: step 52 in generation 7 with 2 nodes, 10.0 s ago, from the journal of n1",
         "last checkpoint of step 40, 40.0 s ago",
         "nodes, from their journals:",
-        "  n1: step 52, heard 10.0 s ago",
-        "  n2: heard 40.0 s ago",
+        "  n1: step 52, last event 10.0 s ago",
+        "  n2: last event 40.0 s ago",
         "recent incidents:",
         "  10.0 s ago: n3\\x1b[2J was lost: its lease has ended",
     ]

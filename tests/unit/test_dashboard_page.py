@@ -12,6 +12,7 @@ from dashboard_kit import FakeJob
 from made_up_run import write_run
 from membership_nodes import node, world
 
+from elastic.cli import dashboard
 from elastic.cli.dashboard.feed.charts import LARGEST, charts_of, without_styles
 from elastic.cli.dashboard.feed.event_log import MOST_EVENTS, EventLog, text_of
 from elastic.cli.dashboard.feed.snapshot import JobSnapshot, Outage, RunCharts
@@ -20,6 +21,7 @@ from elastic.cli.dashboard.publisher import Rendering, page_changes, render
 from elastic.cli.observe.job_view import JobView, read_job
 from elastic.leadership.job_progress import JobProgress, RecordedHeartbeat
 from elastic.membership.records import BreakageRecord, FailureRecord, Keys, Leader, NodeState
+from elastic.telemetry.activities import Activity
 from elastic.telemetry.journal_reader import JournalRecord, read_folder
 from elastic.testing.doubles.manual_clock import ManualClock
 
@@ -99,7 +101,7 @@ def test_the_page_has_the_facts_of_elastic_status_without_a_script(job: FakeJob)
         "killed by signal 9",
         "its node is left out",
         "generation 7 ended: n2 was lost",
-        "n1 leads",
+        "n1 leader",
     ):
         assert said in found.text, said
 
@@ -237,8 +239,8 @@ def test_heartbeats_of_many_nodes_are_looked_up_once() -> None:
     view = JobView(
         run_id="r", root="/", at_s=NOW + 1, nodes=tuple(map(node, names)), progress=progress
     )
-    assert view.signs is view.signs
-    assert {view.signs_of(n).age_s for n in view.nodes} == {1.0}
+    assert view.heartbeats is view.heartbeats
+    assert {view.heartbeat_of(n).age_s for n in view.nodes} == {1.0}
 
 
 def test_an_outage_of_etcd_is_said_above_the_last_view(job: FakeJob) -> None:
@@ -290,10 +292,10 @@ def test_what_all_ranks_write_is_one_event() -> None:
         ("world-formed", {"nodes": ["a"], "size": 8, "reason": "x"}, "with 1 nodes, 8 workers: x"),
         ("node-lost", {"lost": "n2", "reason": "gone"}, "n2 was lost: gone"),
         ("worker-died", {"local_rank": 1, "reason": "T:\n  boom"}, "local rank 1 died:   boom"),
-        ("recovered", {"step": 7, "duration_s": 1.25}, "trains again from step 7, after 1.2 s"),
+        ("recovered", {"step": 7, "duration_s": 1.25}, "training resumed from step 7 after 1.2 s"),
         ("job-ended", {"outcome": "failure", "reason": "x"}, "failure: x"),
-        ("leader-changed", {"leader": "n1"}, "node n1 leads"),
-        ("leader-changed", {"leader": None}, "no node leads"),
+        ("leader-changed", {"leader": "n1"}, "node n1 is the leader"),
+        ("leader-changed", {"leader": None}, "there is no leader"),
         ("hang-found", {"reason": "rank 1 is stopped"}, "rank 1 is stopped"),
         ("store-problem", {"error": "away", "consequence": "waits"}, "away"),
         ("world-formed", {"nodes": 7, "size": "x"}, "with ? nodes, None workers: "),
@@ -322,6 +324,13 @@ def test_etcd_alone_tells_of_worlds_and_what_broke_them(job: FakeJob) -> None:
 
 
 # Charts ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("activity", Activity)
+def test_the_legend_of_the_charts_has_a_color_for_each_activity(activity: Activity) -> None:
+    name = activity.replace(" ", "-")
+    page = Path(dashboard.__file__).with_name("page.html").read_text("utf-8")
+    assert f"}}.{name}{{background:var(--{name})}}" in page.replace("\n", "}")
 
 
 def test_charts_are_drawn_from_the_journals_and_fit(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from elastic.doctor.between import bandwidth
-from elastic.doctor.between.bandwidth import MeasuredWay
+from elastic.doctor.between.bandwidth import MeasuredPath
 from elastic.doctor.findings import Status
 from elastic.doctor.machine import NetworkFacts
 from elastic.doctor.machine_verdicts import of_link_speeds
@@ -22,7 +22,7 @@ MEMBERS = tuple(
     Participant(node_id=name, name=name, host_name=name, address=f"10.1.0.{n + 1}", nproc=1)
     for n, name in enumerate("abc")
 )
-SLOW = MeasuredWay(
+SLOW = MeasuredPath(
     to=1, address="10.1.0.2", interface="eth0", their_interface="eth0", bytes_per_s=0.1e9
 )
 FAST = replace(SLOW, address="10.2.0.2", interface="eth1", their_interface="eth1", bytes_per_s=10e9)
@@ -69,15 +69,15 @@ def test_nodes_of_one_machine_have_no_way_between_them() -> None:
 def test_what_is_sent_is_counted_at_the_other_end() -> None:
     with bandwidth.listening(HERE) as (sink,):
         assert (sink.interface, sink.address) == ("dummy0", "127.0.0.1")
-        assert bandwidth.send_for_a_moment(sink.address, sink.port) > 0
-    assert bandwidth.send_for_a_moment(sink.address, sink.port) == 0.0, "nobody listens any more"
+        assert bandwidth.measure_bandwidth(sink.address, sink.port) > 0
+    assert bandwidth.measure_bandwidth(sink.address, sink.port) == 0.0, "nobody listens any more"
     assert not any("elastic-doctor-sink" in thread.name for thread in threading.enumerate())
 
 
 def test_a_node_that_takes_nothing_holds_nobody_up(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bandwidth, "DOCTOR_PAIR_CONNECT_S", 0.2)
     with socket.create_server(("127.0.0.1", 0)) as mute:
-        assert bandwidth.send_for_a_moment("127.0.0.1", int(mute.getsockname()[1])) == 0.0
+        assert bandwidth.measure_bandwidth("127.0.0.1", int(mute.getsockname()[1])) == 0.0
 
 
 def test_every_node_sends_to_the_next_one_and_never_two_at_once_to_one() -> None:

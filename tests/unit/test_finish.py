@@ -196,7 +196,7 @@ def test_without_an_endpoint_nothing_is_waited_for(
 
 @pytest.mark.parametrize(
     ("lacks", "said"),
-    [("the right", "let the pod's service account `patch`"), ("the set", "check --statefulset")],
+    [("the right", "grant the pod's service account `patch`"), ("the set", "check --statefulset")],
 )
 def test_what_it_may_not_do_is_said_before_the_wait(
     in_a_pod: tuple[FakeApiServer, list[str]],

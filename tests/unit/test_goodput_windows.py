@@ -154,7 +154,7 @@ def run_until(folder: Path, at_s: float) -> RunReport:
     ("at_s", "is_over", "said"),
     [
         (40.9, [], "There were no interruptions."),
-        (42.0, [False], "1 failure cost 3.0 s. No step was made since the last failure."),
+        (42.0, [False], "1 failure cost 3.0 s. No step was committed since the last failure."),
         (44.0, [True], "1 failure cost"),  # the first step was made, and no window after it
         (119.9, [True, True], "The job is still running, or ended without a final event"),
         (120.9, [True, True], "All workers finished, but no agent recorded the end of the job"),
@@ -167,5 +167,5 @@ def test_a_failure_is_an_incident_before_and_as_soon_as_training_has_recovered(
     report = run_until(tmp_path, at_s)
     assert [incident.is_over for incident in report.incidents] == is_over
     assert said in report.sentence
-    assert ("No step was made" in report.sentence) == (False in is_over)
+    assert ("No step was committed" in report.sentence) == (False in is_over)
     assert report.goodput.breakdown.total_s == pytest.approx(report.goodput.duration_s, rel=1e-9)

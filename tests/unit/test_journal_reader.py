@@ -73,6 +73,7 @@ def test_a_line_without_its_end_is_noted_and_read_once_it_has_one(tmp_path: Path
     journals = JournalFolder(tmp_path)
     assert [r.name for r in journals.read_new()] == ["journal-opened"]
     assert "the last line is truncated" in journals.notes()[0]
+    assert journals.notes(is_growing=True) == []
     with path.open("a") as stream:
         stream.write(text[20:] + "\n")
     assert [r.name for r in journals.read_new()] == ["waiting"]

@@ -255,11 +255,11 @@ def test_what_the_kernels_log_says_lately_is_in_the_report(monkeypatch: pytest.M
         "3,3,991000000,-;nfs: server a not responding, still trying\n SUBSYSTEM=x",
         "no record",
     ]
-    assert kernel.telling_lines(log, 1000.0) == [
+    assert kernel.relevant_lines(log, 1000.0) == [
         "nfs: server a not responding, still trying (9 s ago)"
     ]
     many = [f"3,{n},{n}000000,-;Buffer I/O error on dev sda, block {n}" for n in range(990, 999)]
-    assert [line.split()[7] for line in kernel.telling_lines(many, 1000.0)] == [
+    assert [line.split()[7] for line in kernel.relevant_lines(many, 1000.0)] == [
         str(n) for n in range(994, 999)
     ]
     monkeypatch.setattr(kernel, "_kernel_log", lambda: log)

@@ -205,10 +205,10 @@ class Agent:
         self.context.journal = self.journal  # type: ignore[assignment]
         self.workers = Workers(cast(NodeContext, self.context))
         self.worker = Worker(pid=PID, local_rank=0, token=1)
-        self.workers.on_said(
+        self.workers.on_message(
             self.worker, ClientHandshakeRequest(version=1, pid=PID, local_rank=0, library="1")
         )
-        self.workers.on_said(self.worker, Ready())
+        self.workers.on_message(self.worker, Ready())
 
     def ends(self, code: int | None, signum: int | None) -> None:
         self.workers.on_ended(self.worker, WorkerDeath(PID, code, signum, None))

@@ -16,7 +16,7 @@ class Node:
     """A node's service as far as leaving goes."""
 
     def __init__(self, *, in_order: bool) -> None:
-        self.can_leave_in_order = in_order
+        self.can_leave_gracefully = in_order
         self.has_left = False
         self.said: list[str] = []
 
@@ -116,7 +116,7 @@ def test_a_node_that_has_finished_takes_nothing_back() -> None:
 def test_an_agent_that_ends_anyway_is_left_to_it(phase: LauncherPhase) -> None:
     told = Told(phase)
     assert told.sigterm() is None
-    assert told.leaving.told
+    assert told.leaving.is_requested
     assert told.node.said == []
 
 

@@ -108,7 +108,7 @@ class ScrapedNode:
         self.clock = ManualClock()
         self.status = NodeStatus(replace(IN_SEVEN, name=name), Keys.of("/elastic", "r"), 0.0)
         self.status.world = WorldEntry(SEVEN, 1, 0.0)
-        self.metrics = NodeMetrics(self.clock, asks_workers=True)
+        self.metrics = NodeMetrics(self.clock, collects_worker_events=True)
         self.states: dict[NodeState, int] | None = None
         self.name, self.run_id = name, run_id
         self.readings = NodeReadings(
@@ -120,7 +120,7 @@ class ScrapedNode:
 
     def said(self, pid: int, local_rank: int, *messages: object) -> None:
         for message in messages:
-            self.metrics.on_worker_said(pid, local_rank, message, SEVEN)
+            self.metrics.on_worker_message(pid, local_rank, message, SEVEN)
 
     def text(self) -> str:
         answer = render(self.readings, run_id=self.run_id, node=self.name)
@@ -228,7 +228,7 @@ def test_a_node_that_has_just_started_shows_counters_of_0(scraped: ScrapedNode) 
 def test_an_agent_that_hears_nothing_of_its_workers_has_no_counters_of_theirs() -> None:
     """They would say that the job makes no progress."""
     scraped = ScrapedNode()
-    scraped.metrics.asks_workers = False
+    scraped.metrics.collects_worker_events = False
     assert scraped.value("elastic_steps_committed_total") is None
     assert scraped.value("elastic_worker_deaths_total") == 0.0
 
@@ -328,7 +328,7 @@ def test_the_last_checkpoint_is_dated(scraped: ScrapedNode) -> None:
 
 
 def test_a_recovery_into_a_world_that_is_over_has_an_unknown_cause(scraped: ScrapedNode) -> None:
-    scraped.metrics.on_worker_said(11, 0, RECOVERED, replace(SEVEN, generation=8))
+    scraped.metrics.on_worker_message(11, 0, RECOVERED, replace(SEVEN, generation=8))
     assert scraped.value("elastic_recoveries_total", cause="unknown") == 1
 
 

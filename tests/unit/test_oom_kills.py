@@ -109,10 +109,10 @@ class Agent:
         self.context = Context()
         self.workers = Workers(cast(NodeContext, self.context), self.cgroup.counter())
         self.worker = Worker(pid=1 << 22, local_rank=0, token=1)
-        self.workers.on_said(
+        self.workers.on_message(
             self.worker, ClientHandshakeRequest(version=1, pid=1 << 22, local_rank=0, library="1")
         )
-        self.workers.on_said(self.worker, Ready())
+        self.workers.on_message(self.worker, Ready())
 
     def ends(self, code: int | None, signum: int | None, bye: Exiting | None = None) -> None:
         self.workers.on_ended(self.worker, WorkerDeath(self.worker.pid, code, signum, bye))

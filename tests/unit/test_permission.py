@@ -57,7 +57,7 @@ class Told:
 
     def __init__(self) -> None:
         self.until_s: list[float] = []
-        self.are_all_here = True
+        self.are_all_connected = True
 
     def permit(self, until_s: float) -> None:
         self.until_s.append(until_s)
@@ -163,7 +163,7 @@ def test_a_world_to_change_to_extends_it(newer: WorldRecord) -> None:
 def test_the_guard_ends_only_workers_that_do_not_heed_it() -> None:
     agent = Agent()
     agent.turns()
-    agent.workers.are_all_here = False  # a script that knows nothing of us
+    agent.workers.are_all_connected = False  # a script that knows nothing of us
     agent.lease.renewed_s += 10.0
     until_s = agent.turns()
     assert agent.granted == [math.inf, until_s]

@@ -72,7 +72,7 @@ def page(tmp_path_factory: pytest.TempPathFactory) -> Page:
 
 def test_the_page_tells_what_happened_and_what_it_cost(page: Page) -> None:
     assert "The job succeeded after 2 min 1 s." in page.text
-    assert "It made 105 steps on 2 to 3 nodes; " in page.text
+    assert "It committed 105 steps on 2 to 3 nodes; " in page.text
     assert "1 failure and 1 planned change cost " in page.text
     for said in (
         "lost: node-1 was lost",
@@ -93,7 +93,7 @@ def test_a_paused_world_counts_for_no_steps(tmp_path: Path) -> None:
     report = report_in(tmp_path)
     paused = replace(report.marks[0], generation=9, cause="paused", nodes=("node-0",))
     timeline = replace(report.timeline, marks=(*report.marks, paused))
-    assert "It made 105 steps on 2 to 3 nodes; " in replace(report, timeline=timeline).sentence
+    assert "It committed 105 steps on 2 to 3 nodes; " in replace(report, timeline=timeline).sentence
 
 
 def test_an_incident_has_the_milliseconds_of_each_phase(tmp_path: Path) -> None:
@@ -257,7 +257,7 @@ def test_a_page_of_a_long_run_with_many_nodes_and_failures_stays_small(tmp_path:
     source = html(report)
     assert len(source.encode()) <= MOST_BYTES
     shown = Page(source)
-    assert "more incidents are left out here" in shown.text
+    assert "more incidents are omitted" in shown.text
     assert 8 <= report.timeline.hidden_nodes < 40, "some of the 40 have a lane"
     assert f"{report.timeline.hidden_nodes} more nodes have no lane" in shown.text
 

@@ -8,7 +8,10 @@ import logging
 import pytest
 import torch.distributed.elastic.multiprocessing.api
 
-from elastic.rendezvous.scripts.restart_notice import RestartNotice, leave_out_closing_signals
+from elastic.rendezvous.scripts.restart_notice import (
+    RestartNotice,
+    drop_signal_warnings,
+)
 from elastic.testing.doubles.manual_clock import ManualClock
 from elastic.tuning.agent_intervals import JOIN_EXPECTED_S
 
@@ -19,8 +22,8 @@ def test_torch_need_not_warn_of_each_worker_that_is_restarted(
     logger = logging.getLogger("torch.distributed.elastic.multiprocessing.api")
     before = logger.filters.copy()
     try:
-        leave_out_closing_signals()
-        leave_out_closing_signals()
+        drop_signal_warnings()
+        drop_signal_warnings()
         assert len(logger.filters) == len(before) + 1
         source = inspect.getsource(torch.distributed.elastic.multiprocessing.api)
         warning = "Sending process %s closing signal %s"

@@ -181,10 +181,10 @@ def test_events_are_recorded_with_the_metadata_of_torchs_agent(recorded: Recorde
 
 def test_what_all_workers_of_a_node_report_is_put_once(put: Put) -> None:
     made = bridge()
-    node = NodeMetrics(ManualClock(), asks_workers=True, listener=made.on_event)
+    node = NodeMetrics(ManualClock(), collects_worker_events=True, listener=made.on_event)
     for pid in (11, 12):
-        node.on_worker_said(pid, pid - 11, RECOVERED, SEVEN)
-        node.on_worker_said(pid, pid - 11, SAVED, SEVEN)
+        node.on_worker_message(pid, pid - 11, RECOVERED, SEVEN)
+        node.on_worker_message(pid, pid - 11, SAVED, SEVEN)
     made.flush()
     assert len(put.seen) == len(put.values()) == 4
 

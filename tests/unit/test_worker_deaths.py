@@ -81,10 +81,10 @@ def test_a_death_that_is_heard_of_after_the_next_start_is_not_one_of_it() -> Non
     context = Context()
     workers = Workers(cast(NodeContext, context))
     old = Worker(pid=1 << 22, local_rank=0, token=1)
-    workers.on_said(
+    workers.on_message(
         old, ClientHandshakeRequest(version=1, pid=old.pid, local_rank=0, library="0.1.0")
     )
-    workers.on_said(old, Ready())
+    workers.on_message(old, Ready())
 
     context.status.starts += 1  # as NodeService.warm_up does, on the main thread
     context.status.change_node(lambda n: replace(n, state=NodeState.STARTING, running=None))
@@ -116,10 +116,10 @@ def test_a_death_in_the_present_start_is_the_nodes() -> None:
     context = Context()
     workers = Workers(cast(NodeContext, context))
     worker = Worker(pid=1 << 22, local_rank=0, token=1)
-    workers.on_said(
+    workers.on_message(
         worker, ClientHandshakeRequest(version=1, pid=worker.pid, local_rank=0, library="0.1.0")
     )
-    workers.on_said(worker, Ready())
+    workers.on_message(worker, Ready())
     workers.on_ended(worker, WorkerDeath(worker.pid, 1, None, None))
     assert context.status.node.state is NodeState.ARRIVED
     assert context.status.node.failure_exit_code == 1
@@ -148,10 +148,10 @@ def test_two_that_die_one_after_the_other_are_replaced_and_the_third_stays(
     three = [Worker(pid=(1 << 22) + n, local_rank=n, token=n) for n in range(3)]
     for worker in three:
         links[0].present.append(worker)
-        workers.on_said(
+        workers.on_message(
             worker, ClientHandshakeRequest(version=1, pid=worker.pid, local_rank=0, library="0.1.0")
         )
-        workers.on_said(worker, Ready())
+        workers.on_message(worker, Ready())
     for dead in three[:2]:
         assert status.is_to_be_replaced(dead.pid) is None, "the node's thread decides"
         links[0].present.remove(dead)
@@ -160,7 +160,7 @@ def test_two_that_die_one_after_the_other_are_replaced_and_the_third_stays(
     starting = replace(three[0], pid=three[2].pid + 1)
     assert status.is_to_be_replaced(starting.pid) is False, "it has not joined"
     links[0].present.append(starting)
-    workers.on_said(
+    workers.on_message(
         starting, ClientHandshakeRequest(version=1, pid=starting.pid, local_rank=0, library="0.1.0")
     )
     assert status.is_to_be_replaced(starting.pid) is None, "the node's thread decides"
@@ -196,17 +196,19 @@ def test_events_are_sent_to_an_agent_that_counts_them_and_to_no_other() -> None:
     assert said == [saved]
 
 
-@pytest.mark.parametrize("asks_workers", [False, True])
-def test_an_agent_asks_its_workers_for_events_if_it_has_metrics(asks_workers: bool) -> None:
+@pytest.mark.parametrize("collects_worker_events", [False, True])
+def test_an_agent_asks_its_workers_for_events_if_it_has_metrics(
+    collects_worker_events: bool,
+) -> None:
     context = Context()
-    metrics = NodeMetrics(context.clock, asks_workers=asks_workers)
+    metrics = NodeMetrics(context.clock, collects_worker_events=collects_worker_events)
     sent: list[Message] = []
     workers = Workers(cast(NodeContext, context), metrics=metrics, make_server=partial(Links, sent))
     worker = Worker(pid=1 << 22, local_rank=0, token=1)
-    workers.on_said(
+    workers.on_message(
         worker, ClientHandshakeRequest(version=1, pid=worker.pid, local_rank=0, library="0.1.0")
     )
-    assert (CountEvents() in sent) == asks_workers
+    assert (CountEvents() in sent) == collects_worker_events
     context.clock.advance(3)
     assert metrics.heartbeat_age_s == 3
     workers.on_ended(worker, WorkerDeath(worker.pid, 0, None, None))
@@ -226,5 +228,5 @@ def test_a_step_has_begun_once_the_first_worker_says_so() -> None:
         (first, replace(forming, generation=8), 7),
         (first, replace(forming, generation=8, step_time_s=0.1), 8),
     ):
-        workers.on_said(worker, heartbeat)
+        workers.on_message(worker, heartbeat)
         assert context.status.stepping_generation == begun

@@ -1,4 +1,4 @@
-"""The graceful ends of a node: asked to leave, parked after the job's end, the job's end itself.
+"""The graceful ends of a node: a request to leave, parking after the job's end, the end itself.
 
 ``leaving`` handles SIGTERM depending on what torchrun's main thread is doing, ``parking`` keeps an
 agent running whose launcher would restart it after any exit, ``job_end`` records the job's outcome.

@@ -27,7 +27,7 @@ def read_end(context: NodeContext) -> None:
     """Read from the store whether the job has ended.
 
     A new leader calls this once per term. Its watch may deliver the end of the old leader's key
-    before the end of the job, and a leader that has left in order is not lost.
+    before the end of the job, and a leader that has left gracefully is not lost.
     """
     entry = context.store.get(context.keys.done)
     if entry is not None:
@@ -41,7 +41,7 @@ def _write_timeline(context: NodeContext, done: Done) -> None:
     folder = options.hang_report_folder or os.environ.get("ELASTIC_JOURNAL")
     name = f"failure-timeline-{context.status.node.name}"
     path, problem = ReportFolder(folder).write_page(name, page)
-    said = f"(this page is {path})" if path else f"({problem})"
-    context.status.timeline = f"{page}\n{said}"
+    place = f"(this page is {path})" if path else f"({problem})"
+    context.status.timeline = f"{page}\n{place}"
     event = FailureTimelineWritten(timeline=page, report=path, problem=problem)
     context.journal.emit(event, level=logging.WARNING if problem else logging.DEBUG)

@@ -1,8 +1,8 @@
 """SIGTERM to an agent: its node leaves the job, gracefully where possible.
 
 Torch's own handler would raise an exception anywhere in the main thread, and torchrun would exit
-with 1 even if the workers succeed. The right action depends on what the main thread is doing: it
-records that in :attr:`Leaving.phase`, on which the handler acts.
+with 1 even if the workers succeed. The right action depends on what the main thread is doing, which
+it records in :attr:`Leaving.phase` for the handler.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from elastic.errors import Preempted
 from elastic.telemetry.log import get_logger
 
 
-def told_to_leave() -> BaseException:
-    """What torchrun ends with: an exit code that does not indicate a failure."""
+def preemption_exit() -> BaseException:
+    """The exception that ends torchrun with an exit code that does not indicate a failure."""
     return SystemExit(Preempted.exit_code)
 
 
-def leave_at_once_on_sigterm(end: Callable[[], BaseException] = told_to_leave) -> None:
-    """For an agent that has neither a node nor workers yet."""
+def leave_at_once_on_sigterm(end: Callable[[], BaseException] = preemption_exit) -> None:
+    """Install a handler for an agent that has neither a node nor workers yet."""
 
     def leave_at_once(signum: int, frame: FrameType | None) -> NoReturn:
         raise end()
@@ -49,7 +49,7 @@ class LeavingNode(Protocol):
     """The operations on the node's service."""
 
     @property
-    def can_leave_in_order(self) -> bool: ...
+    def can_leave_gracefully(self) -> bool: ...
 
     @property
     def has_left(self) -> bool: ...
@@ -62,7 +62,7 @@ class LeavingNode(Protocol):
 class Leaving:
     """The agent's handler of SIGTERM. Created once; only the first signal has an effect.
 
-    ``end`` creates the exception to raise: torchrun's SystemExit, or what a program expects.
+    ``end`` creates the exception to raise: torchrun's SystemExit, or one that a program expects.
     """
 
     def __init__(
@@ -73,18 +73,18 @@ class Leaving:
         clock: Clock = SYSTEM_CLOCK,
         *,
         claim_signal: Callable[[str], object],
-        tell_workers: Callable[[], object] = lambda: None,
-        end: Callable[[], BaseException] = told_to_leave,
+        notify_workers: Callable[[], object] = lambda: None,
+        end: Callable[[], BaseException] = preemption_exit,
     ) -> None:
         self.phase = LauncherPhase.WAITING
-        self.told = False
+        self.is_requested = False
         self._end = end
         self._has_raised = False
         self._node = node
         self._grace_s = grace_s
         self._kill_workers = kill_workers
         self._claim_signal = claim_signal  # torchrun installs no handler for it
-        self._tell_workers = tell_workers  # that torchrun's SIGTERM is final
+        self._notify_workers = notify_workers  # that torchrun's SIGTERM is final
         self._clock = clock
         self._has_left_job = False
         self._in_order = False
@@ -100,10 +100,10 @@ class Leaving:
             signal.signal(signal.SIGTERM, self)
 
     def __call__(self, signum: int, frame: FrameType | None) -> None:
-        """Handles SIGTERM. Raises :meth:`end` where the main thread can simply stop."""
-        if self.told:
+        """Handle SIGTERM. Raises :meth:`end` if the main thread can simply stop."""
+        if self.is_requested:
             return
-        self.told = True
+        self.is_requested = True
         if self.phase in (LauncherPhase.CLOSING, LauncherPhase.PARKED):
             return
         if self.phase is LauncherPhase.FINISHING:  # no effect: the others count it as finished
@@ -113,7 +113,7 @@ class Leaving:
 
     def _leave(self) -> None:
         self._has_left_job = True
-        self._in_order = self.phase is LauncherPhase.RUNNING and self._node.can_leave_in_order
+        self._in_order = self.phase is LauncherPhase.RUNNING and self._node.can_leave_gracefully
         self._node.leave("SIGTERM")
         if not self._in_order:
             self._stop()
@@ -127,8 +127,8 @@ class Leaving:
 
     @property
     def was_kept_from_launcher(self) -> bool:
-        """SIGTERM arrived, but did not end the launch: it had ended, or its workers had failed."""
-        return self.told and not self._has_raised
+        """Whether SIGTERM arrived but did not end the launch, whose workers had ended or failed."""
+        return self.is_requested and not self._has_raised
 
     def end_if_left(self) -> None:
         """Raise :meth:`end` once the workers have left, or their time has expired."""
@@ -138,12 +138,12 @@ class Leaving:
             if self._clock.monotonic() <= self._by_s:
                 return
             get_logger().warning(
-                "the workers have not reached a step's boundary within leave_grace_s=%g: they "
-                "are killed. If steps take that long, raise it (a pod's follows from its "
+                "the workers have not reached a step boundary within leave_grace_s=%g, so they "
+                "are killed. If steps take that long, raise it (in a pod it is derived from "
                 "terminationGracePeriodSeconds)",
                 self._grace_s,
             )
-            # Now: torchrun would wait for stuck ones as long again, but the kubelet will not.
+            # Now: torchrun would wait as long again for stuck ones, but the kubelet does not.
             self._node.expect_end_of_workers()
             self._kill_workers()
         self._stop()
@@ -151,5 +151,5 @@ class Leaving:
     def _stop(self) -> NoReturn:
         # First: workers that receive torchrun's SIGTERM ask whether to leave at a boundary.
         self._node.expect_end_of_workers()
-        self._tell_workers()
+        self._notify_workers()
         raise self.end()

@@ -30,6 +30,6 @@ def park(
     journal.emit(
         NodeParked(outcome=done.outcome.value, exit_code=done.exit_code, reason=done.reason)
     )
-    while not leaving.told:
+    while not leaving.is_requested:
         status.watchdog.heartbeat()
         clock.sleep(MAIN_THREAD_SLICE_S)

@@ -19,8 +19,8 @@ class AnnouncedWorlds:
     def __init__(self, context: NodeContext, server: LinkServer) -> None:
         self._at = context
         self._server = server
-        self.newest: WorldRecord | None = None  # announced to them, in this start of them
-        self.have_to_leave = False  # announced to them: their ends are not deaths
+        self.newest: WorldRecord | None = None  # announced since the workers were last started
+        self.have_to_leave = False  # they were asked to leave: their ends are not deaths
 
     @property
     def current(self) -> WorldRecord | None:
@@ -36,8 +36,8 @@ class AnnouncedWorlds:
         return max([*known, node.arrived_for])
 
     def welcome(self, worker: Worker) -> None:
-        """A first world is committed already; a newer one may have been formed since the worker
-        began."""
+        """Send a worker that has just connected its first world, or a newer one if it was formed
+        since the worker started."""
         running, newest = self._at.status.node.running, self.newest
         if newest is not None and (running is None or newest.generation > running.generation):
             self._send(newest, worker)
@@ -52,7 +52,7 @@ class AnnouncedWorlds:
         if self.newest is not None and world.generation <= self.newest.generation:
             return
         if world.generation <= node.arrived_for:
-            return  # over, since a worker of this node died in it
+            return  # it ended when a worker of this node died
         running = node.running
         if running is not None and world.generation <= running.generation:
             return
@@ -61,12 +61,12 @@ class AnnouncedWorlds:
             return  # a spare: it waits for a world that includes it
         self.newest = world
         if is_member:
-            self._at.status.told = world
+            self._at.status.announced_world = world
             self._at.status.before_announcing()  # they may read this node's data about the others
         self._send(world, None)
 
-    def part(self, reason: str) -> None:
-        """Have all workers leave at their next boundary, and save, as the last ones of a job do."""
+    def ask_to_leave(self, reason: str) -> None:
+        """Ask all workers to leave at their next boundary and save, as a job's last ones do."""
         newest = self.current
         assert newest is not None
         self.newest = replace(
@@ -83,7 +83,7 @@ class AnnouncedWorlds:
 
     def forget(self) -> None:
         """The workers are restarted."""
-        self.newest = self._at.status.told = None
+        self.newest = self._at.status.announced_world = None
 
     def _send(self, world: WorldRecord, to: Worker | None) -> None:
         for worker in self._server.workers() if to is None else (to,):

@@ -38,7 +38,7 @@ from elastic.tuning.agent_options import AgentOptions
 
 @dataclass(frozen=True)
 class RanksAreQuiet:
-    """These ranks of this node show no progress in the world; none: all make progress."""
+    """The ranks of this node that make no progress; empty if all do."""
 
     generation: int
     ranks: tuple[RankFacts, ...]
@@ -63,7 +63,7 @@ class WorkerHung:
 
 @dataclass(frozen=True)
 class WorldHung:
-    """The ranks of this generation are to form another world."""
+    """The ranks of this generation must form another world."""
 
     generation: int
     reason: str
@@ -128,7 +128,7 @@ class Hangs:
         """The number of steps of the entire job, as reported by a worker of this node."""
         return self._watch.planned_steps
 
-    # ── whom to watch ────────────────────────────────────────────────────────────────────
+    # ── watched workers ──────────────────────────────────────────────────────────────────
 
     def on_page(self, worker: Worker, page: ProgressPage) -> None:
         """A worker has reported the location of its page."""
@@ -158,7 +158,7 @@ class Hangs:
         self._nodes = len(world.members) if is_member else 0
         self._watch.enter_world(world.generation, first_rank)
 
-    # ── what is known, for the leader ────────────────────────────────────────────────────
+    # ── facts for the leader ─────────────────────────────────────────────────────────────
 
     def on_quiet(self, found: RanksAreQuiet) -> None:
         """The result of the watch."""
@@ -194,7 +194,7 @@ class Hangs:
         """The lease is new: keys of the old one are deleted."""
         self._is_written, self._is_due = False, bool(self._quiet.ranks)
 
-    # ── what the leader says ─────────────────────────────────────────────────────────────
+    # ── the leader's verdict ─────────────────────────────────────────────────────────────
 
     def on_verdict(self, entry: Entry) -> None:
         """Execute it if this is the acting node. Raises RecordError."""
@@ -218,7 +218,7 @@ class Hangs:
         self._watch.post(lambda: self._response.carry_out(self._watch, judged))
 
     def _take_stacks(self, record: HangVerdict) -> None:
-        """Of all ranks of this node, for another node's report: each distinct stack once."""
+        """Take the distinct stacks of this node's ranks for another node's report."""
         is_wanted = record.action in (HangAction.KILL, HangAction.ABORT_AND_REFORM)
         if not is_wanted or not self._nodes:
             return
@@ -243,7 +243,7 @@ class Hangs:
         self._watch.post(take)
 
     def on_stacks_taken(self, taken: StacksTaken) -> None:
-        """They are written to the store with the node's next iteration."""
+        """Have the stacks written to the store in the node's next iteration."""
         self._stacks = taken
 
     def on_stacks(self, entry: Entry) -> None:

@@ -25,7 +25,7 @@ class KnownWorkers:
 
     @property
     def present(self) -> set[int]:
-        """Those with a link, and not about to end."""
+        """The pids of workers with a link that this agent has not killed."""
         return {worker.pid for worker in self._server.workers()} - self.ended
 
     @property

@@ -52,18 +52,18 @@ class ReplicaMeetings:
         """The workers are restarted."""
         self._at.status.replica_is_lost = False
 
-    # ── workers ask ──────────────────────────────────────────────────────────────────────
+    # ── requests of workers ──────────────────────────────────────────────────────────────
 
-    def join(self, worker: Worker, asked: ReplicaJoin) -> None:
-        """A worker is to meet the other ranks of its replica."""
-        node, size = self._node, asked.size
+    def join(self, worker: Worker, request: ReplicaJoin) -> None:
+        """A worker requests to meet the other ranks of its replica."""
+        node, size = self._node, request.size
         workers = self._known.replicas.join(worker, size, node.nproc)
         if not workers:
             return
-        if node.running is None and (refusal := self._refusal(asked.mesh)) is not None:
+        if node.running is None and (refusal := self._refusal(request.mesh)) is not None:
             self._at.status.fail(refusal)
             return
-        publish_change(self._at, lambda n: replace(n, mesh=asked.mesh))
+        publish_change(self._at, lambda n: replace(n, mesh=request.mesh))
         if size <= node.nproc:
             nonce = secrets.token_hex(8)
             for one in workers:
@@ -94,7 +94,7 @@ class ReplicaMeetings:
         )
 
     def _meet_in_world(self, world: WorldRecord) -> None:
-        """The workers were started for it, with those of the other nodes."""
+        """Meet in a world for which the workers of all its nodes were started."""
         per_replica = world.nodes_per_replica
         index = world.node_ids.index(self._node.node_id) // per_replica
         members = world.members[index * per_replica : (index + 1) * per_replica]
@@ -153,7 +153,7 @@ class ReplicaMeetings:
             nonce=secrets.token_hex(8),
         )
         if node.replica:
-            # Among those recorded: a seat for other workers of the same node is a different one.
+            # Only recorded seats: a seat of the same node's other workers is a different one.
             still = tuple(replica for replica in replicas if replica in known)
             self._at.status.replica_is_lost = _ids_of(still, mine) != node.replica
             return
@@ -162,7 +162,7 @@ class ReplicaMeetings:
             revision = entry.mod_revision if entry is not None else 0
             swapped = store.compare_and_swap(keys.replicas, record, expected_revision=revision)
             if swapped is None:
-                return  # another one was faster: retried
+                return  # another node was faster: retried
         replica = next(r for r in replicas if mine in r.seats)
         if len(replica.seats) == node.nodes_per_replica:
             first = nodes[replica.seats[0].node_id]

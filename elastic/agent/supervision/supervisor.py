@@ -30,7 +30,7 @@ from elastic.store.keyvalue import Entry, Lease
 
 
 class WorkerSupervisor:
-    """One per agent. On the node's thread, except :meth:`supervise` and :meth:`keep_link_key`."""
+    """One per agent. On the node's thread, except :meth:`supervise` and :meth:`write_link_key`."""
 
     def __init__(
         self,
@@ -71,7 +71,7 @@ class WorkerSupervisor:
             has_joined=status.workers_joined if self.workers is not None else None,
         )
 
-    def keep_link_key(self) -> None:
+    def write_link_key(self) -> None:
         """Workers are about to start. From any thread."""
         if self.workers is not None:
             self.workers.keep_key()
@@ -102,7 +102,7 @@ class WorkerSupervisor:
         """A message of a worker, or of one of the threads that watch workers."""
         match message:
             case LinkEvent():
-                self._on_said(message)
+                self._on_link_event(message)
             case WorkerEnded(worker, death):
                 self._step_times.on_ended(worker.pid)
                 if self._hangs is not None:
@@ -127,9 +127,9 @@ class WorkerSupervisor:
                 if self.workers is not None:
                     self.workers.world_is_hung(generation, reason)
 
-    def _on_said(self, said: LinkEvent) -> None:
-        worker = said.worker
-        match said.message:
+    def _on_link_event(self, event: LinkEvent) -> None:
+        worker = event.worker
+        match event.message:
             case ProgressPage() as page:
                 if self._hangs is not None:
                     self._hangs.on_page(worker, page)
@@ -140,7 +140,7 @@ class WorkerSupervisor:
                 self._step_times.on_report(worker.pid, worker.local_rank, times)
             case message:
                 if self.workers is not None:
-                    self.workers.on_said(worker, message)
+                    self.workers.on_message(worker, message)
 
     def on_entry(self, entry: Entry) -> None:
         """A record of the store: one that belongs to the response to a hang, or any other."""
@@ -161,8 +161,8 @@ class WorkerSupervisor:
                 self._hangs.learn(self.workers.world)
 
     def look_for_replica(self, now: float) -> float:
-        """Find the nodes of this node's replica, if a replica takes several and its workers wait
-        for that; returns the time of the next call. Raises CoordinationError."""
+        """Find the nodes of this node's replica if its workers wait for them; returns the time of
+        the next call. Raises CoordinationError."""
         return self.workers.replicas.look(now) if self.workers is not None else math.inf
 
     def forget_workers(self) -> None:
@@ -171,7 +171,7 @@ class WorkerSupervisor:
             self.workers.forget()
 
     def register_again(self) -> None:
-        """Keys under the former lease are deleted."""
+        """The lease is new: keys of the old one are deleted."""
         if self.workers is not None:
             self.workers.reporter.register_again()
         if self._hangs is not None:

@@ -1,6 +1,6 @@
 """The consequence of a worker's death: a failure of its node, or a replacement.
 
-On the node's thread. The other nodes are notified at once, torchrun detects it later.
+On the node's thread. The other nodes are notified immediately, before torchrun detects the death.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _HINTS = {
 
 @dataclass(frozen=True)
 class WorkerFailed:
-    """The content of the node's record about it."""
+    """A worker's failure, as written to the node's record."""
 
     text: str
     exit_code: int
@@ -37,8 +37,9 @@ class WorkerFailed:
     kernel_log: tuple[str, ...]
 
 
-# Times the number of a node's workers: as many may die until all are ready. Then torchrun restarts
-# all and counts it: workers that the kernel kills in each start must not be restarted endlessly.
+# Per worker of a node: so many replacements may die before all workers are ready. After that,
+# torchrun restarts all and counts it, so that workers which the kernel kills at each start are not
+# replaced endlessly.
 MOST_REPLACED_STARTS = 3
 
 
@@ -49,23 +50,23 @@ class WorkerDeaths:
         self,
         context: NodeContext,
         known: KnownWorkers,
-        told: AnnouncedWorlds,
+        announced: AnnouncedWorlds,
         oom_kills: OomKillCounter,
     ) -> None:
         self._at = context
         self._known = known
-        self._told = told
+        self._announced = announced
         self._oom_kills = oom_kills
 
     def on_ended(self, worker: Worker, death: WorkerDeath) -> None:
-        """A process has ended: notify the others now, torchrun detects it later."""
+        """A process has ended: notify the other nodes before torchrun detects it."""
         known, status = self._known, self._at.status
         was_ready = worker.pid in known.ready
         hung = known.hung.get(worker.pid)
         start = known.starts.get(worker.pid, status.starts)
         siblings = known.replicas.siblings(worker.pid)
         known.drop(worker)
-        if self._told.have_to_leave or status.node.state is NodeState.LEAVING:
+        if self._announced.have_to_leave or status.node.state is NodeState.LEAVING:
             if known.have_left:
                 status.note_workers_left()
             return
@@ -74,9 +75,9 @@ class WorkerDeaths:
         if worker.pid in status.to_replace:  # ended together with another one of its replica
             kill_group(worker.pid)
             return
-        bye = death.exit_notice
+        notice = death.exit_notice
         is_unknown = death.exit_code is None and death.signal is None
-        if death.exit_code == 0 or (is_unknown and bye is not None and bye.clean):
+        if death.exit_code == 0 or (is_unknown and notice is not None and notice.clean):
             return
         kill_group(worker.pid)
         is_failure = status.node.state in (NodeState.READY, NodeState.STARTING) and (
@@ -91,11 +92,11 @@ class WorkerDeaths:
             and (self._oom_kills.has_killed() or kernel_log.has_killed(worker.pid))
         )
         text = hung or (
-            bye.error if bye is not None and bye.error else describe_death(worker, death)
+            notice.error if notice is not None and notice.error else describe_death(worker, death)
         )
         if is_oom_kill:
             text = f"{text}: {OOM_KILL}"
-        status.failure_step = bye.step if bye is not None else None
+        status.failure_step = notice.step if notice is not None else None
         self._at.journal.emit(
             WorkerDied(
                 pid=worker.pid,
@@ -104,16 +105,15 @@ class WorkerDeaths:
                 kernel_log=str(kernel_log),
             )
         )
-        # If torchrun restarts only this one: the others have not trained with it without a restart.
+        # Otherwise torchrun restarts it: the others have not trained with it in process.
         if is_failure:
-            # A worker that this agent has ended was not killed from outside: it counts as its
-            # failure.
+            # A worker that this agent ended was not killed from outside: the failure is its own.
             exit_code = exit_code_of(death) if hung is None else HUNG_EXIT_CODE
             failure = WorkerFailed(text, exit_code, is_oom_kill, kernel_log.lines)
-            self._tell_others(worker, siblings, failure)
+            self._publish_failure(worker, siblings, failure)
 
     def on_ended_unconnected(self, ended: ReplacementEnded) -> None:
-        """A replacement has ended before it had a link: it is replaced again if it was killed."""
+        """Replace a replacement that was killed before it had connected to the link."""
         signum = -ended.exit_code if ended.exit_code < 0 else None
         worker = Worker(ended.pid, ended.local_rank, token=0)
         death = WorkerDeath(ended.pid, ended.exit_code if signum is None else None, signum, None)
@@ -124,17 +124,17 @@ class WorkerDeaths:
         reason = describe_death(worker, death)
         self._at.journal.emit(WorkerDied(pid=ended.pid, local_rank=ended.local_rank, reason=reason))
 
-    def _tell_others(
+    def _publish_failure(
         self,
         worker: Worker,
         siblings: tuple[Worker, ...],
         failure: WorkerFailed,
     ) -> None:
-        """The node's failure, as in its record."""
-        status, generation = self._at.status, self._told.last_generation
+        """Publish the failure in the node's record."""
+        status, generation = self._at.status, self._announced.last_generation
         is_replaced = self._can_be_replaced({worker.pid, *(w.pid for w in siblings)})
         if is_replaced:  # before the state: the main thread reads both
-            self._told.newest = None
+            self._announced.newest = None
             status.to_replace.add(worker.pid)
             self._end_replica(worker, siblings)
         publish_change(
@@ -169,7 +169,7 @@ class WorkerDeaths:
         self, worker: Worker, death: WorkerDeath, siblings: tuple[Worker, ...]
     ) -> bool:
         """Whether the replacement of a dead worker was killed before it was ready, and can be
-        replaced again. One that exits fails again: torchrun restarts all."""
+        replaced again. A replacement that exits would fail again: torchrun restarts all."""
         status = self._at.status
         if death.signal in (None, signal.SIGTERM) or not status.to_replace:
             return False
@@ -177,8 +177,8 @@ class WorkerDeaths:
         return is_rare and self._can_be_replaced({worker.pid, *(w.pid for w in siblings)})
 
     def _end_replica(self, dead: Worker, siblings: tuple[Worker, ...]) -> None:
-        """The remaining ranks of a replica can neither train nor provide a complete state: its
-        processes are replaced together."""
+        """End the other ranks of the replica: they can neither train nor provide a complete state,
+        so all its processes are replaced."""
         for worker in siblings:
             reason = f"ended because local rank {dead.local_rank} of the same replica ended"
             self._at.journal.emit(
@@ -193,8 +193,8 @@ class WorkerDeaths:
 
 
 def kill_group(pid: int) -> None:
-    """End the processes that the dead worker left: its data workers hold its sockets open, so that
-    peers would not detect its death. torchrun makes every worker the leader of a separate group."""
+    """End the processes that the dead worker left: data workers keep its sockets open, so peers
+    would not detect its death. torchrun makes every worker the leader of a process group."""
     with contextlib.suppress(ProcessLookupError, PermissionError):
         if os.getpgrp() != pid:
             os.killpg(pid, signal.SIGKILL)
@@ -209,7 +209,7 @@ def describe_death(worker: Worker, death: WorkerDeath) -> str:
         )
     if death.exit_code is not None:
         return f"{who} ended with exit code {death.exit_code}"
-    return f"{who} is gone"
+    return f"{who} disappeared"
 
 
 def exit_code_of(death: WorkerDeath) -> int:

@@ -82,8 +82,8 @@ class Workers:
             on_error=context.status.fail,
         )
         self._known = KnownWorkers(self._server)
-        self._told = AnnouncedWorlds(context, self._server)
-        self._deaths = WorkerDeaths(context, self._known, self._told, oom_kills)
+        self._announced = AnnouncedWorlds(context, self._server)
+        self._deaths = WorkerDeaths(context, self._known, self._announced, oom_kills)
         self.replicas = ReplicaMeetings(context, self._known, self._server)
         self.readiness = Readiness(context, self._known, self._server)
         self.reporter = FailureReporter(context)
@@ -98,7 +98,7 @@ class Workers:
         self._server.start()
 
     def keep_key(self) -> None:
-        """Workers are about to start, and read it. From any thread."""
+        """Write the link's key to the file that starting workers read. From any thread."""
         self._server.keep_key()
 
     def close(self) -> None:
@@ -107,22 +107,22 @@ class Workers:
     @property
     def world(self) -> WorldRecord | None:
         """The newest world that was announced to them."""
-        return self._told.current
+        return self._announced.current
 
     def ask_for_flights(self) -> None:
-        """Request the collectives that they began, for the report of a hang."""
+        """Request the workers' flight recorder traces, for the report of a hang."""
         self._server.send(FlightAsk())
 
-    def profile(self, asked: Profile) -> None:
+    def profile(self, request: Profile) -> None:
         """Request profiles of their next steps."""
-        self._server.send(ProfileSteps(asked.steps, asked.ranks))
+        self._server.send(ProfileSteps(request.steps, request.ranks))
 
-    # ── what workers say ─────────────────────────────────────────────────────────────────
+    # ── messages from workers ────────────────────────────────────────────────────────────
 
-    def on_said(self, worker: Worker, message: Message) -> None:
+    def on_message(self, worker: Worker, message: Message) -> None:
         """A message from the link."""
         world = self._at.status.world.world
-        self._metrics.on_worker_said(worker.pid, worker.local_rank, message, world)
+        self._metrics.on_worker_message(worker.pid, worker.local_rank, message, world)
         if worker.pid in self._known.ended:
             return  # sent before this agent killed it
         match message:
@@ -168,9 +168,9 @@ class Workers:
             self._server.send(self._permit, worker)
         if self._at.options.straggler_action != "off":
             self._server.send(MeasureSteps(window_s=self._at.options.straggler_window_s), worker)
-        if self._metrics.asks_workers:
+        if self._metrics.collects_worker_events:
             self._server.send(CountEvents(), worker)
-        self._told.welcome(worker)
+        self._announced.welcome(worker)
 
     def _on_ready(self, worker: Worker) -> None:
         self._known.ready.add(worker.pid)
@@ -197,10 +197,10 @@ class Workers:
         now = self._at.clock.monotonic()
         if worker.local_rank == 0 and (step_rate := self._at.status.step_rate) is not None:
             self._at.status.step_rate = StepRate(generation, step, step_rate.step_time_s, now)
-        everybody = sum(entered.get(pid) == generation for pid in self._known.present)
-        if everybody < self._node.nproc:
+        count = sum(entered.get(pid) == generation for pid in self._known.present)
+        if count < self._node.nproc:
             return
-        world = self._told.newest
+        world = self._announced.newest
         if world is None or world.generation != generation:
             return
         self._at.journal.emit(
@@ -226,9 +226,9 @@ class Workers:
             ),
         )
 
-    def _on_failure(self, worker: Worker, said: CollectiveFailure) -> None:
-        generation, error = said.generation, said.error
-        newest = self._told.current
+    def _on_failure(self, worker: Worker, failure: CollectiveFailure) -> None:
+        generation, error = failure.generation, failure.error
+        newest = self._announced.current
         if newest is not None and generation < newest.generation and not newest.switch_at_step:
             return  # already handled
         if self.reporter.has_reported(generation):
@@ -238,8 +238,8 @@ class Workers:
             level=logging.DEBUG,  # the leader's log has the lost node and the reason
         )
         accused = (
-            *nodes_of(newest, generation, said.missing),
-            *nodes_at(newest, generation, said.unreachable),
+            *nodes_of(newest, generation, failure.missing),
+            *nodes_at(newest, generation, failure.unreachable),
         )
         self.reporter.report(generation, error, accused=accused)
 
@@ -253,7 +253,7 @@ class Workers:
             return
         self.reporter.report(generation, reason)
 
-    # ── what becomes of them ─────────────────────────────────────────────────────────────
+    # ── ended workers ────────────────────────────────────────────────────────────────────
 
     def on_ended(self, worker: Worker, death: WorkerDeath) -> None:
         """A process has ended."""
@@ -262,26 +262,26 @@ class Workers:
         self._at.status.undecided.discard(worker.pid)
 
     def on_ended_unconnected(self, ended: ReplacementEnded) -> None:
-        """A replacement has ended, before it had a link as far as torchrun's thread knows."""
+        """Handle the end of a replacement that had not connected when torchrun polled it."""
         status = self._at.status
         if ended.pid not in self._known.starts and ended.pid not in status.to_replace:
             self._deaths.on_ended_unconnected(ended)
         status.unconnected.discard(ended.pid)
 
-    # ── what they are told ───────────────────────────────────────────────────────────────
+    # ── messages to workers ──────────────────────────────────────────────────────────────
 
     def learn(self, world: WorldRecord | None) -> None:
         """The newest world: announce it if it concerns workers that need no restart."""
-        self._told.learn(world)
+        self._announced.learn(world)
 
-    def part(self, reason: str) -> None:
-        """Have all workers leave at their next boundary, and save, as the last ones of a job do."""
-        self._told.part(reason)
+    def ask_to_leave(self, reason: str) -> None:
+        """Ask all workers to leave at their next boundary and save, as a job's last ones do."""
+        self._announced.ask_to_leave(reason)
 
     def forget(self) -> None:
         """The workers are restarted."""
         self._known.forget()
-        self._told.forget()
+        self._announced.forget()
         self.replicas.forget()
         self._at.status.workers_left = False
         self._at.status.to_replace.clear()
@@ -289,11 +289,11 @@ class Workers:
         self._at.status.unconnected.clear()
 
     def permit(self, until_s: float) -> None:
-        """Let them train until then, in this machine's boot time."""
+        """Permit the workers to train until ``until_s`` of this machine's boot time."""
         self._permit = Permit(until_s=until_s)
         self._server.send(self._permit)
 
     @property
-    def are_all_here(self) -> bool:
+    def are_all_connected(self) -> bool:
         """Whether every worker of this node has a link, and so respects its permission."""
         return len(self._server.workers()) >= self._node.nproc > 0

@@ -13,9 +13,9 @@ IN_PROCESS = "in-process"
 
 
 def world_message(at: NodeContext, world: WorldRecord, worker: Worker) -> WorldMessage:
-    """The world and the worker's place in it; without a place, it is the end of this process."""
+    """The world and the worker's place in it; without a place, the process has to end."""
     node = at.status.node
-    # A world of the other mode is entered by a restart: it is the end of these processes.
+    # A world of the other mode is entered by a restart, which ends these processes.
     runs_it = node.running is not None and node.running.generation == world.generation
     is_member = node.node_id in world.node_ids and (world.mode == IN_PROCESS or runs_it)
     return WorldMessage(

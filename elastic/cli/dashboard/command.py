@@ -117,7 +117,7 @@ def _serve(args: argparse.Namespace, token: str | None) -> None:
         server = DashboardServer(application(publisher, policy, lambda: feed.is_alive), publisher)
         publisher.publish(feed.snapshot)
         feed.start()
-        print(_greeting(args.host, port, policy), flush=True)
+        print(_address_line(args.host, port, policy), flush=True)
         try:
             server.serve_on(listener)
         finally:
@@ -132,23 +132,23 @@ def _feed_of(
     on_error: Callable[[BaseException], object],
 ) -> JobFeed:
     """The feed of the job. Raises ConfigError if neither etcd nor journals are given."""
-    asks_etcd = bool(args.rdzv_endpoint)
-    if not asks_etcd and not args.journal:
+    uses_etcd = bool(args.rdzv_endpoint)
+    if not uses_etcd and not args.journal:
         raise ConfigError(
             "neither --rdzv-endpoint nor --journal is given",
             hint="give etcd's endpoint, the folder of the job's journals, or both",
         )
-    keys = keys_of(args) if asks_etcd else None
+    keys = keys_of(args) if uses_etcd else None
     log = EventLog()
     journals = None
     if args.journal:
         run_id = keys.run_id if keys is not None else (args.rdzv_id or "")
-        # A job that has not begun has no journals yet: with etcd, the folder may appear later.
-        folder = Path(args.journal) if asks_etcd else folder_of(args.journal)
+        # A job that has not started has no journals yet: with etcd, the folder may appear later.
+        folder = Path(args.journal) if uses_etcd else folder_of(args.journal)
         journals = JournalFeed(folder, run_id, log)
     return JobFeed(
         keys,
-        (lambda: job_store(args)) if asks_etcd else None,
+        (lambda: job_store(args)) if uses_etcd else None,
         journals,
         log,
         on_change=on_change,
@@ -156,7 +156,7 @@ def _feed_of(
     )
 
 
-def _greeting(host: str, port: int, policy: AccessPolicy) -> str:
+def _address_line(host: str, port: int, policy: AccessPolicy) -> str:
     name = f"[{host}]" if ":" in host else host
     suffix = "?token=TOKEN" if policy.token is not None else ""
     return f"elastic dashboard: http://{name}:{port}/{suffix} (Ctrl-C ends it)"

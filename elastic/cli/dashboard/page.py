@@ -27,7 +27,7 @@ _MOST_INCIDENTS = 10
 _TEMPLATE = Path(__file__).with_name("page.html")
 _AGE = re.compile(r"(<time [^>]*>)[^<]*")
 _CELL = re.compile(r'(<td id="[^>]*>).*?(?=</td>)')
-_MOMENT = re.compile(r"⟦(\d{1,12}\.\d{3})⟧")
+_TIME = re.compile(r"⟦(\d{1,12}\.\d{3})⟧")
 _BLOCK = "<{0}>(.*?)</{0}>"
 
 # In the order of the page. Resent parts are found by these ids, and by the ids of cells that
@@ -45,9 +45,9 @@ def text(value: object, limit: int = 200) -> str:
     >>> text("<b>\\x1b")
     '&lt;b&gt;\\\\x1b'
     """
-    said = str(value)
-    escaped = html.escape(printable(said, limit))
-    return escaped if len(escaped) <= 2 * limit else html.escape(printable(said, limit // 5))
+    plain = str(value)
+    escaped = html.escape(printable(plain, limit))
+    return escaped if len(escaped) <= 2 * limit else html.escape(printable(plain, limit // 5))
 
 
 def sections_of(snapshot: JobSnapshot) -> dict[str, str]:
@@ -78,7 +78,7 @@ def lasting(section: str) -> str:
 
 def _headline(snapshot: JobSnapshot) -> str:
     state, view = snapshot.state, snapshot.view
-    said = _sentence(view, snapshot.at_s) if view is not None else _before_etcd(snapshot)
+    shown = _sentence(view, snapshot.at_s) if view is not None else _before_etcd(snapshot)
     generation = view.world.generation if view is not None and view.world is not None else None
     spoken = state if generation is None else f"{state}, generation {generation}"
     title = f"{state} · {printable(snapshot.run_id, 60)}"
@@ -86,7 +86,7 @@ def _headline(snapshot: JobSnapshot) -> str:
     mood = "bad" if snapshot.needs_attention else ("good" if is_good else "plain")
     return (
         f'<p class="state" data-title="{html.escape(title)}" data-spoken="{text(spoken)}">'
-        f'<span class="badge {mood}" aria-hidden="true"></span> {said}</p>'
+        f'<span class="badge {mood}" aria-hidden="true"></span> {shown}</p>'
     )
 
 
@@ -94,13 +94,13 @@ _GOOD = frozenset({"training", "succeeded"})
 
 
 def _sentence(view: JobView, now_s: float) -> str:
-    """Replace its ages by elements that the page updates itself."""
-    said = html.escape(sentence(view, lambda at_s: f"⟦{at_s:.3f}⟧"))
-    return _MOMENT.sub(lambda match: _age(float(match[1]), now_s), said)
+    """The status sentence, with its ages as elements that the page updates itself."""
+    escaped = html.escape(sentence(view, lambda at_s: f"⟦{at_s:.3f}⟧"))
+    return _TIME.sub(lambda match: _age(float(match[1]), now_s), escaped)
 
 
 def _before_etcd(snapshot: JobSnapshot) -> str:
-    if not snapshot.asks_etcd:
+    if not snapshot.uses_etcd:
         return "from the journals only: etcd is not used"
     return "etcd has not answered yet"
 
@@ -111,7 +111,7 @@ def _outage(snapshot: JobSnapshot) -> str:
     view = snapshot.view
     shown = "".join(f"{text(line, 400)}<br>" for line in snapshot.last_known)
     if view is not None:
-        shown = f"This page shows its state of {_age(view.at_s, snapshot.at_s)}.<br>{shown}"
+        shown = f"This page shows the state of {_age(view.at_s, snapshot.at_s)}.<br>{shown}"
     return (
         f'<div class="outage"><strong>etcd does not answer</strong>, or denies access, since '
         f"{_clock_time(snapshot.outage.since_s)}: {text(snapshot.outage.reason, 400)}<br>{shown}"
@@ -158,7 +158,7 @@ def _step(step: int, planned: int | None) -> str:
     if planned is None:
         return f"{step}"
     return (
-        f'{step} of {planned} <progress aria-label="steps made" value="{min(step, planned)}" '
+        f'{step} of {planned} <progress aria-label="steps committed" value="{min(step, planned)}" '
         f'max="{max(planned, 1)}"></progress>'
     )
 
@@ -188,10 +188,10 @@ def _nodes(view: JobView, now_s: float) -> str:
 
 
 def _node(view: JobView, node: Node, row: int, now_s: float) -> str:
-    step, heartbeat = _signs(view, node, now_s)
-    leads = view.leader is not None and view.leader.node_id == node.node_id
+    step, heartbeat = _step_and_heartbeat(view, node, now_s)
+    is_leader = view.leader is not None and view.leader.node_id == node.node_id
     generation = node.running.generation if node.running is not None else "–"
-    mark = ' <span class="muted">leads</span>' if leads else ""
+    mark = ' <span class="muted">leader</span>' if is_leader else ""
     return (
         f'<tr><th scope="row">{text(node.name, 60)}{mark}</th><td>{text(ranks_of(view, node))}</td>'
         f'<td>{text(view.state_of(node))}</td><td class="extra">{generation}</td>'
@@ -205,18 +205,18 @@ def _cells(view: JobView, now_s: float) -> dict[str, str]:
     """The cells of the node rows that change every few seconds."""
     found = {}
     for row, node in enumerate([*view.members, *view.joining][:MOST_NODES]):
-        found[f"step-{row}"], found[f"heartbeat-{row}"] = _signs(view, node, now_s)
+        found[f"step-{row}"], found[f"heartbeat-{row}"] = _step_and_heartbeat(view, node, now_s)
     return found
 
 
-def _signs(view: JobView, node: Node, now_s: float) -> tuple[str, str]:
+def _step_and_heartbeat(view: JobView, node: Node, now_s: float) -> tuple[str, str]:
     """The step of the node's workers and its last heartbeat, as received by the leader."""
-    signs = view.signs_of(node)
-    step = str(signs.step) if signs.step is not None else "–"
-    if signs.age_s is None:
+    heartbeat = view.heartbeat_of(node)
+    step = str(heartbeat.step) if heartbeat.step is not None else "–"
+    if heartbeat.age_s is None:
         return step, "–"
-    late = ' <strong class="late">late</strong>' if signs.is_late else ""
-    return step, f"{_age(view.at_s - signs.age_s, now_s)}{late}"
+    late = ' <strong class="late">late</strong>' if heartbeat.is_late else ""
+    return step, f"{_age(view.at_s - heartbeat.age_s, now_s)}{late}"
 
 
 def _incidents(view: JobView, now_s: float) -> str:

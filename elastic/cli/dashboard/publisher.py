@@ -48,7 +48,7 @@ class Publisher:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._shown = Rendering()  # owned by the event loop
         self._changed = asyncio.Event()
-        self._made: dict[tuple[Following, int, int], bytes] = {}
+        self._updates: dict[tuple[Following, int, int], bytes] = {}
         self._is_closed = False
         self.streams = 0
 
@@ -112,10 +112,10 @@ class Publisher:
     def _following(self, following: Following, before: Rendering, now: Rendering) -> bytes:
         """The update from a rendering, computed once: most clients have the same one."""
         key = (following, before.number, now.number)
-        if key not in self._made:
-            self._made = {k: v for k, v in self._made.items() if k[2] == now.number}
-            self._made[key] = following(before, now)
-        return self._made[key]
+        if key not in self._updates:
+            self._updates = {k: v for k, v in self._updates.items() if k[2] == now.number}
+            self._updates[key] = following(before, now)
+        return self._updates[key]
 
     def _hello(self) -> bytes:
         snapshot = self._shown.snapshot

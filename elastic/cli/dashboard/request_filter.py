@@ -51,7 +51,7 @@ class RequestFilter:
         """The response that replaces the application's, or None."""
         if request.method not in _METHODS:
             return PlainTextResponse(
-                "this page changes nothing: GET and HEAD only\n",
+                "this page is read-only: GET and HEAD only\n",
                 status_code=405,
                 headers={"Allow": ", ".join(_METHODS)},
             )
@@ -75,7 +75,7 @@ class RequestFilter:
                 return None
             case AccessVerdict.WRONG_HOST:
                 return PlainTextResponse(
-                    "this name is not one of the dashboard's: use localhost, or start it with "
+                    "the dashboard does not serve this host name: use localhost, or start it with "
                     "--allowed-host NAME\n",
                     status_code=421,
                 )
@@ -87,7 +87,7 @@ class RequestFilter:
                 return answer
             case AccessVerdict.NO_TOKEN:
                 return PlainTextResponse(
-                    "the dashboard's token is needed: open /?token=TOKEN once in this browser, or "
+                    "the dashboard requires its token: open /?token=TOKEN once in this browser, or "
                     "send Authorization: Bearer TOKEN\n",
                     status_code=401,
                     headers={"WWW-Authenticate": 'Bearer realm="elastic dashboard"'},

@@ -14,7 +14,7 @@ def status_document(snapshot: JobSnapshot) -> dict[str, Any]:
     found = document(view) if view is not None else _unknown(snapshot)
     charts, outage = snapshot.charts, snapshot.outage
     found["source"] = {
-        "asks_etcd": snapshot.asks_etcd,
+        "asks_etcd": snapshot.uses_etcd,
         "view_age_s": round(max(0.0, snapshot.at_s - view.at_s), 3) if view is not None else None,
         "outage": None
         if outage is None

@@ -70,7 +70,7 @@ def main(argv: Sequence[str]) -> int:
         if stop.signum is not None:
             return exit_codes.INTERRUPTED
         report = keep_report(folder / "journal", folder.with_name(f"{folder.name}-report"))
-        _tell(summary, report, json_wanted=json_wanted)
+        _print_result(summary, report, json_wanted=json_wanted)
         if not summary.ok:
             _show_logs(folder)
         return exit_codes.DONE if summary.ok else exit_codes.FAILED
@@ -133,7 +133,7 @@ class Demo:
         self._ledger = LedgerReader(folder / "ledger")
         self._journal = JournalReader(folder / "journal")
         self._entries: list[JournalEntry] = []
-        self._said: set[str] = set()
+        self._shown: set[str] = set()
         self._logs: dict[str, TextIO] = {}
         self._accuracy: float | None = None
         self._waiting_since_s: float | None = None  # since when it waits for a node
@@ -191,8 +191,8 @@ class Demo:
         for entry in self._journal.read_new():
             self._entries.append(entry)
             text = sentence(entry)
-            if text is not None and text not in self._said:
-                self._said.add(text)
+            if text is not None and text not in self._shown:
+                self._shown.add(text)
                 self._view.say(text, entry.time_s)
         ledger = self._ledger.read()
         position = position_of(ledger)
@@ -285,7 +285,7 @@ def node_environment(name: str, folder: Path) -> dict[str, str]:
     }
 
 
-def _tell(summary: Summary, report: Path | None, *, json_wanted: bool) -> None:
+def _print_result(summary: Summary, report: Path | None, *, json_wanted: bool) -> None:
     if json_wanted:
         print(json.dumps({**summary.as_json(), "report": str(report) if report else None}))
         return

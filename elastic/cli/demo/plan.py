@@ -106,7 +106,7 @@ def position_of(ledger: RunLedger) -> JobPosition | None:
 
 
 def _in_mid_epoch(ledger: RunLedger, step: int, epoch: int) -> bool:
-    """Whether ``step`` lies in the middle half of its epoch; its length is that of epoch 0."""
+    """Whether ``step`` is in the middle half of its epoch; all epochs are as long as epoch 0."""
     if epoch == 0:
         return False
     length = len({s.step for s in ledger.steps if s.epoch == 0})

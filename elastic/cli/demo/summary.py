@@ -109,12 +109,12 @@ def generations_of(ledger: RunLedger, journal: Iterable[JournalEntry]) -> tuple[
         starts = sorted((s for s in ledger.starts if s.generation == number), key=lambda s: s.rank)
         done = {s.step for s in ledger.steps if s.generation == number}
         cut = ledger.cuts.get(number)
-        said = formed.get(number, {})
+        fields = formed.get(number, {})
         result.append(
             Generation(
                 generation=number,
-                cause=str(said.get("cause", "unknown")),
-                reason=str(said.get("reason", "")),
+                cause=str(fields.get("cause", "unknown")),
+                reason=str(fields.get("reason", "")),
                 nodes=tuple(dict.fromkeys(s.node for s in starts)),
                 first_step=min(s.step for s in starts),
                 last_step=max(done, default=None),

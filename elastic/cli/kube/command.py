@@ -36,8 +36,8 @@ def main(argv: Sequence[str]) -> int:
 
 
 def write(folder: Path, overlay: Overlay) -> None:
-    """Write ``folder/kustomization.yaml``. Raises ConfigError if that is impossible, or the file
-    was written by someone else."""
+    """Write ``folder/kustomization.yaml``. Raises ConfigError if that fails, or if the file exists
+    and was not written by this command."""
     target = folder / "kustomization.yaml"
     text = kustomization(overlay)
     if folder.exists() and not folder.is_dir():
@@ -45,7 +45,7 @@ def write(folder: Path, overlay: Overlay) -> None:
     for name in _OTHER_NAMES:
         if (folder / name).is_file():
             raise ConfigError(
-                f"--output={folder} holds {name}: kustomize refuses a second kustomization there",
+                f"--output={folder} contains {name}: kustomize allows one kustomization per folder",
                 hint="name another folder with --output",
             )
     try:
@@ -65,8 +65,8 @@ def write(folder: Path, overlay: Overlay) -> None:
 
 def render(folder: Path) -> str:
     """All objects of a kustomization, as YAML. Raises ConfigError without kubectl."""
-    beside = Path(sys.executable).with_name("kubectl")
-    kubectl = str(beside) if beside.exists() else shutil.which("kubectl")
+    installed = Path(sys.executable).with_name("kubectl")
+    kubectl = str(installed) if installed.exists() else shutil.which("kubectl")
     if kubectl is None:
         raise ConfigError(
             "kubectl, which renders the manifests, is not installed",
@@ -95,8 +95,8 @@ def _warn(overlay: Overlay) -> None:
     account = f"{overlay.name}-workers" if overlay.name else "workers"
     if url and not (access.environment_secrets or access.account_annotations):
         _say(
-            f"nothing here lets the workers into {url}: unless the platform does (for the service "
-            f"account `{account}`), add --env-from-secret=NAME or "
+            f"the workers have no credentials for {url}: unless the platform provides them (for "
+            f"the service account `{account}`), add --env-from-secret=NAME or "
             "--service-account-annotation=KEY=VALUE"
         )
 

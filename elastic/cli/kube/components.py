@@ -13,7 +13,7 @@ KNOWN = (
     *("spot", "rdma", "kueue", "volcano", "node-tls", OWN_CERTIFICATES),
     *(MONITORING, "etcd-monitoring"),
 )
-# The part of a component that one of several jobs uses: alerts and dashboard serve all of them.
+# The part of a component that each of several jobs needs: they share alerts and dashboard.
 _OF_NAMED = {MONITORING: f"{MONITORING}/scrape"}
 
 
@@ -33,7 +33,7 @@ def chosen(given: Sequence[str], overlay: str, name: str | None) -> tuple[str, .
 
 
 def in_order(wanted: Sequence[str], *, is_named: bool) -> tuple[str, ...]:
-    """In the order of a kustomization: removal of certificates comes after those that add some."""
+    """Order components for a kustomization: certificates are removed after others add them."""
     return (
         *(
             _OF_NAMED.get(component, component) if is_named else component

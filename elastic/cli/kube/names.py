@@ -48,7 +48,7 @@ EFFECTS = ("NoSchedule", "PreferNoSchedule", "NoExecute")
 
 
 def label_name(flag: str, name: str) -> str:
-    """A namespace, a Service: a DNS-1123 label."""
+    """Check the name of a namespace or Service: a DNS-1123 label."""
     if not _LABEL.fullmatch(name):
         raise ConfigError(
             f"{flag}={name!r} is not a DNS label (RFC 1123)",
@@ -59,7 +59,7 @@ def label_name(flag: str, name: str) -> str:
 
 
 def subdomain(flag: str, name: str) -> str:
-    """A storage class, a claim, a secret, a priority class: a DNS-1123 subdomain."""
+    """Check the name of any other object: a DNS-1123 subdomain."""
     if len(name) > 253 or not _SUBDOMAIN.fullmatch(name):
         raise ConfigError(
             f"{flag}={name!r} is not a DNS subdomain (RFC 1123)",
@@ -70,10 +70,10 @@ def subdomain(flag: str, name: str) -> str:
 
 
 def run_id(flag: str, name: str) -> str:
-    """A run id, which becomes part of etcd keys and a folder name: same rule as a label value."""
+    """Check a run id: part of etcd keys and a folder name, with the rule of label values."""
     if not _QUALIFIED.fullmatch(name):
         raise ConfigError(
-            f"{flag}={name!r} cannot name a job's keys and its folder of checkpoints",
+            f"{flag}={name!r} cannot be part of etcd keys and of a folder name",
             hint="use letters, digits, '-', '_' and '.', 63 at most, beginning and ending with a "
             "letter or digit",
         )
@@ -161,10 +161,10 @@ def variable(flag: str, text: str) -> tuple[str, str]:
 
 
 def no_password(flag: str, url: str) -> None:
-    """Raises ConfigError for ``SCHEME://USER:PASSWORD@…``, without repeating it."""
+    """Raise ConfigError for ``SCHEME://USER:PASSWORD@…``, without repeating it."""
     if _PASSWORD_IN_URL.search(url):
         raise ConfigError(
-            f"{flag}=… holds a password, and would write it into the manifests",
+            f"{flag}=… contains a password, which would be written into the manifests",
             hint="kubectl create secret generic NAME --from-env-file=FILE, and "
             "--env-from-secret=NAME",
         )

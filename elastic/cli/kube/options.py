@@ -25,7 +25,7 @@ from elastic.cli.launch.flags import node_range
 from elastic.errors import ConfigError
 from elastic.tuning.timeouts import for_pod
 
-# `NAME-workers-finisher`, `NAME-workers-workers-0-0-x7k2p` and labels made of them have 63 at most.
+# `NAME-workers-finisher`, `NAME-workers-workers-0-0-x7k2p` and their labels: 63 characters at most.
 _LONGEST_NAME = 32
 # The StatefulSet's partition, which holds changed templates back: deploy/base/workers.yaml.
 _MOST_NODES = 1_000_000
@@ -51,7 +51,7 @@ _T = TypeVar("_T")
 
 def parser() -> argparse.ArgumentParser:
     """The command line of ``elastic kube``."""
-    kube = CommandParser(prog="elastic kube", description="Manifests for Kubernetes.")
+    kube = CommandParser(prog="elastic kube", description="Render Kubernetes manifests.")
     commands = kube.add_subparsers(metavar="COMMAND", required=True, parser_class=CommandParser)
     text = "set sizes, image, script and store of a job; print its manifests"
     command = commands.add_parser(
@@ -190,7 +190,7 @@ def overlay(args: argparse.Namespace, folder: Path) -> Overlay:
     """Check everything, for a kustomization in ``folder``. Raises ConfigError."""
     if not (args.deploy / "overlays" / args.overlay / "kustomization.yaml").is_file():
         raise ConfigError(
-            f"--deploy={args.deploy} holds no overlays/{args.overlay}",
+            f"--deploy={args.deploy} contains no overlays/{args.overlay}",
             hint="name the folder deploy/ of this project's source",
         )
     chosen = components.chosen(args.components, args.overlay, args.name)
@@ -303,7 +303,7 @@ def _nodes(text: str | None) -> tuple[int, int] | None:
 
 def _run_id(run_id: str | None, name: str | None) -> str | None:
     if run_id is None:
-        # Jobs may share a bucket: not all of them in its folder `job-1`.
+        # Jobs may share a bucket, so they must not all use its folder `job-1`.
         return None if name is None else f"{name}-1"
     if run_id == _NO_RUN_ID:
         raise ConfigError(
@@ -318,7 +318,7 @@ def _grace(grace_s: int | None, chosen: Sequence[str]) -> int | None:
         return None
     if "spot" in chosen:
         raise ConfigError(
-            f"--grace={grace_s} with --with=spot, which sets it to the notice that clouds give",
+            f"--grace={grace_s} with --with=spot, which sets it to the clouds' preemption notice",
             hint="omit one of the two",
         )
     for_pod(grace_s)
@@ -329,7 +329,7 @@ def _resources(args: argparse.Namespace, store: Store | None) -> Resources:
     if args.storage_size is not None and store is not None and store.storage_class is None:
         raise ConfigError(
             f"--storage-size={args.storage_size} with --checkpoints={args.checkpoints}: no claim "
-            "is made",
+            "is created",
             hint="omit one of the two",
         )
     return Resources(
@@ -374,7 +374,7 @@ def _labels(given: Sequence[str]) -> Mapping[str, str]:
         if key in _OWN_LABELS or key.startswith(_OWN_PREFIXES) or not free:
             raise ConfigError(
                 f"--label={key}=…: selectors, policies or controllers depend on {key}",
-                hint="choose another key, for example one of your organization: example.com/team",
+                hint="choose another key, for example with your own prefix: example.com/team",
             )
     return labels
 

@@ -150,7 +150,7 @@ def _certificate(wanted: Overlay, volume: str) -> Iterator[Operation]:
         yield _replace(f"{volume}/secret/secretName", _secret_of(wanted.name))
 
 
-# What is around them -----------------------------------------------------------------------------
+# Other objects -----------------------------------------------------------------------------------
 
 
 def _account_patches(wanted: Overlay) -> Iterator[_Patch]:
@@ -203,7 +203,7 @@ def _name_patches(wanted: Overlay) -> Iterator[_Patch]:
 
 
 def _secret_of(name: str) -> str:
-    """Names in the job's own certificate: components/shared-etcd."""
+    """The secret of the job's own etcd certificate (components/shared-etcd)."""
     return f"{name}-etcd-user-tls"
 
 

@@ -37,7 +37,7 @@ def store(text: str) -> Store:
     if colon and kind not in _VOLUMES and rest.startswith("//"):
         return Store(url=_url(text))
     raise ConfigError(
-        f"--checkpoints={text} names no store",
+        f"--checkpoints={text} is not a store",
         hint="class:NAME, claim:NAME, or a URL like s3://bucket/prefix",
     )
 

@@ -2,7 +2,7 @@
 
 A launcher killed with SIGKILL cannot stop its nodes, so every local node asks the kernel
 for SIGTERM on its parent's death. The setting survives execve (prctl(2)), so that it also works
-for plain torchrun. It is made here rather than in ``preexec_fn``, which is not safe in a
+for plain torchrun. It is set here rather than in ``preexec_fn``, which is not safe in a
 process with threads. SIGTERM, not SIGKILL: the agent then stops its workers.
 
 Run as a file, not as a module: it must not wait for this package's imports.
@@ -20,7 +20,7 @@ PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
 def main(argv: list[str]) -> NoReturn:
-    """Tie this process to its parent and become the command."""
+    """Bind this process to its parent, then exec the command."""
     parent, command = int(argv[0]), argv[1:]
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.prctl(PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0) != 0:

@@ -45,15 +45,15 @@ def build_parser() -> argparse.ArgumentParser:
     """torchrun's parser with our flags and defaults."""
     parser = _RunParser(
         prog="elastic run",
-        description="Start a training job, or join one: torchrun with an etcd rendezvous, "
-        "failures bounded by a budget and exit codes for every way to end.",
+        description="Start or join a training job: torchrun with an etcd rendezvous, a failure "
+        "budget, and one exit code per outcome.",
         epilog="exit codes: 0 done, 1 the script failed, 2 usage, 65 no valid checkpoint where "
         "one was required, 69 etcd unreachable, 70 failure budget spent, 71 preflight failed, 75 "
         "preempted and saved",
         parents=[torchrun_parser()],
         add_help=False,
     )
-    ours = parser.add_argument_group("beyond torchrun")
+    ours = parser.add_argument_group("in addition to torchrun's")
     ours.add_argument(
         "--nodes-local",
         "--nodes_local",
@@ -85,7 +85,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def is_ours(backend: str) -> bool:
-    """Whether this package forms the worlds of this backend."""
+    """Whether this package implements the backend."""
     if backend == "etcd" and os.environ.get("ELASTIC_STOCK_ETCD", "") in ("1", "true", "yes"):
         return False
     return backend in OUR_BACKENDS

@@ -27,7 +27,7 @@ def tree(root: int) -> tuple[int, ...]:
 def kill_tree(root: int) -> tuple[int, ...]:
     """SIGKILL ``root`` and all its descendants, as a failure of the machine; returns their pids.
 
-    The root is stopped first, so that it cannot start, or tidy up after, one of its children.
+    The root is stopped first, so that it can neither start children nor clean up after them.
     """
     send([root], signal.SIGSTOP)
     pids = tree(root)
@@ -52,6 +52,6 @@ def _parents() -> Iterable[tuple[int, int]]:
             stat = (entry / "stat").read_text()
         except OSError:  # it ended meanwhile
             continue
-        state, parent = stat.rpartition(")")[2].split()[:2]  # a name may hold anything
+        state, parent = stat.rpartition(")")[2].split()[:2]  # a name may contain anything
         if state not in "ZX":
             yield int(entry.name), int(parent)

@@ -120,8 +120,8 @@ def stop_on_signals() -> Iterator[StopRequest]:
     Signals ignored on entry (SIGHUP under nohup) stay ignored.
     """
     stop = StopRequest()
-    asked = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-    signums = [signum for signum in asked if signal.getsignal(signum) != signal.SIG_IGN]
+    handled = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    signums = [signum for signum in handled if signal.getsignal(signum) != signal.SIG_IGN]
     before = [signal.signal(signum, stop) for signum in signums]
     try:
         yield stop
@@ -142,7 +142,7 @@ def run_local(args: argparse.Namespace) -> int:
             name = f"local-{index}"
             environment = {**os.environ, "ELASTIC_NODE_NAME": name}
             nodes.start(name, agent_command(args), environment)
-        ended = follow(nodes, stop, least_nodes(args))
+        ended = follow(nodes, stop, min_local_nodes(args))
         nodes.drain()
         failed = [node for node in nodes.nodes if node.name not in ended]
         codes = [code for node in failed if (code := node.exit_code) is not None]
@@ -151,15 +151,15 @@ def run_local(args: argparse.Namespace) -> int:
     return exit_codes.of_job(codes, success_of_one_is_enough=flags.is_ours(args.rdzv_backend))
 
 
-def least_nodes(args: argparse.Namespace) -> int:
+def min_local_nodes(args: argparse.Namespace) -> int:
     """How many nodes must run here for the job to continue; 0: others may join from elsewhere."""
-    least, most = flags.node_range(args.nnodes)
-    return least if args.embedded_etcd and args.nodes_local >= most else 0
+    low, high = flags.node_range(args.nnodes)
+    return low if args.embedded_etcd and args.nodes_local >= high else 0
 
 
 def follow(nodes: LocalNodes, stop: StopRequest, least: int = 0) -> frozenset[str]:
-    """Pass on output and signals until no agent runs. Fewer than ``least`` agents, which would wait
-    for failed ones, are ended; returns their names."""
+    """Pass on output and signals until no agent runs. Ends the remaining agents if they are fewer
+    than ``least`` and would wait for failed ones; returns their names."""
     passed_on = False
     reported: set[str] = set()
     too_few, ended = TooFew(least), frozenset[str]()
@@ -193,7 +193,7 @@ class TooFew:
         self._since_s: float | None = None
 
     def is_final(self, nodes: LocalNodes) -> bool:
-        """Whether for some time nodes have failed, none is done, and too few run."""
+        """Whether too few nodes have been running for some time, and none has succeeded."""
         codes = [node.exit_code for node in nodes.nodes]
         if codes.count(None) >= self._least or 0 in codes:
             self._since_s = None

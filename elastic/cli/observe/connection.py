@@ -27,7 +27,7 @@ def job_store(args: argparse.Namespace) -> Iterator[KeyValue]:
     from elastic.store.etcd.store import EtcdStore
 
     endpoint, options = endpoint_of(args), options_of(args)
-    with _said_if_slow(
+    with _print_if_slow(
         f"elastic: etcd at {printable(endpoint, 200)} has not answered yet; waiting up to "
         f"{options.connect_timeout_s:g} s (connect_timeout_s in --rdzv-conf)"
     ):
@@ -39,8 +39,8 @@ def job_store(args: argparse.Namespace) -> Iterator[KeyValue]:
 
 
 @contextmanager
-def _said_if_slow(line: str) -> Iterator[None]:
-    """Print ``text`` to stderr if the block takes longer than a moment."""
+def _print_if_slow(line: str) -> Iterator[None]:
+    """Print ``line`` to stderr if the block takes longer than ``SAY_CONNECTING_S``."""
     timer = threading.Timer(SAY_CONNECTING_S, print, (line,), {"file": sys.stderr, "flush": True})
     timer.name, timer.daemon = "elastic-slow-connection", True
     timer.start()

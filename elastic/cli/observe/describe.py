@@ -119,13 +119,15 @@ def _node(view: JobView, node: Node) -> Iterator[str]:
     yield _field("ranks", ranks_of(view, node))
     if why := view.why_waiting(node):
         yield _field("waits", why)
-    signs = view.signs_of(node)
-    yield _field("heartbeat", signs if signs.age_s is not None else "none known to the leader")
-    yield _field("step", signs.step if signs.step is not None else "not known")
+    heartbeat = view.heartbeat_of(node)
+    yield _field(
+        "heartbeat", heartbeat if heartbeat.age_s is not None else "none recorded by the leader"
+    )
+    yield _field("step", heartbeat.step if heartbeat.step is not None else "unknown")
     yield _field("workers", node.nproc)
     running = node.running.generation if node.running is not None else "none"
     yield _field("generation", running)
-    yield _field("leads", "yes" if view.leader and view.leader.node_id == node.node_id else "no")
+    yield _field("leader", "yes" if view.leader and view.leader.node_id == node.node_id else "no")
     yield _field("address", f"{node.address}, liveness port {node.liveness_port}")
     yield _field("process", f"pid {node.process.pid} on {node.process.host}")
     yield _field("joined", f"{timestamp(node.joined_at_s)} ({_ago(view, node.joined_at_s)})")
@@ -154,7 +156,7 @@ def _incident_named(view: JobView, name: str | None) -> BreakageRecord:
     known = ", ".join(str(b.generation) for b in breakages)
     if not breakages:
         raise ConfigError(
-            "etcd has no record of an incident of this job",
+            "etcd has no record of an incident in this job",
             hint="older ones are in the journals: elastic report FOLDER",
         )
     if name is None:
@@ -162,7 +164,7 @@ def _incident_named(view: JobView, name: str | None) -> BreakageRecord:
     found = [b for b in breakages if str(b.generation) == name]
     if not found:
         raise ConfigError(
-            f"no incident broke generation {printable(name, 60)}",
+            f"no incident ended generation {printable(name, 60)}",
             hint=f"incidents are recorded for generation {known}",
         )
     return found[-1]
@@ -172,7 +174,7 @@ def _incident(view: JobView, breakage: BreakageRecord) -> Iterator[str]:
     yield _field("generation", breakage.generation)
     yield _field("what", incident(breakage))
     yield _field("when", f"{timestamp(breakage.time_s)} ({_ago(view, breakage.time_s)})")
-    yield _field("world lived", duration(breakage.lived_s))
+    yield _field("world lasted", duration(breakage.lived_s))
     if breakage.step is not None:
         yield _field("step", f"{breakage.step} or later, as last reported to the leader")
     if breakage.steps is not None:
@@ -183,7 +185,7 @@ def _incident(view: JobView, breakage: BreakageRecord) -> Iterator[str]:
         yield _field("verdict", breakage.verdict)
     if breakage.response:
         yield _field("response", breakage.response)
-    yield _field("budget", "counts" if breakage.counts else "does not count")
+    yield _field("budget", "charged" if breakage.counts else "not charged")
     yield _field("now", sentence(view))
     for failure in breakage.failures:
         yield _field("failure", f"on {failure.node}, exit code {failure.exit_code}")
@@ -211,7 +213,7 @@ def _checkpoint(view: JobView, step: int) -> Iterator[str]:
     behind, cost_s = view.behind_checkpoint(step)
     if behind is not None:
         cost = f", {duration(cost_s)}" if cost_s is not None else ""
-        yield _field("behind", f"{behind} steps{cost}: lost if all nodes die now")
+        yield _field("behind", f"{behind} steps{cost}: lost if all nodes fail now")
 
 
 def _indented(text: str) -> Iterator[str]:

@@ -21,7 +21,7 @@ _LONGEST_REASON = 200
 
 @dataclass(frozen=True, kw_only=True)
 class JobChange:
-    """A change of the job."""
+    """A change of a job's state, as seen in etcd."""
 
     key: tuple[object, ...]  # equal for the same change
     at_s: float
@@ -39,7 +39,7 @@ class JobChange:
 
 
 def changes_of(view: JobView) -> Iterator[JobChange]:
-    """The changes visible now, oldest kinds first."""
+    """The changes visible now: incidents, the newest world, live nodes, the job's end."""
     world = view.world
     for breakage in view.breakages:
         why = f": {printable(breakage.verdict, _LONGEST_REASON)}" if breakage.verdict else ""
@@ -86,8 +86,8 @@ class EtcdChanges:
         self._held_back: list[JobChange] = []
         self.problem = ""  # why the last read of etcd failed
 
-    def told(self, records: Iterable[JournalRecord]) -> None:
-        """Exclude the changes that these journal records are about."""
+    def exclude(self, records: Iterable[JournalRecord]) -> None:
+        """Exclude the changes that these journal records describe."""
         self._known.update(key for record in records if (key := _key(record)) is not None)
 
     def take(self, *, at_once: bool) -> list[JournalRecord]:
@@ -114,7 +114,7 @@ class EtcdChanges:
 
 
 def _key(record: JournalRecord) -> tuple[object, ...] | None:
-    """The key of the change that a journal's event is about."""
+    """The key of the change that a journal's event describes."""
     match record.name:
         case "world-formed":
             return record.name, record.whole("generation")

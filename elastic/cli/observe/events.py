@@ -39,7 +39,7 @@ def main(argv: Sequence[str], environ: Mapping[str, str] = os.environ) -> int:
     if not has_folder and args.rdzv_endpoint is None:
         args.rdzv_endpoint = environ.get("PET_RDZV_ENDPOINT")
     folder = folder_of(args.folder) if has_folder or not args.rdzv_endpoint else None
-    since_s = moment(args.since, SYSTEM_CLOCK.wall()) if args.since else None
+    since_s = time_of(args.since, SYSTEM_CLOCK.wall()) if args.since else None
     try:
         with _changes_in_etcd(args, is_needed=folder is None) as changes:
             _print_all(folder, changes, args, since_s, SYSTEM_CLOCK)
@@ -106,7 +106,7 @@ def folder_of(given: str | None) -> Path:
     return folder
 
 
-def moment(text: str, now_s: float) -> float:
+def time_of(text: str, now_s: float) -> float:
     """An age or a time, as seconds since 1970. Raises ConfigError."""
     if (seconds := age(text)) is not None:
         return now_s - seconds
@@ -146,12 +146,12 @@ def _print_all(
         of_etcd = _changes(changes, records, notes, at_once=journals is None)
         _print(_in_order([*records, *of_etcd]), args, since_s)
         if journals is not None:
-            notes.print(n for n in journals.notes() if "last line was cut" not in n)
+            notes.print(journals.notes(is_growing=True))
 
 
 def _changes(
     changes: EtcdChanges | None,
-    told: Sequence[JournalRecord],
+    recorded: Sequence[JournalRecord],
     notes: _Notes,
     *,
     at_once: bool,
@@ -159,7 +159,7 @@ def _changes(
     """Changes that etcd shows and journals do not record."""
     if changes is None:
         return []
-    changes.told(told)
+    changes.exclude(recorded)
     found = changes.take(at_once=at_once)
     notes.print([changes.problem] * bool(changes.problem))
     return found
@@ -191,12 +191,12 @@ class _Notes:
     """Print each note once."""
 
     def __init__(self) -> None:
-        self._told: set[str] = set()
+        self._printed: set[str] = set()
 
     def print(self, notes: Iterable[str]) -> None:
         for note in notes:
-            if note not in self._told:
-                self._told.add(note)
+            if note not in self._printed:
+                self._printed.add(note)
                 print(f"elastic: note: {printable(note, 1000)}", file=sys.stderr)
 
 
@@ -220,10 +220,10 @@ def _print(
 
 def _json(record: JournalRecord) -> str:
     data = {**record.data, "at": round(record.at_s, 6)}
-    return json.dumps({k: v for k, v in data.items() if not _is_odd(v)})
+    return json.dumps({k: v for k, v in data.items() if not _is_not_finite(v)})
 
 
-def _is_odd(value: object) -> bool:
+def _is_not_finite(value: object) -> bool:
     return isinstance(value, float) and not math.isfinite(value)
 
 
@@ -232,13 +232,13 @@ def line(record: JournalRecord) -> str:
     data = record.data
     place = [f"{letter}{data[name]}" for name, letter in _PLACE if isinstance(data.get(name), int)]
     shown = _ENVELOPE | {name for name, _ in _PLACE}
-    said = [
+    fields = [
         f"{printable(str(key), 60)}={_value(value)}"
         for key, value in data.items()
         if key not in shown and value not in (None, "", [])
     ]
     parts = (timestamp(record.at_s), printable(record.node, 80), *place)
-    return " ".join((*parts, printable(record.name, 80), *said))
+    return " ".join((*parts, printable(record.name, 80), *fields))
 
 
 def _value(value: object) -> str:

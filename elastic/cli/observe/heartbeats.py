@@ -15,13 +15,13 @@ from elastic.tuning.agent_intervals import HEARTBEAT_LATE_S
 
 
 @dataclass(frozen=True, kw_only=True)
-class NodeSigns:
-    """The last heartbeat of a node."""
+class RecordedHeartbeat:
+    """The last heartbeat of a node and its age."""
 
     age_s: float | None = None  # None: the leader has recorded none
     step: int | None = None  # last step reported by its workers
     is_late: bool = False
-    generation: int = 0  # the newest in which its workers have begun a step; 0: none, or not known
+    generation: int = 0  # the newest in which its workers have begun a step; 0: none or unknown
     has_joined: bool | None = False  # a worker has called elastic.join(); None: agents cannot know
 
     def __str__(self) -> str:
@@ -30,13 +30,13 @@ class NodeSigns:
         return f"{duration(self.age_s)} ago{' (late)' if self.is_late else ''}"
 
 
-def signs_by_node(progress: JobProgress | None, now_s: float) -> dict[str, NodeSigns]:
+def heartbeats_by_node(progress: JobProgress | None, now_s: float) -> dict[str, RecordedHeartbeat]:
     """Heartbeats by node id, for the nodes in the leader's record."""
     if progress is None:
         return {}
     is_old = _is_old(progress, now_s)
     return {
-        heard.node_id: NodeSigns(
+        heard.node_id: RecordedHeartbeat(
             age_s=max(0.0, max(now_s, progress.time_s) - heard.heard_at_s),
             step=heard.step,
             generation=heard.generation,
@@ -47,10 +47,10 @@ def signs_by_node(progress: JobProgress | None, now_s: float) -> dict[str, NodeS
     }
 
 
-def silence(
+def late_heartbeats(
     progress: JobProgress | None,
     nodes: Iterable[Node],
-    signs: Mapping[str, NodeSigns],
+    heartbeats: Mapping[str, RecordedHeartbeat],
     now_s: float,
 ) -> list[str]:
     """Warnings about late heartbeats."""
@@ -59,11 +59,11 @@ def silence(
     if _is_old(progress, now_s):
         ago = duration(now_s - progress.time_s)
         return [f"the leader has recorded no heartbeats for {ago}, or clocks differ"]
-    found = ((node, signs.get(node.node_id, NodeSigns())) for node in nodes)
+    found = ((node, heartbeats.get(node.node_id, RecordedHeartbeat())) for node in nodes)
     return [
-        f"no heartbeat of {printable(node.name, 60)} for {duration(sign.age_s)}"
-        for node, sign in found
-        if sign.is_late and sign.age_s is not None
+        f"no heartbeat of {printable(node.name, 60)} for {duration(heartbeat.age_s)}"
+        for node, heartbeat in found
+        if heartbeat.is_late and heartbeat.age_s is not None
     ]
 
 

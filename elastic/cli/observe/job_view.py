@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from enum import Enum
 from functools import cached_property
 
-from elastic.cli.observe.heartbeats import NodeSigns, signs_by_node
+from elastic.cli.observe.heartbeats import RecordedHeartbeat, heartbeats_by_node
 from elastic.errors import RecordError, StoreRefused
 from elastic.leadership.job_progress import JobProgress, decode_progress
 from elastic.membership.keys import Keys
@@ -37,7 +37,7 @@ class JobCondition(str, Enum):
     WAITING = "waiting"  # for its first world
     STARTING = "starting"  # a world has formed; not all of its nodes train yet
     TRAINING = "training"  # the workers of all its nodes have begun a step
-    PAUSED = "paused"  # below the minimum of nodes
+    PAUSED = "paused"  # fewer than the minimum number of nodes
     DOWN = "down"  # a world existed; no node is alive
     SUCCEEDED = "succeeded"
     FAILED = "failed"
@@ -56,7 +56,7 @@ class JobView:
     progress: JobProgress | None = None
     done: Done | None = None
     notes: tuple[str, ...] = ()
-    is_progress_hidden: bool = False  # no permission to read it, or of another version
+    is_progress_hidden: bool = False  # reading it is not permitted, or it is of another version
 
     @property
     def members(self) -> tuple[Node, ...]:
@@ -103,13 +103,13 @@ class JobView:
         is_restarted = node.running.mode != "in-process" or node.state is not NodeState.READY
         if not is_restarted or self.is_progress_hidden or self.leader is None:
             return True
-        signs = self.signs_of(node)
-        if signs.has_joined is None or signs.generation >= node.running.generation:
+        heartbeat = self.heartbeat_of(node)
+        if heartbeat.has_joined is None or heartbeat.generation >= node.running.generation:
             return True
-        return not signs.has_joined and self._ran_s(node.running) > SILENT_SCRIPT_S
+        return not heartbeat.has_joined and self._ran_s(node.running) > SILENT_SCRIPT_S
 
     def is_lost(self, node: Node) -> bool:
-        """Whether the leader has declared it dead: its record remains until its lease ends."""
+        """Whether the leader has declared the node dead: its record outlives it by its lease."""
         running = node.running.generation if node.running is not None else None
         return running is not None and any(
             node.name in breakage.lost and running <= breakage.generation
@@ -126,7 +126,7 @@ class JobView:
         return JobCondition.TRAINING.value if is_training else node.state.value
 
     def _ran_s(self, world: WorldRecord) -> float:
-        """How long a world has run, by its leader's clock."""
+        """How long a world has run, by the leader's clock."""
         return self.progress.time_s - world.time_s if self.progress is not None else 0.0
 
     @property
@@ -135,17 +135,17 @@ class JobView:
         inside = self.world.node_ids if self.world is not None else ()
         return tuple(node for node in self.nodes if node.node_id not in inside)
 
-    def signs_of(self, node: Node) -> NodeSigns:
+    def heartbeat_of(self, node: Node) -> RecordedHeartbeat:
         """The node's heartbeat and step, as recorded by the leader."""
-        return self.signs.get(node.node_id) or NodeSigns()
+        return self.heartbeats.get(node.node_id) or RecordedHeartbeat()
 
     @cached_property
-    def signs(self) -> Mapping[str, NodeSigns]:
+    def heartbeats(self) -> Mapping[str, RecordedHeartbeat]:
         """Heartbeats by node id, as recorded by the leader."""
-        return signs_by_node(self.progress, self.at_s)
+        return heartbeats_by_node(self.progress, self.at_s)
 
     def why_waiting(self, node: Node) -> str:
-        """``1 of 2 nodes of a replica`` if that is why it is not in the world."""
+        """``1 of 2 nodes of a replica`` if that is why the node is not in the world."""
         if node.nodes_per_replica == 1:
             return ""
         from elastic.membership.replicas import why_waiting  # slow to import, and rarely needed
@@ -172,8 +172,8 @@ class JobView:
             return JobCondition.PAUSED
         if self.is_switching:
             return JobCondition.TRAINING if self.training else JobCondition.STARTING
-        is_whole = len(self.training) == len(self.world.members)
-        return JobCondition.TRAINING if is_whole else JobCondition.STARTING
+        is_complete = len(self.training) == len(self.world.members)
+        return JobCondition.TRAINING if is_complete else JobCondition.STARTING
 
     @property
     def step(self) -> int | None:
@@ -186,9 +186,9 @@ class JobView:
 
     @property
     def is_step_old(self) -> bool:
-        """Whether only the newest world's record has the step: more may have been committed since.
+        """Whether the step is from the newest world's record: more may have been committed since.
 
-        The leader's record ends with its lease, so that of a job that is down is gone.
+        The leader's record expires with its lease, so a job that is down has none.
         """
         is_recorded = self.progress is not None and self.progress.step is not None
         return self.step is not None and self.done is None and not is_recorded
@@ -211,8 +211,8 @@ class JobView:
 
     @property
     def goodput(self) -> float | None:
-        """The leader's estimate. It records nothing without progress: once a record is due and
-        missing, the time since then counts as lost."""
+        """The leader's estimate, 0 to 1. The leader records nothing without progress, so the time
+        since an overdue record counts as lost."""
         progress = self.progress
         if progress is None or progress.goodput is None or progress.goodput_since_s is None:
             return None

@@ -41,7 +41,7 @@ def _nodes(records: Sequence[JournalRecord], now_s: float) -> Iterator[str]:
     yield "nodes, from their journals:"
     for node, last in sorted(newest.items(), key=lambda n: -n[1].time_s)[:_MOST_NODES]:
         step = f"step {steps[node]}, " if node in steps else ""
-        yield f"  {printable(node, 60)}: {step}heard {_ago(last, now_s)}"
+        yield f"  {printable(node, 60)}: {step}last event {_ago(last, now_s)}"
 
 
 def _state(records: Sequence[JournalRecord], now_s: float) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from elastic.cli.observe.heartbeats import silence
+from elastic.cli.observe.heartbeats import late_heartbeats
 from elastic.cli.observe.job_view import JobCondition, JobView
 from elastic.cli.observe.printable import duration, printable
 from elastic.membership.records import BreakageRecord, Node, NodeState, Outcome, WorldRecord
@@ -20,7 +20,7 @@ def sentence(view: JobView, ago: Ago | None = None) -> str:
     ``ago`` formats a wall-clock time; the default is ``12.0 s ago``.
     """
     ago = ago or (lambda time_s: f"{duration(max(0.0, view.at_s - time_s))} ago")
-    parts = [_state(view, ago), *_losses(view, ago), *_silent(view), *_joining(view)]
+    parts = [_state(view, ago), *_losses(view, ago), *_late(view), *_joining(view)]
     return "; ".join(parts)
 
 
@@ -43,7 +43,7 @@ def _state(view: JobView, ago: Ago) -> str:
         return f"waiting for the first generation: {arrived} arrived, at least {least} needed"
     generation, members = world.generation, len(world.members)
     if view.state is JobCondition.DOWN and not members:
-        return f"down: all nodes left gracefully {ago(world.time_s)}; a new start continues it"
+        return f"down: all nodes left gracefully {ago(world.time_s)}; a restart resumes the job"
     if view.state is JobCondition.DOWN:
         return (
             f"down: no node is alive; generation {generation} was formed with "
@@ -52,7 +52,7 @@ def _state(view: JobView, ago: Ago) -> str:
     if view.state is JobCondition.PAUSED:
         return (
             f"paused in generation {generation}: {len(view.members)} of at least "
-            f"{world.min_nodes} nodes, nothing is trained"
+            f"{world.min_nodes} nodes, not training"
         )
     if view.state is JobCondition.STARTING:
         return _starting(view, world)
@@ -71,10 +71,10 @@ def _starting(view: JobView, world: WorldRecord) -> str:
     if len(view.inside) < members:
         return (
             f"starting generation {world.generation}: {len(view.inside)} of its "
-            f"{_count(members, 'node')} are in it ({printable(world.reason)})"
+            f"{_count(members, 'node')} have entered it ({printable(world.reason)})"
         )
     steps = [node for node in view.inside if node not in view.training]
-    importing = [n for n in steps if view.signs_of(n).has_joined is False]
+    importing = [n for n in steps if view.heartbeat_of(n).has_joined is False]
     what = "have not called elastic.join() yet" if importing else "have not begun a step yet"
     return (
         f"starting generation {world.generation} with {members} of {world.max_nodes} nodes: "
@@ -97,12 +97,12 @@ def _losses(view: JobView, ago: Ago) -> list[str]:
     recent = [b for b in reversed(breakages) if view.at_s - b.time_s <= RECENT_LOSS_S]
     if view.done is not None or not recent or not (view.world and view.world.members):
         return []
-    said = {node.name: "" for node in view.training}
+    texts = {node.name: "" for node in view.training}
     for breakage in recent:
         for names, what in ((breakage.lost, "was lost"), (breakage.left, "left")):
             for name in names:
-                said.setdefault(name, f"{printable(name, 60)} {what} {ago(breakage.time_s)}")
-    gone = [text for text in said.values() if text]
+                texts.setdefault(name, f"{printable(name, 60)} {what} {ago(breakage.time_s)}")
+    gone = [text for text in texts.values() if text]
     if len(gone) > _MOST_NAMES:
         gone[_MOST_NAMES:] = [f"and {len(gone) - _MOST_NAMES} more"]
     newest = recent[0]
@@ -111,10 +111,10 @@ def _losses(view: JobView, ago: Ago) -> list[str]:
     return [*gone, *workers]
 
 
-def _silent(view: JobView) -> list[str]:
+def _late(view: JobView) -> list[str]:
     if view.done is not None:
         return []
-    return silence(view.progress, view.nodes, view.signs, view.at_s)
+    return late_heartbeats(view.progress, view.nodes, view.heartbeats, view.at_s)
 
 
 def _joining(view: JobView) -> list[str]:
@@ -143,12 +143,12 @@ def _incomplete_replicas(view: JobView) -> list[str]:
 
 
 def incident(breakage: BreakageRecord) -> str:
-    """A short description of what broke a world."""
+    """A short description of the incident that ended a world."""
     parts = [f"{printable(name, 60)} was lost" for name in breakage.lost]
     parts += [f"{printable(name, 60)} left" for name in breakage.left]
     failed = dict.fromkeys(f.node for f in breakage.failures if f.node not in breakage.lost)
     parts += [f"a worker of {printable(name, 60)} failed" for name in failed]
-    return ", ".join(parts) or "it broke"
+    return ", ".join(parts) or "cause unknown"
 
 
 def _count(number: int, noun: str) -> str:

@@ -117,7 +117,7 @@ def _show_last_known(args: argparse.Namespace, run_id: str) -> None:
 
 
 def _journals_of(view: JobView, args: argparse.Namespace) -> list[str]:
-    """What the journals tell of a job that is down: the leader's record in etcd ended with it."""
+    """What the journals record of a job that is down: the leader's record in etcd has expired."""
     if view.state is not JobCondition.DOWN or not args.journal:
         return []
     from elastic.cli.observe.last_known import last_known  # reads journals; slow to import
@@ -125,9 +125,9 @@ def _journals_of(view: JobView, args: argparse.Namespace) -> list[str]:
     return ["", "from the journals:", *last_known(args.journal, view.run_id, SYSTEM_CLOCK.wall())]
 
 
-def _print(said: Iterable[str], args: argparse.Namespace) -> None:
+def _print(text: Iterable[str], args: argparse.Namespace) -> None:
     clear = _CLEAR if args.watch and sys.stdout.isatty() else ""
-    print(clear + "\n".join(said), flush=True)
+    print(clear + "\n".join(text), flush=True)
 
 
 # For people --------------------------------------------------------------------------------------
@@ -154,9 +154,8 @@ def lines(view: JobView, *, is_wide: bool = False) -> Iterator[str]:
 
 
 def _progress(view: JobView) -> Iterator[str]:
-    said = list(progress(view))
-    if said:
-        yield ", ".join(said)
+    if parts := list(progress(view)):
+        yield ", ".join(parts)
 
 
 def progress(view: JobView) -> Iterator[str]:
@@ -182,7 +181,7 @@ def progress(view: JobView) -> Iterator[str]:
 
 
 _HEAD = ("NODE", "RANKS", "STATE", "AGE")
-_WIDE_HEAD = ("STEP", "HEARTBEAT", "ADDRESS", "GENERATION", "LEADS", "TORCH", "LIBRARY", "NODE ID")
+_WIDE_HEAD = ("STEP", "HEARTBEAT", "ADDRESS", "GENERATION", "LEADER", "TORCH", "LIBRARY", "NODE ID")
 
 
 def _rows(view: JobView, *, is_wide: bool) -> Iterator[tuple[str, ...]]:
@@ -195,14 +194,14 @@ def _rows(view: JobView, *, is_wide: bool) -> Iterator[tuple[str, ...]]:
         )
         if is_wide:
             running = str(node.running.generation) if node.running is not None else "-"
-            leads = "yes" if view.leader and view.leader.node_id == node.node_id else ""
-            signs = view.signs_of(node)
+            is_leader = "yes" if view.leader and view.leader.node_id == node.node_id else ""
+            heartbeat = view.heartbeat_of(node)
             row += (
-                str(signs.step) if signs.step is not None else "-",
-                str(signs),
+                str(heartbeat.step) if heartbeat.step is not None else "-",
+                str(heartbeat),
                 printable(node.address, 60),
                 running,
-                leads,
+                is_leader,
                 printable(node.torch, 30),
                 printable(node.library, 30),
                 printable(node.node_id, 40),

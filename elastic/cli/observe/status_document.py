@@ -123,7 +123,7 @@ def _described(view: JobView, kind: str, found: dict[str, Any]) -> dict[str, Any
 
 
 def _node(view: JobView, node: Node) -> dict[str, Any]:
-    signs = view.signs_of(node)
+    heartbeat = view.heartbeat_of(node)
     is_member = view.world is not None and node.node_id in view.world.node_ids
     first = view.world.first_rank_of(node.node_id) if view.world and is_member else None
     return {
@@ -135,9 +135,9 @@ def _node(view: JobView, node: Node) -> dict[str, Any]:
         "first_rank": first,
         "nproc": node.nproc,
         "waits": view.why_waiting(node) or None,
-        "step": signs.step,
-        "heartbeat_age_s": _rounded(signs.age_s),
-        "heartbeat_is_late": signs.is_late if signs.age_s is not None else None,
+        "step": heartbeat.step,
+        "heartbeat_age_s": _rounded(heartbeat.age_s),
+        "heartbeat_is_late": heartbeat.is_late if heartbeat.age_s is not None else None,
         "generation": node.running.generation if node.running is not None else None,
         "address": node.address,
         "torch": node.torch,

@@ -20,7 +20,7 @@ from elastic.errors import ConfigError, StoreUnreachable
 from elastic.membership.records import Done, Outcome
 from elastic.tuning.agent_intervals import WAIT_LOOK_S, WAIT_TIMEOUT_S
 
-TIMED_OUT = 124  # as timeout(1) says it
+TIMED_OUT = 124  # as in timeout(1)
 ENDED_OTHERWISE = 1
 _CONDITION = re.compile(r"done|(step|nodes)=(\d+)")
 
@@ -69,22 +69,22 @@ def main(argv: Sequence[str]) -> int:
 def wait(
     read: Callable[[], JobView], condition: WaitCondition, timeout_s: float, clock: Clock
 ) -> int:
-    """Look until the condition is met, the job has ended, or time is up; the exit code."""
+    """Poll until the condition is met, the job has ended, or time is up; returns the exit code."""
     deadline_s = clock.monotonic() + timeout_s
-    said = ""
+    status = ""
     while True:
         try:
             view = read()
-            said = sentence(view)
+            status = sentence(view)
             if view.done is not None:
                 return _ended(view, view.done, condition)
             if condition.is_met(view):
-                print(said)
+                print(status)
                 return 0
         except StoreUnreachable as error:
-            said = error.message
+            status = error.message
         if clock.monotonic() >= deadline_s:
-            print(f"elastic: timed out after {timeout_s:g} s: {said}", file=sys.stderr)
+            print(f"elastic: timed out after {timeout_s:g} s: {status}", file=sys.stderr)
             return TIMED_OUT
         clock.sleep(min(WAIT_LOOK_S, max(0.0, deadline_s - clock.monotonic())))
 

@@ -1,4 +1,4 @@
-"""Bandwidth of the paths between two nodes: a job uses one address per node, maybe the slow one.
+"""Bandwidth of the paths between two nodes: a job uses one address per node, perhaps a slow one.
 
 Every node sends briefly to each address of the next one, over the interface that the kernel
 selects. No two measurements share a node.
@@ -27,7 +27,7 @@ from elastic.tuning.network import LOOPBACK, Network, interface_towards
 
 NAME = "bandwidth"
 _CHUNK_BYTES = 256 << 10
-# In the kernel, of one connection: a slow link has to send it all after the time is up.
+# The kernel's send buffer: a slow link still has to send it when the time is up.
 _BUFFER_BYTES = 512 << 10
 _MOST_ADDRESSES = 8
 # Measurements this short differ by half on a busy machine.
@@ -45,15 +45,15 @@ class Sink:
 
 
 @dataclass(frozen=True, kw_only=True)
-class MeasuredWay:
+class MeasuredPath:
     """The measurement of one address of the next node."""
 
-    to: int  # its number
+    to: int  # the node's number
     address: str
     interface: str  # of this node, by the route; "": none
     their_interface: str
     bytes_per_s: float  # 0.0: nothing answers there
-    networks: tuple[str, ...] = ()  # that the address is in
+    networks: tuple[str, ...] = ()  # the networks of the address
 
 
 class _Handler(socketserver.BaseRequestHandler):
@@ -126,26 +126,26 @@ def between_nodes(
     """Measure from each node to the next one; the findings are the same on all nodes."""
     with listening(network) as own:
         sinks = exchange("sinks", [asdict(sink) for sink in own], within_s)
-        ways: list[MeasuredWay] = []
+        ways: list[MeasuredPath] = []
         for turn in (0, 1):  # first from 0 to 1, from 2 to 3; then from 1 to 2, from 3 to 4
             if number % 2 == turn and number + 1 in sinks:
                 targets = [Sink(**sink) for sink in sinks[number + 1]]
                 ways += _measure(network, number + 1, targets)
             exchange(f"bandwidth {turn}", None, within_s)
         everyone = exchange("bandwidths", [asdict(way) for way in ways], within_s)
-    measured = {n: [MeasuredWay(**way) for way in told] for n, told in everyone.items()}
+    measured = {n: [MeasuredPath(**way) for way in values] for n, values in everyone.items()}
     return findings(members, measured)
 
 
-def _measure(network: Network, to: int, targets: Sequence[Sink]) -> list[MeasuredWay]:
+def _measure(network: Network, to: int, targets: Sequence[Sink]) -> list[MeasuredPath]:
     """Measure one after the other. Addresses that this machine also has are skipped."""
     return [
-        MeasuredWay(
+        MeasuredPath(
             to=to,
             address=sink.address,
             interface=interface.name if interface is not None else "",
             their_interface=sink.interface,
-            bytes_per_s=send_for_a_moment(sink.address, sink.port),
+            bytes_per_s=measure_bandwidth(sink.address, sink.port),
             networks=tuple(sink.networks),
         )
         for sink in targets
@@ -154,7 +154,7 @@ def _measure(network: Network, to: int, targets: Sequence[Sink]) -> list[Measure
     ]
 
 
-def send_for_a_moment(address: str, port: int) -> float:
+def measure_bandwidth(address: str, port: int) -> float:
     """Bytes per second, as received by the other end; 0.0 if it is unreachable."""
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     chunk, sent = bytes(_CHUNK_BYTES), 0
@@ -175,9 +175,9 @@ def send_for_a_moment(address: str, port: int) -> float:
 
 
 def findings(
-    members: Sequence[Participant], measured: Mapping[int, Sequence[MeasuredWay]]
+    members: Sequence[Participant], measured: Mapping[int, Sequence[MeasuredPath]]
 ) -> list[Finding]:
-    """One finding per pair of neighbours. ``measured``: by the number of the sending node."""
+    """One finding per pair of adjacent nodes. ``measured``: by the number of the sending node."""
     reached = [
         (number, list(ways))
         for number, of_node in sorted(measured.items())
@@ -192,7 +192,7 @@ def findings(
 def _of_pair(
     members: Sequence[Participant],
     number: int,
-    ways: Sequence[MeasuredWay],
+    ways: Sequence[MeasuredPath],
     shared: AbstractSet[str],
 ) -> Finding:
     """The finding for ``ways``, the reached paths to a node; ``shared``: networks of all pairs."""
@@ -200,14 +200,13 @@ def _of_pair(
     name = f"{NAME} {members[number].name} → {other.name}"
     used = next((way for way in ways if way.address == other.address), None)
     best = max(ways, key=lambda way: way.bytes_per_s)
-    said = [_shown(way, is_used=way is used) for way in ways]
-    measured = "; ".join(said)
+    measured = "; ".join(_shown(way, is_used=way is used) for way in ways)
     if used is not None and best.bytes_per_s >= _MUCH_FASTER * used.bytes_per_s:
         return warning(name, measured, _remedy(best, other, shared))
     return ok(name, measured)
 
 
-def _remedy(best: MeasuredWay, other: Participant, shared: AbstractSet[str]) -> str:
+def _remedy(best: MeasuredPath, other: Participant, shared: AbstractSet[str]) -> str:
     if common := [network for network in best.networks if network in shared]:
         start = f"start all nodes with --rdzv-conf network={common[0]} (or ELASTIC_NETWORK)"
     else:
@@ -225,7 +224,7 @@ def _is_in(address: str, network: str) -> bool:
     return ipaddress.ip_address(address) in ipaddress.ip_network(network)
 
 
-def _shown(way: MeasuredWay, *, is_used: bool) -> str:
+def _shown(way: MeasuredPath, *, is_used: bool) -> str:
     interfaces = " to ".join(dict.fromkeys(filter(None, (way.interface, way.their_interface))))
     used = ", which a job uses" if is_used else ""
     return f"{way.address} ({interfaces}{used}) {way.bytes_per_s / 1e9:.3f} GB/s"

@@ -97,7 +97,7 @@ def connect_to_all(targets: Sequence[tuple[int, str, int]]) -> list[ConnectionAt
 
 def _connect(to: int, address: str, port: int) -> ConnectionAttempt:
     began = SYSTEM_CLOCK.monotonic()
-    said, took_ms = "", 0.0
+    problem, took_ms = "", 0.0
     try:
         with socket.create_connection((address, port), timeout=DOCTOR_PAIR_CONNECT_S) as stream:
             took_ms = 1000 * (SYSTEM_CLOCK.monotonic() - began)
@@ -105,10 +105,10 @@ def _connect(to: int, address: str, port: int) -> ConnectionAttempt:
             _receive(stream)
     except TimeoutError:
         answers = f"connects, but {PAYLOAD_BYTES >> 10} KiB do not come back" if took_ms else ""
-        said = answers or f"no answer within {DOCTOR_PAIR_CONNECT_S:g} s"
+        problem = answers or f"no answer within {DOCTOR_PAIR_CONNECT_S:g} s"
     except OSError as error:
-        said = error.strerror or str(error)
-    return ConnectionAttempt(to=to, address=address, port=port, took_ms=took_ms, error=said)
+        problem = error.strerror or str(error)
+    return ConnectionAttempt(to=to, address=address, port=port, took_ms=took_ms, error=problem)
 
 
 def _receive(stream: socket.socket) -> bytes:
@@ -122,7 +122,7 @@ def _receive(stream: socket.socket) -> bytes:
 
 
 def connection_error(address: str, port: int, within_s: float) -> OSError | None:
-    """Why a port cannot be connected to; None if it can."""
+    """The error of a connection to a port; None if it succeeds."""
     try:
         socket.create_connection((address, port), timeout=within_s).close()
     except OSError as error:
@@ -166,7 +166,9 @@ def _of_broken(source: str, target: str, broken: Sequence[ConnectionAttempt]) ->
             "large packets are lost: use the same MTU on every interface and switch between them"
         )
     elif any("no answer" in one.error for one in broken):
-        remedy = "a firewall drops packets: let all TCP ports pass between the nodes, both ways"
+        remedy = (
+            "a firewall drops packets: open all TCP ports between the nodes, in both directions"
+        )
     else:
         remedy = "check the node's address (--local-addr) and its firewall"
     return failed(f"TCP {source} → {target}", measured, remedy)

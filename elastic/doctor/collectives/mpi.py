@@ -37,7 +37,7 @@ _LOG_CHARACTERS = 300
 
 
 def why_not(*, has_mpi: bool, nodes: int) -> str:
-    """Why MPI is not examined; "" if it is."""
+    """Why MPI is not tested; "" if it is."""
     if not has_mpi:
         return "not available, because this torch is built without MPI (as all of its wheels are)"
     if nodes > 1:
@@ -65,19 +65,20 @@ def examine(
             )
         try:
             _wait_while_they_write(process, Path(folder), ranks, silence_s, clock)
-            found = _outcomes(Path(folder), ranks)  # before they are ended: where they are
+            found = _outcomes(Path(folder), ranks)  # before they are ended
         finally:
             _end(process)
-        said = (Path(folder) / "log").read_text(errors="replace").strip()[-_LOG_CHARACTERS:]
+        text = (Path(folder) / "log").read_text(errors="replace").strip()[-_LOG_CHARACTERS:]
     if not any(one.pid for one in found):
-        return [skipped(NAME, f"not available, because {MPIRUN} started nothing: {said}")]
+        return [skipped(NAME, f"not available, because {MPIRUN} started nothing: {text}")]
     return outcomes.findings("mpi", found, expected, silence_s)
 
 
 def _wait_while_they_write(
     process: subprocess.Popen[bytes], folder: Path, ranks: int, silence_s: float, clock: Clock
 ) -> None:
-    """Wait until all have ended, or none has written for that long; torch's import gets longer."""
+    """Wait until all ranks have ended, or none has written anything for ``silence_s`` (longer while
+    torch is imported)."""
     before, since_s = 0, clock.monotonic()
     while process.poll() is None:
         sizes = [file.stat().st_size for file in folder.glob("rank-*")]

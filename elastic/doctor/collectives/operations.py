@@ -1,6 +1,6 @@
 """One rank: runs the groups of operations named on stdin, and reports as JSON on stdout.
 
-It may hang in any of them, so it reports each operation that it enters, and its parent ends it. Run
+It may hang in any operation, so it reports each one that it enters, and its parent kills it. Run
 as ``python -m elastic.doctor.collectives.operations CONFIG``.
 """
 
@@ -24,7 +24,7 @@ from elastic.doctor.machine import die_with_parent, has_gpu_driver
 
 COUNT = 1000  # elements of the tensors whose results are checked
 _GPU_SIDE = 256
-# The rank by Open MPI, MPICH and Intel MPI, and Slurm: known before the group is made.
+# The rank set by Open MPI, MPICH and Intel MPI, or Slurm, known before the group exists.
 _MPI_RANKS = ("OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK", "SLURM_PROCID")
 _UNSUPPORTED = ("not support", "not implement", "unsupported")
 
@@ -213,28 +213,28 @@ class Program:
 
     def run(self) -> None:
         """Run until stdin ends."""
-        self._tell(event="ready", **_build(), gpu_errors=_gpu_errors() if self._is_first else [])
+        self._report(event="ready", **_build(), gpu_errors=_gpu_errors() if self._is_first else [])
         for line in sys.stdin:
             command = json.loads(line)
             self._run_group(command)
             peak_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
-            self._tell(event="end", group=command["group"], peak_bytes=peak_bytes)
+            self._report(event="end", group=command["group"], peak_bytes=peak_bytes)
 
     def run_all(self) -> None:
-        """All operations once, in a group that the launcher describes."""
+        """Run all operations once, in a group whose ranks the launcher has set."""
         first = next(iter(OPERATIONS))
-        self._tell(event="ready", pid=os.getpid())
-        self._tell(event="entered", operation=first, peer=None)
+        self._report(event="ready", pid=os.getpid())
+        self._report(event="entered", operation=first, peer=None)
         try:
             dist.init_process_group(self._backend)
         except Exception as error:  # noqa: BLE001 (reported)
-            self._tell(event="error", operation=first, text=f"initialisation: {_said(error)}")
+            self._report(event="error", operation=first, text=f"initialisation: {_one_line(error)}")
             return
         self._rank, self._size = dist.get_rank(), dist.get_world_size()
         if all(self._run_one(name, operation) for name, operation in OPERATIONS.items()):
             dist.destroy_process_group()
             peak_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
-            self._tell(event="end", group="operations", peak_bytes=peak_bytes)
+            self._report(event="end", group="operations", peak_bytes=peak_bytes)
 
     def _run_group(self, command: Mapping[str, Any]) -> None:
         """Run its operations in order; the first failure ends it, because ranks are then out of
@@ -256,16 +256,18 @@ class Program:
     def _with_group(
         self, method: str, timeout_s: float, steps: list[tuple[str, Callable[[Rank], str]]]
     ) -> bool:
-        self._tell(event="entered", operation=steps[0][0], peer=None)
+        self._report(event="entered", operation=steps[0][0], peer=None)
         try:
             self._initialise(method, timeout_s)
         except Exception as error:  # noqa: BLE001 (reported)
-            self._tell(event="error", operation=steps[0][0], text=f"initialisation: {_said(error)}")
+            self._report(
+                event="error", operation=steps[0][0], text=f"initialisation: {_one_line(error)}"
+            )
             return False
-        well = all(self._run_one(name, operation) for name, operation in steps)
-        if well:
+        is_ok = all(self._run_one(name, operation) for name, operation in steps)
+        if is_ok:
             dist.destroy_process_group()
-        return well
+        return is_ok
 
     def _initialise(self, method: str, timeout_s: float) -> None:
         if method.startswith("env://"):  # env://HOST:PORT: what a launcher puts into variables
@@ -287,7 +289,7 @@ class Program:
 
     def _run_one(self, name: str, operation: Callable[[Rank], str]) -> bool:
         def entered(peer: int | None) -> None:
-            self._tell(event="entered", operation=name, peer=peer)
+            self._report(event="entered", operation=name, peer=peer)
 
         me = Rank(rank=self._rank, size=self._size, device=self._device, entered=entered)
         entered(None)
@@ -297,22 +299,22 @@ class Program:
             if self._device != "cpu":
                 torch.cuda.synchronize()
         except Exception as error:  # noqa: BLE001 (reported)
-            said = _said(error)
-            if any(part in said for part in _UNSUPPORTED):
-                self._tell(event="unsupported", operation=name, text=said)
+            text = _one_line(error)
+            if any(part in text for part in _UNSUPPORTED):
+                self._report(event="unsupported", operation=name, text=text)
                 return True
-            self._tell(event="error", operation=name, text=said)
+            self._report(event="error", operation=name, text=text)
             return False
         took_ms = 1000 * (SYSTEM_CLOCK.monotonic() - began)
-        self._tell(event="done", operation=name, wrong=is_wrong, took_ms=took_ms)
+        self._report(event="done", operation=name, wrong=is_wrong, took_ms=took_ms)
         return True
 
     def _measure(self, me: Rank) -> str:
         for measured in speed.measure(me.rank, me.size, me.device, self._addresses[0], me.entered):
-            self._tell(event="speed", **measured)
+            self._report(event="speed", **measured)
         return ""
 
-    def _tell(self, **message: Any) -> None:
+    def _report(self, **message: Any) -> None:
         self._out.write(json.dumps(message) + "\n")
         self._out.flush()
 
@@ -339,13 +341,13 @@ def _gpu_errors() -> list[str]:
             ones = torch.ones(_GPU_SIDE, _GPU_SIDE, device=f"cuda:{device}")
             is_wrong = wrong(ones @ ones, _GPU_SIDE)
         except Exception as error:  # noqa: BLE001 (reported)
-            is_wrong = _said(error)
+            is_wrong = _one_line(error)
         if is_wrong:
             found.append(f"GPU {device}: {is_wrong}")
     return found
 
 
-def _said(error: Exception) -> str:
+def _one_line(error: Exception) -> str:
     lines = str(error).strip().splitlines()
     return f"{type(error).__name__}: {lines[0][:300] if lines else ''}"
 

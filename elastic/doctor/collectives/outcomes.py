@@ -40,7 +40,7 @@ class Speed:
 
 @dataclass(frozen=True, kw_only=True)
 class RankOutcome:
-    """One rank after a group of operations, or where it was at the deadline."""
+    """The state of a rank after a group of operations, or at the deadline."""
 
     rank: int
     node: str
@@ -50,7 +50,7 @@ class RankOutcome:
     is_done: bool = False
     entered: int = 0  # how many times it has entered an operation
     operation: str = ""  # the last one that it entered
-    peer: int | None = None  # the rank it waits for there, if it is a single one
+    peer: int | None = None  # the rank that it waits for, if it is a single one
     error: str = ""
     results: tuple[Result, ...] = ()
     speeds: tuple[Speed, ...] = ()
@@ -161,7 +161,7 @@ def _remedy(ranks: Sequence[RankOutcome]) -> str:
 
 
 def of_speed(label: str, ranks: Sequence[RankOutcome], *, is_one_machine: bool) -> list[Finding]:
-    """For each peer of rank 0 the smallest and the largest message; the table has the rest."""
+    """One finding per peer of rank 0, with the smallest and the largest message."""
     speeds = [speed for rank in ranks for speed in rank.speeds]
     found = []
     for peer in sorted({speed.peer for speed in speeds}):

@@ -54,7 +54,7 @@ class _Process:
 
 
 class Ranks:
-    """Processes of one node. Not thread-safe; close it."""
+    """The rank processes of one node. Not thread-safe; call :meth:`close`."""
 
     def __init__(self, layout: RankLayout) -> None:
         self._layout = layout
@@ -72,7 +72,7 @@ class Ranks:
         return tuple(one.process.pid for one in self._processes.values())
 
     def wait_until_ready(self, within_s: float = DOCTOR_START_S) -> bool:
-        """Wait until all have imported torch."""
+        """Wait until all ranks have imported torch; False if one failed or time ran out."""
         ends_s = SYSTEM_CLOCK.monotonic() + within_s
         while any(one.build is None for one in self._processes.values()):
             if not self._take(ends_s) or self._has_failed():
@@ -91,7 +91,7 @@ class Ranks:
         command = {"group": group, "methods": list(methods), "timeout_s": 2 * silence_s}
         for one in self._processes.values():
             one.progress = _fresh(one.progress)
-            with contextlib.suppress(OSError):  # it has ended, and its reader knows
+            with contextlib.suppress(OSError):  # it has ended, which its reader detects
                 assert one.process.stdin is not None
                 one.process.stdin.write(json.dumps(command) + "\n")
                 one.process.stdin.flush()
@@ -212,7 +212,7 @@ def _fresh(progress: RankOutcome) -> RankOutcome:
 
 
 def _with_state(progress: RankOutcome) -> RankOutcome:
-    """Whether a rank is stopped, according to the kernel: it cannot report that itself."""
+    """Add the kernel's state: a stopped rank cannot report that itself."""
     if progress.state != RUNNING:
         return progress
     try:
@@ -230,8 +230,8 @@ def _how_ended(one: _Process) -> str:
     if code < 0:
         return f"was ended by {signal.Signals(-code).name}"
     one.log.seek(0)
-    said = one.log.read().strip().splitlines()
-    return f"ended with exit code {code}" + (f": {said[-1][:300]}" if said else "")
+    lines = one.log.read().strip().splitlines()
+    return f"ended with exit code {code}" + (f": {lines[-1][:300]}" if lines else "")
 
 
 def _environment() -> dict[str, str]:

@@ -75,7 +75,7 @@ class Session:
 
 
 class NodeMissing(Exception):
-    """A node has left during the session; has the progress of its ranks."""
+    """A node has left during the session. ``progress``: of all ranks."""
 
     def __init__(self, progress: tuple[RankOutcome, ...]) -> None:
         super().__init__("a node is missing")
@@ -175,7 +175,7 @@ class _Backend:
         self._starts = 0
 
     def run(self) -> tuple[list[Finding], list[TransferMeasurement], dict[int, Mapping[str, Any]]]:
-        """Findings, speeds and the build facts of every node's torch."""
+        """Run all groups; returns findings, speeds and the build facts of every node's torch."""
         found: list[Finding] = []
         speeds: list[TransferMeasurement] = []
         builds: dict[int, Mapping[str, Any]] = {}
@@ -196,8 +196,8 @@ class _Backend:
                 return found, speeds, builds
             of_group = self._findings(group, expected, progress)
             found += of_group
-            is_hopeless = all(one.status is not Status.OK for one in of_group)
-            if group == "initialisation" and is_hopeless:
+            has_no_group = all(one.status is not Status.OK for one in of_group)
+            if group == "initialisation" and has_no_group:
                 self.close()
                 why = "no process group can be created: see the remedy above"
                 found.append(skipped(f"{self._name} after that", why))
@@ -205,9 +205,7 @@ class _Backend:
             speeds += [self._measured(speed) for p in progress for speed in p.speeds]
         self.close()
         if not self._session.shared:
-            found.append(
-                skipped(f"{self._name} init file://", "no folder that all nodes see: --checkpoints")
-            )
+            found.append(skipped(f"{self._name} init file://", "no shared folder (--checkpoints)"))
         return found, speeds, builds
 
     def close(self) -> None:
@@ -237,7 +235,7 @@ class _Backend:
         everyone = self._session.exchange(
             f"{self._name} ready {self._starts}", own, DOCTOR_START_S + DOCTOR_EXCHANGE_MARGIN_S
         )
-        builds = {n: told["build"] for n, told in everyone.items() if told["build"] is not None}
+        builds = {n: v["build"] for n, v in everyone.items() if v["build"] is not None}
         if len(builds) == len(self._session.members):
             return builds, None
         return builds, self._not_started(everyone)
@@ -267,10 +265,10 @@ class _Backend:
                 held.callback(reserve.close)
                 ports = reserve.ports
             label = f"{self._name} {group}"
-            told = session.exchange(f"{label} ports", ports, session.silence_s)
-            if 0 not in told:
-                raise NodeMissing(self._of_missing(told.keys()))
-            methods = self._methods(group, told[0])
+            served = session.exchange(f"{label} ports", ports, session.silence_s)
+            if 0 not in served:
+                raise NodeMissing(self._of_missing(served.keys()))
+            methods = self._methods(group, served[0])
             own = self._ranks.run(group, methods, self._silence_s(group))
             within_s = self._silence_s(group) + DOCTOR_EXCHANGE_MARGIN_S
             everyone = session.exchange(f"{label} outcome", [asdict(p) for p in own], within_s)
@@ -278,11 +276,11 @@ class _Backend:
             raise NodeMissing(_merged(everyone) + self._of_missing(everyone.keys()))
         progress = _merged(everyone)
         if any(not p.is_done or p.error for p in progress):
-            self.close()  # out of step: new ones for the next group
+            self.close()  # the ranks are out of step: the next group starts new ones
         return progress
 
     def _silence_s(self, group: str) -> float:
-        """In the measuring group, all but two ranks wait."""
+        """The longest silence of a rank: in the group ``speed``, all but two ranks wait."""
         pairs = max(self._session.size - 1, 1) if group == "speed" else 1
         return self._session.silence_s * pairs
 
@@ -337,8 +335,8 @@ class _Backend:
 
 
 def _why_not_ready(ranks: Sequence[RankOutcome]) -> str:
-    said = [f"{p.name} {p.how_ended or f'is {p.state}'}" for p in ranks if p.state != RUNNING]
-    return ", ".join(said) or "torch is still starting"
+    ended = [f"{p.name} {p.how_ended or f'is {p.state}'}" for p in ranks if p.state != RUNNING]
+    return ", ".join(ended) or "torch is still starting"
 
 
 def _merged(everyone: Mapping[int, Any]) -> tuple[RankOutcome, ...]:

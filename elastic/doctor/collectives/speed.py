@@ -103,28 +103,28 @@ def _stream(rank: int, peer: int, device: str, address: str) -> socket.socket:
             listener.settimeout(DOCTOR_RAW_CONNECT_S)
             listener.bind((address, 0))
             listener.listen()
-            _tell(peer, device, int(listener.getsockname()[1]))
+            _send(peer, device, int(listener.getsockname()[1]))
             stream, _ = listener.accept()
     else:
-        stream = socket.create_connection((address, _hear(device)), timeout=DOCTOR_RAW_CONNECT_S)
+        stream = socket.create_connection((address, _recv(device)), timeout=DOCTOR_RAW_CONNECT_S)
     stream.settimeout(DOCTOR_RAW_CONNECT_S)
     stream.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     return stream
 
 
-def _agree(rank: int, peer: int, device: str, goes_on: bool) -> bool:
-    """Rank 0 decides for both."""
+def _agree(rank: int, peer: int, device: str, continues: bool) -> bool:
+    """Whether both continue; rank 0 decides."""
     if rank == 0:
-        _tell(peer, device, int(goes_on))
-        return goes_on
-    return bool(_hear(device))
+        _send(peer, device, int(continues))
+        return continues
+    return bool(_recv(device))
 
 
-def _tell(peer: int, device: str, number: int) -> None:
+def _send(peer: int, device: str, number: int) -> None:
     dist.send(torch.tensor([number], device=device), peer)
 
 
-def _hear(device: str) -> int:
+def _recv(device: str) -> int:
     number = torch.tensor([0], device=device)
     dist.recv(number, 0)
     return int(number.item())

@@ -1,4 +1,4 @@
-"""Which of some files are read by any process: inotify, by its system calls.
+"""Detects which files are read by any process, with inotify's system calls.
 
 Sampling the open files of processes misses fast readers; most mounts do not record access times.
 The kernel reports every read on this machine, network file systems included.
@@ -19,14 +19,14 @@ _BUFFER_BYTES = 1 << 16
 
 
 class FileReads:
-    """Watches ``paths`` from now on. Raises OSError where the kernel cannot."""
+    """Watches ``paths`` from now on. Raises OSError if the kernel cannot."""
 
     def __init__(self, paths: Iterable[Path]) -> None:
         self._libc = ctypes.CDLL(None, use_errno=True)
         self._fd = self._check(self._libc.inotify_init1(os.O_NONBLOCK | os.O_CLOEXEC), None)
         self._open: dict[int, Path] = {}  # not written since
         self._read: set[Path] = set()
-        self._maybe: set[Path] = set()  # opened: to be read, unless a write follows
+        self._maybe: set[Path] = set()  # opened: for reading, unless a write follows
         try:
             for path in paths:
                 mask = _ACCESS | _MODIFY | _CLOSE_NOWRITE | _OPEN
@@ -65,11 +65,11 @@ class FileReads:
             del self._open[watch]
         elif mask & (_ACCESS | _CLOSE_NOWRITE):
             self._read.add(path)
-        elif mask & _OPEN:  # a mapped file shows no more than that
+        elif mask & _OPEN:  # the only event of a mapped file
             self._maybe.add(path)
 
     def close(self) -> None:
-        """Watch no longer. Idempotent."""
+        """Stop watching. Idempotent."""
         fd, self._fd = self._fd, -1
         if fd >= 0:
             os.close(fd)

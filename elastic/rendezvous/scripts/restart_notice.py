@@ -1,4 +1,4 @@
-"""Logs once, at the start of a job, its guarantees if they are less than in-process recovery.
+"""Logs a job's guarantees once, at its start, if they are weaker than in-process recovery.
 
 A script's recovery mode depends on its calls, and is otherwise not visible: a script that does not
 use this project trains under this launcher as under any other, until the world changes.
@@ -33,8 +33,8 @@ _TORCHS_LOGGER = "torch.distributed.elastic.multiprocessing.api"
 _TORCHS_WARNING = "Sending process %s closing signal %s"
 
 
-def leave_out_closing_signals() -> None:
-    """Why workers are ended is in the leader's log: torch need not warn of each. Idempotent."""
+def drop_signal_warnings() -> None:
+    """Drop torch's warning for each ended worker: the leader logs the reason. Idempotent."""
     logger = logging.getLogger(_TORCHS_LOGGER)
     if _is_not_a_closing_signal not in logger.filters:
         logger.addFilter(_is_not_a_closing_signal)
@@ -61,21 +61,21 @@ class RestartNotice:
         self._is_reported = False
 
     def workers_start(self, *, is_first_node: bool) -> None:
-        """Workers are started, in a world whose rank 0 is one of them or not."""
+        """Called when workers start; ``is_first_node``: one of them is rank 0."""
         if self._is_reported or not is_first_node:
             self._due_s = None
         elif self._mode == "restart":
-            self._tell(RESTART_MODE)
+            self._log(RESTART_MODE)
         elif self._due_s is None:
             self._due_s = self._clock.monotonic() + JOIN_EXPECTED_S
 
     def look(self, *, have_joined: bool) -> None:
-        """Called now and then while they run. ``have_joined``: one has called elastic.join()."""
+        """Called periodically while they run. ``have_joined``: one has called elastic.join()."""
         if have_joined:
             self._due_s = None
         elif self._due_s is not None and self._clock.monotonic() >= self._due_s:
-            self._tell(UNMODIFIED.format(after_s=JOIN_EXPECTED_S))
+            self._log(UNMODIFIED.format(after_s=JOIN_EXPECTED_S))
 
-    def _tell(self, sentence: str) -> None:
+    def _log(self, sentence: str) -> None:
         self._is_reported, self._due_s = True, None
         self._say(sentence)

@@ -26,7 +26,7 @@ _LEAST_BYTES = 64
 _DEPTH = 4  # out/run-1/checkpoint-500/model.safetensors
 _MOST_ENTRIES = 20_000
 _MOST_FILES = 64
-_SHARE = 0.02  # of a core, for looking
+_SHARE = 0.02  # of a core, for the search
 _SKIPPED = frozenset({"__pycache__", "node_modules", "site-packages", "proc", "sys", "dev"})
 
 
@@ -110,14 +110,14 @@ class StartingOver:
         if self._has_warned:
             return
         self._stop = threading.Event()
-        # They take seconds to import torch: the search ends before that.
+        # Workers take seconds to import torch: the search ends before that.
         self._thread = threading.Thread(
             target=self._run, args=(self._stop,), name="elastic-starting-over", daemon=True
         )
         self._thread.start()
 
     def close(self) -> None:
-        """Stop looking, and join. Idempotent."""
+        """Stop the search, and join. Idempotent."""
         self._stop.set()
         if self._thread is not None:
             self._thread.join()
@@ -130,7 +130,7 @@ class StartingOver:
             return
         try:
             reads = FileReads(written.path for written in before)
-        except OSError as error:  # replaced this moment, or no watches are left
+        except OSError as error:  # a file was just replaced, or no inotify watches are left
             get_logger().debug("reads of checkpoints cannot be watched: %s", error)
             return
         try:

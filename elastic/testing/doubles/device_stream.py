@@ -1,9 +1,9 @@
-"""The stream of the simulated device: what is queued runs in order, and the host runs ahead.
+"""The stream of a simulated device: queued operations run in order, and the host runs ahead.
 
-The host simulates the device: an operation on a tensor is what a kernel on the current stream would
-be, and runs behind the collectives that the stream was made to wait for (:class:`Kernels`). What
-reads memory without an operation (``tolist``, ``numpy``) is a host that reads without having
-synchronised: it sees the poison that outputs hold until their collective has run.
+The host simulates the device. An operation on a tensor corresponds to a kernel on the current
+stream: it runs after the collectives that the stream waits for (:class:`Kernels`). Code that reads
+memory without an operation (``tolist``, ``numpy``) corresponds to a host that reads without
+synchronizing: it sees the poison that fills outputs until their collective has run.
 """
 
 from __future__ import annotations
@@ -17,31 +17,31 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-POISON = -77  # of integers; a size that was read too early is negative, and fails at once
+POISON = -77  # for integers; a size that is read too early is negative, and fails immediately
 CPU = torch.device("cpu")
 # Tensors whose operations may consist of a collective, or the wait for one, and kernels behind it.
 _COMPOSED = ("DTensor", "AsyncCollectiveTensor")
 
 
 class Stream:
-    """The device's current stream: what it was made to wait for."""
+    """The device's current stream, as the collectives that it waits for."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._awaited: deque[threading.Event] = deque()
 
     def wait_for(self, landed: threading.Event) -> None:
-        """What is queued from now on runs behind that collective (``cudaStreamWaitEvent``)."""
+        """Run later operations after this collective (``cudaStreamWaitEvent``)."""
         with self._lock:
             self._awaited.append(landed)
 
     def record(self) -> SimulatedEvent:
-        """``cudaEventRecord``: an event that passes once everything queued by now has run."""
+        """``cudaEventRecord``: an event that is complete once everything queued so far has run."""
         with self._lock:
             return SimulatedEvent(tuple(self._awaited))
 
     def run_up(self) -> None:
-        """Run everything that is queued: before the next kernel, or when the host synchronizes."""
+        """Run all queued operations: before the next kernel, or when the host synchronizes."""
         while True:
             with self._lock:
                 if not self._awaited:
@@ -73,12 +73,12 @@ def record(device: torch.device = CPU) -> SimulatedEvent:
 
 
 def synchronize(device: torch.device = CPU) -> None:
-    """``torch.cuda.current_stream().synchronize()``: of what the stream waits for, no more."""
+    """``torch.cuda.current_stream().synchronize()``: wait for the current stream only."""
     stream.run_up()
 
 
 class Kernels(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """While it is entered, operations of this thread run in the order of the stream."""
+    """A mode in which operations of this thread run in the order of the stream."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         stream.run_up()
@@ -88,7 +88,7 @@ class Kernels(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def land(output: torch.Tensor, result: torch.Tensor) -> None:
-    """As a kernel writes: autograd and version counters know nothing of it."""
+    """Write a result as a kernel does, without autograd and version counters."""
     output.data.copy_(result)
 
 

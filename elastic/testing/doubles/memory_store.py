@@ -1,7 +1,7 @@
 """An in-memory store for unit tests in place of etcd, with fault injection.
 
-A :class:`MemoryServer` is the etcd, a :class:`MemoryStore` one client of it. Leases never end by
-time here: a test ends them (:meth:`MemoryServer.expire`).
+A :class:`MemoryServer` replaces etcd, a :class:`MemoryStore` is one of its clients. Leases do not
+expire with time: a test ends them (:meth:`MemoryServer.expire`).
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ class MemoryServer:
             keys = [e.key for e in self.entries.values() if e.lease_id == lease_id]
             self._delete(keys)
 
-    # -- what clients do; all under the lock -----------------------------------------------
+    # -- calls of clients, all under the lock ----------------------------------------------
 
     def snapshot(self, prefixes: Sequence[str]) -> Snapshot:
         with self.changed:
@@ -235,7 +235,7 @@ class MemoryLease:
 
     @property
     def renewed_s(self) -> float:
-        """Now, unless the store is away or has ended it."""
+        """Now, unless the store is disconnected or has ended the lease."""
         with self._server.changed:
             if not self._server.down and self._id in self._server.leases:
                 self._renewed_s = SYSTEM_CLOCK.boottime()
@@ -266,7 +266,7 @@ class MemoryLease:
 
 
 class MemoryWatch:
-    """Reads the server's history from its position; its thread calls back."""
+    """Reads the server's history from its position; its thread calls the callback."""
 
     def __init__(
         self,
@@ -278,7 +278,7 @@ class MemoryWatch:
         self._server = server
         self._prefixes = tuple(prefixes)
         self._callback = callback
-        self._epoch: int | None = None  # None: nothing is known yet
+        self._epoch: int | None = None  # None: not read yet
         self._revision = 0
         self._cuts = server.cuts
         self._connected = True

@@ -1,9 +1,9 @@
-"""Every collective of NCCL's, as an exchange on gloo and what puts its result into the outputs.
+"""NCCL's collectives, each as an exchange on gloo and a function that writes the outputs.
 
-``opts`` are those of c10d. What a backend returns is a work, or nothing where nobody is to wait.
+``opts`` are c10d's options. A backend returns a work, or None if the caller must not wait.
 """
 
-# Of overloads in torch's stubs, and of "Work | None", which they do not know.
+# Because of overloads in torch's stubs, which lack "Work | None".
 # mypy: disable-error-code="override,assignment"
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from elastic.testing.doubles.device_stream import land, land_all, stream
 
 _wait_in_torch = dist.Work.wait  # before elastic/process_group/patches.py replaces it
 Started: TypeAlias = dist.Work | None
-# Begins a collective on the gloo group; gives its work, and what puts its result into the outputs.
+# Begins a collective on the gloo group; returns its work, and a function that writes the outputs.
 Exchange = Callable[[Any], tuple[Any, Callable[[], None]]]
 
 
 @dataclass(frozen=True)
 class CoalescedPart:
-    """Of a coalesced operation."""
+    """One part of a coalesced operation."""
 
     outputs: Sequence[torch.Tensor]
     exchange: Exchange
@@ -33,7 +33,7 @@ class CoalescedPart:
 
 
 class Operations(dist.ProcessGroup):
-    """What c10d calls. Subclasses queue it."""
+    """The operations that c10d calls. Subclasses queue them."""
 
     _coalesced: list[CoalescedPart] | None = None
 
@@ -60,7 +60,7 @@ class Operations(dist.ProcessGroup):
         return self._queue(
             [tensor],
             lambda gloo: (gloo.allreduce([staged], options), lambda: land(tensor, staged)),
-            # A ring has summed up some ranks' parts of some chunks.
+            # An aborted ring leaves partial sums of some chunks.
             lambda: land(tensor, own),
             is_async=_is_async(opts),
         )
@@ -73,7 +73,9 @@ class Operations(dist.ProcessGroup):
         staged = tensor.detach().clone()
         options = dist.BroadcastOptions()
         options.rootRank, options.rootTensor = opts.rootRank, 0
-        is_root = opts.rootRank == self.rank()  # ncclBroadcast in place: nothing is written there
+        is_root = (
+            opts.rootRank == self.rank()
+        )  # ncclBroadcast in place: the root's tensor is not written
         return self._queue(
             [] if is_root else [tensor],
             lambda gloo: (
@@ -84,7 +86,7 @@ class Operations(dist.ProcessGroup):
         )
 
     def reduce(self, tensors: list[torch.Tensor], opts: Any) -> Started:
-        """ncclReduce writes to the root's output; gloo's, to everybody's."""
+        """ncclReduce writes only to the root's output; gloo's writes to every rank's."""
         (tensor,) = tensors
         staged = tensor.detach().clone()
         options = dist.ReduceOptions()
@@ -112,7 +114,7 @@ class Operations(dist.ProcessGroup):
             gathered,
             lambda gloo: (gloo.allgather([staged], [sent]), lambda: land_all(gathered, staged)),
             is_async=_is_async(opts),
-            # ProcessGroupNCCL.cpp, ``allgather``: of uneven parts, a coalesced broadcast of each.
+            # ProcessGroupNCCL.cpp, ``allgather``: uneven parts become coalesced broadcasts.
             is_coalesced=len({part.shape for part in gathered}) > 1,
         )
 
@@ -193,7 +195,7 @@ class Operations(dist.ProcessGroup):
     reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
 
     def _reduce_scatter(self, output: torch.Tensor, staged: torch.Tensor, opts: Any) -> Started:
-        """gloo sums up everything; only this rank's part lands."""
+        """gloo reduces all parts; only this rank's part is written."""
         options = dist.AllreduceOptions()
         if opts is not None:
             options.reduceOp = opts.reduceOp
@@ -249,8 +251,8 @@ class Operations(dist.ProcessGroup):
         )
 
     def send(self, tensors: list[torch.Tensor], receiver: int, tag: int) -> Started:
-        """ProcessGroupNCCL.cpp, ``pointToPoint``: there is a work, whoever waits. Tags are not
-        looked at; here they keep sends apart from collectives."""
+        """ProcessGroupNCCL.cpp, ``pointToPoint``: always returns a work. NCCL ignores tags; here
+        they separate sends from collectives."""
         sent = [tensors[0].detach().clone()]
         return self._queue(
             [], lambda gloo: (gloo.send(sent, receiver, tag), lambda: None), is_collective=False
@@ -266,9 +268,8 @@ class Operations(dist.ProcessGroup):
         )
 
     def barrier(self, opts: Any = None) -> Started:
-        """ProcessGroupNCCL.cpp, ``barrier``: an all-reduce of one element. Who waits for it waits
-        on the host; where nobody is to wait (``asyncOp`` is false), the call does, for the stream,
-        and there is no work."""
+        """ProcessGroupNCCL.cpp, ``barrier``: an all-reduce of one element. ``wait`` blocks the
+        host. If ``asyncOp`` is false, the call itself waits for the stream and returns no work."""
         token = torch.zeros(1)
         work = self._queue(
             [],
@@ -304,7 +305,7 @@ class Operations(dist.ProcessGroup):
 
 
 class _Works:
-    """gloo's works of a coalesced operation, as one."""
+    """The gloo works of a coalesced operation, as one work."""
 
     def __init__(self, works: Sequence[Any]) -> None:
         self._works = works
@@ -318,7 +319,7 @@ class _Works:
 
 
 def wait_for_gloo(work: Any) -> None:
-    """Raise what went wrong with one that has ended."""
+    """Raise the error of a work that has ended, if any."""
     if isinstance(work, dist.Work):
         _wait_in_torch(work)
     else:
@@ -326,7 +327,7 @@ def wait_for_gloo(work: Any) -> None:
 
 
 def _is_async(options: Any) -> bool:
-    """What C++ calls without options runs asynchronously (Types.hpp, ``asyncOp``)."""
+    """Whether a call is asynchronous, as are C++ calls without options (Types.hpp, ``asyncOp``)."""
     return options is None or bool(options.asyncOp)
 
 

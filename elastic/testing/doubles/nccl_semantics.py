@@ -1,16 +1,16 @@
 """A c10d backend for tests: NCCL's semantics, on CPU tensors.
 
-What recovery has to cope with on GPUs comes from how NCCL's collectives behave, not from GPUs. This
-backend (``nccl_semantics``) behaves like that where everything else runs on a CPU. gloo moves the
-data underneath. Each behaviour names what it imitates; files are those of torch v2.13
+The difficulties of recovery on GPUs result from the semantics of NCCL's collectives, not from the
+GPUs. This backend (``nccl_semantics``) has the same semantics on a CPU. gloo transfers the data.
+Each behaviour names its model; files are those of torch v2.13
 (https://github.com/pytorch/pytorch/blob/v2.13.0/torch/csrc/distributed/c10d/ for C++,
 https://github.com/pytorch/pytorch/blob/v2.13.0/torch/distributed/ for Python), and for its
 ProcessGroupNCCL2 those of v2.15.
 
-The device is simulated in :mod:`elastic.testing.doubles.device_stream`; what each collective does
-is in :mod:`elastic.testing.doubles.nccl_operations`.
+:mod:`elastic.testing.doubles.device_stream` simulates the device, and
+:mod:`elastic.testing.doubles.nccl_operations` has the collectives.
 
-:func:`register` makes it known to torch and to :mod:`elastic.process_group.semantics`;
+:func:`register` registers it with torch and :mod:`elastic.process_group.semantics`;
 :func:`use_by_default` makes it the backend of ``elastic.join()`` in this process.
 """
 
@@ -65,17 +65,16 @@ _in_torch = dist.Work.wait
 class Control:
     """The tests' control of the backend. One per process: :data:`control`."""
 
-    # From the end of the exchange until the result is in the output.
+    # From the end of the exchange until the output is written.
     latency_s: float = 0.001
-    # While it hangs, ``is_completed`` of any work blocks, with the interpreter lock.
+    # Meanwhile, ``is_completed`` of any work blocks and holds the interpreter lock.
     hang_in_abort: bool = False
-    # The network reports dead peers (``ncclCommGetAsyncError``); over NVLink and shared memory
-    # nothing does.
+    # The network reports dead peers (``ncclCommGetAsyncError``); NVLink and shared memory do not.
     async_error: bool = False
     hang_in_build: bool = False
     # ProcessGroupNCCL2 (torch 2.15) has no _group_start and _group_end.
     is_nccl2: bool = field(default_factory=lambda: os.environ.get("NCCL_SEMANTICS") == "2")
-    calls: list[str] = field(default_factory=list)  # of what aborts
+    calls: list[str] = field(default_factory=list)  # calls that abort or coalesce, in order
 
 
 control = Control()
@@ -84,12 +83,12 @@ _is_aborting = threading.Event()  # some communicator of this process
 
 
 class _Future(torch.futures.Future):  # type: ignore[type-arg]
-    """Complete from the start, with outputs that are not there yet.
+    """A future that is complete from the start, before its outputs are written.
 
     ProcessGroupNCCL.cpp, ``initWork`` and ``collective``: the future is marked completed when the
-    collective is queued. What is chained to it by ``then`` runs on a stream that waits for the
-    collective (ivalue_inl.h, ``Future::invokeCallback``), and so does who waits for the result; a
-    done callback blocks no thread.
+    collective is queued. Callbacks of ``then`` run on a stream that waits for the collective
+    (ivalue_inl.h, ``Future::invokeCallback``), and ``wait`` makes the current stream wait; no
+    thread is blocked.
     """
 
     def __init__(self, landed: threading.Event, outputs: list[torch.Tensor]) -> None:
@@ -107,7 +106,7 @@ class _Future(torch.futures.Future):  # type: ignore[type-arg]
 
 
 class StreamWork(dist.Work):
-    """A collective that is queued; its result lands later."""
+    """A queued collective; its outputs are written later."""
 
     def __init__(
         self,
@@ -131,9 +130,9 @@ class StreamWork(dist.Work):
 
     def is_completed(self) -> bool:
         """ProcessGroupNCCL.cpp, ``WorkNCCL::isCompleted``: whether the kernel has returned, or its
-        communicator has an error. Of an aborted one kernels have, and errors are not looked for.
+        communicator has an error. Kernels of an aborted one have returned; errors are not checked.
 
-        Both looks take the mutex that ``NCCLComm::abort`` holds while it is in ``ncclCommAbort``
+        Both checks take the mutex that ``NCCLComm::abort`` holds while it is in ``ncclCommAbort``
         (NCCLUtils.cpp), and the binding (init.cpp, ``is_completed``) keeps the interpreter lock.
         """
         _hold_the_interpreter_while(lambda: control.hang_in_abort and _is_aborting.is_set())
@@ -142,7 +141,7 @@ class StreamWork(dist.Work):
         return self._error is not None or self.landed.is_set()
 
     def exception(self) -> BaseException | None:
-        """ProcessGroupNCCL.cpp, ``WorkNCCL::checkAndSetException``: what the last look found."""
+        """ProcessGroupNCCL.cpp, ``WorkNCCL::checkAndSetException``: the last check's result."""
         return self._error
 
     def is_success(self) -> bool:
@@ -150,9 +149,9 @@ class StreamWork(dist.Work):
         raise NotImplementedError("WorkNCCL::isSuccess() is deprecated")
 
     def wait(self, timeout: datetime.timedelta = _NO_TIMEOUT) -> bool:
-        """ProcessGroupNCCL.cpp, ``WorkNCCL::wait``: the stream waits, not the host, but for
-        barriers and where a timeout is given. Works of NCCL are plain ``Work``: whoever replaces
-        that class's ``wait`` is called."""
+        """ProcessGroupNCCL.cpp, ``WorkNCCL::wait``: the stream waits, and the host only for
+        barriers and with a timeout. NCCL's works are plain ``Work``, so a replacement of that
+        class's ``wait`` is called."""
         replaced = dist.Work.wait
         if replaced is not _in_torch and not _is_called_from_below(sys._getframe(1)):
             return replaced(self, timeout)
@@ -171,9 +170,9 @@ class StreamWork(dist.Work):
         stream.wait_for(self.landed)
 
     def get_future(self) -> Any:
-        """ProcessGroupNCCL.cpp, ``endCoalescing``: there is none, and a null pointer is returned.
-        nccl2/WorkNCCL.cpp, ``getFuture``: who asks waits for a barrier, with the interpreter lock
-        (init.cpp)."""
+        """ProcessGroupNCCL.cpp, ``endCoalescing``: a coalesced work has none; a null pointer is
+        returned. nccl2/WorkNCCL.cpp, ``getFuture``: for a barrier, the caller waits and keeps the
+        interpreter lock (init.cpp)."""
         if self._is_coalesced and not control.is_nccl2:
             raise SystemError("SIGSEGV: the future of a coalesced work is a null pointer")
         if self._is_barrier and control.is_nccl2:
@@ -181,7 +180,7 @@ class StreamWork(dist.Work):
         return _Future(self.landed, self._outputs)
 
     def get_future_result(self) -> Any:
-        """ProcessGroupNCCL.cpp, ``initWork``, and nccl2/WorkNCCL.cpp: always there."""
+        """ProcessGroupNCCL.cpp, ``initWork``, and nccl2/WorkNCCL.cpp: always exists."""
         return torch.futures.Future()
 
     def result(self) -> list[torch.Tensor]:
@@ -194,8 +193,8 @@ class StreamGroup(Operations):
     def __init__(self, store: Any, rank: int, size: int, timeout: datetime.timedelta) -> None:
         super().__init__(rank, size)  # type: ignore[call-arg]
         self._name = ""
-        # With a device_id the communicator is made in here (``eagerConnectSingleDevice``): the
-        # call blocks until all peers have come, and there is no group yet that could be aborted.
+        # With a device_id, the communicator is created here (``eagerConnectSingleDevice``): the
+        # call blocks until all peers have joined, and no group exists yet that could be aborted.
         while control.hang_in_build:
             time.sleep(_LOOK_S)
         self._gloo = dist.ProcessGroupGloo(store, rank, size, timeout=timeout)
@@ -207,7 +206,7 @@ class StreamGroup(Operations):
         self._thread = threading.Thread(target=self._run, name="nccl-semantics", daemon=True)
         self._thread.start()
 
-    # -- what torch and the product ask of any group --------------------------------------------
+    # -- the interface of any group -------------------------------------------------------------
 
     def getBackendName(self) -> str:
         return NAME
@@ -228,26 +227,26 @@ class StreamGroup(Operations):
         return self._backend
 
     def _set_default_timeout(self, timeout: datetime.timedelta) -> None:
-        """Of collectives: they wait until they are aborted."""
+        """Ignored: collectives wait until they are aborted."""
 
     def abort(self) -> None:
-        """ProcessGroup.hpp, ``abort``: of all backends."""
+        """ProcessGroup.hpp, ``abort``: aborts all backends."""
         self._backend.abort()
 
     def shutdown(self) -> None:
-        """ProcessGroupNCCL.cpp, ``shutdown``: what is queued runs to its end before."""
+        """ProcessGroupNCCL.cpp, ``shutdown``: queued collectives finish first."""
         self._works.put(None)
         self._thread.join()
 
     def _get_sequence_number_for_group(self) -> int:
-        """ProcessGroupNCCL.cpp, ``getSequenceNumberForGroup``: of collectives, however they were
-        begun; sends and receives are not counted."""
+        """ProcessGroupNCCL.cpp, ``getSequenceNumberForGroup``: counts all collectives, but not
+        sends and receives."""
         return self._begun
 
     # -- coalescing -----------------------------------------------------------------------------
 
     def _start_coalescing(self, device: torch.device) -> None:
-        """ProcessGroupNCCL.cpp, ``startCoalescing``: what follows is one operation."""
+        """ProcessGroupNCCL.cpp, ``startCoalescing``: the following calls become one operation."""
         control.calls.append("start coalescing")
         self._coalesced = []
 
@@ -270,9 +269,9 @@ class StreamGroup(Operations):
         is_collective: bool = True,
         is_coalesced: bool = False,
     ) -> dist.Work | None:
-        """ProcessGroupNCCL.cpp, ``collective``: with ``asyncOp`` it runs on a stream of its own,
-        and there is a work; without, on the current one, and there is none: ``return asyncOp ? work
-        : nullptr``. Nothing waits on the host."""
+        """ProcessGroupNCCL.cpp, ``collective``: with ``asyncOp`` it runs on a separate stream and
+        returns a work; otherwise it runs on the current stream and returns none: ``return asyncOp ?
+        work : nullptr``. The host does not wait."""
         if self._aborted.is_set():  # NCCLUtils.cpp, ``NCCLComm::getNcclComm``
             raise dist.DistBackendError(f"NCCL communicator was aborted on rank {self.rank()}.")
         if self._coalesced is not None:
@@ -305,14 +304,14 @@ class StreamGroup(Operations):
             work.landed.set()
 
     def _run_one(self, work: StreamWork) -> bool:
-        """Whether the result is there."""
+        """Run a collective; returns whether its outputs were written."""
         if self._aborted.is_set():
             return False
         try:
             inner, land = work.exchange(self._gloo)
             while not inner.is_completed():
                 if self._aborted.is_set():
-                    leak(self._gloo)  # gloo may never give it back
+                    leak(self._gloo)  # gloo's destructor may never return
                     return False
                 time.sleep(_LOOK_S)
             wait_for_gloo(inner)
@@ -328,8 +327,8 @@ class StreamGroup(Operations):
         return True
 
     def abort_communicator(self) -> None:
-        """``ncclCommAbort``: kernels return, whatever has become of their results, and nothing is
-        raised. It can hang (pytorch issue 119797)."""
+        """``ncclCommAbort``: kernels return with or without results, and nothing is raised. It can
+        hang (pytorch issue 119797)."""
         _is_aborting.set()
         while control.hang_in_abort:
             time.sleep(_LOOK_S)
@@ -368,21 +367,21 @@ class _Backend(_Backend2):
 
 
 def _hold_the_interpreter_while(is_stuck: Callable[[], bool]) -> None:
-    """Block as C++ does that keeps the interpreter lock: no other thread of Python's runs."""
+    """Block like C++ code that keeps the interpreter lock: no other Python thread runs."""
     while is_stuck():
         ctypes.PyDLL(None).sleep(3600)
 
 
 def _is_called_from_below(frame: FrameType) -> bool:
-    """Whether C++ calls, for the reducer or for who has called torch's own ``wait``. C++ has no
-    frames: the next one is that of who has called it."""
+    """Whether C++ is the caller, for the reducer or torch's own ``wait``. C++ has no frames: the
+    next one belongs to the caller of C++."""
     module = str(frame.f_globals.get("__name__", ""))
     return module.startswith(("elastic.process_group.", "torch.nn.", "torch.autograd."))
 
 
 @functools.cache  # once per process
 def register() -> str:
-    """Make the backend known; its name."""
+    """Register the backend; returns its name."""
     dist.Backend.register_backend(NAME, StreamGroup, devices=["cpu"])
     # torch 2.15 attaches a flight recorder to groups whose backend has none, and cannot attach one
     # to a group in Python (distributed_c10d.py, _maybe_attach_flight_recorder).
@@ -393,7 +392,7 @@ def register() -> str:
 
 
 def use_by_default() -> None:
-    """Scripts that do not choose a backend train on this one. What this thread does with tensors
-    runs on the stream from now on."""
+    """Make it the default backend of scripts. From now on, this thread's tensor operations run on
+    the stream."""
     DEFAULT_BACKENDS["cpu"] = register()
     Kernels().__enter__()  # type: ignore[no-untyped-call]

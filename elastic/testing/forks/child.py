@@ -1,4 +1,4 @@
-"""A child process, ready at once."""
+"""A child process that starts immediately."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
 def fork(work: Callable[[], None]) -> int:
-    """Run ``work`` in a fork of this warm process: a fresh one would import torch for seconds.
+    """Run ``work`` in a fork of this warm process: a new one would import torch for seconds.
 
     It is killed when the thread that forked it ends.
     """
@@ -24,9 +24,9 @@ def fork(work: Callable[[], None]) -> int:
     status = 1
     try:
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-        if os.getppid() != parent:  # it died before the line above
+        if os.getppid() != parent:  # the parent died before prctl
             os._exit(status)
-        torch.set_num_threads(1)  # the parent's pool of threads did not come along
+        torch.set_num_threads(1)  # the parent's thread pool does not exist in a fork
         work()
         status = 0
     finally:

@@ -1,4 +1,4 @@
-"""``ip netns exec NAME command`` for a process that is forked: it enters the namespace itself."""
+"""``ip netns exec NAME command`` in a forked process, which enters the namespace itself."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ _MNT_DETACH = 2
 
 
 def split(command: Sequence[str]) -> tuple[str, tuple[str, ...]]:
-    """The network namespace that ``command`` is to run in ("": this one), and what runs there."""
+    """The network namespace of ``command`` ("": this one), and the command to run in it."""
     first, rest = tuple(command[:3]), tuple(command[4:])
     return (command[3], rest) if first == _LAUNCHER and rest else ("", tuple(command))
 
 
 def enter(name: str) -> None:
-    """Move this process, which has one thread, into a namespace of ``ip netns``.
+    """Move this single-threaded process into a namespace of ``ip netns``.
 
-    As iproute2 does (lib/namespace.c, ``netns_switch``): with mounts of its own, since /sys shows
-    the interfaces of the namespace in which it was mounted. Raises OSError.
+    Like iproute2 (lib/namespace.c, ``netns_switch``), with separate mounts, because /sys shows the
+    interfaces of the namespace in which it was mounted. Raises OSError.
     """
     libc = ctypes.CDLL(None, use_errno=True)
 

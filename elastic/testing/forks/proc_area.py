@@ -9,7 +9,7 @@ from pathlib import Path
 
 
 class Area:
-    """One of them. ``fields``: of ``/proc/self/stat``, its first byte and the one after it."""
+    """One such area. ``fields``: of ``/proc/self/stat``, with its start and end."""
 
     def __init__(self, fields: tuple[int, int]) -> None:
         stat = Path("/proc/self/stat").read_text()
@@ -18,8 +18,8 @@ class Area:
         self.size = end - self.start
 
     def show(self, strings: Sequence[str], *, is_whole: bool = False) -> None:
-        """As far as there is room. Raises ValueError if ``is_whole`` and there is too little."""
+        """Write strings, truncated to the area; raises ValueError instead if ``is_whole``."""
         block = b"".join(os.fsencode(text) + b"\0" for text in strings)
         if is_whole and len(block) > self.size:
-            raise ValueError(f"{len(block)} bytes have no room in {self.size}")
+            raise ValueError(f"{len(block)} bytes do not fit into {self.size}")
         ctypes.memmove(self.start, block[: self.size - 1].ljust(self.size, b"\0"), self.size)

@@ -1,4 +1,4 @@
-"""A program of this interpreter that is run to its end, ready at once."""
+"""Runs Python programs to their end in forks, without the time to start an interpreter."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from elastic.testing.forks.server import ForkedPopen, can_fork, shared_fork_serv
 def start_python(
     command: Sequence[str], *, env: Mapping[str, str], **options: Any
 ) -> subprocess.Popen[Any]:
-    """``subprocess.Popen(command, env=env, **options)`` in a session of its own, forked where that
-    can be. It does not ignore SIGINT, as what a shell starts in the background does."""
+    """``subprocess.Popen(command, env=env, **options)`` in a new session, forked if possible.
+    Unlike a background process of a shell, it does not ignore SIGINT."""
     server = shared_fork_server()
     if server is not None and can_fork(command, env):
         return ForkedPopen(server.client, command, env=env, **options)
@@ -36,7 +36,7 @@ def run_program(
     cwd: Path | None = None,
     timeout_s: float,
 ) -> subprocess.CompletedProcess[str]:
-    """``subprocess.run(command, capture_output=True, text=True)``, forked where that can be.
+    """``subprocess.run(command, capture_output=True, text=True)``, forked if possible.
 
     Raises subprocess.TimeoutExpired after ``timeout_s``; the process is killed then.
     """
@@ -51,5 +51,5 @@ def run_program(
                 process.wait()
         for file in (output, errors):
             file.seek(0)
-        said = (output.read().decode(), errors.read().decode())
-    return subprocess.CompletedProcess(command, code, *said)
+        outputs = (output.read().decode(), errors.read().decode())
+    return subprocess.CompletedProcess(command, code, *outputs)

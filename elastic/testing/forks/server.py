@@ -3,16 +3,16 @@
 ``import torch`` and what torch's optimizers import take three seconds, this project's agent and
 worker another 0.4 s each, and a test cluster starts dozens of both. A fork server imports all of
 that once; a :class:`ForkedPopen` is a Popen of ``python -m module``, ``python -c code`` or ``python
-script.py`` whose process is a fork of the server instead of a new interpreter. In everything else
-that a program can observe it is as good as new: it is a child of the process that asked for it, it
-has the environment, arguments, descriptors and session that were asked for (``/proc`` shows them,
-too).
-What modules read from the environment at import is the server's: nothing, in this project
-(tests/unit/test_imports.py). grpc is not imported in the server: workers never have it.
-Tests that start every process as in production import everything as it always is.
+script.py`` whose process is a fork of the server instead of a new interpreter. Otherwise a program
+cannot distinguish it from a new process: it is a child of the requesting process, with the
+requested environment, arguments, descriptors and session (also in ``/proc``).
 
-An agent that was started so starts its workers so, and ``elastic run`` its agents: each forks a
-server of its own first.
+Modules read the server's environment at import; this project's modules read nothing
+(tests/unit/test_imports.py). The server does not import grpc, which workers never import, either.
+Some tests start every process as in production instead.
+
+Forked agents fork their workers, and a forked ``elastic run`` its agents: each first forks its own
+server.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ _SIZE_BYTES = 4  # of a message, before it
 
 
 class ForkServer:
-    """A process that forks others; it ends with the last process that can ask it to."""
+    """A process that forks others; it ends with its last client."""
 
     def __init__(self) -> None:
         ours, theirs = socket.socketpair()
@@ -94,7 +94,7 @@ class ForkServer:
         self.client = Client(ours)
 
     def close(self) -> None:
-        """End the server; what it forked lives on."""
+        """End the server; forked processes continue."""
         self.client.close()
         self._process.wait()
 
@@ -109,12 +109,13 @@ class Client:
     def fork(
         self, command: Sequence[str], env: Mapping[str, str], cwd: str, fds: Sequence[int]
     ) -> int:
-        """Pid of a process that runs ``command``, a child of this one; ``fds``: its first three."""
+        """Fork a child of this process that runs ``command``; returns its pid. ``fds``: its first
+        three descriptors."""
         order = json.dumps({"command": list(command), "env": dict(env), "cwd": cwd}).encode()
         libc = ctypes.CDLL(None)
         with self._lock:
-            # The server's child leaves it an orphan, which the kernel gives to the next ancestor
-            # that wants them: prctl(2).
+            # The server's child orphans it, and the kernel reparents orphans to the nearest
+            # subreaper: prctl(2).
             libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
             try:
                 _send(self._connection, order, fds)
@@ -131,35 +132,35 @@ class Client:
 
 @functools.cache
 def shared_fork_server() -> ForkServer | None:
-    """One for all tests of this process; None, so that all start processes as in production, if
-    the environment has ``COLD_STARTS``."""
+    """The server of all tests of this process. None if the environment has ``COLD_STARTS``:
+    processes then start as in production."""
     return None if os.environ.get("COLD_STARTS") else ForkServer()
 
 
 class ForkedPopen(subprocess.Popen[bytes]):
-    """A Popen whose process is forked by the server of ``client``. The session is its own."""
+    """A Popen whose process is forked by the server of ``client``, in a new session."""
 
     def __init__(self, client: Client, command: Sequence[str], **options: Any) -> None:
         self._client = client
         super().__init__(command, **options)
 
     def _execute_child(self, *arguments: Any) -> None:
-        # Of subprocess.Popen on POSIX, 3.10 to 3.13: its descriptors are numbers or -1.
+        # As in subprocess.Popen on POSIX, Python 3.10 to 3.13: descriptors are numbers or -1.
         signature = inspect.signature(subprocess.Popen._execute_child)  # type: ignore[attr-defined]
-        told = signature.bind(self, *arguments).arguments
-        wanted = (told["p2cread"], told["c2pwrite"], told["errwrite"])
+        given = signature.bind(self, *arguments).arguments
+        wanted = (given["p2cread"], given["c2pwrite"], given["errwrite"])
         fds = [number if fd == -1 else fd for number, fd in enumerate(wanted)]
-        env = os.environ if told["env"] is None else told["env"]
-        cwd = os.getcwd() if told["cwd"] is None else os.fspath(told["cwd"])
-        self.pid = self._client.fork(told["args"], env, cwd, fds)
+        env = os.environ if given["env"] is None else given["env"]
+        cwd = os.getcwd() if given["cwd"] is None else os.fspath(given["cwd"])
+        self.pid = self._client.fork(given["args"], env, cwd, fds)
         self._child_created = True
         for own, childs in (
             ("p2cwrite", "p2cread"),
             ("c2pread", "c2pwrite"),
             ("errread", "errwrite"),
         ):
-            if told[own] != -1:  # a pipe
-                os.close(told[childs])
+            if given[own] != -1:  # a pipe
+                os.close(given[childs])
         if (devnull := getattr(self, "_devnull", None)) is not None:
             os.close(devnull)
 
@@ -167,8 +168,8 @@ class ForkedPopen(subprocess.Popen[bytes]):
 def run_forked(
     command: Sequence[str], *, timeout_s: float, **options: Any
 ) -> subprocess.CompletedProcess[str]:
-    """Like ``subprocess.run`` with ``capture_output`` and ``text``, on the shared server where
-    there is one."""
+    """Like ``subprocess.run`` with ``capture_output`` and ``text``, on the shared server if there
+    is one."""
     server = shared_fork_server()
     start: Callable[..., subprocess.Popen[str]] = subprocess.Popen
     if server is not None:
@@ -184,7 +185,7 @@ def run_forked(
 
 
 def can_fork(command: Sequence[str], env: Mapping[str, str]) -> bool:
-    """Whether it is a program of this interpreter, with the packages of this process."""
+    """Whether ``command`` runs this interpreter with the packages of this process."""
     _, command = namespace.split(command)
     is_same = all(env.get(name) == os.environ.get(name) for name in _READ_AT_IMPORT)
     return command[0] == sys.executable and is_same
@@ -194,7 +195,7 @@ def can_fork(command: Sequence[str], env: Mapping[str, str]) -> bool:
 
 
 def serve(connection: socket.socket) -> Callable[[], None] | None:
-    """Fork until the last client is gone; None. In a fork: what it is to run."""
+    """Fork until the last client is gone, then return None. In a fork, return its program."""
     while (received := _receive(connection)) is not None:
         order, fds = received
         started, start = os.pipe()
@@ -203,11 +204,11 @@ def serve(connection: socket.socket) -> Callable[[], None] | None:
         if middle == 0:
             if os.fork():
                 os._exit(0)
-            # First: its client may signal the group of processes as soon as it knows the pid.
+            # First, because its client may signal the process group as soon as it has the pid.
             os.setsid()
             os.write(write, str(os.getpid()).encode())
             os.close(start)
-            os.read(started, 1)  # until it is the child of its client
+            os.read(started, 1)  # wait until it is a child of its client
             connection.detach()
             return _become(json.loads(order), fds)
         os.close(write)
@@ -219,7 +220,7 @@ def serve(connection: socket.socket) -> Callable[[], None] | None:
 
 
 def _become(order: dict[str, Any], fds: Sequence[int]) -> Callable[[], None]:
-    """Nothing of the server is left but its modules."""
+    """Become the requested process: only the modules of the server remain."""
     for number, fd in enumerate(fds):
         os.dup2(fd, number)
     os.closerange(3, 1 << 16)
@@ -281,7 +282,7 @@ def _run_code(text: str, arguments: list[str]) -> None:
 
 
 def _run(program: types.CodeType, **names: object) -> None:
-    # What `import torch` runs in every process: it was imported before the fork.
+    # `import torch` runs this in every process, but torch was imported before the fork.
     vars(sys.modules["torch"])["_import_device_backends"]()
     main = sys.modules["__main__"] = types.ModuleType("__main__")
     main.__dict__.update(__builtins__=__builtins__, **names)
@@ -289,8 +290,8 @@ def _run(program: types.CodeType, **names: object) -> None:
 
 
 def _fork_children() -> None:
-    """Have the workers of this agent and those that replace them, the agents of this launcher, and
-    the ranks and probes of this doctor forked from a separate server, which ends with it."""
+    """Fork the workers of this agent, the agents of this launcher, or the ranks and probes of this
+    doctor from a separate server, which ends with this process."""
     from torch.distributed.elastic.multiprocessing.subprocess_handler import subprocess_handler
 
     ours, theirs = socket.socketpair()
@@ -301,7 +302,7 @@ def _fork_children() -> None:
         if os.getppid() != own:
             os._exit(0)
         os.setsid()
-        # Not one of the node's processes: it does nothing but fork.
+        # It only forks, and does not count as a process of the node.
         _ENVIRONMENT.show([])
         ending.leave(serve(theirs))
     theirs.close()
@@ -333,7 +334,7 @@ def _send(connection: socket.socket, message: bytes, fds: Sequence[int]) -> None
 
 
 def _receive(connection: socket.socket) -> tuple[bytes, list[int]] | None:
-    """A message and the descriptors that came with it; None at the connection's end."""
+    """A message and its descriptors; None at the connection's end."""
     try:
         data, fds, _, _ = socket.recv_fds(connection, 1 << 16, 3)
     except ConnectionResetError:
@@ -351,7 +352,7 @@ def main(connection: socket.socket) -> None:
     global _ARGUMENTS, _ENVIRONMENT
     ending.prepare()
     _ARGUMENTS, _ENVIRONMENT = Area((48, 49)), Area((50, 51))
-    # A shell ignores SIGINT for what it starts in the background, and that is inherited.
+    # Background processes of a shell ignore SIGINT, which is inherited.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     own = dict(os.environ)
     os.environ.clear()  # the strings of the kernel's block are unused from now on
@@ -363,7 +364,7 @@ def main(connection: socket.socket) -> None:
             importlib.import_module(name)
     ending.keep_modules()
     gc.collect()
-    gc.freeze()  # forks share what is here
+    gc.freeze()  # forks share existing objects
     ending.leave(serve(connection))
 
 

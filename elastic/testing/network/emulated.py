@@ -30,13 +30,13 @@ INTERFACE = "eth0"
 _NAMESPACES = Path("/run/netns")
 _TUN = Path("/dev/net/tun")
 _MTU = "1500"
-# The kernel drops what the switch has not read; a burst must fit.
+# The kernel drops packets that do not fit into the queue; a burst must fit.
 _QUEUE_PACKETS = "10000"
 _numbers = itertools.count()  # of the networks of this process
 
 
 def why_unavailable() -> str:
-    """Why this process cannot make an emulated network; nothing if it can."""
+    """Why this process cannot create an emulated network; "" if it can."""
     if os.geteuid() != 0:
         return "network namespaces need root"
     if shutil.which("ip") is None:
@@ -46,7 +46,7 @@ def why_unavailable() -> str:
     name = f"elp{os.getpid()}"
     made = subprocess.run(["ip", "netns", "add", name], capture_output=True, text=True)
     if made.returncode != 0:
-        return f"cannot make a network namespace: {made.stderr.strip()}"
+        return f"cannot create a network namespace: {made.stderr.strip()}"
     _ip("netns", "delete", name)
     return ""
 
@@ -60,12 +60,12 @@ class EmulatedMachine:
 
     @property
     def launcher(self) -> tuple[str, ...]:
-        """Put before a command, it runs there."""
+        """A prefix that runs a command in this machine's namespace."""
         return ("ip", "netns", "exec", self.namespace)
 
 
 class EmulatedNetwork:
-    """``with EmulatedNetwork(3) as network``: so many machines, and this process's namespace.
+    """A network of ``machines`` machines and this process's namespace, as a context manager.
 
     The faults of different pairs of addresses add up until :meth:`heal`; a later one for the same
     pair and direction replaces an earlier one.
@@ -74,7 +74,7 @@ class EmulatedNetwork:
     def __init__(self, machines: int) -> None:
         pid, number = os.getpid(), next(_numbers)
         tag = f"{pid}-{number}"
-        # A second one at the same time has a network of its own, far from that of the next process.
+        # Each concurrent network has its own addresses, distinct from those of other processes.
         prefix = f"10.{(pid >> 8) + 64 * number & 255}.{pid & 255}"
         self.host = f"{prefix}.254"
         self.machines = tuple(
@@ -89,7 +89,7 @@ class EmulatedNetwork:
         """The addresses of all machines and the host."""
         return (*(machine.address for machine in self.machines), self.host)
 
-    # What goes wrong -------------------------------------------------------------------------
+    # Faults ----------------------------------------------------------------------------------
 
     def drop(self, source: str, target: str) -> None:
         """Drop packets from one address to the other, in this direction only."""
@@ -104,8 +104,8 @@ class EmulatedNetwork:
         self._impair(_both_ways(one, others), Impairment(loss, delay_s))
 
     def drop_established(self, one: str, *others: str) -> int:
-        """Lose the packets of every TCP connection that there is now, or ever was; new connections
-        work. As a firewall or a NAT does that has lost its state. How many flows: two for each."""
+        """Drop the packets of all existing TCP connections, like a firewall or NAT that has lost
+        its state; new connections work. Returns the number of flows, two per connection."""
         return int(self._order({"drop_established": list(_both_ways(one, others))}))
 
     def others(self, machine: EmulatedMachine) -> tuple[str, ...]:
@@ -113,7 +113,7 @@ class EmulatedNetwork:
         return tuple(m.address for m in self.machines if m is not machine)
 
     def heal(self) -> None:
-        """Deliver everything again, also over connections that were dropped."""
+        """Deliver all packets again, also of dropped connections."""
         self._impaired = {}
         self._order({"rules": [], "forget_flows": True})
 
@@ -125,7 +125,7 @@ class EmulatedNetwork:
         ]
         self._order({"rules": rules})
 
-    # Its life --------------------------------------------------------------------------------
+    # Lifecycle -------------------------------------------------------------------------------
 
     def __enter__(self) -> EmulatedNetwork:
         try:
@@ -166,7 +166,7 @@ class EmulatedNetwork:
                 _ip("netns", "delete", machine.namespace)
 
     def _order(self, order: dict[str, Any]) -> Any:
-        """Returns when it is in effect."""
+        """Send an order to the switch; returns its answer once the order is in effect."""
         switch = self._switch
         assert switch is not None and switch.stdin is not None and switch.stdout is not None
         switch.stdin.write(json.dumps(order) + "\n")

@@ -21,7 +21,7 @@ class Flow:
 
 
 def addresses_of(packet: bytes) -> tuple[bytes, bytes] | None:
-    """Source and target address; None if it is no IPv4 packet.
+    """Source and target address; None if it is not an IPv4 packet.
 
     >>> addresses_of(b"")
     """
@@ -31,7 +31,7 @@ def addresses_of(packet: bytes) -> tuple[bytes, bytes] | None:
 
 
 def flow_of(packet: bytes) -> Flow | None:
-    """The flow of an IPv4 packet; None if it is no TCP, or a later fragment."""
+    """The flow of an IPv4 packet; None if it is not TCP, or a later fragment."""
     is_fragment = (packet[6] & 0x1F) or packet[7]
     begin = (packet[0] & 0x0F) * _WORD_BYTES
     if packet[9] != socket.IPPROTO_TCP or is_fragment or len(packet) < begin + _PORTS_BYTES:

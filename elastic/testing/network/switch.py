@@ -1,8 +1,8 @@
 """The process that forwards every packet between the machines of an emulated network.
 
-Each machine's interface is a TUN device that this process has made in the machine's network
-namespace: what is sent there is read here, and written to the device of its target, unless a rule
-loses it or holds it back. Run as ``python -m elastic.testing.network.switch`` by
+Each machine's interface is a TUN device that this process creates in the machine's network
+namespace. It reads packets from one device and writes them to the device of their target, unless a
+rule drops or delays them. Run as ``python -m elastic.testing.network.switch`` by
 :class:`~elastic.testing.network.emulated.EmulatedNetwork`, which sends orders as JSON lines::
 
     {"open": {"10.0.0.1": ["/run/netns/one", "eth0"], "10.0.0.254": ["", "el0"]}}
@@ -10,8 +10,8 @@ loses it or holds it back. Run as ``python -m elastic.testing.network.switch`` b
     {"drop_established": [["10.0.0.1", "10.0.0.2"]]}     (answered with the number of flows)
     {"forget_flows": true}
 
-Each is answered with a line once it is in effect. The end of its input ends the process, and with
-it the devices.
+Each order is answered with a line once it is in effect. The end of its input ends the process and
+its devices.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _TUNSETIFF, _IFF_TUN, _IFF_NO_PI = 0x400454CA, 0x0001, 0x1000
 _CLONE_NEWNET = 0x40000000
 _LARGEST_PACKET = 1 << 16
 _PACKETS_PER_TURN = 64
-# A network that is slow because its machine is busy would be a fault that no test has ordered.
+# A high priority, because delays on a busy machine would be faults that no test requested.
 _NICENESS = -10
 
 
@@ -47,7 +47,7 @@ _NICENESS = -10
 class Impairment:
     """A rule for packets from one address to another."""
 
-    loss: float = 0.0  # the share that is lost
+    loss: float = 0.0  # the fraction of packets that is dropped
     delay_s: float = 0.0
 
 
@@ -66,7 +66,7 @@ class Switch:
         self._unread = b""
 
     def run(self) -> None:
-        """Until the input ends."""
+        """Forward packets until the input ends."""
         self._selector.register(0, selectors.EVENT_READ)
         while True:
             for key, _ in self._selector.select(self._due_in_s()):
@@ -112,7 +112,7 @@ class Switch:
         for _ in range(_PACKETS_PER_TURN):
             try:
                 packet = os.read(device, _LARGEST_PACKET)
-            except OSError:  # nothing more (or the interface is down)
+            except OSError:  # no more packets, or the interface is down
                 return
             ends = addresses_of(packet)
             if ends is not None and ends[1] in self._devices:
@@ -147,7 +147,7 @@ def _write(device: int, packet: bytes) -> None:
 
 
 def open_device(namespace: str, name: str) -> int:
-    """A TUN device in the namespace of that path ("": this one); its descriptor, which owns it."""
+    """Create a TUN device in a namespace (path; "": this one); returns its owning descriptor."""
     home = os.open("/proc/self/ns/net", os.O_RDONLY)
     try:
         if namespace:

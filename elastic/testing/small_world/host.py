@@ -1,7 +1,7 @@
-"""The host of small worlds: a warm process that forks workers and plays the agents of all nodes.
+"""The host of small worlds: a warm process that forks workers and simulates all nodes' agents.
 
-It reads one order per line from stdin, and answers each with one line on stdout. No gRPC in here,
-and nothing is computed with torch: what is forked must be as good as new.
+It reads one order per line from stdin, and answers each with one line on stdout. It neither imports
+gRPC nor computes with torch, so that its forks behave like new processes.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ from elastic.secure_channel.keys import SecretKey
 from elastic.testing.small_world.worker import become_worker
 from elastic.testing.small_world.world import Death
 
-# What scripts import sooner or later: torch's optimizers import _dynamo when one is made.
+# Modules that scripts import eventually: creating an optimizer imports _dynamo.
 _WARM = (
     "checkpoints",
     "elastic",
@@ -68,9 +68,9 @@ _WARM = (
 )
 _ALONE = {"ELASTIC_MAX_NODES": "3"}  # the default global batch is that of a world of three
 _SLICE_S = 0.02
-_HEARD_WITHIN_S = 2.0  # after a failure, for the death that has caused it to be heard of
+_HEARD_WITHIN_S = 2.0  # after a failure: the time until the death that caused it is detected
 _MOST_WORLDS = 6
-_STACKS_S = 1.0  # for stuck workers to write where they are
+_STACKS_S = 1.0  # time for stuck workers to write their stacks
 
 
 @dataclass(eq=False)
@@ -104,7 +104,7 @@ class SmallJob:
         self._is_replaced = bool(order["is_replaced"])
         self._is_on_stream = bool(order["on_stream"])
         self._until_s = time.monotonic() + float(order["limit_s"])
-        self._said: queue.Queue[tuple[Worker, Message | WorkerDeath]] = queue.Queue()
+        self._received: queue.Queue[tuple[Worker, Message | WorkerDeath]] = queue.Queue()
         self._ports = PortReserve()
         self._store_key = SecretKey.generate()
         self._replicas: dict[str, LocalReplicas] = {}  # by the link of their node
@@ -117,7 +117,7 @@ class SmallJob:
         self._problem = ""
 
     def run(self) -> dict[str, Any]:
-        """To the end of all workers."""
+        """Run until all workers have ended."""
         try:
             self._start_all()
             while not self._problem and not all(p.has_ended for p in self._processes):
@@ -159,36 +159,36 @@ class SmallJob:
             )
         self._processes.append(_Process(name, pid, server, local_rank))
         if rank < 0 or local_rank == min(self._per_node, self._size) - 1:
-            server.start()  # after the last fork: its thread would not come along
+            server.start()  # after the last fork, which would not have its thread
 
     def _server(self) -> LinkServer:
         return LinkServer(
-            on_message=lambda worker, message: self._said.put((worker, message)),
-            on_death=lambda worker, death: self._said.put((worker, death)),
+            on_message=lambda worker, message: self._received.put((worker, message)),
+            on_death=lambda worker, death: self._received.put((worker, death)),
             on_error=lambda error: None,  # the run ends at its limit, with the log of the thread
         )
 
     def _environment(self, rank: int, link: str) -> dict[str, str]:
-        """What torchrun and our agent put into it. A rank of -1 comes to a world that runs, and
-        is told its place over the link (elastic/rendezvous/handler.py)."""
-        comes_later = rank < 0
-        size = 1 if comes_later else self._size
+        """The variables that torchrun and our agent set. A rank of -1 joins a running world, and
+        receives its real rank over the link (elastic/rendezvous/handler.py)."""
+        is_joining = rank < 0
+        size = 1 if is_joining else self._size
         identity = WorldIdentity(generation=self._generation, nonce=self._nonce, lineage=())
         values: dict[str, object] = {
             "TORCHELASTIC_RUN_ID": "small-world",
-            "TORCHELASTIC_RESTART_COUNT": int(comes_later),
+            "TORCHELASTIC_RESTART_COUNT": int(is_joining),
             "TORCHELASTIC_MAX_RESTARTS": 1000,
             "ELASTIC_LINK": link,
             "ELASTIC_MAX_NODES": self._size,
             "ELASTIC_NODE_NAME": f"node-{len(self._processes)}",
         }
         return {name: str(value) for name, value in values.items()} | world_variables(
-            NO_WORLD if comes_later else identity,
+            NO_WORLD if is_joining else identity,
             self._assignment(max(0, rank), size),
             node_rank=max(0, rank) // self._per_node,
             nodes=max(1, size // self._per_node),
             store_host="127.0.0.1",
-            store_port=CALL_JOIN if comes_later else self._store_port,
+            store_port=CALL_JOIN if is_joining else self._store_port,
         )
 
     def _assignment(self, rank: int, size: int) -> RankAssignment:
@@ -201,7 +201,7 @@ class SmallJob:
 
     def _turn(self) -> None:
         with contextlib.suppress(queue.Empty):
-            worker, message = self._said.get(timeout=_SLICE_S)
+            worker, message = self._received.get(timeout=_SLICE_S)
             if not isinstance(message, WorkerDeath):  # a death is seen below
                 process = next(p for p in self._processes if p.pid == worker.pid)
                 self._on_message(process, worker, message)
@@ -210,7 +210,7 @@ class SmallJob:
                 self._on_end(process)
         self._handle_failures()
         if time.monotonic() > self._until_s:
-            self._problem = "not over within the limit"
+            self._problem = "not finished within the limit"
 
     def _reap(self, process: _Process, *, options: int = os.WNOHANG) -> bool:
         pid, status = os.waitpid(process.pid, options)
@@ -258,7 +258,7 @@ class SmallJob:
             case ClientHandshakeRequest():
                 process.is_handshaken, process.worker = True, worker
                 if process in self._members:
-                    self._tell(process)
+                    self._announce_to(process)
             case Ready():
                 process.is_ready = True
                 self._form_next()
@@ -272,19 +272,19 @@ class SmallJob:
                 pass
 
     def _handle_failures(self) -> None:
-        """A failure while all ranks are alive: the world is formed again."""
+        """Form the world again after a failure while all ranks are alive."""
         since_s = self._failing_since_s
         if since_s is not None and time.monotonic() - since_s > _HEARD_WITHIN_S:
             self._form_next(even_if_complete=True)
 
     def _form_next(self, *, even_if_complete: bool = False) -> None:
-        """The next world, of the live processes, once an expected one has joined."""
+        """Form the next world from the live processes, once the expected ones are ready."""
         living = [p for p in self._processes if not p.has_ended]
         stayed = [p for p in self._members if p in living]
-        came = [p for p in living if p not in stayed]
-        if any(not p.is_ready for p in came):
+        joined = [p for p in living if p not in stayed]
+        if any(not p.is_ready for p in joined):
             return
-        members = stayed + came
+        members = stayed + joined
         if members == self._members and not even_if_complete:
             return
         if self._generation == _MOST_WORLDS:
@@ -293,11 +293,11 @@ class SmallJob:
         self._members, self._failing_since_s = members, None
         self._generation, self._nonce = self._generation + 1, secrets.token_hex(4)
         for process in members:
-            self._tell(process)
+            self._announce_to(process)
 
-    def _tell(self, process: _Process) -> None:
+    def _announce_to(self, process: _Process) -> None:
         if not process.is_handshaken:
-            return  # not yet here: it is told when it says hello
+            return  # not connected yet: the world is announced after its handshake
         rank, size = self._members.index(process), len(self._members)
         message = WorldMessage(
             world=WorldSpec(
@@ -321,12 +321,12 @@ class SmallJob:
 
 
 def main() -> None:
-    """Until stdin ends."""
+    """Serve orders until stdin ends."""
     torch.set_num_threads(1)
     for name in _WARM:
         importlib.import_module(name)
     gc.collect()
-    gc.freeze()  # children share what is here
+    gc.freeze()  # children share existing objects
     for line in sys.stdin:
         answer = SmallJob(json.loads(line)).run()
         sys.stdout.write(json.dumps(answer) + "\n")

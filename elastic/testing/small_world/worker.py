@@ -42,7 +42,7 @@ def become_worker(
     counts: bool,
     on_stream: bool,
 ) -> NoReturn:
-    """Run the script as its own process would, write its results, and end."""
+    """Run the script as in a separate process, write its results, and exit."""
     code = 1
     try:
         _separate_from_the_host(folder / f"{name}.log", environment)
@@ -60,7 +60,7 @@ def become_worker(
 
 
 def _separate_from_the_host(log: Path, environment: Mapping[str, str]) -> None:
-    """Nothing of the host is left: its descriptors, its random state, its environment."""
+    """Replace the host's descriptors, random state and environment."""
     os.setsid()  # torchrun makes each worker the leader of a session, too
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     atexit._clear()
@@ -77,15 +77,15 @@ def _separate_from_the_host(log: Path, environment: Mapping[str, str]) -> None:
         if key.startswith("ELASTIC_") or key in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
             del os.environ[key]
     os.environ.update(environment)
-    torch.set_num_threads(1)  # the host's pool of threads did not come along
+    torch.set_num_threads(1)  # the host's thread pool does not exist in a fork
     random.seed()
-    torch.seed()  # what a script leaves to chance differs between its processes
+    torch.seed()  # without a seed in the script, its processes must differ
     if "numpy" in sys.modules:
         sys.modules["numpy"].random.seed()
 
 
 def _watch_start() -> None:
-    """Know what ``elastic.join()`` starts in the script."""
+    """Record the components that ``elastic.join()`` starts in the script."""
     original = components.start_components
 
     def start_components(*args: Any, **options: Any) -> components.Components:
@@ -132,7 +132,7 @@ def _write(left: dict[str, Any], path: Path, events: _Events) -> None:
 
 
 def _write_json(path: Path, content: Mapping[str, Any]) -> None:
-    """All of it or nothing: the host may end this process at any moment, another has failed."""
+    """Write atomically: the host may end this process at any time if another one has failed."""
     part = path.with_suffix(".json.part")
     part.write_text(json.dumps(content))
     part.replace(path)
@@ -148,12 +148,12 @@ class _Events:
         self._pid = os.getpid()
         self._last_line = last_line = death.event if death and death.counted == LINES else 0
         self._last_call = death.event if death and not last_line else 0
-        self._at = 0  # the line of the script that runs
+        self._at = 0  # the current line of the script
         self.lines = 0
         self.calls = 0
 
     def trace(self, frame: FrameType, event: str, arg: object) -> Any:
-        """For ``sys.settrace``: any function is called."""
+        """The function for ``sys.settrace``, called for each function call."""
         if os.getpid() != self._pid:  # a data worker, forked from here
             return None
         if _is_within_retry():

@@ -1,9 +1,9 @@
-"""A small world: workers of one script, forked from a warm process, under a pretended agent.
+"""A small world: workers of one script, forked from a warm process, under a simulated agent.
 
-A real cluster (:mod:`elastic.testing.cluster`) takes seconds; a small world takes tenths of one.
-The workers are real: their script runs as under torchrun, with our link, and when one of them dies
-the others recover by the same code as everywhere. What is pretended is the agents: one process
-plays those of all nodes, without etcd and torchrun (:mod:`elastic.testing.small_world.host`).
+A real cluster (:mod:`elastic.testing.cluster`) takes seconds, a small world tenths of a second. The
+workers are real: their script runs as under torchrun, with our link, and after a death the others
+recover with the production code. The agents are simulated by one process, without etcd and torchrun
+(:mod:`elastic.testing.small_world.host`).
 
     with SmallWorld() as world:
         alone = world.run("train.py", tmp_path / "alone", size=1)
@@ -35,10 +35,10 @@ LINES, CALLS = "lines", "calls"
 
 @dataclass(frozen=True, kw_only=True)
 class Death:
-    """Where one of the first workers ends itself with SIGKILL.
+    """The place where one of the first workers kills itself with SIGKILL.
 
     Events are lines of the script, or calls of any Python function, that run within ``run.retry``
-    (or an attempt): outside of it a fault ends the process. Counted from 1.
+    (or an attempt), outside of which a fault ends the process. Counted from 1.
     """
 
     rank: int
@@ -53,15 +53,15 @@ class WorkerResult:
     name: str
     pid: int
     exit_code: int | None  # None: ended by a signal
-    steps: int  # committed; -1 if it did not end well
-    lines: int  # of the script that were run within retry, if no rank was to die
+    steps: int  # committed; -1 if it failed
+    lines: int  # of the script that ran within retry; counted only without a death
     calls: int
     result: dict[str, torch.Tensor]
-    error: str  # the exception that has ended it, with its type
+    error: str  # the exception that ended it, with its type
     log: str
 
     @property
-    def ended_well(self) -> bool:
+    def has_succeeded(self) -> bool:
         return self.exit_code == 0
 
 
@@ -72,18 +72,18 @@ class RunOutcome:
     workers: tuple[WorkerResult, ...]  # by their first rank; a replacement comes last
     worlds: int  # formed
     problem: str  # why the host has ended the run; "" if it has not
-    died_at: str  # the line where the victim ended itself, for people; "": none did
+    died_at: str  # the line where the victim killed itself, as text; "": none did
 
     @property
     def survivors(self) -> tuple[WorkerResult, ...]:
-        """The ranks that have a result."""
-        return tuple(worker for worker in self.workers if worker.ended_well)
+        """The workers with a result."""
+        return tuple(worker for worker in self.workers if worker.has_succeeded)
 
     def assert_success(self, *, workers: int) -> None:
-        """So many workers have ended well, and the others only because they were to die."""
+        """Check that exactly ``workers`` workers succeeded. Raises AssertionError with all logs."""
         if not self.problem and len(self.survivors) == workers:
             return
-        raise AssertionError(f"{self.problem or 'too few have ended well'}\n{self.describe()}")
+        raise AssertionError(f"{self.problem or 'wrong number of successes'}\n{self.describe()}")
 
     def describe(self) -> str:
         """The ends of all logs."""
@@ -145,7 +145,7 @@ class SmallWorld:
 
         ``size`` 1 is plain ``python script``: no agent, no link. ``per_node``: workers of a node;
         with several, no worker dies. ``arguments`` are the script's. After a death the others
-        continue alone, or with a replacement of the dead one. ``folder`` takes logs and results.
+        continue alone, or with a replacement of the dead one. ``folder``: for logs and results.
         """
         assert per_node == 1 or death is None, "a replica dies as one: see tests/kill/test_hsdp.py"
         folder.mkdir(parents=True, exist_ok=True)
@@ -170,23 +170,23 @@ class SmallWorld:
         return _outcome(json.loads(line), folder)
 
 
-def _outcome(told: dict[str, Any], folder: Path) -> RunOutcome:
+def _outcome(answer: dict[str, Any], folder: Path) -> RunOutcome:
     death = folder / "death.json"
     died_at = json.loads(death.read_text()) if death.exists() else ""
-    workers = tuple(_worker(w, folder) for w in told["workers"])
+    workers = tuple(_worker(w, folder) for w in answer["workers"])
     return RunOutcome(
-        workers=workers, worlds=told["worlds"], problem=told["problem"], died_at=died_at
+        workers=workers, worlds=answer["worlds"], problem=answer["problem"], died_at=died_at
     )
 
 
-def _worker(told: dict[str, Any], folder: Path) -> WorkerResult:
-    name = told["name"]
+def _worker(facts: dict[str, Any], folder: Path) -> WorkerResult:
+    name = facts["name"]
     log, report, result = (folder / f"{name}.{kind}" for kind in ("log", "json", "safetensors"))
     numbers = json.loads(report.read_text()) if report.exists() else {}
     return WorkerResult(
         name=name,
-        pid=told["pid"],
-        exit_code=told["exit_code"],
+        pid=facts["pid"],
+        exit_code=facts["exit_code"],
         steps=numbers.get("steps", -1),
         lines=numbers.get(LINES, 0),
         calls=numbers.get(CALLS, 0),

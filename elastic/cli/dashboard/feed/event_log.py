@@ -124,11 +124,10 @@ def _key(record: JournalRecord) -> tuple[object, ...] | None:
 def text_of(record: JournalRecord) -> str:
     """An event of the journals as one readable line."""
     reason = _last_line(record.text("reason") or record.text("error"))
-    said = _said(record, reason)
-    return printable(said, _LONGEST_TEXT)
+    return printable(_describe(record, reason), _LONGEST_TEXT)
 
 
-def _said(record: JournalRecord, reason: str) -> str:
+def _describe(record: JournalRecord, reason: str) -> str:
     data, step = record.data, record.whole("step")
     match record.name:
         case "world-formed":
@@ -145,9 +144,9 @@ def _said(record: JournalRecord, reason: str) -> str:
             return f"the worker of local rank {record.whole('local_rank')} died: {reason}"
         case "recovered":
             took = duration(max(0.0, record.number("duration_s")))
-            return f"trains again from step {step}, after {took}"
+            return f"training resumed from step {step} after {took}"
         case "world-fault":
-            return f"a step ended after step {step}: {reason}"
+            return f"a collective failed after step {step}: {reason}"
         case "state-restored":
             return f"state of step {step} from {_short(record.text('source'))}"
         case "failure-judged":
@@ -156,11 +155,11 @@ def _said(record: JournalRecord, reason: str) -> str:
             return f"{_short(record.text('name'))}: {reason}"
         case "leader-changed":
             leader = record.text("leader")
-            return f"node {_short(leader)} leads" if leader else "no node leads"
+            return f"node {_short(leader)} is the leader" if leader else "there is no leader"
         case "job-ended":
             return f"{record.text('outcome')}: {reason}"
         case "worker-replaced":
-            return f"a new process in the place of local rank {record.whole('local_rank')}"
+            return f"a new process replaced the worker of local rank {record.whole('local_rank')}"
         case _:
             return reason or record.text("consequence")
 

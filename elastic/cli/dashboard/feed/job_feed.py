@@ -60,7 +60,7 @@ class JobFeed:
         self._snapshot = JobSnapshot(
             run_id=run_id,
             at_s=clock.wall(),
-            asks_etcd=open_store is not None,
+            uses_etcd=open_store is not None,
             reads_journals=journals is not None,
         )
         self._threads = [
@@ -147,7 +147,7 @@ class JobFeed:
         known = before.last_known
         if self._journals is not None:
             known = self._journals.last_known(self._clock.wall())
-        if before.view is not None:  # it has the nodes and incidents, and the journals the step
+        if before.view is not None:  # it has nodes and incidents; the journals have a newer step
             known = known[:1]
         self._publish(outage=Outage(since_s, str(error.message)), last_known=known)
 

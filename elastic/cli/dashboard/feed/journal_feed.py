@@ -18,7 +18,7 @@ _UNNAMED = ("", "none")
 _MOST_NOTES = 10
 # A chart is redrawn immediately after these events.
 _URGENT = frozenset({"world-formed", "recovered", "job-ended"})
-_CHART_COSTS = 10  # drawing takes at most 1/10 of a core
+_DRAWING_INTERVALS = 10  # wait ten times as long as drawing takes: at most 1/10 of a core
 
 Draw = Callable[[list[JournalRecord], list[str], "str | None"], RunCharts]
 
@@ -55,7 +55,7 @@ class JournalFeed:
 
     @property
     def run_id(self) -> str:
-        """The requested run, or that of the journal opened last."""
+        """The requested run, or the run of the journal opened last."""
         named = [run for run in self._runs.values() if run not in _UNNAMED]
         return self._run_id or (named[-1] if named else "")
 
@@ -77,7 +77,7 @@ class JournalFeed:
                 self._runs[record.writer] = record.text("run_id")
         own = [r for r in found if self._runs.get(r.writer, "") in (*_UNNAMED, self.run_id)]
         self._log.add_records(own)
-        notes = [note for note in self._reader.notes() if "last line was cut" not in note]
+        notes = self._reader.notes(is_growing=True)
         with self._lock:
             is_news = bool(own) or notes != self._notes
             self._notes = notes
@@ -97,5 +97,5 @@ class JournalFeed:
         self.charts = self._draw(records, notes, self.run_id or None)
         self._drawn_records = len(records)
         took_s = self._clock.monotonic() - now_s
-        self._due_s = self._clock.monotonic() + max(DASHBOARD_CHARTS_S, _CHART_COSTS * took_s)
+        self._due_s = self._clock.monotonic() + max(DASHBOARD_CHARTS_S, _DRAWING_INTERVALS * took_s)
         return True

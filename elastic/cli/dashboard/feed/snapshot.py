@@ -52,7 +52,7 @@ class JobSnapshot:
     at_s: float
     view: JobView | None = None  # from etcd's last answer
     outage: Outage | None = None
-    asks_etcd: bool = True
+    uses_etcd: bool = True
     reads_journals: bool = False
     last_known: Sequence[str] = ()  # from the journals, while etcd does not answer
     events: tuple[JobEvent, ...] = ()  # the last events, oldest first
