@@ -3,6 +3,7 @@ SHELL := /bin/bash
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+COMPILED := $(VENV)/.compiled
 # Thousands of processes import this project: none of them is to compile it again, whatever the caller's
 # environment says.
 unexport PYTHONDONTWRITEBYTECODE
@@ -24,7 +25,12 @@ $(STAMP): pyproject.toml constraints.txt scripts/bootstrap.sh
 	bash scripts/bootstrap.sh $(VENV)
 	touch $@
 
-demo: $(STAMP)
+# What many processes are about to import at once, or each of them would compile it: pip does not.
+$(COMPILED): $(STAMP)
+	$(BIN)/python -c 'import hypothesis, pytest; from elastic.testing.forks import server; server.import_all()'
+	touch $@
+
+demo: $(COMPILED)
 	$(BIN)/elastic demo $(DEMO_ARGS)
 
 check: $(STAMP)
@@ -51,10 +57,10 @@ beside: $(STAMP)
 docs: $(STAMP)
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
-unit: $(STAMP)
+unit: $(COMPILED)
 	$(PYTEST) -m "not soak and not cluster and not gpu"
 
-cluster: $(STAMP)
+cluster: $(COMPILED)
 	$(BIN)/pytest -n 4 $(BY_FILE) -m "cluster and not soak"
 
 # Environments of their own, in ~/.cache: 25 GB on first use, then about 5 minutes for each.

@@ -190,6 +190,15 @@ def can_fork(command: Sequence[str], env: Mapping[str, str]) -> bool:
     return command[0] == sys.executable and is_same
 
 
+def import_all() -> None:
+    """Import what most processes of a job import."""
+    for name in _WARM:
+        importlib.import_module(name)
+    for name in _WARM_IF_INSTALLED:
+        if importlib.util.find_spec(name.partition(".")[0]) is not None:
+            importlib.import_module(name)
+
+
 # The server ---------------------------------------------------------------------------------------
 
 
@@ -356,11 +365,7 @@ def main(connection: socket.socket) -> None:
     own = dict(os.environ)
     os.environ.clear()  # the strings of the kernel's block are unused from now on
     os.environ.update(own)
-    for name in _WARM:
-        importlib.import_module(name)
-    for name in _WARM_IF_INSTALLED:
-        if importlib.util.find_spec(name.partition(".")[0]) is not None:
-            importlib.import_module(name)
+    import_all()
     ending.keep_modules()
     gc.collect()
     gc.freeze()  # forks share what is here
