@@ -7,11 +7,12 @@ COMPILED := $(VENV)/.compiled
 # Thousands of processes import this project: none of them is to compile it again, whatever the caller's
 # environment says.
 unexport PYTHONDONTWRITEBYTECODE
-# What took longest is said at the end.
-SLOWEST := --durations=25 --durations-min=1
+# What took longest is said at the end of each run of pytest, and of `make test`.
+DURATIONS := build/durations
+SLOWEST = --durations=25 --durations-min=1 --junitxml=$(DURATIONS)/$@.xml
 # Two files at a time; four of those whose nodes mostly wait.
-BY_FILE := --dist loadfile --no-loadscope-reorder $(SLOWEST)
-PYTEST := $(BIN)/pytest -n 2 $(BY_FILE)
+BY_FILE = --dist loadfile --no-loadscope-reorder $(SLOWEST)
+PYTEST = $(BIN)/pytest -n 2 $(BY_FILE)
 # One run of mypy for everything: a run for each folder would read torch's types again. A name is then
 # that of one file, but for conftest.py: links give each a name of its own.
 CONFTESTS := build/conftests
@@ -48,7 +49,9 @@ check: $(STAMP)
 # What nodes do in a test is mostly waiting: the rest runs beside them, out of their way. The nodes are
 # done first, and the rest then takes both cores.
 test: $(STAMP)
-	$(MAKE) --no-print-directory -j2 --keep-going cluster beside
+	rm -rf $(DURATIONS)
+	$(MAKE) --no-print-directory -j2 --keep-going cluster beside; code=$$?; \
+	  $(BIN)/python scripts/slowest_tests.py $(DURATIONS); exit $$code
 
 beside: $(STAMP)
 	nice -n 5 $(MAKE) --no-print-directory check docs unit
