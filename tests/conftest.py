@@ -34,12 +34,16 @@ pytest_plugins = ["etcd_fixtures"]
 LONGEST = (
     "test_hangs.py",
     "test_injected_hangs.py",
+    "test_deaths_in_replicas.py",
+    "test_building_in_worlds.py",
     "test_cli_demo_real.py",
     "test_in_process_phases.py",
     "test_pod_lifecycle.py",
     "test_network_faults.py",
     "test_deaths.py",
     "test_in_process.py",
+    "test_mixed_nodes.py",
+    "test_cli_run.py",
     "test_cut_from_etcd.py",
     "test_save_matrix.py",
     "test_in_process_on_streams.py",
@@ -48,6 +52,10 @@ LONGEST = (
     "test_siblings.py",
     "test_partitions.py",
 )
+
+# Folders whose tests mostly wait, for clusters, processes and timeouts: while others have work for
+# the cores. Then the one with the longest file that computes all the time.
+FIRST = ("kill", "integration", "security", "contract", "idioms")
 
 # A file all of whose tests start clusters.
 ALL_OF_CLUSTERS = re.compile(r"^pytestmark = (\[[^]]*)?pytest\.mark\.cluster\b", re.MULTILINE)
@@ -91,8 +99,8 @@ def pytest_pycollect_makeitem(
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Long files first, so that with several at a time nobody waits long for the last one: the
-    LONGEST, then those that kill, then those of workers, processes and command lines, which the
-    alphabet has at its end."""
+    LONGEST, then the folders that come FIRST, each from the end of the alphabet, which has workers,
+    processes and command lines there."""
     seed = config.getoption("--shuffle")
     if seed is not None:
         # Not random.shuffle: a test keeps its place whichever others are selected.
@@ -100,7 +108,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         items.sort(key=lambda item: _digest(f"{seed} {item.path}"))  # a file's fixtures stay up
         return
     items.sort(key=lambda item: str(item.path), reverse=True)
-    items.sort(key=lambda item: "kill" not in item.path.parts)
+    items.sort(key=lambda item: (*FIRST, item.path.parent.name).index(item.path.parent.name))
     items.sort(key=lambda item: (*LONGEST, item.path.name).index(item.path.name))
 
 
