@@ -3,14 +3,16 @@ SHELL := /bin/bash
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+COMPILED := $(VENV)/.compiled
 # Thousands of processes import this project: none of them should compile it again, regardless of the
 # caller's environment.
 unexport PYTHONDONTWRITEBYTECODE
-# List the slowest tests at the end.
-SLOWEST := --durations=25 --durations-min=1
+# Each run of pytest lists its slowest tests, and `make test` those of both runs.
+DURATIONS := build/durations
+SLOWEST = --durations=25 --durations-min=1 --junitxml=$(DURATIONS)/$@.xml
 # Two files at a time, or four for cluster tests, whose nodes mostly wait.
-BY_FILE := --dist loadfile --no-loadscope-reorder $(SLOWEST)
-PYTEST := $(BIN)/pytest -n 2 $(BY_FILE)
+BY_FILE = --dist loadfile --no-loadscope-reorder $(SLOWEST)
+PYTEST = $(BIN)/pytest -n 2 $(BY_FILE)
 # One run of mypy for everything: a run per folder would read torch's types again. Module names must
 # then be unique, so each conftest.py gets a link with a unique name.
 CONFTESTS := build/conftests
@@ -24,7 +26,12 @@ $(STAMP): pyproject.toml constraints.txt scripts/bootstrap.sh
 	bash scripts/bootstrap.sh $(VENV)
 	touch $@
 
-demo: $(STAMP)
+# What many processes are about to import at once, or each of them would compile it: pip does not.
+$(COMPILED): $(STAMP)
+	$(BIN)/python -c 'import hypothesis, pytest; from elastic.testing.forks import server; server.import_all()'
+	touch $@
+
+demo: $(COMPILED)
 	$(BIN)/elastic demo $(DEMO_ARGS)
 
 check: $(STAMP)
@@ -42,7 +49,9 @@ check: $(STAMP)
 # Nodes in tests mostly wait, so everything else runs concurrently at a lower priority. The cluster
 # tests finish first; the rest then uses both cores.
 test: $(STAMP)
-	$(MAKE) --no-print-directory -j2 --keep-going cluster concurrent
+	rm -rf $(DURATIONS)
+	$(MAKE) --no-print-directory -j2 --keep-going cluster concurrent; code=$$?; \
+	  $(BIN)/python scripts/slowest_tests.py $(DURATIONS); exit $$code
 
 concurrent: $(STAMP)
 	nice -n 5 $(MAKE) --no-print-directory check docs unit
@@ -51,10 +60,10 @@ concurrent: $(STAMP)
 docs: $(STAMP)
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
-unit: $(STAMP)
+unit: $(COMPILED)
 	$(PYTEST) -m "not soak and not cluster and not gpu"
 
-cluster: $(STAMP)
+cluster: $(COMPILED)
 	$(BIN)/pytest -n 4 $(BY_FILE) -m "cluster and not soak"
 
 # Separate environments in ~/.cache: 25 GB on first use, then about 5 minutes for each.

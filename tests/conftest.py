@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import gc
 import hashlib
+import os
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from pathlib import Path
 
 import pytest
@@ -34,12 +35,16 @@ pytest_plugins = ["etcd_fixtures"]
 LONGEST = (
     "test_hangs.py",
     "test_injected_hangs.py",
+    "test_deaths_in_replicas.py",
+    "test_building_in_worlds.py",
     "test_cli_demo_real.py",
     "test_in_process_phases.py",
     "test_pod_lifecycle.py",
     "test_network_faults.py",
     "test_deaths.py",
     "test_in_process.py",
+    "test_mixed_nodes.py",
+    "test_cli_run.py",
     "test_cut_from_etcd.py",
     "test_save_matrix.py",
     "test_in_process_on_streams.py",
@@ -48,6 +53,10 @@ LONGEST = (
     "test_siblings.py",
     "test_partitions.py",
 )
+
+# Folders whose tests mostly wait for clusters, processes and timeouts, while others use the cores.
+# Then the folder with the longest file that computes all the time.
+FIRST = ("kill", "integration", "security", "contract", "idioms")
 
 # A file in which all tests start clusters.
 ALL_OF_CLUSTERS = re.compile(r"^pytestmark = (\[[^]]*)?pytest\.mark\.cluster\b", re.MULTILINE)
@@ -88,19 +97,43 @@ def pytest_pycollect_makeitem(
     return [] if is_soak else None
 
 
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Run long files first, so that parallel processes finish together: the LONGEST, then kill
-    tests, then the rest in reverse alphabetical order (workers, processes and command lines)."""
+@pytest.hookimpl(wrapper=True)
+def pytest_make_collect_report(
+    collector: pytest.Collector,
+) -> Generator[None, pytest.CollectReport, pytest.CollectReport]:
+    """Have each of several processes begin its collection with other files.
+
+    pytest rewrites the assertions of a file in the first process that imports it, and the others
+    use the result. If all began with the same file, each would rewrite it: a third of the time of
+    a collection.
+    """
+    report = yield
+    if isinstance(collector, pytest.Directory) and report.result:
+        number = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
+        count = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
+        first = number * len(report.result) // count
+        report.result = [*report.result[first:], *report.result[:first]]
+    return report
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_collection_modifyitems(
+    config: pytest.Config, items: list[pytest.Item]
+) -> Generator[None, None, None]:
+    """Run long files first, so that parallel processes finish together: the LONGEST, then the
+    folders in FIRST, each in reverse alphabetical order (workers, processes, command lines)."""
+    # The order of collection differs between processes, and pytest's order by parameters depends
+    # on it.
+    items.sort(key=lambda item: str(item.path))
+    yield
     seed = config.getoption("--shuffle")
     if seed is not None:
         # Not random.shuffle: a test keeps its place when other tests are deselected.
         items.sort(key=lambda item: _digest(f"{seed} {item.nodeid}"))
-        items.sort(
-            key=lambda item: _digest(f"{seed} {item.path}")
-        )  # keep the tests of a file together
+        items.sort(key=lambda item: _digest(f"{seed} {item.path}"))  # keeps a file together
         return
     items.sort(key=lambda item: str(item.path), reverse=True)
-    items.sort(key=lambda item: "kill" not in item.path.parts)
+    items.sort(key=lambda item: (*FIRST, item.path.parent.name).index(item.path.parent.name))
     items.sort(key=lambda item: (*LONGEST, item.path.name).index(item.path.name))
 
 

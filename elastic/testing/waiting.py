@@ -18,10 +18,15 @@ _MOST_BUSY = (
 
 
 def eventually(
-    condition: Callable[[], T | None], what: str = "the condition", within_s: float = PATIENCE_S
+    condition: Callable[[], T | None],
+    what: str = "the condition",
+    within_s: float = PATIENCE_S,
+    *,
+    poll_s: float = _POLL_S,
 ) -> T:
     """Poll until ``condition()`` is true, and return its value.
 
+    ``poll_s`` is the least pause between two polls, for conditions that other processes work for.
     Raises AssertionError with ``what`` after ``within_s``.
     """
     deadline_s = time.monotonic() + within_s
@@ -30,7 +35,7 @@ def eventually(
         if value := condition():
             return value
         assert time.monotonic() < deadline_s, f"not within {within_s:g} s: {what}"
-        time.sleep(pause_s(time.thread_time() - began_s, _POLL_S))
+        time.sleep(pause_s(time.thread_time() - began_s, poll_s))
 
 
 def pause_s(check_s: float, least_s: float) -> float:

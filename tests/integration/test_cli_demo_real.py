@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ import pytest
 from elastic.cli.demo.plan import ADDED, STEPS, VICTIM
 from elastic.cli.launch import processes
 from elastic.testing.forks.program import start_python
+from elastic.testing.forks.server import SLOW_START
 from elastic.testing.waiting import eventually
 
 pytestmark = pytest.mark.cluster
@@ -23,11 +25,12 @@ DEADLINE_S = 540.0
 
 # Node-3's agent and its worker each start this much later, as on a cold installation: in all
 # longer than the whole training takes without a wait.
-SLOW_START = f"""
+DELAY_S = 15
+DELAYS_START = f"""
 import os, sys, time
 words = " ".join(sys.orig_argv)
 if os.environ.get("ELASTIC_NODE_NAME") == "{ADDED}" and "digits.py" in words:
-    time.sleep(15)
+    time.sleep({DELAY_S})
 """
 
 
@@ -41,15 +44,26 @@ def start(folder: Path, *words: str, **env: str) -> subprocess.Popen[str]:
     )
 
 
-def test_with_a_slow_joining_node_the_demo_keeps_every_promise_and_cleans_up(
-    tmp_path: Path,
-) -> None:
-    hook = tmp_path / "slow"
+def slowly_forked(folder: Path) -> dict[str, str]:
+    return {SLOW_START: f"{ADDED}:{DELAY_S}"}
+
+
+def slowly_as_in_production(folder: Path) -> dict[str, str]:
+    """With another PYTHONPATH than ours, all processes start and import as in production."""
+    hook = folder / "slow"
     hook.mkdir()
-    (hook / "sitecustomize.py").write_text(SLOW_START)
-    path = os.pathsep.join([str(hook), os.environ.get("PYTHONPATH", "")])
-    # With another PYTHONPATH than ours, all processes are started as in production.
-    demo = start(tmp_path, "-o", "json", "--timeout-s=500", PYTHONPATH=path)
+    (hook / "sitecustomize.py").write_text(DELAYS_START)
+    return {"PYTHONPATH": os.pathsep.join([str(hook), os.environ.get("PYTHONPATH", "")])}
+
+
+@pytest.mark.parametrize(
+    "environment",
+    [slowly_forked, pytest.param(slowly_as_in_production, marks=pytest.mark.soak)],
+)
+def test_with_a_slow_joining_node_the_demo_keeps_every_promise_and_cleans_up(
+    tmp_path: Path, environment: Callable[[Path], dict[str, str]]
+) -> None:
+    demo = start(tmp_path, "-o", "json", "--timeout-s=500", **environment(tmp_path))
     out, err = demo.communicate(timeout=DEADLINE_S)
     assert demo.returncode == 0, err
     said = json.loads(out)

@@ -9,6 +9,7 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,13 @@ import networks
 import pytest
 
 from elastic.testing.forks.program import run_program
-from elastic.testing.forks.server import ForkedPopen, ForkServer, can_fork, shared_fork_server
+from elastic.testing.forks.server import (
+    SLOW_START,
+    ForkedPopen,
+    ForkServer,
+    can_fork,
+    shared_fork_server,
+)
 from elastic.testing.processes import TOKEN, Process, marked_with
 from elastic.testing.waiting import PATIENCE_S, eventually
 
@@ -64,6 +71,18 @@ def start(server: ForkServer | None, folder: Path, *arguments: str, **env: str) 
         if server is None:
             return subprocess.Popen(command, **options)
         return ForkedPopen(server.client, command, **options)
+
+
+def test_only_the_processes_of_a_slow_node_start_late(server: ForkServer, tmp_path: Path) -> None:
+    delay_s, began_s = 0.3, {}
+    for node in ("slow", "other"):
+        asked_s = time.monotonic()
+        command = ("-c", "import time; print(time.monotonic())")
+        env = {SLOW_START: f"slow:{delay_s}", "ELASTIC_NODE_NAME": node}
+        assert start(server, tmp_path, *command, **env).wait(PATIENCE_S) == 0
+        began_s[node] = float((tmp_path / "output").read_text()) - asked_s
+    assert began_s["slow"] >= delay_s
+    assert began_s["other"] < began_s["slow"]
 
 
 def test_a_fork_looks_like_a_process_that_was_started(server: ForkServer, tmp_path: Path) -> None:

@@ -29,7 +29,7 @@ SHARDS = 2
 WORKLOAD = Workload(
     samples=110,
     batch=22,
-    epochs=18,
+    epochs=12,
     step_s=1.0,
     save_every=5,
     extra=(f"--example={EXAMPLE}", "--width=8", "--layers=1", "--precision=fp64"),

@@ -24,7 +24,7 @@ from elastic.testing.waiting import PATIENCE_S
 pytestmark = pytest.mark.cluster
 
 SCRIPT = SCRIPTS / "phases.py"
-WORKLOAD = Workload(samples=250, epochs=16, step_s=0.8)
+WORKLOAD = Workload(samples=250, epochs=9, step_s=0.8)
 FRAMES = 1500  # hostile ones, before anything else happens
 # Threads and descriptors of a node's agent and worker that come and go by themselves.
 SLACK = 12

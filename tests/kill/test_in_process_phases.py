@@ -25,7 +25,7 @@ from elastic.testing.waiting import PATIENCE_S
 pytestmark = pytest.mark.cluster
 
 SCRIPT = SCRIPTS / "phases.py"
-WORKLOAD = Workload(samples=250, epochs=30, step_s=0.6)
+WORKLOAD = Workload(samples=250, epochs=20, step_s=0.6)
 IN_A_STEP = ("forward", "backward", "between", "after-optimizer", "after-scheduler", "evaluation")
 IN_A_RECOVERY = ("before-build", "after-build")
 

@@ -40,7 +40,7 @@ def test_a_job_trains_over_the_interface_on_the_route_to_its_leader(
     with (
         networks.Network(3, has_decoy=True) as network,
         CuttingProxy(etcd.endpoint, network.host) as door,
-        TrainingJob([etcd.endpoint], tmp_path, workload=Workload(epochs=4), max_nodes=3) as job,
+        TrainingJob([etcd.endpoint], tmp_path, workload=Workload(epochs=2), max_nodes=3) as job,
     ):
         first, second, third = network.machines
 
@@ -79,7 +79,7 @@ def test_store_and_state_use_the_network_that_all_nodes_are_given(
         networks.Network(2) as network,
         CuttingProxy(etcd.endpoint, network.host) as door,
         TrainingJob(
-            [etcd.endpoint], tmp_path, workload=Workload(epochs=4), min_nodes=2, max_nodes=2
+            [etcd.endpoint], tmp_path, workload=Workload(epochs=2), min_nodes=2, max_nodes=2
         ) as job,
     ):
         one, other = network.machines

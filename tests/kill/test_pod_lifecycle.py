@@ -30,7 +30,7 @@ pytestmark = pytest.mark.cluster
 
 # Slow steps, not many: the job must outlast ten minutes of changes on a busy machine, and is over
 # in seconds once it is told to hurry.
-WORKLOAD = Workload(samples=500, epochs=25, step_s=0.8, save_every=20)
+WORKLOAD = Workload(samples=500, epochs=14, step_s=0.8, save_every=20)
 PREEMPTED = 75
 # A drain takes a step or two, and the agent's end: 2 s. The grace period is 60 s, and nothing of it
 # may be spent on waiting for something that does not come.

@@ -26,7 +26,7 @@ pytestmark = pytest.mark.cluster
 
 SCRIPT = SCRIPTS / "wiring.py"
 EVERY = 5
-WORKLOAD = Workload(samples=48, batch=24, epochs=75, step_s=0.1, save_every=EVERY)
+WORKLOAD = Workload(samples=48, batch=24, epochs=50, step_s=0.1, save_every=EVERY)
 WIRINGS = ("retry", "none", "foreign")
 LAUNCHERS = ("etcd-v3", "c10d", "python")
 

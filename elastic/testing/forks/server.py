@@ -33,6 +33,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
 import types
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -70,6 +71,8 @@ _STARTERS = (
     "elastic.rendezvous.replacement",
 )
 _READ_AT_IMPORT = ("ELASTIC_STOCK_ETCD", "PYTHONPATH", "TORCH_LOGS")
+SLOW_START = "SLOW_START"
+"""``NODE:SECONDS``: how much later the processes of this node start, as on a cold installation."""
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36  # linux/prctl.h
 _PADDING = "FORK_SERVER_PADDING"
 _PADDING_BYTES = 64 << 10  # room for the environment of any process
@@ -191,6 +194,15 @@ def can_fork(command: Sequence[str], env: Mapping[str, str]) -> bool:
     return command[0] == sys.executable and is_same
 
 
+def import_all() -> None:
+    """Import what most processes of a job import."""
+    for name in _WARM:
+        importlib.import_module(name)
+    for name in _WARM_IF_INSTALLED:
+        if importlib.util.find_spec(name.partition(".")[0]) is not None:
+            importlib.import_module(name)
+
+
 # The server ---------------------------------------------------------------------------------------
 
 
@@ -246,11 +258,18 @@ def _become(order: dict[str, Any], fds: Sequence[int]) -> Callable[[], None]:
         setattr(sys, f"__{name}__", stream)
     random.seed()
     sys.modules["numpy"].random.seed()
+    _delay_start(order["env"])
     if arguments[0] == "-m":
         return lambda: _run_module(arguments[1], arguments[2:])
     if arguments[0] == "-c":
         return lambda: _run_code(arguments[1], arguments[2:])
     return lambda: _run_script(arguments[0], arguments[1:])
+
+
+def _delay_start(env: Mapping[str, str]) -> None:
+    node, _, delay_s = env.get(SLOW_START, "").partition(":")
+    if node and node == env.get("ELASTIC_NODE_NAME"):
+        time.sleep(float(delay_s))
 
 
 def _run_module(name: str, arguments: list[str]) -> None:
@@ -357,11 +376,7 @@ def main(connection: socket.socket) -> None:
     own = dict(os.environ)
     os.environ.clear()  # the strings of the kernel's block are unused from now on
     os.environ.update(own)
-    for name in _WARM:
-        importlib.import_module(name)
-    for name in _WARM_IF_INSTALLED:
-        if importlib.util.find_spec(name.partition(".")[0]) is not None:
-            importlib.import_module(name)
+    import_all()
     ending.keep_modules()
     gc.collect()
     gc.freeze()  # forks share existing objects
