@@ -109,6 +109,15 @@ def test_a_checkpoint_of_two_replicas_continues_in_another_layout_and_back(
     assert_same(job.run("fsdp", 3, size=4, per_node=2), alone[3], resumed=2)
 
 
+def test_a_checkpoint_of_ddp_continues_in_tensor_parallelism_and_back(
+    world: SmallWorld, alone: dict[int, WorkerResult], tmp_path: Path
+) -> None:
+    job = Job(world, tmp_path / "job")
+    job.run("ddp", 1, size=2)
+    assert_same(job.run("tp", 2, size=4, per_node=2), alone[2], resumed=1)
+    assert_same(job.run("ddp", 3, size=3), alone[3], resumed=2)
+
+
 def test_a_checkpoint_of_replicas_holds_the_state_once(
     saved: Job, alone: dict[int, WorkerResult]
 ) -> None:

@@ -166,6 +166,16 @@ def test_a_checkpoint_is_read_into_shards_that_a_new_job_has_no_moments_for_yet(
     assert_equal(values(fresh), values(saved))
 
 
+def test_a_sharded_average_is_wrapped_and_not_tracked(mesh: DeviceMesh) -> None:
+    job, *_ = trained(mesh, 1, steps=0)
+    average = nn.Linear(4, 2)
+    fully_shard(average, mesh=mesh["shard"])
+    with pytest.raises(ConfigError, match=r"run.track\(ema=…\) of a sharded module") as caught:
+        job.track("ema", average)
+    assert "ema = run.wrap(ema)" in (caught.value.hint or "")
+    assert "elastic.join" not in str(caught.value), "it is used already"
+
+
 def test_a_module_on_a_mesh_of_other_ranks_is_refused(mesh: DeviceMesh) -> None:
     """By ranks: a flattened dimension has a name of its own."""
     model = nn.Linear(4, 2)

@@ -140,11 +140,13 @@ class SmallJob:
             self._start(rank, dies)
         self._members = list(self._processes)
 
-    def _start(self, rank: int, death: Death | None) -> None:
+    def _start(self, rank: int, death: Death | None, *, is_joining: bool = False) -> None:
         name = f"worker-{len(self._processes)}"
-        local_rank = max(0, rank) % self._per_node
+        local_rank = rank % self._per_node
         server = self._processes[-1].server if local_rank else self._server()
-        environment = self._environment(rank, server.path) if self._size > 1 else _ALONE
+        environment = _ALONE
+        if self._size > 1:
+            environment = self._environment(rank, server.path, is_joining=is_joining)
         pid = os.fork()
         if pid == 0:
             become_worker(
@@ -158,7 +160,7 @@ class SmallJob:
                 on_stream=self._is_on_stream,
             )
         self._processes.append(_Process(name, pid, server, local_rank))
-        if rank < 0 or local_rank == min(self._per_node, self._size) - 1:
+        if local_rank == min(self._per_node, self._size) - 1:
             server.start()  # after the last fork, which would not have its thread
 
     def _server(self) -> LinkServer:
@@ -168,11 +170,10 @@ class SmallJob:
             on_error=lambda error: None,  # the run ends at its limit, with the log of the thread
         )
 
-    def _environment(self, rank: int, link: str) -> dict[str, str]:
-        """The variables that torchrun and our agent set. A rank of -1 joins a running world, and
-        receives its real rank over the link (elastic/rendezvous/handler.py)."""
-        is_joining = rank < 0
-        size = 1 if is_joining else self._size
+    def _environment(self, rank: int, link: str, *, is_joining: bool) -> dict[str, str]:
+        """The variables that torchrun and our agent set. A worker that joins a running world
+        receives its rank over the link (elastic/rendezvous/handler.py)."""
+        size = self._per_node if is_joining else self._size
         identity = WorldIdentity(generation=self._generation, nonce=self._nonce, lineage=())
         values: dict[str, object] = {
             "TORCHELASTIC_RUN_ID": "small-world",
@@ -184,8 +185,8 @@ class SmallJob:
         }
         return {name: str(value) for name, value in values.items()} | world_variables(
             NO_WORLD if is_joining else identity,
-            self._assignment(max(0, rank), size),
-            node_rank=max(0, rank) // self._per_node,
+            self._assignment(rank, size),
+            node_rank=rank // self._per_node,
             nodes=max(1, size // self._per_node),
             store_host="127.0.0.1",
             store_port=CALL_JOIN if is_joining else self._store_port,
@@ -228,8 +229,13 @@ class SmallJob:
         if process is not victim or process.exit_code is not None:
             self._problem = f"{process.name} has failed"
             return
+        for other in self._processes:
+            if other.server is process.server and not other.has_ended:
+                os.kill(other.pid, signal.SIGKILL)  # a part of a replica is useless
+                self._reap(other, options=0)
         if self._is_replaced:
-            self._start(-1, None)
+            for local_rank in range(self._per_node):
+                self._start(local_rank, None, is_joining=True)
         self._form_next()
 
     def _end_all(self) -> None:

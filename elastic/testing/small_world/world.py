@@ -144,10 +144,10 @@ class SmallWorld:
         """Run ``script`` to its end.
 
         ``size`` 1 is plain ``python script``: no agent, no link. ``per_node``: workers of a node;
-        with several, no worker dies. ``arguments`` are the script's. After a death the others
-        continue alone, or with a replacement of the dead one. ``folder``: for logs and results.
+        if one of several dies, the others of its node die with it, as the ranks of a replica do.
+        ``arguments`` are the script's. After a death the other nodes continue alone, or with a
+        replacement of the dead one. ``folder``: for logs and results.
         """
-        assert per_node == 1 or death is None, "a replica dies as one: see tests/kill/test_hsdp.py"
         folder.mkdir(parents=True, exist_ok=True)
         order = {
             "script": str(script),

@@ -108,7 +108,10 @@ class JobState:
         built = self.built.optimizers.values() if self.built is not None else ()
         for candidate in (tracked, getattr(tracked, "optimizer", None)):
             if isinstance(candidate, nn.Module):
-                refuse_module(f"{call} module", candidate)
+                try:
+                    refuse_module(f"{call} module", candidate)
+                except ConfigError as error:
+                    raise (_second_module(name, error) if self.is_sharded else error) from None
             if isinstance(candidate, torch.optim.Optimizer) and not self.is_sharded:
                 if candidate is not tracked and any(candidate is own for own in built):
                     continue
@@ -313,3 +316,12 @@ def _shared_groups(
 
 def _shape(shape: Any) -> str:
     return "none" if shape is None else str(tuple(shape))
+
+
+def _second_module(name: str, error: ConfigError) -> ConfigError:
+    """In replicas, all sharded modules are received by replaced ranks in the same way."""
+    return ConfigError(
+        error.message.partition(";")[0],
+        hint=f"{name} = run.wrap({name}): an average of the weights, or a teacher, is a wrapped "
+        "module like the model",
+    )
