@@ -59,6 +59,7 @@ class ReplicaJoin:
 
     size: int
     mesh: str = ""  # its dimensions
+    on_device: bool = False  # its ranks also open communicators between their devices
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -268,7 +268,12 @@ def _form(replica: ModelReplica, worlds: Worlds | None) -> None:
             hint="torchrun --rdzv-backend=etcd …; with other launchers, sharded models recover by "
             "a restart (docs/how-to/sharded.md)",
         )
-    found = worlds.meet_replica(replica.mesh.size, REPLICA_MEETS_S, mesh=str(replica.mesh))
+    found = worlds.meet_replica(
+        replica.mesh.size,
+        REPLICA_MEETS_S,
+        mesh=str(replica.mesh),
+        on_device=replica.device.type != "cpu",
+    )
     folder = os.path.dirname(os.environ["ELASTIC_LINK"])
     spec = replica_spec(found, replica.mesh.size)
     replica.form(ReplicaMeeting(folder, found.nonce, spec))

@@ -126,6 +126,9 @@ FROZEN_S = 5.0
 # The ranks of a replica on one node are told to meet once all of them are in elastic.join(): that
 # takes milliseconds, and the rest is a margin for busy machines. Then they are ended, and replaced.
 REPLICA_FORMS_S = 30.0
+# On GPUs, in which they also create their CUDA contexts and NCCL's communicators: tens of seconds
+# where drivers and file systems are slow.
+REPLICA_FORMS_ON_DEVICE_S = 300.0
 # Workers that keep others of their node waiting for this long are named in its log, and again after
 # twice the time.
 NOT_READY_S = 30.0

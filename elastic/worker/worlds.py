@@ -223,13 +223,15 @@ class Worlds:
                 self.is_waiting = True
                 self._changed.wait(WORKER_SLICE_S)
 
-    def meet_replica(self, size: int, timeout_s: float, *, mesh: str = "") -> ReplicaMeet:
+    def meet_replica(
+        self, size: int, timeout_s: float, *, mesh: str = "", on_device: bool = False
+    ) -> ReplicaMeet:
         """Wait for all ranks of this worker's replica, and return where they meet.
 
         ``timeout_s`` limits the wait for ranks on this node; the wait for other nodes has no limit.
         Raises TrainingError if ranks on this node do not join in time.
         """
-        self.send(ReplicaJoin(size=size, mesh=mesh))
+        self.send(ReplicaJoin(size=size, mesh=mesh, on_device=on_device))
         deadline_s = self._clock.monotonic() + timeout_s
         with self._changed:
             while self._meeting is None:

@@ -72,7 +72,7 @@ class Machine:
     # -- the link -----------------------------------------------------------------------------
 
     def say(self, process: Process, message: Message) -> None:
-        self.inbox.append(lambda: self.agent.workers.on_said(process.worker, message))
+        self.inbox.append(lambda: self.agent.workers.on_message(process.worker, message))
 
     def report(self) -> None:
         """The oldest death."""

@@ -10,7 +10,7 @@ import pytest
 from run_kit import job, process
 from test_metrics_log import world
 
-from elastic.cli.profile import ask, ranks_of
+from elastic.cli.profile import ranks_of, request_profile
 from elastic.errors import ConfigError, JobFailed, TrainingError
 from elastic.events import Event, ProfileWritten
 from elastic.membership.keys import Keys
@@ -152,7 +152,7 @@ KEYS = Keys.of("/elastic", "llama")
 def test_a_request_without_a_job_is_refused() -> None:
     store = MemoryStore(MemoryServer())
     with pytest.raises(ConfigError, match="job llama is not training"):
-        ask(store, KEYS, Profile(steps=1, ranks=()), clock=ManualClock())
+        request_profile(store, KEYS, Profile(steps=1, ranks=()), clock=ManualClock())
     done = Done(
         outcome=Outcome.SUCCESS,
         reason="a finished",
@@ -163,7 +163,7 @@ def test_a_request_without_a_job_is_refused() -> None:
     )
     store.put(KEYS.done, encode(done))
     with pytest.raises(JobFailed, match="has ended: a finished"):
-        ask(store, KEYS, Profile(steps=1, ranks=()), clock=ManualClock())
+        request_profile(store, KEYS, Profile(steps=1, ranks=()), clock=ManualClock())
 
 
 def test_ranks_are_given_as_lists_and_spans() -> None:

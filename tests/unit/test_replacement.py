@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from elastic.events import Event
-from elastic.link.peer import how_it_ended
+from elastic.link.peer import exit_status
 from elastic.messages.environment import CALL_JOIN, identity_in
 from elastic.messages.world import NO_WORLD
 from elastic.rendezvous import torch_private
@@ -196,8 +196,8 @@ def test_how_a_process_ended_can_be_read_until_its_end_is_judged(agent: Agent) -
     assert select.select([pidfd], [], [], PATIENCE_S)[0]
     assert agent.look() is None
     assert node.ended[-1] == (pid, 0, 1)
-    assert how_it_ended(pidfd) == (1, None)
+    assert exit_status(pidfd) == (1, None)
     node.decision = False
     assert agent.look() == 1
-    assert how_it_ended(pidfd) == (None, None), "reaped"
+    assert exit_status(pidfd) == (None, None), "reaped"
     os.close(pidfd)

@@ -18,9 +18,9 @@ class KnownWorkers:
         self.ended: set[int] = set()  # this agent has killed them; not reported yet
         self.hung: dict[int, str] = {}  # pids that this agent ends, and the reason
         self.replicas = LocalReplicas()
-        # For how long workers have been meeting the other ranks of their replica on this node, by
-        # pid; and those that have met them.
-        self.meeting_s: dict[int, float] = {}
+        # The time left to workers that are meeting the other ranks of their replica on this node,
+        # by pid; and those that have met them.
+        self.meeting_left_s: dict[int, float] = {}
         self.met: set[int] = set()
 
     @property
@@ -39,7 +39,7 @@ class KnownWorkers:
         self.ready.discard(worker.pid)
         self.entered.pop(worker.pid, None)
         self.replicas.leave(worker.pid)
-        self.meeting_s.pop(worker.pid, None)
+        self.meeting_left_s.pop(worker.pid, None)
         self.met.discard(worker.pid)
 
     def drop(self, worker: Worker) -> None:

@@ -18,7 +18,7 @@ from elastic.events import WorkersNotReady
 from elastic.link.server import LinkServer, Worker
 from elastic.membership.records import NodeState
 from elastic.node.context import NodeContext
-from elastic.tuning.agent_intervals import MOST_COUNTED_S, NOT_READY_S, REPLICA_FORMS_S
+from elastic.tuning.agent_intervals import MOST_COUNTED_S, NOT_READY_S
 
 
 class Readiness:
@@ -45,13 +45,13 @@ class Readiness:
         self._report(passed_s)
 
     def _end_meetings(self, passed_s: float) -> None:
-        meeting_s = self._known.meeting_s
-        for pid in meeting_s:
-            meeting_s[pid] += passed_s
+        left_s = self._known.meeting_left_s
+        for pid in left_s:
+            left_s[pid] -= passed_s
         present = {worker.pid: worker for worker in self._server.workers()}
-        late = [pid for pid, waited_s in meeting_s.items() if waited_s >= REPLICA_FORMS_S]
+        late = [pid for pid, its_s in left_s.items() if its_s <= 0]
         for pid in late:
-            del meeting_s[pid]
+            del left_s[pid]
             if (worker := present.get(pid)) is not None:
                 self._end(worker)
 
@@ -59,7 +59,7 @@ class Readiness:
         others = self._known.replicas.siblings(worker.pid)
         self._known.hung[worker.pid] = (
             f"{_name(worker)} has not met the other ranks of its replica "
-            f"({', '.join(map(_name, others))}) within {REPLICA_FORMS_S:g} s"
+            f"({', '.join(map(_name, others))}) in time"
         )
         with contextlib.suppress(ProcessLookupError):
             os.kill(worker.pid, signal.SIGKILL)
@@ -97,7 +97,7 @@ class Readiness:
         pid, known = worker.pid, self._known
         if pid in known.ready:
             return ""
-        if pid in known.meeting_s:
+        if pid in known.meeting_left_s:
             return f"{_name(worker)} is meeting the other ranks of its replica"
         if known.replicas.has_joined(pid) and pid not in known.met:
             return f"{_name(worker)} waits for the other ranks of its replica"

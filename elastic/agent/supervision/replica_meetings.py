@@ -32,7 +32,11 @@ from elastic.membership.replicas import take_seat
 from elastic.node.context import NodeContext
 from elastic.node.run_secret import STORE
 from elastic.store.keyvalue import Entry
-from elastic.tuning.agent_intervals import ASK_MEMBERS_S
+from elastic.tuning.agent_intervals import (
+    ASK_MEMBERS_S,
+    REPLICA_FORMS_ON_DEVICE_S,
+    REPLICA_FORMS_S,
+)
 
 
 class ReplicaMeetings:
@@ -67,7 +71,7 @@ class ReplicaMeetings:
         if size <= node.nproc:
             nonce = secrets.token_hex(8)
             for one in workers:
-                self._known.meeting_s[one.pid] = 0.0
+                self._known.meeting_left_s[one.pid] = _time_to_meet_s(request)
                 self._server.send(ReplicaMeet(nonce=nonce, rank=one.local_rank % size), one)
         elif node.running is not None:
             self._meet_in_world(node.running)
@@ -177,6 +181,10 @@ def _nodes_of(entries: Iterable[Entry]) -> dict[str, Node]:
             node = decode(Node, entry.key, entry.value)
             nodes[node.node_id] = node
     return nodes
+
+
+def _time_to_meet_s(request: ReplicaJoin) -> float:
+    return REPLICA_FORMS_ON_DEVICE_S if request.on_device else REPLICA_FORMS_S
 
 
 def _ids_of(replicas: tuple[NodeReplica, ...], mine: ReplicaSeat) -> tuple[str, ...]:

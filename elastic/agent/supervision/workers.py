@@ -138,7 +138,7 @@ class Workers:
             case ReplicaJoin():
                 self.replicas.join(worker, message)
             case ReplicaMet():
-                self._known.meeting_s.pop(worker.pid, None)
+                self._known.meeting_left_s.pop(worker.pid, None)
                 self._known.met.add(worker.pid)
             case Heartbeat():
                 self._on_heartbeat(worker, message)
