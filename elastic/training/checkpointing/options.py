@@ -26,7 +26,10 @@ class Checkpoints:
     """The configuration of checkpoints. ``join(checkpoints="folder")`` uses the defaults.
 
     ``folder`` is a path on storage that all nodes share, a URL of an object store, or a
-    :class:`checkpoints.Storage`. The end of training is always saved. Raises ConfigError.
+    :class:`checkpoints.Storage`. The end of training is always saved. ``memory`` is the number of
+    steps between two saves to the nodes' memory. Where it is chosen (True, and None with
+    ``run.build``), saves take at most ``memory_overhead`` of training time: all ranks compute the
+    number from the time of a save and of a step on the slowest. Raises ConfigError.
 
     >>> from checkpoints import EverySeconds, EverySteps, LatestN, EveryNSteps
     >>> policy = Checkpoints("ckpt", when=EverySteps(1000) | EverySeconds(600), keep=2)
