@@ -59,6 +59,15 @@ class WorkersStart:
 
 
 @dataclass(frozen=True)
+class ReplacementEnded:
+    """A process in the place of a dead worker has ended without having connected to the link."""
+
+    pid: int
+    local_rank: int
+    exit_code: int  # negative: a signal
+
+
+@dataclass(frozen=True)
 class ChangeNode:
     """The main thread changes the node's record."""
 

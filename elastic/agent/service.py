@@ -15,7 +15,7 @@ from elastic.agent.admission import refuse_if_it_cannot_mix
 from elastic.agent.ending.leaving import Leaving
 from elastic.agent.ending.parking import park
 from elastic.agent.loop import NodeLoop
-from elastic.agent.messages import ChangeNode, WorkersStart, publish_change
+from elastic.agent.messages import ChangeNode, ReplacementEnded, WorkersStart, publish_change
 from elastic.agent.world_wait import WorldWait
 from elastic.events import NodeArrived, NodeLeaving, WorldEntered
 from elastic.hangs.watch import Supervised
@@ -267,6 +267,15 @@ class NodeService:
         None: the node's thread has not decided it yet.
         """
         return self._status.is_to_be_replaced(pid)
+
+    def replacement_started(self, pid: int) -> None:
+        """A process was started in the place of a dead worker."""
+        self._status.unconnected.add(pid)
+
+    def replacement_ended(self, pid: int, local_rank: int, exit_code: int) -> None:
+        """A worker has ended: the node's thread is told, unless the link has noticed it."""
+        if pid in self._status.unconnected:
+            self.loop.post(ReplacementEnded(pid, local_rank, exit_code))
 
     @property
     def workers_have_joined(self) -> bool:

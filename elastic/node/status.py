@@ -53,6 +53,8 @@ class NodeStatus:
         # Pids of workers that were ready, or take the place of dead ones, and of whose death, if
         # any, nothing is decided yet.
         self.undecided: set[int] = set()
+        # Of them, those that were started in the place of dead ones and have not connected yet.
+        self.unconnected: set[int] = set()
         self.workers_joined = False  # one of them has called elastic.join()
         self.workers_left = False  # they have left the job at a step's boundary, as requested
         self.fatal: BaseException | None = None
@@ -78,7 +80,7 @@ class NodeStatus:
             return not self.stopping
         # The death of another one a moment ago has changed the state.
         is_open = (self.node.in_process and self.node.state is NodeState.READY) or (
-            bool(self.to_replace) and pid in self.undecided
+            bool(self.to_replace) and pid in self.undecided | self.unconnected
         )
         return None if is_open and self.can_replace and not self.stopping else False
 

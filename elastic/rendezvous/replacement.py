@@ -38,6 +38,10 @@ class ReplacingNode(Protocol):
 
     def is_to_be_replaced(self, pid: int) -> bool | None: ...
 
+    def replacement_started(self, pid: int) -> None: ...
+
+    def replacement_ended(self, pid: int, local_rank: int, exit_code: int) -> None: ...
+
 
 class Replacement:
     """One per agent; on torchrun's main thread."""
@@ -70,10 +74,12 @@ class Replacement:
                 worker.supervise(ReplaceableProcess(worker, self._decide, self._start, self._clock))
         self._node.allow_replacement(supervision.restarts_left > 0)
 
-    def _decide(self, pid: int, waited_s: float) -> bool | None:
+    def _decide(self, pid: int, local_rank: int, exit_code: int, waited_s: float) -> bool | None:
         """Whether a dead worker is to be replaced; None: that is not decided yet."""
         if self._has_given_up:
             return False
+        if not waited_s:
+            self._node.replacement_ended(pid, local_rank, exit_code)
         decision = self._node.is_to_be_replaced(pid)
         if decision is None and waited_s < REPLACEMENT_DECIDED_S:
             return None
@@ -100,6 +106,7 @@ class Replacement:
                 stderr=worker.stderr,
                 start_new_session=True,
             )
+        self._node.replacement_started(process.pid)
         self._supervision.replaced(worker.local_rank, process.pid)
         self._count(True)
         self._journal.emit(WorkerReplaced(local_rank=worker.local_rank, pid=process.pid))
@@ -127,7 +134,7 @@ class ReplaceableProcess:
     def __init__(
         self,
         worker: SupervisedWorker,
-        decide: Callable[[int, float], bool | None],
+        decide: Callable[[int, int, int, float], bool | None],
         start: Callable[[SupervisedWorker], subprocess.Popen[bytes]],
         clock: Clock,
     ) -> None:
@@ -144,23 +151,38 @@ class ReplaceableProcess:
 
     def poll(self) -> int | None:
         """The exit code; None while it runs, and where it is (to be) replaced."""
-        code = self._process.poll()
-        if code in (None, 0) or self._has_failed:
-            return code
-        if not torch_private.is_looking_for_failures(sys._getframe(1)):
-            return code  # all are being ended
-        if self._is_replaced():
-            return None
-        self._has_failed = True
-        return code
+        code = self._look()
+        is_failure = code not in (None, 0) and not self._has_failed
+        # (Otherwise all are being ended.)
+        if is_failure and torch_private.is_looking_for_failures(sys._getframe(1)):
+            assert code is not None
+            if self._is_replaced(code):
+                return None
+            self._has_failed = True
+        return self._process.poll()
 
-    def _is_replaced(self) -> bool:
+    def _look(self) -> int | None:
+        """The exit code. The process is not reaped before its end has been judged: how it ended
+        would be unknown to the node's thread, which is notified at the same time."""
+        if self._process.returncode is not None:
+            return self._process.returncode
+        try:
+            info = os.waitid(os.P_PID, self._process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+        except ChildProcessError:
+            return self._process.poll()
+        if info is None:
+            return None
+        return info.si_status if info.si_code == os.CLD_EXITED else -info.si_status
+
+    def _is_replaced(self, exit_code: int) -> bool:
         """Also while that is not decided yet."""
         now_s = self._clock.monotonic()
         if self._seen_dead_s is None:
             self._seen_dead_s = now_s
-        decision = self._decide(self._process.pid, now_s - self._seen_dead_s)
+        local_rank, waited_s = self._worker.local_rank, now_s - self._seen_dead_s
+        decision = self._decide(self._process.pid, local_rank, exit_code, waited_s)
         if decision:
+            self._process.poll()
             self._process = self._start(self._worker)
             self._seen_dead_s = None
         return decision is not False

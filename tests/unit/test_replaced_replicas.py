@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from membership_nodes import node
 
+from elastic.agent.messages import ReplacementEnded
 from elastic.agent.supervision.workers import Workers
 from elastic.events import Event, WorkerDied, WorkersNotReady
 from elastic.link.protocol import (
@@ -248,3 +249,35 @@ def test_the_log_names_the_workers_that_keep_the_others_waiting(agent: Agent) ->
     ]
     agent.wait(NOT_READY_S)
     assert len(agent.warnings) == 2, "again after twice the time"
+
+
+@pytest.mark.parametrize("exit_code", [-9, 1], ids=["killed", "failed"])
+def test_a_replacement_that_is_killed_before_it_has_a_link_is_replaced_again(
+    agent: Agent, exit_code: int
+) -> None:
+    """By the kernel, perhaps. The other replica has the state, and keeps its processes."""
+    agent.die(agent.trained[0])
+    agent.die(agent.trained[1])
+    second = agent.start(1)
+    agent.join(second)
+    pid = next(agent.pids)
+    agent.status.unconnected.add(pid)
+    assert agent.status.is_to_be_replaced(pid) is None, "the node's thread decides"
+    agent.workers.on_ended_unconnected(ReplacementEnded(pid, 0, exit_code))
+    assert agent.status.is_to_be_replaced(pid) is (exit_code == -9)
+    assert second.pid not in agent.killed
+    if exit_code == -9:
+        first = agent.start(0)
+        agent.join(first)
+        assert agent.meetings(first) == agent.meetings(second) != []
+
+
+def test_a_replacement_whose_link_is_known_is_not_reported_twice(agent: Agent) -> None:
+    """It has connected before torchrun's thread noted that it was started."""
+    first, second = agent.replace(0, 1)
+    agent.status.unconnected.add(first.pid)
+    agent.killed.clear()
+    agent.workers.on_ended_unconnected(ReplacementEnded(first.pid, 0, -9))
+    agent.die(first)
+    assert agent.killed == [second.pid], "they have met, and are replaced together"
+    assert agent.status.to_replace >= {first.pid, second.pid}

@@ -4,6 +4,8 @@ ended."""
 from __future__ import annotations
 
 import json
+import os
+import select
 import subprocess
 import sys
 from contextlib import nullcontext
@@ -15,12 +17,14 @@ from typing import Any
 import pytest
 
 from elastic.events import Event
+from elastic.link.peer import how_it_ended
 from elastic.messages.environment import CALL_JOIN, identity_in
 from elastic.messages.world import NO_WORLD
 from elastic.rendezvous import torch_private
 from elastic.rendezvous.replacement import Replacement
 from elastic.rendezvous.torch_private import SupervisedWorker, Supervision
 from elastic.testing.doubles.manual_clock import ManualClock
+from elastic.testing.waiting import PATIENCE_S
 from elastic.tuning.agent_intervals import REPLACEMENT_DECIDED_S
 
 TELL = "import json, os; print(json.dumps(dict(os.environ)))"
@@ -33,12 +37,20 @@ class Node:
     decision: bool | None = None
     is_allowed: bool = False
     is_replacing: bool = False
+    started: list[int] = field(default_factory=list)
+    ended: list[tuple[int, int, int]] = field(default_factory=list)
 
     def allow_replacement(self, is_allowed: bool) -> None:
         self.is_allowed = is_allowed
 
     def is_to_be_replaced(self, pid: int) -> bool | None:
         return self.decision
+
+    def replacement_started(self, pid: int) -> None:
+        self.started.append(pid)
+
+    def replacement_ended(self, pid: int, local_rank: int, exit_code: int) -> None:
+        self.ended.append((pid, local_rank, exit_code))
 
 
 @dataclass
@@ -169,3 +181,23 @@ def test_the_new_process_gets_no_world(tmp_path: Path, agent: Agent) -> None:
     told = (tmp_path / "out").read_text()
     assert f'"MASTER_PORT": "{CALL_JOIN}"' in told
     assert identity_in(json.loads(told)) == NO_WORLD
+
+
+def test_how_a_process_ended_can_be_read_until_its_end_is_judged(agent: Agent) -> None:
+    """The node's thread is notified by the link, of which the thread may be late."""
+    node = Node()
+    Replacement(node, Events(), nullcontext).look(agent.supervision)
+    node.decision = True
+    assert agent.look() is None
+    node.decision = None
+    pid = agent.handler.proc.pid
+    assert node.started == [pid]
+    pidfd = os.pidfd_open(pid)
+    assert select.select([pidfd], [], [], PATIENCE_S)[0]
+    assert agent.look() is None
+    assert node.ended[-1] == (pid, 0, 1)
+    assert how_it_ended(pidfd) == (1, None)
+    node.decision = False
+    assert agent.look() == 1
+    assert how_it_ended(pidfd) == (None, None), "reaped"
+    os.close(pidfd)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 
+from elastic.agent.messages import ReplacementEnded
 from elastic.agent.supervision.hangs import (
     Hangs,
     RanksAreQuiet,
@@ -108,6 +109,9 @@ class WorkerSupervisor:
                     self._hangs.on_ended(worker.pid)
                 if self.workers is not None:
                     self.workers.on_ended(worker, death)
+            case ReplacementEnded():
+                if self.workers is not None:
+                    self.workers.on_ended_unconnected(message)
             case RanksAreQuiet():
                 if self._hangs is not None:
                     self._hangs.on_quiet(message)

@@ -10,7 +10,7 @@ import os
 import signal
 from dataclasses import dataclass, replace
 
-from elastic.agent.messages import publish_change
+from elastic.agent.messages import ReplacementEnded, publish_change
 from elastic.agent.supervision.announced_worlds import AnnouncedWorlds
 from elastic.agent.supervision.known_workers import KnownWorkers
 from elastic.events import WorkerDied
@@ -111,6 +111,18 @@ class WorkerDeaths:
             exit_code = exit_code_of(death) if hung is None else HUNG_EXIT_CODE
             failure = WorkerFailed(text, exit_code, is_oom_kill, kernel_log.lines)
             self._tell_others(worker, siblings, failure)
+
+    def on_ended_unconnected(self, ended: ReplacementEnded) -> None:
+        """A replacement has ended before it had a link: it is replaced again if it was killed."""
+        signum = -ended.exit_code if ended.exit_code < 0 else None
+        worker = Worker(ended.pid, ended.local_rank, token=0)
+        death = WorkerDeath(ended.pid, ended.exit_code if signum is None else None, signum, None)
+        kill_group(ended.pid)
+        if self._at.status.stopping or not self._was_replacing(worker, death, ()):
+            return
+        self._at.status.to_replace.add(ended.pid)
+        reason = describe_death(worker, death)
+        self._at.journal.emit(WorkerDied(pid=ended.pid, local_rank=ended.local_rank, reason=reason))
 
     def _tell_others(
         self,

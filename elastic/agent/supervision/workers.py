@@ -10,7 +10,7 @@ import logging
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from elastic.agent.messages import publish_change
+from elastic.agent.messages import ReplacementEnded, publish_change
 from elastic.agent.supervision.announced_worlds import AnnouncedWorlds
 from elastic.agent.supervision.failure_reporter import FailureReporter, nodes_at, nodes_of
 from elastic.agent.supervision.known_workers import KnownWorkers
@@ -128,6 +128,7 @@ class Workers:
         match message:
             case ClientHandshakeRequest():
                 self._known.starts[worker.pid] = self._at.status.starts
+                self._at.status.unconnected.discard(worker.pid)
                 self._at.status.workers_joined = True
                 if self._at.status.to_replace:
                     self._at.status.undecided.add(worker.pid)
@@ -260,6 +261,13 @@ class Workers:
         self._deaths.on_ended(worker, death)
         self._at.status.undecided.discard(worker.pid)
 
+    def on_ended_unconnected(self, ended: ReplacementEnded) -> None:
+        """A replacement has ended, before it had a link as far as torchrun's thread knows."""
+        status = self._at.status
+        if ended.pid not in self._known.starts and ended.pid not in status.to_replace:
+            self._deaths.on_ended_unconnected(ended)
+        status.unconnected.discard(ended.pid)
+
     # ── what they are told ───────────────────────────────────────────────────────────────
 
     def learn(self, world: WorldRecord | None) -> None:
@@ -278,6 +286,7 @@ class Workers:
         self._at.status.workers_left = False
         self._at.status.to_replace.clear()
         self._at.status.undecided.clear()
+        self._at.status.unconnected.clear()
 
     def permit(self, until_s: float) -> None:
         """Let them train until then, in this machine's boot time."""
