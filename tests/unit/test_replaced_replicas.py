@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import itertools
 import os
+from collections.abc import Iterator
+from contextlib import closing
 from dataclasses import replace
 from typing import Any
 
@@ -95,6 +97,9 @@ class Agent:
             self.workers.on_said(worker, ReplicaMet())
             self.workers.on_said(worker, Ready())
 
+    def close(self) -> None:
+        self.links.close()
+
     def start(self, local_rank: int) -> Worker:
         """A process that connects."""
         worker = Worker(pid=next(self.pids), local_rank=local_rank, token=0)
@@ -139,10 +144,10 @@ class Agent:
 
 
 @pytest.fixture
-def agent(monkeypatch: pytest.MonkeyPatch) -> Agent:
-    agent = Agent()
-    monkeypatch.setattr(os, "kill", lambda pid, signum: agent.killed.append(pid))
-    return agent
+def agent(monkeypatch: pytest.MonkeyPatch) -> Iterator[Agent]:
+    with closing(Agent()) as agent:
+        monkeypatch.setattr(os, "kill", lambda pid, signum: agent.killed.append(pid))
+        yield agent
 
 
 @pytest.mark.parametrize("dead", range(NPROC))
