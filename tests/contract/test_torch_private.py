@@ -183,6 +183,12 @@ class Replacing(OneWorld):
         self.replacement.look(supervision)
         return 0
 
+    def replacement_started(self, pid: int) -> None:
+        pass
+
+    def replacement_ended(self, pid: int, local_rank: int, exit_code: int) -> None:
+        pass
+
     def allow_replacement(self, is_allowed: bool) -> None:
         assert is_allowed
 
