@@ -195,10 +195,6 @@ class Replacing(OneWorld):
     def is_to_be_replaced(self, pid: int) -> bool | None:
         return True
 
-    def replacement_started(self, pid: int) -> None: ...
-
-    def replacement_ended(self, pid: int, local_rank: int, exit_code: int) -> None: ...
-
     def emit(self, event: Event, *, level: int = 0) -> None:
         self.replaced.append(event)
 

@@ -105,9 +105,6 @@ class Agent:
     def close(self) -> None:
         self.links.close()
 
-    def close(self) -> None:
-        self.links.close()
-
     def start(self, local_rank: int) -> Worker:
         """A process that connects."""
         worker = Worker(pid=next(self.pids), local_rank=local_rank, token=0)
