@@ -30,7 +30,7 @@ class CommunicatorAbort:
     """
 
     def __init__(
-        self, abort: Callable[[], object], *, timeout_s: float, expire: Callable[[], object]
+        self, abort: Callable[[], object], timeout_s: float, expire: Callable[[], object]
     ) -> None:
         self._abort = abort
         self._deadline = CallDeadline(timeout_s, expire, name="elastic-abort-deadline")

@@ -249,9 +249,7 @@ class ProcessGroup:
             if abort is not None and self._communicators is None:
                 limit_s = timeouts.ABORT_S
                 self._communicators = CommunicatorAbort(
-                    abort,
-                    timeout_s=limit_s,
-                    expire=functools.partial(self._is_stuck, "aborting", limit_s),
+                    abort, limit_s, functools.partial(self._is_stuck, "aborting", limit_s)
                 )
 
     def _abort_works(self) -> None:

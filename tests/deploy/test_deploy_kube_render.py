@@ -211,7 +211,7 @@ REFUSED: tuple[tuple[tuple[str, ...], str, str], ...] = (
         "http://HOST:PORT",
     ),
     (("--env=AZURE_STORAGE_CONNECTION_STRING=a",), "CONNECTION_STRING", "--env-from-secret"),
-    (("--env=HTTPS_PROXY=http://me:pass@p:1",), "HTTPS_PROXY=… holds", "--env-from-secret"),
+    (("--env=HTTPS_PROXY=http://me:pass@p:1",), "HTTPS_PROXY=… contains", "--env-from-secret"),
     (("--service-account-annotation=role",), "=role", "KEY=VALUE"),
     (
         ("--service-account-annotation=config.kubernetes.io/local-config=true",),

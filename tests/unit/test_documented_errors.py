@@ -29,7 +29,7 @@ PUBLIC_MODULES: tuple[str, ...] = SITE["PUBLIC_MODULES"]
 public_names: Callable[[str], list[str]] = SITE["public_names"]
 
 PACKAGES = ("elastic", "checkpoints")
-SAME_AS = re.compile(r"what\s+:(?:func|meth):`(?:checkpoints\.)?(\w+)`\s+raises")
+SAME_AS = re.compile(r"the\s+same\s+errors\s+as\s+:(?:func|meth):`(?:checkpoints\.)?(\w+)`")
 DEPTH = 2
 # Bugs of this project's own, and methods of abstract classes.
 INTERNAL = frozenset({AssertionError, NotImplementedError})
