@@ -26,7 +26,7 @@ from elastic.training.recovery.progress import RankProgress
 from elastic.training.recovery.transfer import Room, Specs, broadcast_blob, transfer
 from elastic.training.state.all_ranks import on_all_ranks
 from elastic.training.state.job_state import JobState
-from elastic.training.state.shards import own_memory, pack, unpack
+from elastic.training.state.shards import names_alike, own_memory, pack, unpack
 from elastic.world.world import World
 
 
@@ -181,50 +181,54 @@ class Reconfiguration:
         tag = agreement.tag
         assert tag is not None
         began_s = SYSTEM_CLOCK.monotonic()
-        # Each position of the replicas separately, each from a different replica that has it.
-        sender = agreement.holders[world.rank_in_replica % len(agreement.holders)]
-        source = sender * world.mesh.size + world.rank_in_replica
-        is_source, is_receiver = world.rank == source, world.rank in agreement.receivers
-        receivers = tuple(sorted({rank // world.mesh.size for rank in agreement.receivers}))
-        packed = on_all_ranks(world, lambda: pack(self._job.tree()) if is_source else (None, {}))
+        size, position = world.mesh.size, world.rank_in_replica
+        # Each position of the replicas separately, from all that have it, each with another first.
+        turn = position % len(agreement.holders)
+        holders = (*agreement.holders[turn:], *agreement.holders[:turn])
+        packed = on_all_ranks(
+            world,
+            lambda: pack(self._job.tree()) if world.replica in holders else (None, {}),
+        )
         node, tensors = packed
-        received = transfer(
+        moved = transfer(
             node,
             tensors,
-            source=sender,
-            receivers=receivers,
+            sources=holders,
+            receivers=sorted({rank // size for rank in agreement.receivers}),
             device=self._device,
             group=peer_group(),
             room=self._room(tag),
+            alike=names_alike(tensors, self._job),
         )
-        size = sum(t.numel() * t.element_size() for t in tensors.values())
+        sources = tuple(replica * size + position for replica in moved.sources)
 
         def take_over() -> None:
-            if received is None:
+            if moved.tensors is None:
                 return
-            tree = unpack(received[0], received[1], self._job)
-            self._job.check(tree, f"the state of rank {source}")
+            tree = unpack(moved.node, moved.tensors, self._job)
+            self._job.check(tree, f"the state of rank {holders[0] * size + position}")
             self._progress.begin_taking_over()
             self._job.apply(tree)
             self._progress.took_over(tag)
 
         on_all_ranks(world, take_over, is_loss=True)
         took_s = round(SYSTEM_CLOCK.monotonic() - began_s, 4)
-        if is_receiver and received is not None:
-            size = sum(t.numel() * t.element_size() for t in received[1].values())
+        if moved.tensors is not None:
             self._journal.emit(
-                StateReceived(source=source, step=tag.step, bytes=size, duration_s=took_s)
+                StateReceived(
+                    source=holders[0] * size + position,
+                    sources=sources,
+                    step=tag.step,
+                    bytes=sum(t.nbytes for t in moved.tensors.values()),
+                    duration_s=took_s,
+                )
             )
-        elif is_source:
+        elif world.rank in sources:
             self._journal.emit(
                 StateSent(
-                    receivers=tuple(
-                        rank
-                        for rank in agreement.receivers
-                        if rank % world.mesh.size == world.rank_in_replica
-                    ),
+                    receivers=tuple(r for r in agreement.receivers if r % size == position),
                     step=tag.step,
-                    bytes=size,
+                    bytes=moved.sent_bytes,
                     duration_s=took_s,
                 ),
                 level=logging.DEBUG,
