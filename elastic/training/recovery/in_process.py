@@ -226,6 +226,7 @@ class InProcess:
 
     def enter_world(self) -> None:
         """Wait for the next world, and if it fails for the one after it."""
+        self._reconfiguration.prepare()
         while True:
             with self._lap("wait_s"):
                 message = self._next()

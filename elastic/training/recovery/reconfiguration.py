@@ -26,8 +26,9 @@ from elastic.training.recovery.progress import RankProgress
 from elastic.training.recovery.transfer import Room, Specs, broadcast_blob, transfer
 from elastic.training.state.all_ranks import on_all_ranks
 from elastic.training.state.job_state import JobState
-from elastic.training.state.shards import names_alike, own_memory, pack, unpack
-from elastic.world.world import World
+from elastic.training.state.received_memory import Reserve
+from elastic.training.state.shards import names_alike, own_memory, pack, unpack, warm_up
+from elastic.world.world import World, joins_running_job
 
 
 class Reconfiguration:
@@ -46,6 +47,18 @@ class Reconfiguration:
         self._checkpoints = checkpoints
         self._journal = journal
         self._device = device
+        self._reserve = Reserve()
+
+    def prepare(self) -> None:
+        """Before this rank is ready for its first world: if that is one of a job that runs, other
+        ranks train meanwhile, and wait later for whatever is not done here."""
+        if joins_running_job() and self._progress.tag is None and not self._job.is_rebuilt:
+            self._reserve.fill(
+                tracked
+                for tracked in self._job.tracked.values()
+                if isinstance(tracked, torch.optim.Optimizer)
+            )
+            warm_up(self._job)
 
     def enter(self, world: World, committed_step: int | None) -> World:
         """Bring all ranks of the group to one state; returns the world as numbered by the job.
@@ -56,10 +69,13 @@ class Reconfiguration:
         began_s = SYSTEM_CLOCK.monotonic()
         agreement = agree(self._progress.rank_state(world.nonce), world.mesh.size)
         self._progress.retries_of_others = agreement.retries
-        if agreement.is_fresh:
-            world = self._start_fresh(world, committed_step, may_begin=not agreement.is_torn)
-        else:
-            world = self._go_on(world, agreement)
+        try:
+            if agreement.is_fresh:
+                world = self._start_fresh(world, committed_step, may_begin=not agreement.is_torn)
+            else:
+                world = self._go_on(world, agreement)
+        finally:
+            self._reserve.clear()
         self._joined(world, agreement.source, agreement.tag, began_s)
         return world
 
@@ -164,16 +180,17 @@ class Reconfiguration:
             }
         )
 
-    def _room(self, tag: Tag) -> Room | None:
-        """The memory of this rank's model, unless it may be needed as it is."""
-        if not self._progress.can_spare_weights(tag):
-            return None
+    def _room(self, tag: Tag) -> Room:
+        """The memory of this rank's model, unless it may be needed as it is, and the reserve."""
 
         def room(packed: Any, specs: Specs) -> dict[str, torch.Tensor]:
-            own = own_memory(packed, specs, self._job)
+            own: dict[str, torch.Tensor] = {}
+            if self._progress.can_spare_weights(tag):
+                own = own_memory(packed, specs, self._job)
             if own:
                 self._progress.begin_taking_over()
-            return own
+            others = {name: spec for name, spec in specs.items() if name not in own}
+            return own | self._reserve.take(others)
 
         return room
 

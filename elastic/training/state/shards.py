@@ -85,6 +85,16 @@ def names_alike(names: Iterable[str], job: JobState) -> list[str]:
     return [name for name in names if name in parameters or name.startswith(moments)]
 
 
+def warm_up(job: JobState) -> None:
+    """Load this job's sharded weights into themselves: that copies nothing, but the first time in a
+    process it takes 8 ms, for what DTensor imports and caches [measured, torch 2.13]."""
+    with torch.no_grad():
+        for module in job.modules.values():
+            for parameter in module.all_parameters:
+                if is_dtensor(parameter):
+                    parameter.detach().copy_(parameter.detach())
+
+
 def room_for(manifest: Manifest, job: JobState) -> dict[str, Any]:
     """New DTensors, by path, for this job's sharded tensors in a checkpoint: each rank
     reads only its shards."""
