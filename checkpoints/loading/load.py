@@ -199,7 +199,9 @@ def _load_through_page_cache(
 
 
 def verify(root: Root, name: str, *, progress: Progress | None = None) -> CheckpointInfo:
-    """Verify every byte of a checkpoint. Raises what :func:`load` raises; returns the summary.
+    """Verify every byte of a checkpoint; return its summary.
+
+    Raises the same errors as :func:`load`.
 
     ``progress`` is called, from several threads, with the number of bytes of each chunk.
     """

@@ -62,7 +62,7 @@ class MappedCheckpoint:
     ) -> None:
         """Verify these chunks, and the headers of these ranks (by default all).
 
-        Raises what :func:`~checkpoints.loading.reader.read_chunks` raises.
+        Raises the same errors as :func:`~checkpoints.loading.reader.read_chunks`.
         """
 
         def work(batch: Batch) -> None:

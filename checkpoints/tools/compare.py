@@ -31,7 +31,7 @@ def compare(
 
     Tensors whose chunks have equal places and hashes are equal and are not read. ``progress`` is
     called with the number of bytes processed; their sum is the size of both checkpoints.
-    Raises what :func:`checkpoints.load` raises.
+    Raises the same errors as :func:`checkpoints.load`.
     """
     storage = storage_for(root)
     sides = tuple(_Side(storage, read_manifest(storage, name)) for name in (old, new))

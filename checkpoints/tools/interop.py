@@ -50,7 +50,7 @@ def export_to(
     """Write a verified checkpoint as another format: a file, or DCP's folder.
 
     ``progress`` is called with the number of bytes of each chunk read.
-    Raises what :func:`checkpoints.load` raises, :class:`ArgumentError` if the target exists,
+    Raises the same errors as :func:`checkpoints.load`, :class:`ArgumentError` if the target exists,
     :class:`NotWritable` if its folder does not, :class:`DiskFull` if it has no space, and
     :class:`WriteFailed` if the state cannot be written in that format.
     """

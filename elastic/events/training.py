@@ -31,9 +31,10 @@ class WorldJoined(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class StateReceived(Event):
-    """A worker received its weights from another one."""
+    """A worker received its weights from others."""
 
-    source: int  # rank that sent them
+    source: int  # rank whose description of the state it is
+    sources: tuple[int, ...] = ()  # ranks that sent a part of it
     step: int  # committed in the state
     bytes: int  # received
     duration_s: float  # of the transfer

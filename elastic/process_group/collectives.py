@@ -47,7 +47,14 @@ class RankGroup(Protocol):
     def all_reduce(self, tensor: torch.Tensor) -> dist.Work | None: ...
     def broadcast(self, tensor: torch.Tensor, source: int) -> dist.Work | None: ...
     def all_gather(self, outputs: list[torch.Tensor], tensor: torch.Tensor) -> dist.Work | None: ...
-    def send_one(self, tensor: torch.Tensor, source: int, receiver: int) -> dist.Work | None: ...
+    def send_parts(
+        self, tensor: torch.Tensor, parts: Mapping[int, int], receiver: int
+    ) -> dist.Work | None:
+        """Move parts of a tensor to ``receiver``, all at once.
+
+        ``parts``: how many elements each source sends, in the order of its rank. ``tensor``: all of
+        it on the receiver, this rank's part on a source, and anything of that type elsewhere.
+        """
 
 
 class _DefaultGroup:
@@ -80,8 +87,10 @@ class _DefaultGroup:
     def all_gather(self, outputs: list[torch.Tensor], tensor: torch.Tensor) -> dist.Work | None:
         return cast(Started, dist.all_gather(outputs, tensor, async_op=True))
 
-    def send_one(self, tensor: torch.Tensor, source: int, receiver: int) -> dist.Work | None:
-        out, into, received, sent = _one_way(tensor, source, receiver, self.rank, self.size)
+    def send_parts(
+        self, tensor: torch.Tensor, parts: Mapping[int, int], receiver: int
+    ) -> dist.Work | None:
+        out, into, received, sent = _one_way(tensor, parts, receiver, self.rank, self.size)
         work = dist.all_to_all_single(
             into, out, output_split_sizes=received, input_split_sizes=sent, async_op=True
         )
@@ -130,29 +139,31 @@ class OwnGroup:
         work: dist.Work = self.backend.allgather([outputs], [tensor])
         return work
 
-    def send_one(self, tensor: torch.Tensor, source: int, receiver: int) -> dist.Work:
-        out, into, received, sent = _one_way(tensor, source, receiver, self.rank, self.size)
+    def send_parts(
+        self, tensor: torch.Tensor, parts: Mapping[int, int], receiver: int
+    ) -> dist.Work:
+        out, into, received, sent = _one_way(tensor, parts, receiver, self.rank, self.size)
         options = dist.AllToAllOptions()
         work: dist.Work = self.backend.alltoall_base(into, out, received, sent, options)
         return work
 
 
 def _one_way(
-    tensor: torch.Tensor, source: int, receiver: int, rank: int, size: int
+    tensor: torch.Tensor, parts: Mapping[int, int], receiver: int, rank: int, size: int
 ) -> tuple[torch.Tensor, torch.Tensor, list[int], list[int]]:
-    """What rank ``rank`` gives to an all-to-all that moves ``tensor`` from one rank to another, and
+    """What rank ``rank`` gives to an all-to-all that moves parts of a tensor to one rank, and
     nothing between any others: what it sends, what it receives into, and the sizes of its parts.
 
-    A send and a receive would do, but what waits for them cannot be released by an abort
+    Sends and receives would do, but what waits for them cannot be released by an abort
     (:mod:`elastic.process_group.pending`). A broadcast would send all of it to ranks that have it.
     """
     none = tensor.new_empty(0)
     received, sent = [0] * size, [0] * size
     out = into = none
-    if rank == source:
-        out, sent[receiver] = tensor, tensor.numel()
+    if parts.get(rank):
+        out, sent[receiver] = tensor, parts[rank]
     if rank == receiver:
-        into, received[source] = tensor, tensor.numel()
+        into, received = tensor, [parts.get(source, 0) for source in range(size)]
     return out, into, received, sent
 
 

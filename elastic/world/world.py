@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from elastic.errors import ConfigError
-from elastic.messages.environment import identity_in
+from elastic.messages.environment import CALL_JOIN, identity_in
 from elastic.messages.world import RankAssignment, WorldIdentity
 from elastic.world.mesh import ReplicaMesh
 
@@ -85,6 +85,15 @@ def is_launched(env: Mapping[str, str] = os.environ) -> bool:
             hint="start with torchrun, or unset RANK to train with one process",
         )
     return not missing
+
+
+def joins_running_job(env: Mapping[str, str] = os.environ) -> bool:
+    """Whether this process has no world yet, and will be given a place in one that trains.
+
+    >>> joins_running_job({"MASTER_PORT": "29500"})
+    False
+    """
+    return env.get("MASTER_PORT") == CALL_JOIN
 
 
 def world_from_environment(env: Mapping[str, str] = os.environ) -> World:

@@ -15,7 +15,7 @@ INTERRUPTED = """
 from elastic.training.recovery import transfer
 from elastic.training.recovery.reconfiguration import Reconfiguration
 transfer.SHORTEST_CHUNK_BYTES = transfer.LONGEST_CHUNK_BYTES = 4096
-whole_transfer, finish_chunk = Reconfiguration._transfer, transfer.ChunkedBroadcast.finish_chunk
+whole_transfer, finish_chunk = Reconfiguration._transfer, transfer.ChunkedTransfer.finish_chunk
 chunks, seen = [], {}
 result = {}
 
@@ -40,7 +40,7 @@ def transferred(self, world, agreement):
             self._progress.lose_state()
         raise
 
-transfer.ChunkedBroadcast.finish_chunk = interrupted
+transfer.ChunkedTransfer.finish_chunk = interrupted
 Reconfiguration._transfer = transferred
 
 def train():

@@ -358,29 +358,33 @@ def moved_state(me: Rank) -> Result:
         got = transfer.transfer(
             {"so": "far"} if me.rank == 1 else None,
             kept if me.rank == 1 else {},
-            source=1,
+            sources=(1,),
             receivers=(2,),
             device=torch.device("cpu"),
         )
-        ends[str(chunk_bytes)] = got is not None and (
-            got[0] == {"so": "far"}
-            and got[1].keys() == kept.keys()
-            and all(torch.equal(got[1][name], kept[name]) for name in kept)
-            and all(got[1][name].dtype == kept[name].dtype for name in kept)
+        ends[str(chunk_bytes)] = got.tensors is not None and (
+            got.node == {"so": "far"}
+            and got.tensors.keys() == kept.keys()
+            and all(torch.equal(got.tensors[name], kept[name]) for name in kept)
+            and all(got.tensors[name].dtype == kept[name].dtype for name in kept)
         )
     if me.rank == 2:  # one bit falls over on the way
-        send = transfer.ChunkedBroadcast.send_chunk
+        send = transfer.ChunkedTransfer.send_chunk
 
         def damage(self: Any, *args: Any) -> Any:
-            pieces, moved, work = send(self, *args)
-            assert work is not None and work.wait()
-            moved[-1] ^= 1
-            return pieces, moved, None
+            sent = send(self, *args)
+            assert sent.work is not None and sent.work.wait()
+            sent.memory[-1] ^= 1
+            return sent._replace(work=None)
 
-        transfer.ChunkedBroadcast.send_chunk = damage  # type: ignore[assignment,method-assign]
+        transfer.ChunkedTransfer.send_chunk = damage  # type: ignore[assignment,method-assign]
     damaged = failure_of(
         lambda: transfer.transfer(
-            None, kept if me.rank == 1 else {}, source=1, receivers=(2,), device=torch.device("cpu")
+            None,
+            kept if me.rank == 1 else {},
+            sources=(1,),
+            receivers=(2,),
+            device=torch.device("cpu"),
         )
     )
     me.group.destroy()

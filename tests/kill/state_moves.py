@@ -11,8 +11,8 @@ def wait_moved(job: TrainingJob, moves: list[tuple[int, list[int]]], since_s: fl
     """Until state was sent by these ranks to these others, and to nobody else."""
 
     def moved() -> bool:
-        received = sorted(e["source"] for e in job.journaled("state-received", since_s=since_s))
+        received = sorted(e["sources"] for e in job.journaled("state-received", since_s=since_s))
         sent = sorted(e["receivers"] for e in job.journaled("state-sent", since_s=since_s))
-        return list(zip(received, sent, strict=False)) == moves
+        return list(zip(received, sent, strict=False)) == [([s], r) for s, r in moves]
 
     job.wait_for(moved, PATIENCE_S, f"state sent by and to {moves}")

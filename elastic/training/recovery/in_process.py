@@ -227,6 +227,7 @@ class InProcess:
 
     def enter_world(self) -> None:
         """Enter the next world or, if that fails, the one after it."""
+        self._reconfiguration.prepare()
         while True:
             with self._lap("wait_s"):
                 message = self._next()

@@ -26,8 +26,9 @@ from elastic.training.recovery.progress import RankProgress
 from elastic.training.recovery.transfer import Room, Specs, broadcast_blob, transfer
 from elastic.training.state.all_ranks import on_all_ranks
 from elastic.training.state.job_state import JobState
-from elastic.training.state.shards import own_memory, pack, unpack
-from elastic.world.world import World
+from elastic.training.state.received_memory import Reserve
+from elastic.training.state.shards import names_alike, own_memory, pack, unpack, warm_up
+from elastic.world.world import World, joins_running_job
 
 
 class Reconfiguration:
@@ -46,6 +47,21 @@ class Reconfiguration:
         self._checkpoints = checkpoints
         self._journal = journal
         self._device = device
+        self._reserve = Reserve()
+
+    def prepare(self) -> None:
+        """Allocate the memory of a state before this rank is ready for its first world.
+
+        If it joins a running job, the other ranks train in the meantime, and would wait later for
+        whatever is not done here.
+        """
+        if joins_running_job() and self._progress.tag is None and not self._job.is_rebuilt:
+            self._reserve.fill(
+                tracked
+                for tracked in self._job.tracked.values()
+                if isinstance(tracked, torch.optim.Optimizer)
+            )
+            warm_up(self._job)
 
     def enter(self, world: World, committed_step: int | None) -> World:
         """Give all ranks of the group the same state. Returns the world with the job's generation.
@@ -56,10 +72,13 @@ class Reconfiguration:
         began_s = SYSTEM_CLOCK.monotonic()
         agreement = agree(self._progress.rank_state(world.nonce), world.mesh.size)
         self._progress.retries_of_others = agreement.retries
-        if agreement.is_fresh:
-            world = self._start_fresh(world, committed_step, may_begin=not agreement.is_torn)
-        else:
-            world = self._continue(world, agreement)
+        try:
+            if agreement.is_fresh:
+                world = self._start_fresh(world, committed_step, may_begin=not agreement.is_torn)
+            else:
+                world = self._continue(world, agreement)
+        finally:
+            self._reserve.clear()
         self._joined(world, agreement.source, agreement.tag, began_s)
         return world
 
@@ -164,16 +183,18 @@ class Reconfiguration:
             }
         )
 
-    def _room(self, tag: Tag) -> Room | None:
-        """The memory of this rank's model, unless another rank may need its weights."""
-        if not self._progress.can_spare_weights(tag):
-            return None
+    def _room(self, tag: Tag) -> Room:
+        """The memory of this rank's model, unless another rank may need its weights, and the
+        reserve."""
 
         def room(packed: Any, specs: Specs) -> dict[str, torch.Tensor]:
-            own = own_memory(packed, specs, self._job)
+            own: dict[str, torch.Tensor] = {}
+            if self._progress.can_spare_weights(tag):
+                own = own_memory(packed, specs, self._job)
             if own:
                 self._progress.begin_taking_over()
-            return own
+            others = {name: spec for name, spec in specs.items() if name not in own}
+            return own | self._reserve.take(others)
 
         return room
 
@@ -181,50 +202,55 @@ class Reconfiguration:
         tag = agreement.tag
         assert tag is not None
         began_s = SYSTEM_CLOCK.monotonic()
-        # Each position in the replicas separately, from different replicas that have the state.
-        sender = agreement.holders[world.rank_in_replica % len(agreement.holders)]
-        source = sender * world.mesh.size + world.rank_in_replica
-        is_source, is_receiver = world.rank == source, world.rank in agreement.receivers
-        receivers = tuple(sorted({rank // world.mesh.size for rank in agreement.receivers}))
-        packed = on_all_ranks(world, lambda: pack(self._job.tree()) if is_source else (None, {}))
+        size, position = world.mesh.size, world.rank_in_replica
+        # Each position in the replicas separately, from all replicas that have the state, each
+        # position with another one first.
+        turn = position % len(agreement.holders)
+        holders = (*agreement.holders[turn:], *agreement.holders[:turn])
+        packed = on_all_ranks(
+            world,
+            lambda: pack(self._job.tree()) if world.replica in holders else (None, {}),
+        )
         node, tensors = packed
-        received = transfer(
+        moved = transfer(
             node,
             tensors,
-            source=sender,
-            receivers=receivers,
+            sources=holders,
+            receivers=sorted({rank // size for rank in agreement.receivers}),
             device=self._device,
             group=peer_group(),
             room=self._room(tag),
+            alike=names_alike(tensors, self._job),
         )
-        size = sum(t.numel() * t.element_size() for t in tensors.values())
+        sources = tuple(replica * size + position for replica in moved.sources)
 
         def take_over() -> None:
-            if received is None:
+            if moved.tensors is None:
                 return
-            tree = unpack(received[0], received[1], self._job)
-            self._job.check(tree, f"the state of rank {source}")
+            tree = unpack(moved.node, moved.tensors, self._job)
+            self._job.check(tree, f"the state of rank {holders[0] * size + position}")
             self._progress.begin_taking_over()
             self._job.apply(tree)
             self._progress.took_over(tag)
 
         on_all_ranks(world, take_over, is_loss=True)
         took_s = round(SYSTEM_CLOCK.monotonic() - began_s, 4)
-        if is_receiver and received is not None:
-            size = sum(t.numel() * t.element_size() for t in received[1].values())
+        if moved.tensors is not None:
             self._journal.emit(
-                StateReceived(source=source, step=tag.step, bytes=size, duration_s=took_s)
+                StateReceived(
+                    source=holders[0] * size + position,
+                    sources=sources,
+                    step=tag.step,
+                    bytes=sum(t.nbytes for t in moved.tensors.values()),
+                    duration_s=took_s,
+                )
             )
-        elif is_source:
+        elif world.rank in sources:
             self._journal.emit(
                 StateSent(
-                    receivers=tuple(
-                        rank
-                        for rank in agreement.receivers
-                        if rank % world.mesh.size == world.rank_in_replica
-                    ),
+                    receivers=tuple(r for r in agreement.receivers if r % size == position),
                     step=tag.step,
-                    bytes=size,
+                    bytes=moved.sent_bytes,
                     duration_s=took_s,
                 ),
                 level=logging.DEBUG,

@@ -67,7 +67,7 @@ class Orders:
 
 def arrange(orders: Orders) -> None:
     """Points that lie inside the library."""
-    finish_chunk, check = transfer.ChunkedBroadcast.finish_chunk, transfer.check_hashes
+    finish_chunk, check = transfer.ChunkedTransfer.finish_chunk, transfer.check_hashes
     build = ProcessGroup.build
 
     def moving(self: Any, sent: Any) -> None:  # once a chunk is on its way
@@ -75,18 +75,17 @@ def arrange(orders: Orders) -> None:
             orders.obey("sending" if self._is_source else "receiving")
         finish_chunk(self, sent)
 
-    def checking(mine: str, source: int, concerned: bool, group: Any) -> None:
-        if concerned:
-            sends = torch.distributed.get_rank() == source
-            orders.obey("sent" if sends else "received")
-        check(mine, source, concerned, group)
+    def checking(mine: Any, route: transfer.TransferRoute, group: Any) -> None:
+        if group.rank in (*route.sources, *route.receivers):
+            orders.obey("sent" if group.rank in route.sources else "received")
+        check(mine, route, group)
 
     def building(*args: Any, **kwargs: Any) -> None:
         orders.obey("before-build")
         build(*args, **kwargs)
         orders.obey("after-build")
 
-    transfer.ChunkedBroadcast.finish_chunk = moving  # type: ignore[method-assign]
+    transfer.ChunkedTransfer.finish_chunk = moving  # type: ignore[method-assign]
     transfer.check_hashes = checking
     ProcessGroup.build = building  # type: ignore[method-assign]
 

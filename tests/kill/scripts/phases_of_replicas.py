@@ -142,7 +142,7 @@ def die_in_a_recovery(orders: Orders) -> None:
     """Of a rank that starts: meeting, met. Of all: building, built, agreeing; then those of the
     transfer."""
     form, build, total = ModelReplica.form, ProcessGroup.build, ModelReplica.sum
-    finish_chunk, check = transfer.ChunkedBroadcast.finish_chunk, transfer.check_hashes
+    finish_chunk, check = transfer.ChunkedTransfer.finish_chunk, transfer.check_hashes
 
     def forming(*args: Any) -> None:
         orders.obey("meeting")
@@ -163,15 +163,17 @@ def die_in_a_recovery(orders: Orders) -> None:
             orders.obey("sending" if self._is_source else "receiving")
         finish_chunk(self, sent)
 
-    def checking(mine: str, source: int, concerned: bool, group: Any) -> None:
-        if concerned:
-            orders.obey("sent" if group.rank == source else "received")
-        check(mine, source, concerned, group)
+    def checking(mine: Any, route: transfer.TransferRoute, group: Any) -> None:
+        if group.rank in (*route.sources, *route.receivers):
+            orders.obey("sent" if group.rank in route.sources else "received")
+        check(mine, route, group)
 
     ModelReplica.form = forming  # type: ignore[method-assign, assignment]
     ModelReplica.sum = agreeing  # type: ignore[method-assign]
     ProcessGroup.build = building  # type: ignore[method-assign]
-    transfer.ChunkedBroadcast.finish_chunk = moving  # type: ignore[method-assign]
+    # So that a small model has tensors of which each source sends a part.
+    transfer.SHORTEST_CHUNK_BYTES = transfer.LONGEST_CHUNK_BYTES = 256
+    transfer.ChunkedTransfer.finish_chunk = moving  # type: ignore[method-assign]
     transfer.check_hashes = checking
 
 
