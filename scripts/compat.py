@@ -70,9 +70,9 @@ GROUPS = Check(
     tuple(
         f"tests/integration/test_process_group.py::test_{name}"
         for name in (
-            "a_scripts_own_collectives_end_with_the_group",
-            "a_backward_pass_ends_with_the_group",
-            "gradients_are_those_of_one_process",
+            "an_abort_ends_the_collectives_of_a_script",
+            "an_abort_ends_a_backward_pass",
+            "gradients_equal_those_of_one_process",
         )
     ),
 )
@@ -83,11 +83,11 @@ IN_PROCESS = Check(
     tuple(
         f"tests/kill/test_in_process.py::test_{name}"
         for name in (
-            "joining_interrupts_no_step",
-            "the_agent_hears_of_a_death_at_once",
-            "below_the_minimum_the_job_pauses_saved_and_goes_on",
-            "a_death_while_etcd_is_away",
-            "the_job_ends_as_if_nothing_had_happened",
+            "a_joining_node_interrupts_no_step",
+            "the_agent_detects_the_death_of_a_worker_immediately",
+            "below_min_nodes_the_job_saves_pauses_and_resumes",
+            "recovery_from_a_death_waits_for_etcd",
+            "the_job_ends_with_the_weights_of_an_undisturbed_run",
         )
     ),
     limit_s=1500.0,

@@ -1,6 +1,6 @@
-"""The stores that must behave alike, and what tests do to each from outside.
+"""The stores that must behave alike, and the faults that tests inject into each.
 
-Of three members, one is killed after some tests and brought back after some more, in turn.
+In a cluster of three, one member at a time is killed and restarted between tests.
 """
 
 from __future__ import annotations
@@ -15,18 +15,18 @@ from elastic.testing.waiting import eventually
 
 
 class Backend(Protocol):
-    """A kind of store, and what tests do to it from outside."""
+    """A kind of store, and the faults that tests inject."""
 
     def open(self) -> KeyValue:
         """A new client."""
         ...
 
     def interrupt(self, client: KeyValue) -> None:
-        """Cut all connections of ``client``; they can be made again when this returns."""
+        """Cut all connections of ``client``; it can reconnect when this returns."""
         ...
 
     def expire(self, lease: Lease) -> None:
-        """End a lease without its owner's doing."""
+        """Expire a lease regardless of renewals."""
         ...
 
 
@@ -52,7 +52,7 @@ def open_etcd(endpoint: str) -> EtcdStore:
 
 
 def revoke(endpoint: str, lease: Lease) -> None:
-    """What an expiry does in etcd, without the wait."""
+    """Revoke a lease, which has the effect of an expiry without the wait."""
     from elastic.store.etcd.compat import load_grpc, load_rpc
 
     def attempt() -> bool:
@@ -89,7 +89,7 @@ class ClusterBackend:
         self._tests = 0
 
     def next_test(self) -> None:
-        """Kill a member before every fourth test, bring it back two tests later."""
+        """Kill a member before every fourth test, and restart it two tests later."""
         turn, phase = divmod(self._tests, 4)
         victim = self._cluster.members[turn % 3]
         if phase == 1:

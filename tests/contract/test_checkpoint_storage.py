@@ -1,4 +1,4 @@
-"""What every storage for checkpoints keeps: disk, memory and object stores alike."""
+"""The contract of all checkpoint storages: disk, memory and object stores."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from checkpoints.testing.memory_storage import MemoryStorage
 
 NAME = "step-000000001.g2.ab"
 ATTEMPT = f".tmp-{NAME}"
-PART_BYTES = 5 << 20  # S3 takes no smaller ones
+PART_BYTES = 5 << 20  # the minimum of S3
 REMOVED = f".tmp-removed-{NAME}"
 DISKS = ["local", "memory", "faulty without a fault", "node memory"]
 OBJECTS = ["objects in memory", "objects on disk", "objects in s3"]
@@ -112,7 +112,7 @@ def test_files_are_written_read_and_replaced(storage: Storage) -> None:
     assert isinstance(storage.modified_s(f"{ATTEMPT}/file"), float)
 
 
-def test_what_is_missing_is_file_not_found(storage: Storage) -> None:
+def test_missing_paths_raise_file_not_found(storage: Storage) -> None:
     storage.make_folder("")
     for missing in ("missing", ATTEMPT, NAME, f"{NAME}/manifest.json"):
         for call in (storage.list, storage.size, storage.open, storage.remove):
@@ -125,14 +125,14 @@ def test_what_is_missing_is_file_not_found(storage: Storage) -> None:
     assert storage.list("") == []
 
 
-def test_disks_have_folders_that_can_be_missing(disk: Storage) -> None:
+def test_a_missing_folder_on_disk_raises_file_not_found(disk: Storage) -> None:
     disk.make_folder("")
     for call in (disk.create, disk.sync_folder):
         with pytest.raises(FileNotFoundError):
             call("missing/file")
 
 
-def test_an_attempt_becomes_a_checkpoint_that_becomes_rubbish(storage: Storage) -> None:
+def test_an_attempt_is_committed_and_later_removed(storage: Storage) -> None:
     _attempt(storage)
     assert sorted(storage.list(ATTEMPT)) == ["file", "manifest.json"]
     assert storage.list("") == [ATTEMPT]
@@ -141,19 +141,19 @@ def test_an_attempt_becomes_a_checkpoint_that_becomes_rubbish(storage: Storage) 
     assert sorted(storage.list(NAME)) == ["file", "manifest.json"]
     assert _get(storage, f"{NAME}/manifest.json") == b"manifest"
     assert _get(storage, f"{NAME}/file") == b"data"
-    storage.remove_folder(ATTEMPT)  # there is none any more
+    storage.remove_folder(ATTEMPT)  # it no longer exists
     assert _get(storage, f"{NAME}/file") == b"data"
     storage.rename(NAME, REMOVED)
     assert storage.list("") == [REMOVED]
     with pytest.raises(FileNotFoundError):
         storage.size(f"{NAME}/manifest.json")
-    storage.remove_folder(NAME)  # nor this
+    storage.remove_folder(NAME)  # neither does this
     assert storage.list("") == [REMOVED]
     storage.remove_folder(REMOVED)
     assert storage.list("") == []
 
 
-def test_what_is_committed_takes_no_more_files(storage: Storage) -> None:
+def test_a_committed_checkpoint_accepts_no_files(storage: Storage) -> None:
     _attempt(storage)
     storage.rename(ATTEMPT, NAME)
     with pytest.raises(FileNotFoundError):
@@ -178,7 +178,7 @@ def test_a_folder_is_never_renamed_onto_another(disk: Storage) -> None:
     assert disk.list("three") == []
 
 
-def test_of_two_committers_to_an_object_store_one_is_told_so(objects: ObjectStorage) -> None:
+def test_the_second_committer_to_an_object_store_gets_an_error(objects: ObjectStorage) -> None:
     _attempt(objects)
     objects.rename(ATTEMPT, NAME)
     pending = objects._objects  # a second one had put its manifest before the first committed
@@ -207,10 +207,10 @@ def test_a_file_is_renamed_onto_another(storage: Storage) -> None:
 
 
 @pytest.mark.parametrize("size", [3, PART_BYTES + 5])
-def test_an_object_is_seen_when_all_of_it_is_there_and_not_before(
+def test_an_object_is_visible_only_once_it_is_complete(
     objects: Storage, size: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Else a reader could take the beginning of a file for all of it."""
+    """Otherwise a reader could mistake the beginning of a file for all of it."""
     monkeypatch.setattr(fsspec_store, "PART_BYTES", PART_BYTES)
     half = bytes(size // 2)
     synced = objects.create(f"{ATTEMPT}/synced")
@@ -229,11 +229,11 @@ def test_an_object_is_seen_when_all_of_it_is_there_and_not_before(
         assert _get(objects, f"{ATTEMPT}/{file}", size - 2) == b"xx"
 
 
-def test_an_object_whose_write_failed_never_was(tmp_path: Path) -> None:
+def test_an_object_whose_write_failed_does_not_exist(tmp_path: Path) -> None:
     fs = fsspec.filesystem("memory", global_store=False, skip_instance_cache=True)
     inner = FsspecObjects(fs, "/a/root")
     storage = ObjectStorage(FaultyObjects(inner, at=2, fault=StorageFault.IO_ERROR))
-    sink = storage.create(f"{ATTEMPT}/file")  # call 0 looks whether it is committed
+    sink = storage.create(f"{ATTEMPT}/file")  # call 0 checks for a commit
     sink.write(b"one")
     with pytest.raises(OSError, match="injected"):
         sink.write(b"two")
@@ -241,8 +241,8 @@ def test_an_object_whose_write_failed_never_was(tmp_path: Path) -> None:
     assert inner.list("") == {}
 
 
-def test_a_closed_file_is_there(storage: Storage) -> None:
-    """Also one that was not synced: that is for power cuts."""
+def test_a_closed_file_is_readable(storage: Storage) -> None:
+    """Even without a sync, which is needed for power loss only."""
     storage.make_folder("")
     sink = storage.create("file")
     sink.write(b"content")
@@ -251,7 +251,7 @@ def test_a_closed_file_is_there(storage: Storage) -> None:
     assert _get(storage, "other") == b"content"
 
 
-def test_an_empty_file(storage: Storage) -> None:
+def test_an_empty_file_is_stored(storage: Storage) -> None:
     storage.make_folder("")
     _put(storage, "empty", b"")
     assert storage.size("empty") == 0

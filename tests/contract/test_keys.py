@@ -1,4 +1,4 @@
-"""Reading, writing, swapping: the same on every store."""
+"""The contract of keys on every store: reading, writing and swapping."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def test_a_swap_succeeds_only_on_the_expected_revision(store: KeyValue, root: st
     assert entry is not None and (entry.value, entry.mod_revision) == (b"2", second)
 
 
-def test_of_two_swaps_with_the_same_bytes_one_wins(
+def test_one_of_two_swaps_with_the_same_bytes_succeeds(
     open_store: Callable[[], KeyValue], root: str
 ) -> None:
     one, other = open_store(), open_store()
@@ -93,7 +93,7 @@ def test_concurrent_swaps_lose_no_update(open_store: Callable[[], KeyValue], roo
     assert entry is not None and int(entry.value) == rounds * len(clients)
 
 
-def test_a_compared_deletion_spares_a_newer_version(store: KeyValue, root: str) -> None:
+def test_compare_and_delete_keeps_a_newer_version(store: KeyValue, root: str) -> None:
     key = f"{root}leader"
     old = store.put(key, b"old")
     new = store.put(key, b"new")
@@ -104,7 +104,7 @@ def test_a_compared_deletion_spares_a_newer_version(store: KeyValue, root: str) 
     assert store.compare_and_delete(key, expected_revision=new) is False
 
 
-def test_a_closed_store_says_so(store: KeyValue, root: str) -> None:
+def test_calls_on_a_closed_store_raise(store: KeyValue, root: str) -> None:
     store.close()
     with pytest.raises(CoordinationError, match="closed"):
         store.get(f"{root}a")
@@ -112,10 +112,10 @@ def test_a_closed_store_says_so(store: KeyValue, root: str) -> None:
         store.lease(5)
     with pytest.raises(CoordinationError, match="closed"):
         store.watch([root], lambda event: None, name="late")
-    store.close()  # twice is fine
+    store.close()  # closing twice is allowed
 
 
-def test_random_histories_end_as_in_a_plain_dictionary(store: KeyValue, root: str) -> None:
+def test_random_histories_match_a_plain_dictionary(store: KeyValue, root: str) -> None:
     chance, model = random.Random(7), dict[str, tuple[bytes, int]]()
     for step in range(150):
         key = root + chance.choice("abc")

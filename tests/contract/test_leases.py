@@ -1,4 +1,4 @@
-"""Leases: the same on every store."""
+"""The contract of leases on every store."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from elastic.store.keyvalue import KeyValue
 from elastic.testing.waiting import eventually
 
 
-def test_a_key_on_a_lease_names_it(store: KeyValue, root: str) -> None:
+def test_a_key_has_the_id_of_its_lease(store: KeyValue, root: str) -> None:
     lease = store.lease(5)
     store.put(f"{root}put", b"", lease=lease)
     store.compare_and_swap(f"{root}swapped", b"", expected_revision=0, lease=lease)
@@ -24,13 +24,13 @@ def test_a_key_on_a_lease_names_it(store: KeyValue, root: str) -> None:
     assert not lease.lost
 
 
-def test_a_closed_lease_takes_its_keys_along(store: KeyValue, root: str) -> None:
+def test_closing_a_lease_deletes_its_keys(store: KeyValue, root: str) -> None:
     lease = store.lease(60)
     store.put(f"{root}leased", b"", lease=lease)
     store.put(f"{root}free", b"")
     lease.close()
     assert [e.key for e in store.list(root).entries] == [f"{root}free"]
-    lease.close()  # twice is fine
+    lease.close()  # closing twice is allowed
 
 
 def test_a_lease_closed_without_revoking_leaves_its_keys(store: KeyValue, root: str) -> None:
@@ -49,18 +49,18 @@ def test_a_key_written_without_the_lease_outlives_it(store: KeyValue, root: str)
     assert entry is not None and entry.value == b"free"
 
 
-def test_the_loss_of_a_lease_is_told_once_on_its_own_thread(
+def test_the_loss_of_a_lease_is_reported_once_on_its_own_thread(
     backend: Backend, store: KeyValue, root: str
 ) -> None:
-    told: list[str] = []
-    lease = store.lease(2, on_lost=lambda: told.append(threading.current_thread().name))
+    callback_threads: list[str] = []
+    lease = store.lease(2, on_lost=lambda: callback_threads.append(threading.current_thread().name))
     store.put(f"{root}a", b"", lease=lease)
     backend.expire(lease)
-    eventually(lambda: told, "on_lost is called")
+    eventually(lambda: callback_threads, "on_lost is called")
     assert lease.lost
     assert store.get(f"{root}a") is None
     lease.close()
-    assert told == [f"elastic-lease-{lease.id:x}"]
+    assert callback_threads == [f"elastic-lease-{lease.id:x}"]
 
 
 def test_a_lease_may_be_closed_from_its_own_callback(backend: Backend, store: KeyValue) -> None:
@@ -77,7 +77,7 @@ def test_a_lease_may_be_closed_from_its_own_callback(backend: Backend, store: Ke
     assert done.wait(PATIENCE_S)
 
 
-def test_writing_on_a_lost_lease_is_its_own_error(
+def test_writing_with_a_lost_lease_raises_lease_gone(
     backend: Backend, store: KeyValue, root: str
 ) -> None:
     lease = store.lease(60)
@@ -89,7 +89,7 @@ def test_writing_on_a_lost_lease_is_its_own_error(
     assert store.get(f"{root}a") is None
 
 
-def test_a_write_on_a_lost_lease_lets_its_owner_know(
+def test_a_write_with_a_lost_lease_notifies_its_owner(
     backend: Backend, store: KeyValue, root: str
 ) -> None:
     lost = threading.Event()
@@ -100,9 +100,7 @@ def test_a_write_on_a_lost_lease_lets_its_owner_know(
     assert lost.wait(PATIENCE_S)
 
 
-def test_a_lease_knows_when_it_was_renewed_last(
-    backend: Backend, store: KeyValue, root: str
-) -> None:
+def test_a_lease_records_its_last_renewal(backend: Backend, store: KeyValue, root: str) -> None:
     asked_s = SYSTEM_CLOCK.boottime()
     lease = store.lease(2)
     granted_s = lease.renewed_s
@@ -112,11 +110,11 @@ def test_a_lease_knows_when_it_was_renewed_last(
     eventually(lambda: lease.lost, "it is lost")
     last_s = lease.renewed_s
     assert last_s <= SYSTEM_CLOCK.boottime()
-    store.get(root)  # what else the store answers extends nothing
+    store.get(root)  # other answers of the store do not renew it
     assert lease.renewed_s == last_s
 
 
-def test_a_lease_outlives_an_interruption(backend: Backend, store: KeyValue, root: str) -> None:
+def test_a_lease_survives_an_interruption(backend: Backend, store: KeyValue, root: str) -> None:
     lost = threading.Event()
     # Longer than an interruption takes on a busy machine.
     lease = store.lease(30, on_lost=lost.set)

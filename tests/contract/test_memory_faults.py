@@ -1,4 +1,4 @@
-"""The faults of the twin in memory: what a watch says is what etcd's would say."""
+"""Faults of the in-memory store: its watches report the same as those of etcd."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def kinds(recorder: Recorder) -> list[str]:
     ]
 
 
-def test_calls_fail_and_watches_say_so_while_disconnected(
+def test_while_disconnected_calls_fail_and_watches_report_it(
     server: MemoryServer, store: MemoryStore
 ) -> None:
     recorder = follow(store)
@@ -56,7 +56,7 @@ def test_calls_fail_and_watches_say_so_while_disconnected(
     assert kinds(recorder) == ["started", "Disconnected", "Reconnected"]
 
 
-def test_a_compaction_matters_only_to_who_was_away(
+def test_a_compaction_affects_only_disconnected_watches(
     server: MemoryServer, store: MemoryStore
 ) -> None:
     recorder = follow(store)
@@ -73,7 +73,7 @@ def test_a_compaction_matters_only_to_who_was_away(
     assert recorder.resets[1].snapshot.entries[0].value == b"3"
 
 
-def test_a_wipe_takes_keys_leases_and_revisions(server: MemoryServer, store: MemoryStore) -> None:
+def test_a_wipe_removes_keys_leases_and_revisions(server: MemoryServer, store: MemoryStore) -> None:
     lease = store.lease(5)
     for _ in range(10):
         store.put("/a", b"", lease=lease)
@@ -87,9 +87,7 @@ def test_a_wipe_takes_keys_leases_and_revisions(server: MemoryServer, store: Mem
         store.put("/a", b"", lease=lease)
 
 
-def test_a_lease_does_not_end_while_nobody_can_say_so(
-    server: MemoryServer, store: MemoryStore
-) -> None:
+def test_a_lease_is_not_lost_while_disconnected(server: MemoryServer, store: MemoryStore) -> None:
     lease, witness = store.lease(5), follow(store)
     server.disconnect()
     server.expire(lease.id)

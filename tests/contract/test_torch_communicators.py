@@ -1,6 +1,6 @@
-"""torch's ways to abort communicators, as we use them: fails where a torch version differs.
+"""torch's functions to abort communicators, as used here: fails if a torch version differs.
 
-What can be told without a GPU: which calls NCCL's backends have, and what torch's own
+Checked without a GPU: which calls NCCL's backends have, and what torch's own
 ``_abort_process_group`` calls.
 """
 
@@ -19,34 +19,34 @@ ABORT = inspect.getsource(distributed_c10d._abort_process_group)
 NCCL_BACKENDS = ("ProcessGroupNCCL", "ProcessGroupNCCL2")
 
 
-def test_torch_aborts_all_groups_as_one_in_a_way_that_we_know() -> None:
+def test_torch_aborts_all_groups_as_one_in_a_known_way() -> None:
     """Either by _group_start of the backend, or by a coalescing region (from 2.15 on)."""
     assert ("_group_start" in ABORT) != ("_coalescing_manager" in ABORT)
     assert "pg_to_abort.abort()" in ABORT
 
 
-def test_groups_have_what_an_abort_uses() -> None:
+def test_groups_have_the_functions_that_an_abort_uses() -> None:
     for name in ("_start_coalescing", "_end_coalescing", "_get_backend", "_device_types", "abort"):
         assert hasattr(dist.ProcessGroup, name), name
     assert hasattr(distributed_c10d._world, "pg_names")
 
 
 @pytest.mark.parametrize("name", NCCL_BACKENDS)
-def test_a_backend_on_nccl_is_aborted_within_a_region(name: str) -> None:
+def test_an_nccl_backend_can_be_aborted_within_a_region(name: str) -> None:
     """Without one, aborts of several communicators wait for each other (pytorch issue 119797)."""
     backend = getattr(distributed_c10d, name, None)
-    if backend is None:  # not of this version, or not of a build without CUDA
+    if backend is None:  # absent in this version, or in a build without CUDA
         assert name == "ProcessGroupNCCL2" or not dist.is_nccl_available()
         return
     assert hasattr(backend, "abort")
     assert hasattr(backend, "_group_start") or hasattr(backend, "supports_coalescing")
 
 
-def test_the_region_is_the_backends_own_where_it_has_one() -> None:
+def test_the_backends_own_region_is_preferred() -> None:
     calls: list[str] = []
 
     class Legacy:
-        supports_coalescing = True  # ProcessGroupNCCL says so, too
+        supports_coalescing = True  # as in ProcessGroupNCCL
 
         def _group_start(self) -> None:
             calls.append("group start")
@@ -59,8 +59,8 @@ def test_the_region_is_the_backends_own_where_it_has_one() -> None:
     assert calls == ["group start", "aborts", "group end"]
 
 
-def test_the_region_ends_where_an_abort_fails() -> None:
-    """Or every later call of NCCL's in this thread would be part of it."""
+def test_the_region_ends_if_an_abort_fails() -> None:
+    """Otherwise every later NCCL call in this thread would be part of it."""
     calls: list[str] = []
 
     class Legacy:
@@ -79,7 +79,7 @@ def test_the_region_ends_where_an_abort_fails() -> None:
 
 
 def test_every_backend_named_nccl_runs_on_a_stream() -> None:
-    """A new name is to be looked at, and added to elastic/process_group/semantics.py."""
+    """A new name must be checked, and added to elastic/process_group/semantics.py."""
     names = {name for name in dist.Backend.backend_list if "nccl" in name}
     assert names
     for name in names:

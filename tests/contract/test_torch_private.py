@@ -1,4 +1,4 @@
-"""torch's private names, as the handler uses them: fails where a torch version differs."""
+"""torch's private names, as the handler uses them: fails if a torch version differs."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def world(*nprocs: int) -> WorldRecord:
 
 
 class OneWorld(RendezvousHandler):
-    """Hands the same world to the agent, as the real handler does."""
+    """Always returns the same world to the agent, in the form of the real handler."""
 
     def __init__(self, given: WorldRecord, index: int) -> None:
         self._world, self._index = given, index
@@ -129,7 +129,7 @@ def test_ranks_are_assigned_and_the_exit_barrier_passes_without_any_peer(
     assert {w.world_size for w in workers} == {6}
 
 
-def test_the_exit_barrier_uses_the_key_that_is_prefilled() -> None:
+def test_the_exit_barrier_uses_the_prefilled_key() -> None:
     prefilled = f"{api._TERMINAL_STATE_SYNC_ID}{store_util._NUM_MEMBERS}"
     assert prefilled == torch_private._EXIT_BARRIER_MEMBERS
 
@@ -153,12 +153,12 @@ def test_the_calling_agent_and_its_failure_are_found_on_the_stack() -> None:
 @pytest.mark.parametrize(
     "half_written", ["", '{"message": {"mess', "[]", '{"message": {}}', "\\377"], ids=repr
 )
-def test_a_worker_killed_while_it_writes_its_error_file_does_not_end_the_agent(
+def test_a_partly_written_error_file_does_not_end_the_agent(
     half_written: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(multiprocessing_api, "ProcessFailure", errors.ProcessFailure)
     tolerate_unreadable_error_files()
-    script = (  # torch takes $$ for $
+    script = (  # torch replaces $$ by $
         "[ $TORCHELASTIC_RESTART_COUNT = 0 ] "
         f"&& printf '{half_written}' > $TORCHELASTIC_ERROR_FILE && kill -9 $$$$; exit 0"
     )
@@ -169,7 +169,7 @@ def test_a_worker_killed_while_it_writes_its_error_file_does_not_end_the_agent(
 
 
 class Replacing(OneWorld):
-    """Replaces the worker that is killed, and lets its sibling end with it."""
+    """Replaces the killed worker, after which both workers end."""
 
     def __init__(self, given: WorldRecord) -> None:
         super().__init__(given, 0)
@@ -179,7 +179,7 @@ class Replacing(OneWorld):
 
     def num_nodes_waiting(self) -> int:
         supervision = torch_private.supervision()
-        assert supervision is not None, "torch's internals are other ones"
+        assert supervision is not None, "torch's internals differ"
         self.replacement.look(supervision)
         return 0
 
@@ -199,10 +199,10 @@ class Replacing(OneWorld):
         self.replaced.append(event)
 
 
-def test_torch_supervises_the_process_that_has_taken_the_place_of_a_dead_one(
+def test_torch_supervises_the_replacement_of_a_dead_worker(
     tmp_path: Path,
 ) -> None:
-    # The second worker dies once; both end when it has come back.
+    # The second worker dies once; both end once it has been replaced.
     done = tmp_path / "done"
     script = (
         'if [ "$LOCAL_RANK" = 1 ]; then '
@@ -212,19 +212,19 @@ def test_torch_supervises_the_process_that_has_taken_the_place_of_a_dead_one(
     handler = Replacing(world(2))
     agent = agent_for(handler, 2, script, max_restarts=5)
     assert agent.run().state == api.WorkerState.SUCCEEDED
-    assert len(handler.calls) == 1, "torch has restarted nobody"
+    assert len(handler.calls) == 1, "torch has restarted no worker"
     (event,) = handler.replaced
     assert vars(event)["local_rank"] == 1
     assert agent._remaining_restarts == 4
 
 
-def test_without_an_agent_on_the_stack_there_is_a_clear_error() -> None:
+def test_a_call_without_an_agent_on_the_stack_is_rejected() -> None:
     with pytest.raises(ConfigError, match="not called by torchrun's agent"):
         torch_private.calling_agent()
 
 
 class Attaching(OneWorld):
-    """Attaches itself to the agent, as the real handler does, and notes what happens."""
+    """Attaches itself to the agent, as the real handler does, and records the calls."""
 
     def __init__(self, given: WorldRecord, index: int) -> None:
         super().__init__(given, index)
@@ -246,14 +246,14 @@ class Attaching(OneWorld):
         self.seen.append("started")
 
 
-def test_workers_are_started_inside_what_is_put_around_it() -> None:
+def test_workers_are_started_inside_the_given_context() -> None:
     handler = Attaching(world(1), 0)
     agent = agent_for(handler, 1, '[ "$STARTING" = 1 ]')
     assert agent.run().state == api.WorkerState.SUCCEEDED
     assert handler.seen == ["starting", "started"]
 
 
-def test_a_launch_that_a_signal_ends_is_told_after_its_workers() -> None:
+def test_a_signal_is_reported_after_the_workers_have_ended() -> None:
     class Interrupted(Attaching):
         def num_nodes_waiting(self) -> int:
             raise torch_private.signal_exception(signal.SIGHUP)
@@ -296,26 +296,26 @@ for launch in (
 """
 
 
-def test_who_launches_is_told_by_the_call_stack() -> None:
+def test_the_launcher_is_identified_from_the_call_stack() -> None:
     done = run_forked([sys.executable, "-c", LAUNCHERS], timeout_s=PATIENCE_S)
     expected = ["PROGRAM", "PROGRAM", "PROGRAM", "RUN", "TORCHRUN"]
     assert done.stdout.split() == expected, done.stderr
 
 
-def test_the_literal_etcd_is_taken_over_and_etcd_v3_registered() -> None:
+def test_the_backends_etcd_and_etcd_v3_are_registered() -> None:
     registry = rendezvous_handler_registry._registry
     assert registry["etcd-v3"] is create_handler
     assert registry["etcd"] is create_handler
 
 
-def test_torch_leaves_sigterm_to_us(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_torch_does_not_handle_sigterm(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(torch_private.SIGNALS_VARIABLE, "SIGTERM,SIGINT")
     torch_private.keep_our_handler("SIGTERM")
     assert os.environ[torch_private.SIGNALS_VARIABLE] == "SIGINT"
 
 
 def test_a_signal_that_arrives_while_workers_are_forked_is_not_lost() -> None:
-    """Of a handler that raises in a hook of ``os.fork()``, CPython keeps nothing."""
+    """CPython drops an exception that a signal handler raises in a hook of ``os.fork()``."""
     done = run_forked([sys.executable, "-c", SIGNAL_IN_A_FORK], timeout_s=PATIENCE_S)
     assert done.stdout.split() == ["SIGINT", "None", "SIGINT"], done.stderr
 

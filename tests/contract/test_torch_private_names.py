@@ -1,5 +1,5 @@
-"""torch's private names: used in few places, looked for before training, and what workers do
-with them still works."""
+"""torch's private names: confined to a few modules, checked before training, and functional in
+workers."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from elastic.testing.waiting import PATIENCE_S
 from elastic.training.gradients.wrap import ElasticDDP
 
 REPOSITORY = Path(__file__).parents[2]
-# Whose business private names are.
+# Modules that may use private names.
 PLACES = {
     "elastic/rendezvous/torch_private.py",
     "elastic/rendezvous/torch_registry.py",  # must import nothing heavy; optional
@@ -42,18 +42,18 @@ PLACES = {
     "elastic/testing/doubles/nccl_semantics.py",  # a backend of torch's kind, for tests
     "elastic/testing/doubles/device_stream.py",  # its device
 }
-# By file: names that are not torch's, or are looked for with a default.
+# By file: names that are not torch's, or are read with a default.
 ELSEWHERE = {
     "elastic/cli/launch/flags.py": {"_actions"},  # argparse
     "elastic/cli/kube/options.py": {"_ActionsContainer"},  # argparse
     "elastic/testing/forks/server.py": {"_devnull"},  # subprocess
     "elastic/testing/small_world/worker.py": {"_clear", "_run_exitfuncs"},  # atexit
 }
-# By file outside of them: what is replaced in the modules and classes of others.
+# By file outside of these: attributes that are replaced in other modules and classes.
 REPLACED = {
     "elastic/process_group/patches.py": {"dist.Work.wait", "sys.excepthook"},  # with an end
     "elastic/world/failure.py": {"sys.excepthook"},  # reports the error, then calls the other one
-    "elastic/hangs/phases.py": {"pdb.Pdb.interaction"},  # a person at a prompt is no hang
+    "elastic/hangs/phases.py": {"pdb.Pdb.interaction"},  # a debugger prompt is not a hang
     # Processes that become another program: its arguments and files.
     "elastic/testing/forks/server.py": {
         "sys.__stdin__",
@@ -71,8 +71,8 @@ REPLACED = {
 OF_PYTHON = {"_exit", "_getframe", "_asdict"}  # os, sys, namedtuple: documented there
 
 
-# What torch's own objects have: on anything but ``self`` these are torch's, whoever defines such a
-# name as well, and a string that names one is for getattr or for a ``__dict__``.
+# Attributes of torch's objects: on anything but ``self`` these are torch's, even if this project
+# defines the name, too. A string with such a name is for getattr or for a ``__dict__``.
 OF_OBJECTS = {
     name
     for name in (*vars(torch.nn.Module()), *dir(torch.Tensor))
@@ -86,7 +86,7 @@ def is_private(name: str) -> bool:
 
 
 def own_names(trees: list[ast.Module]) -> set[str]:
-    """Every name that this project defines, in whatever class or function."""
+    """Every name that this project defines, in any class or function."""
     names: set[str] = set()
     for node in (node for tree in trees for node in ast.walk(tree)):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
@@ -110,7 +110,7 @@ def root_of(node: ast.expr) -> str:
 
 
 def called(node: ast.Call) -> str:
-    """The last name of what is called: ``getattr`` for that and for ``builtins.getattr``."""
+    """The last name of the called function: ``getattr`` also for ``builtins.getattr``."""
     match node.func:
         case ast.Name(id=name) | ast.Attribute(attr=name):
             return name
@@ -118,7 +118,7 @@ def called(node: ast.Call) -> str:
 
 
 def foreign_names(tree: ast.Module, own: set[str]) -> Iterator[str]:
-    """The private names in a module that are another package's."""
+    """The private names in a module that belong to another package."""
     of_torch: set[str] = set()
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
@@ -146,7 +146,7 @@ def foreign_names(tree: ast.Module, own: set[str]) -> Iterator[str]:
 
 
 def assigned(node: ast.AST) -> Iterator[tuple[ast.expr, str]]:
-    """The objects of which a statement replaces an attribute, and its name, however it does so."""
+    """The object and the name of each attribute that a statement replaces, in any form."""
     match node:
         case ast.Attribute(value=owner, attr=name, ctx=ast.Store() | ast.Del()):
             yield owner, name
@@ -164,7 +164,7 @@ def assigned(node: ast.AST) -> Iterator[tuple[ast.expr, str]]:
 
 
 def replaced_names(tree: ast.Module) -> Iterator[str]:
-    """What a module replaces in modules and classes of others, by the names of its imports."""
+    """Attributes of other modules and classes that a module replaces, by its import names."""
     of_others: set[str] = set()
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
@@ -191,7 +191,7 @@ def test_no_other_module_uses_a_private_name_of_torch() -> None:
     assert found == {}
 
 
-def test_what_is_replaced_in_others_is_listed() -> None:
+def test_replaced_attributes_of_other_modules_are_listed() -> None:
     files = [p for top in ("elastic", "checkpoints") for p in (REPOSITORY / top).rglob("*.py")]
     found = {
         path: names
@@ -212,7 +212,7 @@ def test_what_is_replaced_in_others_is_listed() -> None:
         "def f():\n    import pdb\n    pdb.Pdb.interaction = None",
     ],
 )
-def test_the_scan_finds_what_is_replaced(code: str) -> None:
+def test_the_scan_finds_replaced_attributes(code: str) -> None:
     assert len(list(replaced_names(ast.parse(code)))) == 1
     assert not list(replaced_names(ast.parse("import os\nos.environ['X'] = ''")))
 
@@ -231,12 +231,12 @@ def test_the_scan_finds_what_is_replaced(code: str) -> None:
         "TABLES = ('_forward_hooks', '_backward_hooks')",
     ],
 )
-def test_the_scan_finds_them(code: str) -> None:
+def test_the_scan_finds_private_names(code: str) -> None:
     assert list(foreign_names(ast.parse(code), {"_world", "_own"}))
     assert not list(foreign_names(ast.parse("def f(x): return x._own"), {"_own"}))
 
 
-def test_every_private_method_of_ddp_that_is_replaced_is_looked_for() -> None:
+def test_every_overridden_private_method_of_ddp_is_checked() -> None:
     kind = DistributedDataParallel
     methods = {name for name, method in vars(ElasticDDP).items() if callable(method)}
     replaced = {name for name in methods if is_private(name) and hasattr(kind, name)}
@@ -245,19 +245,19 @@ def test_every_private_method_of_ddp_that_is_replaced_is_looked_for() -> None:
     assert {"_distributed_broadcast_coalesced", "_set_static_graph"} <= replaced
 
 
-def test_the_installed_torch_has_all_of_them() -> None:
+def test_the_installed_torch_has_all_private_names() -> None:
     of_workers.check()
     of_agents.check()
 
 
-def test_what_is_missing_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_names_are_reported_in_one_message(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr("torch._foreach_mul_")
     monkeypatch.delattr("torch.utils.data.DataLoader._get_iterator")
     with pytest.raises(ConfigError) as caught:
         of_workers.check()
-    said = str(caught.value)
-    assert "torch._foreach_mul_, torch.utils.data.DataLoader._get_iterator" in said
-    assert torch.__version__ in said and torch_versions.SUPPORTED in said
+    message = str(caught.value)
+    assert "torch._foreach_mul_, torch.utils.data.DataLoader._get_iterator" in message
+    assert torch.__version__ in message and torch_versions.SUPPORTED in message
     assert "pip install" in caught.value.hint
 
 
@@ -273,14 +273,14 @@ except elastic.ConfigError as error:
 """
 
 
-def test_join_refuses_a_torch_that_lacks_one() -> None:
+def test_join_rejects_a_torch_that_lacks_a_private_name() -> None:
     done = run_forked([sys.executable, "-c", JOINS], timeout_s=PATIENCE_S)
     assert "lacks what elastic.join() needs" in done.stdout, done.stderr
     assert "distributed_c10d._get_default_group" in done.stdout
 
 
 @pytest.mark.parametrize("lacking", ["method", "key"])
-def test_the_handler_refuses_a_torch_that_lacks_one(
+def test_the_handler_rejects_a_torch_that_lacks_a_private_name(
     lacking: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if lacking == "method":
@@ -291,14 +291,14 @@ def test_the_handler_refuses_a_torch_that_lacks_one(
     else:
         monkeypatch.setattr("torch.distributed.elastic.utils.store._NUM_MEMBERS", "/members")
         named = "terminal_state/num_members"
-    # Nobody listens there: it must not come to that.
+    # No etcd listens there: the check must fail before a connection is made.
     parameters = RendezvousParameters("etcd-v3", "127.0.0.1:1", "run", 1, 1, local_addr=None)
     with pytest.raises(BaseException, match="lacks what the rendezvous handler needs") as caught:
         create_handler(parameters)
     assert named in str(caught.value)
 
 
-def test_a_torch_that_was_never_tried_is_warned_of(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_untested_torch_version_causes_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
     logger, records = logging.Logger("agent"), list[logging.LogRecord]()
     monkeypatch.setattr(logger, "handle", records.append)
     monkeypatch.setattr(of_agents, "get_logger", lambda: logger)
@@ -310,7 +310,7 @@ def test_a_torch_that_was_never_tried_is_warned_of(monkeypatch: pytest.MonkeyPat
     assert "2.99.0" in records[0].getMessage()
 
 
-# What workers do with them.
+# Use of private names in workers.
 
 
 @pytest.fixture
@@ -341,7 +341,7 @@ def test_groups_are_named_as_if_each_were_the_first(group: dist.ProcessGroup) ->
     assert not dist.is_initialized()
 
 
-def test_backward_passes_have_numbers_and_an_end() -> None:
+def test_backward_passes_are_numbered_and_report_their_end() -> None:
     seen: list[int] = []
     ended: list[int] = []
 
@@ -357,7 +357,7 @@ def test_backward_passes_have_numbers_and_an_end() -> None:
     assert -1 not in seen and len(set(seen)) == 2 and ended == seen
 
 
-def test_a_scaler_is_put_back() -> None:
+def test_the_state_of_a_scaler_is_restored() -> None:
     scaler = torch.amp.GradScaler("cpu", init_scale=64.0, growth_interval=1)
     parameter = torch.nn.Parameter(torch.ones(1))
     optimizer = torch.optim.SGD([parameter], lr=0.1)
@@ -375,7 +375,7 @@ def test_a_scaler_is_put_back() -> None:
     assert step() == after
 
 
-def test_the_iterator_of_persistent_workers_is_found_and_forgotten() -> None:
+def test_the_iterator_of_persistent_workers_is_found_and_discarded() -> None:
     data = torch.utils.data.TensorDataset(torch.zeros(4, 1))
     loader = DataLoader(data, num_workers=1, persistent_workers=True)
     assert of_workers.iterates_as_torch_does(type(loader))
@@ -388,7 +388,7 @@ def test_the_iterator_of_persistent_workers_is_found_and_forgotten() -> None:
     assert iter(loader) is not first
 
 
-def test_compiled_models_leave_marked_functions_alone() -> None:
+def test_compiled_models_skip_marked_functions() -> None:
     code = (
         "import torch\n"
         "from elastic.torch_private import exclude_from_dynamo\n"

@@ -1,4 +1,4 @@
-"""torchrun's parser read from torch's source: the same as the one that torch itself makes."""
+"""torchrun's parser read from torch's source: equal to the one that torch itself creates."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ print("torch" in sys.modules, code, file=sys.stderr)
 
 
 def described(parser: argparse.ArgumentParser) -> list[dict[str, Any]]:
-    """Every argument with all that it is made of; classes and functions by their names."""
+    """Every argument with all of its attributes; classes and functions by their names."""
     return [
         {
             "kind": type(action).__name__,
@@ -36,7 +36,7 @@ def described(parser: argparse.ArgumentParser) -> list[dict[str, Any]]:
     ]
 
 
-def test_it_equals_torchs_own(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_parser_equals_torchs_own(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PET_NNODES", "2:7")
     expected = described(imported_parser())
     monkeypatch.delitem(sys.modules, "torch.distributed.run")  # as in a fresh process
@@ -47,7 +47,7 @@ def test_it_equals_torchs_own(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "code", "said"),
+    ("words", "code", "expected_text"),
     [
         (("run", "--help"), 0, "--nproc-per-node"),
         (("run", "--nnodez=3", "x.py"), 2, "unknown flag --nnodez"),
@@ -55,8 +55,8 @@ def test_it_equals_torchs_own(monkeypatch: pytest.MonkeyPatch) -> None:
         (("demo", "--help"), 0, "--output"),
     ],
 )
-def test_help_and_usage_errors_come_without_torch(
-    words: tuple[str, ...], code: int, said: str, tmp_path: Path
+def test_help_and_usage_errors_do_not_import_torch(
+    words: tuple[str, ...], code: int, expected_text: str, tmp_path: Path
 ) -> None:
     done = subprocess.run(
         [sys.executable, "-c", COMMAND, *words],
@@ -66,7 +66,7 @@ def test_help_and_usage_errors_come_without_torch(
         check=True,
         cwd=tmp_path,
     )
-    assert said in done.stdout + done.stderr
+    assert expected_text in done.stdout + done.stderr
     assert done.stderr.splitlines()[-1] == f"False {code}", done.stderr
 
 
@@ -90,7 +90,7 @@ def get_args_parser():
         ("import argparse", "undefined()"),
     ],
 )
-def test_a_parser_made_of_something_heavier_is_imported(
+def test_a_parser_that_needs_other_modules_is_imported(
     imports: str, choices: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = tmp_path / "torch" / "distributed"

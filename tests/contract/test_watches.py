@@ -1,4 +1,4 @@
-"""Watches: the same on every store."""
+"""The contract of watches on every store."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def follow(store: KeyValue, *prefixes: str, name: str = "test") -> Recorder:
     return recorder
 
 
-def test_a_watch_begins_with_what_is_there(store: KeyValue, root: str) -> None:
+def test_a_watch_begins_with_the_existing_keys(store: KeyValue, root: str) -> None:
     store.put(f"{root}b/2", b"2")
     revision = store.put(f"{root}a/1", b"1")
     store.put(f"{root}c/3", b"3")
@@ -31,7 +31,7 @@ def test_a_watch_begins_with_what_is_there(store: KeyValue, root: str) -> None:
     assert first.snapshot.revision >= revision
 
 
-def test_every_change_comes_once_and_in_order(
+def test_every_change_is_reported_once_and_in_order(
     open_store: Callable[[], KeyValue], root: str
 ) -> None:
     watching, writing = open_store(), open_store()
@@ -60,7 +60,7 @@ def test_events_carry_the_revisions_that_swaps_need(store: KeyValue, root: str) 
     assert deleted == Deleted(f"{root}a", written + 1)
 
 
-def test_a_key_under_two_prefixes_comes_once(store: KeyValue, root: str) -> None:
+def test_a_key_under_two_prefixes_is_reported_once(store: KeyValue, root: str) -> None:
     recorder = follow(store, root, f"{root}nodes/", root)
     store.put(f"{root}nodes/1", b"1")
     store.put(f"{root}last", b"")
@@ -78,7 +78,7 @@ def test_the_end_of_a_lease_is_a_deletion(backend: Backend, store: KeyValue, roo
     assert recorder.changes == [(f"{root}a", None)]
 
 
-def test_a_watch_resumes_where_it_was_cut(
+def test_a_watch_resumes_after_an_interruption(
     backend: Backend, open_store: Callable[[], KeyValue], root: str
 ) -> None:
     watching, writing = open_store(), open_store()
@@ -123,7 +123,7 @@ def test_a_watch_may_be_closed_from_its_own_callback(store: KeyValue, root: str)
         watch.close()
         done.set()
 
-    watch = store.watch([root], callback, name="suicidal")
+    watch = store.watch([root], callback, name="self-closing")
     witness = follow(store, root, name="witness")
     store.put(f"{root}a", b"")
     ready.set()

@@ -1,4 +1,4 @@
-"""What cert-manager would make of our Issuers and Certificates: secrets with tls.crt and so on."""
+"""Emulates cert-manager for our Issuers and Certificates: secrets with tls.crt and so on."""
 
 from __future__ import annotations
 

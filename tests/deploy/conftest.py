@@ -1,4 +1,4 @@
-"""Every test that asks for ``manifests`` runs on every overlay, alone and with components."""
+"""Every test that uses ``manifests`` runs on every overlay, alone and with components."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """A container without Docker: namespaces, a read-only root, uid 10001, no capabilities.
 
-For Linux and root. The root is a tmpfs with read-only binds of what an image would hold (the
-system's /usr, this Python and its packages); /tmp, /dev/shm and what a test names can be written.
+For Linux and root. The root is a tmpfs with read-only bind mounts of the contents of an image (the
+system's /usr, this Python and its packages); /tmp, /dev/shm and the mounts of a test are writable.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from elastic.testing.waiting import eventually
 
 REPOSITORY = Path(__file__).parents[2]
 UID = 10001
-# The network stays this machine's: tests reach etcd and probes on its loopback.
+# The network is that of this machine: tests reach etcd and probes on its loopback.
 _UNSHARE = ("unshare", "--mount", "--pid", "--ipc", "--uts", "--fork", "--kill-child")
 _SYSTEM = ("/usr", "/etc", "/bin", "/sbin", "/lib", "/lib32", "/lib64")
 _PYTHON = (sys.base_prefix, sys.prefix)
@@ -31,7 +31,7 @@ _DEVICES = ("null", "zero", "full", "random", "urandom")
 
 
 def why_not() -> str | None:
-    """Why containers cannot be made here, or None."""
+    """The reason why containers are not available here, or None."""
     if sys.platform != "linux" or os.geteuid() != 0:
         return "needs root on Linux, for mounts and namespaces"
     tried = subprocess.run(
@@ -49,8 +49,8 @@ class Container:
         command: the image's entrypoint and the pod's args.
         environ: the whole environment.
         folder: for the mount point and the log.
-        mounts: folders of the host by where they stand inside, writable.
-        setup: shell lines that lay more under ``$root``.
+        mounts: writable folders of the host, by their path inside.
+        setup: shell lines that add more under ``$root``.
     """
 
     def __init__(
@@ -91,7 +91,7 @@ class Container:
         raise LookupError(field)
 
     def terminate(self) -> None:
-        """What a kubelet does first."""
+        """The first step of a kubelet's termination."""
         os.kill(self.pid, signal.SIGTERM)
 
     def wait(self, timeout_s: float) -> int:
@@ -119,8 +119,8 @@ class Container:
         trace: TracebackType | None,
     ) -> None:
         if not self.ended:
-            # PID 1 takes the rest along. Not unshare: the kernel forgets --kill-child for a
-            # process that changes its user, as this one has.
+            # The death of PID 1 ends all others. Killing unshare is not enough: the kernel clears
+            # --kill-child for a process that changes its user, as this one does.
             os.kill(self.pid, signal.SIGKILL)
             self._unshare.wait()
 
@@ -139,7 +139,7 @@ def _script(
         f"mount -t tmpfs -o mode=755 none {at}",
         f"bind() {{ mkdir -p {at}$1; mount --rbind $1 {at}$1; mount -o remount,bind,ro {at}$1; }}",
         f"mkdir -p {at}/proc {at}/dev/shm {at}/tmp",
-        # Before the binds: this checkout may itself stand in /tmp.
+        # Before the bind mounts: this checkout may itself be in /tmp.
         f"mount -t tmpfs -o mode=1777 none {at}/tmp",
         f"mount -t tmpfs -o mode=1777,size=256m none {at}/dev/shm",
     ]

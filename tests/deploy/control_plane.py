@@ -1,8 +1,8 @@
-"""An API server with its controllers, as far as the runbook's commands go: objects, rules, pods.
+"""Emulates an API server with its controllers, as far as the runbook needs: objects, rules, pods.
 
-update_validation.py refuses, statefulset_controller.py makes pods, disruption_controller.py grants
+update_validation.py validates, statefulset_controller.py adds pods, disruption_controller.py grants
 evictions. ``apply`` is kubectl's client-side one (three-way, by the last applied configuration;
-lists are replaced as a whole). A wait lets the controllers come to rest.
+lists are replaced as a whole). A wait runs the controllers until they settle.
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ class ControlPlane:
     sets: dict[Key, StatefulSetController] = field(default_factory=dict)
     room: int | None = None  # workers that fit
 
-    # What kubectl does -------------------------------------------------------------------------
+    # kubectl -------------------------------------------------------------------------
 
     def apply(self, objects: Iterable[Object]) -> list[str]:
-        """``kubectl apply``: an error of one object does not keep it from the others."""
+        """``kubectl apply``: an error of one object does not stop the others."""
         return [error for one in objects for error in self._apply(one)]
 
     def _apply(self, wanted: Object) -> list[str]:
@@ -80,13 +80,13 @@ class ControlPlane:
         return []
 
     def change(self, key: Key, edit: Callable[[Object], None]) -> list[str]:
-        """A PATCH or PUT by whatever means."""
+        """Any PATCH or PUT."""
         new = copy.deepcopy(self.objects[key])
         edit(new)
         return self._store(key, new)
 
     def patch(self, key: Key, flags: Sequence[str]) -> list[str]:
-        """``kubectl patch FLAGS``: the real one makes the patched object."""
+        """``kubectl patch FLAGS``: the real kubectl computes the patched object."""
         with tempfile.NamedTemporaryFile("w", suffix=".json") as file:
             json.dump(self.objects[key], file)
             file.flush()
@@ -97,12 +97,12 @@ class ControlPlane:
         return self._store(key, json.loads(done.stdout))
 
     def delete(self, key: Key, *, foreground: bool = False) -> None:
-        """Dependants go with it; in the foreground they have gone when this returns."""
+        """Dependants are deleted, too; in the foreground, before this returns."""
         del self.objects[key]
         self.applied.pop(key, None)
         if key in self.sets:
-            # The controller leaves a set alone that is being deleted; the garbage collector ends
-            # its pods with SIGTERM, and its revisions go, too.
+            # The controller ignores a set that is being deleted; the garbage collector ends its
+            # pods with SIGTERM, and deletes its revisions.
             assert foreground, "its pods would still run beside those of the next set"
             del self.sets[key]
 
@@ -118,7 +118,7 @@ class ControlPlane:
                         (namespace, "PersistentVolumeClaim", full), copy.deepcopy(claim)
                     )
 
-    # What the machines do ----------------------------------------------------------------------
+    # The machines ----------------------------------------------------------------------
 
     def pods(self, namespace: str, labels: Mapping[str, str] | None = None) -> dict[str, Pod]:
         """Pods of StatefulSets, by name."""
@@ -157,7 +157,7 @@ class ControlPlane:
         return granted
 
     def run_of(self, namespace: str, template: Object) -> str:
-        """The run id that a pod of this template is told."""
+        """The run id of pods with this template."""
         (source,) = template["spec"]["containers"][0]["envFrom"]
         name = source["configMapRef"]["name"]
         return str(self.objects[namespace, "ConfigMap", name]["data"]["PET_RDZV_ID"])
@@ -176,7 +176,7 @@ class ControlPlane:
 
 
 def _three_way(last: Object, wanted: Object, live: Object) -> Object:
-    """What was applied and is no longer wanted goes; what others have added stays."""
+    """Fields that are no longer applied are removed; fields added by others are kept."""
     merged = {k: v for k, v in live.items() if k in wanted or k not in last}
     for name, value in wanted.items():
         if isinstance(value, dict) and isinstance(live.get(name), dict):

@@ -1,7 +1,7 @@
 """The fields of custom resources that our manifests use, by hand from their published APIs.
 
-kubernetes-validate has schemas of Kubernetes' own kinds only. These are ours and small: they refuse
-a slip in a name or a type, not everything that the real admission would. Written against
+kubernetes-validate has schemas of Kubernetes' own kinds only. These are ours and small: they reject
+a wrong name or type, not everything that the real admission would. Written against
 cert-manager.io/v1, jobset.x-k8s.io/v1alpha2 (JobSet 0.10), trainer.kubeflow.org/v1alpha1 (Trainer
 2.2), kueue.x-k8s.io/v1beta2, scheduling.volcano.sh/v1beta1 and monitoring.coreos.com/v1.
 """

@@ -1,4 +1,4 @@
-"""The disruption controller's arithmetic, and what the eviction API makes of it.
+"""The disruption controller's arithmetic, and the decisions of the eviction API.
 
 After kubernetes/kubernetes: pkg/controller/disruption/disruption.go (getExpectedPodCount,
 getExpectedScale, countHealthyPods, updatePdbStatus, failSafe) and
@@ -13,13 +13,13 @@ from dataclasses import dataclass
 
 from manifests import Object
 
-# What a controller's scale subresource says. Jobs have none.
+# The replicas in a controller's scale subresource. Jobs have none.
 NO_SCALE = None
 
 
 @dataclass
 class GuardedPod:
-    """What is asked of a pod that a budget selects."""
+    """The relevant state of a pod that a budget selects."""
 
     name: str
     controller: str

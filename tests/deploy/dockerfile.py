@@ -36,12 +36,12 @@ class Dockerfile:
                 stage.instructions.append((name, text))
 
     def lineage(self, name: str) -> list[Stage]:
-        """The stage and those it builds upon, the first one first."""
+        """The stage and its base stages, the first one first."""
         stage = self.stages.get(name)
         return [] if stage is None else [*self.lineage(stage.base), stage]
 
     def effective(self, name: str, instruction: str) -> str:
-        """What an image of this stage has: the last one counts."""
+        """The effective value in an image of this stage: the last one applies."""
         return [text for stage in self.lineage(name) for text in stage.all(instruction)][-1]
 
     def entrypoint(self, name: str) -> list[str]:

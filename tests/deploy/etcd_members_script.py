@@ -1,7 +1,7 @@
-"""Runs three etcd members as their pods would: in a network and a mount namespace of its own.
+"""Runs three etcd members like their pods: in a separate network and mount namespace.
 
 Reads a JSON object from the file named by its argument: folders, the members' and the upkeep's
-command lines. What fails ends it with a traceback.
+command lines. A failure ends it with a traceback.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class Cluster:
             )
 
     def wipe(self, index: int) -> None:
-        """The machine and its disk are gone."""
+        """The machine and its disk are lost."""
         process = self.processes.pop(index)
         process.kill()
         process.wait()
@@ -115,7 +115,7 @@ def rehearse(cluster: Cluster) -> None:
         cluster.start(index, "new")
     cluster.wait_until_healthy()
     cluster.ctl("put", "/elastic/job-1/world", "generation 7")
-    # Nobody without a certificate.
+    # No access without a certificate.
     try:
         cluster.run(
             "etcdctl", "--endpoints=https://etcd:2379", "--insecure-skip-tls-verify", "get", "x"
@@ -148,7 +148,7 @@ def replace_a_member(cluster: Cluster) -> None:
 
 
 def restore_from_the_snapshot(cluster: Cluster) -> None:
-    """The runbook: a majority is lost, a snapshot is there."""
+    """The runbook: a majority is lost, and a snapshot exists."""
     for index in range(3):
         cluster.wipe(index)
         cluster.run(*(word.replace("$(INDEX)", str(index)) for word in cluster.upkeep["restore"]))
@@ -188,7 +188,7 @@ def confine(cluster: Cluster, commands: list[list[str]], settings: dict[str, str
     finally:
         store.close()
     assert "of another job" in cluster.ctl("get", foreign)
-    # A job that nobody has given a role.
+    # A job without a role.
     cluster.ctl("user", "delete", settings["ELASTIC_PREFIX"].rpartition("/")[2])
     store = EtcdStore(etcd_config(settings["PET_RDZV_ENDPOINT"], options))
     try:
@@ -211,7 +211,7 @@ def loopback_up() -> None:
 
 
 def name_members(hosts: Path) -> None:
-    """127.0.0.1, too: callers on a loopback come from there, and etcd looks their names up."""
+    """Including 127.0.0.1: clients on a loopback have this address, and etcd resolves its name."""
     names = [f"etcd-{i}.etcd-members" for i in range(3)]
     lines = [f"127.0.0.{i + 2} {name}" for i, name in enumerate(names)]
     lines += [f"127.0.0.1 localhost {' '.join(names)}", "127.0.0.2 etcd"]

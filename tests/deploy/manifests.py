@@ -1,4 +1,4 @@
-"""Renders deploy/ with kustomize and looks into what comes out. No cluster is needed."""
+"""Renders deploy/ with kustomize and inspects the output. No cluster is needed."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ import yaml
 from elastic.cli import kube
 
 DEPLOY = Path(__file__).parents[2] / "deploy"
-# What a platform puts upon an overlay; each is a kustomization that a user would write.
+# Additions of a platform to an overlay; each is a kustomization as a user would write it.
 COMPOSITIONS: Mapping[str, tuple[str, tuple[str, ...]]] = {
     "prod+spot": ("prod", ("spot",)),
     "prod+rdma": ("prod", ("rdma",)),
@@ -44,7 +44,7 @@ COMPOSITIONS: Mapping[str, tuple[str, tuple[str, ...]]] = {
     "trainer+monitoring": ("trainer", ("monitoring",)),
     "prod+node-tls+own-certificates": ("prod", ("node-tls", "own-certificates")),
 }
-# What a platform gives where cert-manager does not make it (the runbook's table).
+# The secrets that a platform provides if cert-manager does not (the runbook's table).
 OWN_CERTIFICATES = frozenset({"etcd-server-tls", "etcd-peer-tls", "etcd-client-tls", "node-tls"})
 # The runbook's patch of etcd, on top of prod.
 RESTORE = "prod, etcd being restored"
@@ -57,7 +57,7 @@ NAMESPACES = {
 }
 OVERLAYS = tuple(NAMESPACES)
 IMAGE = "--image=registry.example/team/train:1.4.2-cuda"
-# What `elastic kube render` writes for these flags.
+# The output of `elastic kube render` for these flags.
 COMMANDS: Mapping[str, tuple[str, ...]] = {
     "kube render prod": (
         *("--nodes=3:9", "--gpus-per-node=4", "--run-id=llama-7", "--grace=120"),
@@ -85,7 +85,7 @@ _EVERY_FLAG = (
     *("--env=AWS_REGION=eu-west-1", "--env-from-secret=s3-credentials", IMAGE),
     *("--env=AWS_ENDPOINT_URL=http://minio.storage:9000", "--run-id=r1"),
 )
-# Not a namespace's whole: a job among several, and flags whose objects are somebody else's.
+# Parts of a namespace: one of several jobs, and flags whose objects are managed elsewhere.
 PARTS: Mapping[str, tuple[str, ...]] = {
     **{
         f"every flag {overlay}": (f"--overlay={overlay}", *_EVERY_FLAG, "--checkpoints=s3://b/x")
@@ -159,7 +159,7 @@ class Rendered:
         return found[0]
 
     def pods(self, component: str | None = None) -> list[Pod]:
-        """Every pod template, however deep it stands."""
+        """Every pod template, at any depth."""
         found = [Pod(o, template) for o in self.objects for template in _templates(o)]
         return [p for p in found if component is None or p.component == component]
 
@@ -201,7 +201,7 @@ def kubectl() -> str:
 
 
 def kustomize(folder: Path) -> tuple[Object, ...]:
-    """What ``kubectl kustomize FOLDER`` prints."""
+    """The output of ``kubectl kustomize FOLDER``."""
     command = [kubectl(), "kustomize", str(folder)]
     short_lived = {**os.environ, "GOGC": "off"}  # its collector takes a quarter of its CPU time
     done = subprocess.run(command, env=short_lived, capture_output=True, text=True)
@@ -211,13 +211,13 @@ def kustomize(folder: Path) -> tuple[Object, ...]:
 
 
 def compose(folder: Path, overlay: str, components: Sequence[str]) -> Path:
-    """Write the overlay that a user would: components upon one of ours."""
+    """Write an overlay like a user's: components on top of one of ours."""
     folder.mkdir(parents=True, exist_ok=True)
     deploy = os.path.relpath(DEPLOY, folder.resolve())
     kustomization = {
         "apiVersion": "kustomize.config.k8s.io/v1beta1",
         "kind": "Kustomization",
-        # What a component adds belongs to the overlay's namespace, which must be said again.
+        # Objects added by a component belong to the overlay's namespace, which must be repeated.
         "namespace": NAMESPACES[overlay] + ("-rdma" if "rdma" in components else ""),
         "resources": [f"{deploy}/overlays/{overlay}"],
         "components": [f"{deploy}/components/{c}" for c in (*components, "derived")],
@@ -227,7 +227,7 @@ def compose(folder: Path, overlay: str, components: Sequence[str]) -> Path:
 
 
 def patch(folder: Path) -> Path:
-    """What `kubectl patch --patch-file` and `kubectl create configmap` do, by kustomize."""
+    """`kubectl patch --patch-file` and `kubectl create configmap`, implemented with kustomize."""
     target = {"apiVersion": "apps/v1", "kind": "StatefulSet", "metadata": {"name": "etcd"}}
     change = yaml.safe_load((DEPLOY / "etcd" / "restore.patch.yaml").read_text())
     more = {

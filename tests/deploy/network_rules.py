@@ -1,4 +1,4 @@
-"""What NetworkPolicies let through: their published semantics, for the pods of one namespace."""
+"""The connections that NetworkPolicies allow: their published semantics, for one namespace."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class End:
 def allowed(
     policies: Iterable[Object], source: End, target: End, port: int, protocol: str = "TCP"
 ) -> bool:
-    """Whether both ends' policies let a connection through."""
+    """Whether the policies of both ends allow a connection."""
     every = list(policies)
     leaves = source.outside or source.namespace is not None
     arrives = target.outside or target.namespace is not None

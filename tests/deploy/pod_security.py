@@ -20,7 +20,7 @@ VOLUMES = {
 
 
 def violations(pod: Pod) -> set[str]:
-    """What `restricted` would refuse this pod for."""
+    """The violations of `restricted` by this pod."""
     return {*_of_pod(pod.spec), *(v for c in pod.containers for v in _of_container(pod.spec, c))}
 
 

@@ -1,7 +1,7 @@
 """The commands of deploy/README.md: read from its fenced blocks, and run against a model.
 
 A shell that knows ``kubectl`` and ``elastic kube render`` (the real one), as far as the runbook
-needs them. What it does not know is an error, unless NEEDS_A_CLUSTER names it with the reason.
+needs them. An unknown command is an error, unless NEEDS_A_CLUSTER names it with the reason.
 """
 
 from __future__ import annotations
@@ -31,9 +31,10 @@ KINDS = {
     "secret": "Secret",
     "namespace": "Namespace",
 }
-# What other fenced blocks hold. One with commands has no language, or nobody would run it.
+# The languages of other fenced blocks. A block with commands has no language; otherwise it would
+# not be run.
 NO_COMMANDS = {"dockerfile", "text", "yaml"}
-# First words of commands that no model here can answer, and what covers them instead.
+# Prefixes of commands that no model here supports, and the tests that cover them instead.
 NEEDS_A_CLUSTER: Mapping[str, str] = {
     "docker build": "test_deploy_dockerfile.py reads the instructions; CI of a platform builds",
     "kind create": "a laptop's cluster",
@@ -50,7 +51,7 @@ NEEDS_A_CLUSTER: Mapping[str, str] = {
 
 @dataclass(frozen=True)
 class Command:
-    """One simple command: what stands between ``&&``, ``|`` and ends of lines."""
+    """One simple command: the text between ``&&``, ``|`` and line ends."""
 
     section: str
     block: int  # which one of its section
@@ -86,7 +87,7 @@ def _commands_of(section: str, number: int, block: str) -> Iterator[Command]:
         pending += line + "\n"
         try:
             words = shlex.split(pending, comments=True)
-        except ValueError:  # a quotation goes on in the next line
+        except ValueError:  # a quotation continues on the next line
             continue
         pending, simple = "", list[str]()
         for word in [*words, "&&"]:
@@ -109,7 +110,7 @@ def _is_namespace(words: tuple[str, ...], index: int) -> bool:
 
 
 class Failed(Exception):
-    """The command has ended with another code than 0; what it has printed."""
+    """The command has exited with a code other than 0; holds its output."""
 
 
 class Shell:
@@ -139,7 +140,7 @@ class Shell:
         self.cluster.settle()
 
     def _render(self, flags: list[str]) -> None:
-        """The real one. `…` stands for what the examples before it have."""
+        """Runs the real command. `…` stands for the flags of the previous examples."""
         if "…" in flags:
             flags[flags.index("…") : flags.index("…") + 1] = [
                 "--image=registry.example/train:1.4.2"
@@ -167,7 +168,7 @@ class Shell:
                 self.cluster.delete(key_of(one), foreground=True)
             return
         if rest[0] == "node":
-            return  # what its pods do is the pod garbage collector's: see the runbook's table
+            return  # its pods are up to the pod garbage collector: see the runbook's table
         if rest == ["pod"]:
             labels = dict([args.selector.split("=")])
             for name in self.cluster.pods(args.namespace, labels):
@@ -265,7 +266,7 @@ _built: dict[str, tuple[Object, ...]] = {}
 
 
 def objects_of(folder: Path) -> tuple[Object, ...]:
-    """What the kustomization holds now. Built once: all users' folders are as deep."""
+    """The current objects of the kustomization. Built once: all folders have the same depth."""
     text = (folder / "kustomization.yaml").read_text()
     if text not in _built:
         _built[text] = kustomize(folder)

@@ -1,4 +1,4 @@
-"""The StatefulSet controller's revisions, as a model: which pod gets which template, and when.
+"""A model of the StatefulSet controller's revisions: which pod gets which template, and when.
 
 After kubernetes/kubernetes, pkg/controller/statefulset/stateful_set_control.go and
 stateful_set_utils.go; the function of each step is named beside it. The version is that of 1.29 and
@@ -20,7 +20,7 @@ PENDING, RUNNING = "Pending", "Running"
 
 @dataclass
 class Pod:
-    """A pod of a set, and the template that it was made from."""
+    """A pod of a set, and its template."""
 
     ordinal: int
     revision: str
@@ -57,7 +57,7 @@ class Status:
 
 @dataclass
 class StatefulSetController:
-    """One set. ``spec`` is the object's own: what a user changes is seen by the next ``sync``."""
+    """One set. ``spec`` is that of the object: the next ``sync`` sees changes of the user."""
 
     spec: Object
     pods: dict[int, Pod] = field(default_factory=dict)
@@ -84,7 +84,7 @@ class StatefulSetController:
         self._truncate_history()
 
     def run_kubelets(self) -> None:
-        """Pods that are to end have ended; others run and are ready, as long as there is room."""
+        """Terminating pods end; others run and become ready while there is capacity."""
         self.pods = {o: p for o, p in self.pods.items() if not p.terminating}
         room = len(self.pods) if self.room is None else self.room
         for place, ordinal in enumerate(sorted(self.pods, key=lambda o: not self.pods[o].ready)):
@@ -92,7 +92,7 @@ class StatefulSetController:
             pod.phase, pod.ready = (RUNNING, True) if place < room else (PENDING, False)
 
     def settle(self) -> None:
-        """Until nothing changes any more."""
+        """Run until nothing changes any more."""
         for _ in range(1000):
             before = self._picture()
             self.sync()
@@ -105,21 +105,22 @@ class StatefulSetController:
         pods = {o: (p.revision, p.phase, p.ready, p.terminating) for o, p in self.pods.items()}
         return pods, self.status
 
-    # What a user or a machine does -------------------------------------------------------------
+    # Actions of users and machines -------------------------------------------------------------
 
     def delete_pod(self, ordinal: int) -> None:
         """``kubectl delete pod``, an eviction, a drain."""
         self.pods[ordinal].terminating = True
 
     def lose_pod(self, ordinal: int) -> None:
-        """The pod is gone at once."""
+        """The pod disappears immediately."""
         del self.pods[ordinal]
 
     # The steps ---------------------------------------------------------------------------------
 
     def _revisions(self) -> tuple[Revision, Revision]:
-        """``getStatefulSetRevisions``: the newest one is of the template as it is now; an equal
-        older one is renumbered instead of being made again."""
+        """``getStatefulSetRevisions``: the newest one has the current template; an equal older one
+        is renumbered instead of being recreated.
+        """
         template = self.spec["template"]
         equal = [r for r in self.revisions if r.template == template]
         if equal:
@@ -198,7 +199,7 @@ class StatefulSetController:
             status.current, status.current_revision = status.updated, status.update_revision
 
     def _truncate_history(self) -> None:
-        """``truncateHistory``: what is in use stays."""
+        """``truncateHistory``: revisions in use are kept."""
         live = {self.status.current_revision, self.status.update_revision}
         live |= {pod.revision for pod in self.pods.values()}
         old = [r for r in self.revisions if r.name not in live]

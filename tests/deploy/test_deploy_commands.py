@@ -1,4 +1,4 @@
-"""Every command of the runbook does what the runbook says, on a model of a control plane.
+"""Every command of the runbook works as documented, on a model of a control plane.
 
 Each section starts from a running job (`elastic kube render` with the flags of *First run*), unless
 it is named in ``FROM_NOTHING``. Its commands run in their order; each must succeed.
@@ -82,7 +82,7 @@ def rendered(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def place(rendered: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Place:
-    """A directory of the user's own. The job runs; what is applied next has another image."""
+    """A directory of the user. The job runs; the next overlay has another image."""
     shutil.copytree(rendered, tmp_path, symlinks=True, dirs_exist_ok=True)
     monkeypatch.chdir(tmp_path)
     cluster = ControlPlane()
@@ -120,7 +120,7 @@ def test_the_commands_succeed(scenario: Scenario, place: Place) -> None:
 
 
 def without_cert_manager(place: Place) -> None:
-    """What the section says to do with the overlay: the flag that it names."""
+    """Apply the flag that the section names to the overlay."""
     place.cluster.unknown = {"cert-manager.io"}
     (first_run,) = [c for c in COMMANDS if c.section == "First run" and c.words[0] == "elastic"]
     _, _, section = RUNBOOK.partition("### Without cert-manager")
@@ -162,7 +162,7 @@ def check_scaled(place: Place) -> None:
 
 
 def check_drained(place: Place) -> None:
-    """The second drain and the third are granted, too, with one worker of 16 not Ready."""
+    """The second and third drains are granted, too, with one of 16 workers not Ready."""
     (drain,) = [c for c in COMMANDS if c.words[:2] == ("kubectl", "drain")]
     place.cluster.room = 5  # the drained machine stays away
     place.cluster.settle()
@@ -229,7 +229,7 @@ def check_monitored(place: Place) -> None:
 
 
 def check_deleted(place: Place) -> None:
-    # The claims of etcd go with the namespace.
+    # The claims of etcd are deleted with the namespace.
     left = {key for key in place.cluster.objects if key[0] == N and "data-etcd-" not in key[2]}
     assert left == set()
     assert not place.cluster.pods(N)
@@ -251,19 +251,19 @@ AFTERWARDS: dict[Scenario, Callable[[Place], None]] = {
 }
 
 
-def test_every_check_belongs_to_commands() -> None:
+def test_every_check_belongs_to_a_scenario() -> None:
     assert {*AFTERWARDS} <= {*SCENARIOS}
     assert {*PREPARE} <= {section for section, _ in SCENARIOS}
 
 
-def test_what_needs_a_cluster_is_in_the_runbook() -> None:
+def test_every_cluster_only_command_is_in_the_runbook() -> None:
     used = {needs_a_cluster(command) for command in COMMANDS}
     assert used - {None} == {*NEEDS_A_CLUSTER}, "an entry that excuses nothing"
     excused = [c for c in COMMANDS if needs_a_cluster(c)]
     assert len(excused) < len(COMMANDS) / 2
 
 
-def test_a_block_whose_commands_would_not_be_run_is_an_error() -> None:
+def test_a_block_with_untested_commands_is_an_error() -> None:
     for language in ("sh", "bash", "console", "shell"):
         with pytest.raises(AssertionError, match=language):
             list(commands(f"# Scale\n```{language}\nkubectl scale\n```"))
@@ -276,7 +276,7 @@ def test_an_unknown_command_is_an_error(place: Place) -> None:
             place.shell.run(command)
 
 
-# What the runbook says of other commands ----------------------------------------------------------
+# Other statements of the runbook ----------------------------------------------------------
 
 
 def run(place: Place, text: str) -> None:
@@ -284,7 +284,7 @@ def run(place: Place, text: str) -> None:
         place.shell.run(command)
 
 
-def test_another_run_upon_a_run_is_refused_and_changes_no_pod(place: Place) -> None:
+def test_applying_another_run_over_a_run_is_refused_and_changes_no_pod(place: Place) -> None:
     with pytest.raises(Failed) as refused:
         run(place, "kubectl apply -k overlays/llama-8")
     assert 'StatefulSet "workers" is invalid: spec: Forbidden' in str(refused.value)
@@ -294,7 +294,7 @@ def test_another_run_upon_a_run_is_refused_and_changes_no_pod(place: Place) -> N
     assert place.cluster.train_to_the_end(N), "the first run goes on"
 
 
-def test_another_image_upon_a_run_is_told_to_be_refused(place: Place) -> None:
+def test_applying_another_image_to_a_run_is_refused_before_the_upgrade(place: Place) -> None:
     with pytest.raises(Failed, match="field is immutable"):
         run(place, "kubectl apply -k overlays/llama-7")
     assert images(place.workers) == {"registry.example/train:1.4.1"}
@@ -302,14 +302,14 @@ def test_another_image_upon_a_run_is_told_to_be_refused(place: Place) -> None:
     check_upgraded(place)
 
 
-def test_rollout_restart_alone_restarts_nothing_and_the_object_says_so(place: Place) -> None:
+def test_rollout_restart_alone_restarts_no_pod_and_is_annotated(place: Place) -> None:
     run(place, "kubectl -n $N rollout restart statefulset workers")
     assert place.workers == place.first
     text = place.cluster.objects[WORKERS]["metadata"]["annotations"]["kubernetes.io/description"]
     assert "rollout restart" in text and "delete" in text
 
 
-def test_kinds_that_the_cluster_does_not_know_are_applied_later(rendered: Path) -> None:
+def test_objects_of_unknown_kinds_can_be_applied_later(rendered: Path) -> None:
     objects = objects_of(rendered / MINE)
     cluster = ControlPlane(unknown={"cert-manager.io"})
     errors = cluster.apply(objects)

@@ -29,7 +29,7 @@ pytestmark = [
     pytest.mark.skipif(REFUSED is not None, reason=str(REFUSED)),
 ]
 PREEMPTED = 75
-TERMINATED = 128 + 15  # before Python has a handler of its own
+TERMINATED = 128 + 15  # before Python installs its handler
 
 
 class Start:
@@ -40,11 +40,11 @@ class Start:
         self.folder = folder
         self.checkpoints = folder / "checkpoints"
         self.checkpoints.mkdir()
-        os.chown(self.checkpoints, UID, UID)  # what fsGroup does
+        os.chown(self.checkpoints, UID, UID)  # as fsGroup does
         self.environ = {
             **Dockerfile(DEPLOY / "Dockerfile").environment("example"),
             **environment(self._pod, dev.settings),
-            # This machine instead of a cluster.
+            # Use this machine instead of a cluster.
             "PET_RDZV_ENDPOINT": etcd.endpoint,
             "PET_RDZV_ID": folder.name,
             "ELASTIC_POD_IP": "127.0.0.1",
@@ -69,7 +69,7 @@ class Start:
         )
 
     def probe(self, path: str) -> int:
-        """The status that a kubelet would see; 0: nobody answers."""
+        """The status that a kubelet would see; 0: no answer."""
         url = f"http://127.0.0.1:{self.environ['ELASTIC_HEALTH_PORT']}{path}"
         try:
             with urllib.request.urlopen(url, timeout=5) as answer:
@@ -82,8 +82,9 @@ class Start:
 
 @pytest.fixture
 def health_port() -> Iterator[int]:
-    """Held, not listened at: a server that reuses addresses can have it, and no connection gets
-    it."""
+    """Bound but not listening: a server that reuses addresses can bind it, and no connection gets
+    it.
+    """
     with socket.socket() as held:
         held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         held.bind(("127.0.0.1", 0))
@@ -97,7 +98,7 @@ def start(
     return Start(render("dev"), shared_etcd, tmp_path, health_port)
 
 
-def test_it_trains_as_nobody_and_sigterm_reaches_torchrun(start: Start) -> None:
+def test_the_container_trains_unprivileged_and_forwards_sigterm(start: Start) -> None:
     with start() as container:
 
         def training() -> bool:
@@ -114,11 +115,11 @@ def test_it_trains_as_nobody_and_sigterm_reaches_torchrun(start: Start) -> None:
     assert "Read-only file system" not in container.output
 
 
-def test_sigterm_ends_a_pod_that_has_only_just_started(start: Start) -> None:
-    """As PID 1 itself, Python would not have a handler yet, and the kernel drops the signal."""
+def test_sigterm_ends_a_pod_that_has_just_started(start: Start) -> None:
+    """If Python were PID 1, it would have no handler yet, and the kernel would drop the signal."""
     with start() as container:
-        # Until dumb-init has its handlers, PID 1 loses signals, and so does its child until it is
-        # another program: handlers of the parent, which do nothing, catch them.
+        # PID 1 loses signals until dumb-init has installed its handlers, and so does its child
+        # until exec: no-op handlers inherited from the parent catch them.
         eventually(lambda: catches_sigterm(container), "dumb-init is PID 1")
         eventually(lambda: has_started_its_child(container), "its child runs")
         container.terminate()

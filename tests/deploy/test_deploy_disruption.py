@@ -1,4 +1,4 @@
-"""Drains: what the rendered budgets grant, computed as the disruption controller does."""
+"""Drains: the evictions granted by the rendered budgets, as the disruption controller computes."""
 
 from __future__ import annotations
 
@@ -18,7 +18,9 @@ WAS: Object = {"maxUnavailable": 1, "unhealthyPodEvictionPolicy": "AlwaysAllow"}
 
 @pytest.fixture
 def budget(render: Callable[[str], Rendered]) -> Object:
-    """That of prod, for 4:16 nodes (test_deploy_workloads.py: the number follows the settings)."""
+    """The budget of prod, for 4:16 nodes (test_deploy_workloads.py: the number follows the
+    settings).
+    """
     spec: Object = render("prod").one("PodDisruptionBudget", "workers")["spec"]
     return {**spec, "minAvailable": LOW}
 
@@ -42,14 +44,14 @@ def pods(ready: int, not_ready: int = 0, pending: int = 0) -> list[GuardedPod]:
         (pods(ready=3, pending=13), 0),
     ],
 )
-def test_as_many_may_go_as_leave_the_minimum(
+def test_the_budget_allows_disruptions_down_to_the_minimum(
     budget: Object, some: list[GuardedPod], allowed: int
 ) -> None:
     assert budget_status(budget, some, ASKED_FOR).disruptions_allowed == allowed
 
 
-def test_what_max_unavailable_made_of_them() -> None:
-    """Why it is not used: these drains hung on a real control plane (issue 15)."""
+def test_max_unavailable_would_block_drains() -> None:
+    """The reason against it: these drains hung on a real control plane (issue 15)."""
     full = budget_status(WAS, pods(ready=16), ASKED_FOR)
     assert (full.desired_healthy, full.disruptions_allowed) == (15, 1)
     for some in (pods(ready=6, pending=10), pods(ready=15, not_ready=1), pods(15, pending=1)):
@@ -58,15 +60,15 @@ def test_what_max_unavailable_made_of_them() -> None:
     assert budget_status(WAS, pods(4), {"workers": NO_SCALE}).disruptions_allowed == 0  # a Job
 
 
-def test_drains_go_on_until_the_minimum_is_left(budget: Object) -> None:
+def test_drains_are_granted_down_to_the_minimum(budget: Object) -> None:
     some = pods(ready=6, pending=10)
     granted = [evict(pod, budget, some, ASKED_FOR) for pod in some if pod.ready]
     assert granted == [True, True, False, False, False, False]
 
 
 @pytest.mark.parametrize("ready", [LOW, LOW - 1])
-def test_what_is_not_in_the_world_goes_at_any_time(budget: Object, ready: int) -> None:
-    """Below the minimum, too, where the default policy would keep it."""
+def test_pods_outside_the_world_can_always_be_evicted(budget: Object, ready: int) -> None:
+    """Even below the minimum, where the default policy would protect it."""
     some = pods(ready=ready, not_ready=1, pending=1)
     assert [evict(pod, budget, some, ASKED_FOR) for pod in some] == [False] * ready + [True] * 2
     by_default = {k: v for k, v in budget.items() if k != "unhealthyPodEvictionPolicy"}
@@ -74,8 +76,8 @@ def test_what_is_not_in_the_world_goes_at_any_time(budget: Object, ready: int) -
     assert evict(again[-1], by_default, again, ASKED_FOR) == (ready >= LOW)
 
 
-def test_no_overlay_needs_all_replicas_ready_for_a_drain(manifests: Rendered) -> None:
-    """With one node more than the minimum Ready, one may go, whatever is asked for."""
+def test_no_overlay_requires_all_replicas_ready_for_a_drain(manifests: Rendered) -> None:
+    """With one Ready node more than the minimum, one may be evicted, whatever the replicas."""
     low, high = node_range(manifests.settings["PET_NNODES"])
     spec = manifests.one("PodDisruptionBudget", "workers")["spec"]
     jobs_too = {"workers": high if manifests.of("StatefulSet", "workers") else NO_SCALE}
@@ -84,7 +86,7 @@ def test_no_overlay_needs_all_replicas_ready_for_a_drain(manifests: Rendered) ->
     assert (status.desired_healthy, status.disruptions_allowed) == (low, 1)
 
 
-def test_one_etcd_member_at_a_time(render: Callable[[str], Rendered]) -> None:
+def test_only_one_etcd_member_at_a_time_can_be_evicted(render: Callable[[str], Rendered]) -> None:
     spec = render("prod").one("PodDisruptionBudget", "etcd")["spec"]
     some = [GuardedPod(f"etcd-{i}", "etcd") for i in range(3)]
     assert [evict(member, spec, some, {"etcd": 3}) for member in some] == [True, False, False]

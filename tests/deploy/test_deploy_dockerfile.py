@@ -25,20 +25,20 @@ def image() -> Dockerfile:
     return Dockerfile(DEPLOY / "Dockerfile")
 
 
-def test_bases_are_pinned_by_exact_version(image: Dockerfile) -> None:
+def test_base_images_are_pinned_to_exact_versions(image: Dockerfile) -> None:
     for stage in image.stages.values():
         if stage.base not in image.stages:
             assert re.fullmatch(r"[\w./-]+:\d+\.\d+\.\d+-[\w-]+", stage.base), stage.base
 
 
 @pytest.mark.parametrize("target", FINAL)
-def test_images_run_as_nobody_in_particular(image: Dockerfile, target: str) -> None:
+def test_images_run_as_an_unprivileged_user(image: Dockerfile, target: str) -> None:
     assert image.effective(target, "USER") == "10001:10001", "runAsNonRoot needs a number"
     assert image.environment(target)["HOME"] == "/tmp", "the only place it may write to"
 
 
 @pytest.mark.parametrize("target", FINAL)
-def test_the_entrypoint_is_no_shell(image: Dockerfile, target: str) -> None:
+def test_the_entrypoint_is_not_a_shell(image: Dockerfile, target: str) -> None:
     words = image.entrypoint(target)
     assert words[0].endswith("/dumb-init")
     assert "--single-child" in words, "workers would get SIGTERM before their agent has said so"
@@ -46,7 +46,7 @@ def test_the_entrypoint_is_no_shell(image: Dockerfile, target: str) -> None:
     assert image.effective(target, "CMD").startswith("[")
 
 
-def test_the_images_have_the_torch_that_is_tested(image: Dockerfile) -> None:
+def test_the_images_contain_the_tested_version_of_torch(image: Dockerfile) -> None:
     constraints = (REPOSITORY / "constraints.txt").read_text()
     (pinned,) = re.findall(r"^torch==(\S+)$", constraints, flags=re.MULTILINE)
     assert image.effective("venv-cpu", "ARG").startswith("PIP_EXTRA_INDEX_URL=")
@@ -54,7 +54,7 @@ def test_the_images_have_the_torch_that_is_tested(image: Dockerfile) -> None:
     assert f"TORCH={pinned}" in image.stages["venv-cuda"].all("ARG")
 
 
-def test_what_is_copied_exists_and_is_not_ignored(image: Dockerfile) -> None:
+def test_copied_files_exist_and_are_not_ignored(image: Dockerfile) -> None:
     ignore = (DEPLOY / "Dockerfile.dockerignore").read_text().split()
     for stage in image.stages.values():
         for text in stage.all("COPY"):
@@ -67,7 +67,7 @@ def test_what_is_copied_exists_and_is_not_ignored(image: Dockerfile) -> None:
 
 
 def test_the_steps_of_the_cpu_image_resolve(image: Dockerfile, tmp_path: Path) -> None:
-    """The wheel is built from what COPY brings, and fits the constraints with all it needs."""
+    """The wheel is built from the copied files, and its dependencies meet the constraints."""
     wheel, install = steps(image, tmp_path)
     run(wheel, tmp_path)
     (built,) = (tmp_path / "wheels").iterdir()
@@ -82,16 +82,19 @@ def test_the_steps_of_the_cpu_image_resolve(image: Dockerfile, tmp_path: Path) -
 
 
 @pytest.mark.soak
-def test_the_steps_of_the_cpu_image_resolve_from_nothing(image: Dockerfile, tmp_path: Path) -> None:
-    """The same without what is installed here: pip asks the index for every package."""
+def test_the_steps_of_the_cpu_image_resolve_in_a_clean_environment(
+    image: Dockerfile, tmp_path: Path
+) -> None:
+    """The same without the packages installed here: pip resolves every package from the index."""
     wheel, install = steps(image, tmp_path)
     run(wheel, tmp_path)
     run(install + " --ignore-installed", tmp_path)
 
 
 def steps(image: Dockerfile, folder: Path) -> tuple[str, str]:
-    """Lay out the build's context as COPY does; returns the RUN steps that use it. The last one
-    asks for all that the ones before it asked for."""
+    """Lay out the build context like COPY; returns the RUN steps that use it. The last one requires
+    everything that the previous ones do.
+    """
     (folder / "src").mkdir()
     for name in ("build", "wheel"):
         for text in image.stages[name].all("COPY"):
@@ -102,7 +105,7 @@ def steps(image: Dockerfile, folder: Path) -> tuple[str, str]:
 
 
 def run(command: str, folder: Path) -> None:
-    """A RUN step with this Python's pip, which only resolves; torch is the variant that is here."""
+    """A RUN step with this Python's pip, resolving only; torch is the installed variant."""
     pip = f"{sys.executable} -m pip"
     for old, new in (
         ("/wheels", str(folder / "wheels")),

@@ -1,4 +1,4 @@
-"""The three members fit each other: names, certificates, ports, probes, version."""
+"""The three members are consistent: names, certificates, ports, probes, version."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def peers(prod: Rendered) -> list[str]:
     return [f"etcd-{i}.{members['serviceName']}" for i in range(members["replicas"])]
 
 
-def test_the_version_keeps_its_promises_and_answers_probes(manifests: Rendered) -> None:
+def test_the_version_is_supported_and_has_probe_endpoints(manifests: Rendered) -> None:
     images = {c["image"] for p in manifests.pods("etcd") for c in p.containers}
     images |= {
         c["image"]
@@ -69,7 +69,7 @@ def test_certificates_name_every_member(prod: Rendered) -> None:
     assert server["ipAddresses"] == ["127.0.0.1"], "kubectl exec etcd-0 -- etcdctl"
 
 
-def test_certificates_are_for_what_they_are_used_for(prod: Rendered) -> None:
+def test_certificates_have_the_usages_that_they_need(prod: Rendered) -> None:
     def usages(name: str) -> set[str]:
         return {u for u in prod.one("Certificate", name)["spec"]["usages"] if u.endswith("auth")}
 
@@ -78,7 +78,7 @@ def test_certificates_are_for_what_they_are_used_for(prod: Rendered) -> None:
     assert usages("etcd-client") == {"client auth"}
 
 
-def test_a_client_cannot_pass_for_a_member(prod: Rendered) -> None:
+def test_a_client_cannot_impersonate_a_member(prod: Rendered) -> None:
     issuers = {
         c: prod.one("Certificate", c)["spec"]["issuerRef"]["name"]
         for c in ("etcd-peer", "etcd-server", "etcd-client")
@@ -91,9 +91,7 @@ def test_a_client_cannot_pass_for_a_member(prod: Rendered) -> None:
         assert certificate["spec"]["isCA"] is True
 
 
-def test_both_ports_demand_certificates_that_are_mounted(
-    prod: Rendered, flags: dict[str, str]
-) -> None:
+def test_both_ports_require_client_certificates(prod: Rendered, flags: dict[str, str]) -> None:
     assert flags["client-cert-auth"] == flags["peer-client-cert-auth"] == "true"
     (pod,) = prod.pods("etcd")
     mounts = {m["mountPath"]: m["name"] for m in pod.spec["containers"][0]["volumeMounts"]}
@@ -110,7 +108,7 @@ def test_both_ports_demand_certificates_that_are_mounted(
         assert (volumes[mounts[folder]], name) == (secret, key), flag
 
 
-def test_probes_need_no_certificate_and_no_quorum_to_live(manifests: Rendered) -> None:
+def test_liveness_probes_need_neither_a_certificate_nor_a_quorum(manifests: Rendered) -> None:
     for pod in manifests.pods("etcd"):
         flags = flags_of(pod.owner)
         (container,) = pod.spec["containers"]
@@ -126,7 +124,7 @@ def test_probes_need_no_certificate_and_no_quorum_to_live(manifests: Rendered) -
         assert urlsplit(flags["listen-client-urls"]).port == ports["client"]
 
 
-def test_one_member_at_a_time_and_each_on_a_machine_of_its_own(prod: Rendered) -> None:
+def test_members_are_disrupted_one_at_a_time_and_run_on_separate_machines(prod: Rendered) -> None:
     assert prod.one("PodDisruptionBudget", "etcd")["spec"]["maxUnavailable"] == 1
     (pod,) = prod.pods("etcd")
     (term,) = pod.spec["affinity"]["podAntiAffinity"][
@@ -139,7 +137,7 @@ def test_one_member_at_a_time_and_each_on_a_machine_of_its_own(prod: Rendered) -
     assert service["publishNotReadyAddresses"] is True, "no quorum without names, and back"
 
 
-def test_data_outlives_the_statefulset(prod: Rendered) -> None:
+def test_volumes_are_retained_after_the_statefulset(prod: Rendered) -> None:
     members = prod.one("StatefulSet", "etcd")
     (claim,) = members["spec"]["volumeClaimTemplates"]
     assert claim["spec"]["accessModes"] == ["ReadWriteOnce"]
@@ -150,13 +148,13 @@ def test_data_outlives_the_statefulset(prod: Rendered) -> None:
     assert flags_of(members)["data-dir"].startswith(f"{mount['mountPath']}/")
 
 
-def test_old_revisions_do_not_fill_the_disk(flags: dict[str, str]) -> None:
+def test_old_revisions_are_compacted(flags: dict[str, str]) -> None:
     assert flags["auto-compaction-mode"] == "periodic"
     assert flags["auto-compaction-retention"] == "1h"
     assert int(flags["quota-backend-bytes"]) >= 2**30
 
 
-def test_upkeep_speaks_to_members_by_their_certificates(prod: Rendered) -> None:
+def test_upkeep_uses_endpoints_covered_by_the_member_certificates(prod: Rendered) -> None:
     names = prod.one("Certificate", "etcd-server")["spec"]["dnsNames"]
     for pod in prod.pods("etcd-upkeep"):
         for container in pod.containers:
@@ -168,7 +166,7 @@ def test_upkeep_speaks_to_members_by_their_certificates(prod: Rendered) -> None:
                     assert {u.port for u in urls} == {2379}
 
 
-def test_a_snapshot_is_checked_before_older_ones_go(prod: Rendered) -> None:
+def test_a_snapshot_is_verified_before_older_ones_are_removed(prod: Rendered) -> None:
     job = prod.one("CronJob", "etcd-snapshot")["spec"]
     pod = job["jobTemplate"]["spec"]["template"]["spec"]
     assert [c["name"] for c in pod["initContainers"]] == ["save", "check"]
@@ -179,7 +177,7 @@ def test_a_snapshot_is_checked_before_older_ones_go(prod: Rendered) -> None:
     assert guard["args"][-2:] == ["endpoint", "health"], "a sick cluster is left alone"
 
 
-def test_a_restored_member_is_the_one_that_starts(
+def test_the_restore_uses_the_flags_of_the_member(
     render: Callable[[str], Rendered], flags: dict[str, str]
 ) -> None:
     (pod,) = render(RESTORE).pods("etcd")

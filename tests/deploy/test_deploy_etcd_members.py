@@ -1,8 +1,8 @@
 """The manifests' command lines, run by real etcd members with the manifests' certificates.
 
-Three members in a network namespace form a cluster, are asked, saved, checked, defragmented, lose a
-disk and are restored: the runbook's commands. The binaries are those of the laptop's etcd (3.5.1),
-not the image's 3.6: flags and certificates are what is tested, /livez is not there yet.
+Three members in a network namespace form a cluster, are queried, saved, checked, defragmented, lose
+a disk and are restored: the runbook's commands. The binaries are those of the embedded etcd
+(3.5.1), not the image's 3.6: the test covers flags and certificates; /livez does not exist yet.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ def member(prod: Rendered, index: int, folder: Path) -> list[str]:
 
 
 def upkeep(prod: Rendered, folder: Path) -> dict[str, list[str]]:
-    """The command lines of the CronJobs, and of people."""
+    """The command lines of the CronJobs, and of operators."""
     commands = {}
     for pod in prod.pods("etcd-upkeep"):
         for container in pod.containers:
@@ -112,12 +112,12 @@ def roles() -> list[list[str]]:
 
 
 def agents_settings(job: Rendered, folder: Path) -> dict[str, str]:
-    """What an agent of the named job reads, with the paths of this test."""
+    """The settings of an agent of the named job, with the paths of this test."""
     return {name: at_home(job.workers, text, folder) for name, text in job.settings.items()}
 
 
 def at_home(pod: Pod, word: str, folder: Path) -> str:
-    """The same path, where this test has laid out what a pod mounts."""
+    """The same path, below the folder in which this test lays out a pod's mounts."""
     volumes = {v["name"]: v for v in pod.spec["volumes"]}
     for container in pod.containers:
         for mount in container["volumeMounts"]:

@@ -1,4 +1,4 @@
-"""``elastic kube render``: every flag does what it says; what cannot work is refused.
+"""``elastic kube render``: every flag has its documented effect; invalid flags are rejected.
 
 All other tests in this folder run on its output, too (manifests.COMMANDS).
 """
@@ -34,7 +34,7 @@ def render(tmp_path: Path) -> Render:
     return run
 
 
-def test_without_flags_it_is_the_overlay(render: Render) -> None:
+def test_without_flags_the_output_equals_the_overlay(render: Render) -> None:
     own = (
         f"--image=torch-elastic-harness:{importlib.metadata.version('torch-elastic-harness')}-cuda"
     )
@@ -42,7 +42,7 @@ def test_without_flags_it_is_the_overlay(render: Render) -> None:
     assert render("--overlay=dev").objects == kustomize(DEPLOY / "overlays" / "dev")
 
 
-def test_sizes(render: Render) -> None:
+def test_node_and_process_counts_are_rendered(render: Render) -> None:
     got = render("--nodes=3:9", "--gpus-per-node=4")
     assert got.one("StatefulSet", "workers")["spec"]["replicas"] == 9
     (container,) = got.workers.spec["containers"]
@@ -55,7 +55,7 @@ def test_a_fixed_size_is_a_range_of_one(render: Render) -> None:
 
 
 @pytest.mark.parametrize("image", ["r.example:5000/team/train:1.4.2", f"r.example/train@{DIGEST}"])
-def test_the_image_is_everywhere(render: Render, image: str) -> None:
+def test_the_image_is_set_on_all_containers(render: Render, image: str) -> None:
     got = render(f"--image={image}")
     for component in ("worker", "finisher"):
         (pod,) = got.pods(component)
@@ -63,14 +63,14 @@ def test_the_image_is_everywhere(render: Render, image: str) -> None:
 
 
 @pytest.mark.parametrize("overlay", ["prod", "dev", "job", "jobset", "trainer"])
-def test_script_and_arguments(render: Render, overlay: str) -> None:
+def test_script_and_arguments_are_rendered(render: Render, overlay: str) -> None:
     got = render(f"--overlay={overlay}", "train.py", "--lr", "3e-4", "--", "$(HOME)", "two words")
     (container,) = got.workers.spec["containers"]
     assert container["args"][:4] == ["run", "train.py", "--lr", "3e-4"]
     assert container["args"][-2:] == ["$$(HOME)", "two words"], "the kubelet would fill it in"
 
 
-def test_a_run_of_its_own(render: Render) -> None:
+def test_the_run_id_sets_the_checkpoint_folder(render: Render) -> None:
     settings = render("--run-id=llama-7").settings
     assert settings["PET_RDZV_ID"] == "llama-7"
     assert settings["ELASTIC_CHECKPOINTS"] == "/checkpoints/llama-7"
@@ -101,7 +101,7 @@ def test_checkpoints_in_an_object_store(render: Render, overlay: str) -> None:
     assert allowed(got.of("NetworkPolicy"), WORKER, End(outside=True), 443)
 
 
-def test_printed_is_what_would_be_applied(
+def test_the_printed_objects_equal_the_applied_ones(
     render: Render, capsys: pytest.CaptureFixture[str]
 ) -> None:
     written = render("--nodes=2:3")
@@ -111,7 +111,7 @@ def test_printed_is_what_would_be_applied(
 
 
 REFUSED: tuple[tuple[tuple[str, ...], str, str], ...] = (
-    # flags, what is named of them, the rule
+    # flags, the part named in the error, the rule
     ((), "--overlay=prod without --image", "--image=REGISTRY/NAME:TAG"),
     (("--overlay=trainer",), "--overlay=trainer without --image", "Images"),
     (("--image=train",), "--image=train ", "exact version"),
@@ -235,7 +235,7 @@ REFUSED: tuple[tuple[tuple[str, ...], str, str], ...] = (
 
 
 @pytest.mark.parametrize(("flags", "said", "rule"), REFUSED)
-def test_what_cannot_work_is_refused_before_anything_is_written(
+def test_invalid_flags_are_rejected_before_any_file_is_written(
     tmp_path: Path, flags: tuple[str, ...], said: str, rule: str
 ) -> None:
     if flags and not any(f.startswith("--image") for f in flags) and "trainer" not in flags[0]:
@@ -250,7 +250,7 @@ def test_what_cannot_work_is_refused_before_anything_is_written(
     assert not (tmp_path / "mine").exists()
 
 
-def test_what_is_unusual_and_right_is_taken(render: Render) -> None:
+def test_unusual_valid_values_are_accepted(render: Render) -> None:
     for image in ("localhost:5000/a/b__c:v1", "[::1]:5000/train:1", f"r.example/t:1@{DIGEST}"):
         (container,) = render(f"--image={image}").workers.spec["containers"]
         assert container["image"] == image
@@ -260,7 +260,7 @@ def test_what_is_unusual_and_right_is_taken(render: Render) -> None:
     assert container["resources"]["limits"]["memory"] == "1536Mi"
 
 
-def test_labels_of_others_are_taken(render: Render) -> None:
+def test_labels_of_other_tools_are_accepted(render: Render) -> None:
     for label in ("app.kubernetes.io/part-of=llm", "azure.workload.identity/use=true", "app=train"):
         key, _, value = label.partition("=")
         assert render(f"--label={label}").workers.labels[key] == value
@@ -272,7 +272,7 @@ def test_labels_of_others_are_taken(render: Render) -> None:
 
 
 @pytest.mark.parametrize(("nodes", "least"), [("4", None), ("3:4", "3")])
-def test_kueue_gets_a_least_parallelism_that_it_accepts(
+def test_kueue_gets_a_valid_minimum_parallelism(
     render: Render, nodes: str, least: str | None
 ) -> None:
     """Its webhook wants one below the parallelism (kueue, pkg/controller/jobs/job/job_webhook.go:
@@ -285,7 +285,7 @@ def test_kueue_gets_a_least_parallelism_that_it_accepts(
         assert job["metadata"]["labels"]["kueue.x-k8s.io/queue-name"].endswith("training")
 
 
-def test_a_fixed_size_is_warned_of(render: Render, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_fixed_size_causes_a_warning(render: Render, capsys: pytest.CaptureFixture[str]) -> None:
     render("--nodes=4")
     assert "`kubectl drain` blocks" in capsys.readouterr().err
     render("--nodes=4:5")
@@ -294,8 +294,8 @@ def test_a_fixed_size_is_warned_of(render: Render, capsys: pytest.CaptureFixture
 
 
 @pytest.mark.parametrize("overlay", ["prod", "job", "jobset", "trainer"])
-def test_without_cert_manager_no_kind_of_its_is_left(render: Render, overlay: str) -> None:
-    """In whatever order components are named: those that bring certificates come first."""
+def test_without_cert_manager_none_of_its_kinds_are_rendered(render: Render, overlay: str) -> None:
+    """In any order of components: those that add certificates come first."""
     for flags, secrets in (
         (("--with=node-tls",), {"etcd-client-tls", "node-tls"}),
         (("--name=llama",), {"llama-etcd-user-tls"}),
@@ -306,12 +306,12 @@ def test_without_cert_manager_no_kind_of_its_is_left(render: Render, overlay: st
         assert {v["secret"]["secretName"] for v in volumes if "secret" in v} == secrets
 
 
-def test_etcd_is_monitored_with_a_flag(render: Render) -> None:
+def test_a_flag_enables_monitoring_of_etcd(render: Render) -> None:
     (monitor,) = render("--with=etcd-monitoring", "--label=release=prometheus").of("PodMonitor")
     assert monitor["metadata"]["labels"]["release"] == "prometheus", "which operators look for"
 
 
-def test_where_it_cannot_write_it_says_so(tmp_path: Path) -> None:
+def test_an_unusable_output_folder_is_rejected(tmp_path: Path) -> None:
     def refused(output: Path) -> str:
         before = {p: p.read_text() for p in tmp_path.rglob("*") if p.is_file()}
         with pytest.raises(ConfigError) as error:
@@ -333,6 +333,6 @@ def test_where_it_cannot_write_it_says_so(tmp_path: Path) -> None:
     assert "exists" in refused(tmp_path)
 
 
-def test_what_it_has_written_it_writes_again(render: Render) -> None:
+def test_rendered_output_can_be_overwritten(render: Render) -> None:
     assert render("--nodes=2:3").settings["PET_NNODES"] == "2:3"
     assert render("--nodes=2:5").settings["PET_NNODES"] == "2:5"

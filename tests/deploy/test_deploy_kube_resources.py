@@ -1,4 +1,4 @@
-"""Sizes, placement and access that `elastic kube render` takes, on every kind of workload."""
+"""Sizes, placement and access flags of `elastic kube render`, on every kind of workload."""
 
 from __future__ import annotations
 
@@ -33,7 +33,9 @@ def container(manifests: Rendered) -> Object:
 
 @pytest.mark.parametrize("overlay", ["prod", "job", "jobset", "trainer"])
 @pytest.mark.parametrize("gpus", [1, 8])
-def test_a_node_asks_for_what_its_gpus_need(render: Render, overlay: str, gpus: int) -> None:
+def test_resource_requests_are_derived_from_the_gpus(
+    render: Render, overlay: str, gpus: int
+) -> None:
     got = render(f"--overlay={overlay}", f"--gpus-per-node={gpus}")
     resources = container(got)["resources"]
     assert resources["requests"]["cpu"] == str(4 * gpus)
@@ -44,7 +46,7 @@ def test_a_node_asks_for_what_its_gpus_need(render: Render, overlay: str, gpus: 
     assert shared_memory(got) == memory // 4
 
 
-def test_what_is_said_goes_before_what_gpus_need(render: Render) -> None:
+def test_explicit_resources_override_the_derived_ones(render: Render) -> None:
     resources = container(render("--gpus-per-node=2", "--cpu=3", "--memory=20Gi"))["resources"]
     assert resources["requests"]["cpu"] == "3"
     assert resources["limits"]["memory"] == "20Gi"
@@ -57,7 +59,7 @@ def shared_memory(manifests: Rendered) -> int:
     return size_bytes(size)
 
 
-def test_resources_and_placement(full: Rendered) -> None:
+def test_resources_and_placement_are_rendered(full: Rendered) -> None:
     pod, resources = full.workers.spec, container(full)["resources"]
     assert resources["requests"]["cpu"] == "6"
     assert resources["requests"]["memory"] == resources["limits"]["memory"] == "48Gi"
@@ -86,7 +88,7 @@ def test_labels_are_on_all_objects_and_pods_and_on_no_selector(full: Rendered) -
         assert pod.labels[key] == "ml", pod
 
 
-def test_registries_and_identities_come_with_the_service_accounts(full: Rendered) -> None:
+def test_registries_and_identities_are_set_on_the_service_accounts(full: Rendered) -> None:
     accounts = {a["metadata"]["name"]: a for a in full.of("ServiceAccount")}
     for name in {p.spec["serviceAccountName"] for p in full.pods()} - {"etcd"}:
         assert accounts[name]["imagePullSecrets"] == [{"name": "registry"}]
@@ -96,7 +98,7 @@ def test_registries_and_identities_come_with_the_service_accounts(full: Rendered
         assert "annotations" not in accounts[name]["metadata"], "checkpoints are the workers' own"
 
 
-def test_credentials_reach_the_workers_and_nobody_else(full: Rendered) -> None:
+def test_credentials_are_given_to_workers_only(full: Rendered) -> None:
     worker = container(full)
     assert {"secretRef": {"name": "s3-credentials"}} in worker["envFrom"]
     assert {"name": "AWS_REGION", "value": "eu-west-1"} in worker["env"]
@@ -105,7 +107,7 @@ def test_credentials_reach_the_workers_and_nobody_else(full: Rendered) -> None:
             assert pod.component == "worker" or "s3-credentials" not in str(one), pod
 
 
-def test_an_endpoint_is_reached_at_its_own_port(full: Rendered) -> None:
+def test_the_network_policy_allows_the_port_of_a_custom_endpoint(full: Rendered) -> None:
     policies = full.of("NetworkPolicy")
     assert allowed(policies, WORKER, SOMEWHERE, 443)
     assert allowed(policies, WORKER, SOMEWHERE, 9000)
@@ -114,7 +116,7 @@ def test_an_endpoint_is_reached_at_its_own_port(full: Rendered) -> None:
     assert not allowed(policies, ETCD, SOMEWHERE, 9000)
 
 
-def test_the_agent_of_eks_is_reached_and_the_nodes_own_rights_are_not(render: Render) -> None:
+def test_the_eks_identity_agent_is_reachable_but_node_metadata_is_not(render: Render) -> None:
     policies = render("--checkpoints=s3://bucket/runs").of("NetworkPolicy")
     assert allowed(policies, WORKER, EKS_AGENT, 80)
     assert not allowed(policies, WORKER, NODE_METADATA, 80)
@@ -122,7 +124,7 @@ def test_the_agent_of_eks_is_reached_and_the_nodes_own_rights_are_not(render: Re
     assert not allowed(policies, WORKER, STRANGER, 80)
 
 
-def test_googles_identity_comes_from_the_node(render: Render) -> None:
+def test_google_cloud_workers_reach_the_metadata_server(render: Render) -> None:
     policies = render("--checkpoints=gs://bucket/runs").of("NetworkPolicy")
     assert allowed(policies, WORKER, NODE_METADATA, 80)
     assert not allowed(policies, ETCD, NODE_METADATA, 80)
@@ -130,7 +132,7 @@ def test_googles_identity_comes_from_the_node(render: Render) -> None:
     assert not allowed(secret.of("NetworkPolicy"), WORKER, NODE_METADATA, 80)
 
 
-def test_a_store_without_credentials_is_warned_of(
+def test_an_object_store_without_credentials_causes_a_warning(
     render: Render, capsys: pytest.CaptureFixture[str]
 ) -> None:
     store = "--checkpoints=s3://bucket/runs"
@@ -143,20 +145,20 @@ def test_a_store_without_credentials_is_warned_of(
         assert "warning" not in capsys.readouterr().err
 
 
-def test_the_claims_size(render: Render) -> None:
+def test_the_size_of_the_volume_claim_is_configurable(render: Render) -> None:
     got = render("--storage-size=5Ti", "--checkpoints=class:lustre")
     spec = got.one("PersistentVolumeClaim", "checkpoints")["spec"]
     assert spec["resources"]["requests"]["storage"] == "5Ti"
     assert spec["storageClassName"] == "lustre"
 
 
-def test_an_argument_of_the_environment_is_not_filled_in_by_the_kubelet(render: Render) -> None:
+def test_environment_values_are_escaped_for_the_kubelet(render: Render) -> None:
     worker = container(render("--env=PROMPT=$(HOSTNAME)"))
     assert {"name": "PROMPT", "value": "$$(HOSTNAME)"} in worker["env"]
 
 
 @pytest.mark.parametrize("overlay", OVERLAYS)
-def test_one_setting_moves_the_health_port_everywhere(
+def test_one_setting_changes_the_health_port_everywhere(
     overlay: str, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     from manifests import compose
@@ -218,11 +220,12 @@ ALONE = [(name,) for name in BY_HAND]
 
 @pytest.mark.parametrize("components", [*ALONE, tuple(BY_HAND)], ids="+".join)
 @pytest.mark.parametrize("overlay", ["prod", "job", "jobset", "trainer"])
-def test_components_by_hand_do_the_same_on_every_workload(
+def test_manually_added_components_work_on_every_workload(
     overlay: str, components: tuple[str, ...], tmp_path_factory: pytest.TempPathFactory
 ) -> None:
-    """Alone, too: one must not live by what another one does. Without `derived`, which is easily
-    forgotten."""
+    """Also alone: a component must not depend on another one. Without `derived`, which is easily
+    forgotten.
+    """
     from manifests import compose
 
     folder = compose(tmp_path_factory.mktemp(overlay), overlay, components)
@@ -232,7 +235,7 @@ def test_components_by_hand_do_the_same_on_every_workload(
     got = Rendered(overlay, kustomize(folder))
     for name in components:
         BY_HAND[name](got)
-    # And what is applied is one workload, with the restart policy of its kind.
+    # The output has one workload, with the restart policy of its kind.
     kinds = {"prod": "StatefulSet", "job": "Job", "jobset": "JobSet", "trainer": "TrainingRuntime"}
     assert got.workers.owner["kind"] == kinds[overlay]
     assert got.workers.spec.get("restartPolicy") == (None if overlay == "prod" else "Never")

@@ -1,4 +1,4 @@
-"""Alerts and dashboard ask for metrics that agents export, with the labels and values they have."""
+"""Alerts and dashboard query metrics that agents export, with their labels and values."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ RESETTABLE = {"rate", "increase", "irate", "resets"}
 
 
 def queries() -> Iterator[tuple[str, str]]:
-    """Where, and the expression."""
+    """The location and the expression of every query."""
     for rule in RULES:
         yield rule["alert"], rule["expr"]
     for panel in PANELS:
@@ -46,7 +46,7 @@ QUERIES = tuple(queries())
 
 
 def nodes_of(expression: str) -> list[tuple[Any, tuple[Any, ...]]]:
-    """Every part of a query, with the parts that it is in."""
+    """Every node of a query's syntax tree, with its ancestors."""
     found: list[tuple[Any, tuple[Any, ...]]] = []
     above: list[Any] = []
 
@@ -64,7 +64,7 @@ def nodes_of(expression: str) -> list[tuple[Any, tuple[Any, ...]]]:
 
 
 def selectors(expression: str) -> list[tuple[Any, tuple[Any, ...]]]:
-    """What a query reads; a range is read by its selector."""
+    """The selectors of a query; a range counts as its selector."""
     found = []
     for node, above in nodes_of(expression):
         if isinstance(node, promql.MatrixSelector):
@@ -82,7 +82,7 @@ def labels_of(metric: Metric, sample: str) -> set[str]:
 
 
 def complaints(expression: str) -> list[str]:
-    """What is wrong with a query."""
+    """The errors of a query."""
     found = []
     for selector, above in selectors(expression):
         metric = BY_SAMPLE.get(selector.name)
@@ -110,7 +110,7 @@ def complaints(expression: str) -> list[str]:
 
 
 @pytest.mark.parametrize(("where", "expression"), QUERIES, ids=[where for where, _ in QUERIES])
-def test_a_query_asks_for_what_is_exported(where: str, expression: str) -> None:
+def test_queries_use_exported_metrics_only(where: str, expression: str) -> None:
     assert selectors(expression), "it reads nothing"
     assert complaints(expression) == []
 
@@ -128,11 +128,11 @@ def test_a_query_asks_for_what_is_exported(where: str, expression: str) -> None:
         ("sum by (le) (rate(elastic_etcd_request_seconds_count[5m]))", "by (le)"),
     ],
 )
-def test_a_slip_is_found(expression: str, said: str) -> None:
+def test_invalid_queries_are_detected(expression: str, said: str) -> None:
     assert any(said in complaint for complaint in complaints(expression))
 
 
-def test_every_metric_is_shown() -> None:
+def test_every_metric_is_on_the_dashboard() -> None:
     asked = {s.name for panel in PANELS for t in panel["targets"] for s, _ in of(t["expr"])}
     unseen = [m.name for m in METRICS if not asked & set(m.sample_names)]
     assert unseen == []
@@ -142,7 +142,7 @@ def of(expression: str) -> list[tuple[Any, tuple[Any, ...]]]:
     return selectors(expression.replace("$__rate_interval", "5m"))
 
 
-def test_alerts_are_by_job_and_say_which() -> None:
+def test_alerts_are_grouped_by_job_and_name_it() -> None:
     for rule in RULES:
         for node, above in nodes_of(rule["expr"]):
             if isinstance(node, promql.AggregateExpr):
@@ -162,14 +162,14 @@ def test_alerts_are_by_job_and_say_which() -> None:
     assert len(set(names)) == len(names)
 
 
-def test_what_a_job_that_has_ended_does_not_do_raises_no_alert() -> None:
+def test_an_ended_job_raises_no_progress_alerts() -> None:
     """Its agents are parked, and scraped, until the finisher has scaled them to 0."""
     for rule in RULES:
         if rule["alert"] in ("ElasticNoProgress", "ElasticNoLeader", "ElasticCheckpointOld"):
             assert "unless" in rule["expr"] and "elastic_job_ended) == 1" in rule["expr"]
 
 
-def test_the_dashboard_is_laid_out() -> None:
+def test_dashboard_panels_do_not_overlap() -> None:
     taken: dict[tuple[int, int], str] = {}
     for panel in DASHBOARD["panels"]:
         at = panel["gridPos"]
@@ -181,7 +181,7 @@ def test_the_dashboard_is_laid_out() -> None:
     assert len(set(ids)) == len(ids)
 
 
-def test_every_query_of_the_dashboard_is_about_the_chosen_job() -> None:
+def test_every_dashboard_query_filters_by_the_selected_job() -> None:
     variables = {v["name"]: v for v in DASHBOARD["templating"]["list"]}
     assert set(variables) == {"datasource", "namespace", "run_id"}
     for panel in PANELS:
@@ -199,7 +199,7 @@ def test_every_query_of_the_dashboard_is_about_the_chosen_job() -> None:
 # In the cluster ---------------------------------------------------------------------------------
 
 
-def test_monitoring_brings_dashboard_and_alerts_into_the_jobs_namespace(
+def test_monitoring_adds_dashboard_and_alerts_to_the_job_namespace(
     render: Callable[[str], Rendered],
 ) -> None:
     got = render("prod+monitoring")
@@ -214,7 +214,7 @@ def test_monitoring_brings_dashboard_and_alerts_into_the_jobs_namespace(
 
 
 @pytest.mark.parametrize("overlay", ["prod", "job", "jobset", "trainer"])
-def test_a_job_among_several_is_scraped_and_brings_no_second_dashboard(
+def test_one_of_several_jobs_is_scraped_without_a_second_dashboard(
     render: Callable[[str], Rendered], overlay: str
 ) -> None:
     got = render(f"several {overlay}")
@@ -227,8 +227,8 @@ def test_a_job_among_several_is_scraped_and_brings_no_second_dashboard(
     assert allowed(got.of("NetworkPolicy"), MONITORING, ours("worker", "llama"), 8471)
 
 
-def test_the_shared_part_takes_the_alerts_for_all_of_them(tmp_path: Path) -> None:
-    """As the runbook says."""
+def test_the_shared_overlay_accepts_the_alerts_of_all_jobs(tmp_path: Path) -> None:
+    """As documented in the runbook."""
     deploy = os.path.relpath(DEPLOY, tmp_path.resolve())
     written = {
         "apiVersion": "kustomize.config.k8s.io/v1beta1",
@@ -244,7 +244,7 @@ def test_the_shared_part_takes_the_alerts_for_all_of_them(tmp_path: Path) -> Non
     assert not [o for o in objects if o["kind"] == "PodMonitor"]
 
 
-def test_the_flag_takes_labels_that_operators_look_for(tmp_path: Path) -> None:
+def test_monitoring_objects_get_the_given_labels(tmp_path: Path) -> None:
     flags = (IMAGE, "--with=monitoring", "--label=release=prometheus", f"--output={tmp_path}")
     assert kube.main(["render", f"--deploy={DEPLOY}", *flags]) == 0
     objects = kustomize(tmp_path)

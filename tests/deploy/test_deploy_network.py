@@ -1,4 +1,4 @@
-"""Who may talk to whom: the rendered policies are played against connections."""
+"""Allowed connections: the rendered policies are evaluated for sample connections."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def ours(component: str, job: str = "workers") -> End:
 WORKER, ETCD, FINISHER, UPKEEP = map(ours, ("worker", "etcd", "finisher", "etcd-upkeep"))
 
 
-def test_the_policies_are_about_pods_that_exist(manifests: Rendered) -> None:
+def test_policies_select_existing_pods(manifests: Rendered) -> None:
     pods = [pod.labels for pod in manifests.pods()]
     for policy in manifests.of("NetworkPolicy"):
         selector = policy["spec"]["podSelector"]
@@ -30,7 +30,7 @@ def test_the_policies_are_about_pods_that_exist(manifests: Rendered) -> None:
             assert end.labels.items() <= pod.labels.items(), pod
 
 
-def test_nothing_is_open_that_is_not_named(manifests: Rendered) -> None:
+def test_connections_are_denied_by_default(manifests: Rendered) -> None:
     policies = manifests.of("NetworkPolicy")
     for component in ("worker", "etcd", "finisher", "etcd-upkeep", "anything-new"):
         assert not allowed(policies, STRANGER, ours(component), 2379)
@@ -43,7 +43,7 @@ def test_nothing_is_open_that_is_not_named(manifests: Rendered) -> None:
 
 
 def goes_out(manifests: Rendered, component: str) -> bool:
-    """The finisher to the API server, workers to an object store where there is one."""
+    """Egress of the finisher to the API server, and of workers to an object store, if any."""
     if component == "worker":
         return "object-store" in manifests.name
     return component == "finisher" and bool(manifests.pods("finisher"))
@@ -57,7 +57,7 @@ def test_workers_reach_each_other_on_every_port(manifests: Rendered) -> None:
     assert not allowed(policies, ETCD, WORKER, 29400)
 
 
-def test_etcd_is_reached_by_its_clients_on_its_clients_port_alone(manifests: Rendered) -> None:
+def test_etcd_is_reachable_by_its_clients_on_the_client_port_only(manifests: Rendered) -> None:
     policies = manifests.of("NetworkPolicy")
     assert allowed(policies, WORKER, ETCD, 2379)
     assert not allowed(policies, WORKER, ETCD, 2380)
@@ -71,7 +71,7 @@ def test_etcd_is_reached_by_its_clients_on_its_clients_port_alone(manifests: Ren
         assert allowed(policies, ETCD, ETCD, 2379), "kubectl exec etcd-0 -- etcdctl --cluster"
 
 
-def test_monitors_find_pods_whose_port_is_open_to_monitoring(manifests: Rendered) -> None:
+def test_pod_monitors_select_pods_with_a_reachable_metrics_port(manifests: Rendered) -> None:
     parts = manifests.name.replace("kube render ", "").split("+")
     wanted = {"etcd-monitoring": "etcd", "monitoring": "workers"}
     names = {monitor["metadata"]["name"] for monitor in manifests.of("PodMonitor")}
@@ -89,7 +89,7 @@ def test_monitors_find_pods_whose_port_is_open_to_monitoring(manifests: Rendered
         assert allowed(manifests.of("NetworkPolicy"), MONITORING, ours(pod.component), port)
 
 
-def test_monitoring_scrapes_metrics_and_nothing_else(manifests: Rendered) -> None:
+def test_monitoring_reaches_the_metrics_port_only(manifests: Rendered) -> None:
     policies = manifests.of("NetworkPolicy")
     assert allowed(policies, MONITORING, WORKER, 8471)
     assert not allowed(policies, MONITORING, WORKER, 29400)

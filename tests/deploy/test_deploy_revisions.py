@@ -1,5 +1,6 @@
-"""Which template pods get, whatever came before: the StatefulSet as rendered, on the controller's
-own algorithm (statefulset_controller.py)."""
+"""The template that pods get after any history: the rendered StatefulSet, on the controller's own
+algorithm (statefulset_controller.py).
+"""
 
 from __future__ import annotations
 
@@ -20,7 +21,7 @@ REPLICAS = 4
 
 
 class Job:
-    """A control plane with the objects of a run, as few as matter here."""
+    """A control plane with the relevant objects of a run."""
 
     def __init__(self, objects: Iterable[Object], **strategy: object) -> None:
         self.objects = [copy.deepcopy(o) for o in objects]
@@ -110,7 +111,7 @@ def drain_one(job: Job) -> None:
         job.controller.delete_pod(min(job.controller.pods))
 
 
-# What may have happened to a StatefulSet. Errors are what the API server tells the user.
+# Possible changes of a StatefulSet. Errors are those of the API server.
 CHANGES: dict[str, Callable[[Job], object]] = {
     "apply another image": lambda job: job.apply(image="b"),
     "apply the same": lambda job: job.apply(),
@@ -139,7 +140,7 @@ def after(objects: list[Object], history: Iterable[str]) -> Job:
     return job
 
 
-def test_the_next_run_has_its_own_template_whatever_came_before(objects: list[Object]) -> None:
+def test_the_next_run_gets_its_own_template_after_any_history(objects: list[Object]) -> None:
     for history in [*HISTORIES, ("rollout restart", "partition 0", "the controller acts")]:
         job = after(objects, history)
         assert job.replace(run="run-b", image="b") == [], history
@@ -152,7 +153,7 @@ def test_the_next_run_has_its_own_template_whatever_came_before(objects: list[Ob
         assert labels == {"run-b"}
 
 
-def test_without_the_procedure_the_next_run_is_refused_whatever_came_before(
+def test_without_the_procedure_the_next_run_is_refused_after_any_history(
     objects: list[Object],
 ) -> None:
     for history in HISTORIES:
@@ -166,15 +167,15 @@ def test_without_the_procedure_the_next_run_is_refused_whatever_came_before(
         assert job.runs() <= {"job-1"}, history
 
 
-def test_an_upgrade_reaches_all_whatever_came_before(objects: list[Object]) -> None:
+def test_an_upgrade_reaches_all_pods_after_any_history(objects: list[Object]) -> None:
     for history in HISTORIES:
         job = after(objects, history)
         assert job.replace(image="c") == []
         assert job.images() == ["c"] * REPLICAS, history
 
 
-def test_a_job_never_has_two_templates(objects: list[Object]) -> None:
-    """Replacements get what the others run, whatever was applied, at every moment."""
+def test_pods_of_a_job_never_run_two_templates(objects: list[Object]) -> None:
+    """Replacements always get the template of the other pods, whatever was applied."""
     for history in HISTORIES:
         job = Job(objects)
         for change in history:
@@ -186,7 +187,7 @@ def test_a_job_never_has_two_templates(objects: list[Object]) -> None:
                 job.controller.run_kubelets()
 
 
-def test_scaled_to_0_and_back_it_takes_the_newest(job: Job) -> None:
+def test_scaling_to_0_and_back_uses_the_newest_template(job: Job) -> None:
     job.apply(image="b")
     job.cluster.settle()
     assert set(job.images()) != {"b"}
@@ -197,9 +198,10 @@ def test_scaled_to_0_and_back_it_takes_the_newest(job: Job) -> None:
     assert job.images() == ["b"] * REPLICAS
 
 
-def test_applied_at_0_it_starts_the_old_template(job: Job) -> None:
-    """The former runbook's next run, and why there is a procedure: template and replicas change in
-    one request, and the partition holds the new template back for every new pod."""
+def test_a_template_applied_at_0_replicas_is_not_used(job: Job) -> None:
+    """The next run of the former runbook, and the reason for the procedure: template and replicas
+    change in one request, and the partition holds back the new template for every new pod.
+    """
     job.scale(0)
     job.cluster.settle()
     job.apply(image="b")
@@ -207,7 +209,7 @@ def test_applied_at_0_it_starts_the_old_template(job: Job) -> None:
     assert job.images() == ["torch-elastic-harness:0.1.0-cuda"] * REPLICAS
 
 
-def test_the_model_does_what_clusters_were_seen_to_do(job: Job) -> None:
+def test_the_model_reproduces_the_observed_behaviour_of_clusters(job: Job) -> None:
     """kubernetes/kubernetes issue 121534: four replicas and a partition of 2, updated, scaled to 0
     and to 2; both pods are new ones."""
     job.partition(2)
@@ -221,8 +223,8 @@ def test_the_model_does_what_clusters_were_seen_to_do(job: Job) -> None:
     assert job.images() == ["b"] * 2
 
 
-def test_on_delete_would_mix(objects: list[Object]) -> None:
-    """What was not chosen (decision 24)."""
+def test_on_delete_would_mix_templates(objects: list[Object]) -> None:
+    """The rejected alternative (decision 24)."""
     job = Job(objects, type="OnDelete")
     job.apply(image="b")
     lose_one(job)
@@ -230,7 +232,7 @@ def test_on_delete_would_mix(objects: list[Object]) -> None:
     assert sorted(set(job.images())) == ["b", "torch-elastic-harness:0.1.0-cuda"]
 
 
-def test_a_restart_with_the_partition_at_0_rolls_one_by_one(job: Job) -> None:
+def test_a_restart_at_partition_0_replaces_pods_one_by_one(job: Job) -> None:
     before = dict(job.controller.pods)
     job.restart()
     job.cluster.settle()
@@ -250,7 +252,7 @@ def test_a_restart_with_the_partition_at_0_rolls_one_by_one(job: Job) -> None:
     assert len({pod.revision for pod in job.controller.pods.values()}) == 1
 
 
-def test_every_set_of_a_run_selects_that_run_alone(manifests: Rendered) -> None:
+def test_every_statefulset_selects_the_pods_of_its_run_only(manifests: Rendered) -> None:
     run = manifests.settings["PET_RDZV_ID"]
     assert manifests.workers.labels["elastic-training/run"] == run
     for workers in manifests.of("StatefulSet", "workers"):

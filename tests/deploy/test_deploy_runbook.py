@@ -1,4 +1,4 @@
-"""What the runbook tells people to type fits the manifests."""
+"""The commands of the runbook match the manifests."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def prod(render: Callable[[str], Rendered]) -> Rendered:
     return render("prod")
 
 
-def test_every_path_exists() -> None:
+def test_every_path_in_the_runbook_exists() -> None:
     for path in re.findall(r"(?<!tests/)\bdeploy/[\w./-]+", RUNBOOK):
         assert (DEPLOY.parent / path).exists(), path
     for target in re.findall(r"\]\(([^)#]+)\)", RUNBOOK):
@@ -29,7 +29,7 @@ def test_every_path_exists() -> None:
             assert (DEPLOY / target).exists(), target
 
 
-def test_every_object_exists(prod: Rendered) -> None:
+def test_every_object_in_the_runbook_exists(prod: Rendered) -> None:
     claim = prod.one("StatefulSet", "etcd")["spec"]["volumeClaimTemplates"][0]["metadata"]["name"]
     assert set(re.findall(r"[a-z]+-etcd-\d", RUNBOOK)) == {f"{claim}-etcd-{i}" for i in range(3)}
     verbs = "scale|patch|delete|rollout status"
@@ -39,9 +39,7 @@ def test_every_object_exists(prod: Rendered) -> None:
         assert name == "etcd-restore" or prod.of(real, name), f"{kind} {name}"
 
 
-def test_patches_are_what_the_manifests_understand(
-    prod: Rendered, render: Callable[[str], Rendered]
-) -> None:
+def test_patches_match_the_manifests(prod: Rendered, render: Callable[[str], Rendered]) -> None:
     patches = [json.loads(text) for text in re.findall(r"-p '([\[{].*?[\]}])'", RUNBOOK, re.DOTALL)]
     states = {p["data"]["INITIAL_CLUSTER_STATE"] for p in patches if "data" in p}
     assert states == {"new", "existing"}
@@ -55,7 +53,7 @@ def test_patches_are_what_the_manifests_understand(
     assert volumes["value"] == pod.spec["volumes"], "the restored members would differ for ever"
 
 
-def test_exit_codes_are_those_of_the_code() -> None:
+def test_exit_codes_match_the_code() -> None:
     table = dict(re.findall(r"^\| ([\d, ]+) \| ([^|]+) \|", RUNBOOK, re.MULTILINE))
     codes = {int(code) for row in table for code in row.split(",")}
     assert codes == {
@@ -70,7 +68,7 @@ def test_exit_codes_are_those_of_the_code() -> None:
     }
 
 
-def test_the_time_for_a_last_checkpoint_is_the_computed_one(prod: Rendered) -> None:
+def test_the_time_for_a_last_checkpoint_matches_the_code(prod: Rendered) -> None:
     (said,) = re.findall(r"`grace − (\d+) s`", RUNBOOK)
     grace_s = prod.workers.spec["terminationGracePeriodSeconds"]
     assert for_pod(grace_s).checkpoint_budget_s == grace_s - int(said)
@@ -83,7 +81,7 @@ GC_CHECK_PERIOD_S = 20
 QUARANTINE_S = 40
 
 
-def test_the_times_of_a_dead_node_are_those_of_the_control_plane(prod: Rendered) -> None:
+def test_the_times_of_a_dead_node_match_the_control_plane(prod: Rendered) -> None:
     _, _, section = RUNBOOK.partition("## A dead node")
     section = " ".join(section.partition("\n## ")[0].split())
     tolerated = {
@@ -96,12 +94,12 @@ def test_the_times_of_a_dead_node_are_those_of_the_control_plane(prod: Rendered)
     assert f"| node is NotReady | {NODE_MONITOR_GRACE_S} s; 40 s before" in section
     assert f"| pod is `Terminating` | {tolerated_s} s more |" in section
     assert f"| replaced after the taint | up to {GC_CHECK_PERIOD_S} s |" in section
-    # Found at one check, put aside, ended at a later one.
+    # Found at one check, quarantined, deleted at a later one.
     latest_s = QUARANTINE_S + 2 * GC_CHECK_PERIOD_S
     assert f"| {QUARANTINE_S} to {latest_s} s | pkg/controller/podgc: `quarantineTime`" in section
 
 
-def test_given_certificates_are_those_that_cert_manager_would_make(
+def test_custom_certificates_match_those_of_cert_manager(
     render: Callable[[str], Rendered],
 ) -> None:
     prod = render("prod+node-tls")
@@ -121,8 +119,8 @@ def test_given_certificates_are_those_that_cert_manager_would_make(
     assert sorted(map(sorted, issuers.values())) == [["etcd-ca"], ["etcd-peer-ca"], ["node-ca"]]
 
 
-def test_commands_within_sentences_are_mentions_of_known_ones() -> None:
-    """Instructions stand in blocks, where test_deploy_commands.py runs them."""
+def test_inline_commands_are_known() -> None:
+    """Instructions are in blocks, which test_deploy_commands.py runs."""
     text = re.sub(r"^```.*?^```", "", RUNBOOK, flags=re.MULTILINE | re.DOTALL)
     found = {" ".join(m.split()) for m in re.findall(r"`(kubectl [^`]+)`", text)}
     assert found <= {

@@ -1,4 +1,4 @@
-"""Every object is one that API servers from 1.31 to the newest known accept, to the letter."""
+"""Every object is valid for API servers from 1.31 to the newest known one, strictly validated."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ VERSIONS = [
 
 @pytest.fixture(scope="module", autouse=True)
 def read_schemas_once() -> Any:
-    """The package parses its 2 MB of definitions for each object anew."""
+    """The package parses its 2 MB of definitions again for each object."""
     patch = pytest.MonkeyPatch()
     patch.setattr(utils, "schema_contents", functools.cache(utils.schema_contents))
     yield
@@ -33,7 +33,7 @@ def read_schemas_once() -> Any:
 
 @pytest.fixture(scope="module")
 def objects(render: Callable[[str], Rendered]) -> list[tuple[str, Object]]:
-    """Everything that is rendered anywhere, each distinct object once; custom kinds' Jobs too."""
+    """All rendered objects, each distinct one once; including the Jobs of custom kinds."""
     distinct: dict[str, tuple[str, Object]] = {}
     for name in (*EVERYTHING, *PARTS, "shared"):
         for whole in render(name).objects:
@@ -43,7 +43,7 @@ def objects(render: Callable[[str], Rendered]) -> list[tuple[str, Object]]:
 
 
 def jobs_inside(owner: Object) -> list[Object]:
-    """The Jobs that a JobSet's or TrainingRuntime's controller will make."""
+    """The Jobs that the controller of a JobSet or TrainingRuntime would create."""
     spec = owner.get("spec", {})
     if owner["kind"] == "TrainingRuntime":
         spec = spec["template"]["spec"]
@@ -58,13 +58,13 @@ def jobs_inside(owner: Object) -> list[Object]:
     ]
 
 
-def test_the_newest_schemas_are_new_enough() -> None:
+def test_schemas_cover_recent_kubernetes_releases() -> None:
     assert VERSIONS[0] == "1.31"
     assert len(VERSIONS) >= 6, f"kubernetes-validate knows only {VERSIONS}"
 
 
 @pytest.mark.parametrize("version", VERSIONS)
-def test_valid_for(version: str, objects: list[tuple[str, Object]]) -> None:
+def test_objects_are_valid_for(version: str, objects: list[tuple[str, Object]]) -> None:
     wrong = []
     for overlay, one in objects:
         if one["kind"] in SCHEMAS:
@@ -77,7 +77,7 @@ def test_valid_for(version: str, objects: list[tuple[str, Object]]) -> None:
     assert not wrong, "\n".join(wrong)
 
 
-def test_custom_resources_use_fields_that_exist(objects: list[tuple[str, Object]]) -> None:
+def test_custom_resources_use_existing_fields(objects: list[tuple[str, Object]]) -> None:
     custom = [(overlay, one) for overlay, one in objects if one["kind"] in SCHEMAS]
     assert {one["kind"] for _, one in custom} == set(SCHEMAS), "a schema that nothing uses"
     wrong = [

@@ -1,4 +1,4 @@
-"""What pods may do: nothing beyond `restricted`, one token with one right, exact images."""
+"""Permissions of pods: nothing beyond `restricted`, one token with one permission, exact images."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from manifests import Object, Pod, Rendered
 from pod_security import violations
 
 ENFORCE = "pod-security.kubernetes.io/enforce"
-# What registering memory with a network card takes, and nothing else.
+# Required to register memory with a network card, and nothing else.
 LOCKING = {"capability IPC_LOCK", "runAsNonRoot", "runAsUser 0"}
 OUR_IMAGE = "torch-elastic-harness"
 # A release, perhaps with a variant: never `latest`, `3` or `3.11`.
 EXACT = re.compile(r"[\w./-]+:v?\d+\.\d+\.\d+(-\w+)?")
 
 
-def test_pods_need_no_more_than_restricted(manifests: Rendered) -> None:
+def test_pods_comply_with_the_restricted_profile(manifests: Rendered) -> None:
     for pod in manifests.pods():
         allowed = LOCKING if may_lock(pod, manifests) else set()
         assert violations(pod) == allowed, pod
@@ -26,7 +26,7 @@ def may_lock(pod: Pod, manifests: Rendered) -> bool:
     return "rdma" in manifests.name and pod.component == "worker"
 
 
-def test_the_namespace_enforces_restricted_except_where_memory_is_locked(
+def test_the_namespace_enforces_restricted_unless_memory_is_locked(
     manifests: Rendered,
 ) -> None:
     (namespace,) = manifests.of("Namespace")
@@ -38,7 +38,7 @@ def test_the_namespace_enforces_restricted_except_where_memory_is_locked(
             assert one["metadata"]["namespace"] == name, f"{one['kind']} in another namespace"
 
 
-def test_fields_stand_on_every_container_not_only_on_pods(manifests: Rendered) -> None:
+def test_security_fields_are_set_on_every_container(manifests: Rendered) -> None:
     for pod in manifests.pods():
         uid = 0 if may_lock(pod, manifests) else 10001
         context = pod.spec["securityContext"]
@@ -55,7 +55,7 @@ def test_fields_stand_on_every_container_not_only_on_pods(manifests: Rendered) -
             assert "memory" in container["resources"]["limits"]
 
 
-def test_workers_can_write_where_programs_expect_it(manifests: Rendered) -> None:
+def test_workers_have_the_writable_folders_that_programs_expect(manifests: Rendered) -> None:
     mounts = {
         m["mountPath"]: m["name"] for m in manifests.workers.spec["containers"][0]["volumeMounts"]
     }
@@ -65,7 +65,7 @@ def test_workers_can_write_where_programs_expect_it(manifests: Rendered) -> None
     assert "persistentVolumeClaim" in volumes[mounts["/checkpoints"]]
 
 
-def test_one_service_account_has_a_token_and_none_is_the_default(manifests: Rendered) -> None:
+def test_only_one_service_account_has_a_token_and_none_is_the_default(manifests: Rendered) -> None:
     for pod in manifests.pods():
         account = manifests.one("ServiceAccount", pod.spec["serviceAccountName"])
         assert account["metadata"]["name"] != "default"
@@ -74,7 +74,7 @@ def test_one_service_account_has_a_token_and_none_is_the_default(manifests: Rend
         assert pod.spec["automountServiceAccountToken"] is expected, pod
 
 
-def test_the_finisher_may_change_one_scale_and_nothing_else(manifests: Rendered) -> None:
+def test_the_finisher_may_change_one_scale_only(manifests: Rendered) -> None:
     roles: list[Object] = [*manifests.of("Role"), *manifests.of("ClusterRole")]
     bindings = [*manifests.of("RoleBinding"), *manifests.of("ClusterRoleBinding")]
     finishers = manifests.pods("finisher")
@@ -101,7 +101,7 @@ def test_the_finisher_may_change_one_scale_and_nothing_else(manifests: Rendered)
     ]
 
 
-def test_images_have_exact_versions(manifests: Rendered) -> None:
+def test_images_are_pinned_to_exact_versions(manifests: Rendered) -> None:
     version = importlib.metadata.version(OUR_IMAGE)
     for pod in manifests.pods():
         for container in pod.containers:
@@ -114,7 +114,7 @@ def test_images_have_exact_versions(manifests: Rendered) -> None:
                 assert not gpus or tag.endswith("-cuda"), f"{pod}: GPUs, but {image}"
 
 
-def test_secrets_are_not_readable_by_others(manifests: Rendered) -> None:
+def test_mounted_secrets_are_not_world_readable(manifests: Rendered) -> None:
     for pod in manifests.pods():
         for volume in pod.spec.get("volumes", []):
             if "secret" in volume:

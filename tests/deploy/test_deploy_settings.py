@@ -1,4 +1,4 @@
-"""Every setting is one that torchrun or our agents read, and they fit each other."""
+"""Every setting is read by torchrun or our agents, and the settings are consistent."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from elastic.tuning.option_sources import read_options
 from elastic.tuning.timeouts import for_pod
 
 POD_IP = "10.1.2.3"
-# What the kubelet fills in.
+# Values filled in by the kubelet.
 POD_UID = "7c6ed9a5-0a5c-4d2b-9f0e-2f3c0d0c6b1e"
 DOWNWARD = {
     "metadata.name": "workers-0",
@@ -27,7 +27,7 @@ DOWNWARD = {
 
 
 def environment(pod: Pod, settings: dict[str, str]) -> dict[str, str]:
-    """What the kubelet gives a container of this pod: the ConfigMap, then its own variables."""
+    """The environment of a container of this pod: the ConfigMap, then its own variables."""
     environ = dict(settings)
     for variable in pod.spec["containers"][0]["env"]:
         if "value" in variable:
@@ -51,7 +51,7 @@ def environ(manifests: Rendered) -> dict[str, str]:
 def flags(
     manifests: Rendered, environ: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> Namespace:
-    """What torchrun's own parser makes of the pod's environment and arguments."""
+    """The pod's environment and arguments, parsed by torchrun's own parser."""
     for name, value in environ.items():
         monkeypatch.setenv(name, value)
     (container,) = manifests.workers.spec["containers"]
@@ -62,7 +62,7 @@ def flags(
 
 @pytest.fixture
 def options(environ: dict[str, str], flags: Namespace) -> AgentOptions:
-    """What our agent makes of it. Raises for inconsistent intervals."""
+    """The options of our agent. Raises for inconsistent intervals."""
     return read_options({}, environ)
 
 
@@ -83,27 +83,29 @@ def test_our_agent_reads_every_elastic_variable(
             assert rest in OTHER_VARIABLES or hasattr(options, rest.lower()), name
 
 
-def test_nothing_else_is_set(manifests: Rendered, environ: dict[str, str]) -> None:
+def test_no_other_variables_are_set(manifests: Rendered, environ: dict[str, str]) -> None:
     assert {n for n in environ if not n.startswith(("PET_", "ELASTIC_"))} == set()
     for pod in manifests.pods("finisher"):
         assert environment(pod, manifests.settings)["PET_RDZV_ID"] == environ["PET_RDZV_ID"]
 
 
-def test_the_backend_is_ours_and_failures_do_not_end_a_node(flags: Namespace) -> None:
+def test_the_backend_is_ours_and_restarts_are_unlimited(flags: Namespace) -> None:
     assert flags.rdzv_backend == "etcd"
     assert flags.max_restarts > 1000
     low, high = node_range(flags.nnodes)
     assert low < high, "not elastic"
 
 
-def test_join_needs_no_flags(flags: Namespace, options: AgentOptions) -> None:
+def test_options_are_derived_from_the_pod_environment(
+    flags: Namespace, options: AgentOptions
+) -> None:
     assert flags.local_addr == options.pod_ip == POD_IP
     assert options.pod_uid == POD_UID
     assert options.memory_limit_bytes == 2**33
     assert options.health_port == 8471
 
 
-def test_a_last_checkpoint_fits_between_sigterm_and_sigkill(
+def test_a_last_checkpoint_fits_into_the_grace_period(
     manifests: Rendered, flags: Namespace, options: AgentOptions
 ) -> None:
     grace_s = manifests.workers.spec["terminationGracePeriodSeconds"]
@@ -114,7 +116,7 @@ def test_a_last_checkpoint_fits_between_sigterm_and_sigkill(
     assert grace_s > times.shutdown_timeout_s > times.checkpoint_budget_s >= 10
 
 
-def test_a_run_has_its_own_folder_of_checkpoints(
+def test_each_run_has_its_own_checkpoint_folder(
     manifests: Rendered, environ: dict[str, str]
 ) -> None:
     folder = PurePosixPath(environ["ELASTIC_CHECKPOINTS"])
@@ -124,7 +126,7 @@ def test_a_run_has_its_own_folder_of_checkpoints(
     assert folder.name == environ["PET_RDZV_ID"]
 
 
-def test_etcd_answers_under_the_names_that_are_dialled(manifests: Rendered) -> None:
+def test_etcd_endpoints_match_the_service_and_the_certificates(manifests: Rendered) -> None:
     endpoints = parse_endpoints(manifests.settings["PET_RDZV_ENDPOINT"])
     etcd = manifests.one("StatefulSet", "etcd")
     service = etcd["spec"]["serviceName"]
@@ -139,7 +141,7 @@ def test_etcd_answers_under_the_names_that_are_dialled(manifests: Rendered) -> N
         assert {e.host for e in endpoints} <= set(certificate["spec"]["dnsNames"])
 
 
-def test_certificates_are_where_the_settings_say(manifests: Rendered) -> None:
+def test_certificates_are_mounted_at_the_configured_paths(manifests: Rendered) -> None:
     files = [manifests.settings.get(f"ELASTIC_{name}") for name in ("CACERT", "CERT", "KEY")]
     if manifests.one("StatefulSet", "etcd")["spec"]["replicas"] == 1:  # dev: no TLS
         assert files == [None, None, None]

@@ -1,5 +1,6 @@
-"""Several jobs in one namespace share its etcd and nothing else: names, selectors, budgets, rights,
-certificates, prefixes and policies of each reach its own pods alone."""
+"""Several jobs in one namespace share its etcd and nothing else: names, selectors, budgets,
+permissions, certificates, prefixes and policies of each apply to its own pods only.
+"""
 
 from __future__ import annotations
 
@@ -28,12 +29,12 @@ def job(request: pytest.FixtureRequest, render: Callable[[str], Rendered]) -> Re
 
 @pytest.fixture
 def namespace(job: Rendered, render: Callable[[str], Rendered]) -> Rendered:
-    """What the namespace holds in the end: shared part, `llama`, `bert` and one without a name."""
-    unnamed = render("prod").objects  # brings the shared part along
+    """The complete namespace: shared part, `llama`, `bert` and a job without a name."""
+    unnamed = render("prod").objects  # includes the shared part
     return Rendered("all", (*unnamed, *job.objects, *render("several: another").objects))
 
 
-def test_a_job_beside_others_brings_nothing_that_they_share(
+def test_a_job_in_a_shared_namespace_renders_no_shared_objects(
     job: Rendered, render: Callable[[str], Rendered]
 ) -> None:
     shared = {key(o) for o in render("shared").objects}
@@ -46,7 +47,7 @@ def key(one: Object) -> tuple[str, str]:
     return one["kind"], one["metadata"]["name"]
 
 
-def test_no_object_of_a_job_is_anothers(namespace: Rendered) -> None:
+def test_jobs_share_no_objects(namespace: Rendered) -> None:
     keys = [key(o) for o in namespace.objects]
     assert len(keys) == len(set(keys))
     for kind, name in keys:
@@ -57,7 +58,7 @@ def test_no_object_of_a_job_is_anothers(namespace: Rendered) -> None:
         assert name.startswith("bert-") == (label == "bert")
 
 
-def test_selectors_find_their_own_jobs_pods_alone(namespace: Rendered) -> None:
+def test_selectors_match_pods_of_their_own_job_only(namespace: Rendered) -> None:
     found: dict[str, list[str]] = {}
     for one in namespace.objects:
         selector = one.get("spec", {}).get("selector")
@@ -75,7 +76,7 @@ def test_selectors_find_their_own_jobs_pods_alone(namespace: Rendered) -> None:
             assert spread["labelSelector"]["matchLabels"].items() <= pod.labels.items()
 
 
-def test_what_a_job_refers_to_is_its_own(job: Rendered) -> None:
+def test_a_job_refers_to_its_own_objects_only(job: Rendered) -> None:
     pod = job.workers
     assert pod.spec["serviceAccountName"] == "llama-workers"
     assert job.of("ServiceAccount", "llama-workers")
@@ -99,7 +100,7 @@ def test_what_a_job_refers_to_is_its_own(job: Rendered) -> None:
     assert violations(pod) == set()
 
 
-def test_figures_follow_from_the_settings_under_any_name(job: Rendered) -> None:
+def test_sizes_follow_the_settings_under_any_name(job: Rendered) -> None:
     assert job.settings["PET_NNODES"] == "3:5"
     (group,) = job.of("PodGroup")
     assert group["spec"]["minMember"] == 3
@@ -107,7 +108,7 @@ def test_figures_follow_from_the_settings_under_any_name(job: Rendered) -> None:
         assert workload["spec"]["replicas"] == 5
 
 
-def test_the_finisher_ends_its_own_job_and_may_end_no_other(
+def test_the_finisher_may_end_its_own_job_only(
     render: Callable[[str], Rendered],
 ) -> None:
     for job, name in ((render("several prod"), "llama"), (render("several: another"), "bert")):
@@ -129,7 +130,7 @@ def test_the_finisher_ends_its_own_job_and_may_end_no_other(
         assert job.of("Job")[0]["metadata"]["name"] == f"{name}-workers-finisher"
 
 
-def test_etcd_is_reached_under_its_own_name_with_a_certificate_of_the_job(
+def test_a_job_reaches_the_shared_etcd_with_its_own_certificate(
     job: Rendered, render: Callable[[str], Rendered]
 ) -> None:
     shared = render("shared")
@@ -148,7 +149,7 @@ def test_etcd_is_reached_under_its_own_name_with_a_certificate_of_the_job(
     assert options.prefix == "/elastic/llama"
 
 
-def test_policies_let_a_job_reach_etcd_and_itself_and_no_other_job(namespace: Rendered) -> None:
+def test_network_policies_isolate_jobs_except_for_etcd(namespace: Rendered) -> None:
     policies = namespace.of("NetworkPolicy")
     for one, other in ((LLAMA, BERT), (BERT, LLAMA), (LLAMA, ours("worker"))):
         assert allowed(policies, one, one, 34567)
@@ -162,23 +163,23 @@ def test_policies_let_a_job_reach_etcd_and_itself_and_no_other_job(namespace: Re
     assert not allowed(policies, LLAMA, OUTSIDE, 9000)
 
 
-def test_pods_have_the_labels_that_this_file_asks_about(namespace: Rendered) -> None:
+def test_pods_have_the_labels_used_by_these_tests(namespace: Rendered) -> None:
     labels = [(p.component, p.labels[INSTANCE]) for p in namespace.pods("worker")]
     assert sorted(labels) == [("worker", "bert"), ("worker", "llama"), ("worker", "workers")]
     for pod in namespace.pods():
         assert pod.labels[NAME] == "elastic"
 
 
-def test_without_a_run_id_a_job_is_called_after_its_name(
+def test_the_run_id_defaults_to_the_name_of_the_job(
     render: Callable[[str], Rendered],
 ) -> None:
-    """Jobs may share a bucket: not all of them in its folder `job-1`."""
+    """Jobs may share a bucket, so they must not all use its folder `job-1`."""
     settings = render("several prod").settings
     assert settings["PET_RDZV_ID"] == "llama-1"
     assert settings["ELASTIC_CHECKPOINTS"] == "/checkpoints/llama-1"
 
 
-def test_the_shared_part_takes_certificates_of_others_too(
+def test_the_shared_overlay_accepts_custom_certificates(
     render: Callable[[str], Rendered], tmp_path: Path
 ) -> None:
     deploy = os.path.relpath(DEPLOY, tmp_path.resolve())

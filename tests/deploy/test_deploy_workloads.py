@@ -1,4 +1,4 @@
-"""Objects fit each other: selectors, names, ports, volumes, sizes, budgets, lifecycles."""
+"""Objects are consistent: selectors, names, ports, volumes, sizes, budgets, lifecycles."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def selected(selector: Mapping[str, str], manifests: Rendered) -> list[Pod]:
     return [pod for pod in manifests.pods() if selects(selector, pod)]
 
 
-def test_workloads_select_their_own_pods_and_no_others(manifests: Rendered) -> None:
+def test_workloads_select_their_own_pods_only(manifests: Rendered) -> None:
     for workload in manifests.of("StatefulSet"):
         selector = workload["spec"]["selector"]["matchLabels"]
         assert [p.owner["metadata"]["name"] for p in selected(selector, manifests)] == [
@@ -35,7 +35,7 @@ def test_workloads_select_their_own_pods_and_no_others(manifests: Rendered) -> N
         ]
 
 
-def test_services_find_pods_that_have_their_ports(manifests: Rendered) -> None:
+def test_services_select_pods_with_matching_ports(manifests: Rendered) -> None:
     for service in manifests.of("Service"):
         (pod,) = selected(service["spec"]["selector"], manifests)
         ports = {p["name"]: p["containerPort"] for c in pod.containers for p in c.get("ports", [])}
@@ -43,28 +43,28 @@ def test_services_find_pods_that_have_their_ports(manifests: Rendered) -> None:
             assert ports[port["targetPort"]] == port["port"], service["metadata"]["name"]
 
 
-def test_statefulsets_name_a_service_of_theirs(manifests: Rendered) -> None:
+def test_statefulsets_refer_to_an_existing_service(manifests: Rendered) -> None:
     for workload in manifests.of("StatefulSet"):
         service = manifests.one("Service", workload["spec"]["serviceName"])
         labels = workload["spec"]["template"]["metadata"]["labels"]
         assert service["spec"]["selector"].items() <= labels.items()
 
 
-def test_workers_have_names_before_they_are_ready(manifests: Rendered) -> None:
+def test_workers_are_resolvable_before_they_are_ready(manifests: Rendered) -> None:
     service = manifests.one("Service", "workers")["spec"]
     assert service["clusterIP"] == "None"
     assert service["publishNotReadyAddresses"] is True
     assert selects(service["selector"], manifests.workers)
 
 
-def test_every_disruption_budget_fits_its_workload(manifests: Rendered) -> None:
+def test_every_disruption_budget_matches_its_workload(manifests: Rendered) -> None:
     covered = []
     for budget in manifests.of("PodDisruptionBudget"):
         spec = budget["spec"]
         (pod,) = selected(spec["selector"]["matchLabels"], manifests)
         covered.append(pod.component)
         if pod.component == "worker":
-            # Integers: maxUnavailable and percentages count from the replicas that are asked for
+            # Integers: maxUnavailable and percentages count from the desired replicas
             # (test_deploy_disruption.py).
             assert "maxUnavailable" not in spec
             low, high = node_range(manifests.settings["PET_NNODES"])
@@ -77,7 +77,7 @@ def test_every_disruption_budget_fits_its_workload(manifests: Rendered) -> None:
     assert "worker" in covered
 
 
-def test_budgets_never_protect_workers_that_are_not_in_the_world(manifests: Rendered) -> None:
+def test_budgets_do_not_protect_workers_outside_the_world(manifests: Rendered) -> None:
     for budget in manifests.of("PodDisruptionBudget"):
         if selects(budget["spec"]["selector"]["matchLabels"], manifests.workers):
             assert budget["spec"]["unhealthyPodEvictionPolicy"] == "AlwaysAllow"
@@ -96,11 +96,11 @@ def test_shared_memory_is_less_than_memory(manifests: Rendered) -> None:
 
 
 def test_shared_memory_is_less_than_memory_in_the_base() -> None:
-    """Every overlay of ours says its own sizes; those of others may not."""
+    """Every overlay of ours sets its own sizes; those of others may not."""
     test_shared_memory_is_less_than_memory(Rendered("base", kustomize(DEPLOY / "base")))
 
 
-def test_whatever_is_referred_to_exists(manifests: Rendered) -> None:
+def test_all_referenced_objects_exist(manifests: Rendered) -> None:
     secrets = {c["spec"]["secretName"] for c in manifests.of("Certificate")}
     if "own-certificates" in manifests.name:
         assert not [o for o in manifests.objects if "cert-manager" in o["apiVersion"]]
@@ -125,7 +125,7 @@ def test_whatever_is_referred_to_exists(manifests: Rendered) -> None:
                     assert reference["key"] in data
 
 
-def test_every_figure_follows_from_the_settings(manifests: Rendered) -> None:
+def test_all_sizes_follow_the_settings(manifests: Rendered) -> None:
     low, high = node_range(manifests.settings["PET_NNODES"])
     assert pod_counts(manifests.workers.owner) == {high}
     for job in manifests.of("TrainJob"):
@@ -154,11 +154,11 @@ def test_gpus_and_processes_of_a_node_are_equal(manifests: Rendered) -> None:
     assert processes == ("1" if gpus is None else str(gpus))
 
 
-def test_pods_end_as_their_kind_wants_it(manifests: Rendered) -> None:
+def test_restart_policies_match_the_workload_kind(manifests: Rendered) -> None:
     pod = manifests.workers
     parks = manifests.settings["ELASTIC_PARK"]
     if pod.owner["kind"] == "StatefulSet":
-        # A StatefulSet rejects `Never`, and would start again whatever exits.
+        # A StatefulSet rejects `Never`, and restarts any container that exits.
         assert pod.spec.get("restartPolicy", "Always") == "Always"
         assert parks == "1"
         return
@@ -167,7 +167,7 @@ def test_pods_end_as_their_kind_wants_it(manifests: Rendered) -> None:
     assert not manifests.of("StatefulSet", "workers")
 
 
-def test_replacements_come_at_once_and_run_what_the_others_run(manifests: Rendered) -> None:
+def test_replacement_pods_start_in_parallel_with_the_current_template(manifests: Rendered) -> None:
     for workload in manifests.of("StatefulSet", "workers"):
         spec = workload["spec"]
         assert spec["podManagementPolicy"] == "Parallel"
@@ -177,7 +177,7 @@ def test_replacements_come_at_once_and_run_what_the_others_run(manifests: Render
 
 
 def training_job(owner: Object) -> Object:
-    """The spec of the Job, wherever its kind keeps it."""
+    """The spec of the Job, for any kind of workload."""
     spec: Object = owner["spec"]
     if owner["kind"] == "TrainingRuntime":
         spec = spec["template"]["spec"]
@@ -186,7 +186,7 @@ def training_job(owner: Object) -> Object:
     return spec
 
 
-def test_jobs_bear_the_loss_of_nodes(manifests: Rendered) -> None:
+def test_jobs_tolerate_the_loss_of_nodes(manifests: Rendered) -> None:
     if manifests.workers.owner["kind"] == "StatefulSet":
         return
     job = training_job(manifests.workers.owner)
@@ -199,7 +199,7 @@ def test_jobs_bear_the_loss_of_nodes(manifests: Rendered) -> None:
     assert job["successPolicy"] == {"rules": [{"succeededCount": 1}]}
 
 
-def test_the_finisher_ends_with_what_the_job_ended_with(manifests: Rendered) -> None:
+def test_the_finisher_exits_with_the_outcome_of_the_job(manifests: Rendered) -> None:
     for pod in manifests.pods("finisher"):
         fail, ignore = pod.owner["spec"]["podFailurePolicy"]["rules"]
         assert fail["action"] == "FailJob"
@@ -213,7 +213,7 @@ def test_the_finisher_ends_with_what_the_job_ended_with(manifests: Rendered) -> 
         assert manifests.of("StatefulSet", target)
 
 
-def test_probes_ask_the_agent_on_the_port_it_serves(manifests: Rendered) -> None:
+def test_probes_use_the_health_port_of_the_agent(manifests: Rendered) -> None:
     (container,) = manifests.workers.spec["containers"]
     ports = {p["name"]: p["containerPort"] for p in container["ports"]}
     assert str(ports["health"]) == manifests.settings["ELASTIC_HEALTH_PORT"]

@@ -1,11 +1,11 @@
-"""What the API server refuses when an object is created or changed: fields that never change.
+"""Validation by the API server when an object is created or changed: immutable fields.
 
 After kubernetes/kubernetes: pkg/apis/apps/validation/validation.go (validateStatefulSetSpec,
 ValidateStatefulSetUpdate), pkg/apis/batch/validation/validation.go (ValidateJobSpecUpdate,
 validatePodTemplateUpdate, validateCompletions), pkg/apis/core/validation/validation.go
-(ValidatePersistentVolumeClaimUpdate), apimachinery's IsValidLabelValue. Of a Job's pod template
-nothing may change: the exceptions (scheduling directives, resources) are for Jobs that are
-suspended and have not started.
+(ValidatePersistentVolumeClaimUpdate), apimachinery's IsValidLabelValue. A Job's pod template is
+immutable: the exceptions (scheduling directives, resources) apply to suspended Jobs that have not
+started.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _LABEL = re.compile(r"([A-Za-z0-9]([A-Za-z0-9_.-]{0,61}[A-Za-z0-9])?)?")
 
 
 def creation_errors(new: Object) -> list[str]:
-    """For an object that is not there yet."""
+    """Errors for a new object."""
     spec = new.get("spec", {})
     template = spec.get("template", {}) if isinstance(spec, dict) else {}
     labels: Mapping[str, object] = template.get("metadata", {}).get("labels", {})
@@ -54,7 +54,7 @@ def creation_errors(new: Object) -> list[str]:
 
 
 def update_errors(old: Object, new: Object) -> list[str]:
-    """For one that is. Empty: accepted."""
+    """Errors for an update of an existing object. Empty: accepted."""
     errors = creation_errors(new)
     before, after = old.get("spec", {}), new.get("spec", {})
     changed = {key for key in {*before, *after} if before.get(key) != after.get(key)}

@@ -1,4 +1,4 @@
-"""Skips everything here where there is no GPU; small worlds for the tests that want one."""
+"""Skips all tests here without a GPU; small worlds for the tests that need one."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""What needs a CUDA context of its own: test_one_gpu.py runs each function here as a process.
+"""Scenarios that need their own CUDA context: test_one_gpu.py runs each function as a process.
 
-The functions take no arguments and return what is printed as JSON.
+The functions take no arguments; their results are printed as JSON.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ def nccl_alone() -> dict[str, Any]:
 
 
 def queued_steps() -> dict[str, Any]:
-    """An abort while the host has queued a collective behind kernels that still run."""
+    """An abort while a collective is queued behind running kernels."""
     group = ProcessGroup(DEVICE, "nccl")
     group.build(spec(1), superseded=lambda: False, timeout_s=120.0)
     weights = torch.ones(1024, device=DEVICE)
@@ -108,7 +108,7 @@ def queued_steps() -> dict[str, Any]:
 
 
 def rebuilds() -> dict[str, Any]:
-    """Groups that are built and destroyed, every other one after an abort."""
+    """Groups are built and destroyed, every other one after an abort."""
     group, free = ProcessGroup(DEVICE, "nccl"), []
     model = ElasticDDP(network())
     took_s = []
@@ -128,7 +128,7 @@ def rebuilds() -> dict[str, Any]:
 
 
 def compiled() -> dict[str, Any]:
-    """A compiled module and a CUDA graph outlive the world that they were made in."""
+    """A compiled module and a CUDA graph outlive the world in which they were created."""
     group, model = ProcessGroup(DEVICE, "nccl"), ElasticDDP(network())
     fast: Any = torch.compile(model)
     losses = []

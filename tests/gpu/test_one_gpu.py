@@ -1,4 +1,6 @@
-"""What one GPU can show of recovery on NCCL. ``make gpu`` runs it, each test in a minute or so."""
+"""Recovery on NCCL, as far as one GPU can show it. ``make gpu`` runs it; a test takes about a
+minute.
+"""
 
 from __future__ import annotations
 
@@ -61,7 +63,7 @@ ASSERTS = """
 
 
 def scenario(name: str) -> dict[str, Any]:
-    """What a function of gpu_script.py says, in a process of its own."""
+    """The result of a function of gpu_script.py, run in a separate process."""
     done = subprocess.run(
         [sys.executable, str(SCRIPT), name],
         env={**os.environ, "OMP_NUM_THREADS": "1"},
@@ -88,12 +90,12 @@ def test_a_world_of_one_trains_on_nccl(name: str) -> None:
     assert said == {"sum": 3.0 * (1 << 20), "is_finite": True}
 
 
-def test_what_is_queued_at_an_abort_changes_no_weight() -> None:
+def test_steps_queued_at_an_abort_change_no_weight() -> None:
     said = scenario("queued_steps")
     assert said["is_aborted"] and said["weights"] == 1024.0
 
 
-def test_memory_is_flat_over_rebuilds() -> None:
+def test_rebuilds_leak_no_gpu_memory() -> None:
     said = scenario("rebuilds")
     assert said["lost_bytes"] < MOST_LOST_BYTES, said
 
@@ -108,8 +110,8 @@ def test_a_cuda_graph_outlives_its_world() -> None:
     assert first == second
 
 
-def test_a_survivor_on_a_shared_gpu_goes_on(world: SmallWorld, tmp_path: Path) -> None:
-    """Two ranks on gloo, since NCCL wants a GPU for each."""
+def test_a_survivor_on_a_shared_gpu_continues(world: SmallWorld, tmp_path: Path) -> None:
+    """Two ranks on gloo, since NCCL needs one GPU per rank."""
     alone_at, killed_at = tmp_path / "alone", tmp_path / "killed"
     for folder in (alone_at, killed_at):
         folder.mkdir()
@@ -131,8 +133,8 @@ def test_a_state_on_a_gpu_is_saved_through_pinned_memory(world: SmallWorld, tmp_
     assert "state-restored source='step-" in second.survivors[0].log
 
 
-def test_a_poisoned_context_ends_its_process(world: SmallWorld, tmp_path: Path) -> None:
-    """A kernel that has failed spoils the context for every next world: retry must not go on."""
+def test_a_corrupted_cuda_context_ends_its_process(world: SmallWorld, tmp_path: Path) -> None:
+    """A failed kernel corrupts the context for all later worlds: retry must not continue."""
     outcome = world.run(script(tmp_path, ASSERTS), tmp_path / "job", size=2, limit_s=300.0)
     broken = outcome.workers[1]
     assert broken.exit_code == 1, outcome.describe()

@@ -36,14 +36,14 @@ def proved_with_a_death(idiom: Idiom) -> list[pytest.MarkDecorator]:
 @pytest.mark.parametrize(
     "idiom", [pytest.param(i, marks=proved_with_a_death(i)) for i in idioms()], ids=name_of
 )
-def test_three_workers_train_like_one(runs: IdiomRuns, idiom: Idiom) -> None:
+def test_three_workers_train_like_a_single_worker(runs: IdiomRuns, idiom: Idiom) -> None:
     outcome = runs.undisturbed(idiom)
     outcome.assert_success(workers=SIZE)
     assert_same(idiom, outcome, runs.alone(idiom))
 
 
 @pytest.mark.parametrize("idiom", idioms(), ids=name_of)
-def test_a_death_at_a_random_line_changes_nothing(runs: IdiomRuns, idiom: Idiom) -> None:
+def test_a_death_at_a_random_line_does_not_change_the_result(runs: IdiomRuns, idiom: Idiom) -> None:
     outcome = runs.with_random_death(
         idiom, seed=0, alone=runs.alone(idiom), is_replaced=has_replacement(idiom)
     )
@@ -54,7 +54,7 @@ def test_a_death_at_a_random_line_changes_nothing(runs: IdiomRuns, idiom: Idiom)
 @pytest.mark.parametrize("counted", [LINES, CALLS])
 @pytest.mark.parametrize("seed", SOAK_SEEDS)
 @pytest.mark.parametrize("idiom", idioms(), ids=name_of)
-def test_a_death_anywhere_changes_nothing(
+def test_a_death_anywhere_does_not_change_the_result(
     runs: IdiomRuns, idiom: Idiom, seed: int, counted: str
 ) -> None:
     """Odd seeds run with a replacement worker."""
@@ -74,7 +74,7 @@ def check_death(runs: IdiomRuns, idiom: Idiom, outcome: RunOutcome, *, is_replac
 
 
 @pytest.mark.parametrize("idiom", idioms(REFUSED), ids=name_of)
-def test_what_cannot_be_right_is_refused(runs: IdiomRuns, idiom: Idiom) -> None:
+def test_idioms_with_wrong_results_are_rejected(runs: IdiomRuns, idiom: Idiom) -> None:
     assert idiom.refusal
     outcome = runs.refused(idiom)
     assert not outcome.survivors

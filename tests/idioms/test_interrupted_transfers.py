@@ -1,6 +1,6 @@
-"""A state whose transfer is interrupted half way is none: it is received again, or the job ends.
+"""A partially transferred state is discarded: it is received again, or the job ends.
 
-The joining node receives weights straight into its model, which then holds some of the source's.
+The joining node receives weights directly into its model, which then holds some of the source's.
 """
 
 from __future__ import annotations
@@ -58,9 +58,7 @@ def script(folder: Path, *, loses: bool) -> Path:
     return path
 
 
-def test_weights_that_have_arrived_in_part_are_received_again(
-    runs: IdiomRuns, tmp_path: Path
-) -> None:
+def test_partially_received_weights_are_received_again(runs: IdiomRuns, tmp_path: Path) -> None:
     path = script(tmp_path, loses=False)
     alone = runs.world.run(path, tmp_path / "alone", size=1)
     outcome = runs.world.run(path, tmp_path / "job", size=3, death=BY_ITSELF, is_replaced=True)
@@ -74,12 +72,12 @@ def test_weights_that_have_arrived_in_part_are_received_again(
             torch.testing.assert_close(result[name], weight, rtol=1e-9, atol=1e-9, msg=name)
 
 
-def test_weights_that_have_arrived_in_part_are_no_state_where_nobody_has_another(
+def test_partially_received_weights_end_the_job_if_no_rank_has_the_state(
     runs: IdiomRuns, tmp_path: Path
 ) -> None:
     path = script(tmp_path, loses=True)
     outcome = runs.world.run(path, tmp_path / "job", size=3, death=BY_ITSELF, is_replaced=True)
     assert not outcome.survivors, outcome.describe()
     errors = [worker.error for worker in outcome.workers if worker.exit_code is not None]
-    said = "CheckpointRequired: a fault interrupted an update or a transfer of the weights"
-    assert any(said in error for error in errors), outcome.describe()
+    message = "CheckpointRequired: a fault interrupted an update or a transfer of the weights"
+    assert any(message in error for error in errors), outcome.describe()

@@ -11,7 +11,7 @@ import pytest
 from idiom_runs import IdiomRuns
 from test_worst_places import BY_ITSELF, HEAD, STEP, TAIL, TRAINED
 
-# No step between the death and the end of the job is compared for its number.
+# No step between the death and the end of the job triggers the periodic comparison.
 LATE = 9
 
 LOOPS = {
@@ -49,7 +49,7 @@ def train():
 
 
 @pytest.mark.parametrize("loop", LOOPS)
-def test_a_joining_process_that_trains_otherwise_is_noticed(
+def test_a_joining_process_that_diverges_is_detected(
     runs: IdiomRuns, tmp_path: Path, loop: str
 ) -> None:
     body, message = LOOPS[loop]
@@ -92,7 +92,7 @@ def train():
 
 
 @pytest.mark.parametrize("loop", COUNTS)
-def test_a_count_that_begins_anew_is_warned_of(runs: IdiomRuns, tmp_path: Path, loop: str) -> None:
+def test_a_reset_counter_causes_a_warning(runs: IdiomRuns, tmp_path: Path, loop: str) -> None:
     body, message = COUNTS[loop]
     script = tmp_path / "script.py"
     script.write_text(f"{HEAD}\nat = {LATE}\n{TRAINED}{body.replace('STEP', STEP)}{TAIL}")
@@ -101,7 +101,7 @@ def test_a_count_that_begins_anew_is_warned_of(runs: IdiomRuns, tmp_path: Path, 
     assert message in outcome.describe()
 
 
-def test_rates_that_depend_on_the_step_alone_are_not_warned_of(
+def test_learning_rates_computed_from_the_step_cause_no_warning(
     runs: IdiomRuns, tmp_path: Path
 ) -> None:
     body = """
@@ -121,11 +121,12 @@ def train():
 
 
 @pytest.mark.parametrize("at", [8, 9, 11])
-def test_an_accumulation_that_ends_elsewhere_is_refused(
+def test_an_accumulation_with_shifted_boundaries_is_rejected(
     runs: IdiomRuns, tmp_path: Path, at: int
 ) -> None:
-    """A recovery repeats all batches of the optimizer step; a count that outlives the function is
-    then wrong."""
+    """A recovery repeats all batches of the optimizer step; a counter that outlives the function is
+    then wrong.
+    """
     body = """
 count = 0
 def train():

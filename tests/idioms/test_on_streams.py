@@ -1,4 +1,4 @@
-"""Idioms and worst places with collectives that run on a stream, as on GPUs.
+"""Idioms and deaths at critical lines, with collectives that run on a stream, as on GPUs.
 
 Workers train on the backend of :mod:`elastic.testing.doubles.nccl_semantics`. Each script must end
 with the result of a run with one worker.
@@ -21,7 +21,7 @@ from elastic.testing.small_world.world import SmallWorld
 
 # Sparse gradients need a special build of NCCL (ProcessGroupNCCL.cpp, allreduce_sparse).
 NOT_ON_NCCL = {"dlrm", "sparse_embedding"}
-# Those that have collectives, or weights, of their own; the others are for the soak.
+# Those with their own collectives or weights; the others run in the soak test.
 IN_SHORT = {
     "accumulate",
     "all_reduce_loss",
@@ -55,14 +55,16 @@ def name_of(idiom: Idiom) -> str:
 
 
 @pytest.mark.parametrize("idiom", chosen(in_short=True), ids=name_of)
-def test_a_death_changes_nothing(runs: IdiomRuns, streams: IdiomRuns, idiom: Idiom) -> None:
+def test_a_death_does_not_change_the_result(
+    runs: IdiomRuns, streams: IdiomRuns, idiom: Idiom
+) -> None:
     check(runs, streams, idiom, zlib.crc32(idiom.name.encode()) % 2)
 
 
 @pytest.mark.soak
 @pytest.mark.parametrize("seed", range(2, 8))
 @pytest.mark.parametrize("idiom", [*chosen(True), *chosen(False)], ids=name_of)
-def test_a_death_anywhere_changes_nothing(
+def test_a_death_anywhere_does_not_change_the_result(
     runs: IdiomRuns, streams: IdiomRuns, idiom: Idiom, seed: int
 ) -> None:
     check(runs, streams, idiom, seed)
@@ -78,7 +80,7 @@ def check(runs: IdiomRuns, streams: IdiomRuns, idiom: Idiom, seed: int) -> None:
 
 
 @pytest.mark.parametrize("loop", LOOPS)
-def test_a_death_at_the_worst_place(
+def test_a_death_at_a_critical_line_does_not_change_the_result(
     runs: IdiomRuns, streams: IdiomRuns, tmp_path: Path, loop: str
 ) -> None:
     script = tmp_path / "script.py"
@@ -93,7 +95,7 @@ def test_a_death_at_the_worst_place(
             assert is_close, f"{name} of {survivor.name}\n{outcome.describe()}"
 
 
-# The last rank dies between the two steps of the job; here, what happens in the others.
+# The last rank dies between the two steps of the job; these are the events in the others.
 HANGS = """
 from elastic.testing.doubles.nccl_semantics import control
 from elastic.training.recovery import in_process
@@ -117,10 +119,10 @@ def train():
         ("build", "building the process group (nccl_semantics) of generation 2 on rank 1 of 2"),
     ],
 )
-def test_who_is_stuck_in_nccl_ends_and_says_so(
+def test_a_worker_stuck_in_nccl_exits_with_a_reason(
     streams: IdiomRuns, tmp_path: Path, where: str, sentence: str
 ) -> None:
-    """An agent would restart the worker; here there is none, so the run ends with the worker."""
+    """An agent would restart the worker; without one, the run ends with the worker."""
     script = tmp_path / "script.py"
     body = HANGS.replace("WHERE", where).replace("STEP", STEP)
     script.write_text(HEAD + TRAINED + body + RUN)
@@ -132,7 +134,9 @@ def test_who_is_stuck_in_nccl_ends_and_says_so(
     assert "worker-stuck reason=" in stuck.log
 
 
-def test_values_are_read_once_they_are_there(streams: IdiomRuns, tmp_path: Path) -> None:
+def test_values_are_read_after_their_stream_has_completed(
+    streams: IdiomRuns, tmp_path: Path
+) -> None:
     """Control flags and transferred states use the same stream as the gradients."""
     body = """
 from elastic.testing.doubles.nccl_semantics import control
@@ -158,7 +162,7 @@ def train():
             assert torch.equal(weights, joining_node.result[name])
 
 
-def test_activations_are_freed_before_a_state_is_sent(streams: IdiomRuns, tmp_path: Path) -> None:
+def test_activations_are_freed_before_a_state_transfer(streams: IdiomRuns, tmp_path: Path) -> None:
     body = """
 import weakref
 from elastic.training.recovery import reconfiguration as recovery

@@ -1,6 +1,6 @@
 """``run.build`` in a small world: a worker dies at any line, with the result of one worker.
 
-The nodes' memory is real: one host process that survives the workers and holds all shares.
+The memory tier is real: one host process that outlives the workers and holds all shares.
 """
 
 from __future__ import annotations
@@ -107,7 +107,7 @@ def assert_same(outcome: RunOutcome, alone: dict[str, torch.Tensor]) -> None:
             torch.testing.assert_close(worker.result[name], value, rtol=0, atol=1e-6)
 
 
-def test_three_ranks_with_uneven_shares_train_as_one(
+def test_three_ranks_with_uneven_shares_train_like_one(
     undisturbed: RunOutcome, alone: dict[str, torch.Tensor]
 ) -> None:
     assert_same(undisturbed, alone)
@@ -115,7 +115,7 @@ def test_three_ranks_with_uneven_shares_train_as_one(
 
 @pytest.mark.parametrize("is_replaced", [False, True], ids=["fewer", "replaced"])
 @pytest.mark.parametrize("counted", [LINES, CALLS])
-def test_a_death_changes_nothing(
+def test_a_death_does_not_change_the_result(
     train: Train,
     undisturbed: RunOutcome,
     alone: dict[str, torch.Tensor],
@@ -125,18 +125,18 @@ def test_a_death_changes_nothing(
     check(train, undisturbed, alone, 0, counted, is_replaced)
 
 
-def test_a_death_changes_nothing_where_the_ranks_choose_when_to_save(
+def test_a_death_with_automatic_saves_does_not_change_the_result(
     train: Train, undisturbed: RunOutcome, alone: dict[str, torch.Tensor]
 ) -> None:
     check(train, undisturbed, alone, 0, CALLS, True, saves=CHOSEN)
 
 
-# The same at more places.
+# The same at more lines.
 @pytest.mark.soak
 @pytest.mark.parametrize("is_replaced", [False, True], ids=["fewer", "replaced"])
 @pytest.mark.parametrize("counted", [LINES, CALLS])
 @pytest.mark.parametrize("seed", range(1, 12))
-def test_a_death_anywhere_changes_nothing(
+def test_a_death_anywhere_does_not_change_the_result(
     train: Train,
     undisturbed: RunOutcome,
     alone: dict[str, torch.Tensor],

@@ -1,4 +1,4 @@
-"""Which meshes a replica may have: what is right trains, the rest is refused with the reason."""
+"""Supported meshes of a replica: valid ones train, all others are rejected with the reason."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import nn
 
 from elastic.testing.small_world.world import RunOutcome
 
-# Each step takes all samples: their order does not matter.
+# Each step uses all samples, so their order does not matter.
 SCRIPT = """
 import sys
 import torch, torch.nn.functional as F
@@ -157,19 +157,19 @@ def trained_on_both_halves() -> dict[str, torch.Tensor]:
     return {name: parameter.detach() for name, parameter in model.named_parameters()}
 
 
-def test_ranks_that_split_a_sample_are_averaged_over(of_kind: OfKind) -> None:
+def test_gradients_are_averaged_over_ranks_that_split_a_sample(of_kind: OfKind) -> None:
     outcome = of_kind("context")
     outcome.assert_success(workers=4)
     expected = trained_on_both_halves()
     for worker in outcome.workers:
-        said = text(worker.result["cp is missing"])
-        assert "which lacks the dimension 'cp': its ranks see other parts of each sample" in said
-        assert 'run.mesh["shard", "cp"]._flatten("shard_cp")' in said
+        reasons = text(worker.result["cp is missing"])
+        assert "which lacks the dimension 'cp': its ranks see other parts of each sample" in reasons
+        assert 'run.mesh["shard", "cp"]._flatten("shard_cp")' in reasons
         for name, parameter in expected.items():
             assert torch.allclose(worker.result[name], parameter, rtol=0, atol=1e-12), name
 
 
-def test_a_module_that_each_rank_holds_whole_trains_as_with_ddp(of_kind: OfKind) -> None:
+def test_an_unsharded_module_in_a_replica_trains_like_ddp(of_kind: OfKind) -> None:
     outcome = of_kind("unsharded")
     outcome.assert_success(workers=4)
     expected = trained_on_both_halves()
@@ -178,7 +178,7 @@ def test_a_module_that_each_rank_holds_whole_trains_as_with_ddp(of_kind: OfKind)
             assert torch.allclose(worker.result[name], parameter, rtol=0, atol=1e-12), name
 
 
-def test_ranks_that_split_a_sample_along_tp_are_found_out(of_kind: OfKind) -> None:
+def test_ranks_that_split_a_sample_along_tp_are_detected(of_kind: OfKind) -> None:
     ended = [w for w in of_kind("tensor").workers if w.exit_code is not None]
     assert ended
     for worker in ended:
@@ -186,17 +186,17 @@ def test_ranks_that_split_a_sample_along_tp_are_found_out(of_kind: OfKind) -> No
         assert "rank 1 has different weights from rank 0 in model (parameter 0)" in worker.error
 
 
-def test_a_module_whose_gradients_nothing_would_reduce_is_refused(of_kind: OfKind) -> None:
+def test_a_module_with_unreduced_gradients_is_rejected(of_kind: OfKind) -> None:
     outcome = of_kind("refusals")
     outcome.assert_success(workers=4)
     for worker in outcome.workers:
-        said = {name: text(worker.result[name]) for name in REFUSED}
-        assert [name for name in REFUSED if REFUSED[name] not in said[name]] == [], said
+        reasons = {name: text(worker.result[name]) for name in REFUSED}
+        assert [name for name in REFUSED if REFUSED[name] not in reasons[name]] == [], reasons
 
 
 @pytest.mark.parametrize(("kind", "dim"), [("stages", "pp"), ("experts", "ep")])
-def test_ranks_with_other_parameters_are_refused(of_kind: OfKind, kind: str, dim: str) -> None:
-    ended = [w for w in of_kind(kind).workers if w.exit_code is not None]  # others with them
+def test_ranks_with_different_parameters_are_rejected(of_kind: OfKind, kind: str, dim: str) -> None:
+    ended = [w for w in of_kind(kind).workers if w.exit_code is not None]  # others fail, too
     assert ended
     for worker in ended:
         assert worker.exit_code == 2

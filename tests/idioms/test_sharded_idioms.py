@@ -1,8 +1,8 @@
-"""What users do to sharded models, in replicas and with ``run.build``, while ranks die.
+"""Common training loops of sharded models, in replicas and with ``run.build``, while ranks die.
 
 Each way of training is written as in tutorials of FSDP2. A worker dies at any line or call; the
-others go on, alone or with another one. The final weights are those of one undisturbed process.
-``tests/integration/test_sharded_options.py`` compares more options, of ranks that live.
+others continue, alone or with another one. The final weights are those of one undisturbed process.
+``tests/integration/test_sharded_options.py`` compares more options, without deaths.
 """
 
 from __future__ import annotations
@@ -175,7 +175,7 @@ def train():
 run.retry(train)
 """
 SIZES = {"replicas": 4, "build": 3}
-LOST = {"replicas": 2, "build": 1}  # ranks, with one that dies
+LOST = {"replicas": 2, "build": 1}  # ranks, including one that dies
 IDIOMS = (
     "everyday",  # a frozen embedding, a schedule, clipping, printing, DCP in the loop, evaluation
     "averaged",  # the weights, in a second model; and recomputed activations
@@ -189,7 +189,7 @@ TOLERANCE = 1e-6
 
 @dataclass
 class ShardedRuns:
-    """Runs of the script, and what they have in common."""
+    """Runs of the script, and their shared settings."""
 
     runs: IdiomRuns
     _known: dict[tuple[str, str, int], RunOutcome] = field(default_factory=dict)
@@ -265,25 +265,28 @@ def assert_same(outcome: RunOutcome, expected: dict[str, torch.Tensor]) -> None:
 
 @pytest.mark.parametrize("way", SIZES)
 @pytest.mark.parametrize("idiom", IDIOMS)
-def test_a_death_changes_nothing(sharded: ShardedRuns, way: str, idiom: str) -> None:
+def test_a_death_does_not_change_the_result(sharded: ShardedRuns, way: str, idiom: str) -> None:
     check(sharded, way, idiom, 0)
 
 
-# The same at more places.
+# The same at more lines.
 @pytest.mark.soak
 @pytest.mark.parametrize("way", SIZES)
 @pytest.mark.parametrize("idiom", IDIOMS)
 @pytest.mark.parametrize("seed", range(1, 10))
-def test_a_death_anywhere_changes_nothing(
+def test_a_death_anywhere_does_not_change_the_result(
     sharded: ShardedRuns, way: str, idiom: str, seed: int
 ) -> None:
     check(sharded, way, idiom, seed)
 
 
 @pytest.mark.parametrize("way", SIZES)
-def test_mixed_precision_is_as_if_nobody_had_died(sharded: ShardedRuns, way: str) -> None:
-    """The same ranks see the same samples, so that they round the same in bf16; on fewer ranks
-    Adam makes 0.01 of a rounded gradient, as it does without a death."""
+def test_a_death_does_not_change_the_result_of_mixed_precision(
+    sharded: ShardedRuns, way: str
+) -> None:
+    """The same ranks see the same samples and so round equally in bf16; on fewer ranks Adam turns a
+    rounding difference of a gradient into 0.01, as it does without a death.
+    """
     idiom, size = "mixed precision", SIZES[way]
     undisturbed = sharded.undisturbed(way, idiom, size)
     death = Death(rank=1, event=undisturbed.workers[1].calls // 2, counted=CALLS)

@@ -1,4 +1,4 @@
-"""The small world itself: what it reports about workers that die, fail, or never end."""
+"""The small world itself: its reports on workers that die, fail, or never end."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def script(folder: Path, text: str) -> Path:
     return path
 
 
-def test_the_victim_dies_where_it_was_told(runs: IdiomRuns, tmp_path: Path) -> None:
+def test_the_victim_dies_at_the_given_event(runs: IdiomRuns, tmp_path: Path) -> None:
     plain = SCRIPTS / "plain_loop.py"
     undisturbed = runs.world.run(plain, tmp_path / "undisturbed")
     undisturbed.assert_success(workers=SIZE)
@@ -43,7 +43,7 @@ def test_the_victim_dies_where_it_was_told(runs: IdiomRuns, tmp_path: Path) -> N
     assert not after.died_at
 
 
-def test_a_replacement_takes_part(runs: IdiomRuns, tmp_path: Path) -> None:
+def test_a_replacement_joins_training(runs: IdiomRuns, tmp_path: Path) -> None:
     outcome = runs.world.run(
         SCRIPTS / "plain_loop.py",
         tmp_path,
@@ -58,7 +58,7 @@ def test_a_replacement_takes_part(runs: IdiomRuns, tmp_path: Path) -> None:
     assert joining_node.result.keys() == survivor.result.keys()
 
 
-def test_workers_have_nothing_in_common_with_the_host(runs: IdiomRuns, tmp_path: Path) -> None:
+def test_workers_are_isolated_from_the_host_process(runs: IdiomRuns, tmp_path: Path) -> None:
     outcome = runs.world.run(
         script(
             tmp_path,
@@ -77,15 +77,15 @@ run.retry(lambda: run.mean(1.0))
         tmp_path / "out",
     )
     outcome.assert_success(workers=SIZE)
-    said = [w.result for w in outcome.workers]
-    assert [int(r["rank"]) for r in said] == [0, 1, 2]
-    assert all(torch.equal(r["pid"], r["leader"]) for r in said)
-    assert len({float(r["drawn"]) for r in said}) == SIZE
-    assert all(int(r["descriptors"]) < 12 for r in said)
-    assert not any(Path(f"/proc/{int(r['pid'])}").exists() for r in said)
+    results = [w.result for w in outcome.workers]
+    assert [int(r["rank"]) for r in results] == [0, 1, 2]
+    assert all(torch.equal(r["pid"], r["leader"]) for r in results)
+    assert len({float(r["drawn"]) for r in results}) == SIZE
+    assert all(int(r["descriptors"]) < 12 for r in results)
+    assert not any(Path(f"/proc/{int(r['pid'])}").exists() for r in results)
 
 
-def test_a_script_that_fails_is_told_with_its_error(runs: IdiomRuns, tmp_path: Path) -> None:
+def test_a_failed_script_is_reported_with_its_error(runs: IdiomRuns, tmp_path: Path) -> None:
     mistake = script(tmp_path, "raise ValueError('a mistake of the user')")
     outcome = runs.world.run(mistake, tmp_path / "out")
     assert "has failed" in outcome.problem
@@ -95,7 +95,9 @@ def test_a_script_that_fails_is_told_with_its_error(runs: IdiomRuns, tmp_path: P
     assert "Traceback" in failed[0].log
 
 
-def test_a_run_that_does_not_end_is_ended_with_stacks(runs: IdiomRuns, tmp_path: Path) -> None:
+def test_a_run_over_its_time_limit_is_killed_with_stack_traces(
+    runs: IdiomRuns, tmp_path: Path
+) -> None:
     endless = script(tmp_path, "import threading\nthreading.Event().wait()")
     outcome = runs.world.run(endless, tmp_path / "out", limit_s=2.0)
     assert outcome.problem == "not finished within the limit"

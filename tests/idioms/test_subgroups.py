@@ -12,7 +12,7 @@ from idiom_runs import IdiomRuns
 from elastic.testing.small_world.world import CALLS, LINES, Death, RunOutcome
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "subgroups.py"
-SIZE = 4  # two pairs; without one of the ranks a pair and a leader alone
+SIZE = 4  # two pairs; without one of the ranks, one pair and a single leader
 
 
 @pytest.fixture(scope="module")
@@ -45,7 +45,7 @@ def undisturbed(runs: IdiomRuns, script: Path) -> RunOutcome:
 
 @pytest.mark.parametrize("counted", [LINES, CALLS])
 @pytest.mark.parametrize("seed", range(3))
-def test_groups_are_made_again_in_the_world_after_a_death(
+def test_subgroups_are_recreated_in_the_world_after_a_death(
     runs: IdiomRuns,
     script: Path,
     undisturbed: RunOutcome,

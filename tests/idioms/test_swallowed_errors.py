@@ -107,7 +107,7 @@ def train():
 
 
 @pytest.mark.parametrize("loop", LOOPS)
-def test_a_fault_that_the_script_catches_costs_no_step(
+def test_a_fault_caught_by_the_script_loses_no_step(
     runs: IdiomRuns, tmp_path: Path, loop: str
 ) -> None:
     script = tmp_path / "script.py"

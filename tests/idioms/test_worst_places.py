@@ -1,4 +1,4 @@
-"""A death at the line where it once changed the result of a loop."""
+"""A death at a line where it once changed the result of a loop."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from idiom_runs import IdiomRuns
 
 from elastic.testing.small_world.world import Death
 
-BY_ITSELF = Death(rank=2, event=1 << 40)  # the script decides where
+BY_ITSELF = Death(rank=2, event=1 << 40)  # the script chooses the line
 HEAD = """
 import copy, os, signal
 import torch
@@ -234,8 +234,10 @@ def script_of(loop: str, at: int) -> str:
 
 @pytest.mark.parametrize("at", [0, 5])
 @pytest.mark.parametrize("loop", LOOPS)
-def test_a_death_at_the_worst_place(runs: IdiomRuns, tmp_path: Path, loop: str, at: int) -> None:
-    """In the first steps of a process, and once it has seen some."""
+def test_a_death_at_a_critical_line_does_not_change_the_result(
+    runs: IdiomRuns, tmp_path: Path, loop: str, at: int
+) -> None:
+    """In the first steps of a process, and after some steps."""
     script = tmp_path / "script.py"
     script.write_text(script_of(loop, at))
     alone = runs.world.run(script, tmp_path / "alone", size=1)
@@ -352,7 +354,7 @@ def train():
 
 
 @pytest.mark.parametrize("loop", WARNED)
-def test_loops_that_count_by_themselves_are_warned_of(
+def test_loops_with_their_own_counters_cause_a_warning(
     runs: IdiomRuns, tmp_path: Path, loop: str
 ) -> None:
     body, message = WARNED[loop]
@@ -363,10 +365,10 @@ def test_loops_that_count_by_themselves_are_warned_of(
     assert message in outcome.describe()
 
 
-def test_weights_that_nobody_has_are_not_taken_for_initial_ones(
+def test_weights_torn_on_all_ranks_are_not_replaced_by_initial_ones(
     runs: IdiomRuns, tmp_path: Path
 ) -> None:
-    """All ranks are interrupted in the first change that the script makes by itself."""
+    """All ranks are interrupted in the script's own first change of the weights."""
     script = tmp_path / "script.py"
     body = """
 def train():
@@ -386,7 +388,7 @@ def train():
     assert {w.exit_code for w in outcome.workers} <= {65, None}
 
 
-def test_state_that_only_one_rank_sets_is_warned_of(runs: IdiomRuns, tmp_path: Path) -> None:
+def test_state_set_on_one_rank_only_causes_a_warning(runs: IdiomRuns, tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     body = """
 def train():
@@ -402,8 +404,8 @@ def train():
     assert outcome.describe().count("run.state differs") == 3, "once per process"
 
 
-def test_state_is_restored_before_the_function_asks_for_it(runs: IdiomRuns, tmp_path: Path) -> None:
-    """In every mode: a job that is complete trains no more when it is started again."""
+def test_state_is_restored_before_the_function_reads_it(runs: IdiomRuns, tmp_path: Path) -> None:
+    """In every mode: a completed job does not train again when it is restarted."""
     script = tmp_path / "script.py"
     head = HEAD.replace("elastic.join()", f"elastic.join(checkpoints={str(tmp_path / 'saved')!r})")
     body = """
@@ -424,10 +426,10 @@ def train():
         assert outcome.survivors[0].result["passes"].item() == expected
 
 
-def test_state_is_restored_for_a_function_that_makes_everything(
+def test_state_is_restored_for_a_function_that_creates_all_objects(
     runs: IdiomRuns, tmp_path: Path
 ) -> None:
-    """Its replacement does not begin to count at 0."""
+    """Its replacement does not start counting at 0."""
     script = tmp_path / "script.py"
     made = TRAINED.replace("\n", "\n    ")
     body = f"""
@@ -447,7 +449,7 @@ def train():
     assert {w.steps for w in outcome.survivors} == {16}
 
 
-def test_weights_loaded_over_restored_ones_are_refused_after_a_restart(
+def test_loading_weights_over_restored_ones_is_rejected_after_a_restart(
     runs: IdiomRuns, tmp_path: Path
 ) -> None:
     script = tmp_path / "script.py"
@@ -469,7 +471,7 @@ def train():
 
 
 @pytest.mark.parametrize("loop", REFUSED)
-def test_what_goes_wrong_silently_elsewhere_is_refused(
+def test_loops_with_silently_wrong_results_are_rejected(
     runs: IdiomRuns, tmp_path: Path, loop: str
 ) -> None:
     body, message = REFUSED[loop]

@@ -1,4 +1,4 @@
-"""Both ends of a link."""
+"""Fixtures for both ends of a link: an agent and worker processes."""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
-"""A program that launches forked workers, for tests that hurt it: ``forking_program.py ENDPOINT
-PREFIX ID FOLDER [stubborn]``. Every process says in the folder who it is."""
+"""A program that launches forked workers, for fault-injection tests: ``forking_program.py ENDPOINT
+PREFIX ID FOLDER [stubborn]``. Every process records its identity in the folder.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +15,7 @@ from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 ENDPOINT, PREFIX, ID, FOLDER = sys.argv[1:5]
-IS_STUBBORN = sys.argv[5:] == ["stubborn"]  # the workers do not end with their parent by themselves
+IS_STUBBORN = sys.argv[5:] == ["stubborn"]  # workers do not end with their parent on their own
 
 
 def note(name: str, text: str) -> None:
@@ -34,7 +35,9 @@ def handler_of_sigterm() -> str:
 
 
 def worker() -> None:
-    """The first time rank 0 fails, and rank 1 has to be ended; the second time both stay."""
+    """In the first attempt, rank 0 fails and rank 1 is terminated; in the second, both keep
+    running.
+    """
     rank, restart = os.environ["RANK"], os.environ["TORCHELASTIC_RESTART_COUNT"]
     if IS_STUBBORN:
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # as in a collective that does not return
@@ -49,7 +52,7 @@ def worker() -> None:
 
 
 def bystander() -> None:
-    """The program forks for itself, too, while its workers run."""
+    """The program also forks a process of its own while its workers run."""
     wait_for("worker-1-0")
     pid = os.fork()
     if pid == 0:

@@ -1,7 +1,7 @@
-"""A program that launches several times, and prints as JSON what it saw: one object by name.
+"""A program that launches several times and prints the results as one JSON object, keyed by launch.
 
-``launching_program.py ENDPOINT PREFIX ID``. What is called here is torch's public interface, as its
-users call it; nothing of this package is imported.
+``launching_program.py ENDPOINT PREFIX ID``. It uses only torch's public interface, as users do, and
+imports nothing from this package.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def fail() -> None:
 
 
 def outcome(launch: Callable[[], Any]) -> dict[str, Any]:
-    """What a launch gave, and what it left behind in this program."""
+    """The result of a launch, and the resources that it left in this program."""
     before = dict(os.environ), {s: signal.getsignal(s) for s in SIGNALS}
     try:
         seen: dict[str, Any] = {"result": launch(), "raised": []}
@@ -81,7 +81,7 @@ def outcome(launch: Callable[[], Any]) -> dict[str, Any]:
 
 
 def in_except_clause() -> Any:
-    """The usual way to try again."""
+    """Retry within an ``except`` clause, as is common."""
     try:
         return elastic_launch(config("fails", "fork"), fail)()
     except Exception:  # noqa: BLE001 (as such programs do)
@@ -115,7 +115,7 @@ def main() -> None:
     for number in SIGNALS:
         signal.signal(number, lambda signum, frame: heard.append(signum))
     with socket.socket() as held:
-        held.bind(("127.0.0.1", 0))  # bound and not listening: refuses, and nobody can take it
+        held.bind(("127.0.0.1", 0))  # bound but not listening: refuses, and stays reserved
         nobody = f"127.0.0.1:{held.getsockname()[1]}"
         seen: dict[str, Any] = {
             # Workers that are not forked import torch for seconds: one is enough.
@@ -123,7 +123,7 @@ def main() -> None:
                 lambda: elastic_launch(config("one", nproc_per_node=1), rank_and_node)(3)
             ),
             "fork": outcome(lambda: elastic_launch(config("two", "fork"), rank_and_node)(4)),
-            # Its server is started once for the whole program, with the environment of that moment.
+            # The fork server starts once per program, with the environment at that time.
             "forkserver": outcome(
                 lambda: elastic_launch(config("a", "forkserver", nproc_per_node=1), rank_and_node)(
                     5

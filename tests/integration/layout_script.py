@@ -1,7 +1,7 @@
-"""Trains one model in the layout that the arguments name, from its newest checkpoint on.
+"""Trains one model in the layout given by the arguments, starting from its newest checkpoint.
 
-What ``test_checkpoints_of_replicas.py`` runs: ``fsdp``, ``tp``, ``both`` in replicas, ``ddp``, and
-``build`` (FSDP2 over the world). Leaves the whole weights and moments as ``result``.
+Run by ``test_checkpoints_of_replicas.py``: ``fsdp``, ``tp``, ``both`` in replicas, ``ddp``, and
+``build`` (FSDP2 over the world). It saves the full weights and moments as ``result``.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import elastic
 
-WIDTH = 400  # the state is larger than what a checkpoint notes of it
+WIDTH = 400  # the state is larger than its metadata in a checkpoint
 MESHES: dict[str, dict[str, int] | None] = {
     "fsdp": {"shard": 2},
     "tp": {"tp": 2},
@@ -96,7 +96,7 @@ if options.kind != "build":
 
 def train() -> None:
     model, adam = run.build(built) if options.kind == "build" else (wrapped, optimizer)
-    # A fused step takes DTensors or plain tensors, not both; a checkpoint has kept the setting.
+    # A fused step takes DTensors or plain tensors, not both; the setting is part of a checkpoint.
     adam.param_groups[0]["fused"] = options.kind != "tp"
     result["resumed"] = torch.tensor(run.state.get("epochs", 0))
     for epoch in run.epochs(options.epochs):

@@ -1,4 +1,4 @@
-"""Both ends of a link for tests: an agent that remembers, workers and agents as processes."""
+"""Both ends of a link for tests: a recording agent, and workers and agents as processes."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ threading.Event().wait()
 
 
 class Agent:
-    """A server that remembers what it heard."""
+    """A server that records the messages it receives."""
 
     def __init__(self, limits: Limits = LIMITS) -> None:
         self.said: queue.Queue[tuple[Worker, Message]] = queue.Queue()
@@ -109,7 +109,7 @@ class Agent:
 
 
 class Processes:
-    """Workers and agents started by a test, ended with all their children."""
+    """Workers and agents started by a test, terminated with all their children."""
 
     def __init__(self) -> None:
         self._started: list[subprocess.Popen[str]] = []
@@ -161,7 +161,7 @@ def connect(path: str, **more: Any) -> LinkClient:
 
 
 def hang_up(client: LinkClient, path: str) -> None:
-    """End a client's connection under it."""
+    """Close a client's connection at the socket level."""
     for fd in client.sockets():
         with socket.socket(fileno=os.dup(fd)) as sock:
             if sock.getpeername() == path:

@@ -1,6 +1,6 @@
 """One of several programs that launch the same job: ``meeting_program.py ENDPOINT PREFIX ID``.
 
-It says when it is ready, launches when it is told to, and prints its results. As in torch's own
+It reports that it is ready, launches on request, and prints its results. It follows torch's own
 test of several agents, each of which is a process that calls ``elastic_launch``.
 """
 

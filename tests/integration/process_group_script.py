@@ -1,7 +1,7 @@
-"""One rank of a test of process groups: what ``test_process_group.py`` starts, once per rank.
+"""One rank of a test of process groups; ``test_process_group.py`` starts one per rank.
 
-The scenario is a function here; what it returns is printed as JSON. Ranks wait for each other by
-files in the folder they share.
+Each scenario is a function here; its return value is printed as JSON. Ranks synchronise through
+files in a shared folder.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ Result = dict[str, Any]
 
 
 class Rank:
-    """What a scenario has at hand."""
+    """The context of a scenario on one rank."""
 
     def __init__(self, rank: int, size: int, ports: list[int], folder: Path) -> None:
         self.rank = rank
@@ -68,11 +68,11 @@ class Rank:
         (self.folder / f"{flags}.{self.rank}").touch()
 
     def hear(self, flags: str, rank: int) -> None:
-        """Wait until ``rank`` has said ``word``."""
+        """Wait until ``rank`` has signalled ``word``."""
         until(lambda: (self.folder / f"{flags}.{rank}").exists())
 
     def abort_when(self, flags: str, rank: int) -> None:
-        """Abort from another thread once ``rank`` says ``word``."""
+        """Abort from another thread once ``rank`` signals ``word``."""
 
         def abort() -> None:
             self.hear(flags, rank)
@@ -91,20 +91,20 @@ def until(condition: Callable[[], bool]) -> None:
 def failure_of(action: Callable[[], object]) -> BaseException | None:
     try:
         action()
-    except Exception as error:  # noqa: BLE001  told to the test
+    except Exception as error:  # noqa: BLE001  reported to the test
         return error
     return None
 
 
 def summed() -> float:
-    """What an all-reduce of everybody's 1 gives."""
+    """The result of an all-reduce of 1 over all ranks."""
     one = torch.ones(1)
     dist.all_reduce(one)
     return float(one)
 
 
 def held() -> Result:
-    """What this process has open, and how large it is."""
+    """The open resources and the memory size of this process."""
     gc.collect()
     pages = int(Path("/proc/self/statm").read_text().split()[1])
     return {
@@ -115,7 +115,7 @@ def held() -> Result:
 
 
 def held_after(early: Result) -> Result:
-    """``held()`` when joined threads have left /proc, too, which no join waits for."""
+    """``held()`` once joined threads have left /proc, which ``join`` does not wait for."""
     deadline = time.monotonic() + 30.0
     while (now := held())["threads"] > early["threads"] and time.monotonic() < deadline:
         time.sleep(0.01)
@@ -126,8 +126,9 @@ def held_after(early: Result) -> Result:
 
 
 def rebuilds(me: Rank, cycles: int, *, aborted: bool) -> Result:
-    """Train in each of many groups, until after DDP has built its buckets anew; ``aborted``: end
-    each one in a collective."""
+    """Train in each of many groups until DDP has rebuilt its buckets; ``aborted``: abort each group
+    in a collective.
+    """
     model = ElasticDDP(nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 8)))
     early: Result = {}
     times: dict[str, list[float]] = {"build": [], "wrap": [], "destroy": []}
@@ -153,7 +154,7 @@ def rebuilds(me: Rank, cycles: int, *, aborted: bool) -> Result:
 
 
 def abort_while_waiting(me: Rank) -> None:
-    """Be released from waiting for the next rank, which sends nothing."""
+    """Wait for the next rank, which sends nothing, until an abort releases this rank."""
     waiting = threading.Event()
 
     def abort() -> None:
@@ -199,7 +200,7 @@ def aborted(me: Rank) -> Result:
 
 
 class Branches(nn.Module):
-    """A layer that nobody ever uses, and two that are used as the caller says."""
+    """One unused layer, and two layers that are used as the caller specifies."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -213,7 +214,7 @@ class Branches(nn.Module):
 
 
 class Checkpointed(nn.Module):
-    """Activations are computed again by a backward pass within the backward pass."""
+    """Activation checkpointing: a nested backward pass recomputes activations."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -255,7 +256,9 @@ WAYS: dict[str, tuple[Callable[[], nn.Module], dict[str, Any]]] = {
 
 
 def gradients(me: Rank) -> Result:
-    """For each kind of model: how far its gradients are from those of all data on one process."""
+    """For each kind of model: the deviation of its gradients from those of one process with all
+    data.
+    """
     me.build(me.spec(1))
     worst: Result = {}
     for name, (make, options) in WAYS.items():
@@ -269,7 +272,7 @@ def gradients(me: Rank) -> Result:
             batch = torch.randn(8, 6, generator=generator, dtype=torch.float64)
             share = batch[:2] if me.rank == 0 else batch[2:]
             given: list[str] = []
-            if name == "unused":  # in one pass nobody uses the right one
+            if name == "unused":  # in one pass no rank uses the right layer
                 given = ["left"] if step == 0 else ["left right"]
             flags.send(StepFlags(save=me.rank == 0 and step == 2))
             model.reduction.begin(len(share) / len(batch))
@@ -291,7 +294,7 @@ def gradients(me: Rank) -> Result:
 
 
 def gradients_in_join(me: Rank) -> float:
-    """torch's own way with uneven data: a rank without any takes part outside of a pass."""
+    """torch's ``join`` for uneven data: a rank without data participates outside a pass."""
     torch.manual_seed(3)
     alone = nn.Linear(6, 6).double()
     model = ElasticDDP(copy.deepcopy(alone))
@@ -304,7 +307,7 @@ def gradients_in_join(me: Rank) -> float:
             model(batch).square().mean().backward()
     alone(batch).square().mean().backward()
     worst = 0.0
-    if me.rank == 0:  # its second pass was with the zeros of rank 1
+    if me.rank == 0:  # its second pass was averaged with the zeros of rank 1
         for mine, its in zip(model.parameters(), alone.parameters(), strict=True):
             assert mine.grad is not None and its.grad is not None
             worst = float((mine.grad - its.grad).abs().max())
@@ -338,7 +341,7 @@ def gradients_of_a_chain(me: Rank) -> float:
 
 
 def moved_state(me: Rank) -> Result:
-    """Rank 1 gives its tensors to rank 2, in one chunk and in many; rank 0 only takes part."""
+    """Rank 1 sends its tensors to rank 2, in one chunk and in many; rank 0 only participates."""
     torch.manual_seed(1)
     kept = {
         "weights": torch.randn(300, 7),
@@ -353,7 +356,7 @@ def moved_state(me: Rank) -> Result:
     ends = {}
     for chunk_bytes in (1 << 20, 1000, 3):
         transfer.SHORTEST_CHUNK_BYTES = transfer.LONGEST_CHUNK_BYTES = chunk_bytes
-        if chunk_bytes == 3:  # or it would be thousands of broadcasts
+        if chunk_bytes == 3:  # otherwise there would be thousands of broadcasts
             kept = {name: kept[name] for name in ("step", "none", "flags")}
         got = transfer.transfer(
             {"so": "far"} if me.rank == 1 else None,
@@ -368,7 +371,7 @@ def moved_state(me: Rank) -> Result:
             and all(torch.equal(got.tensors[name], kept[name]) for name in kept)
             and all(got.tensors[name].dtype == kept[name].dtype for name in kept)
         )
-    if me.rank == 2:  # one bit falls over on the way
+    if me.rank == 2:  # one bit flips in transit
         send = transfer.ChunkedTransfer.send_chunk
 
         def damage(self: Any, *args: Any) -> Any:
@@ -400,7 +403,7 @@ def sum_for_ever() -> None:
 
 
 def half_broken_ring(me: Rank) -> Result:
-    """Rank 1 is killed; rank 0 sees it; rank 2 waits for rank 0, which does nothing."""
+    """Rank 1 is killed and rank 0 detects it; rank 2 waits for rank 0, which does nothing."""
     me.build(me.spec(1))
     me.say("built")
     if me.rank == 1:
@@ -424,7 +427,9 @@ def half_broken_ring(me: Rank) -> Result:
 
 
 def own_collectives(me: Rank) -> Result:
-    """A script's own all-reduces, aborted at random moments: how long each wait went on then."""
+    """A script's own all-reduces, aborted at random times: the duration of each wait after the
+    abort.
+    """
     chance, took_s = random.Random(me.rank), []
     for cycle in range(int(os.environ["CYCLES"])):
         me.build(me.spec(cycle))
@@ -434,13 +439,13 @@ def own_collectives(me: Rank) -> Result:
 
 
 def own_backward(me: Rank) -> Result:
-    """Backward passes of several buckets, aborted at random moments, as own_collectives.
+    """Backward passes of several buckets, aborted at random times, as in own_collectives.
 
-    From a world's first step on: in its second, DDP builds its buckets anew, after rank 0's plan.
+    Starts with the first step of a world: in the second, DDP rebuilds its buckets by rank 0's plan.
     """
     chance, took_s = random.Random(me.rank), []
     layers = nn.Sequential(*(nn.Linear(64, 64) for _ in range(6)))
-    is_searching = os.environ["UNUSED"] == "1"  # for parameters that nobody has used
+    is_searching = os.environ["UNUSED"] == "1"  # for unused parameters
     model = ElasticDDP(layers, bucket_cap_mb=0.02, find_unused_parameters=is_searching)
     model.reduction.flags = ControlFlags()
 
@@ -463,7 +468,7 @@ def own_backward(me: Rank) -> Result:
 
 
 def until_aborted(me: Rank, cycle: int, delay_s: float, act: Callable[[], object]) -> float:
-    """How long ``act`` went on after this rank's abort, ``delay_s`` after all ranks were here."""
+    """The duration of ``act`` after this rank's abort, ``delay_s`` after all ranks arrived."""
     me.say(f"built{cycle}")
     for rank in range(me.size):
         me.hear(f"built{cycle}", rank)
@@ -485,7 +490,7 @@ def until_aborted(me: Rank, cycle: int, delay_s: float, act: Callable[[], object
 
 
 def users_sockets(me: Rank) -> Result:
-    """A user's server and its connection, opened while the group is built, outlive its abort."""
+    """A server and a connection of the user, opened during a group build, survive its abort."""
     listener = socket.create_server(("127.0.0.1", 0))
     opened: list[socket.socket] = []
 
@@ -528,7 +533,7 @@ def users_sockets(me: Rank) -> Result:
 
 
 def in_child(fds: tuple[int, ...]) -> list[str]:
-    """What these descriptors are in a forked child."""
+    """The targets of these descriptors in a forked child."""
     reader, writer = os.pipe()
     child = os.fork()
     if child == 0:
@@ -546,14 +551,14 @@ def in_child(fds: tuple[int, ...]) -> list[str]:
 
 
 def missing_rank(me: Rank) -> Result:
-    """Ranks 0 and 1 wait in vain for rank 2, in each way that this can end; then it comes."""
+    """Ranks 0 and 1 wait in vain for rank 2, with each possible outcome; then rank 2 arrives."""
     if me.rank == 2:
         me.hear("tried", 0)
         me.hear("tried", 1)
         me.build(me.spec(4))
         return {"total": summed()}
     timeout = failure_of(lambda: me.build(me.spec(1), timeout_s=1.0))
-    # Rank 0 has the store: it gives up last, or rank 1 would only see that the store is gone.
+    # Rank 0 hosts the store: it gives up last, since rank 1 would otherwise only see a lost store.
     newer = newer_after(5) if me.rank == 1 else (me.folder / "announced.1").exists
     announced = failure_of(
         lambda: me.group.build(me.spec(2), superseded=newer, timeout_s=DEADLINE_S)
@@ -574,8 +579,9 @@ def missing_rank(me: Rank) -> Result:
 
 
 def build_and_abort(me: Rank, spec: GroupSpec, after: str | None = None) -> None:
-    """Abort from another thread once the main thread is waiting for the others, and ``after``
-    rank 1 has said that."""
+    """Abort from another thread while the main thread waits for its peers, and ``after`` rank 1 has
+    reported the same.
+    """
     waits = threading.Event()
 
     def superseded() -> bool:
@@ -601,9 +607,10 @@ def newer_after(looks: int) -> Callable[[], bool]:
 
 
 def dies_in_build(me: Rank) -> Result:
-    """Once all have met, one rank dies instead of building; the others build without it.
+    """After the handshake, one rank dies instead of building; the others build without it.
 
-    Who waits for the host of the store sees it go; who waits for another rank is released.
+    A rank that waits for the host of the store detects its death; one that waits for another rank
+    is released.
     """
     victim = int(os.environ["VICTIM"])
     if me.rank == victim:
@@ -628,7 +635,7 @@ def dies_in_build(me: Rank) -> Result:
 
 
 def mute_host(me: Rank) -> Result:
-    """Rank 0's port accepts and never answers, as that of a stopped process does."""
+    """Rank 0's port accepts connections and never answers, like that of a stopped process."""
     mute = socket.create_server(("127.0.0.1", 0))
     me.ports = [mute.getsockname()[1]]
     before = held()
@@ -649,7 +656,7 @@ def alone(me: Rank) -> Result:
     timeouts: list[str | float] = []
     for generation, told in enumerate((None, "77", "soon")):
         os.environ.pop("ELASTIC_COLLECTIVE_TIMEOUT_S", None)
-        if told is not None:  # as by the agent, from its options
+        if told is not None:  # as set by the agent from its options
             os.environ["ELASTIC_COLLECTIVE_TIMEOUT_S"] = told
         if refused := failure_of(functools.partial(me.build, me.spec(generation, rank=0, size=1))):
             timeouts.append(type(refused).__name__)
@@ -684,7 +691,7 @@ def main() -> None:
     torch.set_num_threads(1)
     me = Rank(args.rank, args.size, args.ports, args.folder)
     print(json.dumps(globals()[args.scenario](me)), flush=True)
-    me.group.destroy()  # a gloo thread that frees a tensor while Python ends ends in SIGABRT
+    me.group.destroy()  # a gloo thread that frees a tensor during shutdown raises SIGABRT
 
 
 if __name__ == "__main__":

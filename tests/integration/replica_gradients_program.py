@@ -1,7 +1,7 @@
 """One of four ranks: gradients of sharded models over replicas, compared with an unsharded model.
 
-What ``test_replica_gradients.py`` starts, once per rank. Prints one JSON object: for each case the
-largest difference, or what was raised.
+Started by ``test_replica_gradients.py``, once per rank. Prints one JSON object: for each case, the
+largest difference or the error.
 """
 
 from __future__ import annotations
@@ -106,7 +106,7 @@ def samples(step: int, part: int) -> torch.Tensor:
 
 
 def unsharded(steps: list[int], parts: int) -> Gradients:
-    """Of the sum of the steps' means over all samples."""
+    """Gradients of the sum of the mean losses of all steps."""
     model = model_of()
     for step in steps:
         x = torch.cat([samples(step, part) for part in range(parts)])
@@ -153,7 +153,7 @@ def accumulated(at: Rank, module: nn.Module, *, is_synced: bool) -> float:
 
 
 def abort(at: Rank) -> dict[str, Any]:
-    """The world is over for the first rank alone; what each one has of it, and the step after."""
+    """Abort the world on the first rank only; return what each rank observes, and its next step."""
     module = at.shard(model_of())
     wrapped = ShardedModule(module, at.group)
     wrapped.enter_world()
@@ -164,8 +164,8 @@ def abort(at: Rank) -> dict[str, Any]:
     if at.rank == 0:
         at.group.abort()
     if at.rank == at.mesh.size and at.replica.backend == nccl_semantics.NAME:
-        # Its peer at this position is rank 0. A communicator does not report that it was aborted
-        # elsewhere, as gloo's connections do: the agent does.
+        # Its peer at this position is rank 0. Unlike gloo's connections, a communicator does not
+        # report a remote abort: the agent does.
         threading.Timer(0.5, at.group.abort).start()
     raised = ""
     try:
@@ -184,8 +184,9 @@ def abort(at: Rank) -> dict[str, Any]:
 
 
 def asked(at: Rank) -> list[Any]:
-    """The first rank alone says yes to the first question; what each one knows, and whether it
-    still does after another collective of the replica."""
+    """Only the first rank sets the first flag; return what each rank observes, and again after
+    another collective of the replica.
+    """
     module = at.shard(model_of())
     wrapped = ShardedModule(module, at.group)
     at.replica.question = lambda: (at.rank == 0, False)
@@ -200,19 +201,19 @@ def asked(at: Rank) -> list[Any]:
 
 
 def refusals(at: Rank) -> list[str]:
-    """The first words of each refusal of a module."""
+    """The beginning of the error message for each rejected module."""
     partly = model_of()
     fully_shard(partly.first, mesh=at.replica.device_mesh["shard"])
     plan = {"first": ColwiseParallel(), "last": RowwiseParallel()}
     parallel = parallelize_module(model_of(), at.replica.device_mesh["shard"], plan)
     cases: list[Callable[[], nn.Module]] = [lambda: parallel, lambda: partly]
-    said = []
+    reasons = []
     for make in cases:
         try:
             ShardedModule(make(), at.group)
         except ConfigError as error:
-            said.append(str(error).partition(":")[0].partition(",")[0])
-    return said
+            reasons.append(str(error).partition(":")[0].partition(",")[0])
+    return reasons
 
 
 def tensor_parallel(at: Rank) -> float:
@@ -227,8 +228,9 @@ def tensor_parallel(at: Rank) -> float:
 
 
 def tensor_parallel_alone(at: Rank) -> dict[str, Any]:
-    """Two replicas of two ranks, which see the same samples; then a second pass into the same
-    gradients."""
+    """Two replicas of two ranks that see the same samples; then a second pass accumulates into the
+    same gradients.
+    """
     plan = {"first": ColwiseParallel(), "last": RowwiseParallel()}
     module = parallelize_module(model_of(), at.replica.device_mesh["tp"], plan)
     wrapped = ShardedModule(module, at.group)

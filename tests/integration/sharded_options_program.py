@@ -1,10 +1,10 @@
-"""Four ranks: what users do to a sharded model, compared with an unsharded one.
+"""Four ranks: common modifications of a sharded model, compared with an unsharded one.
 
-What ``test_sharded_options.py`` starts; it forks the ranks. Each option is tried in two replicas of
-two ranks (``run.wrap``), and with each of these pairs as a world by itself (``run.build``): three
-steps of an optimizer with norm clipping, on shares of other sizes in each step. Each rank writes
-one JSON object into ``RANK.log``: for each way and option the largest difference of a weight, or
-what was raised.
+Started by ``test_sharded_options.py``; it forks the ranks. Each option is tried in two replicas of
+two ranks (``run.wrap``), and with each of these pairs as a separate world (``run.build``): three
+steps of an optimizer with norm clipping, with other share sizes in each step. Each rank writes one
+JSON object into ``RANK.log``: for each mode and option, the largest difference of a weight or the
+error.
 """
 
 from __future__ import annotations
@@ -39,12 +39,12 @@ from elastic.world.mesh import ReplicaMesh
 TOKENS, WIDTH = 11, 6
 # torch.compile's own compiler needs a C++ compiler on CPUs; graphs and guards are Dynamo's.
 BACKEND = "aot_eager"
-# In replicas and in a world by itself: the parts of each step's samples, of a rank each.
+# In replicas, and as a single world: the samples per rank and step.
 SHARES = {"wrap": ((5, 2, 1, 4), (1, 1, 2, 3), (4, 1, 3, 1)), "build": ((5, 2), (1, 4), (3, 2))}
 
 
 class Block(nn.Module):
-    """Keeps its input's shape."""
+    """Preserves the shape of its input."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -79,11 +79,11 @@ class Net(nn.Module):
 
 @dataclass
 class Option:
-    """What is done to the model, to its shards, and in the loop."""
+    """A modification of the model, its shards, and the loop."""
 
     model: dict[str, Any] = field(default_factory=dict)  # Net's arguments
     shard: dict[str, Any] = field(default_factory=dict)  # fully_shard's arguments
-    root: dict[str, Any] = field(default_factory=dict)  # of the outermost module, instead
+    root: dict[str, Any] = field(default_factory=dict)  # of the outermost module instead
     dtype: torch.dtype = torch.float64
     before: Callable[[Net], object] = lambda model: None  # it is sharded
     blocks: bool = True  # sharded each by itself
@@ -91,10 +91,10 @@ class Option:
     passes: int = 1
     sync: Callable[[Any, bool], object] = lambda model, is_last: None  # before each pass
     between: Callable[[nn.Module, int], object] = lambda model, step: None  # of both models
-    steps: int = 3  # 1 with bf16 weights, whose rounding makes 1e-3 of 1e-8 in the next step
+    steps: int = 3  # 1 with bf16 weights, whose rounding turns 1e-8 into 1e-3 in the next step
     tolerance: float = 1e-11
-    is_frozen: bool = False  # by before, which is done to the unsharded model, too
-    refused: str = ""  # what the error begins with, after the call
+    is_frozen: bool = False  # by ``before``, which is also applied to the unsharded model
+    refused: str = ""  # prefix of the error, after the call
 
 
 def freeze(*names: str) -> Callable[[nn.Module], None]:
@@ -198,7 +198,7 @@ OPTIONS = {
 REFUSED_LATER = ("set_gradient_divide_factor", "set_all_reduce_hook", "set_custom_reduce_scatter")
 
 
-def made(option: Option) -> Net:
+def build_net(option: Option) -> Net:
     torch.manual_seed(3)
     return Net(**option.model).to(option.dtype)
 
@@ -225,20 +225,22 @@ def loss_of(model: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
 def weigh_output(
     factor: float, dtype: torch.dtype, module: nn.Module, inputs: Any, output: torch.Tensor
 ) -> torch.Tensor:
-    """As the root casts its output, and what run.build returned weights its gradient."""
+    """The cast of the root's output, and the gradient weighting of the module returned by
+    run.build.
+    """
     cast = output.to(dtype)
     cast.register_hook(lambda gradient: gradient * factor)  # type: ignore[no-untyped-call]
     return cast
 
 
 def add_gradients(model: Net, option: Option, way: str, step: int, part: int, share: float) -> None:
-    """Those of one rank's samples, as FSDP rounds them."""
+    """Add the gradients of one rank's samples, rounded as by FSDP."""
     policy = option.shard.get("mp_policy", MixedPrecisionPolicy())
     size = len(SHARES[way][step])
     for number in range(option.passes):
         low = copy.deepcopy(model).to(policy.param_dtype or option.dtype)
         low.zero_grad()
-        if way == "build":  # the gradient of the output is what is weighted
+        if way == "build":  # the gradient of the output is weighted
             root = option.root.get("mp_policy", policy)
             dtype = root.output_dtype or root.param_dtype or option.dtype
             low.register_forward_hook(functools.partial(weigh_output, share * size, dtype))
@@ -251,8 +253,8 @@ def add_gradients(model: Net, option: Option, way: str, step: int, part: int, sh
 
 
 def unsharded(option: Option, way: str) -> dict[str, torch.Tensor]:
-    """The weights at the end, of one model on all samples; precision is FSDP's by hand."""
-    model = made(option)
+    """The final weights of one model on all samples; FSDP's mixed precision is emulated."""
+    model = build_net(option)
     if option.is_frozen:
         option.before(model)
     optimizer = optimizer_of(model)
@@ -268,7 +270,7 @@ def unsharded(option: Option, way: str) -> dict[str, torch.Tensor]:
 
 def sharded(at: Rank, option: Option) -> Any:
     mesh = at.replica.device_mesh["shard"]
-    model = made(option)
+    model = build_net(option)
     option.before(model)
     for block in model.blocks if option.blocks else ():
         fully_shard(block, mesh=mesh, **option.shard)
@@ -318,8 +320,8 @@ def built(at: Rank, option: Option) -> float:
 
 
 def settings_after(at: Rank, way: str) -> list[str]:
-    """What calls after run.wrap or run.build raise that would change the mean."""
-    module, said = sharded(at, OPTIONS["plain"]), []
+    """The errors of calls after run.wrap or run.build that would change the mean."""
+    module, reasons = sharded(at, OPTIONS["plain"]), []
     if way == "wrap":
         ShardedModule(module, at.group)
     else:
@@ -329,8 +331,8 @@ def settings_after(at: Rank, way: str) -> list[str]:
             try:
                 getattr(part, name)(None)
             except ConfigError as error:
-                said.append(str(error).partition("(")[0])
-    return said
+                reasons.append(str(error).partition("(")[0])
+    return reasons
 
 
 @contextmanager
@@ -339,7 +341,7 @@ def told(results: dict[str, Any], name: str) -> Iterator[None]:
         yield
     except ElasticError as error:
         results[name] = str(error)
-    except Exception:  # noqa: BLE001  told to the test
+    except Exception:  # noqa: BLE001  reported to the test
         results[name] = traceback.format_exc()
 
 

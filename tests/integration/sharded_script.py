@@ -1,7 +1,7 @@
 """Ranks of the tests of sharded checkpoints: a process that imports torch once and forks them.
 
 Each line on stdin is a JSON object: scenario, size, folder, and arguments. Each line on stdout is
-the list of what its ranks returned, or the traceback of the first that failed.
+the list of its ranks' results, or the first traceback.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch._dynamo  # DTensor imports it late: once here, not once in each rank
+import torch._dynamo  # DTensor imports it lazily: import it once here rather than in each rank
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.checkpoint.state_dict import (
@@ -57,13 +57,13 @@ DTYPES = {"wide": torch.bfloat16, "thin": torch.int64, "deep": torch.float64}
 
 
 def values(name: str) -> torch.Tensor:
-    """What a tensor of that name holds; its elements differ from each other."""
+    """The values of the tensor of that name; all elements differ."""
     shape = torch.Size(SHAPES[name])
     return torch.arange(1, shape.numel() + 1).reshape(shape).to(DTYPES.get(name, torch.float32))
 
 
 def spread(mesh: Any, turn: int, *, empty: bool = False) -> dict[str, Any]:
-    """Every tensor of ``SHAPES``, placed in all ways that a mesh allows, one after the other."""
+    """Every tensor of ``SHAPES``, cycling through all placements that a mesh allows."""
     per_dim = [COPY, ROWS, COLUMNS]
     tensors: dict[str, Any] = {}
     for index, name in enumerate(SHAPES):
@@ -86,7 +86,7 @@ def mesh_of(size: int, shape: list[int] | None) -> Any:
     return init_device_mesh("cpu", tuple(shape or [size]), mesh_dim_names=names)
 
 
-# --- scenarios: (rank, size, folder, arguments) -> what the test looks at
+# --- scenarios: (rank, size, folder, arguments) -> the result that the test checks
 
 
 def save(rank: int, size: int, folder: Path, mesh: list[int] | None, turn: int) -> Result:
@@ -97,7 +97,7 @@ def save(rank: int, size: int, folder: Path, mesh: list[int] | None, turn: int) 
 
 
 def load(rank: int, size: int, folder: Path, mesh: list[int] | None, turn: int, how: str) -> Result:
-    """How: each rank ``alone``, all ``together``, or as from a ``memory`` file system."""
+    """Modes: each rank ``alone``, all ``together``, or as from a ``memory`` file system."""
     vars(storages)["is_memory_file_system"] = lambda device: how == "memory"
     live = state_of(mesh_of(size, mesh), turn, empty=True)
     before = {name: t.to_local().data_ptr() for name, t in live["sharded"].items()}
@@ -111,7 +111,7 @@ def load(rank: int, size: int, folder: Path, mesh: list[int] | None, turn: int, 
 
 
 def engine(rank: int, size: int, folder: Path) -> Result:
-    """In the background, from staged copies, while training changes the shards."""
+    """Save asynchronously, from staged copies, while training changes the shards."""
     state = state_of(mesh_of(size, [2, size // 2]), turn=0)
     with checkpoints.Engine(folder) as engine:
         world = checkpoints.WriterGroup(nonce="aa", rank=rank, size=size)
@@ -159,7 +159,7 @@ def train_once(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
 
 
 def full(state: Any) -> Any:
-    """A copy without shards, for a look from outside."""
+    """An unsharded copy, to inspect the state."""
     if isinstance(state, dict):
         return {key: full(value) for key, value in state.items()}
     if isinstance(state, DTensor):
@@ -189,7 +189,7 @@ def fsdp_save(rank: int, size: int, folder: Path, mesh: list[int] | None) -> Res
 
 
 def fsdp_load(rank: int, size: int, folder: Path, mesh: list[int] | None, together: bool) -> Result:
-    """Into another model, whose optimizer has no state yet; then train on."""
+    """Load into another model whose optimizer has no state yet; then continue training."""
     model, optimizer = trained(5, 0, mesh_of(size, mesh))
     state = fsdp_state(model, optimizer)
     group = dist.group.WORLD if together else None
@@ -217,7 +217,7 @@ def differences(a: Any, b: Any, tolerance: float = 0.0, place: str = "") -> list
 
 
 def tensor_parallel(rank: int, size: int, folder: Path) -> Result:
-    """FSDP2 over tensor parallelism: strided shards, of sizes that nothing divides."""
+    """FSDP2 over tensor parallelism: strided shards of indivisible sizes."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))
     torch.manual_seed(1)
     model = nn.Sequential(nn.Linear(6, 7), nn.Linear(7, 5))
@@ -236,7 +236,9 @@ def tensor_parallel(rank: int, size: int, folder: Path) -> Result:
 
 
 class Layered(nn.Module):
-    """Layers for tensor parallelism, and between them what no plan names and every rank keeps."""
+    """Layers for tensor parallelism, and between them modules outside the plan, which stay
+    replicated.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -249,7 +251,9 @@ class Layered(nn.Module):
 
 
 def parallel(kind: str, size: int) -> tuple[nn.Module, torch.optim.Optimizer]:
-    """The same model, replicated or sharded: tp has replicas, tp_fsdp shards over them."""
+    """The same model, replicated or sharded: ``tp`` replicates, ``tp_fsdp`` shards over the
+    replicas.
+    """
     model = Layered()
     across = size // 2 if kind.startswith("tp") else size
     inside = size // across
@@ -275,7 +279,7 @@ def save_as(rank: int, size: int, folder: Path, kind: str) -> Result:
 
 
 def load_as(rank: int, size: int, folder: Path, kind: str, saved: list[str]) -> Result:
-    """Every kind of checkpoint into this kind of model, which then takes one more step."""
+    """Load every kind of checkpoint into this kind of model, which then takes one more step."""
     found: Result = {}
     for other in saved:
         torch.manual_seed(5)
@@ -297,7 +301,7 @@ def load_as(rank: int, size: int, folder: Path, kind: str, saved: list[str]) -> 
 
 
 def diverged(rank: int, size: int, folder: Path) -> Result:
-    """Replicas of a tensor-parallel model that do not hold the same values."""
+    """Diverged replicas of a tensor-parallel model."""
     model, _ = parallel("tp", size)
     with torch.no_grad():
         model.get_parameter("up.weight").to_local().fill_(rank // 2)  # type: ignore[attr-defined]
@@ -308,7 +312,7 @@ def diverged(rank: int, size: int, folder: Path) -> Result:
 
 
 def refused(rank: int, size: int, folder: Path) -> Result:
-    """States whose shards nobody can keep; told before anything is written."""
+    """States with unsupported shards, which are rejected before any write."""
     mesh = mesh_of(size, None)
     told = {}
     partial = DTensor.from_local(torch.ones(4), mesh, [Partial()])
@@ -330,14 +334,16 @@ def refused(rank: int, size: int, folder: Path) -> Result:
 
 
 def go(way: str) -> None:
-    """How ranks that load together get at what others have read."""
+    """How ranks that load together access the parts that peers have read."""
     same_files = None if way == "exchange" else "these"
     vars(loading)["page_cache_identity"] = lambda storage, name: same_files
     vars(storages)["is_memory_file_system"] = lambda device: way == "memory"
 
 
 def exchanged(rank: int, size: int, folder: Path, alone: int, packed: int, way: str) -> Result:
-    """Replicated tensors, in messages of any size; how many bytes this rank read of the disk."""
+    """Load replicated tensors with any message size; return the bytes that this rank read from
+    disk.
+    """
     go(way)
     exchange.UNPACKED_BYTES, exchange.PACKED_BYTES = alone, packed
     storage = Counting(folder)
@@ -352,7 +358,7 @@ def exchanged(rank: int, size: int, folder: Path, alone: int, packed: int, way: 
 
 
 class Counting(LocalStorage):
-    """Counts the bytes that are read of tensors."""
+    """Counts the bytes of tensors read."""
 
     read = 0
 
@@ -370,7 +376,7 @@ class Counting(LocalStorage):
 
 
 def together_but(rank: int, size: int, folder: Path, trouble: str, way: str) -> Result:
-    """One rank meets trouble: what every rank is told, and whether its tensors were touched."""
+    """One rank fails: return the error on every rank, and whether its tensors were modified."""
     live: dict[str, Any] = {name: torch.zeros_like(values(name)) for name in SHAPES}
     live["large"] = torch.zeros(200_000)
     go(way)
@@ -394,7 +400,7 @@ def together_but(rank: int, size: int, folder: Path, trouble: str, way: str) -> 
         name = NAME.replace("1.g0", "2.g0")
     try:
         checkpoints.load(storage, name, into=live, group=dist.group.WORLD)
-    except Exception as error:  # noqa: BLE001  told to the test
+    except Exception as error:  # noqa: BLE001  reported to the test
         told = {"error": type(error).__name__, "text": str(error)}
         told["file"] = str(getattr(error, "file", ""))
         return {**told, "touched": any(bool(tensor.any()) for tensor in live.values())}
@@ -431,7 +437,7 @@ TROUBLES: dict[str, Callable[[Path], None]] = {
 
 
 def background(rank: int, size: int, folder: Path) -> Result:
-    """Rank 1's disk hangs while both train on in the group, which has one timeout: 20 s."""
+    """Rank 1's disk hangs while both ranks train in the group, which has a timeout of 20 s."""
     gate = threading.Event()
 
     def hang(call: str) -> None:
@@ -492,7 +498,7 @@ def fork_rank(order: Result, rank: int, folder: Path) -> int:
         return pid
     try:
         told: Result = {"result": run_rank(order, rank, folder / "store")}
-    except BaseException:  # noqa: BLE001  told to the test
+    except BaseException:  # noqa: BLE001  reported to the test
         told = {"traceback": traceback.format_exc()}
     (folder / f"rank{rank}.json").write_text(json.dumps(told))
     os._exit(0)  # without waiting for peers that may be dead

@@ -1,4 +1,4 @@
-"""A disk that is really full, a limit on file size, a folder that really cannot be written."""
+"""A disk that is actually full, a file size limit, and an unwritable folder."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def _state(step: int, count: int = 1000) -> dict[str, torch.Tensor]:
 
 
 def _message_of(work: Callable[[], object]) -> str:
-    """Run ``work`` in a fork, which may give up rights for good; the error it ended with."""
+    """Run ``work`` in a fork, which may drop privileges; return its error."""
     reader, writer = os.pipe()
     pid = os.fork()
     if pid == 0:
@@ -60,7 +60,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
-def test_a_full_disk_costs_one_save_and_nothing_else(small_disk: Path, world_size: int) -> None:
+def test_a_full_disk_fails_only_the_current_save(small_disk: Path, world_size: int) -> None:
     def save(step: int, count: int) -> None:
         for rank in range(world_size):
             checkpoints.save(
@@ -80,12 +80,12 @@ def test_a_full_disk_costs_one_save_and_nothing_else(small_disk: Path, world_siz
     found = checkpoints.latest(small_disk).checkpoint
     assert found is not None
     assert found.step == 1
-    save(3, 60_000)  # room enough: what failed did not keep its share
+    save(3, 60_000)  # enough space: the failed save released its part
     assert [info.step for info in checkpoints.list_checkpoints(small_disk)] == [3]
     assert [path.name for path in small_disk.glob(".tmp-*")] == []
 
 
-def test_a_limit_on_file_size_is_no_room(tmp_path: Path) -> None:
+def test_a_file_size_limit_is_reported_as_disk_full(tmp_path: Path) -> None:
     checkpoints.save(tmp_path, _state(1), step=1, nonce="aa")
 
     def limited() -> None:
@@ -97,7 +97,7 @@ def test_a_limit_on_file_size_is_no_room(tmp_path: Path) -> None:
     assert list(tmp_path.glob(".tmp-*")) == []
 
 
-def test_a_folder_of_somebody_else_cannot_be_written(tmp_path: Path) -> None:
+def test_an_unwritable_folder_fails_the_save(tmp_path: Path) -> None:
     root = tmp_path / "theirs"
     checkpoints.save(root, _state(1), step=1, nonce="aa")
     for folder in (tmp_path, *tmp_path.parents):
@@ -119,7 +119,7 @@ def test_a_folder_of_somebody_else_cannot_be_written(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("below", ["", "sub"])
-def test_a_file_where_the_folder_should_be(tmp_path: Path, below: str) -> None:
+def test_a_file_in_place_of_the_folder_fails_the_save(tmp_path: Path, below: str) -> None:
     (tmp_path / "file").write_text("mine")
     root = tmp_path / "file" / below
     with pytest.raises(checkpoints.NotWritable):
@@ -127,6 +127,6 @@ def test_a_file_where_the_folder_should_be(tmp_path: Path, below: str) -> None:
     assert (tmp_path / "file").read_text() == "mine"
 
 
-def test_a_deep_new_folder_is_made(tmp_path: Path) -> None:
+def test_missing_parent_folders_are_created(tmp_path: Path) -> None:
     saved = checkpoints.save(tmp_path / "a" / "b" / "c", _state(1), step=1, nonce="aa")
     assert saved.committed

@@ -1,4 +1,4 @@
-"""A program that saves in the background, killed at any instant: what is listed is whole."""
+"""An asynchronously saving program is killed at random times: listed checkpoints are complete."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ ELEMENTS = 40_000  # of 8 bytes: large enough to be killed in the middle of a wr
 
 
 def state_of(generation: int, step: int) -> dict[str, Any]:
-    """Every tensor and value tells generation and step, so that a mixture is seen."""
+    """Every tensor and value encodes generation and step, so that a mixture is detected."""
     value = generation * 1_000_000 + step
     return {
         "weight": torch.full((ELEMENTS,), value),
@@ -39,7 +39,7 @@ def assert_whole(root: Path, info: checkpoints.CheckpointInfo) -> None:
 
 
 def train(root: Path, generation: int, size: int, pipe: int) -> None:
-    """Start as a new world does; then each step changes the one state that is saved from."""
+    """Start like a new world; then every step changes the state being saved."""
     nonce = f"{generation:04x}"
     checkpoints.collect_garbage(root, generation=generation, nonce=nonce)
     origin = checkpoints.latest(root).checkpoint
@@ -67,38 +67,42 @@ def train(root: Path, generation: int, size: int, pipe: int) -> None:
 
 
 def kill_after_start(root: Path, generation: int, delay_s: float) -> set[str]:
-    """Kill a training child ``delay_s`` after its first commit; all commits that it told."""
+    """Kill a training child ``delay_s`` after its first commit; return all commits that it
+    reported.
+    """
     reader, writer = os.pipe()
     pid = fork(lambda: train(root, generation, 1 + generation % 3, writer))
     os.close(writer)
     try:
         assert select.select([reader], [], [], 60)[0], "the child saves nothing"
-        time.sleep(delay_s)  # the instant of the kill is what is random here
+        time.sleep(delay_s)  # the time of the kill is random
     finally:
         os.kill(pid, signal.SIGKILL)
         os.waitpid(pid, 0)
-    with os.fdopen(reader) as told:
-        names = set(told.read().split())
+    with os.fdopen(reader) as reported:
+        names = set(reported.read().split())
     assert names, "the child died by itself"
     return names
 
 
 @pytest.mark.parametrize("kills", [50, pytest.param(1000, marks=pytest.mark.soak)])
-def test_killed_at_any_instant(tmp_path: Path, kills: int) -> None:
+def test_listed_checkpoints_of_the_engine_are_complete_after_a_kill(
+    tmp_path: Path, kills: int
+) -> None:
     chance = random.Random(11)
     last_step = 0
     for generation in range(1, kills + 1):
-        told = kill_after_start(tmp_path, generation, chance.uniform(0, 0.02))
+        reported = kill_after_start(tmp_path, generation, chance.uniform(0, 0.02))
         listed = checkpoints.list_checkpoints(tmp_path)
         for info in listed:
             assert_whole(tmp_path, info)
-        # What it said was committed is listed, or was removed by the retention of a newer one.
-        newest_told = max(told)
+        # Every reported commit is listed, or was removed by the retention of a newer one.
+        newest_told = max(reported)
         assert listed[0].name >= newest_told and listed[0].generation == generation
         found = checkpoints.latest(tmp_path)
         assert found.checkpoint is not None and found.skipped == ()
         assert found.checkpoint.name == listed[0].name
-        assert found.checkpoint.step > last_step  # every life gets further
+        assert found.checkpoint.step > last_step  # every run advances
         last_step = found.checkpoint.step
     checkpoints.collect_garbage(tmp_path, generation=kills + 1, nonce="ff")
     assert list(tmp_path.glob(".tmp-*")) == []

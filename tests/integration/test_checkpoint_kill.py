@@ -1,4 +1,4 @@
-"""Writers as real processes: killed at any instant, racing each other, changing in number."""
+"""Writers as real processes: killed at random times, racing each other, changing in number."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ ELEMENTS = 40_000  # of 8 bytes: large enough to be killed in the middle of a wr
 
 
 def _state(generation: int, step: int) -> dict[str, Any]:
-    """Every tensor and value tells generation and step, so that a mixture is seen."""
+    """Every tensor and value encodes generation and step, so that a mixture is detected."""
     value = generation * 1_000_000 + step
     return {
         "model": {"weight": torch.full((ELEMENTS,), value), "bias": torch.full((7,), value)},
@@ -42,7 +42,7 @@ def _assert_whole(root: Path, name: str) -> None:
 
 
 def _save_forever(root: Path, generation: int, world_size: int, pipe: int) -> None:
-    """Start as a new world does, then save step after step; tell each commit to the parent."""
+    """Start like a new world, then save every step and report each commit to the parent."""
     nonce = f"{generation:04x}"
     checkpoints.collect_garbage(root, generation=generation, nonce=nonce)
     origin = checkpoints.latest(root).checkpoint
@@ -68,30 +68,32 @@ def _save_forever(root: Path, generation: int, world_size: int, pipe: int) -> No
 
 
 def _kill_after_start(root: Path, generation: int, delay_s: float) -> str:
-    """Kill a saving child ``delay_s`` after its first commit; the last one that it told."""
+    """Kill a saving child ``delay_s`` after its first commit; return the last commit that it
+    reported.
+    """
     reader, writer = os.pipe()
     pid = fork(lambda: _save_forever(root, generation, 1 + generation % 3, writer))
     os.close(writer)
     try:
         assert select.select([reader], [], [], 60)[0], "the child saves nothing"
-        time.sleep(delay_s)  # the instant of the kill is what is random here
+        time.sleep(delay_s)  # the time of the kill is random
     finally:
         os.kill(pid, signal.SIGKILL)
         os.waitpid(pid, 0)
-    with os.fdopen(reader) as told:
-        lines = told.read().splitlines()
+    with os.fdopen(reader) as reported:
+        lines = reported.read().splitlines()
     assert lines, "the child died by itself"
     return lines[-1]
 
 
-def test_killed_at_any_instant_all_that_is_listed_is_whole(tmp_path: Path) -> None:
+def test_listed_checkpoints_are_complete_after_a_kill(tmp_path: Path) -> None:
     chance = random.Random(7)
     last_step, last_lineage = 0, checkpoints.derive_lineage(None, 0)
     for generation in range(1, ROUNDS + 1):
-        told = _kill_after_start(tmp_path, generation, chance.uniform(0, 0.03))
+        reported = _kill_after_start(tmp_path, generation, chance.uniform(0, 0.03))
         listed = checkpoints.list_checkpoints(tmp_path)
         names = [info.name for info in listed]
-        assert told in names[:2]  # at most one more was committed and not told
+        assert reported in names[:2]  # at most one more was committed but not reported
         assert len(names) <= KEEP + 1  # one more if it died between a commit and retention
         for name in names:
             _assert_whole(tmp_path, name)
@@ -99,7 +101,7 @@ def test_killed_at_any_instant_all_that_is_listed_is_whole(tmp_path: Path) -> No
         assert found.checkpoint is not None
         assert found.checkpoint.name == names[0]
         assert found.skipped == ()
-        assert found.checkpoint.step > last_step  # every life gets further
+        assert found.checkpoint.step > last_step  # every run advances
         last_step, last_lineage = found.checkpoint.step, found.checkpoint.lineage
     assert len(last_lineage) == ROUNDS
     checkpoints.collect_garbage(tmp_path, generation=ROUNDS + 1, nonce="ff")
@@ -107,10 +109,8 @@ def test_killed_at_any_instant_all_that_is_listed_is_whole(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("world_size", [2, 4])
-def test_writers_in_processes_of_their_own_make_one_checkpoint(
-    tmp_path: Path, world_size: int
-) -> None:
-    """They race for the commit at each step; nobody waits for anybody."""
+def test_concurrent_writer_processes_commit_one_checkpoint(tmp_path: Path, world_size: int) -> None:
+    """They race for the commit at each step without waiting for each other."""
     steps = 10
 
     def write(rank: int) -> None:

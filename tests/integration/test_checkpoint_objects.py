@@ -1,4 +1,4 @@
-"""Checkpoints in an S3 on loopback: URLs, the command line, failures, writers that are killed."""
+"""Checkpoints in an S3 server on loopback: URLs, the command line, failures, killed writers."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def server() -> Iterator[S3Server]:
 
 @pytest.fixture
 def root(server: S3Server, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[str]:
-    """The URL of a bucket of its own; the environment says where and who, as on a cluster."""
+    """The URL of a new bucket; endpoint and credentials come from the environment."""
     for name, value in environment(server, tmp_path).items():
         monkeypatch.setenv(name, value)
     _forget_clients()
@@ -49,7 +49,7 @@ def environment(server: S3Server, home: Path) -> dict[str, str]:
         "AWS_ENDPOINT_URL": server.url,
         "AWS_ACCESS_KEY_ID": KEYS["key"],
         "AWS_SECRET_ACCESS_KEY": KEYS["secret"],
-        "AWS_EC2_METADATA_DISABLED": "true",  # no question leaves this machine
+        "AWS_EC2_METADATA_DISABLED": "true",  # no request leaves this machine
         "AWS_CONFIG_FILE": str(home / "none"),
         "AWS_SHARED_CREDENTIALS_FILE": str(home / "none"),
     }
@@ -69,7 +69,7 @@ def save(root: str, step: int, **more: Any) -> checkpoints.SaveResult:
     return checkpoints.save(root, state(step), step=step, nonce="aa", **more)
 
 
-def test_a_url_is_a_root_like_any_other(root: str) -> None:
+def test_a_url_is_a_valid_checkpoint_root(root: str) -> None:
     assert checkpoints.latest(root).checkpoint is None
     for step in (1, 2, 3):
         for rank in (0, 1):
@@ -83,7 +83,7 @@ def test_a_url_is_a_root_like_any_other(root: str) -> None:
     assert [info.step for info in checkpoints.list_checkpoints(root)] == [3, 2]
 
 
-def test_the_command_line_takes_urls(root: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_line_accepts_urls(root: str, capsys: pytest.CaptureFixture[str]) -> None:
     for step in (1, 2):
         save(root, step)
     assert main(["checkpoints", "ls", root, "-o", "json"]) == 0
@@ -94,7 +94,7 @@ def test_the_command_line_takes_urls(root: str, capsys: pytest.CaptureFixture[st
     assert [info.step for info in checkpoints.list_checkpoints(root)] == [2]
 
 
-def test_passing_failures_of_the_store_are_tried_again(server: S3Server, root: str) -> None:
+def test_transient_failures_of_the_object_store_are_retried(server: S3Server, root: str) -> None:
     """Every twelfth request is answered with a 500."""
     server.fails = lambda count, request: count % 12 == 0
     assert save(root, 1).committed
@@ -103,7 +103,7 @@ def test_passing_failures_of_the_store_are_tried_again(server: S3Server, root: s
     assert checkpoints.list_checkpoints(root)[0].step == 1
 
 
-def test_a_store_that_fails_for_good_fails_the_save_only(
+def test_a_permanent_failure_of_the_object_store_fails_only_the_save(
     server: S3Server, root: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     import s3fs
@@ -120,7 +120,9 @@ def test_a_store_that_fails_for_good_fails_the_save_only(
     assert found is not None and found.step == 1
 
 
-def test_without_credentials_the_error_says_so(root: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_credentials_are_named_in_the_error(
+    root: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
         monkeypatch.delenv(name)
     _forget_clients()
@@ -130,12 +132,12 @@ def test_without_credentials_the_error_says_so(root: str, monkeypatch: pytest.Mo
         checkpoints.latest(root)
 
 
-def test_a_bucket_that_is_not_there_fails_the_save(root: str) -> None:
+def test_a_missing_bucket_fails_the_save(root: str) -> None:
     with pytest.raises(checkpoints.SaveError):
         save("s3://no-such-bucket/jobs", 1)
 
 
-def test_a_large_tensor_goes_in_parts_and_comes_back(
+def test_a_large_tensor_is_stored_by_multipart_upload(
     server: S3Server, root: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(fsspec_store, "PART_BYTES", PART_BYTES)
@@ -170,7 +172,7 @@ _KILLED_WHILE_UPLOADING = """
 """
 
 
-def test_a_writer_killed_in_the_middle_of_an_upload_leaves_nothing_to_see(
+def test_a_writer_killed_during_an_upload_leaves_no_visible_object(
     server: S3Server, root: str, tmp_path: Path
 ) -> None:
     save(root, 1)

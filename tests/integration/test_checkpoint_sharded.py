@@ -30,7 +30,7 @@ Run = Callable[..., list[Result]]
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[subprocess.Popen[str]]:
-    """One process that has imported torch, and forks the ranks of every scenario."""
+    """A process that has imported torch and forks the ranks of every scenario."""
     process = start_python(
         [sys.executable, script.__file__],
         env=os.environ,
@@ -50,7 +50,7 @@ def run(server: subprocess.Popen[str], tmp_path: Path) -> Run:
 
 
 def runner(server: subprocess.Popen[str], folder: Path) -> Run:
-    """Runs scenarios in folders of their own below ``folder``."""
+    """Runs each scenario in a separate folder below ``folder``."""
     numbers = itertools.count()
 
     def one(scenario: str, size: int, root: Path, **arguments: object) -> list[Result]:
@@ -66,11 +66,11 @@ def runner(server: subprocess.Popen[str], folder: Path) -> Run:
         assert server.stdin is not None and server.stdout is not None
         server.stdin.write(json.dumps(order) + "\n")
         server.stdin.flush()
-        told = json.loads(server.stdout.readline())
-        assert not any("traceback" in t for t in told), next(
-            t["traceback"] for t in told if "traceback" in t
+        answer = json.loads(server.stdout.readline())
+        assert not any("traceback" in t for t in answer), next(
+            t["traceback"] for t in answer if "traceback" in t
         )
-        return [t.get("result", t) for t in told]
+        return [t.get("result", t) for t in answer]
 
     return one
 
@@ -92,8 +92,8 @@ def assert_loaded(results: list[Result]) -> None:
 
 
 @pytest.mark.parametrize("turn", [0, 1, 2])
-def test_any_sharding_is_loaded_into_any_other(run: Run, root: Path, turn: int) -> None:
-    """Two ranks save; three, a mesh of two by two and one load, each placed otherwise."""
+def test_any_sharding_loads_into_any_other_sharding(run: Run, root: Path, turn: int) -> None:
+    """Two ranks save; three ranks, a 2×2 mesh and one rank load, each with other placements."""
     run("save", 2, root, mesh=None, turn=turn)
     assert checkpoints.verify(root, NAME).world_size == 2
     assert_loaded(run("load", 3, root, mesh=None, turn=turn + 1, how="alone"))
@@ -105,7 +105,7 @@ def test_any_sharding_is_loaded_into_any_other(run: Run, root: Path, turn: int) 
 
 
 @pytest.mark.parametrize("turn", [0, 1])
-def test_a_mesh_of_copies_and_shards_writes_each_element_once(
+def test_a_mesh_of_replicas_and_shards_writes_each_element_once(
     run: Run, root: Path, turn: int
 ) -> None:
     run("save", 4, root, mesh=[2, 2], turn=turn)
@@ -114,14 +114,14 @@ def test_a_mesh_of_copies_and_shards_writes_each_element_once(
     assert_loaded(run("load", 3, root, mesh=None, turn=turn, how="together"))
 
 
-def test_the_engine_saves_shards_that_training_changes_meanwhile(run: Run, root: Path) -> None:
+def test_an_asynchronous_save_is_isolated_from_training(run: Run, root: Path) -> None:
     results = run("engine", 4, root)
     assert [result["status"] for result in results] == ["committed"] * 4, results
     state = checkpoints.load(root, NAME).state
     assert all(torch.equal(state["sharded"][name], script.values(name)) for name in script.SHAPES)
 
 
-def test_training_goes_on_in_its_group_while_a_disk_hangs(run: Run, root: Path) -> None:
+def test_training_continues_in_its_group_while_a_disk_hangs(run: Run, root: Path) -> None:
     """DCP's collectives deadlock here: examples/comparisons/background_collectives.py."""
     for result in run("background", 2, root):
         assert result["right"] and not result["early"]
@@ -129,7 +129,7 @@ def test_training_goes_on_in_its_group_while_a_disk_hangs(run: Run, root: Path) 
 
 
 @pytest.mark.parametrize("mesh", [None, [2, 2]], ids=["fsdp", "hsdp"])
-def test_an_fsdp_model_and_its_optimizer_go_on_at_another_size(
+def test_an_fsdp_model_and_its_optimizer_resume_at_another_world_size(
     run: Run, root: Path, mesh: list[int] | None
 ) -> None:
     run("fsdp_save", 4 if mesh else 2, root, mesh=mesh)
@@ -143,11 +143,11 @@ def test_an_fsdp_model_and_its_optimizer_go_on_at_another_size(
 
 def test_fsdp_over_tensor_parallelism(run: Run, root: Path) -> None:
     for result in run("tensor_parallel", 4, root):
-        assert result["strided"]  # else this tests nothing
+        assert result["strided"]  # otherwise this tests nothing
         assert all(result["same"].values()), result
 
 
-KINDS = {"ddp": 3, "fsdp": 3, "tp": 2, "tp_fsdp": 4}  # at how many ranks each is loaded
+KINDS = {"ddp": 3, "fsdp": 3, "tp": 2, "tp_fsdp": 4}  # world sizes at which each is loaded
 
 
 @pytest.fixture(scope="module")
@@ -164,14 +164,18 @@ def of_all_kinds(
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_checkpoints_of_all_kinds_load_into(of_all_kinds: tuple[Path, Run], kind: str) -> None:
-    """DDP, FSDP2, tensor parallelism in replicas, and both, into each other, and train on."""
+def test_checkpoints_of_all_parallelisms_load_into(
+    of_all_kinds: tuple[Path, Run], kind: str
+) -> None:
+    """DDP, FSDP2, tensor parallelism in replicas, and both load from each other and continue
+    training.
+    """
     folder, run = of_all_kinds
     for result in run("load_as", KINDS[kind], folder, kind=kind, saved=list(KINDS)):
         assert result == {other: [] for other in KINDS}
 
 
-def test_replicas_of_shards_that_differ_are_not_committed(run: Run, root: Path) -> None:
+def test_diverged_replicas_of_shards_are_not_committed(run: Run, root: Path) -> None:
     results = run("diverged", 4, root)
     assert not any(result["committed"] for result in results)
     notes = [note for result in results for note in result["notes"]]
@@ -180,12 +184,12 @@ def test_replicas_of_shards_that_differ_are_not_committed(run: Run, root: Path) 
     )
 
 
-def test_shards_that_cannot_be_kept_are_refused(run: Run, root: Path) -> None:
-    for rank, told in enumerate(run("refused", 2, root)):
-        assert "no rank holds its values" in told["partial"]
-        assert "its placements imply" in told["lying"]
-        assert "world_size is 1" in told["world"]
-        assert "does not hold the region" in told["rank"], rank
+def test_unsupported_shards_are_rejected(run: Run, root: Path) -> None:
+    for rank, answer in enumerate(run("refused", 2, root)):
+        assert "no rank holds its values" in answer["partial"]
+        assert "its placements imply" in answer["lying"]
+        assert "world_size is 1" in answer["world"]
+        assert "does not hold the region" in answer["rank"], rank
     assert checkpoints.list_checkpoints(root / "rank") == ()
     assert not (root / "partial").exists()
 
@@ -203,7 +207,7 @@ WAYS = pytest.mark.parametrize("way", ["exchange", "kernel", "memory"])
 @pytest.mark.parametrize(
     ("alone", "packed"), [(1 << 20, 16 << 20), (1 << 20, 1), (100, 200), (1, 1)]
 )
-def test_each_rank_reads_its_share_and_has_all(
+def test_each_rank_reads_only_its_share_and_receives_the_rest(
     run: Run, replicated: Path, alone: int, packed: int
 ) -> None:
     size = checkpoints.verify(replicated, NAME).size_bytes
@@ -215,14 +219,14 @@ def test_each_rank_reads_its_share_and_has_all(
 
 
 @pytest.mark.parametrize("way", ["kernel", "memory"])
-def test_ranks_under_one_kernel_read_what_others_have_verified(
+def test_ranks_with_a_shared_page_cache_read_parts_verified_by_peers(
     run: Run, replicated: Path, way: str
 ) -> None:
     for result in run("exchanged", 3, replicated, alone=1 << 20, packed=1 << 20, way=way):
         assert all(result["same"].values()), result
 
 
-def test_whose_kernel_has_the_same_files_is_found_out(tmp_path: Path) -> None:
+def test_page_cache_identity_detects_shared_files(tmp_path: Path) -> None:
     (tmp_path / "one").mkdir()
     (tmp_path / "two").mkdir()
     (tmp_path / "link").symlink_to(tmp_path / "one")
@@ -244,7 +248,7 @@ def test_whose_kernel_has_the_same_files_is_found_out(tmp_path: Path) -> None:
         ("memory", "LoadError", "MemoryError"),
     ],
 )
-def test_the_trouble_of_one_rank_is_told_to_all(
+def test_an_error_of_one_rank_is_raised_on_all_ranks(
     run: Run, replicated: Path, trouble: str, error: str, text: str, way: str
 ) -> None:
     results = run("together_but", 3, replicated, trouble=trouble, way=way)
@@ -256,14 +260,14 @@ def test_the_trouble_of_one_rank_is_told_to_all(
         assert not result["touched"]
 
 
-def test_ranks_that_were_told_different_names_say_so(run: Run, replicated: Path) -> None:
+def test_ranks_with_different_checkpoint_names_fail_to_load(run: Run, replicated: Path) -> None:
     save_all(replicated, {}, step=2)
     for result in run("together_but", 2, replicated, trouble="name", way="kernel"):
         assert result["error"] in ("LoadError", "StateMismatch") and not result["touched"]
 
 
 @WAYS
-def test_a_flipped_bit_is_told_to_all(run: Run, replicated: Path, way: str) -> None:
+def test_a_flipped_bit_is_reported_on_all_ranks(run: Run, replicated: Path, way: str) -> None:
     damaged = replicated / NAME / "00002-of-00003.safetensors"
     data = bytearray(damaged.read_bytes())
     data[-1] ^= 1
@@ -286,20 +290,22 @@ def test_a_flipped_bit_is_told_to_all(run: Run, replicated: Path, way: str) -> N
     ],
     ids=lambda error: type(error).__name__,
 )
-def test_an_error_of_another_rank_is_of_the_same_kind(error: checkpoints.LoadError) -> None:
-    told = exchange.error_from_json(json.loads(json.dumps(exchange.error_as_json(error))), 3)
-    assert type(told) is type(error)
-    assert told.message == f"on rank 3: {error.message}"
-    assert told.hint == error.hint
+def test_a_remote_error_keeps_its_type_and_hint(error: checkpoints.LoadError) -> None:
+    answer = exchange.error_from_json(json.loads(json.dumps(exchange.error_as_json(error))), 3)
+    assert type(answer) is type(error)
+    assert answer.message == f"on rank 3: {error.message}"
+    assert answer.hint == error.hint
 
 
-def test_a_file_that_changes_meanwhile_is_told_to_all(run: Run, replicated: Path) -> None:
+def test_a_file_that_changes_while_it_is_read_fails_all_ranks(run: Run, replicated: Path) -> None:
     for result in run("together_but", 3, replicated, trouble="changes", way="memory"):
         assert result["error"] == "TornRead"
 
 
 @WAYS
-def test_a_rank_that_dies_while_loading_hangs_nobody(run: Run, replicated: Path, way: str) -> None:
+def test_a_rank_that_dies_while_loading_does_not_hang_its_peers(
+    run: Run, replicated: Path, way: str
+) -> None:
     results = run("together_but", 3, replicated, trouble="dies", way=way)
     assert results[1] == {"dead": True}
     for result in (results[0], results[2]):

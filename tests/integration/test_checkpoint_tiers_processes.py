@@ -1,4 +1,4 @@
-"""Memory tiers with real processes: workers killed, a whole node killed, and no disk anywhere."""
+"""Memory tiers with real processes: workers or a node are killed, and there is no disk."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from checkpoints.memory.replication import ReplicationOutcome
 from elastic.secure_channel.handshake import Credentials
 from elastic.secure_channel.keys import SecretKey
 
-KEY = SecretKey.generate()  # what forks of this process share
+KEY = SecretKey.generate()  # shared by forks of this process
 
 PER_NODE = 2
 ELEMENTS = 200_000  # of 8 bytes: large enough to be killed in the middle of a write
@@ -34,7 +34,7 @@ LONG_S = 60.0
 
 
 def state(step: int) -> dict[str, Any]:
-    """Every tensor tells the step, so that a mixture is seen."""
+    """Every tensor encodes the step, so that a mixture is detected."""
     return {
         "weight": torch.full((ELEMENTS,), step),
         "bias": torch.full((7,), float(step)),
@@ -44,7 +44,7 @@ def state(step: int) -> dict[str, Any]:
 
 @pytest.fixture
 def memory() -> Iterator[Path]:
-    """A folder that is memory where the machine has one."""
+    """A folder in memory, if the machine provides one."""
     parent = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
     folder = Path(tempfile.mkdtemp(prefix="test-tiers-", dir=parent))
     yield folder
@@ -53,7 +53,7 @@ def memory() -> Iterator[Path]:
 
 @dataclass
 class Process:
-    """A fork of this warm process, with a pipe each way."""
+    """A fork of this warm process, with a pipe in each direction."""
 
     pid: int
     into: int
@@ -65,7 +65,7 @@ class Process:
         os.write(self.into, f"{text}\n".encode())
 
     def hear(self, wanted: str) -> str:
-        """The first line that begins so."""
+        """The first line with this prefix."""
         by_s = time.monotonic() + LONG_S
         while True:
             for line in self._lines:
@@ -101,7 +101,7 @@ def fork(work: Callable[[Iterator[str], Callable[[str], None]], None]) -> Proces
     try:
         os.close(into)
         os.close(out)
-        torch.set_num_threads(1)  # the parent's pool of threads did not come along
+        torch.set_num_threads(1)  # the parent's thread pool does not survive a fork
         with os.fdopen(child_in) as said:
             work(said, lambda text: (os.write(child_out, f"{text}\n".encode()), None)[1])
         status = 0
@@ -134,7 +134,7 @@ class Node:
     def kill(self) -> None:
         self.kill_workers()
         self.agent.kill()
-        shutil.rmtree(self.folder)  # what is in a machine's memory goes with it
+        shutil.rmtree(self.folder)  # a machine's memory is lost with it
 
     def _host(self, said: Iterator[str], tell: Callable[[str], None]) -> None:
         known = [Neighbours()]
@@ -151,7 +151,7 @@ class Node:
         )
         address = PeerAddress(self.folder.name, "127.0.0.1", host.port, self.folder.name)
         tell(json.dumps(asdict(address)))
-        # (Its pipe does not end by itself: forks that came later hold the other end, too.)
+        # (Its pipe does not close: later forks also hold the other end.)
         for line in iter(lambda: next(said), "end\n"):
             peers = tuple(PeerAddress(**peer) for peer in json.loads(line))
             known[0] = Neighbours(peers, peers[0] if peers else None)
@@ -199,7 +199,7 @@ class Job:
 
 
 def assert_restores(node: Node, at_least: int) -> int:
-    """What workers that start anew on this node find, without a disk."""
+    """Restarted workers on this node restore that step without a disk."""
     tiers = TieredStorage(memory_roots(node.folder))
     found = checkpoints.latest(tiers).checkpoint
     assert found is not None and found.step >= at_least
@@ -211,7 +211,7 @@ def assert_restores(node: Node, at_least: int) -> int:
     return found.step
 
 
-def test_all_workers_killed_at_any_instant_restore_from_their_nodes_memory(memory: Path) -> None:
+def test_workers_killed_at_any_time_restore_from_the_memory_of_their_nodes(memory: Path) -> None:
     chance = random.Random(11)
     job = Job(memory, 2)
     step = 0
@@ -223,11 +223,11 @@ def test_all_workers_killed_at_any_instant_restore_from_their_nodes_memory(memor
                 job.save(next_step)
             for worker in job.workers:
                 worker.say(str(step + 4))
-            time.sleep(chance.uniform(0, 0.01))  # the instant of the kill is what is random here
+            time.sleep(chance.uniform(0, 0.01))  # the time of the kill is random
             for node in job.nodes:
                 node.kill_workers()
             found = {assert_restores(node, step + 3) for node in job.nodes}
-            assert len(found) == 1  # all nodes see the same
+            assert len(found) == 1  # all nodes see the same step
             step = max(found)
     finally:
         job.close()
@@ -235,7 +235,7 @@ def test_all_workers_killed_at_any_instant_restore_from_their_nodes_memory(memor
 
 
 @pytest.mark.parametrize("lost", [0, 1, 2])
-def test_a_node_that_is_lost_is_restored_from_its_peers_memory(memory: Path, lost: int) -> None:
+def test_a_lost_node_is_restored_from_the_memory_of_its_neighbour(memory: Path, lost: int) -> None:
     job = Job(memory, 3)
     try:
         for node in job.nodes:
@@ -246,7 +246,7 @@ def test_a_node_that_is_lost_is_restored_from_its_peers_memory(memory: Path, los
             for rank in range(node.first_rank, node.first_rank + PER_NODE):
                 node.agent.hear(f"copied step-000000002.g0.aa {rank}")
         gone = job.nodes[lost]
-        for worker in job.workers:  # it dies while all of them save the next one
+        for worker in job.workers:  # it dies while all nodes save the next checkpoint
             worker.say("3")
         gone.kill()
         rest = [node for node in job.nodes if node is not gone]
@@ -258,8 +258,10 @@ def test_a_node_that_is_lost_is_restored_from_its_peers_memory(memory: Path, los
         job.close()
 
 
-def test_two_neighbours_lost_at_once_are_too_many_for_memory_alone(memory: Path) -> None:
-    """What is promised is one node; then the disk's checkpoint is the newest that is whole."""
+def test_the_loss_of_two_neighbours_falls_back_to_the_disk(memory: Path) -> None:
+    """The memory tier tolerates the loss of one node; otherwise the newest complete checkpoint is
+    on disk.
+    """
     job = Job(memory, 3)
     disk = memory / "disk"
     checkpoints.save(disk, state(1), step=1, nonce="aa")

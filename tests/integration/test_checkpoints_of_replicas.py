@@ -1,4 +1,4 @@
-"""A job's checkpoint in one layout continues in another one: replicas, shards, TP, DDP, build."""
+"""A job resumes from a checkpoint of another layout: replicas, shards, TP, DDP, build."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ import checkpoints
 from elastic.testing.small_world.world import SmallWorld, WorkerResult
 
 SCRIPT = Path(__file__).with_name("layout_script.py")
-LIMIT_S = 400.0  # it takes seconds; a machine that is shared may take a hundred times that
-NOTES_BYTES = 20_000  # of a checkpoint beside its tensors
+LIMIT_S = 400.0  # it takes seconds; a shared machine may take a hundred times as long
+NOTES_BYTES = 20_000  # of a checkpoint in addition to its tensors
 pytestmark = pytest.mark.cluster
 
 
 class Job:
-    """Runs of the script in one folder of checkpoints."""
+    """Runs of the script with one checkpoint folder."""
 
     def __init__(self, world: SmallWorld, folder: Path) -> None:
         self.world, self.folder = world, folder
@@ -30,7 +30,7 @@ class Job:
         return other
 
     def run(self, kind: str, epochs: int, *, size: int, per_node: int = 1) -> WorkerResult:
-        """The result of rank 0, after all of its ranks have ended well."""
+        """The result of rank 0, after all ranks have exited with 0."""
         outcome = self.world.run(
             SCRIPT,
             self.folder / f"{kind}-{epochs}",
@@ -49,7 +49,7 @@ class Job:
 
     @property
     def size_bytes(self) -> int:
-        """Of the tensors' files of the newest checkpoint."""
+        """The size of the tensor files of the newest checkpoint."""
         found = checkpoints.latest(self.folder / "checkpoints").checkpoint
         assert found is not None
         folder = self.folder / "checkpoints" / found.name
@@ -64,7 +64,7 @@ def world() -> Iterator[SmallWorld]:
 
 @pytest.fixture(scope="module")
 def alone(world: SmallWorld, tmp_path_factory: pytest.TempPathFactory) -> dict[int, WorkerResult]:
-    """One undisturbed process of an unsharded model, after so many epochs."""
+    """The result of one undisturbed process with an unsharded model, after the given epochs."""
     folder = tmp_path_factory.mktemp("alone")
     return {
         epochs: Job(world, folder / str(epochs)).run("ddp", epochs, size=1) for epochs in (2, 3)
@@ -101,7 +101,7 @@ def assert_same(found: WorkerResult, expected: WorkerResult, *, resumed: int) ->
         pytest.param("build", 3, 1, id="built over three"),
     ],
 )
-def test_a_checkpoint_of_two_replicas_continues_in_another_layout_and_back(
+def test_a_checkpoint_of_two_replicas_resumes_in_another_layout_and_back(
     alone: dict[int, WorkerResult], saved: Job, kind: str, size: int, per_node: int
 ) -> None:
     job = saved.copy(f"{kind}-{size}")
@@ -109,7 +109,7 @@ def test_a_checkpoint_of_two_replicas_continues_in_another_layout_and_back(
     assert_same(job.run("fsdp", 3, size=4, per_node=2), alone[3], resumed=2)
 
 
-def test_a_checkpoint_of_ddp_continues_in_tensor_parallelism_and_back(
+def test_a_checkpoint_of_ddp_resumes_in_tensor_parallelism_and_back(
     world: SmallWorld, alone: dict[int, WorkerResult], tmp_path: Path
 ) -> None:
     job = Job(world, tmp_path / "job")
@@ -118,7 +118,7 @@ def test_a_checkpoint_of_ddp_continues_in_tensor_parallelism_and_back(
     assert_same(job.run("ddp", 3, size=3), alone[3], resumed=2)
 
 
-def test_a_checkpoint_of_replicas_holds_the_state_once(
+def test_a_checkpoint_of_replicas_stores_the_state_once(
     saved: Job, alone: dict[int, WorkerResult]
 ) -> None:
     state = [t for name, t in alone[2].result.items() if name != "resumed"]

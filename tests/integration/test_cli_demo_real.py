@@ -1,4 +1,6 @@
-"""``elastic demo`` for real: three nodes, one killed, one added, every promise checked."""
+"""``elastic demo`` with real processes: three nodes, one killed, one added, every guarantee
+checked.
+"""
 
 from __future__ import annotations
 
@@ -23,8 +25,8 @@ pytestmark = pytest.mark.cluster
 DEADLINE_S = 540.0
 
 
-# Node-3's agent and its worker each start this much later, as on a cold installation: in all
-# longer than the whole training takes without a wait.
+# Node-3's agent and its worker each start this much later, as on a cold installation: in total,
+# longer than the training takes without waiting.
 DELAY_S = 15
 DELAYS_START = f"""
 import os, sys, time
@@ -49,7 +51,7 @@ def slowly_forked(folder: Path) -> dict[str, str]:
 
 
 def slowly_as_in_production(folder: Path) -> dict[str, str]:
-    """With another PYTHONPATH than ours, all processes start and import as in production."""
+    """With another PYTHONPATH, all processes start and import as in production."""
     hook = folder / "slow"
     hook.mkdir()
     (hook / "sitecustomize.py").write_text(DELAYS_START)
@@ -60,23 +62,23 @@ def slowly_as_in_production(folder: Path) -> dict[str, str]:
     "environment",
     [slowly_forked, pytest.param(slowly_as_in_production, marks=pytest.mark.soak)],
 )
-def test_with_a_slow_joining_node_the_demo_keeps_every_promise_and_cleans_up(
+def test_the_demo_with_a_slow_joining_node_passes_all_checks_and_cleans_up(
     tmp_path: Path, environment: Callable[[Path], dict[str, str]]
 ) -> None:
     demo = start(tmp_path, "-o", "json", "--timeout-s=500", **environment(tmp_path))
     out, err = demo.communicate(timeout=DEADLINE_S)
     assert demo.returncode == 0, err
-    said = json.loads(out)
-    assert said["ok"] and said["failures"] == []
-    assert said["accuracy"] >= 0.97
-    by_cause = {g["cause"]: g["nodes"] for g in said["generations"]}
-    assert VICTIM not in by_cause["lost"], said["generations"]
-    assert ADDED in by_cause["joined"], said["generations"]
-    assert said["steps"] == STEPS
-    assert all((s["once"], s["twice"], s["never"]) == (1437, 0, 0) for s in said["samples"])
-    # Its report is all that is left.
-    assert [str(path) for path in tmp_path.glob("elastic-demo-*")] == [said["report"]]
-    page = Path(said["report"]).read_text()
+    summary = json.loads(out)
+    assert summary["ok"] and summary["failures"] == []
+    assert summary["accuracy"] >= 0.97
+    by_cause = {g["cause"]: g["nodes"] for g in summary["generations"]}
+    assert VICTIM not in by_cause["lost"], summary["generations"]
+    assert ADDED in by_cause["joined"], summary["generations"]
+    assert summary["steps"] == STEPS
+    assert all((s["once"], s["twice"], s["never"]) == (1437, 0, 0) for s in summary["samples"])
+    # Only its report remains.
+    assert [str(path) for path in tmp_path.glob("elastic-demo-*")] == [summary["report"]]
+    page = Path(summary["report"]).read_text()
     assert page.startswith("<!DOCTYPE html>")
     assert "The job succeeded after " in page
     assert f"{STEPS} steps on 2 to 3 nodes" in page
@@ -84,7 +86,7 @@ def test_with_a_slow_joining_node_the_demo_keeps_every_promise_and_cleans_up(
     assert f">{VICTIM}</text>" in page and "lost</text>" in page
 
 
-def test_an_interrupt_ends_everything_cleanly(tmp_path: Path) -> None:
+def test_an_interrupt_terminates_all_processes_cleanly(tmp_path: Path) -> None:
     demo = start(tmp_path)
     assert demo.stdout is not None
     for line in demo.stdout:

@@ -1,4 +1,4 @@
-"""``elastic run`` for real: agents, workers, an etcd, signals and exit codes."""
+"""``elastic run`` with real agents, workers and etcd: signals and exit codes."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ print("worker", os.getpid(), flush=True)
 time.sleep(600)
 """
 
-# What no signal but SIGKILL ends.
+# Ignores every signal except SIGKILL.
 STUBBORN = f"""
 import signal
 for number in (signal.SIGINT, signal.SIGTERM):
@@ -63,7 +63,7 @@ for _ in run.epochs(1):
         pass
 """
 
-# A new exit code in every generation: never the same error twice.
+# A different exit code in every generation, so that no error repeats.
 VARY = """
 import json, os
 assert os.environ["ELASTIC_COLLECTIVE_TIMEOUT_S"] == "14400"
@@ -115,7 +115,7 @@ class Running:
         return self.output.read_text()
 
     def workers(self, count: int) -> list[int]:
-        """Wait until this many workers have told their pid."""
+        """Wait until this many workers have reported their pid."""
 
         def pids() -> list[int]:
             return [int(pid) for pid in re.findall(r"worker (\d+)", self.text())]
@@ -135,7 +135,7 @@ class Running:
 
 @pytest.fixture
 def staying(folder: Path, request: pytest.FixtureRequest) -> Iterator[Running]:
-    """Two nodes whose workers would stay for ten minutes."""
+    """Two nodes whose workers run for ten minutes."""
     script = getattr(request, "param", "stay.py")
     running = Running(folder, "--nodes-local=2", "--nnodes=2", "--embedded-etcd", script)
     yield running
@@ -144,7 +144,7 @@ def staying(folder: Path, request: pytest.FixtureRequest) -> Iterator[Running]:
         running.process.wait()
 
 
-def test_two_local_nodes_train_together_and_the_job_is_done(folder: Path) -> None:
+def test_two_local_nodes_train_together_and_finish_the_job(folder: Path) -> None:
     """All processes are started as in production."""
     done = subprocess.run(
         command("--nodes-local=2", "--nnodes=2", "--embedded-etcd", "meet.py"),
@@ -164,7 +164,7 @@ def test_two_local_nodes_train_together_and_the_job_is_done(folder: Path) -> Non
     assert "--rdzv-id=" in done.stderr
 
 
-def test_without_local_nodes_this_process_is_the_agent(folder: Path) -> None:
+def test_without_local_nodes_the_process_itself_is_the_agent(folder: Path) -> None:
     data = folder / "etcd-data"
     done = run(folder, "--embedded-etcd", f"--etcd-data={data}", "--nproc-per-node=2", "meet.py")
     assert done.returncode == 0, done.stderr
@@ -172,7 +172,7 @@ def test_without_local_nodes_this_process_is_the_agent(folder: Path) -> None:
     assert any(data.iterdir())
 
 
-def test_a_failing_script_ends_with_1(folder: Path) -> None:
+def test_a_failing_script_exits_with_1(folder: Path) -> None:
     done = run(
         folder, "--nodes-local=2", "--nnodes=2", "--max-restarts=0", "--embedded-etcd", "fail.py"
     )
@@ -180,7 +180,7 @@ def test_a_failing_script_ends_with_1(folder: Path) -> None:
     assert "Traceback" not in done.stderr
 
 
-def test_who_would_wait_for_ever_for_a_failed_node_is_ended(folder: Path) -> None:
+def test_a_node_that_cannot_reach_min_nodes_is_terminated(folder: Path) -> None:
     words = ["--nodes-local=2", "--nnodes=2", "--max-restarts=0", "--embedded-etcd"]
     done = run(folder, *words, "fail_alone.py")
     assert done.returncode == 1, done.stderr
@@ -188,13 +188,13 @@ def test_who_would_wait_for_ever_for_a_failed_node_is_ended(folder: Path) -> Non
     assert "Traceback" not in done.stderr
 
 
-def test_a_required_checkpoint_that_is_not_there_ends_with_65(folder: Path) -> None:
+def test_a_missing_required_checkpoint_exits_with_65(folder: Path) -> None:
     done = run(folder, "--nodes-local=1", "--nnodes=1", "--embedded-etcd", "require.py")
     assert done.returncode == 65, done.stderr
     assert "checkpoints" in done.stdout + done.stderr
 
 
-def test_a_spent_failure_budget_ends_with_70(folder: Path) -> None:
+def test_an_exhausted_failure_budget_exits_with_70(folder: Path) -> None:
     conf = "--rdzv-conf=failure_budget=3,hang_script_timeout_s=7200"
     done = run(folder, "--nodes-local=1", "--nnodes=1", "--embedded-etcd", conf, "vary.py")
     assert done.returncode == 70, done.stderr
@@ -205,11 +205,9 @@ def test_a_spent_failure_budget_ends_with_70(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("nodes", [[], ["--nodes-local=2"]])
-def test_an_etcd_that_is_not_there_ends_with_69_and_names_it(
-    folder: Path, nodes: list[str]
-) -> None:
+def test_an_unreachable_etcd_exits_with_69_and_is_named(folder: Path, nodes: list[str]) -> None:
     with socket.socket() as held:
-        held.bind(("127.0.0.1", 0))  # bound and not listening: refuses, and nobody can take it
+        held.bind(("127.0.0.1", 0))  # bound but not listening: refuses, and stays reserved
         endpoint = f"127.0.0.1:{held.getsockname()[1]}"
         conf = "--rdzv-conf=connect_timeout_s=2"
         done = run(folder, *nodes, f"--rdzv-endpoint={endpoint}", conf, "meet.py")
@@ -217,7 +215,7 @@ def test_an_etcd_that_is_not_there_ends_with_69_and_names_it(
     assert endpoint in done.stderr and "Traceback" not in done.stderr
 
 
-def test_a_wrong_option_ends_with_2_and_names_the_nearest(folder: Path) -> None:
+def test_an_unknown_option_exits_with_2_and_suggests_the_closest_match(folder: Path) -> None:
     done = run(folder, "--embedded-etcd", "--rdzv-conf=leese_s=4", "meet.py")
     assert done.returncode == 2, done.stderr
     assert "leese_s" in done.stderr and "lease_s" in done.stderr
@@ -225,7 +223,7 @@ def test_a_wrong_option_ends_with_2_and_names_the_nearest(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("staying", ["stubborn.py"], indirect=True)
-def test_a_second_interrupt_kills_and_leaves_nothing_behind(staying: Running) -> None:
+def test_a_second_interrupt_kills_all_processes(staying: Running) -> None:
     workers = staying.workers(2)
     tree = processes.tree(staying.process.pid)
     staying.process.send_signal(signal.SIGINT)
@@ -235,7 +233,7 @@ def test_a_second_interrupt_kills_and_leaves_nothing_behind(staying: Running) ->
     staying.wait_for_the_end_of([*workers, *tree])
 
 
-def test_sigterm_lets_every_node_leave(staying: Running) -> None:
+def test_sigterm_makes_every_node_leave_gracefully(staying: Running) -> None:
     workers = staying.workers(2)
     tree = processes.tree(staying.process.pid)
     staying.process.terminate()
@@ -243,7 +241,7 @@ def test_sigterm_lets_every_node_leave(staying: Running) -> None:
     staying.wait_for_the_end_of([*workers, *tree])
 
 
-def test_a_launcher_killed_outright_takes_everything_along(staying: Running) -> None:
+def test_all_processes_end_with_a_killed_launcher(staying: Running) -> None:
     workers = staying.workers(2)
     tree = processes.tree(staying.process.pid)
     assert set(workers) < set(tree)

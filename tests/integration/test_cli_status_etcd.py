@@ -1,4 +1,6 @@
-"""``elastic status`` on a real etcd: with few rights, with none, and while it is away."""
+"""``elastic status`` on a real etcd: with few permissions, with none, and while etcd is
+unreachable.
+"""
 
 from __future__ import annotations
 
@@ -26,13 +28,13 @@ from elastic.testing.doubles.memory_store import MemoryServer, MemoryStore
 from elastic.tuning.agent_intervals import PROGRESS_IDLE_S
 
 KEYS = Keys.of("/elastic", "llama-7")
-# docs/security.md: what a user needs who may look, and no more.
+# docs/security.md: the minimum permissions of a read-only user.
 VIEWED = ("world", "done", "leader", "progress")
 
 
 @pytest.fixture(scope="module")
 def guarded() -> Iterator[EmbeddedEtcd]:
-    """An etcd with auth on: ``viewer`` may look at the job, ``stranger`` at nothing of it."""
+    """An etcd with auth enabled: ``viewer`` may read the job, ``stranger`` has no access to it."""
     with EmbeddedEtcd(name="viewed") as etcd:
         rpc = load_rpc()
         with load_grpc().insecure_channel(etcd.endpoint) as channel:
@@ -68,27 +70,27 @@ def status(etcd: EmbeddedEtcd, user: str, folder: Path) -> int:
     return main(["status", f"--rdzv-endpoint={etcd.endpoint}", "--rdzv-id=llama-7", conf])
 
 
-def test_a_role_that_may_look_is_enough(
+def test_status_needs_only_a_read_only_role(
     guarded: EmbeddedEtcd, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert status(guarded, "viewer", tmp_path) == 1
-    said = capsys.readouterr()
-    assert "no such job: there is nothing under /elastic/llama-7/" in said.out
-    assert said.err == ""
+    captured = capsys.readouterr()
+    assert "no such job: there is nothing under /elastic/llama-7/" in captured.out
+    assert captured.err == ""
 
 
-def test_a_user_without_rights_gets_a_sentence(
+def test_a_user_without_permissions_gets_a_clear_error(
     guarded: EmbeddedEtcd, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert status(guarded, "stranger", tmp_path) == 69
-    said = capsys.readouterr()
-    assert said.out == ""
-    assert "permission denied" in said.err
-    assert "Traceback" not in said.err
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert "permission denied" in captured.err
+    assert "Traceback" not in captured.err
 
 
-def test_a_status_imports_no_torch(guarded: EmbeddedEtcd, tmp_path: Path) -> None:
-    """That is what it takes to answer within half a second."""
+def test_status_does_not_import_torch(guarded: EmbeddedEtcd, tmp_path: Path) -> None:
+    """Otherwise it could not answer within half a second."""
     password = tmp_path / "password"
     password.write_text("viewer\n")
     code = (
@@ -103,7 +105,7 @@ def test_a_status_imports_no_torch(guarded: EmbeddedEtcd, tmp_path: Path) -> Non
     assert done.stdout.splitlines()[-1] == "1 True []", done.stderr
 
 
-def test_an_etcd_that_is_away_is_exit_code_69(capsys: pytest.CaptureFixture[str]) -> None:
+def test_status_exits_with_69_if_etcd_is_unreachable(capsys: pytest.CaptureFixture[str]) -> None:
     with EmbeddedEtcd(name="gone") as etcd:
         endpoint = etcd.endpoint
     conf = "--rdzv-conf=connect_timeout_s=0.5"
@@ -111,11 +113,11 @@ def test_an_etcd_that_is_away_is_exit_code_69(capsys: pytest.CaptureFixture[str]
     assert endpoint in capsys.readouterr().err
 
 
-# What the leader writes --------------------------------------------------------------------------
+# The progress record --------------------------------------------------------------------------
 
 
 class CountingStore(MemoryStore):
-    """Counts what is written."""
+    """Counts writes."""
 
     def __init__(self, server: MemoryServer) -> None:
         super().__init__(server)
@@ -128,13 +130,13 @@ class CountingStore(MemoryStore):
 
 @pytest.fixture
 def node() -> Iterator[TestNode]:
-    """A node of a job in a store's twin, that has not arrived."""
+    """A node of a job on an in-memory store, which has not arrived."""
     made = TestNode(MemoryServer())
     yield made
     made.service.close()
 
 
-def test_only_a_leader_writes_and_only_news_and_on_its_lease(node: TestNode) -> None:
+def test_only_the_leader_writes_progress_on_change_and_under_its_lease(node: TestNode) -> None:
     server = node.store.server
     context = node.context
     store = CountingStore(server)
@@ -168,7 +170,7 @@ def test_only_a_leader_writes_and_only_news_and_on_its_lease(node: TestNode) -> 
     assert found.checkpoint_step == 40
     assert found.checkpoint_at_s is not None and found.planned_steps == 500
     writes = len(store.puts)
-    for _ in range(3):  # the job makes no progress: the passing of time is not a change
+    for _ in range(3):  # the job makes no progress: elapsed time is not a change
         writer.write()
     assert len(store.puts) == writes
     began = NodeHeartbeat(generation=2, step=39, has_joined=True)

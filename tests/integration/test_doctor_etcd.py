@@ -1,4 +1,6 @@
-"""``elastic doctor`` and etcd: away, refusing, out of space, with a certificate that expires."""
+"""``elastic doctor`` and etcd: unreachable, refusing, out of space, or with an expiring
+certificate.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,7 @@ from elastic.store.keyvalue import KeyValue
 
 @pytest.fixture(autouse=True)
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Deadlines for a machine that does much else; one test has its own."""
+    """Long deadlines for a busy machine; one test sets its own."""
     monkeypatch.setattr(doctor_etcd, "DOCTOR_ETCD_CALL_S", PATIENCE_S / 3)
     fork_ranks(monkeypatch)
 
@@ -39,20 +41,20 @@ class Result:
 def doctor(capsys: pytest.CaptureFixture[str]) -> Callable[..., Result]:
     def run(*flags: str) -> Result:
         code = main(["doctor", "--local", "--deadline=90", "-o", "json", *flags])
-        said = json.loads(capsys.readouterr().out)
-        assert said["healthy"] is (code == 0)
-        return Result(code, {f["name"]: f for f in said["findings"]})
+        report = json.loads(capsys.readouterr().out)
+        assert report["healthy"] is (code == 0)
+        return Result(code, {f["name"]: f for f in report["findings"]})
 
     return run
 
 
-def test_without_etcd_it_is_skipped(doctor: Callable[..., Result]) -> None:
+def test_the_etcd_check_is_skipped_without_an_endpoint(doctor: Callable[..., Result]) -> None:
     found = doctor()
     assert found.code == 0
     assert found.findings["etcd"]["status"] == "skipped"
 
 
-def test_an_etcd_that_is_away_is_a_failure(doctor: Callable[..., Result]) -> None:
+def test_an_unreachable_etcd_is_a_failure(doctor: Callable[..., Result]) -> None:
     found = doctor("--rdzv-endpoint=127.0.0.1:9", "--rdzv-conf=connect_timeout_s=0.5")
     assert found.code == 1
     away = found.findings["etcd 127.0.0.1:9"]
@@ -60,7 +62,7 @@ def test_an_etcd_that_is_away_is_a_failure(doctor: Callable[..., Result]) -> Non
     assert "connection refused" in away["measured"] and "--rdzv-endpoint" in away["remedy"]
 
 
-def test_the_embedded_etcd_works_with_a_warning_and_keeps_nothing(
+def test_the_embedded_etcd_passes_with_a_warning_and_keeps_no_data(
     doctor: Callable[..., Result],
     shared_etcd: EmbeddedEtcd,
     root: str,
@@ -111,10 +113,10 @@ def test_an_etcd_that_stops_answering_does_not_hang_the_doctor(
     assert member["status"] == "failed" and "no answer within" in member["measured"]
 
 
-def test_an_alarm_is_a_failure(
+def test_an_etcd_alarm_is_a_failure(
     doctor: Callable[..., Result], own_etcd: EmbeddedEtcd, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(doctor_etcd, "DOCTOR_ETCD_CALL_S", 5.0)  # a write is tried until then
+    monkeypatch.setattr(doctor_etcd, "DOCTOR_ETCD_CALL_S", 5.0)  # a write is retried until then
     rpc = load_rpc()
     with load_grpc().insecure_channel(own_etcd.endpoint) as channel:
         maintenance = rpc.MaintenanceStub(channel)
@@ -127,7 +129,7 @@ def test_an_alarm_is_a_failure(
     assert found.code == 1
     assert found.findings["etcd alarms"]["measured"] == "NOSPACE"
     assert "defragment" in found.findings["etcd alarms"]["remedy"]
-    # It refuses writes then, and that is what an agent would meet first.
+    # It then refuses writes, which is the first error of an agent.
     assert found.findings["etcd permissions"]["status"] == "failed"
     assert "database space exceeded" in found.findings["etcd permissions"]["measured"]
 
@@ -152,7 +154,7 @@ def guarded() -> Iterator[EmbeddedEtcd]:
         yield etcd
 
 
-def test_passwords_and_roles(
+def test_logins_and_roles_are_checked(
     doctor: Callable[..., Result],
     guarded: EmbeddedEtcd,
     tmp_path: Path,
@@ -174,13 +176,13 @@ def test_passwords_and_roles(
 
     assert run(right, "/mine").findings["etcd permissions"]["status"] == "ok"
 
-    # A watch that is refused stays silent.
+    # A refused watch reports nothing.
     monkeypatch.setattr(doctor_etcd, "DOCTOR_ETCD_CALL_S", 5.0)
     elsewhere = run(right, "/theirs")
     assert elsewhere.code == 1
-    said = elsewhere.findings["etcd permissions"]
-    assert said["status"] == "failed" and "write: " in said["measured"]
-    assert "permission denied" in said["measured"] and "/theirs/" in said["remedy"]
+    report = elsewhere.findings["etcd permissions"]
+    assert report["status"] == "failed" and "write: " in report["measured"]
+    assert "permission denied" in report["measured"] and "/theirs/" in report["remedy"]
 
 
 def test_a_server_certificate_that_expires_soon_is_a_warning(
@@ -197,7 +199,7 @@ def test_a_server_certificate_that_expires_soon_is_a_warning(
         stranger = doctor(f"--rdzv-endpoint={etcd.endpoint}")
     assert found.code == 0
     assert found.findings["etcd permissions"]["status"] == "ok"
-    # The last of them: its own files come after the server's.
+    # The last one: its own files follow the server's.
     assert found.findings["certificate"]["status"] == "warning"
     assert "expires in" in found.findings["certificate"]["measured"]
     assert stranger.code == 1

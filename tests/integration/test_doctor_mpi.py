@@ -1,5 +1,6 @@
-"""The operations on MPI: torch's wheels have none, so `mpirun` is a stub that numbers its
-processes, and the group that it would describe is made with gloo."""
+"""The operations on MPI: torch's wheels lack MPI, so `mpirun` is a stub that numbers its processes,
+and the group is built with gloo.
+"""
 
 from __future__ import annotations
 
@@ -73,12 +74,14 @@ def by_operation(found: list[Finding]) -> dict[str, Finding]:
 
 
 def has_ended(pid: int) -> bool:
-    """Also if nobody has asked for its exit code yet."""
+    """Also true for a process that has not been reaped yet."""
     times = process_times(pid)
     return times is None or times.state == "Z"
 
 
-def test_why_there_is_none_is_said(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
+def test_the_reason_why_mpi_is_unavailable_is_reported(
+    monkeypatch: pytest.MonkeyPatch, folder: Path
+) -> None:
     assert mpi.why_not(has_mpi=True, nodes=1) == ""
     assert "built without MPI" in mpi.why_not(has_mpi=False, nodes=1)
     assert "--nnodes" in mpi.why_not(has_mpi=True, nodes=2)
@@ -86,7 +89,7 @@ def test_why_there_is_none_is_said(monkeypatch: pytest.MonkeyPatch, folder: Path
     assert "not available, because there is no mpirun" in mpi.why_not(has_mpi=True, nodes=1)
 
 
-def test_every_operation_is_run_and_its_result_checked(folder: Path) -> None:
+def test_every_operation_runs_and_its_result_is_verified(folder: Path) -> None:
     one = Participant(node_id="a", name="a", host_name="a", address="127.0.0.1", nproc=RANKS)
     session = Session((one,), 0, alone, PATIENCE_S, None, lambda text: None)
     found = by_operation(_on_mpi(session, has_mpi=True))
@@ -97,7 +100,7 @@ def test_every_operation_is_run_and_its_result_checked(folder: Path) -> None:
     assert found["all_reduce"].measured.startswith(f"correct on {RANKS} ranks")
 
 
-def test_a_rank_that_stops_is_named_and_all_are_ended(folder: Path) -> None:
+def test_a_stopped_rank_is_named_and_all_ranks_are_terminated(folder: Path) -> None:
     (folder / "stops").touch()
     found = by_operation(mpi.examine(RANKS, OPERATIONS, 10.0))
     assert found["all_reduce"].status is Status.OK
@@ -107,7 +110,7 @@ def test_a_rank_that_stops_is_named_and_all_are_ended(folder: Path) -> None:
     eventually(lambda: has_ended(pid), "the end of the stopped rank")
 
 
-def test_an_mpirun_that_starts_nothing_says_why(folder: Path) -> None:
+def test_a_failing_mpirun_is_reported_with_its_output(folder: Path) -> None:
     (folder / "refuses").touch()
     (found,) = mpi.examine(RANKS, OPERATIONS, PATIENCE_S)
     assert found.status is Status.SKIPPED and "not enough slots" in found.measured

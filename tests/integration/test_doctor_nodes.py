@@ -1,4 +1,4 @@
-"""``elastic doctor`` on several nodes: they meet through etcd, and one that is sick is named."""
+"""``elastic doctor`` on several nodes: they meet through etcd, and a faulty node is named."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ COMMAND = (sys.executable, "-m", "elastic.cli.main", "doctor", "-o", "json")
 
 @pytest.fixture(autouse=True)
 def forked(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The ranks of this process; those of a :class:`Node` are forked by it, or start as always."""
+    """Fork the ranks of this process; a :class:`Node` forks its own, or starts them as usual."""
     fork_ranks(monkeypatch)
 
 
@@ -85,7 +85,7 @@ def tree(pid: int) -> list[psutil.Process]:
         return []
 
 
-def test_two_nodes_check_each_other_and_report_the_same(
+def test_two_nodes_check_each_other_and_report_the_same_results(
     shared_etcd: EmbeddedEtcd, root: str, tmp_path: Path
 ) -> None:
     """All processes are started as in production."""
@@ -116,7 +116,7 @@ def test_two_nodes_check_each_other_and_report_the_same(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_node_that_is_stopped_in_the_middle_is_named_within_the_deadline(
+def test_a_node_stopped_during_the_checks_is_named_within_the_deadline(
     shared_etcd: EmbeddedEtcd, root: str
 ) -> None:
     options = AgentOptions(prefix=root.rstrip("/"))
@@ -154,7 +154,7 @@ def test_a_node_that_is_stopped_in_the_middle_is_named_within_the_deadline(
     assert all(f.remedy for f in failed)
 
 
-def test_nodes_that_do_not_come_are_said_with_those_that_are_there(
+def test_missing_nodes_are_reported_with_the_nodes_that_arrived(
     shared_etcd: EmbeddedEtcd, root: str
 ) -> None:
     plan = ExaminationPlan(
@@ -173,14 +173,14 @@ def test_nodes_that_do_not_come_are_said_with_those_that_are_there(
 
 
 @pytest.mark.skipif(not networks.available(), reason="needs root and network namespaces")
-def test_between_two_machines_a_dropped_port_and_a_wrong_interface_are_named(root: str) -> None:
+def test_a_dropped_port_and_a_wrong_interface_between_machines_are_named(root: str) -> None:
     with (
         networks.Network(2) as network,
         EmbeddedEtcd(name="doctor-net") as etcd,
         CuttingProxy(etcd.endpoint, listen=network.host) as proxy,
     ):
         one, other = network.machines
-        # Answers from this port vanish: what a firewall does that drops.
+        # Replies from this port are dropped, as by a firewall.
         drop = ["ip", "-n", other.namespace, "rule", "add", "pref", "10"]
         subprocess.run([*drop, "ipproto", "tcp", "sport", "29511", "blackhole"], check=True)
 
@@ -212,7 +212,7 @@ def test_between_two_machines_a_dropped_port_and_a_wrong_interface_are_named(roo
     assert "firewall" in broken["remedy"]
     assert {found[f"gloo {operation}"]["status"] for operation in OPERATIONS} == {"ok"}
 
-    # Connections between the machines are well, and gloo publishes 127.0.0.1.
+    # Connections between the machines work, but gloo publishes 127.0.0.1.
     found = {f["name"]: f for f in wrong["findings"]}
     assert found["TCP one → other"]["status"] == "ok"
     assert found["gloo init env://"]["status"] == "failed" and not wrong["healthy"]
@@ -224,8 +224,8 @@ def test_between_two_machines_a_dropped_port_and_a_wrong_interface_are_named(roo
     not networks.available() or shutil.which("tc") is None,
     reason="needs root, network namespaces, and `tc` of iproute2",
 )
-def test_between_two_machines_the_fast_way_is_measured_and_how_to_use_it_is_said(root: str) -> None:
-    """A slow network leads to etcd, which is where a node takes its address from."""
+def test_the_fast_link_is_measured_and_the_setting_to_use_it_is_named(root: str) -> None:
+    """The route to etcd, from which a node derives its address, uses the slow network."""
     with (
         networks.Network(2) as network,
         EmbeddedEtcd(name="doctor-fast") as etcd,

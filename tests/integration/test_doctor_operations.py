@@ -1,4 +1,4 @@
-"""``elastic doctor``'s process groups: every operation right, and a rank that hangs named."""
+"""``elastic doctor``'s process groups: every operation is verified, and a hung rank is named."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ PROGRAM = "elastic.doctor.collectives.operations"
 
 @pytest.fixture(autouse=True)
 def forked(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those of doctors that tests start as a command are forked by these."""
+    """Fork the ranks; doctors started as a command fork their own."""
     fork_ranks(monkeypatch)
 
 
@@ -48,7 +48,7 @@ def ranks_of(process: psutil.Process) -> list[psutil.Process]:
     """The processes of its ranks, in rank order."""
     found = []
     for child in process.children():
-        with contextlib.suppress(psutil.Error):  # it has ended meanwhile
+        with contextlib.suppress(psutil.Error):  # it has ended in the meantime
             if PROGRAM in child.cmdline():
                 found.append(child)
     return sorted(found, key=lambda child: child.create_time())
@@ -58,11 +58,11 @@ def by_name(findings: list[Finding]) -> dict[str, Finding]:
     return {finding.name: finding for finding in findings}
 
 
-def test_the_parent_expects_what_the_ranks_run() -> None:
+def test_the_parent_expects_the_operations_that_the_ranks_run() -> None:
     assert tuple(OPERATIONS) == EXPECTED
 
 
-def test_a_corrupted_element_is_found() -> None:
+def test_a_corrupted_element_is_detected() -> None:
     tensor = torch.full((1000,), 3.0)
     assert wrong(tensor, 3) == ""
     tensor[17] = 5.0
@@ -70,7 +70,7 @@ def test_a_corrupted_element_is_found() -> None:
     assert wrong(torch.tensor([float("nan")]), 3) == "1 of 1 elements are wrong: nan, not 3"
 
 
-def test_every_operation_is_right_on_three_local_processes(tmp_path: Path) -> None:
+def test_every_operation_passes_on_three_local_processes(tmp_path: Path) -> None:
     session = Session((participant(3),), 0, alone, PATIENCE_S, str(tmp_path), lambda text: None)
     found, speeds = torch_findings(session)
     named = by_name(found)
@@ -87,7 +87,7 @@ def test_every_operation_is_right_on_three_local_processes(tmp_path: Path) -> No
 @pytest.mark.parametrize(
     ("how", "said"), [(signal.SIGSTOP, "is stopped"), (signal.SIGKILL, "was ended by SIGKILL")]
 )
-def test_a_rank_that_is_lost_in_the_middle_is_named_and_the_rest_is_still_checked(
+def test_a_rank_lost_during_the_checks_is_named_and_the_others_continue(
     how: signal.Signals, said: str, tmp_path: Path
 ) -> None:
     lost: list[int] = []
@@ -115,7 +115,7 @@ def test_a_rank_that_is_lost_in_the_middle_is_named_and_the_rest_is_still_checke
 
 
 @pytest.mark.parametrize(("how", "code"), [(signal.SIGKILL, -signal.SIGKILL), (signal.SIGINT, 130)])
-def test_a_doctor_that_is_ended_leaves_no_process(how: signal.Signals, code: int) -> None:
+def test_a_terminated_doctor_leaves_no_process(how: signal.Signals, code: int) -> None:
     command = [sys.executable, "-m", "elastic.cli.main", "doctor", "--deadline=90"]
     files = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.DEVNULL)
     doctor = start_python(command, env=os.environ, **files)

@@ -1,4 +1,4 @@
-"""An exception of a script that knows nothing of this project reaches its agent."""
+"""An exception of an unmodified script reaches its agent."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ raise RuntimeError("CUDA error: uncorrectable ECC error encountered")
 """
 
 
-def test_importing_torch_is_enough_even_beside_a_folder_named_elastic(tmp_path: Path) -> None:
+def test_importing_torch_installs_the_hook_despite_a_folder_named_elastic(tmp_path: Path) -> None:
     (entry,) = (
         e
         for e in importlib.metadata.entry_points(group="torch.backends")
@@ -79,7 +79,7 @@ def fail(error: BaseException) -> None:
 
 
 @pytest.mark.parametrize("missing", ["TORCHELASTIC_ERROR_FILE", "ELASTIC_NODE_ID"])
-def test_outside_of_our_workers_nothing_is_done(
+def test_the_hook_is_not_installed_outside_our_workers(
     worker: Path, monkeypatch: pytest.MonkeyPatch, missing: str
 ) -> None:
     monkeypatch.delenv(missing)
@@ -89,14 +89,14 @@ def test_outside_of_our_workers_nothing_is_done(
     assert dict(os.environ) == environ
 
 
-def test_what_a_decorated_script_has_written_stays(worker: Path) -> None:
+def test_an_error_file_written_by_a_decorated_script_is_kept(worker: Path) -> None:
     torch_elastic_harness.on_import_of_torch()
     worker.write_text("{}")
     fail(ValueError("later"))
     assert worker.read_text() == "{}"
 
 
-def test_an_interrupt_is_no_failure_and_the_hook_before_is_called(
+def test_an_interrupt_is_not_a_failure_and_the_previous_hook_is_called(
     worker: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen: list[object] = []
@@ -120,7 +120,7 @@ def ended(folder: Path, rank: int, text: str | None, time_s: int) -> ProcessFail
     return ProcessFailure(rank, pid=1, exitcode=1, error_file=str(file))
 
 
-def test_of_several_workers_of_a_node_the_one_that_failed_by_itself_counts(tmp_path: Path) -> None:
+def test_the_root_cause_is_selected_among_the_failed_workers_of_a_node(tmp_path: Path) -> None:
     closed, own = "RuntimeError: Connection closed by peer [::1]:1", "ValueError: boom"
 
     def first(*texts: str | None) -> WorkerFailure | None:

@@ -1,4 +1,4 @@
-"""User and password: right, wrong, missing, and a token that stops being valid."""
+"""User and password: correct, wrong, missing, and a token that becomes invalid."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Connect = Callable[..., EtcdStore]
 
 @pytest.fixture(scope="module")
 def guarded() -> Iterator[EmbeddedEtcd]:
-    """An etcd with auth on; users ``root``/``secret`` and ``worker``/``bee`` (only /mine/)."""
+    """An etcd with auth enabled; users ``root``/``secret`` and ``worker``/``bee`` (/mine/ only)."""
     with EmbeddedEtcd(name="guarded") as etcd:
         rpc = load_rpc()
         with load_grpc().insecure_channel(etcd.endpoint) as channel:
@@ -37,7 +37,7 @@ def guarded() -> Iterator[EmbeddedEtcd]:
         yield etcd
 
 
-def test_the_right_password_works(connect: Connect, guarded: EmbeddedEtcd) -> None:
+def test_a_correct_password_is_accepted(connect: Connect, guarded: EmbeddedEtcd) -> None:
     store = connect(guarded.endpoint, user="root", password="secret", connect_timeout_s=PATIENCE_S)
     recorder = Recorder()
     store.watch(["/any/"], recorder, name="auth")
@@ -50,7 +50,7 @@ def test_the_right_password_works(connect: Connect, guarded: EmbeddedEtcd) -> No
 @pytest.mark.parametrize(
     "login", [{"user": "root", "password": "wrong"}, {"user": "nobody", "password": "x"}, {}]
 )
-def test_a_wrong_login_is_refused(
+def test_an_invalid_login_is_refused(
     connect: Connect, guarded: EmbeddedEtcd, login: dict[str, str]
 ) -> None:
     with pytest.raises(StoreRefused) as caught:
@@ -60,7 +60,9 @@ def test_a_wrong_login_is_refused(
     assert "wrong" not in str(caught.value)
 
 
-def test_a_confined_user_works_where_it_may(connect: Connect, guarded: EmbeddedEtcd) -> None:
+def test_a_restricted_user_has_access_to_its_prefix_only(
+    connect: Connect, guarded: EmbeddedEtcd
+) -> None:
     store = connect(guarded.endpoint, user="worker", password="bee", connect_timeout_s=PATIENCE_S)
     recorder = Recorder()
     store.watch(["/mine/"], recorder, name="confined")
@@ -71,7 +73,7 @@ def test_a_confined_user_works_where_it_may(connect: Connect, guarded: EmbeddedE
         store.put("/yours/a", b"1")
 
 
-def test_a_role_for_the_jobs_prefix_is_enough_for_its_secret_and_for_no_others(
+def test_a_role_for_the_prefix_of_a_job_grants_the_secret_of_that_job_only(
     connect: Connect, guarded: EmbeddedEtcd
 ) -> None:
     """docs/security.md: one user per job."""
@@ -82,7 +84,9 @@ def test_a_role_for_the_jobs_prefix_is_enough_for_its_secret_and_for_no_others(
         RunSecret.obtain(store, Keys.of("/mine-too", "job"))
 
 
-def test_a_token_that_died_with_etcd_is_renewed(connect: Connect, guarded: EmbeddedEtcd) -> None:
+def test_a_token_is_renewed_after_a_restart_of_etcd(
+    connect: Connect, guarded: EmbeddedEtcd
+) -> None:
     store = connect(
         guarded.endpoint,
         user="root",
@@ -93,13 +97,13 @@ def test_a_token_that_died_with_etcd_is_renewed(connect: Connect, guarded: Embed
     recorder = Recorder()
     store.watch(["/token/"], recorder, name="token")
     recorder.wait_for(lambda r: r.resets)
-    guarded.restart()  # tokens live in etcd's memory
+    guarded.restart()  # etcd keeps tokens in memory
     store.put("/token/a", b"1")
     recorder.wait_for(lambda r: r.changes)
     assert recorder.changes == [("/token/a", b"1")]
 
 
-def test_a_token_that_expires_on_a_live_connection_is_renewed(
+def test_a_token_that_expires_on_an_open_connection_is_renewed(
     connect: Connect, guarded: EmbeddedEtcd
 ) -> None:
     store = connect(
@@ -110,7 +114,7 @@ def test_a_token_that_expires_on_a_live_connection_is_renewed(
         request_timeout_s=PATIENCE_S,
     )
     rpc = load_rpc()
-    # Changing anything about users makes every token given out before too old.
+    # Any change to users invalidates all tokens issued before.
     with load_grpc().insecure_channel(guarded.endpoint) as channel:
         auth = rpc.AuthStub(channel)
         login = rpc.AuthenticateRequest(name="root", password="secret")
@@ -119,7 +123,7 @@ def test_a_token_that_expires_on_a_live_connection_is_renewed(
     assert store.put("/token/b", b"2") > 0
 
 
-def test_a_login_at_an_etcd_without_auth_is_harmless(
+def test_credentials_are_ignored_by_an_etcd_without_auth(
     connect: Connect, shared_etcd: EmbeddedEtcd, root: str
 ) -> None:
     store = connect(shared_etcd.endpoint, user="root", password="secret")

@@ -1,4 +1,4 @@
-"""The embedded etcd: a real process, its data, its addresses, and its end."""
+"""The embedded etcd: a real process, its data, its addresses, and its shutdown."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def is_gone(pid: int) -> bool:
         return True
 
 
-def test_the_child_is_etcd_itself() -> None:
+def test_the_child_process_is_etcd_itself() -> None:
     with EmbeddedEtcd() as etcd:
         process = psutil.Process(etcd.pid)
         assert Path(process.exe()).name == "etcd"
@@ -47,7 +47,7 @@ def test_the_child_is_etcd_itself() -> None:
     assert is_gone(process.pid)
 
 
-def test_data_outlives_the_process_and_the_object(connect: Connect, tmp_path: Path) -> None:
+def test_data_persists_across_restarts(connect: Connect, tmp_path: Path) -> None:
     with EmbeddedEtcd(data_dir=tmp_path) as etcd:
         revision = connect(etcd.endpoint).put("/a", b"1")
         etcd.kill()
@@ -65,7 +65,7 @@ def test_temporary_data_is_deleted() -> None:
     assert not folder.exists()
 
 
-def test_the_owner_s_sudden_death_takes_etcd_along(tmp_path: Path) -> None:
+def test_etcd_ends_with_a_killed_owner(tmp_path: Path) -> None:
     owner = subprocess.Popen(
         [sys.executable, "-c", _OWNER, str(tmp_path)], stdout=subprocess.PIPE, text=True
     )
@@ -78,7 +78,7 @@ def test_the_owner_s_sudden_death_takes_etcd_along(tmp_path: Path) -> None:
     eventually(lambda: is_gone(pid), "etcd ends with its owner")
 
 
-def test_the_end_of_the_starting_thread_does_not_end_etcd(connect: Connect) -> None:
+def test_etcd_outlives_the_thread_that_started_it(connect: Connect) -> None:
     etcd = EmbeddedEtcd()
     try:
         thread = threading.Thread(target=etcd.start)
@@ -104,14 +104,14 @@ def test_an_address_stays_reserved_while_etcd_is_down() -> None:
         etcd.start()
 
 
-def test_a_frozen_etcd_is_closed_all_the_same(tmp_path: Path) -> None:
+def test_a_frozen_etcd_can_be_closed(tmp_path: Path) -> None:
     with EmbeddedEtcd(data_dir=tmp_path) as etcd:
         pid = etcd.pid
         etcd.pause()
     assert pid is not None and is_gone(pid)
 
 
-def test_an_etcd_that_cannot_start_says_why(tmp_path: Path) -> None:
+def test_a_failed_start_of_etcd_reports_the_reason(tmp_path: Path) -> None:
     (tmp_path / "data").write_text("a file where a folder should be")
     with pytest.raises(StoreUnreachable, match="ended before it served") as caught:
         EmbeddedEtcd(data_dir=tmp_path).start()

@@ -1,4 +1,4 @@
-"""The first contact with etcd: what a person reads when it fails."""
+"""The first connection to etcd: the error messages when it fails."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ Connect = Callable[..., EtcdStore]
 
 @pytest.fixture
 def nobody() -> Iterator[str]:
-    """An address where nothing listens."""
+    """An address without a listener."""
     with reserve_port("127.0.0.1") as held:
         yield f"127.0.0.1:{held.getsockname()[1]}"
 
 
 @pytest.fixture
 def black_hole() -> Iterator[str]:
-    """An address that accepts connections and never says a word."""
+    """An address that accepts connections and never answers."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         yield f"127.0.0.1:{listener.getsockname()[1]}"
 
 
-def test_every_endpoint_is_named_with_its_reason(
+def test_every_failed_endpoint_is_named_with_its_reason(
     connect: Connect, nobody: str, black_hole: str
 ) -> None:
     begun_s, before = time.monotonic(), elastic_threads()
@@ -50,7 +50,7 @@ def test_every_endpoint_is_named_with_its_reason(
     assert elastic_threads() <= before
 
 
-def test_a_live_member_is_found_behind_dead_ones(
+def test_a_live_member_is_found_after_dead_endpoints(
     connect: Connect, nobody: str, black_hole: str, shared_etcd: EmbeddedEtcd, root: str
 ) -> None:
     store = connect(f"{nobody},{black_hole},{shared_etcd.endpoint}", connect_timeout_s=PATIENCE_S)
@@ -58,7 +58,7 @@ def test_a_live_member_is_found_behind_dead_ones(
     assert store.endpoint is not None and store.endpoint.port == shared_etcd.port
 
 
-def test_an_etcd_that_is_just_starting_is_waited_for(connect: Connect) -> None:
+def test_the_store_waits_for_an_etcd_that_is_starting(connect: Connect) -> None:
     with EmbeddedEtcd() as etcd:
         etcd.kill()
         etcd.launch()

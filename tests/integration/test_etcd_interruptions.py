@@ -1,4 +1,4 @@
-"""etcd dies, freezes, forgets: what watches, leases and calls make of it."""
+"""Watches, leases and calls while etcd is killed, frozen or wiped."""
 
 from __future__ import annotations
 
@@ -54,10 +54,10 @@ def reached(items: list[bytes], count: int) -> bool:
     return len(items) >= count
 
 
-# -- the watch was away, the world went on --------------------------------------------------
+# -- watches across an outage --------------------------------------------------
 
 
-def test_what_happened_meanwhile_is_told_in_order_and_once(
+def test_changes_during_an_outage_are_delivered_in_order_exactly_once(
     connect: Connect, own_etcd: EmbeddedEtcd, proxy: CuttingProxy
 ) -> None:
     direct, behind = connect(own_etcd.endpoint), connect(proxy.endpoint)
@@ -82,7 +82,7 @@ def test_what_happened_meanwhile_is_told_in_order_and_once(
     assert kinds == [Reset, Disconnected, Reconnected]
 
 
-def test_a_compaction_meanwhile_starts_over(
+def test_a_compaction_during_an_outage_resets_the_watch(
     connect: Connect, own_etcd: EmbeddedEtcd, proxy: CuttingProxy
 ) -> None:
     direct, behind = connect(own_etcd.endpoint), connect(proxy.endpoint)
@@ -104,7 +104,7 @@ def test_a_compaction_meanwhile_starts_over(
     assert recorder.changes == [("/a/new", b"3")]
 
 
-def test_a_wiped_etcd_is_noticed_and_followed_again(
+def test_a_wiped_etcd_is_detected_and_watched_again(
     connect: Connect, own_etcd: EmbeddedEtcd
 ) -> None:
     store = connect(own_etcd.endpoint, request_timeout_s=PATIENCE_S)
@@ -121,10 +121,10 @@ def test_a_wiped_etcd_is_noticed_and_followed_again(
     recorder.wait_for(lambda r: r.changes == [("/a/k", b"again")])
 
 
-def test_a_wiped_etcd_that_overtook_the_old_revision_is_noticed_too(
+def test_a_wiped_etcd_beyond_the_old_revision_is_detected(
     connect: Connect, own_etcd: EmbeddedEtcd, proxy: CuttingProxy
 ) -> None:
-    # Same name, same addresses: etcd computes the same cluster id, so only the past differs.
+    # Same name and addresses: etcd computes the same cluster id, so only the history differs.
     behind = connect(proxy.endpoint)
     for n in range(5):
         behind.put("/a/k", b"%d" % n)
@@ -144,7 +144,7 @@ def test_a_wiped_etcd_that_overtook_the_old_revision_is_noticed_too(
     assert recorder.changes == []
 
 
-def test_a_wiped_and_compacted_etcd_is_wiped(
+def test_a_wiped_and_compacted_etcd_is_reported_as_wiped(
     connect: Connect, own_etcd: EmbeddedEtcd, proxy: CuttingProxy
 ) -> None:
     behind = connect(proxy.endpoint)
@@ -180,7 +180,7 @@ def test_a_lease_outlives_an_outage_longer_than_its_ttl(
     assert not lost.wait(lease.ttl_s * 1.5)  # the outage itself
     own_etcd.start()
     recorder.wait_for(lambda r: r.reconnections)
-    # It would end now if renewal had ended with the first error.
+    # It would expire now if renewal had stopped at the first error.
     assert not lost.wait(lease.ttl_s * 1.5)
     assert store.get("/node") is not None
     assert recorder.changes == []
@@ -196,7 +196,7 @@ def test_a_lease_on_a_wiped_etcd_is_lost(connect: Connect, own_etcd: EmbeddedEtc
         store.put("/node", b"", lease=lease)
 
 
-def test_a_lease_that_is_not_renewed_ends(connect: Connect, own_etcd: EmbeddedEtcd) -> None:
+def test_a_lease_that_is_not_renewed_expires(connect: Connect, own_etcd: EmbeddedEtcd) -> None:
     leaving, staying = connect(own_etcd.endpoint), connect(own_etcd.endpoint)
     lease = leaving.lease(2)
     leaving.put("/node", b"", lease=lease)
@@ -208,7 +208,7 @@ def test_a_lease_that_is_not_renewed_ends(connect: Connect, own_etcd: EmbeddedEt
 # -- calls ----------------------------------------------------------------------------------
 
 
-def test_calls_fail_while_etcd_is_down_and_work_when_it_is_back(
+def test_calls_fail_while_etcd_is_down_and_succeed_once_it_is_back(
     connect: Connect, own_etcd: EmbeddedEtcd
 ) -> None:
     store = connect(own_etcd.endpoint, request_timeout_s=1)
@@ -243,7 +243,7 @@ def test_a_call_outlasts_a_short_outage(connect: Connect, own_etcd: EmbeddedEtcd
     assert len(results) == 1
 
 
-def test_contact_is_kept_while_nobody_calls(connect: Connect, own_etcd: EmbeddedEtcd) -> None:
+def test_an_idle_store_keeps_probing_etcd(connect: Connect, own_etcd: EmbeddedEtcd) -> None:
     store = connect(own_etcd.endpoint)
     for _ in range(2):
         eventually(contact_since(store, store.last_contact_s), "etcd is asked")
@@ -253,7 +253,7 @@ def test_contact_is_kept_while_nobody_calls(connect: Connect, own_etcd: Embedded
 
 
 @pytest.mark.parametrize("how", ["kill", "pause"])
-def test_a_member_in_use_is_replaced_by_another(
+def test_the_store_fails_over_from_a_dead_member(
     connect: Connect, cluster: EmbeddedCluster, root: str, how: str
 ) -> None:
     cluster.start()
@@ -265,7 +265,7 @@ def test_a_member_in_use_is_replaced_by_another(
     victim = member_of(cluster, store)
     (victim.kill if how == "kill" else victim.pause)()
     try:
-        # Nobody calls through the store: its watch must find out by itself.
+        # No calls are made through the store: its watch must detect the failure on its own.
         recorder.wait_for(lambda r: r.reconnections)
         assert member_of(cluster, store) is not victim
         other.put(f"{root}a", b"1")
@@ -278,7 +278,7 @@ def test_a_member_in_use_is_replaced_by_another(
         cluster.start()
 
 
-def test_a_call_into_a_frozen_member_goes_to_another(
+def test_a_call_to_a_frozen_member_fails_over_to_another_one(
     connect: Connect, cluster: EmbeddedCluster, root: str
 ) -> None:
     cluster.start()
@@ -292,7 +292,7 @@ def test_a_call_into_a_frozen_member_goes_to_another(
         victim.resume()
 
 
-def test_a_watch_on_a_member_without_majority_notices(
+def test_a_watch_on_a_member_without_quorum_is_disconnected(
     connect: Connect, cluster: EmbeddedCluster, root: str
 ) -> None:
     cluster.start()
@@ -327,7 +327,7 @@ def test_killing_each_member_in_turn_loses_no_event(
             value = b"%d" % len(written)
             writing.put(f"{root}k", value)
             written.append(value)
-            time.sleep(0.005)  # a pace, not a wait
+            time.sleep(0.005)  # paces the writes; not a synchronisation
 
     thread = threading.Thread(target=write)
     thread.start()
@@ -343,6 +343,6 @@ def test_killing_each_member_in_turn_loses_no_event(
     recorder.wait_for(lambda r: (f"{root}k", written[-1]) in r.changes)
     revisions = [e.entry.mod_revision for e in recorder.events if hasattr(e, "entry")]
     assert revisions == sorted(set(revisions))
-    # A write that was retried may stand twice in etcd's own history, at two revisions.
+    # A retried write may appear twice in etcd's history, at two revisions.
     values = [int(value) for _, value in recorder.changes if value is not None]
     assert list(dict.fromkeys(values)) == list(range(len(written)))

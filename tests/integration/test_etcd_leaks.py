@@ -25,9 +25,11 @@ def use_and_close(endpoint: str, root: str) -> None:
     store.close()
 
 
-def test_threads_and_descriptors_come_back(shared_etcd: EmbeddedEtcd, root: str) -> None:
+def test_a_closed_store_releases_its_threads_and_descriptors(
+    shared_etcd: EmbeddedEtcd, root: str
+) -> None:
     process, before = psutil.Process(), elastic_threads()
-    for _ in range(3):  # gRPC keeps some of its own from the first use on
+    for _ in range(3):  # gRPC keeps some of its own after the first use
         use_and_close(shared_etcd.endpoint, root)
     descriptors, threads = process.num_fds(), threading.active_count()
     for _ in range(10):
@@ -69,7 +71,7 @@ def test_a_callback_that_raises_is_reported_to_the_owner(
     watch = store.watch([root], callback, name="broken")
     eventually(lambda: crashes, "the crash is reported")
     assert crashes == [("elastic-watch-broken", mistake)]
-    assert store.put(f"{root}a", b"") > 0  # the others go on
+    assert store.put(f"{root}a", b"") > 0  # the other watches continue
     watch.close()
     store.close()
     assert elastic_threads() <= before

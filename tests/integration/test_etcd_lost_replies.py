@@ -1,4 +1,4 @@
-"""etcd did it and the reply is lost: the retry must not call that a failure."""
+"""etcd has applied a request whose reply is lost: the retry must not report a failure."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def behind(connect: Connect, proxy: CuttingProxy) -> EtcdStore:
 def lose_reply_of(
     proxy: CuttingProxy, call: Callable[[], T], carried_out: Callable[[], object]
 ) -> T:
-    """Run ``call`` such that etcd carries it out once and the reply never arrives."""
+    """Run ``call`` such that etcd applies it once and the reply never arrives."""
     results: list[T] = []
     proxy.lose_replies()
     thread = threading.Thread(target=lambda: results.append(call()))
@@ -48,7 +48,7 @@ def lose_reply_of(
     return results[0]
 
 
-def test_a_swap_whose_reply_is_lost_succeeded(
+def test_a_swap_with_a_lost_reply_reports_success(
     behind: EtcdStore, direct: EtcdStore, proxy: CuttingProxy, root: str
 ) -> None:
     key = f"{root}leader"
@@ -62,7 +62,7 @@ def test_a_swap_whose_reply_is_lost_succeeded(
     assert direct.compare_and_swap(key, b"next", expected_revision=revision) is not None
 
 
-def test_a_swap_that_somebody_else_overwrote_did_not(
+def test_a_swap_overwritten_by_another_client_reports_failure(
     behind: EtcdStore, direct: EtcdStore, proxy: CuttingProxy, root: str
 ) -> None:
     key = f"{root}leader"
@@ -76,7 +76,7 @@ def test_a_swap_that_somebody_else_overwrote_did_not(
     assert result is None
 
 
-def test_a_swap_on_a_lease_is_recognised(
+def test_a_swap_under_a_lease_with_a_lost_reply_reports_success(
     behind: EtcdStore, direct: EtcdStore, proxy: CuttingProxy, root: str
 ) -> None:
     key, lease = f"{root}leader", behind.lease(60)
@@ -88,7 +88,7 @@ def test_a_swap_on_a_lease_is_recognised(
     assert revision is not None
 
 
-def test_a_deletion_whose_reply_is_lost_deleted(
+def test_a_deletion_with_a_lost_reply_reports_success(
     behind: EtcdStore, direct: EtcdStore, proxy: CuttingProxy, root: str
 ) -> None:
     plain, compared = f"{root}plain", f"{root}compared"
@@ -102,7 +102,7 @@ def test_a_deletion_whose_reply_is_lost_deleted(
     )
 
 
-def test_a_lease_whose_grant_is_lost_is_granted_once(
+def test_a_lease_with_a_lost_grant_reply_is_granted_once(
     behind: EtcdStore, direct: EtcdStore, proxy: CuttingProxy, root: str, shared_etcd: EmbeddedEtcd
 ) -> None:
     from elastic.store.etcd.compat import load_grpc, load_rpc

@@ -1,4 +1,4 @@
-"""etcd3 beside every major version of protobuf that users have installed."""
+"""The etcd client works with every major version of protobuf that users have installed."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def protobuf_folder(request: pytest.FixtureRequest) -> Path:
 
 
 def install(folder: Path, requirement: str) -> Path:
-    """The wheel alone, in a folder of its own, kept between runs."""
+    """Install only the wheel into a separate folder, which is kept between runs."""
     target = folder / requirement.replace("~=", "-")
     if target.exists():
         return target
@@ -61,7 +61,7 @@ def install(folder: Path, requirement: str) -> Path:
 
 
 @pytest.mark.parametrize("version", ["3.20.3", "4.25.0", "5.29.0", "6.30.0", "7.34.0"])
-def test_etcd_works_beside_protobuf(
+def test_the_etcd_client_works_with_protobuf(
     version: str, protobuf_folder: Path, shared_etcd: EmbeddedEtcd, root: str
 ) -> None:
     major = version.split(".", maxsplit=1)[0]
@@ -79,7 +79,7 @@ def test_etcd_works_beside_protobuf(
     assert (done.stdout, done.stderr) == ("fine", "")
 
 
-def test_nothing_leaks_into_the_environment_of_workers(shared_etcd: EmbeddedEtcd) -> None:
+def test_the_protobuf_setting_does_not_leak_into_workers(shared_etcd: EmbeddedEtcd) -> None:
     code = """if True:
         import os
         before = dict(os.environ)

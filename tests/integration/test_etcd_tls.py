@@ -1,4 +1,4 @@
-"""TLS: the right certificates work, the wrong ones are refused in words."""
+"""TLS: valid certificates are accepted, and invalid ones are refused with a clear error."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Connect = Callable[..., EtcdStore]
 
 @dataclass(frozen=True)
 class Site:
-    """An etcd with TLS, the authority behind it, and one that is not."""
+    """An etcd with TLS, its certificate authority, and another authority."""
 
     etcd: EmbeddedEtcd
     cacert: str
@@ -38,7 +38,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
         yield Site(etcd, ours.cacert, ours.issue("client"), theirs.cacert, theirs.issue("stranger"))
 
 
-def test_the_right_certificates_work(connect: Connect, site: Site) -> None:
+def test_valid_certificates_are_accepted(connect: Connect, site: Site) -> None:
     store = connect(
         f"https://{site.etcd.endpoint}",
         cacert=site.cacert,
@@ -54,7 +54,7 @@ def test_the_right_certificates_work(connect: Connect, site: Site) -> None:
     assert entry is not None and entry.value == b"1"
 
 
-def test_a_server_of_another_authority_is_refused(connect: Connect, site: Site) -> None:
+def test_a_server_certificate_of_another_authority_is_refused(connect: Connect, site: Site) -> None:
     with pytest.raises(StoreRefused, match="certificate is not signed by cacert") as caught:
         connect(
             site.etcd.endpoint,
@@ -78,17 +78,19 @@ def test_a_client_certificate_of_another_authority_is_refused(connect: Connect, 
         )
 
 
-def test_no_client_certificate_is_refused(connect: Connect, site: Site) -> None:
+def test_a_missing_client_certificate_is_refused(connect: Connect, site: Site) -> None:
     with pytest.raises(StoreRefused, match=r"(?i)certificate"):
         connect(site.etcd.endpoint, cacert=site.cacert, connect_timeout_s=3)
 
 
-def test_a_plain_client_of_a_tls_server_is_told(connect: Connect, site: Site) -> None:
+def test_a_plaintext_client_of_a_tls_server_gets_a_clear_error(
+    connect: Connect, site: Site
+) -> None:
     with pytest.raises(StoreRefused, match="the server speaks TLS"):
         connect(site.etcd.endpoint, connect_timeout_s=3)
 
 
-def test_a_tls_client_of_a_plain_server_is_told(
+def test_a_tls_client_of_a_plaintext_server_gets_a_clear_error(
     connect: Connect, site: Site, shared_etcd: EmbeddedEtcd
 ) -> None:
     with pytest.raises(StoreRefused, match="does not speak TLS"):
@@ -108,7 +110,7 @@ def test_a_certificate_for_another_host_is_refused(connect: Connect, tmp_path: P
         connect(etcd.endpoint, cacert=authority.cacert, connect_timeout_s=3)
 
 
-def test_an_unreadable_file_is_named(connect: Connect, tmp_path: Path) -> None:
+def test_an_unreadable_certificate_file_is_named(connect: Connect, tmp_path: Path) -> None:
     missing = tmp_path / "missing.pem"
     with pytest.raises(ConfigError, match=f"cacert={missing}"):
         connect("127.0.0.1:1", cacert=str(missing))

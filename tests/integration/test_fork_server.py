@@ -1,4 +1,4 @@
-"""A process of the fork server looks and ends like one that was started."""
+"""A process of the fork server looks and exits like a spawned one."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from elastic.testing.forks.server import (
 from elastic.testing.processes import TOKEN, Process, marked_with
 from elastic.testing.waiting import PATIENCE_S, eventually
 
-# Everything that a process may ask about itself, and what it has imported of ours and of grpc.
+# Everything that a process can query about itself, and its imports of our packages and grpc.
 PROGRAM = """
 import json, os, sys, tempfile, threading
 own = open("/proc/self/environ", "rb").read().rstrip(b"\\0").split(b"\\0")
@@ -52,7 +52,7 @@ C10D = ("--rdzv-backend=c10d", "--rdzv-endpoint=127.0.0.1:0", "--local-addr=127.
 
 @pytest.fixture(scope="module")
 def server() -> ForkServer:
-    """The one that all tests share; one of its own where these start processes as in production."""
+    """The shared server; a separate one if the tests start processes as in production."""
     return shared_fork_server() or ForkServer()
 
 
@@ -73,7 +73,7 @@ def start(server: ForkServer | None, folder: Path, *arguments: str, **env: str) 
         return ForkedPopen(server.client, command, **options)
 
 
-def test_only_the_processes_of_a_slow_node_start_late(server: ForkServer, tmp_path: Path) -> None:
+def test_only_processes_of_a_slow_node_start_late(server: ForkServer, tmp_path: Path) -> None:
     delay_s, began_s = 0.3, {}
     for node in ("slow", "other"):
         asked_s = time.monotonic()
@@ -85,7 +85,7 @@ def test_only_the_processes_of_a_slow_node_start_late(server: ForkServer, tmp_pa
     assert began_s["other"] < began_s["slow"]
 
 
-def test_a_fork_looks_like_a_process_that_was_started(server: ForkServer, tmp_path: Path) -> None:
+def test_a_fork_looks_like_a_spawned_process(server: ForkServer, tmp_path: Path) -> None:
     script = tmp_path / "program.py"
     script.write_text(PROGRAM)
     told = []
@@ -113,10 +113,10 @@ print("the end", file=sys.stderr)
 """
 
 
-def test_a_fork_talks_through_pipes(server: ForkServer, tmp_path: Path) -> None:
+def test_a_fork_communicates_through_pipes(server: ForkServer, tmp_path: Path) -> None:
     script = tmp_path / "program.py"
     script.write_text(ANSWERS)
-    gc.collect()  # what other tests have left closes no descriptor meanwhile
+    gc.collect()  # garbage of other tests must not close descriptors in the meantime
     before = os.listdir("/proc/self/fd")
     pipes = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
     command = [sys.executable, str(script)]
@@ -174,7 +174,7 @@ def test_a_fork_runs_in_the_network_namespace_of_its_launcher(
         ("import threading, time, os\nthreading.Thread(target=lambda: os._exit(5)).start()", 5),
     ],
 )
-def test_it_ends_as_such_a_process_ends(
+def test_a_fork_exits_like_a_spawned_process(
     server: ForkServer, tmp_path: Path, program: str, code: int
 ) -> None:
     script = tmp_path / "program.py"
@@ -182,7 +182,7 @@ def test_it_ends_as_such_a_process_ends(
     assert start(server, tmp_path, str(script)).wait(PATIENCE_S) == code
 
 
-# The order in which an interpreter ends, and C after it.
+# The order in which the interpreter, and then the C runtime, shuts down.
 ENDING = """
 import atexit, ctypes, sys, threading, weakref
 
@@ -207,7 +207,7 @@ sys.exit(4)
 """
 
 
-def test_it_frees_what_the_program_has_made_and_ends_by_exit(
+def test_a_fork_finalizes_its_objects_and_exits_normally(
     server: ForkServer, tmp_path: Path
 ) -> None:
     script = tmp_path / "program.py"
@@ -223,11 +223,11 @@ def test_it_frees_what_the_program_has_made_and_ends_by_exit(
     assert start(server, tmp_path, str(script), "modules").wait(PATIENCE_S) == 4
     freed = {f"freed what it has {done} a module" for done in ("added to", "changed in")}
     assert freed <= set((tmp_path / "output").read_text().splitlines())
-    # Handlers of C's that the program registers are called: here, one that ends it otherwise.
+    # C exit handlers of the program are called: here, one that changes its exit code.
     assert start(server, tmp_path, str(script), "abort").wait(PATIENCE_S) == -signal.SIGABRT
 
 
-def test_a_program_that_is_run_to_its_end_has_its_code_and_both_outputs(tmp_path: Path) -> None:
+def test_a_completed_program_returns_its_exit_code_and_both_outputs(tmp_path: Path) -> None:
     script = tmp_path / "program.py"
     script.write_text(
         "import os, sys\nprint(os.getcwd())\nprint('why', file=sys.stderr)\nsys.exit(3)"
@@ -238,7 +238,7 @@ def test_a_program_that_is_run_to_its_end_has_its_code_and_both_outputs(tmp_path
     assert (done.returncode, done.stdout, done.stderr) == (3, f"{tmp_path}\n", "why\n")
 
 
-def test_a_program_that_does_not_end_is_killed(tmp_path: Path) -> None:
+def test_a_program_that_exceeds_its_timeout_is_killed(tmp_path: Path) -> None:
     script = tmp_path / "program.py"
     script.write_text("import time\ntime.sleep(600)")
     token = "stays-forked/0"
@@ -253,7 +253,7 @@ def workers_of(token: str) -> list[Process]:
 
 @pytest.mark.cluster
 @pytest.mark.parametrize("launcher", [TORCHRUN, ELASTIC_RUN], ids=["torchrun", "elastic run"])
-def test_workers_of_an_agent_are_its_children_and_marked(
+def test_workers_are_marked_children_of_their_agent(
     server: ForkServer, tmp_path: Path, launcher: tuple[str, ...]
 ) -> None:
     script = tmp_path / "program.py"

@@ -1,4 +1,4 @@
-"""The agent's look at real processes: pages, states of the kernel, debuggers, and what it does."""
+"""The agent's hang watch on real processes: pages, kernel states, debuggers, and its actions."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ for line in sys.stdin:
 
 
 class Worker:
-    """A process with a page."""
+    """A process with a progress page."""
 
     def __init__(self) -> None:
         self.process = subprocess.Popen(
@@ -100,7 +100,7 @@ class Journal:
 
 
 class Agent:
-    """A watch with a response, as an agent has them; ticked by its thread or by the test."""
+    """A watch with its response, as in an agent; ticked by its thread or by the test."""
 
     def __init__(self, folder: Path, *, acts: bool = True, clock: Any = None) -> None:
         self.facts: queue.Queue[tuple[RankFacts, ...]] = queue.Queue()
@@ -174,14 +174,14 @@ def make_agent(tmp_path: Path) -> Iterator[Callable[..., Agent]]:
 
 
 def quiet(agent: Agent) -> RankFacts:
-    """The facts once they say that the worker is over its budget."""
+    """The facts, once they show that the worker has exceeded its budget."""
     while True:
         ranks = agent.facts.get(timeout=60)
         if ranks and ranks[0].quiet_s >= POLICY.hang_timeout_s:
             return ranks[0]
 
 
-def test_a_worker_that_goes_quiet_is_published_and_withdrawn_when_it_goes_on(
+def test_a_hang_suspicion_is_published_and_withdrawn_on_progress(
     worker: Worker, make_agent: Callable[..., Agent]
 ) -> None:
     worker.enter(Phase.COMPUTE)
@@ -195,7 +195,7 @@ def test_a_worker_that_goes_quiet_is_published_and_withdrawn_when_it_goes_on(
     assert worker.process.poll() is None
 
 
-def test_the_culprit_is_ended_and_reported(
+def test_the_culprit_is_killed_and_reported(
     worker: Worker, make_agent: Callable[..., Agent], tmp_path: Path
 ) -> None:
     worker.enter(Phase.COMPUTE)
@@ -219,7 +219,7 @@ def test_the_culprit_is_ended_and_reported(
     assert told["message"]["message"] == agent.killed[0][1], "torchrun's own account of it"
 
 
-def test_whoever_goes_on_before_it_is_ended_is_left_alone(
+def test_a_worker_that_makes_progress_before_the_kill_is_spared(
     worker: Worker, make_agent: Callable[..., Agent]
 ) -> None:
     worker.enter(Phase.COMPUTE)
@@ -232,7 +232,7 @@ def test_whoever_goes_on_before_it_is_ended_is_left_alone(
     assert agent.killed == [] and worker.process.poll() is None
 
 
-def test_report_only(worker: Worker, make_agent: Callable[..., Agent]) -> None:
+def test_report_only_mode_kills_no_worker(worker: Worker, make_agent: Callable[..., Agent]) -> None:
     worker.enter(Phase.COMPUTE)
     agent = make_agent(acts=False)
     agent.add(worker)
@@ -243,7 +243,7 @@ def test_report_only(worker: Worker, make_agent: Callable[..., Agent]) -> None:
     assert agent.killed == [] and worker.process.poll() is None
 
 
-def test_a_stopped_worker_is_ended_with_and_without_a_page(
+def test_a_stopped_worker_is_killed_with_and_without_a_page(
     worker: Worker, make_agent: Callable[..., Agent]
 ) -> None:
     agent, plain = make_agent(), subprocess.Popen([sys.executable, "-c", "input()"], stdin=-1)
@@ -259,7 +259,7 @@ def test_a_stopped_worker_is_ended_with_and_without_a_page(
     plain.stdin.close()
 
 
-def test_a_short_stop_is_forgiven(worker: Worker, make_agent: Callable[..., Agent]) -> None:
+def test_short_stops_are_tolerated(worker: Worker, make_agent: Callable[..., Agent]) -> None:
     agent = make_agent()
     agent.add(worker)
     for _ in range(5):
@@ -270,8 +270,8 @@ def test_a_short_stop_is_forgiven(worker: Worker, make_agent: Callable[..., Agen
     assert agent.killed == [] and worker.process.poll() is None
 
 
-def test_who_is_traced_is_never_ended(worker: Worker, make_agent: Callable[..., Agent]) -> None:
-    """By the kernel's word: gdb, strace and py-spy trace, whatever the process says."""
+def test_a_traced_worker_is_never_killed(worker: Worker, make_agent: Callable[..., Agent]) -> None:
+    """The kernel reports tracing by gdb, strace and py-spy, whatever the process reports."""
     worker.enter(Phase.COMPUTE)
     agent, libc = make_agent(), ctypes.CDLL(None, use_errno=True)
     libc.ptrace.argtypes = [ctypes.c_long, ctypes.c_long, ctypes.c_void_p, ctypes.c_void_p]
@@ -285,17 +285,15 @@ def test_who_is_traced_is_never_ended(worker: Worker, make_agent: Callable[..., 
     assert (event.kind, event.action) == ("debugged", "leave-alone")
     assert f"process {os.getpid()} traces it" in event.reason
     assert agent.killed == []
-    # Not poll(): to its tracer, waitpid tells of the stop.
+    # Not poll(): waitpid reports the stop to its tracer.
     times = kernel.process_times(worker.pid)
     assert times is not None
     assert times.state == "t"
 
 
 @pytest.mark.parametrize("gap_s", [1.0, 10.0, 3600.0])
-def test_a_machine_that_stood_still_has_no_hung_workers(
-    worker: Worker, tmp_path: Path, gap_s: float
-) -> None:
-    """A paused VM, a suspended laptop, a frozen container: nobody could run."""
+def test_a_paused_machine_has_no_hung_workers(worker: Worker, tmp_path: Path, gap_s: float) -> None:
+    """A paused VM, a suspended laptop, a frozen container: no process could run."""
     clock = ManualClock()
     agent = Agent(tmp_path, clock=clock)
     agent.add(worker)
@@ -311,7 +309,7 @@ def test_a_machine_that_stood_still_has_no_hung_workers(
     agent.watch.close()
 
 
-def test_a_newer_world_begins_all_clocks_anew(worker: Worker, tmp_path: Path) -> None:
+def test_a_newer_world_resets_all_clocks(worker: Worker, tmp_path: Path) -> None:
     clock = ManualClock()
     agent = Agent(tmp_path, clock=clock)
     agent.add(worker)
@@ -328,8 +326,8 @@ def test_a_newer_world_begins_all_clocks_anew(worker: Worker, tmp_path: Path) ->
     agent.watch.close()
 
 
-def test_a_tick_costs_little(worker: Worker, tmp_path: Path) -> None:
-    """Of eight workers, all of them well."""
+def test_a_tick_is_cheap(worker: Worker, tmp_path: Path) -> None:
+    """A tick over eight healthy workers."""
     agent = Agent(tmp_path)
     others = [subprocess.Popen([sys.executable, "-c", "input()"], stdin=-1) for _ in range(7)]
     agent.add(worker)
@@ -356,7 +354,7 @@ def test_a_tick_costs_little(worker: Worker, tmp_path: Path) -> None:
     assert best_s < MOST_PER_TICK_S
 
 
-def test_all_wait_and_the_world_is_formed_anew(
+def test_a_hang_of_all_ranks_aborts_and_reforms_the_world(
     worker: Worker, make_agent: Callable[..., Agent]
 ) -> None:
     worker.enter(Phase.COMPUTE)
@@ -368,10 +366,10 @@ def test_all_wait_and_the_world_is_formed_anew(
     assert worker.process.poll() is None
 
 
-def test_a_report_folder_that_cannot_be_written_to(
+def test_an_unwritable_report_folder(
     worker: Worker, make_agent: Callable[..., Agent], tmp_path: Path
 ) -> None:
-    """Is refused at the start; if it happens later, the worker is ended all the same."""
+    """It is rejected at startup; if it becomes unwritable later, the worker is still killed."""
     (tmp_path / "file").write_text("")
     check_folder(None)
     check_folder(str(tmp_path / "new"))
@@ -388,7 +386,7 @@ def test_a_report_folder_that_cannot_be_written_to(
     assert event.report == ""
 
 
-def test_the_thread_is_joined(make_agent: Callable[..., Agent]) -> None:
+def test_closing_the_watch_joins_its_thread(make_agent: Callable[..., Agent]) -> None:
     agent = make_agent()
     assert any(t.name == "elastic-hangs" for t in threading.enumerate())
     agent.watch.close()

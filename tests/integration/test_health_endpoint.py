@@ -1,4 +1,4 @@
-"""/livez and /readyz of real agents: what a kubelet hears while all is well, and when it is not."""
+"""/livez and /readyz of real agents, as a kubelet sees them: healthy and unhealthy."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ def start(tmp_path: Path, shared_etcd: EmbeddedEtcd, root: str) -> Iterator[Call
 
 
 @pytest.mark.cluster
-def test_an_agent_that_waits_for_others_is_live_and_not_ready_and_goes_when_told(
+def test_a_waiting_agent_is_live_but_not_ready_and_exits_on_sigterm(
     start: Callable[..., Agent],
 ) -> None:
     agent = start()
@@ -124,7 +124,7 @@ def test_an_agent_that_waits_for_others_is_live_and_not_ready_and_goes_when_told
 
 @pytest.mark.cluster
 def test_an_agent_whose_main_thread_hangs_is_not_live(start: Callable[..., Agent]) -> None:
-    """torchrun is told to look after its workers every hour: nobody would notice their end."""
+    """torchrun polls its workers once an hour, so it would not notice their exit."""
     agent = start(
         PET_NNODES="1", PET_MONITOR_INTERVAL="3600", ELASTIC_HUNG_AFTER_S=str(HUNG_AFTER_S)
     )
@@ -141,7 +141,7 @@ def test_an_agent_whose_main_thread_hangs_is_not_live(start: Callable[..., Agent
 
 
 class StuckStore(MemoryStore):
-    """A store whose writes never return once it is told to be stuck."""
+    """A store whose writes block once ``stuck`` is set."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""A benchmark or a test run that is interrupted or killed leaves no process behind."""
+"""An interrupted or killed benchmark or test run leaves no process behind."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from elastic.testing.waiting import PATIENCE_S, eventually
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 MARK = "TEST_OF_KILLED_OWNERS"
-# Agents under the orphan reaper's care, and torchrun as it comes, which nothing else looks after.
-OURS = ("restart.py", "--kills=1", "--peers=0")  # where it is interrupted, nothing trains yet
+# Agents with an orphan reaper, and stock torchrun, which has none.
+OURS = ("restart.py", "--kills=1", "--peers=0")  # at the interrupt, nothing trains yet
 STOCK = (
     *(
         "recovery.py",
@@ -45,7 +45,7 @@ time.sleep(600)
 
 
 class Owner:
-    """A process that starts others; all of them carry a mark."""
+    """A process that starts others; all of them are marked."""
 
     def __init__(self, *command: str) -> None:
         self._token = uuid.uuid4().hex
@@ -58,7 +58,7 @@ class Owner:
         )
 
     def started(self) -> list[Process]:
-        """What it started, directly or not, and is alive."""
+        """Live processes that it started, directly or indirectly."""
         return [p for p in owned_by(MARK, self._token) if p.pid != self._process.pid]
 
     def end(self, how: signal.Signals) -> None:
@@ -92,15 +92,15 @@ def is_agent(process: Process) -> bool:
     [(OURS, signal.SIGTERM), (OURS, signal.SIGINT), (STOCK, signal.SIGKILL)],
     indirect=["owner"],
 )
-def test_nothing_outlives_a_benchmark(owner: Owner, how: signal.Signals) -> None:
+def test_no_process_outlives_a_benchmark(owner: Owner, how: signal.Signals) -> None:
     is_awaited = is_worker if how is signal.SIGKILL else is_agent
     eventually(lambda: any(map(is_awaited, owner.started())), "a process of torchrun")
     owner.end(how)
     eventually(lambda: owner.started() == [], "the end of all that the benchmark started")
 
 
-def test_nothing_of_a_node_outlives_the_process_that_started_it(tmp_path: Path) -> None:
-    """Not even what its agent started in a session of its own."""
+def test_no_process_of_a_node_outlives_its_launcher(tmp_path: Path) -> None:
+    """Nor a process that its agent started in a separate session."""
     token = uuid.uuid4().hex
     program = STARTS_A_NODE.replace("{}, ", f"{{'{MARK}': '{token}', 'PATH': '/bin:/usr/bin'}}, ")
     starter = subprocess.Popen([sys.executable, "-c", program, str(tmp_path / "log")])
@@ -119,7 +119,7 @@ def test_nothing_of_a_node_outlives_the_process_that_started_it(tmp_path: Path) 
 
 
 def test_a_fork_ends_with_the_process_that_forked_it() -> None:
-    """Checked one level down: the fork of a fork, which is killed."""
+    """Verified one level down: with the fork of a fork, which is killed."""
     read, write = os.pipe()
 
     def report_and_wait() -> None:

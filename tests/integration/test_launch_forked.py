@@ -1,4 +1,4 @@
-"""Programs whose workers are forked: told to end, and killed."""
+"""Programs with forked workers: terminated and killed."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class Program:
         return (self.folder / "log").read_text()
 
     def noted(self, name: str) -> str:
-        """What a process has said, as soon as it has."""
+        """The text that a process has noted, once it is there."""
         file = self.folder / name
         eventually(
             lambda: file.exists() or self.process.poll() is not None, name, within_s=PATIENCE_S
@@ -58,7 +58,7 @@ class Program:
         return int(self.noted(name).split()[0])
 
     def workers(self) -> list[int]:
-        """Those that stay."""
+        """The workers that keep running."""
         return [self.pid(name) for name in ("worker-0-1", "worker-1-1")]
 
     def left(self) -> list[str]:
@@ -85,13 +85,13 @@ def launch(
         program.end()
 
 
-def test_a_killed_program_takes_its_workers_with_it_and_nothing_else(
+def test_only_the_workers_end_with_a_killed_program(
     launch: Callable[..., Program],
 ) -> None:
     program = launch("stubborn")
     workers = [*program.workers(), program.pid("child of worker")]
     bystander = program.pid("bystander")
-    # Told to end at the restart, they did: by SIGTERM, as processes that are started anew do.
+    # At the restart they ended by SIGTERM, like spawned processes.
     assert program.noted("worker-1-0").split()[1] == program.noted("worker-1-1").split()[1] == "0"
     assert "forcefully exiting via" not in program.log
     assert program.noted("bystander").split()[1] == "of_the_program"
@@ -103,7 +103,7 @@ def test_a_killed_program_takes_its_workers_with_it_and_nothing_else(
 
 
 @pytest.mark.parametrize("told", [signal.SIGTERM, signal.SIGINT])
-def test_a_signal_ends_the_launch_and_the_program_goes_on(
+def test_a_signal_ends_the_launch_but_not_the_program(
     launch: Callable[..., Program],
     told: signal.Signals,
     shared_etcd: EmbeddedEtcd,

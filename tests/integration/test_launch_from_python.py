@@ -1,4 +1,4 @@
-"""Programs that call ``torch.distributed.launcher``: what they get, and what is left in them."""
+"""Programs that call ``torch.distributed.launcher``: results, and resources left behind."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ RAISE = ["fails", "used", "none, 1:2", "wrong option", "no etcd", "not enough no
 
 @pytest.fixture(scope="module")
 def seen(shared_etcd: EmbeddedEtcd, tmp_path_factory: pytest.TempPathFactory) -> Seen:
-    """What one program saw that launches many times."""
+    """The results of one program that launches many times."""
     folder = tmp_path_factory.mktemp("launching")
     arguments = [shared_etcd.endpoint, f"/test/{folder.name}", folder.name]
     done = run_program(
@@ -41,13 +41,13 @@ def seen(shared_etcd: EmbeddedEtcd, tmp_path_factory: pytest.TempPathFactory) ->
 
 
 @pytest.mark.parametrize("launch", GIVE_RESULTS)
-def test_a_launch_gives_its_results(seen: Seen, launch: str) -> None:
+def test_a_launch_returns_its_results(seen: Seen, launch: str) -> None:
     assert seen[launch]["raised"] == [], seen[launch]
     workers = 1 if launch.startswith(("spawn", "forkserver")) else 2
     assert set(seen[launch]["result"]) == {str(rank) for rank in range(workers)}
 
 
-def test_results_are_by_rank_and_one_node_has_one_id(seen: Seen) -> None:
+def test_results_are_keyed_by_rank_and_each_node_has_one_id(seen: Seen) -> None:
     nodes = set()
     for launch, number in RANK_AND_NODE.items():
         result = seen[launch]["result"]
@@ -58,7 +58,7 @@ def test_results_are_by_rank_and_one_node_has_one_id(seen: Seen) -> None:
 
 
 @pytest.mark.parametrize("launch", [*GIVE_RESULTS, *RAISE, "torch fails first", "unused"])
-def test_nothing_of_a_launch_is_left_in_the_program(seen: Seen, launch: str) -> None:
+def test_a_launch_leaves_no_resources_in_the_program(seen: Seen, launch: str) -> None:
     after = seen[launch]
     assert after["other handlers"] == []
     assert after["new in the environment"] == []
@@ -66,11 +66,11 @@ def test_nothing_of_a_launch_is_left_in_the_program(seen: Seen, launch: str) -> 
     assert after["left"] == []
 
 
-def test_the_program_hears_its_signals_again(seen: Seen) -> None:
+def test_a_launch_restores_the_signal_handlers_of_the_program(seen: Seen) -> None:
     assert seen["heard"] == ["SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT"]
 
 
-def test_workers_end_by_sigterm_however_they_are_started(seen: Seen) -> None:
+def test_workers_end_by_sigterm_for_every_start_method(seen: Seen) -> None:
     for launch in RANK_AND_NODE:
         assert all(result[3] for result in seen[launch]["result"].values()), launch
 
@@ -87,25 +87,25 @@ def test_workers_end_by_sigterm_however_they_are_started(seen: Seen) -> None:
         ("not enough nodes", "RendezvousTimeoutError", "join_timeout_s=1"),
     ],
 )
-def test_what_ends_a_launch_is_one_of_torchs_errors(
+def test_a_failed_launch_raises_an_error_of_torch(
     seen: Seen, launch: str, kind: str, said: str
 ) -> None:
     raised = seen[launch]["raised"]
     assert kind in raised and "Exception" in raised
     assert said in seen[launch]["said"]
-    if launch == "used, run":  # commands call it, too: uncaught, it ends the process as they should
+    if launch == "used, run":  # also called by commands: uncaught, it exits
         assert seen[launch]["code"] == 0
     else:
         assert "SystemExit" not in raised
 
 
-def test_a_job_of_one_node_without_an_id_has_one_of_its_own(seen: Seen) -> None:
+def test_a_single_node_job_without_an_id_gets_a_unique_one(seen: Seen) -> None:
     first, second = (set(seen[launch]["result"].values()) for launch in ("none", "none again"))
     assert len(first) == len(second) == 1
     assert first != second and "none" not in first | second
 
 
-def test_several_launches_at_once_from_threads(seen: Seen) -> None:
+def test_threads_launch_concurrently(seen: Seen) -> None:
     one, other, used = seen["thread"]["result"]
     assert one["raised"] == other["raised"] == []
     nodes = [{r[2] for r in launch["result"].values()} for launch in (one, other)]
@@ -114,6 +114,6 @@ def test_several_launches_at_once_from_threads(seen: Seen) -> None:
     assert seen["thread"]["left"] == seen["thread"]["new in the environment"] == []
 
 
-def test_why_a_node_left_is_a_sentence(seen: Seen) -> None:
+def test_the_reason_for_leaving_is_a_sentence(seen: Seen) -> None:
     reasons = [line for line in seen["log"].splitlines() if "node-leaving" in line]
     assert reasons and not any("NoneType" in line for line in reasons)

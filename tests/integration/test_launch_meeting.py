@@ -19,7 +19,7 @@ from elastic.testing.waiting import eventually
 pytestmark = pytest.mark.cluster
 
 PROGRAM = Path(__file__).parent / "meeting_program.py"
-APART_S = 8.0  # torch's second process comes 7 to 17 s after the first: it has torch to import
+APART_S = 8.0  # torch's second process arrives 7 to 17 s after the first, because it imports torch
 PATIENCE_S = 120.0
 
 
@@ -62,11 +62,11 @@ def nodes(tmp_path: Path, shared_etcd: EmbeddedEtcd, root: str) -> Iterator[list
         node.process.wait()
 
 
-def test_a_node_that_comes_seconds_later_is_part_of_a_short_job(nodes: list[Node]) -> None:
+def test_a_node_that_arrives_seconds_later_joins_a_short_job(nodes: list[Node]) -> None:
     first, second = nodes
     first.launch()
     eventually(lambda: "node-arrived" in first.log.read_text(), "the first one has arrived")
-    with contextlib.suppress(subprocess.TimeoutExpired):  # ended: the job is over already
+    with contextlib.suppress(subprocess.TimeoutExpired):  # ended: the job is over
         first.process.wait(APART_S)
     second.launch()
     assert first.results() | second.results() == {str(rank): [rank, 4] for rank in range(4)}

@@ -1,6 +1,6 @@
-"""A leader of a job whose workers keep their processes: services on the store's twin in memory.
+"""The leader of a job whose workers keep their processes: services on the in-memory store.
 
-What workers do is said by the test, as their agent would publish it; tests/kill runs real ones.
+The test sets the workers' state as their agent would publish it; tests/kill runs real workers.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ from elastic.tuning.agent_options import AgentOptions
 
 
 class InProcess(TestNode):
-    """A node whose workers say what the test lets them say."""
+    """A node whose workers report what the test specifies."""
 
     __test__ = False
 
@@ -64,7 +64,7 @@ class InProcess(TestNode):
         self.change(running=world)
 
     def step(self, step: int, generation: int, step_time_s: float = 0.1) -> None:
-        """The workers report how far they are."""
+        """The workers report their current step."""
         at_s = SYSTEM_CLOCK.monotonic()
         self.status.step_rate = StepRate(generation, step, step_time_s, at_s)
 
@@ -79,7 +79,7 @@ class InProcess(TestNode):
         )
 
     def report(self, generation: int, *accused: str) -> None:
-        """The workers' collective failed, or they waited in vain for ``accused``."""
+        """The workers report a failed collective, or a timeout while waiting for ``accused``."""
         lease = eventually(lambda: self.service.loop.registration.lease)
         report = FailureReport(
             node_id=self.id, generation=generation, error="reset", accused=accused
@@ -114,7 +114,7 @@ def start(server: MemoryServer) -> Iterator[Start]:
 
 
 def generation(server: MemoryServer, number: int) -> WorldRecord:
-    """Wait for this world; there must be no newer one."""
+    """Wait for the world of this generation; there must be no newer one."""
     eventually(lambda: world_in(server).generation >= number)
     world = world_in(server)
     assert world.generation == number, world.reason
@@ -122,7 +122,7 @@ def generation(server: MemoryServer, number: int) -> WorldRecord:
 
 
 def members_run(server: MemoryServer, nodes: list[InProcess], world: WorldRecord) -> None:
-    """All enter ``world``, and the store says so."""
+    """All members enter ``world``, and the store shows it."""
     for node in nodes:
         node.run(world)
     eventually(lambda: all(node_in(server, node).running == world for node in nodes))
@@ -135,7 +135,7 @@ def node_in(server: MemoryServer, node: InProcess) -> Node:
 
 def trio(server: MemoryServer, start: Start, **more: Any) -> list[InProcess]:
     """Three nodes that step in generation 1, in rank order."""
-    # All have to arrive within one last call, however busy the machine.
+    # All must arrive within one last call, even on a busy machine.
     options = more.pop("options", OPTIONS)
     options = replace(options, last_call_s=max(options.last_call_s, 1.0))
     nodes = [start(arrives=False, options=options, **more) for _ in range(3)]
@@ -152,14 +152,14 @@ def trio(server: MemoryServer, start: Start, **more: Any) -> list[InProcess]:
 def joining(
     server: MemoryServer, start: Start, nodes: list[InProcess]
 ) -> tuple[InProcess, WorldRecord]:
-    """A fourth node is ready, and its switch is pending."""
+    """A fourth node is ready, and its planned change is pending."""
     for node in nodes:
         node.step(100, 1)
     joining_node = start().ready()
     return joining_node, generation(server, 2)
 
 
-def test_trouble_with_everyone_alive_makes_the_same_world_again(
+def test_a_failure_with_all_nodes_alive_leads_to_the_same_members(
     server: MemoryServer, start: Start
 ) -> None:
     a, b, c = trio(server, start)
@@ -169,19 +169,21 @@ def test_trouble_with_everyone_alive_makes_the_same_world_again(
     assert (world.mode, world.switch_at_step) == ("in-process", None)
 
 
-def test_two_reports_of_one_trouble_make_one_world(server: MemoryServer, start: Start) -> None:
+def test_two_reports_of_one_failure_form_one_world(server: MemoryServer, start: Start) -> None:
     nodes = trio(server, start)
     nodes[0].report(1)
     world = generation(server, 2)
     nodes[1].report(1)
     nodes[2].report(1)
     members_run(server, nodes, world)
-    # What comes next is the next thing that happens.
+    # The next event must be this one.
     nodes[2].workers_die(2)
     assert generation(server, 3).node_ids == (nodes[0].id, nodes[1].id)
 
 
-def test_trouble_finds_a_dead_member_at_once(server: MemoryServer, start: Start) -> None:
+def test_a_failure_report_triggers_detection_of_a_dead_member(
+    server: MemoryServer, start: Start
+) -> None:
     a, b, c = trio(server, start)
     eventually(lambda: leader_in(server))
     victim = next(n for n in (c, b) if n.id != leader_in(server))
@@ -191,10 +193,10 @@ def test_trouble_finds_a_dead_member_at_once(server: MemoryServer, start: Start)
     assert (victim.id in world.node_ids, world.cause) == (False, Cause.LOST)
 
 
-def test_a_report_that_outruns_the_news_of_a_death_costs_no_world(
+def test_a_report_that_precedes_the_death_notice_spends_no_world(
     server: MemoryServer, start: Start
 ) -> None:
-    """The peer's collective fails before the dead worker's agent has told."""
+    """The peer's collective fails before the dead worker's agent has reported the death."""
     a, b, c = trio(server, start)
     a.report(1)
     b.report(1)
@@ -203,13 +205,13 @@ def test_a_report_that_outruns_the_news_of_a_death_costs_no_world(
     assert world.node_ids == (a.id, b.id)
 
 
-def test_a_replaced_worker_is_not_started_again_before_the_leader_knows_that_it_is_ready(
+def test_a_replacement_is_not_restarted_before_the_leader_sees_it_ready(
     server: MemoryServer, start: Start
 ) -> None:
-    """The first world of a job is entered by a start of workers: that mode is not asked again."""
+    """The first world of a job is entered by starting workers; that start is not repeated."""
     (node, *_) = trio(server, start)
 
-    def is_ready_after(arrived_for: int) -> None:  # without a word to the leader
+    def is_ready_after(arrived_for: int) -> None:  # without notifying the leader
         node.status.change_node(
             lambda n: replace(
                 n,
@@ -222,11 +224,13 @@ def test_a_replaced_worker_is_not_started_again_before_the_leader_knows_that_it_
 
     is_ready_after(1)
     assert not node.service.newer_world()
-    is_ready_after(0)  # another node's: it warmed up, and is to start in this one
+    is_ready_after(0)  # another node's: it warmed up, and starts in this one
     assert node.service.newer_world()
 
 
-def test_a_broken_report_is_reported_and_harms_nobody(server: MemoryServer, start: Start) -> None:
+def test_an_invalid_failure_report_is_logged_and_ignored(
+    server: MemoryServer, start: Start
+) -> None:
     nodes = trio(server, start)
     MemoryStore(server).put(KEYS.failure_report("intruder"), b"{not json")
     eventually(lambda: [e for n in nodes for e in n.journal.events if "intruder" in str(e)])
@@ -234,7 +238,7 @@ def test_a_broken_report_is_reported_and_harms_nobody(server: MemoryServer, star
     assert generation(server, 2).cause is Cause.FAILURE
 
 
-def test_workers_that_die_are_out_and_come_back_at_a_step_boundary(
+def test_dead_workers_are_removed_and_rejoin_at_a_step_boundary(
     server: MemoryServer, start: Start
 ) -> None:
     a, b, c = nodes = trio(server, start)
@@ -252,7 +256,9 @@ def test_workers_that_die_are_out_and_come_back_at_a_step_boundary(
     assert world.committed_step == 40
 
 
-def test_a_plan_waits_for_the_first_step_to_be_reported(server: MemoryServer, start: Start) -> None:
+def test_a_planned_change_waits_for_the_first_reported_step(
+    server: MemoryServer, start: Start
+) -> None:
     nodes = trio(server, start)
     joining_node = start().ready()
     eventually(lambda: node_in(server, joining_node).state is NodeState.READY)
@@ -264,7 +270,9 @@ def test_a_plan_waits_for_the_first_step_to_be_reported(server: MemoryServer, st
     assert generation(server, 2).switch_at_step == 2
 
 
-def test_trouble_before_the_switch_is_answered_at_once(server: MemoryServer, start: Start) -> None:
+def test_a_failure_before_the_switch_is_handled_immediately(
+    server: MemoryServer, start: Start
+) -> None:
     """History 8."""
     nodes = trio(server, start)
     joining_node, _ = joining(server, start, nodes)
@@ -274,7 +282,7 @@ def test_trouble_before_the_switch_is_answered_at_once(server: MemoryServer, sta
     assert world.node_ids == (*(n.id for n in nodes), joining_node.id)
 
 
-def test_a_late_report_after_the_switch_is_answered_by_the_switch(
+def test_a_late_report_after_the_switch_causes_no_new_world(
     server: MemoryServer, start: Start
 ) -> None:
     nodes = trio(server, start)
@@ -304,7 +312,7 @@ def test_a_joining_node_that_dies_before_the_switch_cancels_it_and_is_quarantine
     assert world_in(server).generation == 3
 
 
-def test_a_crash_looping_node_disturbs_the_job_once_per_quarantine(
+def test_a_crash_looping_node_interrupts_the_job_once_per_quarantine(
     server: MemoryServer, start: Start
 ) -> None:
     """History 9."""
@@ -323,7 +331,9 @@ def test_a_crash_looping_node_disturbs_the_job_once_per_quarantine(
     assert world_in(server).generation == 3
 
 
-def test_leaving_is_planned_and_needs_no_joining_node(server: MemoryServer, start: Start) -> None:
+def test_a_leave_is_a_planned_change_without_a_joining_node(
+    server: MemoryServer, start: Start
+) -> None:
     a, b, c = nodes = trio(server, start)
     for node in nodes:
         node.step(10, 1, step_time_s=0.2)
@@ -334,11 +344,12 @@ def test_leaving_is_planned_and_needs_no_joining_node(server: MemoryServer, star
 
 
 @pytest.mark.parametrize("leader_first", [False, True])
-def test_the_same_exception_on_one_node_after_the_other_ends_the_job_with_it(
+def test_an_exception_repeated_on_successive_nodes_ends_the_job(
     server: MemoryServer, start: Start, leader_first: bool
 ) -> None:
-    """Survivors redo the step, and come to the same bad sample. A leader that fails is followed
-    by another, who knows."""
+    """Survivors repeat the step and hit the same bad sample. The successor of a failed leader has
+    the record.
+    """
     nodes = trio(server, start, min_nodes=1)
     for node in nodes:
         node.step(500, 1)
@@ -356,22 +367,26 @@ def test_the_same_exception_on_one_node_after_the_other_ends_the_job_with_it(
     assert (done.exit_code, done.final_step) == (1, 500)
 
 
-def test_an_outage_of_the_store_spends_no_budget(server: MemoryServer, start: Start) -> None:
-    """The next world is decided again and again until it can be written: one failure."""
+def test_an_outage_of_the_store_spends_no_failure_budget(
+    server: MemoryServer, start: Start
+) -> None:
+    """The decision on the next world is retried until it can be written: one failure."""
     nodes = trio(server, start, options=replace(OPTIONS, failure_budget=1))
     leader = next(n for n in nodes if n.id == leader_in(server))
     leader.workers_die(1)  # its own record needs no watch
     server.disconnect()
     eventually(lambda: leader.status.store_problem)
     for _ in range(5):
-        leader.change()  # each makes it try again
+        leader.change()  # each triggers a retry
     server.reconnect()
     assert world_in(server).state is not None
     eventually(lambda: world_in(server).generation == 2)
     assert MemoryStore(server).get(KEYS.done) is None
 
 
-def test_whoever_is_waited_for_three_times_is_left_out(server: MemoryServer, start: Start) -> None:
+def test_a_node_reported_missing_three_times_is_quarantined(
+    server: MemoryServer, start: Start
+) -> None:
     a, b, c = nodes = trio(server, start)
     world = world_in(server)
     for number in (1, 2, 3):
@@ -384,7 +399,7 @@ def test_whoever_is_waited_for_three_times_is_left_out(server: MemoryServer, sta
     assert " quarantined" in world.reason
 
 
-def test_a_follower_that_the_store_tells_nothing_learns_of_the_world(
+def test_a_follower_without_store_events_learns_of_the_world(
     server: MemoryServer, start: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     a, b, c = trio(server, start)
@@ -402,7 +417,7 @@ def test_a_follower_that_the_store_tells_nothing_learns_of_the_world(
     eventually(lambda: deaf.status.world.world == world)
 
 
-def test_below_min_nodes_the_survivors_pause_and_go_on_without_a_restart(
+def test_below_min_nodes_the_survivors_pause_and_resume_without_restart(
     server: MemoryServer, start: Start
 ) -> None:
     a, b, c = nodes = trio(server, start, min_nodes=3)
@@ -417,7 +432,7 @@ def test_below_min_nodes_the_survivors_pause_and_go_on_without_a_restart(
     assert (world.node_ids, world.switch_at_step) == ((a.id, b.id, c.id), None)
 
 
-def test_a_joining_node_planned_for_a_job_that_ends_does_not_keep_it(
+def test_a_planned_joining_node_does_not_delay_the_end_of_the_job(
     server: MemoryServer, start: Start
 ) -> None:
     """History 14."""
@@ -438,7 +453,7 @@ class KnownWorker:
 
 
 def end_a_window(node: InProcess, number: int, compute_s: float) -> None:
-    """The node's worker reports how long its steps take."""
+    """The node's worker reports its step times."""
     times = StepDurations(
         generation=1,
         window=number,
@@ -454,7 +469,7 @@ def end_a_window(node: InProcess, number: int, compute_s: float) -> None:
 
 
 def find_straggler(nodes: list[InProcess], slow: InProcess) -> StragglerFound:
-    """All nodes end windows until one of them is found."""
+    """All nodes end windows until a straggler is found."""
     windows = itertools.count(1)
 
     def found() -> StragglerFound | None:
@@ -472,7 +487,7 @@ def find_straggler(nodes: list[InProcess], slow: InProcess) -> StragglerFound:
 def replaced(
     server: MemoryServer, start: Start, options: AgentOptions
 ) -> tuple[list[InProcess], InProcess, WorldRecord]:
-    """Three nodes of which one is slow, a fourth that is to take its place, and the plan."""
+    """Three nodes, one of them slow, a fourth as its replacement, and the planned change."""
     nodes = trio(server, start, options=options, max_nodes=3)
     slow = nodes[1]
     found = find_straggler(nodes, slow)
@@ -491,28 +506,28 @@ def replaced(
 EXCLUDE = replace(OPTIONS, last_call_s=60.0, join_timeout_s=120.0, straggler_action="exclude")
 
 
-def test_a_straggler_trains_until_the_switch_and_waits_for_another_place_then(
+def test_a_straggler_trains_until_the_switch_and_then_becomes_a_spare(
     server: MemoryServer, start: Start
 ) -> None:
     nodes, slow, world = replaced(server, start, EXCLUDE)
     assert not slow.service.newer_world(), "its workers go on to the boundary"
     members_run(server, [nodes[0], nodes[2]], world)
     assert not slow.service.newer_world()
-    slow.status.workers_left = True  # at the boundary, as told
+    slow.status.workers_left = True  # at the boundary, as planned
     assert slow.service.newer_world()
     slow.arrive()
     eventually(lambda: not slow.status.workers_left)
     assert not slow.service.newer_world()
 
 
-def test_a_straggler_that_does_not_come_to_the_boundary_is_ended(
+def test_a_straggler_that_misses_the_boundary_is_terminated(
     server: MemoryServer, start: Start
 ) -> None:
     _, slow, _ = replaced(server, start, replace(EXCLUDE, leave_grace_s=1.1))
     eventually(slow.service.newer_world)
 
 
-def test_without_the_option_a_straggler_keeps_its_place(server: MemoryServer, start: Start) -> None:
+def test_a_straggler_stays_in_the_world_by_default(server: MemoryServer, start: Start) -> None:
     nodes = trio(
         server, start, options=replace(OPTIONS, last_call_s=60.0, join_timeout_s=120.0), max_nodes=3
     )

@@ -1,4 +1,4 @@
-"""Agent and worker on a real socket, with real processes that are killed and stopped."""
+"""Agent and workers on a real socket, as real processes that are killed and stopped."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ from elastic.link.server import LinkServer, WorkerDeath
 from elastic.testing.waiting import eventually
 
 
-def test_the_socket_is_for_this_user_alone(agent: Agent) -> None:
+def test_the_socket_is_accessible_to_this_user_only(agent: Agent) -> None:
     folder = Path(agent.server.path).parent
     assert stat.S_IMODE(folder.stat().st_mode) == 0o700
     agent.server.close()
     assert not folder.exists()
 
 
-def test_messages_go_both_ways_in_order(agent: Agent) -> None:
+def test_messages_are_ordered_in_both_directions(agent: Agent) -> None:
     heard: queue.Queue[Message] = queue.Queue()
     client = connect(agent.server.path, on_message=heard.put)
     for step in range(100):
@@ -51,14 +51,14 @@ def test_messages_go_both_ways_in_order(agent: Agent) -> None:
     client.close()
 
 
-def test_it_beats(agent: Agent) -> None:
+def test_the_client_sends_heartbeats(agent: Agent) -> None:
     client = connect(agent.server.path, heartbeat_every_s=0.01)
     senders = [agent.wait_for(Heartbeat)[0] for _ in range(3)]
     assert {worker.pid for worker in senders} == {os.getpid()}
     client.close()
 
 
-def test_a_death_is_told_at_once_whatever_its_children_hold(
+def test_a_death_is_reported_at_once_despite_inherited_descriptors(
     agent: Agent, processes: Processes
 ) -> None:
     process = processes.worker(agent.server.path, "fork")
@@ -70,7 +70,7 @@ def test_a_death_is_told_at_once_whatever_its_children_hold(
     assert (death.pid, death.signal, death.exit_code) == (process.pid, signal.SIGKILL, None)
 
 
-def test_the_last_words_and_the_exit_code_come_with_the_death(
+def test_a_death_carries_the_exit_notice_and_the_exit_code(
     agent: Agent, processes: Processes
 ) -> None:
     process = processes.worker(agent.server.path, "bye")
@@ -79,7 +79,9 @@ def test_the_last_words_and_the_exit_code_come_with_the_death(
     assert process.wait() == 3  # left to its parent to reap
 
 
-def test_the_last_words_come_however_much_was_unread(agent: Agent, processes: Processes) -> None:
+def test_the_exit_notice_arrives_after_a_backlog_of_messages(
+    agent: Agent, processes: Processes
+) -> None:
     may_read = threading.Event()
     agent.on_message = lambda message: may_read.wait(DEADLINE_S)
     process = processes.worker(agent.server.path, "talk")
@@ -91,7 +93,7 @@ def test_the_last_words_come_however_much_was_unread(agent: Agent, processes: Pr
     assert generations == list(range(40))
 
 
-def test_a_worker_without_a_connection_is_still_watched(agent: Agent, processes: Processes) -> None:
+def test_a_disconnected_worker_is_still_watched(agent: Agent, processes: Processes) -> None:
     process = processes.worker(agent.server.path, "close")
     agent.wait_for(Ready)
     process.kill()
@@ -105,10 +107,10 @@ def test_a_worker_ends_with_its_agent(processes: Processes) -> None:
     worker.stdout.readline()
     agent.kill()
     assert worker.wait(timeout=DEADLINE_S) == 9
-    assert not Path(path).parent.exists()  # nobody else would tidy up
+    assert not Path(path).parent.exists()  # no one else would clean up
 
 
-def test_a_stopped_worker_holds_up_nobody(agent: Agent, processes: Processes) -> None:
+def test_a_stopped_worker_does_not_block_other_workers(agent: Agent, processes: Processes) -> None:
     process = processes.worker(agent.server.path)
     stopped, _ = agent.wait_for(Ready)
     os.kill(process.pid, signal.SIGSTOP)
@@ -119,11 +121,13 @@ def test_a_stopped_worker_holds_up_nobody(agent: Agent, processes: Processes) ->
     assert agent.wait_for(Entered)[0].local_rank == 1
     client.close()
     os.kill(process.pid, signal.SIGCONT)
-    # It was disconnected for not reading, and says hello again.
+    # It was disconnected because it did not read, and repeats the handshake.
     assert agent.wait_for(ClientHandshakeRequest)[0].pid == process.pid
 
 
-def test_nobody_there_is_a_clear_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_connecting_to_a_closed_server_raises_a_clear_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("elastic.link.client.LINK_CONNECT_S", 0.1)
     agent = Agent()
     agent.server.close()
@@ -131,7 +135,7 @@ def test_nobody_there_is_a_clear_error(tmp_path: Path, monkeypatch: pytest.Monke
         connect(agent.server.path)
 
 
-def test_threads_end_with_their_owners(agent: Agent) -> None:
+def test_closing_client_and_server_joins_their_threads(agent: Agent) -> None:
     client = connect(agent.server.path)
     client.close()
     client.close()
@@ -139,7 +143,7 @@ def test_threads_end_with_their_owners(agent: Agent) -> None:
     assert not [t.name for t in threading.enumerate() if t.name.startswith("elastic-link")]
 
 
-def test_a_long_temporary_folder_is_no_obstacle(
+def test_a_long_temporary_folder_path_is_supported(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     long = tmp_path / ("x" * 100)
@@ -151,13 +155,13 @@ def test_a_long_temporary_folder_is_no_obstacle(
     agent.close()
 
 
-def test_sending_does_not_wait_for_the_thread() -> None:
+def test_sending_does_not_block_on_the_server_thread() -> None:
     server = LinkServer(
         on_message=lambda worker, message: None,
         on_death=lambda worker, death: None,
         on_error=lambda error: None,
     )
-    for _ in range(2000):  # more than a socket pair takes bytes of
+    for _ in range(2000):  # more bytes than a socket pair holds
         server.send(SigtermAnswer(leaving=True))
     server.close()
     server.close()

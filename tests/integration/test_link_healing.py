@@ -1,4 +1,4 @@
-"""What a link survives: connections that end, agents that do not read, forks, namespaces."""
+"""A link survives lost connections, agents that do not read, forks and namespaces."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def line(process: subprocess.Popen[str]) -> str:
     return process.stdout.readline().strip()
 
 
-def test_a_lost_connection_heals_and_nothing_said_meanwhile_is_lost(agent: Agent) -> None:
+def test_the_client_reconnects_and_delivers_queued_messages(agent: Agent) -> None:
     heard: queue.Queue[Message] = queue.Queue()
     client = connect(agent.server.path, on_message=heard.put)
     first, _ = agent.wait_for(ClientHandshakeRequest)
@@ -41,24 +41,24 @@ def test_a_lost_connection_heals_and_nothing_said_meanwhile_is_lost(agent: Agent
     second, _ = agent.wait_for(ClientHandshakeRequest)
     assert second.token != first.token
     assert [agent.wait_for(Entered)[1].step for _ in range(100)] == list(range(100))
-    agent.server.send(SigtermAnswer(leaving=True), first)  # as its owner knew it
+    agent.server.send(SigtermAnswer(leaving=True), first)  # the path known to its owner
     assert heard.get(timeout=DEADLINE_S) == SigtermAnswer(leaving=True)
     client.close()
 
 
-def test_connections_made_again_leave_no_descriptors(agent: Agent) -> None:
+def test_reconnections_leak_no_descriptors(agent: Agent) -> None:
     client = connect(agent.server.path)
     agent.wait_for(ClientHandshakeRequest)
     descriptors = len(os.listdir("/proc/self/fd"))
     for _ in range(20):
-        eventually(lambda: len(client.sockets()) == 3)  # it has heard the welcome
+        eventually(lambda: len(client.sockets()) == 3)  # it has received the handshake reply
         hang_up(client, agent.server.path)
         agent.wait_for(ClientHandshakeRequest)
     eventually(lambda: len(os.listdir("/proc/self/fd")) == descriptors)
     client.close()
 
 
-def test_an_agent_that_is_stopped_holds_up_no_worker(processes: Processes) -> None:
+def test_a_stopped_agent_does_not_block_its_worker(processes: Processes) -> None:
     process, path = processes.agent()
     client = connect(path)
     assert line(process) == "ClientHandshakeRequest"
@@ -66,7 +66,7 @@ def test_an_agent_that_is_stopped_holds_up_no_worker(processes: Processes) -> No
     done = threading.Event()
 
     def send() -> None:
-        for step in range(800):  # more than the socket takes
+        for step in range(800):  # more than the socket buffers
             client.send(Entered(generation=1, step=step))
         done.set()
 
@@ -79,14 +79,14 @@ def test_an_agent_that_is_stopped_holds_up_no_worker(processes: Processes) -> No
     client.close()
 
 
-def test_heartbeats_take_no_room_from_messages_while_the_agent_is_stopped(
+def test_heartbeats_do_not_displace_messages_while_the_agent_is_stopped(
     processes: Processes,
 ) -> None:
     process, path = processes.agent()
     client = connect(path)
     assert line(process) == "ClientHandshakeRequest"
     os.kill(process.pid, signal.SIGSTOP)
-    for step in range(5000):  # more than there is room for
+    for step in range(5000):  # more than the queue holds
         client.send_heartbeat(Heartbeat(generation=1, step=step, phase="step", step_time_s=0.5))
     client.send(Entered(generation=1, step=7))
     os.kill(process.pid, signal.SIGCONT)
@@ -95,7 +95,7 @@ def test_heartbeats_take_no_room_from_messages_while_the_agent_is_stopped(
     client.close()
 
 
-def test_a_client_is_closed_though_its_agent_is_stopped(processes: Processes) -> None:
+def test_a_client_can_be_closed_while_its_agent_is_stopped(processes: Processes) -> None:
     process, path = processes.agent()
     client = connect(path)
     os.kill(process.pid, signal.SIGSTOP)
@@ -107,7 +107,9 @@ def test_a_client_is_closed_though_its_agent_is_stopped(processes: Processes) ->
     assert not closed.is_alive()
 
 
-def test_an_agent_without_a_link_is_alive_until_its_process_ends(processes: Processes) -> None:
+def test_an_agent_without_a_link_counts_as_alive_until_its_process_ends(
+    processes: Processes,
+) -> None:
     process, path = processes.agent()
     died = threading.Event()
     beats = threading.Semaphore(0)
@@ -130,7 +132,7 @@ def test_an_agent_without_a_link_is_alive_until_its_process_ends(processes: Proc
     client.close()
 
 
-def test_closing_does_not_wait_for_a_connection(processes: Processes) -> None:
+def test_closing_does_not_wait_for_a_connection_attempt(processes: Processes) -> None:
     process, path = processes.agent()
     client = connect(path)
     assert process.stdin is not None
@@ -142,7 +144,7 @@ def test_closing_does_not_wait_for_a_connection(processes: Processes) -> None:
     assert not closed.is_alive()
 
 
-def test_a_callback_may_close_its_client(agent: Agent) -> None:
+def test_a_callback_can_close_its_client(agent: Agent) -> None:
     clients: queue.Queue[LinkClient] = queue.Queue()
     closed = threading.Event()
 
@@ -159,7 +161,7 @@ def test_a_callback_may_close_its_client(agent: Agent) -> None:
     assert client.sockets() == ()
 
 
-def test_a_forked_child_neither_speaks_nor_holds_anything(
+def test_a_forked_child_neither_sends_nor_holds_the_link(
     agent: Agent, processes: Processes
 ) -> None:
     process = processes.worker(agent.server.path, "forked client")
@@ -178,9 +180,7 @@ def needs_namespaces() -> None:
 
 
 @pytest.mark.usefixtures("needs_namespaces")
-def test_a_worker_in_a_pid_namespace_of_its_own_is_watched(
-    agent: Agent, processes: Processes
-) -> None:
+def test_a_worker_in_its_own_pid_namespace_is_watched(agent: Agent, processes: Processes) -> None:
     process = processes.worker(agent.server.path, under=NAMESPACE)
     worker, _ = agent.wait_for(Ready)
     assert worker.pid not in (1, process.pid)  # neither as it sees itself, nor unshare's
@@ -189,7 +189,7 @@ def test_a_worker_in_a_pid_namespace_of_its_own_is_watched(
 
 
 @pytest.mark.usefixtures("needs_namespaces")
-def test_a_worker_in_a_pid_namespace_of_its_own_ends_with_its_agent(processes: Processes) -> None:
+def test_a_worker_in_its_own_pid_namespace_ends_with_its_agent(processes: Processes) -> None:
     process, path = processes.agent()
     worker = processes.worker(path, under=NAMESPACE)
     while line(process) != "Ready":

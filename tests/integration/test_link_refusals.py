@@ -1,4 +1,4 @@
-"""Whom an agent does not listen to: strangers, impostors, other users, and too many of them."""
+"""An agent rejects invalid clients, impostors, other users, and excess connections."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from elastic.secure_channel.keys import SecretKey
 
 
 def connected(agent: Agent, *, proves: bool = True) -> socket.socket:
-    """A connection of this process's, which says what a test tells it to."""
+    """A raw connection from this process, on which a test sends arbitrary bytes."""
     sock = socket.socket(socket.AF_UNIX)
     sock.settimeout(DEADLINE_S)
     sock.connect(agent.server.path)
@@ -59,7 +59,7 @@ def connected(agent: Agent, *, proves: bool = True) -> socket.socket:
     ],
     ids=["binary", "no-hello", "other-version", "huge", "http"],
 )
-def test_strangers_are_disconnected_and_nothing_else_happens(
+def test_invalid_clients_are_disconnected_without_side_effects(
     agent: Agent, sent: bytes, proves: bool
 ) -> None:
     client = connect(agent.server.path, heartbeat_every_s=0.01)
@@ -71,7 +71,7 @@ def test_strangers_are_disconnected_and_nothing_else_happens(
     client.close()
 
 
-def test_who_does_not_know_the_links_key_is_disconnected(agent: Agent) -> None:
+def test_a_client_without_the_link_key_is_disconnected(agent: Agent) -> None:
     with connected(agent, proves=False) as stranger, pytest.raises(AuthenticationError):
         prove(stranger, SecretKey.generate())
     with connected(agent, proves=False) as stranger:
@@ -81,8 +81,8 @@ def test_who_does_not_know_the_links_key_is_disconnected(agent: Agent) -> None:
     assert agent.said.empty()
 
 
-def test_an_agent_that_does_not_know_the_links_key_is_refused(agent: Agent) -> None:
-    """What listens there has taken another's place."""
+def test_a_server_without_the_link_key_is_refused(agent: Agent) -> None:
+    """Another process listens at the agent's path."""
     Path(key_path(agent.server.path)).unlink()
     private_files.write(key_path(agent.server.path), SecretKey.generate().text.encode())
     with pytest.raises(LinkError, match="is not this worker's agent"):
@@ -90,13 +90,13 @@ def test_an_agent_that_does_not_know_the_links_key_is_refused(agent: Agent) -> N
     assert agent.said.empty()
 
 
-def test_a_key_that_was_cleaned_away_is_there_for_the_next_workers(agent: Agent) -> None:
-    """systemd-tmpfiles takes what nobody has touched for days, and leaves live sockets."""
+def test_a_deleted_key_file_is_restored_for_the_next_workers(agent: Agent) -> None:
+    """systemd-tmpfiles deletes files that were unused for days, but not live sockets."""
     client = connect(agent.server.path, heartbeat_every_s=0.01)
     agent.wait_for(ClientHandshakeRequest)
     Path(key_path(agent.server.path)).unlink()
     hang_up(client, agent.server.path)
-    agent.wait_for(ClientHandshakeRequest)  # who has read it needs no file
+    agent.wait_for(ClientHandshakeRequest)  # a client that has read it needs no file
     agent.server.keep_key()
     assert Path(key_path(agent.server.path)).exists()
     agent.server.keep_key()
@@ -105,9 +105,7 @@ def test_a_key_that_was_cleaned_away_is_there_for_the_next_workers(agent: Agent)
 
 
 @pytest.mark.parametrize("how", ["link", "open-to-others", "nonsense"])
-def test_a_key_that_others_may_have_written_is_refused(
-    agent: Agent, how: str, tmp_path: Path
-) -> None:
+def test_a_key_file_writable_by_others_is_refused(agent: Agent, how: str, tmp_path: Path) -> None:
     path = Path(key_path(agent.server.path))
     assert path.stat().st_mode & 0o777 == 0o600
     match how:
@@ -152,17 +150,17 @@ HELLO = ClientHandshakeRequest(version=PROTOCOL_VERSION, pid=os.getpid(), local_
     ],
     ids=["false-pid", "two-hellos", "agents-words"],
 )
-def test_a_worker_that_says_what_it_may_not_is_disconnected(
+def test_a_worker_that_sends_a_disallowed_message_is_disconnected(
     agent: Agent, sent: list[Message]
 ) -> None:
     with connected(agent) as worker:
         worker.sendall(b"".join(frame(encode(message)) for message in sent))
         while worker.recv(1 << 16):
-            pass  # it was welcomed first
+            pass  # the handshake succeeded first
     assert not [m for _, m in agent.said.queue if isinstance(m, WorldMessage)]
 
 
-def test_silent_strangers_are_disconnected() -> None:
+def test_silent_clients_are_disconnected() -> None:
     agent = Agent(limits=replace(LIMITS, handshake_s=0.05))
     with connected(agent, proves=False) as stranger:
         assert is_hung_up_on(stranger)
@@ -170,8 +168,8 @@ def test_silent_strangers_are_disconnected() -> None:
     agent.close()
 
 
-def test_strangers_do_not_keep_a_worker_out() -> None:
-    """The oldest of those that have not proved themselves goes first."""
+def test_unauthenticated_connections_do_not_block_a_worker() -> None:
+    """The oldest unauthenticated connection is closed first."""
     agent = Agent(limits=replace(LIMITS, pending_connections=3))
     strangers = [connected(agent, proves=False) for _ in range(8)]
     client = connect(agent.server.path)
@@ -190,7 +188,7 @@ def test_another_user_is_refused(agent: Agent) -> None:
     os.chmod(agent.server.path, 0o777)
     said = frame(ClientHandshake(read_key(agent.server.path)).hello)
     pid = os.fork()
-    if pid == 0:  # nothing but system calls: the fork of a process with threads
+    if pid == 0:  # system calls only, since this forks a process with threads
         os.setuid(65534)
         with socket.socket(socket.AF_UNIX) as stranger:
             stranger.connect(agent.server.path)
@@ -203,7 +201,7 @@ def test_another_user_is_refused(agent: Agent) -> None:
     assert agent.server.workers() == ()
 
 
-def test_half_a_frame_is_no_message(agent: Agent) -> None:
+def test_an_incomplete_frame_is_not_delivered(agent: Agent) -> None:
     hello = frame(
         encode(
             ClientHandshakeRequest(
@@ -226,7 +224,7 @@ def test_a_second_worker_of_the_same_rank_is_refused(agent: Agent, processes: Pr
         connect(agent.server.path)
 
 
-def test_a_local_rank_belongs_to_its_process_not_to_its_connection(
+def test_a_local_rank_is_bound_to_its_process_not_its_connection(
     agent: Agent, processes: Processes
 ) -> None:
     process = processes.worker(agent.server.path, "close")
@@ -238,7 +236,7 @@ def test_a_local_rank_belongs_to_its_process_not_to_its_connection(
     connect(agent.server.path).close()
 
 
-def test_a_successor_may_be_faster_than_the_news_of_a_death(
+def test_a_replacement_may_connect_before_the_death_is_reported(
     agent: Agent, processes: Processes
 ) -> None:
     goes_on = threading.Event()

@@ -1,4 +1,4 @@
-"""Several nodes' services in one process, on the store's twin in memory and real sockets.
+"""Several nodes' services in one process, on the in-memory store and real sockets.
 
 Histories of docs/explanation/protocol.md, section 2, that need no torchrun: tests/kill runs them
 with it.
@@ -75,7 +75,7 @@ _ids = itertools.count()
 
 
 class Recorder:
-    """An event sink for assertions; pytest shows what it took when a test fails."""
+    """An event sink for assertions; pytest shows its events when a test fails."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -168,30 +168,30 @@ class TestNode:
         return world
 
     def again(self, failure: str | None = None) -> WorldRecord:
-        """What torchrun does when ``num_nodes_waiting`` is positive, or its workers failed."""
+        """Restart like torchrun when ``num_nodes_waiting`` is positive, or its workers failed."""
         self.arrive(failure)
         return self.enter()
 
     def follow(self) -> WorldRecord:
-        """Wait for a newer world, then go along."""
+        """Wait for a newer world, then enter it."""
         eventually(self.service.newer_world)
         return self.again()
 
     def stop(self) -> None:
-        """Do nothing any more, without a word; the port still answers."""
+        """Stop silently; the port still answers."""
         loop = self.service.loop
         loop._end = lambda: None  # type: ignore[method-assign]
         loop.post(Close())
         loop._thread.join()
 
     def crash(self) -> None:
-        """Vanish without a word: no resignation, no deletion; the port refuses from now on."""
+        """Crash silently: no resignation, no deletion; the port refuses connections from now on."""
         self.stop()
         self.service.loop.close()
         self.service.loop.succession.end_term()
 
     def die(self) -> None:
-        """Crash, and the lease ends in its time."""
+        """Crash; the lease then expires."""
         self.crash()
         self.store.server.expire(self.lease_id())
 
@@ -238,18 +238,18 @@ def leader_in(server: MemoryServer) -> str | None:
 
 
 def trio(start: Callable[..., TestNode], **more: Any) -> list[TestNode]:
-    # The third may take its time on a busy machine: no last call goes out before it.
+    # The third node may be slow on a busy machine: the last call waits for it.
     options = replace(more.pop("options", OPTIONS), last_call_s=60.0, join_timeout_s=120.0)
     nodes = [start(options=options, **more).arrive() for _ in range(3)]
     worlds = [node.enter() for node in nodes]
     assert len({world.nonce for world in worlds}) == 1
     assert set(worlds[0].node_ids) == {node.id for node in nodes}
-    # Half of the proof of a death is the end of a connection that was open.
+    # A closed connection is one of the two conditions that prove a death.
     eventually(lambda: all(node.is_connected() for node in nodes))
     return sorted(nodes, key=lambda node: worlds[0].node_ids.index(node.id))
 
 
-def test_max_nodes_form_a_world_at_once(start: Callable[..., TestNode]) -> None:
+def test_max_nodes_form_a_world_immediately(start: Callable[..., TestNode]) -> None:
     nodes = trio(start)
     assert not any(node.service.newer_world() for node in nodes)
 
@@ -260,11 +260,11 @@ def test_min_nodes_form_a_world_after_the_last_call(start: Callable[..., TestNod
 
 
 @pytest.mark.parametrize("victim", [0, 1, 2])
-def test_a_crashed_node_is_left_out_at_once(
+def test_a_crashed_node_is_removed_immediately(
     start: Callable[..., TestNode], victim: int, server: MemoryServer
 ) -> None:
     nodes = trio(start)
-    nodes[victim].crash()  # its lease stays: only its port speaks
+    nodes[victim].crash()  # its lease remains: only its port shows the death
     rest = [n for n in nodes if n is not nodes[victim]]
     worlds = [node.follow() for node in rest]
     assert [w.node_ids for w in worlds] == [tuple(n.id for n in rest)] * 2
@@ -273,7 +273,9 @@ def test_a_crashed_node_is_left_out_at_once(
     assert leader_in(server) in worlds[0].node_ids
 
 
-def test_the_leader_crashes(start: Callable[..., TestNode], server: MemoryServer) -> None:
+def test_a_crash_of_the_leader_forms_the_next_world(
+    start: Callable[..., TestNode], server: MemoryServer
+) -> None:
     nodes = trio(start)
     leader = next(n for n in nodes if n.id == leader_in(server))
     leader.crash()
@@ -281,11 +283,12 @@ def test_the_leader_crashes(start: Callable[..., TestNode], server: MemoryServer
     assert {n.follow().generation for n in rest} == {2}
 
 
-def test_the_leader_is_deposed_before_the_others_notice_its_death(
+def test_the_leader_is_evicted_before_its_peers_detect_its_death(
     start: Callable[..., TestNode], server: MemoryServer
 ) -> None:
-    """Whoever notices first deletes its key. The next leader hears of that first, and of the end
-    of its own connection afterwards: both together prove the death, in either order."""
+    """The first node to detect it deletes its key. The next leader learns of that first, and of the
+    end of its own connection afterwards: both together prove the death, in either order.
+    """
     nodes = trio(start)
     leader = next(n for n in nodes if n.id == leader_in(server))
     rest = [n for n in nodes if n is not leader]
@@ -296,10 +299,10 @@ def test_the_leader_is_deposed_before_the_others_notice_its_death(
     assert {n.follow().node_ids for n in rest} == {tuple(n.id for n in rest)}
 
 
-def test_a_firewall_that_refuses_for_a_live_member_costs_it_nothing(
+def test_a_live_member_behind_a_refusing_firewall_is_kept(
     start: Callable[..., TestNode], server: MemoryServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its lease lives and it holds its connection: it is asked until it can be reached."""
+    """It has a valid lease and an open connection: it is probed until it can be reached."""
     nodes = trio(start)
     leader = next(n for n in nodes if n.id == leader_in(server))
     victim, other = (n for n in nodes if n is not leader)
@@ -313,7 +316,7 @@ def test_a_firewall_that_refuses_for_a_live_member_costs_it_nothing(
         return real(host, port, node_id, **more)
 
     monkeypatch.setattr("elastic.leadership.prober.probe", firewall)
-    other.arrive("RuntimeError: Connection closed by peer")  # every member is asked
+    other.arrive("RuntimeError: Connection closed by peer")  # every member is probed
     assert refused.wait(DEADLINE_S)
     eventually(lambda: any("may be dead: the lease decides" in str(e) for e in leader.events))
     assert not [e for e in leader.events if isinstance(e, NodeLost)]
@@ -323,7 +326,7 @@ def test_a_firewall_that_refuses_for_a_live_member_costs_it_nothing(
     assert {w.node_ids for w in worlds} == {tuple(n.id for n in nodes)}
 
 
-def test_two_crash_together_and_one_is_not_enough(
+def test_two_simultaneous_crashes_below_min_nodes_pause_the_world(
     start: Callable[..., TestNode], server: MemoryServer
 ) -> None:
     a, b, c = trio(start)
@@ -339,7 +342,7 @@ def test_two_crash_together_and_one_is_not_enough(
     assert d.enter() == world
 
 
-def test_a_failure_with_everyone_alive_keeps_the_members(start: Callable[..., TestNode]) -> None:
+def test_a_failure_without_a_death_keeps_the_members(start: Callable[..., TestNode]) -> None:
     a, b, c = trio(start)
     a.arrive("RuntimeError: Connection closed by peer")
     worlds = [a.enter(), b.follow(), c.follow()]
@@ -347,7 +350,7 @@ def test_a_failure_with_everyone_alive_keeps_the_members(start: Callable[..., Te
     assert worlds[0].cause is Cause.FAILURE
 
 
-def test_the_same_error_three_times_ends_the_job_with_it_and_a_timeline(
+def test_an_error_repeated_three_times_ends_the_job_with_a_timeline(
     start: Callable[..., TestNode], tmp_path: Path
 ) -> None:
     nodes = trio(start, options=replace(OPTIONS, hang_report_folder=str(tmp_path / "reports")))
@@ -375,7 +378,7 @@ def test_the_same_error_three_times_ends_the_job_with_it_and_a_timeline(
     assert "action: ended the job with exit code 1" in page
 
 
-def test_a_timeline_that_cannot_be_written_is_in_the_error_all_the_same(
+def test_a_timeline_that_cannot_be_written_is_still_in_the_error(
     start: Callable[..., TestNode], tmp_path: Path
 ) -> None:
     (tmp_path / "file").touch()
@@ -392,13 +395,13 @@ def test_a_timeline_that_cannot_be_written_is_in_the_error_all_the_same(
     )
 
 
-def test_a_node_whose_gpu_fails_by_its_kernel_log_alone_is_quarantined(
+def test_a_node_with_a_gpu_failure_in_its_kernel_log_is_quarantined(
     start: Callable[..., TestNode], tmp_path: Path
 ) -> None:
-    """As torchrun sees it: without a link. The first failure to be told is that of its peer."""
+    """As under torchrun alone, without a link. The failure of its peer is reported first."""
     text = "RuntimeError: Connection closed by peer [10.0.0.4]:4711"
     kmsg, xid = tmp_path / "kmsg", "NVRM: Xid (PCI:0000:44:00): 79, GPU has fallen off the bus"
-    kmsg.write_text(f"4,1,1,-;{xid}\n")  # before the workers started: not about them
+    kmsg.write_text(f"4,1,1,-;{xid}\n")  # before the workers started: unrelated to them
     nodes = [start(min_nodes=1, max_nodes=3, kernel_log=KernelLog(kmsg)).arrive()]
     nodes += [start(min_nodes=1, max_nodes=3).arrive() for _ in range(2)]
     for node in nodes:
@@ -413,10 +416,10 @@ def test_a_node_whose_gpu_fails_by_its_kernel_log_alone_is_quarantined(
     assert judged.evidence == f"kernel log: {xid}"
 
 
-def test_a_worker_that_the_kernel_killed_for_its_memory_is_judged_so(
+def test_an_oom_killed_worker_is_classified_as_out_of_memory(
     start: Callable[..., TestNode], tmp_path: Path
 ) -> None:
-    """As torchrun sees it: without a link, with an exit code alone."""
+    """As under torchrun alone: without a link, with an exit code only."""
     (tmp_path / "membership").write_text("0::/\n")
     events = tmp_path / "memory.events"
     events.write_text("oom_kill 1\n")
@@ -435,14 +438,14 @@ def test_a_worker_that_the_kernel_killed_for_its_memory_is_judged_so(
     (judged,) = [e for node in nodes for e in node.events if isinstance(e, FailureJudged)]
     assert (judged.failed, judged.rule) == (nodes[0].journal.name, "host-out-of-memory")
     assert judged.confidence == "high"
-    # Somebody else's SIGKILL, later.
+    # A later SIGKILL from another source.
     nodes[0].arrive(exit_code=-9)
     nodes[1].arrive("RuntimeError: Connection closed by peer")
     assert "memory limit" not in nodes[0].enter().reason
     nodes[1].enter()
 
 
-def test_an_error_that_every_attempt_repeats_ends_the_job_at_once(
+def test_an_error_repeated_in_every_attempt_ends_the_job_immediately(
     start: Callable[..., TestNode],
 ) -> None:
     nodes = trio(start)
@@ -454,7 +457,7 @@ def test_an_error_that_every_attempt_repeats_ends_the_job_at_once(
 
 
 @pytest.mark.parametrize("is_first", [True, False])
-def test_a_node_with_a_faulty_gpu_is_left_out_of_the_next_world(
+def test_a_node_with_a_faulty_gpu_is_excluded_from_the_next_world(
     start: Callable[..., TestNode], monkeypatch: pytest.MonkeyPatch, is_first: bool
 ) -> None:
     of = Policy.of
@@ -486,7 +489,7 @@ def test_a_joining_node_joins_a_running_job(start: Callable[..., TestNode]) -> N
     assert worlds[2].lineage == (1,)
 
 
-def test_a_node_that_leaves_is_not_waited_for(start: Callable[..., TestNode]) -> None:
+def test_peers_do_not_wait_for_a_leaving_node(start: Callable[..., TestNode]) -> None:
     a, b, c = trio(start)
     a.service.leave("SIGTERM")
     worlds = [b.follow(), c.follow()]
@@ -494,7 +497,7 @@ def test_a_node_that_leaves_is_not_waited_for(start: Callable[..., TestNode]) ->
     assert worlds[0].cause is Cause.LEFT
 
 
-def test_the_end_of_a_node_that_has_left_in_order_raises_no_suspicion(
+def test_the_exit_of_a_node_that_left_gracefully_raises_no_suspicion(
     start: Callable[..., TestNode],
 ) -> None:
     nodes = trio(start)
@@ -503,9 +506,9 @@ def test_the_end_of_a_node_that_has_left_in_order_raises_no_suspicion(
     left.service.leave("SIGTERM")
     assert leader.follow().node_ids == tuple(n.id for n in nodes if n is not left)
     left.service.close()
-    killed.die()  # what its death causes comes after the end of the other one
+    killed.die()  # events of its death follow the other node's exit
 
-    # (On a busy machine a node may be suspected of being silent, before.)
+    # (On a busy machine a node may be suspected of silence before that.)
     def ended() -> list[str]:
         events = [e for e in leader.journal.events if isinstance(e, NodeSuspected)]
         return [e.suspect for e in events if e.reason == "its connection closed"]
@@ -514,7 +517,7 @@ def test_the_end_of_a_node_that_has_left_in_order_raises_no_suspicion(
     assert not {left.id, left.journal.name} & set(ended())
 
 
-def test_all_leave_in_order_and_the_job_goes_on_later(
+def test_a_job_resumes_after_all_nodes_left_gracefully(
     start: Callable[..., TestNode], server: MemoryServer
 ) -> None:
     nodes = trio(start)
@@ -526,10 +529,10 @@ def test_all_leave_in_order_and_the_job_goes_on_later(
     assert world is not None and world.generation > 1
 
 
-def test_all_crash_and_the_job_is_started_again(
+def test_a_job_restarts_after_all_nodes_crashed(
     start: Callable[..., TestNode], server: MemoryServer
 ) -> None:
-    for node in trio(start):  # one by one: a survivor may still write a paused world in between
+    for node in trio(start):  # one by one: a survivor may write a paused world in between
         node.die()
     fresh = trio(start)
     world = fresh[0].service.running
@@ -539,7 +542,7 @@ def test_all_crash_and_the_job_is_started_again(
     assert {member.node_id for member in world.members} == {node.id for node in fresh}
 
 
-def test_finish_waits_for_the_live_and_not_for_the_dead(start: Callable[..., TestNode]) -> None:
+def test_finish_waits_for_live_nodes_only(start: Callable[..., TestNode]) -> None:
     a, b, c = trio(start)
     ended: list[Done | None] = []
     threads = [
@@ -556,10 +559,10 @@ def test_finish_waits_for_the_live_and_not_for_the_dead(start: Callable[..., Tes
     assert [done.outcome for done in ended if done] == [Outcome.SUCCESS] * 2
 
 
-def test_a_new_leader_that_has_not_heard_of_the_end_takes_nobody_for_lost(
+def test_a_new_leader_unaware_of_the_end_of_the_job_evicts_no_node(
     start: Callable[..., TestNode], server: MemoryServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The last leader writes the end of the job and goes. Its successor's watch is late."""
+    """The last leader writes the end of the job and exits. Its successor's watch is delayed."""
     a, b = start(max_nodes=2).arrive(), start(max_nodes=2).arrive()
     a.enter(), b.enter()
     leader, successor = (a, b) if a.id == leader_in(server) else (b, a)
@@ -588,7 +591,7 @@ def test_a_new_leader_that_has_not_heard_of_the_end_takes_nobody_for_lost(
     assert world_in(server).generation == 1
 
 
-def test_a_joining_node_to_a_finished_job_is_told_so(start: Callable[..., TestNode]) -> None:
+def test_a_node_joining_a_finished_job_gets_its_outcome(start: Callable[..., TestNode]) -> None:
     a = start(min_nodes=1).arrive()
     a.enter()
     assert a.service.finish() is not None
@@ -596,7 +599,7 @@ def test_a_joining_node_to_a_finished_job_is_told_so(start: Callable[..., TestNo
         start(min_nodes=1).arrive().enter()
 
 
-def test_a_lost_lease_is_replaced_and_nothing_else_happens(
+def test_a_lost_lease_is_replaced_without_a_new_world(
     start: Callable[..., TestNode], server: MemoryServer
 ) -> None:
     a, b, c = trio(start)
@@ -607,7 +610,7 @@ def test_a_lost_lease_is_replaced_and_nothing_else_happens(
     assert {a.follow().generation, b.follow().generation} == {2}
 
 
-def test_a_wiped_store_gets_the_running_world_back(
+def test_the_running_world_is_restored_into_a_wiped_store(
     start: Callable[..., TestNode], server: MemoryServer
 ) -> None:
     a, b, c = trio(start)
@@ -621,7 +624,7 @@ def test_a_wiped_store_gets_the_running_world_back(
     assert a.follow() == b.follow() == world
 
 
-def test_an_outage_of_the_store_disturbs_nobody(
+def test_an_outage_of_the_store_forms_no_new_world(
     start: Callable[..., TestNode], server: MemoryServer
 ) -> None:
     a, b, c = trio(start)
@@ -633,7 +636,7 @@ def test_an_outage_of_the_store_disturbs_nobody(
     assert {a.follow().generation, b.follow().generation} == {2}
 
 
-def test_a_node_cut_off_for_half_of_takeover_s_stops(start: Callable[..., TestNode]) -> None:
+def test_a_node_isolated_for_half_of_takeover_s_stops(start: Callable[..., TestNode]) -> None:
     last_contact = [time.monotonic()]
     a = start(min_nodes=1, max_nodes=1, contact=lambda: last_contact[0]).arrive()
     a.enter()
@@ -650,10 +653,10 @@ def test_a_node_cut_off_for_half_of_takeover_s_stops(start: Callable[..., TestNo
     eventually(stopped)
 
 
-def test_a_node_that_has_lost_the_store_makes_no_call_when_its_leader_dies(
+def test_a_node_without_the_store_makes_no_calls_when_its_leader_dies(
     start: Callable[..., TestNode], server: MemoryServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each call would take its whole timeout, and the node would stop that much later."""
+    """Each call would run into its timeout and delay the stop of the node."""
     last_contact = [time.monotonic() + 2 * DEADLINE_S]
     nodes = [start(min_nodes=1, contact=lambda: last_contact[0]).arrive() for _ in range(2)]
     for node in nodes:
@@ -679,7 +682,7 @@ def test_a_node_that_has_lost_the_store_makes_no_call_when_its_leader_dies(
     eventually(lambda: succession.term is not None)  # nothing is forgotten
 
 
-def test_a_node_that_finishes_while_the_store_is_away_does_not_wait_for_ever(
+def test_a_node_that_finishes_during_a_store_outage_does_not_hang(
     start: Callable[..., TestNode], server: MemoryServer
 ) -> None:
     last_contact = [time.monotonic() + DEADLINE_S]
@@ -688,7 +691,7 @@ def test_a_node_that_finishes_while_the_store_is_away_does_not_wait_for_ever(
     server.disconnect()
     eventually(lambda: a.service.loop.isolation.watch_is_cut)
     last_contact[0] = time.monotonic() - 5.0
-    a.status.store_problem = ""  # as after a turn that needed nothing of the store
+    a.status.store_problem = ""  # as after an iteration that did not need the store
     ended: list[Done | None] = []
     main = threading.Thread(
         target=lambda: ended.append(a.service.finish(patience_s=0.2)), name="main", daemon=True
@@ -702,7 +705,7 @@ def test_a_node_that_finishes_while_the_store_is_away_does_not_wait_for_ever(
     ("more", "said"),
     [({"max_nodes": 4}, "2 to 4 nodes"), ({"library": "9.9.9"}, "9.9.9")],
 )
-def test_a_joining_node_that_cannot_mix_is_refused_and_the_job_intact(
+def test_an_incompatible_joining_node_is_refused_and_the_job_unaffected(
     start: Callable[..., TestNode], more: dict[str, Any], said: str
 ) -> None:
     a, b = start().arrive(), start().arrive()
@@ -714,7 +717,7 @@ def test_a_joining_node_that_cannot_mix_is_refused_and_the_job_intact(
 
 
 @pytest.mark.parametrize("job_has_tls", [True, False])
-def test_with_and_without_tls_is_refused_in_a_sentence_and_the_job_intact(
+def test_a_mix_of_tls_and_plaintext_nodes_is_refused_with_a_clear_error(
     start: Callable[..., TestNode], tmp_path: Path, job_has_tls: bool
 ) -> None:
     authority = Authority(tmp_path, "nodes")
@@ -748,13 +751,13 @@ def test_a_spare_waits_beyond_the_join_timeout(
     assert [world.node_ids for world in entered] == [(b.id, c.id, spare.id)]
 
 
-def test_too_few_nodes_is_a_clear_error(start: Callable[..., TestNode]) -> None:
+def test_too_few_nodes_raise_a_clear_error(start: Callable[..., TestNode]) -> None:
     lonely = start(options=replace(HASTY, join_timeout_s=0.3)).arrive()
     with pytest.raises(JoinTimeout, match=r"min 2, max 3.*no world was ever formed"):
         lonely.enter()
 
 
-def test_a_broken_node_record_leaves_the_others_intact(
+def test_an_invalid_node_record_does_not_affect_other_nodes(
     start: Callable[..., TestNode], server: MemoryServer
 ) -> None:
     MemoryStore(server).put(KEYS.node("intruder"), b"{not json")
@@ -763,7 +766,7 @@ def test_a_broken_node_record_leaves_the_others_intact(
     assert said
 
 
-def test_a_broken_world_record_stops_a_joining_node_and_not_the_job(
+def test_an_invalid_world_record_stops_a_joining_node_but_not_the_job(
     start: Callable[..., TestNode], server: MemoryServer
 ) -> None:
     a, b = start().arrive(), start().arrive()
@@ -772,13 +775,13 @@ def test_a_broken_world_record_stops_a_joining_node_and_not_the_job(
     with pytest.raises(RecordError, match=KEYS.world):
         start().arrive()
     assert not a.service.newer_world()
-    # The next change heals it.
+    # The next change repairs it.
     b.arrive("RuntimeError: boom")
     assert a.follow().generation == b.enter().generation == 2
     assert world_in(server).generation == 2
 
 
-def test_random_crashes_and_arrivals_never_end_in_two_worlds(
+def test_random_crashes_and_joins_never_form_two_worlds(
     start: Callable[..., TestNode], server: MemoryServer
 ) -> None:
     """Fifteen rounds of a crash and a replacement, with live main threads throughout."""

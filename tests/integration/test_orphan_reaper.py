@@ -1,4 +1,4 @@
-"""The guard ends an agent's workers if, and only if, the agent dies without a word."""
+"""The orphan reaper terminates an agent's workers if, and only if, the agent dies abruptly."""
 
 from __future__ import annotations
 
@@ -63,14 +63,14 @@ class FakeAgent:
         eventually(lambda: ignores_sigterm(self.guard_pid))
 
     def permit(self, for_s: float) -> None:
-        """Let the workers train for so long."""
+        """Extend the workers' permission to train by this time."""
         assert self.process.stdin is not None and self.process.stdout is not None
         self.process.stdin.write(f"permit {for_s}\n")
         self.process.stdin.flush()
         assert self.process.stdout.readline() == "permitted\n"
 
     def start_worker(self) -> None:
-        """One more that bears the agent's mark."""
+        """Start another worker with the agent's mark."""
         environment = {**os.environ, MARK: self.token}
         command = [sys.executable, "-S", "-c", "import time; time.sleep(600)"]
         self.extra = subprocess.Popen(command, env=environment, start_new_session=True)
@@ -87,7 +87,7 @@ def agent() -> FakeAgent:
     return FakeAgent()
 
 
-def test_workers_of_a_killed_agent_end_and_so_does_the_guard(agent: FakeAgent) -> None:
+def test_workers_of_a_killed_agent_and_the_reaper_end(agent: FakeAgent) -> None:
     try:
         agent.process.kill()
         agent.process.wait()
@@ -97,10 +97,10 @@ def test_workers_of_a_killed_agent_end_and_so_does_the_guard(agent: FakeAgent) -
         agent.end()
 
 
-def test_the_memory_of_a_killed_agent_is_given_back(
+def test_the_shared_memory_of_a_killed_agent_is_released(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """And nothing else that has the place of it."""
+    """And no other folder given in its place."""
     for name, stays in (("elastic-memory-1-2-3-ab", False), ("precious", True)):
         folder = tmp_path / name
         (folder / "own").mkdir(parents=True)
@@ -132,7 +132,7 @@ def test_the_link_of_a_killed_agent_is_removed(
         agent.end()
 
 
-def test_workers_end_even_if_the_agent_was_told_to_terminate_and_died(agent: FakeAgent) -> None:
+def test_workers_end_if_the_agent_dies_after_sigterm(agent: FakeAgent) -> None:
     try:
         os.kill(agent.guard_pid, signal.SIGTERM)  # as a group-wide signal would: ignored
         agent.process.terminate()
@@ -142,7 +142,7 @@ def test_workers_end_even_if_the_agent_was_told_to_terminate_and_died(agent: Fak
         agent.end()
 
 
-def test_an_agent_that_ends_in_order_keeps_what_it_left_running(agent: FakeAgent) -> None:
+def test_processes_of_an_agent_that_exits_gracefully_are_kept(agent: FakeAgent) -> None:
     try:
         assert agent.process.stdin is not None
         agent.process.stdin.write("release\n")
@@ -183,7 +183,7 @@ FORKING_AGENT = textwrap.dedent(
 )
 
 
-def test_forked_workers_of_a_killed_agent_end_and_its_other_children_do_not() -> None:
+def test_only_forked_workers_of_a_killed_agent_are_terminated() -> None:
     token = uuid.uuid4().hex
     agent = subprocess.Popen(
         [sys.executable, "-c", FORKING_AGENT],
@@ -197,7 +197,7 @@ def test_forked_workers_of_a_killed_agent_end_and_its_other_children_do_not() ->
     said = dict(agent.stdout.readline().split() for _ in range(5))
     workers = [int(said["worker"]), int(said["grandchild"])]
     try:
-        assert marked_processes(token) == []  # their environment says nothing
+        assert marked_processes(token) == []  # their environment has no mark
         marked = marked_processes(token, ForkMark.parse(said["mark"]))
         assert sorted(marked) == sorted([agent.pid, *workers])
         agent.kill()
@@ -209,8 +209,8 @@ def test_forked_workers_of_a_killed_agent_end_and_its_other_children_do_not() ->
         os.killpg(agent.pid, signal.SIGKILL)
 
 
-def test_a_dead_workers_forked_data_worker_is_a_stray_and_a_worker_is_not() -> None:
-    """Workers that run a function are in the agent's own process group."""
+def test_a_forked_data_worker_of_a_dead_worker_is_a_stray() -> None:
+    """Workers that run a function share the agent's process group."""
     inherited, unused = os.pipe()
     mark = ForkMark.of(inherited)
     worker = os.fork()
@@ -247,7 +247,7 @@ WORKER = textwrap.dedent(
 )
 
 
-def test_strays_of_a_dead_worker_end_and_services_in_their_own_session_do_not() -> None:
+def test_strays_of_a_dead_worker_end_but_services_in_own_sessions_survive() -> None:
     token = uuid.uuid4().hex
     worker = subprocess.Popen(
         [sys.executable, "-S", "-c", WORKER],
@@ -273,8 +273,8 @@ def test_strays_of_a_dead_worker_end_and_services_in_their_own_session_do_not() 
             os.kill(pid, signal.SIGKILL)
 
 
-def test_workers_of_a_frozen_agent_end_when_their_permission_does(agent: FakeAgent) -> None:
-    """They know nothing of it: an unmodified script's."""
+def test_workers_of_a_frozen_agent_end_when_their_permission_expires(agent: FakeAgent) -> None:
+    """These are workers of an unmodified script, which does not check the permission."""
     try:
         agent.permit(3600.0)
         agent.permit(1.0)
@@ -282,7 +282,7 @@ def test_workers_of_a_frozen_agent_end_when_their_permission_does(agent: FakeAge
         eventually(lambda: not marked_processes(agent.token))
         assert Path(f"/proc/{agent.guard_pid}").exists()
         os.kill(agent.process.pid, signal.SIGCONT)
-        agent.permit(3600.0)  # it is back, and guarded as before: its new workers live
+        agent.permit(3600.0)  # it resumes, with the reaper active: its new workers survive
         agent.start_worker()
         with pytest.raises(subprocess.TimeoutExpired):
             agent.process.wait(2 * SETTLE_S)
@@ -294,11 +294,11 @@ def test_workers_of_a_frozen_agent_end_when_their_permission_does(agent: FakeAge
         agent.end()
 
 
-def test_workers_whose_permission_is_extended_live(agent: FakeAgent) -> None:
+def test_workers_with_an_extended_permission_keep_running(agent: FakeAgent) -> None:
     try:
         agent.permit(1.0)
         agent.permit(3600.0)
-        time.sleep(1.5)  # past the end of the first one; nothing to wait for
+        time.sleep(1.5)  # past the end of the first permission; there is no event to wait for
         assert len(marked_processes(agent.token)) == 2
     finally:
         agent.end()

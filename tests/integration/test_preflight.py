@@ -1,4 +1,4 @@
-"""``preflight=1`` and ``join(preflight=True)``: a sick node never joins, one that is well does."""
+"""``preflight=1`` and ``join(preflight=True)``: an unfit node never joins, a fit one does."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from elastic.worker.preflight import PASSED_VARIABLE
 from elastic.worker.preflight import require_fit as require_fit_of_worker
 
 SCRIPT = "print('trained', flush=True)"
-TOO_FEW = 200  # descriptors: torchrun starts, and a job would not last
+TOO_FEW = 200  # descriptors: enough to start torchrun, too few for a job
 WITH_FEW_DESCRIPTORS = """
 import resource, runpy
 resource.setrlimit(resource.RLIMIT_NOFILE, ({0}, {0}))
@@ -63,15 +63,15 @@ def torchrun(
 
 
 @pytest.mark.cluster
-def test_a_sick_node_is_refused_with_71_before_anybody_hears_of_it(
+def test_an_unfit_node_exits_with_71_before_it_registers(
     tmp_path: Path, shared_etcd: EmbeddedEtcd, root: str, connect: Callable[..., EtcdStore]
 ) -> None:
     sick = torchrun(tmp_path, shared_etcd, root, conf="preflight=1", descriptors=TOO_FEW)
-    said = sick.stdout + sick.stderr
-    assert sick.returncode == 71, said
-    assert "node this-one does not join the job: open files limit: 200" in said
-    assert "ulimit -n" in said and "elastic doctor" in said
-    assert "Traceback" not in said and "trained" not in said
+    output = sick.stdout + sick.stderr
+    assert sick.returncode == 71, output
+    assert "node this-one does not join the job: open files limit: 200" in output
+    assert "ulimit -n" in output and "elastic doctor" in output
+    assert "Traceback" not in output and "trained" not in output
     assert connect(shared_etcd.endpoint, connect_timeout_s=PATIENCE_S).list(root).entries == ()
 
     unasked = torchrun(tmp_path, shared_etcd, root, conf="preflight=0", descriptors=TOO_FEW)
@@ -79,9 +79,7 @@ def test_a_sick_node_is_refused_with_71_before_anybody_hears_of_it(
 
 
 @pytest.mark.cluster
-def test_a_well_node_passes_and_trains(
-    tmp_path: Path, shared_etcd: EmbeddedEtcd, root: str
-) -> None:
+def test_a_fit_node_passes_and_trains(tmp_path: Path, shared_etcd: EmbeddedEtcd, root: str) -> None:
     well = torchrun(tmp_path, shared_etcd, root, conf="preflight=1")
     assert well.returncode == 0, well.stderr
     assert "trained" in well.stdout and "preflight: passed in" in well.stderr
@@ -97,20 +95,20 @@ def of_leader(leader: Leader | None) -> Finding:
     return next(finding for finding in found if finding.name == "leader")
 
 
-def test_the_ports_of_the_jobs_leader_have_to_answer() -> None:
+def test_the_ports_of_the_leader_must_be_reachable() -> None:
     with socket.create_server(("127.0.0.1", 0)) as listening:
         port = int(listening.getsockname()[1])
         leader = Leader(node_id="n", address="127.0.0.1", liveness_port=port)
         assert of_leader(leader).status is Status.OK
-    with socket.socket() as bound:  # refuses: the leader has ended
+    with socket.socket() as bound:  # refuses connections: the leader has ended
         bound.bind(("127.0.0.1", 0))
         refusing = replace(leader, liveness_port=int(bound.getsockname()[1]))
         assert of_leader(refusing).status is Status.WARNING
     assert of_leader(None).status is Status.SKIPPED
 
 
-def test_a_leader_that_cannot_be_reached_keeps_the_node_out() -> None:
-    # A listener whose queue is full drops what else comes, as a firewall does.
+def test_an_unreachable_leader_prevents_the_join() -> None:
+    # A listener with a full queue drops further connections, like a firewall.
     with socket.socket() as full:
         full.bind(("127.0.0.1", 0))
         full.listen(0)
@@ -144,19 +142,19 @@ run.retry(lambda: print("trained", flush=True))
 
 
 @pytest.mark.cluster
-def test_a_worker_that_asks_for_it_is_checked_before_it_joins(
+def test_a_worker_with_preflight_is_checked_before_it_joins(
     tmp_path: Path, shared_etcd: EmbeddedEtcd, root: str
 ) -> None:
-    """Its agent ends as if it had checked the node itself."""
+    """Its agent exits as if it had run the check itself."""
     (tmp_path / "file").touch()
     script = JOINING.format(folder=str(tmp_path / "file" / "checkpoints"))
     sick = torchrun(tmp_path, shared_etcd, root, conf="mode=restart", script=script)
-    said = sick.stdout + sick.stderr
-    assert sick.returncode == 71, said
-    assert "node this-one does not join the job: checkpoint folder" in said
-    assert "Not a directory" in said
-    assert "use an existing folder that this user can write to" in said
-    assert "trained" not in said
+    output = sick.stdout + sick.stderr
+    assert sick.returncode == 71, output
+    assert "node this-one does not join the job: checkpoint folder" in output
+    assert "Not a directory" in output
+    assert "use an existing folder that this user can write to" in output
+    assert "trained" not in output
 
     script = JOINING.format(folder=str(tmp_path / "checkpoints"))
     well = torchrun(tmp_path, shared_etcd, root, conf="preflight=1", script=script)
@@ -175,7 +173,7 @@ def test_a_worker_checks_the_machine_unless_its_agent_has(
     assert {finding.name.split()[0] for finding in found} == {"checkpoint"}
 
 
-def test_nothing_is_started_where_there_is_nothing_to_check(
+def test_no_check_process_starts_if_nothing_needs_checking(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(subprocess, "run", lambda *args, **kwargs: pytest.fail("started"))
@@ -183,7 +181,7 @@ def test_nothing_is_started_where_there_is_nothing_to_check(
     require_fit_of_worker("/nowhere/at/all", {"LOCAL_RANK": "1"})
 
 
-def test_a_check_that_ends_badly_or_never_keeps_the_worker_out(
+def test_a_failed_or_hung_check_prevents_the_join(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     ended = subprocess.CompletedProcess([], 1, b"", b"Traceback\nImportError: no module x\n")
@@ -209,5 +207,5 @@ def test_a_check_that_ends_badly_or_never_keeps_the_worker_out(
         (LocalStorage("/shared"), "/shared"),
     ],
 )
-def test_only_a_folder_of_files_can_be_checked(given: object, folder: str | None) -> None:
+def test_only_a_local_folder_can_be_checked(given: object, folder: str | None) -> None:
     assert Checkpoints(given).local_folder == folder  # type: ignore[arg-type]

@@ -20,7 +20,7 @@ from elastic.testing.node import LocalNode
 from elastic.testing.slowness import is_within
 
 SCRIPT = Path(script.__file__)
-DEADLINE_S = 400  # a scenario takes seconds; a machine that is shared may take a hundred times that
+DEADLINE_S = 400  # a scenario takes seconds; a shared machine may take a hundred times as long
 pytestmark = pytest.mark.cluster
 
 Result = dict[str, Any]
@@ -28,7 +28,7 @@ Result = dict[str, Any]
 
 @pytest.fixture
 def ports() -> Iterator[tuple[int, ...]]:
-    """Held as an agent holds them: bound, not listening, for longer than any group lives."""
+    """Reserved as by an agent: bound but not listening, for longer than any group exists."""
     reserve = PortReserve()
     yield reserve.ports
     reserve.close()
@@ -55,17 +55,17 @@ class Ranks:
         ]
 
     def results(self, *, killed: int | None = None) -> list[Result]:
-        """What each rank told; all but the one that is to die must end well."""
+        """The result of each rank; all ranks except the one that dies must exit with 0."""
         codes = [node.wait(DEADLINE_S) for node in self._nodes]
-        told = []
+        result = []
         for rank, (node, code) in enumerate(zip(self._nodes, codes, strict=True)):
             text = node.log_text()
             if rank == killed:
                 assert code == -signal.SIGKILL, text
             else:
                 assert code == 0, f"rank {rank}:\n{text}"
-                told.append(json.loads(next(x for x in text.splitlines() if x.startswith("{"))))
-        return told
+                result.append(json.loads(next(x for x in text.splitlines() if x.startswith("{"))))
+        return result
 
     def end(self) -> None:
         for node in self._nodes:
@@ -90,49 +90,47 @@ def run(
 
 @pytest.mark.parametrize("cycles", [60, pytest.param(200, marks=pytest.mark.soak)])
 @pytest.mark.parametrize("scenario", ["orderly", "aborted"])
-def test_rebuilds_leave_nothing_behind(
+def test_rebuilds_leak_no_resources(
     scenario: str, cycles: int, tmp_path: Path, ports: tuple[int, ...]
 ) -> None:
-    for told in run(scenario, 2, tmp_path, ports, CYCLES=cycles):
-        early, late = told["early"], told["late"]
-        print(scenario, cycles, early, late, told["ms"])
+    for result in run(scenario, 2, tmp_path, ports, CYCLES=cycles):
+        early, late = result["early"], result["late"]
+        print(scenario, cycles, early, late, result["ms"])
         assert late["fds"] == early["fds"]
         assert late["threads"] <= early["threads"]
         assert late["rss_mib"] < early["rss_mib"] + 8
-        assert told["hook"] == "excepthook"  # not one of torch's around another for each group
+        assert result["hook"] == "excepthook"  # no nesting of torch's wrappers per group
 
 
-def test_a_rank_that_waits_for_a_survivor_is_released(
+def test_an_abort_releases_a_rank_that_waits_for_a_survivor(
     tmp_path: Path, ports: tuple[int, ...]
 ) -> None:
-    for told in run("half_broken_ring", 3, tmp_path, ports, killed=1):
-        assert told["fault"], told
-        assert "gloo/transport/" in told["error"]  # by which a fault is told
-        assert told["total"] == 2.0
+    for result in run("half_broken_ring", 3, tmp_path, ports, killed=1):
+        assert result["fault"], result
+        assert "gloo/transport/" in result["error"]  # by which a fault is reported
+        assert result["total"] == 2.0
 
 
-def test_a_scripts_own_collectives_end_with_the_group(
-    tmp_path: Path, ports: tuple[int, ...]
-) -> None:
-    for told in run("own_collectives", 3, tmp_path, ports, CYCLES=60):
-        assert is_within(told["longest_s"], 5.0)
+def test_an_abort_ends_the_collectives_of_a_script(tmp_path: Path, ports: tuple[int, ...]) -> None:
+    for result in run("own_collectives", 3, tmp_path, ports, CYCLES=60):
+        assert is_within(result["longest_s"], 5.0)
 
 
 @pytest.mark.parametrize("unused", [0, 1])
-def test_a_backward_pass_ends_with_the_group(
-    unused: int, tmp_path: Path, ports: tuple[int, ...]
+def test_an_abort_ends_a_backward_pass(unused: int, tmp_path: Path, ports: tuple[int, ...]) -> None:
+    for result in run("own_backward", 3, tmp_path, ports, CYCLES=30, UNUSED=unused):
+        print(result)
+        assert is_within(result["longest_s"], 5.0)  # gloo would continue for half an hour
+
+
+def test_gradients_equal_those_of_one_process(tmp_path: Path, ports: tuple[int, ...]) -> None:
+    for result in run("gradients", 2, tmp_path, ports):
+        assert all(worst < 1e-12 for worst in result["worst"].values()), result["worst"]
+
+
+def test_a_state_arrives_bit_identical_or_not_at_all(
+    tmp_path: Path, ports: tuple[int, ...]
 ) -> None:
-    for told in run("own_backward", 3, tmp_path, ports, CYCLES=30, UNUSED=unused):
-        print(told)
-        assert is_within(told["longest_s"], 5.0)  # gloo would go on for half an hour
-
-
-def test_gradients_are_those_of_one_process(tmp_path: Path, ports: tuple[int, ...]) -> None:
-    for told in run("gradients", 2, tmp_path, ports):
-        assert all(worst < 1e-12 for worst in told["worst"].values()), told["worst"]
-
-
-def test_a_state_arrives_as_it_was_or_not_at_all(tmp_path: Path, ports: tuple[int, ...]) -> None:
     bystander, source, receiver = run("moved_state", 3, tmp_path, ports)
     assert set(receiver["got"].values()) == {True}
     assert not any([*bystander["got"].values(), *source["got"].values()])
@@ -140,49 +138,51 @@ def test_a_state_arrives_as_it_was_or_not_at_all(tmp_path: Path, ports: tuple[in
     assert bystander["damaged"] == source["damaged"] == "None"
 
 
-def test_an_abort_leaves_the_users_sockets_alone(tmp_path: Path, ports: tuple[int, ...]) -> None:
-    for told in run("users_sockets", 2, tmp_path, ports):
-        assert told["total"] == 2.0
-        assert told["sockets"] >= 3  # the store's, gloo's two
-        assert told["mine"] == []
-        assert told["heard"] == "still here"
-        assert told["inherited"] == ["/dev/null"]
-        assert not told["initialized"]
+def test_an_abort_does_not_close_sockets_of_the_user(
+    tmp_path: Path, ports: tuple[int, ...]
+) -> None:
+    for result in run("users_sockets", 2, tmp_path, ports):
+        assert result["total"] == 2.0
+        assert result["sockets"] >= 3  # the store's, gloo's two
+        assert result["mine"] == []
+        assert result["heard"] == "still here"
+        assert result["inherited"] == ["/dev/null"]
+        assert not result["initialized"]
 
 
-def test_a_build_without_all_ranks_ends_and_the_next_one_works(
+def test_a_build_with_a_missing_rank_fails_and_the_next_one_succeeds(
     tmp_path: Path, ports: tuple[int, ...]
 ) -> None:
     waiting = run("missing_rank", 3, tmp_path, ports)
-    assert [told["total"] for told in waiting] == [3.0, 3.0, 3.0]
-    for told in waiting[:2]:
-        assert told["timeout"] == "GroupBuildFailed"
-        assert told["announced"] == told["aborted"] == "Superseded"
+    assert [result["total"] for result in waiting] == [3.0, 3.0, 3.0]
+    for result in waiting[:2]:
+        assert result["timeout"] == "GroupBuildFailed"
+        assert result["announced"] == result["aborted"] == "Superseded"
     assert waiting[0]["missing"] == [2]
 
 
 @pytest.mark.parametrize(("victim", "error"), [(0, "GroupBuildFailed"), (1, "Superseded")])
-def test_a_rank_that_dies_in_the_build_does_not_keep_the_others(
+def test_a_rank_that_dies_during_the_build_does_not_block_its_peers(
     victim: int, error: str, tmp_path: Path, ports: tuple[int, ...]
 ) -> None:
-    for told in run("dies_in_build", 3, tmp_path, ports, killed=victim, VICTIM=victim):
-        assert told["error"] == error
-        assert told["fault"]
-        assert "not been initialized" in told["group"]
-        assert told["total"] == 2.0
+    for result in run("dies_in_build", 3, tmp_path, ports, killed=victim, VICTIM=victim):
+        assert result["error"] == error
+        assert result["fault"]
+        assert "not been initialized" in result["group"]
+        assert result["total"] == 2.0
 
 
-def test_a_store_that_never_answers_does_not_keep_a_rank(
+def test_an_unresponsive_store_does_not_block_a_rank(
     tmp_path: Path, ports: tuple[int, ...]
 ) -> None:
-    (told,) = run("mute_host", 1, tmp_path, ports)
-    assert told["errors"] == ["GroupBuildFailed", "Superseded", "GroupBuildFailed"]
-    assert told["more_fds"] == 0
+    (result,) = run("mute_host", 1, tmp_path, ports)
+    assert result["errors"] == ["GroupBuildFailed", "Superseded", "GroupBuildFailed"]
+    assert result["more_fds"] == 0
 
 
 def test_a_world_of_one_needs_no_peers(tmp_path: Path, ports: tuple[int, ...]) -> None:
-    (told,) = run("alone", 1, tmp_path, ports)
-    assert told == {
+    (result,) = run("alone", 1, tmp_path, ports)
+    assert result == {
         "totals": [1.0, 1.0],
         "timeouts_s": [1800.0, 77.0, "ConfigError"],
         "superseded": True,

@@ -1,6 +1,6 @@
-"""Gradients of sharded models over replicas are those of an unsharded model on all samples.
+"""Gradients of sharded models over replicas equal those of an unsharded model on all samples.
 
-On gloo, and on a backend whose collectives are queued on a stream, as NCCL's are.
+On gloo, and on a backend that queues collectives on a stream, like NCCL.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from elastic.testing.forks.server import shared_fork_server
 from elastic.testing.node import LocalNode
 
 SCRIPT = Path(program.__file__)
-DEADLINE_S = 400  # it takes seconds; a machine that is shared may take a hundred times that
+DEADLINE_S = 400  # it takes seconds; a shared machine may take a hundred times as long
 pytestmark = pytest.mark.cluster
 
 
@@ -39,7 +39,7 @@ def backend(request: pytest.FixtureRequest) -> str:
 
 
 def results(folder: Path, ports: tuple[int, ...], backend: str, *mesh: str) -> list[dict[str, Any]]:
-    """What each of the four ranks printed; each dimension of the mesh has two ranks."""
+    """The output of each of the four ranks; each dimension of the mesh has two ranks."""
     shared = ["--ports", *map(str, ports), "--folder", str(folder), "--mesh", *mesh]
     shared += ["--backend", backend]
     ranks = [
@@ -58,7 +58,9 @@ def results(folder: Path, ports: tuple[int, ...], backend: str, *mesh: str) -> l
     return [json.loads(rank.log_text().splitlines()[-1]) for rank in ranks]
 
 
-def test_two_replicas_of_two_shards(tmp_path: Path, ports: tuple[int, ...], backend: str) -> None:
+def test_gradients_of_two_replicas_of_two_shards(
+    tmp_path: Path, ports: tuple[int, ...], backend: str
+) -> None:
     told = results(tmp_path, ports, backend, "shard")
     exact = (
         "plain",
@@ -68,7 +70,7 @@ def test_two_replicas_of_two_shards(tmp_path: Path, ports: tuple[int, ...], back
         "two passes",
         "two passes, one reduction",
     )
-    # Once, and by the ranks of the replica of the one that has said yes.
+    # Once, and on all ranks of the replica whose rank has set the flag.
     assert [one["asked"] for one in told] == [
         [[replica == 0, False], None, None] for replica in (0, 0, 1, 1)
     ]
@@ -79,7 +81,7 @@ def test_two_replicas_of_two_shards(tmp_path: Path, ports: tuple[int, ...], back
             "run.wrap() of a module with DTensors and without fully_shard",
             "run.wrap() of a sharded module",
         ]
-        # Nobody of the replica of the rank that has left goes on, and nobody waits for it.
+        # No rank of the replica with the lost rank continues, and no rank waits for it.
         assert one["abort"]["raised"] in ("GroupAborted", "a peer is gone")
         assert one["abort"]["then"] < 1e-12
 
@@ -89,7 +91,9 @@ def test_fsdp_over_tensor_parallelism(tmp_path: Path, ports: tuple[int, ...], ba
         assert one["both"] < 1e-12
 
 
-def test_tensor_parallelism_alone(tmp_path: Path, ports: tuple[int, ...], backend: str) -> None:
+def test_gradients_of_tensor_parallelism_alone(
+    tmp_path: Path, ports: tuple[int, ...], backend: str
+) -> None:
     for one in results(tmp_path, ports, backend, "tp"):
         assert max(one["off"], one["then"]) < 1e-12
         assert one["again"].startswith("a second backward pass adds to gradients")

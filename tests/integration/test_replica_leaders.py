@@ -1,7 +1,7 @@
-"""Leaders of jobs whose replicas take two nodes: services on the store's twin in memory.
+"""Leaders of jobs with two nodes per replica: services on the in-memory store.
 
-Nodes die, leave and come at random, several at once, leaders among them; once things are quiet,
-every world is of whole replicas, and a node that is not in it says why.
+Nodes, including leaders, die, leave and join at random, several at once. Once the job settles,
+every world has complete replicas, and each node outside it reports the reason.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ ROUNDS = 6
 
 
 class ReplicaNode(TestNode):
-    """A node of one worker, with a torchrun that goes on turning."""
+    """A node with one worker, and a torchrun that keeps polling."""
 
     __test__ = False
     is_here = True
 
     def turn(self) -> None:
-        """What torchrun's main thread does next, without waiting for anything."""
+        """The next action of torchrun's main thread, without waiting."""
         service = self.service
         if service.running is not None:
             if service.newer_world():
@@ -47,7 +47,7 @@ class ReplicaNode(TestNode):
             service.enter(world, waited_s=0.0)
 
     def leave(self) -> None:
-        """SIGTERM, in restart mode: it is gone at once."""
+        """SIGTERM in restart mode: the node leaves immediately."""
         self.service.leave("SIGTERM")
         self.service.close()
         self.is_here = False
@@ -61,7 +61,7 @@ Start = Callable[[], ReplicaNode]
 
 
 class Job:
-    """The nodes of a job, and what must hold once nothing changes any more."""
+    """The nodes of a job, and the invariants once it has settled."""
 
     def __init__(self, server: MemoryServer, start: Start) -> None:
         self.server = server
@@ -80,7 +80,9 @@ class Job:
         return decode(WorldRecord, entry.key, entry.value) if entry is not None else None
 
     def settle(self) -> WorldRecord:
-        """Turn until the largest possible world runs, and the others have said why they wait."""
+        """Poll until the largest possible world runs, and all other nodes have reported why they
+        wait.
+        """
         until_s = time.monotonic() + DEADLINE_S
         while (world := self.settled()) is None:
             assert time.monotonic() < until_s, self.describe()
@@ -130,7 +132,7 @@ def pairs(world: WorldRecord) -> list[tuple[str, ...]]:
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_random_faults_leave_whole_replicas_and_reasons(job: Job, seed: int) -> None:
+def test_random_faults_leave_complete_replicas_and_wait_reasons(job: Job, seed: int) -> None:
     dice = random.Random(seed)
     job.add(7)
     before = job.settle()
@@ -149,7 +151,7 @@ def test_random_faults_leave_whole_replicas_and_reasons(job: Job, seed: int) -> 
         before = world
 
 
-def test_a_waiting_node_says_why_in_its_log_and_to_its_probes(job: Job) -> None:
+def test_a_waiting_node_reports_the_reason_in_its_log_and_probes(job: Job) -> None:
     job.add(3)
     world = job.settle()
     (spare,) = (node for node in job.here if node.id not in world.node_ids)
@@ -166,7 +168,7 @@ def test_a_waiting_node_says_why_in_its_log_and_to_its_probes(job: Job) -> None:
     assert status.waits_for == ""
 
 
-def test_a_node_of_another_replica_size_is_refused_and_changes_nothing(job: Job) -> None:
+def test_a_node_with_another_replica_size_is_refused_without_side_effects(job: Job) -> None:
     job.add(2)
     world = job.settle()
     other = ReplicaNode(job.server, max_nodes=MOST, options=OPTIONS)
@@ -179,8 +181,8 @@ def test_a_node_of_another_replica_size_is_refused_and_changes_nothing(job: Job)
         other.service.close()
 
 
-def test_in_process_the_rest_of_a_harmed_replica_is_left_out_to_restart(job: Job) -> None:
-    """The worker side refuses such replicas so far; the agents know what is to be done."""
+def test_in_process_the_survivors_of_a_broken_replica_restart(job: Job) -> None:
+    """Workers do not support such replicas yet; the agents do."""
     job.add(4)
     world = job.settle()
     nodes = {node.id: node for node in job.here}

@@ -1,4 +1,4 @@
-"""What users do to sharded models works as on an unsharded one, or is refused with the reason."""
+"""Modifications of sharded models work as on an unsharded one, or are rejected with the reason."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ from elastic.testing.forks.server import shared_fork_server
 from elastic.testing.node import LocalNode
 
 SCRIPT = Path(program.__file__)
-DEADLINE_S = 540  # it takes seconds; a machine that is shared may take a hundred times that
+DEADLINE_S = 540  # it takes seconds; a shared machine may take a hundred times as long
 pytestmark = pytest.mark.cluster
 Results = dict[str, dict[str, Any]]
 
 
 @pytest.fixture(scope="module")
-def told(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Results]]:
-    """What each of the four ranks printed, of all options."""
+def results(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Results]]:
+    """The output of each of the four ranks, for all options."""
     folder, reserve = tmp_path_factory.mktemp("options"), PortReserve()
     arguments = ["--ports", *map(str, reserve.ports), "--folder", str(folder)]
     ranks = LocalNode(
         "ranks",
         [sys.executable, str(SCRIPT), *arguments],
-        # Not a process for each thread that torch.compile's own compiler would have.
+        # Avoids a process per thread of torch.compile's own compiler.
         {**os.environ, "OMP_NUM_THREADS": "1", "TORCHINDUCTOR_COMPILE_THREADS": "1"},
         uuid.uuid4().hex,
         folder / "log",
@@ -40,21 +40,21 @@ def told(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Results]]:
     )
     try:
         code = ranks.wait(DEADLINE_S)
-        said = [(folder / f"{rank}.log").read_text() for rank in range(SIZE)]
-        assert code == 0, "\n".join([ranks.log_text(), *said])
+        logs = [(folder / f"{rank}.log").read_text() for rank in range(SIZE)]
+        assert code == 0, "\n".join([ranks.log_text(), *logs])
     finally:
         ranks.kill()
-    yield [json.loads(text.splitlines()[-1]) for text in said]
+    yield [json.loads(text.splitlines()[-1]) for text in logs]
     reserve.close()
 
 
 @pytest.mark.parametrize("way", ["wrap", "build"])
 @pytest.mark.parametrize("option", program.OPTIONS)
-def test_an_option_trains_as_unsharded_or_is_refused(
-    told: list[Results], way: str, option: str
+def test_an_option_trains_like_the_unsharded_model_or_is_rejected(
+    results: list[Results], way: str, option: str
 ) -> None:
     expected = program.OPTIONS[option]
-    for one in told:
+    for one in results:
         found = one[way][option]
         if expected.refused:
             assert str(found).startswith(f"run.{way}() {expected.refused}"), found
@@ -63,7 +63,7 @@ def test_an_option_trains_as_unsharded_or_is_refused(
             assert found <= expected.tolerance
 
 
-def test_settings_that_would_change_the_mean_are_refused_afterwards(told: list[Results]) -> None:
-    for one in told:
+def test_later_settings_that_would_change_the_mean_are_rejected(results: list[Results]) -> None:
+    for one in results:
         assert one["wrap"]["later"] == [f"model.{n}" for n in program.REFUSED_LATER for _ in "ab"]
         assert one["build"]["later"] == ["model.set_gradient_divide_factor"] * 2

@@ -42,7 +42,7 @@ def environment(endpoint: str, run_id: str, settings: dict[str, str]) -> dict[st
 def torchrun(
     folder: Path, endpoint: str, run_id: str, script: str, settings: dict[str, str]
 ) -> tuple[int, str]:
-    """To its end: the exit code, and all that was said."""
+    """Run to completion: the exit code and the complete output."""
     file = folder / "train.py"
     file.write_text(script)
     node = LocalNode(
@@ -64,57 +64,61 @@ def run_id(root: str) -> str:
     return root.strip("/").replace("/", "-")
 
 
-def test_a_wrong_option_is_2(tmp_path: Path, shared_etcd: EmbeddedEtcd, run_id: str) -> None:
+def test_an_invalid_option_exits_with_2(
+    tmp_path: Path, shared_etcd: EmbeddedEtcd, run_id: str
+) -> None:
     settings = {"ELASTIC_TERMINATION_GRACE_S": "5"}
-    code, said = torchrun(tmp_path, shared_etcd.endpoint, run_id, "", settings)
+    code, output = torchrun(tmp_path, shared_etcd.endpoint, run_id, "", settings)
     assert code == 2
-    assert "termination_grace_s=5" in said
-    assert "Traceback" not in said
+    assert "termination_grace_s=5" in output
+    assert "Traceback" not in output
 
 
-def test_no_etcd_is_69(tmp_path: Path, run_id: str) -> None:
+def test_an_unreachable_etcd_exits_with_69(tmp_path: Path, run_id: str) -> None:
     with socket.socket() as held:
-        held.bind(("127.0.0.1", 0))  # bound and not listening: refuses, and nobody can take it
+        held.bind(("127.0.0.1", 0))  # bound but not listening: refuses, and stays reserved
         endpoint = f"127.0.0.1:{held.getsockname()[1]}"
-        code, said = torchrun(tmp_path, endpoint, run_id, "", {"ELASTIC_CONNECT_TIMEOUT_S": "1"})
+        code, output = torchrun(tmp_path, endpoint, run_id, "", {"ELASTIC_CONNECT_TIMEOUT_S": "1"})
     assert code == 69
-    assert endpoint in said
-    assert "Traceback" not in said
+    assert endpoint in output
+    assert "Traceback" not in output
 
 
-def test_a_done_job_is_0(tmp_path: Path, shared_etcd: EmbeddedEtcd, run_id: str) -> None:
-    code, said = torchrun(tmp_path, shared_etcd.endpoint, run_id, "", RUNS_ALONE)
-    assert code == 0, said
+def test_a_finished_job_exits_with_0(
+    tmp_path: Path, shared_etcd: EmbeddedEtcd, run_id: str
+) -> None:
+    code, output = torchrun(tmp_path, shared_etcd.endpoint, run_id, "", RUNS_ALONE)
+    assert code == 0, output
 
 
-def test_no_run_id_is_2_for_several_nodes_and_a_new_job_each_time_for_one(
+def test_a_missing_run_id_exits_with_2_unless_the_job_has_one_node(
     tmp_path: Path, shared_etcd: EmbeddedEtcd, root: str
 ) -> None:
     settings = {"ELASTIC_PREFIX": root.rstrip("/")}
-    code, said = torchrun(tmp_path, shared_etcd.endpoint, "none", "", settings)
+    code, output = torchrun(tmp_path, shared_etcd.endpoint, "none", "", settings)
     assert code == 2
-    assert "--rdzv-id=NAME" in said
-    assert "Traceback" not in said
+    assert "--rdzv-id=NAME" in output
+    assert "Traceback" not in output
     script = "print('trained', flush=True)"
     for _ in range(2):
-        code, said = torchrun(
+        code, output = torchrun(
             tmp_path, shared_etcd.endpoint, "none", script, {**RUNS_ALONE, **settings}
         )
         assert code == 0
-        assert "trained" in said
+        assert "trained" in output
 
 
 @pytest.mark.parametrize("worker", [1, 65])
-def test_what_ends_the_script_for_good_is_passed_on(
+def test_a_permanent_exit_code_of_the_script_is_propagated(
     tmp_path: Path, shared_etcd: EmbeddedEtcd, run_id: str, worker: int
 ) -> None:
     script = f"raise SystemExit({worker})"
-    code, said = torchrun(tmp_path, shared_etcd.endpoint, run_id, script, RUNS_ALONE)
-    assert code == worker, said
+    code, output = torchrun(tmp_path, shared_etcd.endpoint, run_id, script, RUNS_ALONE)
+    assert code == worker, output
 
 
 @pytest.mark.parametrize("code", [65, 70])
-def test_a_joining_node_to_a_failed_job_ends_like_it(
+def test_a_node_joining_a_failed_job_exits_with_its_code(
     tmp_path: Path,
     shared_etcd: EmbeddedEtcd,
     connect: Callable[..., EtcdStore],
@@ -130,12 +134,12 @@ def test_a_joining_node_to_a_failed_job_ends_like_it(
         time_s=time.time(),
     )
     connect(shared_etcd.endpoint).put(Keys.of("/elastic", run_id).done, encode(done))
-    ended, said = torchrun(tmp_path, shared_etcd.endpoint, run_id, "", {})
+    ended, output = torchrun(tmp_path, shared_etcd.endpoint, run_id, "", {})
     assert ended == code
-    assert "it was hopeless" in said
+    assert "it was hopeless" in output
 
 
-def test_told_to_go_while_etcd_is_being_reached_is_75(tmp_path: Path, run_id: str) -> None:
+def test_sigterm_while_connecting_to_etcd_exits_with_75(tmp_path: Path, run_id: str) -> None:
     with socket.create_server(("127.0.0.1", 0)) as mute:
         mute.settimeout(PATIENCE_S)
         node = LocalNode(
@@ -149,7 +153,7 @@ def test_told_to_go_while_etcd_is_being_reached_is_75(tmp_path: Path, run_id: st
             fork_server=shared_fork_server(),
         )
         try:
-            client, _ = mute.accept()  # it waits for an answer now
+            client, _ = mute.accept()  # it now waits for an answer
             node.terminate()
             assert node.wait(PATIENCE_S) == 75, node.log_tail()
             client.close()

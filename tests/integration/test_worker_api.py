@@ -28,7 +28,7 @@ pytestmark = pytest.mark.cluster
 
 @dataclass
 class Outcome:
-    """What a launch left behind."""
+    """The result of a launch."""
 
     code: int
     stderr: str
@@ -49,7 +49,7 @@ class Outcome:
 
 
 def launch(folder: Path, size: int, *args: object, restarts: int = 0) -> Outcome:
-    """Run the script to its end: as plain python for a world of one, else under torchrun."""
+    """Run the script to completion: plain python for a world of one, otherwise torchrun."""
     torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={size}"]
     torchrun += [f"--max-restarts={restarts}", "--monitor-interval=0.05"]
     command = [sys.executable, *(torchrun if size > 1 else []), str(SCRIPT)]
@@ -68,7 +68,7 @@ def launch(folder: Path, size: int, *args: object, restarts: int = 0) -> Outcome
 
 
 def by_hand(ledger: RunLedger) -> torch.Tensor:
-    """Plain torch on the samples of each step: the mean over the whole global batch."""
+    """Reference in plain torch on the samples of each step: the mean over the global batch."""
     torch.manual_seed(0)
     model = script.network()
     optimizer = script.optimizer_for(model, "sgd")
@@ -82,10 +82,10 @@ def by_hand(ledger: RunLedger) -> torch.Tensor:
 
 
 @pytest.mark.parametrize(("size", "micro_batch"), [(1, 2), (3, None), (3, 2)])
-def test_uneven_shares_train_like_one_process(
+def test_uneven_shares_train_like_a_single_process(
     tmp_path: Path, size: int, micro_batch: int | None
 ) -> None:
-    """52 samples in steps of 10: a last step of 2, in which the third of three ranks has none."""
+    """52 samples in steps of 10: the last step has 2, so the third of three ranks has none."""
     micro = ["--micro-batch", micro_batch] if micro_batch else []
     outcome = launch(tmp_path, size, "--epochs", 2, "--optimizer", "sgd", *micro)
     assert outcome.code == 0, outcome.stderr
@@ -107,7 +107,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> torch.Tensor:
 
 
 @pytest.mark.parametrize(("before", "after"), [(2, 3), (3, 1)])
-def test_a_job_killed_and_started_at_another_size_loses_nothing(
+def test_a_killed_job_resumes_at_another_world_size_without_loss(
     tmp_path: Path, undisturbed: torch.Tensor, before: int, after: int
 ) -> None:
     rank, step = random.randrange(before), random.randrange(1, 11)
@@ -121,36 +121,34 @@ def test_a_job_killed_and_started_at_another_size_loses_nothing(
     outcome.ledger.assert_exactly_once(script.SAMPLES, 2)
 
 
-def test_torchrun_restarts_the_workers_and_they_resume(
-    tmp_path: Path, undisturbed: torch.Tensor
-) -> None:
+def test_workers_restarted_by_torchrun_resume(tmp_path: Path, undisturbed: torch.Tensor) -> None:
     (tmp_path / "die").write_text("1 7 saved")
     args = ("--checkpoints", tmp_path / "saved", "--die", tmp_path / "die")
     outcome = launch(tmp_path, 2, *args, restarts=1)
     assert outcome.code == 0, outcome.stderr
     assert torch.allclose(outcome.weights, undisturbed, rtol=0, atol=1e-9)
-    # One of the checkpoints of 3 and 6 was complete at the kill, 6 perhaps not. The
-    # other rank saves where it stands, in step 7 or behind it, unless torchrun ends it first.
+    # At the kill, at least the checkpoint of step 3 was complete, and perhaps that of step 6. The
+    # other rank saves its current state, in step 7 or after it, unless torchrun ends it first.
     (resumed,) = {s.step for s in outcome.ledger.starts if s.generation == 2}
     assert resumed in (3, 6, 7, 8)
     outcome.ledger.assert_exactly_once(script.SAMPLES, 2)
     assert checkpoints.list_checkpoints(tmp_path / "saved")[0].step == 12
 
 
-def test_a_mistake_in_the_script_reaches_the_agent_with_its_message(tmp_path: Path) -> None:
+def test_an_error_of_the_script_reaches_the_agent_with_its_message(tmp_path: Path) -> None:
     outcome = launch(tmp_path, 2, "--raise-on-rank", 1)
     assert outcome.code == 1
     assert "ValueError: a mistake of the user" in outcome.stderr.split("ChildFailedError")[-1]
 
 
-def test_a_global_batch_smaller_than_the_world(tmp_path: Path) -> None:
+def test_a_global_batch_smaller_than_the_world_is_rejected(tmp_path: Path) -> None:
     outcome = launch(tmp_path, 2, "--global-batch", 1)
     assert outcome.code != 0
     assert "a global batch of 1 is smaller than the world of 2 ranks" in outcome.stderr
 
 
-def test_an_error_of_one_rank_while_restoring_ends_all(tmp_path: Path) -> None:
-    """Rank 0 finds that nothing can be loaded; the others must not wait for it."""
+def test_a_restore_error_of_one_rank_ends_all_ranks(tmp_path: Path) -> None:
+    """Rank 0 finds no loadable checkpoint; the others must not wait for it."""
     saved = tmp_path / "saved"
     assert launch(tmp_path, 1, "--checkpoints", saved, "--epochs", 1).code == 0
     for info in checkpoints.list_checkpoints(saved):

@@ -1,6 +1,6 @@
-"""A training script as users write them, small enough to check every step from outside.
+"""A training script as users write them, small enough to verify every step externally.
 
-Float64 and Adam: what two runs differ by is what was lost, repeated or weighted wrongly.
+Float64 and Adam: any difference between two runs was lost, repeated or weighted wrongly.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def main() -> None:
         if args.checkpoints
         else None
     )
-    # Ranks begin with different weights on purpose: rank 0's must become everyone's.
+    # Ranks start with different weights on purpose: all must adopt rank 0's.
     torch.manual_seed(int(os.environ.get("RANK", "0")))
     model = run.wrap(network())
     optimizer = optimizer_for(model, args.optimizer)

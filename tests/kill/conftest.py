@@ -1,4 +1,4 @@
-"""Real etcd for the kill tests, and what their jobs would end with undisturbed."""
+"""Real etcd for the kill tests, and the final weights of undisturbed runs."""
 
 from __future__ import annotations
 
@@ -52,19 +52,19 @@ def start_series(
 
 @pytest.fixture
 def job(jobs: JobSeries[TrainingJob]) -> TrainingJob:
-    """The job that the tests of a file share: see job_series.py."""
+    """The job shared by the tests of a file: see job_series.py."""
     return jobs.current()
 
 
 @pytest.fixture
 def nodes(job: TrainingJob) -> list[LocalNode]:
-    """As many nodes as the job may have, which train together."""
+    """The maximum number of nodes, which train together."""
     return job.bring_to(job.options.max_nodes)
 
 
 @pytest.fixture(scope="session")
 def workload() -> Workload:
-    """What most jobs train."""
+    """The workload of most jobs."""
     return Workload()
 
 

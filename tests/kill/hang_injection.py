@@ -1,4 +1,4 @@
-"""Hangs drawn at random, injected into a job of three nodes, and what came of each."""
+"""Random hangs injected into a job of three nodes, and the outcome of each."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ SCRIPT = SCRIPTS / "injected_hangs.py"
 WORKLOAD = Workload(samples=480, epochs=20, step_s=0.2, save_every=20)
 LONG_WORKLOAD = replace(WORKLOAD, epochs=40)
 NODES = 3
-# Short waits, with which a busy machine has no false alarms: what is drawn, is drawn often.
+# Short timeouts that cause no false alarms on a busy machine, so that many hangs can be drawn.
 CONF = {"hang_timeout_s": 2.0, "hang_script_timeout_s": 6.0}
-# The first three steps of a world are given minutes.
+# The first three steps of a world have a budget of minutes.
 WARM_UP_STEPS = 6
 
-# What the report calls the place that a worker hangs in. "anywhere": from outside, at any moment.
+# The name in the report of the place that a worker hangs in. "anywhere": from outside, at any time.
 # "state" is the script's `state_dict`, called after every step and for every checkpoint.
 PLACES = {
     "data": (Phase.DATA,),
@@ -61,7 +61,9 @@ class Injection:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What came of one; ``wrong`` is empty where the right rank was named, and nobody else hurt."""
+    """The outcome of an injection; ``wrong`` is empty if the right rank was named, and no other
+    harmed.
+    """
 
     injection: Injection
     wrong: str
@@ -69,7 +71,7 @@ class Outcome:
 
 
 def draw(rng: random.Random) -> Iterator[Injection]:
-    """Every action at every place before any comes again, in a random order, on random nodes."""
+    """Every action at every place before any repeats, in a random order, on random nodes."""
     kinds = [(action, place) for place in PLACES for action in HANGS if place != "restore"]
     kinds += [(action, "collectives") for action in COLLECTIVES for _ in range(3)]
     kinds += [("stop", "anywhere")] * 3
@@ -80,8 +82,9 @@ def draw(rng: random.Random) -> Iterator[Injection]:
 
 
 def one_of_each(rng: random.Random) -> list[Injection]:
-    """Every action of one worker once, each at another place: test_hangs.py has the collectives
-    that do not match, and the worker that is stopped from outside."""
+    """Every single-worker action once, each at another place: test_hangs.py covers mismatched
+    collectives, and the worker that is stopped from outside.
+    """
     places = rng.sample(sorted(set(PLACES) - {"loader", "restore"}), len(HANGS))
     kinds = [*zip(HANGS, places, strict=True), ("sleep", "loader")]
     rng.shuffle(kinds)
@@ -89,7 +92,7 @@ def one_of_each(rng: random.Random) -> list[Injection]:
 
 
 def inject(job: TrainingJob, injection: Injection) -> Outcome:
-    """Do it to a job that trains, and wait until all of its nodes train again."""
+    """Inject it into a training job, and wait until all nodes train again."""
     job.bring_to(NODES)
     job.wait_progress(WARM_UP_STEPS)
     nodes, generation = job.running, job.generation()
@@ -108,7 +111,7 @@ def inject(job: TrainingJob, injection: Injection) -> Outcome:
 
 
 def inject_while_a_world_forms(job: TrainingJob, action: str) -> Outcome:
-    """A worker that starts anew hangs when it is given the state of the job."""
+    """A restarted worker hangs when it receives the state of the job."""
     injection = Injection(action, "restore", 1)
     job.bring_to(NODES)
     job.wait_progress(WARM_UP_STEPS)
@@ -123,22 +126,23 @@ def inject_while_a_world_forms(job: TrainingJob, action: str) -> Outcome:
     except ClusterTimeout as error:
         return Outcome(injection, f"no recovery: {str(error).splitlines()[0]}", PATIENCE_S)
     now = {node.name: node.workers()[0].pid for node in job.running}
-    # The world that it hangs in never began: its rank is what the verdict says.
+    # The world in which it hangs never began: its rank is that of the verdict.
     rank = verdicts[0]["ranks"][0] if verdicts and verdicts[0]["node"] == victim.name else -1
     wrong = _judge(injection, verdicts, victim.name, rank, pids, now)
     return Outcome(injection, wrong, _pause_s(job, generation))
 
 
 def _recovery(job: TrainingJob, generation: int, since_s: float) -> list[dict[str, Any]]:
-    """The verdicts, once all nodes train in a later world. They are written down after what they
-    cause. Raises ClusterTimeout."""
+    """The verdicts, once all nodes train in a later world. They are logged after their effects.
+    Raises ClusterTimeout.
+    """
     job.wait_training(nodes=NODES, after_generation=generation)
     job.wait_event("hang-found", since_s=since_s)
     return job.journaled("hang-found", since_s=since_s)
 
 
 def _injected(job: TrainingJob) -> int | None:
-    """The process that has taken the order."""
+    """The process that took the order."""
     if (job.folder / "inject").exists() or not (job.folder / "injected").exists():
         return None
     return int((job.folder / "injected").read_text().split()[0])
@@ -168,7 +172,7 @@ def _judge(
     before: dict[str, int],
     after: dict[str, int],
 ) -> str:
-    """What is wrong with what happened; empty: nothing."""
+    """The deviation from the expected outcome; empty: none."""
     if len(verdicts) != 1:
         return f"{len(verdicts)} verdicts: {[v['reason'] for v in verdicts]}"
     (verdict,) = verdicts
@@ -201,7 +205,7 @@ def _pause_s(job: TrainingJob, generation: int) -> float:
 
 
 def table(outcomes: Sequence[Outcome]) -> str:
-    """Runs, right ones, wrong ones and the median pause by action, and each wrong one."""
+    """Runs, correct and wrong ones and the median pause by action, and a list of the wrong ones."""
     lines = [f"{'action':10} {'runs':>4} {'right':>5} {'wrong':>5} {'pause s (median, most)':>24}"]
     for action in (*HANGS, *COLLECTIVES):
         of_it = [o for o in outcomes if o.injection.action == action]

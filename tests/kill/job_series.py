@@ -1,7 +1,7 @@
-"""The jobs of a file whose tests share one: starting a job costs more than most faults.
+"""The jobs of a file whose tests share one: starting a job takes longer than most faults.
 
-Each test takes the job as it is, brings it to the nodes that it needs, and so may run alone, first
-or last. One that trains the job to its end costs a new one, if another test comes after it::
+Each test takes the job as it is and starts or kills nodes as needed, so it may run alone, first or
+last. A test that trains the job to its end requires a new job for the next test::
 
     @pytest.fixture(scope="module")
     def jobs(etcd: EmbeddedEtcd, start_series: StartSeries) -> JobSeries[TrainingJob]:
@@ -20,7 +20,7 @@ J = TypeVar("J", bound=TrainingJob)
 
 
 class JobSeries(Generic[J]):
-    """One job after the other, each in a folder of its own.
+    """A sequence of jobs, each in a separate folder.
 
     Args:
         start: makes a job in the folder it is given.
@@ -42,8 +42,8 @@ class JobSeries(Generic[J]):
     def current(self) -> J:
         """The job, unless it has been trained to its end: then a new one.
 
-        On a slow machine it may be well into its second half: it is finished then, before its slow
-        steps keep all tests waiting, and before it ends in the middle of one.
+        On a slow machine it may be well into its second half: it is then finished, before its slow
+        steps delay all tests, and before it ends during one.
         """
         job = self._job
         if job is not None and job.is_late:
@@ -51,7 +51,7 @@ class JobSeries(Generic[J]):
         return self.fresh() if job is None or job.is_ending or job.is_late else job
 
     def fresh(self) -> J:
-        """A job that has not started a node yet."""
+        """A job without any started node."""
         if self._job is None or self._job.nodes:
             self.stop()
             job = self._start(self._new_folder())
@@ -59,7 +59,7 @@ class JobSeries(Generic[J]):
         return self._job
 
     def finish(self) -> None:
-        """Train the job to its end and check everything, if no test has done so."""
+        """Train the job to its end and verify everything, unless a test has done so."""
         job = self._job
         if job is None or job.is_ending or self._reference is None:
             return

@@ -1,4 +1,4 @@
-"""A job whose nodes are machines of an emulated network, which does what a test says."""
+"""A job whose nodes are machines of an emulated network, controlled by the test."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ class NetworkJob(TrainingJob):
             super().__exit__(kind, error, traceback)
 
     def start_node(self, name: str | None = None, **settings: Any) -> LocalNode:
-        """On the first machine that no running node has."""
+        """On the first machine without a running node."""
         used = {self._machines[node.name] for node in self.running}
         machine = next(m for m in self.network.machines if m not in used)
         node = super().start_node(
@@ -89,7 +89,7 @@ class NetworkJob(TrainingJob):
         return (*self.peers(node), self.network.host)
 
     def bystanders(self) -> list[LocalNode]:
-        """Nodes that neither lead nor run rank 0, if there are any."""
+        """Nodes that neither lead nor run rank 0, if any."""
         important = (self.leader(), self.node_of_rank(0))
         return [node for node in self.running if node not in important]
 
@@ -97,8 +97,9 @@ class NetworkJob(TrainingJob):
 
     @contextmanager
     def healed_after(self, seconds: float) -> Iterator[float]:
-        """The body orders a fault, which is healed ``seconds`` later; then every node trains with
-        the others, in steps that began after that. Gives the time at which the fault began."""
+        """The body injects a fault, which is healed ``seconds`` later; then all nodes train
+        together, in steps that began after that. Yields the start time of the fault.
+        """
         began_s = time.time()
         yield began_s
         while time.time() < began_s + seconds:
@@ -134,7 +135,9 @@ class NetworkJob(TrainingJob):
         self.wait_for(goes_on, PATIENCE_S, f"the others training without {node}")
 
     def longest_pause_s(self, *, since_s: float) -> float:
-        """Between two completed steps of the job, from shortly before the time given."""
+        """The longest time between two completed steps of the job, from shortly before the given
+        time.
+        """
         steps: list[LedgerStep] = sorted(self.ledger().steps, key=lambda s: s.time_s)
         before = [s.time_s for s in steps if s.time_s <= since_s][-1:]
         times = before + [s.time_s for s in steps if s.time_s > since_s]

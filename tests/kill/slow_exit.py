@@ -1,7 +1,7 @@
-"""A process that takes long to end: its exit is held by ptrace(2) until it is released.
+"""A process with a slow exit: ptrace(2) holds its exit until it is released.
 
-So does one with hundreds of gigabytes of memory, or with a write to a busy disk. It is killed, but
-exists: its pidfd is not readable, and its parent cannot reap it.
+A process with hundreds of gigabytes of memory, or with a write to a busy disk, behaves the same. It
+is killed, but exists: its pidfd is not readable, and its parent cannot reap it.
 """
 
 from __future__ import annotations
@@ -17,7 +17,9 @@ _TRACE_EXIT = 0x40
 
 
 class SlowExit:
-    """Of process ``pid``, within the context. On one thread: ptrace(2) binds the two."""
+    """Delays the exit of process ``pid`` within the context. Use one thread only, as ptrace(2)
+    requires.
+    """
 
     def __init__(self, pid: int) -> None:
         self.pid = pid
@@ -38,7 +40,7 @@ class SlowExit:
             os.waitpid(self.pid, 0)  # for its tracer; its parent still has to reap it
 
     def wait_held(self) -> None:
-        """Until it was killed."""
+        """Wait until it was killed."""
 
         def is_held() -> bool:
             pid, status = os.waitpid(self.pid, os.WNOHANG)

@@ -1,4 +1,4 @@
-"""Who sent state to whom, in a job of replicas."""
+"""The state transfers between ranks, in a job of replicas."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from elastic.testing.waiting import PATIENCE_S
 
 
 def wait_moved(job: TrainingJob, moves: list[tuple[int, list[int]]], since_s: float) -> None:
-    """Until state was sent by these ranks to these others, and to nobody else."""
+    """Wait until exactly these state transfers, from rank to rank, have taken place."""
 
     def moved() -> bool:
         received = sorted(e["sources"] for e in job.journaled("state-received", since_s=since_s))

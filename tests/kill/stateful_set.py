@@ -1,8 +1,8 @@
-"""What a StatefulSet and a kubelet do with agents, on one machine: pods as sessions of processes.
+"""A StatefulSet and a kubelet emulated on one machine: pods are sessions of processes.
 
 The command line, the environment and the grace period are those of ``deploy/base`` as kustomize
-renders it. Replaced is only what a cluster would resolve: names of hosts, folders, images. What
-is kept of Kubernetes' behaviour:
+renders it. Only what a cluster would resolve is replaced: host names, folders, images. The emulated
+behaviour of Kubernetes:
 
 - pods are named by ordinals, started and ended all at once (``podManagementPolicy: Parallel``);
 - whatever exits is started again, whatever its exit code (a StatefulSet's only restart policy);
@@ -10,8 +10,8 @@ is kept of Kubernetes' behaviour:
   process is the end of all of them;
 - a deleted pod comes back with the same name if its ordinal is below the replicas.
 
-Which template it comes back with is not asked here: there is one. tests/deploy has the controller's
-revisions as a model (statefulset_controller.py).
+There is only one template here. tests/deploy models the controller's revisions
+(statefulset_controller.py).
 """
 
 from __future__ import annotations
@@ -67,10 +67,10 @@ def manifest() -> dict[str, dict[str, Any]]:
 
 @dataclass
 class Pod:
-    """A pod, through all restarts of its container."""
+    """A pod, across all restarts of its container."""
 
     name: str
-    node: LocalNode  # the container's present incarnation
+    node: LocalNode  # the container's current incarnation
     deleted_s: float | None = None  # SIGTERM was sent
     grace_s: float = 0.0
 
@@ -124,41 +124,41 @@ class StatefulSet(TrainingJob):
         if self._error is not None and error is None:
             raise self._error
 
-    # What a user does -------------------------------------------------------------------------
+    # Actions of a user -------------------------------------------------------------------------
 
     def scale(self, replicas: int) -> None:
         """``kubectl scale``."""
         self._replicas = replicas
 
     def delete(self, name: str, *, grace_s: float | None = None) -> None:
-        """``kubectl delete pod``, or an eviction: a drain does no more."""
+        """``kubectl delete pod``, or an eviction, as by a drain."""
         with self._lock:
             self._terminate(self._pods[name], self.grace_s if grace_s is None else grace_s)
 
     @property
     def grace_s(self) -> float:
-        """The template's, unless the settings say otherwise."""
+        """The grace period of the template, unless the settings override it."""
         of_template = manifest()["pod"]["terminationGracePeriodSeconds"]
         return float(self._settings.get("ELASTIC_TERMINATION_GRACE_S", of_template))
 
     def pod(self, name: str) -> LocalNode:
-        """The present incarnation."""
+        """The current incarnation."""
         return self._pods[name].node
 
     @property
     def pods(self) -> tuple[str, ...]:
-        """Names of the pods that are there, terminating ones included."""
+        """Names of the existing pods, including terminating ones."""
         with self._lock:
             return tuple(sorted(self._pods))
 
     @property
     def ended(self) -> list[Ended]:
-        """Every end of a container until now, in order."""
+        """Every container exit so far, in order."""
         with self._lock:
             return list(self._ended)
 
     def wait_ended_pods(self, count: int, timeout_s: float = PATIENCE_S) -> list[Ended]:
-        """Until that many containers have ended; returns all."""
+        """Wait until that many containers have ended; returns all."""
         return self.wait_for(
             lambda: ended if len(ended := self.ended) >= count else None,
             timeout_s,
@@ -166,11 +166,11 @@ class StatefulSet(TrainingJob):
         )
 
     def wait_pods(self, *names: str, timeout_s: float = PATIENCE_S) -> None:
-        """Until exactly these are there."""
+        """Wait until exactly these pods exist."""
         self.wait_for(lambda: self.pods == names, timeout_s, f"exactly the pods {names}")
 
     def wait_ready(self, *names: str, timeout_s: float = PATIENCE_S) -> None:
-        """Until all of them answer that they are ready: ``kubectl wait``."""
+        """Wait until all of them report ready: ``kubectl wait``."""
         self.wait_for(
             lambda: all(self.probe(name, "/readyz").status == 200 for name in names),
             timeout_s,
@@ -178,7 +178,7 @@ class StatefulSet(TrainingJob):
         )
 
     def wait_for(self, condition: Callable[[], T | None], timeout_s: float, what: str) -> T:
-        """The first value of ``condition`` that is true. (A set without pods is not over.)"""
+        """The first true value of ``condition``. (A set without pods is not finished.)"""
         deadline = time.monotonic() + timeout_s
         while not (value := condition()):
             assert self._error is None, self._error
@@ -190,7 +190,7 @@ class StatefulSet(TrainingJob):
         return value
 
     def probe(self, name: str, path: str) -> Probe:
-        """What the kubelet hears; status 0 if nothing."""
+        """The probe's answer as seen by the kubelet; status 0 if there is none."""
         pod = self._pods.get(name)
         port = self._health_port(pod.node) if pod is not None else None
         if port is None:
@@ -206,11 +206,11 @@ class StatefulSet(TrainingJob):
             connection.close()
 
     def _health_port(self, node: LocalNode) -> int | None:
-        """In one network all pods cannot have the same port: the agent says which it has."""
+        """Pods in one network cannot share a port: the agent reports its own."""
         return next((int(e["port"]) for e in self.events(node, "health-served")), None)
 
     def events(self, node: LocalNode, event: str) -> list[dict[str, Any]]:
-        """What that agent wrote into its journal under this name."""
+        """The events of this name in that agent's journal."""
         file = self.folder / "journal" / f"{node.name}-{node.pid}.jsonl"
         lines = file.read_text().splitlines(keepends=True) if file.exists() else []
         found = [json.loads(line) for line in lines if line.endswith("\n")]
@@ -276,12 +276,12 @@ class StatefulSet(TrainingJob):
     def _pod_environment(self, name: str, container: dict[str, Any]) -> dict[str, str]:
         values = {
             **manifest()["settings"],
-            # What a cluster resolves.
+            # Values that a cluster would resolve.
             "PET_RDZV_ENDPOINT": ",".join(self.endpoints),
             "PET_RDZV_ID": self.run_id,
             "ELASTIC_CHECKPOINTS": str(self.folder / "checkpoints"),
             "ELASTIC_HEALTH_PORT": "0",
-            # What tests look into.
+            # Values for the tests to inspect.
             "ELASTIC_LEDGER": str(self.folder / "ledger"),
             "ELASTIC_JOURNAL": str(self.folder / "journal"),
             **self._settings,

@@ -1,5 +1,6 @@
-"""A job that swaps: its processes are in a cgroup of their own, whose memory can be limited to less
-than they use."""
+"""A job that swaps: its processes are in a separate cgroup, whose memory can be limited to less
+than they use.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +21,7 @@ _UNLIMITED = {"memory.limit_in_bytes": "-1", "memory.high": "max"}
 
 
 def why_unavailable() -> str:
-    """Why a job cannot be made to swap here; "": it can."""
+    """The reason why a job cannot swap on this machine; "" if it can."""
     if os.geteuid() != 0:
         return "swap space and cgroups need root"
     return "" if _root() is not None else "there is no memory cgroup"
@@ -66,8 +67,9 @@ class MemoryGroup:
         return ("sh", "-c", f'echo $$ > {self._folder}/cgroup.procs && exec "$@"', "sh")
 
     def limit_to(self, share: float) -> None:
-        """Of its processes' own memory: the rest of that, and what is cached of files, goes to the
-        disk and comes back as it is needed."""
+        """Limit the memory of its processes: the rest, and the page cache of files, is swapped to
+        disk and read back on demand.
+        """
         own_bytes = self._stat("rss", "anon")
         with suppress(OSError):  # EBUSY: not all of it could be reclaimed at once
             (self._folder / self._limit).write_text(str(int(share * own_bytes)))
@@ -77,18 +79,18 @@ class MemoryGroup:
         return self._stat("pgmajfault")
 
     def _stat(self, *names: str) -> int:
-        """The first of these that the kernel has: they differ by version."""
+        """The first of these names that the kernel knows: they differ by version."""
         lines = (self._folder / "memory.stat").read_text().splitlines()
         found = dict(line.split(" ", 1) for line in lines)
         return int(next(found[name] for name in names if name in found))
 
     def lift_limit(self) -> None:
-        """As much as there is."""
+        """Remove the limit."""
         (self._folder / self._limit).write_text(_UNLIMITED[self._limit])
 
     def close(self) -> None:
-        """Its processes have ended."""
-        with suppress(OSError):  # a zombie is still in it: an empty folder costs nothing
+        """Call after its processes have ended."""
+        with suppress(OSError):  # it still contains a zombie: an empty folder is harmless
             self._folder.rmdir()
 
 

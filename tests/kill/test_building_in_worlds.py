@@ -1,8 +1,8 @@
-"""``run.build``: ranks die and join, the others keep their processes and go on from shards.
+"""``run.build``: ranks die and join; the others keep their processes and resume from shards.
 
-No rank has all of the state, and nothing is written to disk before the end: it comes from the
-nodes' memory, where it is saved as often as costs a part of the time. The final weights are those
-of one process that nothing has happened to.
+No rank has the full state, and nothing is written to disk before the end: the state is restored
+from the nodes' memory, with a save interval that limits the overhead. The final weights are those
+of one undisturbed process.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ pytestmark = pytest.mark.cluster
 SCRIPT = SCRIPTS / "paced_build.py"
 EXAMPLE = Path(__file__).parents[2] / "examples" / "fsdp2_in_process.py"
 CONTEXT, SAMPLES = 16, 192
-OVERHEAD = 0.05  # so that saves are every few steps, on a busy machine too, and the job is short
+OVERHEAD = 0.05  # so that saves occur every few steps, even on a busy machine, and the job is short
 SEVERAL = 6  # steps
 
 
@@ -53,7 +53,7 @@ def order(job: TrainingJob, point: str, node: LocalNode) -> Path:
     return staged.rename(job.folder / f"die-{point}")
 
 
-def test_deaths_in_a_step_in_a_rebuild_and_of_a_node_then_one_joins_and_all_leave(
+def test_sharded_training_survives_deaths_a_join_and_a_shutdown(
     etcd: EmbeddedEtcd, tmp_path: Path
 ) -> None:
     of = workload(tmp_path / "text")
@@ -78,7 +78,7 @@ def test_deaths_in_a_step_in_a_rebuild_and_of_a_node_then_one_joins_and_all_leav
             generation, before = job.generation(), worker_pids(job.running)
             victims = [job.node_of_rank(rank) for rank, _ in enumerate(points, start=1)]
             orders = zip(points, victims, strict=True)
-            # The last one first: it waits for the world that follows from the first.
+            # The last order first: it waits for the world that follows the first one.
             job.wait_obeyed(*(order(job, *of) for of in reversed([*orders])))
             job.wait_training(nodes=3, after_generation=generation)
             after = worker_pids(job.running)
@@ -95,15 +95,15 @@ def test_deaths_in_a_step_in_a_rebuild_and_of_a_node_then_one_joins_and_all_leav
         job.wait_progress(SEVERAL)
         since_s, last = time.monotonic(), job.ledger().last_step
         job.bring_to(3)
-        # A planned change: every rank has saved, nothing is lost.
+        # A planned change: every rank has saved, so nothing is lost.
         went_on = [e["step"] for e in job.journaled("state-restored", since_s=since_s)][:3]
         assert went_on == [went_on[0]] * 3
         assert went_on[0] >= last
         after = worker_pids(job.running)
         assert all(after.get(name) == before[name] for name in before.keys() & after.keys())
 
-        # Two leave, the second while the next world forms without the first; then all at once. The
-        # nodes' memory is lost each time, and no step is.
+        # Two nodes leave, the second while the next world forms without the first; then all at
+        # once. Each time the nodes' memory is lost, but no step.
         for leaving in (2, 3):
             generation, nodes = job.generation(), [job.node_of_rank(r) for r in range(leaving)]
             job.wait_progress(1)
@@ -122,14 +122,14 @@ def test_deaths_in_a_step_in_a_rebuild_and_of_a_node_then_one_joins_and_all_leav
         intervals = chosen(job)
         assert intervals
         for generation, count in recomputed(job).items():
-            # A death while a save is being written leaves the one before; a step is under way.
+            # After a death during a save, the previous save remains; a step is in progress.
             inherited = [steps for number, steps in intervals if number < generation][-1:]
             most = max([*inherited, *(steps for n, steps in intervals if n == generation)])
             assert count <= 2 * most + 1, (generation, recomputed(job), intervals)
 
 
 def chosen(job: TrainingJob) -> list[tuple[int, int]]:
-    """The generations in which the ranks have chosen an interval, and the steps that it has."""
+    """The generations in which the ranks have chosen a save interval, and its number of steps."""
     found = job.journaled("memory-interval-changed")
     ranks: dict[tuple[int, int], set[int]] = {}
     for event in found:
@@ -139,7 +139,7 @@ def chosen(job: TrainingJob) -> list[tuple[int, int]]:
 
 
 def recomputed(job: TrainingJob) -> dict[int, int]:
-    """By generation, how many steps that it had committed were done again in the next one."""
+    """By generation, the number of its committed steps that the next generation repeated."""
     ledger = job.ledger()
     first = {start.generation: start.step for start in ledger.starts}
     last: dict[int, int] = {}

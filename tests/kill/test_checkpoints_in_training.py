@@ -1,4 +1,4 @@
-"""Saving beside training, while disks, nodes and scripts fail: one job for each mode.
+"""Asynchronous saves while disks, nodes and scripts fail: one job for each mode.
 
 As in test_deaths.py, each test starts from training nodes and may run alone.
 """
@@ -20,7 +20,7 @@ from elastic.testing.waiting import PATIENCE_S
 pytestmark = pytest.mark.cluster
 
 SCRIPT = SCRIPTS / "saving.py"
-WORKLOAD = Workload()  # what the fixture `undisturbed` has trained
+WORKLOAD = Workload()  # the workload of the fixture `undisturbed`
 BY_THE_CLOCK = replace(WORKLOAD, extra=("--seconds=0.5",))
 
 
@@ -28,7 +28,7 @@ BY_THE_CLOCK = replace(WORKLOAD, extra=("--seconds=0.5",))
 def jobs(
     etcd: EmbeddedEtcd, start_series: StartSeries, undisturbed: Path
 ) -> JobSeries[TrainingJob]:
-    """In-process, three nodes, saving by the clock."""
+    """In-process, three nodes, with a time-based save policy."""
     return start_series(
         lambda folder: TrainingJob(
             [etcd.endpoint], folder, script=SCRIPT, workload=BY_THE_CLOCK, min_nodes=2, max_nodes=3
@@ -62,7 +62,7 @@ def restarted(restarted_jobs: JobSeries[TrainingJob]) -> TrainingJob:
 
 
 def saved(job: TrainingJob) -> list[checkpoints.CheckpointInfo]:
-    """What is committed, newest first."""
+    """Committed checkpoints, newest first."""
     return list(checkpoints.list_checkpoints(job.folder / "checkpoints"))
 
 
@@ -71,7 +71,7 @@ def newest_step(job: TrainingJob) -> int:
 
 
 def wait_saved(job: TrainingJob, count: int = 1) -> None:
-    """Until that many more checkpoints are committed, the first of them begun from now on."""
+    """Wait until that many more checkpoints are committed, the first of them begun from now on."""
     done = job.ledger().last_step + 1  # the save of this step may have begun
 
     def enough() -> bool:
@@ -95,7 +95,7 @@ def first_starts(job: TrainingJob, after_generation: int) -> set[int]:
 
 
 def terminate_all(job: TrainingJob) -> tuple[int, set[int]]:
-    """SIGTERM to every node at once: the steps that were done then, and the exit codes."""
+    """SIGTERM to every node at once: returns the steps completed by then, and the exit codes."""
     nodes = job.running
     for node in nodes:
         node.terminate()
@@ -103,7 +103,7 @@ def terminate_all(job: TrainingJob) -> tuple[int, set[int]]:
     return job.ledger().last_step + 1, codes
 
 
-def test_a_policy_by_the_clock_saves_the_same_steps_on_all_ranks(job: TrainingJob) -> None:
+def test_a_time_based_save_policy_saves_the_same_steps_on_all_ranks(job: TrainingJob) -> None:
     job.bring_to(3)
     done = job.ledger().last_step + 1  # by two of them, if the third came later
 
@@ -116,13 +116,13 @@ def test_a_policy_by_the_clock_saves_the_same_steps_on_all_ranks(job: TrainingJo
         return [sorted(steps) for steps in found.values()] if is_enough else None
 
     steps = job.wait_for(steps_by_node, PATIENCE_S, "four checkpoints on each of three nodes")
-    # One node may have written down more of them by now.
+    # One node may have logged more of them by now.
     assert steps[0][:4] == steps[1][:4] == steps[2][:4]
     assert all(info.world_size == 3 for info in saved(job) if info.step > done)
 
 
 @pytest.mark.parametrize("order", ["disk-full", "disk-readonly"])
-def test_a_disk_that_refuses_is_an_event_and_older_checkpoints_stay(
+def test_a_failing_disk_is_logged_and_older_checkpoints_are_kept(
     job: TrainingJob, order: str
 ) -> None:
     job.bring_to(3)
@@ -132,7 +132,7 @@ def test_a_disk_that_refuses_is_an_event_and_older_checkpoints_stay(
     texts = ("No space left", "Read-only file system")
 
     def is_refused() -> bool:
-        """(A save that was under way may be skipped first, for another reason.)"""
+        """(A save in progress may be skipped first, for another reason.)"""
         reasons = [e["reason"] for e in job.journaled("checkpoint-skipped", since_s=began_s)]
         return any(text in reason for text in texts for reason in reasons)
 
@@ -144,7 +144,7 @@ def test_a_disk_that_refuses_is_an_event_and_older_checkpoints_stay(
     assert job.journaled("world-fault", since_s=began_s) == []
 
 
-def test_a_disk_that_hangs_on_one_node_stops_saving_and_not_training(job: TrainingJob) -> None:
+def test_a_hung_disk_on_one_node_stops_saving_but_not_training(job: TrainingJob) -> None:
     nodes = job.bring_to(3)
     wait_saved(job)
     hang = told(job, "disk-hang", nodes[1].name)
@@ -153,15 +153,15 @@ def test_a_disk_that_hangs_on_one_node_stops_saving_and_not_training(job: Traini
         "checkpoint-skipped", lambda e: "occupy all buffers" in e["reason"], since_s=began_s
     )
     before = job.ledger().last_step + 1
-    job.wait_progress(8)  # twice as long as a save would take to come round
-    # Saves that were under way on that node alone may have been committed.
+    job.wait_progress(8)  # twice the save interval
+    # Saves in progress on that node only may have been committed.
     assert newest_step(job) <= before, skipped
     hang.unlink()
     wait_saved(job)
     assert job.journaled("world-fault", since_s=began_s) == []
 
 
-def test_a_rank_that_dies_while_it_writes_costs_that_checkpoint_only(job: TrainingJob) -> None:
+def test_a_rank_that_dies_while_writing_loses_only_that_checkpoint(job: TrainingJob) -> None:
     nodes = job.bring_to(3)
     wait_saved(job)
     before, generation = {info.name for info in saved(job)}, job.generation()
@@ -175,25 +175,27 @@ def test_a_rank_that_dies_while_it_writes_costs_that_checkpoint_only(job: Traini
     )
 
 
-def test_all_nodes_are_told_to_go_and_the_next_start_loses_nothing(job: TrainingJob) -> None:
+def test_a_job_resumes_without_loss_after_sigterm_to_all_nodes(job: TrainingJob) -> None:
     job.bring_to(3)
     job.wait_progress(5)
     done, codes = terminate_all(job)
     assert codes == {75}
     assert newest_step(job) == done
-    generation = job.ledger().last_generation  # of those who were told last, perhaps
+    generation = job.ledger().last_generation  # perhaps of the nodes that were signalled last
     job.bring_to(2)
     assert first_starts(job, generation) == {done}
 
 
-def test_the_job_ends_as_if_nothing_had_happened(job: TrainingJob, undisturbed: Path) -> None:
+def test_the_job_ends_with_the_weights_of_an_undisturbed_run(
+    job: TrainingJob, undisturbed: Path
+) -> None:
     job.bring_to(2)
     job.assert_finishes_whole(undisturbed)
     assert newest_step(job) == WORKLOAD.steps
 
 
 @pytest.mark.soak
-def test_restart_mode_a_rank_dies_while_it_writes(restarted: TrainingJob) -> None:
+def test_restart_mode_survives_a_rank_that_dies_while_writing(restarted: TrainingJob) -> None:
     job = restarted
     nodes = job.bring_to(2)
     wait_saved(job, 2)
@@ -206,7 +208,7 @@ def test_restart_mode_a_rank_dies_while_it_writes(restarted: TrainingJob) -> Non
 
 
 @pytest.mark.soak
-def test_restart_mode_an_exception_of_the_script_loses_no_step(restarted: TrainingJob) -> None:
+def test_restart_mode_loses_no_step_to_an_exception_of_the_script(restarted: TrainingJob) -> None:
     job = restarted
     job.bring_to(2)
     job.wait_progress(7)
@@ -219,7 +221,9 @@ def test_restart_mode_an_exception_of_the_script_loses_no_step(restarted: Traini
 
 
 @pytest.mark.soak
-def test_restart_mode_all_nodes_are_told_to_go(restarted: TrainingJob) -> None:
+def test_restart_mode_resumes_without_loss_after_sigterm_to_all_nodes(
+    restarted: TrainingJob,
+) -> None:
     job = restarted
     job.bring_to(2)
     job.wait_progress(7)
@@ -232,7 +236,7 @@ def test_restart_mode_all_nodes_are_told_to_go(restarted: TrainingJob) -> None:
 
 
 @pytest.mark.soak
-def test_restart_mode_ends_as_if_nothing_had_happened(
+def test_restart_mode_ends_with_the_weights_of_an_undisturbed_run(
     restarted: TrainingJob, undisturbed: Path
 ) -> None:
     restarted.bring_to(2)

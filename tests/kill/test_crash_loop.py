@@ -1,4 +1,4 @@
-"""A joining node that crashes every time disturbs a healthy job once per quarantine at most."""
+"""A crash-looping joining node interrupts a healthy job at most once per quarantine."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ QUARANTINE_S = 15.0
 WORKLOAD = Workload(samples=500, epochs=300, step_s=0.2)
 
 
-def test_a_joining_node_that_crashes_every_time_disturbs_once(
+def test_a_crash_looping_joining_node_interrupts_the_job_once(
     etcd: EmbeddedEtcd, tmp_path: Path
 ) -> None:
     with TrainingJob(
@@ -35,12 +35,12 @@ def test_a_joining_node_that_crashes_every_time_disturbs_once(
         job.start_node("crashing", env={"CRASH_AFTER_STEPS": "3"})
 
         def crashed() -> float | None:
-            """When, as its agent tells it, or torchrun, if that looks first."""
+            """The time of the crash, reported by its agent, or by torchrun if that polls first."""
             again = [e for e in job.journaled("node-arrived") if e["exit_code"]]
             times_s = [float(e["monotonic"]) for e in (*job.journaled("worker-died"), *again)]
             return min(times_s, default=None)
 
-        # Its worker is back and ready again within seconds, and stays out.
+        # Its worker is ready again within seconds, and stays outside the world.
         until_s = job.wait_for(crashed, PATIENCE_S, "the first crash") + 0.7 * QUARANTINE_S
         while time.monotonic() < until_s:
             job.wait_progress(1)

@@ -1,6 +1,7 @@
-"""Some nodes lose etcd and nothing else: never two worlds in progress, and nothing is lost.
+"""Some nodes lose etcd and nothing else: two worlds never make progress at once, and nothing is
+lost.
 
-Each node reaches etcd through a proxy of its own, which can be cut.
+Each node reaches etcd through its own proxy, which can be cut.
 """
 
 from __future__ import annotations
@@ -26,8 +27,8 @@ pytestmark = pytest.mark.cluster
 SCRIPT = SCRIPTS / "phases.py"
 WORKLOAD = Workload(samples=250, epochs=20, step_s=0.6)
 LEASE_S = 2.0
-# On an idle machine. A member has to stop after half of it; a cut that a job survives ends as soon
-# as the leases have ended, in less than half of that half.
+# On an idle machine. A member must stop after half of it; a cut that a job survives ends as soon as
+# the leases have expired, in less than half of that half.
 TAKEOVER_S = 24.0
 
 
@@ -44,7 +45,7 @@ class CutOffJob(TrainingJob):
             max_nodes=4,
             conf={
                 "lease_s": LEASE_S,
-                # A takeover has to come within PATIENCE_S all the same.
+                # A takeover must still happen within PATIENCE_S.
                 "takeover_s": TAKEOVER_S * min(slowness, 4.0),
                 "last_call_s": 1.0,
             },
@@ -68,7 +69,7 @@ class CutOffJob(TrainingJob):
             self._proxies[node.name].restore()
 
     def wait_leases_ended(self, cut: list[LocalNode]) -> None:
-        """Until etcd knows those nodes alone that have not been cut from it."""
+        """Wait until etcd knows only the nodes that have not been cut from it."""
         others = {node.name for node in self.running} - {node.name for node in cut}
         self.wait_for(
             lambda: self.registered() == others, PATIENCE_S, f"{sorted(others)} alone in etcd"
@@ -100,18 +101,18 @@ def job(jobs: JobSeries[CutOffJob]) -> CutOffJob:
     return jobs.current()
 
 
-def test_joining_nodes_wait_while_the_members_train(job: CutOffJob) -> None:
-    """Two members lose etcd, two joining nodes arrive who reach it; then etcd is back for all.
+def test_joining_nodes_wait_while_isolated_members_train(job: CutOffJob) -> None:
+    """Two members lose etcd while two joining nodes reach it; then etcd is back for all.
 
-    And then one of the four loses it for good: it answers, and trains with the others, until it
-    has to stop.
+    Then one of the four loses it permanently: it responds to probes and trains with the others
+    until it must stop.
     """
     members = job.bring_to(2)
     generation = job.generation()
     job.cut(*members)
     candidates = [job.start_node() for _ in range(2)]
-    # Nobody restores etcd before that: a step that waits for it does not end.
-    job.wait_leases_ended(members)  # the joining nodes are there to take over
+    # etcd is not restored before that: a step that waits for it would not end.
+    job.wait_leases_ended(members)  # the joining nodes could take over
     job.wait_progress(3)
     assert job.training_nodes() == (generation, {node.name for node in members})
     assert job.generation() == generation
@@ -128,8 +129,8 @@ def test_joining_nodes_wait_while_the_members_train(job: CutOffJob) -> None:
     job.wait_progress(2)
     newest = job.training_nodes()[0]
     assert newest == generation or job.journaled("node-suspected", since_s=since_s)
-    # It has to stop some day. On a busy machine the others may find it too slow before that, and
-    # then it is no member that has to stop, but one that waits for etcd.
+    # It must stop eventually. On a busy machine the others may evict it as too slow before that;
+    # then it is no longer a member that must stop, but a node that waits for etcd.
     job.wait_for(
         lambda: not lost.running or job.training_nodes()[0] > generation,
         PATIENCE_S,
@@ -142,8 +143,8 @@ def test_joining_nodes_wait_while_the_members_train(job: CutOffJob) -> None:
     job.wait_training(nodes=3, after_generation=generation)
 
 
-def test_members_that_stay_cut_off_stop_before_they_are_replaced(job: CutOffJob) -> None:
-    """Half of the takeover time without etcd: they save and stop; the joining nodes go on."""
+def test_members_that_stay_isolated_stop_before_they_are_replaced(job: CutOffJob) -> None:
+    """After half of the takeover time, they save and stop; the joining nodes continue."""
     members = job.bring_to(2)
     generation = job.generation()
     job.cut(*members)

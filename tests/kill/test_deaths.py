@@ -1,9 +1,9 @@
 """Nodes die, leave and join, one after the other, in one job of three nodes on three etcd members.
 
-One cluster for all: starting one costs more than a kill, and a job that survives ten faults in a
-row proves more than ten jobs that survive one. Each test starts from three training nodes and may
-run alone; one ends the job and checks all that it trained. The soak test goes through all of it
-with processes that start as in production.
+One cluster for all tests: starting one takes longer than a kill, and a job that survives ten faults
+in a row proves more than ten jobs that survive one. Each test starts from three training nodes and
+may run alone; one ends the job and verifies the result. The soak test repeats all of it with
+processes that start as in production.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from elastic.testing.slowness import is_within
 from elastic.testing.waiting import PATIENCE_S
 
 LAST_CALL_S = 20.0
-WORKERS_GONE_S = 8.0  # on an idle machine; promised are 2 s. Orphans stay for minutes.
+WORKERS_GONE_S = 8.0  # on an idle machine; the guarantee is 2 s. Orphans would stay for minutes.
 
 pytestmark = pytest.mark.cluster
 
@@ -56,7 +56,8 @@ def jobs(
             workload=workload,
             min_nodes=2,
             max_nodes=3,
-            # The first world waits so long for its last node, which a busy machine may start late.
+            # The first world waits this long for its last node, which a busy machine may start
+            # late.
             conf={"mode": mode, "last_call_s": LAST_CALL_S},
             fork_server=fork_server,
         ),
@@ -72,7 +73,7 @@ def members(job: TrainingJob) -> tuple[Member, ...]:
 
 
 def is_without(node: LocalNode, cause: Cause, formed: dict[str, Any]) -> bool:
-    """Whether this world was formed because that node is gone."""
+    """Whether this world was formed because of the loss of that node."""
     is_caused = formed["cause"] == cause.value and node.name in formed["reason"]
     return is_caused and node.name not in formed["nodes"]
 
@@ -83,7 +84,7 @@ def bystander(job: TrainingJob) -> LocalNode:
     return next(node for node in job.running if node.name not in special)
 
 
-def test_a_job_starts_at_once_with_all_its_nodes(jobs: JobSeries[TrainingJob]) -> None:
+def test_a_job_starts_immediately_with_max_nodes(jobs: JobSeries[TrainingJob]) -> None:
     job = jobs.fresh()
     nodes = job.bring_to(3)
     world = job.world()
@@ -102,7 +103,7 @@ def test_a_killed_worker_is_replaced_on_its_node(job: TrainingJob, nodes: list[L
     assert victim.workers()
 
 
-def test_a_killed_agent_takes_its_workers_along(job: TrainingJob, nodes: list[LocalNode]) -> None:
+def test_workers_end_with_a_killed_agent(job: TrainingJob, nodes: list[LocalNode]) -> None:
     generation = job.generation()
     victim = bystander(job)
     workers = [p.pid for p in victim.workers().values()]
@@ -112,7 +113,7 @@ def test_a_killed_agent_takes_its_workers_along(job: TrainingJob, nodes: list[Lo
     job.wait_for(lambda: not victim.processes(), PATIENCE_S, "the end of everything of the node")
 
 
-def test_a_dead_etcd_member_changes_nothing_and_a_killed_node_is_left_behind(
+def test_a_dead_etcd_member_does_not_prevent_recovery_from_a_killed_node(
     job: TrainingJob, nodes: list[LocalNode], etcd_of_three: EmbeddedCluster
 ) -> None:
     generation = job.generation()
@@ -120,7 +121,7 @@ def test_a_dead_etcd_member_changes_nothing_and_a_killed_node_is_left_behind(
     try:
         job.wait_progress(10)
         assert job.training_nodes()[0] == job.generation() == generation
-        # Two of three members are enough for the next change.
+        # Two of three members suffice for the next change.
         victim, began_s = bystander(job), time.monotonic()
         victim.kill()
         job.wait_training(nodes=2, after_generation=generation)
@@ -129,7 +130,7 @@ def test_a_dead_etcd_member_changes_nothing_and_a_killed_node_is_left_behind(
     job.wait_event("world-formed", partial(is_without, victim, Cause.LOST), since_s=began_s)
 
 
-def test_a_node_joins(job: TrainingJob) -> None:
+def test_a_new_node_joins_the_world(job: TrainingJob) -> None:
     job.bring_to(2)
     generation = job.generation()
     seniors = [m.name for m in members(job)]
@@ -139,12 +140,12 @@ def test_a_node_joins(job: TrainingJob) -> None:
 
 
 @pytest.mark.parametrize(
-    # In restart mode the leader is mostly on the node of rank 0, whose death is watched below.
+    # In restart mode the leader is usually on the node of rank 0, whose death is tested below.
     "jobs",
     ["in-process", pytest.param("restart", marks=pytest.mark.soak)],
     indirect=True,
 )
-def test_the_leader_dies(job: TrainingJob, nodes: list[LocalNode]) -> None:
+def test_the_job_survives_the_death_of_the_leader(job: TrainingJob, nodes: list[LocalNode]) -> None:
     generation = job.generation()
     victim = job.leader()
     victim.kill()
@@ -152,16 +153,18 @@ def test_the_leader_dies(job: TrainingJob, nodes: list[LocalNode]) -> None:
     assert job.leader() is not victim
 
 
-def test_the_node_of_rank_0_dies(job: TrainingJob, nodes: list[LocalNode]) -> None:
+def test_the_job_survives_the_death_of_the_node_of_rank_0(
+    job: TrainingJob, nodes: list[LocalNode]
+) -> None:
     generation = job.generation()
     order = [m.name for m in members(job)]
     job.node_of_rank(0).kill()
     job.wait_training(nodes=2, after_generation=generation)
-    # Survivors keep their order: the most senior one is rank 0 now.
+    # Survivors keep their order: the most senior one is now rank 0.
     assert [m.name for m in members(job)] == order[1:]
 
 
-def test_a_terminated_node_leaves_with_75(job: TrainingJob, nodes: list[LocalNode]) -> None:
+def test_a_terminated_node_exits_with_75(job: TrainingJob, nodes: list[LocalNode]) -> None:
     generation, began_s = job.generation(), time.monotonic()
     victim = bystander(job)
     victim.terminate()
@@ -171,7 +174,7 @@ def test_a_terminated_node_leaves_with_75(job: TrainingJob, nodes: list[LocalNod
     job.wait_for(lambda: not victim.processes(), PATIENCE_S, "the end of the node's processes")
 
 
-def test_the_job_ends_as_if_nothing_had_happened_and_who_comes_later_has_nothing_to_do(
+def test_the_job_ends_correctly_and_a_late_node_exits_without_training(
     job: TrainingJob, nodes: list[LocalNode], undisturbed: Path
 ) -> None:
     job.assert_finishes_whole(undisturbed)

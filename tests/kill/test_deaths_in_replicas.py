@@ -1,7 +1,7 @@
-"""Ranks of replicas die at every point of a step, of a save and of a recovery; the others go on.
+"""Ranks of replicas die at every point of a step, a save and a recovery; the others continue.
 
-Replicas whose ranks all live keep their processes. Where none is left, the job goes on from its
-newest checkpoint. The final weights must be those of one process that nothing has happened to.
+Replicas without a dead rank keep their processes. If none is left, the job resumes from its newest
+checkpoint. The final weights must be those of one undisturbed process.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ pytestmark = pytest.mark.cluster
 SCRIPT = SCRIPTS / "phases_of_replicas.py"
 EXAMPLE = Path(__file__).parents[2] / "examples" / "hsdp.py"
 SHARDS = 2
-# Float64, and shares that differ: 22 samples do not divide by the ranks. Few and long steps: one of
-# six ranks takes 0.1 s of CPU time.
+# Float64, and uneven shares: 22 samples are not divisible by the number of ranks. Few and long
+# steps: a step of six ranks takes 0.1 s of CPU time per rank.
 WORKLOAD = Workload(
     samples=110,
     batch=22,
@@ -38,7 +38,7 @@ WORKLOAD = Workload(
 
 @dataclass(frozen=True)
 class Layout:
-    """Nodes with so many workers each, and how many replicas of two ranks they are."""
+    """The number of workers per node, and the number of replicas of two ranks."""
 
     nodes: int
     nproc: int
@@ -57,8 +57,9 @@ class Layout:
 
 @dataclass(frozen=True)
 class Fault:
-    """Ranks that die: where each does (any rank that comes by, or that rank of the world), and how
-    many replicas it harms."""
+    """Ranks that die: the point of each (any rank that reaches it, or that rank of the world), and
+    the number of broken replicas.
+    """
 
     deaths: tuple[tuple[str, int | None], ...]
     harmed: int = 1
@@ -74,17 +75,17 @@ def in_a_step(*points: str) -> list[Fault]:
 
 
 def of_a_replacement(*points: str) -> list[Fault]:
-    """Of the processes that replace a replica, another one dies."""
+    """One of the processes that replace a replica dies, too."""
     return [Fault((("reduce-scattered", None), (point, None))) for point in points]
 
 
 def of_a_survivor(*points: str) -> list[Fault]:
-    """A rank of another replica dies when it builds the next world, or sends what it holds."""
+    """A rank of another replica dies when it builds the next world, or sends its state."""
     return [replace(fault, harmed=2) for fault in of_a_replacement(*points)]
 
 
 def of_a_survivor_on_its_node(*points: str) -> list[Fault]:
-    """The same where the next world has all ranks of the node: those in place of the dead, too."""
+    """The same if the next world includes all ranks of the node, including the replacements."""
     return [Fault((("reduce-scattered", 0), (point, 3)), harmed=2) for point in points]
 
 
@@ -112,9 +113,9 @@ OF_A_REPLACEMENT = of_a_replacement("meeting", "met", "receiving", "received")
 OF_A_SURVIVOR = of_a_survivor("building", "built", "sending", "sent")
 OF_A_SURVIVOR_ON_ITS_NODE = of_a_survivor_on_its_node("building", "built", "sending", "sent")
 OF_THE_LAST_ONE = of_two_replicas(0, 3, "all-gather", "reduce-scattered", "optimizer")
-# At both positions: no position has lost less than the other.
+# At both positions, so that both are equally affected.
 OF_TWO_AT_ONCE = of_two_replicas(2, 5, "all-gather", "reduce-scattered", "all-reduced", "optimizer")
-# One for each way in which a recovery differs; the soak has every point.
+# One per kind of recovery; the soak covers every point.
 ON_A_NODE_IN_SHORT = [
     *in_a_step("all-gather", "reduce-scattered", "optimizer", "committing"),
     *of_a_replacement("received"),
@@ -176,7 +177,7 @@ def jobs(
 
 @dataclass(frozen=True)
 class Before:
-    """What trained before a test hurt it."""
+    """The state of the job before the fault."""
 
     generation: int
     replicas: list[set[int]]  # their pids
@@ -204,8 +205,7 @@ def loads(job: TrainingJob) -> int:
 
 
 def all_train(job: TrainingJob, layout: Layout, after_generation: int = 0) -> list[set[int]]:
-    """Wait until all ranks train together, later than in that generation: the pids of each
-    replica."""
+    """Wait until all ranks train in a later generation; returns the pids of each replica."""
 
     def together() -> list[set[int]] | None:
         steps = job.ledger().steps
@@ -230,7 +230,7 @@ def pids_by_rank(job: TrainingJob) -> list[int]:
 
 
 def order(job: TrainingJob, point: str, rank: int | None, together: int) -> Path:
-    """Have a rank die at ``point``, in the same step as the others of so many."""
+    """Order a rank to die at ``point``, in the same step as the given number of ranks."""
     name = f"die-{point}" if rank is None else f"die-{point}-{rank}"
     path = job.folder / name
     staged = job.folder / f"staged-{name}"
@@ -238,7 +238,7 @@ def order(job: TrainingJob, point: str, rank: int | None, together: int) -> Path
     return staged.rename(path)
 
 
-def obeyed(job: TrainingJob, orders: Sequence[Path]) -> None:
+def wait_carried_out(job: TrainingJob, orders: Sequence[Path]) -> None:
     def dead() -> bool:
         return not any(order.exists() for order in orders)
 
@@ -251,14 +251,15 @@ def all_agreed(job: TrainingJob, point: str) -> None:
 
 
 def forget_orders(job: TrainingJob) -> None:
-    """Those of the test before, which were obeyed."""
+    """Remove the orders of the previous test, which were carried out."""
     for trace in (*job.folder.glob("ready-*"), *job.folder.glob("agreed-*")):
         trace.unlink()
 
 
 def goes_on(job: TrainingJob, layout: Layout, before: Before, *, harmed: int) -> None:
-    """All ranks train again: ``harmed`` replicas with new processes, the others with theirs. A
-    checkpoint was read if no replica was left, and only then."""
+    """All ranks train again: ``harmed`` replicas in new processes, the others in their own. A
+    checkpoint was read if, and only if, no replica was left.
+    """
     now = set().union(*all_train(job, layout, before.generation))
     kept = [replica for replica in before.replicas if replica <= now]
     replaced = [replica for replica in before.replicas if not replica & now]
@@ -271,31 +272,31 @@ def check(job: TrainingJob, layout: Layout, before: Before, fault: Fault) -> Non
     forget_orders(job)
     points = [point for point, _ in fault.deaths]
     together = {point: points.count(point) for point in points}
-    # The last one first: nobody comes by there before the others are dead.
+    # The last one first: no rank reaches its point before the others are dead.
     orders = [order(job, point, rank, together[point]) for point, rank in reversed(fault.deaths)]
     for point, ranks in together.items():
         if ranks > 1:
             all_agreed(job, point)
-    obeyed(job, orders)
+    wait_carried_out(job, orders)
     goes_on(job, layout, before, harmed=fault.harmed)
 
 
 @of(Layout(1, 4), ON_A_NODE_IN_SHORT)
-def test_replicas_of_one_node(
+def test_replicas_within_one_node_survive_deaths(
     job: TrainingJob, layout: Layout, before: Before, fault: Fault
 ) -> None:
     check(job, layout, before, fault)
 
 
 @of(Layout(3, 2), [*of_a_survivor("sending"), *of_two_replicas(2, 5, "reduce-scattered")])
-def test_a_replica_on_each_node(
+def test_replicas_on_separate_nodes_survive_deaths(
     job: TrainingJob, layout: Layout, before: Before, fault: Fault
 ) -> None:
     check(job, layout, before, fault)
 
 
 @of(Layout(4, 1), OVER_NODES_IN_SHORT)
-def test_replicas_over_two_nodes(
+def test_replicas_over_two_nodes_survive_deaths(
     job: TrainingJob, layout: Layout, before: Before, fault: Fault
 ) -> None:
     check(job, layout, before, fault)
@@ -306,7 +307,7 @@ def test_replicas_over_two_nodes(
     Layout(1, 4),
     [*IN_A_STEP, *OF_A_REPLACEMENT, *OF_A_SURVIVOR_ON_ITS_NODE, *OF_THE_LAST_ONE],
 )
-def test_replicas_of_one_node_everywhere(
+def test_replicas_within_one_node_survive_deaths_at_every_point(
     job: TrainingJob, layout: Layout, before: Before, fault: Fault
 ) -> None:
     check(job, layout, before, fault)
@@ -314,7 +315,7 @@ def test_replicas_of_one_node_everywhere(
 
 @pytest.mark.soak
 @of(Layout(3, 2), [*OF_A_REPLACEMENT, *OF_A_SURVIVOR, *OF_TWO_AT_ONCE])
-def test_a_replica_on_each_node_everywhere(
+def test_replicas_on_separate_nodes_survive_deaths_at_every_point(
     job: TrainingJob, layout: Layout, before: Before, fault: Fault
 ) -> None:
     check(job, layout, before, fault)
@@ -322,7 +323,7 @@ def test_a_replica_on_each_node_everywhere(
 
 @pytest.mark.soak
 @of(Layout(4, 1), [*IN_A_STEP, *OF_A_REPLACEMENT, *OF_A_SURVIVOR, *OF_THE_LAST_ONE])
-def test_replicas_over_two_nodes_everywhere(
+def test_replicas_over_two_nodes_survive_deaths_at_every_point(
     job: TrainingJob, layout: Layout, before: Before, fault: Fault
 ) -> None:
     check(job, layout, before, fault)

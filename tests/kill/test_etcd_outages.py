@@ -1,4 +1,4 @@
-"""A single etcd member goes away and comes back, with its data and without: training goes on."""
+"""A single etcd member stops and restarts, with and without its data: training continues."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ pytestmark = pytest.mark.cluster
 # Many times the lease (4 s), and the longest wait between two attempts to reach etcd.
 OUTAGE_S = 20.0
 LONG_OUTAGE_S = 60.0
-# On an idle machine. Promised are 2 s (benchmarks/recovery.py measures it); a survivor that does
-# not notice that etcd is back waits for half of the takeover time, minutes.
+# On an idle machine. The guarantee is 2 s (benchmarks/recovery.py measures it); a survivor that
+# does not notice the return of etcd waits for half of the takeover time, which is minutes.
 RECOVERED_S = 20.0
 
 
@@ -36,7 +36,7 @@ def jobs(
 
 
 def train_through_an_outage(job: TrainingJob, etcd: EmbeddedEtcd, outage_s: float) -> None:
-    """Kill etcd, train on without it for ``outage_s``, start it with its data."""
+    """Kill etcd, continue training without it for ``outage_s``, and start it with its data."""
     etcd.kill()
     try:
         until = time.monotonic() + outage_s
@@ -47,15 +47,15 @@ def train_through_an_outage(job: TrainingJob, etcd: EmbeddedEtcd, outage_s: floa
 
 
 def train_until(job: TrainingJob, until: float) -> None:
-    """Training does not stop: a step that waited for etcd would not end, since nobody starts it."""
+    """Training continues: a step that waited for etcd would not end, since etcd is not started."""
     while time.monotonic() < until:
         job.wait_progress(1)
 
 
 def assert_no_generation_was_spent(job: TrainingJob, generation: int) -> None:
-    """The agents are back in touch, and found nothing to change."""
-    # Longer than every lease that began before the outage: a node that had lost its own, and
-    # was thrown out for it, would show now.
+    """The agents have reconnected, and formed no new world."""
+    # Longer than every lease from before the outage: the eviction of a node with a lost lease would
+    # be visible now.
     train_until(job, time.monotonic() + 6.0)
     world = job.world()
     assert world is not None
@@ -67,7 +67,9 @@ def assert_no_generation_was_spent(job: TrainingJob, generation: int) -> None:
     assert job.generation() == generation
 
 
-def test_etcd_restarts_with_its_data(job: TrainingJob, etcd: EmbeddedEtcd) -> None:
+def test_training_continues_while_etcd_restarts_with_its_data(
+    job: TrainingJob, etcd: EmbeddedEtcd
+) -> None:
     job.bring_to(3)
     generation = job.generation()
     train_through_an_outage(job, etcd, outage_s=0.0)
@@ -77,10 +79,10 @@ def test_etcd_restarts_with_its_data(job: TrainingJob, etcd: EmbeddedEtcd) -> No
 @pytest.mark.parametrize(
     "outage_s", [OUTAGE_S, pytest.param(LONG_OUTAGE_S, marks=pytest.mark.soak)]
 )
-def test_etcd_is_down_for_many_leases_and_a_node_dies_meanwhile(
+def test_a_node_death_during_a_long_etcd_outage_pauses_the_job(
     job: TrainingJob, etcd: EmbeddedEtcd, outage_s: float
 ) -> None:
-    """No step waits for etcd. A death does: the survivors pause until etcd is back, no longer."""
+    """No step waits for etcd. A recovery does: the survivors pause only until etcd is back."""
     nodes = job.bring_to(3)
     generation = job.generation()
     survivors = {node.name: node.workers()[0].pid for node in nodes[:-1]}
@@ -98,7 +100,9 @@ def test_etcd_is_down_for_many_leases_and_a_node_dies_meanwhile(
     assert {n.name: n.workers()[0].pid for n in job.running} == survivors
 
 
-def test_etcd_is_wiped_while_a_joining_node_registers(job: TrainingJob, etcd: EmbeddedEtcd) -> None:
+def test_a_joining_node_registers_although_etcd_is_wiped(
+    job: TrainingJob, etcd: EmbeddedEtcd
+) -> None:
     job.bring_to(2)
     generation = job.generation()
     joining_node = job.start_node()
@@ -110,13 +114,13 @@ def test_etcd_is_wiped_while_a_joining_node_registers(job: TrainingJob, etcd: Em
     assert joining_node.name in job.training_nodes()[1]
 
 
-def test_etcd_is_wiped(job: TrainingJob, etcd: EmbeddedEtcd) -> None:
+def test_the_running_world_survives_a_wipe_of_etcd(job: TrainingJob, etcd: EmbeddedEtcd) -> None:
     job.bring_to(3)
     generation = job.generation()
     etcd.wipe()
     etcd.start()
     job.wait_progress(3)
-    # The leader adopts the world that its members run: generations never go back.
+    # The leader adopts the world that its members run: generations never decrease.
     adopted = job.wait_generation(generation)
     assert adopted.generation >= generation
     assert len(adopted.members) == 3
@@ -124,6 +128,8 @@ def test_etcd_is_wiped(job: TrainingJob, etcd: EmbeddedEtcd) -> None:
     job.wait_training(nodes=2, after_generation=adopted.generation)
 
 
-def test_the_job_ends_as_if_nothing_had_happened(job: TrainingJob, undisturbed: Path) -> None:
+def test_the_job_ends_with_the_weights_of_an_undisturbed_run(
+    job: TrainingJob, undisturbed: Path
+) -> None:
     job.bring_to(2)
     job.assert_finishes_whole(undisturbed)

@@ -1,4 +1,4 @@
-"""The hangs that people write: the right rank is named, with what it waits for and where."""
+"""Common hangs in user code: the right rank is named, with the reason and the location."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ WORKLOAD = Workload(samples=480, epochs=100, step_s=0.2)
 CONF = {"hang_timeout_s": 2.0, "hang_script_timeout_s": 6.0}
 WARM_UP_STEPS = 6
 LOCK = "it waits for a lock, or for another thread"
-# What the verdict says of each mistake, and the function of the script that makes it.
+# The reason in the verdict for each mistake, and the script's function that makes it.
 KILLED = {
     "fork-lock": ("perhaps a lock that was held when they were forked", "fork_with_a_lock_held"),
     "tokenizers": ("perhaps a lock that was held when they were forked", "fork_with_tokenizers"),
@@ -29,7 +29,7 @@ KILLED = {
     "callback": ("it sleeps (time.sleep)", "sleep_in_a_callback"),
     "thread-in-c": (LOCK, "wait_for_a_thread_in_c"),
 }
-# The others differ little from one of these.
+# The others are similar to one of these.
 SHORT = ("fork-lock", "input", "pipe", "thread-in-c")
 
 
@@ -48,7 +48,9 @@ def job(etcd: EmbeddedEtcd, tmp_path_factory: pytest.TempPathFactory) -> Iterato
 
 
 def hang(job: TrainingJob, mistake: str) -> tuple[dict[str, Any], int]:
-    """Let the second node make it; the only verdict, and the rank of that node."""
+    """Order the second node to make the mistake; returns the only verdict, and the rank of that
+    node.
+    """
     job.bring_to(3)
     job.wait_progress(WARM_UP_STEPS)
     victim, generation = job.running[1], job.generation()
@@ -71,7 +73,7 @@ def hang(job: TrainingJob, mistake: str) -> tuple[dict[str, Any], int]:
     "mistake",
     [m if m in SHORT else pytest.param(m, marks=pytest.mark.soak) for m in KILLED],
 )
-def test_the_verdict_says_who_hangs_in_what_and_where(job: TrainingJob, mistake: str) -> None:
+def test_the_verdict_names_the_hung_rank_and_the_function(job: TrainingJob, mistake: str) -> None:
     verdict, rank = hang(job, mistake)
     said, function = KILLED[mistake]
     assert (verdict["kind"], verdict["action"]) == ("absent", "kill")
@@ -82,7 +84,7 @@ def test_the_verdict_says_who_hangs_in_what_and_where(job: TrainingJob, mistake:
     assert f"in {function}" in Path(verdict["report"]).read_text()
 
 
-def test_a_barrier_that_one_rank_waits_at_alone(job: TrainingJob) -> None:
+def test_a_barrier_called_by_one_rank_is_a_mismatch(job: TrainingJob) -> None:
     verdict, rank = hang(job, "barrier")
     assert (verdict["kind"], verdict["action"]) == ("mismatch", "abort-and-reform")
     assert verdict["ranks"] == [rank]

@@ -1,4 +1,4 @@
-"""Faults that meet the job while it recovers, or that leave everyone alive."""
+"""Faults during a recovery, and faults without a death."""
 
 from __future__ import annotations
 
@@ -37,13 +37,13 @@ def jobs(
             workload=workload,
             min_nodes=1,
             max_nodes=3,
-            conf={"mode": "restart"},  # where forming a world takes seconds, and much can happen
+            conf={"mode": "restart"},  # forming a world takes seconds, so faults can overlap
         ),
         undisturbed,
     )
 
 
-def test_all_workers_die_at_once(job: TrainingJob) -> None:
+def test_the_job_survives_simultaneous_deaths_of_all_workers(job: TrainingJob) -> None:
     nodes = job.bring_to(3)
     generation = job.generation()
     Injection(KillWorker(Everyone())).run(job)
@@ -51,12 +51,12 @@ def test_all_workers_die_at_once(job: TrainingJob) -> None:
     assert job.running == nodes
 
 
-def test_a_node_dies_while_the_next_group_is_built(job: TrainingJob) -> None:
+def test_a_node_death_during_a_group_build_is_survived(job: TrainingJob) -> None:
     job.bring_to(3)
     generation = job.generation()
     Injection(KillWorker(OfRank(0)), AfterSteps(2)).run(job)
     Injection(Kill(Bystanders()), AtGeneration(generation + 1)).run(job)
-    # In the world after that; or in that one, if the node that was killed was late for it.
+    # In the following world; or in that one, if the killed node was late for it.
     names = {node.name for node in job.running}
     job.wait_for(
         lambda: job.training_nodes()[0] > generation and job.training_nodes()[1] == names,
@@ -65,18 +65,20 @@ def test_a_node_dies_while_the_next_group_is_built(job: TrainingJob) -> None:
     )
 
 
-def test_a_frozen_node_is_left_behind_and_comes_back(job: TrainingJob) -> None:
+def test_a_frozen_node_is_excluded_and_rejoins(job: TrainingJob) -> None:
     job.bring_to(3)
     generation = job.generation()
     (frozen,) = Bystanders().find(job)
     Injection(Stop(Named((frozen.name,))), AfterSteps(2)).run(job)
-    # Nothing refuses and nothing closes: its lease decides.
+    # No connection is refused or closed: its lease decides.
     generation = job.wait_training(nodes=2, after_generation=generation)
     frozen.resume()
     job.wait_training(nodes=3, after_generation=generation)
     assert frozen.running
 
 
-def test_the_job_ends_as_if_nothing_had_happened(job: TrainingJob, undisturbed: Path) -> None:
+def test_the_job_ends_with_the_weights_of_an_undisturbed_run(
+    job: TrainingJob, undisturbed: Path
+) -> None:
     job.bring_to(3)
     job.assert_finishes_whole(undisturbed)

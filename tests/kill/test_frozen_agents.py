@@ -1,4 +1,4 @@
-"""An agent freezes and its workers do not: nobody trains beside the world that takes over."""
+"""An agent freezes but its workers do not: they never train beside the takeover world."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ pytestmark = pytest.mark.cluster
 WORKLOAD = Workload(samples=250, epochs=12, step_s=0.8, save_every=4)
 LEASE_S = 2.0
 TAKEOVER_S = 14.0
-# What the unmodified script takes for a job of one process.
+# Environment in which the unmodified script runs as a single process.
 ALONE = {
     "RANK": "0",
     "WORLD_SIZE": "1",
@@ -39,10 +39,10 @@ def start(etcd: EmbeddedEtcd, folder: Path, script: Path) -> TrainingJob:
     )
 
 
-def test_workers_of_a_frozen_agent_stop_before_another_world_takes_over(
+def test_workers_of_a_frozen_agent_stop_before_a_takeover(
     etcd: EmbeddedEtcd, tmp_path: Path
 ) -> None:
-    """Of a script with this project's API, and of one without: two jobs that wait at once."""
+    """For a script with this project's API, and one without: two jobs that wait concurrently."""
     references = {
         script: train_undisturbed(tmp_path / f"alone-{script.stem}", WORKLOAD, script, env)
         for script, env in ((SESSION, None), (PLAIN, ALONE))

@@ -1,4 +1,4 @@
-"""A job whose ports are attacked while it trains, loses a node and gets another one."""
+"""The ports of a job are attacked while it trains, loses a node and gains another one."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ pytestmark = pytest.mark.cluster
 
 SCRIPT = SCRIPTS / "phases.py"
 WORKLOAD = Workload(samples=250, epochs=9, step_s=0.8)
-FRAMES = 1500  # hostile ones, before anything else happens
-# Threads and descriptors of a node's agent and worker that come and go by themselves.
+FRAMES = 1500  # hostile connections before the first event
+# The normal fluctuation in threads and descriptors of a node's agent and worker.
 SLACK = 12
 
 
 class Attack:
-    """All listeners of a job, attacked at random by a thread of its own."""
+    """Attacks all listeners of a job at random, from a separate thread."""
 
     def __init__(self, job: TrainingJob) -> None:
         self._job = job
@@ -55,7 +55,7 @@ class Attack:
         return self._attacker.sent
 
     def look(self) -> None:
-        """Where the job listens now."""
+        """The current listeners of the job."""
         self.ports = list(self._ports())
         self.seen.update(port.kind for port in self.ports)
 
@@ -87,7 +87,7 @@ def cost(nodes: list[LocalNode]) -> dict[int, tuple[int, int]]:
     return {process.pid: (process.num_threads(), process.num_fds()) for process in processes}
 
 
-def test_a_job_trains_on_while_all_its_ports_are_attacked(
+def test_a_job_continues_training_while_all_its_ports_are_attacked(
     etcd: EmbeddedEtcd, tmp_path: Path
 ) -> None:
     undisturbed = train_undisturbed(tmp_path / "alone", WORKLOAD, SCRIPT)
@@ -110,7 +110,7 @@ def test_a_job_trains_on_while_all_its_ports_are_attacked(
             step = job.ledger().last_step
             job.wait_for(lambda: attack.sent >= FRAMES, 2 * PATIENCE_S, "the attack")
             job.wait_step(step + 5)
-            # Nobody was taken for lost, and nothing was begun anew.
+            # No node was considered lost, and nothing was restarted.
             assert job.generation() == generation
             assert {n.name: n.workers()[0].pid for n in nodes} == pids
 
@@ -138,10 +138,10 @@ def _is_flat(before: dict[int, tuple[int, int]], nodes: list[LocalNode]) -> bool
 
 
 def _strangers_are_told_nothing(job: TrainingJob) -> None:
-    """And whoever may read the run's secret in etcd is one of us."""
+    """Clients that can read the run's secret in etcd are trusted."""
     entries = job.store.list(job.keys.nodes).entries
     nodes = [decode(Node, entry.key, entry.value) for entry in entries]
-    alive = {running.name for running in job.running}  # a dead one's lease may live a little longer
+    alive = {running.name for running in job.running}  # the lease of a dead node remains
     node = next(node for node in nodes if node.name in alive)
     pick = random.Random(2)
     with from_many_addresses(node.liveness_port, pick) as sock, pytest.raises(AuthenticationError):

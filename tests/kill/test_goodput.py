@@ -1,4 +1,4 @@
-"""Goodput of a real run, from its journals alone: every second is accounted for, kills too."""
+"""Goodput of a real run, from its journals alone: every second is accounted for, with kills."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ from elastic.testing.waiting import PATIENCE_S
 pytestmark = pytest.mark.cluster
 
 WORKLOAD = Workload(epochs=4, step_s=0.3)
-# What may be unaccounted for on an idle machine: a worker that is killed has not written down its
-# last window.
+# The time that may be unaccounted for on an idle machine: a killed worker has not logged its last
+# window.
 UNREPORTED_S = 12.0
 
 
@@ -64,14 +64,16 @@ def status(job: TrainingJob) -> JobView:
 
 
 def trains(job: TrainingJob, nodes: int) -> JobView | None:
-    """The job as `elastic status` sees it, once it says that so many nodes train."""
+    """The output of `elastic status`, once this number of nodes train."""
     view = status(job)
     is_whole = view.state is JobCondition.TRAINING and len(view.training) == nodes
     return view if is_whole else None
 
 
 def hears(job: TrainingJob, nodes: int, mode: str) -> bool:
-    """Whether the leader has heard so many nodes lately, with their steps where agents know."""
+    """Whether the leader has recent heartbeats of this number of nodes, with their steps if agents
+    know them.
+    """
     view = status(job)
     heartbeat = [view.heartbeat_of(node) for node in view.nodes]
     is_heard = all(sign.age_s is not None and not sign.is_late for sign in heartbeat)
@@ -83,14 +85,15 @@ def hears(job: TrainingJob, nodes: int, mode: str) -> bool:
 def assert_a_recovery_prints_three_lines(
     survivors: list[LocalNode], killed: datetime, mode: str, worlds: int
 ) -> None:
-    """Who was lost and why, the new world, what it cost; in the logs of all nodes together."""
+    """The lost node with the reason, the new world, and the cost; in the logs of all nodes."""
     logs = [node.log_text() for node in survivors]
     assert not any("Traceback" in log or "Exception ignored" in log for log in logs)
     ours = re.compile(r"(\S+Z) \w+ +\[[^]]*\] (.*)")
     since = killed.strftime("%Y-%m-%dT%H:%M:%S.%f")
     lines = [m.groups() for log in logs for m in map(ours.match, log.splitlines()) if m]
-    # Training goes on, a worker may fail before its agent knows of the new world, a busy machine
-    # has troubles of its own, and another node may be the first now: it says what restarts mean.
+    # Training continues, a worker may fail before its agent knows the new world, a busy machine may
+    # cause further failures, and another node may now be the first, which logs the meaning of
+    # restarts.
     beside = (
         *("checkpoint-", "step ", "job-ended", "node-arrived", "worker-died", "waiting"),
         "mode=restart:",
@@ -103,7 +106,7 @@ def assert_a_recovery_prints_three_lines(
 
 
 def traces(folder: Path) -> list[str]:
-    """Names of what `elastic profile` has made workers write, complete ones."""
+    """Names of the complete traces that workers wrote for `elastic profile`."""
     found = []
     for path in (folder / "journal" / "profiles").glob("g*.pt.trace.json"):
         with contextlib.suppress(ValueError):
@@ -113,7 +116,7 @@ def traces(folder: Path) -> list[str]:
 
 
 def assert_each_step_is_logged_once(folder: Path) -> None:
-    """Whichever process was rank 0: no hole, no step twice."""
+    """Whichever process was rank 0: no step is missing or repeated."""
     events = EventAccumulator(str(folder), size_guidance={"scalars": 0})
     events.Reload()
     steps = [scalar.step for scalar in events.Scalars("loss")]
@@ -121,7 +124,7 @@ def assert_each_step_is_logged_once(folder: Path) -> None:
 
 
 def scrape(port: int) -> str | None:
-    """The page; None if a busy machine did not answer within the server's two seconds."""
+    """The metrics page; None if a busy machine did not answer within the server's two seconds."""
     try:
         with urllib.request.urlopen(
             f"http://127.0.0.1:{port}/metrics", timeout=PATIENCE_S
@@ -150,7 +153,9 @@ def metric(job: TrainingJob, node: str, name: str, **labels: str) -> float | Non
 def wait_metric(
     job: TrainingJob, node: str, name: str, accepts: Callable[[float], bool], **labels: str
 ) -> None:
-    """Until one series of a node has such a value: agents hear of their workers a little later."""
+    """Wait until one series of a node has such a value: reports of workers reach agents with a
+    delay.
+    """
 
     def is_there() -> bool:
         value = metric(job, node, name, **labels)
@@ -160,7 +165,7 @@ def wait_metric(
 
 
 def check_metrics_before(job: TrainingJob, mode: str) -> None:
-    """Agents are scraped, and workers are heard of without a restart in between."""
+    """Agents are scraped, and workers report without a restart in between."""
     names = ("node0", "node1", "node2")
     assert sum(metric(job, node, "elastic_leader") or 0 for node in names) == 1
     for node in names:
@@ -176,7 +181,7 @@ def check_metrics_before(job: TrainingJob, mode: str) -> None:
 
 
 def check_metrics_after(job: TrainingJob, mode: str, generation: int) -> None:
-    """One node was killed."""
+    """Check the metrics after the kill of one node."""
     survivors = ("node0", "node1")
     for node in survivors:
         wait_metric(job, node, "elastic_generation", float(generation).__lt__)
@@ -195,13 +200,13 @@ def check_metrics_after(job: TrainingJob, mode: str, generation: int) -> None:
 
 
 def is_recorded(job: TrainingJob, node: str, state: str) -> bool | None:
-    """By torch's own handler, which is the console."""
+    """Recorded by torch's own handler, the console."""
     name = f'"name": "torchelastic.worker.status.{state}"'
     return name in job.node(node).log_text() or None
 
 
 def total(job: TrainingJob, nodes: tuple[str, ...], name: str) -> float:
-    """Of what followed from the death."""
+    """The sum of a metric for the causes ``lost`` and ``failure``."""
     causes = ("lost", "failure")
     return sum(metric(job, node, name, cause=cause) or 0 for node in nodes for cause in causes)
 
@@ -214,7 +219,7 @@ def collector() -> Iterator[OtlpCollector]:
 
 
 def otlp_settings(collector: OtlpCollector, mode: str) -> dict[str, str]:
-    """On in one of the two jobs; a pod may have the endpoint for other programs."""
+    """Enabled in one of the two jobs; a pod may have the endpoint set for other programs."""
     endpoint = {
         "OTEL_EXPORTER_OTLP_ENDPOINT": collector.url,
         "OTEL_METRIC_EXPORT_INTERVAL": "1000",
@@ -223,7 +228,7 @@ def otlp_settings(collector: OtlpCollector, mode: str) -> dict[str, str]:
 
 
 class Collected:
-    """The newest value of each series that agents have sent."""
+    """The newest value of each series sent by agents."""
 
     def __init__(self, collector: OtlpCollector, run_id: str) -> None:
         self._collector = collector
@@ -250,7 +255,7 @@ class Collected:
 
 
 def check_collector(job: TrainingJob, collected: Collected) -> None:
-    """It hears of all nodes what a scrape shows, and no name that is not documented."""
+    """It receives the same values as a scrape from all nodes, and only documented names."""
     for node in ("node0", "node1", "node2"):
         for name in ("elastic_build_info", "elastic_steps_committed_total", "elastic_step_seconds"):
             sent = partial(collected.value, name, node)
@@ -259,13 +264,13 @@ def check_collector(job: TrainingJob, collected: Collected) -> None:
 
 
 def has_recovered(collected: Collected) -> bool:
-    """Whether the collector has heard of the recovery from the kill."""
+    """Whether the collector has received the recovery from the kill."""
     name = "elastic_recoveries_total"
     return any(collected.value(name, "node0", cause) for cause in ("lost", "failure"))
 
 
 @pytest.mark.parametrize("mode", ["in-process", "restart"])
-def test_the_time_of_a_run_with_kills_is_accounted_for(
+def test_goodput_accounts_for_all_time_of_a_run_with_kills(
     etcd: EmbeddedEtcd, tmp_path: Path, collector: OtlpCollector, mode: str
 ) -> None:
     began_s = time.time()
@@ -333,20 +338,20 @@ def test_the_time_of_a_run_with_kills_is_accounted_for(
         assert {name.partition("-rank")[2] for name in traces(tmp_path)} == {
             f"{rank}.pt.trace.json" for rank in range(3)
         }
-    # The whole is the wall time of the job, and the parts are the whole: of the run and each node.
+    # The total is the wall time of the job, and the parts add up to it: for the run and each node.
     assert began_s <= found.start_s < found.end_s <= ended_s + 0.1
     assert found.breakdown.total_s == pytest.approx(found.duration_s, rel=0.01)
     assert {node.node for node in found.nodes} == {"node0", "node1", "node2"}
     for node in found.nodes:
         assert node.breakdown.total_s == pytest.approx(node.end_s - node.start_s, rel=0.01)
     assert found.steps == WORKLOAD.steps
-    if mode == "restart":  # it goes on from a checkpoint; in process a step that has begun is lost
+    if mode == "restart":  # it resumes from a checkpoint; in-process, the current step is lost
         assert found.recomputed_steps == ledger.recomputed_steps
     assert found.breakdown.seconds[Activity.PRODUCTIVE] > WORKLOAD.step_s * 10
     assert is_within(found.breakdown.seconds.get(Activity.UNREPORTED, 0.0), UNREPORTED_S)
     assert found.breakdown.seconds[Activity.STARTUP] > 0
 
-    # A busy machine may have had another one later.
+    # A busy machine may have had a later one, too.
     (kill,) = [i for i in found.incidents if generation + 1 in i.generations]
     assert kill.cause not in ("first", "joined")
     assert kill.nodes == ("node0", "node1")

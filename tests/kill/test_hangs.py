@@ -1,4 +1,4 @@
-"""Workers that live and do not go on: found, named, ended, recovered from; and false alarms."""
+"""Workers that are alive but make no progress: detection, attribution, recovery; false alarms."""
 
 from __future__ import annotations
 
@@ -25,19 +25,19 @@ from elastic.testing.waiting import PATIENCE_S
 pytestmark = pytest.mark.cluster
 
 SCRIPT = SCRIPTS / "hangs.py"
-# Never trained to its end: on a slow machine, too, its tests end before its slower second half.
+# Never trained to its end: even on a slow machine, its tests finish before its slower second half.
 WORKLOAD = Workload(samples=2400, epochs=1000, step_s=0.05, save_every=100)
 FREEZE_S = 5.0
 SOAK_S = float(os.environ.get("FALSE_ALARM_SOAK_S", "1800"))
 SWAPS_S = 10.0
 WHY_NO_SWAP = why_unavailable()
-# What is long by nature, in seconds: above hang_timeout_s in the suite, as in a real job in the
-# soak test.
+# The duration of legitimate long operations, in seconds: above hang_timeout_s in the suite,
+# realistic in the soak test.
 COMPRESSED = {"evaluation": 10.0, "before-forward": 5.0, "garbage": 5.0, "checkpoint": 7.0}
 REAL = {"evaluation": 30.0, "before-forward": 30.0, "garbage": 10.0, "checkpoint": 20.0}
-LEFT_ALONE_S = 10.0  # twice as long as a hang takes to be found
-# Twice what is promised, for a machine that other tests use, too (benchmarks/hang.py measures it):
-# for a stopped worker; for an endless loop, and a skipped collective, in short steps; for a node.
+LEFT_ALONE_S = 10.0  # twice the detection time of a hang
+# Twice the guarantee, because other tests use the machine, too (benchmarks/hang.py measures it):
+# for a stopped worker; for an endless loop and a skipped collective, in short steps; for a node.
 STOPPED_S = 4.0
 HUNG_S = 10.0
 LEASE_WITHIN_S = 11.0
@@ -57,19 +57,19 @@ def job(etcd: EmbeddedEtcd, tmp_path_factory: pytest.TempPathFactory) -> Iterato
 
 
 def found(job: TrainingJob, since_s: float) -> list[dict[str, Any]]:
-    """Verdicts since a moment on the monotonic clock. They are written after what they cause."""
+    """Verdicts since a time on the monotonic clock. They are logged after their effects."""
     return job.journaled("hang-found", since_s=since_s)
 
 
 def only_verdict(job: TrainingJob, since_s: float) -> dict[str, Any]:
-    """The one verdict since a moment on the monotonic clock, once it is written."""
+    """The only verdict since a time on the monotonic clock, once it is logged."""
     job.wait_event("hang-found", since_s=since_s)
     (verdict,) = found(job, since_s)
     return verdict
 
 
 def wait_reported(job: TrainingJob, verdict: dict[str, Any], *texts: str) -> str:
-    """The verdict's report, once it has all of these: stacks of other nodes come later."""
+    """The verdict's report, once it contains all of these: stacks of other nodes arrive later."""
     path = Path(verdict["report"])
 
     def reported() -> str | None:
@@ -90,26 +90,26 @@ def order(job: TrainingJob, kind: str, node: str, takes_s: float = 0.0) -> None:
     staged.rename(path)
 
 
-def obeyed(job: TrainingJob, kind: str) -> tuple[int, float]:
-    """Which process has obeyed, and when."""
+def wait_taken(job: TrainingJob, kind: str) -> tuple[int, float]:
+    """The process that carried out the order, and the time."""
     path = job.folder / f"done-{kind}"
 
-    def said() -> tuple[int, float] | None:
+    def confirmed() -> tuple[int, float] | None:
         words = path.read_text().split() if path.exists() else []
         return (int(words[0]), float(words[1])) if len(words) == 2 else None
 
-    return job.wait_for(said, PATIENCE_S, f"a worker that obeys {kind}")
+    return job.wait_for(confirmed, PATIENCE_S, f"a worker that obeys {kind}")
 
 
 def paused_s(job: TrainingJob, generation: int) -> float:
-    """Between the last step before ``generation`` and the first one in it."""
+    """The time between the last step before ``generation`` and the first one in it."""
     steps = job.ledger().steps
     before = max(s.time_s for s in steps if s.generation < generation)
     return min(s.time_s for s in steps if s.generation >= generation) - before
 
 
-def hurt(job: TrainingJob, kind: str, index: int = 1) -> tuple[dict[str, Any], float, int]:
-    """Let a worker hang; the verdict, the pause, and the pid of the worker."""
+def make_hang(job: TrainingJob, kind: str, index: int = 1) -> tuple[dict[str, Any], float, int]:
+    """Make a worker hang; returns the verdict, the pause, and the pid of the worker."""
     nodes = job.bring_to(3)
     job.wait_progress(30)
     victim, generation, since_s = nodes[index], job.generation(), time.monotonic()
@@ -123,12 +123,12 @@ def hurt(job: TrainingJob, kind: str, index: int = 1) -> tuple[dict[str, Any], f
 
 
 def wait_trains_on(job: TrainingJob, generation: int, when: str) -> None:
-    """Until steps are completed in a later world."""
+    """Wait until steps are completed in a later world."""
     job.wait_for(lambda: job.training_nodes()[0] > generation, PATIENCE_S, f"training {when}")
 
 
-def test_a_stopped_worker_costs_two_seconds(job: TrainingJob) -> None:
-    verdict, pause_s, pid = hurt(job, "stop")
+def test_a_stopped_worker_is_replaced_within_seconds(job: TrainingJob) -> None:
+    verdict, pause_s, pid = make_hang(job, "stop")
     assert verdict["kind"] == "stopped"
     assert "state T" in verdict["reason"]
     assert is_within(pause_s, STOPPED_S)
@@ -136,24 +136,26 @@ def test_a_stopped_worker_costs_two_seconds(job: TrainingJob) -> None:
 
 
 @pytest.mark.parametrize("kind", ["loop", "sleep", "locked"])
-def test_who_is_not_in_the_collective_is_the_culprit(job: TrainingJob, kind: str) -> None:
-    verdict, pause_s, pid = hurt(job, kind)
+def test_a_rank_absent_from_the_collective_is_the_culprit(job: TrainingJob, kind: str) -> None:
+    verdict, pause_s, pid = make_hang(job, kind)
     assert (verdict["kind"], verdict["action"]) == ("absent", "kill")
     assert "the forward and backward pass" in verdict["reason"]
     says = "endless loop" if kind == "loop" else "asleep"
     assert says in verdict["reason"]
     assert is_within(pause_s, HUNG_S)
-    # The stacks of the culprit, and of the others.
+    # The stacks of the culprit and its peers.
     wait_reported(job, verdict, f"pid {pid}", "in hang", "in finish")
 
 
 @pytest.mark.parametrize("kind", ["skip", "order"])
-def test_ranks_in_different_collectives_form_another_world(job: TrainingJob, kind: str) -> None:
-    verdict, pause_s, pid = hurt(job, kind)
+def test_mismatched_collectives_are_aborted_and_the_world_is_reformed(
+    job: TrainingJob, kind: str
+) -> None:
+    verdict, pause_s, pid = make_hang(job, kind)
     assert (verdict["kind"], verdict["action"]) == ("mismatch", "abort-and-reform")
     assert is_within(pause_s, HUNG_S)
-    assert obeyed(job, kind)[0] == pid
-    # What torch's flight recorder says, once other nodes' ranks are in it.
+    assert wait_taken(job, kind)[0] == pid
+    # The findings of torch's flight recorder, once it covers the other nodes' ranks.
     called = ("all_reduce", "barrier") if kind == "skip" else ("barrier", "all_reduce")
     culprit_called = f"rank {verdict['ranks'][0]} called {called[0]}"
     report = wait_reported(job, verdict, "differs", culprit_called, f"called {called[1]}")
@@ -162,28 +164,28 @@ def test_ranks_in_different_collectives_form_another_world(job: TrainingJob, kin
     assert any(pid == n.workers()[0].pid for n in job.running), "nobody was ended"
 
 
-def test_a_deadlocked_data_worker(job: TrainingJob) -> None:
-    verdict, _, pid = hurt(job, "loader")
+def test_a_deadlocked_data_worker_is_named_in_the_verdict(job: TrainingJob) -> None:
+    verdict, _, pid = make_hang(job, "loader")
     assert (verdict["kind"], verdict["action"]) == ("absent", "kill")
     assert "its data loader returns no batch (data workers in state" in verdict["reason"]
     wait_reported(job, verdict, "in __getitem__")  # the data worker's stack
-    # Its agent's account, or, where torchrun looks at its workers first, its own.
+    # The agent's record, or that of torchrun if it polls its workers first.
     job.wait_for(lambda: tells(accounts(job, pid), verdict), PATIENCE_S, "the reason of the death")
 
 
-def tells(told: list[str], verdict: dict[str, Any]) -> bool:
-    """Whether one says what the verdict does, and where the report is; perhaps more in between."""
+def tells(records: list[str], verdict: dict[str, Any]) -> bool:
+    """Whether a record contains the reason of the verdict and the path of the report."""
     report = f"; report: {verdict['report']}"
-    return any(one.startswith(verdict["reason"]) and one.endswith(report) for one in told)
+    return any(one.startswith(verdict["reason"]) and one.endswith(report) for one in records)
 
 
 def accounts(job: TrainingJob, pid: int) -> list[str]:
-    """Why a worker died, by its agent and by torchrun."""
+    """The reasons of a worker's death, as recorded by its agent and by torchrun."""
     died = [e["reason"] for e in job.journaled("worker-died") if e["pid"] == pid]
     return died + [e["failure"] for e in job.journaled("node-arrived") if e["failure"]]
 
 
-def test_a_message_that_nobody_sends(job: TrainingJob) -> None:
+def test_a_receive_without_a_sender_is_a_lost_message(job: TrainingJob) -> None:
     job.bring_to(3)
     job.wait_progress(30)
     generation, since_s = job.generation(), time.monotonic()
@@ -194,15 +196,15 @@ def test_a_message_that_nobody_sends(job: TrainingJob) -> None:
     assert "all 3 ranks wait in recv" in verdict["reason"]
 
 
-def test_a_person_at_a_prompt_is_left_alone(job: TrainingJob) -> None:
-    """For longer than any budget of a step."""
+def test_a_worker_at_a_debugger_prompt_is_not_killed(job: TrainingJob) -> None:
+    """The prompt stays open for longer than any step budget."""
     nodes = job.bring_to(3)
     job.wait_progress(30)
     victim, generation, since_s = nodes[1], job.generation(), time.monotonic()
     os.mkfifo(job.folder / "answers")
     order(job, "breakpoint", victim.name)
     with (job.folder / "answers").open("w") as answers:
-        job.wait_event("hang-found", since_s=since_s)  # what the person is told
+        job.wait_event("hang-found", since_s=since_s)  # the message to the user
         time.sleep(LEFT_ALONE_S)
         assert {(v["kind"], v["action"]) for v in found(job, since_s)} == {
             ("debugged", "leave-alone")
@@ -227,20 +229,20 @@ def load() -> Iterator[None]:
 
 
 def send(pid: int, signum: int) -> None:
-    """Data workers come and go with epochs."""
+    """Data workers start and end with epochs."""
     with contextlib.suppress(ProcessLookupError):
         os.kill(pid, signum)
 
 
-def endure(job: TrainingJob, node: LocalNode, long_s: Mapping[str, float]) -> None:
-    """Everything that is long by nature, one after the other."""
+def run_long_operations(job: TrainingJob, node: LocalNode, long_s: Mapping[str, float]) -> None:
+    """Run all legitimate long operations, one after the other."""
     for kind, takes_s in long_s.items():
         (job.folder / f"done-{kind}").unlink(missing_ok=True)
         order(job, kind, node.name, takes_s)
-        obeyed(job, kind)
+        wait_taken(job, kind)
         job.wait_progress(10)
-    # Agents are the first to stop and the last to go on: one that saw its worker stopped for two
-    # seconds, because the machine is busy, would rightly end it.
+    # Agents stop first and continue last: an agent that saw its worker stopped for two seconds,
+    # because the machine is busy, would rightly kill it.
     agents = {node.pid for node in job.running}
     frozen = sorted((p.pid for p in job.processes()), key=lambda pid: pid not in agents)
     try:
@@ -253,18 +255,20 @@ def endure(job: TrainingJob, node: LocalNode, long_s: Mapping[str, float]) -> No
     job.wait_progress(50)
 
 
-def test_what_is_long_by_nature_is_waited_for(job: TrainingJob) -> None:
+def test_legitimate_long_operations_are_not_hangs(job: TrainingJob) -> None:
     """Evaluation and a checkpoint on one rank, a garbage collection, a freeze of the whole job."""
     nodes = job.bring_to(3)
     job.wait_progress(30)
     since_s, workers = time.monotonic(), pids(nodes)
-    endure(job, nodes[0], COMPRESSED)
+    run_long_operations(job, nodes[0], COMPRESSED)
     assert found(job, since_s) == []
     assert pids(job.running) == workers
 
 
 def swap(job: SwappingJob) -> int:
-    """It has less memory than it uses for a while; pages that were read from the disk."""
+    """Temporarily limit its memory to less than it uses; returns the number of pages read from
+    disk.
+    """
     before = job.memory.major_faults()
     job.memory.limit_to(0.6)
     time.sleep(SWAPS_S)
@@ -276,8 +280,10 @@ def swap(job: SwappingJob) -> int:
 @pytest.mark.soak
 @pytest.mark.timeout(2 * SOAK_S + 900)
 @pytest.mark.skipif(bool(WHY_NO_SWAP), reason=WHY_NO_SWAP)
-def test_half_an_hour_without_a_false_alarm(etcd: EmbeddedEtcd, tmp_path: Path, load: None) -> None:
-    """What is long by nature and swapping, one after the other, again and again."""
+def test_long_operations_raise_no_false_alarm_within_half_an_hour(
+    etcd: EmbeddedEtcd, tmp_path: Path, load: None
+) -> None:
+    """Legitimate long operations and swapping, in turn, repeatedly."""
     workload = replace(WORKLOAD, epochs=1000)
     with (
         swap_space(tmp_path),
@@ -295,15 +301,15 @@ def test_half_an_hour_without_a_false_alarm(etcd: EmbeddedEtcd, tmp_path: Path, 
         while passed_s < SOAK_S:
             faults = swap(job)
             assert faults > 0, "nothing was swapped"
-            endure(job, nodes[0], REAL)
+            run_long_operations(job, nodes[0], REAL)
             passed_s = time.monotonic() - since_s
             print(f"{passed_s:.0f} s without an alarm, {faults} pages from the disk", flush=True)
             assert found(job, since_s) == []
         assert pids(job.running) == workers
 
 
-def test_a_stopped_node_costs_its_lease(job: TrainingJob) -> None:
-    """Its agent is stopped, too: nobody is left there to notice."""
+def test_a_stopped_node_is_lost_when_its_lease_expires(job: TrainingJob) -> None:
+    """Its agent is stopped, too, so it cannot detect the hang."""
     nodes = job.bring_to(3)
     job.wait_progress(30)
     generation, victim = job.generation(), nodes[1]
@@ -314,10 +320,10 @@ def test_a_stopped_node_costs_its_lease(job: TrainingJob) -> None:
     assert is_within(pause_s, LEASE_WITHIN_S)
 
 
-def test_a_stopped_worker_of_a_script_that_knows_nothing_of_this_project(
+def test_a_stopped_worker_of_an_unmodified_script_is_replaced(
     etcd: EmbeddedEtcd, tmp_path: Path
 ) -> None:
-    """There is no page; what the kernel says is enough."""
+    """There is no progress page; the process state in the kernel suffices."""
     with TrainingJob(
         [etcd.endpoint], tmp_path, script=PLAIN, workload=Workload(), min_nodes=1, max_nodes=2
     ) as plain:
@@ -329,5 +335,5 @@ def test_a_stopped_worker_of_a_script_that_knows_nothing_of_this_project(
         verdict = only_verdict(plain, 0.0)
         assert (verdict["kind"], verdict["node"]) == ("stopped", "node1")
         assert "is stopped: its process is in state T" in plain.nodes[1].log_text()
-        # In torchrun's own account, too.
+        # Also in torchrun's own record.
         plain.wait_event("node-arrived", lambda e: "state T" in (e["failure"] or ""))

@@ -1,4 +1,4 @@
-"""Replicas of sharded models: one dies, the others go on in process, and it receives its shards."""
+"""Replicas of sharded models: one dies, the others continue in-process and send it its shards."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ pytestmark = pytest.mark.cluster
 
 SCRIPT = SCRIPTS / "paced_run.py"
 EXAMPLE = Path(__file__).parents[2] / "examples" / "hsdp.py"
-# Float64: what the final weights differ by more than 1e-12 was lost, repeated or torn.
+# Float64: a difference in the final weights above 1e-12 was lost, repeated or torn.
 WORKLOAD = Workload(
     samples=250,
-    batch=22,  # does not divide by the ranks: their shares differ
+    batch=22,  # not divisible by the number of ranks: uneven shares
     epochs=10,
     step_s=0.8,
     save_every=50,
@@ -37,7 +37,7 @@ def pids(node: LocalNode) -> list[int]:
 
 
 def kill_at_once(workers: list[int], node: LocalNode) -> None:
-    """While their agent is stopped: it replaces none of them before the others are dead."""
+    """Kill them while their agent is stopped, so that it replaces none before all are dead."""
     os.kill(node.pid, signal.SIGSTOP)
     try:
         for pid in workers:
@@ -52,7 +52,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return train_undisturbed(tmp_path_factory.mktemp("hsdp-alone"), alone, SCRIPT)
 
 
-def test_a_rank_and_a_node_die_another_leaves_and_then_the_only_replica_does(
+def test_single_node_replicas_survive_deaths_and_leaves(
     etcd: EmbeddedEtcd, tmp_path: Path, undisturbed: Path
 ) -> None:
     """Two nodes of two workers: each node is a replica."""
@@ -70,7 +70,7 @@ def test_a_rank_and_a_node_die_another_leaves_and_then_the_only_replica_does(
         )
         generation = job.wait_training(nodes=2, after_generation=generation)
         assert pids(other) == before
-        # Each position by itself: rank 2 from rank 0, rank 3 from rank 1.
+        # Each position separately: rank 2 from rank 0, rank 3 from rank 1.
         wait_moved(job, [(0, [2]), (1, [3])], since_s)
         survivor, before = harmed, pids(harmed)
         other.kill()
@@ -83,7 +83,7 @@ def test_a_rank_and_a_node_die_another_leaves_and_then_the_only_replica_does(
         generation = job.wait_training(nodes=1, after_generation=generation)
         assert pids(survivor) == before
         assert {e["source"] for e in job.journaled("state-restored")} == {"initial"}
-        # The only replica: nobody else has the state, so it is saved where it leaves.
+        # The only replica: no other rank has the state, so it is saved when the replica leaves.
         survivor.terminate()
         assert survivor.wait(PATIENCE_S) == 75
         saved = checkpoints.list_checkpoints(job.folder / "checkpoints")[0].step
@@ -94,11 +94,12 @@ def test_a_rank_and_a_node_die_another_leaves_and_then_the_only_replica_does(
         job.assert_finishes_whole(undisturbed)
 
 
-def test_replicas_of_one_node_die_alone_and_then_all_at_once(
+def test_two_replicas_of_one_node_survive_single_and_joint_deaths(
     etcd: EmbeddedEtcd, tmp_path: Path, undisturbed: Path
 ) -> None:
-    """Four workers of one node are two replicas. The harmed one is replaced in place; with both
-    harmed, nobody has the state, and the job goes on from its newest checkpoint."""
+    """Four workers of one node form two replicas. A broken one is replaced in place; if both are
+    broken, no rank has the state, and the job resumes from its newest checkpoint.
+    """
     workload = replace(WORKLOAD, save_every=5)
     with TrainingJob(
         [etcd.endpoint], tmp_path / "job", script=SCRIPT, workload=workload, nproc=4, max_nodes=1

@@ -1,4 +1,4 @@
-"""Replicas of two nodes, in process: one of its nodes dies, or leaves, and another one comes."""
+"""Replicas of two nodes, in-process: one of the nodes dies or leaves, and another one joins."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ pytestmark = pytest.mark.cluster
 SCRIPT = SCRIPTS / "paced_run.py"
 EXAMPLE = Path(__file__).parents[2] / "examples" / "hsdp.py"
 WAITS = "waits: 1 of 2 nodes of a replica"
-# Float64: what the final weights differ by more than 1e-12 was lost, repeated or torn.
+# Float64: a difference in the final weights above 1e-12 was lost, repeated or torn.
 WORKLOAD = Workload(
     samples=250,
-    batch=22,  # does not divide by the ranks: their shares differ
+    batch=22,  # not divisible by the number of ranks: uneven shares
     epochs=10,
     step_s=0.8,
     save_every=9,
@@ -40,7 +40,7 @@ def pids(*nodes: LocalNode) -> list[int]:
 
 
 def replicas(job: TrainingJob) -> list[tuple[LocalNode, LocalNode]]:
-    """The nodes of each, in the order of ranks."""
+    """The nodes of each replica, in rank order."""
     world = job.world()
     assert world is not None
     nodes = [job.node(member.name) for member in world.members]
@@ -48,7 +48,7 @@ def replicas(job: TrainingJob) -> list[tuple[LocalNode, LocalNode]]:
 
 
 def assert_waits_anew(job: TrainingJob, node: LocalNode, last_pids: list[int]) -> None:
-    """Its worker was started anew, and both its log and `elastic status` say what it waits for."""
+    """Its worker was restarted, and both its log and `elastic status` show the wait reason."""
 
     def shown() -> bool:
         said = sentence(read_job(job.store, job.keys, SYSTEM_CLOCK.wall()))
@@ -58,7 +58,7 @@ def assert_waits_anew(job: TrainingJob, node: LocalNode, last_pids: list[int]) -
     job.wait_for(lambda: shown() or None, PATIENCE_S, f"{node.name}, which waits with a new worker")
 
 
-def test_one_replica_stays_while_nodes_of_the_other_die_and_leave(
+def test_one_replica_continues_while_nodes_of_the_other_die_and_leave(
     etcd: EmbeddedEtcd, tmp_path: Path
 ) -> None:
     alone = replace(WORKLOAD, extra=(*WORKLOAD.extra, "--shard=1"))
@@ -93,7 +93,7 @@ def test_one_replica_stays_while_nodes_of_the_other_die_and_leave(
         assert replicas(job)[0] == stays
         assert set(replicas(job)[1]) == {partner, joining}
         assert pids(*stays) == kept
-        # Each position by itself: rank 2 from rank 0, rank 3 from rank 1.
+        # Each position separately: rank 2 from rank 0, rank 3 from rank 1.
         wait_moved(job, [(0, [2]), (1, [3])], since_s)
 
         left = pids(partner)
@@ -112,14 +112,14 @@ def test_one_replica_stays_while_nodes_of_the_other_die_and_leave(
         before = pids(*job.running)
         for _, second in replicas(job):
             second.kill()
-        # Perhaps after a world of the replica that was harmed a moment later.
+        # Perhaps after a world with the replica that broke a moment later.
         names = {first.name for first in job.running}
         job.wait_for(
             lambda: job.training_nodes()[1] == names or None, PATIENCE_S, "both remaining nodes"
         )
         assert not set(pids(*job.running)) & set(before)
 
-        # The only replica: the node that was not told leaves with the other, and both save.
+        # The only replica: the node that received no signal leaves with the other, and both save.
         generation = job.wait_training(nodes=2)
         job.wait_progress(1)
         told, partner = job.running

@@ -1,4 +1,4 @@
-"""Nodes join, leave, fail and come back; workers that have not died keep their processes."""
+"""Nodes join, leave, fail and rejoin; surviving workers keep their processes."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ pytestmark = pytest.mark.cluster
 
 SCRIPT = SCRIPTS / "phases.py"
 WORKLOAD = Workload(samples=500, epochs=13, step_s=0.5)
-# On an idle machine; promised is 1 s. Without a reason of their own workers would stay for minutes.
+# On an idle machine; the guarantee is 1 s. Otherwise workers would stay for minutes.
 WORKERS_GONE_S = 6.0
-# A worker's death, by its agent, on an idle machine. It hears of it at once, or not at all.
+# Detection of a worker's death by its agent, on an idle machine: immediate, or never.
 HEARD_OF_WITHIN_S = 5.0
 
 
@@ -57,9 +57,9 @@ def tell(job: TrainingJob, point: str, node: str) -> Path:
     return staged.rename(path)
 
 
-def test_leaving_interrupts_no_step(job: TrainingJob, nodes: list[LocalNode]) -> None:
+def test_a_leaving_node_interrupts_no_step(job: TrainingJob, nodes: list[LocalNode]) -> None:
     with job.slow_steps():
-        job.wait_progress(4)  # so that it is known how long a step takes
+        job.wait_progress(4)  # so that the step rate is known
         began, leaver = time.monotonic(), nodes[1]
         before = worker_pids([n for n in nodes if n is not leaver])
         generation = job.generation()
@@ -74,7 +74,7 @@ def test_leaving_interrupts_no_step(job: TrainingJob, nodes: list[LocalNode]) ->
     job.wait_for(lambda: not leaver.processes(), PATIENCE_S, "the end of the node's processes")
 
 
-def test_joining_interrupts_no_step(job: TrainingJob) -> None:
+def test_a_joining_node_interrupts_no_step(job: TrainingJob) -> None:
     job.bring_to(2)
     with job.slow_steps():
         job.wait_progress(4)
@@ -88,10 +88,10 @@ def test_joining_interrupts_no_step(job: TrainingJob) -> None:
     assert job.journaled("world-fault", since_s=began) == []
 
 
-def test_an_exception_of_the_script_is_no_lost_peer(
+def test_an_exception_of_the_script_is_not_reported_as_a_lost_peer(
     job: TrainingJob, nodes: list[LocalNode]
 ) -> None:
-    """It surfaces with its traceback, its node restarts, the others go on."""
+    """It is reported with its traceback, its node restarts, and the others continue."""
     began, before, generation = time.monotonic(), worker_pids(nodes), job.generation()
     job.wait_obeyed(tell(job, "raise", nodes[1].name))
     job.wait_training(nodes=3, after_generation=generation)
@@ -104,14 +104,16 @@ def test_an_exception_of_the_script_is_no_lost_peer(
 def accounts(
     job: TrainingJob, node: LocalNode, pid: int, since_s: float
 ) -> list[dict[str, Any]] | None:
-    """Of a worker's death: its agent's own, or nothing but what torchrun has seen."""
+    """The records of a worker's death: by its agent, or by torchrun only."""
     heard = [e for e in job.journaled("worker-died", since_s=since_s) if e["pid"] == pid]
     arrived = job.journaled("node-arrived", since_s=since_s)
     return heard or [e for e in arrived if e["node"] == node.name] or None
 
 
-def test_the_agent_hears_of_a_death_at_once(job: TrainingJob) -> None:
-    """By itself. Now and then torchrun looks first, and the death is in its account only."""
+def test_the_agent_detects_the_death_of_a_worker_immediately(job: TrainingJob) -> None:
+    """Independently of torchrun. Occasionally torchrun polls first and is the only one to record
+    the death.
+    """
     for _ in range(8):
         victim = job.bring_to(3)[2]
         generation, killed_s = job.generation(), time.monotonic()
@@ -136,10 +138,11 @@ def test_workers_end_with_their_agent(job: TrainingJob, nodes: list[LocalNode]) 
 
 
 def pause_saved(job: TrainingJob, lost: list[LocalNode]) -> int:
-    """Kill so many that the job pauses; the last step of who is left, which is in a checkpoint.
+    """Kill enough nodes to pause the job; returns the survivor's last step, which is in a
+    checkpoint.
 
-    It is the one to tell: it may be ending a step while the world is paused already, and one that
-    was killed may have completed a step that nobody else did.
+    The survivor's step counts: it may complete a step after the world is paused, and a killed node
+    may have completed a step that no other node did.
     """
     for node in lost:
         node.kill()
@@ -159,7 +162,7 @@ def pause_saved(job: TrainingJob, lost: list[LocalNode]) -> int:
     return begin - 1
 
 
-def test_below_the_minimum_the_job_pauses_saved_and_goes_on(
+def test_below_min_nodes_the_job_saves_pauses_and_resumes(
     job: TrainingJob, nodes: list[LocalNode]
 ) -> None:
     survivor = nodes[0]
@@ -171,7 +174,9 @@ def test_below_the_minimum_the_job_pauses_saved_and_goes_on(
     assert worker_pids([survivor]) == before
 
 
-def test_the_last_one_of_a_paused_job_dies_too(job: TrainingJob, nodes: list[LocalNode]) -> None:
+def test_a_paused_job_resumes_after_the_death_of_its_last_node(
+    job: TrainingJob, nodes: list[LocalNode]
+) -> None:
     last = pause_saved(job, nodes[1:])
     generation = job.generation()
     nodes[0].kill()
@@ -181,8 +186,8 @@ def test_the_last_one_of_a_paused_job_dies_too(job: TrainingJob, nodes: list[Loc
     assert min(new) == last + 1
 
 
-def test_sigterm_to_a_worker_alone_ends_it(job: TrainingJob, nodes: list[LocalNode]) -> None:
-    """Its agent knows nothing of leaving: it is like any other death."""
+def test_sigterm_to_a_single_worker_ends_it(job: TrainingJob, nodes: list[LocalNode]) -> None:
+    """Its agent has no leave request: it is handled like any other death."""
     generation, before = job.generation(), worker_pids(nodes)
     os.kill(before[nodes[1].name], signal.SIGTERM)
     job.wait_for(
@@ -195,8 +200,10 @@ def test_sigterm_to_a_worker_alone_ends_it(job: TrainingJob, nodes: list[LocalNo
     assert {name for name in before if after[name] != before[name]} == {nodes[1].name}
 
 
-def test_sigterm_to_the_whole_node_is_leaving(job: TrainingJob, nodes: list[LocalNode]) -> None:
-    """Some schedulers signal every process of a node, and in any order."""
+def test_sigterm_to_all_processes_of_a_node_is_a_graceful_leave(
+    job: TrainingJob, nodes: list[LocalNode]
+) -> None:
+    """Some schedulers signal every process of a node, in any order."""
     generation, leaver = job.generation(), nodes[2]
     worker = leaver.workers()[0].pid
     with job.slow_steps():
@@ -206,16 +213,16 @@ def test_sigterm_to_the_whole_node_is_leaving(job: TrainingJob, nodes: list[Loca
         leaver.terminate()
         assert leaver.wait(PATIENCE_S) == 75
         job.wait_training(nodes=2, after_generation=generation)
-    # A worker asks its agent for 0.3 s what the signal means. On a machine that delays the second
-    # one for longer it dies, as of any other SIGTERM.
+    # A worker waits 0.3 s for its agent's answer on the meaning of the signal. If a slow machine
+    # delays the answer further, the worker dies, as from any other SIGTERM.
     died = [e for e in job.journaled("worker-died", since_s=began) if e["pid"] == worker]
     assert died or job.journaled("world-fault", since_s=began) == []
 
 
-def test_a_death_while_etcd_is_away(
+def test_recovery_from_a_death_waits_for_etcd(
     job: TrainingJob, nodes: list[LocalNode], etcd: EmbeddedEtcd
 ) -> None:
-    """Training goes on without etcd; a death waits for it, and no longer."""
+    """Training continues without etcd; a recovery waits for etcd, and no longer."""
     generation = job.generation()
     etcd.kill()
     job.wait_progress(5)
@@ -227,7 +234,7 @@ def test_a_death_while_etcd_is_away(
     assert worker_pids(job.running) == survivors
 
 
-def test_the_job_ends_as_if_nothing_had_happened(
+def test_the_job_ends_with_the_weights_of_an_undisturbed_run(
     job: TrainingJob, nodes: list[LocalNode], reference: Path
 ) -> None:
     job.assert_finishes_whole(reference)

@@ -1,8 +1,8 @@
-"""Workers die while their collectives run on a stream, as on GPUs; the others go on.
+"""Workers die while their collectives run on a stream, as on GPUs; the others continue.
 
-The scenarios of test_in_process_phases.py that end differently where a collective's end says
-nothing of its result, on the backend of :mod:`elastic.testing.doubles.nccl_semantics`; and workers
-that are stuck in NCCL, which nothing can get out of there.
+The scenarios of test_in_process_phases.py that differ if the end of a collective does not imply its
+result, on the backend of :mod:`elastic.testing.doubles.nccl_semantics`; and workers stuck in NCCL,
+which cannot be interrupted.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from elastic.testing.node import LocalNode, worker_pids
 pytestmark = pytest.mark.cluster
 
 WORKLOAD = Workload(samples=250, epochs=18, step_s=0.6)
-PATIENCE_S = 200.0  # two starts of workers and a deadline, on a machine that is busy
+PATIENCE_S = 200.0  # two starts of workers and a deadline, on a busy machine
 
 
 @pytest.fixture(scope="module")
@@ -41,7 +41,7 @@ def jobs(etcd: EmbeddedEtcd, start_series: StartSeries, reference: Path) -> JobS
             min_nodes=1,
             max_nodes=3,
             env={"TRAINING_BACKEND": nccl_semantics.NAME},
-            # It may find a process that is stuck before that ends by itself, as it has to.
+            # It might find a stuck process before that exits on its own, as it must.
             conf={"hang_detection": "report"},
         ),
         reference,
@@ -54,24 +54,31 @@ def before(job: TrainingJob, nodes: list[LocalNode]) -> Before:
 
 
 @pytest.mark.parametrize("point", ["backward", "after-optimizer", "evaluation"])
-def test_death_in_a_step(job: TrainingJob, before: Before, point: str) -> None:
+def test_a_death_in_a_step_keeps_the_other_workers(
+    job: TrainingJob, before: Before, point: str
+) -> None:
     job.wait_obeyed(order(job, point, None))
     all_back(job, before, timeout_s=PATIENCE_S)
 
 
-def test_death_in_a_transfer_of_state(job: TrainingJob, before: Before) -> None:
-    """The receiver's. The next world takes the place of this one, whose forming has not ended, and
-    on a stream nothing but its agent tells a member so."""
+def test_a_death_in_a_state_transfer_keeps_the_other_workers(
+    job: TrainingJob, before: Before
+) -> None:
+    """The receiver dies. The next world supersedes this one while it is still forming, and on a
+    stream a member learns of that only from its agent.
+    """
     job.wait_obeyed(order(job, "receiving", None), order(job, "forward", None))
     all_back(job, before, timeout_s=PATIENCE_S)
 
 
-def test_one_that_gives_up_leaves_nobody_blocked(job: TrainingJob, before: Before) -> None:
+def test_a_rank_that_leaves_a_collective_blocks_no_peer(job: TrainingJob, before: Before) -> None:
     job.wait_obeyed(order(job, "give-up", None))
     all_back(job, before, dead=0, timeout_s=PATIENCE_S)
 
 
-def test_a_fault_that_the_script_swallowed_counts(job: TrainingJob, before: Before) -> None:
+def test_a_fault_swallowed_by_the_script_still_causes_a_recovery(
+    job: TrainingJob, before: Before
+) -> None:
     swallow = job.folder / "swallow"
     swallow.touch()
     try:
@@ -88,21 +95,23 @@ def test_a_fault_that_the_script_swallowed_counts(job: TrainingJob, before: Befo
         ("build", "building the process group (nccl_semantics) of generation"),
     ],
 )
-def test_who_is_stuck_in_nccl_is_started_anew(
+def test_a_worker_stuck_in_nccl_is_restarted(
     job: TrainingJob, nodes: list[LocalNode], before: Before, where: str, sentence: str
 ) -> None:
-    """Its process ends after a while, with a reason in the journal; the third one keeps its own."""
+    """Its process exits after a while, with a reason in the journal; the third worker keeps its
+    process.
+    """
     stuck, victim = nodes[0], nodes[1]
     began_s = time.monotonic()
     job.wait_obeyed(order(job, f"hang-in-{where}", stuck))
     victim.kill_worker()
     all_back(job, before, dead=2, timeout_s=PATIENCE_S)
-    said = job.wait_event("worker-stuck", lambda e: e["node"] == stuck.name, since_s=began_s)
-    assert sentence in said["reason"]
+    event = job.wait_event("worker-stuck", lambda e: e["node"] == stuck.name, since_s=began_s)
+    assert sentence in event["reason"]
     assert sentence in stuck.log_text()
 
 
-def test_the_job_ends_as_if_nothing_had_happened(
+def test_the_job_ends_with_the_weights_of_an_undisturbed_run(
     job: TrainingJob, nodes: list[LocalNode], reference: Path
 ) -> None:
     job.assert_finishes_whole(reference)

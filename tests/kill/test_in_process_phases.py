@@ -1,4 +1,4 @@
-"""Workers die at every point of a step, of a recovery, and of an epoch; the others go on.
+"""Workers die at every point of a step, a recovery, and an epoch; the others continue.
 
 The script is a GAN: two optimizers, of which one may have stepped when the world ends. Its final
 weights, averages, learning rates and evaluations must be those of a run without any death.
@@ -51,7 +51,7 @@ def jobs(etcd: EmbeddedEtcd, start_series: StartSeries, reference: Path) -> JobS
 
 
 def order(job: TrainingJob, point: str, node: LocalNode | None, step: int | None = None) -> Path:
-    """Have a worker of this node, or of any, die at ``point``."""
+    """Order a worker of this node, or of any node, to die at ``point``."""
     path = job.folder / f"die-{point}"
     staged = path.with_suffix(".new")
     staged.write_text(json.dumps({"node": node.name if node is not None else None, "step": step}))
@@ -60,7 +60,7 @@ def order(job: TrainingJob, point: str, node: LocalNode | None, step: int | None
 
 @dataclass(frozen=True)
 class Before:
-    """Who trained before a test hurt them."""
+    """The processes before the fault."""
 
     generation: int
     pids: dict[str, int]
@@ -72,7 +72,7 @@ def before(job: TrainingJob, nodes: list[LocalNode]) -> Before:
 
 
 def is_planned(world: WorldRecord | None, before: Before) -> bool:
-    """Whether it is a later world than before, from a step on that was announced."""
+    """Whether it is a later world than before, entered by a planned change."""
     is_later = world is not None and world.generation > before.generation
     return is_later and world is not None and world.switch_at_step is not None
 
@@ -93,13 +93,15 @@ def all_back(
 
 
 @pytest.mark.parametrize("point", IN_A_STEP)
-def test_death_in_a_step(job: TrainingJob, before: Before, point: str) -> None:
+def test_a_death_in_a_step_keeps_the_other_workers(
+    job: TrainingJob, before: Before, point: str
+) -> None:
     job.wait_obeyed(order(job, point, None))
     all_back(job, before)
 
 
 @pytest.mark.parametrize("point", IN_A_RECOVERY)
-def test_death_in_the_recovery_from_another(
+def test_a_death_during_a_recovery_keeps_the_other_workers(
     job: TrainingJob, nodes: list[LocalNode], before: Before, point: str
 ) -> None:
     """A survivor dies while it builds the next world."""
@@ -109,32 +111,37 @@ def test_death_in_the_recovery_from_another(
 
 
 @pytest.mark.parametrize("point", ["receiving", "received", "sending", "sent"])
-def test_death_in_a_transfer_of_state(
+def test_a_death_in_a_state_transfer_keeps_the_other_workers(
     job: TrainingJob, nodes: list[LocalNode], before: Before, point: str
 ) -> None:
-    """A worker dies and comes back as a joining node: it, or who gives it the state, dies again."""
+    """A worker dies and rejoins: it, or the source of its state, dies again."""
     job.wait_obeyed(order(job, point, None), order(job, "forward", nodes[1]))
     is_receiver = point.startswith("receiv")
     all_back(job, before, dead=1 if is_receiver else 2)
 
 
-def test_two_deaths_50_ms_apart(job: TrainingJob, nodes: list[LocalNode], before: Before) -> None:
+def test_two_deaths_50_ms_apart_keep_the_third_worker(
+    job: TrainingJob, nodes: list[LocalNode], before: Before
+) -> None:
     nodes[0].kill_worker()
     time.sleep(0.05)
     nodes[2].kill_worker()
     all_back(job, before, dead=2)
 
 
-def test_one_that_gives_up_leaves_nobody_blocked(job: TrainingJob, before: Before) -> None:
-    """One rank sees a broken connection and leaves the collective; its process lives, so the
-    others, which wait for it in there, see nothing. All go on, and no process is replaced."""
+def test_a_rank_that_leaves_a_collective_blocks_no_peer(job: TrainingJob, before: Before) -> None:
+    """One rank sees a broken connection and leaves the collective; its process is alive, so its
+    peers keep waiting in the collective. All continue, and no process is replaced.
+    """
     began_s = time.monotonic()
     job.wait_obeyed(order(job, "give-up", None))
     all_back(job, before, dead=0)
     job.wait_event("world-formed", lambda e: e["cause"] == Cause.FAILURE.value, since_s=began_s)
 
 
-def test_a_fault_that_the_script_swallowed_counts(job: TrainingJob, before: Before) -> None:
+def test_a_fault_swallowed_by_the_script_still_causes_a_recovery(
+    job: TrainingJob, before: Before
+) -> None:
     swallow = job.folder / "swallow"
     swallow.touch()
     try:
@@ -144,7 +151,7 @@ def test_a_fault_that_the_script_swallowed_counts(job: TrainingJob, before: Befo
         swallow.unlink()
 
 
-def test_a_broken_connection_while_a_planned_world_is_pending(job: TrainingJob) -> None:
+def test_a_broken_connection_during_a_pending_planned_change_is_survived(job: TrainingJob) -> None:
     nodes = job.bring_to(2)
     before = Before(job.generation(), worker_pids(nodes))
     job.start_node()
@@ -153,7 +160,7 @@ def test_a_broken_connection_while_a_planned_world_is_pending(job: TrainingJob) 
     all_back(job, before, dead=0)
 
 
-def test_death_in_the_step_after_a_join(job: TrainingJob) -> None:
+def test_a_death_in_the_step_after_a_join_keeps_the_other_workers(job: TrainingJob) -> None:
     nodes = job.bring_to(2)
     before = Before(job.generation(), worker_pids(nodes))
     job.start_node()
@@ -162,17 +169,19 @@ def test_death_in_the_step_after_a_join(job: TrainingJob) -> None:
     all_back(job, before)
 
 
-def test_death_in_the_last_step(job: TrainingJob, nodes: list[LocalNode], reference: Path) -> None:
+def test_a_death_in_the_last_step_keeps_the_other_workers(
+    job: TrainingJob, nodes: list[LocalNode], reference: Path
+) -> None:
     last = WORKLOAD.steps - 1
     doomed = order(job, "between", nodes[1], last)
     job.assert_finishes_whole(reference)
     assert not doomed.exists()
-    assert_nobody_was_restarted_who_had_not_died(job)
+    assert_only_dead_workers_restarted(job)
     job.assert_only_the_outcome_is_stored()
 
 
-def assert_nobody_was_restarted_who_had_not_died(job: TrainingJob) -> None:
-    """Every start of workers follows a death of workers on that node, or is the node's first."""
+def assert_only_dead_workers_restarted(job: TrainingJob) -> None:
+    """Every start of workers follows a death on that node, or is the node's first."""
     events = read_journal(job.folder / "journal")
     for node in job.nodes:
         mine = [e for e in events if e["node"] == node.name and "node_id" in e]

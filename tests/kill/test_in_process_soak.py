@@ -1,4 +1,4 @@
-"""Many kills in one job: nothing grows on those who survive, and nothing is lost."""
+"""Many kills in one job: survivors leak no resources, and nothing is lost."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ KILLS = int(os.environ.get("ELASTIC_SOAK_KILLS", "200"))
 SEED = int(os.environ.get("ELASTIC_SOAK_SEED", "0"))
 SCRIPT = SCRIPTS / "phases.py"
 WORKLOAD = Workload(samples=500, epochs=100_000, step_s=0.02, save_every=50)
-# gloo forgets a queued send when its connection ends; what waits for it is left behind, two
-# threads and two descriptors at a time (elastic/process_group/pending.py). About 3 % of the kills.
+# gloo drops a queued send when its connection ends; its waiters leak two threads and two
+# descriptors each time (elastic/process_group/pending.py), in about 3 % of the kills.
 LEFT_BEHIND = max(4, KILLS // 10)
-# What leading a job takes: the witness may lead at one of the two looks and not at the other.
+# The resources of a leader: the witness may lead at one of the two measurements only.
 LEADING = 8
 
 pytestmark = [pytest.mark.soak, pytest.mark.timeout(KILLS * 30)]
@@ -44,7 +44,7 @@ def job(etcd: EmbeddedEtcd, tmp_path: Path) -> Iterator[TrainingJob]:
 
 
 def footprint(node: LocalNode) -> dict[str, int]:
-    """Of a node's worker and agent."""
+    """The resources of a node's worker and agent."""
     worker = psutil.Process(node.workers()[0].pid)
     agent = psutil.Process(node.pid)
     return {
@@ -58,7 +58,9 @@ def footprint(node: LocalNode) -> dict[str, int]:
 
 
 def all_train(job: TrainingJob) -> int:
-    """Start what is missing and wait until three nodes train in the newest world; its number."""
+    """Start missing nodes and wait until three nodes train in the newest world; returns its
+    generation.
+    """
     job.start_nodes(3 - len(job.running))
 
     def together() -> int | None:
@@ -68,7 +70,7 @@ def all_train(job: TrainingJob) -> int:
     return job.wait_for(together, PATIENCE_S, "three nodes in the newest world")
 
 
-def test_nothing_grows_in_many_kills(job: TrainingJob) -> None:
+def test_many_kills_leak_no_resources(job: TrainingJob) -> None:
     rng = random.Random(SEED)
     witness, *_ = job.bring_to(3)
     pid = witness.workers()[0].pid

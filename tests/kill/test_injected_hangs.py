@@ -1,4 +1,4 @@
-"""Hangs of every kind in every place: the right worker is named and ended, and no other."""
+"""Hangs of every kind in every place: the right worker, and no other, is named and killed."""
 
 from __future__ import annotations
 
@@ -28,11 +28,13 @@ pytestmark = pytest.mark.cluster
 
 SEED = 17
 RUNS = int(os.environ.get("INJECTED_HANGS", "200"))
-RUNS_OF_A_JOB = 20  # a ledger of hours takes long to read
+RUNS_OF_A_JOB = 20  # a ledger of hours is slow to read
 
 
 @pytest.mark.timeout(1200)
-def test_every_kind_of_hang_at_another_place(etcd: EmbeddedEtcd, tmp_path: Path) -> None:
+def test_every_kind_of_hang_is_attributed_to_the_right_worker(
+    etcd: EmbeddedEtcd, tmp_path: Path
+) -> None:
     undisturbed = train_undisturbed(tmp_path / "alone", WORKLOAD, SCRIPT)
     with start(etcd.endpoint, tmp_path, WORKLOAD) as job:
         outcomes = [inject(job, injection) for injection in one_of_each(random.Random(SEED))]
@@ -40,7 +42,9 @@ def test_every_kind_of_hang_at_another_place(etcd: EmbeddedEtcd, tmp_path: Path)
         job.assert_finishes_whole(undisturbed)
 
 
-def test_a_worker_that_hangs_while_a_world_forms(etcd: EmbeddedEtcd, tmp_path: Path) -> None:
+def test_a_worker_that_hangs_while_a_world_forms_is_identified(
+    etcd: EmbeddedEtcd, tmp_path: Path
+) -> None:
     """Its peers wait for it before the first step of that world."""
     with start(etcd.endpoint, tmp_path, WORKLOAD) as job:
         outcomes = [inject_while_a_world_forms(job, action) for action in ("stop", "sleep")]
@@ -49,7 +53,9 @@ def test_a_worker_that_hangs_while_a_world_forms(etcd: EmbeddedEtcd, tmp_path: P
 
 @pytest.mark.soak
 @pytest.mark.timeout(7200)
-def test_the_right_culprit_in_two_hundred_hangs(etcd: EmbeddedEtcd, tmp_path: Path) -> None:
+def test_two_hundred_random_hangs_are_attributed_correctly(
+    etcd: EmbeddedEtcd, tmp_path: Path
+) -> None:
     undisturbed = train_undisturbed(tmp_path / "alone", LONG_WORKLOAD, SCRIPT)
     seed = int(os.environ.get("INJECTED_HANGS_SEED", SEED))
     injections = draw(random.Random(seed))
@@ -62,7 +68,7 @@ def test_the_right_culprit_in_two_hundred_hangs(etcd: EmbeddedEtcd, tmp_path: Pa
                 outcomes.append(inject(job, injection))
                 print(f"{len(outcomes)}: {outcomes[-1]}", flush=True)
                 if "no recovery" in outcomes[-1].wrong:
-                    break  # nothing can be said of the next one
+                    break  # the next one cannot be judged
             else:
                 job.assert_finishes_whole(undisturbed)
     print(f"seed {seed}\n{table(outcomes)}")

@@ -1,4 +1,4 @@
-"""How jobs end that do not end well, and what of them is on disk then."""
+"""Jobs that end prematurely, and the checkpoints that they leave on disk."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from elastic.testing.waiting import PATIENCE_S, eventually
 pytestmark = pytest.mark.cluster
 
 SCRIPT = SCRIPTS / "saving.py"
-# Nothing is saved but what the end leaves behind.
+# Only the end of a job saves a checkpoint.
 WORKLOAD = Workload(samples=240, epochs=400, step_s=0.05, save_every=100_000)
 
 
@@ -51,13 +51,16 @@ def done(folder: Path) -> int:
     return read_ledger(folder / "ledger").last_step + 1
 
 
-def test_a_node_that_leaves_and_a_spent_failure_budget(etcd: EmbeddedEtcd, tmp_path: Path) -> None:
+def test_a_leave_and_an_exhausted_failure_budget_leave_a_checkpoint(
+    etcd: EmbeddedEtcd, tmp_path: Path
+) -> None:
     with TrainingJob(
         [etcd.endpoint],
         tmp_path,
         script=SCRIPT,
-        # Few between two deaths, or they are forgiven; and the news that a node leaves has to reach
-        # all ranks within the two steps before the switch, on a busy machine as well.
+        # Few steps between two deaths, or the failure budget recovers; and the notice that a node
+        # leaves must reach all ranks within the two steps before the switch, even on a busy
+        # machine.
         workload=replace(WORKLOAD, step_s=0.8),
         min_nodes=1,
         max_nodes=4,
@@ -66,7 +69,7 @@ def test_a_node_that_leaves_and_a_spent_failure_budget(etcd: EmbeddedEtcd, tmp_p
         nodes = job.bring_to(4)
         first = job.node_of_rank(0)
         leaver, *victims = [node for node in nodes if node is not first]
-        job.wait_progress(3)  # before the rate of the steps is known, the switch waits for nobody
+        job.wait_progress(3)  # before the step rate is known, the switch does not wait
         generation = job.generation()
         leaver.terminate()
         assert leaver.wait(PATIENCE_S) == 75
@@ -77,7 +80,7 @@ def test_a_node_that_leaves_and_a_spent_failure_budget(etcd: EmbeddedEtcd, tmp_p
         assert noticed.world_size == 4, "the policy saves when a node is asked to go"
 
         victims[0].kill_worker()
-        # With two nodes, and with three again as soon as its worker is back.
+        # With two nodes, and with three again once its worker is back.
         job.wait_for(lambda: job.training_nodes()[0] > generation, PATIENCE_S, "the next world")
         assert newest_step(tmp_path) == noticed.step
         victims[1].kill_worker()
@@ -88,7 +91,7 @@ def test_a_node_that_leaves_and_a_spent_failure_budget(etcd: EmbeddedEtcd, tmp_p
 
 
 def assert_failure_timeline(job: TrainingJob, leaver: LocalNode, victims: list[LocalNode]) -> None:
-    """The same page in the last error of each agent, in its journal and in a file."""
+    """The same timeline in the last error of each agent, in its journal and in a file."""
     written = [
         event
         for event in read_journal(job.folder / "journal")
@@ -101,15 +104,16 @@ def assert_failure_timeline(job: TrainingJob, leaver: LocalNode, victims: list[L
         log = job.node(event["node"]).log_text()
         assert page in log and f"(this page is {event['report']})" in log
     assert "exit code 70" in page and "What to do next" in page
-    # In order: who left, and whose workers were killed, at a step, and what was done.
+    # In order: the node that left, the nodes whose workers were killed, the step, and the action
+    # taken.
     killed = (f"{victim.name}: local rank 0 (pid " for victim in victims)
-    said = [f"{leaver.name}: left", *killed, "action: ended the job with exit code 70"]
-    places = [page.index(f"    {text}") for text in said]
+    output = [f"{leaver.name}: left", *killed, "action: ended the job with exit code 70"]
+    places = [page.index(f"    {text}") for text in output]
     assert places == sorted(places), page
     assert "step not known" not in page[page.index(f"    {victims[0].name}: local rank") :]
 
 
-def test_plain_python_saves_at_sigterm_and_goes_on_from_there(tmp_path: Path) -> None:
+def test_plain_python_saves_on_sigterm_and_resumes(tmp_path: Path) -> None:
     first = alone(tmp_path, "first")
     eventually(lambda: done(tmp_path) > 5, "steps")
     first.terminate()
@@ -125,18 +129,18 @@ def test_plain_python_saves_at_sigterm_and_goes_on_from_there(tmp_path: Path) ->
         second.kill()
 
 
-def test_a_second_job_in_the_same_folder_is_told_so(tmp_path: Path) -> None:
+def test_a_second_job_in_the_same_checkpoint_folder_is_rejected(tmp_path: Path) -> None:
     first = alone(tmp_path, "first")
     try:
         eventually(lambda: done(tmp_path) > 2, "steps")
         second = alone(tmp_path, "second")
         assert second.wait(PATIENCE_S) == 2
-        said = second.log_text()
-        assert f"another job saves to {tmp_path / 'checkpoints'}" in said
-        assert "on node first" in said
+        output = second.log_text()
+        assert f"another job saves to {tmp_path / 'checkpoints'}" in output
+        assert "on node first" in output
     finally:
         first.kill()
-    # It is dead: whoever comes next is not kept waiting.
+    # It is dead: the next job does not have to wait.
     lives = len(read_ledger(tmp_path / "ledger").starts)
     third = alone(tmp_path, "third")
     try:

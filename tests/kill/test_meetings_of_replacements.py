@@ -23,8 +23,8 @@ WORKLOAD = Workload(
     epochs=1000,
     extra=(f"--example={EXAMPLE}", "--width=8", "--layers=1"),
 )
-# For the replacement to look for the rank that it is to meet. If it takes longer, it meets the
-# right one in any case.
+# Time for the replacement to look up its peer. If it takes longer, it finds the right one in any
+# case.
 LOOKS_FOR_S = 2.0
 
 
@@ -48,14 +48,14 @@ def jobs(etcd: EmbeddedEtcd, start_series: StartSeries) -> JobSeries[TrainingJob
 
 @pytest.fixture
 def generation(job: TrainingJob) -> int:
-    """In which the node's two replicas of two ranks train."""
+    """The generation in which the node's two replicas of two ranks train."""
     if not job.running:
         job.start_nodes(1)
     return job.wait_training(nodes=1)
 
 
 def assert_first_is_replaced(job: TrainingJob, generation: int, before: dict[int, int]) -> None:
-    """The first replica trains again in new processes, and the second one in its own."""
+    """The first replica trains again in new processes, the second one in its own."""
     job.wait_training(nodes=1, after_generation=generation)
     after = pids(job)
     assert not {after[0], after[1]} & {before[0], before[1]}
@@ -63,7 +63,7 @@ def assert_first_is_replaced(job: TrainingJob, generation: int, before: dict[int
 
 
 @pytest.mark.parametrize("dead", [0, 1])
-def test_a_replacement_does_not_meet_the_rank_that_is_being_ended(
+def test_a_replacement_does_not_meet_a_rank_that_is_being_terminated(
     job: TrainingJob, generation: int, dead: int
 ) -> None:
     before, since_s = pids(job), time.monotonic()
@@ -77,10 +77,8 @@ def test_a_replacement_does_not_meet_the_rank_that_is_being_ended(
     assert_first_is_replaced(job, generation, before)
 
 
-def test_a_meeting_in_which_a_rank_does_not_respond_is_ended(
-    job: TrainingJob, generation: int
-) -> None:
-    """The other one waits for it in the construction of torch's default group."""
+def test_a_meeting_with_an_unresponsive_rank_times_out(job: TrainingJob, generation: int) -> None:
+    """Its peer waits for it while constructing torch's default group."""
     before, since_s = pids(job), time.monotonic()
     hang = job.folder / "hang-meeting"
     hang.touch()

@@ -1,4 +1,4 @@
-"""Restart mode with checkpoints in the nodes' memory: what is lost is steps, never the way back."""
+"""Restart mode with checkpoints in the nodes' memory: steps may be lost, recovery never fails."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ WORKLOAD = Workload(samples=240, epochs=10, step_s=0.5, save_every=NEVER)
 
 
 def restored(job: TrainingJob) -> list[dict[str, Any]]:
-    """What each worker went on from, oldest first."""
+    """The checkpoint that each worker restored, oldest first."""
     found = read_journal(job.folder / "journal")
     return [e for e in found if e["event"] == "state-restored"]
 
 
 @pytest.mark.parametrize("has_tls", [False, True], ids=["plain", "tls"])
-def test_workers_then_a_whole_node_are_killed_and_no_disk_is_needed(
+def test_killed_workers_and_a_killed_node_restore_from_memory(
     etcd: EmbeddedEtcd, tmp_path: Path, has_tls: bool
 ) -> None:
     tls = Authority(tmp_path, "nodes").node_settings("node") if has_tls else {}
@@ -56,7 +56,8 @@ def test_workers_then_a_whole_node_are_killed_and_no_disk_is_needed(
             went_on = restored(job)[before:]
             sources = {(e["generation"], e["source"]) for e in went_on}
             assert len(sources) == len(dict(sources)), "one for all ranks of a world"
-            # The newest may not have been written everywhere, or copied; a busy machine skips some.
+            # The newest may not have been written or replicated everywhere; a busy machine skips
+            # some.
             assert all(e["step"] >= step - 5 * EVERY > 0 for e in went_on), (step, went_on)
             assert checkpoints.list_checkpoints(job.folder / "checkpoints") == ()
         (job.folder / "disk-full").unlink()
@@ -64,5 +65,5 @@ def test_workers_then_a_whole_node_are_killed_and_no_disk_is_needed(
 
 
 def _progress(job: TrainingJob) -> None:
-    """Far enough for several saves into memory."""
+    """Wait for enough steps for several saves into memory."""
     job.wait_step(job.ledger().last_step + 6 * EVERY)

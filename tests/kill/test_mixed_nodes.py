@@ -1,7 +1,8 @@
-"""Nodes that differ: in workers, which is fine, and in what cannot mix, which is refused.
+"""Heterogeneous nodes: different numbers of workers are supported, incompatible settings are
+refused.
 
-The job's workers have DataLoader workers that are busy in ``__getitem__`` all the time: they
-inherit their parent's sockets and outlive it, and are what used to hide its death.
+The job's workers have DataLoader workers that are always busy in ``__getitem__``: they inherit
+their parent's sockets and outlive it, which used to hide its death.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ pytestmark = pytest.mark.cluster
 
 NPROC = {"two": 2, "one": 1}
 # A step takes as long as its samples: 0.8 s on three ranks. Data workers are never idle, and an
-# idle machine is done with a third of the job when its test has ended.
+# idle machine has completed a third of the job when the test ends.
 WORKLOAD = Workload(loader_workers=2, step_s=0.0, epochs=12, extra=("--busy-s=0.2",))
 
 
@@ -69,10 +70,10 @@ def test_a_joining_node_with_other_limits_is_refused(
     generation = job.generation()
     stranger = job.start_node("stranger", min_nodes=smallest, max_nodes=largest)
     assert stranger.wait(PATIENCE_S) == 2, stranger.log_tail()
-    said = stranger.log_text()
-    assert "nnodes" in said
-    assert f"{smallest} to {largest}" in said
-    assert "1 to 3" in said
+    output = stranger.log_text()
+    assert "nnodes" in output
+    assert f"{smallest} to {largest}" in output
+    assert "1 to 3" in output
     job.wait_progress(3)
     assert job.generation() == generation
 
@@ -81,7 +82,7 @@ def test_a_joining_node_of_another_version_is_refused(
     job: TrainingJob, nodes: list[str], tmp_path: Path
 ) -> None:
     generation = job.generation()
-    # What pip would have left behind had it installed version 99.0 there.
+    # The metadata that pip would leave after installing version 99.0 there.
     installed = tmp_path / "torch_elastic_harness-99.0.dist-info"
     installed.mkdir()
     (installed / "METADATA").write_text(
@@ -97,24 +98,24 @@ def test_a_joining_node_of_another_version_is_refused(
     assert job.generation() == generation
 
 
-def test_a_killed_worker_takes_its_busy_data_workers_along(
-    job: TrainingJob, nodes: list[str]
-) -> None:
+def test_busy_data_workers_end_with_a_killed_worker(job: TrainingJob, nodes: list[str]) -> None:
     generation = job.generation()
     node = job.node("two")
     victim = node.workers()[0]
     wait_early_in_an_epoch(job)
     children = children_of(node, victim.pid)
     assert len(children) >= WORKLOAD.loader_workers
-    freeze(children)  # what is frozen does not end by itself, at the end of the epoch or later
+    freeze(children)  # a frozen process does not exit on its own at the end of the epoch
     node.kill_worker(0)
     node.wait_gone(children, PATIENCE_S)
     job.wait_training(nodes=2, after_generation=generation)
     assert not is_alive(victim.pid)
 
 
-def test_a_node_with_busy_data_workers_dies(job: TrainingJob, nodes: list[str]) -> None:
-    """Those of the survivors stay for the rest of the epoch."""
+def test_survivors_of_a_node_death_keep_their_busy_data_workers(
+    job: TrainingJob, nodes: list[str]
+) -> None:
+    """Data workers of the survivors run for the rest of the epoch."""
     wait_early_in_an_epoch(job)
     generation, survivor = job.generation(), job.node("two")
     workers = [process.pid for process in survivor.workers().values()]
@@ -138,7 +139,7 @@ def wait_early_in_an_epoch(job: TrainingJob) -> None:
     job.wait_for(is_early, PATIENCE_S, "an epoch that has just begun")
 
 
-def test_the_job_ends_as_if_nothing_had_happened(
+def test_the_job_ends_with_the_weights_of_an_undisturbed_run(
     job: TrainingJob, nodes: list[str], reference: Path
 ) -> None:
     job.assert_finishes_whole(reference)

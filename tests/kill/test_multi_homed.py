@@ -1,5 +1,6 @@
-"""Machines with several interfaces, the first of which leads nowhere: NCCL and gloo are given the
-one on the route to the leader, whatever the machine's name resolves to."""
+"""Machines with several interfaces, the first of which is not connected: NCCL and gloo use the one
+on the route to the leader, whatever the machine's host name resolves to.
+"""
 
 from __future__ import annotations
 
@@ -25,18 +26,19 @@ pytestmark = [
 
 
 def variables(node: LocalNode) -> dict[str, str]:
-    """Of the environment that its first worker was started with."""
+    """The network variables in the environment of its first worker."""
     text = Path(f"/proc/{node.workers()[0].pid}/environ").read_bytes().decode()
     pairs = (entry.partition("=") for entry in text.split("\0"))
     return {name: value for name, _, value in pairs}
 
 
-def test_a_job_trains_over_the_interface_on_the_route_to_its_leader(
+def test_a_job_uses_the_interface_on_the_route_to_its_leader(
     etcd: EmbeddedEtcd, tmp_path: Path
 ) -> None:
-    """No address is given to the nodes, and no interface to gloo. A node that was given neither
-    and joins later learns the leader's address from the running world. One that names an interface
-    it does not have is refused before it asks etcd."""
+    """Neither an address for the nodes nor an interface for gloo is configured. A node that joins
+    later learns the leader's address from the running world. A node with an unknown interface is
+    rejected before it contacts etcd.
+    """
     with (
         networks.Network(3, has_decoy=True) as network,
         CuttingProxy(etcd.endpoint, network.host) as door,
@@ -71,10 +73,10 @@ def test_a_job_trains_over_the_interface_on_the_route_to_its_leader(
 
 
 @pytest.mark.skipif(shutil.which("tc") is None, reason="needs `tc` of iproute2")
-def test_store_and_state_use_the_network_that_all_nodes_are_given(
+def test_the_store_and_state_transfers_use_the_configured_network(
     etcd: EmbeddedEtcd, tmp_path: Path
 ) -> None:
-    """The same setting on both, whose way to etcd is slow."""
+    """The same setting on both nodes, whose route to etcd is slow."""
     with (
         networks.Network(2) as network,
         CuttingProxy(etcd.endpoint, network.host) as door,

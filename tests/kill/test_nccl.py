@@ -1,6 +1,6 @@
 """A peer dies on NCCL while the host has queued this step and the next: no parameter may change.
 
-Also of a sharded model: its replicas go on while the communicators across them are aborted.
+Also for a sharded model: its replicas continue while the communicators across them are aborted.
 
 See docs/explanation/protocol.md, section 6. Work queued behind a collective runs when the group is
 aborted: an update on half-reduced gradients would show in the final weights.

@@ -1,8 +1,9 @@
-"""The network fails, and no end of a connection knows: one node's packets are lost to its peers,
-to etcd, to both, in one direction, in part, or late, or only those of established connections.
+"""Network failures that neither end of a connection observes: one node's packets to its peers, to
+etcd, or to both are dropped, in one direction, in part, delayed, or for established connections
+only.
 
-The others go on or wait, two worlds never make progress at once, and every node whose network is
-healed is back. docs/explanation/partitions.md has the times that were measured.
+The others continue or wait, two worlds never make progress at once, and every node rejoins once its
+network is healed. docs/explanation/partitions.md has the measured times.
 """
 
 from __future__ import annotations
@@ -25,10 +26,10 @@ WHY_NOT = why_unavailable()
 pytestmark = [pytest.mark.cluster, pytest.mark.skipif(bool(WHY_NOT), reason=WHY_NOT)]
 
 SHORT_S, LONG_S = 5.0, 60.0
-# From the fault to the next step, on an idle machine, where the cut is not healed. A broken
-# connection between two machines that both answer is found in SILENCE_S; twice more, and one of
-# them is left out. A leader that is cut off waits for a lease before it hands over.
-# Both with room for a machine that is busy with other tests: without what is tested here, the first
+# From the fault to the next step, on an idle machine, if the partition is not healed. A broken
+# connection between two reachable machines is detected in SILENCE_S; after two more, one of them is
+# excluded. An isolated leader waits for a lease before it hands over.
+# Both allow for a machine that is busy with other tests: without the tested feature, the first
 # takes half an hour, the second never ends.
 FOUND_WITHIN_S = SILENCE_S + 15.0
 LEFT_OUT_WITHIN_S = 6 * SILENCE_S + 45.0
@@ -52,7 +53,7 @@ def job(jobs: JobSeries[NetworkJob]) -> NetworkJob:
 
 @pytest.fixture
 def nodes(job: NetworkJob) -> list[LocalNode]:
-    job.network.heal()  # what a test that failed has left
+    job.network.heal()  # left over from a failed test
     return job.bring_to(NODES)
 
 
@@ -60,7 +61,7 @@ def pids(job: NetworkJob, but: LocalNode | None = None) -> dict[str, int]:
     return {node.name: node.workers()[0].pid for node in job.running if node is not but}
 
 
-# A fault of one node's network: what is lost.
+# A fault of one node's network: the packets lost.
 Fault = Callable[[NetworkJob, LocalNode], object]
 
 
@@ -97,10 +98,8 @@ def delay(job: NetworkJob, node: LocalNode) -> None:
 FAULTS = (peers, etcd_only, both, sent, received, loss, delay)
 
 
-def test_established_connections_that_are_dropped_are_made_anew(
-    job: NetworkJob, nodes: list[LocalNode]
-) -> None:
-    """gloo's connections, those of the leader and of etcd: new ones work. No process ends."""
+def test_dropped_connections_are_reestablished(job: NetworkJob, nodes: list[LocalNode]) -> None:
+    """Connections of gloo, the leader and etcd: new ones work. No process exits."""
     victim, workers = job.bystanders()[0], pids(job)
     generation, began_s = job.generation(), time.time()
     assert job.network.drop_established(job.address(victim), *job.everybody_else(victim)) > 0
@@ -110,17 +109,17 @@ def test_established_connections_that_are_dropped_are_made_anew(
     assert pids(job) == workers and job.running == nodes
 
 
-def test_a_cut_from_etcd_does_not_disturb_a_step(job: NetworkJob, nodes: list[LocalNode]) -> None:
+def test_a_partition_from_etcd_interrupts_no_step(job: NetworkJob, nodes: list[LocalNode]) -> None:
     victim, workers = job.bystanders()[0], pids(job)
     with job.healed_after(SHORT_S):
         etcd_only(job, victim)
     assert pids(job) == workers and job.running == nodes
 
 
-def test_two_nodes_that_lose_each_other_do_not_stop_the_job(
+def test_a_partition_between_two_followers_does_not_stop_the_job(
     job: NetworkJob, nodes: list[LocalNode]
 ) -> None:
-    """Both reach etcd and the leader, which cannot see that anything is wrong."""
+    """Both reach etcd and the leader, which cannot observe the fault."""
     leader = job.leader()
     one, other = (node for node in nodes if node is not leader)
     generation, began_s = job.generation(), time.time()
@@ -133,10 +132,10 @@ def test_two_nodes_that_lose_each_other_do_not_stop_the_job(
     assert job.running == nodes
 
 
-def test_a_leader_that_its_peers_do_not_hear_hands_over(
+def test_a_leader_partitioned_from_its_peers_hands_over(
     job: NetworkJob, nodes: list[LocalNode]
 ) -> None:
-    """It reaches etcd, so that its lease does not end; and it can form no world by itself."""
+    """It reaches etcd, so its lease does not expire; and it cannot form a world alone."""
     leader = job.leader()
     began_s = time.time()
     peers(job, leader)
@@ -151,7 +150,7 @@ def test_a_leader_that_its_peers_do_not_hear_hands_over(
 @pytest.mark.parametrize("hold_s", [SHORT_S, LONG_S])
 @pytest.mark.parametrize("who", ["bystander", "leader"])
 @pytest.mark.parametrize("fault", FAULTS)
-def test_every_node_is_back_after_its_network_is_healed(
+def test_every_node_rejoins_after_its_network_is_healed(
     job: NetworkJob,
     nodes: list[LocalNode],
     reference: Path,
@@ -167,13 +166,13 @@ def test_every_node_is_back_after_its_network_is_healed(
     print(f"{fault.__name__} of the {who}, {hold_s:g} s: no step for {pause_s:.1f} s")
     if fault in (etcd_only, delay):
         assert is_within(pause_s, FOUND_WITHIN_S)
-    elif fault is not loss:  # how much is lost in a row is chance
+    elif fault is not loss:  # the length of a burst of losses is random
         assert is_within(pause_s, LEFT_OUT_WITHIN_S)
-    job.assert_finishes_whole(reference)  # one job for all of them would end by itself
+    job.assert_finishes_whole(reference)  # a single job for all of them would finish early
 
 
 @pytest.mark.soak
-def test_workers_of_a_node_that_stays_cut_off_stop_within_the_takeover_time(
+def test_workers_of_an_isolated_node_stop_within_the_takeover_time(
     etcd: EmbeddedEtcd, tmp_path: Path, reference: Path
 ) -> None:
     slowness = measure_slowness()

@@ -1,4 +1,4 @@
-"""Loops that are not ours, in-process: ``run.attempts()``, and begin/commit/is_fault/recover."""
+"""User-defined loops, in-process: ``run.attempts()``, and begin/commit/is_fault/recover."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def notes(job: TrainingJob, what: str) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("api", ["attempts", "plugin"])
-def test_survivors_go_on_in_their_own_loop(etcd: EmbeddedEtcd, tmp_path: Path, api: str) -> None:
+def test_survivors_continue_in_custom_loops(etcd: EmbeddedEtcd, tmp_path: Path, api: str) -> None:
     with TrainingJob(
         [etcd.endpoint],
         tmp_path / "job",
@@ -64,7 +64,7 @@ def test_survivors_go_on_in_their_own_loop(etcd: EmbeddedEtcd, tmp_path: Path, a
         assert worlds[generation] == 3
         assert worlds.items() <= seen.items(), "each world is told to the script"
 
-        job.start_node()  # arrives at about the end, and finds it well
+        job.start_node()  # arrives around the end, and exits cleanly
         job.hurry()
         assert set(job.wait_ended().values()) == {0}
         job.ledger().final_hash()

@@ -1,5 +1,6 @@
-"""Cables are pulled: nobody hears the end of a connection. The others go on, who was cut off
-comes back and gets their state."""
+"""Machines lose their network, and no connection is closed. The others continue; an isolated
+machine rejoins and receives their state.
+"""
 
 from __future__ import annotations
 
@@ -70,7 +71,7 @@ def pids(job: TrainingJob, but: LocalNode) -> dict[str, int]:
     return {node.name: node.workers()[0].pid for node in job.running if node is not but}
 
 
-def test_machines_that_lose_the_network_come_back(
+def test_machines_that_lose_the_network_rejoin(
     machines: Machines, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     job = machines.job

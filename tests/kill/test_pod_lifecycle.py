@@ -1,7 +1,7 @@
 """A job's life on Kubernetes, with real processes: drained, killed, scaled, suspended, finished.
 
-See stateful_set.py for what stands in for the cluster. One job goes through all of it; each test
-brings it to as many pods as it needs, and may run alone.
+See stateful_set.py for the emulation of the cluster. The tests share one job; each test scales it
+to the pods that it needs, and may run alone.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ from elastic.testing.waiting import PATIENCE_S
 
 pytestmark = pytest.mark.cluster
 
-# Slow steps, not many: the job must outlast ten minutes of changes on a busy machine, and is over
-# in seconds once it is told to hurry.
+# Few and slow steps: the job must outlast ten minutes of changes on a busy machine, and ends in
+# seconds after ``hurry``.
 WORKLOAD = Workload(samples=500, epochs=14, step_s=0.8, save_every=20)
 PREEMPTED = 75
-# A drain takes a step or two, and the agent's end: 2 s. The grace period is 60 s, and nothing of it
-# may be spent on waiting for something that does not come.
+# A drain takes a step or two, and the agent's exit: 2 s. The grace period is 60 s, none of which
+# may be spent waiting in vain.
 LEAVES_WITHIN_S = 30.0
 
 
@@ -67,7 +67,7 @@ def trained_by(workers: StatefulSet, count: int, after_generation: int) -> None:
 
 
 def bring_to(workers: StatefulSet, count: int) -> None:
-    """Exactly so many pods train, whatever the test before left behind."""
+    """Scale until exactly this number of pods train, whatever the previous test left."""
     generation = workers.training_nodes()[0]
     is_changed = workers.pods != tuple(names(count))
     workers.scale(count)
@@ -84,7 +84,7 @@ def test_three_pods_train_and_are_ready(workers: StatefulSet) -> None:
         assert workers.probe(name, "/livez").status == 200
 
 
-def test_a_drained_pod_leaves_between_two_steps_and_comes_back(workers: StatefulSet) -> None:
+def test_a_drained_pod_leaves_between_two_steps_and_rejoins(workers: StatefulSet) -> None:
     bring_to(workers, 3)
     generation, before = workers.training_nodes()[0], len(workers.ended)
     drained = workers.pod(f"{NAME}-1")
@@ -97,14 +97,14 @@ def test_a_drained_pod_leaves_between_two_steps_and_comes_back(workers: Stateful
     trained_by(workers, 3, generation)
 
 
-def test_scaled_up_all_train(workers: StatefulSet) -> None:
+def test_all_pods_train_after_a_scale_up(workers: StatefulSet) -> None:
     bring_to(workers, 3)
     generation = workers.training_nodes()[0]
     workers.scale(5)
     workers.wait_training(nodes=5, after_generation=generation)
 
 
-def test_killed_and_hanging_pods_are_replaced_under_their_names(workers: StatefulSet) -> None:
+def test_killed_and_hung_pods_are_replaced_under_the_same_name(workers: StatefulSet) -> None:
     bring_to(workers, 5)
     generation, before = workers.training_nodes()[0], len(workers.ended)
     workers.pod(f"{NAME}-3").pause()
@@ -116,7 +116,7 @@ def test_killed_and_hanging_pods_are_replaced_under_their_names(workers: Statefu
     trained_by(workers, 5, generation)
 
 
-def test_scaled_down_all_pods_that_go_leave_in_order(workers: StatefulSet) -> None:
+def test_removed_pods_leave_gracefully_on_a_scale_down(workers: StatefulSet) -> None:
     bring_to(workers, 5)
     generation, before = workers.training_nodes()[0], len(workers.ended)
     workers.scale(2)
@@ -127,8 +127,8 @@ def test_scaled_down_all_pods_that_go_leave_in_order(workers: StatefulSet) -> No
     trained_by(workers, 2, generation)
 
 
-def test_below_the_minimum_a_pod_is_alive_and_leaves_when_told(workers: StatefulSet) -> None:
-    """Scaled to 1, then to 0: suspended. Nothing is lost, and the job goes on when it is back."""
+def test_below_min_nodes_a_pod_stays_live_and_exits_on_sigterm(workers: StatefulSet) -> None:
+    """Scaled to 1, then to 0: suspended. Nothing is lost, and the job resumes after a scale-up."""
     bring_to(workers, 2)
     before = len(workers.ended)
     workers.scale(1)
@@ -150,7 +150,7 @@ def test_below_the_minimum_a_pod_is_alive_and_leaves_when_told(workers: Stateful
     assert min(s.step for s in workers.ledger().starts if s.generation > generation) == step + 1
 
 
-def test_a_pod_that_is_deleted_while_it_warms_up_goes_at_once(workers: StatefulSet) -> None:
+def test_a_pod_deleted_during_warm_up_ends_immediately(workers: StatefulSet) -> None:
     bring_to(workers, 2)
     generation, before = workers.training_nodes()[0], len(workers.ended)
     hold = workers.folder / "hold-start"
@@ -170,13 +170,15 @@ def test_a_pod_that_is_deleted_while_it_warms_up_goes_at_once(workers: StatefulS
     assert (end.name, end.exit_code, end.left) == (f"{NAME}-2", PREEMPTED, ())
     assert is_within(end.took_s, LEAVES_WITHIN_S)
     workers.wait_progress(3)
-    assert workers.training_nodes()[0] == generation  # the others have not noticed
+    assert workers.training_nodes()[0] == generation  # the others are unaffected
 
 
 def test_the_finished_job_parks_its_pods_and_the_finisher_ends_them(
     workers: StatefulSet, reference: Path, tmp_path: Path
 ) -> None:
-    """And those that come later. A pod of a finished job waits: to end would be to start anew."""
+    """Including later pods. A pod of a finished job waits, because it would be restarted if it
+    exited.
+    """
     bring_to(workers, 2)
     before = len(workers.ended)
     workers.hurry()
@@ -191,7 +193,7 @@ def test_the_finished_job_parks_its_pods_and_the_finisher_ends_them(
     assert (end.exit_code, end.left) == (0, ())
     assert parked(workers, f"{NAME}-1") == ["success"]
     assert workers.pod(f"{NAME}-1").workers() == {}
-    assert workers.ledger().starts == ledger.starts  # it has not trained again
+    assert workers.ledger().starts == ledger.starts  # it has not restarted training
 
     before = len(workers.ended)
     with FakeApiServer(tmp_path, scales={(NAMESPACE, NAME): 2}) as api:
@@ -204,10 +206,8 @@ def test_the_finished_job_parks_its_pods_and_the_finisher_ends_them(
     workers.assert_nothing_left()
 
 
-def test_a_job_that_cannot_succeed_is_not_started_for_ever(
-    etcd: EmbeddedEtcd, tmp_path: Path
-) -> None:
-    """Its pods park like those of any other, the finisher tells the user, and nothing restarts."""
+def test_a_failed_job_is_not_restarted(etcd: EmbeddedEtcd, tmp_path: Path) -> None:
+    """Its pods park as usual, the finisher reports the failure, and nothing restarts."""
     folder, credentials = tmp_path / "job", tmp_path / "api"
     credentials.mkdir()
     with (
@@ -230,10 +230,10 @@ def test_a_job_that_cannot_succeed_is_not_started_for_ever(
         assert (end.exit_code, end.left) == (1, ())
 
 
-def test_a_step_longer_than_the_grace_does_not_get_the_pod_killed(
+def test_a_step_longer_than_the_grace_period_does_not_kill_the_pod(
     etcd: EmbeddedEtcd, tmp_path: Path
 ) -> None:
-    """Its workers are, in time for the agent to end in order (the others hear of it)."""
+    """Its workers are killed in time for the agent to exit gracefully (its peers are notified)."""
     settings = {
         "PET_NNODES": "1:2",
         "ELASTIC_LAST_CALL_S": "0.3",
@@ -279,7 +279,7 @@ def finisher(
 
 
 def parked(workers: StatefulSet, *pods: str) -> list[str]:
-    """Wait until these are parked: live, not ready. The job's outcome, as each tells it."""
+    """Wait until these are parked: live, not ready. Returns the outcome reported by each."""
 
     def answers() -> list[Probe]:
         found = [workers.probe(name, "/readyz") for name in pods]
@@ -292,7 +292,7 @@ def parked(workers: StatefulSet, *pods: str) -> list[str]:
 
 
 def journal(workers: StatefulSet, generation: int) -> set[str]:
-    """Names of what happened to workers in that generation."""
+    """Names of the workers' events in that generation."""
     found = set()
     for file in (workers.folder / "journal").glob("*.jsonl"):
         for line in file.read_text().splitlines(keepends=True):

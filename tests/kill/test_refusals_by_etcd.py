@@ -1,4 +1,4 @@
-"""``elastic run`` with an etcd, or options, that cannot work: one sentence and an exit code."""
+"""``elastic run`` with an unusable etcd or invalid options: one error line and an exit code."""
 
 from __future__ import annotations
 
@@ -34,15 +34,15 @@ START_S = 25.0  # importing torch on a busy machine
 
 @dataclass(frozen=True)
 class Ended:
-    """What a user sees of a run that was refused."""
+    """The output of a rejected run."""
 
     code: int
-    said: str
+    output: str
     took_s: float
 
 
 def elastic_run(endpoint: str, *flags: str, conf: str = "") -> Ended:
-    """Be one node: ``elastic run``, which must end by itself."""
+    """Run one node: ``elastic run``, which must exit on its own."""
     settings = f"connect_timeout_s={CONNECT_TIMEOUT_S}" + (f",{conf}" if conf else "")
     command = [
         *(sys.executable, "-m", "elastic.cli.main", "run"),
@@ -56,27 +56,27 @@ def elastic_run(endpoint: str, *flags: str, conf: str = "") -> Ended:
 
 
 def assert_no_traceback(ended: Ended) -> None:
-    assert "Traceback" not in ended.said, ended.said
+    assert "Traceback" not in ended.output, ended.output
 
 
-def test_nobody_listens_at_the_endpoint() -> None:
+def test_an_endpoint_without_a_listener_is_reported() -> None:
     with socket.socket() as held:
-        held.bind(("127.0.0.1", 0))  # bound and not listening: refuses, and nobody can take it
+        held.bind(("127.0.0.1", 0))  # bound but not listening: refuses, and stays reserved
         endpoint = f"127.0.0.1:{held.getsockname()[1]}"
         ended = elastic_run(endpoint)
-    assert ended.code == 69, ended.said
-    assert endpoint in ended.said
-    assert "refused" in ended.said
+    assert ended.code == 69, ended.output
+    assert endpoint in ended.output
+    assert "refused" in ended.output
     assert is_within(ended.took_s, CONNECT_TIMEOUT_S + START_S)
     assert_no_traceback(ended)
 
 
-def test_something_else_listens_at_the_endpoint() -> None:
+def test_an_endpoint_that_is_not_etcd_is_reported() -> None:
     with socket.create_server(("127.0.0.1", 0)) as mute:
         endpoint = f"127.0.0.1:{mute.getsockname()[1]}"
         ended = elastic_run(endpoint)
-    assert ended.code == 69, ended.said
-    assert endpoint in ended.said
+    assert ended.code == 69, ended.output
+    assert endpoint in ended.output
     assert is_within(ended.took_s, 2 * CONNECT_TIMEOUT_S + START_S)
     assert_no_traceback(ended)
 
@@ -134,7 +134,7 @@ def make_authority(folder: Path, name: str) -> Authority:
     return Authority(*paths)
 
 
-def test_a_certificate_that_etcd_does_not_trust(tmp_path: Path) -> None:
+def test_a_certificate_that_etcd_does_not_trust_is_reported(tmp_path: Path) -> None:
     ours, theirs = make_authority(tmp_path, "ours"), make_authority(tmp_path, "theirs")
     certificates = EtcdCertificates(cacert=theirs.cacert, cert=theirs.cert, key=theirs.key)
     with EmbeddedEtcd(certificates=certificates) as etcd:
@@ -145,8 +145,8 @@ def test_a_certificate_that_etcd_does_not_trust(tmp_path: Path) -> None:
             etcd.endpoint, conf=f"cacert={ours.cacert},cert={ours.cert},key={ours.key}"
         )
     for ended in (stranger, impostor):
-        assert ended.code == 69, ended.said
-        assert "certificate" in ended.said.lower()
+        assert ended.code == 69, ended.output
+        assert "certificate" in ended.output.lower()
         assert_no_traceback(ended)
 
 
@@ -166,24 +166,24 @@ def etcd_with_password() -> Iterator[EmbeddedEtcd]:
         yield etcd
 
 
-def test_a_wrong_password(etcd_with_password: EmbeddedEtcd, tmp_path: Path) -> None:
+def test_a_wrong_password_is_reported(etcd_with_password: EmbeddedEtcd, tmp_path: Path) -> None:
     password = tmp_path / "password"
     password.write_text("wrong\n")
     ended = elastic_run(etcd_with_password.endpoint, conf=f"user=root,password_file={password}")
-    assert ended.code == 69, ended.said
-    assert "password" in ended.said
-    assert "wrong" not in ended.said.replace("wrong certificate", ""), "it tells the password"
+    assert ended.code == 69, ended.output
+    assert "password" in ended.output
+    assert "wrong" not in ended.output.replace("wrong certificate", ""), "it tells the password"
     assert_no_traceback(ended)
 
 
-def test_no_password_where_one_is_needed(etcd_with_password: EmbeddedEtcd) -> None:
+def test_a_missing_password_is_reported(etcd_with_password: EmbeddedEtcd) -> None:
     ended = elastic_run(etcd_with_password.endpoint)
-    assert ended.code == 69, ended.said
-    assert "user" in ended.said
+    assert ended.code == 69, ended.output
+    assert "user" in ended.output
     assert_no_traceback(ended)
 
 
-def test_an_etcd_before_3_4() -> None:
+def test_an_etcd_before_3_4_is_reported() -> None:
     grpc, rpc = load_grpc(), load_rpc()
     status = grpc.unary_unary_rpc_method_handler(
         lambda request, context: rpc.StatusResponse(version="3.3.27", leader=1),
@@ -199,9 +199,9 @@ def test_an_etcd_before_3_4() -> None:
         ended = elastic_run(f"127.0.0.1:{port}")
     finally:
         server.stop(None).wait()
-    assert ended.code == 69, ended.said
-    assert "3.3.27" in ended.said
-    assert "3.4" in ended.said
+    assert ended.code == 69, ended.output
+    assert "3.3.27" in ended.output
+    assert "3.4" in ended.output
     assert_no_traceback(ended)
 
 
@@ -217,11 +217,11 @@ def test_an_etcd_before_3_4() -> None:
         ("--rdzv-conf=leese_s=3", "lease_s"),
     ],
 )
-def test_an_option_that_cannot_work_is_a_usage_error(
+def test_an_invalid_option_is_a_usage_error(
     shared_etcd: EmbeddedEtcd, flag: str, names: str
 ) -> None:
     flags = (flag,) if flag.startswith("--nnodes") else (flag, "--nnodes=1")
     ended = elastic_run(shared_etcd.endpoint, *flags)
-    assert ended.code == 2, ended.said
-    assert names in ended.said
+    assert ended.code == 2, ended.output
+    assert names in ended.output
     assert_no_traceback(ended)

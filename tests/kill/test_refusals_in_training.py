@@ -1,4 +1,4 @@
-"""Checkpoints and data that cannot work, under real torchrun on real etcd."""
+"""Invalid checkpoints and data, under real torchrun on real etcd."""
 
 from __future__ import annotations
 
@@ -36,12 +36,12 @@ def one_node(
 
 
 def journal(folder: Path, event: str) -> list[dict[str, Any]]:
-    """All events of that name, from all processes, in order of time."""
+    """All events of that name, from all processes, ordered by time."""
     return [e for e in read_journal(folder / "journal") if e["event"] == event]
 
 
-def test_a_folder_that_cannot_be_written_is_said_before_training(job: TrainingJob) -> None:
-    # Not by mode bits: root may write everywhere.
+def test_an_unwritable_folder_is_reported_before_training(job: TrainingJob) -> None:
+    # Not with mode bits: root may write anywhere.
     (job.folder / "file").write_text("in the way")
     folder = str(job.folder / "file" / "checkpoints")
     node = job.start_node(env={"ELASTIC_CHECKPOINTS": folder})
@@ -51,7 +51,7 @@ def test_a_folder_that_cannot_be_written_is_said_before_training(job: TrainingJo
     assert job.ledger().last_step == -1
 
 
-def test_a_full_disk_never_stops_training_and_older_checkpoints_stay(
+def test_a_full_disk_does_not_stop_training_or_remove_checkpoints(
     shared_etcd: EmbeddedEtcd, tmp_path: Path
 ) -> None:
     """The disk has room for one checkpoint: weights and momenta of 650 KB on 1 MB."""
@@ -74,9 +74,7 @@ def test_a_full_disk_never_stops_training_and_older_checkpoints_stay(
         assert {s.step for s in job.ledger().starts if s.generation > generation} == set(saved)
 
 
-def test_a_corrupt_newest_checkpoint_is_passed_over(
-    shared_etcd: EmbeddedEtcd, tmp_path: Path
-) -> None:
+def test_a_corrupt_newest_checkpoint_is_skipped(shared_etcd: EmbeddedEtcd, tmp_path: Path) -> None:
     with one_node(shared_etcd, tmp_path) as job:
         job.hurry()
         job.start_node()
@@ -96,7 +94,7 @@ def test_a_corrupt_newest_checkpoint_is_passed_over(
     assert resumed == ["initial", previous.name]
     assert newest.name in [e["name"] for e in journal(tmp_path, "checkpoint-skipped")]
 
-    # And the same folder for another model: nothing of it may be loaded.
+    # The same folder for another model: nothing may be loaded from it.
     wider = replace(WORKLOAD, extra=("--width=32",))
     with one_node(shared_etcd, tmp_path, wider) as other:
         node = other.start_node()
@@ -111,7 +109,7 @@ def test_a_corrupt_newest_checkpoint_is_passed_over(
         (replace(WORKLOAD, samples=0), 1, "empty"),
     ],
 )
-def test_data_that_cannot_work_is_said(
+def test_invalid_data_is_reported(
     shared_etcd: EmbeddedEtcd, tmp_path: Path, workload: Workload, nproc: int, says: str
 ) -> None:
     with one_node(shared_etcd, tmp_path, workload, nproc=nproc) as job:
@@ -121,7 +119,7 @@ def test_data_that_cannot_work_is_said(
         job.assert_nothing_left()
 
 
-def test_no_restarts_with_a_range_of_nodes_is_warned_of(
+def test_elastic_nodes_without_restarts_cause_a_warning(
     shared_etcd: EmbeddedEtcd, tmp_path: Path
 ) -> None:
     conf = {"last_call_s": 0.1}

@@ -1,7 +1,7 @@
-"""Ranks of a replica die again while they are being replaced, at random moments.
+"""Ranks of a replica die again while they are being replaced, at random times.
 
 Each round kills a rank of a replica and, up to 1.5 s after its replacement has begun, one or both
-of the processes in its place: before, while and after they meet, receive the state, and train.
+of the replacement processes: before, while and after they meet, receive the state, and train.
 """
 
 from __future__ import annotations
@@ -54,8 +54,9 @@ def job(etcd: EmbeddedEtcd, tmp_path: Path) -> Iterator[TrainingJob]:
 
 
 def settled(job: TrainingJob, after_generation: int, dead: set[int]) -> int | None:
-    """The generation in which all workers of the node run, later than that one, none of ``dead``
-    among them. (The processes first: they are replaced once the node's record says so.)"""
+    """A later generation in which all workers of the node run, without any of ``dead``. (Processes
+    are checked first: they are replaced once the node's record shows it.)
+    """
     now = pids(job)
     if len(now) < NPROC or dead & set(now.values()):
         return None
@@ -72,7 +73,7 @@ def pids(job: TrainingJob) -> dict[int, int]:
 
 
 class Round:
-    """Kills ranks of one replica, and notes which processes those were."""
+    """Kills ranks of one replica, and records their processes."""
 
     def __init__(self, job: TrainingJob, rng: random.Random, name: str) -> None:
         self._job = job
@@ -87,11 +88,11 @@ class Round:
         return ", ".join(self._told)
 
     def kill(self) -> None:
-        """The newest process of one rank of the replica, or of both."""
+        """Kill the newest process of one rank of the replica, or of both."""
         first, second = self._replica
         ranks = self._rng.choice([[first], [second], [first, second]])
-        # From the journal, which takes less time than a look at all processes: a replacement can
-        # be killed before it has connected to its agent.
+        # From the journal, which is faster than listing all processes: a replacement can be killed
+        # before it has connected to its agent.
         started = self._job.journaled("worker-replaced", since_s=self._since_s)
         now = {**self._before, **{event["local_rank"]: event["pid"] for event in started}}
         self._told.append(f"kill {ranks}")
@@ -100,19 +101,19 @@ class Round:
             send(pid, signal.SIGKILL)
 
     def pause(self) -> None:
-        """For a random time."""
+        """Sleep for a random time."""
         pause_s = self._rng.uniform(0, LATEST_S)
         self._told.append(f"{pause_s:.2f} s")
         time.sleep(pause_s)
 
     @property
     def has_kept_others(self) -> bool:
-        """Whether the other replica's processes live."""
+        """Whether the other replica's processes are alive."""
         now = pids(self._job)
         return all(now[r] == pid for r, pid in self._before.items() if r not in self._replica)
 
 
-def test_replacements_that_die_at_any_moment_are_replaced(job: TrainingJob) -> None:
+def test_replacements_killed_at_random_times_are_replaced(job: TrainingJob) -> None:
     rng = random.Random(SEED)
     job.start_nodes(1)
     generation = job.wait_for(lambda: settled(job, 0, set()), PATIENCE_S, "the first world")

@@ -1,8 +1,8 @@
-"""Ranks of replicas die while gradients are summed on a stream, as on GPUs; the others go on.
+"""Ranks of replicas die while gradients are summed on a stream, as on GPUs; the others continue.
 
 Some of the faults of test_deaths_in_replicas.py, on the backend of
 :mod:`elastic.testing.doubles.nccl_semantics`: only the communicator across replicas is aborted, and
-what it leaves in the gradients must not reach the optimizer. ``make streams`` has all of them.
+its partial gradients must not reach the optimizer. ``make streams`` runs all of them.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ pytestmark = pytest.mark.cluster
 
 @pytest.fixture(scope="module", autouse=True)
 def on_a_stream() -> Iterator[None]:
-    """The nodes of this module, and the undisturbed run that they are compared with."""
+    """The nodes of this module, and the undisturbed reference run."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(os.environ, "TRAINING_BACKEND", nccl_semantics.NAME)
         yield
 
 
 @of(Layout(1, 4), [*in_a_step("reduce-scattered", "all-reduced"), *of_a_replacement("received")])
-def test_replicas_of_one_node(
+def test_replicas_within_one_node_survive_deaths(
     job: TrainingJob, layout: Layout, before: Before, fault: Fault
 ) -> None:
     check(job, layout, before, fault)

@@ -1,7 +1,7 @@
-"""Replicas of two nodes under real torchrun: whole ones train, and the others wait in plain sight.
+"""Replicas of two nodes under real torchrun: complete ones train, and spares report why they wait.
 
-The script is the tensor-parallel example with one worker per node: a layer is cut over two nodes,
-and a world of an odd number of them would be an error of the script.
+The script is the tensor-parallel example with one worker per node: a layer is sharded over two
+nodes, so the script would fail in a world with an odd number of nodes.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def seen(job: TrainingJob) -> JobView:
 
 
 def spare_of(job: TrainingJob) -> LocalNode:
-    """The one running node without a place in the world, once it has said why."""
+    """The one running node outside the world, once it has reported the reason."""
 
     def waiting() -> LocalNode | None:
         world = job.world()
@@ -68,7 +68,7 @@ def assert_in_plain_sight(job: TrainingJob, spare: LocalNode) -> None:
     assert status.ranks_of(view, node) == "-"
 
 
-def test_a_tensor_parallel_model_over_two_nodes_goes_on_in_whole_replicas(
+def test_a_tensor_parallel_job_continues_in_complete_replicas(
     etcd: EmbeddedEtcd, tmp_path: Path
 ) -> None:
     of = Workload(
@@ -106,7 +106,7 @@ def test_a_tensor_parallel_model_over_two_nodes_goes_on_in_whole_replicas(
         said = "other was started with replica_size=1, the job runs with replica_size=2"
         assert said in other.log_text()
 
-        # Of the last replica: so the partner of a killed one keeps its place beside the spare.
+        # Of the last replica, so that the peer of a killed node stays, with the spare.
         victim, partner = (job.node(m.name) for m in world.members[-2:])
         victim.kill()
         generation = job.wait_training(nodes=4, after_generation=generation)

@@ -1,4 +1,4 @@
-"""Nodes of replicas over two nodes die at random moments, and others in the recovery from that."""
+"""Nodes of replicas over two nodes die at random times, and others during the recovery."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ SEED = int(os.environ.get("ELASTIC_SOAK_SEED", "0"))
 EXAMPLE = Path(__file__).parents[2] / "examples" / "hsdp.py"
 NODES = 4
 PER_REPLICA = 2
-RECOVERED_WITHIN_S = 90.0  # a lease of a killed node ends, and new ones start, on a busy machine
+RECOVERED_WITHIN_S = 90.0  # a lease expires and new nodes start, on a busy machine
 LATEST_S = 1.5
 WORKLOAD = Workload(
     samples=110,
@@ -56,8 +56,9 @@ def pids(nodes: list[LocalNode]) -> dict[str, int]:
 
 
 def settled(job: TrainingJob, dead: set[int]) -> int | None:
-    """The generation in which all nodes train, none of the ``dead`` processes among them. (The
-    processes first: they are replaced once the records say so.)"""
+    """The generation in which all nodes train, without any of the ``dead`` processes. (Processes
+    are checked first: they are replaced once the records show it.)
+    """
     now = pids(job.running)
     if len(now) < NODES or dead & set(now.values()):
         return None
@@ -72,7 +73,7 @@ def settled(job: TrainingJob, dead: set[int]) -> int | None:
 
 
 class Round:
-    """Kills workers, agents and whole nodes, and notes which processes ended with them."""
+    """Kills workers, agents and whole nodes, and records the processes that ended with them."""
 
     def __init__(self, job: TrainingJob, rng: random.Random, name: str) -> None:
         self._job = job
@@ -91,7 +92,7 @@ class Round:
         return ", ".join(self._told)
 
     def kill(self) -> None:
-        """A worker, an agent, or a whole node; or a node leaves, as its scheduler says."""
+        """Kill a worker, an agent or a whole node; or a node leaves on a scheduler's request."""
         node = self._rng.choice(self._job.running)
         how = self._rng.choice(["kill_worker", "kill_agent", "kill", "terminate"])
         now = pids([node])
@@ -105,18 +106,18 @@ class Round:
             self._left.append(node)
 
     def wait_left(self) -> None:
-        """Until the nodes that were to leave have ended."""
+        """Wait until the leaving nodes have exited."""
         for node in self._left:
             node.wait(RECOVERED_WITHIN_S)
 
     def pause(self) -> None:
-        """For a random time."""
+        """Sleep for a random time."""
         pause_s = self._rng.uniform(0, LATEST_S)
         self._told.append(f"{pause_s:.2f} s")
         time.sleep(pause_s)
 
     def assert_unharmed_are_kept(self) -> None:
-        """The processes of a replica of which no node was hurt live."""
+        """The processes of a replica without a killed node are alive."""
         now = pids(self._job.running)
         for replica in self._replicas:
             if not replica & self._victims:
@@ -124,7 +125,7 @@ class Round:
                 assert kept == {name: self._before[name] for name in replica}, f"{self}"
 
 
-def test_all_nodes_train_again_whenever_some_die(job: TrainingJob) -> None:
+def test_all_nodes_resume_training_after_random_deaths(job: TrainingJob) -> None:
     rng = random.Random(SEED)
     job.start_nodes(NODES)
     job.wait_for(lambda: settled(job, set()), PATIENCE_S, "four nodes in a world")

@@ -1,4 +1,4 @@
-"""More than one node is lost: too many for the job to go on, or all of them."""
+"""More than one node is lost: too many for the job to continue, or all of them."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def jobs(
     )
 
 
-def test_two_nodes_die_together(job: TrainingJob) -> None:
+def test_two_simultaneous_node_deaths_are_survived(job: TrainingJob) -> None:
     nodes = job.bring_to(4)
     generation = job.generation()
     for victim in nodes[1:3]:
@@ -36,7 +36,7 @@ def test_two_nodes_die_together(job: TrainingJob) -> None:
     job.wait_training(nodes=2, after_generation=generation)
 
 
-def test_below_min_nodes_the_job_waits_until_enough_are_back(job: TrainingJob) -> None:
+def test_below_min_nodes_the_job_waits_for_enough_nodes(job: TrainingJob) -> None:
     last, *others = job.bring_to(2)
     generation = job.generation()
     for victim in others:
@@ -49,7 +49,7 @@ def test_below_min_nodes_the_job_waits_until_enough_are_back(job: TrainingJob) -
     assert last.running
 
 
-def test_all_nodes_die_and_the_job_is_started_again(job: TrainingJob) -> None:
+def test_a_job_resumes_after_the_death_of_all_nodes(job: TrainingJob) -> None:
     job.bring_to(2)
     saved = job.wait_for(
         lambda: checkpoints.list_checkpoints(job.folder / "checkpoints"), PATIENCE_S, "a checkpoint"
@@ -63,6 +63,8 @@ def test_all_nodes_die_and_the_job_is_started_again(job: TrainingJob) -> None:
     assert 0 < saved[0].step <= resumed <= before.last_step + 1
 
 
-def test_the_job_ends_as_if_nothing_had_happened(job: TrainingJob, undisturbed: Path) -> None:
+def test_the_job_ends_with_the_weights_of_an_undisturbed_run(
+    job: TrainingJob, undisturbed: Path
+) -> None:
     job.bring_to(2)
     job.assert_finishes_whole(undisturbed)

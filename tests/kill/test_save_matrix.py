@@ -1,5 +1,6 @@
-"""What is on disk after a worker's death, SIGTERM and a clean end, however a script is wired up and
-whoever launches it: the checkpoint that was promised, and the next start goes on from it."""
+"""The checkpoints on disk after a worker's death, SIGTERM and a clean end, for every wiring of a
+script and every launcher: the documented checkpoint exists, and the next start resumes from it.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +38,7 @@ class Job(Protocol):
     def start(self) -> None: ...
 
     def kill_worker(self) -> None:
-        """A worker dies; somebody starts the job's processes again."""
+        """A worker dies; the job's processes are started again."""
 
     def terminate(self) -> None:
         """SIGTERM to the node, and wait for its end."""
@@ -67,7 +68,7 @@ class Launched:
 
 
 class Plain:
-    """``python train.py``, by a person."""
+    """``python train.py``, started manually."""
 
     def __init__(self, folder: Path, workload: Workload) -> None:
         dropped = ("ELASTIC", "TORCHELASTIC")
@@ -136,7 +137,7 @@ def launched(launcher: str, etcd: EmbeddedEtcd, folder: Path, workload: Workload
 
 @pytest.mark.parametrize("wiring", WIRINGS)
 @pytest.mark.parametrize("launcher", LAUNCHERS)
-def test_what_was_promised_is_saved(
+def test_each_launcher_and_wiring_saves_the_documented_checkpoints(
     etcd: EmbeddedEtcd, tmp_path: Path, launcher: str, wiring: str
 ) -> None:
     workload = replace(WORKLOAD, extra=(f"--wiring={wiring}",))
@@ -148,14 +149,14 @@ def test_what_was_promised_is_saved(
         return max((info.step for info in listed), default=0)
 
     def wait_start(after: int) -> int:
-        """At which step the next world begins."""
+        """The first step of the next world."""
         eventually(lambda: ledger().last_generation > after, "the next world")
         begun = ledger()
         return min(s.step for s in begun.starts if s.generation == begun.last_generation)
 
     with launched(launcher, etcd, tmp_path, workload) as job:
         job.start()
-        # The last save of the policy's is on disk: nothing older may be gone back to.
+        # The last save of the policy is on disk: no older checkpoint may be restored.
         eventually(lambda: newest() >= 2 * EVERY, "saves by the policy")
         saved, generation = newest(), ledger().last_generation
         job.kill_worker()

@@ -1,4 +1,4 @@
-"""A script that knows nothing of this project, saves by itself, and does or does not resume."""
+"""An unmodified script with its own checkpoints, which does or does not resume."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ def saved(folder: Path) -> list[int]:
 TOLD = "training has started over: the restarted script has written"
 
 
-def test_only_the_script_that_starts_over_is_told(etcd: EmbeddedEtcd, tmp_path: Path) -> None:
-    """One that starts over, and one that resumes: two jobs that wait at once."""
+def test_only_a_script_that_starts_over_is_warned(etcd: EmbeddedEtcd, tmp_path: Path) -> None:
+    """One that starts over, and one that resumes: two jobs that wait concurrently."""
     first, second, elsewhere = (tmp_path / name for name in ("first", "second", "elsewhere"))
     arguments = [f"--out_dir={elsewhere}", "--init_from=resume"]
     one_node = TorchrunOptions(max_nodes=1)
@@ -48,14 +48,14 @@ def test_only_the_script_that_starts_over_is_told(etcd: EmbeddedEtcd, tmp_path: 
         job.wait_for(lambda: len(saved(first / "out")) > 2, PATIENCE_S, "checkpoints")
         other.wait_for(lambda: len(saved(elsewhere)) > 2, PATIENCE_S, "checkpoints")
         fresh.kill_worker()
-        (elsewhere / "hold").touch()  # killed while it writes, it would leave half a file
+        (elsewhere / "hold").touch()  # a kill during a write would leave a partial file
         other.wait_for((elsewhere / "held").exists, PATIENCE_S, "a script that does not write")
         before = saved(elsewhere)
         resuming.kill_worker()
         (elsewhere / "hold").unlink()
         job.wait_for(lambda: TOLD in fresh.log_text(), PATIENCE_S, "the warning")
         assert f"{first.resolve()}/out/ckpt.pt again without having read it" in fresh.log_text()
-        # The script reads, so by its next save it is clear that it has resumed.
+        # The script reads its checkpoint, so its next save shows whether it has resumed.
         other.wait_for(lambda: len(saved(elsewhere)) > len(before) + 3, PATIENCE_S, "more")
         numbers = saved(elsewhere)
         assert numbers == sorted(numbers), "it has resumed"

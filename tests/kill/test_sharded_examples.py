@@ -1,4 +1,4 @@
-"""The examples of sharded models: a rank and a node die, the rest restart and go on from shards."""
+"""Examples of sharded models: after deaths of a rank and a node, the others resume from shards."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def job_of(etcd: EmbeddedEtcd, folder: Path, of: Workload, nproc: int = 1) -> Tr
 
 
 def wait_saved(job: TrainingJob) -> int:
-    """The step of a checkpoint of the present generation, once there is one."""
+    """The step of a checkpoint of the current generation, once there is one."""
     generation = job.generation()
 
     def newest() -> int | None:
@@ -70,7 +70,7 @@ def assert_resumed(job: TrainingJob, generation: int, saved: int) -> None:
 
 
 def samples_by_position(job: TrainingJob) -> dict[tuple[int, int, int], list[list[int]]]:
-    """What each rank has seen, by generation, step and position in the data dimension."""
+    """The samples of each rank, by generation, step and position in the data dimension."""
     seen = defaultdict(list)
     for file in (job.folder / "samples").iterdir():
         for line in file.read_text().splitlines():
@@ -79,7 +79,7 @@ def samples_by_position(job: TrainingJob) -> dict[tuple[int, int, int], list[lis
     return seen
 
 
-def test_fsdp2_goes_on_over_three_ranks_from_the_shards_of_four(
+def test_fsdp2_resumes_on_three_ranks_from_the_shards_of_four(
     etcd: EmbeddedEtcd, tmp_path: Path
 ) -> None:
     text = tmp_path / "text"
@@ -104,8 +104,8 @@ def test_fsdp2_goes_on_over_three_ranks_from_the_shards_of_four(
         job.assert_finishes_whole(undisturbed)
 
 
-def test_bf16_training_resumes_exactly_where_it_was_saved(tmp_path: Path) -> None:
-    """As the example is by default; its optimizer and parameters are kept in full precision."""
+def test_bf16_training_resumes_exactly_from_its_checkpoint(tmp_path: Path) -> None:
+    """The default of the example; optimizer state and parameters are kept in full precision."""
     (tmp_path / "text").write_bytes(bytes(i * i % 251 for i in range(CONTEXT * SAMPLES + 1)))
 
     def train(folder: str, epochs: int) -> dict[str, Any]:
@@ -134,7 +134,7 @@ def test_bf16_training_resumes_exactly_where_it_was_saved(tmp_path: Path) -> Non
     assert not torch.equal(half["model"]["head.weight"], resumed["model"]["head.weight"])
 
 
-def test_tensor_parallelism_goes_on_with_the_nodes_that_are_left(
+def test_tensor_parallelism_continues_on_the_surviving_nodes(
     etcd: EmbeddedEtcd, tmp_path: Path
 ) -> None:
     of = workload("tensor_parallel.py", f"--sequences={SAMPLES}", "--layers=1")

@@ -1,4 +1,4 @@
-"""Sharded scripts of torch alone, unmodified: they restart in the world that is left and resume."""
+"""Unmodified sharded scripts in plain torch: they restart in the smaller world and resume."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def newest_saved(folder: Path) -> int:
 
 
 @pytest.mark.parametrize("script", ["fsdp2_plain.py", "tensor_parallel_plain.py"])
-def test_it_resumes_after_the_death_of_a_rank_and_of_a_node(
+def test_a_sharded_script_resumes_after_deaths_of_a_rank_and_a_node(
     etcd: EmbeddedEtcd, tmp_path: Path, script: str
 ) -> None:
     saves = tmp_path / "saves"

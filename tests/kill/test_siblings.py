@@ -1,7 +1,7 @@
 """A worker of a one-node job dies: its siblings hold the job's last step.
 
-In-process they keep it, and only the dead worker is replaced. Where torchrun starts them all anew
-they save it first.
+In-process they keep it, and only the dead worker is replaced. If torchrun restarts them all, they
+save it first.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from elastic.testing.waiting import PATIENCE_S
 pytestmark = pytest.mark.cluster
 
 SCRIPT = SCRIPTS / "wiring.py"
-# Nothing is saved but what a death leaves behind.
+# Only a death saves a checkpoint.
 WORKLOAD = Workload(samples=240, epochs=400, step_s=0.1, save_every=1000)
 HOLD_AGAIN_S = 10.0  # many steps
 NOTICES = (
@@ -43,8 +43,8 @@ def kill(job: TrainingJob, local_rank: int) -> None:
 def hold(job: TrainingJob) -> None:
     """Keep all workers in the script's own code, in the middle of a step.
 
-    One that has just passed the place waits in a collective for those held there: all are let go
-    then, and held again.
+    A worker that has just passed this point waits in a collective for those held there: then all
+    are released, and held again.
     """
     until_s = time.monotonic() + PATIENCE_S
     while time.monotonic() < until_s:
@@ -69,7 +69,7 @@ def hold(job: TrainingJob) -> None:
     ],
     ids=["without retry", "mode=restart"],
 )
-def test_no_step_is_lost_with_one_worker_of_three(
+def test_the_death_of_one_worker_of_three_loses_no_step(
     etcd: EmbeddedEtcd, tmp_path: Path, wiring: str, conf: dict[str, object], notice: str
 ) -> None:
     workload = Workload(**{**vars(WORKLOAD), "extra": (f"--wiring={wiring}",)})
@@ -86,22 +86,22 @@ def test_no_step_is_lost_with_one_worker_of_three(
         job.wait_step(5)
         kill(job, 1)  # the others are in a collective, or soon at a boundary
         job.wait_progress()
-        kill(job, 0)  # rank 0: another one has to write
+        kill(job, 0)  # rank 0: another rank must write
         job.wait_progress()
-        hold(job)  # nobody comes to a boundary
+        hold(job)  # no rank reaches a boundary
         kill(job, 2)
         job.wait_progress()
         ledger = job.ledger()
         assert ledger.recomputed_steps == 0, job.report()
         assert len(checkpoints.list_checkpoints(tmp_path / "checkpoints")) == 3
-        said = [n for n in NOTICES for _ in range(job.nodes[0].log_text().count(n))]
-        assert said == ([notice] if notice else []), "once, and what is true"
+        notices = [n for n in NOTICES for _ in range(job.nodes[0].log_text().count(n))]
+        assert notices == ([notice] if notice else []), "once, and what is true"
         starts = {s.generation: s.step for s in ledger.starts}
         first = min(starts)
         assert len(starts) == 4 and all(starts[g] > 0 for g in starts if g != first), starts
 
 
-def test_in_process_only_the_dead_one_is_replaced(etcd: EmbeddedEtcd, tmp_path: Path) -> None:
+def test_in_process_only_the_dead_worker_is_replaced(etcd: EmbeddedEtcd, tmp_path: Path) -> None:
     with TrainingJob(
         [etcd.endpoint], tmp_path, script=SCRIPT, workload=WORKLOAD, nproc=3, max_nodes=1
     ) as job:
@@ -116,7 +116,7 @@ def test_in_process_only_the_dead_one_is_replaced(etcd: EmbeddedEtcd, tmp_path: 
 
         generation = job.generation()
         (tmp_path / "hold-start").touch()
-        for local_rank in (1, 2):  # the second before there is anybody in the first one's place
+        for local_rank in (1, 2):  # the second before the first one is replaced
             node.kill_worker(local_rank)
         (tmp_path / "hold-start").unlink()
         job.wait_training(nodes=1, after_generation=generation)
@@ -124,7 +124,7 @@ def test_in_process_only_the_dead_one_is_replaced(etcd: EmbeddedEtcd, tmp_path: 
         assert job.ledger().recomputed_steps == 0, job.report()
         assert checkpoints.list_checkpoints(tmp_path / "checkpoints") == (), "nobody had to save"
 
-        # What dies before it is ready is no passing fault: all are started anew, after a save.
+        # A death before readiness is not a transient fault: all are restarted, after a save.
         before = pids(job)
         (tmp_path / "hold-start").touch()
         node.kill_worker(2)
@@ -145,12 +145,12 @@ def test_in_process_only_the_dead_one_is_replaced(etcd: EmbeddedEtcd, tmp_path: 
 
 
 def pids(job: TrainingJob) -> dict[int, int]:
-    """Of the living workers, by local rank."""
+    """The pids of the live workers, by local rank."""
     return {rank: process.pid for rank, process in job.running[0].workers().items()}
 
 
-def test_memory_comes_first(etcd: EmbeddedEtcd, tmp_path: Path) -> None:
-    """The agent outlives its workers: what is in its memory needs no disk."""
+def test_the_memory_tier_is_preferred_to_the_disk(etcd: EmbeddedEtcd, tmp_path: Path) -> None:
+    """The agent outlives its workers, so a restore from its memory needs no disk."""
     extra = (f"--memory-every={WORKLOAD.save_every}",)
     with TrainingJob(
         [etcd.endpoint],
@@ -175,6 +175,6 @@ def test_memory_comes_first(etcd: EmbeddedEtcd, tmp_path: Path) -> None:
 
 
 def restored(job: TrainingJob) -> list[dict[str, Any]]:
-    """What each worker went on from, oldest first."""
+    """The checkpoint that each worker restored, oldest first."""
     found = read_journal(job.folder / "journal")
     return [e for e in found if e["event"] == "state-restored"]

@@ -1,5 +1,4 @@
-"""Ranks that are slower than the others: found with their cause, and replaced where that is asked
-for."""
+"""Ranks that are slower than the others: detected with their cause, and replaced if configured."""
 
 from __future__ import annotations
 
@@ -18,8 +17,8 @@ pytestmark = pytest.mark.cluster
 
 SCRIPT = SCRIPTS / "stragglers.py"
 WORKLOAD = Workload(samples=1000, batch=24, epochs=12, step_s=0.02, save_every=50)
-# A worker ordered to be slow is eight times slower. A factor this high is out of reach for one
-# that only has to share its core with the rest of a busy machine.
+# A worker ordered to be slow is eight times slower. A worker that merely shares its core on a busy
+# machine does not reach this factor.
 CONF = {"straggler_action": "exclude", "straggler_factor": 3, "straggler_window_s": 0.5}
 
 
@@ -32,7 +31,7 @@ def of_rank(job: TrainingJob, name: str, rank: int) -> list[dict[str, Any]]:
 
 
 def newest(job: TrainingJob, cause: str) -> dict[str, Any] | None:
-    """What was found last, of that cause."""
+    """The last finding with that cause."""
     found = [e for e in events(job, "straggler-found") if e["cause"] == cause]
     return found[-1] if found else None
 
@@ -47,11 +46,12 @@ def members(job: TrainingJob) -> list[str]:
     return [member.name for member in world_of(job).members]
 
 
-def test_a_slow_rank_is_named_with_its_cause_and_replaced_by_a_node_that_waits(
+def test_a_straggler_is_named_with_its_cause_and_replaced_by_a_spare(
     etcd: EmbeddedEtcd, tmp_path: Path
 ) -> None:
-    """In one cluster, since it takes seconds to start: slow data, which passes; then a slow
-    forward pass, and a node that can take its place."""
+    """In one cluster, since it takes seconds to start: temporarily slow data; then a slow forward
+    pass, and a spare as a replacement.
+    """
     undisturbed = train_undisturbed(tmp_path / "undisturbed", WORKLOAD, SCRIPT)
     folder = tmp_path / "job"
     with TrainingJob(
@@ -86,7 +86,7 @@ def test_a_slow_rank_is_named_with_its_cause_and_replaced_by_a_node_that_waits(
         assert names[2] not in members(job)
         assert world.reason.startswith(f"spare replaces {names[2]}: rank 2 on {names[2]} took")
         job.wait_training(nodes=3, after_generation=generation)
-        # The node that was left out gets ready again, and waits: it is nobody's replacement.
+        # The excluded node becomes ready again and waits: it replaces no other node.
         job.wait_for(
             lambda: job.node(names[2]).workers() and job.node(names[2]).running,
             PATIENCE_S,

@@ -1,4 +1,4 @@
-"""Nodes with TLS between them: they train, die, come back and read each other's memories."""
+"""Nodes with TLS between them: they train, die, rejoin and read each other's memory tier."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ pytestmark = [pytest.mark.cluster, pytest.mark.timeout(400)]
 
 SCRIPT = SCRIPTS / "session.py"
 WORKLOAD = Workload(samples=500, epochs=12, step_s=0.5, extra=("--memory-every=5",))
-ALERT = 0x15  # the first byte of what a TLS server answers to what is none
+ALERT = 0x15  # the first byte of a TLS server's reply to plaintext
 
 
-def test_a_job_with_tls_loses_a_node_and_takes_one_and_nobody_else(
+def test_a_tls_job_recovers_and_admits_only_nodes_with_valid_certificates(
     etcd: EmbeddedEtcd, tmp_path: Path
 ) -> None:
     undisturbed = train_undisturbed(tmp_path / "alone", WORKLOAD, SCRIPT)
@@ -73,12 +73,12 @@ WHAT_WE_DID = "127.0.0.1 is disconnected: it does not speak TLS 1.3"
 
 
 def copying(job: TrainingJob) -> set[str]:
-    """Nodes whose memory holds copies of another's parts: the names of their agents' nodes."""
+    """The names of nodes whose memory holds copies of another node's parts."""
     found = set()
     for entry in job.store.list(job.keys.nodes).entries:
         node = decode(Node, entry.key, entry.value)
         for folder in Path("/dev/shm").glob(f"elastic-memory-*-{node.node_id}"):
-            with contextlib.suppress(FileNotFoundError):  # an old copy was removed meanwhile
+            with contextlib.suppress(FileNotFoundError):  # an old copy was removed in the meantime
                 if any(folder.glob("copies/*/*")):
                     found.add(node.name)
     return found
@@ -98,7 +98,7 @@ def ports_of(job: TrainingJob) -> dict[str, list[int]]:
 
 
 def answer_to_a_plain_peer(port: int) -> int:
-    """The first byte that comes back; 0: none."""
+    """The first byte of the reply; 0: none."""
     with socket.create_connection(("127.0.0.1", port), PATIENCE_S) as sock:
         sock.sendall(frame(ClientHandshake(SecretKey.generate(), "n1").hello))
         with contextlib.suppress(ConnectionResetError):

@@ -1,4 +1,4 @@
-"""Two loaders in one loop, draws by weights and counted steps, through a death and a join."""
+"""Two loaders in one loop, with weighted sampling and counted steps, across a death and a join."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ SCRIPT = SCRIPTS / "two_loaders.py"
 WORKLOAD = Workload(samples=300, epochs=10, step_s=0.6)
 
 
-def test_two_loaders_are_read_as_if_nothing_had_happened(
+def test_two_loaders_yield_the_samples_of_an_undisturbed_run(
     etcd: EmbeddedEtcd, tmp_path: Path
 ) -> None:
     with TrainingJob(

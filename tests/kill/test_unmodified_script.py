@@ -1,4 +1,4 @@
-"""A script that never heard of this project, launched with ``--rdzv-backend=etcd``."""
+"""An unmodified script, launched with ``--rdzv-backend=etcd``."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from elastic.testing.waiting import PATIENCE_S
 
 pytestmark = pytest.mark.cluster
 
-WORKERS_GONE_S = 4.0  # on an idle machine; promised are 2 s
+WORKERS_GONE_S = 4.0  # on an idle machine; the guarantee is 2 s
 
 
 @pytest.fixture(scope="module")
@@ -28,7 +28,7 @@ def jobs(
             folder,
             script=PLAIN,
             workload=workload,
-            # The name that stock torch has for its etcd v2 backend: ours takes it over.
+            # Stock torch's name for its etcd v2 backend, which ours replaces.
             backend="etcd",
             min_nodes=1,
             max_nodes=2,
@@ -50,7 +50,7 @@ def test_a_killed_agent_leaves_no_orphans(job: TrainingJob) -> None:
     job.wait_for(lambda: not victim.processes(), PATIENCE_S, "the end of everything of the node")
 
 
-def test_a_killed_node_is_left_behind_and_replaced(job: TrainingJob) -> None:
+def test_a_killed_node_is_excluded_and_replaced(job: TrainingJob) -> None:
     job.bring_to(2)
     generation = job.generation()
     job.node_of_rank(0).kill()
@@ -58,8 +58,8 @@ def test_a_killed_node_is_left_behind_and_replaced(job: TrainingJob) -> None:
     job.bring_to(2)
 
 
-def test_a_node_whose_gpu_fails_is_quarantined_and_the_others_go_on(job: TrainingJob) -> None:
-    """The script is not decorated with @record: its exception is known all the same."""
+def test_a_node_with_a_failed_gpu_is_quarantined_and_the_others_continue(job: TrainingJob) -> None:
+    """The script is not decorated with @record: its exception is still reported."""
     job.bring_to(2)
     faulty = job.running[-1]
     error = "CUDA error: uncorrectable ECC error encountered"
@@ -76,6 +76,8 @@ def test_a_node_whose_gpu_fails_is_quarantined_and_the_others_go_on(job: Trainin
     faulty.kill()
 
 
-def test_the_job_ends_as_if_nothing_had_happened(job: TrainingJob, undisturbed_plain: Path) -> None:
+def test_the_job_ends_with_the_weights_of_an_undisturbed_run(
+    job: TrainingJob, undisturbed_plain: Path
+) -> None:
     job.bring_to(2)
     job.assert_finishes_whole(undisturbed_plain)

@@ -1,8 +1,8 @@
-"""A training job whose outcome is known beforehand, on a cluster made to be hurt.
+"""A training job with a known outcome, on a cluster for fault injection.
 
-Steps are slow until :meth:`TrainingJob.hurry`: a test has time for its faults without having to
-guess how many steps that takes, and no time is lost once it is done. How slow, and why the second
-half of a job is slower still: :mod:`elastic.testing.pacing`.
+Steps are slow until :meth:`TrainingJob.hurry`: a test has time for its faults regardless of the
+number of steps, and the job then ends quickly. :mod:`elastic.testing.pacing` defines the pace, and
+why the second half of a job is slower.
 """
 
 from __future__ import annotations
@@ -35,18 +35,18 @@ PLAIN = SCRIPTS / "plain_ddp.py"  # plain torch
 FINAL = "final.safetensors"
 NEVER = 1_000_000  # saves: at the end only
 NOTHING_LEFT_WITHIN_S = 5.0  # after the last agent, on an idle machine
-# All agents, after the last step, on an idle machine. Promised are 5 s (benchmarks/restart.py
-# measures it); what this must catch is a wait for dead nodes: torch's exit barrier takes 300 s.
+# All agents, after the last step, on an idle machine. The guarantee is 5 s (benchmarks/restart.py
+# measures it); this must detect a wait for dead nodes: torch's exit barrier takes 300 s.
 EXIT_WITHIN_S = 20.0
 
 
 @dataclass(frozen=True)
 class Workload:
-    """What is trained. The last batch of an epoch is smaller on purpose."""
+    """The workload of a job. The last batch of an epoch is smaller on purpose."""
 
     samples: int = 1000
     batch: int = 24
-    # Few and long steps: a job lasts as long, and what hurry() leaves to do costs less CPU time.
+    # Few and long steps: the job lasts as long, and needs less CPU time after hurry().
     epochs: int = 6
     step_s: float = 0.5  # before hurry(); the second half of the job is slower
     save_every: int = 10
@@ -94,8 +94,8 @@ class TrainingJob(LocalCluster):
         **options: Any,
     ) -> None:
         self.workload = workload or Workload()
-        # More faults in a minute than any job should survive: budget and quarantine are not the
-        # subject.
+        # More faults per minute than a real job should survive: budget and quarantine are not
+        # tested here.
         conf = {"failure_budget": 1000, "quarantine_s": 0.5, **options.pop("conf", {})}
         super().__init__(
             endpoints,
@@ -114,7 +114,7 @@ class TrainingJob(LocalCluster):
 
     @property
     def is_ending(self) -> bool:
-        """Whether :meth:`hurry` was called, or it has come to its end without."""
+        """Whether :meth:`hurry` was called, or the job has ended without it."""
         return (self.folder / "hurry").exists() or bool(self.ledger().ends)
 
     @contextmanager
@@ -130,7 +130,7 @@ class TrainingJob(LocalCluster):
 
     @property
     def is_late(self) -> bool:
-        """Whether it is well into its second half, in which steps are slow."""
+        """Whether the job is well into its second half, in which steps are slow."""
         return self.ledger().last_step >= self.workload.steps * 2 // 3
 
     def bring_to(self, count: int) -> list[LocalNode]:
@@ -146,13 +146,14 @@ class TrainingJob(LocalCluster):
         return self.running
 
     def registered(self) -> set[str]:
-        """The names of the nodes that etcd knows: a dead one's key lives as long as its lease."""
+        """The names of the nodes in etcd: the key of a dead node exists until its lease expires."""
         entries = self.store.list(self.keys.nodes).entries
         return {decode(Node, entry.key, entry.value).name for entry in entries}
 
     def wait_running(self, name: str) -> None:
-        """Until the node's agent has written down that its workers run in a world: a worker may
-        begin a step before that."""
+        """Wait until the node's agent has logged that its workers run in a world: a worker may
+        begin a step before that.
+        """
 
         def runs() -> bool:
             entries = self.store.list(self.keys.nodes).entries
@@ -162,7 +163,7 @@ class TrainingJob(LocalCluster):
         self.wait_for(runs, PATIENCE_S, f"{name}'s workers running")
 
     def journaled(self, name: str, *, since_s: float = 0.0) -> list[dict[str, Any]]:
-        """From all journals, oldest first, since a moment on the monotonic clock."""
+        """Events of all journals, oldest first, since a time on the monotonic clock."""
         return read_events(self.folder / "journal", name, since_s=since_s)
 
     def wait_event(
@@ -172,7 +173,7 @@ class TrainingJob(LocalCluster):
         *,
         since_s: float = 0.0,
     ) -> dict[str, Any]:
-        """The first such event, once it is written down: that may be later than its effects."""
+        """The first such event, once it is logged, which may be later than its effects."""
 
         def found() -> dict[str, Any] | None:
             return next(filter(accepts, self.journaled(name, since_s=since_s)), None)
@@ -180,7 +181,7 @@ class TrainingJob(LocalCluster):
         return self.wait_for(found, PATIENCE_S, f"the event {name}")
 
     def wait_obeyed(self, *orders: Path) -> None:
-        """Until a process has taken each of these files, which tell it what to do."""
+        """Wait until a process has taken each of these files, which are orders."""
         self.wait_for(
             lambda: not any(order.exists() for order in orders),
             PATIENCE_S,
@@ -188,7 +189,9 @@ class TrainingJob(LocalCluster):
         )
 
     def assert_only_the_outcome_is_stored(self) -> None:
-        """In etcd, once the leases of nodes that were killed have ended. For after the end."""
+        """Call after the end: etcd holds only the outcome, once the leases of killed nodes have
+        expired.
+        """
         kept = {self.keys.world, self.keys.done, self.keys.secret}
         eventually(
             lambda: {entry.key for entry in self.store.list(self.keys.root).entries} == kept,
@@ -196,7 +199,7 @@ class TrainingJob(LocalCluster):
         )
 
     def assert_finishes_whole(self, undisturbed: Path, timeout_s: float = 2 * PATIENCE_S) -> None:
-        """Hurry to the end and check everything that a job must keep, whatever happened to it:
+        """Hurry to the end and verify all invariants of a job, whatever happened to it:
 
         all running agents end with 0 soon after the last step, nothing is left running, each
         sample had exactly one effect per epoch, two worlds never trained at once, the weights
@@ -208,7 +211,7 @@ class TrainingJob(LocalCluster):
         ended_s = time.time()
         try:
             self.assert_nothing_left(NOTHING_LEFT_WITHIN_S)
-        except ClusterTimeout:  # measuring takes seconds of CPU time, and is seldom needed
+        except ClusterTimeout:  # measuring takes seconds of CPU time, and is rarely needed
             self.assert_nothing_left(NOTHING_LEFT_WITHIN_S * (measure_slowness() - 1))
         codes = {node.name: node.exit_code for node in survivors}
         assert set(codes.values()) == {0}, f"{codes}\n{self.report()}"
@@ -224,7 +227,9 @@ class TrainingJob(LocalCluster):
 def train_undisturbed(
     folder: Path, workload: Workload, script: Path = SESSION, env: Mapping[str, str] | None = None
 ) -> Path:
-    """The same job in one process with no cluster, and nothing to save; its final weights."""
+    """Train the same job in one process without a cluster or checkpoints; returns its final
+    weights.
+    """
     workload = replace(workload, save_every=NEVER)
     for part in ("ledger", "checkpoints"):
         (folder / part).mkdir(parents=True)

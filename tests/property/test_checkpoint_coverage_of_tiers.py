@@ -1,4 +1,4 @@
-"""Coverage across places: complete exactly if every part is in some place that can be reached."""
+"""Coverage across storages: complete if and only if every part is in some reachable storage."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ STEPS = (1, 2, 3)
 
 
 class Parts(MemoryStorage):
-    """Parts that nobody commits."""
+    """A storage with uncommitted parts."""
 
     def part_written(
         self, name: CheckpointName, keep: checkpoints.RetentionFunction | None
@@ -28,7 +28,7 @@ class Parts(MemoryStorage):
 
 @st.composite
 def histories(draw: st.DrawFn) -> tuple[int, dict[tuple[int, int], set[int]], set[int], set[int]]:
-    """World size, where each rank's part of each step lies, places that fail, damaged places."""
+    """World size, storages of each rank's part of each step, failing storages, damaged storages."""
     world_size = draw(st.integers(1, 5))
     places = st.sets(st.integers(0, PLACES - 1), max_size=PLACES)
     where = {
@@ -45,7 +45,7 @@ def state(step: int) -> dict[str, torch.Tensor]:
 
 
 @given(history=histories())
-def test_the_newest_that_is_covered_is_found_and_loaded(
+def test_the_newest_complete_checkpoint_is_found_and_loaded(
     history: tuple[int, dict[tuple[int, int], set[int]], set[int], set[int]],
 ) -> None:
     world_size, where, failing, damaged = history

@@ -1,4 +1,4 @@
-"""Any byte of any file flipped, any file cut or grown: refused, named, and fallen back from."""
+"""Any byte of any file flipped, any file truncated or extended: rejected, named, and skipped."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def _damaged(data: bytes, kind: str, at: int, mask: int) -> bytes | None:
 
 
 def _tensors_at(root: Path, file: str, at: int) -> set[str]:
-    """Which tensors a byte of a file belongs to, as the sound manifest of step 1 says."""
+    """The tensors that contain a byte of a file, according to the intact manifest of step 1."""
     import json
 
     manifest = json.loads((root / "step-000000001.g0.aa" / "manifest.json").read_bytes())
@@ -67,7 +67,7 @@ def _tensors_at(root: Path, file: str, at: int) -> set[str]:
 
 
 @given(damage=damages())
-def test_any_damage_is_refused_named_and_fallen_back_from(
+def test_any_damage_is_rejected_named_and_skipped(
     root: Path, pristine: Pristine, damage: tuple[int, str, float, int]
 ) -> None:
     index, kind, where, mask = damage
@@ -94,7 +94,7 @@ def test_any_damage_is_refused_named_and_fallen_back_from(
         found = checkpoints.latest(root)
         assert found.checkpoint is not None
         assert found.checkpoint.step == 1
-        # Without its manifest, it is a folder with a name and nothing else: still reported.
+        # Without its manifest it is not a checkpoint, but the folder is still reported.
         assert [passed.name for passed in found.skipped] == [NAME]
         assert file in found.skipped[0].reason or kind == "remove"
     finally:

@@ -1,4 +1,4 @@
-"""Any sharding: written once, in equal shares, and read into any other sharding."""
+"""Any sharding is written once, in equal shares, and can be read into any other sharding."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def values(shape: Shape) -> torch.Tensor:
 
 
 def as_torch_splits(layout: Layout, tensor: torch.Tensor, coordinate: Shape) -> torch.Tensor:
-    """What torch.chunk gives a rank, one dimension of the mesh after the other."""
+    """The result of torch.chunk for a rank, one dimension of the mesh after the other."""
 
     def chunk(data: torch.Tensor, count: int, dim: int) -> list[torch.Tensor]:
         found = list(data.chunk(count, dim)) if data.shape[dim] else []
@@ -71,7 +71,7 @@ def everywhere(layout: Layout) -> list[Shape]:
 
 
 @given(case=sharded())
-def test_a_rank_holds_what_torch_gives_it(case: tuple[Shape, Layout]) -> None:
+def test_a_rank_holds_the_shard_that_torch_assigns(case: tuple[Shape, Layout]) -> None:
     shape, layout = case
     tensor = values(shape)
     for coordinate in everywhere(layout):
@@ -90,7 +90,7 @@ def test_every_element_is_written_once_by_a_rank_that_holds_it(
     case: tuple[Shape, Layout], more: int
 ) -> None:
     shape, layout = case
-    size = len(layout.ranks) + more  # ranks without any part in the mesh write nothing
+    size = len(layout.ranks) + more  # ranks outside the mesh write nothing
     spec = TensorSpec("w", "I32", shape, layout)
     times = torch.zeros(shape, dtype=torch.int32)
     for rank in range(size):
@@ -110,7 +110,7 @@ def test_every_element_is_written_once_by_a_rank_that_holds_it(
 @given(
     shape=st.lists(st.integers(8, 20), min_size=1, max_size=2).map(tuple), copies=st.integers(1, 8)
 )
-def test_copies_write_equal_slices(shape: Shape, copies: int) -> None:
+def test_ranks_with_copies_write_equal_slices(shape: Shape, copies: int) -> None:
     layout = Layout((copies,), tuple(range(copies)), (None,))
     counts = [
         sum(b.count for b in written_regions(layout, shape, rank, 0)) for rank in range(copies)
@@ -120,7 +120,7 @@ def test_copies_write_equal_slices(shape: Shape, copies: int) -> None:
 
 
 @given(turns=st.integers(1, 40), copies=st.integers(1, 8))
-def test_tensors_too_small_to_be_cut_are_dealt_out(turns: int, copies: int) -> None:
+def test_tensors_too_small_to_be_sliced_are_distributed(turns: int, copies: int) -> None:
     layout = Layout((copies,), tuple(range(copies)), (None,))
     owners = [
         [rank for rank in range(copies) if written_regions(layout, (), rank, turn)]
@@ -132,7 +132,7 @@ def test_tensors_too_small_to_be_cut_are_dealt_out(turns: int, copies: int) -> N
 
 
 @given(shape=shapes, data=st.data())
-def test_a_span_is_boxes_in_order(shape: Shape, data: st.DataObject) -> None:
+def test_a_span_is_a_sequence_of_regions(shape: Shape, data: st.DataObject) -> None:
     count = math.prod(shape)
     start = data.draw(st.integers(0, count))
     span = Span(start, data.draw(st.integers(0, count - start)))
@@ -144,7 +144,7 @@ def test_a_span_is_boxes_in_order(shape: Shape, data: st.DataObject) -> None:
 
 
 @given(shape=shapes, limit=st.integers(1, 40), parts=st.integers(1, 6))
-def test_rows_follow_each_other_and_slices_cover(shape: Shape, limit: int, parts: int) -> None:
+def test_rows_are_contiguous_and_slices_are_complete(shape: Shape, limit: int, parts: int) -> None:
     region = full_region(shape)
     blocks = list(row_blocks(region, limit)) if region.count else []
     assert all(b.count <= limit for b in blocks)
@@ -156,7 +156,7 @@ def test_rows_follow_each_other_and_slices_cover(shape: Shape, limit: int, parts
 
 
 def chunks_of(spec: TensorSpec, size: int, limit: int) -> list[Chunk]:
-    """What all ranks write of a tensor, in small chunks, one file each."""
+    """All ranks' chunks of a tensor; the chunks are small, with one file each."""
     found, end = [], 0
     for rank in range(size):
         for _, place in share_of([spec], size, rank):
@@ -169,7 +169,7 @@ def chunks_of(spec: TensorSpec, size: int, limit: int) -> list[Chunk]:
 
 
 @given(data=st.data(), shape=shapes, limit=st.integers(1, 40))
-def test_what_any_sharding_wrote_fills_any_other(
+def test_any_sharding_can_be_read_into_any_other(
     data: st.DataObject, shape: Shape, limit: int
 ) -> None:
     tensor = values(shape)
@@ -199,7 +199,7 @@ def _content(tensor: torch.Tensor, chunk: Chunk) -> torch.Tensor:
 
 
 @given(data=st.data(), case=sharded())
-def test_a_wrong_box_is_noticed(data: st.DataObject, case: tuple[Shape, Layout]) -> None:
+def test_a_wrong_region_is_detected(data: st.DataObject, case: tuple[Shape, Layout]) -> None:
     shape, layout = case
     spec = TensorSpec("w", "I32", shape)
     chunks = chunks_of(TensorSpec("w", "I32", shape, layout), len(layout.ranks), 8)
@@ -208,14 +208,14 @@ def test_a_wrong_box_is_noticed(data: st.DataObject, case: tuple[Shape, Layout])
     index = data.draw(st.integers(0, len(chunks) - 1))
     assert coverage_problem(spec, chunks[:index] + chunks[index + 1 :]) is not None
     assert coverage_problem(spec, [*chunks, chunks[index]]) is not None
-    if len(chunks) > 1:  # one takes the place of another
+    if len(chunks) > 1:  # one replaces another
         other = chunks[index - 1]
         moved = Chunk("file", other.begin, other.end, other.place, "0" * 32)
         assert coverage_problem(spec, [*chunks[:index], moved, *chunks[index + 1 :]]) is not None
 
 
 @given(sizes=st.lists(st.integers(1, 1000), max_size=40), ranks=st.integers(1, 7))
-def test_shares_to_read_are_even_runs(sizes: list[int], ranks: int) -> None:
+def test_read_shares_are_even_and_contiguous(sizes: list[int], ranks: int) -> None:
     tensor = TensorEntry(TensorSpec("w", "U8", (1,)), ())
     items = [(tensor, Chunk("f", 0, size, Span(0, size), "")) for size in sizes]
     shares = shares_of(items, ranks)

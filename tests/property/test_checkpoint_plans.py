@@ -1,4 +1,4 @@
-"""Any state, any world size: every element written once, equal shares, the same bits back."""
+"""Any state, any world size: every element written once, in equal shares, and restored exactly."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ def test_shares_are_equal_and_cover_every_element_once(
         size = 0
         for spec, span in pieces:
             for piece in chunks_of(span, spec.element_bytes):
-                assert isinstance(piece, Span)  # nothing here is sharded
+                assert isinstance(piece, Span)  # no tensor here is sharded
                 seen[spec.name].extend(range(piece.start, piece.start + piece.count))
-            assert size % spec.element_bytes == 0  # aligned in its file
+            assert size % spec.element_bytes == 0  # aligned in the file
             size += span.count * spec.element_bytes
         assert abs(size - total / world_size) <= 16  # one element of the widest type
         assert len(encode_header(pieces)) % 64 == 0
@@ -53,7 +53,7 @@ scalars = (
 
 @st.composite
 def tensors(draw: st.DrawFn) -> torch.Tensor:
-    """Any bits in any type, sometimes as a view that is not contiguous."""
+    """Any bits of any type, sometimes as a non-contiguous view."""
     dtype, shape = draw(dtypes), draw(shapes)
     count = torch.Size(shape).numel()
     if dtype == torch.bool:
@@ -96,7 +96,7 @@ def _bits(tensor: torch.Tensor) -> bytes:
 
 
 @given(state=_state(scalars | tensors()), world_size=st.integers(1, 4))
-def test_any_state_comes_back_bit_for_bit_at_any_world_size(state: Any, world_size: int) -> None:
+def test_any_state_is_restored_bit_for_bit_at_any_world_size(state: Any, world_size: int) -> None:
     storage = MemoryStorage()
     for rank in range(world_size):
         saved = checkpoints.save(

@@ -34,7 +34,7 @@ EPOCHS = 2
 
 @dataclass(frozen=True)
 class Era:
-    """A world, and how it ended: after so many steps, and whether its processes were new."""
+    """A world: the number of its steps, how it ended, and whether its processes were new."""
 
     size: int
     steps: int
@@ -78,7 +78,7 @@ def histories(draw: st.DrawFn) -> History:
 
 @dataclass
 class Ledger:
-    """What took effect: by (epoch, step), the samples of each rank. A step redone replaces."""
+    """The samples of each rank by (epoch, step). A repeated step replaces the earlier one."""
 
     steps: dict[tuple[int, int], list[tuple[int, ...]]] = field(default_factory=dict)
 
@@ -88,7 +88,7 @@ class Ledger:
 
 
 class Job:
-    """Ranks that train for some steps, lose some, and go on as another world."""
+    """Ranks that train for some steps, lose some of them, and continue as another world."""
 
     def __init__(self, history: History) -> None:
         self.history = history
@@ -98,7 +98,7 @@ class Job:
         self.parts: list[Iterator[RankStep]] = []
 
     def run(self) -> Ledger:
-        # The history over and over, until the epochs are done; the last era loses nothing.
+        # The history is repeated until the epochs are complete; the last era loses no steps.
         eras = itertools.cycle(self.history.eras)
         while self.state["epoch"] < EPOCHS:
             self._era(next(eras))
@@ -112,7 +112,7 @@ class Job:
                 break
             self._step()
             states.append(json.loads(json.dumps(self.ranks[0].state_dict())))
-        # At least one step of each era stays, as a job without progress never ends.
+        # At least one step of each era is kept, since a job without progress never ends.
         self.state = states[max(1, len(states) - 1 - era.loses)]
 
     def _begin(self, era: Era) -> None:
@@ -205,7 +205,7 @@ def test_shares_differ_by_one_and_micro_batches_fit(
     micro_batch=st.none() | st.integers(1, 5),
     worlds=st.lists(st.integers(1, 5), min_size=1, max_size=4),
 )
-def test_a_loader_gives_the_samples_of_the_steps_that_count(
+def test_a_loader_yields_the_samples_of_the_committed_steps(
     n: int, batch_size: int, micro_batch: int | None, worlds: list[int]
 ) -> None:
     loader = ElasticLoader(
@@ -230,7 +230,7 @@ def test_a_loader_gives_the_samples_of_the_steps_that_count(
 
 @st.composite
 def samplers(draw: st.DrawFn) -> tuple[int, Any]:
-    """A dataset's size, and one of torch's samplers of it."""
+    """The size of a dataset, and one of torch's samplers for it."""
     n = draw(st.integers(2, 40))
     indices = draw(st.lists(st.integers(0, n - 1), min_size=1, max_size=30))
     count = draw(st.integers(1, 60))
@@ -258,7 +258,7 @@ def samplers(draw: st.DrawFn) -> tuple[int, Any]:
     epoch=st.integers(0, 1000),
     worlds=st.lists(st.integers(1, 5), min_size=1, max_size=4),
 )
-def test_a_draw_does_not_depend_on_the_worlds(
+def test_the_drawn_order_does_not_depend_on_the_worlds(
     given: tuple[int, Any],
     batch_size: int,
     max_steps: int | None,
@@ -304,7 +304,7 @@ def test_a_draw_does_not_depend_on_the_worlds(
     epoch=st.integers(0, 10**6),
     data=st.data(),
 )
-def test_the_order_is_one_to_one_at_any_size(
+def test_the_order_is_a_permutation_at_any_size(
     n: int, seed: int, epoch: int, data: st.DataObject
 ) -> None:
     positions = data.draw(st.lists(st.integers(0, n - 1), max_size=50, unique=True))
@@ -320,7 +320,7 @@ def order(n: int, *, seed: int, epoch: int) -> list[int]:
 
 
 @pytest.mark.parametrize("n", [3, 4, 5])
-def test_all_orders_of_a_few_samples_are_equally_likely(n: int) -> None:
+def test_all_orders_of_few_samples_are_equally_likely(n: int) -> None:
     """The smallest domains are the hardest for a Feistel network: halves of one bit."""
     expected = 10
     draws = math.factorial(n) * expected

@@ -1,4 +1,4 @@
-"""Goodput accounts for all time: its parts are what a made-up run spent, and always add up."""
+"""Goodput accounts for all time: its parts match a made-up run, and always add up."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ LAPS = ("leave_s", "wait_s", "build_s", "agree_s", "paused_s")
 
 @dataclass
 class Process:
-    """Writes the journal of one process, on a clock of its own."""
+    """A writer of one process's journal, with its own clock."""
 
     node: str
     role: str
@@ -51,16 +51,16 @@ class Process:
 
 @dataclass(frozen=True)
 class World:
-    """What happens in one world on every node."""
+    """The events of one world on every node."""
 
     steps: int
     data_s: float
     checkpoint_s: float
     evaluation_s: float
     detection_s: float  # of the fault that ends it
-    lost_steps: int  # that the next world does again
+    lost_steps: int  # that the next world repeats
     laps: tuple[float, ...]
-    first_step_s: float  # beyond a usual one
+    first_step_s: float  # in addition to a usual step
 
 
 times = st.floats(0.0, 20.0).map(lambda s: round(s, 3))
@@ -80,7 +80,7 @@ worlds = st.builds(
 def goodput_and_truth(
     story: list[World], nodes: int, skews: list[float]
 ) -> tuple[Goodput, dict[str, float]]:
-    """The goodput of a run in which all nodes step together, and what it spent on what."""
+    """The goodput of a run in which all nodes step together, and its true time per activity."""
     truth: dict[str, float] = dict.fromkeys((a.value for a in Activity), 0.0)
     records: list[JournalRecord] = []
     for number in range(nodes):
@@ -135,7 +135,7 @@ def play(process: Process, story: list[World], truth: dict[str, float]) -> None:
             open_s=0.0,
             ended="first-step",
         )
-        windows = (world.steps - 1) // 2  # of a step each; what is left is in the last window
+        windows = (world.steps - 1) // 2  # of one step each; the rest is in the last window
         for number_of_step in range(windows):
             process.write(
                 "rank-times",
@@ -180,7 +180,7 @@ def play(process: Process, story: list[World], truth: dict[str, float]) -> None:
     nodes=st.integers(1, 4),
     skews=st.lists(st.sampled_from([0.0, 0.01, 60.0, -3600.0]), min_size=4, max_size=4),
 )
-def test_each_part_is_what_the_run_spent_on_it(
+def test_each_part_matches_the_time_the_run_spent(
     story: list[World], nodes: int, skews: list[float]
 ) -> None:
     found, truth = goodput_and_truth(story, nodes, skews)
@@ -195,7 +195,7 @@ def test_each_part_is_what_the_run_spent_on_it(
     assert found.recomputed_steps == sum(w.lost_steps for w in story[:-1])
     for node in found.nodes:
         assert node.breakdown.total_s == pytest.approx(node.end_s - node.start_s, rel=1e-6)
-    # Every change of the world is an incident, charged with what it cost and nothing else.
+    # Every change of the world is an incident with exactly its own cost.
     assert [i.generations for i in found.incidents] == [
         (generation,) for generation in range(2, len(story) + 1)
     ]
@@ -269,7 +269,7 @@ lines = st.builds(
 
 
 @given(st.lists(lines, max_size=60))
-def test_parts_add_up_in_any_order_of_any_lines(records: list[JournalRecord]) -> None:
+def test_parts_add_up_for_any_lines_in_any_order(records: list[JournalRecord]) -> None:
     found = goodput_of_run(run_of(merge(records)))
     assert found.breakdown.total_s == pytest.approx(found.duration_s, rel=0.01, abs=1e-6)
     assert all(took_s >= 0 for took_s in found.breakdown.seconds.values())

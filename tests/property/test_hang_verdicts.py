@@ -1,8 +1,7 @@
-"""The right culprit for every kind of hang, rank and phase; and never one who is innocent.
+"""The right culprit for every kind of hang, rank and phase, and no false verdicts.
 
-Each seed draws a world, a place in its training, a kind of hang and a victim. The facts are made as
-the agents would see them second by second: whoever can still go on does so, until it waits for one
-that cannot.
+Each seed draws a world, a place in its training, a kind of hang and a victim. The facts are those
+that the agents would see each second: every rank continues until it waits for one that cannot.
 """
 
 from __future__ import annotations
@@ -33,14 +32,14 @@ def fact(rank: int, **changes: object) -> RankFacts:
 
 @dataclass
 class World:
-    """One injected hang: what is known after ``t`` seconds."""
+    """One injected hang, with the facts after ``t`` seconds."""
 
     size: int
     culprits: tuple[int, ...]
     action: HangAction
     kind: HangKind
     at: Callable[[float], list[RankFacts]]
-    limit_s: float  # by when the verdict is due
+    limit_s: float  # the deadline for the verdict
 
 
 def waiting(rank: int, t: float, base: RankFacts, **changes: object) -> RankFacts:
@@ -114,7 +113,7 @@ def data_workers(rng: random.Random, size: int, victim: int, base: RankFacts) ->
 
 
 def left_behind(rng: random.Random, size: int, victim: int, base: RankFacts) -> World:
-    """The others form the next world, and one does not notice."""
+    """The others form the next world, and one rank does not notice it."""
     kernel = KernelFacts(state="R", cpu_share=1.0)
     phase = rng.choice([*IN_STEP, Phase.COLLECTIVE])
     world = absent(size, victim, base, kernel, phase=phase)
@@ -158,7 +157,7 @@ def lost_message(rng: random.Random, size: int, victim: int, base: RankFacts) ->
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-def test_the_right_culprit_in_time_and_nobody_before(seed: int) -> None:
+def test_the_right_culprit_is_found_in_time_and_no_other_rank(seed: int) -> None:
     world = draw(seed)
     for part in (0.0, 0.1, 0.5, 0.9, 0.99):
         early = judge(world.at(part * world.limit_s), world.size, POLICY)
@@ -173,8 +172,8 @@ def test_the_right_culprit_in_time_and_nobody_before(seed: int) -> None:
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-def test_nobody_is_ended_while_the_others_may_be_going_on(seed: int) -> None:
-    """Ranks of which nothing is known are no reason to form another world, and no culprits."""
+def test_no_rank_is_killed_while_unknown_ranks_may_be_running(seed: int) -> None:
+    """Ranks without known facts are no reason to form another world, and no culprits."""
     world = draw(seed)
     known = [r for r in world.at(1000 * world.limit_s) if r.rank not in world.culprits]
     rng = random.Random(seed)
@@ -199,7 +198,7 @@ def test_nobody_is_ended_while_the_others_may_be_going_on(seed: int) -> None:
     ],
     ids=str,
 )
-def test_what_is_long_by_nature_is_no_hang(seed: int, innocent: dict[str, object]) -> None:
+def test_operations_that_may_take_long_are_no_hang(seed: int, innocent: dict[str, object]) -> None:
     rng = random.Random(seed)
     size = rng.randint(2, 9)
     slow = rng.randrange(size)
@@ -218,7 +217,7 @@ def test_what_is_long_by_nature_is_no_hang(seed: int, innocent: dict[str, object
     ],
     ids=str,
 )
-def test_who_is_debugged_is_left_alone_and_so_are_those_who_wait(
+def test_a_debugged_rank_and_the_ranks_that_wait_for_it_are_not_killed(
     debugged: dict[str, object],
 ) -> None:
     ranks = [waiting(0, 5000.0, fact(0)), fact(1, quiet_s=5000.0, **debugged)]
@@ -242,7 +241,7 @@ def test_a_stopped_worker_is_the_culprit_after_its_grace() -> None:
     assert judge_stopped(fact(1), 5.0, 1.0).action is HangAction.WAIT
 
 
-def test_of_two_that_are_stuck_the_one_behind_is_ended_first() -> None:
+def test_of_two_hung_ranks_the_one_behind_is_killed_first() -> None:
     ranks = [
         waiting(0, 9.0, fact(0)),
         fact(1, quiet_s=9.0, step=58),
@@ -251,8 +250,8 @@ def test_of_two_that_are_stuck_the_one_behind_is_ended_first() -> None:
     assert judge(ranks, 3, POLICY).culprits == (2,)
 
 
-def test_who_restores_its_state_for_ever_while_a_world_forms() -> None:
-    """Its peers wait in a collective of the same world; before they do, all wait for each other."""
+def test_a_rank_that_never_completes_its_restore_is_the_culprit() -> None:
+    """Its peers wait in a collective of the same world; until then, all ranks are forming it."""
     forming = fact(1, phase=Phase.FORMING, steps_in_world=0)
     for t in (4.0, 0.99 * POLICY.outside_step_s, 1.01 * POLICY.outside_step_s):
         peers = [waiting(r, t, fact(0), steps_in_world=0) for r in (0, 2)]
@@ -269,8 +268,8 @@ def test_who_restores_its_state_for_ever_while_a_world_forms() -> None:
 
 
 @pytest.mark.parametrize("flags", [Flag.NONE, Flag.ON_STREAM])
-def test_a_collective_waits_for_who_may_still_come_to_it(flags: Flag) -> None:
-    """A joining rank waits in the next world, while the others make the steps that are left."""
+def test_a_rank_in_a_collective_waits_for_ranks_that_may_still_join(flags: Flag) -> None:
+    """A joining rank waits in the next world, while the others complete the remaining steps."""
     where = Phase.COMPUTE if flags else Phase.COLLECTIVE
     for t in (16.0, 0.99 * POLICY.outside_step_s, 1.01 * POLICY.outside_step_s):
         evaluates = fact(0, phase=Phase.EVALUATION, quiet_s=t, flags=flags, collective=57)
@@ -279,12 +278,12 @@ def test_a_collective_waits_for_who_may_still_come_to_it(flags: Flag) -> None:
         verdict = judge([evaluates, waits, joins], 3, POLICY)
         assert verdict.culprits == ((0,) if t > POLICY.outside_step_s else ()), t
     if where is Phase.COLLECTIVE:
-        assert judge([waits, joins], 3, POLICY).action is HangAction.WAIT, "rank 0 goes on"
+        assert judge([waits, joins], 3, POLICY).action is HangAction.WAIT, "rank 0 may be running"
     left = replace(evaluates, phase=Phase.FORMING, generation=4)
-    assert judge([left, waits, joins], 3, POLICY).culprits == (1,), "nobody comes to it"
+    assert judge([left, waits, joins], 3, POLICY).culprits == (1,), "no rank will join it"
 
 
-def test_a_read_behind_a_collective_that_nobody_waits_for_is_a_wait_for_others() -> None:
+def test_a_read_behind_an_asynchronous_collective_waits_for_others() -> None:
     """``dist.all_reduce(t)`` on NCCL returns at once, and ``t.item()`` blocks in the script."""
     for t in (0.99 * POLICY.outside_step_s, 1.01 * POLICY.outside_step_s):
         blocked = [
@@ -296,7 +295,7 @@ def test_a_read_behind_a_collective_that_nobody_waits_for_is_a_wait_for_others()
         assert verdict.culprits == ((1,) if t > POLICY.outside_step_s else ()), t
 
 
-def test_a_mismatch_of_two_names_both_places_and_claims_little() -> None:
+def test_a_mismatch_of_two_names_both_places_with_low_confidence() -> None:
     ranks = [
         waiting(0, 9.0, fact(0), outer=Phase.SCRIPT),
         waiting(1, 9.0, fact(0), step=58),
@@ -308,8 +307,8 @@ def test_a_mismatch_of_two_names_both_places_and_claims_little() -> None:
     assert verdict.confidence.value == "low"
 
 
-def test_a_reason_is_the_same_whatever_it_took() -> None:
-    """The same hang three times in a row ends the job: its texts are compared."""
+def test_the_reason_does_not_depend_on_the_duration() -> None:
+    """The same hang three times in a row ends the job, which compares the texts."""
     texts = {
         judge([waiting(0, t, fact(0)), fact(1, quiet_s=t)], 2, POLICY).reason
         for t in (4.0, 5.5, 60.0)
@@ -318,7 +317,7 @@ def test_a_reason_is_the_same_whatever_it_took() -> None:
 
 
 @pytest.mark.parametrize("seed", range(60))
-def test_the_same_hang_three_times_in_a_row_ends_the_job_with_it(seed: int) -> None:
+def test_the_same_hang_three_times_in_a_row_ends_the_job(seed: int) -> None:
     world = draw(seed)
     reason = judge(world.at(1.01 * world.limit_s), world.size, POLICY).reason
     history = [

@@ -1,7 +1,7 @@
 """Random histories of a job, decided by ``decide``, with the invariants of the protocol.
 
-A model of what surrounds the decision: nodes with keys on leases, one world key written by
-compare-and-swap, leaders that may look at an old view, and time that moves only by rules.
+A model of the environment: nodes with keys on leases, one world key written by
+compare-and-swap, leaders that may use an outdated view, and time that advances only by rules.
 """
 
 from __future__ import annotations
@@ -45,13 +45,13 @@ LEASE_S = 4.0
 
 @dataclass
 class Machine:
-    """A node as it really is, and what the store says of it."""
+    """The actual state of a node, and its record in the store."""
 
     record: Node
     process_lives: bool = True
     reachable: bool = True  # answers probes and renews its lease
-    proved_dead: bool = False  # to whoever asks: its port refuses
-    key_until_s: float = 0.0  # its lease, once it is no longer renewed
+    proved_dead: bool = False  # its port refuses connections
+    key_until_s: float = 0.0  # the end of its lease, once it is not renewed
     since_s: float = 0.0
 
     @property
@@ -60,7 +60,7 @@ class Machine:
 
 
 class Histories(RuleBasedStateMachine):
-    """What may happen to a job in restart mode."""
+    """The possible events of a job in restart mode."""
 
     per_replica = 1  # nodes with one worker each
     policy = POLICY
@@ -81,7 +81,7 @@ class Histories(RuleBasedStateMachine):
     def limits(self) -> tuple[int, int]:
         return self.policy.min_nodes, self.policy.max_nodes
 
-    # ── what a leader sees ───────────────────────────────────────────────────────────────
+    # ── the leader's view ────────────────────────────────────────────────────────────────
 
     def has_key(self, machine: Machine) -> bool:
         return machine.renews or self.now < machine.key_until_s
@@ -117,7 +117,7 @@ class Histories(RuleBasedStateMachine):
             return Liveness.DEAD
         return Liveness.ALIVE if machine.renews else Liveness.SUSPECT
 
-    # ── what a leader does ───────────────────────────────────────────────────────────────
+    # ── the leader's actions ─────────────────────────────────────────────────────────────
 
     def decide(self, view: View, revision: int) -> Decision:
         decision = decide(view, self.now, self.policy)
@@ -146,13 +146,13 @@ class Histories(RuleBasedStateMachine):
         elif proposal.state is WorldState.ACTIVE:
             check_replicas(proposal, view, self.per_replica, self.policy.max_nodes)
         if before and not survivors and chosen:
-            # docs/explanation/protocol.md, section 3: proof, leave, or takeover_s without a sign.
+            # docs/explanation/protocol.md, section 3: proof, leave, or takeover_s without contact.
             assert proposal.cause is Cause.TAKEOVER
             for m in view.missing:
                 silent_s = self.now - m.last_sign_s
                 assert m.proved_dead or m.finished or silent_s >= self.policy.takeover_s
         for m in view.missing:
-            # Whose workers may still train, and without anybody who goes on.
+            # Members whose workers may still train, in a group without a survivor.
             alone = m.running is not None and not {*m.running.node_ids} & {*chosen}
             if chosen and alone and not (m.proved_dead or m.finished):
                 assert self.now - m.last_sign_s >= self.policy.takeover_s, "two worlds in progress"
@@ -207,7 +207,7 @@ class Histories(RuleBasedStateMachine):
         ]
         return found[number % len(found)] if found else None
 
-    # ── what happens ─────────────────────────────────────────────────────────────────────
+    # ── events ───────────────────────────────────────────────────────────────────────────
 
     @precondition(lambda self: len(self.machines) < 12)
     @rule()
@@ -227,22 +227,22 @@ class Histories(RuleBasedStateMachine):
             self.decide(self.view(), len(self.worlds))
 
     @rule()
-    def another_leader_looks(self) -> None:
+    def another_leader_reads_a_view(self) -> None:
         self.stale = (self.view(), len(self.worlds))
 
     @rule()
-    def another_leader_decides_on_what_it_saw(self) -> None:
+    def another_leader_decides_on_its_view(self) -> None:
         if self.stale is not None and self.ended is None:
             view, revision = self.stale
             self.decide(view, revision)
 
     @rule(number=st.integers(0, 8))
-    def a_node_takes_the_world_up(self, number: int) -> None:
+    def a_node_adopts_the_world(self, number: int) -> None:
         machine = self.pick(number)
         if machine is not None:
-            self.take_up(machine)
+            self.adopt_world(machine)
 
-    def take_up(self, machine: Machine) -> None:
+    def adopt_world(self, machine: Machine) -> None:
         record, current = machine.record, self.world
         if current is None or record.state not in (NodeState.ARRIVED, NodeState.STARTING):
             return
@@ -279,7 +279,7 @@ class Histories(RuleBasedStateMachine):
             machine.proved_dead = noticed
 
     @rule(number=st.integers(0, 8))
-    def a_node_is_cut_off(self, number: int) -> None:
+    def a_node_is_isolated(self, number: int) -> None:
         machine = self.pick(number)
         if machine is not None:
             self.silence(machine)
@@ -305,11 +305,11 @@ class Histories(RuleBasedStateMachine):
     @precondition(lambda self: self.world is not None and self.ended is None)
     @precondition(lambda self: len(self.machines) < 12)
     @rule(die=st.booleans())
-    def a_node_joins_and_the_others_fall_silent_before_they_know(self, die: bool) -> None:
-        """They may still run the world before, in which nobody has met the joining node."""
+    def a_node_joins_and_the_others_fall_silent(self, die: bool) -> None:
+        """They may still run the previous world, which does not contain the joining node."""
         for machine in self.machines.values():
             if machine.renews:
-                self.take_up(machine)
+                self.adopt_world(machine)
         self.a_node_arrives()
         self.now += self.policy.last_call_s
         self.the_leader_decides()
@@ -321,12 +321,12 @@ class Histories(RuleBasedStateMachine):
         self.the_leader_decides()
 
     @rule()
-    def the_cut_off_come_back(self) -> None:
+    def isolated_nodes_reconnect(self) -> None:
         for machine in self.machines.values():
             machine.reachable = True
 
     @rule(number=st.integers(0, 8))
-    def a_node_is_told_to_leave(self, number: int) -> None:
+    def a_node_receives_sigterm(self, number: int) -> None:
         machine = self.pick(number)
         if machine is not None and machine.record.state is not NodeState.FINISHED:
             self.set(machine, replace(machine.record, state=NodeState.LEAVING))
@@ -341,22 +341,22 @@ class Histories(RuleBasedStateMachine):
     def time_passes(self, seconds: float) -> None:
         self.now += seconds
 
-    # ── what must hold ───────────────────────────────────────────────────────────────────
+    # ── invariants ───────────────────────────────────────────────────────────────────────
 
     @invariant()
     def generations_only_grow(self) -> None:
         assert [w.generation for w in self.worlds] == list(range(1, len(self.worlds) + 1))
 
     def teardown(self) -> None:
-        """Once things quieten, every live node is in, or too few live, or the job is over."""
-        self.the_cut_off_come_back()
+        """Finally every live node is in the world, or too few are alive, or the job has ended."""
+        self.isolated_nodes_reconnect()
         for _ in range(12):
             if self.ended is not None:
                 return
             self.decide(self.view(), len(self.worlds))
             for machine in self.machines.values():
                 if machine.renews:
-                    self.take_up(machine)
+                    self.adopt_world(machine)
             self.now += self.policy.takeover_s
         live = [
             m.record
@@ -368,7 +368,7 @@ class Histories(RuleBasedStateMachine):
             for m in self.machines.values()
             if self.world
             and m.record.state is NodeState.FINISHED
-            # Also one that finished an earlier world, as long as it can say so.
+            # Also one that finished in an earlier world, while its record exists.
             and (self.has_key(m) or m.record.node_id in self.world.node_ids)
         ]
         whole = len(live) - len(live) % self.per_replica
@@ -382,7 +382,7 @@ class Histories(RuleBasedStateMachine):
 
 
 def check_replicas(proposal: Proposal, view: View, per_replica: int, max_nodes: int) -> None:
-    """What holds for every world of replicas over several nodes."""
+    """The invariants of worlds of replicas over several nodes."""
     chosen = [n.node_id for n in proposal.nodes]
     assert len(chosen) % per_replica == 0, "a partial replica in a world"
     replicas = replicas_of(chosen, per_replica)
@@ -407,7 +407,7 @@ def check_replicas(proposal: Proposal, view: View, per_replica: int, max_nodes: 
     waits = [n.node for n in view.nodes if n.node.node_id in arrived]
     waits = [n for n in waits if n.node_id in left or n.state is NodeState.ARRIVED]
     finished = any(n.node.state is NodeState.FINISHED for n in view.nodes)
-    is_ending = finished or any(m.finished for m in view.missing)  # nobody joins any more
+    is_ending = finished or any(m.finished for m in view.missing)  # no further node joins
     if len(chosen) + per_replica <= max_nodes and not is_ending:
         assert len(waits) < per_replica, f"{[n.name for n in waits]} could be another replica"
         for waiting in waits:
@@ -420,15 +420,15 @@ def replicas_of(node_ids: Sequence[str], per_replica: int) -> list[tuple[str, ..
 
 
 class ReplicaHistories(Histories):
-    """The same with replicas of two nodes."""
+    """Histories with replicas of two nodes."""
 
     per_replica = 2
     policy = replace(POLICY, max_nodes=6)
 
 
 class LargeReplicaHistories(Histories):
-    """With three nodes to a replica a broken one may lack more than one; its limits are not whole
-    replicas."""
+    """Replicas of three nodes, which may lack more than one; the limits are no multiples of a
+    replica."""
 
     per_replica = 3
     policy = replace(POLICY, max_nodes=7)

@@ -1,9 +1,9 @@
 """Random histories of a job whose workers keep their processes, decided by ``decide``.
 
-A model of what surrounds the decision: nodes whose workers warm up, enter worlds, step, fail and
+A model of the environment: nodes whose workers warm up, enter worlds, step, fail and
 report; planned worlds that are switched to at a step, immediate ones that are built at once. A
-world that somebody entered had all its members in it, so what must hold between worlds can be
-asked of the model at every moment.
+world that was entered had all its members in it, so that invariants between worlds can be checked
+in the model at every moment.
 """
 
 from __future__ import annotations
@@ -56,23 +56,23 @@ NUMBER = st.integers(0, 8)
 
 @dataclass
 class Machine:
-    """A node as it really is, and the record that it published."""
+    """The actual state of a node, and its published record."""
 
     record: Node
     alive: bool = True  # its agent; a dead one's port refuses at once
     has_key: bool = True
     since_s: float = 0.0
     report: FailureReport | None = None
-    told: int = 0  # the newest generation its workers are in, or build
+    told: int = 0  # the newest generation that its workers are in or build
 
     @property
     def steps(self) -> bool:
-        """Its workers are in a group."""
+        """Whether its workers are in a group."""
         return self.alive and self.record.running is not None
 
 
 class InProcessHistories(RuleBasedStateMachine):
-    """What may happen to a job in in-process mode."""
+    """The possible events of a job in in-process mode."""
 
     per_replica = 1  # nodes with one worker each
     policy = POLICY
@@ -86,11 +86,11 @@ class InProcessHistories(RuleBasedStateMachine):
         self.written = 0  # worlds
         self.ended: End | None = None
         self.stale: tuple[View, int] | None = None  # another leader's view, and its revision
-        self.seats: tuple[NodeReplica, ...] = ()  # who holds a model with whom
+        self.seats: tuple[NodeReplica, ...] = ()  # the nodes of each replica
         self.count_of_starts = 0
         self.slow: set[str] = set()  # node ids of stragglers, which may be left out
 
-    # ── what a leader sees ───────────────────────────────────────────────────────────────
+    # ── the leader's view ────────────────────────────────────────────────────────────────
 
     def view(self) -> View:
         nodes = [
@@ -126,10 +126,10 @@ class InProcessHistories(RuleBasedStateMachine):
     def members(self) -> list[Machine]:
         return [self.machines[i] for i in self.world.node_ids] if self.world else []
 
-    # ── what a leader does ───────────────────────────────────────────────────────────────
+    # ── the leader's actions ─────────────────────────────────────────────────────────────
 
     def lead(self, view: View | None = None, revision: int | None = None) -> None:
-        """Decide, on what is seen now or was seen then, and write if the key is unchanged."""
+        """Decide on the current or an earlier view, and write if the key is unchanged."""
         is_fresh = view is None
         view = view or self.view()
         decision = decide(view, self.now, self.policy)
@@ -155,7 +155,7 @@ class InProcessHistories(RuleBasedStateMachine):
         self.check_replicas(proposal, view)
         if proposal.mode != "in-process":
             assert not (proposal.planned and chosen)
-            if proposal.planned and is_fresh:  # all leave: at one step, or nobody is told which
+            if proposal.planned and is_fresh:  # all leave at the same step, or no step is announced
                 self.check_plan(proposal)
             return
         for chosen_node in proposal.nodes:
@@ -187,7 +187,7 @@ class InProcessHistories(RuleBasedStateMachine):
             assert self.per_replica == 1 or {met[i] for i in ids} == {ids}, "they have not met"
         for old in self.replicas_of(view.world.node_ids):
             going_on = [n for n in proposal.nodes if n.node_id in old and n.running is not None]
-            # (Members of a plan that nobody has carried out have met nobody yet.)
+            # (Members of a plan that was not carried out are not connected yet.)
             if going_on and all(n.running == view.world for n in going_on):
                 assert old in replicas, f"{going_on[0].name} goes on, and its replica is harmed"
 
@@ -196,7 +196,7 @@ class InProcessHistories(RuleBasedStateMachine):
         return [tuple(node_ids[i : i + size]) for i in range(0, len(node_ids), size)]
 
     def check_plan(self, proposal: Proposal) -> None:
-        """A switch at a step boundary is reached only if nobody of the group is missing."""
+        """A switch at a step boundary is reached only if no member of the group is missing."""
         groups = {m.record.running.generation: m for m in self.members if m.record.running}
         assert groups, "nobody steps towards the boundary"
         for machine in self.machines.values():
@@ -238,11 +238,11 @@ class InProcessHistories(RuleBasedStateMachine):
         found = [m for m in found if m.record.state not in (NodeState.FINISHED, NodeState.LEAVING)]
         return found[number % len(found)] if found else None
 
-    # ── what happens ─────────────────────────────────────────────────────────────────────
+    # ── events ───────────────────────────────────────────────────────────────────────────
 
     @initialize(members=st.integers(2, 4), candidates=st.integers(0, 2))
     def a_job_runs(self, members: int, candidates: int) -> None:
-        """Histories that begin with nothing are the other file's."""
+        """test_membership_histories.py covers histories that begin without a job."""
         for _ in range(members):
             self.a_node_arrives(warm=False)
         self.now += 10.0
@@ -250,21 +250,21 @@ class InProcessHistories(RuleBasedStateMachine):
         for _ in range(candidates):
             self.a_node_arrives(warm=True)
         for _ in range(2):
-            self.everybody_gets_ready()
+            self.all_nodes_get_ready()
 
     @rule()
-    def everybody_gets_ready(self) -> None:
+    def all_nodes_get_ready(self) -> None:
         for machine in self.machines.values():
             if machine.alive:
                 self.warm_up(machine)
 
     @rule(seconds=st.sampled_from([0.0, 2.0]), enters=st.booleans())
-    def the_job_goes_on(self, seconds: float, enters: bool) -> None:
+    def the_job_proceeds(self, seconds: float, enters: bool) -> None:
         self.now += seconds
         if self.ended is None:
             self.lead()
         if enters:
-            self.take_up()
+            self.adopt_world()
 
     @precondition(lambda self: len(self.machines) < 10)
     @rule(warm=st.booleans())
@@ -286,11 +286,11 @@ class InProcessHistories(RuleBasedStateMachine):
             self.lead()
 
     @rule()
-    def another_leader_looks(self) -> None:
+    def another_leader_reads_a_view(self) -> None:
         self.stale = (self.view(), self.written)
 
     @rule()
-    def another_leader_decides_on_what_it_saw(self) -> None:
+    def another_leader_decides_on_its_view(self) -> None:
         if self.stale is not None and self.ended is None:
             self.lead(*self.stale)
 
@@ -309,14 +309,14 @@ class InProcessHistories(RuleBasedStateMachine):
                 machine.told = world.generation
                 ids = next(r for r in self.replicas_of(world.node_ids) if record.node_id in r)
                 self.put(machine, running=world, replica=ids if self.per_replica > 1 else ())
-        elif self.per_replica > 1 and record.running is None and not self.has_met(machine):
+        elif self.per_replica > 1 and record.running is None and not self.joins_replica(machine):
             return
         elif record.state is NodeState.STARTING:
             self.put(machine, state=NodeState.READY, in_process=True)
 
-    def has_met(self, machine: Machine) -> bool:
-        """What an agent does while its workers are in no world: take a seat, and go, or start them
-        anew when another one has gone."""
+    def joins_replica(self, machine: Machine) -> bool:
+        """The agent's actions while its workers are in no world: take a seat and start them, or
+        restart them when another node of the replica is gone."""
         record = machine.record
         if not record.replica_start:
             self.count_of_starts += 1
@@ -348,11 +348,11 @@ class InProcessHistories(RuleBasedStateMachine):
         )
 
     @rule()
-    def members_take_the_world_up(self) -> None:
-        self.take_up()
+    def members_adopt_the_world(self) -> None:
+        self.adopt_world()
 
-    def take_up(self) -> None:
-        """What each agent does with the newest world; a group is entered by all or by none."""
+    def adopt_world(self) -> None:
+        """Each agent adopts the newest world; a group is entered by all members or by none."""
         world = self.world
         if world is None:
             return
@@ -362,7 +362,7 @@ class InProcessHistories(RuleBasedStateMachine):
             return
         waiting = [m for m in self.members if m.record.running != world]
         ready = all(m.alive and m.record.state is NodeState.READY for m in waiting)
-        # (A finished or leaving member of a pending plan never comes to the boundary.)
+        # (A finished or leaving member of a pending plan never reaches the boundary.)
         if ready and all(m.record.arrived_for < world.generation for m in waiting):
             for machine in waiting:
                 machine.told = world.generation
@@ -388,7 +388,7 @@ class InProcessHistories(RuleBasedStateMachine):
 
     @rule(number=NUMBER, warm=st.integers(0, 2), builds=st.booleans())
     def workers_die(self, number: int, warm: int, builds: bool) -> None:
-        """The leader may look only when the next workers are there already."""
+        """The leader may read its view only when the next workers have already started."""
         machine = self.pick(number, steps=True)
         if machine is None or self.world is None or machine.record.running is None:
             return
@@ -401,7 +401,7 @@ class InProcessHistories(RuleBasedStateMachine):
 
     @rule(number=NUMBER)
     def a_joining_nodes_workers_die(self, number: int) -> None:
-        """Also of one that a pending plan names, or that is in a build."""
+        """The node may be named by a pending plan, or be part of a build."""
         found = [
             m
             for m in self.machines.values()
@@ -414,7 +414,7 @@ class InProcessHistories(RuleBasedStateMachine):
                 last = self.world.generation
             self.end_workers(machine, arrived_for=last, failure="boom", failure_exit_code=1)
 
-    @precondition(lambda self: self.per_replica == 1)  # else its siblings' collectives are dead
+    @precondition(lambda self: self.per_replica == 1)  # otherwise its siblings' collectives fail
     @rule(number=NUMBER, warm=st.booleans(), builds=st.booleans())
     def one_worker_dies_and_is_replaced(self, number: int, warm: bool, builds: bool) -> None:
         machine = self.pick(number, steps=True)
@@ -454,7 +454,7 @@ class InProcessHistories(RuleBasedStateMachine):
                 self.end_workers(machine, arrived_for=last, failure="boom", failure_exit_code=1)
 
     @rule(number=NUMBER)
-    def a_node_is_told_to_leave(self, number: int) -> None:
+    def a_node_receives_sigterm(self, number: int) -> None:
         machine = self.pick(number, steps=True)
         if machine is not None:
             self.put(machine, state=NodeState.LEAVING)
@@ -466,16 +466,16 @@ class InProcessHistories(RuleBasedStateMachine):
             self.slow.add(machine.record.node_id)
 
     @rule()
-    def nobody_is_slow(self) -> None:
+    def no_node_is_slow(self) -> None:
         self.slow.clear()
 
     @rule()
-    def those_told_to_leave_have_left(self) -> None:
+    def leaving_nodes_have_left(self) -> None:
         for machine in self.machines.values():
             if machine.record.state is NodeState.LEAVING:
                 machine.alive, machine.has_key = False, False
 
-    def leases_of_the_dead_end(self) -> None:
+    def dead_leases_expire(self) -> None:
         for machine in self.machines.values():
             machine.has_key = machine.has_key and machine.alive
 
@@ -493,12 +493,12 @@ class InProcessHistories(RuleBasedStateMachine):
     def time_passes(self, seconds: float) -> None:
         self.now += seconds
 
-    # ── what must hold ───────────────────────────────────────────────────────────────────
+    # ── invariants ───────────────────────────────────────────────────────────────────────
 
     @invariant()
     def at_most_one_world_makes_progress(self) -> None:
-        """A group steps only while all its members are in it; two such groups share no node and
-        therefore must not exist."""
+        """A group steps only while all its members are in it. Two such groups share no node, so
+        that there must be at most one."""
         whole = set()
         for machine in self.machines.values():
             group = machine.record.running
@@ -510,20 +510,20 @@ class InProcessHistories(RuleBasedStateMachine):
         assert len(whole) <= 1, f"two worlds make progress: {whole}"
 
     def teardown(self) -> None:
-        """Once things quieten: every live node is in, or too few live, or the job is over."""
-        self.those_told_to_leave_have_left()
+        """Finally every live node is in the world, or too few are alive, or the job has ended."""
+        self.leaving_nodes_have_left()
         for turn in range(30):
             if self.ended is not None:
                 return
             if turn == 10 and self.per_replica > 1:
-                self.leases_of_the_dead_end()  # until then, who has met one of them keeps its seat
+                self.dead_leases_expire()  # until then, nodes connected to them keep their seats
             for machine in self.machines.values():
                 if machine.record.state in (NodeState.LEAVING, NodeState.FINISHED):
                     continue
                 if machine.alive:
                     self.warm_up(machine)
             self.lead()
-            self.take_up()
+            self.adopt_world()
             self.now += 10.0
         going = (NodeState.ARRIVED, NodeState.STARTING, NodeState.READY)
         live = [m for m in self.machines.values() if m.alive and m.record.state in going]
@@ -538,7 +538,7 @@ class InProcessHistories(RuleBasedStateMachine):
 
 
 class ReplicaHistories(InProcessHistories):
-    """The same with replicas of two nodes."""
+    """Histories with replicas of two nodes."""
 
     per_replica = 2
     policy = replace(POLICY, max_nodes=6)
@@ -548,19 +548,19 @@ TestInProcessHistories = InProcessHistories.TestCase
 TestReplicaHistories = ReplicaHistories.TestCase
 
 
-def test_a_plan_whose_leaver_is_gone_is_replaced_at_once() -> None:
-    """Found by the histories: the last boundary of the old group has passed with it."""
+def test_a_plan_whose_leaving_node_is_lost_is_replaced_at_once() -> None:
+    """Found by the histories: the old group cannot reach another boundary without it."""
     state = InProcessHistories()
     state.a_job_runs(members=2, candidates=2)
-    state.a_node_is_told_to_leave(number=0)
+    state.a_node_receives_sigterm(number=0)
     state.the_leader_decides()
     state.a_joining_nodes_workers_die(number=0)
     state.at_most_one_world_makes_progress()
     state.teardown()
 
 
-def test_a_joining_node_whose_replica_has_lost_a_node_meets_another_one() -> None:
-    """Found by the histories: the dead node has its seat as long as its lease."""
+def test_a_joining_node_of_a_broken_replica_joins_another_one() -> None:
+    """Found by the histories: the dead node keeps its seat until its lease expires."""
     state = ReplicaHistories()
     state.a_job_runs(members=2, candidates=2)
     state.a_node_dies(number=2, key_too=False)

@@ -1,4 +1,4 @@
-"""The interval between two saves to memory: what is promised for any costs, and on any ranks."""
+"""The interval between two saves to memory: its guarantees for any costs and ranks."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ measured = st.builds(
 
 
 @given(measured, fractions)
-def test_saves_cost_what_was_promised_or_lose_no_more_than_promised(
+def test_an_interval_limits_the_overhead_or_the_lost_time(
     costs: MemoryCosts, overhead: float
 ) -> None:
     chosen = choose(costs, overhead)
@@ -52,7 +52,7 @@ def test_saves_cost_what_was_promised_or_lose_no_more_than_promised(
     is_written = steps == 1 or (costs.write_s or 0.0) <= steps * step_s
     is_longest = steps == LONGEST_STEPS or (steps + 1) * step_s > MEMORY_LONGEST_S
     assert (is_affordable and is_written) or is_longest
-    if not is_longest and steps != costs.every_steps:  # one step less would not do
+    if not is_longest and steps != costs.every_steps:  # one step less would not suffice
         shorter_s = (steps - 1) * step_s
         assert (
             steps == 1
@@ -62,7 +62,7 @@ def test_saves_cost_what_was_promised_or_lose_no_more_than_promised(
 
 
 @given(st.lists(measured, min_size=1, max_size=8), fractions)
-def test_a_choice_is_final_until_something_else_is_measured(
+def test_a_choice_is_stable_until_the_measured_costs_change(
     ranks: list[MemoryCosts], overhead: float
 ) -> None:
     costs = combine(ranks)
@@ -79,7 +79,7 @@ def _without_interval(costs: MemoryCosts) -> dict[str, float | None]:
 
 @dataclass
 class Rank:
-    """A rank, and what steps and saves take on it."""
+    """A rank, with the durations of its steps and saves."""
 
     step_s: float
     save_s: float
@@ -121,7 +121,7 @@ def gathering(size: int) -> Iterator[None]:
 
 
 def train(ranks: list[Rank], steps: range) -> int:
-    """Returns how often the ranks had to agree."""
+    """Returns the number of agreements between the ranks."""
     agreements = 0
     for rank in ranks:
         rank.interval.enter_world(len(ranks))

@@ -1,4 +1,4 @@
-"""The five listeners of a node, each with what a good client does, and what they cost."""
+"""The five listeners of a node, a well-behaved client for each, and their resource usage."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ ALL = (*AUTHENTICATED, "health")
 
 @dataclass(frozen=True)
 class Listener:
-    """A running server. ``serve`` is what a good client wants of it; it raises where it fails."""
+    """A running server. ``serve`` runs a well-behaved client, and raises an error if it fails."""
 
     port: Port
     serve: Callable[[], None]
@@ -62,7 +62,7 @@ class Listener:
 
 @dataclass(frozen=True)
 class Cost:
-    """What this process holds."""
+    """Resources that this process holds."""
 
     threads: tuple[str, ...]
     descriptors: int
@@ -76,7 +76,7 @@ class Cost:
 
 
 def assert_flat(before: Cost, *, memory_bytes: int = 24 << 20) -> None:
-    """Within a deadline no more threads and descriptors than before, and about as much memory."""
+    """Wait until threads and descriptors are back to ``before``; memory may grow only slightly."""
     deadline = time.monotonic() + DEADLINE_S
     while True:
         now = Cost.now()
@@ -96,7 +96,7 @@ def fail(error: BaseException) -> None:
 def listening(
     kind: str, folder: Path, limits: Callable[[Limits], Limits] | None = None
 ) -> Iterator[Listener]:
-    """One of :data:`ALL`, with other limits where given."""
+    """One of :data:`ALL`, optionally with changed limits."""
     change = limits or (lambda given: given)
     if not kind.endswith("+tls"):
         with _MAKERS[kind](folder, change) as listener:
@@ -108,7 +108,7 @@ def listening(
 
 
 def persistent(listener: Listener) -> Listener:
-    """With a client that connects again, as a node's do, when it was too slow for a deadline."""
+    """A listener whose client reconnects, as a node's clients do, after a missed deadline."""
 
     def serve() -> None:
         deadline = time.monotonic() + DEADLINE_S
@@ -123,23 +123,23 @@ def persistent(listener: Listener) -> Listener:
 
 
 def tls_of(authority: Authority, name: str = "node", **issue: Any) -> Tls:
-    """A node's, with a certificate of this authority."""
+    """The TLS configuration of a node with a certificate issued by this authority."""
     pair = authority.issue(name, **issue)
     return Tls(TlsFiles(authority.cacert, pair.cert, pair.key))
 
 
 def tight(given: Limits) -> Limits:
-    """Short deadlines: for tests that wait for their end."""
+    """Short deadlines, for tests that wait until they expire."""
     return replace(given, handshake_s=1.5, message_s=1.5)
 
 
 def patient(given: Limits) -> Limits:
-    """For tests of what a peer is told: it may be slow."""
+    """Long deadlines, for tests that assert what a peer receives."""
     return replace(given, handshake_s=DEADLINE_S, message_s=DEADLINE_S)
 
 
 def patient_with_strangers(given: Limits) -> Limits:
-    """For tests that prove the secret, and then wait for the end of a message."""
+    """For tests that authenticate, and then wait until an incomplete message times out."""
     return replace(given, handshake_s=DEADLINE_S, message_s=0.5)
 
 
@@ -314,7 +314,7 @@ def _memory(folder: Path, change: Change, tls: Tls | None = None) -> Iterator[Li
 
     def serve() -> None:
         client(server.port, KEY)
-        # A thread that has served is joined when the next peer comes.
+        # The thread of a served peer is joined when the next peer connects.
         client(server.port, KEY)
 
     try:
@@ -348,7 +348,7 @@ def _health(folder: Path, change: Change) -> Iterator[Listener]:
 
 
 def _never() -> None:
-    """Nothing to give up for."""
+    """Never give up."""
 
 
 _TLS_MAKERS = {"liveness": _liveness, "store": _store, "memory": _memory}

@@ -1,4 +1,4 @@
-"""Who does not know the run's secret is told nothing, and tells nobody anything."""
+"""A peer that does not know the run's secret learns nothing, and clients send it nothing."""
 
 from __future__ import annotations
 
@@ -26,16 +26,16 @@ from elastic.secure_channel.keys import SecretKey
 
 @pytest.fixture(params=AUTHENTICATED)
 def listener(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Listener]:
-    with listening(request.param, tmp_path) as made:
-        yield made
-        made.serve()
+    with listening(request.param, tmp_path) as listener:
+        yield listener
+        listener.serve()
 
 
 @pytest.fixture(params=BETWEEN_NODES)
 def tcp_listener(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Listener]:
-    with listening(request.param, tmp_path) as made:
-        yield made
-        made.serve()
+    with listening(request.param, tmp_path) as listener:
+        yield listener
+        listener.serve()
 
 
 def key_of(listener: Listener) -> SecretKey:
@@ -50,13 +50,13 @@ def connected(listener: Listener) -> Iterator[socket.socket]:
         yield sock
 
 
-def test_a_real_client_with_another_secret_is_refused(tcp_listener: Listener) -> None:
+def test_a_client_with_another_secret_is_rejected(tcp_listener: Listener) -> None:
     assert tcp_listener.connect_with is not None
     with pytest.raises(Exception, match="has not proved that it has this run's secret"):
         tcp_listener.connect_with(SecretKey.generate())
 
 
-def test_a_client_that_ignores_the_servers_proof_gets_nothing_but_that(listener: Listener) -> None:
+def test_a_client_with_an_invalid_proof_receives_only_the_challenge(listener: Listener) -> None:
     with connected(listener) as sock:
         handshake = ClientHandshake(SecretKey.generate(), listener.port.identity)
         sock.sendall(frame(handshake.hello))
@@ -66,8 +66,8 @@ def test_a_client_that_ignores_the_servers_proof_gets_nothing_but_that(listener:
             assert sock.recv(1) == b""
 
 
-def test_what_a_good_client_has_sent_does_not_work_again(listener: Listener) -> None:
-    """Replay: of all frames, and of the proof alone."""
+def test_a_replayed_handshake_is_rejected(listener: Listener) -> None:
+    """Replay of all frames, and of the proof alone."""
     with connected(listener) as good:
         handshake = ClientHandshake(key_of(listener), listener.port.identity)
         good.sendall(frame(handshake.hello))
@@ -76,15 +76,15 @@ def test_what_a_good_client_has_sent_does_not_work_again(listener: Listener) -> 
     with connected(listener) as replayed:
         replayed.sendall(frame(handshake.hello))
         challenge = receive_frame(replayed)
-        with pytest.raises(AuthenticationError):  # the server's nonce is another one
+        with pytest.raises(AuthenticationError):  # the server's nonce has changed
             stale = ClientHandshake(key_of(listener), listener.port.identity)
             stale.answer(challenge)
         replayed.sendall(frame(proof))
         assert is_hung_up_on(replayed)
 
 
-def test_a_servers_proof_is_no_clients_proof(listener: Listener) -> None:
-    """Reflection: what the server sends is sent back to it, and to another connection of it."""
+def test_a_reflected_server_proof_is_rejected(listener: Listener) -> None:
+    """Reflection: the server's proof is sent back on the same and on another connection."""
     with connected(listener) as one, connected(listener) as other:
         hello = ClientHandshake(SecretKey.generate(), listener.port.identity).hello
         for sock in (one, other):
@@ -95,8 +95,8 @@ def test_a_servers_proof_is_no_clients_proof(listener: Listener) -> None:
         assert is_hung_up_on(one) and is_hung_up_on(other)
 
 
-def test_a_servers_challenge_is_no_hello_that_helps(listener: Listener) -> None:
-    """A server's own opening as a client's hello: the proof that comes is for another role."""
+def test_a_proof_obtained_on_a_second_connection_is_rejected(listener: Listener) -> None:
+    """The challenge is sent as a client hello: the proof in the answer is for the server role."""
     with connected(listener) as one, connected(listener) as other:
         one.sendall(frame(ClientHandshake(SecretKey.generate()).hello))
         challenge = receive_frame(one)
@@ -107,16 +107,16 @@ def test_a_servers_challenge_is_no_hello_that_helps(listener: Listener) -> None:
 
 
 @pytest.mark.parametrize("purpose", ["liveness", "store", "memory"])
-def test_a_key_of_one_purpose_opens_no_other_port(tcp_listener: Listener, purpose: str) -> None:
+def test_a_key_for_another_purpose_is_rejected(tcp_listener: Listener, purpose: str) -> None:
     with connected(tcp_listener) as sock, pytest.raises(AuthenticationError):
         prove(sock, KEY.derive(purpose), tcp_listener.port.identity)
 
 
 class Impostor:
-    """Listens on a port of its own, without the secret; remembers what it is told."""
+    """Listens on its own port without the secret, and records what it receives."""
 
     def __init__(self, answers: str) -> None:
-        self.told = bytearray()
+        self.received = bytearray()
         self._answers = answers
         self._listener = socket.create_server(("127.0.0.1", 0))
         self._listener.settimeout(30)
@@ -136,7 +136,7 @@ class Impostor:
         with connection, contextlib.suppress(ConnectionError):
             connection.settimeout(30)
             hello = receive_frame(connection)
-            self.told += hello
+            self.received += hello
             match self._answers:
                 case "another secret":
                     answer = ServerHandshake(SecretKey.generate(), "node").challenge(hello)
@@ -148,24 +148,24 @@ class Impostor:
                     answer = b""
             connection.sendall(frame(answer))
             while chunk := connection.recv(1000):
-                self.told += chunk
+                self.received += chunk
 
 
 @pytest.mark.parametrize("answers", ["another secret", "the hello", "its own proof", "nothing"])
-def test_a_client_tells_an_impostor_nothing(tcp_listener: Listener, answers: str) -> None:
-    """On a port that was an agent's: not one request, nor a proof that could be used elsewhere."""
+def test_a_client_sends_no_request_to_an_impostor(tcp_listener: Listener, answers: str) -> None:
+    """On a port that was an agent's: no request, and no proof that could be used elsewhere."""
     assert tcp_listener.real_client is not None
     impostor = Impostor(answers)
     with pytest.raises(Exception, match=r"has not proved|does not speak"):
         tcp_listener.real_client(impostor.port)
     impostor.close()
-    assert len(impostor.told) <= 8 + 32 + 128, "more than a hello"
+    assert len(impostor.received) <= 8 + 32 + 128, "more than a hello"
 
 
-def test_a_worker_does_not_talk_to_an_impostor_of_its_agent(tmp_path: Path) -> None:
+def test_a_worker_sends_nothing_to_an_impostor_of_its_agent(tmp_path: Path) -> None:
     path = tmp_path / "link"
     private_files.write(key_path(str(path)), SecretKey.generate().text.encode())
-    told = bytearray()
+    received = bytearray()
 
     def impostor() -> None:
         connection, _ = agents_place.accept()
@@ -174,7 +174,7 @@ def test_a_worker_does_not_talk_to_an_impostor_of_its_agent(tmp_path: Path) -> N
             answer = ServerHandshake(SecretKey.generate(), "").challenge(hello)
             connection.sendall(frame(answer))
             while chunk := connection.recv(1000):
-                told.extend(chunk)
+                received.extend(chunk)
 
     with listen_on_path(path, backlog=1) as agents_place:
         thread = threading.Thread(target=impostor, name="impostor")
@@ -188,4 +188,4 @@ def test_a_worker_does_not_talk_to_an_impostor_of_its_agent(tmp_path: Path) -> N
                 heartbeat=lambda: Heartbeat(generation=0, step=0, phase="", step_time_s=0.0),
             )
         thread.join()
-    assert told == b""
+    assert received == b""

@@ -1,4 +1,4 @@
-"""Clients that are slow, silent or many: each has its time and its share, good ones are served."""
+"""Slow, silent or numerous clients: each is bounded, and well-behaved ones are served."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ FLOOD = 600
 
 
 @pytest.mark.parametrize("kind", ALL)
-def test_idle_connections_are_let_go_and_keep_nobody_out(kind: str, tmp_path: Path) -> None:
-    """More than there is room for: the oldest of those that have proved nothing go first."""
+def test_idle_connections_are_closed_and_do_not_block_clients(kind: str, tmp_path: Path) -> None:
+    """Above the limit, the oldest unauthenticated connections are closed first."""
     with listening(kind, tmp_path, tight) as listener:
         listener.serve()
         before = Cost.now()
@@ -43,10 +43,10 @@ def test_idle_connections_are_let_go_and_keep_nobody_out(kind: str, tmp_path: Pa
                 if number % 100 == 0:
                     listener.serve()
             listener.serve()
-            # Half of the descriptors are this test's own ends.
+            # Half of the descriptors are the client ends in this test.
             held = Cost.now().descriptors - before.descriptors - FLOOD
             assert held <= 300, "a listener holds more than its budget"
-            for sock in sockets:  # gone by a deadline, though nobody else connects
+            for sock in sockets:  # closed at a deadline, without another client connecting
                 sock.settimeout(30)
                 assert is_hung_up_on(sock)
         listener.serve()
@@ -54,28 +54,28 @@ def test_idle_connections_are_let_go_and_keep_nobody_out(kind: str, tmp_path: Pa
 
 
 @pytest.mark.parametrize("kind", ALL)
-def test_a_client_that_sends_a_byte_now_and_then_is_let_go(kind: str, tmp_path: Path) -> None:
+def test_a_client_that_trickles_bytes_is_disconnected(kind: str, tmp_path: Path) -> None:
     with listening(kind, tmp_path, tight) as listener:
         listener.serve()
         before = Cost.now()
-        said = b"GET /livez HTTP/1.1\r\n" if kind == "health" else frame(_hello())
+        payload = b"GET /livez HTTP/1.1\r\n" if kind == "health" else frame(_hello())
         with listener.port.connect() as slow:
             slow.settimeout(0.05)
             with contextlib.suppress(ConnectionError):
-                for byte in said * 100:
+                for byte in payload * 100:
                     slow.sendall(bytes([byte]))
                     with contextlib.suppress(TimeoutError):
                         if not slow.recv(1):
                             break
                 else:
-                    raise AssertionError("it may go on for ever")
+                    raise AssertionError("the connection stays open")
         listener.serve()
         assert_flat(before)
 
 
 @pytest.mark.parametrize("kind", [k for k in AUTHENTICATED if not k.startswith("memory")])
-def test_a_message_that_does_not_end_ends_its_connection(kind: str, tmp_path: Path) -> None:
-    """Also of a peer that knows the secret. (Peers' memory: a deadline for each exchange.)"""
+def test_an_incomplete_message_times_out(kind: str, tmp_path: Path) -> None:
+    """Even from an authenticated peer. (The memory server has a deadline for each exchange.)"""
     with listening(kind, tmp_path, patient_with_strangers) as listener:
         listener.serve()
         before = Cost.now()
@@ -90,7 +90,7 @@ def test_a_message_that_does_not_end_ends_its_connection(kind: str, tmp_path: Pa
 
 
 @pytest.mark.parametrize("kind", AUTHENTICATED)
-def test_those_who_know_the_secret_are_bounded_too(kind: str, tmp_path: Path) -> None:
+def test_authenticated_connections_are_limited(kind: str, tmp_path: Path) -> None:
     def few(given: Limits) -> Limits:
         return replace(given, open_connections=3)
 
@@ -113,7 +113,7 @@ def test_those_who_know_the_secret_are_bounded_too(kind: str, tmp_path: Path) ->
 
 @pytest.fixture
 def few_descriptors() -> Iterator[None]:
-    """A process that may open few more than it has."""
+    """Limits the process to a few more descriptors than it has open."""
     before = resource.getrlimit(resource.RLIMIT_NOFILE)
     used = Cost.now().descriptors
     resource.setrlimit(resource.RLIMIT_NOFILE, (used + 60, before[1]))
@@ -122,7 +122,7 @@ def few_descriptors() -> Iterator[None]:
 
 
 @pytest.mark.parametrize("kind", ALL)
-def test_without_descriptors_a_listener_waits_until_there_are_some(
+def test_a_listener_out_of_descriptors_waits_until_some_are_free(
     kind: str, tmp_path: Path, few_descriptors: None
 ) -> None:
     with listening(kind, tmp_path, tight) as listener:
@@ -131,7 +131,7 @@ def test_without_descriptors_a_listener_waits_until_there_are_some(
         with contextlib.ExitStack() as idle, contextlib.suppress(OSError):
             for _ in range(FLOOD):
                 idle.enter_context(listener.port.stranger())
-        eventually(lambda: Cost.now().descriptors <= before.descriptors, "it keeps descriptors")
+        eventually(lambda: Cost.now().descriptors <= before.descriptors, "descriptors are released")
         listener.serve()
 
 

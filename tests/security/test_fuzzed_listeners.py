@@ -1,4 +1,4 @@
-"""Hostile frames on every listener: each costs its connection, and nothing is left of it."""
+"""Hostile frames on every listener: each closes its connection, and leaks no resources."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from elastic.secure_channel.limits import REPORT_EVERY_S
 from elastic.telemetry.log import get_logger
 
 FRAMES = 500  # hostile ones, on each listener
-FRAMES_WITH_TLS = 150  # each takes milliseconds of both ends
+FRAMES_WITH_TLS = 150  # a handshake takes milliseconds at both ends
 WARM_UP = 100  # before memory is measured
 SOAK_FRAMES = 100_000
 
 
 @pytest.mark.parametrize("kind", ALL)
-def test_hostile_frames_cost_their_connection_only(
+def test_hostile_frames_close_only_their_connection(
     kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     lines: list[str] = []
     monkeypatch.setattr(get_logger(), "warning", lambda *words: lines.append(str(words)))
     began_s = time.monotonic()
     fuzz(kind, tmp_path, FRAMES_WITH_TLS if kind in WITH_TLS else FRAMES, seed=1)
-    # Probes' port needs no lines: whoever asks there needs no right to.
+    # The probe port logs nothing: anyone may query it.
     most = 2 + (time.monotonic() - began_s) / REPORT_EVERY_S
     assert kind == "health" or 1 <= len(lines) <= most, "a flood of bad clients floods the log"
 

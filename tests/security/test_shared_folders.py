@@ -1,4 +1,4 @@
-"""Folders that others may write to: names that were taken beforehand lead nowhere."""
+"""Folders that other users may write to: existing names are neither followed nor reused."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from elastic.worker.node_first import node_first
 
 @pytest.fixture
 def shared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """A ``/tmp`` in which another user may have been first; short, as sockets need it."""
+    """A ``/tmp`` in which another user may have created files; short, for socket paths."""
     with tempfile.TemporaryDirectory(prefix="s-", dir="/tmp") as name:
         folder = Path(name)
         folder.chmod(0o1777)
@@ -39,7 +39,7 @@ def lock_of(shared: Path) -> Path:
 
 
 @pytest.mark.parametrize("target", ["a file of this user's", "nothing yet"])
-def test_a_lock_is_not_made_through_a_link(shared: Path, tmp_path: Path, target: str) -> None:
+def test_a_lock_is_not_created_through_a_symlink(shared: Path, tmp_path: Path, target: str) -> None:
     path, victim = lock_of(shared), tmp_path / "victim"
     if target != "nothing yet":
         victim.write_text("precious")
@@ -51,9 +51,7 @@ def test_a_lock_is_not_made_through_a_link(shared: Path, tmp_path: Path, target:
 
 
 @pytest.mark.parametrize("how", ["hard link", "open to others", "pipe", "folder"])
-def test_a_lock_that_is_not_this_users_own_is_refused(
-    shared: Path, tmp_path: Path, how: str
-) -> None:
+def test_an_unsafe_lock_file_is_rejected(shared: Path, tmp_path: Path, how: str) -> None:
     path, victim = lock_of(shared), tmp_path / "victim"
     match how:
         case "hard link":
@@ -71,7 +69,7 @@ def test_a_lock_that_is_not_this_users_own_is_refused(
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="only root can give a file away")
-def test_a_file_of_another_users_is_not_read(tmp_path: Path) -> None:
+def test_a_file_of_another_user_is_not_read(tmp_path: Path) -> None:
     path = tmp_path / "key"
     private_files.write(path, b"a key")
     assert private_files.read(path) == b"a key"
@@ -80,7 +78,7 @@ def test_a_file_of_another_users_is_not_read(tmp_path: Path) -> None:
         private_files.read(path)
 
 
-def test_nothing_is_written_where_something_is(tmp_path: Path) -> None:
+def test_an_existing_path_is_never_overwritten(tmp_path: Path) -> None:
     victim = tmp_path / "victim"
     (tmp_path / "link").symlink_to(victim)
     for name in ("link", "victim"):
@@ -90,7 +88,7 @@ def test_nothing_is_written_where_something_is(tmp_path: Path) -> None:
     assert victim.read_bytes() == b""
 
 
-def test_a_links_folder_and_key_are_for_this_user_alone(shared: Path) -> None:
+def test_the_link_folder_and_key_are_private_to_the_user(shared: Path) -> None:
     server = LinkServer(
         on_message=lambda worker, message: None,
         on_death=lambda worker, death: None,
@@ -103,7 +101,7 @@ def test_a_links_folder_and_key_are_for_this_user_alone(shared: Path) -> None:
     assert list(shared.iterdir()) == []
 
 
-def test_a_memorys_folder_is_not_made_through_a_link(tmp_path: Path) -> None:
+def test_a_memory_folder_is_not_created_through_a_symlink(tmp_path: Path) -> None:
     victim = tmp_path / "victim"
     victim.mkdir()
     (tmp_path / "memory").symlink_to(victim)
@@ -112,7 +110,7 @@ def test_a_memorys_folder_is_not_made_through_a_link(tmp_path: Path) -> None:
     assert list(victim.iterdir()) == []
 
 
-def test_the_key_of_memories_is_for_this_user_alone(tmp_path: Path) -> None:
+def test_the_memory_key_is_private_to_the_user(tmp_path: Path) -> None:
     host = MemoryHost(tmp_path / "memory", host="127.0.0.1")
     file = host.folder / NODE_FILE
     assert stat.S_IMODE(file.stat().st_mode) == 0o600

@@ -1,4 +1,4 @@
-"""Listeners with TLS: who has no certificate of the job's is told so, and has a bounded cost."""
+"""TLS listeners: a peer without a valid certificate is rejected with a reason, at bounded cost."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ from elastic.testing.waiting import eventually
 
 @pytest.fixture
 def lines(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    said: list[str] = []
-    monkeypatch.setattr(get_logger(), "warning", lambda *words: said.append(str(words)))
-    return said
+    logged: list[str] = []
+    monkeypatch.setattr(get_logger(), "warning", lambda *words: logged.append(str(words)))
+    return logged
 
 
 @pytest.fixture(params=WITH_TLS)
@@ -61,7 +61,7 @@ def stranger(listener: Listener) -> Iterator[socket.socket]:
 
 
 def context(authority: Authority | None = None, name: str = "x") -> ssl.SSLContext:
-    """A client's that takes any server, with a certificate of this authority if there is one."""
+    """A client context that accepts any server, with a certificate of this authority if given."""
     made = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     made.check_hostname = False
     made.verify_mode = ssl.CERT_NONE
@@ -82,7 +82,7 @@ def with_own_pair(folder: Path) -> ssl.SSLContext:
 
 
 def with_expired_pair(folder: Path) -> ssl.SSLContext:
-    # The listener's authority, which `listening` has made here.
+    # The authority that `listening` has created in this folder.
     made = context()
     pair = _the_jobs(folder).issue("late", hours=(-2, -1))
     made.load_cert_chain(pair.cert, pair.key)
@@ -98,7 +98,7 @@ def _the_jobs(folder: Path) -> Authority:
 
 @pytest.fixture(autouse=True)
 def remembered_authorities(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """The one that ``listening`` makes."""
+    """Keeps the authority that ``listening`` creates."""
 
     def make(folder: Path, name: str) -> Authority:
         return _authorities.setdefault(folder, Authority(folder, name))
@@ -109,7 +109,7 @@ def remembered_authorities(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 @pytest.mark.parametrize(
-    ("make", "said"),
+    ("make", "logged"),
     [
         (lambda folder: context(), "presents no certificate"),
         (with_own_pair, "its certificate is refused"),
@@ -118,12 +118,12 @@ def remembered_authorities(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     ],
     ids=["none", "another authority's", "expired", "TLS 1.2"],
 )
-def test_who_has_no_good_certificate_gets_nothing_even_with_the_secret(
+def test_a_peer_with_the_secret_but_no_valid_certificate_is_rejected(
     listener: Listener,
     tmp_path: Path,
     lines: list[str],
     make: Callable[[Path], ssl.SSLContext],
-    said: str,
+    logged: str,
 ) -> None:
     tls = make(tmp_path)
     with stranger(listener) as plain, pytest.raises(OSError):
@@ -131,20 +131,18 @@ def test_who_has_no_good_certificate_gets_nothing_even_with_the_secret(
         with sock:
             prove(sock, KEY, listener.port.identity)
             raise AssertionError("it was let in")
-    eventually(lambda: any(said in line for line in lines), said)  # it is said after the closing
+    eventually(lambda: any(logged in line for line in lines), logged)  # logged after the close
 
 
-def test_a_peer_with_a_certificate_and_without_the_secret_gets_nothing(listener: Listener) -> None:
+def test_a_peer_with_a_certificate_but_not_the_secret_is_rejected(listener: Listener) -> None:
     with listener.port.connect() as sock:
         sock.settimeout(30)
         with pytest.raises(OSError, match="has not proved"):
             prove(sock, SecretKey.generate(), listener.port.identity)
 
 
-def test_a_plain_peer_is_answered_with_an_alert_and_nothing_else(
-    listener: Listener, lines: list[str]
-) -> None:
-    """So the port speaks TLS only; that alert is what makes a node without it say so."""
+def test_a_peer_without_tls_receives_only_an_alert(listener: Listener, lines: list[str]) -> None:
+    """The port speaks only TLS; the alert lets a node without TLS report the mismatch."""
     with stranger(listener) as sock:
         sock.sendall(frame(ClientHandshake(KEY, listener.port.identity).hello))
         answer = b""
@@ -157,7 +155,7 @@ def test_a_plain_peer_is_answered_with_an_alert_and_nothing_else(
 
 
 @pytest.mark.parametrize("begins", [b"", b"\x16\x03\x01", "half a hello", "a hello"])
-def test_a_handshake_that_does_not_go_on_is_cut_by_its_deadline(
+def test_a_stalled_tls_handshake_is_closed_at_its_deadline(
     tight_listener: Listener, begins: bytes | str
 ) -> None:
     hello = client_hello()
@@ -167,7 +165,7 @@ def test_a_handshake_that_does_not_go_on_is_cut_by_its_deadline(
         assert is_hung_up_on(sock)
 
 
-def test_a_handshake_a_byte_now_and_then_is_cut_by_the_same_deadline(
+def test_a_trickling_tls_handshake_is_closed_at_its_deadline(
     tight_listener: Listener,
 ) -> None:
     with stranger(tight_listener) as sock:
@@ -179,13 +177,13 @@ def test_a_handshake_a_byte_now_and_then_is_cut_by_the_same_deadline(
                     if not sock.recv(1):
                         break
             else:
-                raise AssertionError("it was given all the time it took")
+                raise AssertionError("the handshake did not time out")
 
 
-def test_an_open_connection_and_good_clients_are_served_beside_a_flood_of_hellos(
+def test_clients_are_served_during_a_flood_of_client_hellos(
     tight_listener: Listener,
 ) -> None:
-    """Each makes the listener sign something: what TLS costs more than a plain stranger does."""
+    """Each makes the listener compute a signature: the extra cost of TLS per unknown client."""
     hello = client_hello()
     with contextlib.ExitStack() as held:
         for number in range(150):
@@ -198,10 +196,10 @@ def test_an_open_connection_and_good_clients_are_served_beside_a_flood_of_hellos
 
 
 class Impostor:
-    """Listens on a port that was a node's, with TLS of its own; remembers what it is told."""
+    """Listens with its own TLS on a port that was a node's, and records what it receives."""
 
     def __init__(self, tls: ssl.SSLContext) -> None:
-        self.told = b""
+        self.received = b""
         self._tls = tls
         self._listener = socket.create_server(("127.0.0.1", 0))
         self.port = int(self._listener.getsockname()[1])
@@ -217,11 +215,11 @@ class Impostor:
             connection, _ = self._listener.accept()
             connection.settimeout(30)
             with self._tls.wrap_socket(connection, server_side=True) as sock:
-                self.told += sock.recv(1000)
+                self.received += sock.recv(1000)
 
 
 @pytest.mark.parametrize("kind", ["another authority's", "expired"])
-def test_a_client_tells_a_server_with_a_bad_certificate_nothing(
+def test_a_client_sends_nothing_to_a_server_with_a_bad_certificate(
     listener: Listener, tmp_path: Path, kind: str
 ) -> None:
     (tmp_path / "impostor").mkdir()
@@ -236,4 +234,4 @@ def test_a_client_tells_a_server_with_a_bad_certificate_nothing(
     with pytest.raises(Exception, match="its certificate is refused"):
         listener.real_client(impostor.port)
     impostor.close()
-    assert impostor.told == b""
+    assert impostor.received == b""

@@ -1,4 +1,4 @@
-"""What a node publishes is an address, whatever it was told."""
+"""The address that a node publishes, for every form of ``--local-addr``."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ LOCAL_ETCD = Endpoint("127.0.0.1", 2379)
 
 
 class Names:
-    """A resolver that knows what it is told, and counts how often it is asked."""
+    """A fake resolver with fixed entries, which counts its lookups."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, **known: list[str]) -> None:
         self.known = known
@@ -45,38 +45,38 @@ class Names:
         monkeypatch.setattr(socket, "getaddrinfo", look_up)
 
 
-def address(told: str, endpoint: Endpoint | None = LOCAL_ETCD) -> str:
-    return own_address(told, endpoint, within_s=2.0, clock=ManualClock())
+def address(local_addr: str, endpoint: Endpoint | None = LOCAL_ETCD) -> str:
+    return own_address(local_addr, endpoint, within_s=2.0, clock=ManualClock())
 
 
-@pytest.mark.parametrize("told", ["10.1.2.3", "fd00::7"])
-def test_an_address_stays_what_it_is(told: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    names = Names(monkeypatch, **{told: []})
-    assert address(told) == told
+@pytest.mark.parametrize("local_addr", ["10.1.2.3", "fd00::7"])
+def test_an_ip_address_stays_unchanged(local_addr: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    names = Names(monkeypatch, **{local_addr: []})
+    assert address(local_addr) == local_addr
     assert names.asked == 0
 
 
-def test_a_name_becomes_its_address_ipv4_first(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_host_name_resolves_to_its_ipv4_address_first(monkeypatch: pytest.MonkeyPatch) -> None:
     Names(monkeypatch, node7=["127.0.1.1", "fd00::7", "10.0.0.7"])
     assert address("node7") == "10.0.0.7"
 
 
-def test_a_name_for_loopback_is_of_no_use_to_others(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_loopback_name_falls_back_to_the_route_to_etcd(monkeypatch: pytest.MonkeyPatch) -> None:
     """As on Debian, where a machine's own name is 127.0.1.1."""
     Names(monkeypatch, node7=["127.0.1.1"])
-    assert address("node7") == "127.0.0.1", "the way to this etcd is by that address"
+    assert address("node7") == "127.0.0.1", "the local address of the route to this etcd"
     assert address("node7", None) == "127.0.1.1"
 
 
-def test_localhost_is_meant() -> None:
+def test_localhost_resolves_to_loopback() -> None:
     assert address("localhost") in ("127.0.0.1", "::1")
 
 
-def test_nothing_told_is_the_way_to_etcd() -> None:
+def test_the_default_is_the_local_address_of_the_route_to_etcd() -> None:
     assert address("") == "127.0.0.1"
 
 
-def test_a_name_may_be_known_a_moment_later(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_name_resolution_is_retried(monkeypatch: pytest.MonkeyPatch) -> None:
     names = Names(monkeypatch, node7=[])
 
     class Later(ManualClock):
@@ -86,11 +86,11 @@ def test_a_name_may_be_known_a_moment_later(monkeypatch: pytest.MonkeyPatch) -> 
     assert own_address("node7", None, within_s=2.0, clock=Later()) == "10.0.0.7"
 
 
-def test_an_unknown_name_is_refused_with_the_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unresolvable_name_is_rejected_with_a_hint(monkeypatch: pytest.MonkeyPatch) -> None:
     names = Names(monkeypatch, node7=[])
-    with pytest.raises(ConfigError, match=r"local-addr=node7 .*not known") as refused:
+    with pytest.raises(ConfigError, match=r"local-addr=node7 .*not known") as rejected:
         address("node7")
-    assert "IP address" in str(refused.value.hint)
+    assert "IP address" in str(rejected.value.hint)
     assert names.asked > 1
 
 
@@ -100,7 +100,7 @@ ADDRESSES = {"eth0": ("10.1.0.5", "fd00:1::5"), "eth1": ("172.30.0.2",), "lo": (
 
 
 @pytest.mark.parametrize(
-    ("local_addr", "network", "pod_ip", "told"),
+    ("local_addr", "network", "pod_ip", "expected"),
     [
         ("", None, None, ""),
         ("node7", None, "10.1.0.5", "node7"),
@@ -113,24 +113,24 @@ ADDRESSES = {"eth0": ("10.1.0.5", "fd00:1::5"), "eth1": ("172.30.0.2",), "lo": (
     ],
 )
 def test_the_address_in_the_given_network_is_announced(
-    local_addr: str | None, network: str | None, pod_ip: str | None, told: str
+    local_addr: str | None, network: str | None, pod_ip: str | None, expected: str
 ) -> None:
-    assert configured_address(local_addr, network, pod_ip, ADDRESSES) == told
+    assert configured_address(local_addr, network, pod_ip, ADDRESSES) == expected
 
 
-def test_a_network_that_this_machine_is_not_in_is_refused_with_those_that_it_is_in() -> None:
-    with pytest.raises(ConfigError) as refused:
+def test_a_network_without_a_local_address_lists_the_local_networks() -> None:
+    with pytest.raises(ConfigError) as rejected:
         configured_address(None, "10.9.0.0/16", None, ADDRESSES)
-    assert "network=10.9.0.0/16: this machine has no address" in str(refused.value)
-    assert "eth1 (172.30.0.2)" in str(refused.value) and "127.0.0.1" not in str(refused.value)
+    assert "network=10.9.0.0/16: this machine has no address" in str(rejected.value)
+    assert "eth1 (172.30.0.2)" in str(rejected.value) and "127.0.0.1" not in str(rejected.value)
 
 
-def test_an_address_outside_of_the_network_is_refused_with_both() -> None:
+def test_an_address_outside_the_network_is_rejected_with_both() -> None:
     with pytest.raises(ConfigError, match=r"--local-addr=10\.1\.0\.5 and network=172\.30\.0\.0/24"):
         configured_address("10.1.0.5", "172.30.0.0/24", None, ADDRESSES)
 
 
 @pytest.mark.parametrize("network", ["eth1", "10.1.0.0/33", "10.1"])
-def test_what_is_no_network_is_refused(network: str) -> None:
+def test_an_invalid_network_is_rejected(network: str) -> None:
     with pytest.raises(ConfigError, match=f"network={network} is not a network"):
         AgentOptions(network=network)

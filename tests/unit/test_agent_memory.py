@@ -1,4 +1,4 @@
-"""The agent's memory for checkpoints: whose it is, when it goes, and who the neighbours are."""
+"""The agent's checkpoint memory: its owner, its lifetime and its neighbours."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def world(*nodes: Node) -> WorldRecord:
     )
 
 
-def test_it_lives_as_long_as_its_agent(tmp_path: Path) -> None:
+def test_the_memory_lives_as_long_as_its_agent(tmp_path: Path) -> None:
     memory = host(tmp_path)
     (folder,) = tmp_path.iterdir()
     assert memory.folder == str(folder)
@@ -77,7 +77,7 @@ def test_it_lives_as_long_as_its_agent(tmp_path: Path) -> None:
     assert memory.folder == ""
 
 
-def test_what_a_killed_agent_left_goes_with_the_next_one(tmp_path: Path) -> None:
+def test_the_next_agent_removes_the_memory_of_a_killed_agent(tmp_path: Path) -> None:
     me = current_process()
     names = {
         "gone": f"elastic-memory-{me.pid_namespace}-{me.pid}-{me.start_ticks + 1}-ab",
@@ -92,7 +92,7 @@ def test_what_a_killed_agent_left_goes_with_the_next_one(tmp_path: Path) -> None
     assert left == {names["elsewhere"], names["ours"], names["not one"]}
 
 
-def test_without_room_or_wish_there_is_none(
+def test_no_memory_is_created_if_disabled_or_impossible(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     for memory in (host(tmp_path, node_memory_share=0), host(tmp_path / "missing")):

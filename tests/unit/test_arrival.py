@@ -1,4 +1,4 @@
-"""How the ranks of a world meet at its store: all come, one does not, or one has another mesh."""
+"""How the ranks of a world meet at its store: all arrive, one is missing, or meshes differ."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ PATIENCE_S = 120.0
 
 
 def never() -> None:
-    """No world is over."""
+    """A check that never finds the world superseded."""
 
 
 def spec(rank: int, size: int, port: int = 1) -> GroupSpec:
@@ -38,18 +38,18 @@ def spec(rank: int, size: int, port: int = 1) -> GroupSpec:
 
 @pytest.fixture
 def port() -> Iterator[int]:
-    """Reserved as the agent does it."""
+    """A port, reserved in the same way as by the agent."""
     with socket.socket() as held:
         held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         held.bind(("", 0))
         yield held.getsockname()[1]
 
 
-def met(stores: list[Store], meshes: list[str]) -> list[BaseException | None]:
+def meet_all(stores: list[Store], meshes: list[str]) -> list[BaseException | None]:
     """What each rank's call of ``meet`` raises."""
     raised: list[BaseException | None] = [None] * len(stores)
 
-    def come(rank: int) -> None:
+    def enter(rank: int) -> None:
         by_s = SYSTEM_CLOCK.monotonic() + PATIENCE_S
         try:
             meet(
@@ -62,7 +62,7 @@ def met(stores: list[Store], meshes: list[str]) -> list[BaseException | None]:
         except Exception as error:  # noqa: BLE001  returned to the test
             raised[rank] = error
 
-    threads = [threading.Thread(target=come, args=(rank,)) for rank in range(len(stores))]
+    threads = [threading.Thread(target=enter, args=(rank,)) for rank in range(len(stores))]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -83,14 +83,14 @@ def three_stores(port: int) -> Iterator[list[Store]]:
         yield [store.client for store in stores]
 
 
-def test_all_come_with_the_same_mesh(three_stores: list[Store]) -> None:
-    assert met(three_stores, ["shard=2"] * 3) == [None] * 3
+def test_ranks_with_the_same_mesh_all_arrive(three_stores: list[Store]) -> None:
+    assert meet_all(three_stores, ["shard=2"] * 3) == [None] * 3
 
 
-def test_a_rank_with_another_mesh_is_refused_and_named_to_the_others(
+def test_a_rank_with_a_different_mesh_is_rejected_and_named(
     three_stores: list[Store],
 ) -> None:
-    first, refused, other = met(three_stores, ["shard=2", "", "shard=2"])
+    first, refused, other = meet_all(three_stores, ["shard=2", "", "shard=2"])
     assert isinstance(refused, ConfigError)
     assert "rank 1 has the dimensions none, but rank 0 has shard=2" in str(refused)
     for rank in (first, other):
@@ -98,20 +98,20 @@ def test_a_rank_with_another_mesh_is_refused_and_named_to_the_others(
         assert rank.missing == (1,)
 
 
-def test_torchs_store_compares_meshes_too() -> None:
+def test_meshes_are_also_compared_in_a_torch_store() -> None:
     store = HashStore()
-    first, refused = met([store, store], ["shard=2", "shard=4"])
+    first, refused = meet_all([store, store], ["shard=2", "shard=4"])
     assert isinstance(first, GroupBuildFailed) and isinstance(refused, ConfigError)
 
 
-def test_who_does_not_come_in_time_is_named(three_stores: list[Store]) -> None:
+def test_a_rank_that_does_not_arrive_in_time_is_named(three_stores: list[Store]) -> None:
     three_stores[2].set("n/arrived/2", '""')
     with pytest.raises(GroupBuildFailed, match="did not join generation 3") as caught:
         meet(three_stores[0], spec(0, 3), never, deadline_s=SYSTEM_CLOCK.monotonic() + 0.1)
     assert caught.value.missing == (1,)
 
 
-def test_a_world_that_is_over_is_not_waited_for(three_stores: list[Store]) -> None:
+def test_a_superseded_world_ends_the_wait(three_stores: list[Store]) -> None:
     def over() -> None:
         raise Superseded("generation 3 is over")
 

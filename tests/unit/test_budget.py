@@ -1,4 +1,4 @@
-"""When a job gives up, and whom it leaves out for a while."""
+"""When a job stops, and which nodes it quarantines."""
 
 from __future__ import annotations
 
@@ -47,18 +47,18 @@ BOOM = failed("ValueError: boom")
 RESET = failed("RuntimeError: Connection reset by peer", node="n2")
 
 
-def test_nothing_broken_is_no_reason_to_stop() -> None:
+def test_a_job_without_failures_continues() -> None:
     assert judge() is None
 
 
 @pytest.mark.parametrize("lost", [(), ("n2",)])
-def test_a_world_in_which_nobody_has_the_state_is_the_last(lost: tuple[str, ...]) -> None:
-    """Two nodes that failed alternately went through a hundred generations like that."""
+def test_a_world_in_which_no_node_has_the_state_stops_the_job(lost: tuple[str, ...]) -> None:
+    """Two alternately failing nodes went through a hundred generations in this way."""
     without = broke(failed("CheckpointRequired: none is complete", 65), lost=lost)
     stop = judge(replace(without, counts=False))
     assert stop is not None and stop.exit_code == 65
     assert "no node has the state of the job: CheckpointRequired: none is" in stop.reason
-    assert judge(without, replace(broke(lost=("n2",)), counts=False)) is None, "it got on"
+    assert judge(without, replace(broke(lost=("n2",)), counts=False)) is None, "the job continued"
 
 
 def test_the_same_error_three_times_in_a_row_stops_with_that_error() -> None:
@@ -69,7 +69,7 @@ def test_the_same_error_three_times_in_a_row_stops_with_that_error() -> None:
     assert "ValueError: boom (on n1)" in stop.reason and "3 times in a row" in stop.reason
 
 
-def test_the_same_error_on_other_nodes_ranks_and_addresses() -> None:
+def test_errors_are_equal_regardless_of_node_rank_and_address() -> None:
     texts = ("[rank0]: at 0x7f01\nboom", "[rank2]: at 0xBEEF\n boom", "at 0x1 boom")
     assert judge(*(broke(failed(t, node=f"n{i}")) for i, t in enumerate(texts))) is not None
 
@@ -87,21 +87,19 @@ def test_the_same_error_on_other_nodes_ranks_and_addresses() -> None:
         "Watchdog caught collective operation timeout",
     ],
 )
-def test_what_follows_from_a_dead_peer_is_not_the_scripts_error(text: str) -> None:
+def test_consequences_of_a_dead_peer_are_not_script_errors(text: str) -> None:
     assert judge(*[broke(failed(text))] * 3) is None
     assert judge(*[broke(failed(text), BOOM)] * 3) is not None
 
 
 @pytest.mark.parametrize(("code", "ends_with"), [(1, 1), (2, 2), (65, 65), (3, 1)])
-def test_the_job_ends_with_the_scripts_exit_code_if_it_is_one_of_ours(
-    code: int, ends_with: int
-) -> None:
+def test_a_known_exit_code_of_the_script_becomes_that_of_the_job(code: int, ends_with: int) -> None:
     stop = judge(*[broke(failed("CheckpointRequired: none", code=code))] * 3)
     assert stop is not None
     assert stop.exit_code == ends_with
 
 
-def test_of_several_errors_the_common_one_counts() -> None:
+def test_the_error_common_to_all_failures_counts() -> None:
     other = failed("OSError: quota", node="n3")
     stop = judge(broke(BOOM), broke(other, BOOM), broke(RESET, BOOM))
     assert stop is not None and "boom" in stop.reason
@@ -120,7 +118,7 @@ def test_of_several_errors_the_common_one_counts() -> None:
     ids=["lost", "SIGKILL", "SIGTERM", "other error", "no failure"],
 )
 @pytest.mark.parametrize("place", [0, 1, 2])
-def test_what_interrupts_the_row(odd: Breakage, place: int) -> None:
+def test_a_different_failure_ends_the_series(odd: Breakage, place: int) -> None:
     history = [broke(BOOM)] * 3
     history[place] = odd
     assert judge(*history) is None
@@ -128,36 +126,36 @@ def test_what_interrupts_the_row(odd: Breakage, place: int) -> None:
 
 @pytest.mark.parametrize("place", [1, 2])
 @pytest.mark.parametrize("healthy", [broke(BOOM, lived_s=60.0), broke(BOOM, steps=20)])
-def test_progress_between_ends_the_row(healthy: Breakage, place: int) -> None:
+def test_progress_between_failures_ends_the_series(healthy: Breakage, place: int) -> None:
     history = [broke(BOOM)] * 3
     history[place] = healthy
     assert judge(*history) is None
 
 
-def test_progress_before_the_first_of_a_row_does_not_matter() -> None:
-    """A job that had trained for hours before it came to the bad sample."""
+def test_progress_before_the_first_failure_does_not_matter() -> None:
+    """A job that trained for hours before it reached the bad sample."""
     assert judge(broke(BOOM, steps=5000), *[broke(BOOM, steps=0)] * 2) is not None
 
 
-def test_standing_still_is_no_progress_however_long_it_takes() -> None:
-    """Steps of minutes: each redo of the bad one outlives healthy_s."""
+def test_time_without_completed_steps_is_not_progress() -> None:
+    """If steps take minutes, each repetition of the bad one takes longer than healthy_s."""
     assert judge(*[broke(BOOM, lived_s=300.0, steps=0)] * 3) is not None
     assert judge(*[broke(BOOM, lived_s=300.0, steps=5)] * 3) is None
 
 
-def test_kills_spend_no_budget_while_steps_are_made() -> None:
+def test_kills_spend_no_budget_while_the_job_makes_progress() -> None:
     killed = failed(None, -9)
     assert judge(*[broke(killed, lived_s=1.0, steps=50)] * 30) is None
     stop = judge(*[broke(killed, lived_s=1.0, steps=3)] * 11)
     assert stop is not None and stop.exit_code == 70
 
 
-def test_only_the_last_three_matter() -> None:
+def test_only_the_last_three_failures_count() -> None:
     assert judge(broke(BOOM, lived_s=900.0), *[broke(BOOM)] * 3) is not None
     assert judge(*[broke(BOOM)] * 3, broke(RESET)) is None
 
 
-def test_scripts_that_leave_no_text_are_judged_by_exit_code() -> None:
+def test_failures_without_an_error_text_are_compared_by_exit_code() -> None:
     three = failed(None, 3)
     stop = judge(broke(three), broke(three, failed(None, 1, "n2")), broke(three, RESET))
     assert stop is not None and stop.exit_code == 1 and "exit code 3 (on n1)" in stop.reason
@@ -172,7 +170,7 @@ def test_exit_codes_count_only_if_all_failed_workers_exited_by_themselves(
     assert judge(*[broke(silent, failed(None, code, "n2"))] * 3) is None
 
 
-def test_the_budget_is_spent_by_one_breakage_too_many() -> None:
+def test_one_failure_too_many_exhausts_the_budget() -> None:
     history = [broke(lost=("n2",), at_s=NOW - i) for i in range(11, 0, -1)]
     assert judge(*history[1:]) is None
     stop = judge(*history)
@@ -180,19 +178,19 @@ def test_the_budget_is_spent_by_one_breakage_too_many() -> None:
     assert "11 worlds broke within 600 s" in stop.reason and "n2 lost" in stop.reason
 
 
-def test_breakages_before_the_window_are_forgiven() -> None:
+def test_failures_before_the_window_do_not_count() -> None:
     old = [broke(lost=("n2",), at_s=NOW - 601)] * 5
     assert judge(*old, *[broke(lost=("n2",))] * 10) is None
 
 
-def test_a_healthy_world_refunds_everything() -> None:
+def test_a_healthy_world_restores_the_budget() -> None:
     lost = broke(lost=("n2",))
     healthy = broke(lost=("n2",), lived_s=60.0)
     assert judge(*[lost] * 10, healthy, *[lost] * 9) is None
     assert judge(*[lost] * 10, healthy, *[lost] * 10) is not None
 
 
-def test_the_scripts_error_is_named_rather_than_the_budget() -> None:
+def test_a_repeated_script_error_takes_precedence_over_the_budget() -> None:
     stop = judge(*[broke(BOOM)] * 11)
     assert stop is not None and stop.exit_code == 1
 
@@ -207,13 +205,13 @@ def test_the_last_failure_is_named_when_the_budget_is_spent() -> None:
 
 
 def at_step(step: int | None, text: str = "ValueError: boom", **more: Any) -> Breakage:
-    """The script failed there, and the worker that failed has said so."""
+    """A failure of the script at a step that its worker reported."""
     failure = Failure("n1", text, 1, step)
     return replace(broke(failure, **more), step=step)
 
 
-def test_the_same_error_at_the_same_step_stops_whatever_was_made_between() -> None:
-    """A restart from a checkpoint makes steps every time, and takes its time."""
+def test_the_same_error_at_the_same_step_stops_the_job_despite_progress() -> None:
+    """A restart from a checkpoint repeats steps each time, and takes long."""
     again = at_step(500, steps=300, lived_s=900.0)
     assert judge(again, again) is None
     stop = judge(again, again, again)
@@ -230,12 +228,12 @@ def test_the_same_error_at_the_same_step_stops_whatever_was_made_between() -> No
     ],
     ids=["consequence", "loss", "other error before it"],
 )
-def test_other_failures_between_do_not_hide_it(between: Breakage) -> None:
+def test_other_failures_do_not_hide_an_error_that_repeats_at_a_step(between: Breakage) -> None:
     again = at_step(500, steps=300, lived_s=900.0)
     assert judge(again, between, again, between, again) is not None
 
 
-def test_a_job_that_got_past_the_step_begins_to_count_again() -> None:
+def test_progress_past_the_failing_step_resets_the_count() -> None:
     again = at_step(500, steps=300, lived_s=900.0)
     past = at_step(800, "OSError: quota", steps=300, lived_s=900.0)
     assert judge(again, again, past, again) is None
@@ -249,27 +247,27 @@ def test_a_job_that_got_past_the_step_begins_to_count_again() -> None:
 @pytest.mark.parametrize(
     "steps", [(500, 501, 502), (480, 490, 500)], ids=["one by one", "ten by ten"]
 )
-def test_an_error_that_moves_forward_is_progress(steps: tuple[int, ...]) -> None:
+def test_an_error_at_ever_later_steps_does_not_stop_the_job(steps: tuple[int, ...]) -> None:
     assert judge(*(at_step(step, steps=1) for step in steps)) is None
 
 
 @pytest.mark.parametrize("steps", [(500, 480, 490), (500, 501, 501), (500, 500, None)])
-def test_an_error_that_comes_back_is_not(steps: tuple[int | None, ...]) -> None:
+def test_an_error_that_reaches_no_later_step_stops_the_job(steps: tuple[int | None, ...]) -> None:
     assert judge(*(at_step(step, steps=1) for step in steps)) is not None
 
 
-def test_an_error_that_moves_forward_spends_the_budget() -> None:
+def test_an_error_at_ever_later_steps_spends_the_budget() -> None:
     stop = judge(*(at_step(step, steps=1) for step in range(11)))
     assert stop is not None and stop.exit_code == 70
 
 
-def test_the_step_of_the_job_counts_where_the_worker_has_not_said_its_own() -> None:
+def test_the_step_of_the_job_is_used_if_the_worker_reported_none() -> None:
     again = replace(broke(BOOM, steps=300, lived_s=900.0), step=500)
     stop = judge(again, again, again)
     assert stop is not None and "at step 500" in stop.reason
 
 
-def test_a_worker_that_the_kernel_kills_for_its_memory_at_one_step_stops_the_job() -> None:
+def test_repeated_oom_kills_at_the_same_step_stop_the_job() -> None:
     def killed(pid: int, *, is_oom_kill: bool = True) -> Breakage:
         text = f"local rank 0 (pid {pid}) was ended by SIGKILL"
         failure = Failure("n1", text, -9, None, is_oom_kill)
@@ -293,13 +291,13 @@ def test_churn_spends_the_budget_and_is_named() -> None:
     assert judge(*[gone("n2", steps=0)] * 10) is None
 
 
-def test_losses_that_do_not_count_spend_nothing_and_interrupt_nothing() -> None:
+def test_uncounted_losses_neither_spend_the_budget_nor_end_a_series() -> None:
     idle = gone(counts=False, steps=0)
     assert judge(*[idle] * 30) is None
     assert judge(broke(BOOM), idle, broke(BOOM), idle, broke(BOOM)) is not None
 
 
-def test_progress_refunds_churn() -> None:
+def test_progress_resets_churn() -> None:
     churn = gone("n2", steps=0)
     assert judge(*[churn] * 10, gone("n2", counts=False, steps=20), *[churn] * 10) is None
 
@@ -314,27 +312,27 @@ def test_progress_refunds_churn() -> None:
         (gone("n2", lived_s=60.0), False),
     ],
 )
-def test_nodes_that_vanish_again_are_churn_if_the_job_gets_nowhere(
+def test_repeated_departures_are_churn_if_the_job_makes_no_progress(
     breakage: Breakage, is_churn_of_the_job: bool
 ) -> None:
     assert is_churn(breakage, POLICY) is is_churn_of_the_job
 
 
-def test_who_has_vanished_before() -> None:
+def test_departed_again_lists_nodes_that_departed_before() -> None:
     before = [
         replace(broke(lost=("n1",)), generation=5, at_s=100.0),
         replace(broke(lost=("n2",)), generation=6, at_s=500.0),
         replace(broke(), left=("n3",), generation=7, at_s=600.0),
     ]
     assert departed_again(("n1", "n2", "n3", "n4"), before, 8, since_s=200.0) == ("n2", "n3")
-    # Its own world was charged twice: when the node left, and when another one failed.
+    # Its world is recorded twice: when the node left, and when another one failed.
     assert departed_again(("n3",), before, 7, since_s=200.0) == ()
 
 
 # ── quarantine ─────────────────────────────────────────────────────────────────────────────
 
 
-def test_a_node_lost_three_times_in_the_window_cools_down() -> None:
+def test_a_node_lost_three_times_in_the_window_is_quarantined() -> None:
     flaps = FlapTracker()
     flaps.lost("n1", 0)
     flaps.lost("n1", 60)
@@ -353,7 +351,7 @@ def test_losses_far_apart_do_not_add_up() -> None:
         assert flaps.quarantined(now) == {}
 
 
-def test_a_node_that_flaps_on_after_its_quarantine_is_quarantined_again() -> None:
+def test_a_node_that_flaps_after_its_quarantine_is_quarantined_again() -> None:
     flaps = FlapTracker(FlapPolicy(quarantine_s=10))
     for now in (0, 1, 2):
         flaps.lost("n1", now)
@@ -361,7 +359,7 @@ def test_a_node_that_flaps_on_after_its_quarantine_is_quarantined_again() -> Non
     assert flaps.quarantined(20) == {"n1": 30.0}
 
 
-def test_the_node_accused_three_times_in_a_row_cools_down() -> None:
+def test_a_node_accused_three_times_in_a_row_is_quarantined() -> None:
     flaps = FlapTracker()
     for now, node in enumerate(("n1", "n1", "n2", "n1", "n1")):
         flaps.accused(node, now)
@@ -370,14 +368,14 @@ def test_the_node_accused_three_times_in_a_row_cools_down() -> None:
     assert flaps.quarantined(5) == {"n1": 65.0}
 
 
-def test_accusations_with_healthy_time_between_are_no_row() -> None:
+def test_accusations_separated_by_healthy_time_do_not_accumulate() -> None:
     flaps = FlapTracker()
     for now in (0, 121, 242, 363):
         flaps.accused("n1", now)
     assert flaps.quarantined(363) == {}
 
 
-def test_after_a_quarantine_a_new_row_begins() -> None:
+def test_a_quarantine_resets_the_accusations() -> None:
     flaps = FlapTracker(FlapPolicy(quarantine_s=1))
     for now in range(3):
         flaps.accused("n1", now)
@@ -385,7 +383,7 @@ def test_after_a_quarantine_a_new_row_begins() -> None:
     assert flaps.quarantined(10) == {}
 
 
-def test_names_of_the_past_are_forgotten() -> None:
+def test_old_losses_are_discarded() -> None:
     """A job of weeks sees thousands of nodes."""
     flaps = FlapTracker()
     for i in range(1000):

@@ -1,4 +1,4 @@
-"""``run.build`` in one process: what it makes, how that is saved and loaded, what is refused."""
+"""``run.build`` in one process: construction, saving and loading, and invalid uses."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def build(mesh: DeviceMesh) -> tuple[nn.Module, torch.optim.Optimizer]:
 
 
 def train(run: Run, epochs: int, build: Callable[[DeviceMesh], Any] = build) -> dict[str, Any]:
-    """The whole weights at the end, as plain tensors."""
+    """The full weights at the end, as plain tensors."""
     loader = run.loader(DataLoader(dataset(), batch_size=10, shuffle=True), global_batch=10)
     weights = {}
 
@@ -108,7 +108,7 @@ def test_a_checkpoint_of_a_wrapped_model_loads_into_a_built_one_and_back(tmp_pat
         torch.testing.assert_close(wrapped(run, 3), reference, rtol=0, atol=1e-12)
 
 
-def test_schedulers_and_frozen_parameters_are_state(tmp_path: Path) -> None:
+def test_schedulers_and_frozen_parameters_are_restored(tmp_path: Path) -> None:
     def with_scheduler(mesh: DeviceMesh) -> Any:
         model, optimizer = build(mesh)
         return model, optimizer, torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
@@ -132,7 +132,7 @@ def test_schedulers_and_frozen_parameters_are_state(tmp_path: Path) -> None:
         assert seen == [0.005, False]
 
 
-def test_initial_weights_do_not_depend_on_what_was_drawn_before(tmp_path: Path) -> None:
+def test_initial_weights_do_not_depend_on_earlier_random_draws(tmp_path: Path) -> None:
     seen = []
     for number in range(2):
         with process(tmp_path / str(number), seed=5) as run:
@@ -147,7 +147,7 @@ def test_initial_weights_do_not_depend_on_what_was_drawn_before(tmp_path: Path) 
     assert torch.equal(*seen)
 
 
-def test_gradients_that_are_accumulated_are_never_lost_in_a_save(tmp_path: Path) -> None:
+def test_a_save_during_gradient_accumulation_loses_no_gradients(tmp_path: Path) -> None:
     """A save between two steps that share gradients would lose those of the first."""
     saved = []
     with process(tmp_path, every_steps=1) as run:
@@ -181,7 +181,7 @@ def test_the_gradient_of_a_share_is_weighted_once(factor: float) -> None:
     assert module.weight.grad.tolist() == [[factor, factor]]
 
 
-def test_a_share_that_cannot_be_weighted_is_refused() -> None:
+def test_a_share_that_cannot_be_weighted_is_rejected() -> None:
     class Opaque(nn.Linear):
         def forward(self, x: torch.Tensor) -> Any:
             return {super().forward(x).sum()}  # a set
@@ -201,7 +201,7 @@ def test_a_share_that_cannot_be_weighted_is_refused() -> None:
 # Misuse ------------------------------------------------------------------------------------------
 
 
-def test_calls_at_the_wrong_place_are_refused(tmp_path: Path) -> None:
+def test_calls_in_the_wrong_place_are_rejected(tmp_path: Path) -> None:
     with process(tmp_path, clean=False) as run:
         with refused(TrainingError, "outside the function that run.retry calls"):
             run.build(build)
@@ -214,7 +214,7 @@ def test_calls_at_the_wrong_place_are_refused(tmp_path: Path) -> None:
             in_retry(run, twice)
 
 
-def test_build_after_the_state_was_restored_is_refused(tmp_path: Path) -> None:
+def test_build_after_the_state_was_restored_is_rejected(tmp_path: Path) -> None:
     with process(tmp_path, clean=False) as run:
         run.loader(DataLoader(dataset(), batch_size=10))
 
@@ -226,7 +226,7 @@ def test_build_after_the_state_was_restored_is_refused(tmp_path: Path) -> None:
             in_retry(run, late)
 
 
-def test_build_without_checkpoints_or_beside_wrap_is_refused(tmp_path: Path) -> None:
+def test_build_without_checkpoints_or_with_wrap_is_rejected(tmp_path: Path) -> None:
     with run_of(None, clean=False) as run, refused(ConfigError, "needs checkpoints"):
         in_retry(run, lambda: run.build(build))
     with process(tmp_path, clean=False) as run:
@@ -272,14 +272,14 @@ def optimizer_first(mesh: DeviceMesh) -> Any:
         (lambda mesh: build(mesh)[1], "the function of run.build() returned no module"),
     ],
 )
-def test_what_cannot_be_trained_is_refused_when_it_is_built(
+def test_an_untrainable_model_is_rejected_by_build(
     tmp_path: Path, fn: Callable[[DeviceMesh], Any], message: str
 ) -> None:
     with process(tmp_path, clean=False) as run, refused(ConfigError, message):
         in_retry(run, lambda: run.build(fn))
 
 
-def test_wrap_of_a_sharded_module_names_build(tmp_path: Path) -> None:
+def test_wrap_of_a_sharded_module_suggests_build(tmp_path: Path) -> None:
     with process(tmp_path, clean=False) as run:
 
         def wraps() -> None:
@@ -316,14 +316,14 @@ def leave_a_world(folder: Path) -> None:
         del error, use
         parts_of(
             run
-        ).state.registry.optimizer_watch.reset()  # as in every recovery: the refused update is over
+        ).state.registry.optimizer_watch.reset()  # as in every recovery: discard the update
         assert job.remains.collect() == 0
         gc.collect()
         assert first() is None
 
 
 def leave_a_world_at_once(folder: Path) -> None:
-    """A full collection takes 0.13 s of CPU, and nothing is trained meanwhile."""
+    """A full collection takes 0.13 s of CPU, during which training stops."""
     with process(folder, clean=False) as run:
         first: list[weakref.ref[torch.Tensor]] = []
 
@@ -338,23 +338,23 @@ def leave_a_world_at_once(folder: Path) -> None:
             if phase == "start" and info["generation"] == 2:
                 looked_at.append(len(gc.get_objects()))
 
-        gc.disable()  # only what is asked for
+        gc.disable()  # only explicit collections
         gc.callbacks.append(note)
         job = parts_of(run).job
         everything = len(gc.get_objects()) + gc.get_freeze_count()
         job.retire_built()
         assert job.remains is not None
-        assert any(reference() is not None for reference in first)  # it is in cycles
+        assert any(reference() is not None for reference in first)  # in reference cycles
         job.remains.warn_if_in_memory()
         assert all(reference() is None for reference in first)
         assert len(looked_at) == 1 and looked_at[0] < everything / 4, (looked_at, everything)
 
 
 @pytest.mark.parametrize("leave", [leave_a_world, leave_a_world_at_once])
-def test_objects_of_a_world_that_is_over_say_so_and_leave_no_memory(
+def test_objects_of_an_ended_world_raise_and_free_their_memory(
     tmp_path: Path, leave: Callable[[Path], None]
 ) -> None:
-    """In a process of its own: what other tests leave in torch may refer to parameters, too."""
+    """In a separate process: other tests may leave references to parameters in torch."""
     here = Path(__file__).parent
     code = (
         f"import sys, pathlib; sys.path[:0] = {[str(here), str(here.parent)]}\n"
@@ -365,7 +365,7 @@ def test_objects_of_a_world_that_is_over_say_so_and_leave_no_memory(
     assert done.returncode == 0, done.stderr
 
 
-def test_a_model_on_the_mesh_of_another_world_is_refused(tmp_path: Path) -> None:
+def test_a_model_on_the_mesh_of_another_world_is_rejected(tmp_path: Path) -> None:
     with process(tmp_path, clean=False) as run:
         meshes: list[DeviceMesh] = []
 
@@ -379,7 +379,7 @@ def test_a_model_on_the_mesh_of_another_world_is_refused(tmp_path: Path) -> None
             in_retry(run, lambda: run.build(keeps))
 
 
-def test_a_mesh_of_a_part_of_the_world_is_refused() -> None:
+def test_a_mesh_over_part_of_the_world_is_rejected() -> None:
     class Halved:
         """A mesh of twice as many ranks."""
 

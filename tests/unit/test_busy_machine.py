@@ -1,4 +1,4 @@
-"""The tests hold on a machine that is busy: nothing fails only because it took long."""
+"""The tests tolerate a busy machine: none fails only because it is slow."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from elastic.testing.node import LocalNode
 from elastic.testing.waiting import PATIENCE_S
 
 TESTS = Path(__file__).parents[1]
-# Longer than this is no promise that a test checks, but patience, of which there is one.
-LONGEST_PROMISE_S = 14.0
+# A longer limit is not an asserted latency but a timeout, of which there is only one.
+LONGEST_LATENCY_S = 14.0
 
 
-def test_slow_examples_fail_nothing() -> None:
+def test_slow_hypothesis_examples_do_not_fail() -> None:
     seen: list[int] = []
 
     def slowly(number: int) -> int:
@@ -39,23 +39,23 @@ def test_slow_examples_fail_nothing() -> None:
     assert len(seen) >= 10
 
 
-def test_a_clusters_waits_have_one_patience() -> None:
+def test_all_waits_of_a_cluster_have_the_same_timeout() -> None:
     waits = [m for name, m in vars(LocalCluster).items() if name.startswith("wait_")]
     given = [inspect.signature(wait).parameters["timeout_s"].default for wait in waits]
     assert {limit for limit in given if limit is not inspect.Parameter.empty} == {PATIENCE_S}
 
 
-class Unharmed(LocalCluster):
-    """One whose nodes run, and which has none."""
+class FakeCluster(LocalCluster):
+    """A cluster that reports a running node without starting any."""
 
     @property
     def running(self) -> list[LocalNode]:
         return [MagicMock(spec=LocalNode)]
 
 
-def test_a_world_trains_once_its_last_rank_has_written(tmp_path: Path) -> None:
-    """Until then three nodes look like two."""
-    cluster = Unharmed(["127.0.0.1:1"], "train.py", tmp_path)
+def test_a_world_counts_as_training_once_its_last_rank_has_written(tmp_path: Path) -> None:
+    """Until then a world of three nodes looks like one of two."""
+    cluster = FakeCluster(["127.0.0.1:1"], "train.py", tmp_path)
     clocks = [ManualClock(float(rank)) for rank in range(3)]
     ledgers = [Ledger(str(tmp_path / "ledger"), clock=clock) for clock in clocks]
     for rank, ledger in enumerate(ledgers):
@@ -70,7 +70,7 @@ def test_a_world_trains_once_its_last_rank_has_written(tmp_path: Path) -> None:
 
 
 def limits_in(path: Path) -> list[ast.Constant]:
-    """Seconds that a file gives to something as numbers; steps and generations are integers."""
+    """Time limits that a file passes as literals; integer arguments are steps or generations."""
     calls = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Call)]
     waits = [c for c in calls if ast.unparse(c.func).rpartition(".")[2].startswith("wait")]
     given = [value for wait in waits for value in wait.args if isinstance(value, ast.Constant)]
@@ -81,11 +81,11 @@ def limits_in(path: Path) -> list[ast.Constant]:
     ]
 
 
-def test_no_wait_of_a_kill_test_has_a_patience_of_its_own() -> None:
+def test_kill_tests_define_no_timeouts_of_their_own() -> None:
     found = [
         f"{path.name}:{limit.lineno}: {limit.value}"
         for path in sorted((TESTS / "kill").glob("*.py"))
         for limit in limits_in(path)
-        if isinstance(limit.value, int | float) and LONGEST_PROMISE_S < limit.value < PATIENCE_S
+        if isinstance(limit.value, int | float) and LONGEST_LATENCY_S < limit.value < PATIENCE_S
     ]
     assert found == []

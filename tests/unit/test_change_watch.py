@@ -1,4 +1,4 @@
-"""What a script may do to weights behind everybody's back is noticed."""
+"""Changes that a script makes to weights outside of the optimizer are detected."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def by_new_memory(parameters: list[torch.nn.Parameter]) -> None:
 
 
 @pytest.mark.parametrize("change", [in_place, through_data, through_numpy, by_new_memory])
-def test_changes_are_noticed_by_content(
+def test_changes_are_detected_by_content(
     change: Callable[[list[torch.nn.Parameter]], None],
 ) -> None:
     parameters = weights()
@@ -44,17 +44,17 @@ def test_changes_are_noticed_by_content(
     assert watch.has_changed
 
 
-def test_versions_notice_changes_in_place_for_nothing() -> None:
+def test_version_counters_detect_in_place_changes_at_no_cost() -> None:
     parameters = weights()
     watch = ChangeWatch(lambda: parameters)
     watch.expect(by_content=False)
     through_data(parameters)
-    assert not watch.has_changed, "then contents need not be compared in some steps"
+    assert not watch.has_changed, "only a comparison of contents detects it"
     in_place(parameters)
     assert watch.has_changed
 
 
-def test_nothing_is_expected_at_first_and_after_forget() -> None:
+def test_no_change_is_reported_before_expect_and_after_forget() -> None:
     parameters = weights()
     watch = ChangeWatch(lambda: parameters)
     in_place(parameters)
@@ -69,12 +69,12 @@ def test_nothing_is_expected_at_first_and_after_forget() -> None:
     "dtype",
     [torch.float16, torch.bfloat16, torch.float64, torch.complex64, torch.int8, torch.bool],
 )
-def test_contents_of_any_type(dtype: torch.dtype) -> None:
+def test_contents_differ_after_a_change_for_any_dtype(dtype: torch.dtype) -> None:
     tensor = torch.ones(5).to(dtype)
     before = contents([tensor])
     tensor[3] = 0
     assert contents([tensor]) != before
 
 
-def test_contents_of_nothing() -> None:
+def test_contents_of_no_elements_are_empty() -> None:
     assert contents([]) == contents([torch.empty(0)]) == ()

@@ -41,7 +41,7 @@ def test_ls_and_show(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "tensors" in capsys.readouterr().out
 
 
-def test_verify_tells_damaged_ones(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_verify_lists_damaged_checkpoints(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert all(r["valid"] for r in as_json(capsys, "verify", folder))
     flip(folder / name_of(20) / "00001-of-00002.safetensors", -1)
     flip(folder / name_of(10) / "manifest.json", 100)
@@ -51,7 +51,7 @@ def test_verify_tells_damaged_ones(folder: Path, capsys: pytest.CaptureFixture[s
     assert as_json(capsys, "verify", folder, name_of(30))[0]["valid"]
 
 
-def test_diff_by_tensor(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_diff_compares_tensor_by_tensor(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert as_json(capsys, "diff", folder, name_of(10), name_of(10)) == []
     state = small_state(10)
     state["model"]["weight"][0, 0] += 2
@@ -65,7 +65,7 @@ def test_diff_by_tensor(folder: Path, capsys: pytest.CaptureFixture[str]) -> Non
     assert found["model/scale"] == "only in the old one"
 
 
-def test_prune_asks_first(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_prune_requires_confirmation(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["checkpoints", "prune", str(folder), "--keep", "1"]) == 2
     assert "--yes" in capsys.readouterr().err
     chosen = as_json(capsys, "prune", folder, "--keep", 1, "--dry-run")["chosen"]
@@ -76,17 +76,17 @@ def test_prune_asks_first(folder: Path, capsys: pytest.CaptureFixture[str]) -> N
 
 
 @pytest.mark.parametrize("form", ["torch", "dcp", "safetensors"])
-def test_export_then_import(
+def test_export_and_import_round_trip(
     folder: Path, form: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     target = tmp_path / "exported"
     as_json(capsys, "export", folder, name_of(20), target, "--to", form)
     trust = ["--trust"] if form == "dcp" else []
-    made = as_json(capsys, "import", tmp_path / "new", target, "--from", form, "--step", 20, *trust)
-    assert same(checkpoints.load(tmp_path / "new", made["name"]).state, small_state(20))
+    info = as_json(capsys, "import", tmp_path / "new", target, "--from", form, "--step", 20, *trust)
+    assert same(checkpoints.load(tmp_path / "new", info["name"]).state, small_state(20))
 
 
-def test_mistakes_are_sentences(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_usage_errors_are_explained(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["checkpoints", "show", str(folder), name_of(99)]) == 65
     assert "there is no checkpoint" in capsys.readouterr().err
     assert main(["checkpoints", "shwo", str(folder)]) == 2
@@ -123,7 +123,7 @@ def test_progress_is_shown_on_a_terminal_only(
 
 
 @pytest.mark.parametrize("world_size", [1, 3])
-def test_diff_sees_the_same_whoever_wrote(
+def test_diff_is_independent_of_the_number_of_writers(
     folder: Path, world_size: int, capsys: pytest.CaptureFixture[str]
 ) -> None:
     save_all(folder, small_state(10), step=50, world_size=world_size, keep=None)
@@ -132,7 +132,7 @@ def test_diff_sees_the_same_whoever_wrote(
     assert "no tensor differs" in capsys.readouterr().out
 
 
-def test_diff_of_a_damaged_one_names_the_file(
+def test_diff_of_a_damaged_checkpoint_names_the_file(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     flip(folder / name_of(20) / "00001-of-00002.safetensors", -1)

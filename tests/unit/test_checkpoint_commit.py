@@ -1,4 +1,4 @@
-"""Who commits, when, and what becomes of everything else in the folder."""
+"""Which writer commits and when, and how other entries of the folder are handled."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_only_the_writer_that_finds_all_parts_commits(tmp_path: Path) -> None:
     ]
 
 
-def test_an_attempt_is_never_listed(tmp_path: Path) -> None:
+def test_an_uncommitted_attempt_is_not_listed(tmp_path: Path) -> None:
     saved = _save(tmp_path, 0, 2)
     assert saved.notes == ("not committed: waiting for 1 of 2 writers: 1",)
     assert checkpoints.list_checkpoints(tmp_path) == ()
@@ -58,7 +58,7 @@ def test_saving_a_committed_step_again_changes_nothing(tmp_path: Path) -> None:
     assert same(checkpoints.load(tmp_path, name).state, small_state(5))
 
 
-def test_a_writer_that_repeats_its_share_does_not_touch_it(tmp_path: Path) -> None:
+def test_a_repeated_save_of_a_part_does_not_rewrite_it(tmp_path: Path) -> None:
     _save(tmp_path, 0, 2)
     file = tmp_path / ".tmp-step-000000005.g0.aa" / "00000-of-00002.safetensors"
     before = file.stat()
@@ -66,7 +66,7 @@ def test_a_writer_that_repeats_its_share_does_not_touch_it(tmp_path: Path) -> No
     assert (file.stat().st_mtime_ns, file.stat().st_ino) == (before.st_mtime_ns, before.st_ino)
 
 
-def test_parts_of_a_dead_run_and_its_successor_never_make_one_checkpoint(tmp_path: Path) -> None:
+def test_parts_of_different_runs_never_form_one_checkpoint(tmp_path: Path) -> None:
     """Parts 0 and 1 of a crashed run, 2 and 3 of the next, same step."""
     for rank in (0, 1):
         _save(tmp_path, rank, 4, nonce="dead")
@@ -77,7 +77,7 @@ def test_parts_of_a_dead_run_and_its_successor_never_make_one_checkpoint(tmp_pat
     assert checkpoints.list_checkpoints(tmp_path) == ()
 
 
-def test_a_part_that_strayed_into_anothers_attempt_is_refused(tmp_path: Path) -> None:
+def test_a_part_of_another_world_in_an_attempt_is_rejected(tmp_path: Path) -> None:
     _save(tmp_path, 1, 2, nonce="dead")
     _save(tmp_path, 0, 2, nonce="beef")
     source = tmp_path / ".tmp-step-000000005.g0.dead"
@@ -89,7 +89,7 @@ def test_a_part_that_strayed_into_anothers_attempt_is_refused(tmp_path: Path) ->
     assert "part 1 belongs to another world" in reasons[".tmp-step-000000005.g0.beef"]
 
 
-def test_writers_with_other_tensors_do_not_make_a_checkpoint(tmp_path: Path) -> None:
+def test_writers_with_different_tensors_do_not_commit(tmp_path: Path) -> None:
     checkpoints.save(tmp_path, {"a": torch.ones(4)}, step=1, nonce="aa", rank=0, world_size=2)
     saved = checkpoints.save(
         tmp_path, {"a": torch.ones(5)}, step=1, nonce="aa", rank=1, world_size=2
@@ -105,8 +105,8 @@ def test_a_stale_world_does_not_commit(tmp_path: Path) -> None:
     assert checkpoints.list_checkpoints(tmp_path) == ()
 
 
-def test_committers_that_race_at_any_call_both_succeed(tmp_path: Path) -> None:
-    """A second committer runs to its end before the n-th storage call of the first, for all n."""
+def test_committers_racing_at_any_call_both_succeed(tmp_path: Path) -> None:
+    """A second committer runs to completion before the first one's n-th storage call, for all n."""
     name = CheckpointName(5, 0, "aa")
     at, calls = 0, 1
     while at < calls:
@@ -122,7 +122,7 @@ def test_committers_that_race_at_any_call_both_succeed(tmp_path: Path) -> None:
 
 
 def _raced(root: Path, name: CheckpointName, at: int) -> FaultyStorage:
-    """A storage in which somebody else commits, if that is possible, before the ``at``-th call."""
+    """A storage in which another writer commits, if possible, before the ``at``-th call."""
     seen: list[str] = []
 
     def race(label: str) -> None:
@@ -133,15 +133,15 @@ def _raced(root: Path, name: CheckpointName, at: int) -> FaultyStorage:
     return FaultyStorage(checkpoints.LocalStorage(root), before=race)
 
 
-def test_a_dead_committers_work_is_finished_by_the_next_start(tmp_path: Path) -> None:
+def test_the_next_start_finishes_the_commit_of_a_dead_writer(tmp_path: Path) -> None:
     _save(tmp_path, 0, 2)
-    _save(tmp_path, 1, 2, fence=lambda: False)  # everything is there but the commit
+    _save(tmp_path, 1, 2, fence=lambda: False)  # complete except for the commit
     collected = checkpoints.collect_garbage(tmp_path, generation=1, nonce="bb")
     assert collected.committed == ("step-000000005.g0.aa",)
     assert same(checkpoints.load(tmp_path, collected.committed[0]).state, small_state(5))
 
 
-def test_a_sweep_removes_what_is_ownerless_and_nothing_else(tmp_path: Path) -> None:
+def test_garbage_collection_removes_only_ownerless_entries(tmp_path: Path) -> None:
     _save(tmp_path, 0, 2, generation=1, nonce="old")
     _save(tmp_path, 0, 2, generation=2, nonce="mine")
     _save(tmp_path, 0, 2, generation=2, nonce="other")
@@ -167,7 +167,7 @@ def test_a_sweep_removes_what_is_ownerless_and_nothing_else(tmp_path: Path) -> N
     assert [info.name for info in checkpoints.list_checkpoints(tmp_path)] == [name]
 
 
-def test_a_leftover_of_an_unknown_run_goes_by_age(tmp_path: Path) -> None:
+def test_an_attempt_of_an_unknown_run_is_removed_by_age(tmp_path: Path) -> None:
     _save(tmp_path, 0, 2)
     folder = tmp_path / ".tmp-step-000000005.g0.aa"
     changed = max(path.stat().st_mtime for path in (folder, *folder.iterdir()))
@@ -177,7 +177,7 @@ def test_a_leftover_of_an_unknown_run_goes_by_age(tmp_path: Path) -> None:
     assert old.removed == (folder.name,)
 
 
-def test_a_sweep_of_nothing_is_fine(tmp_path: Path) -> None:
+def test_garbage_collection_of_a_missing_folder_does_nothing(tmp_path: Path) -> None:
     collected = checkpoints.collect_garbage(tmp_path / "nowhere")
     assert collected == checkpoints.GarbageCollectionResult(committed=(), removed=(), retained=())
 
@@ -192,7 +192,7 @@ def test_retention_keeps_the_newest_by_generation_then_step(tmp_path: Path) -> N
     ]
 
 
-def test_retention_never_takes_the_newest(tmp_path: Path) -> None:
+def test_retention_never_removes_the_newest(tmp_path: Path) -> None:
     save_all(tmp_path, {}, step=1, keep=lambda names: ())
     save_all(tmp_path, {}, step=2, keep=lambda names: ())
     assert [info.step for info in checkpoints.list_checkpoints(tmp_path)] == [2]
@@ -200,7 +200,7 @@ def test_retention_never_takes_the_newest(tmp_path: Path) -> None:
         checkpoints.LatestN(0)
 
 
-def test_an_attempt_that_lost_a_writer_goes_when_its_world_commits_a_later_one(
+def test_an_incomplete_attempt_is_removed_by_the_next_commit_of_its_world(
     tmp_path: Path,
 ) -> None:
     _save(tmp_path, 0, 2, step=5)  # rank 1 failed here
@@ -210,7 +210,7 @@ def test_an_attempt_that_lost_a_writer_goes_when_its_world_commits_a_later_one(
     assert _folders(tmp_path) == [".tmp-step-000000006.g0.other", "step-000000007.g0.aa"]
 
 
-def test_latest_is_for_people_and_never_trusted(tmp_path: Path) -> None:
+def test_the_latest_file_is_informational_only(tmp_path: Path) -> None:
     name = save_all(tmp_path, small_state(1), step=1)
     assert (tmp_path / "LATEST").read_text() == f"{name}\n"
     (tmp_path / "LATEST").write_text("step-000000009.g9.ff\n")

@@ -1,4 +1,4 @@
-"""The background engine: what was staged is saved, whatever training or the disk does."""
+"""The background engine: staged state is saved correctly despite training and disk errors."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_training_may_change_tensors_as_soon_as_save_async_returns() -> None:
     assert same(checkpoints.load(storage, outcome.name).state, small_state(7))
 
 
-def test_every_kind_of_tensor_is_as_in_a_synchronous_save(tmp_path: Path) -> None:
+def test_an_asynchronous_save_writes_the_same_bytes_as_a_synchronous_one(tmp_path: Path) -> None:
     checkpoints.save(tmp_path / "a", odd_state(), step=1, nonce="aa", clock=lambda: 5.0)
     with Engine(tmp_path / "b", clock=lambda: 5.0) as engine:
         name = save(engine, odd_state(), 1).name
@@ -67,7 +67,7 @@ def test_buffers_grow_when_the_optimizer_gets_state() -> None:
             assert same(checkpoints.load(storage, save(engine, state, step).name).state, state)
 
 
-def test_each_of_several_writers_learns_that_the_last_one_committed() -> None:
+def test_every_writer_reports_the_commit_of_the_last_one() -> None:
     storage = MemoryStorage()
     engines = [Engine(storage) for _ in range(3)]
     handles = [
@@ -83,7 +83,7 @@ def test_each_of_several_writers_learns_that_the_last_one_committed() -> None:
 @pytest.mark.parametrize(
     "fault", [StorageFault.NO_SPACE, StorageFault.IO_ERROR, StorageFault.REFUSED]
 )
-def test_a_failing_disk_is_an_outcome_and_the_next_save_succeeds(fault: StorageFault) -> None:
+def test_a_disk_error_is_reported_and_the_next_save_succeeds(fault: StorageFault) -> None:
     storage = MemoryStorage()
     checkpoints.save(storage, small_state(1), step=1, nonce="aa")
     with Engine(FaultyStorage(storage, at=6, fault=fault)) as engine:
@@ -95,7 +95,7 @@ def test_a_failing_disk_is_an_outcome_and_the_next_save_succeeds(fault: StorageF
         assert save(engine, small_state(3), 3).status is SaveStatus.COMMITTED
 
 
-def test_at_every_call_a_refused_one_leaves_only_whole_checkpoints() -> None:
+def test_an_error_at_any_call_leaves_only_complete_checkpoints() -> None:
     def attempt(at: int | None, fault: StorageFault) -> tuple[MemoryStorage, int]:
         storage = MemoryStorage()
         faulty = FaultyStorage(storage, at=at, fault=fault)
@@ -113,7 +113,7 @@ def test_at_every_call_a_refused_one_leaves_only_whole_checkpoints() -> None:
             assert same(checkpoints.load(storage, info.name).state, small_state(info.step))
 
 
-def test_a_hung_disk_is_noticed_by_training_and_never_commits_later() -> None:
+def test_a_save_on_a_hung_disk_is_abandoned_and_never_commits_later() -> None:
     now_s = [0.0]
     gate, reached = threading.Event(), threading.Event()
 
@@ -168,7 +168,7 @@ def test_a_rank_of_several_never_skips_a_save_alone() -> None:
         engine.save_async(small_state(1), step=1, world=of_two)
 
 
-def test_the_removal_of_older_checkpoints_is_not_part_of_the_write() -> None:
+def test_the_removal_of_older_checkpoints_is_not_counted_as_write_time() -> None:
     now_s = [0.0]
 
     def pass_time(label: str) -> None:
@@ -183,7 +183,7 @@ def test_the_removal_of_older_checkpoints_is_not_part_of_the_write() -> None:
     assert len(checkpoints.list_checkpoints(storage)) == 1
 
 
-def test_a_save_that_misses_a_writer_is_abandoned_at_its_deadline() -> None:
+def test_a_save_with_a_missing_writer_is_abandoned_at_its_deadline() -> None:
     with Engine(MemoryStorage(), deadline_s=0.3) as engine:
         outcome = save(engine, small_state(1), 1, WriterGroup(nonce="cc", rank=0, size=2))
     assert outcome.status is SaveStatus.ABANDONED
@@ -196,7 +196,7 @@ def test_a_stale_world_does_not_commit() -> None:
     assert checkpoints.list_checkpoints(storage) == ()
 
 
-def test_a_world_that_is_over_does_not_commit_and_the_next_one_does() -> None:
+def test_a_superseded_world_does_not_commit_and_the_next_one_does() -> None:
     storage = MemoryStorage()
     over = WriterGroup(nonce="aa", fence=lambda: False)
     with Engine(storage) as engine:
@@ -206,7 +206,7 @@ def test_a_world_that_is_over_does_not_commit_and_the_next_one_does() -> None:
         )
 
 
-def test_a_save_waits_for_a_buffer_for_as_long_as_it_is_told() -> None:
+def test_a_save_waits_for_a_free_buffer_for_at_most_wait_s() -> None:
     gate = threading.Event()
 
     def hold(label: str) -> None:
@@ -227,14 +227,14 @@ def test_a_save_waits_for_a_buffer_for_as_long_as_it_is_told() -> None:
         assert outcome.took_s >= outcome.stall_s
 
 
-def test_buffers_can_be_made_in_the_background(monkeypatch: pytest.MonkeyPatch) -> None:
-    made: list[str] = []
+def test_buffers_can_be_allocated_in_the_background(monkeypatch: pytest.MonkeyPatch) -> None:
+    allocated: list[str] = []
 
-    def noted(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        made.append(threading.current_thread().name)
+    def recording_empty(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        allocated.append(threading.current_thread().name)
         return torch.empty(shape, dtype=dtype)
 
-    monkeypatch.setattr(staging, "empty", noted)
+    monkeypatch.setattr(staging, "empty", recording_empty)
     with Engine(MemoryStorage()) as engine:
         engine.reserve(small_state(0), background=True)
         reserved = threading.Event()
@@ -242,10 +242,10 @@ def test_buffers_can_be_made_in_the_background(monkeypatch: pytest.MonkeyPatch) 
         assert reserved.wait(LONG_S)
         for step in (1, 2):
             assert save(engine, small_state(step), step).status is SaveStatus.COMMITTED
-    assert made == [THREAD_NAME] * 2, "and the saves find them"
+    assert allocated == [THREAD_NAME] * 2, "and the saves reuse them"
 
 
-def test_a_save_at_the_end_of_the_interpreter_needs_no_more_threads(
+def test_a_save_at_interpreter_shutdown_starts_no_threads(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refused(*args: object) -> None:
@@ -259,7 +259,7 @@ def test_a_save_at_the_end_of_the_interpreter_needs_no_more_threads(
     assert same(checkpoints.load(tmp_path, outcome.name).state, state)
 
 
-def test_the_writers_death_reaches_its_owner() -> None:
+def test_the_death_of_the_writer_thread_is_raised_to_its_owner() -> None:
     engine = Engine(FaultyStorage(MemoryStorage(), at=5, fault=StorageFault.DIE_BEFORE))
     handle = engine.save_async(small_state(1), step=1, world=ALONE)
     handle.wait(LONG_S)
@@ -269,7 +269,7 @@ def test_the_writers_death_reaches_its_owner() -> None:
     assert isinstance(caught.value.__cause__, SimulatedCrash)
 
 
-def test_mistakes_of_the_caller_are_errors_and_cost_no_buffer() -> None:
+def test_an_invalid_state_raises_and_leaks_no_buffer() -> None:
     storage: Any = MemoryStorage()
     with Engine(storage) as engine:
         for _ in range(3):
@@ -278,7 +278,7 @@ def test_mistakes_of_the_caller_are_errors_and_cost_no_buffer() -> None:
         assert save(engine, small_state(1), 1).status is SaveStatus.COMMITTED
 
 
-def test_close_finishes_and_joins() -> None:
+def test_close_finishes_pending_saves_and_joins_the_thread() -> None:
     storage = MemoryStorage()
     others = set(threading.enumerate())
     engine = Engine(storage, busy="wait")

@@ -1,4 +1,4 @@
-"""A fault at every storage call of a save: what is listed afterwards is whole, the old stays."""
+"""A fault at each storage call of a save: listed checkpoints are complete, older ones remain."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ def _prepared() -> MemoryStorage:
     return storage
 
 
-def _assert_all_listed_are_whole(root: Storage) -> list[int]:
+def _assert_all_listed_are_complete(root: Storage) -> list[int]:
     steps = []
     for info in checkpoints.list_checkpoints(root):
         assert same(checkpoints.load(root, info.name).state, small_state(info.step))
         steps.append(info.step)
-    assert 1 in steps  # the one before is never harmed
+    assert 1 in steps  # the previous one is never damaged
     found = checkpoints.latest(root)
     assert found.checkpoint is not None
     assert found.checkpoint.step == max(steps)
@@ -58,17 +58,17 @@ def _calls() -> list[str]:
 
 
 @pytest.mark.parametrize("fault", DEADLY)
-def test_dying_at_any_call(fault: StorageFault) -> None:
+def test_a_crash_at_any_call_leaves_only_complete_checkpoints(fault: StorageFault) -> None:
     outcomes = set()
     for at, call in enumerate(_calls()):
         root = _prepared()
         with pytest.raises(SimulatedCrash):
             _save_both(FaultyStorage(root, at=at, fault=fault))
-        outcomes.add(2 in _assert_all_listed_are_whole(root))
-        # The successor finishes or clears what is left, and then saves as if nothing had been.
+        outcomes.add(2 in _assert_all_listed_are_complete(root))
+        # The successor finishes or removes leftovers, and then saves normally.
         checkpoints.collect_garbage(root, generation=1, nonce="bb")
         assert _leftovers(root) == [], call
-        _assert_all_listed_are_whole(root)
+        _assert_all_listed_are_complete(root)
         save_all(root, small_state(3), step=3, generation=1, nonce="bb")
         assert max(info.step for info in checkpoints.list_checkpoints(root)) == 3
     assert outcomes == {True, False}  # some died before the commit, some after
@@ -82,7 +82,7 @@ def test_dying_at_any_call(fault: StorageFault) -> None:
         (StorageFault.REFUSED, checkpoints.NotWritable),
     ],
 )
-def test_a_refusal_at_any_call(fault: StorageFault, error: type[checkpoints.SaveError]) -> None:
+def test_an_error_at_any_call(fault: StorageFault, error: type[checkpoints.SaveError]) -> None:
     failed = 0
     for at, call in enumerate(_calls()):
         root = _prepared()
@@ -92,16 +92,16 @@ def test_a_refusal_at_any_call(fault: StorageFault, error: type[checkpoints.Save
             failed += 1
             assert caught.hint
         else:
-            # Only tidying up and reads that can be done without may fail and not fail the save.
+            # Only cleanup and optional reads may fail without failing the save.
             assert saved.committed, call
-        if 2 not in _assert_all_listed_are_whole(root):
-            # The failure is over: the same world saves the next step, and clears up.
+        if 2 not in _assert_all_listed_are_complete(root):
+            # After the failure, the same world saves the next step and removes leftovers.
             save_all(root, small_state(3), step=3, world_size=2)
             assert [e for e in _leftovers(root) if "step" in e] == [], call
     assert failed > 20
 
 
-def test_a_failed_save_gives_its_space_back(tmp_path: Path) -> None:
+def test_a_failed_save_frees_its_disk_space(tmp_path: Path) -> None:
     storage = FaultyStorage(LocalStorage(tmp_path), at=8, fault=StorageFault.NO_SPACE)
     with pytest.raises(checkpoints.DiskFull, match="no space"):
         checkpoints.save(storage, small_state(1), step=1, nonce="aa")
@@ -109,7 +109,7 @@ def test_a_failed_save_gives_its_space_back(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_a_failed_writer_leaves_the_others_parts_alone(tmp_path: Path, rank: int) -> None:
+def test_a_failed_writer_does_not_remove_parts_of_other_writers(tmp_path: Path, rank: int) -> None:
     checkpoints.save(tmp_path, small_state(1), step=1, nonce="aa", rank=1 - rank, world_size=2)
     attempt = tmp_path / ".tmp-step-000000001.g0.aa"
     before = sorted(path.name for path in attempt.iterdir())
@@ -123,7 +123,7 @@ def test_a_failed_writer_leaves_the_others_parts_alone(tmp_path: Path, rank: int
             world_size=2,
         )
     assert sorted(path.name for path in attempt.iterdir()) == before
-    # Tried again, it completes: nothing of the failed try is in the way.
+    # A retry succeeds: the failed try left nothing in its way.
     again = checkpoints.save(tmp_path, small_state(1), step=1, nonce="aa", rank=rank, world_size=2)
     assert again.committed
 
@@ -136,7 +136,7 @@ def _failing_at(root: Path, chosen: Callable[[str], bool]) -> FaultyStorage:
     return FaultyStorage(LocalStorage(root), before=before)
 
 
-def test_trouble_while_tidying_up_does_not_fail_a_committed_save(tmp_path: Path) -> None:
+def test_a_cleanup_error_does_not_fail_a_committed_save(tmp_path: Path) -> None:
     for step in (0, 1):
         save_all(tmp_path, small_state(step), step=step)
     storage = _failing_at(tmp_path, lambda call: "LATEST" in call)
@@ -145,7 +145,7 @@ def test_trouble_while_tidying_up_does_not_fail_a_committed_save(tmp_path: Path)
     assert "removing older checkpoints failed" in saved.notes[0]
 
 
-def test_a_read_error_is_told_apart_from_damage(tmp_path: Path) -> None:
+def test_a_read_error_is_distinguished_from_damage(tmp_path: Path) -> None:
     name = save_all(tmp_path, small_state(1), step=1)
     storage = _failing_at(tmp_path, lambda call: call.startswith("read ") and "safetensors" in call)
     with pytest.raises(checkpoints.ReadFailed, match="injected"):

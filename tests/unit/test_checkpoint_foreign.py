@@ -29,31 +29,31 @@ def round_trip(root: Path, state: Any, form: Format, world_size: int = 1) -> Any
 
 
 @pytest.mark.parametrize("form", ["torch", "dcp", "safetensors"])
-def test_what_is_imported_is_what_was_saved(root: Path, form: Format) -> None:
+def test_an_exported_state_is_imported_unchanged(root: Path, form: Format) -> None:
     assert same(round_trip(root, small_state(3), form, world_size=2), small_state(3))
 
 
 @pytest.mark.parametrize("form", ["torch", "safetensors"])
-def test_odd_states_survive(root: Path, form: Format) -> None:
+def test_unusual_states_survive_export_and_import(root: Path, form: Format) -> None:
     state = odd_state()
     del state["complex128"]
     assert same(round_trip(root, state, form), state)
 
 
-def test_dcp_itself_loads_an_export_into_live_tensors(root: Path) -> None:
+def test_dcp_loads_an_export_into_live_tensors(root: Path) -> None:
     round_trip(root, small_state(3), "dcp")
     live = {"model": {k: torch.zeros_like(v) for k, v in small_state(3)["model"].items()}}
     dcp_load(live, checkpoint_id=root.parent / "exported.dcp", no_dist=True)
     assert same(live["model"], small_state(3)["model"])
 
 
-def test_safetensors_itself_reads_an_export_and_ours_reads_a_foreign_file(root: Path) -> None:
+def test_the_safetensors_library_reads_an_export(root: Path) -> None:
     round_trip(root, small_state(3), "safetensors")
     tensors = load_file(root.parent / "exported.safetensors")
     assert same(tensors["model/weight"], small_state(3)["model"]["weight"])
 
 
-def test_a_pickle_that_runs_code_is_refused(root: Path, tmp_path: Path) -> None:
+def test_a_pickle_that_runs_code_is_rejected(root: Path, tmp_path: Path) -> None:
     import pickle
 
     class Bad:
@@ -68,7 +68,7 @@ def test_a_pickle_that_runs_code_is_refused(root: Path, tmp_path: Path) -> None:
     assert not (tmp_path / "ran").exists()
 
 
-def test_nothing_is_overwritten_or_left_half(root: Path, tmp_path: Path) -> None:
+def test_export_overwrites_nothing_and_leaves_no_partial_files(root: Path, tmp_path: Path) -> None:
     name = save_all(root, odd_state(), step=1)
     (tmp_path / "there").write_text("mine")
     with pytest.raises(checkpoints.ArgumentError, match="exists"):

@@ -1,4 +1,4 @@
-"""The format on disk: the schema, the fixed checkpoint that must load for ever, public names."""
+"""The on-disk format: the schema, a fixed checkpoint that must remain loadable, public names."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ NAME = "step-000000042.g3.3f9c"
 
 
 def test_a_checkpoint_of_format_1_loads() -> None:
-    """Written by three writers of version 0.1.0. Never write it anew: it must load for ever."""
+    """Written by three writers of version 0.1.0. Never regenerate it: it must remain loadable."""
     loaded = checkpoints.load(FORMAT_1, NAME)
     weight = torch.arange(40, dtype=torch.float32).reshape(5, 8) / 8
     assert same(
@@ -63,7 +63,7 @@ def _schema() -> dict[str, Any]:
     return schema
 
 
-def test_manifests_are_what_the_schema_says(tmp_path: Path) -> None:
+def test_manifests_conform_to_the_schema(tmp_path: Path) -> None:
     name = save_all(
         tmp_path, odd_state(), step=1, generation=2, lineage=[(1, 0), (2, 1)], world_size=3
     )
@@ -73,7 +73,7 @@ def test_manifests_are_what_the_schema_says(tmp_path: Path) -> None:
         assert [error.message for error in validator.iter_errors(manifest)] == []
 
 
-def test_the_schema_refuses_what_is_not_a_manifest() -> None:
+def test_the_schema_rejects_invalid_manifests() -> None:
     validator = Draft202012Validator(_schema())
     good = json.loads((FORMAT_1 / NAME / "manifest.json").read_bytes())
     for change in (
@@ -87,22 +87,22 @@ def test_the_schema_refuses_what_is_not_a_manifest() -> None:
         assert not validator.is_valid({**good, **change}), change
 
 
-def test_the_schema_knows_every_element_type() -> None:
+def test_the_schema_lists_every_element_type() -> None:
     enum = _schema()["$defs"]["tensor"]["properties"]["dtype"]["enum"]
     assert set(BY_NAME) <= set(enum)
 
 
-def test_every_public_name_is_there_and_documented() -> None:
+def test_every_public_name_exists_and_is_documented() -> None:
     assert checkpoints.__all__ == sorted(checkpoints.__all__)
     for name in checkpoints.__all__:
         public = getattr(checkpoints, name)
         if get_origin(public) is not None:
-            continue  # an alias, which Python 3.10 takes for a class
+            continue  # an alias, which is a class in Python 3.10
         if inspect.isclass(public) or inspect.isfunction(public):
             assert public.__doc__, name
 
 
-def test_every_error_is_public_and_drawn_in_the_tree() -> None:
+def test_every_error_is_public_and_in_the_documented_tree() -> None:
     tree = str(errors.__doc__)
     for name, thing in vars(errors).items():
         if isinstance(thing, type) and issubclass(thing, Exception):

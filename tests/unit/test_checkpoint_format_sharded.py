@@ -1,4 +1,4 @@
-"""A checkpoint of sharded tensors on disk: a fixed one that must load for ever, and the schema."""
+"""The on-disk format of sharded tensors: a fixed checkpoint that must load, and the schema."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ SHAPES = {
 
 
 def test_a_sharded_checkpoint_of_format_1_loads() -> None:
-    """Written by four ranks of a mesh of two by two. Never write it anew."""
+    """Written by four ranks of a 2x2 mesh. Never regenerate it: it must remain loadable."""
     state = checkpoints.load(FORMAT_1, NAME).state
     assert set(state["sharded"]) == set(SHAPES)
     for name, shape in SHAPES.items():
@@ -38,7 +38,7 @@ def test_a_sharded_checkpoint_of_format_1_loads() -> None:
     assert state["tied"] is state["sharded"]["even"]
 
 
-def test_its_manifest_is_as_the_schema_says_and_has_boxes() -> None:
+def test_the_manifest_conforms_to_the_schema_and_has_regions() -> None:
     schema = json.loads(
         (resources.files("checkpoints.format") / "manifest.schema.json").read_text()
     )

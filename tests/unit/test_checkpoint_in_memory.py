@@ -1,4 +1,4 @@
-"""Loading from a memory file system: verified where it lies, then copied into live tensors."""
+"""Loading from a memory file system: verified in place, then copied into live tensors."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ SHM = Path("/dev/shm")
 
 @pytest.fixture(autouse=True)
 def memory_file_system(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever the folder of the tests is on."""
+    """Treat the folder of the tests as being on a memory file system."""
     monkeypatch.setattr(local, "is_memory_file_system", lambda device: True)
 
 
@@ -71,7 +71,7 @@ def test_tied_tensors_are_filled_wherever_they_are(tmp_path: Path, aliased: bool
     assert torch.equal(live["a"], weight) and torch.equal(live["b"], weight)
 
 
-def test_not_strict_fills_what_fits_and_returns_the_rest(tmp_path: Path) -> None:
+def test_non_strict_load_fills_matching_tensors_and_returns_the_rest(tmp_path: Path) -> None:
     name = save_all(tmp_path, small_state(9), step=9)
     live = {"model": {"weight": torch.zeros(7, 4), "bias": torch.zeros(5, dtype=torch.int64)}}
     loaded = checkpoints.load(tmp_path, name, into=live, strict=False)
@@ -82,7 +82,7 @@ def test_not_strict_fills_what_fits_and_returns_the_rest(tmp_path: Path) -> None
 
 @pytest.mark.parametrize("file", ["00000-of-00002.safetensors", "00001-of-00002.safetensors"])
 @pytest.mark.parametrize("at", [0, 100, -1])
-def test_damage_is_found_before_anything_is_touched(tmp_path: Path, file: str, at: int) -> None:
+def test_damage_is_detected_before_anything_is_changed(tmp_path: Path, file: str, at: int) -> None:
     name = save_all(tmp_path, small_state(9), step=9, world_size=2)
     flip(tmp_path / name / file, at)
     live = small_state(0)
@@ -92,7 +92,7 @@ def test_damage_is_found_before_anything_is_touched(tmp_path: Path, file: str, a
 
 
 def later(path: Path) -> None:
-    """The clock of a file system may stand still for milliseconds."""
+    """Advance the mtime: the clock of a file system may have a resolution of milliseconds."""
     then = os.stat(path).st_mtime + 1
     os.utime(path, (then, then))
 
@@ -107,7 +107,7 @@ def shortened(path: Path) -> None:
 
 
 @pytest.mark.parametrize("change", [overwritten, shortened])
-def test_a_file_that_changes_meanwhile_is_told(
+def test_a_file_that_changes_during_a_load_is_reported(
     tmp_path: Path, change: Callable[[Path], None]
 ) -> None:
     name = save_all(tmp_path, small_state(9), step=9)
@@ -125,7 +125,7 @@ def test_a_file_that_changes_meanwhile_is_told(
     assert "Load another checkpoint" in caught.value.hint
 
 
-def test_a_checkpoint_that_is_removed_meanwhile_is_loaded(tmp_path: Path) -> None:
+def test_a_checkpoint_removed_during_a_load_is_still_loaded(tmp_path: Path) -> None:
     name = save_all(tmp_path, small_state(9), step=9)
     loaded = checkpoints.load(
         tmp_path,
@@ -136,7 +136,7 @@ def test_a_checkpoint_that_is_removed_meanwhile_is_loaded(tmp_path: Path) -> Non
     assert same(loaded.state, small_state(9))
 
 
-def test_files_that_may_not_be_mapped_are_read(
+def test_files_that_cannot_be_mapped_are_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refused(*args: object) -> None:
@@ -161,7 +161,7 @@ def test_a_file_that_has_just_changed_its_size_is_read(
     assert len(os.listdir("/proc/self/fd")) == before
 
 
-def test_nothing_stays_mapped_or_open(tmp_path: Path) -> None:
+def test_no_file_stays_mapped_or_open(tmp_path: Path) -> None:
     name = save_all(tmp_path, small_state(9), step=9, world_size=3)
     before = len(os.listdir("/proc/self/fd"))
     checkpoints.load(tmp_path, name, into=small_state(0))
@@ -174,10 +174,10 @@ def test_nothing_stays_mapped_or_open(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("number", [errno.EINVAL, errno.EFAULT], ids=["old kernel", "cut"])
-def test_a_kernel_that_finds_no_pages(
+def test_madvise_errors_are_handled(
     tmp_path: Path, number: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Linux before 5.14 cannot; a later one says EFAULT where a file has become shorter."""
+    """Linux before 5.14 lacks MADV_POPULATE_READ; later ones fail if a file was truncated."""
 
     class Refusing(mmap.mmap):
         def madvise(self, *args: object) -> None:
@@ -195,7 +195,7 @@ def test_a_kernel_that_finds_no_pages(
     assert same(live, small_state(0))
 
 
-def test_what_is_a_memory_file_system(tmp_path: Path) -> None:
+def test_memory_file_systems_are_recognized(tmp_path: Path) -> None:
     assert not is_memory_file_system(os.stat("/proc").st_dev)
     assert not is_memory_file_system(os.makedev(4095, 1 << 19))  # none
     if os.path.ismount(SHM):

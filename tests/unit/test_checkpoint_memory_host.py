@@ -1,4 +1,4 @@
-"""The owner of a node's memory: the folder, who may read it, and copies in the next node's."""
+"""The owner of a node's memory tier: its folder, permissions, and copies on the next node."""
 
 from __future__ import annotations
 
@@ -52,13 +52,13 @@ class Ring:
         for index, host in enumerate(hosts):
             others = at[index + 1 :] + at[:index]
             after = (others[0] if others else None, tuple(others[1:]))
-            self._tell(host, Neighbours(tuple(others), *after))
+            self._set_neighbours(host, Neighbours(tuple(others), *after))
 
     def alone(self) -> None:
         for host in self.hosts:
-            self._tell(host, Neighbours())
+            self._set_neighbours(host, Neighbours())
 
-    def _tell(self, host: MemoryHost, neighbours: Neighbours) -> None:
+    def _set_neighbours(self, host: MemoryHost, neighbours: Neighbours) -> None:
         self.neighbours[self.hosts.index(host)] = neighbours
         host.refresh()
 
@@ -84,12 +84,12 @@ class Ring:
 
 @pytest.fixture
 def ring(tmp_path: Path) -> Iterator[Ring]:
-    made = Ring(tmp_path, 3)
-    yield made
-    made.close()
+    new_ring = Ring(tmp_path, 3)
+    yield new_ring
+    new_ring.close()
 
 
-def test_any_one_node_can_be_lost(ring: Ring) -> None:
+def test_any_single_node_can_be_lost(ring: Ring) -> None:
     ring.save(7)
     eventually(lambda: ring.copied(7) == 3)
     for lost in range(3):
@@ -117,13 +117,13 @@ def test_with_two_copies_two_adjacent_nodes_can_be_lost_at_once(tmp_path: Path) 
     ring.close()
 
 
-def test_without_copies_the_loss_of_a_node_is_the_loss_of_its_parts(ring: Ring) -> None:
+def test_without_copies_the_parts_of_a_lost_node_are_lost(ring: Ring) -> None:
     ring.alone()
     ring.save(7)
     assert checkpoints.list_checkpoints(TieredStorage(memory_roots(ring.hosts[0].folder))) == ()
 
 
-def test_only_the_owner_of_the_folder_reads_it_and_nothing_stays(tmp_path: Path) -> None:
+def test_the_folder_is_private_and_removed_on_close(tmp_path: Path) -> None:
     ring = Ring(tmp_path, 1)
     folder = ring.hosts[0].folder
     assert stat.S_IMODE(os.stat(folder).st_mode) == 0o700
@@ -134,7 +134,7 @@ def test_only_the_owner_of_the_folder_reads_it_and_nothing_stays(tmp_path: Path)
     assert not [t for t in threading.enumerate() if t.name.startswith("checkpoint-")]
 
 
-def test_a_folder_that_exists_is_not_taken_over(tmp_path: Path) -> None:
+def test_an_existing_folder_is_not_reused(tmp_path: Path) -> None:
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "file").touch()
     with pytest.raises(FileExistsError):
@@ -142,7 +142,7 @@ def test_a_folder_that_exists_is_not_taken_over(tmp_path: Path) -> None:
     assert (tmp_path / "mine" / "file").exists()
 
 
-def test_a_host_that_cannot_begin_leaves_nothing(
+def test_a_host_that_fails_to_start_leaves_nothing_behind(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     class NoThread:
@@ -156,7 +156,7 @@ def test_a_host_that_cannot_begin_leaves_nothing(
     assert not [t for t in threading.enumerate() if t.name.startswith("checkpoint-")]
 
 
-def test_workers_are_told_the_limit(tmp_path: Path) -> None:
+def test_workers_read_the_limit(tmp_path: Path) -> None:
     host = MemoryHost(tmp_path / "node", host="127.0.0.1", limit_bytes=1234)
     assert own_memory(host.folder).room()[1] == "the limit of 1234 bytes"
     host.close()
@@ -164,7 +164,7 @@ def test_workers_are_told_the_limit(tmp_path: Path) -> None:
         own_memory(host.folder)
 
 
-def test_a_new_successor_gets_all_that_is_new(ring: Ring) -> None:
+def test_a_new_successor_receives_all_current_parts(ring: Ring) -> None:
     ring.save(7)
     eventually(lambda: ring.copied(7) == 3)
     first, _, third = ring.hosts
@@ -176,7 +176,7 @@ def test_a_new_successor_gets_all_that_is_new(ring: Ring) -> None:
     )
 
 
-def test_a_dead_peer_is_told_and_not_asked_all_the_time(tmp_path: Path) -> None:
+def test_a_dead_peer_is_reported_and_retried_with_a_delay(tmp_path: Path) -> None:
     now_s = [0.0]
     own, outcomes = NodeMemory(tmp_path), list[ReplicationOutcome]()
     checkpoints.save(own, small_state(1), step=1, nonce="aa", rank=0, world_size=2)
@@ -193,7 +193,7 @@ def test_a_dead_peer_is_told_and_not_asked_all_the_time(tmp_path: Path) -> None:
     eventually(lambda: len(outcomes) == 1)
     for _ in range(4):
         looked.acquire()
-    assert len(outcomes) == 1  # it looked, and left it alone
+    assert len(outcomes) == 1  # it checked, and did not retry yet
     now_s[0] = 1.1
     eventually(lambda: len(outcomes) == 2)
     copier.close()
@@ -208,8 +208,8 @@ def _unused_port() -> int:
         return int(listener.getsockname()[1])
 
 
-def test_an_owner_ends_at_once_while_a_peer_hangs(tmp_path: Path) -> None:
-    """It accepts and says nothing; close does not wait for it."""
+def test_closing_does_not_wait_for_a_peer_that_hangs(tmp_path: Path) -> None:
+    """The peer accepts the connection and never answers."""
     import socket
 
     own = NodeMemory(tmp_path)

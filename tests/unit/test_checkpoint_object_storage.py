@@ -1,4 +1,4 @@
-"""Checkpoints in object stores: the put of the manifest commits, whatever dies around it."""
+"""Checkpoints in object stores: the put of the manifest commits, despite crashes around it."""
 
 from __future__ import annotations
 
@@ -48,19 +48,19 @@ def save_both(storage: Storage) -> checkpoints.SaveResult:
     return saved
 
 
-def assert_all_listed_are_whole(storage: Storage) -> list[int]:
+def assert_all_listed_are_complete(storage: Storage) -> list[int]:
     steps = []
     for info in checkpoints.list_checkpoints(storage):
         assert same(checkpoints.load(storage, info.name).state, small_state(info.step))
         steps.append(info.step)
-    assert 1 in steps  # the one before is never harmed
+    assert 1 in steps  # the previous one is never damaged
     found = checkpoints.latest(storage)
     assert found.checkpoint is not None and found.checkpoint.step == max(steps)
     assert found.skipped == ()
     return steps
 
 
-def test_every_kind_of_tensor() -> None:
+def test_every_kind_of_tensor_is_restored() -> None:
     storage = ObjectStorage(in_memory())
     name = save_all(storage, odd_state(), step=1, world_size=3)
     assert same(checkpoints.load(storage, name).state, odd_state())
@@ -80,7 +80,7 @@ def test_the_manifest_is_the_last_object_of_a_commit() -> None:
 
 @pytest.mark.parametrize("fault", [StorageFault.DIE_BEFORE, StorageFault.DIE_AFTER])
 @pytest.mark.parametrize("level", [FaultyObjects, FaultyStorage])
-def test_dying_at_any_request(level: Any, fault: StorageFault) -> None:
+def test_crashes_at_any_request_leave_complete_checkpoints(level: Any, fault: StorageFault) -> None:
     at, count, outcomes = 0, 1, builtins.set[bool]()
     while at < count:
         objects = prepared()
@@ -89,13 +89,13 @@ def test_dying_at_any_request(level: Any, fault: StorageFault) -> None:
         try:
             save_both(faulty[0])
             count = len(faulty[1].calls)
-            assert at == count, "the fault never struck"
+            assert at == count, "the fault was not injected"
         except SimulatedCrash:
             count = at + 2
-            outcomes.add(2 in assert_all_listed_are_whole(storage))
+            outcomes.add(2 in assert_all_listed_are_complete(storage))
             checkpoints.collect_garbage(storage, generation=1, nonce="bb")
             assert [e for e in storage.list("") if e.startswith(".tmp-")] == [], faulty[1].calls
-            assert_all_listed_are_whole(storage)
+            assert_all_listed_are_complete(storage)
             save_all(storage, small_state(3), step=3, generation=1, nonce="bb")
             assert checkpoints.list_checkpoints(storage)[0].step == 3
         at += 1
@@ -121,7 +121,7 @@ def _wrapped(
         (StorageFault.REFUSED, checkpoints.NotWritable),
     ],
 )
-def test_a_refusal_at_any_request(fault: StorageFault, error: type[checkpoints.SaveError]) -> None:
+def test_an_error_at_any_request(fault: StorageFault, error: type[checkpoints.SaveError]) -> None:
     counted = FaultyObjects(prepared())
     save_both(ObjectStorage(counted))
     failed = 0
@@ -134,7 +134,7 @@ def test_a_refusal_at_any_request(fault: StorageFault, error: type[checkpoints.S
             assert caught.hint
         else:
             assert saved.committed, call
-        if 2 not in assert_all_listed_are_whole(ObjectStorage(objects)):
+        if 2 not in assert_all_listed_are_complete(ObjectStorage(objects)):
             save_all(ObjectStorage(objects), small_state(3), step=3, world_size=2)
             left = [e for e in ObjectStorage(objects).list("") if e.startswith(".tmp-step")]
             assert left == [], call
@@ -142,7 +142,7 @@ def test_a_refusal_at_any_request(fault: StorageFault, error: type[checkpoints.S
 
 
 class Uploads(FaultyObjects):
-    """Knows how its uploads ended."""
+    """Records how its uploads ended."""
 
     def __init__(self, inner: FsspecObjects, *, at: int) -> None:
         super().__init__(inner, at=at, fault=StorageFault.IO_ERROR)
@@ -181,8 +181,8 @@ def test_an_upload_that_fails_at_any_write_or_at_its_end_is_abandoned() -> None:
         assert [part.end for part in objects.begun] == ["abandoned"]
 
 
-def test_committers_that_race_at_any_request_both_succeed() -> None:
-    """A second committer runs to its end before the n-th request of the first, for all n."""
+def test_committers_racing_at_any_request_both_succeed() -> None:
+    """A second committer runs to completion before the first one's n-th request, for all n."""
     name = CheckpointName(5, 0, "aa")
     at, calls = 0, 1
     while at < calls:
@@ -221,7 +221,7 @@ def _race(objects: FsspecObjects, name: CheckpointName, at: int) -> Callable[[st
     return race
 
 
-def test_a_sweep_leaves_what_has_an_owner() -> None:
+def test_garbage_collection_keeps_entries_with_an_owner() -> None:
     storage = ObjectStorage(in_memory())
     for generation, nonce in ((1, "old"), (2, "mine"), (3, "new")):
         checkpoints.save(
@@ -233,7 +233,7 @@ def test_a_sweep_leaves_what_has_an_owner() -> None:
 
 
 class Store(MemoryFileSystem):  # type: ignore[misc]
-    """A store whose conditional puts go wrong first, as told."""
+    """A store whose first conditional puts raise the given errors."""
 
     cachable = False
 
@@ -255,7 +255,7 @@ class Store(MemoryFileSystem):  # type: ignore[misc]
         OSError(5, "An error occurred (ConditionalRequestConflict) when calling PutObject"),
     ],
 )
-def test_a_store_that_knows_no_conditional_puts_or_is_busy_with_one(error: Exception) -> None:
+def test_unsupported_or_conflicting_conditional_puts_are_handled(error: Exception) -> None:
     objects = FsspecObjects(Store(error), "/bucket")
     objects.put("one", b"first", only_new=True)
     assert objects.get("one", 0, 5) == b"first"
@@ -268,9 +268,9 @@ def test_a_store_that_knows_no_conditional_puts_or_is_busy_with_one(error: Excep
     assert save_both(storage).committed
 
 
-def test_another_failure_of_a_conditional_put_is_one() -> None:
-    objects = FsspecObjects(Store(OSError(5, "the store burns")), "/bucket")
-    with pytest.raises(OSError, match="burns"):
+def test_other_errors_of_a_conditional_put_are_raised() -> None:
+    objects = FsspecObjects(Store(OSError(5, "disk failure")), "/bucket")
+    with pytest.raises(OSError, match="disk failure"):
         objects.put("one", b"first", only_new=True)
     assert objects.list("") == {}
 
@@ -290,7 +290,7 @@ def test_an_engine_saves_to_a_url() -> None:
     assert same(checkpoints.load(root, newest.name).state, small_state(3))
 
 
-def test_a_job_saves_into_a_url_and_goes_on_from_there() -> None:
+def test_a_job_saves_to_a_url_and_resumes_from_it() -> None:
     root = f"memory://job-{checkpoints.new_nonce()}"
     with process(root) as run:
         script = job(run)
@@ -306,7 +306,7 @@ def test_a_job_saves_into_a_url_and_goes_on_from_there() -> None:
             break
 
 
-def test_what_is_a_url_and_what_a_path(tmp_path: Path) -> None:
+def test_urls_and_paths_are_distinguished(tmp_path: Path) -> None:
     assert isinstance(storage_for(f"file://{tmp_path}"), LocalStorage)
     assert storage_for(f"file://{tmp_path}").place == str(tmp_path)
     for path in (str(tmp_path), tmp_path, "a:b/c", "./s3:/x"):
@@ -314,6 +314,6 @@ def test_what_is_a_url_and_what_a_path(tmp_path: Path) -> None:
     assert storage_for("memory://jobs/one").place == "memory://jobs/one"
 
 
-def test_a_scheme_without_a_driver_is_an_error_that_says_so() -> None:
+def test_a_url_scheme_without_a_driver_is_rejected_by_name() -> None:
     with pytest.raises(checkpoints.ArgumentError, match="nonsense"):
         checkpoints.latest("nonsense://bucket/prefix")

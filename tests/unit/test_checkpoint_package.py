@@ -1,4 +1,4 @@
-"""The package ``checkpoints`` as readers find it: exports, sub-packages, import directions."""
+"""The structure of the package ``checkpoints``: exports, sub-packages, import directions."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ MODULES = {module_of(path): path for path in sorted(ROOT.rglob("*.py"))}
 
 
 def imports_of(path: Path) -> set[str]:
-    """The modules of this package that a file imports, wherever in the file it does."""
+    """The modules of this package that a file imports, at any place in the file."""
     found: set[str] = set()
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
@@ -42,7 +42,7 @@ def test_every_exported_name_exists_and_is_documented() -> None:
     for name in checkpoints.__all__:
         exported = getattr(checkpoints, name)
         if not inspect.isclass(exported) and not inspect.isfunction(exported):
-            continue  # an alias of a type: it carries the docstring of what it stands for
+            continue  # a type alias has the docstring of its target
         text = exported.__doc__ or ""
         assert text and not text.startswith(f"{name}("), f"{name} has no docstring of its own"
 
@@ -53,7 +53,7 @@ def test_every_imported_name_is_exported() -> None:
     assert imported == set(checkpoints.__all__)
 
 
-def test_sub_packages_are_small_and_say_what_they_are_for() -> None:
+def test_sub_packages_are_small_and_documented() -> None:
     for folder in {path.parent for path in MODULES.values()} - {ROOT}:
         files = [path for path in folder.glob("*.py") if path.name != "__init__.py"]
         assert len(files) <= MAX_FILES, folder
@@ -63,7 +63,7 @@ def test_sub_packages_are_small_and_say_what_they_are_for() -> None:
         assert "Start reading at" in text, folder
 
 
-def test_no_file_is_long() -> None:
+def test_no_file_exceeds_the_line_limit() -> None:
     long = {
         name: lines
         for name, path in MODULES.items()
@@ -72,7 +72,7 @@ def test_no_file_is_long() -> None:
     assert long == {}
 
 
-def test_no_modules_import_each_other_in_a_circle() -> None:
+def test_there_are_no_import_cycles() -> None:
     graph = {name: imports_of(path) for name, path in MODULES.items()}
-    ordered = tuple(graphlib.TopologicalSorter(graph).static_order())  # CycleError names a circle
+    ordered = tuple(graphlib.TopologicalSorter(graph).static_order())  # raises CycleError
     assert set(MODULES) <= set(ordered)

@@ -1,4 +1,4 @@
-"""The memory of another node over TCP: what it serves, what it takes, and whom it refuses."""
+"""The memory of another node over TCP: reads, copies, and rejected requests and clients."""
 
 from __future__ import annotations
 
@@ -66,9 +66,9 @@ class Node:
 
 @pytest.fixture
 def node(tmp_path: Path) -> Iterator[Node]:
-    made = Node(tmp_path / "a")
-    yield made
-    made.close()
+    new_node = Node(tmp_path / "a")
+    yield new_node
+    new_node.close()
 
 
 def save(storage: Storage, rank: int, step: int = 3, world_size: int = 2) -> None:
@@ -93,7 +93,7 @@ def content(storage: Storage, path: str) -> bytes:
     return bytes(data)
 
 
-def test_what_lies_there_is_read_as_if_it_were_here(node: Node) -> None:
+def test_remote_files_are_read_like_local_ones(node: Node) -> None:
     save(node.own, 0)
     peer = node.client()
     assert peer.list("") == [FOLDER]
@@ -111,7 +111,7 @@ def test_what_lies_there_is_read_as_if_it_were_here(node: Node) -> None:
         peer.list(".tmp-step-000000004.g0.aa")
 
 
-def test_a_copy_there_replaces_a_node_that_is_gone(node: Node, tmp_path: Path) -> None:
+def test_a_copy_on_a_peer_replaces_a_lost_node(node: Node, tmp_path: Path) -> None:
     gone = NodeMemory(tmp_path / "gone")
     for rank in (0, 1):
         checkpoints.save(
@@ -119,7 +119,7 @@ def test_a_copy_there_replaces_a_node_that_is_gone(node: Node, tmp_path: Path) -
         )
     peer = node.client()
     put(peer, gone, f"{FOLDER}/00001-of-00002.safetensors")
-    assert checkpoints.list_checkpoints(TieredStorage([peer])) == ()  # no part vouches for it yet
+    assert checkpoints.list_checkpoints(TieredStorage([peer])) == ()  # its part record is missing
     put(peer, gone, f"{FOLDER}/part-00001-of-00002.json")
     found = checkpoints.latest(TieredStorage([peer])).checkpoint
     assert found is not None
@@ -130,7 +130,7 @@ def test_a_copy_there_replaces_a_node_that_is_gone(node: Node, tmp_path: Path) -
     ]
 
 
-def test_it_keeps_the_newest_copies(node: Node, tmp_path: Path) -> None:
+def test_a_peer_keeps_the_newest_copies(node: Node, tmp_path: Path) -> None:
     other = NodeMemory(tmp_path / "other")
     for step in range(1, 6):
         checkpoints.save(
@@ -141,7 +141,7 @@ def test_it_keeps_the_newest_copies(node: Node, tmp_path: Path) -> None:
     assert [name.step for name in node.copies.names()] == [5, 4, 3]
 
 
-def test_what_does_not_fit_is_refused_before_it_is_sent(tmp_path: Path) -> None:
+def test_a_file_that_does_not_fit_is_rejected_before_it_is_sent(tmp_path: Path) -> None:
     full = Node(tmp_path / "full", limit_bytes=100)
     other = NodeMemory(tmp_path / "other")
     save(other, 0)
@@ -149,7 +149,7 @@ def test_what_does_not_fit_is_refused_before_it_is_sent(tmp_path: Path) -> None:
     with pytest.raises(OSError, match="the limit of 100 bytes allows 100 of") as caught:
         put(peer, other, TENSORS)
     assert caught.value.errno == errno.ENOSPC
-    assert peer.list("") == []  # the connection is still good
+    assert peer.list("") == []  # the connection is still usable
     full.close()
 
 
@@ -166,7 +166,7 @@ def test_what_does_not_fit_is_refused_before_it_is_sent(tmp_path: Path) -> None:
         ".tmp-mine",
     ],
 )
-def test_no_other_path_is_served_or_taken(node: Node, tmp_path: Path, path: str) -> None:
+def test_other_paths_are_not_served_or_accepted(node: Node, tmp_path: Path, path: str) -> None:
     for folder in (tmp_path, tmp_path / "a", tmp_path / "a" / "own"):
         (folder / "secret").write_text("secret")
     save(node.own, 0)
@@ -181,25 +181,25 @@ def test_no_other_path_is_served_or_taken(node: Node, tmp_path: Path, path: str)
     assert node.copies.list("") == []
 
 
-def test_only_attempts_are_taken(node: Node) -> None:
+def test_only_parts_of_attempts_are_accepted(node: Node) -> None:
     save(node.own, 0)
     with pytest.raises(OSError, match="only parts of attempts"):
         node.client().put(TENSORS.removeprefix(".tmp-"), node.own.open(TENSORS))
 
 
-def test_without_the_key_nobody_gets_anything(node: Node) -> None:
+def test_a_client_without_the_key_is_rejected(node: Node) -> None:
     with pytest.raises(AuthenticationError):
         node.client(key=SecretKey.generate()).list("")
     assert node.client().list("") == []
 
 
-def test_the_memory_of_another_node_on_a_port_that_was_used_again_is_refused(node: Node) -> None:
+def test_a_different_node_on_a_reused_port_is_rejected(node: Node) -> None:
     with pytest.raises(ProtocolError, match="now 'a', not 'b'"):
         node.client(identity="b").list("")
 
 
-def test_a_server_that_does_not_know_the_key_is_told_nothing() -> None:
-    """An impostor on a reused port gets a hello that it cannot use, and no request."""
+def test_a_server_without_the_key_receives_no_request() -> None:
+    """An impostor on a reused port gets a handshake that it cannot use, and no request."""
     received = bytearray()
     with _listening() as (port, accepted):
 
@@ -226,12 +226,12 @@ def _listening() -> Iterator[tuple[int, Callable[[], socket.socket]]]:
         yield listener.getsockname()[1], lambda: listener.accept()[0]
 
 
-@pytest.mark.parametrize("said", [b"", b"GET / HTTP/1.1\r\n\r\n" * 10, b"\xff" * 200])
-def test_what_a_stranger_says_harms_nobody(node: Node, said: bytes) -> None:
+@pytest.mark.parametrize("payload", [b"", b"GET / HTTP/1.1\r\n\r\n" * 10, b"\xff" * 200])
+def test_invalid_data_of_a_stranger_is_harmless(node: Node, payload: bytes) -> None:
     with socket.create_connection(("127.0.0.1", node.server.port), timeout=10) as stranger:
-        stranger.sendall(said)
+        stranger.sendall(payload)
         with contextlib.suppress(ConnectionResetError):
-            while said and stranger.recv(1000):  # it is cut off
+            while payload and stranger.recv(1000):  # until the server closes it
                 pass
     assert node.client().list("") == []
 
@@ -267,7 +267,7 @@ def test_a_malformed_request_ends_the_connection(node: Node, sent: bytes) -> Non
         {"do": "put", "path": PART, "size": 1 << 40},
     ],
 )
-def test_a_nonsensical_request_is_answered_with_an_error(
+def test_an_invalid_request_is_answered_with_an_error(
     node: Node, request_: dict[str, object]
 ) -> None:
     save(node.own, 0)
@@ -289,9 +289,7 @@ def _wire(node: Node) -> Channel:
 
 
 @pytest.mark.parametrize("trailer", [bytes(16), b""])
-def test_bytes_that_are_torn_or_changed_on_their_way_are_never_seen(
-    node: Node, trailer: bytes
-) -> None:
+def test_truncated_or_altered_transfers_are_discarded(node: Node, trailer: bytes) -> None:
     wire = _wire(node)
     wire.send({"do": "put", "path": TENSORS, "size": 5})
     assert wire.receive(1000) == {"go": True}
@@ -306,8 +304,8 @@ def test_bytes_that_are_torn_or_changed_on_their_way_are_never_seen(
     del peer
 
 
-def test_a_peer_that_answers_too_slowly_counts_as_gone(tmp_path: Path) -> None:
-    """It accepts, and says nothing: the wait is bounded, and the tier is passed over."""
+def test_a_peer_that_does_not_answer_in_time_is_skipped(tmp_path: Path) -> None:
+    """The peer accepts the connection and never answers: the wait is bounded."""
     save(NodeMemory(tmp_path), 0, world_size=1)
     with _listening() as (port, _):
         silent = PeerStorage(
@@ -318,7 +316,7 @@ def test_a_peer_that_answers_too_slowly_counts_as_gone(tmp_path: Path) -> None:
         assert [t.place for t in tiers.failures] == [silent.place]
 
 
-def test_a_deadline_grows_with_the_bytes_and_ends_a_drip(node: Node) -> None:
+def test_a_deadline_grows_with_the_size_and_ends_a_slow_transfer(node: Node) -> None:
     now_s = [0.0]
     with socket.create_server(("127.0.0.1", 0)) as listener:
         ours = socket.create_connection(listener.getsockname())
@@ -335,7 +333,7 @@ def test_a_deadline_grows_with_the_bytes_and_ends_a_drip(node: Node) -> None:
         end.close()
 
 
-def test_a_connection_that_the_server_closed_meanwhile_is_made_again(node: Node) -> None:
+def test_a_connection_closed_by_the_server_is_reopened(node: Node) -> None:
     peer = node.client()
     assert peer.list("") == []
     for wire in list(node.server._threads):
@@ -343,8 +341,8 @@ def test_a_connection_that_the_server_closed_meanwhile_is_made_again(node: Node)
     assert peer.list("") == []
 
 
-def test_an_address_that_is_not_this_machines_own_is_served_on_all(tmp_path: Path) -> None:
-    """Behind NAT, others come in by another address."""
+def test_a_server_with_a_nonlocal_address_listens_on_all_interfaces(tmp_path: Path) -> None:
+    """Behind NAT, peers connect through another address."""
     memory = NodeMemory(tmp_path)
     credentials = Credentials(key=lambda: KEY, identity="a")
     server = PeerServer(memory, memory, credentials=credentials, host="192.0.2.1")
@@ -355,7 +353,7 @@ def test_an_address_that_is_not_this_machines_own_is_served_on_all(tmp_path: Pat
     server.close()
 
 
-def test_a_server_that_ends_is_gone_for_its_clients(tmp_path: Path) -> None:
+def test_clients_of_a_closed_server_get_a_connection_error(tmp_path: Path) -> None:
     node = Node(tmp_path / "b")
     peer = node.client()
     assert peer.list("") == []
@@ -365,6 +363,6 @@ def test_a_server_that_ends_is_gone_for_its_clients(tmp_path: Path) -> None:
     assert not [t for t in threading.enumerate() if t.name.startswith("checkpoint-peer")]
 
 
-def test_nothing_of_anothers_memory_can_be_changed_but_by_putting(node: Node) -> None:
+def test_the_memory_of_a_peer_is_read_only_except_for_puts(node: Node) -> None:
     with pytest.raises(checkpoints.NotWritable, match="is read-only"):
         checkpoints.save(node.client(), small_state(1), step=1, nonce="aa")

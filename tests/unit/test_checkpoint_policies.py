@@ -1,4 +1,4 @@
-"""When to save, and what to keep."""
+"""Save policies and retention policies."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from checkpoints.testing.memory_storage import MemoryStorage
 NOW = SaveContext(step=10, now_s=1000.0, began_s=0.0, saved_step=5, saved_s=900.0)
 
 
-def test_when_policies_look_at_the_moment() -> None:
+def test_save_policies_decide_by_the_save_context() -> None:
     assert EverySteps(5)(NOW) and not EverySteps(3)(NOW)
     assert EverySeconds(100)(NOW) and not EverySeconds(101)(NOW)
     assert Continuous()(NOW) and not Continuous()(replace(NOW, in_flight=1))
@@ -38,11 +38,11 @@ def test_when_policies_look_at_the_moment() -> None:
 
 
 @pytest.mark.parametrize("when", [EverySteps(5), EverySeconds(1), Continuous(), OnPreemption()])
-def test_nothing_is_saved_twice(when: checkpoints.SavePolicy) -> None:
+def test_no_step_is_saved_twice(when: checkpoints.SavePolicy) -> None:
     assert not when(replace(NOW, saved_step=10, preempted=True))
 
 
-def test_or_saves_when_either_says_so_and_knows_who_has_to_agree() -> None:
+def test_or_combines_policies_and_their_need_for_agreement() -> None:
     both = EverySteps(3) | EverySeconds(200)
     assert not both(NOW)
     assert both(replace(NOW, now_s=1100.0)) and both(replace(NOW, step=12))
@@ -50,7 +50,7 @@ def test_or_saves_when_either_says_so_and_knows_who_has_to_agree() -> None:
     assert not (EverySteps(3) | EverySteps(5)).needs_agreement
 
 
-def test_the_interval_loses_less_than_any_other() -> None:
+def test_the_optimal_interval_minimizes_the_expected_loss() -> None:
     # Daly's model of total time with exponential failures, without restart cost.
     def loss(interval_s: float, cost_s: float, mtbf_s: float) -> float:
         return float(torch.tensor((interval_s + cost_s) / mtbf_s).expm1()) * mtbf_s / interval_s
@@ -62,7 +62,7 @@ def test_the_interval_loses_less_than_any_other() -> None:
         )
 
 
-def test_automatic_saves_more_often_where_more_fails_and_saves_are_cheap() -> None:
+def test_automatic_saves_more_often_with_more_failures_or_cheaper_saves() -> None:
     when = Automatic(expected_between_failures_s=1e4, min_interval_s=1, max_interval_s=1e5)
     calm = replace(NOW, save_cost_s=4.0)
     assert when.interval_s(replace(calm, failures=9)) < when.interval_s(calm)
@@ -84,16 +84,16 @@ def kept_after(keep: RetentionFunction, *saves: tuple[int, Any, float]) -> list[
 SAVES = [(s, abs(s - 30) / 10, s * 6.0) for s in (10, 20, 30, 40, 50, 60)]
 
 
-def test_keep_policies() -> None:
+def test_retention_policies_keep_the_expected_steps() -> None:
     assert kept_after(LatestN(2), *SAVES) == [50, 60]
     assert kept_after(EveryNSteps(20), *SAVES) == [20, 40, 60]
     assert kept_after(EveryNSeconds(120), *SAVES) == [10, 30, 50, 60]
-    assert kept_after(BestN(2, "run/loss"), *SAVES) == [30, 40, 60]  # of equals the newest
+    assert kept_after(BestN(2, "run/loss"), *SAVES) == [30, 40, 60]  # the newest of equals
     assert kept_after(BestN(1, "run/loss", largest=True), *SAVES) == [60]
     assert kept_after(LatestN(1) | EveryNSteps(30) | BestN(1, "run/loss"), *SAVES) == [30, 60]
 
 
-def test_the_newest_stays_and_nan_is_worst() -> None:
+def test_the_newest_is_always_kept_and_nan_ranks_last() -> None:
     nan = float("nan")
     assert kept_after(BestN(1, "run/loss"), (1, 0.5, 0), (2, nan, 0), (3, nan, 0)) == [1, 3]
     assert kept_after(BestN(1, "no/such"), *SAVES) == [60]
@@ -112,6 +112,6 @@ def test_the_newest_stays_and_nan_is_worst() -> None:
         lambda: BestN(0, "loss"),
     ],
 )
-def test_policies_that_cannot_be_are_refused(make: Any) -> None:
+def test_invalid_policies_are_rejected(make: Any) -> None:
     with pytest.raises(checkpoints.ArgumentError):
         make()

@@ -1,4 +1,4 @@
-"""The order of fsyncs, by cutting the power after every call."""
+"""The order of fsyncs, tested by a simulated power loss after every call."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def _history(storage: FaultyStorage, committed: list[int]) -> None:
 
 
 @pytest.mark.parametrize("names_survive", [True, False])
-def test_a_power_cut_after_any_call_loses_nothing_that_was_committed(names_survive: bool) -> None:
+def test_a_power_loss_after_any_call_loses_no_committed_checkpoint(names_survive: bool) -> None:
     counted = FaultyStorage(MemoryStorage())
     _history(counted, [])
     for at in range(len(counted.calls)):
@@ -39,7 +39,7 @@ def test_a_power_cut_after_any_call_loses_nothing_that_was_committed(names_survi
         with pytest.raises(SimulatedCrash):
             _history(FaultyStorage(memory, at=at, fault=StorageFault.DIE_AFTER), committed)
         left = memory.after_power_cut(names_survive=names_survive)
-        for _ in range(2):  # as found, and after the next start has swept
+        for _ in range(2):  # as found, and after garbage collection at the next start
             listed = checkpoints.list_checkpoints(left)
             for info in listed:
                 assert same(checkpoints.load(left, info.name).state, small_state(info.step))
@@ -52,8 +52,8 @@ def test_a_power_cut_after_any_call_loses_nothing_that_was_committed(names_survi
     assert len(counted.calls) > 80
 
 
-def test_the_double_does_lose_what_was_not_synced() -> None:
-    """Else the test above would pass with every fsync deleted."""
+def test_the_fake_storage_loses_unsynced_data() -> None:
+    """Otherwise the test above would pass without any fsync."""
     storage = MemoryStorage()
     storage.make_folder("folder")
     storage.create("folder/file").write(b"data")
@@ -64,7 +64,7 @@ def test_the_double_does_lose_what_was_not_synced() -> None:
 def test_local_storage_syncs_after_flushing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The marker that others sync while it is still in a buffer: 0 bytes on disk [measured]."""
+    """A file synced while its data is still in a buffer has 0 bytes on disk [measured]."""
     sizes = []
     real = os.fsync
 

@@ -1,4 +1,4 @@
-"""What is saved comes back, bit for bit, at any world size, into fresh or live tensors."""
+"""A saved state is restored bit for bit, at any world size, into new or live tensors."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from checkpoints.tensors import partition
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
 @pytest.mark.parametrize("chunk_bytes", [16 << 20, 64])
-def test_every_kind_of_leaf_comes_back_bit_for_bit(
+def test_every_kind_of_leaf_is_restored_bit_for_bit(
     tmp_path: Path, world_size: int, chunk_bytes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(partition, "CHUNK_BYTES", chunk_bytes)
@@ -29,7 +29,7 @@ def test_every_kind_of_leaf_comes_back_bit_for_bit(
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4, 5])
-def test_a_share_of_one_element_of_a_strided_tensor(tmp_path: Path, world_size: int) -> None:
+def test_a_part_may_be_one_element_of_a_strided_tensor(tmp_path: Path, world_size: int) -> None:
     """torch calls such a slice contiguous, and then refuses to view it as bytes."""
     state = {
         "w": torch.arange(4.0, dtype=torch.bfloat16).reshape(2, 2).t(),
@@ -47,13 +47,13 @@ def test_tied_tensors_are_written_once(tmp_path: Path) -> None:
     assert info.size_bytes < 2 * weight.nbytes
 
 
-def test_ten_thousand_tiny_tensors(tmp_path: Path) -> None:
+def test_ten_thousand_small_tensors_are_restored(tmp_path: Path) -> None:
     state = {str(i): torch.tensor([i]) for i in range(10_000)}
     name = save_all(tmp_path, state, step=1, world_size=2)
     assert same(checkpoints.load(tmp_path, name).state, state)
 
 
-def test_every_writer_writes_an_equal_share(tmp_path: Path) -> None:
+def test_every_writer_writes_a_part_of_equal_size(tmp_path: Path) -> None:
     state = {"big": torch.zeros(100_000), "small": torch.zeros(1000, dtype=torch.uint8)}
     sizes = [
         checkpoints.save(tmp_path, state, step=1, nonce="aa", rank=rank, world_size=4).bytes_written
@@ -115,7 +115,7 @@ def _other_model() -> dict[str, Any]:
     }
 
 
-def test_a_checkpoint_of_another_model_is_refused_with_a_list(tmp_path: Path) -> None:
+def test_a_checkpoint_of_another_model_is_rejected_with_a_list(tmp_path: Path) -> None:
     name = save_all(tmp_path, small_state(9), step=9)
     live = _other_model()
     with pytest.raises(checkpoints.StateMismatch) as caught:
@@ -128,7 +128,7 @@ def test_a_checkpoint_of_another_model_is_refused_with_a_list(tmp_path: Path) ->
     assert same(live, _other_model())
 
 
-def test_not_strict_copies_what_fits_and_says_what_it_left_out(tmp_path: Path) -> None:
+def test_non_strict_load_copies_matching_tensors_and_lists_the_rest(tmp_path: Path) -> None:
     name = save_all(tmp_path, small_state(9), step=9)
     live = _other_model()
     loaded = checkpoints.load(tmp_path, name, into=live, strict=False)
@@ -166,7 +166,7 @@ def test_a_damaged_tensor_leaves_live_ones_untouched(tmp_path: Path) -> None:
         ({"a": b"bytes"}, "state['a']"),
     ],
 )
-def test_what_cannot_be_kept_is_refused_before_anything_is_written(
+def test_an_unsupported_state_is_rejected_before_anything_is_written(
     tmp_path: Path, state: object, place: str
 ) -> None:
     with pytest.raises(checkpoints.StateError, match="^" + place.replace("[", r"\[")):
@@ -174,7 +174,7 @@ def test_what_cannot_be_kept_is_refused_before_anything_is_written(
     assert not (tmp_path / "new").exists()
 
 
-def test_a_state_that_contains_itself_is_refused(tmp_path: Path) -> None:
+def test_a_state_that_contains_itself_is_rejected(tmp_path: Path) -> None:
     state: dict[str, Any] = {}
     state["again"] = state
     with pytest.raises(checkpoints.StateError, match="contain itself"):
@@ -195,13 +195,13 @@ def test_a_state_that_contains_itself_is_refused(tmp_path: Path) -> None:
         {"data_position": float("nan")},
     ],
 )
-def test_arguments_that_cannot_be_are_refused(tmp_path: Path, wrong: dict[str, Any]) -> None:
+def test_invalid_arguments_are_rejected(tmp_path: Path, wrong: dict[str, Any]) -> None:
     with pytest.raises((checkpoints.ArgumentError, checkpoints.StateError)):
         checkpoints.save(tmp_path, {}, **{"step": 1, "nonce": "aa", **wrong})
     assert list(tmp_path.iterdir()) == []
 
 
-def test_data_position_lineage_and_time_are_kept(tmp_path: Path) -> None:
+def test_data_position_lineage_and_time_are_stored(tmp_path: Path) -> None:
     saved = checkpoints.save(
         tmp_path,
         {},
@@ -222,7 +222,7 @@ def test_data_position_lineage_and_time_are_kept(tmp_path: Path) -> None:
     assert json.dumps(dict(info.versions))
 
 
-def test_loading_what_is_not_there_says_so(tmp_path: Path) -> None:
+def test_loading_a_missing_checkpoint_raises_not_found(tmp_path: Path) -> None:
     for name in ("step-000000001.g0.aa", "../etc", "LATEST"):
         with pytest.raises(checkpoints.CheckpointNotFound):
             checkpoints.load(tmp_path, name)

@@ -1,4 +1,4 @@
-"""States that real training has, and what a checkpoint must do with each of them."""
+"""Checkpoints of states that occur in real training."""
 
 from __future__ import annotations
 
@@ -47,19 +47,19 @@ def train_once(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     optimizer.zero_grad()
 
 
-def made(seed: int) -> tuple[Net, torch.optim.Optimizer]:
+def build_model(seed: int) -> tuple[Net, torch.optim.Optimizer]:
     torch.manual_seed(seed)
     model = Net()
     return model, torch.optim.AdamW(model.parameters(), lr=0.1)
 
 
 @pytest.mark.parametrize("world_size", [1, 3])
-def test_a_model_goes_on_as_if_never_interrupted(tmp_path: Path, world_size: int) -> None:
-    model, optimizer = made(0)
+def test_a_restored_model_trains_as_if_uninterrupted(tmp_path: Path, world_size: int) -> None:
+    model, optimizer = build_model(0)
     train_once(model, optimizer)
     state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
     name = save_all(tmp_path, state, step=1, world_size=world_size)
-    other, other_optimizer = made(1)
+    other, other_optimizer = build_model(1)
     loaded = checkpoints.load(tmp_path, name, into={"model": other.state_dict()}, strict=False)
     other_optimizer.load_state_dict(loaded.state["optimizer"])
     for _ in range(2):
@@ -69,9 +69,9 @@ def test_a_model_goes_on_as_if_never_interrupted(tmp_path: Path, world_size: int
     assert other.head.weight is other.embedding.weight
 
 
-def test_an_optimizer_whose_state_is_created_later(tmp_path: Path) -> None:
-    """It has none before its first step; the plan follows, and a load says what is missing."""
-    model, optimizer = made(0)
+def test_an_optimizer_may_create_its_state_after_the_first_save(tmp_path: Path) -> None:
+    """It has no state before its first step. A load names the tensors that are missing."""
+    model, optimizer = build_model(0)
 
     def state() -> dict[str, Any]:
         return {"optimizer": optimizer.state_dict()}
@@ -85,11 +85,11 @@ def test_an_optimizer_whose_state_is_created_later(tmp_path: Path) -> None:
     assert checkpoints.load(tmp_path, before.name).state["optimizer"]["state"] == {}
     assert same(checkpoints.load(tmp_path, after.name).state, state())
     with pytest.raises(checkpoints.StateMismatch, match="optimizer/state/0/exp_avg"):
-        checkpoints.load(tmp_path, after.name, into={"optimizer": made(1)[1].state_dict()})
+        checkpoints.load(tmp_path, after.name, into={"optimizer": build_model(1)[1].state_dict()})
 
 
 @pytest.mark.parametrize("seed", [0, 1, 2])
-def test_a_clock_that_jumps_changes_nothing_but_dates(tmp_path: Path, seed: int) -> None:
+def test_a_clock_that_jumps_changes_only_timestamps(tmp_path: Path, seed: int) -> None:
     jumps = itertools.cycle([1e9, 2e9, 5.0, -1e9, 0.0, 4e9])
     for _ in range(seed):
         next(jumps)
@@ -102,15 +102,15 @@ def test_a_clock_that_jumps_changes_nothing_but_dates(tmp_path: Path, seed: int)
             assert newest.checkpoint is not None and newest.checkpoint.step == step
     for info in checkpoints.list_checkpoints(tmp_path):
         assert same(checkpoints.load(tmp_path, info.name).state, small_state(info.step))
-    # A sweeper whose clock is wrong either way removes leftovers at most, nothing committed.
+    # Garbage collection with a wrong clock removes leftovers at most, nothing committed.
     for now in (0.0, 1e12):
         checkpoints.collect_garbage(tmp_path, clock=lambda now=now: now)  # type: ignore[misc]
     assert checkpoints.list_checkpoints(tmp_path)[0].step == 7
 
 
 @pytest.mark.parametrize("fault", list(StorageFault))
-def test_an_engine_at_every_storage_call(fault: StorageFault) -> None:
-    """Whatever the call, what is listed afterwards is whole, and a successor goes on."""
+def test_a_fault_at_any_storage_call_leaves_complete_checkpoints(fault: StorageFault) -> None:
+    """Listed checkpoints are complete after each fault, and a successor continues."""
 
     def run(at: int | None) -> tuple[MemoryStorage, int]:
         storage = MemoryStorage()
@@ -143,7 +143,7 @@ GIB = 1 << 30
 
 
 @pytest.mark.soak
-def test_a_tensor_of_six_gib(tmp_path: Path) -> None:
+def test_a_tensor_of_six_gib_is_restored(tmp_path: Path) -> None:
     """Offsets beyond 32 bits, in a tensor and in its file."""
     memory = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
     free_kib = int(memory["MemAvailable"].split()[0])

@@ -18,7 +18,7 @@ STATE = {"weight": torch.ones(3)}
 
 
 class Supervised:
-    """An engine, what it has reported, and a switch that makes its writer threads die."""
+    """An engine, its reports, and a switch that makes its writer threads die."""
 
     def __init__(self) -> None:
         self.deadly = threading.Event()
@@ -42,41 +42,41 @@ class Supervised:
         return [o.step for o in self.outcomes if o.status is SaveStatus.COMMITTED]
 
 
-def test_a_save_that_its_thread_did_not_survive_is_reported_and_the_next_one_is_committed() -> None:
-    made = Supervised()
-    made.deadly.set()
-    made.save(1)
-    made.deadly.clear()
-    made.save(2)
-    made.engine.close(LONG_S)
-    assert made.committed == [2]
-    (death,) = made.deaths
+def test_a_save_whose_thread_died_is_reported_and_the_next_one_commits() -> None:
+    supervised = Supervised()
+    supervised.deadly.set()
+    supervised.save(1)
+    supervised.deadly.clear()
+    supervised.save(2)
+    supervised.engine.close(LONG_S)
+    assert supervised.committed == [2]
+    (death,) = supervised.deaths
     assert "writer thread died of SimulatedCrash" in death
     assert death.endswith("a new one takes over")
-    (lost,) = [o for o in made.outcomes if o.status is not SaveStatus.COMMITTED]
+    (lost,) = [o for o in supervised.outcomes if o.status is not SaveStatus.COMMITTED]
     assert lost.step == 1 and "died" in lost.reason
 
 
-def test_after_too_many_deaths_saves_are_synchronous_and_on_the_callers_thread() -> None:
-    made = Supervised()
-    made.deadly.set()
+def test_after_too_many_deaths_saves_run_on_the_callers_thread() -> None:
+    supervised = Supervised()
+    supervised.deadly.set()
     for step in range(MAX_DEATHS):
-        made.save(step)
-    assert len(made.deaths) == MAX_DEATHS
-    assert made.deaths[-1].endswith("saves now block training")
-    made.save(10)
-    made.engine.close(LONG_S)
-    assert made.committed == [10]
-    assert [info.step for info in list_checkpoints(made.storage)] == [10]
+        supervised.save(step)
+    assert len(supervised.deaths) == MAX_DEATHS
+    assert supervised.deaths[-1].endswith("saves now block training")
+    supervised.save(10)
+    supervised.engine.close(LONG_S)
+    assert supervised.committed == [10]
+    assert [info.step for info in list_checkpoints(supervised.storage)] == [10]
 
 
 @pytest.mark.parametrize("deaths", [0, MAX_DEATHS])
-def test_a_task_is_run_with_and_without_a_thread(deaths: int) -> None:
-    made = Supervised()
-    made.deadly.set()
+def test_a_task_runs_with_and_without_a_writer_thread(deaths: int) -> None:
+    supervised = Supervised()
+    supervised.deadly.set()
     for step in range(deaths):
-        made.save(step)
-    made.deadly.clear()
+        supervised.save(step)
+    supervised.deadly.clear()
     done = threading.Event()
     threads: list[str] = []
 
@@ -84,7 +84,7 @@ def test_a_task_is_run_with_and_without_a_thread(deaths: int) -> None:
         threads.append(threading.current_thread().name)
         done.set()
 
-    made.engine.submit(task)
+    supervised.engine.submit(task)
     assert done.wait(LONG_S)
     assert (threads == ["checkpoint-writer"]) == (deaths == 0)
-    made.engine.close(LONG_S)
+    supervised.engine.close(LONG_S)

@@ -1,4 +1,4 @@
-"""What goes wrong in torch.distributed.checkpoint, and does not here: one test for each failure.
+"""Failures of torch.distributed.checkpoint (DCP) that do not occur here: one test for each.
 
 ``examples/comparisons`` shows each of them in DCP.
 """
@@ -33,19 +33,19 @@ def root(tmp_path: Path) -> Path:
     return root
 
 
-def test_nothing_is_synced_before_it_is_written(
+def test_files_are_synced_after_they_are_written(
     root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """There: the marker is synced while its bytes are in Python's buffer."""
+    """In DCP, the marker is synced while its bytes are in Python's buffer."""
     fsync, synced = os.fsync, {}
 
-    def watched(descriptor: int) -> None:
+    def recording_fsync(descriptor: int) -> None:
         path = Path(os.readlink(f"/proc/self/fd/{descriptor}"))
         if path.is_file():
             synced[path.name.removesuffix(".tmp")] = path.read_bytes()
         fsync(descriptor)
 
-    monkeypatch.setattr(os, "fsync", watched)
+    monkeypatch.setattr(os, "fsync", recording_fsync)
     name = checkpoints.save(root, small_state(2), step=2, nonce="aa").name
     manifest = (root / name / "manifest.json").read_bytes()
     assert manifest in [data for file, data in synced.items() if file.startswith(".manifest")]
@@ -55,7 +55,7 @@ def test_nothing_is_synced_before_it_is_written(
 
 
 def dies_at_sync(number: int, work: Callable[[], object]) -> bool:
-    """Run in a child that dies at its ``number``-th fsync; whether it did."""
+    """Run in a child that dies at its ``number``-th fsync. Return whether it died."""
     pid = os.fork()
     if pid == 0:
         fsync, count = os.fsync, 0
@@ -76,8 +76,8 @@ def dies_at_sync(number: int, work: Callable[[], object]) -> bool:
     return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 9
 
 
-def test_dying_while_saving_again_never_mixes_steps(tmp_path: Path) -> None:
-    """There: saving into the same folder leaves tensors of two steps under one marker."""
+def test_a_crash_during_another_save_never_mixes_steps(tmp_path: Path) -> None:
+    """In DCP, saving into the same folder leaves tensors of two steps under one marker."""
     newest: list[int] = []
     died = True
     while died:
@@ -95,8 +95,8 @@ def test_dying_while_saving_again_never_mixes_steps(tmp_path: Path) -> None:
     assert newest == sorted(newest) and set(newest) == {1, 2} and len(newest) > 6
 
 
-def test_every_flipped_bit_of_a_tensor_is_noticed(root: Path) -> None:
-    """There: it loads."""
+def test_every_flipped_bit_of_a_tensor_is_detected(root: Path) -> None:
+    """In DCP, the tensor loads."""
     file = root / NAME / "00000-of-00001.safetensors"
     data = file.read_bytes()
     for at in range(0, len(data), 7):
@@ -111,17 +111,17 @@ def test_every_flipped_bit_of_a_tensor_is_noticed(root: Path) -> None:
 
 @pytest.fixture
 def small_files() -> Iterator[None]:
-    """No file may grow beyond 64 KiB: what the kernel says is what it says of a quota."""
+    """Limit files to 64 KiB, so that writes fail as they do with a quota."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (64 << 10, before[1]))
     yield
     resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
-def test_a_full_disk_in_the_background_is_told_and_publishes_nothing(
+def test_a_full_disk_in_the_background_is_reported_without_a_commit(
     root: Path, small_files: None
 ) -> None:
-    """There: the thread dies, save returns, and the marker is published."""
+    """In DCP, the thread dies, save returns, and the marker is published."""
     with checkpoints.Engine(root) as engine:
         world = checkpoints.WriterGroup(nonce="aa")
         state = {"large": torch.ones(100_000), "small": torch.ones(3)}
@@ -143,29 +143,29 @@ class Harm:
 
 @pytest.mark.parametrize("file", ["manifest.json", "00000-of-00001.safetensors"])
 def test_a_pickle_in_place_of_any_file_is_not_run(root: Path, tmp_path: Path, file: str) -> None:
-    """There: the marker is one."""
+    """In DCP, the marker is a pickle."""
     (root / NAME / file).write_bytes(pickle.dumps(Harm(tmp_path / "ran")))
     with pytest.raises(checkpoints.CorruptCheckpoint, match=file):
         checkpoints.load(root, NAME)
     assert checkpoints.latest(root).checkpoint is None
     assert not (tmp_path / "ran").exists()
     pickle.loads(pickle.dumps(Harm(tmp_path / "ran")))
-    assert (tmp_path / "ran").exists()  # it would have
+    assert (tmp_path / "ran").exists()  # it runs if it is loaded
 
 
-def test_each_of_w_ranks_stages_its_part_only(monkeypatch: pytest.MonkeyPatch) -> None:
-    """There: each stages the whole state, then drops what others write."""
+def test_each_rank_stages_only_its_part(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In DCP, each rank stages the full state, then drops what others write."""
     state = {f"tensor{i}": torch.full((10_000,), i) for i in range(8)}
     _, tensors = flatten(state)
     specs = [spec_of(name, tensor) for name, tensor in tensors.items()]
     total = sum(spec.size_bytes for spec in specs)
-    made: list[int] = []
+    allocated: list[int] = []
 
-    def noted(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        made.append(math.prod(shape) * dtype.itemsize)
+    def recording_empty(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        allocated.append(math.prod(shape) * dtype.itemsize)
         return torch.empty(shape, dtype=dtype)
 
-    monkeypatch.setattr(staging, "empty", noted)
+    monkeypatch.setattr(staging, "empty", recording_empty)
     for rank in range(4):
         StagingBuffer().fill(share_of(specs, 4, rank), tensors)
-    assert len(made) == 4 and max(made) <= total / 4 + 16
+    assert len(allocated) == 4 and max(allocated) <= total / 4 + 16

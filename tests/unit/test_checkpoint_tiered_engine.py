@@ -1,4 +1,4 @@
-"""Several tiers at once, each by its own policy; one that fails costs its own saves only."""
+"""Several tiers, each with its own policy; a failing tier loses only its own saves."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def steps_of(root: checkpoints.Root) -> list[int]:
     return [info.step for info in checkpoints.list_checkpoints(root)]
 
 
-def test_memory_often_and_disk_seldom(tmp_path: Path) -> None:
+def test_memory_is_saved_often_and_disk_rarely(tmp_path: Path) -> None:
     memory, disk = NodeMemory(tmp_path / "memory"), tmp_path / "disk"
     tiers = [
         Tier(memory, EverySteps(2)),
@@ -57,7 +57,7 @@ def test_memory_often_and_disk_seldom(tmp_path: Path) -> None:
     assert same(checkpoints.load(both, newest.name).state, small_state(20))
 
 
-def test_a_tier_that_hangs_does_not_hold_up_another() -> None:
+def test_a_tier_that_hangs_does_not_block_another() -> None:
     gate = threading.Event()
 
     def hang(label: str) -> None:
@@ -77,12 +77,12 @@ def test_a_tier_that_hangs_does_not_hold_up_another() -> None:
             assert handles[1].wait(LONG_S) is not None
         assert steps_of(memory) == [5, 4, 3]
         skipped = [t.outcome.step for t in engine.outcomes() if t.tier == 0]
-        assert skipped == [3, 4, 5]  # both buffers hang with 1 and 2
+        assert skipped == [3, 4, 5]  # steps 1 and 2 hold both buffers
         gate.set()
     assert steps_of(disk) == [2, 1]
 
 
-def test_policies_that_look_at_the_clock_are_asked_by_one_rank() -> None:
+def test_policies_that_use_the_clock_need_agreement() -> None:
     now_s = [0.0]
     tiers = [Tier(MemoryStorage(), EverySteps(5)), Tier(MemoryStorage(), EverySeconds(60.0))]
     with TieredEngine(tiers, began_at_step=3, monotonic=lambda: now_s[0]) as engine:

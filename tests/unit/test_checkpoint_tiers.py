@@ -1,4 +1,4 @@
-"""Parts in several places are one checkpoint: what is complete, what is read from where."""
+"""Parts in several places form one checkpoint: completeness, and which copy is read."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ def save(
     state: Any,
     step: int,
     *,
-    but: tuple[int, ...] = (),
+    skipped_nodes: tuple[int, ...] = (),
     keep: checkpoints.RetentionFunction | None = None,
     generation: int = 0,
     nonce: str = "aa",
 ) -> None:
-    """Every rank saves into its node's memory, except those of the nodes in ``but``."""
+    """Every rank saves into its node's memory, except those of the nodes in ``skipped_nodes``."""
     for rank in range(len(nodes) * PER_NODE):
-        if rank // PER_NODE in but:
+        if rank // PER_NODE in skipped_nodes:
             continue
         saved = checkpoints.save(
             nodes[rank // PER_NODE],
@@ -57,9 +57,9 @@ def steps(tiers: TieredStorage) -> list[int]:
     return [info.step for info in checkpoints.list_checkpoints(tiers)]
 
 
-def test_parts_of_all_nodes_are_a_checkpoint_and_fewer_are_none(nodes: Nodes) -> None:
+def test_only_the_parts_of_all_nodes_form_a_checkpoint(nodes: Nodes) -> None:
     save(nodes, odd_state(), 5)
-    save(nodes, odd_state(), 6, but=(1,))
+    save(nodes, odd_state(), 6, skipped_nodes=(1,))
     tiers = TieredStorage(nodes)
     found = checkpoints.latest(tiers)
     assert found.checkpoint is not None and found.checkpoint.step == 5
@@ -68,7 +68,7 @@ def test_parts_of_all_nodes_are_a_checkpoint_and_fewer_are_none(nodes: Nodes) ->
     assert tiers.failures == ()
 
 
-def test_what_is_merged_is_what_a_committer_would_have_made(nodes: Nodes, tmp_path: Path) -> None:
+def test_a_merged_manifest_equals_a_committed_one(nodes: Nodes, tmp_path: Path) -> None:
     together = tmp_path / "disk"
     for rank in range(6):
         for root in (nodes[rank // PER_NODE], together):
@@ -82,7 +82,7 @@ def test_what_is_merged_is_what_a_committer_would_have_made(nodes: Nodes, tmp_pa
     assert bytes(data) == (together / name / "manifest.json").read_bytes()
 
 
-def test_the_newest_of_all_tiers_is_taken(nodes: Nodes, tmp_path: Path) -> None:
+def test_the_newest_checkpoint_of_all_tiers_is_used(nodes: Nodes, tmp_path: Path) -> None:
     disk = tmp_path / "disk"
     save_all(disk, small_state(10), step=10)
     save(nodes, small_state(12), 12)
@@ -96,10 +96,10 @@ def test_the_newest_of_all_tiers_is_taken(nodes: Nodes, tmp_path: Path) -> None:
     assert steps(TieredStorage([*nodes, disk])) == [10]
 
 
-def test_a_half_committed_disk_and_memory_complete_each_other(nodes: Nodes, tmp_path: Path) -> None:
-    """The union counts, wherever each part lies."""
+def test_parts_on_disk_and_in_memory_complete_each_other(nodes: Nodes, tmp_path: Path) -> None:
+    """The union of the parts counts, regardless of their places."""
     disk = LocalStorage(tmp_path / "disk")
-    save(nodes, small_state(3), 3, but=(2,))
+    save(nodes, small_state(3), 3, skipped_nodes=(2,))
     for rank in (4, 5):
         checkpoints.save(disk, small_state(3), step=3, nonce="aa", rank=rank, world_size=6)
     tiers = TieredStorage([*nodes, disk])
@@ -107,7 +107,7 @@ def test_a_half_committed_disk_and_memory_complete_each_other(nodes: Nodes, tmp_
     assert same(checkpoints.load(tiers, name).state, small_state(3))
 
 
-def test_each_chunk_comes_from_a_place_where_it_is_whole(nodes: Nodes, tmp_path: Path) -> None:
+def test_each_chunk_is_read_from_an_intact_copy(nodes: Nodes, tmp_path: Path) -> None:
     """Memory has one bad file, disk another one: together they have everything."""
     disk = tmp_path / "disk"
     save(nodes, small_state(3), 3)
@@ -124,9 +124,7 @@ def test_each_chunk_comes_from_a_place_where_it_is_whole(nodes: Nodes, tmp_path:
     assert same(checkpoints.load(TieredStorage([*nodes, disk]), name).state, small_state(3))
 
 
-def test_damage_that_nothing_makes_good_is_refused_and_passed_over(
-    nodes: Nodes, tmp_path: Path
-) -> None:
+def test_a_checkpoint_with_unrecoverable_damage_is_skipped(nodes: Nodes, tmp_path: Path) -> None:
     save(nodes, small_state(2), 2)
     save(nodes, small_state(3), 3)
     flip(tmp_path / "node-1" / ".tmp-step-000000003.g0.aa" / "00002-of-00006.safetensors", -1)
@@ -137,7 +135,7 @@ def test_damage_that_nothing_makes_good_is_refused_and_passed_over(
         checkpoints.load(TieredStorage(nodes), "step-000000003.g0.aa")
 
 
-def test_a_damaged_part_is_taken_from_elsewhere_or_the_checkpoint_is_passed_over(
+def test_a_damaged_part_is_read_from_a_copy_or_the_checkpoint_is_skipped(
     nodes: Nodes, tmp_path: Path
 ) -> None:
     save(nodes, small_state(2), 2)
@@ -151,16 +149,14 @@ def test_a_damaged_part_is_taken_from_elsewhere_or_the_checkpoint_is_passed_over
     assert "do not form a complete checkpoint" in found.skipped[0].reason
 
 
-def test_parts_of_two_worlds_never_make_one_checkpoint(nodes: Nodes) -> None:
-    save(nodes, small_state(3), 3, but=(0,), nonce="dead")
-    save(nodes, small_state(3), 3, but=(1, 2), nonce="beef")
+def test_parts_of_two_worlds_never_form_one_checkpoint(nodes: Nodes) -> None:
+    save(nodes, small_state(3), 3, skipped_nodes=(0,), nonce="dead")
+    save(nodes, small_state(3), 3, skipped_nodes=(1, 2), nonce="beef")
     assert steps(TieredStorage(nodes)) == []
 
 
 @pytest.mark.parametrize("call", ["list ", "open ", "read "])
-def test_a_place_that_fails_is_passed_over_and_told(
-    nodes: Nodes, tmp_path: Path, call: str
-) -> None:
+def test_a_failing_place_is_skipped_and_reported(nodes: Nodes, tmp_path: Path, call: str) -> None:
     disk = tmp_path / "disk"
     save(nodes, small_state(3), 3)
     save_all(disk, small_state(3), step=3, world_size=6)
@@ -178,10 +174,10 @@ def test_a_place_that_fails_is_passed_over_and_told(
     assert [(t.place, t.reason) for t in tiers.failures] == [
         (str(tmp_path / "node-0"), "the memory module smokes")
     ]
-    assert len(asked) == 1  # it is not asked again and again
+    assert len(asked) == 1  # it is not tried again
 
 
-def test_tiers_take_no_writes(nodes: Nodes) -> None:
+def test_tiers_are_read_only(nodes: Nodes) -> None:
     with pytest.raises(checkpoints.NotWritable):
         checkpoints.save(TieredStorage(nodes), small_state(1), step=1, nonce="aa")
 
@@ -192,7 +188,7 @@ def test_memory_keeps_the_newest_parts(nodes: Nodes) -> None:
     assert steps(TieredStorage(nodes)) == [5, 4, 3]
 
 
-def test_an_engine_writes_parts_and_says_that_they_are_kept(nodes: Nodes) -> None:
+def test_an_engine_reports_parts_in_memory_as_committed(nodes: Nodes) -> None:
     engines = [checkpoints.Engine(nodes[rank // PER_NODE]) for rank in range(6)]
     for rank, engine in enumerate(engines):
         world = checkpoints.WriterGroup(nonce="aa", rank=rank, size=6)
@@ -202,7 +198,7 @@ def test_an_engine_writes_parts_and_says_that_they_are_kept(nodes: Nodes) -> Non
     assert steps(TieredStorage(nodes)) == [1]
 
 
-def test_what_does_not_fit_is_skipped_with_a_reason(tmp_path: Path) -> None:
+def test_a_save_that_does_not_fit_fails_with_the_reason(tmp_path: Path) -> None:
     memory = NodeMemory(tmp_path / "own", limit_bytes=3000)
     with checkpoints.Engine(memory) as engine:
         for step, status in ((1, "committed"), (2, "failed")):
@@ -216,7 +212,7 @@ def test_what_does_not_fit_is_skipped_with_a_reason(tmp_path: Path) -> None:
     assert memory.list("") == [".tmp-step-000000001.g0.aa"]
 
 
-def test_room_is_what_the_tightest_bound_leaves(tmp_path: Path) -> None:
+def test_available_space_is_determined_by_the_lowest_limit(tmp_path: Path) -> None:
     (tmp_path / "file").write_bytes(bytes(100))
     assert used_bytes(tmp_path) == 100
     assert available_bytes_in(tmp_path, 1000) == (900, "the limit of 1000 bytes")
@@ -228,7 +224,7 @@ def _room(left: int) -> Callable[[Path, int | None], tuple[int, str]]:
     return lambda folder, limit: (left, "the cgroup's memory")
 
 
-def test_no_write_is_made_that_the_machine_has_no_memory_for(tmp_path: Path) -> None:
+def test_a_save_that_exceeds_available_memory_writes_nothing(tmp_path: Path) -> None:
     memory = NodeMemory(tmp_path, room=_room(1000))
     with pytest.raises(DiskFull, match="the cgroup's memory allows"):
         checkpoints.save(memory, {"large": odd_state()["float64"]} | odd_state(), step=1, nonce="a")

@@ -1,4 +1,4 @@
-"""A manifest written by somebody who means harm: refused, nothing outside touched or allocated."""
+"""Malicious manifests are rejected, without access outside the folder or large allocations."""
 
 from __future__ import annotations
 
@@ -30,20 +30,20 @@ def name(tmp_path: Path) -> str:
 
 
 def _rewrite(folder: Path, change: Callable[[Fields], object]) -> None:
-    """Change the manifest and give it the hash that fits, as an attacker would."""
+    """Change the manifest and update its checksum, as an attacker would."""
     fields = json.loads((folder / "manifest.json").read_bytes())
     del fields["xxh3_128"]
     change(fields)
-    (folder / "manifest.json").write_bytes(_seal_anything(fields))
+    (folder / "manifest.json").write_bytes(_checksummed_json(fields))
 
 
-def _seal_anything(fields: Fields) -> bytes:
-    """Like the library's own, for values that it refuses: NaN stands as the word NaN."""
+def _checksummed_json(fields: Fields) -> bytes:
+    """Like the library's serializer, for values that it rejects: NaN is written as ``NaN``."""
     text = ",\n".join(f"{json.dumps(k)}: {json.dumps(v)}" for k, v in fields.items()) + "\n}\n"
-    return _sealed(text.encode("ascii"))
+    return _with_checksum(text.encode("ascii"))
 
 
-def _sealed(body: bytes) -> bytes:
+def _with_checksum(body: bytes) -> bytes:
     return b'{"xxh3_128": "' + digest(body).encode() + b'",\n' + body
 
 
@@ -71,7 +71,7 @@ OUTSIDE = [
     "00000-of-00001.safetensors",
 ]
 
-HARMFUL = {
+MALICIOUS = {
     **{f"chunk file {f}": _set(*CHUNK, "file", to=f) for f in OUTSIDE},
     **{f"writer file {f}": _set("writers", 0, "file", to=f) for f in OUTSIDE},
     "chunk file null": _set(*CHUNK, "file", to=None),
@@ -131,8 +131,8 @@ HARMFUL = {
 }
 
 
-@pytest.mark.parametrize("change", HARMFUL.values(), ids=HARMFUL.keys())
-def test_a_harmful_manifest_is_refused(
+@pytest.mark.parametrize("change", MALICIOUS.values(), ids=MALICIOUS.keys())
+def test_a_malicious_manifest_is_rejected(
     tmp_path: Path, name: str, change: Callable[[Fields], object]
 ) -> None:
     _rewrite(tmp_path / name, change)
@@ -160,13 +160,13 @@ def test_a_harmful_manifest_is_refused(
     ],
     ids=["brackets", "braces", "digits", "twice", "open", "not-utf8", "empty"],
 )
-def test_harmful_json_is_refused(tmp_path: Path, name: str, body: bytes) -> None:
-    (tmp_path / name / "manifest.json").write_bytes(_sealed(body))
+def test_malicious_json_is_rejected(tmp_path: Path, name: str, body: bytes) -> None:
+    (tmp_path / name / "manifest.json").write_bytes(_with_checksum(body))
     with pytest.raises(checkpoints.CorruptCheckpoint, match=r"manifest\.json"):
         checkpoints.load(tmp_path, name)
 
 
-def test_a_deep_tree_is_refused(tmp_path: Path, name: str) -> None:
+def test_a_deeply_nested_tree_is_rejected(tmp_path: Path, name: str) -> None:
     tree: Fields = {"value": 1}
     for _ in range(150):
         tree = {"list": [tree]}
@@ -177,12 +177,12 @@ def test_a_deep_tree_is_refused(tmp_path: Path, name: str) -> None:
 
 def test_a_manifest_of_absurd_size_is_not_read(tmp_path: Path, name: str) -> None:
     with open(tmp_path / name / "manifest.json", "r+b") as file:
-        file.truncate(1 << 40)  # sparse: it takes no room
+        file.truncate(1 << 40)  # sparse: it takes no space
     with pytest.raises(checkpoints.CorruptCheckpoint, match="too many for a manifest"):
         checkpoints.load(tmp_path, name)
 
 
-def test_a_newer_format_says_upgrade(tmp_path: Path, name: str) -> None:
+def test_a_newer_format_asks_for_an_upgrade(tmp_path: Path, name: str) -> None:
     _rewrite(tmp_path / name, _set("format", to=2))
     with pytest.raises(checkpoints.UnsupportedFormat, match="Upgrade"):
         checkpoints.load(tmp_path, name)
@@ -190,7 +190,7 @@ def test_a_newer_format_says_upgrade(tmp_path: Path, name: str) -> None:
 
 
 @pytest.mark.parametrize("file", ["manifest.json", "00000-of-00002.safetensors"])
-def test_links_and_pipes_are_not_followed(tmp_path: Path, name: str, file: str) -> None:
+def test_symlinks_and_pipes_are_not_opened(tmp_path: Path, name: str, file: str) -> None:
     real = tmp_path / name / file
     moved = tmp_path / "elsewhere"
     real.rename(moved)
@@ -198,12 +198,12 @@ def test_links_and_pipes_are_not_followed(tmp_path: Path, name: str, file: str) 
     with pytest.raises(checkpoints.LoadError):
         checkpoints.load(tmp_path, name)
     real.unlink()
-    os.mkfifo(real)  # opening it would wait for a writer for ever
+    os.mkfifo(real)  # opening it would block until there is a writer
     with pytest.raises(checkpoints.LoadError):
         checkpoints.load(tmp_path, name)
 
 
-def test_a_planted_link_is_not_written_through(tmp_path: Path) -> None:
+def test_a_planted_symlink_is_not_followed_by_a_write(tmp_path: Path) -> None:
     victim = tmp_path / "victim"
     victim.write_text("precious")
     attempt = tmp_path / "root" / ".tmp-step-000000001.g0.aa"
@@ -214,19 +214,19 @@ def test_a_planted_link_is_not_written_through(tmp_path: Path) -> None:
     assert victim.read_text() == "precious"
 
 
-def test_boxes_of_sharded_tensors_are_read_and_checked(tmp_path: Path, name: str) -> None:
+def test_regions_of_sharded_tensors_are_read_and_validated(tmp_path: Path, name: str) -> None:
     """This version writes spans for this tensor; sharded tensors are stored as regions."""
     halves = [torch.tensor([[0.0, 1.0], [4.0, 5.0]]), torch.tensor([[2.0, 3.0], [6.0, 7.0]])]
     name = save_all(tmp_path, {"w": torch.cat([half.reshape(-1) for half in halves])}, step=9)
 
     def change(fields: Fields) -> None:
         tensor = fields["tensors"]["w"]
-        (whole,) = tensor["chunks"]
-        begin = whole["bytes"][0]
+        (old_chunk,) = tensor["chunks"]
+        begin = old_chunk["bytes"][0]
         tensor["shape"] = [2, 4]
         tensor["chunks"] = [
             {
-                "file": whole["file"],
+                "file": old_chunk["file"],
                 "bytes": [begin + 16 * side, begin + 16 * side + 16],
                 "box": [[0, 2 * side], [2, 2]],
                 "xxh3_128": _hash(halves[side]),
@@ -247,7 +247,7 @@ def _hash(tensor: torch.Tensor) -> str:
     return digest(tensor.reshape(-1).view(torch.uint8).numpy().data)
 
 
-def test_a_harmful_part_is_never_committed(tmp_path: Path) -> None:
+def test_a_corrupt_part_is_never_committed(tmp_path: Path) -> None:
     checkpoints.save(tmp_path, {"w": torch.ones(9)}, step=1, nonce="aa", world_size=2, rank=0)
     attempt = tmp_path / ".tmp-step-000000001.g0.aa"
     flip(attempt / "part-00000-of-00002.json", 200)

@@ -1,4 +1,4 @@
-"""A class name exists once in the project: a reader who finds one has found the only one."""
+"""Public class names are unique within the project."""
 
 from __future__ import annotations
 
@@ -16,6 +16,6 @@ def test_a_public_class_name_is_defined_once() -> None:
             for node in ast.walk(ast.parse(path.read_text())):
                 if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
                     places[node.name].append(f"{path.relative_to(REPOSITORY)}:{node.lineno}")
-    assert len(places) > 300, "the scan has found too few classes to have read the packages"
+    assert len(places) > 300, "the scan found too few classes"
     repeated = {name: where for name, where in places.items() if len(where) > 1}
     assert not repeated, repeated

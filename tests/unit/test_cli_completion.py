@@ -50,7 +50,7 @@ def test_bash_completes_commands_flags_and_choices(script: Path) -> None:
     assert completions(script, "elastic", "completion", "") >= {"bash", "zsh"}
 
 
-def test_zsh_gets_a_script_of_its_own(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_zsh_gets_its_own_script(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     assert main(["completion", "zsh"]) == 0
     text = capsys.readouterr().out
     assert text.startswith("#compdef elastic")
@@ -61,7 +61,7 @@ def test_zsh_gets_a_script_of_its_own(capsys: pytest.CaptureFixture[str], tmp_pa
         subprocess.run([zsh, "-n", str(path)], check=True, timeout=60)
 
 
-def test_another_shell_is_a_usage_error(capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_unsupported_shell_is_a_usage_error(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["completion", "fish"]) == 2
     assert "'fish'" in capsys.readouterr().err
 

@@ -1,4 +1,4 @@
-"""The demo's decisions, its arithmetic and its words, on ledgers made by hand."""
+"""The demo's decisions, calculations and output, on hand-written ledgers."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ WORLDS = {1: NODES, 2: SURVIVORS, 3: (*SURVIVORS, ADDED)}
 
 
 def world(generation: int, first: int, stop: int, *, began_s: float) -> RunLedger:
-    """A generation that does steps first..stop-1, one a second, from ``began_s`` on."""
+    """A generation that runs steps first..stop-1, one per second, from ``began_s``."""
     nodes = WORLDS[generation]
     starts = [
         Start(generation, first, rank, len(nodes), node, began_s - 1)
@@ -110,7 +110,7 @@ def summary_of(
     )
 
 
-# What to do when.
+# Decisions.
 
 
 def test_the_kill_waits_for_a_full_world_and_the_middle_of_an_epoch() -> None:
@@ -141,17 +141,17 @@ def _position(ledger: RunLedger) -> JobPosition:
     return position
 
 
-def test_a_generation_that_has_not_stepped_yet_has_a_position_too() -> None:
+def test_a_generation_without_steps_does_not_change_the_position() -> None:
     begun = world(3, 60, 60, began_s=90.0)
     thrown_away = joined(world(1, 0, 60, began_s=0.0), world(2, 58, 81, began_s=65.0), begun)
     assert _position(thrown_away).generation == 2
 
 
-def test_steps_last_as_long_as_the_patience_while_a_node_is_waited_for() -> None:
+def test_steps_are_slowed_down_while_the_job_waits_for_a_node() -> None:
     before = world(1, 0, 60, began_s=0.0)
     without = joined(before, world(2, 58, 80, began_s=65.0))
     plan = DemoPlan().after(Act.KILL, _position(before))
-    assert plan.step_delay_s(_position(without), 0.0) == DEMO_STEP_S  # nobody was started
+    assert plan.step_delay_s(_position(without), 0.0) == DEMO_STEP_S  # no node was started
     plan = plan.after(Act.JOIN, _position(without))
     assert plan.waits_for_node(_position(without))
     waited_s, step = 0.0, _position(without).step
@@ -163,9 +163,9 @@ def test_steps_last_as_long_as_the_patience_while_a_node_is_waited_for() -> None
     )
     late = replace(_position(without), step=step)
     assert plan.step_delay_s(late, DEMO_PATIENCE_S) == DEMO_STEP_S  # no more waiting
-    whole = _position(joined(without, world(3, 80, 81, began_s=90.0)))
-    assert not plan.waits_for_node(whole)
-    assert plan.step_delay_s(whole, 3.0) == DEMO_STEP_S
+    complete = _position(joined(without, world(3, 80, 81, began_s=90.0)))
+    assert not plan.waits_for_node(complete)
+    assert plan.step_delay_s(complete, 3.0) == DEMO_STEP_S
 
 
 def test_a_first_world_without_all_nodes_waits_for_the_others() -> None:
@@ -179,7 +179,7 @@ def test_a_first_world_without_all_nodes_waits_for_the_others() -> None:
 # The summary.
 
 
-def test_the_summary_of_a_run_in_which_every_promise_was_kept() -> None:
+def test_the_summary_of_a_successful_run_has_no_failures() -> None:
     summary = summary_of(good_ledger(), good_plan())
     assert summary.failures == () and summary.ok
     assert [g.cause for g in summary.generations] == ["first", "lost", "joined"]
@@ -217,10 +217,10 @@ def test_a_repeated_sample_fails_the_demo() -> None:
     assert not summary.ok and summary.samples[2].twice == 1
 
 
-@pytest.mark.parametrize(("accuracy", "said"), [(0.9, "90.00%"), (None, "no node reported")])
-def test_poor_or_missing_accuracy_fails_the_demo(accuracy: float | None, said: str) -> None:
+@pytest.mark.parametrize(("accuracy", "text"), [(0.9, "90.00%"), (None, "no node reported")])
+def test_poor_or_missing_accuracy_fails_the_demo(accuracy: float | None, text: str) -> None:
     summary = summary_of(good_ledger(), good_plan(), accuracy=accuracy)
-    assert len(summary.failures) == 1 and said in summary.failures[0]
+    assert len(summary.failures) == 1 and text in summary.failures[0]
 
 
 def test_a_kill_or_join_that_did_not_happen_fails_the_demo() -> None:
@@ -243,16 +243,16 @@ def test_a_joining_node_that_never_trained_fails_the_demo() -> None:
     assert any(f"no generation trained with {ADDED}" in f for f in summary.failures)
 
 
-def test_ranks_with_other_final_weights_fail_the_demo() -> None:
+def test_ranks_with_different_final_weights_fail_the_demo() -> None:
     ledger = good_ledger()
     other = replace(ledger, ends=(*ledger.ends[:-1], replace(ledger.ends[-1], sha256="zzz")))
     assert "differ" in summary_of(other, good_plan()).failures[0]
 
 
-def test_the_summary_is_json_and_says_whether_it_is_ok() -> None:
-    said = json.loads(json.dumps(summary_of(good_ledger(), good_plan()).as_json()))
-    assert said["ok"] is True and said["accuracy"] == 0.985
-    assert said["generations"][1]["cause"] == "lost"
+def test_the_summary_serializes_to_json_with_its_outcome() -> None:
+    document = json.loads(json.dumps(summary_of(good_ledger(), good_plan()).as_json()))
+    assert document["ok"] is True and document["accuracy"] == 0.985
+    assert document["generations"][1]["cause"] == "lost"
 
 
 def test_the_printed_summary_names_failures_and_numbers() -> None:
@@ -265,15 +265,15 @@ def test_the_printed_summary_names_failures_and_numbers() -> None:
     assert "5.00 s" in text
 
 
-# What is read and shown while it runs.
+# Input and output during a run.
 
 
-def test_the_journal_is_read_once_and_by_whole_lines(tmp_path: Path) -> None:
+def test_each_complete_journal_line_is_read_once(tmp_path: Path) -> None:
     reader = JournalReader(tmp_path)
     assert reader.read_new() == []
     file = tmp_path / "node-0-1.jsonl"
-    said = {"event": "leader-changed", "node": "node-0", "leader": "node-0"}
-    file.write_text(json.dumps({**said, "time": 2.0, "monotonic": 1.0}) + '\n{"event": "half')
+    line = {"event": "leader-changed", "node": "node-0", "leader": "node-0"}
+    file.write_text(json.dumps({**line, "time": 2.0, "monotonic": 1.0}) + '\n{"event": "half')
     assert reader.read_new() == [
         JournalEntry("leader-changed", "node-0", 2.0, {"leader": "node-0"})
     ]
@@ -283,7 +283,7 @@ def test_the_journal_is_read_once_and_by_whole_lines(tmp_path: Path) -> None:
     assert reader.read_new() == []
 
 
-def test_rows_follow_the_nodes() -> None:
+def test_rows_show_the_state_of_the_nodes() -> None:
     ledger = joined(world(1, 0, 60, began_s=0.0), world(2, 58, 70, began_s=65.0))
     codes = {"node-0": None, VICTIM: -9, "node-2": None, ADDED: None}
     rows = {row.name: row for row in rows_of(ledger, codes, {VICTIM}, newest=2)}
@@ -294,7 +294,7 @@ def test_rows_follow_the_nodes() -> None:
     assert agreed["node-0"] == "forming"
 
 
-def test_lines_carry_the_time_and_each_epoch_once() -> None:
+def test_the_line_view_prints_the_time_and_each_epoch_once() -> None:
     out = io.StringIO()
     view = LineView(out)
     view.say("node-0 starts", 0.0)
@@ -305,7 +305,7 @@ def test_lines_carry_the_time_and_each_epoch_once() -> None:
     assert len(lines) == 2 and "epoch 0" in lines[1]
 
 
-def test_the_table_shows_nodes_and_happenings() -> None:
+def test_the_table_shows_nodes_and_events() -> None:
     console = Console(file=io.StringIO(), force_terminal=True, width=100)
     view = TableView(console)
     view.say("node-1 is killed [SIGKILL]", 0.0)
@@ -316,7 +316,7 @@ def test_the_table_shows_nodes_and_happenings() -> None:
     assert all(part in out.getvalue() for part in ("node-0", "123", "killed [SIGKILL]"))
 
 
-def test_sentences_are_for_what_matters() -> None:
+def test_only_relevant_events_have_a_sentence() -> None:
     formed = JournalEntry(
         "world-formed", "n", 0.0, {"generation": 2, "size": 2, "reason": "node-1 died"}
     )
@@ -324,7 +324,7 @@ def test_sentences_are_for_what_matters() -> None:
     assert sentence(JournalEntry("something-else", "n", 0.0)) is None
 
 
-def test_the_demo_runs_the_example() -> None:
+def test_the_demo_script_is_a_copy_of_the_example() -> None:
     """A wheel has no examples: the demo's script is a copy."""
     example = Path(__file__).parents[2] / "examples" / "digits.py"
     assert SCRIPT.read_text() == example.read_text(), f"cp {example} {SCRIPT}"

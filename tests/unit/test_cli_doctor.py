@@ -29,7 +29,7 @@ REPORT = Report(
 
 
 def report_of(monkeypatch: pytest.MonkeyPatch, report: Report) -> list[ExaminationPlan]:
-    """Let every examination end with this; returns what was asked for."""
+    """Make every examination return this report; return the requested plans."""
     plans: list[ExaminationPlan] = []
 
     def examine(plan: ExaminationPlan, say: object) -> Report:
@@ -40,37 +40,37 @@ def report_of(monkeypatch: pytest.MonkeyPatch, report: Report) -> list[Examinati
     return plans
 
 
-def test_json_is_one_document_and_warnings_are_0(
+def test_json_is_one_document_and_warnings_exit_with_0(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     report_of(monkeypatch, REPORT)
     assert main(["doctor", "-o", "json"]) == 0
-    said = json.loads(capsys.readouterr().out)
-    assert said["healthy"] is True and said["nodes"] == ["a"]
-    assert said["findings"][1] == {
+    output = json.loads(capsys.readouterr().out)
+    assert output["healthy"] is True and output["nodes"] == ["a"]
+    assert output["findings"][1] == {
         "name": "open files limit",
         "status": "warning",
         "measured": "1024",
         "remedy": "ulimit -n 65536",
         "node": "",
     }
-    assert said["speeds"][0]["size_bytes"] == 4096
+    assert output["speeds"][0]["size_bytes"] == 4096
 
 
-def test_a_failure_is_1_and_the_table_has_its_remedy(
+def test_a_failure_exits_with_1_and_the_table_shows_its_remedy(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("COLUMNS", "200")
     bad = failed("etcd [1]", "refused [red]", "start it")
     report_of(monkeypatch, Report(findings=(*REPORT.findings, bad), speeds=REPORT.speeds))
     assert main(["doctor"]) == 1
-    said = capsys.readouterr().out
-    assert "etcd [1]" in said and "refused [red]" in said and "→ start it" in said
-    assert "0.050 ms, 0.082 GB/s" in said
-    assert "1 ok, 1 warning, 1 failed, 1 skipped: NOT healthy" in said
+    output = capsys.readouterr().out
+    assert "etcd [1]" in output and "refused [red]" in output and "→ start it" in output
+    assert "0.050 ms, 0.082 GB/s" in output
+    assert "1 ok, 1 warning, 1 failed, 1 skipped: NOT healthy" in output
 
 
-def test_what_many_nodes_have_found_takes_one_row() -> None:
+def test_equal_findings_of_several_nodes_share_a_row() -> None:
     def on(node: str, status: Status, measured: str = "1500") -> Finding:
         return Finding(name="MTU", status=status, measured=measured, remedy="r", node=node)
 
@@ -92,7 +92,7 @@ def test_what_many_nodes_have_found_takes_one_row() -> None:
     ]
 
 
-def test_flags_and_their_environment_make_the_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_flags_and_environment_variables_define_the_plan(monkeypatch: pytest.MonkeyPatch) -> None:
     plans = report_of(monkeypatch, REPORT)
     monkeypatch.setenv("PET_RDZV_ENDPOINT", "etcd:2379")
     monkeypatch.setenv("ELASTIC_PREFIX", "/mine")
@@ -119,7 +119,7 @@ def test_flags_and_their_environment_make_the_plan(monkeypatch: pytest.MonkeyPat
 
 
 @pytest.mark.parametrize(
-    ("flags", "said"),
+    ("flags", "text"),
     [
         (["--nnodes=2", "--rdzv-id=j"], "--rdzv-endpoint"),
         (["--nnodes=2", "--rdzv-endpoint=e:2379"], "--rdzv-id"),
@@ -135,13 +135,13 @@ def test_flags_and_their_environment_make_the_plan(monkeypatch: pytest.MonkeyPat
         (["--nodes=2"], "unrecognized"),
     ],
 )
-def test_what_cannot_be_right_is_usage(
-    flags: list[str], said: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+def test_invalid_arguments_are_usage_errors(
+    flags: list[str], text: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.delenv("PET_RDZV_ENDPOINT", raising=False)
     assert main(["doctor", *flags]) == 2
     out = capsys.readouterr()
-    assert said in out.err and out.out == ""
+    assert text in out.err and out.out == ""
 
 
 def test_help_takes_less_than_0_3_s_and_imports_neither_torch_nor_grpc() -> None:
@@ -158,5 +158,5 @@ def test_help_takes_less_than_0_3_s_and_imports_neither_torch_nor_grpc() -> None
     ]
     last = [run.stdout.splitlines()[-1] for run in runs]
     assert all(line.endswith("[]") for line in last), last
-    # Processor time, of which others on a busy machine only make it longer.
+    # CPU time, which other processes can only increase: the minimum counts.
     assert is_within(min(float(line.split()[0]) for line in last), 0.3)

@@ -1,4 +1,4 @@
-"""``elastic env``: the effective set, where each value comes from, and why."""
+"""``elastic env``: the effective variables, the origin of each value, and the reason."""
 
 from __future__ import annotations
 
@@ -51,15 +51,15 @@ def test_the_table_has_every_variable_and_warnings_go_to_stderr(
 ) -> None:
     monkeypatch.setenv("NCCL_BLOCKING_WAIT", "1")
     assert main(["env", "--nnodes", "1", "--sources"]) == 0
-    said = capsys.readouterr()
-    assert "profile single-node: the job has one node at most" in said.out
-    assert "interface lo" in said.out and "GLOO_SOCKET_IFNAME" in said.out
-    assert "NCCL_BLOCKING_WAIT" in said.out and "default" in said.out
-    assert "NCCL_BLOCKING_WAIT=1: it is an old name" in said.err
+    captured = capsys.readouterr()
+    assert "profile single-node: the job has one node at most" in captured.out
+    assert "interface lo" in captured.out and "GLOO_SOCKET_IFNAME" in captured.out
+    assert "NCCL_BLOCKING_WAIT" in captured.out and "default" in captured.out
+    assert "NCCL_BLOCKING_WAIT=1: it is an old name" in captured.err
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "message"),
     [
         (["--rdzv-conf", "profile=infinband"], "infiniband, roce, ethernet, cloud, single-node"),
         (["--rdzv-conf", "interface=ib7"], "interface=ib7"),
@@ -69,14 +69,14 @@ def test_the_table_has_every_variable_and_warnings_go_to_stderr(
         (["--output", "yaml"], "yaml"),
     ],
 )
-def test_bad_input_is_usage(
-    arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]
+def test_invalid_input_is_a_usage_error(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["env", *arguments]) == 2
-    assert said in capsys.readouterr().err
+    assert message in capsys.readouterr().err
 
 
-def test_it_imports_no_torch() -> None:
+def test_the_command_does_not_import_torch() -> None:
     code = (
         "import sys, elastic.cli.main as m\n"
         "assert m.main(['env']) == 0\n"

@@ -1,4 +1,4 @@
-"""``elastic events``: all journals as one, whatever is in them."""
+"""``elastic events``: all journals merged, including damaged ones."""
 
 from __future__ import annotations
 
@@ -40,11 +40,11 @@ def folder(tmp_path: Path) -> Path:
 
 def run(capsys: pytest.CaptureFixture[str], *argv: object) -> tuple[list[str], str]:
     assert main(["events", *map(str, argv)]) == 0
-    said = capsys.readouterr()
-    return said.out.splitlines(), said.err
+    captured = capsys.readouterr()
+    return captured.out.splitlines(), captured.err
 
 
-def test_lines_of_all_nodes_are_in_order(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_events_of_all_nodes_are_in_order(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     lines, err = run(capsys, folder, "--event=waiting")
     assert lines == [
         '2026-01-31T12:00:10.000Z node-a g7 s120 waiting reason="node-a turn 0"',
@@ -70,22 +70,22 @@ def test_since_takes_a_time_and_an_age(folder: Path, capsys: pytest.CaptureFixtu
 
 
 @pytest.mark.parametrize(
-    ("argv", "said"),
+    ("argv", "message"),
     [
         ((), "neither FOLDER nor ELASTIC_JOURNAL"),
         (("/nowhere",), "there is no folder /nowhere"),
         ((".", "--since=yesterday"), "neither an age nor a time"),
     ],
 )
-def test_usage_errors_are_sentences(
+def test_usage_errors_are_explained(
     argv: tuple[str, ...],
-    said: str,
+    message: str,
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.delenv("ELASTIC_JOURNAL", raising=False)
     assert main(["events", *argv]) == 2
-    assert said in capsys.readouterr().err
+    assert message in capsys.readouterr().err
 
 
 def test_hostile_texts_are_escaped_and_shortened(
@@ -94,7 +94,7 @@ def test_hostile_texts_are_escaped_and_shortened(
     journal = Journal(folder=tmp_path, identity={"node": "\x1b[31mred\n" + "n" * 500})
     journal.emit(NodeLost(lost="\x1b]0;title\x07\u202e", reason="x" * 1_000_000))
     lines, err = run(capsys, tmp_path)
-    assert len(lines) == 2, "a line break in a name begins no new line"
+    assert len(lines) == 2, "a line break in a name starts no new line"
     assert all(line.isprintable() and len(line) < 2000 for line in lines)
     assert r"\x1b[31mred\n" in lines[1]
     assert r"\x1b]0;title\x07\u202e" in lines[1]
@@ -102,7 +102,7 @@ def test_hostile_texts_are_escaped_and_shortened(
     assert all(c.isprintable() or c == "\n" for c in err)
 
 
-def test_damage_is_a_note_on_stderr(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_damage_is_reported_on_stderr(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with next(folder.glob("*.jsonl")).open("a") as stream:
         stream.write('{"event": "cut\x1b[2J\n{"event": "')
     lines, err = run(capsys, folder, "--event=waiting")
@@ -111,13 +111,13 @@ def test_damage_is_a_note_on_stderr(folder: Path, capsys: pytest.CaptureFixture[
     assert "the last line is truncated" in err
 
 
-def test_an_empty_folder_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_empty_folder_is_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     lines, err = run(capsys, tmp_path)
     assert lines == []
     assert f"there are no events in {tmp_path}" in err
 
 
-def test_the_folder_may_be_that_of_the_environment(
+def test_the_folder_may_come_from_the_environment(
     folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("ELASTIC_JOURNAL", str(folder))
@@ -134,7 +134,7 @@ def elastic(*argv: object, **more: Any) -> subprocess.Popen[str]:
     )
 
 
-def test_following_prints_what_is_written_later_and_ends_with_its_reader(folder: Path) -> None:
+def test_follow_prints_new_events_and_ends_when_its_pipe_is_closed(folder: Path) -> None:
     with elastic("events", folder, "--follow", "--event=waiting") as following:
         assert following.stdout is not None
         assert [following.stdout.readline() for _ in range(4)][-1].endswith('turn 1"\n')
@@ -150,7 +150,7 @@ def test_following_prints_what_is_written_later_and_ends_with_its_reader(folder:
         assert following.stderr is not None and following.stderr.read() == ""
 
 
-# What etcd shows ---------------------------------------------------------------------------------
+# Read from etcd ---------------------------------------------------------------------------------
 
 JOB = ("--rdzv-endpoint=localhost:2379", "--rdzv-id=llama-7")
 
@@ -158,14 +158,14 @@ JOB = ("--rdzv-endpoint=localhost:2379", "--rdzv-id=llama-7")
 @pytest.fixture
 def job(monkeypatch: pytest.MonkeyPatch) -> FakeJob:
     """Four nodes train in generation 7; ``elastic events`` connects to its etcd."""
-    made = FakeJob(ManualClock(1769860900.0))
-    made.train()
-    monkeypatch.setattr(events, "job_store", lambda args: made.opened())
+    fake_job = FakeJob(ManualClock(1769860900.0))
+    fake_job.train()
+    monkeypatch.setattr(events, "job_store", lambda args: fake_job.opened())
     monkeypatch.delenv("ELASTIC_JOURNAL", raising=False)
-    return made
+    return fake_job
 
 
-def test_without_journals_etcd_tells_of_worlds_nodes_and_the_end(
+def test_without_journals_events_are_read_from_etcd(
     job: FakeJob, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     job.kill("n2")
@@ -185,7 +185,7 @@ def test_without_journals_etcd_tells_of_worlds_nodes_and_the_end(
     assert main(["events"]) == 2
 
 
-def test_beside_journals_etcd_tells_what_they_do_not(
+def test_etcd_supplements_the_events_of_journals(
     job: FakeJob, folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     clock = ManualClock(1769860900.0)
@@ -223,7 +223,7 @@ def test_a_journal_in_a_pod_is_read_without_etcd(
     assert not [line for line in run(capsys, folder)[0] if line.split()[1] == "etcd"]
 
 
-def test_following_etcd_gives_each_change_once_and_lets_journals_tell_first(job: FakeJob) -> None:
+def test_following_etcd_reports_each_change_once_and_prefers_journals(job: FakeJob) -> None:
     is_away = False
 
     def read() -> JobView:
@@ -238,7 +238,7 @@ def test_following_etcd_gives_each_change_once_and_lets_journals_tell_first(job:
     assert names(at_once=True) == ["world-formed", *["node-arrived"] * 4]
     assert names(at_once=True) == []
     job.kill("n2")
-    assert names() == [], "the leader may be about to write it down"
+    assert names() == [], "the leader may still write it to its journal"
     world_formed = JournalRecord("world-formed", "w", 0, 0.0, 0.0, {"generation": 8})
     changes.exclude([world_formed])
     assert names() == ["world-broken"]
@@ -250,7 +250,7 @@ def test_following_etcd_gives_each_change_once_and_lets_journals_tell_first(job:
     assert names() == ["job-ended"]
 
 
-def test_it_imports_neither_torch_nor_grpc(folder: Path) -> None:
+def test_the_command_imports_neither_torch_nor_grpc(folder: Path) -> None:
     code = (
         "import sys; from elastic.cli.main import main\n"
         f"assert main(['events', {str(folder)!r}]) == 0\n"

@@ -48,16 +48,14 @@ def child_failed(*codes: int) -> ChildFailedError:
         (JobFailed("x"), 1),
     ],
 )
-def test_our_error_decides_behind_whatever_torch_wraps_it_in(
-    error: ElasticError, code: int
-) -> None:
+def test_an_elastic_error_decides_even_if_torch_wraps_it(error: ElasticError, code: int) -> None:
     assert exit_codes.of_agent(raised(error)) == code
     assert exit_codes.of_agent(raised(RendezvousConnectionError("y"), error)) == code
     deep = raised(RuntimeError("z"), raised(RendezvousConnectionError("y"), error))
     assert exit_codes.of_agent(deep) == code
 
 
-def test_an_error_raised_while_ours_was_handled_does_not_hide_it() -> None:
+def test_an_error_during_handling_does_not_hide_an_elastic_error() -> None:
     try:
         try:
             raise BudgetSpent("x")
@@ -67,13 +65,13 @@ def test_an_error_raised_while_ours_was_handled_does_not_hide_it() -> None:
         assert exit_codes.of_agent(error) == 70
 
 
-def test_workers_that_failed_are_the_scripts_failure_except_for_65() -> None:
+def test_failed_workers_exit_with_1_except_for_65() -> None:
     assert exit_codes.of_agent(raised(child_failed(3))) == 1
     assert exit_codes.of_agent(raised(child_failed(-9))) == 1
     assert exit_codes.of_agent(raised(child_failed(1, 65))) == 65
 
 
-def test_exits_and_signals_pass() -> None:
+def test_exit_codes_and_signals_are_preserved() -> None:
     assert exit_codes.of_agent(SystemExit(75)) == 75
     assert exit_codes.of_agent(SystemExit()) == 0
     assert exit_codes.of_agent(SystemExit("why")) == 1
@@ -87,11 +85,11 @@ def test_torchs_connection_error_is_an_unreachable_store() -> None:
     assert exit_codes.of_agent(RendezvousConnectionError("x")) == 69
 
 
-def test_a_bug_is_a_failure() -> None:
+def test_an_unexpected_exception_exits_with_1() -> None:
     assert exit_codes.of_agent(ZeroDivisionError()) == 1
 
 
-def test_a_chain_with_a_cycle_ends() -> None:
+def test_a_cyclic_exception_chain_terminates() -> None:
     one, two = RuntimeError("one"), RuntimeError("two")
     one.__cause__, two.__cause__ = two, one
     assert exit_codes.of_agent(one) == 1
@@ -102,8 +100,8 @@ def test_a_chain_with_a_cycle_ends() -> None:
     [
         ([0, 0], True, 0),
         ([0, 0], False, 0),
-        ([0, -9, 1], True, 0),  # lost on the way, the job is done
-        ([0, 1], False, 1),  # elsewhere a node's success says nothing about the job
+        ([0, -9, 1], True, 0),  # a node was lost, the job is done
+        ([0, 1], False, 1),  # otherwise one node's success is not the job's
         ([1, 70, 75], True, 70),
         ([75, 75], True, 75),
         ([1, 65], True, 65),
@@ -114,5 +112,5 @@ def test_a_chain_with_a_cycle_ends() -> None:
         ([], True, 1),
     ],
 )
-def test_one_code_for_a_job(codes: list[int], ours: bool, expected: int) -> None:
+def test_exit_codes_of_agents_are_combined(codes: list[int], ours: bool, expected: int) -> None:
     assert exit_codes.of_job(codes, success_of_one_is_enough=ours) == expected

@@ -1,4 +1,4 @@
-"""``elastic run``'s command line: what it accepts, fills in and refuses."""
+"""``elastic run``'s command line: accepted flags, defaults and usage errors."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return path
 
 
-def test_defaults_are_ours() -> None:
+def test_defaults_differ_from_torchruns() -> None:
     args = flags.parse(["--embedded-etcd", "--nodes-local=3", "train.py"])
     assert args.rdzv_backend == "etcd-v3"
     assert args.nnodes == "1:3"
@@ -29,7 +29,7 @@ def test_defaults_are_ours() -> None:
     assert args.rdzv_id_generated and args.rdzv_id
 
 
-def test_two_jobs_get_two_ids() -> None:
+def test_generated_run_ids_are_unique() -> None:
     ids = {flags.parse(["--embedded-etcd", "train.py"]).rdzv_id for _ in range(2)}
     assert len(ids) == 2
 
@@ -64,7 +64,7 @@ def test_torchruns_flags_and_spellings_pass_through() -> None:
     assert args.nodes_local is None
 
 
-def test_environment_of_torchrun_counts_as_given(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_torchruns_environment_variables_count_as_flags(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in (
         ("PET_NNODES", "2:5"),
         ("PET_RDZV_ENDPOINT", "h:2379"),
@@ -113,7 +113,7 @@ def test_usage_errors_name_the_value_and_the_remedy(line: str, named: list[str])
     assert error.value.hint
 
 
-def test_a_usage_error_ends_with_2_and_no_traceback(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_usage_error_exits_with_2_and_no_traceback(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["run", "train.py"]) == 2
-    said = capsys.readouterr().err
-    assert said.startswith("elastic: no etcd") and "Traceback" not in said
+    error_output = capsys.readouterr().err
+    assert error_output.startswith("elastic: no etcd") and "Traceback" not in error_output

@@ -1,4 +1,4 @@
-"""Local nodes: output, ends, and nobody left behind."""
+"""Local nodes: output, exit codes, and no orphaned processes."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from elastic.cli.launch.local_nodes import LocalNodes
 from elastic.cli.launch.run import stop_on_signals
 from elastic.testing.waiting import eventually
 
-# A child in a session of its own, as torchrun starts workers, that names itself and stays.
+# Starts a child in a session of its own, as torchrun does, and prints its process ID.
 PARENT_WITH_CHILD = """
 import subprocess, sys, time
 child = subprocess.Popen([sys.executable, "-IS", "-c", "import time; time.sleep(600)"],
@@ -27,7 +27,7 @@ time.sleep(600)
 
 
 class Lines:
-    """Collects what nodes say."""
+    """Collects the output of nodes."""
 
     def __init__(self) -> None:
         self.all: list[tuple[str, str, str]] = []
@@ -63,7 +63,7 @@ def python(code: str) -> list[str]:
     return [sys.executable, "-IS", "-c", code]
 
 
-def test_lines_arrive_whole_with_node_and_stream(nodes: LocalNodes, lines: Lines) -> None:
+def test_complete_lines_arrive_with_node_and_stream(nodes: LocalNodes, lines: Lines) -> None:
     code = "import sys; print('out'); print('no end', end='', file=sys.stderr)"
     nodes.start("a", python(code), os.environ)
     nodes.start("b", python("print('b1\\nb2')"), os.environ)
@@ -78,7 +78,7 @@ def test_lines_arrive_whole_with_node_and_stream(nodes: LocalNodes, lines: Lines
     assert [node.exit_code for node in nodes.nodes] == [0, 0]
 
 
-def test_the_environment_is_the_nodes_own(nodes: LocalNodes, lines: Lines) -> None:
+def test_each_node_has_its_own_environment(nodes: LocalNodes, lines: Lines) -> None:
     nodes.start("a", python("import os; print(os.environ['MARK'])"), {**os.environ, "MARK": "7"})
     pump_until(nodes, lambda: bool(lines.all))
     assert lines.all == [("a", "stdout", "7")]
@@ -96,7 +96,7 @@ def test_killing_a_node_ends_its_workers_in_their_own_sessions(
     eventually(lambda: not is_alive(child))
 
 
-def test_leaving_the_block_kills_what_runs(lines: Lines) -> None:
+def test_leaving_the_block_kills_running_nodes(lines: Lines) -> None:
     with LocalNodes(lines) as nodes:
         node = nodes.start("a", python("import time; time.sleep(600)"), os.environ)
         assert node.exit_code is None
@@ -129,10 +129,10 @@ time.sleep(600)
         eventually(lambda: not is_alive(child))
 
 
-def test_a_command_bound_to_a_parent_that_is_gone_starts_nothing() -> None:
-    nobody = 2**22  # above every pid_max
+def test_a_command_bound_to_a_dead_parent_does_not_start() -> None:
+    dead_pid = 2**22  # above every pid_max
     done = subprocess.run(
-        [sys.executable, "-IS", str(bound_to_parent.__file__), str(nobody), "echo", "started"],
+        [sys.executable, "-IS", str(bound_to_parent.__file__), str(dead_pid), "echo", "started"],
         capture_output=True,
         text=True,
         check=False,
@@ -140,9 +140,9 @@ def test_a_command_bound_to_a_parent_that_is_gone_starts_nothing() -> None:
     assert done.returncode == 1 and done.stdout == ""
 
 
-def test_signals_become_a_request_and_a_second_one_is_urgent() -> None:
+def test_a_signal_requests_a_stop_and_a_second_one_is_urgent() -> None:
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
-    interrupt = signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored below a nohup
+    interrupt = signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored under nohup
     try:
         with stop_on_signals() as stop:
             os.kill(os.getpid(), signal.SIGHUP)  # as under nohup
@@ -157,7 +157,7 @@ def test_signals_become_a_request_and_a_second_one_is_urgent() -> None:
         signal.signal(signal.SIGINT, interrupt)
 
 
-def test_the_tree_of_a_process_that_is_gone_is_empty() -> None:
+def test_the_tree_of_a_dead_process_is_empty() -> None:
     process = subprocess.Popen(["true"])
     process.wait()
     assert processes.tree(process.pid) == ()

@@ -1,4 +1,4 @@
-"""``elastic``: finding the subcommand, and speaking to the user."""
+"""``elastic``: subcommands, usage errors, help and version."""
 
 from __future__ import annotations
 
@@ -32,16 +32,16 @@ def test_version_is_that_of_the_distribution(capsys: pytest.CaptureFixture[str])
     assert capsys.readouterr().out.strip() == f"elastic {version('torch-elastic-harness')}"
 
 
-def test_an_unknown_command_is_usage_and_names_the_nearest(
+def test_an_unknown_command_is_a_usage_error_with_a_suggestion(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     assert main(["rnu"]) == 2
-    said = capsys.readouterr()
-    assert "'rnu'" in said.err and "'run'" in said.err
-    assert said.out == ""
+    captured = capsys.readouterr()
+    assert "'rnu'" in captured.err and "'run'" in captured.err
+    assert captured.out == ""
 
 
-def test_no_command_prints_the_help_and_is_usage(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_missing_command_is_a_usage_error_with_help(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as end:
         main([])
     assert end.value.code == 2
@@ -49,7 +49,7 @@ def test_no_command_prints_the_help_and_is_usage(capsys: pytest.CaptureFixture[s
 
 
 def test_help_takes_less_than_0_3_s() -> None:
-    """The least of some processor times: others on a busy machine only make it longer."""
+    """The minimum of several CPU times, which other processes can only increase."""
     code = (
         "import time, elastic.cli.main as m\n"
         "try: m.main(['--help'])\n"
@@ -62,7 +62,7 @@ def test_help_takes_less_than_0_3_s() -> None:
     assert is_within(min(float(run.stdout.splitlines()[-1]) for run in runs), 0.3)
 
 
-def test_output_that_nobody_reads_to_its_end_is_no_traceback() -> None:
+def test_a_closed_output_pipe_causes_no_traceback() -> None:
     """``elastic env -o json | head``: the pipe is closed before the first byte is written."""
     command = [sys.executable, "-m", "elastic.cli.main", "env", "-o", "json"]
     reader, writer = os.pipe()

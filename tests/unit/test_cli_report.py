@@ -1,4 +1,4 @@
-"""``elastic report``: a run's time as Markdown and as JSON."""
+"""``elastic report``: a breakdown of a run's time as Markdown and as JSON."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_json_holds_every_part(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_json_contains_every_part(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["report", str(folder), "--format=json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["schema"] == 1
@@ -60,21 +60,21 @@ def test_json_holds_every_part(folder: Path, capsys: pytest.CaptureFixture[str])
     assert [node["node"] for node in found["nodes"]] == [HOSTILE]
 
 
-def test_markdown_is_for_people_and_escapes_what_others_wrote(
+def test_markdown_escapes_text_from_journals(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["report", str(folder)]) == 0
-    said = capsys.readouterr().out
-    assert "# Run \\*run\\*" in said
-    assert "30.0 s: 36.7% of the time made progress. 11 steps" in said
-    assert "| start-up | 10.0 s | 33.3% |" in said
-    assert "| first step | 4.0 s | 13.3% |" in said
-    assert all(line.isprintable() for line in said.splitlines())
-    (node,) = (line for line in said.splitlines() if "node" in line and "\\<b\\>" in line)
+    markdown = capsys.readouterr().out
+    assert "# Run \\*run\\*" in markdown
+    assert "30.0 s: 36.7% of the time made progress. 11 steps" in markdown
+    assert "| start-up | 10.0 s | 33.3% |" in markdown
+    assert "| first step | 4.0 s | 13.3% |" in markdown
+    assert all(line.isprintable() for line in markdown.splitlines())
+    (node,) = (line for line in markdown.splitlines() if "node" in line and "\\<b\\>" in line)
     assert node.replace("\\|", "").count("|") == 5, "one row of four cells"
 
 
-def test_a_run_that_is_not_there_is_a_sentence(
+def test_a_missing_run_is_a_usage_error(
     folder: Path, tmp_path_factory: pytest.TempPathFactory, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["report", str(folder), "--run-id=other"]) == 2

@@ -1,4 +1,4 @@
-"""``elastic status``, ``describe`` and ``wait``: what they say of a job in a store's twin."""
+"""``elastic status``, ``describe`` and ``wait`` on a job in an in-memory store."""
 
 from __future__ import annotations
 
@@ -150,7 +150,7 @@ def cli(job: Job, monkeypatch: pytest.MonkeyPatch) -> Callable[..., int]:
 
 
 def heard_of(*nodes: tuple[str, int, bool | None]) -> tuple[RecordedHeartbeat, ...]:
-    """Of nodes, each with the generation in which its workers step, and whether they joined."""
+    """Heartbeats of nodes: name, generation in which their workers step, whether they joined."""
     return tuple(
         RecordedHeartbeat(
             node_id=f"id-{name}",
@@ -166,11 +166,11 @@ def heard_of(*nodes: tuple[str, int, bool | None]) -> tuple[RecordedHeartbeat, .
 # The sentence ------------------------------------------------------------------------------------
 
 
-def test_a_job_that_trains(training: Job) -> None:
+def test_a_training_job_is_summarized(training: Job) -> None:
     view = training.view()
     assert view.state is JobCondition.TRAINING
-    said = sentence(view)
-    assert said == "training in generation 7 with 3 of 4 nodes; n4 was lost 12.0 s ago", "once"
+    output = sentence(view)
+    assert output == "training in generation 7 with 3 of 4 nodes; n4 was lost 12.0 s ago", "once"
 
 
 def test_a_node_that_warms_up_is_named(training: Job) -> None:
@@ -178,7 +178,7 @@ def test_a_node_that_warms_up_is_named(training: Job) -> None:
     assert sentence(training.view()).endswith("; n5 is warming up")
 
 
-def test_a_loss_of_long_ago_and_a_node_that_is_back_are_no_news(training: Job) -> None:
+def test_old_losses_and_returned_nodes_are_not_mentioned(training: Job) -> None:
     late = replace(training.view(), at_s=NOW + 3600)
     assert "lost" not in sentence(late)
     record = replace(world("n1", "n2", "n3", "n4", generation=8), breakages=late.world.breakages)  # type: ignore[union-attr]
@@ -188,8 +188,8 @@ def test_a_loss_of_long_ago_and_a_node_that_is_back_are_no_news(training: Job) -
     assert "lost" not in sentence(training.view())
 
 
-def test_all_who_are_missing_are_named_the_last_one_first(training: Job) -> None:
-    """Of a job that is paused, too: that is what it waits for."""
+def test_missing_nodes_are_named_most_recent_first(training: Job) -> None:
+    """A paused job waits for them."""
     record = training.view().world
     assert record is not None
     newer = replace(
@@ -210,13 +210,13 @@ def test_all_who_are_missing_are_named_the_last_one_first(training: Job) -> None
     assert sentence(view) == (
         "paused in generation 8: 1 of at least 2 nodes, not training; "
         "n2 was lost 2.0 s ago; n3 left 2.0 s ago; n4 was lost 12.0 s ago"
-    ), "the record of n2 is still there: it does not join"
+    ), "n2 still has a record, but does not join"
     assert [(n.name, view.state_of(n)) for n in view.nodes] == [("n1", "ready"), ("n2", "lost")]
     training.put_world(replace(paused, breakages=(*paused.breakages, replace(newer, lost=("n5",)))))
     assert "; and 1 more" in sentence(training.view())
 
 
-def test_a_world_that_is_not_entered_yet(training: Job) -> None:
+def test_a_world_that_no_node_has_entered_is_starting(training: Job) -> None:
     training.put_world(replace(world("n1", "n2", generation=8), reason="c is lost"))
     view = training.view()
     assert view.state is JobCondition.STARTING
@@ -236,14 +236,14 @@ def started(job: Job) -> Job:
     return job
 
 
-NONE_YET = (("n1", False), ("n2", False), ("n3", False))
+NONE_JOINED = (("n1", False), ("n2", False), ("n3", False))
 
 
 @pytest.mark.parametrize(
-    ("heard", "said"),
+    ("heard", "expected"),
     [
         ((), "workers of all nodes have not called elastic.join() yet"),
-        (NONE_YET, "workers of all nodes have not called elastic.join() yet"),
+        (NONE_JOINED, "workers of all nodes have not called elastic.join() yet"),
         (
             (("n1", True), ("n2", False), ("n3", False)),
             "workers of n2 and n3 have not called elastic.join() yet",
@@ -255,12 +255,12 @@ NONE_YET = (("n1", False), ("n2", False), ("n3", False))
     ],
 )
 def test_a_world_whose_workers_have_begun_no_step_is_starting(
-    started: Job, cli: Callable[..., int], heard: tuple[tuple[str, bool], ...], said: str
+    started: Job, cli: Callable[..., int], heard: tuple[tuple[str, bool], ...], expected: str
 ) -> None:
     started.put_progress(0, heartbeats=heard_of(*((n, 0, joined) for n, joined in heard)))
     view = started.view()
     assert view.state is JobCondition.STARTING
-    assert sentence(view) == f"starting generation 1 with 3 of 4 nodes: {said}"
+    assert sentence(view) == f"starting generation 1 with 3 of 4 nodes: {expected}"
     assert {view.state_of(node) for node in view.nodes} == {"starting"}
     assert cli("wait", "--for=nodes=3", "--timeout=0s") == 124
     assert not document(view)["nodes"][0]["is_training"]
@@ -273,13 +273,13 @@ def test_a_world_is_training_once_all_of_its_workers_have_begun_a_step(
     assert sentence(started.view()).endswith("workers of n3 have not begun a step yet")
     assert [started.view().state_of(n) for n in started.view().nodes][-1] == "starting"
     assert cli("wait", "--for=nodes=2", "--timeout=0s") == 124, "of a world of three"
-    started.put_progress(1, heartbeats=heard_of(*((n, 1, True) for n, _ in NONE_YET)))
+    started.put_progress(1, heartbeats=heard_of(*((n, 1, True) for n, _ in NONE_JOINED)))
     view = started.view()
     assert view.state is JobCondition.TRAINING
     assert sentence(view) == "training in generation 1 with 3 of 4 nodes"
     assert {view.state_of(node) for node in view.nodes} == {"training"}
     assert cli("wait", "--for=nodes=3", "--timeout=0s") == 0
-    # They are started anew: what they reported of the former world does not count.
+    # After a restart, reports from the previous world do not count.
     record = replace(world("n1", "n2", "n3", generation=2), time_s=NOW)
     started.put_world(record)
     for name in ("n1", "n2", "n3"):
@@ -287,8 +287,8 @@ def test_a_world_is_training_once_all_of_its_workers_have_begun_a_step(
     assert sentence(started.view()).endswith("workers of all nodes have not begun a step yet")
 
 
-def test_workers_that_change_worlds_in_process_train_as_soon_as_they_are_in(started: Job) -> None:
-    started.put_progress(9, heartbeats=heard_of(*((n, 1, True) for n, _ in NONE_YET)))
+def test_after_an_in_process_change_a_world_trains_once_entered(started: Job) -> None:
+    started.put_progress(9, heartbeats=heard_of(*((n, 1, True) for n, _ in NONE_JOINED)))
     record = replace(world("n1", "n2", generation=2, mode="in-process"), time_s=NOW)
     started.put_world(record)
     for name in ("n1", "n2"):
@@ -298,22 +298,22 @@ def test_workers_that_change_worlds_in_process_train_as_soon_as_they_are_in(star
 
 
 @pytest.mark.parametrize(("has_joined", "ran_s"), [(None, 1.0), (False, SILENT_SCRIPT_S + 1)])
-def test_scripts_of_which_nobody_hears_steps_train_as_well(
+def test_scripts_that_report_no_steps_count_as_training(
     started: Job, cli: Callable[..., int], has_joined: bool | None, ran_s: float
 ) -> None:
     """With mode=restart, and without elastic.join()."""
-    heard = heard_of(*((n, 0, has_joined) for n, _ in NONE_YET))
+    heard = heard_of(*((n, 0, has_joined) for n, _ in NONE_JOINED))
     started.put_progress(0, heartbeats=heard, time_s=NOW - 5 + ran_s)
     assert started.view().state is JobCondition.TRAINING
     assert cli("wait", "--for=nodes=3", "--timeout=0s") == 0
 
 
-def test_who_may_not_read_the_progress_sees_a_world_that_trains(started: Job) -> None:
+def test_without_readable_progress_a_world_counts_as_training(started: Job) -> None:
     started.store.put(KEYS.progress, b'{"version": 99}')
     assert started.view().state is JobCondition.TRAINING
 
 
-def test_until_the_step_of_a_planned_world_the_former_one_trains(training: Job) -> None:
+def test_the_previous_world_trains_until_the_step_of_a_planned_one(training: Job) -> None:
     planned = replace(
         world("n1", "n2", "n3", "n4", generation=8, mode="in-process", switch_at_step=60),
         reason="n4 is ready",
@@ -332,7 +332,7 @@ def test_until_the_step_of_a_planned_world_the_former_one_trains(training: Job) 
     )
 
 
-def test_every_other_state(job: Job) -> None:
+def test_other_job_states_are_summarized(job: Job) -> None:
     assert job.view().state is JobCondition.ABSENT
     assert sentence(job.view()) == "no such job: there is nothing under /elastic/llama-7/"
     job.put_node("n1", None, NodeState.ARRIVED)
@@ -364,7 +364,7 @@ def test_every_other_state(job: Job) -> None:
     assert job.view().state is JobCondition.FAILED
 
 
-def test_a_record_of_another_version_is_a_note(training: Job) -> None:
+def test_a_record_of_an_unknown_version_becomes_a_note(training: Job) -> None:
     training.store.put(KEYS.progress, b'{"version": 99}')
     training.store.put(KEYS.leader, b"\xff\x00")
     view = training.view()
@@ -373,7 +373,7 @@ def test_a_record_of_another_version_is_a_note(training: Job) -> None:
     assert [note for note in view.notes if KEYS.leader in note]
 
 
-def test_names_of_others_do_nothing_to_a_terminal(job: Job) -> None:
+def test_hostile_names_are_escaped_for_the_terminal(job: Job) -> None:
     record = replace(world("n1", generation=7), reason=HOSTILE)
     job.put_world(record)
     job.put_node("n1", record, NodeState.READY, name=HOSTILE, address=HOSTILE, torch=HOSTILE)
@@ -386,7 +386,7 @@ def test_names_of_others_do_nothing_to_a_terminal(job: Job) -> None:
 # The commands ------------------------------------------------------------------------------------
 
 
-def test_the_table(
+def test_the_status_table(
     training: Job, cli: Callable[..., int], capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert cli("status") == 0
@@ -400,7 +400,7 @@ def test_the_table(
     assert "LEADER" in capsys.readouterr().out
 
 
-def test_goodput_does_not_sink_between_two_records_of_the_leader(training: Job) -> None:
+def test_goodput_does_not_drop_between_two_records_of_the_leader(training: Job) -> None:
     training.put_progress(52, goodput=0.6, goodput_since_s=NOW - 40)
     view = training.view()
     assert replace(view, at_s=NOW + PROGRESS_S).goodput == pytest.approx(0.6)
@@ -409,7 +409,7 @@ def test_goodput_does_not_sink_between_two_records_of_the_leader(training: Job) 
     assert replace(training.view(), at_s=NOW + 20).goodput == pytest.approx(0.6)  # one long step
 
 
-def test_a_job_that_is_down_does_not_pass_its_worlds_first_step_off_as_the_last(
+def test_a_job_that_is_down_shows_its_step_as_a_lower_bound(
     job: Job, cli: Callable[..., int], capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     job.put_world(replace(world("n1", generation=7), committed_step=44, time_s=NOW - 60))
@@ -422,8 +422,8 @@ def test_a_job_that_is_down_does_not_pass_its_worlds_first_step_off_as_the_last(
     assert cli("status") == 0
     assert capsys.readouterr().out.splitlines()[1:] == ["step 44 or later"]
     assert cli("status", f"--journal={tmp_path}") == 0
-    said = capsys.readouterr().out
-    assert "from the journals:\nlast known: step 1080 in generation 7" in said
+    output = capsys.readouterr().out
+    assert "from the journals:\nlast known: step 1080 in generation 7" in output
     assert cli("status", "--journal", str(tmp_path / "none")) == 0
     assert "has no events of this run" in capsys.readouterr().out
     job.put_node("n1", world("n1", generation=7), NodeState.READY)
@@ -433,7 +433,7 @@ def test_a_job_that_is_down_does_not_pass_its_worlds_first_step_off_as_the_last(
     assert "from the journals" not in capsys.readouterr().out
 
 
-def test_what_is_left_what_it_was_worth_and_what_is_saved(
+def test_time_left_goodput_and_checkpoint_age_are_shown(
     training: Job, cli: Callable[..., int], capsys: pytest.CaptureFixture[str]
 ) -> None:
     facts = {
@@ -457,21 +457,21 @@ def test_what_is_left_what_it_was_worth_and_what_is_saved(
     assert (found["goodput_since"], found["checkpoint_age_s"]) == (NOW - 3600, 90.0)
     # The leader writes nothing while the job makes no progress: that time counts as lost.
     assert replace(training.view(), at_s=NOW + 3600).goodput == pytest.approx(0.375)
-    # Paused: no rate, so nothing is said of the end.
+    # Paused: there is no step rate, and thus no estimate of the end.
     record = replace(world("n1", generation=8), state=WorldState.PAUSED)
     training.put_world(record)
     assert training.view().eta_s is None
-    assert not [said for said in progress(training.view()) if "left" in said]
+    assert not [part for part in progress(training.view()) if "left" in part]
 
 
-def test_texts_of_a_megabyte_are_shortened_in_the_document(job: Job) -> None:
+def test_long_texts_are_truncated_in_the_document(job: Job) -> None:
     record = replace(world("n1", generation=7), reason="x" * 1_000_000)
     job.put_world(record)
     job.put_node("n1", record, NodeState.READY, address="y" * 1_000_000)
     assert len(json.dumps(document(job.view()))) < 10_000
 
 
-def test_watching_goes_on_with_what_was_last_seen_while_etcd_is_away(
+def test_watching_shows_the_last_status_while_etcd_is_unreachable(
     training: Job,
     cli: Callable[..., int],
     capsys: pytest.CaptureFixture[str],
@@ -492,7 +492,7 @@ def test_watching_goes_on_with_what_was_last_seen_while_etcd_is_away(
     assert "elastic: " in found.err
 
 
-def test_the_json_document(
+def test_the_status_as_json(
     training: Job, cli: Callable[..., int], capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert cli("status", "-o", "json") == 0
@@ -504,14 +504,14 @@ def test_the_json_document(
     assert found["incidents"][0]["lost"] == ["n4"]
 
 
-def test_a_job_that_is_not_there_is_exit_code_1(
+def test_a_missing_job_exits_with_1(
     cli: Callable[..., int], capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert cli("status") == 1
     assert "no such job" in capsys.readouterr().out
 
 
-def test_a_job_that_is_not_named_is_usage(
+def test_a_missing_run_id_is_a_usage_error(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("PET_RDZV_ID", raising=False)
@@ -523,16 +523,16 @@ def test_a_node_is_described(
     training: Job, cli: Callable[..., int], capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert cli("describe", "node", "n2") == 0
-    said = capsys.readouterr().out
-    assert "name:          n2\n" in said and "state:         training\n" in said
+    output = capsys.readouterr().out
+    assert "name:          n2\n" in output and "state:         training\n" in output
     assert cli("describe", "node", "n9") == 2
     assert "live nodes: n1, n2, n3" in capsys.readouterr().err
     assert cli("describe", "node") == 2
     capsys.readouterr()
     assert cli("describe", "node", "n4") == 2
-    said = capsys.readouterr().err
-    assert re.search(r"node n4 is not alive: .+ ago, in generation 6, n4 was lost\n", said)
-    assert "elastic describe incident 6" in said
+    output = capsys.readouterr().err
+    assert re.search(r"node n4 is not alive: .+ ago, in generation 6, n4 was lost\n", output)
+    assert "elastic describe incident 6" in output
 
 
 def test_an_incident_is_described_with_its_traceback(
@@ -540,24 +540,24 @@ def test_an_incident_is_described_with_its_traceback(
 ) -> None:
     for argv in (("incident",), ("incident", "6")):
         assert cli("describe", *argv) == 0
-        said = capsys.readouterr().out
-        assert "what:          n4 was lost\n" in said
-        assert "verdict:       a verdict\n" in said
-        assert "step:          52 or later, as last reported to the leader\n" in said
-        assert r"      boom\x1b[2J" in said
+        output = capsys.readouterr().out
+        assert "what:          n4 was lost\n" in output
+        assert "verdict:       a verdict\n" in output
+        assert "step:          52 or later, as last reported to the leader\n" in output
+        assert r"      boom\x1b[2J" in output
     assert cli("describe", "incident", "3") == 2
     assert "incidents are recorded for generation 6" in capsys.readouterr().err
 
 
 def heartbeats(*heard: tuple[str, int | None, float]) -> tuple[RecordedHeartbeat, ...]:
-    """Of nodes, each with its step and how long before NOW the leader heard it."""
+    """Heartbeats of nodes: name, step, and age when read at NOW."""
     return tuple(
         RecordedHeartbeat(node_id=f"id-{name}", generation=7, step=step, heard_at_s=NOW - age_s)
         for name, step, age_s in heard
     )
 
 
-def test_heartbeats_and_steps_of_nodes(
+def test_heartbeats_and_steps_of_nodes_are_shown(
     training: Job,
     cli: Callable[..., int],
     capsys: pytest.CaptureFixture[str],
@@ -581,13 +581,13 @@ def test_heartbeats_and_steps_of_nodes(
         (51, 21.0, True),
         (None, None, None),
     ]
-    for name, said in (("n2", "21.0 s ago (late)"), ("n3", "none recorded by the leader")):
+    for name, age in (("n2", "21.0 s ago (late)"), ("n3", "none recorded by the leader")):
         assert cli("describe", "node", name) == 0
-        assert f"heartbeat:     {said}\n" in capsys.readouterr().out
+        assert f"heartbeat:     {age}\n" in capsys.readouterr().out
 
 
-def test_heartbeats_that_nobody_writes_any_more_are_the_leaders_fault(training: Job) -> None:
-    """Or this machine's clock is another: no single node is blamed."""
+def test_if_all_heartbeats_are_old_the_leader_is_reported(training: Job) -> None:
+    """Or clocks differ. No single node is reported as late."""
     training.put_progress(52, heartbeats=heartbeats(("n1", 52, 1.0), ("n2", 52, 1.0)))
     view = replace(training.view(), at_s=NOW + 60)
     assert sentence(view).endswith(
@@ -604,17 +604,17 @@ def test_the_checkpoint_is_described(
     training: Job, cli: Callable[..., int], capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert cli("describe", "checkpoint") == 0
-    said = capsys.readouterr().out
-    assert "step:          40\n" in said
-    assert "12 steps, 6.0 s: lost if all nodes fail now" in said
+    output = capsys.readouterr().out
+    assert "step:          40\n" in output
+    assert "12 steps, 6.0 s: lost if all nodes fail now" in output
     training.put_progress(52, checkpoint_at_s=NOW - 6)
-    said = "\n".join(describe(training.view(), "checkpoint", None))
-    assert "committed:     6.0 s ago, according to the leader's node" in said
+    output = "\n".join(describe(training.view(), "checkpoint", None))
+    assert "committed:     6.0 s ago, according to the leader's node" in output
     training.put_progress(52, checkpoint_step=None)
     assert cli("describe", "checkpoint") == 2
 
 
-def test_what_is_described_as_json_has_the_documented_fields(
+def test_describe_as_json_has_the_documented_fields(
     training: Job,
     cli: Callable[..., int],
     capsys: pytest.CaptureFixture[str],
@@ -653,10 +653,10 @@ def test_what_is_described_as_json_has_the_documented_fields(
     assert capsys.readouterr().out == ""
 
 
-def test_what_broke_a_job_that_has_failed_is_still_described(
+def test_the_incidents_of_a_failed_job_are_described(
     job: Job, cli: Callable[..., int], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Its world is gone by then."""
+    """The record of its world no longer exists."""
     failure = FailureRecord(node="n1", text="Traceback:\n  boom", exit_code=1)
     breakage = BreakageRecord(
         generation=6, lived_s=3.0, steps=1, failures=(failure,), lost=(), time_s=NOW - 12
@@ -673,7 +673,7 @@ def test_what_broke_a_job_that_has_failed_is_still_described(
     ("condition", "code"),
     [("step=52", 0), ("nodes=3", 0), ("step=53", 124), ("nodes=4", 124), ("done", 124)],
 )
-def test_waiting_for_a_job_that_trains(
+def test_wait_on_a_training_job(
     training: Job, cli: Callable[..., int], condition: str, code: int
 ) -> None:
     assert cli("wait", f"--for={condition}", "--timeout=0s") == code
@@ -690,7 +690,7 @@ def test_waiting_for_a_job_that_trains(
         (Outcome.FAILURE, 0, "step=1", 1),
     ],
 )
-def test_waiting_for_a_job_that_has_ended(
+def test_wait_on_an_ended_job(
     job: Job,
     cli: Callable[..., int],
     outcome: Outcome,
@@ -703,11 +703,11 @@ def test_waiting_for_a_job_that_has_ended(
 
 
 @pytest.mark.parametrize("argv", [("--for=tea",), ("--for=step=x",), ("--for=done", "--timeout=9")])
-def test_what_cannot_be_waited_for_is_usage(cli: Callable[..., int], argv: tuple[str, ...]) -> None:
+def test_an_invalid_wait_is_a_usage_error(cli: Callable[..., int], argv: tuple[str, ...]) -> None:
     assert cli("wait", *argv) == 2
 
 
-def test_waiting_goes_on_while_etcd_is_away(training: Job) -> None:
+def test_wait_continues_while_etcd_is_unreachable(training: Job) -> None:
     reads = 0
 
     def read() -> JobView:
@@ -724,18 +724,18 @@ def test_waiting_goes_on_while_etcd_is_away(training: Job) -> None:
     assert wait(read, WaitCondition.parse("step=52"), 60.0, clock) == 124
 
 
-# etcd is away ------------------------------------------------------------------------------------
+# etcd outages ------------------------------------------------------------------------------------
 
 
-def test_while_etcd_is_away_the_journal_tells_the_last_known_state(
+def test_without_etcd_the_journal_shows_the_last_known_state(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     clock = ManualClock(NOW)
     journal = Journal(folder=tmp_path, identity={"node": "n1"}, clock=clock)
     journal.locate(lambda: {"generation": 7, "step": 52})
     journal.emit(Waiting(reason="x"))
-    said = last_known(str(tmp_path), "llama-7", NOW + 9)
-    assert said == ["last known: step 52 in generation 7, 9.0 s ago, from the journal of n1"]
+    output = last_known(str(tmp_path), "llama-7", NOW + 9)
+    assert output == ["last known: step 52 in generation 7, 9.0 s ago, from the journal of n1"]
     conf = "--rdzv-conf=connect_timeout_s=0.5"
     argv = ["status", "--rdzv-endpoint=127.0.0.1:1", "--rdzv-id=llama-7", conf]
     assert main([*argv, f"--journal={tmp_path}"]) == 69
@@ -749,23 +749,23 @@ def test_while_etcd_is_away_the_journal_tells_the_last_known_state(
     assert "state unknown" in capsys.readouterr().out
 
 
-def test_a_connection_that_takes_long_says_what_it_waits_for(
+def test_a_slow_connection_is_reported_on_stderr(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    said = io.StringIO()
+    output = io.StringIO()
 
     def connect(_: object) -> MemoryStore:
-        eventually(lambda: "127.0.0.1:1 has not answered yet" in said.getvalue())
+        eventually(lambda: "127.0.0.1:1 has not answered yet" in output.getvalue())
         return MemoryStore(MemoryServer())
 
     monkeypatch.setattr("elastic.store.etcd.store.EtcdStore", connect)
-    monkeypatch.setattr("sys.stderr", said)
+    monkeypatch.setattr("sys.stderr", output)
     argv = ["status", "--rdzv-endpoint=127.0.0.1:1", "--rdzv-id=x"]
     assert main([*argv, "--rdzv-conf=connect_timeout_s=7.5"]) == 1
-    assert "waiting up to 7.5 s" in said.getvalue()
+    assert "waiting up to 7.5 s" in output.getvalue()
 
 
-def test_a_quick_connection_says_nothing_of_it(
+def test_a_fast_connection_is_not_reported(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr("elastic.cli.observe.connection.SAY_CONNECTING_S", 600.0)
@@ -774,7 +774,7 @@ def test_a_quick_connection_says_nothing_of_it(
     assert "has not answered yet" not in capsys.readouterr().err
 
 
-def test_the_journals_tell_of_checkpoints_incidents_and_the_end(tmp_path: Path) -> None:
+def test_journals_show_checkpoints_incidents_and_the_end(tmp_path: Path) -> None:
     clock = ManualClock(NOW)
     folder = str(tmp_path)
     assert last_known(folder, "llama-7", NOW) == [
@@ -783,7 +783,7 @@ def test_the_journals_tell_of_checkpoints_incidents_and_the_end(tmp_path: Path) 
     other = Journal(folder=folder, identity={"node": "z"}, clock=clock, run_id="another")
     other.locate(lambda: {"generation": 99, "step": 9999})
     journal = Journal(folder=tmp_path / "n1", identity={"node": "n1"}, clock=clock, run_id="none")
-    del journal  # a folder within: not read
+    del journal  # a subfolder: not read
     journal = Journal(folder=folder, identity={"node": "n1"}, clock=clock, run_id="llama-7")
     journal.locate(lambda: {"generation": 7, "step": 52})
     for _ in range(4000):  # more than what is read of a file
@@ -822,7 +822,7 @@ def test_the_journals_tell_of_checkpoints_incidents_and_the_end(tmp_path: Path) 
     )
 
 
-def test_progress_survives_the_way_through_the_store() -> None:
+def test_progress_survives_encoding_and_decoding() -> None:
     progress = JobProgress(
         node_id="n1", generation=7, step=None, step_time_s=0.0, checkpoint_step=None, time_s=NOW
     )
@@ -841,7 +841,7 @@ def test_no_command_imports_torch(module: str) -> None:
     subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)
 
 
-def test_a_node_that_is_too_few_for_a_replica_says_so(job: Job) -> None:
+def test_nodes_that_wait_for_a_complete_replica_are_named(job: Job) -> None:
     for name in ("n1", "n2", "n3"):
         job.put_node(name, None, NodeState.ARRIVED, replica_size=4, min_nodes=4, max_nodes=8)
     assert sentence(job.view()) == (

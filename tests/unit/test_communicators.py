@@ -1,4 +1,4 @@
-"""Aborts: in which order, by which thread, and what becomes of one that hangs."""
+"""Aborts of communicators: their order, their threads, and aborts that hang."""
 
 from __future__ import annotations
 
@@ -48,30 +48,30 @@ SPEC = GroupSpec(
 def group() -> Iterator[ProcessGroup]:
     """A world of one on the backend with NCCL's semantics."""
     before = dict(vars(control))
-    made = ProcessGroup(torch.device("cpu"), nccl_semantics.register())
-    made.build(SPEC, superseded=lambda: False, timeout_s=DEADLINE_S)
-    yield made
+    built_group = ProcessGroup(torch.device("cpu"), nccl_semantics.register())
+    built_group.build(SPEC, superseded=lambda: False, timeout_s=DEADLINE_S)
+    yield built_group
     vars(control).update(before)
     control.calls.clear()
-    made.destroy()
+    built_group.destroy()
     open_works()
 
 
-def test_that_a_group_is_aborted_is_known_before_its_communicators_are(
+def test_a_group_is_marked_as_aborted_before_its_communicators_are(
     group: ProcessGroup, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    known: list[bool] = []
+    marked: list[bool] = []
     backend = distributed_c10d._get_default_group()._get_backend(torch.device("cpu"))
     abort = backend.abort
 
     def aborting() -> None:
-        known.append(group.may_be_garbage)
+        marked.append(group.may_be_garbage)
         abort()
 
     monkeypatch.setattr(backend, "abort", aborting)
     group.abort()
     group.destroy()
-    assert known[0] is True
+    assert marked[0] is True
 
 
 @pytest.mark.parametrize(
@@ -81,27 +81,27 @@ def test_that_a_group_is_aborted_is_known_before_its_communicators_are(
         (True, ["start coalescing", "abort", "end coalescing"]),
     ],
 )
-def test_all_communicators_are_aborted_as_one(
+def test_all_communicators_are_aborted_as_one_group(
     monkeypatch: pytest.MonkeyPatch, is_nccl2: bool, expected: list[str]
 ) -> None:
-    """As torch's own _abort_process_group does it, up to torch 2.14 and from 2.15 on."""
+    """As torch's _abort_process_group does, up to torch 2.14 and since torch 2.15."""
     monkeypatch.setattr(control, "is_nccl2", is_nccl2)
     monkeypatch.setattr(control, "calls", [])
-    made = ProcessGroup(torch.device("cpu"), nccl_semantics.register())
-    made.build(SPEC, superseded=lambda: False, timeout_s=DEADLINE_S)
+    built_group = ProcessGroup(torch.device("cpu"), nccl_semantics.register())
+    built_group.build(SPEC, superseded=lambda: False, timeout_s=DEADLINE_S)
     sub = dist.new_group([0])
     assert sub is not None
-    made.abort()
-    made.abort()
-    made.destroy()
+    built_group.abort()
+    built_group.abort()
+    built_group.destroy()
     assert control.calls[:4] == [expected[0], "abort", "abort", expected[2]]
     open_works()
 
 
-def test_an_abort_that_hangs_holds_up_nobody_and_ends_the_process(
+def test_an_abort_that_hangs_does_not_block_and_ends_the_process(
     group: ProcessGroup, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The link's thread goes on: it has heartbeats to send."""
+    """The link's thread continues, because it has to send heartbeats."""
     ended, reasons = threading.Event(), []
 
     def end_process(reason: str, journal: object) -> None:
@@ -148,16 +148,16 @@ def world_message(generation: int = 2, switch_at_step: int | None = None) -> Wor
 @pytest.mark.parametrize(
     ("switch_at_step", "has_entered", "expected"),
     [
-        (7, False, 1),  # takes the place of the one that is being formed: a member has died
-        (9, False, 0),  # a later boundary: the present world trains until then
+        (7, False, 1),  # replaces the world being formed: a member has died
+        (9, False, 0),  # a later boundary: the current world trains until then
         (7, True, 0),  # this rank is at that boundary, and leaves by itself
         (None, True, 1),
     ],
 )
-def test_a_plan_that_takes_the_place_of_the_one_being_formed_ends_its_forming(
+def test_a_plan_that_replaces_the_world_being_formed_aborts_its_formation(
     switch_at_step: int | None, has_entered: bool, expected: int
 ) -> None:
-    """On a stream no collective of it ends with an error, and nobody would leave it."""
+    """On a stream its collectives do not end with an error, so that no rank would leave it."""
     aborts: list[None] = []
     worlds = Worlds(
         abort=lambda: aborts.append(None),
@@ -173,7 +173,7 @@ def test_a_plan_that_takes_the_place_of_the_one_being_formed_ends_its_forming(
     assert worlds.is_superseded() is bool(expected)
 
 
-def test_a_build_that_was_given_up_and_goes_on_ends_the_process(
+def test_an_abandoned_build_that_continues_ends_the_process(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(timeouts, "GIVEN_UP_BUILD_S", 0.1)
@@ -185,7 +185,7 @@ def test_a_build_that_was_given_up_and_goes_on_ends_the_process(
     watch.end()
 
 
-def test_a_build_that_ends_after_it_was_given_up_is_not_stuck() -> None:
+def test_an_abandoned_build_that_ends_is_not_stuck() -> None:
     stuck = threading.Event()
     footprint: Any = SimpleNamespace(shut_down=lambda: None)
     watch = BuildWatch(footprint, DEADLINE_S, stuck.set)
@@ -212,8 +212,8 @@ ctypes.PyDLL(None).sleep(3600)  # Work.is_completed, which waits for the same mu
 """
 
 
-def test_an_abort_that_hangs_ends_a_process_whose_interpreter_is_held() -> None:
-    """No thread of Python runs then: neither the deadline's nor that of heartbeats."""
+def test_an_abort_that_hangs_ends_a_process_whose_gil_is_held() -> None:
+    """No Python thread runs then, neither the deadline's nor the heartbeat's."""
     done = subprocess.run(
         [sys.executable, "-c", FROZEN],
         capture_output=True,
@@ -239,7 +239,7 @@ IN_PROCESS = {setting.name: setting.value for setting in profiles.in_process_set
 
 
 @pytest.mark.parametrize("given", [{ASYNC: "3"}, {OLD: "1"}, {"TORCH_NCCL_DESYNC_DEBUG": "1"}])
-def test_error_handling_of_torch_is_overridden_with_a_word(
+def test_torchs_error_handling_is_overridden_with_a_warning(
     given: dict[str, str], caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level("WARNING", logger="elastic")
@@ -249,7 +249,7 @@ def test_error_handling_of_torch_is_overridden_with_a_word(
     assert f"{next(iter(given))}={given[next(iter(given))]} is overridden" in caplog.text
 
 
-def test_nothing_is_said_where_nothing_is_overridden(caplog: pytest.LogCaptureFixture) -> None:
+def test_without_an_override_nothing_is_logged(caplog: pytest.LogCaptureFixture) -> None:
     for environ in ({}, {ASYNC: "0"}):
         leave_errors_to_us(environ, is_in_process=True)
         assert environ == IN_PROCESS
@@ -259,8 +259,8 @@ def test_nothing_is_said_where_nothing_is_overridden(caplog: pytest.LogCaptureFi
 def test_torchruns_own_default_is_overridden(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It sets 1 for every worker."""
-    # The logger's first use in a process stops what it says from reaching pytest's.
+    """torchrun sets 1 for every worker."""
+    # The first use of the logger in a process disables propagation to pytest's handler.
     monkeypatch.setattr(get_logger(), "propagate", True)
     caplog.set_level("INFO", logger="elastic")
     environ = {ASYNC: "1"}
@@ -269,7 +269,7 @@ def test_torchruns_own_default_is_overridden(
     assert "is 0 for recovery in process; it was 1" in caplog.text
 
 
-def test_what_the_agent_has_set_is_overridden_without_a_warning(
+def test_values_set_by_the_agent_are_overridden_without_a_warning(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     caplog.set_level("WARNING", logger="elastic")
@@ -279,21 +279,21 @@ def test_what_the_agent_has_set_is_overridden_without_a_warning(
     assert not caplog.text
 
 
-def test_the_watchdog_of_an_aborted_group_is_gone_before_the_abort_is_given_up() -> None:
-    """It sleeps four times the limit of a dump, and the destructor of a group joins it."""
+def test_the_watchdog_of_an_aborted_group_ends_before_the_abort_deadline() -> None:
+    """It sleeps four times the dump timeout, and the destructor of a group joins it."""
     environ: dict[str, str] = {}
     leave_errors_to_us(environ, is_in_process=True)
     assert 4 * int(environ["TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC"]) < timeouts.ABORT_S * 1000
     assert environ["TORCH_NCCL_DUMP_ON_TIMEOUT"] == "0"
 
 
-def test_the_users_own_dumps_are_kept() -> None:
+def test_dumps_enabled_by_the_user_are_kept() -> None:
     environ = {"TORCH_NCCL_DUMP_ON_TIMEOUT": "1"}
     leave_errors_to_us(environ, is_in_process=True)
     assert environ["TORCH_NCCL_DUMP_ON_TIMEOUT"] == "1"
 
 
-def test_where_worlds_change_by_a_restart_the_users_mode_counts() -> None:
+def test_in_restart_mode_the_users_error_handling_is_kept() -> None:
     environ = {ASYNC: "3", OLD: "1"}
     leave_errors_to_us(environ, is_in_process=False)
     assert environ == {ASYNC: "3", OLD: "1"}
@@ -303,7 +303,7 @@ def test_a_group_that_is_not_destroyed_in_time_ends_the_process(
     group: ProcessGroup, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Before another one is built: a peer may have died since the switch was planned."""
-    ended, goes_on = threading.Event(), threading.Event()
+    ended, continued = threading.Event(), threading.Event()
     monkeypatch.setattr(process_group, "end_process", lambda reason, journal: ended.set())
     monkeypatch.setattr(timeouts, "DESTROY_S", 0.1)
     default = distributed_c10d._get_default_group()
@@ -311,16 +311,16 @@ def test_a_group_that_is_not_destroyed_in_time_ends_the_process(
 
     def shutting_down() -> None:
         assert ended.wait(DEADLINE_S)
-        goes_on.set()
+        continued.set()
         shutdown()
 
     monkeypatch.setattr(default, "shutdown", shutting_down)
     group.destroy(is_for_next=True)
-    assert goes_on.is_set()
+    assert continued.is_set()
 
 
 class OpenedByTorch:
-    """A backend that torch 2.15 would create, which connects to its peers at once if asked to."""
+    """A backend as created by torch 2.15, which connects to its peers eagerly on request."""
 
     supports_splitting = True
 
@@ -333,7 +333,7 @@ class OpenedByTorch:
         self.connected = device
 
 
-def test_a_communicator_is_opened_as_torch_opens_one_and_connects_at_once() -> None:
+def test_a_communicator_is_opened_as_in_torch_and_connects_eagerly() -> None:
     timeout = datetime.timedelta(seconds=5)
     dist.Backend.register_backend("as_torch_2_15", OpenedByTorch, extended_api=True)
     opened = open_communicator(
@@ -343,8 +343,8 @@ def test_a_communicator_is_opened_as_torch_opens_one_and_connects_at_once() -> N
     assert opened.connected == torch.device("cuda", 2)
 
 
-def test_nccl_is_built_in_up_to_torch_2_14(monkeypatch: pytest.MonkeyPatch) -> None:
-    made: list[Any] = []
+def test_up_to_torch_2_14_the_built_in_nccl_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[Any] = []
 
     class BuiltIn:
         """As ProcessGroupNCCL is bound (torch/csrc/distributed/c10d/init.cpp)."""
@@ -353,16 +353,16 @@ def test_nccl_is_built_in_up_to_torch_2_14(monkeypatch: pytest.MonkeyPatch) -> N
         Options = SimpleNamespace
 
         def __init__(self, store: Any, rank: int, size: int, options: Any) -> None:
-            made.append((rank, size, options._timeout, options.is_high_priority_stream))
+            calls.append((rank, size, options._timeout, options.is_high_priority_stream))
 
         def _set_sequence_number_for_group(self) -> None:
-            made.append("counts")
+            calls.append("counts")
 
         def eager_connect_single_device(self, device: torch.device) -> None:
-            made.append(device)
+            calls.append(device)
 
     timeout, device = datetime.timedelta(seconds=5), torch.device("cuda", 0)
     monkeypatch.setattr(distributed_c10d, "ProcessGroupNCCL", BuiltIn, raising=False)
     monkeypatch.setattr(dist.Backend, "_plugins", {})
     open_communicator("nccl", HashStore(), 0, 2, device=device, timeout=timeout)
-    assert made == [(0, 2, timeout, False), "counts", device]
+    assert calls == [(0, 2, timeout, False), "counts", device]

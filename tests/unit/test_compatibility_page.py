@@ -1,4 +1,4 @@
-"""docs/compatibility.md says what `make compat` found, and the bounds follow from it."""
+"""docs/compatibility.md and the version bounds match the results of `make compat`."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_the_page_is_written_from_the_results(compat: ModuleType, results: dict[
 
 
 @pytest.mark.parametrize("minor", [torch_versions.OLDEST, torch_versions.NEWEST])
-def test_what_is_promised_at_both_ends_was_run(
+def test_the_oldest_and_newest_supported_torch_were_tested(
     minor: str, compat: ModuleType, results: dict[str, Any]
 ) -> None:
     (environment,) = (e for e in compat.ENVIRONMENTS if e.name.startswith(f"torch-{minor}."))
@@ -50,8 +50,8 @@ def test_what_is_promised_at_both_ends_was_run(
     assert result["versions"]["torch"].startswith(f"{minor}.")
 
 
-def test_no_cell_is_empty(compat: ModuleType, results: dict[str, Any]) -> None:
-    """But for other Pythons, which not every machine has."""
+def test_every_environment_has_results(compat: ModuleType, results: dict[str, Any]) -> None:
+    """Except for other Python versions, which not every machine has."""
     for environment in compat.ENVIRONMENTS:
         if environment.python and environment.name not in results:
             continue
@@ -60,7 +60,7 @@ def test_no_cell_is_empty(compat: ModuleType, results: dict[str, Any]) -> None:
         assert compat.passed(result), environment.name
 
 
-def test_every_version_in_between_has_an_environment(compat: ModuleType) -> None:
+def test_every_supported_torch_version_has_an_environment(compat: ModuleType) -> None:
     minors = {".".join(version.split(".")[:2]) for version in compat.TORCHES}
     major, oldest = map(int, torch_versions.OLDEST.split("."))
     newest = int(torch_versions.NEWEST.split(".")[1])
@@ -107,7 +107,7 @@ def test_the_wheel_has_the_module_that_torch_loads(compat: ModuleType, tmp_path:
     assert [path.name for path in tmp_path.glob("*.py")] == ["torch_elastic_harness.py"]
 
 
-def test_a_new_dependency_is_noticed(compat: ModuleType, tmp_path: Path) -> None:
+def test_requirements_are_read_from_the_wheel(compat: ModuleType, tmp_path: Path) -> None:
     wheel = tmp_path / "a.whl"
     with zipfile.ZipFile(wheel, "w") as archive:
         archive.writestr(

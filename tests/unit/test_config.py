@@ -1,4 +1,4 @@
-"""Options from --rdzv-conf and the environment: merged, mapped, refused with a remedy."""
+"""Options from --rdzv-conf and the environment: merged, mapped, and rejected with a hint."""
 
 from __future__ import annotations
 
@@ -38,11 +38,11 @@ def test_names_of_stock_backends_are_mapped(
     "conf",
     [
         {"lease_s": "'3.5'", "prefix": '"/p"'},
-        {"'lease_s": "3.5", "prefix": "/p'"},  # torch cuts what is quoted as a whole at its commas
+        {"'lease_s": "3.5", "prefix": "/p'"},  # torch splits a quoted value at its commas
         {'"lease_s': "3.5", "prefix": '/p"'},
     ],
 )
-def test_quotes_that_no_shell_took_away_are_no_part_of_an_option(conf: dict[str, Any]) -> None:
+def test_quotes_that_no_shell_removed_are_stripped(conf: dict[str, Any]) -> None:
     options = read_options(conf, {})
     assert (options.lease_s, options.prefix) == (3.5, "/p")
 
@@ -56,7 +56,7 @@ def test_quotes_that_no_shell_took_away_are_no_part_of_an_option(conf: dict[str,
         ({}, {"ELASTIC_LAST_CALL_S": "0.5"}, 0.5),
     ],
 )
-def test_a_program_waits_for_the_others_as_with_stock_backends(
+def test_a_program_waits_for_nodes_as_with_stock_backends(
     conf: dict[str, Any], environ: dict[str, str], last_call_s: float
 ) -> None:
     assert read_options(conf, environ, for_program=True).last_call_s == last_call_s
@@ -68,14 +68,14 @@ def test_names_of_stock_backends_without_meaning_here_are_accepted() -> None:
     assert read_options(conf, {}) == AgentOptions()
 
 
-def test_unknown_option_is_refused_with_the_nearest_known_name() -> None:
+def test_unknown_option_is_rejected_with_the_nearest_known_name() -> None:
     with pytest.raises(ConfigError) as caught:
         read_options({"leases": "4"}, {})
     assert "leases=4" in caught.value.message
     assert "did you mean lease_s?" in caught.value.hint
 
 
-def test_misspelt_variable_is_refused_and_its_value_is_not_repeated() -> None:
+def test_misspelt_variable_is_rejected_without_its_value() -> None:
     with pytest.raises(ConfigError) as caught:
         read_options({}, {"ELASTIC_LAESE_S": "secret"})
     assert "ELASTIC_LAESE_S" in caught.value.message
@@ -83,18 +83,18 @@ def test_misspelt_variable_is_refused_and_its_value_is_not_repeated() -> None:
     assert "secret" not in str(caught.value)
 
 
-def test_variables_of_other_products_with_our_prefix_are_left_alone() -> None:
+def test_variables_of_other_products_with_the_same_prefix_are_ignored() -> None:
     environ = {"ELASTIC_APM_SERVER_URL": "x", "ELASTIC_VERSION": "8.1"}
     assert read_options({}, environ) == AgentOptions()
 
 
-def test_worker_variables_are_no_options() -> None:
+def test_worker_variables_are_not_options() -> None:
     environ = {"ELASTIC_WORLD": "{}", "ELASTIC_NODE_ID": "x", "ELASTIC_LEDGER": "/l"}
     assert read_options({}, environ) == AgentOptions()
 
 
 @pytest.mark.parametrize(
-    ("conf", "said"),
+    ("conf", "message_part"),
     [
         ({"lease_s": "four"}, "lease_s='four'"),
         ({"lease_s": "0"}, "lease_s=0"),
@@ -125,14 +125,14 @@ def test_worker_variables_are_no_options() -> None:
         ({"node_key": "/k"}, "node_key is set and node_cacert and node_cert are not"),
     ],
 )
-def test_unusable_values_are_named(conf: dict[str, str], said: str) -> None:
+def test_invalid_values_are_named(conf: dict[str, str], message_part: str) -> None:
     with pytest.raises(ConfigError) as caught:
         read_options(conf, {})
-    assert said in caught.value.message
+    assert message_part in caught.value.message
     assert caught.value.hint
 
 
-# Every pair that contradicts itself: settings, and both names and values that the refusal has.
+# Contradictory pairs: the settings, and both names with values that the error contains.
 CONTRADICTIONS: list[tuple[dict[str, str], str, str]] = [
     ({"probe_s": "4"}, "probe_s=4", "lease_s=4"),
     ({"lease_s": "80"}, "lease_s=80", "takeover_s=300"),
@@ -167,7 +167,7 @@ CONTRADICTIONS: list[tuple[dict[str, str], str, str]] = [
 
 @pytest.mark.parametrize(("conf", "one", "other"), CONTRADICTIONS)
 @pytest.mark.parametrize("for_program", [False, True])
-def test_contradictions_are_refused_with_both_names_and_values(
+def test_contradictions_are_rejected_with_both_names_and_values(
     conf: dict[str, str], one: str, other: str, for_program: bool
 ) -> None:
     with pytest.raises(ConfigError) as caught:
@@ -184,14 +184,14 @@ def test_contradictions_are_refused_with_both_names_and_values(
         ({"failure_window_s": "60"}, {"healthy_s": 30.0}),
         ({"hang_script_timeout_s": "7200"}, {"collective_timeout_s": 14400.0}),
         ({"hang_script_timeout_s": "60"}, {"collective_timeout_s": 1800.0}),
-        # To end the wait for nodes before the others' death is certain is a choice.
+        # Ending the wait for nodes before their death is certain is allowed.
         ({"join_timeout_s": "60", "takeover_s": "120"}, {"takeover_s": 120.0}),
-        # Nobody else ends a wait then.
+        # Without hang detection, only this timeout ends a wait.
         ({"hang_detection": "off", "collective_timeout_s": "60"}, {"collective_timeout_s": 60.0}),
         ({"join_timeout": "30", "join_timeout_s": "30.0"}, {"join_timeout_s": 30.0}),
     ],
 )
-def test_what_is_not_given_follows_from_what_is(
+def test_defaults_are_derived_from_given_options(
     conf: dict[str, str], expected: dict[str, float]
 ) -> None:
     options = read_options(conf, {})

@@ -1,4 +1,4 @@
-"""Who may see the dashboard: hosts, tokens, cookies, and what is refused before it starts."""
+"""Access to the dashboard: hosts, tokens, cookies, and rejected configurations."""
 
 from __future__ import annotations
 
@@ -21,22 +21,22 @@ TOKEN = "a-token-of-some-length"
 def judge(
     policy: AccessPolicy, host: str = "localhost:8630", path: str = "/", **more: str
 ) -> AccessVerdict:
-    said = {"authorization": "", "cookie": "", "query_token": "", **more}
-    return policy.judge(host=host, path=path, **said)
+    credentials = {"authorization": "", "cookie": "", "query_token": "", **more}
+    return policy.judge(host=host, path=path, **credentials)
 
 
 @pytest.mark.parametrize(
     "host", ["localhost", "LOCALHOST:80", "localhost.:1", "127.0.0.1:8630", "[::1]:8630"]
 )
-def test_on_loopback_its_names_are_answered_without_a_token(host: str) -> None:
+def test_loopback_names_need_no_token(host: str) -> None:
     assert judge(policy_of("127.0.0.1", 8630, None), host) is AccessVerdict.ALLOWED
 
 
 @pytest.mark.parametrize(
     "host", ["", "evil.example", "localhost.evil.example", "127.0.0.1.nip.io:8630", "10.0.0.1"]
 )
-def test_on_loopback_other_names_are_refused(host: str) -> None:
-    """A site that has its name resolved to 127.0.0.1 once it is loaded (DNS rebinding)."""
+def test_other_host_names_are_rejected_on_loopback(host: str) -> None:
+    """DNS rebinding: a site resolves its name to 127.0.0.1 after it has been loaded."""
     policy = policy_of("127.0.0.1", 8630, None)
     assert judge(policy, host) is AccessVerdict.WRONG_HOST
     assert judge(policy, host, path="/healthz") is AccessVerdict.WRONG_HOST
@@ -49,14 +49,14 @@ def test_a_proxys_name_can_be_allowed() -> None:
 
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "::", "10.0.0.1", "node-a", ""])
-def test_a_network_without_a_token_is_refused_with_the_commands_that_make_one(host: str) -> None:
+def test_a_network_address_without_a_token_is_rejected_with_a_hint(host: str) -> None:
     with pytest.raises(ConfigError) as refused:
         policy_of(host, 8630, None)
     assert "without a token" in refused.value.message
     assert "--token-file=token" in refused.value.hint
 
 
-def test_a_token_comes_as_bearer_as_cookie_or_once_in_the_address() -> None:
+def test_a_token_is_accepted_as_bearer_cookie_or_in_the_first_url() -> None:
     policy = policy_of("0.0.0.0", 8630, TOKEN)
     assert judge(policy, "any.example") is AccessVerdict.NO_TOKEN
     assert judge(policy, authorization=f"Bearer {TOKEN}") is AccessVerdict.ALLOWED
@@ -72,7 +72,7 @@ def test_a_token_comes_as_bearer_as_cookie_or_once_in_the_address() -> None:
     assert TOKEN not in policy.cookie_value
 
 
-def test_cookies_of_two_dashboards_on_one_host_do_not_meet() -> None:
+def test_cookies_of_two_dashboards_on_one_host_do_not_collide() -> None:
     one, other = policy_of("0.0.0.0", 8630, TOKEN), policy_of("0.0.0.0", 8631, TOKEN + "2")
     assert one.cookie != other.cookie
     assert one.cookie_value != other.cookie_value
@@ -81,7 +81,7 @@ def test_cookies_of_two_dashboards_on_one_host_do_not_meet() -> None:
 @pytest.mark.parametrize(
     "token", ["", "short", "x" * 15, "with a space in it", "ü" * 20, "x\x00" * 9]
 )
-def test_tokens_that_can_be_guessed_or_not_be_sent_are_refused(token: str) -> None:
+def test_weak_or_unsendable_tokens_are_rejected(token: str) -> None:
     with pytest.raises(ConfigError, match="16 printable ASCII"):
         checked_token(token, "here")
 

@@ -1,6 +1,6 @@
-"""The dashboard in a real Chromium: live, restarted, without JavaScript, on a phone, and by axe.
+"""The dashboard in a real Chromium: live updates, restarts, no JavaScript, phones, and axe.
 
-Pictures of what was tested are in build/dashboard.
+Screenshots are saved in build/dashboard.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from elastic.membership.records import NodeState
 from elastic.telemetry.journal import Journal
 from elastic.testing.waiting import PATIENCE_S, eventually
 
-PICTURES = Path(__file__).parents[2] / "build" / "dashboard"
+SCREENSHOTS = Path(__file__).parents[2] / "build" / "dashboard"
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser"))), None)
 DRIVER = shutil.which("chromedriver")
 ARGUMENTS = (
@@ -71,13 +71,13 @@ def browser() -> Iterator[Any]:
 
 @pytest.fixture
 def job() -> FakeJob:
-    made = FakeJob()
-    made.train()
-    return made
+    fake_job = FakeJob()
+    fake_job.train()
+    return fake_job
 
 
 def show(browser: Any, port: int, *, size: str = "desktop", dark: bool = False) -> None:
-    """The page, once it is live."""
+    """Open the page and wait until it is live."""
     width, height = SIZES[size]
     metrics = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": size == "phone"}
     browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", metrics)
@@ -90,42 +90,42 @@ def show(browser: Any, port: int, *, size: str = "desktop", dark: bool = False) 
 
 
 def live(browser: Any) -> str:
-    """Which server it is connected to; "": none yet."""
+    """The server that the page is connected to, or "" if there is none yet."""
     return str(browser.execute_script("return document.documentElement.dataset.live || ''"))
 
 
-def said(browser: Any) -> str:
+def page_text(browser: Any) -> str:
     return str(browser.execute_script("return document.body.innerText"))
 
 
 def sees(browser: Any, text: str) -> Callable[[], bool]:
     def is_there() -> bool:
         try:
-            return text in said(browser)
+            return text in page_text(browser)
         except (JavascriptException, WebDriverException):  # the page is just being loaded
             return False
 
     return is_there
 
 
-def complaints(browser: Any) -> list[str]:
-    """What the console says, all levels."""
+def console_messages(browser: Any) -> list[str]:
+    """The console messages of all levels."""
     return [entry["message"] for entry in browser.get_log("browser")]
 
 
-def picture(browser: Any, name: str) -> None:
-    """The whole page."""
-    PICTURES.mkdir(parents=True, exist_ok=True)
+def save_screenshot(browser: Any, name: str) -> None:
+    """Save a screenshot of the full page."""
+    SCREENSHOTS.mkdir(parents=True, exist_ok=True)
     height = browser.execute_script("return document.documentElement.scrollHeight")
     clip = {"x": 0, "y": 0, "width": browser.execute_script("return innerWidth"), "scale": 1}
     taken = browser.execute_cdp_cmd(
         "Page.captureScreenshot",
         {"clip": {**clip, "height": min(height, 6000)}, "captureBeyondViewport": True},
     )
-    (PICTURES / f"{name}.png").write_bytes(base64.b64decode(taken["data"]))
+    (SCREENSHOTS / f"{name}.png").write_bytes(base64.b64decode(taken["data"]))
 
 
-def test_a_kill_is_shown_by_itself_and_the_focus_stays(
+def test_a_kill_is_shown_without_a_reload_and_the_focus_is_kept(
     browser: Any, job: FakeJob, tmp_path: Path
 ) -> None:
     journal = Journal(folder=tmp_path, identity={"node": "n2"}, run_id="llama-7", role="agent")
@@ -140,17 +140,17 @@ def test_a_kill_is_shown_by_itself_and_the_focus_stays(
         eventually(sees(browser, "local rank 0 died: killed by signal 9"), "the journal's event")
         eventually(sees(browser, "n2 was lost"), "etcd's world")
         print(f"a kill is shown after {1000 * (time.monotonic() - began_s):.0f} ms")
-        assert "3 of 4 nodes" in said(browser)
+        assert "3 of 4 nodes" in page_text(browser)
         assert browser.title.startswith("training · llama-7")
         spoken = browser.find_element(By.ID, "spoken").get_attribute("textContent")
         assert spoken == "training, generation 8"
         focused = browser.switch_to.active_element.get_attribute("aria-label")
-        assert focused == "Nodes, table", "what was replaced has the focus again"
-        assert complaints(browser) == []
+        assert focused == "Nodes, table", "the replaced element has the focus again"
+        assert console_messages(browser) == []
 
 
-def test_heartbeats_go_on_in_a_table_that_stays(browser: Any, job: FakeJob) -> None:
-    """What a reader has selected in it, to copy a node's name, stays selected."""
+def test_heartbeats_are_updated_within_the_existing_table(browser: Any, job: FakeJob) -> None:
+    """A selection in the table, such as a node's name, is kept."""
     with DashboardUnderTest(job).served() as port:
         show(browser, port)
         eventually(lambda: cell(browser, "step-3") == "52", "the nodes")
@@ -164,11 +164,11 @@ def test_heartbeats_go_on_in_a_table_that_stays(browser: Any, job: FakeJob) -> N
         eventually(sees(browser, "no heartbeat of n4 for 2"), "the sentence")
         assert not cell(browser, "heartbeat-0").endswith("late")
         assert browser.execute_script("return String(getSelection())").startswith("n1")
-        assert complaints(browser) == []
+        assert console_messages(browser) == []
 
 
 def cell(browser: Any, identity: str) -> str:
-    """The text of a table's cell; "": it is not there."""
+    """The text of a table's cell, or "" if it does not exist."""
     script = f"return (document.getElementById('{identity}') || {{}}).textContent || ''"
     return str(browser.execute_script(script)).strip()
 
@@ -179,15 +179,15 @@ def test_a_page_survives_a_restart_of_its_server(browser: Any, job: FakeJob) -> 
         first = live(browser)
         eventually(sees(browser, "training in generation 7"), "it trains")
     eventually(sees(browser, "The dashboard's server does not answer"), "that it is gone")
-    assert "training in generation 7" in said(browser), "what was so is still shown"
+    assert "training in generation 7" in page_text(browser), "the last state is still shown"
     job.kill("n3")
     with DashboardUnderTest(job, server="second").served(port):
         eventually(sees(browser, "training in generation 8"), "the new state")
         eventually(lambda: live(browser) != first, "the new server")
-        assert "does not answer" not in said(browser)
+        assert "does not answer" not in page_text(browser)
 
 
-def test_hostile_names_do_nothing(browser: Any, job: FakeJob, tmp_path: Path) -> None:
+def test_hostile_names_are_escaped(browser: Any, job: FakeJob, tmp_path: Path) -> None:
     write_run(tmp_path, names=(HOSTILE, "b", "c", "d"), run_id="llama-7", error=HOSTILE)
     job.put_node("n4", None, NodeState.STARTING, name=HOSTILE)
     dashboard = DashboardUnderTest(job, tmp_path)
@@ -198,12 +198,12 @@ def test_hostile_names_do_nothing(browser: Any, job: FakeJob, tmp_path: Path) ->
         eventually(lambda: browser.find_elements(By.CSS_SELECTOR, "#timeline svg"), "a chart")
         assert browser.execute_script("return window.hacked === undefined")
         assert browser.find_elements(By.CSS_SELECTOR, "img") == []
-        assert complaints(browser) == [], "the policy has had nothing to refuse"
+        assert console_messages(browser) == [], "the content security policy blocked nothing"
 
 
 @pytest.mark.parametrize("size", ["desktop", "phone"])
 @pytest.mark.parametrize("theme", ["light", "dark"])
-def test_contrast_labels_and_width(
+def test_contrast_labels_and_width_are_accessible(
     browser: Any, job: FakeJob, tmp_path: Path, size: str, theme: str
 ) -> None:
     write_run(tmp_path, run_id="llama-7")
@@ -218,16 +218,16 @@ def test_contrast_labels_and_width(
         eventually(lambda: len(browser.find_elements(By.CSS_SELECTOR, "svg")) == 3, "the charts")
         job.server.disconnect()
         eventually(sees(browser, "etcd does not answer, or denies access"), "the outage")
-        picture(browser, f"{size}-{theme}")
+        save_screenshot(browser, f"{size}-{theme}")
         width = browser.execute_script("return document.documentElement.scrollWidth")
-        assert width <= SIZES[size][0], "nothing is cut off, and nobody has to scroll sideways"
+        assert width <= SIZES[size][0], "nothing is cut off, and no horizontal scrolling is needed"
         found = Axe().run(browser)
         assert [(v["id"], v["nodes"][0]["html"]) for v in found["violations"]] == []
         assert len(found["passes"]) > 20
-        assert complaints(browser) == []
+        assert console_messages(browser) == []
 
 
-def test_the_keyboard_reaches_everything(browser: Any, job: FakeJob) -> None:
+def test_all_controls_are_reachable_by_keyboard(browser: Any, job: FakeJob) -> None:
     job.kill("n2")
     with DashboardUnderTest(job).served() as port:
         show(browser, port)
@@ -248,7 +248,7 @@ def test_the_keyboard_reaches_everything(browser: Any, job: FakeJob) -> None:
         ]
 
 
-def test_without_javascript_the_page_is_complete_and_loads_itself_again(job: FakeJob) -> None:
+def test_without_javascript_the_page_is_complete_and_reloads_itself(job: FakeJob) -> None:
     dashboard = DashboardUnderTest(job)
     with chromium(javascript=False) as browser, dashboard.served() as port:
         eventually(lambda: dashboard.feed.snapshot.view, "etcd is read")
@@ -265,4 +265,4 @@ def test_without_javascript_the_page_is_complete_and_loads_itself_again(job: Fak
         job.kill("n2")
         # It does so every 10 s.
         eventually(lambda: "n2 was lost" in body(), "it has loaded itself again", poll_s=0.5)
-        assert complaints(browser) == []
+        assert console_messages(browser) == []

@@ -31,9 +31,9 @@ REPOSITORY = Path(__file__).parents[2]
 
 @pytest.fixture
 def job() -> FakeJob:
-    made = FakeJob()
-    made.train()
-    return made
+    fake_job = FakeJob()
+    fake_job.train()
+    return fake_job
 
 
 class AppClient:
@@ -62,7 +62,7 @@ class AppClient:
 # Routes ------------------------------------------------------------------------------------------
 
 
-def test_every_answer_has_the_headers_of_a_page_that_only_shows(job: FakeJob) -> None:
+def test_every_response_has_restrictive_headers(job: FakeJob) -> None:
     client = AppClient(DashboardUnderTest(job))
     for path in ("/", "/api/status", "/api/events", "/healthz", "/metrics", "/none"):
         headers = client.get(path).headers
@@ -80,14 +80,14 @@ def test_every_answer_has_the_headers_of_a_page_that_only_shows(job: FakeJob) ->
     assert client.get("/", headers={"host": "evil.example"}).status_code == 421
 
 
-def test_a_token_in_the_address_becomes_a_cookie_at_once(job: FakeJob) -> None:
+def test_a_token_in_the_url_is_exchanged_for_a_cookie(job: FakeJob) -> None:
     client = AppClient(DashboardUnderTest(job, token=TOKEN), "0.0.0.0")
     refused = client.get("/")
     assert refused.status_code == 401 and "llama" not in refused.text
     assert refused.headers["www-authenticate"].startswith("Bearer")
     for path in ("/live", "/api/status", "/api/events", "/metrics", f"/api/status?token={TOKEN}"):
         assert client.get(path).status_code == 401, path
-    assert client.get("/healthz").json()["ok"] is False, "it needs no token; nobody watches the job"
+    assert client.get("/healthz").json()["ok"] is False, "no token is needed; no feed is running"
     assert client.get("/?token=wrong").status_code == 401
     answer = client.get(f"/?token={TOKEN}")
     assert (answer.status_code, answer.headers["location"]) == (303, ".")
@@ -99,7 +99,7 @@ def test_a_token_in_the_address_becomes_a_cookie_at_once(job: FakeJob) -> None:
     assert client.get("/api/status", headers=bearer).status_code == 200
 
 
-def test_metrics_are_gauges_of_the_whole_job(job: FakeJob) -> None:
+def test_metrics_are_gauges_of_the_job(job: FakeJob) -> None:
     dashboard = DashboardUnderTest(job)
     with dashboard.served() as port:
         eventually(lambda: dashboard.feed.snapshot.view, "etcd is read")
@@ -120,7 +120,7 @@ def test_metrics_are_gauges_of_the_whole_job(job: FakeJob) -> None:
     assert all(f"`{name}`" in page for name in names), names
 
 
-def test_the_documented_fields_are_those_of_the_documents(job: FakeJob, tmp_path: Path) -> None:
+def test_the_documented_fields_match_the_json_documents(job: FakeJob, tmp_path: Path) -> None:
     job.kill("n2")
     job.finish()
     write_run(tmp_path, run_id="llama-7")
@@ -165,7 +165,7 @@ async def lines_of(port: int, path: str, *, accept: str = "*/*") -> Any:
 
 
 async def read_until(reader: asyncio.StreamReader, what: bytes) -> bytes:
-    """The line that holds it."""
+    """The first line that contains ``what``."""
     while True:
         line = await asyncio.wait_for(reader.readline(), PATIENCE_S)
         assert line, f"the stream has ended before {what!r}"
@@ -173,7 +173,7 @@ async def read_until(reader: asyncio.StreamReader, what: bytes) -> bytes:
             return line
 
 
-def test_two_hundred_pages_see_a_kill_and_etcd_is_asked_by_one(
+def test_two_hundred_pages_see_a_kill_through_one_reader_of_etcd(
     job: FakeJob, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     dashboard = DashboardUnderTest(job)
@@ -203,7 +203,7 @@ def test_two_hundred_pages_see_a_kill_and_etcd_is_asked_by_one(
     assert reads <= polls + 1
 
 
-def test_a_loss_is_looked_for_often_enough_to_be_seen_within_two_seconds() -> None:
+def test_poll_intervals_show_a_loss_within_two_seconds() -> None:
     assert DASHBOARD_ETCD_S <= 1.0 and DASHBOARD_JOURNALS_S <= 1.0
 
 
@@ -231,7 +231,7 @@ def test_the_api_streams_the_status_and_each_event_once(job: FakeJob, tmp_path: 
         asyncio.run(watch(port))
 
 
-def test_the_server_ends_though_pages_are_open(job: FakeJob) -> None:
+def test_the_server_stops_while_pages_are_open(job: FakeJob) -> None:
     dashboard = DashboardUnderTest(job)
 
     async def open_page(port: int) -> Any:
@@ -253,7 +253,7 @@ def test_the_server_ends_though_pages_are_open(job: FakeJob) -> None:
 # What the feed survives --------------------------------------------------------------------------
 
 
-def test_an_etcd_that_is_away_at_the_start_and_later_is_shown(tmp_path: Path) -> None:
+def test_outages_of_etcd_at_the_start_and_later_are_shown(tmp_path: Path) -> None:
     job = FakeJob()
     job.is_away = True
     journal = Journal(folder=tmp_path, identity={"node": "n1"}, run_id="llama-7")
@@ -273,17 +273,17 @@ def test_an_etcd_that_is_away_at_the_start_and_later_is_shown(tmp_path: Path) ->
         assert "<strong>etcd does not answer" not in shown()
         job.server.disconnect()
         eventually(lambda: "<strong>etcd does not answer" in shown(), "it is away")
-        assert "training in generation 7" in shown(), "with what was last known"
+        assert "training in generation 7" in shown(), "with the last known state"
         journal.locate(lambda: {"generation": 7, "step": 99})
         journal.emit(Waiting(reason="y"))
-        eventually(lambda: "last known: step 99 in generation 7" in shown(), "the journals go on")
+        eventually(lambda: "last known: step 99 in generation 7" in shown(), "newer journals")
         healthy = httpx.get(f"http://127.0.0.1:{port}/healthz")
-        assert healthy.status_code == 200, "the server is well though etcd is not"
+        assert healthy.status_code == 200, "the server is healthy without etcd"
         job.server.reconnect()
         eventually(lambda: "<strong>etcd does not answer" not in shown(), "it is back again")
 
 
-def test_journals_alone_are_enough(tmp_path: Path) -> None:
+def test_journals_alone_are_sufficient(tmp_path: Path) -> None:
     write_run(tmp_path, run_id="of-yesterday")
     dashboard = DashboardUnderTest(None, tmp_path)
     with dashboard.served() as port:
@@ -299,7 +299,7 @@ def test_journals_alone_are_enough(tmp_path: Path) -> None:
 # The command -------------------------------------------------------------------------------------
 
 
-def test_what_cannot_be_served_is_refused_before_anything_starts(
+def test_invalid_settings_are_rejected_before_the_server_starts(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("ELASTIC_JOURNAL", raising=False)
@@ -324,14 +324,14 @@ def token(folder: Path) -> list[str]:
     return [f"--token-file={path}"]
 
 
-def test_without_the_extra_there_is_one_sentence_with_the_command(
+def test_a_missing_extra_is_reported_with_the_install_command(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "uvicorn", None)
     assert main(["dashboard", "--journal", str(tmp_path)]) == 2
-    said = capsys.readouterr().err
-    assert "the dashboard needs the package uvicorn, which is not installed" in said
-    assert "pip install 'torch-elastic-harness[dashboard]'" in said
+    output = capsys.readouterr().err
+    assert "the dashboard needs the package uvicorn, which is not installed" in output
+    assert "pip install 'torch-elastic-harness[dashboard]'" in output
 
 
 def test_the_token_comes_from_a_file_or_the_environment(tmp_path: Path) -> None:
@@ -363,9 +363,9 @@ def test_the_command_serves_until_it_is_interrupted_and_imports_no_torch(tmp_pat
         text=True,
     )
     assert process.stdout is not None
-    said = process.stdout.readline()
-    assert said.startswith("elastic dashboard: http://127.0.0.1:") and "?token=TOKEN" in said
-    url = said.split()[2].partition("?")[0]
+    output = process.stdout.readline()
+    assert output.startswith("elastic dashboard: http://127.0.0.1:") and "?token=TOKEN" in output
+    url = output.split()[2].partition("?")[0]
     assert httpx.get(url).status_code == 401
     answer = httpx.get(url, headers={"authorization": f"Bearer {TOKEN}"})
     assert answer.status_code == 200 and "<h1>" in answer.text

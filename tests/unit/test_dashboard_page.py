@@ -1,4 +1,4 @@
-"""The dashboard's page: what it says of a job, escaped, shortened, and within 250 kB."""
+"""The dashboard's page: content, escaping, truncation, and a size of at most 250 kB."""
 
 from __future__ import annotations
 
@@ -38,9 +38,9 @@ def record(name: str, **data: object) -> JournalRecord:
 
 @pytest.fixture
 def job() -> FakeJob:
-    made = FakeJob(ManualClock(NOW))
-    made.train()
-    return made
+    fake_job = FakeJob(ManualClock(NOW))
+    fake_job.train()
+    return fake_job
 
 
 def view_of(job: FakeJob) -> JobView:
@@ -52,7 +52,7 @@ def snapshot_of(view: JobView | None, **more: object) -> JobSnapshot:
 
 
 class Reader(HTMLParser):
-    """Tags that are not closed, ids, scripts, and texts."""
+    """Collects unclosed tags, ids, scripts, and texts."""
 
     def __init__(self, page: str) -> None:
         super().__init__()
@@ -80,7 +80,7 @@ class Reader(HTMLParser):
         self.text += data
 
 
-def test_the_page_has_the_facts_of_elastic_status_without_a_script(job: FakeJob) -> None:
+def test_the_page_shows_the_status_without_a_script(job: FakeJob) -> None:
     job.kill("n2")
     job.put_node("n5", None, NodeState.STARTING)
     log = EventLog()
@@ -90,7 +90,7 @@ def test_the_page_has_the_facts_of_elastic_status_without_a_script(job: FakeJob)
     found = Reader(PageTemplate().render(snapshot, sections_of(snapshot)))
     assert found.open == [] and len(found.ids) == len(set(found.ids))
     assert found.scripts == 1 and not found.handlers
-    for said in (
+    for fact in (
         "training in generation 8 with 3 of 4 nodes; n2 was lost 10 s ago",
         "n5 is warming up",
         "52 of 500",
@@ -103,18 +103,18 @@ def test_the_page_has_the_facts_of_elastic_status_without_a_script(job: FakeJob)
         "generation 7 ended: n2 was lost",
         "n1 leader",
     ):
-        assert said in found.text, said
+        assert fact in found.text, fact
 
 
-def test_the_time_left_of_a_job_that_plans_no_steps_is_unknown(job: FakeJob) -> None:
+def test_the_time_left_of_a_job_without_planned_steps_is_unknown(job: FakeJob) -> None:
     view = view_of(job)
     assert view.progress is not None
     view = replace(view, progress=replace(view.progress, planned_steps=None))
     assert "<dt>Time left</dt><dd>unknown</dd>" in sections_of(snapshot_of(view))["facts"]
 
 
-def test_what_others_have_written_is_escaped_and_shortened() -> None:
-    """Names of runs and hosts, tracebacks, and reasons of a megabyte: a page of 250 kB at most."""
+def test_untrusted_texts_are_escaped_and_truncated() -> None:
+    """Names of runs and hosts, tracebacks, and reasons of a megabyte fit on a page of 250 kB."""
     names = tuple(f"n{number}" for number in range(1, 400))
     breakage = BreakageRecord(
         generation=6,
@@ -126,14 +126,14 @@ def test_what_others_have_written_is_escaped_and_shortened() -> None:
         verdict=HOSTILE,
         response=HOSTILE,
     )
-    made = replace(world(*names, generation=7), reason=HOSTILE, breakages=(breakage,) * 20)
+    formed = replace(world(*names, generation=7), reason=HOSTILE, breakages=(breakage,) * 20)
     view = JobView(
         run_id=HOSTILE,
         root="/",
         at_s=NOW,
-        world=made,
+        world=formed,
         nodes=tuple(
-            replace(node(name), name=HOSTILE, address=HOSTILE, running=made) for name in names
+            replace(node(name), name=HOSTILE, address=HOSTILE, running=formed) for name in names
         ),
         leader=Leader(node_id=HOSTILE, address=HOSTILE, liveness_port=1),
         progress=JobProgress(
@@ -171,27 +171,27 @@ def test_what_others_have_written_is_escaped_and_shortened() -> None:
     assert "&lt;script&gt;alert(1)&lt;/script&gt;\\x1b[2J" in page
     assert len(rendering.page) <= LARGEST_PAGE, len(rendering.page)
     assert len(page_changes(Rendering(), rendering)) <= LARGEST_PAGE
-    assert len(rendering.status) <= 2_500_000  # 399 nodes, not of a megabyte each
+    assert len(rendering.status) <= 2_500_000  # 399 nodes with truncated texts
 
 
-def test_texts_that_grow_when_they_are_escaped_are_shortened_further() -> None:
+def test_texts_that_grow_by_escaping_are_truncated_further() -> None:
     assert len(text("<" * 1000, 100)) <= 200
     assert len(text("\x01" * 1000, 100)) <= 250
     assert text("plain") == "plain"
 
 
-def test_only_what_has_changed_is_sent_again(job: FakeJob) -> None:
+def test_only_changed_sections_are_sent_again(job: FakeJob) -> None:
     template = PageTemplate()
     first = render(snapshot_of(view_of(job)), Rendering(), template)
     assert b'"nodes"' in page_changes(Rendering(), first)
     later = replace(snapshot_of(view_of(job)), at_s=NOW + 11)
     second = render(later, first, template)
-    assert page_changes(first, second) == b"", "ages are counted by the page"
+    assert page_changes(first, second) == b"", "the page updates ages itself"
     job.progress(60)
     third = render(snapshot_of(view_of(job)), second, template)
     sent = page_changes(second, third)
     assert b'"facts"' in sent and b'"nodes"' not in sent
-    assert b'"step-3": "60"' in sent, "a table is not sent for a cell"
+    assert b'"step-3": "60"' in sent, "a table is not sent again for a cell"
     assert b'"facts"' in page_changes(first, third), "a slow client misses nothing"
     job.put_node("n2", None, NodeState.LEAVING)
     fourth = render(snapshot_of(view_of(job)), third, template)
@@ -206,8 +206,8 @@ def test_each_node_has_its_step_and_the_age_of_its_heartbeat(job: FakeJob) -> No
     found = re.findall(r"<tr><th scope=\"row\">(n\d).*?</tr>", sections["nodes"])
     assert found == ["n1", "n2", "n3", "n4", "n5"]
     cells = [(sections[f"step-{row}"], Reader(sections[f"heartbeat-{row}"])) for row in range(5)]
-    said = [(step, heartbeat.text) for step, heartbeat in cells]
-    assert said == [
+    shown = [(step, heartbeat.text) for step, heartbeat in cells]
+    assert shown == [
         *[("53", "11 s ago")] * 2,
         ("53", "31 s ago late"),
         ("53", "11 s ago"),
@@ -217,11 +217,11 @@ def test_each_node_has_its_step_and_the_age_of_its_heartbeat(job: FakeJob) -> No
         if name.startswith(("step-", "heartbeat-")):
             assert f'<td id="{name}"' in sections["nodes"] and f">{cell}</td>" in sections["nodes"]
     assert "no heartbeat of n3 for 31.0 s" in sections["headline"]
-    assert 'data-at="1769860799.000"' in sections["heartbeat-0"], "the page counts on from there"
+    assert 'data-at="1769860799.000"' in sections["heartbeat-0"], "the page updates the age"
 
 
 def test_heartbeats_of_many_nodes_are_looked_up_once() -> None:
-    """A thousand nodes, each looked up in a list of a thousand, would take the server's thread."""
+    """A thousand nodes, each looked up in a list of a thousand, would block the server's thread."""
     names = [f"n{number}" for number in range(1000)]
     heard = tuple(
         RecordedHeartbeat(node_id=f"id-{name}", generation=7, step=1, heard_at_s=NOW)
@@ -243,18 +243,18 @@ def test_heartbeats_of_many_nodes_are_looked_up_once() -> None:
     assert {view.heartbeat_of(n).age_s for n in view.nodes} == {1.0}
 
 
-def test_an_outage_of_etcd_is_said_above_the_last_view(job: FakeJob) -> None:
+def test_an_outage_of_etcd_is_shown_above_the_last_view(job: FakeJob) -> None:
     snapshot = snapshot_of(view_of(job), outage=Outage(NOW, "permission denied <x>"))
-    said = Reader(PageTemplate().render(snapshot, sections_of(snapshot))).text
-    assert "etcd does not answer, or denies access, since 2026-01-31 12:00:00 UTC" in said
-    assert "permission denied <x>" in said
-    assert "training in generation 7" in said
+    page_text = Reader(PageTemplate().render(snapshot, sections_of(snapshot))).text
+    assert "etcd does not answer, or denies access, since 2026-01-31 12:00:00 UTC" in page_text
+    assert "permission denied <x>" in page_text
+    assert "training in generation 7" in page_text
     before = snapshot_of(None, outage=Outage(NOW, "away"), last_known=["last known: step 52"])
-    said = Reader(PageTemplate().render(before, sections_of(before))).text
-    assert "last known: step 52" in said and "etcd has not answered yet" in said
+    page_text = Reader(PageTemplate().render(before, sections_of(before))).text
+    assert "last known: step 52" in page_text and "etcd has not answered yet" in page_text
 
 
-def test_the_policy_allows_this_pages_own_style_and_script_and_nothing_else() -> None:
+def test_the_policy_allows_only_the_pages_own_style_and_script() -> None:
     policy = PageTemplate().policy
     assert policy.startswith("default-src 'none'; style-src 'sha256-")
     assert "unsafe" not in policy and "*" not in policy
@@ -262,7 +262,7 @@ def test_the_policy_allows_this_pages_own_style_and_script_and_nothing_else() ->
         assert never in policy
 
 
-def test_ages() -> None:
+def test_ages_are_stripped_and_formatted() -> None:
     assert lasting('a <time class="age" data-at="1">3 s ago</time> b') == (
         'a <time class="age" data-at="1"></time> b'
     )
@@ -275,7 +275,7 @@ def test_ages() -> None:
 # Events ------------------------------------------------------------------------------------------
 
 
-def test_what_all_ranks_write_is_one_event() -> None:
+def test_the_same_event_of_all_ranks_is_listed_once() -> None:
     log = EventLog()
     assert log.add_records([record("recovered", generation=2, step=5) for _ in range(64)])
     assert not log.add_records([record("recovered", generation=2, step=5)])
@@ -287,7 +287,7 @@ def test_what_all_ranks_write_is_one_event() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "data", "said"),
+    ("name", "data", "ending"),
     [
         ("world-formed", {"nodes": ["a"], "size": 8, "reason": "x"}, "with 1 nodes, 8 workers: x"),
         ("node-lost", {"lost": "n2", "reason": "gone"}, "n2 was lost: gone"),
@@ -301,11 +301,11 @@ def test_what_all_ranks_write_is_one_event() -> None:
         ("world-formed", {"nodes": 7, "size": "x"}, "with ? nodes, None workers: "),
     ],
 )
-def test_events_in_words(name: str, data: dict[str, object], said: str) -> None:
-    assert text_of(record(name, **data)).endswith(said)
+def test_events_are_described_in_words(name: str, data: dict[str, object], ending: str) -> None:
+    assert text_of(record(name, **data)).endswith(ending)
 
 
-def test_etcd_alone_tells_of_worlds_and_what_broke_them(job: FakeJob) -> None:
+def test_without_journals_events_come_from_etcd(job: FakeJob) -> None:
     log = EventLog()
     assert log.add_changes(view_of(job))
     assert not log.add_changes(view_of(job))
@@ -333,7 +333,7 @@ def test_the_legend_of_the_charts_has_a_color_for_each_activity(activity: Activi
     assert f"}}.{name}{{background:var(--{name})}}" in page.replace("\n", "}")
 
 
-def test_charts_are_drawn_from_the_journals_and_fit(tmp_path: Path) -> None:
+def test_charts_are_drawn_from_the_journals_within_the_size_limit(tmp_path: Path) -> None:
     write_run(tmp_path, run_id="llama-7")
     charts = charts_of(*read_folder(tmp_path), "llama-7")
     assert charts.problem == "" and charts.goodput is not None
@@ -347,7 +347,7 @@ def test_charts_are_drawn_from_the_journals_and_fit(tmp_path: Path) -> None:
     assert charts_of([], [], None).problem
 
 
-def test_declarations_become_attributes() -> None:
+def test_style_declarations_become_attributes() -> None:
     svg = (
         '<svg xmlns="http://www.w3.org/2000/svg"><style>x</style><g style="fill: red; a:b"/></svg>'
     )

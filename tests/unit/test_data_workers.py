@@ -1,4 +1,4 @@
-"""The data workers of a loader: kept while the world changes within an epoch, and no longer."""
+"""The data workers of a loader: kept across worlds within an epoch, and no longer."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ N = 48
 
 
 class Pids(Dataset[torch.Tensor]):
-    """Each sample is its index, and the process that has read it."""
+    """Each sample is its index and the ID of the process that read it."""
 
     def __init__(self, read_s: float = 0.0, log: Path | None = None) -> None:
         self.read_s = read_s
@@ -43,7 +43,7 @@ class Pids(Dataset[torch.Tensor]):
 
 
 class Ahead(DataLoader[Any]):
-    """A loader that iterates in its own way, as those that read ahead in a thread do."""
+    """A loader with its own iteration, such as one that reads ahead in a thread."""
 
     def __iter__(self) -> Any:
         yield from super().__iter__()
@@ -55,7 +55,7 @@ def elastic(data: Dataset[Any] | None = None, *, kind: type = DataLoader, **opti
 
 
 def pids(passed: Iterator[Any], batches: int | None = None) -> set[int]:
-    """Who has read the next batches, or all that are left."""
+    """The processes that read the next batches, or all remaining ones."""
     found: set[int] = set()
     for _, batch in passed:
         found |= set(batch[:, 1].tolist())
@@ -72,7 +72,7 @@ def leave_early(one: ElasticLoader, rank: int, size: int, **options: bool) -> se
     return found
 
 
-def test_a_pass_in_another_world_finds_the_workers_of_the_one_before() -> None:
+def test_a_pass_in_another_world_reuses_the_data_workers() -> None:
     one = elastic()
     before = leave_early(one, 1, 2, keeps_workers=True)
     one.seek(Position(0, 2))
@@ -87,7 +87,7 @@ def test_a_pass_in_another_world_finds_the_workers_of_the_one_before() -> None:
     assert len(indices) == N - 2 * 8
 
 
-def test_the_end_of_the_epoch_ends_them() -> None:
+def test_data_workers_end_with_the_epoch() -> None:
     one = elastic()
     before = pids(one.batches(0, 1, keeps_workers=True))
     assert not any(map(is_alive, before))
@@ -96,7 +96,7 @@ def test_the_end_of_the_epoch_ends_them() -> None:
 
 
 @pytest.mark.parametrize("how", ["left", "let go", "at its end", "another epoch"])
-def test_they_end_with_a_pass_that_nobody_goes_on_with(how: str) -> None:
+def test_data_workers_end_with_an_abandoned_pass(how: str) -> None:
     one = elastic()
     before = leave_early(one, 0, 1, keeps_workers=how != "left")
     if how == "let go":
@@ -111,7 +111,7 @@ def test_they_end_with_a_pass_that_nobody_goes_on_with(how: str) -> None:
     assert not any(map(is_alive, before))
 
 
-def test_they_end_with_the_loader() -> None:
+def test_data_workers_end_with_the_loader() -> None:
     one = elastic()
     before = leave_early(one, 0, 1, keeps_workers=True)
     assert all(map(is_alive, before))
@@ -120,7 +120,7 @@ def test_they_end_with_the_loader() -> None:
     assert not any(map(is_alive, before))
 
 
-def test_those_that_the_user_made_persistent_stay_over_epochs() -> None:
+def test_persistent_workers_are_kept_across_epochs() -> None:
     one = elastic(persistent_workers=True)
     before = pids(one.batches(0, 1))
     one.begin_epoch(1)
@@ -129,30 +129,30 @@ def test_those_that_the_user_made_persistent_stay_over_epochs() -> None:
     assert all(map(is_alive, before))
 
 
-def test_a_loader_that_iterates_in_its_own_way_starts_its_own() -> None:
+def test_a_loader_with_its_own_iteration_starts_its_own_workers() -> None:
     one = elastic(kind=Ahead)
     before = leave_early(one, 0, 1, keeps_workers=True)
     assert not before & leave_early(one, 0, 1, keeps_workers=True)
 
 
-def test_the_users_loader_keeps_its_own_mind() -> None:
+def test_the_users_loader_is_not_modified() -> None:
     given = DataLoader(Pids(), batch_size=8, num_workers=2)
     one = ElasticLoader(given, global_batch=8)
     assert not given.persistent_workers
     assert not one.persistent_workers
 
 
-def test_what_nobody_has_begun_to_read_for_the_old_world_is_not_read(tmp_path: Path) -> None:
+def test_pending_reads_of_the_previous_world_are_discarded(tmp_path: Path) -> None:
     log = tmp_path / "read"
     data = Pids(0.05, log)
     one = ElasticLoader(
         DataLoader(data, batch_size=2, num_workers=1, prefetch_factor=20), global_batch=2
     )
-    leave_early(one, 0, 1, keeps_workers=True)  # two batches are read, twenty more are asked for
+    leave_early(one, 0, 1, keeps_workers=True)  # two batches are read, twenty more requested
     passed = one.batches(0, 1)
     next(passed)
     passed.close()  # type: ignore[attr-defined]
-    # Of the twenty, the one at work has been, or a few more on a busy machine; not all of them.
+    # Of the twenty, only those in progress are read: one, or a few more on a busy machine.
     assert len(log.read_text().splitlines()) < 2 * 15
 
 
@@ -167,8 +167,8 @@ def test_an_older_loop_cannot_take_the_batches_of_a_newer_one() -> None:
     assert len(list(newer)) == len(one) - 1
 
 
-def test_workers_forked_beside_a_busy_thread_come_to_send_their_batches() -> None:
-    """Unprepared, 2 % of them wait for ever for a lock that was held at the fork."""
+def test_workers_forked_next_to_a_busy_thread_send_their_batches() -> None:
+    """Without preparation, 2 % of them deadlock on a lock that was held at the fork."""
     script = Path(__file__).with_name("forks_beside_registrations.py")
     done = run_forked([sys.executable, str(script)], timeout_s=PATIENCE_S)
     assert (done.returncode, done.stdout.strip()) == (0, "0"), done.stderr

@@ -1,4 +1,4 @@
-"""The demo leaves a report, whatever is installed."""
+"""The demo writes a report, with or without matplotlib."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from made_up_run import write_run
 from elastic.cli.demo.report import keep_report
 
 
-def test_the_report_stays_when_the_journals_are_removed(tmp_path: Path) -> None:
+def test_the_report_is_kept_when_the_journals_are_removed(tmp_path: Path) -> None:
     journals = tmp_path / "demo" / "journal"
     write_run(journals)
     path = keep_report(journals, tmp_path / "demo-report")
@@ -27,7 +27,7 @@ def test_without_matplotlib_it_is_markdown(tmp_path: Path, monkeypatch: pytest.M
     assert path.read_text().startswith("# Run demo\n")
 
 
-def test_no_report_is_no_failure(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_report_errors_are_not_failures(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert keep_report(tmp_path, tmp_path / "demo-report") is None, "there are no journals"
     write_run(tmp_path / "journal")
     assert keep_report(tmp_path / "journal", tmp_path / "missing" / "demo-report") is None

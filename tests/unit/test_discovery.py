@@ -1,4 +1,4 @@
-"""Workers of one start find each other in a store that is full of dead ones' keys."""
+"""Workers of one start find each other in a store with keys of earlier, dead workers."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ DEADLINE_S = 60.0
 
 
 class Keys:
-    """A store for threads: torch's HashStore holds the lock of the interpreter while it waits."""
+    """A store for threads: torch's HashStore holds the GIL while it waits."""
 
     def __init__(self) -> None:
         self._keys: dict[str, str] = {}
@@ -38,21 +38,21 @@ class Keys:
 
 def start(store: Keys, size: int) -> set[str]:
     with ThreadPoolExecutor(size) as threads:
-        ranks = reversed(range(size))  # rank 0 last: the others find what is left of older starts
+        ranks = reversed(range(size))  # rank 0 last: the others find leftovers of older starts
         tasks = [
             threads.submit(agree_on_nonce, store, r, size, timeout_s=DEADLINE_S) for r in ranks
         ]
         return {task.result() for task in tasks}
 
 
-def test_every_start_agrees_on_a_nonce_of_its_own() -> None:
+def test_each_start_agrees_on_its_own_nonce() -> None:
     store = Keys()
     nonces = [start(store, size) for size in (1, 3, 2, 4)]
     assert all(len(agreed) == 1 for agreed in nonces)
     assert len(set.union(*nonces)) == 4
 
 
-def test_a_start_that_died_half_way_is_not_joined() -> None:
+def test_an_interrupted_start_is_not_joined() -> None:
     store = Keys()
     with pytest.raises(JoinTimeout, match=r"ranks \[1, 2\] have not arrived"):
         agree_on_nonce(store, 0, 3, timeout_s=5, clock=ManualClock())
@@ -63,7 +63,7 @@ def test_a_start_that_died_half_way_is_not_joined() -> None:
     assert agreed != stale
 
 
-def test_it_speaks_to_a_real_store() -> None:
+def test_workers_agree_through_a_real_store() -> None:
     store = TCPStore("127.0.0.1", 0, is_master=True, timeout=timedelta(seconds=DEADLINE_S))
     peer = TCPStore("127.0.0.1", store.port, is_master=False)
     with ThreadPoolExecutor(2) as threads:

@@ -49,10 +49,10 @@ def build(what: str, source: Path, into: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A copy: builds leave files beside the sources."""
+    """A copy, because builds leave files in the source tree."""
     copy = tmp_path_factory.mktemp("source")
     for folder in FOLDERS:
-        # Links as links: one of them is a file of another folder.
+        # Keep symlinks: one of them points to a file of another folder.
         shutil.copytree(REPOSITORY / folder, copy / folder, ignore=NO_SOURCES, symlinks=True)
     for file in FILES:
         shutil.copy(REPOSITORY / file, copy / file)
@@ -61,7 +61,7 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def unpacked(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The source distribution, as someone gets it from PyPI."""
+    """The unpacked source distribution, as downloaded from PyPI."""
     folder = tmp_path_factory.mktemp("unpacked")
     with tarfile.open(build("build_sdist", source, folder / "sdist")) as archive:
         archive.extractall(folder, filter="data")
@@ -81,9 +81,7 @@ def test_the_source_distribution_has_every_file(source: Path, unpacked: Path) ->
     assert "elastic.join" in script.read_text()
 
 
-def test_a_wheel_built_from_it_has_the_packages_with_their_data_and_no_more(
-    unpacked: Path, tmp_path: Path
-) -> None:
+def test_the_wheel_has_only_the_packages_with_their_data(unpacked: Path, tmp_path: Path) -> None:
     with zipfile.ZipFile(build("build_wheel", unpacked, tmp_path / "wheel")) as wheel:
         names = {name for name in wheel.namelist() if ".dist-info/" not in name}
     expected = {

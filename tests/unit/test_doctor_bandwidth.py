@@ -1,4 +1,4 @@
-"""Ways between neighbours: each address of the next node is measured, and the slow one is named."""
+"""Paths between neighbours: the bandwidth to each address of the next node is measured."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ FAST = replace(SLOW, address="10.2.0.2", interface="eth1", their_interface="eth1
 HERE = Network(interfaces=(Interface(name="dummy0", addresses=("127.0.0.1",)),))
 
 
-def test_a_faster_way_than_the_one_that_a_job_uses_is_named_with_what_to_set() -> None:
+def test_a_faster_path_than_the_one_in_use_is_reported_with_its_setting() -> None:
     (found,) = bandwidth.findings(MEMBERS, {0: [SLOW, FAST], 1: [], 2: []})
     assert (found.name, found.status) == ("bandwidth a → b", Status.WARNING)
     assert found.measured == (
@@ -38,7 +38,7 @@ def test_a_faster_way_than_the_one_that_a_job_uses_is_named_with_what_to_set() -
     assert "--local-addr=ADDRESS" in found.remedy and "ELASTIC_INTERFACE=eth1" in found.remedy
 
 
-def test_one_setting_for_all_nodes_where_one_network_is_fast_between_all_of_them() -> None:
+def test_a_network_that_is_fast_for_all_nodes_yields_one_setting_for_all() -> None:
     fast = replace(FAST, networks=("10.2.0.0/24", "fd00::/64"))
     of_b = replace(fast, to=2, address="10.2.0.3", networks=("10.2.0.0/24",))
     slow_of_b = replace(SLOW, to=2, address="10.1.0.3")
@@ -51,13 +51,13 @@ def test_one_setting_for_all_nodes_where_one_network_is_fast_between_all_of_them
 
 
 @pytest.mark.parametrize("rate", [0.0, 0.05e9, 0.19e9])
-def test_what_is_hardly_faster_is_no_warning(rate: float) -> None:
+def test_a_slightly_faster_path_causes_no_warning(rate: float) -> None:
     (found,) = bandwidth.findings(MEMBERS, {0: [SLOW, replace(FAST, bytes_per_s=rate)]})
     assert found.status is Status.OK
-    assert ("10.2.0.2" in found.measured) is (rate > 0), "only what answers is a way"
+    assert ("10.2.0.2" in found.measured) is (rate > 0), "only addresses that answer are listed"
 
 
-def test_nodes_of_one_machine_have_no_way_between_them() -> None:
+def test_nodes_of_one_machine_are_not_measured() -> None:
     (found,) = bandwidth.findings(MEMBERS, {0: [], 1: []})
     assert found.status is Status.SKIPPED
     assert (
@@ -66,31 +66,31 @@ def test_nodes_of_one_machine_have_no_way_between_them() -> None:
     )
 
 
-def test_what_is_sent_is_counted_at_the_other_end() -> None:
+def test_sent_data_is_counted_by_the_receiver() -> None:
     with bandwidth.listening(HERE) as (sink,):
         assert (sink.interface, sink.address) == ("dummy0", "127.0.0.1")
         assert bandwidth.measure_bandwidth(sink.address, sink.port) > 0
-    assert bandwidth.measure_bandwidth(sink.address, sink.port) == 0.0, "nobody listens any more"
+    assert bandwidth.measure_bandwidth(sink.address, sink.port) == 0.0, "the listener is closed"
     assert not any("elastic-doctor-sink" in thread.name for thread in threading.enumerate())
 
 
-def test_a_node_that_takes_nothing_holds_nobody_up(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_node_that_reads_nothing_blocks_no_sender(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bandwidth, "DOCTOR_PAIR_CONNECT_S", 0.2)
     with socket.create_server(("127.0.0.1", 0)) as mute:
         assert bandwidth.measure_bandwidth("127.0.0.1", int(mute.getsockname()[1])) == 0.0
 
 
-def test_every_node_sends_to_the_next_one_and_never_two_at_once_to_one() -> None:
-    """Three nodes, here on one machine, whose networks do not know each other's address."""
-    told: dict[str, dict[int, Any]] = {}
+def test_each_node_sends_to_the_next_without_simultaneous_senders() -> None:
+    """Three nodes on one machine, with networks that do not contain each other's address."""
+    exchanged: dict[str, dict[int, Any]] = {}
     barrier = threading.Barrier(3)
     results: dict[int, Any] = {}
 
     def exchange_of(number: int) -> Any:
         def exchange(phase: str, value: Any, within_s: float) -> dict[int, Any]:
-            told.setdefault(phase, {})[number] = value
+            exchanged.setdefault(phase, {})[number] = value
             barrier.wait(60)
-            return told[phase]
+            return exchanged[phase]
 
         return exchange
 
@@ -126,7 +126,7 @@ ETH0 = Interface(name="eth0", addresses=("10.1.0.1",), speed_mbps=1000, driver="
 ETH1 = Interface(name="eth1", addresses=("10.2.0.1",), speed_mbps=100_000, driver="mlx5_core")
 
 
-def test_the_speeds_of_this_machine_are_shown_beside_the_interface_that_is_used() -> None:
+def test_link_speeds_are_compared_with_the_interface_in_use() -> None:
     (found,) = of_link_speeds(FACTS, Network(interfaces=(ETH0, ETH1)))
     assert found.status is Status.WARNING and "eth1 100000 Mbit/s" in found.measured
     assert "--local-addr=10.2.0.1" in found.remedy
@@ -136,7 +136,7 @@ def test_the_speeds_of_this_machine_are_shown_beside_the_interface_that_is_used(
     ]
 
 
-def test_a_virtual_interface_says_a_speed_that_no_cable_has() -> None:
+def test_the_speed_of_a_virtual_interface_is_ignored() -> None:
     bridge = replace(ETH1, name="docker0", driver="")
     (found,) = of_link_speeds(FACTS, Network(interfaces=(ETH0, bridge)))
     assert found.status is Status.OK

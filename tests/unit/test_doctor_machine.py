@@ -1,4 +1,4 @@
-"""What ``elastic doctor`` finds on machines that really are as described: nothing is simulated."""
+"""Findings of ``elastic doctor`` in real states of a machine, without simulation."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def tmpfs(folder: Path, options: str) -> Iterator[None]:
         subprocess.run(["umount", str(folder)], check=True)
 
 
-def test_a_good_folder_is_measured_and_left_as_it_was(tmp_path: Path) -> None:
+def test_a_good_folder_is_measured_and_left_unchanged(tmp_path: Path) -> None:
     found = facts("folder", str(tmp_path))
     assert isinstance(found, FolderFacts)
     assert len(found.fsync_ms) == 20 and found.error == ""
@@ -91,7 +91,7 @@ def test_a_low_descriptor_limit_fails() -> None:
     assert done.stdout.strip() == "failed 100 (hard limit 100)"
 
 
-def test_a_driver_that_hangs_is_given_up_at_the_deadline_and_killed(
+def test_a_driver_that_hangs_is_killed_at_the_deadline(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """An nvidia-smi that never returns, as with a GPU that has fallen off the bus."""
@@ -100,7 +100,7 @@ def test_a_driver_that_hangs_is_given_up_at_the_deadline_and_killed(
     script.write_text(f"#!/bin/sh\necho $$ > {pid}\necho > {started}\nexec sleep 1000\n")
     script.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-    probe = Probe("gpu", (), deadline_s=0.0)  # over when it is asked for
+    probe = Probe("gpu", (), deadline_s=0.0)  # expired when its result is requested
     started.read_text()  # it runs now
     found = probe.result()
     assert isinstance(found, Unanswered) and "no answer within" in found.reason
@@ -111,7 +111,7 @@ def test_a_driver_that_hangs_is_given_up_at_the_deadline_and_killed(
         SYSTEM_CLOCK.sleep(0.01)
 
 
-def test_an_address_that_is_not_this_machines_fails() -> None:
+def test_an_address_of_another_machine_fails() -> None:
     found = machine_verdicts.of_network(facts("network", "192.0.2.77", "", 0))
     assert [(f.name, f.status) for f in found] == [("own address", Status.FAILED)]
     assert "192.0.2.77" in found[0].measured and "--local-addr" in found[0].remedy
@@ -125,7 +125,7 @@ def test_a_name_that_cannot_be_resolved_fails() -> None:
     )
 
 
-def test_this_machines_own_facts_are_plausible() -> None:
+def test_the_facts_of_this_machine_are_plausible() -> None:
     network = facts("network", "127.0.0.1", "", 0)
     assert (network.interface, network.bind_error) == ("lo", "")
     assert network.mtu is not None and network.mtu > 1000

@@ -1,4 +1,4 @@
-"""Which operation hangs and who is to blame, from what all ranks report."""
+"""Which operation hangs and which rank causes it, from the reports of all ranks."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def only(found: list[Finding]) -> Finding:
     return found[0]
 
 
-def test_results_of_all_ranks_are_right() -> None:
+def test_correct_results_of_all_ranks_are_ok() -> None:
     found = only(
         findings("gloo", [done(0, "all_reduce"), done(1, "all_reduce")], ["all_reduce"], 9)
     )
@@ -47,25 +47,25 @@ def test_a_wrong_result_names_its_rank() -> None:
     assert "rank 1 (node n1, pid 101)" in found.measured and "3 of 1000" in found.measured
 
 
-def test_what_the_backend_lacks_is_skipped() -> None:
+def test_an_operation_that_the_backend_lacks_is_skipped() -> None:
     ranks = [done(n, "gather", unsupported="gloo does not support gather") for n in (0, 1)]
     assert only(findings("gloo", ranks, ["gather"], 9)).status is Status.SKIPPED
 
 
-def test_a_stopped_rank_is_to_blame_though_all_wait() -> None:
+def test_a_stopped_rank_is_blamed_while_all_ranks_wait() -> None:
     ranks = [
         rank(0, entered=5, operation="all_reduce"),
         rank(1, entered=5, operation="all_reduce", state=STOPPED),
         rank(2, entered=5, operation="all_reduce"),
     ]
-    said = blame(ranks, 20)
-    assert said == (
+    reason = blame(ranks, 20)
+    assert reason == (
         "no result within 20 s: rank 1 (node n1, pid 101) is stopped; rank 0 waits in all_reduce; "
         "rank 2 waits in all_reduce"
     )
 
 
-def test_a_dead_rank_is_to_blame_and_not_those_whose_connection_broke() -> None:
+def test_a_dead_rank_is_blamed_rather_than_ranks_that_lost_a_connection() -> None:
     ranks = [
         rank(0, entered=5, operation="gather", error="RuntimeError: Connection closed by peer"),
         rank(1, entered=5, operation="gather", state=ENDED, how_ended="was ended by SIGKILL"),
@@ -73,18 +73,18 @@ def test_a_dead_rank_is_to_blame_and_not_those_whose_connection_broke() -> None:
     assert blame(ranks, 20) == "rank 1 (node n1, pid 101) was ended by SIGKILL"
 
 
-def test_who_is_behind_is_to_blame_and_a_peer_is_named() -> None:
+def test_a_rank_that_is_behind_is_blamed_and_named_by_waiting_ranks() -> None:
     ranks = [
         rank(0, entered=7, operation="send/recv", peer=2),
         rank(1, entered=7, operation="send/recv", peer=0),
         rank(2, entered=6, operation="init tcp://"),
     ]
-    said = blame(ranks, 3)
-    assert "rank 2 (node n2, pid 102) is behind the others, in init tcp://" in said
-    assert "rank 0 waits in send/recv for rank 2" in said
+    reason = blame(ranks, 3)
+    assert "rank 2 (node n2, pid 102) is behind the others, in init tcp://" in reason
+    assert "rank 0 waits in send/recv for rank 2" in reason
 
 
-def test_the_hanging_operation_fails_and_later_ones_are_not_judged() -> None:
+def test_the_hanging_operation_fails_and_later_ones_are_skipped() -> None:
     ranks = [
         rank(n, entered=2, operation="b", results=(Result(operation="a", took_ms=1.0),))
         for n in (0, 1)
@@ -94,7 +94,7 @@ def test_the_hanging_operation_fails_and_later_ones_are_not_judged() -> None:
     assert "not reached" in found[2].measured
 
 
-def test_messages_of_a_rank_become_its_progress() -> None:
+def test_messages_of_a_rank_update_its_progress() -> None:
     progress = rank(0)
     for message in (
         {"event": "entered", "operation": "send/recv", "peer": None},
@@ -109,7 +109,7 @@ def test_messages_of_a_rank_become_its_progress() -> None:
     assert progress.speeds == (Speed(peer=1, size=4, torch_ms=1.0, raw_ms=0.5),)
 
 
-def test_a_backend_far_below_the_raw_link_is_a_warning_between_machines_only() -> None:
+def test_a_slow_backend_is_a_warning_between_machines_only() -> None:
     speeds = (
         Speed(peer=1, size=4, torch_ms=0.1, raw_ms=0.05),
         Speed(peer=1, size=64 << 20, torch_ms=100.0, raw_ms=10.0),
@@ -119,7 +119,7 @@ def test_a_backend_far_below_the_raw_link_is_a_warning_between_machines_only() -
     assert only(of_speed("gloo", ranks, is_one_machine=True)).status is Status.OK
 
 
-def test_gpus_that_torch_does_not_see_or_that_compute_wrongly() -> None:
+def test_gpus_that_are_faulty_or_invisible_to_torch_are_reported() -> None:
     build = {"gpus": 2, "gpu_errors": [], "has_driver": True, "cuda": "12.8", "torch": "2.13.0"}
     assert [f.status for f in gpu_findings(build)] == [Status.OK]
     unseen = only(gpu_findings({**build, "gpus": 0}))

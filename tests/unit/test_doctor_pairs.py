@@ -1,4 +1,4 @@
-"""TCP between pairs of nodes: what works takes a row per node, what fails one per pair."""
+"""TCP between pairs of nodes: one row per node for successes, one per pair for failures."""
 
 from __future__ import annotations
 
@@ -36,14 +36,14 @@ def test_each_failing_pair_is_named_and_the_others_share_a_row() -> None:
     assert len(found) == 5
 
 
-def test_sixty_nodes_that_reach_each_other_are_sixty_rows() -> None:
+def test_sixty_nodes_that_reach_each_other_take_sixty_rows() -> None:
     names = [f"n{i}" for i in range(60)]
     attempts = {n: [connection(to) for to in range(60) if to != n] for n in range(60)}
     found = pairs.findings(names, attempts)
     assert len(found) == 60 and found[0].name == "TCP n0 → 59 nodes"
 
 
-def test_a_listener_echoes_and_a_port_in_use_is_told() -> None:
+def test_a_listener_echoes_and_a_port_in_use_is_reported() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = int(taken.getsockname()[1])
         with pairs.listening("127.0.0.1", [port]) as listeners:
@@ -55,8 +55,8 @@ def test_a_listener_echoes_and_a_port_in_use_is_told() -> None:
     assert gone.error == "Connection refused"
 
 
-def test_a_link_that_swallows_large_payloads_is_not_taken_for_a_working_one() -> None:
-    """The symptom of an MTU that differs on the way: the handshake passes, data does not."""
+def test_a_link_that_drops_large_payloads_fails() -> None:
+    """The symptom of an MTU mismatch on the path: the handshake succeeds, data is lost."""
     with socket.create_server(("127.0.0.1", 0)) as mute:
         accepted: list[socket.socket] = []
         thread = threading.Thread(target=lambda: accepted.append(mute.accept()[0]), name="mute")

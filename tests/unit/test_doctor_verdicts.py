@@ -61,7 +61,7 @@ def by_name(findings: list[Finding]) -> dict[str, Finding]:
     return {finding.name: finding for finding in findings}
 
 
-def test_everything_well_is_0_and_warnings_do_not_change_that() -> None:
+def test_healthy_findings_exit_with_0_despite_warnings() -> None:
     well = [
         *etcd_verdicts.of_etcd(ETCD),
         machine_verdicts.of_shm(SHM),
@@ -88,12 +88,12 @@ def test_everything_well_is_0_and_warnings_do_not_change_that() -> None:
         ("what", WARNING),
     ],
 )
-def test_the_version_of_etcd(version: str, status: Status) -> None:
+def test_verdicts_on_etcd_versions(version: str, status: Status) -> None:
     facts = replace(ETCD, members=(MemberFacts(endpoint="e:2379", version=version),))
     assert by_name(etcd_verdicts.of_etcd(facts))["etcd version"].status is status
 
 
-def test_one_member_that_is_away_is_a_warning_and_all_of_them_a_failure() -> None:
+def test_one_unreachable_member_is_a_warning_and_all_of_them_a_failure() -> None:
     away = MemberFacts(endpoint="f:2379", error="connection refused", hint="start it")
     some = by_name(etcd_verdicts.of_etcd(replace(ETCD, members=(*ETCD.members, away))))
     assert some["etcd f:2379"].status is WARNING and some["etcd e:2379"].status is OK
@@ -103,7 +103,7 @@ def test_one_member_that_is_away_is_a_warning_and_all_of_them_a_failure() -> Non
 
 
 @pytest.mark.parametrize(
-    ("change", "name", "status", "said"),
+    ("change", "name", "status", "expected_text"),
     [
         ({"alarms": ("NOSPACE",)}, "etcd alarms", FAILED, "NOSPACE"),
         ({"alarms_error": "may not"}, "etcd alarms", SKIPPED, "may not"),
@@ -129,12 +129,12 @@ def test_one_member_that_is_away_is_a_warning_and_all_of_them_a_failure() -> Non
         ),
     ],
 )
-def test_what_etcd_may_lack(
-    change: dict[str, object], name: str, status: Status, said: str
+def test_problems_of_etcd_are_found_with_a_remedy(
+    change: dict[str, object], name: str, status: Status, expected_text: str
 ) -> None:
     found = by_name(etcd_verdicts.of_etcd(replace(ETCD, **change)))[name]  # type: ignore[arg-type]
     assert found.status is status
-    assert said in found.measured
+    assert expected_text in found.measured
     assert found.remedy or status is SKIPPED
 
 
@@ -148,7 +148,7 @@ def test_what_etcd_may_lack(
         (Unanswered("no answer within 20 s"), FAILED),
     ],
 )
-def test_shared_memory(facts: ShmFacts | Unanswered, status: Status) -> None:
+def test_verdicts_on_shared_memory(facts: ShmFacts | Unanswered, status: Status) -> None:
     assert machine_verdicts.of_shm(facts).status is status
 
 
@@ -162,7 +162,7 @@ def test_shared_memory(facts: ShmFacts | Unanswered, status: Status) -> None:
         (replace(LIMITS, locked_bytes=64 << 10, rdma_devices=("mlx5_0",)), [OK, FAILED]),
     ],
 )
-def test_limits(facts: LimitFacts, statuses: list[Status]) -> None:
+def test_verdicts_on_limits(facts: LimitFacts, statuses: list[Status]) -> None:
     assert [f.status for f in machine_verdicts.of_limits(facts)] == statuses
 
 
@@ -177,7 +177,7 @@ def test_limits(facts: LimitFacts, statuses: list[Status]) -> None:
         ({"mtu": 1000}, "MTU", WARNING),
     ],
 )
-def test_network(change: dict[str, object], name: str, status: Status) -> None:
+def test_verdicts_on_the_network(change: dict[str, object], name: str, status: Status) -> None:
     found = by_name(machine_verdicts.of_network(replace(NETWORK, **change)))  # type: ignore[arg-type]
     assert found[name].status is status
 
@@ -194,11 +194,11 @@ def test_network(change: dict[str, object], name: str, status: Status) -> None:
         (Unanswered("no answer within 20 s"), FAILED),
     ],
 )
-def test_gpus(facts: GpuFacts | Unanswered, status: Status) -> None:
+def test_verdicts_on_gpus(facts: GpuFacts | Unanswered, status: Status) -> None:
     assert [f.status for f in machine_verdicts.of_gpu(facts)] == [status]
 
 
-def test_a_machine_without_gpu_says_so() -> None:
+def test_a_machine_without_a_gpu_is_reported_as_such() -> None:
     facts = replace(GPU, is_installed=False, has_device_files=False)
     assert machine_verdicts.of_gpu(facts)[0].measured == "no GPU"
 
@@ -237,7 +237,7 @@ def test_a_clock_is_off_only_beyond_the_error_of_the_measurement(
 def test_certificates_are_read_without_being_verified(tmp_path: Path) -> None:
     authority = Authority(tmp_path, "ca")
     expired = authority.issue("expired", hours=(-2, -1))
-    valid = authority.issue("valid", hours=(-1, 24 * 400))  # a time after 2049 is written otherwise
+    valid = authority.issue("valid", hours=(-1, 24 * 400))  # encoded differently after 2049
     late = authority.issue("late", hours=(-1, 24 * 365 * 30))
     options = AgentOptions(cacert=authority.cacert, cert=expired.cert, key=expired.key)
     found = {f.name.partition("=")[0]: f for f in own_certificates(options)}
@@ -251,7 +251,7 @@ def test_certificates_are_read_without_being_verified(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "der", [b"", b"\x30", b"\x30\x82\x01", b"nothing of the kind", b"\x30\x00"]
 )
-def test_what_is_no_certificate_is_said(der: bytes) -> None:
+def test_an_invalid_certificate_raises_a_value_error(der: bytes) -> None:
     with pytest.raises(ValueError, match=r"certificate|time data"):
         not_after(der)
 

@@ -79,7 +79,7 @@ def test_every_world_reads_the_same_steps_of_a_draw(sampler: str) -> None:
 
 
 @pytest.mark.parametrize("sampler", SAMPLERS)
-def test_a_draw_goes_on_in_a_new_process_and_another_world(sampler: str) -> None:
+def test_a_draw_continues_in_a_new_process_and_another_world(sampler: str) -> None:
     one = loader(sampler)
     one.begin_epoch(3)
     reference = read(one)
@@ -99,7 +99,7 @@ def test_epochs_are_as_long_as_the_sampler(sampler: str) -> None:
 
 
 @pytest.mark.parametrize("sampler", sorted(SAMPLERS.keys() - {"first", "list"}))
-def test_each_epoch_and_each_seed_draws_anew(sampler: str) -> None:
+def test_each_epoch_and_each_seed_has_its_own_draw(sampler: str) -> None:
     one = loader(sampler)
     first = epoch(one)
     assert epoch(one, 1) != first
@@ -108,31 +108,31 @@ def test_each_epoch_and_each_seed_draws_anew(sampler: str) -> None:
 
 
 @pytest.mark.parametrize("sampler", ["first", "list"])
-def test_an_order_that_is_given_is_kept(sampler: str) -> None:
+def test_a_given_order_is_preserved(sampler: str) -> None:
     expected = {"first": list(range(20)), "list": PART}[sampler]
     assert epoch(loader(sampler)) == epoch(loader(sampler), 1) == expected
 
 
-def test_a_part_is_read_once_per_epoch() -> None:
+def test_a_subset_is_read_once_per_epoch() -> None:
     assert sorted(epoch(loader("part"))) == sorted(epoch(loader("part"), 4)) == sorted(PART)
 
 
-def test_an_array_of_indices_is_a_list() -> None:
+def test_an_array_of_indices_is_treated_as_a_list() -> None:
     for given in (np.array(PART), torch.tensor(PART), tuple(PART), list(torch.tensor(PART))):
         one = ElasticLoader(DataLoader(numbers(), batch_size=4, sampler=given))
         assert epoch(one) == PART
 
 
-def test_draws_of_some_samples_are_parts_of_an_epoch() -> None:
-    whole = epoch(ElasticLoader(DataLoader(numbers(), batch_size=4, shuffle=True)))
-    assert epoch(loader("fewer")) == whole[:20]
+def test_draws_with_num_samples_are_prefixes_of_epochs() -> None:
+    full_epoch = epoch(ElasticLoader(DataLoader(numbers(), batch_size=4, shuffle=True)))
+    assert epoch(loader("fewer")) == full_epoch[:20]
     more = epoch(loader("more"))
-    assert more[:N] == whole
-    assert sorted(more[N : 2 * N]) == list(range(N)) and more[N : 2 * N] != whole
+    assert more[:N] == full_epoch
+    assert sorted(more[N : 2 * N]) == list(range(N)) and more[N : 2 * N] != full_epoch
     assert len(set(more[2 * N :])) == 130 - 2 * N
 
 
-# -- how often ------------------------------------------------------------------------------------
+# -- frequency ------------------------------------------------------------------------------------
 
 
 def drawn(sampler: Any, epochs: int, n: int) -> list[list[int]]:
@@ -147,7 +147,7 @@ def deviation(counts: list[int], expected: list[float]) -> float:
     return float((chi_squared - freedom) / np.sqrt(2 * freedom))
 
 
-def test_weights_say_how_often_a_sample_is_drawn() -> None:
+def test_samples_are_drawn_in_proportion_to_their_weights() -> None:
     weights = [0.0, 1.0, 0.25, 4.0, 2.0, 0.0]
     counts = Counter(flat(drawn(WeightedRandomSampler(weights, 2000), 10, 6)))
     assert counts.keys() == {1, 2, 3, 4}
@@ -155,7 +155,7 @@ def test_weights_say_how_often_a_sample_is_drawn() -> None:
     assert abs(deviation([counts[index] for index in (1, 2, 3, 4)], expected)) < 4
 
 
-def test_weights_without_replacement_are_those_of_drawing_one_after_the_other() -> None:
+def test_weighted_draws_without_replacement_match_sequential_drawing() -> None:
     weights = [1.0, 2.0, 0.0, 5.0]
     epochs = drawn(WeightedRandomSampler(weights, 2, replacement=False), 4000, 4)
     assert all(len(set(pair)) == 2 and 2 not in pair for pair in epochs)
@@ -165,7 +165,7 @@ def test_weights_without_replacement_are_those_of_drawing_one_after_the_other() 
     assert abs(deviation([counts[pair] for pair in pairs], expected)) < 4
 
 
-def test_with_replacement_every_sample_is_as_likely() -> None:
+def test_with_replacement_all_samples_are_equally_likely() -> None:
     given = RandomSampler(numbers(20), replacement=True, num_samples=2000)
     counts = Counter(flat(drawn(given, 10, 20)))
     assert abs(deviation([counts[index] for index in range(20)], [1000.0] * 20)) < 4
@@ -179,8 +179,8 @@ class Noise(Dataset[tuple[int, float]]):
         return index, random.random()
 
 
-def test_a_sample_that_is_drawn_again_is_augmented_anew() -> None:
-    """As it is without us; and as ever the same in every world."""
+def test_a_repeated_sample_has_a_new_augmentation() -> None:
+    """As in plain torch, and the same in every world."""
 
     def noise(size: int) -> list[tuple[int, float]]:
         given = DataLoader(Noise(), batch_size=4, sampler=WeightedRandomSampler(WEIGHTS, 60))
@@ -200,7 +200,7 @@ def test_a_sample_that_is_drawn_again_is_augmented_anew() -> None:
     assert noise(2) == alone
 
 
-# -- refusals -------------------------------------------------------------------------------------
+# -- rejected -------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -225,9 +225,7 @@ def test_a_sample_that_is_drawn_again_is_augmented_anew() -> None:
         ),
     ],
 )
-def test_samplers_that_cannot_be_drawn_from_are_refused(
-    sampler: Any, named: str, remedy: str
-) -> None:
+def test_invalid_samplers_are_rejected(sampler: Any, named: str, remedy: str) -> None:
     with pytest.raises(ConfigError, match=named) as refused:
         ElasticLoader(DataLoader(numbers(), batch_size=4, sampler=sampler))
     assert remedy in refused.value.hint
@@ -247,7 +245,7 @@ def test_samplers_that_cannot_be_drawn_from_are_refused(
         ),
     ],
 )
-def test_a_position_of_another_draw_is_refused(
+def test_a_position_of_another_draw_is_rejected(
     before: Callable[[], Any], now: Callable[[], Any]
 ) -> None:
     one, other = (
@@ -257,8 +255,8 @@ def test_a_position_of_another_draw_is_refused(
         other.load_state_dict(one.state_dict())
 
 
-def test_a_split_that_each_process_draws_for_itself_is_refused() -> None:
-    """Of another rank's state, as of a checkpoint's."""
+def test_a_split_that_differs_between_processes_is_rejected() -> None:
+    """Whether the state is that of another rank or of a checkpoint."""
     one, other = (
         ElasticLoader(
             DataLoader(numbers(), 4, sampler=SubsetRandomSampler(torch.randperm(N)[:40].tolist()))
@@ -270,7 +268,7 @@ def test_a_split_that_each_process_draws_for_itself_is_refused() -> None:
     assert "manual_seed" in refused.value.hint
 
 
-def test_a_sampler_that_changes_in_training_is_refused_at_the_next_epoch() -> None:
+def test_a_sampler_that_changes_is_rejected_at_the_next_epoch() -> None:
     weighted, part = WeightedRandomSampler(WEIGHTS, 40), SubsetRandomSampler(list(PART))
     both = [ElasticLoader(DataLoader(numbers(), 4, sampler=given)) for given in (weighted, part)]
     for one in both:
@@ -283,7 +281,7 @@ def test_a_sampler_that_changes_in_training_is_refused_at_the_next_epoch() -> No
         assert "weight the losses" in refused.value.hint
 
 
-def test_states_of_older_releases_are_of_plain_loaders() -> None:
+def test_states_of_older_releases_load_into_plain_loaders() -> None:
     plain = ElasticLoader(DataLoader(numbers(), batch_size=4, shuffle=True))
     plain.seek(Position(2, 3))
     old = plain.state_dict()
@@ -312,7 +310,7 @@ class Batches(Dataset[torch.Tensor]):
 
 
 @pytest.mark.parametrize("workers", [0, 1])
-def test_items_that_are_batches_are_dealt_out_one_by_one(workers: int) -> None:
+def test_prebatched_items_are_distributed_one_by_one(workers: int) -> None:
     def items(size: int) -> list[list[int]]:
         given = DataLoader(Batches(), batch_size=None, shuffle=True, num_workers=workers)
         one = ElasticLoader(given, largest_world=2)
@@ -330,14 +328,14 @@ def test_items_that_are_batches_are_dealt_out_one_by_one(workers: int) -> None:
     assert sorted(map(len, items(1))) == list(range(1, 10))
 
 
-def test_items_that_are_batches_in_a_loader_changed_in_place() -> None:
+def test_prebatched_items_work_in_a_loader_changed_in_place() -> None:
     inner = DataLoader(Batches(), batch_size=None)
     ElasticLoader(inner, dataloader=inner)
     again = ElasticLoader(inner, dataloader=inner)
     assert [int(batch[0]) for _, batch in again.batches(0, 1)] == list(range(9))
 
 
-def test_items_that_are_batches_cannot_be_cut() -> None:
+def test_prebatched_items_cannot_be_split() -> None:
     with pytest.raises(ConfigError, match=r"micro_batch is 2 .* batch_size=None"):
         ElasticLoader(DataLoader(Batches(), batch_size=None), micro_batch=2)
 
@@ -353,8 +351,8 @@ class ReadByList(Dataset[torch.Tensor]):
         return torch.tensor(list(indices)) * 2
 
 
-def test_a_dataset_may_be_given_lists_of_indices() -> None:
-    """``sampler=BatchSampler(…), batch_size=None``, as torch's documentation has it."""
+def test_a_dataset_may_receive_lists_of_indices() -> None:
+    """``sampler=BatchSampler(…), batch_size=None``, as in torch's documentation."""
     batches = BatchSampler(RandomSampler(range(N)), batch_size=4, drop_last=True)
     given: DataLoader[Any] = DataLoader(ReadByList(), batch_size=None, sampler=batches)
     one = ElasticLoader(given, largest_world=2)
@@ -374,7 +372,7 @@ def test_a_dataset_may_be_given_lists_of_indices() -> None:
 
 
 @pytest.mark.parametrize("sampler", SAMPLERS)
-def test_evaluation_reads_what_the_sampler_is_of_once(sampler: str) -> None:
+def test_evaluation_reads_each_sample_of_the_sampler_once(sampler: str) -> None:
     data = numbers()
     given = DataLoader(data, batch_size=4, sampler=SAMPLERS[sampler](data))
     parts = [[batch.tolist() for (batch,) in shard(given, rank, 3)] for rank in range(3)]
@@ -383,7 +381,7 @@ def test_evaluation_reads_what_the_sampler_is_of_once(sampler: str) -> None:
     assert [len(shard(given, rank, 3)) for rank in range(3)] == [len(part) for part in parts]
 
 
-def test_evaluation_of_items_that_are_batches() -> None:
+def test_evaluation_distributes_prebatched_items() -> None:
     def sizes(rank: int) -> Iterator[int]:
         return (len(batch) for batch in shard(DataLoader(Batches(), batch_size=None), rank, 2))
 

@@ -1,4 +1,4 @@
-"""When a job saves: each rank by itself where the step decides, rank 0 for all where time does."""
+"""When a job saves: by the step on each rank, by time on rank 0 for all ranks."""
 
 from __future__ import annotations
 
@@ -23,19 +23,19 @@ from elastic.world.world import world_from_environment
 
 
 def due(when: SavePolicy, clock: ManualClock, *, rank: int = 0, size: int = 3) -> Due:
-    made = Due(when, clock)
-    made.enter(rank=rank, size=size)
-    return made
+    result = Due(when, clock)
+    result.enter(rank=rank, size=size)
+    return result
 
 
-def test_steps_need_nobody_s_word() -> None:
+def test_step_policies_need_no_agreement() -> None:
     policy = due(EverySteps(5), ManualClock())
     assert policy.is_due(10, 5, None) and policy.is_due(10, 5, StepFlags())
     assert not policy.is_due(11, 10, None) and not policy.is_due(10, 10, None)
     assert not policy.needs_agreement and not policy.wants(10, 5, 0)
 
 
-def test_time_is_rank_0_s_and_takes_one_step_to_reach_all() -> None:
+def test_time_policies_follow_rank_0_and_reach_all_in_one_step() -> None:
     clock = ManualClock()
     policies = [due(EverySteps(100) | EverySeconds(10), clock, rank=rank) for rank in range(3)]
     clock.advance(10)
@@ -45,10 +45,10 @@ def test_time_is_rank_0_s_and_takes_one_step_to_reach_all() -> None:
     for policy in policies:
         policy.saved()
     assert not policies[0].wants(9, 8, 0)
-    assert all(p.is_due(100, 8, StepFlags()) for p in policies), "the step alone says so"
+    assert all(p.is_due(100, 8, StepFlags()) for p in policies), "the step alone decides"
 
 
-def test_alone_nobody_has_to_be_asked() -> None:
+def test_a_single_rank_needs_no_agreement() -> None:
     clock = ManualClock()
     policy = due(EverySeconds(10), clock, size=1)
     assert not policy.needs_agreement and not policy.is_due(5, 0, None)
@@ -56,12 +56,12 @@ def test_alone_nobody_has_to_be_asked() -> None:
     assert policy.is_due(5, 0, None)
 
 
-def test_continuous_waits_for_the_save_that_is_in_flight() -> None:
+def test_continuous_waits_for_a_save_in_flight() -> None:
     policy = due(Continuous(), ManualClock())
     assert policy.wants(2, 1, 0) and not policy.wants(2, 1, 1)
 
 
-def test_a_node_that_leaves_is_heard_by_all() -> None:
+def test_all_ranks_save_when_a_node_leaves() -> None:
     policy = due(OnPreemption(), ManualClock(), rank=2)
     assert not policy.is_due(3, 0, StepFlags()) and policy.is_due(4, 0, StepFlags(leaving=True))
     assert not policy.is_due(5, 4, StepFlags(leaving=True)), "once is enough"
@@ -71,11 +71,11 @@ def test_a_node_that_leaves_is_heard_by_all() -> None:
 
 
 @pytest.mark.parametrize("when", [EverySteps(1), EverySteps(1) | Continuous()])
-def test_nobody_saves_while_one_cannot(when: SavePolicy) -> None:
+def test_no_rank_saves_while_one_cannot(when: SavePolicy) -> None:
     assert not due(when, ManualClock()).is_due(4, 0, StepFlags(save=True, stuck=True))
 
 
-def test_the_automatic_interval_knows_costs_and_failures() -> None:
+def test_the_automatic_interval_depends_on_costs_and_failures() -> None:
     def interval_s(cost_s: float, failures: int) -> float:
         clock = ManualClock()
         policy = due(Automatic(min_interval_s=1.0), clock)
@@ -91,10 +91,10 @@ def test_the_automatic_interval_knows_costs_and_failures() -> None:
     assert interval_s(1.0, 30) < interval_s(1.0, 3) < interval_s(1.0, 0)
 
 
-def test_ranks_of_a_replica_leave_together_what_no_gradients_have_carried(
+def test_flags_not_carried_by_gradients_are_agreed_within_the_replica(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Otherwise a boundary is no collective of theirs."""
+    """Otherwise a boundary involves no collective."""
     votes: list[int] = []
     monkeypatch.setattr("elastic.training.checkpointing.manager.ask", lambda flags: flags)
 
@@ -119,7 +119,7 @@ def test_ranks_of_a_replica_leave_together_what_no_gradients_have_carried(
 
 
 class Silent:
-    """A journal."""
+    """A journal that discards events."""
 
     def emit(self, event: Event, *, level: int = logging.INFO) -> None:
         pass

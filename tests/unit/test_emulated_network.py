@@ -1,4 +1,4 @@
-"""The network that tests break: what is ordered to be lost is lost, and nothing else."""
+"""The emulated network of the tests: only the packets of an injected fault are lost."""
 
 from __future__ import annotations
 
@@ -50,11 +50,11 @@ def echoes(connection: socket.socket) -> bool:
     return connection.recv(1) == b"x"
 
 
-def test_the_examples_in_docstrings_are_true() -> None:
+def test_the_docstring_examples_pass() -> None:
     assert doctest.testmod(packets).failed == 0
 
 
-def test_a_packet_names_its_flow() -> None:
+def test_the_flow_is_read_from_a_packet() -> None:
     header = bytes([0x45, *[0] * 8, 6, *[0] * 2, 10, 0, 0, 1, 10, 0, 0, 2])
     tcp = header + b"\x12\x34\x56\x78" + bytes(16)
     assert packets.addresses_of(tcp) == (b"\x0a\0\0\x01", b"\x0a\0\0\x02")
@@ -67,7 +67,7 @@ def test_a_packet_names_its_flow() -> None:
 
 
 @needs_namespaces
-def test_faults_do_what_they_say_until_they_are_healed() -> None:
+def test_faults_take_effect_until_they_are_healed() -> None:
     with EmulatedNetwork(2) as network:
         one, other = network.machines
         with echo_server(one) as address, connect(address) as old:
@@ -82,7 +82,7 @@ def test_faults_do_what_they_say_until_they_are_healed() -> None:
                 old.recv(1)
             network.heal()
             old.settimeout(PATIENCE_S)
-            assert old.recv(1) == b"x", "nobody has ended the old one: TCP sends again"
+            assert old.recv(1) == b"x", "the old connection is still open: TCP retransmits"
 
             network.degrade(one.address, network.host, delay_s=0.2)
             began_s = time.monotonic()
@@ -103,23 +103,23 @@ def test_faults_do_what_they_say_until_they_are_healed() -> None:
                 connect(address).close()
 
             network.cut(one.address, other.address)
-            connect(address).close()  # that pair is not concerned
+            connect(address).close()  # that pair is not affected
             network.degrade(one.address, network.host, loss=0.3)
-            assert all(echoes(old) for _ in range(5)), "late, but whole"
+            assert all(echoes(old) for _ in range(5)), "late, but complete"
         assert network.others(one) == (other.address,)
     with pytest.raises(OSError):
         connect(address, timeout_s=0.5)
 
 
 @needs_namespaces
-def test_nothing_is_left_of_a_network() -> None:
+def test_a_closed_network_leaves_no_namespace() -> None:
     with EmulatedNetwork(1) as network:
         namespace = network.machines[0].namespace
     listed = subprocess.run(["ip", "netns"], capture_output=True, text=True, check=True).stdout
     assert namespace not in listed
 
 
-def test_networks_of_one_process_have_nothing_in_common() -> None:
+def test_networks_of_one_process_are_distinct() -> None:
     first, second = EmulatedNetwork(1), EmulatedNetwork(1)
     assert first.host != second.host
     assert first.machines[0].namespace != second.machines[0].namespace

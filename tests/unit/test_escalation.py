@@ -1,4 +1,4 @@
-"""Groups that cannot be built: who is at fault, and from when on."""
+"""Groups that cannot be built: which members are excluded, and after how many builds."""
 
 from __future__ import annotations
 
@@ -13,39 +13,39 @@ WAITED_FOR_B = {"a": ("b",), "c": ("b",)}
 
 
 def after(*builds: Mapping[str, Sequence[str]]) -> tuple[str, ...]:
-    """Who is left out after the last of these failed builds."""
-    row = FailedBuilds()
-    return [row.failed(MEMBERS, reports) for reports in builds][-1]
+    """The members that are excluded after the last of these failed builds."""
+    counter = FailedBuilds()
+    return [counter.failed(MEMBERS, reports) for reports in builds][-1]
 
 
-def test_three_failed_builds_in_a_row() -> None:
+def test_three_consecutive_failed_builds_exclude_a_member() -> None:
     assert after(WAITED_FOR_B) == ()
     assert after(WAITED_FOR_B, WAITED_FOR_B) == ()
     assert after(WAITED_FOR_B, WAITED_FOR_B, WAITED_FOR_B) == ("b",)
 
 
-def test_then_the_row_begins_anew() -> None:
+def test_an_exclusion_resets_the_count() -> None:
     assert after(*[WAITED_FOR_B] * 4) == ()
 
 
 @pytest.mark.parametrize("other", [{}, {"a": ("c",)}])
-def test_a_build_that_others_broke_or_nobody_ends_the_row(
+def test_a_build_broken_by_other_members_or_none_resets_the_count(
     other: Mapping[str, Sequence[str]],
 ) -> None:
     assert after(WAITED_FOR_B, other, WAITED_FOR_B, WAITED_FOR_B) == ()
 
 
 @pytest.mark.parametrize(
-    ("reports", "guilty"),
+    ("reports", "excluded"),
     [
-        ({"a": ("c", "d"), "b": ("c", "d")}, ("c", "d")),  # neither ever came
-        ({"a": ("b",), "b": ("a", "c"), "c": ("b",)}, ("b",)),  # the most say so
-        ({"a": ("b",), "b": ("a",)}, ("b",)),  # each other: the junior one goes
-        ({"a": ("a", "x")}, ()),  # itself, or a stranger
-        ({"a": ("b", "b"), "b": ("c",), "d": ("c",)}, ("c",)),  # twice is once
+        ({"a": ("c", "d"), "b": ("c", "d")}, ("c", "d")),  # neither arrived
+        ({"a": ("b",), "b": ("a", "c"), "c": ("b",)}, ("b",)),  # named by most
+        ({"a": ("b",), "b": ("a",)}, ("b",)),  # mutual: the junior one is excluded
+        ({"a": ("a", "x")}, ()),  # itself, or a non-member
+        ({"a": ("b", "b"), "b": ("c",), "d": ("c",)}, ("c",)),  # duplicates count once
     ],
 )
-def test_the_waiting_ones_are_not_punished(
-    reports: Mapping[str, Sequence[str]], guilty: tuple[str, ...]
+def test_waiting_members_are_not_excluded(
+    reports: Mapping[str, Sequence[str]], excluded: tuple[str, ...]
 ) -> None:
-    assert after(reports, reports, reports) == guilty
+    assert after(reports, reports, reports) == excluded

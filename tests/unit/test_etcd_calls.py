@@ -1,4 +1,4 @@
-"""What a call to etcd raises when its time is up."""
+"""The error that a call to etcd raises after its deadline."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from elastic.store.etcd.failures import CallFailure, Remedy
 
 
 class Connections:
-    """Fails with these, one after the other; the last one again and again."""
+    """Fails with the given failures in order, and repeats the last one."""
 
     hopeless = False
     config = SimpleNamespace(request_timeout_s=0.3)
@@ -44,9 +44,9 @@ NO_SPACE = CallFailure(Remedy.RETRY, "database space exceeded")
 NO_TIME = CallFailure(Remedy.DOUBT, "Deadline Exceeded")
 
 
-def test_an_attempt_cut_short_does_not_hide_what_etcd_has_answered() -> None:
+def test_a_timed_out_attempt_does_not_hide_an_earlier_answer() -> None:
     assert raised(NO_SPACE, NO_TIME) == "grant a lease: database space exceeded"
 
 
-def test_an_etcd_that_never_answered_is_said_to_be_silent() -> None:
+def test_a_call_without_any_answer_reports_the_deadline() -> None:
     assert raised(NO_TIME) == "grant a lease: Deadline Exceeded"

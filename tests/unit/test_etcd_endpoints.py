@@ -1,4 +1,4 @@
-"""Reading endpoints, and refusing what cannot be meant."""
+"""Parsing of endpoints, and rejection of invalid ones."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from elastic.store.etcd.endpoints import Endpoint, EtcdConfig, parse_endpoints
         ("etcd-0.etcd.svc.cluster.local", [("etcd-0.etcd.svc.cluster.local", 2379)]),
     ],
 )
-def test_endpoints_are_read(text: str, expected: list[tuple[str, int]]) -> None:
+def test_endpoints_are_parsed(text: str, expected: list[tuple[str, int]]) -> None:
     assert [(e.host, e.port) for e in parse_endpoints(text)] == expected
 
 
@@ -32,14 +32,14 @@ def test_endpoints_are_read(text: str, expected: list[tuple[str, int]]) -> None:
     "text",
     ["", " , ", "h1:", "h1:port", "h1:0", "h1:65536", "::1", "ftp://h1", "h1/path", "a b", "u@h1"],
 )
-def test_a_bad_endpoint_is_named(text: str) -> None:
+def test_an_invalid_endpoint_is_named(text: str) -> None:
     with pytest.raises(ConfigError) as caught:
         parse_endpoints(text)
     assert repr(text.strip() if "," not in text else text) in caught.value.message
     assert caught.value.hint
 
 
-def test_one_bad_endpoint_among_good_ones_is_named() -> None:
+def test_one_invalid_endpoint_among_valid_ones_is_named() -> None:
     with pytest.raises(ConfigError, match="'h2:x'"):
         parse_endpoints("h1,h2:x,h3")
 
@@ -63,9 +63,7 @@ def test_an_endpoint_is_printed_as_it_is_written() -> None:
         ({"request_timeout_s": float("nan")}, "request_timeout_s is nan"),
     ],
 )
-def test_settings_that_contradict_each_other_are_refused(
-    settings: dict[str, Any], words: str
-) -> None:
+def test_contradictory_settings_are_rejected(settings: dict[str, Any], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         EtcdConfig(**{"endpoints": parse_endpoints("h1"), **settings})
 

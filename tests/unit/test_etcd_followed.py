@@ -1,4 +1,4 @@
-"""What a watch knows, and whether a store still tells the same story."""
+"""The state that a watch has followed, and whether a store still agrees with it."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def test_changes_are_complete_when_they_lead_to_the_state() -> None:
     assert not followed.would_be(changes, by_key(entry("/b", 8), entry("/c", 6)))
 
 
-def test_a_told_change_is_known() -> None:
+def test_a_reported_change_is_applied() -> None:
     followed = Followed("/", 5, by_key(entry("/a", 3)))
     followed.apply(Put(entry("/b", 6)))
     followed.apply(Deleted("/a", 7))
@@ -43,15 +43,15 @@ def test_a_told_change_is_known() -> None:
         ([entry("/a", 9), entry("/b", 6)], False),  # written since
         ([entry("/a", 3, b"other")], True),
         ([entry("/a", 4)], True),
-        ([entry("/b", 2)], True),  # was there all the time, and we had never seen it
+        ([entry("/b", 2)], True),  # existed before, but was never reported
     ],
 )
-def test_another_past_is_noticed(entries: list[Entry], contradicts: bool) -> None:
+def test_a_different_history_is_detected(entries: list[Entry], contradicts: bool) -> None:
     followed = Followed("/", 5, by_key(entry("/a", 3)))
     assert followed.contradicts(by_key(*entries)) is contradicts
 
 
-def test_prefixes_under_another_are_dropped() -> None:
+def test_nested_prefixes_are_dropped() -> None:
     assert without_covered(["/a/b", "/c", "/a", "/a"]) == ["/a", "/c"]
     assert without_covered(["/x", ""]) == [""]
 
@@ -75,12 +75,12 @@ def test_a_range_covers_its_prefix(prefix: str, inside: list[str], outside: list
 
 
 @pytest.mark.parametrize("version", ["3.4.0", "3.5.1", "3.6.0-rc.1", "3.10.2", "4.0.0", "v3.5.9"])
-def test_etcd_from_3_4_on_is_accepted(version: str) -> None:
+def test_etcd_since_3_4_is_accepted(version: str) -> None:
     check_version(version)
 
 
 @pytest.mark.parametrize("version", ["3.3.27", "2.3.8", "0.4.9", "", "unknown"])
-def test_older_etcd_is_not(version: str) -> None:
+def test_older_etcd_is_rejected(version: str) -> None:
     with pytest.raises(CallFailure) as caught:
         check_version(version)
     assert caught.value.remedy is Remedy.NOT_ETCD
@@ -102,5 +102,5 @@ def test_older_etcd_is_not(version: str) -> None:
         ("etcdserver: request timed out, possibly due to previous leader failure", Remedy.RETRY),
     ],
 )
-def test_etcd_s_words_are_understood(text: str, remedy: Remedy) -> None:
+def test_error_messages_of_etcd_are_classified(text: str, remedy: Remedy) -> None:
     assert classify_text(text, otherwise=Remedy.FATAL).remedy is remedy

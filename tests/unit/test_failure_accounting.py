@@ -1,4 +1,4 @@
-"""What a leader holds against nodes and job: who is quarantined, when the job stops."""
+"""The leader's failure accounting: which nodes are quarantined, and when the job stops."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def broken(v: View, *, since_s: float = NOW - 5) -> Broken:
 
 
 def joined_s_ago(seconds: float) -> FailureAccounting:
-    """n3 came into the running job that long ago."""
+    """n3 joined the running job that many seconds ago."""
     accounting = FailureAccounting(OPTIONS)
     accounting.formed(SEVEN, EIGHT, NOW - seconds)
     return accounting
@@ -58,7 +58,7 @@ def with_n3_out(code: int = 1) -> Broken:
     return broken(view(EIGHT, runs("n1", EIGHT), runs("n2", EIGHT), out("n3", EIGHT, code)))
 
 
-def test_a_joining_node_that_fails_by_itself_cools_down() -> None:
+def test_a_joining_node_that_fails_by_itself_is_quarantined() -> None:
     accounting = joined_s_ago(10.0)
     accounting.charge(with_n3_out(), None, NOW)
     assert accounting.quarantined(NOW) == {"id-n3": NOW + 30.0}
@@ -66,21 +66,21 @@ def test_a_joining_node_that_fails_by_itself_cools_down() -> None:
 
 
 @pytest.mark.parametrize(("code", "seconds"), [(-9, 10.0), (-15, 10.0), (1, 40.0)])
-def test_who_was_killed_or_failed_later_may_come_back_at_once(code: int, seconds: float) -> None:
+def test_a_node_killed_or_failed_later_is_not_quarantined(code: int, seconds: float) -> None:
     accounting = joined_s_ago(seconds)
     accounting.charge(with_n3_out(code), None, NOW)
     assert accounting.quarantined(NOW) == {}
 
 
-def test_members_of_the_first_world_are_no_joining_nodes() -> None:
+def test_members_of_the_first_world_are_not_joining_nodes() -> None:
     accounting = FailureAccounting(OPTIONS)
     accounting.formed(None, EIGHT, NOW - 1)
     accounting.charge(with_n3_out(), None, NOW)
     assert accounting.quarantined(NOW) == {}
 
 
-def test_a_joining_node_whose_agent_dies_before_the_switch_cools_down_by_name() -> None:
-    """It comes back with another id."""
+def test_a_joining_node_lost_before_the_switch_is_quarantined_by_name() -> None:
+    """It returns with another ID."""
     pending = world("n1", "n2", "n3", generation=8, mode="in-process", switch_at_step=50)
     accounting = FailureAccounting(OPTIONS)
     accounting.formed(SEVEN, pending, NOW - 1)
@@ -91,10 +91,8 @@ def test_a_joining_node_whose_agent_dies_before_the_switch_cools_down_by_name() 
     assert accounting.quarantined(NOW) == {"n3": NOW + 30.0}
 
 
-def charge_again_and_again(
-    accounting: FailureAccounting, times: int, *, steps: int
-) -> StopJob | None:
-    """Worlds 1, 2, … each broken by n2's workers, ``steps`` after the one before."""
+def charge_repeatedly(accounting: FailureAccounting, times: int, *, steps: int) -> StopJob | None:
+    """Worlds 1, 2, … each broken by n2's workers, ``steps`` after the previous one."""
     stop = None
     for generation in range(1, times + 1):
         group = world("n1", "n2", "n3", generation=generation, mode="in-process")
@@ -104,13 +102,13 @@ def charge_again_and_again(
     return stop
 
 
-def test_failures_without_progress_stop_the_job_and_with_progress_do_not() -> None:
-    stop = charge_again_and_again(FailureAccounting(OPTIONS), 3, steps=0)
+def test_failures_stop_the_job_unless_it_makes_progress() -> None:
+    stop = charge_repeatedly(FailureAccounting(OPTIONS), 3, steps=0)
     assert stop is not None and "boom" in stop.reason
-    assert charge_again_and_again(FailureAccounting(OPTIONS), 20, steps=100) is None
+    assert charge_repeatedly(FailureAccounting(OPTIONS), 20, steps=100) is None
 
 
-def test_a_restart_from_a_checkpoint_is_no_progress() -> None:
+def test_a_restart_from_a_checkpoint_is_not_progress() -> None:
     accounting = FailureAccounting(OPTIONS)
     accounting.observe(StepRate(1, 100, 0.1, NOW))
     stop = None
@@ -121,7 +119,7 @@ def test_a_restart_from_a_checkpoint_is_no_progress() -> None:
     assert stop is not None
 
 
-def test_one_world_is_charged_once_however_often_its_successor_is_proposed() -> None:
+def test_a_world_is_charged_once_despite_repeated_proposals() -> None:
     accounting = FailureAccounting(OPTIONS)
     assert [accounting.charge(with_n3_out(), None, NOW) for _ in range(10)] == [None] * 10
 
@@ -137,11 +135,11 @@ def test_joining_and_leaving_are_not_charged() -> None:
     assert record.response == "formed generation 9 with n1, n2"
 
 
-def lose_n3_again_and_again(
+def lose_n3_repeatedly(
     accounting: FailureAccounting, times: int, *, steps: int, mode: str = "in-process"
 ) -> StopJob | None:
-    """Worlds 1, 2, …, from each of which n3 is lost, ``steps`` after the one before. Its agent is
-    another one each time, under the same name."""
+    """Worlds 1, 2, …, each of which loses n3 ``steps`` after the previous one. Its agent is a new
+    one each time, under the same name."""
     stop = None
     for generation in range(1, times + 1):
         group = world("n1", "n2", "n3", generation=generation, mode=mode)
@@ -153,15 +151,15 @@ def lose_n3_again_and_again(
     return stop
 
 
-def test_a_node_that_is_lost_again_and_again_without_progress_spends_the_budget() -> None:
-    stop = lose_n3_again_and_again(FailureAccounting(OPTIONS), 7, steps=0)
+def test_repeated_losses_without_progress_spend_the_budget() -> None:
+    stop = lose_n3_repeatedly(FailureAccounting(OPTIONS), 7, steps=0)
     assert stop is not None and stop.exit_code == 70
-    # The first loss is nobody's fault.
-    assert lose_n3_again_and_again(FailureAccounting(OPTIONS), 6, steps=0) is None
-    assert lose_n3_again_and_again(FailureAccounting(OPTIONS), 30, steps=5) is None
+    # The first loss does not count.
+    assert lose_n3_repeatedly(FailureAccounting(OPTIONS), 6, steps=0) is None
+    assert lose_n3_repeatedly(FailureAccounting(OPTIONS), 30, steps=5) is None
 
 
-def test_a_name_that_several_agents_have_is_no_evidence_of_churn() -> None:
+def test_a_name_shared_by_several_agents_is_not_churn() -> None:
     accounting = FailureAccounting(OPTIONS)
     for generation in range(1, 10):
         group = world("n1", "n2", "n3", generation=generation, mode="in-process")
@@ -174,7 +172,7 @@ def test_a_name_that_several_agents_have_is_no_evidence_of_churn() -> None:
         assert accounting.charge(broken(v), step_rate, NOW + generation) is None
 
 
-def test_nodes_that_are_lost_once_each_spend_nothing() -> None:
+def test_single_losses_of_different_nodes_spend_no_budget() -> None:
     accounting = FailureAccounting(OPTIONS)
     names = [f"n{i}" for i in range(1, 21)]
     for generation in range(1, 19):
@@ -185,9 +183,9 @@ def test_nodes_that_are_lost_once_each_spend_nothing() -> None:
         assert accounting.charge(broken(v), step_rate, NOW + generation) is None
 
 
-def test_losses_do_not_make_the_failures_between_them_forgotten() -> None:
+def test_losses_do_not_displace_the_records_of_failures() -> None:
     accounting = FailureAccounting(OPTIONS)
-    assert charge_again_and_again(accounting, 2, steps=0) is None
+    assert charge_repeatedly(accounting, 2, steps=0) is None
     for generation in range(3, 40):
         group = world("n1", "n2", f"n{generation}", generation=generation, mode="in-process")
         gone = [missing(f"n{generation}", proved_dead=True)]
@@ -198,7 +196,7 @@ def test_losses_do_not_make_the_failures_between_them_forgotten() -> None:
     assert [r.generation for r in records if r.counts] == [1, 2]
 
 
-def test_the_record_says_what_was_decided() -> None:
+def test_the_record_contains_verdict_and_response() -> None:
     accounting = FailureAccounting(OPTIONS)
     assert accounting.charge(failed_with("CUDA error: uncorrectable ECC error"), None, NOW) is None
     assert accounting.charge(failed_with("NameError: name 'x' is not defined", NINE), None, NOW)
@@ -209,7 +207,7 @@ def test_the_record_says_what_was_decided() -> None:
     assert last.response == "ended the job with exit code 1"
 
 
-def test_the_next_leader_knows_steps_and_oom_kills() -> None:
+def test_the_next_leader_inherits_steps_and_oom_kills() -> None:
     accounting = FailureAccounting(OPTIONS)
     failed = Failed("id-n3", "n3", "boom", -9, step=41, is_oom_kill=True)
     accounting.charge(replace(with_n3_out(-9), failures=(failed,)), StepRate(8, 40, 0.1, NOW), NOW)
@@ -220,7 +218,7 @@ def test_the_next_leader_knows_steps_and_oom_kills() -> None:
     assert other.records(NOW, 0.0) == records
 
 
-def test_an_oom_kill_is_judged_as_one_and_held_against_a_joining_node() -> None:
+def test_an_oom_kill_has_its_own_verdict_and_quarantines_a_joining_node() -> None:
     accounting = joined_s_ago(10.0)
     failed = Failed("id-n3", "n3", "local rank 0 was ended by SIGKILL", -9, is_oom_kill=True)
     accounting.charge(replace(with_n3_out(-9), failures=(failed,)), None, NOW)
@@ -229,8 +227,8 @@ def test_an_oom_kill_is_judged_as_one_and_held_against_a_joining_node() -> None:
     assert "id-n3" in accounting.quarantined(NOW)
 
 
-def test_a_fault_that_only_the_kernel_log_has_quarantines_the_node_and_not_its_peer() -> None:
-    """n1 reports its peer's end first; the text of n3, whose GPU is gone, says no more."""
+def test_a_fault_in_the_kernel_log_quarantines_its_node_and_not_the_peer() -> None:
+    """n1 reports the end of its peer first; n3, whose GPU is gone, has the same error text."""
     text = "RuntimeError: Connection closed by peer [10.0.0.4]:4711"
     xid = "NVRM: Xid (PCI:0000:44:00): 79, GPU has fallen off the bus"
     peer = Failed("id-n1", "n1", text, 1)
@@ -244,9 +242,9 @@ def test_a_fault_that_only_the_kernel_log_has_quarantines_the_node_and_not_its_p
     assert "id-n1" not in accounting.quarantined(NOW)
 
 
-def test_the_next_leader_goes_on_counting() -> None:
+def test_the_next_leader_continues_the_count() -> None:
     one = FailureAccounting(OPTIONS)
-    assert charge_again_and_again(one, 2, steps=0) is None
+    assert charge_repeatedly(one, 2, steps=0) is None
     last = world("n1", "n2", "n3", generation=3, mode="in-process")
     records = one.records(NOW + 2, wall_s=5000.0)
     assert [r.time_s for r in records] == [4999.0, 5000.0]
@@ -258,8 +256,8 @@ def test_the_next_leader_goes_on_counting() -> None:
 
 
 @pytest.mark.parametrize("steps", [0, 50])
-def test_the_next_leader_knows_how_far_the_job_had_come(steps: int) -> None:
-    """Every failure is the leader's own: its successor judges it first of all."""
+def test_the_next_leader_knows_the_progress_of_the_job(steps: int) -> None:
+    """Each failure ends the leader, and its successor judges the failure first."""
     last, stop = world("n1", "n2", "n3", generation=1, mode="in-process"), None
     for generation in range(1, 21):
         leader = FailureAccounting(OPTIONS)
@@ -274,7 +272,7 @@ def test_the_next_leader_knows_how_far_the_job_had_come(steps: int) -> None:
     assert (stop is None) is (steps > 0)
 
 
-def test_whom_all_waited_for_is_left_out_by_id() -> None:
+def test_a_node_that_all_others_waited_for_is_quarantined_by_id() -> None:
     accounting = FailureAccounting(OPTIONS)
     for generation in (1, 2, 3):
         group = world("n1", "n2", "n3", generation=generation, mode="in-process")
@@ -297,7 +295,7 @@ def failed_with(text: str, group: WorldRecord = EIGHT) -> Broken:
     return broken(view(group, runs("n1", group), runs("n2", group), loser))
 
 
-def test_an_error_that_every_attempt_repeats_stops_the_job_at_once() -> None:
+def test_a_deterministic_error_stops_the_job_at_once() -> None:
     accounting = FailureAccounting(OPTIONS)
     stop = accounting.charge(failed_with("NameError: name 'lr' is not defined"), None, NOW)
     assert stop is not None and stop.exit_code == 1
@@ -322,7 +320,7 @@ def test_a_module_that_is_missing_on_one_node_quarantines_it_once_the_job_has_tr
     assert "id-n3" in later.quarantined(NOW)
 
 
-def test_an_error_of_a_survivor_is_judged_by_nothing_if_a_node_was_lost() -> None:
+def test_an_error_of_a_survivor_has_no_verdict_if_a_node_was_lost() -> None:
     accounting = FailureAccounting(OPTIONS)
     loser = seen(node("n3", arrived_for=8, failure="NameError: name 'x' is not defined"))
     gone = [missing("n2", proved_dead=True)]
@@ -339,7 +337,7 @@ def test_a_verdict_is_reported_once() -> None:
     assert accounting.verdict is None
 
 
-def test_the_origin_of_a_failure_is_the_first_error_that_is_no_consequence() -> None:
+def test_the_origin_of_a_failure_is_the_first_independent_error() -> None:
     group = world("n1", "n2", "n3")
     v = view(group, out("n1", group), out("n2", group), out("n3", group))
     errors = ("RuntimeError: Connection closed by peer", "ValueError: boom", "KeyError: 'x'")
@@ -352,7 +350,7 @@ def test_the_origin_of_a_failure_is_the_first_error_that_is_no_consequence() -> 
     assert replace(several, failures=killed).origin == killed[1]
 
 
-def test_a_machine_that_fails_again_and_again_is_not_the_scripts_failure() -> None:
+def test_repeated_failures_of_a_machine_are_not_script_errors() -> None:
     accounting = FailureAccounting(OPTIONS)
     for generation in range(1, 5):  # a quarantine each, and the same error after it
         group = world("n1", "n2", generation=generation)

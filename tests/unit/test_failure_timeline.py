@@ -1,4 +1,4 @@
-"""The page about a job that failed: what broke when, what was done, what to do next."""
+"""The failure timeline: what failed and when, the actions taken, and what to do next."""
 
 from __future__ import annotations
 
@@ -64,8 +64,8 @@ def page(done: Done) -> str:
     return render(done, "/elastic/job", done_key="/elastic/job/done")
 
 
-def test_the_page_of_a_spent_budget() -> None:
-    """What people see, as a whole. After a change that is meant: write it anew from the diff."""
+def test_the_page_of_an_exhausted_budget() -> None:
+    """The complete page. After an intended change, update the snapshot from the diff."""
     done = ended(
         breakage(1, RESET, NAN),
         breakage(2, lost=("n3",), verdict="", counts=False, step=None, steps=None),
@@ -77,20 +77,20 @@ def test_the_page_of_a_spent_budget() -> None:
     assert page(done) + "\n" == SNAPSHOT.read_text(encoding="utf-8")
 
 
-def test_without_a_checkpoint_what_broke_before_is_to_be_corrected() -> None:
+def test_without_a_checkpoint_the_earlier_failure_is_named() -> None:
     lacks = FailureRecord(
         node="n1",
         text="elastic.errors.CheckpointRequired: the job had committed 5 steps\n  Give it a folder",
         exit_code=65,
         step=0,
     )
-    said = page(ended(breakage(1, RESET, NAN), breakage(2, lacks), exit_code=65))
-    assert "elastic.join(checkpoints=…)" in said
-    assert "the first failure of generation 1, at step 120: n2: ValueError: loss is nan" in said
-    assert "from the last checkpoint before step" not in said
+    output = page(ended(breakage(1, RESET, NAN), breakage(2, lacks), exit_code=65))
+    assert "elastic.join(checkpoints=…)" in output
+    assert "the first failure of generation 1, at step 120: n2: ValueError: loss is nan" in output
+    assert "from the last checkpoint before step" not in output
 
 
-def test_who_failed_first_comes_before_its_consequences() -> None:
+def test_the_original_failure_precedes_its_consequences() -> None:
     text = page(ended(breakage(1, RESET, NAN)))
     assert text.index("n2: ValueError: loss is nan") < text.index("n1: RuntimeError")
 
@@ -107,14 +107,14 @@ def test_who_failed_first_comes_before_its_consequences() -> None:
         ((), 70, "delete /elastic/job/done in etcd"),
     ],
 )
-def test_what_to_do_next(
+def test_the_advice_matches_the_failures(
     breakages: tuple[BreakageRecord, ...], exit_code: int, advice: str
 ) -> None:
     last = page(ended(*breakages, exit_code=exit_code)).partition("What to do next")[2]
     assert advice in last
 
 
-def test_sixteen_worlds_of_a_thousand_nodes_are_still_a_page() -> None:
+def test_sixteen_worlds_of_a_thousand_nodes_fit_on_a_page() -> None:
     long = replace(NAN, text="x" * 300)
     text = page(ended(*[breakage(1, *[long] * 16)] * 16))
     assert len(text.splitlines()) < 150 and max(map(len, text.splitlines())) < 700
@@ -123,7 +123,5 @@ def test_sixteen_worlds_of_a_thousand_nodes_are_still_a_page() -> None:
 @pytest.mark.parametrize(
     ("breakages", "exit_code", "wanted"), [(0, 70, True), (1, 1, False), (2, 1, True)]
 )
-def test_one_failure_is_told_by_the_reason_alone(
-    breakages: int, exit_code: int, wanted: bool
-) -> None:
+def test_a_single_failure_needs_no_timeline(breakages: int, exit_code: int, wanted: bool) -> None:
     assert is_wanted(ended(*[breakage(1, NAN)] * breakages, exit_code=exit_code)) is wanted

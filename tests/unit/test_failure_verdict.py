@@ -1,4 +1,4 @@
-"""Verdicts on failures: a corpus of real error texts with labels, and what decides between them."""
+"""Verdicts on failures, tested with a labelled corpus of real error texts."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def name_of(example: dict[str, Any]) -> str:
 
 
 @pytest.mark.parametrize("example", CORPUS, ids=map(name_of, CORPUS))
-def test_the_corpus(example: dict[str, Any]) -> None:
+def test_verdicts_match_the_labels_of_the_corpus(example: dict[str, Any]) -> None:
     assert SCRIPT.judged(example) is Action(example["label"])
 
 
@@ -68,7 +68,7 @@ def test_the_last_line_is_the_evidence() -> None:
     assert str(verdict) == "the script cannot run (NameError: name 'a' is not defined)"
 
 
-def test_hardware_comes_before_the_collective_that_it_broke() -> None:
+def test_a_hardware_fault_takes_precedence_over_a_collective_error() -> None:
     text = (
         "NVRM: Xid (PCI:0000:02:00): 79, GPU has fallen off the bus.\n"
         "torch.distributed.DistBackendError: NCCL error: remote process exited"
@@ -76,16 +76,16 @@ def test_hardware_comes_before_the_collective_that_it_broke() -> None:
     assert judge_failure(FailureFacts(text=text)).action is Action.EXCLUDE_NODE
 
 
-def test_a_text_that_is_known_to_nobody_means_restart() -> None:
+def test_an_unknown_error_text_means_restart() -> None:
     verdict = judge_failure(FailureFacts(text="the moon is in the way", exit_code=3))
     assert (verdict.action, verdict.rule) == (Action.RESTART, "unknown")
 
 
-def test_a_kill_for_want_of_memory_says_so() -> None:
+def test_an_oom_kill_is_identified() -> None:
     verdict = judge_failure(FailureFacts(exit_code=-signal.SIGKILL, is_oom_kill=True))
     assert verdict.rule == "host-out-of-memory" and verdict.evidence == "SIGKILL"
 
 
-def test_evidence_is_cut() -> None:
+def test_evidence_is_truncated() -> None:
     text = "NameError: " + "x" * 100_000
     assert len(judge_failure(FailureFacts(text=text)).evidence) == 200

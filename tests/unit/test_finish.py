@@ -1,5 +1,5 @@
-"""``elastic finish``: the job's end becomes a scale of 0 and an exit code, through whatever the API
-server does meanwhile."""
+"""``elastic finish``: the end of the job becomes a scale of 0 and an exit code, despite errors of
+the API server."""
 
 from __future__ import annotations
 
@@ -30,45 +30,45 @@ def api(tmp_path: Path) -> Iterator[FakeApiServer]:
 
 
 def scale(api: FakeApiServer, name: str = "workers", clock: ManualClock | None = None) -> list[str]:
-    """Scale to 0; returns what was said on the way."""
-    said: list[str] = []
+    """Scale to 0; return the messages that were shown."""
+    messages: list[str] = []
     scale_statefulset(
         ApiServer.of_pod(api.environ, api.credentials),
         namespace=NAMESPACE,
         name=name,
         replicas=0,
-        say=said.append,
+        say=messages.append,
         clock=clock or ManualClock(),
     )
-    return said
+    return messages
 
 
 # The API server -------------------------------------------------------------------------------
 
 
-def test_the_scale_of_that_one_statefulset_becomes_0(api: FakeApiServer) -> None:
+def test_only_the_given_statefulset_is_scaled_to_0(api: FakeApiServer) -> None:
     api.scales[NAMESPACE, "others"] = 5
     assert scale(api) == []
     assert api.scales == {(NAMESPACE, "workers"): 0, (NAMESPACE, "others"): 5}
 
 
-def test_what_may_pass_is_tried_again(api: FakeApiServer) -> None:
+def test_transient_errors_are_retried(api: FakeApiServer) -> None:
     api.faults += [503, 429, 500, 409, DROP, DROP, 504]
     clock = ManualClock()
-    said = scale(api, clock=clock)
+    messages = scale(api, clock=clock)
     assert api.scales[NAMESPACE, "workers"] == 0
-    assert len(said) == 7
-    assert "503" in said[0] and "told to answer 503" in said[0]
+    assert len(messages) == 7
+    assert "503" in messages[0] and "told to answer 503" in messages[0]
     assert 0 < clock.monotonic() < CLUSTER_PATIENCE_S
 
 
-def test_a_rotated_token_is_read_anew(api: FakeApiServer) -> None:
+def test_a_rotated_token_is_read_again(api: FakeApiServer) -> None:
     api.token = "the-next-one"
     kept = (api.credentials / "token").read_text()
-    said: list[str] = []
+    messages: list[str] = []
 
     def rotate(text: str) -> None:
-        said.append(text)
+        messages.append(text)
         (api.credentials / "token").write_text("the-next-one")
 
     server = ApiServer.of_pod(api.environ, api.credentials)
@@ -76,11 +76,11 @@ def test_a_rotated_token_is_read_anew(api: FakeApiServer) -> None:
         server, namespace=NAMESPACE, name="workers", replicas=0, say=rotate, clock=ManualClock()
     )
     assert api.scales[NAMESPACE, "workers"] == 0
-    assert len(said) == 1 and "401" in said[0]
-    assert kept.strip() not in said[0]
+    assert len(messages) == 1 and "401" in messages[0]
+    assert kept.strip() not in messages[0]
 
 
-def test_an_api_server_that_stays_away_is_given_up_with_what_to_do(api: FakeApiServer) -> None:
+def test_an_unreachable_api_server_raises_with_a_hint(api: FakeApiServer) -> None:
     api.faults += [503] * 10_000
     clock = ManualClock()
     with pytest.raises(ClusterUnreachable) as gone:
@@ -91,17 +91,17 @@ def test_an_api_server_that_stays_away_is_given_up_with_what_to_do(api: FakeApiS
     assert api.scales[NAMESPACE, "workers"] == 3
 
 
-@pytest.mark.parametrize(("name", "said"), [("others", "403"), ("gone", "404")])
-def test_a_refusal_is_final(api: FakeApiServer, name: str, said: str) -> None:
+@pytest.mark.parametrize(("name", "status"), [("others", "403"), ("gone", "404")])
+def test_a_denied_request_is_not_retried(api: FakeApiServer, name: str, status: str) -> None:
     api.may |= {"gone"}
     with pytest.raises(ClusterRefused) as refused:
         scale(api, name)
-    assert said in refused.value.message and name in refused.value.message
+    assert status in refused.value.message and name in refused.value.message
     assert refused.value.hint
     assert api.requests == 1
 
 
-def test_the_token_is_not_shown_to_a_stranger(api: FakeApiServer, tmp_path: Path) -> None:
+def test_the_token_is_not_sent_to_an_unverified_server(api: FakeApiServer, tmp_path: Path) -> None:
     other = tmp_path / "other"
     other.mkdir()
     stranger = Authority(other, "other-cluster").cacert
@@ -113,20 +113,20 @@ def test_the_token_is_not_shown_to_a_stranger(api: FakeApiServer, tmp_path: Path
 
 
 @pytest.mark.parametrize("name", ["../pods", "Workers", "a/b", ""])
-def test_what_is_no_name_never_reaches_the_api_server(api: FakeApiServer, name: str) -> None:
+def test_an_invalid_name_is_not_sent_to_the_api_server(api: FakeApiServer, name: str) -> None:
     with pytest.raises(ConfigError):
         scale(api, name)
     assert api.requests == 0
 
 
-def test_outside_of_a_pod_it_says_so(api: FakeApiServer, tmp_path: Path) -> None:
+def test_use_outside_of_a_pod_is_rejected(api: FakeApiServer, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="KUBERNETES_SERVICE_HOST"):
         ApiServer.of_pod({})
     with pytest.raises(ConfigError, match="token"):
         ApiServer.of_pod(api.environ, tmp_path)
 
 
-def test_a_dry_run_changes_nothing_and_takes_the_same_rights(api: FakeApiServer) -> None:
+def test_a_dry_run_changes_nothing_and_needs_the_same_permissions(api: FakeApiServer) -> None:
     server = ApiServer.of_pod(api.environ, api.credentials)
 
     def try_it(name: str) -> None:
@@ -155,13 +155,13 @@ def ended(outcome: Outcome = Outcome.SUCCESS, exit_code: int = 0, reason: str = 
     )
 
 
-def test_a_job_that_has_ended_already_is_not_waited_for() -> None:
+def test_a_job_that_has_already_ended_is_not_waited_for() -> None:
     store = MemoryStore()
     store.put(KEYS.done, encode(ended()))
     assert finish.wait_for_done(store, KEYS) == ended()
 
 
-def test_the_end_is_waited_for_and_no_other_jobs_counts() -> None:
+def test_the_wait_ends_with_the_given_job_only() -> None:
     store, found = MemoryStore(), list[Done]()
     thread = threading.Thread(target=lambda: found.append(finish.wait_for_done(store, KEYS)))
     thread.start()
@@ -184,7 +184,7 @@ def in_a_pod(
     yield api, ["finish", "--statefulset=workers", f"--credentials={api.credentials}"]
 
 
-def test_without_an_endpoint_nothing_is_waited_for(
+def test_a_missing_endpoint_is_a_usage_error(
     in_a_pod: tuple[FakeApiServer, list[str]],
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
@@ -195,15 +195,15 @@ def test_without_an_endpoint_nothing_is_waited_for(
 
 
 @pytest.mark.parametrize(
-    ("lacks", "said"),
+    ("lacks", "expected"),
     [("the right", "grant the pod's service account `patch`"), ("the set", "check --statefulset")],
 )
-def test_what_it_may_not_do_is_said_before_the_wait(
+def test_missing_permissions_are_reported_before_the_wait(
     in_a_pod: tuple[FakeApiServer, list[str]],
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
     lacks: str,
-    said: str,
+    expected: str,
 ) -> None:
     api, command = in_a_pod
     if lacks == "the right":
@@ -212,15 +212,15 @@ def test_what_it_may_not_do_is_said_before_the_wait(
         api.scales.clear()
 
     def wait(endpoint: str, options: object, keys: Keys) -> Done:
-        raise AssertionError("it waits for weeks, and fails then")
+        raise AssertionError("it would wait for weeks and then fail")
 
     monkeypatch.setattr(finish, "_wait", wait)
     monkeypatch.setattr("signal.signal", lambda *_: None)
     assert main(command) == ClusterRefused.exit_code
-    assert said in capsys.readouterr().err
+    assert expected in capsys.readouterr().err
 
 
-def test_the_rights_are_tried_before_the_wait_without_using_them(
+def test_permissions_are_checked_by_a_dry_run_before_the_wait(
     in_a_pod: tuple[FakeApiServer, list[str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     api, command = in_a_pod
@@ -248,7 +248,7 @@ def test_the_rights_are_tried_before_the_wait_without_using_them(
         (ended(), ["--keep-failed"], 0, 0),
     ],
 )
-def test_the_exit_code_is_the_jobs(
+def test_the_exit_code_is_that_of_the_job(
     in_a_pod: tuple[FakeApiServer, list[str]],
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
@@ -262,6 +262,6 @@ def test_the_exit_code_is_the_jobs(
     monkeypatch.setattr("signal.signal", lambda *_: None)
     assert main([*command, *flags]) == code
     assert api.scales[NAMESPACE, "workers"] == replicas
-    said = capsys.readouterr().err
-    assert done.reason in said
-    assert (f"Failure timeline of {KEYS.root}" in said) is (code == 70)
+    output = capsys.readouterr().err
+    assert done.reason in output
+    assert (f"Failure timeline of {KEYS.root}" in output) is (code == 70)

@@ -1,4 +1,4 @@
-"""torch's flight recorder: what is read of its dumps, and where ranks differ."""
+"""torch's flight recorder: parsing of its dumps, and differences between ranks."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def raw(sequence: int, operation: str = "gloo:all_reduce", **changes: Any) -> di
 
 
 def dump(*entries: dict[str, Any]) -> bytes:
-    whole = {
+    document = {
         "comm_lib_version": "",
         "entries": list(entries),
         "nccl_comm_state": {},
@@ -62,8 +62,8 @@ def dump(*entries: dict[str, Any]) -> bytes:
         "version": "2.10",
     }
     if not entries:
-        del whole["entries"]
-    return json.dumps(whole).encode()
+        del document["entries"]
+    return json.dumps(document).encode()
 
 
 def flight(*entries: dict[str, Any]) -> tuple[FlightEntry, ...]:
@@ -79,32 +79,32 @@ def test_entries_are_read_as_torch_writes_them() -> None:
     )
 
 
-def test_ncclss_entries_are_over_when_they_are_completed_or_retired() -> None:
-    said = flight(
+def test_nccl_entries_are_over_when_completed_or_retired() -> None:
+    parsed = flight(
         raw(1, "nccl:all_reduce", state="completed", retired=False, duration_ms=0.3),
         raw(2, "nccl:all_reduce", state="started", retired=False),
     )
-    assert [(e.group, e.is_over) for e in said] == [
+    assert [(e.group, e.is_over) for e in parsed] == [
         ("nccl 0 (default_pg)", True),
         ("nccl 0 (default_pg)", False),
     ]
 
 
-def test_messages_and_entries_of_earlier_worlds_are_left_out() -> None:
-    said = flight(raw(1, time_created_ns=BEGAN_NS - 1), raw(2, is_p2p=True), raw(3))
-    assert [e.sequence for e in said] == [3]
+def test_p2p_entries_and_entries_of_earlier_worlds_are_ignored() -> None:
+    parsed = flight(raw(1, time_created_ns=BEGAN_NS - 1), raw(2, is_p2p=True), raw(3))
+    assert [e.sequence for e in parsed] == [3]
 
 
-def test_operations_that_are_queued_as_one_share_a_number_and_two_backends_do_not() -> None:
+def test_coalesced_operations_share_a_number_unlike_two_backends() -> None:
     """NCCL's recorder and gloo's, of a group with both."""
     coalesced = [raw(1, "nccl:_all_gather_base", op_id=n) for n in (1, 2)]
-    said = parse([dump(*coalesced), dump(raw(1)), dump(raw(1))], BEGAN_NS)
-    assert [(e.group, e.sequence) for e in said] == [("nccl 0 (default_pg)", 1), (GROUP, 1)]
+    parsed = parse([dump(*coalesced), dump(raw(1)), dump(raw(1))], BEGAN_NS)
+    assert [(e.group, e.sequence) for e in parsed] == [("nccl 0 (default_pg)", 1), (GROUP, 1)]
 
 
 def test_only_the_last_entries_are_kept() -> None:
-    said = flight(*(raw(n) for n in range(1, 3 * MOST_ENTRIES)))
-    assert (len(said), said[-1].sequence) == (MOST_ENTRIES, 3 * MOST_ENTRIES - 1)
+    parsed = flight(*(raw(n) for n in range(1, 3 * MOST_ENTRIES)))
+    assert (len(parsed), parsed[-1].sequence) == (MOST_ENTRIES, 3 * MOST_ENTRIES - 1)
 
 
 @pytest.mark.parametrize(
@@ -119,11 +119,11 @@ def test_only_the_last_entries_are_kept() -> None:
         dump(),
     ],
 )
-def test_what_is_not_of_torchs_form_is_left_out(nonsense: bytes) -> None:
+def test_malformed_entries_are_ignored(nonsense: bytes) -> None:
     assert parse([nonsense], BEGAN_NS) == ()
 
 
-def test_a_rank_that_has_not_begun_what_the_others_wait_in() -> None:
+def test_a_rank_that_has_not_begun_the_current_collective_is_named() -> None:
     waits = flight(raw(5), raw(6, retired=False))
     assert compare({0: waits, 1: flight(raw(4), raw(5)), 2: waits}) == [
         f"group {GROUP}: ranks 0, 2 in number 6, all_reduce of Float[3, 2], which rank 1 has not "
@@ -131,8 +131,8 @@ def test_a_rank_that_has_not_begun_what_the_others_wait_in() -> None:
     ]
 
 
-def test_the_first_number_at_which_ranks_differ() -> None:
-    """Rank 1 has left a barrier out: what it calls next has the barrier's number."""
+def test_the_first_number_at_which_ranks_differ_is_reported() -> None:
+    """Rank 1 skipped a barrier, so that its next call has the barrier's number."""
     waits = flight(raw(5), raw(6, "gloo:barrier"), raw(7, retired=False))
     skipped = flight(raw(5), raw(6, retired=False))
     assert compare({0: waits, 1: skipped, 2: waits}) == [
@@ -141,7 +141,7 @@ def test_the_first_number_at_which_ranks_differ() -> None:
     ]
 
 
-def test_other_sizes_of_the_same_operation_differ_where_they_must_be_alike() -> None:
+def test_different_sizes_are_reported_where_they_must_be_equal() -> None:
     one, other = raw(5, retired=False), raw(5, retired=False, input_sizes=[[4, 2]])
     assert "number 5 differs" in compare({0: flight(one), 1: flight(other)})[0]
     for entry in (one, other):
@@ -149,18 +149,18 @@ def test_other_sizes_of_the_same_operation_differ_where_they_must_be_alike() -> 
     assert "all of them are in number 5" in compare({0: flight(one), 1: flight(other)})[0]
 
 
-def test_of_what_only_some_remember_nothing_is_said() -> None:
+def test_entries_recorded_by_some_ranks_only_are_not_compared() -> None:
     """The recorder's buffer is a ring, and rank 1 has not joined rank 0's subgroup."""
     of_subgroup = raw(1, process_group=["1", "mesh_tp"], retired=False)
     one = flight(raw(1, "gloo:barrier"), raw(2), raw(3), of_subgroup)
     assert compare({0: one, 1: flight(raw(2), raw(3))}) == []
 
 
-def test_a_broadcast_that_its_source_has_left_is_no_hang() -> None:
+def test_a_broadcast_that_its_source_has_left_is_not_a_hang() -> None:
     assert compare({0: flight(raw(1), raw(2)), 1: flight(raw(1))}) == []
 
 
-def test_the_report_shows_the_last_of_each_rank() -> None:
+def test_the_report_shows_the_last_entries_of_each_rank() -> None:
     lines = describe({1: flight(raw(1), raw(2), raw(3), raw(4)), 0: flight(raw(4, retired=False))})
     assert "number 4 differs" not in lines[0]
     assert [line for line in lines if "rank 1:" in line] == [
@@ -206,8 +206,8 @@ def test_what_the_installed_torch_records_is_sent_to_the_agent(alone: None) -> N
     ]
 
 
-def test_a_dump_that_hangs_holds_nobody_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A device may not answer: who asks again gets no second thread, and the end does not wait."""
+def test_a_dump_that_hangs_does_not_block_close(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A device may not answer: a repeated dump starts no second thread, and close does not wait."""
     released, asked = threading.Event(), []
 
     def hang() -> tuple[bytes, ...]:

@@ -1,4 +1,4 @@
-"""A second loader inside the steps of the first, as scripts with two datasets read it."""
+"""A second loader read inside the steps of the first, as in scripts with two datasets."""
 
 from __future__ import annotations
 
@@ -34,13 +34,13 @@ class Fault(Exception):
 
 @dataclass
 class Script:
-    """Two loaders and a model, and what each step has read of both."""
+    """Two loaders and a model, and what each step read from both."""
 
     run: Run
     first: Job
     second: ElasticLoader
     seen: dict[tuple[int, int], list[list[int]]] = field(default_factory=dict)
-    stop_at: set[int] = field(default_factory=set)  # twice the step; one more: after its update
+    stop_at: set[int] = field(default_factory=set)  # 2 * step: before its update; plus 1: after it
     error: type[Exception] = Fault
 
     def stop(self, at: int) -> None:
@@ -66,7 +66,7 @@ def zipped(script: Script) -> None:
 
 def zipped_and_kept(script: Script) -> None:
     for _ in script.run.epochs(EPOCHS):
-        pairs = zip(script.first.loader, script.second, strict=False)  # the last one still lives
+        pairs = zip(script.first.loader, script.second, strict=False)  # keeps the last one alive
         for (x, y), u in pairs:
             script.train(x, y, u)
 
@@ -84,11 +84,11 @@ def one_after_the_other(script: Script) -> None:
 
 
 def endless(script: Script) -> None:
-    def forever(loader: ElasticLoader) -> Iterator[Any]:
+    def cycled(loader: ElasticLoader) -> Iterator[Any]:
         while True:
             yield from loader
 
-    others = forever(script.second)
+    others = cycled(script.second)
     for _ in script.run.epochs(EPOCHS):
         for x, y in script.first.loader:
             script.train(x, y, next(others))
@@ -101,11 +101,11 @@ def first_of_a_new_epoch(script: Script) -> None:
 
 
 def several_in_a_step(script: Script) -> None:
-    def forever() -> Iterator[Any]:
+    def cycled() -> Iterator[Any]:
         while True:
             yield from script.second
 
-    others = forever()
+    others = cycled()
     for _ in script.run.epochs(EPOCHS):
         for x, y in script.first.loader:
             script.train(x, y, next(others), next(others), next(others))
@@ -141,8 +141,8 @@ def script(run: Run, steps: int = STEPS, **options: Any) -> Script:
 
 
 @functools.cache
-def undisturbed(style: Callable[[Script], None], steps: int = STEPS) -> Script:
-    """What the style reads when nothing happens: trained once for all tests."""
+def without_faults(style: Callable[[Script], None], steps: int = STEPS) -> Script:
+    """What the style reads without faults: trained once for all tests."""
     with process() as run:
         done = script(run, steps)
         style(done)
@@ -153,7 +153,7 @@ def undisturbed(style: Callable[[Script], None], steps: int = STEPS) -> Script:
 
 
 def test_zip_reads_both_loaders_once_per_epoch() -> None:
-    done = undisturbed(zipped)
+    done = without_faults(zipped)
     assert len(done.seen) == EPOCHS * STEPS
     epochs = [
         [index for step in range(STEPS) for index in done.seen[epoch, step][1]]
@@ -164,8 +164,8 @@ def test_zip_reads_both_loaders_once_per_epoch() -> None:
 
 
 @pytest.mark.parametrize("steps", [4, 9])
-def test_zip_ends_with_the_shorter_one_and_begins_both_anew(steps: int) -> None:
-    done = undisturbed(zipped, steps)
+def test_zip_ends_with_the_shorter_loader_and_restarts_both(steps: int) -> None:
+    done = without_faults(zipped, steps)
     length = min(steps, STEPS)
     assert done.seen.keys() == set(itertools.product(range(EPOCHS), range(length)))
     for epoch in range(EPOCHS):
@@ -174,9 +174,9 @@ def test_zip_ends_with_the_shorter_one_and_begins_both_anew(steps: int) -> None:
     assert done.second.position in (Position(EPOCHS, 0), Position(EPOCHS - 1, length))
 
 
-def test_an_iterator_that_is_kept_reads_on_over_the_epochs_of_the_first() -> None:
+def test_a_kept_iterator_continues_across_epochs_of_the_first_loader() -> None:
     for style in (one_after_the_other, endless):
-        done = undisturbed(style, 4)
+        done = without_faults(style, 4)
         read = [index for batches in done.seen.values() for index in batches[1]]
         assert len(done.seen) == EPOCHS * STEPS
         for begin in range(0, len(read) - 15, 16):
@@ -184,7 +184,7 @@ def test_an_iterator_that_is_kept_reads_on_over_the_epochs_of_the_first() -> Non
 
 
 def test_a_new_iterator_in_each_step_begins_a_new_epoch() -> None:
-    done = undisturbed(first_of_a_new_epoch)
+    done = without_faults(first_of_a_new_epoch)
     assert len({tuple(batches[1]) for batches in done.seen.values()}) > EPOCHS * STEPS // 2
 
 
@@ -192,12 +192,12 @@ def test_a_new_iterator_in_each_step_begins_a_new_epoch() -> None:
 
 
 @pytest.mark.parametrize(("style", "steps"), [*itertools.product(STYLES, (4, 9)), (zipped, STEPS)])
-def test_a_step_that_is_redone_reads_the_same_of_both(
+def test_a_repeated_step_reads_the_same_from_both_loaders(
     style: Callable[[Script], None], steps: int, tmp_path: Path
 ) -> None:
-    expected = undisturbed(style, steps).seen
-    # Before the weights have changed: here nobody masks an update that is in them already. First
-    # at every step, then at every fifth.
+    expected = without_faults(style, steps).seen
+    # Before the weights change, because no update is masked in this test. First at every step,
+    # then at every fifth.
     count = len(expected)
     faults = {*range(0, count, 2), *range(count // 2 * 2, 2 * count, 10)}
     with process(tmp_path, every_steps=1000) as run:
@@ -207,7 +207,7 @@ def test_a_step_that_is_redone_reads_the_same_of_both(
                 style(done)
             except Fault as fault:
                 undo_step(run)
-                held = fault  # the frames of the last attempt end in the middle of the next
+                held = fault  # keeps the frames of this attempt alive during the next
         style(done)
         del held
     assert done.seen == expected
@@ -215,10 +215,10 @@ def test_a_step_that_is_redone_reads_the_same_of_both(
 
 @pytest.mark.parametrize("steps", [4, 9])
 @pytest.mark.parametrize("style", STYLES)
-def test_a_killed_job_reads_the_same_of_both(
+def test_a_killed_job_reads_the_same_from_both_loaders(
     style: Callable[[Script], None], steps: int, tmp_path: Path
 ) -> None:
-    expected = undisturbed(style, steps).seen
+    expected = without_faults(style, steps).seen
     seen: dict[tuple[int, int], list[list[int]]] = {}
     for kill_at in (5, 13):  # the latter where an epoch has just begun
         if kill_at >= 2 * len(expected):
@@ -235,8 +235,8 @@ def test_a_killed_job_reads_the_same_of_both(
     assert seen | done.seen == expected
 
 
-def test_a_fault_between_two_epochs_leaves_the_second_loader_to_the_next(tmp_path: Path) -> None:
-    """In what a script does after the loader: it is done again, and the pass is not."""
+def test_a_fault_between_epochs_does_not_advance_the_second_loader(tmp_path: Path) -> None:
+    """The fault is in code after the loop: the code is repeated, and the loop is not."""
 
     def train(done: Script, faults: list[int]) -> None:
         for epoch in done.run.epochs(EPOCHS):
@@ -255,11 +255,11 @@ def test_a_fault_between_two_epochs_leaves_the_second_loader_to_the_next(tmp_pat
                     train(done, faults)
                 undo_step(run)
             train(done, faults)
-        assert done.seen == undisturbed(zipped, steps).seen
+        assert done.seen == without_faults(zipped, steps).seen
 
 
-def test_without_counted_epochs_both_go_on(tmp_path: Path) -> None:
-    expected = undisturbed(without_counted_epochs).seen
+def test_without_counted_epochs_both_loaders_continue(tmp_path: Path) -> None:
+    expected = without_faults(without_counted_epochs).seen
     with process(tmp_path, every_steps=1, clean=False) as run:
         before = script(run, stop_at={17}, error=Killed)
         with pytest.raises(Killed):
@@ -271,7 +271,7 @@ def test_without_counted_epochs_both_go_on(tmp_path: Path) -> None:
     assert {at: both[at] for at in expected} == expected
 
 
-def test_more_epochs_go_on_after_a_complete_job(tmp_path: Path) -> None:
+def test_a_complete_job_can_continue_with_more_epochs(tmp_path: Path) -> None:
     def train(done: Script, epochs: int) -> None:
         for _ in done.run.epochs(epochs):
             for (x, y), u in zip(done.first.loader, done.second, strict=False):
@@ -284,10 +284,10 @@ def test_more_epochs_go_on_after_a_complete_job(tmp_path: Path) -> None:
                 done = script(run, steps)
                 train(done, epochs)
                 seen |= done.seen
-        assert seen == undisturbed(zipped, steps).seen
+        assert seen == without_faults(zipped, steps).seen
 
 
-def test_data_workers_read_for_the_second_loader(tmp_path: Path) -> None:
+def test_the_second_loader_may_use_data_workers(tmp_path: Path) -> None:
     with process(tmp_path) as run:
         done = script(run)
         given = DataLoader(
@@ -295,10 +295,10 @@ def test_data_workers_read_for_the_second_loader(tmp_path: Path) -> None:
         )
         done.second = run.loader(given, global_batch=4)
         zipped(done)
-    assert done.seen == undisturbed(zipped).seen
+    assert done.seen == without_faults(zipped).seen
 
 
-def test_three_loaders() -> None:
+def test_three_loaders_can_be_read_together() -> None:
     with process() as run:
         done = script(run)
         third = run.loader(DataLoader(TensorDataset(torch.arange(24)), batch_size=4))
@@ -315,10 +315,10 @@ def test_three_loaders() -> None:
         ]
 
 
-# -- when it counts -------------------------------------------------------------------------------
+# -- when it commits ------------------------------------------------------------------------------
 
 
-def test_the_second_loader_moves_on_when_the_step_commits() -> None:
+def test_the_second_loader_advances_when_the_step_commits() -> None:
     with process() as run:
         done = script(run)
         pairs = zip(done.first.loader, done.second, strict=False)
@@ -331,7 +331,7 @@ def test_the_second_loader_moves_on_when_the_step_commits() -> None:
         assert not torch.equal(u[0], v[0])
 
 
-def test_a_step_that_does_not_count_does_not_move_the_second_loader() -> None:
+def test_an_uncommitted_step_does_not_advance_the_second_loader() -> None:
     with process() as run:
         done = script(run)
         others = iter(done.second)
@@ -348,7 +348,7 @@ def test_a_step_that_does_not_count_does_not_move_the_second_loader() -> None:
         assert (done.first.loader.position, done.second.position) == (Position(0, 1),) * 2
 
 
-def test_checkpoints_hold_both_positions(tmp_path: Path) -> None:
+def test_checkpoints_contain_both_positions(tmp_path: Path) -> None:
     with process(tmp_path, clean=False) as run:
         done = script(run, stop_at={15}, error=Killed)
         with pytest.raises(Killed):
@@ -360,10 +360,10 @@ def test_checkpoints_hold_both_positions(tmp_path: Path) -> None:
         assert done.second.state_dict()["follows"] and not done.first.loader.state_dict()["follows"]
 
 
-# -- refusals -------------------------------------------------------------------------------------
+# -- rejected -------------------------------------------------------------------------------------
 
 
-def test_shares_of_all_ranks_must_be_the_same() -> None:
+def test_shares_of_both_loaders_must_match_on_all_ranks() -> None:
     assert same_shares(EpochPlan(100, 8), 8, EpochPlan(50, 8), 8, 3)
     assert same_shares(EpochPlan(100, 12), 12, EpochPlan(50, 8), 8, 4)
     assert not same_shares(EpochPlan(100, 12), 12, EpochPlan(50, 8), 8, 3)
@@ -372,14 +372,14 @@ def test_shares_of_all_ranks_must_be_the_same() -> None:
     assert not same_shares(EpochPlan(100, 8, shards=4), 7, EpochPlan(100, 8), 7, 3)
 
 
-def test_batches_that_would_weigh_differently_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_batches_with_different_weights_are_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("elastic.training.data.following.same_shares", lambda *given: False)
     with process() as run, pytest.raises(TrainingError, match=r"10 samples .* 4 of the sec") as no:
         zipped(script(run))
     assert "drop_last=True" in no.value.hint and "global_batch=…" in no.value.hint
 
 
-def test_micro_batches_of_two_loaders_are_refused() -> None:
+def test_micro_batches_of_two_loaders_are_rejected() -> None:
     with process() as run:
         done = script(run)
         cut = run.loader(DataLoader(dataset(), batch_size=10), micro_batch=3)
@@ -391,7 +391,7 @@ def test_micro_batches_of_two_loaders_are_refused() -> None:
         assert "StackDataset" in no.value.hint
 
 
-def test_one_loader_does_not_lead_and_follow() -> None:
+def test_a_following_loader_cannot_be_read_outside_of_steps() -> None:
     with process() as run:
         done = script(run)
         others = iter(done.second)
@@ -405,7 +405,7 @@ def test_one_loader_does_not_lead_and_follow() -> None:
             next(iter(done.second))
 
 
-def test_a_loader_with_steps_of_its_own_cannot_follow() -> None:
+def test_a_loader_with_its_own_steps_cannot_follow() -> None:
     with process() as run:
         done = script(run)
         other = run.loader(DataLoader(dataset(), batch_size=10))
@@ -417,16 +417,16 @@ def test_a_loader_with_steps_of_its_own_cannot_follow() -> None:
         assert "run.loader(DataLoader(…))" in no.value.hint
 
 
-def test_a_look_at_the_second_loader_costs_nothing() -> None:
+def test_reading_a_batch_before_training_has_no_effect() -> None:
     with process() as run:
         done = script(run)
         next(iter(done.second))
         next(iter(done.first.loader))
         zipped(done)
-    assert done.seen == undisturbed(zipped).seen
+    assert done.seen == without_faults(zipped).seen
 
 
-def test_an_older_iterator_over_the_second_loader_is_refused() -> None:
+def test_an_older_iterator_over_the_second_loader_is_rejected() -> None:
     with process() as run:
         done = script(run)
         old = iter(done.second)
@@ -437,7 +437,7 @@ def test_an_older_iterator_over_the_second_loader_is_refused() -> None:
                 next(old)
 
 
-def test_two_loops_over_one_loader_are_refused() -> None:
+def test_two_loops_over_one_loader_are_rejected() -> None:
     with process() as run:
         done = script(run)
         with pytest.raises(TrainingError, match="while step 0 is not committed"):
@@ -445,7 +445,7 @@ def test_two_loops_over_one_loader_are_refused() -> None:
                 next(iter(done.first.loader))
 
 
-def test_cycle_is_refused_with_what_replaces_it() -> None:
+def test_itertools_cycle_is_rejected_with_an_alternative() -> None:
     with process() as run:
         done = script(run)
         others = itertools.cycle(done.second)

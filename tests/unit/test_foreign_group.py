@@ -1,4 +1,4 @@
-"""A process group that the script has made itself, under torchrun's own rendezvous backends."""
+"""A process group that the script created, under torchrun's own rendezvous backends."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from elastic.telemetry.log import get_logger
         ({}, False),
     ],
 )
-def test_a_store_that_torchrun_shares_between_restarts_is_warned_of(
+def test_a_store_shared_between_restarts_causes_a_warning(
     caplog: pytest.LogCaptureFixture,
     monkeypatch: pytest.MonkeyPatch,
     env: dict[str, str],

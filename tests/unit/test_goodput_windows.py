@@ -1,4 +1,4 @@
-"""Windows of a worker's time are summed up where nothing sets them apart, and only there."""
+"""Consecutive windows of a worker are merged only if they belong to the same activity."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def goodput_in(folder: Path, *processes: MadeUpProcess) -> Goodput:
 
 
 def trained(restored_at: int) -> MadeUpProcess:
-    """One world of 100 windows of 5 s and 50 steps; a second goes on from step ``restored_at``."""
+    """A world of 100 windows of 5 s and 50 steps; a second one resumes at step ``restored_at``."""
     worker = MadeUpProcess("node-0", "worker")
     place = {"rank": 0, "generation": 1}
     worker.write(10.0, "world-joined", step=0, duration_s=0.0, **place)
@@ -44,13 +44,13 @@ def trained(restored_at: int) -> MadeUpProcess:
 @pytest.mark.parametrize(
     ("restored_at", "recomputed_s"), [(5001, 0.0), (2501, 250.0), (2526, 247.5), (1, 500.0)]
 )
-def test_steps_done_again_are_a_loss_from_the_step_on(
+def test_repeated_steps_count_as_recomputed_from_the_restored_step(
     tmp_path: Path, restored_at: int, recomputed_s: float
 ) -> None:
     found = goodput_in(tmp_path, trained(restored_at))
     seconds = found.breakdown.seconds
-    # 5 % of a window went into waiting for data: that is a loss of its own.
-    at_fault_s = 0.1  # the step that did not end, too, took what a step takes
+    # 5 % of a window is data wait, which is accounted for separately.
+    at_fault_s = 0.1  # the interrupted step also took one step time
     assert seconds[Activity.RECOMPUTED] == pytest.approx(
         0.95 * recomputed_s + 0.95 * at_fault_s, abs=0.02
     )
@@ -60,7 +60,7 @@ def test_steps_done_again_are_a_loss_from_the_step_on(
     assert found.recomputed_steps == 5001 - restored_at
 
 
-def test_many_windows_become_few_stretches(tmp_path: Path) -> None:
+def test_windows_are_merged_into_few_stretches(tmp_path: Path) -> None:
     found = goodput_in(tmp_path, trained(5001))
     (lane,) = found.nodes[0].workers
     assert len(lane.stretches) < 15
@@ -71,7 +71,7 @@ LAG_S = 0.02  # of the steps of 0.1 s
 
 
 def with_a_straggler(cause: str, *, recovers: bool) -> list[MadeUpProcess]:
-    """Two nodes make windows of 5 s and 50 steps until 510 s; rank 1 is found to be slow."""
+    """Two nodes report windows of 5 s and 50 steps until 510 s; rank 1 is a straggler."""
     agent = MadeUpProcess("node-0", "agent")
     verdict = {"rank": 1, "generation": 1}
     agent.write(10.0, "world-entered", generation=1)
@@ -97,10 +97,10 @@ def with_a_straggler(cause: str, *, recovers: bool) -> list[MadeUpProcess]:
     [
         ("compute", True, 0.2 * 200),
         ("compute", False, 0.2 * 410),
-        ("data wait", True, 0.2 * 200 / 2),  # the straggler's own time is a data wait already
+        ("data wait", True, 0.2 * 200 / 2),  # the straggler's own time already counts as data wait
     ],
 )
-def test_what_the_others_wait_for_a_straggler_is_a_loss_of_its_own(
+def test_waiting_for_a_straggler_is_a_separate_loss(
     tmp_path: Path, cause: str, recovers: bool, straggling_s: float
 ) -> None:
     found = goodput_in(tmp_path, *with_a_straggler(cause, recovers=recovers))
@@ -110,7 +110,7 @@ def test_what_the_others_wait_for_a_straggler_is_a_loss_of_its_own(
     assert found.breakdown.total_s == pytest.approx(found.duration_s, rel=1e-9)
 
 
-def test_a_straggler_costs_no_more_than_the_steps_took(tmp_path: Path) -> None:
+def test_a_straggler_loss_is_limited_to_the_step_time(tmp_path: Path) -> None:
     agent, *workers = with_a_straggler("compute", recovers=False)
     agent.write(200.1, "straggler-found", rank=0, generation=1, cause="compute", lag_s=1e9)
     seconds = goodput_in(tmp_path, agent, *workers).breakdown.seconds
@@ -119,9 +119,7 @@ def test_a_straggler_costs_no_more_than_the_steps_took(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("is_killed", [False, True])
-def test_an_agent_that_outlives_its_worker_is_accounted_for_between_its_own_events(
-    tmp_path: Path, is_killed: bool
-) -> None:
+def test_time_after_the_end_of_a_worker_is_accounted_for(tmp_path: Path, is_killed: bool) -> None:
     agent, worker = MadeUpProcess("node-0", "agent"), MadeUpProcess("node-0", "worker")
     place = {"rank": 0, "generation": 1}
     agent.write(10.0, "world-entered", generation=1)
@@ -130,7 +128,7 @@ def test_an_agent_that_outlives_its_worker_is_accounted_for_between_its_own_even
     worker.window(110.1, 100.0, 1001, 1000, ended="due" if is_killed else "close", **place)
     if not is_killed:
         worker.write(110.1, "run-closed", clean=True, **place)
-    for at_s in (112.1, 115.1, 142.1):  # it cannot write to etcd that the job has ended
+    for at_s in (112.1, 115.1, 142.1):  # it cannot record the end of the job in etcd
         agent.write(at_s, "store-problem", error="no etcd endpoint answers")
     agent.write(150.1, "journal-closed")
     found = goodput_in(tmp_path, agent, worker)
@@ -143,7 +141,7 @@ def test_an_agent_that_outlives_its_worker_is_accounted_for_between_its_own_even
 
 
 def run_until(folder: Path, at_s: float) -> RunReport:
-    """The report of the made-up run, read when it had lasted so long."""
+    """The report of the made-up run, read at ``at_s``."""
     for process in write_run(folder):
         lines = [text for text in process.lines if json.loads(text)["time"] <= START_S + at_s]
         (folder / process.path).write_text("\n".join(lines) + "\n")
@@ -155,13 +153,13 @@ def run_until(folder: Path, at_s: float) -> RunReport:
     [
         (40.9, [], "There were no interruptions."),
         (42.0, [False], "1 failure cost 3.0 s. No step was committed since the last failure."),
-        (44.0, [True], "1 failure cost"),  # the first step was made, and no window after it
+        (44.0, [True], "1 failure cost"),  # the first step is committed, but no window follows it
         (119.9, [True, True], "The job is still running, or ended without a final event"),
         (120.9, [True, True], "All workers finished, but no agent recorded the end of the job"),
         (121.2, [True, True], "The job succeeded after 2 min 1 s."),
     ],
 )
-def test_a_failure_is_an_incident_before_and_as_soon_as_training_has_recovered(
+def test_a_failure_is_an_incident_before_and_after_recovery(
     tmp_path: Path, at_s: float, is_over: list[bool], said: str
 ) -> None:
     report = run_until(tmp_path, at_s)

@@ -1,4 +1,4 @@
-"""Gradients of sharded models across replicas: what goes with them, and a world that is over."""
+"""Gradients of sharded models across replicas: control flags, and the end of a world."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from elastic.training.gradients.control_flags import COUNT, ControlFlags, StepFl
 
 
 class BlockedWork(dist.Work):
-    """A collective that has failed, or one that never comes back."""
+    """A collective that has failed, or one that never completes."""
 
     def __init__(self, *, has_failed: bool) -> None:
         super().__init__()
@@ -34,7 +34,7 @@ class BlockedWork(dist.Work):
 
 
 class EndedWork(dist.Work):
-    """A collective that has ended well."""
+    """A collective that has completed."""
 
     def is_completed(self) -> bool:
         return True
@@ -44,7 +44,7 @@ class EndedWork(dist.Work):
 
 
 class BrokenGroup:
-    """A peer is gone."""
+    """A group with a dead peer."""
 
     size = 2
     is_on_stream = False
@@ -94,8 +94,8 @@ def weight(reduction: AcrossReduction, size: int = 3) -> torch.Tensor:
     return made
 
 
-def test_nothing_of_a_world_is_left_when_its_gradients_fail() -> None:
-    """To destroy the group would wait for a collective that nobody ends, half an hour."""
+def test_leaving_after_failed_gradients_ends_all_collectives() -> None:
+    """Destroying the group would wait half an hour for a collective that never completes."""
     group = BrokenGroup()
     reduction = reduction_in(group, ControlFlags())
     with pytest.raises(RuntimeError, match="closed by peer"):
@@ -104,7 +104,7 @@ def test_nothing_of_a_world_is_left_when_its_gradients_fail() -> None:
     assert group.works.drain(0.0)
 
 
-def test_flags_go_with_the_first_gradients_of_a_step_and_need_no_collective() -> None:
+def test_flags_are_piggybacked_on_the_first_gradients_without_a_collective() -> None:
     group, flags = TwinGroup(), ControlFlags()
     reduction = reduction_in(group, flags)
     weights = [weight(reduction, size) for size in (3, 4)]
@@ -125,8 +125,8 @@ def test_flags_go_with_the_first_gradients_of_a_step_and_need_no_collective() ->
         assert sum(group.sizes) == 2 * (3 + 4) + COUNT
 
 
-def test_the_world_is_left_if_the_script_has_caught_that_it_is_over() -> None:
-    """On all ranks of a replica, where one alone knows: at the end of the backward pass."""
+def test_a_world_is_left_although_the_script_caught_the_exception() -> None:
+    """On all ranks of a replica, at the end of the backward pass, even if only one rank knows."""
     group = TwinGroup()
     with pytest.raises(RuntimeError, match="closed by peer"):
         group.works.finish_one(BlockedWork(has_failed=True))

@@ -1,4 +1,4 @@
-"""What a leader makes of the facts that nodes publish, and what the node it concerns is told."""
+"""The leader's verdicts on the published facts, and the request to the culprit's node."""
 
 from __future__ import annotations
 
@@ -56,8 +56,8 @@ class Leader:
             )
         )
 
-    def hears(self, *ranks: RankFacts, generation: int = 7) -> None:
-        """Of nodes with one rank each."""
+    def receives_facts(self, *ranks: RankFacts, generation: int = 7) -> None:
+        """Facts of nodes with one rank each."""
         for facts in ranks:
             node_id = f"id-{facts.node}"
             record = HangFacts(node_id=node_id, generation=generation, ranks=(facts,))
@@ -86,71 +86,71 @@ def rank(number: int, phase: Phase = Phase.COLLECTIVE, quiet_s: float = 4.0) -> 
     )
 
 
-def test_the_culprits_node_is_told_and_once() -> None:
+def test_the_verdict_is_sent_once_to_the_culprits_node() -> None:
     leader = Leader()
-    leader.hears(rank(0), rank(2, Phase.COMPUTE))
+    leader.receives_facts(rank(0), rank(2, Phase.COMPUTE))
     verdict = leader.verdict()
     assert verdict is not None
     assert (verdict.action, verdict.culprits, verdict.node_id) == (HangAction.KILL, (2,), "id-n3")
     assert verdict.culprit == rank(2, Phase.COMPUTE)
     revision = leader.revision
-    leader.hears(replace(rank(0), quiet_s=14.0))
+    leader.receives_facts(replace(rank(0), quiet_s=14.0))
     leader.verdict()
     assert leader.revision == revision
 
 
-def test_nobody_is_told_while_a_node_has_not_spoken() -> None:
-    """Its ranks go on: a node publishes only those that do not."""
+def test_no_verdict_before_every_node_has_published_facts() -> None:
+    """A node publishes only ranks without progress, so that its ranks may still be running."""
     leader = Leader()
-    leader.hears(rank(0, quiet_s=60.0), rank(1, quiet_s=60.0))
+    leader.receives_facts(rank(0, quiet_s=60.0), rank(1, quiet_s=60.0))
     assert leader.verdict() is None
-    leader.hears(rank(2, quiet_s=60.0))
+    leader.receives_facts(rank(2, quiet_s=60.0))
     verdict = leader.verdict()
     assert verdict is not None
     assert (verdict.action, verdict.node_id) == (HangAction.ABORT_AND_REFORM, "id-n1")
 
 
-def test_what_was_known_of_an_earlier_world_is_answered_by_the_newest() -> None:
+def test_facts_of_an_earlier_world_are_ignored() -> None:
     leader = Leader()
-    leader.hears(rank(0, quiet_s=60.0), rank(1, quiet_s=60.0), generation=6)
+    leader.receives_facts(rank(0, quiet_s=60.0), rank(1, quiet_s=60.0), generation=6)
     assert leader.verdict(replace(world("n1", "n2"), generation=7)) is None
 
 
-def test_a_node_that_went_on_is_forgotten() -> None:
+def test_the_facts_of_a_node_that_resumed_are_discarded() -> None:
     leader = Leader()
-    leader.hears(rank(0), rank(2, Phase.COMPUTE))
+    leader.receives_facts(rank(0), rank(2, Phase.COMPUTE))
     leader.judge.delete(KEYS.hang("id-n3"))
     assert leader.verdict() is None
 
 
-def test_nodes_outside_of_the_world_do_not_count() -> None:
+def test_facts_of_nodes_outside_the_world_are_ignored() -> None:
     leader = Leader()
-    leader.hears(rank(0), rank(2, Phase.COMPUTE))
+    leader.receives_facts(rank(0), rank(2, Phase.COMPUTE))
     assert leader.verdict(replace(world("n1", "n2"), generation=7)) is None
 
 
-def test_a_planned_world_is_none_before_somebody_is_in_it() -> None:
-    """Joining ranks are not missed, and those that train are judged."""
+def test_a_planned_world_is_judged_without_its_joining_nodes() -> None:
+    """The facts of joining ranks are not required, and the ranks that train are judged."""
     leader = Leader()
     planned = replace(world("n1", "n2", "n3", "n4"), generation=8, switch_at_step=60)
-    leader.hears(*(rank(n, quiet_s=60.0) for n in range(3)), generation=8)
+    leader.receives_facts(*(rank(n, quiet_s=60.0) for n in range(3)), generation=8)
     verdict = leader.verdict(planned)
     assert verdict is not None
     assert (verdict.action, verdict.size) == (HangAction.ABORT_AND_REFORM, 3)
 
 
 @pytest.mark.parametrize("value", [b"{}", b"\x00", b'{"version": 2}'])
-def test_a_record_that_cannot_be_read_leaves_the_rest_intact(value: bytes) -> None:
+def test_an_unreadable_record_does_not_affect_other_records(value: bytes) -> None:
     leader = Leader()
     error = leader.judge.put(Entry(KEYS.hang("id-n2"), value, 1, 1))
     assert error is not None
     assert KEYS.hang("id-n2") in str(error)
-    leader.hears(rank(0), rank(2, Phase.COMPUTE))
+    leader.receives_facts(rank(0), rank(2, Phase.COMPUTE))
     assert leader.verdict() is not None
 
 
-def test_after_a_reset_the_store_is_believed() -> None:
+def test_a_reset_replaces_the_facts_with_those_of_the_store() -> None:
     leader = Leader()
-    leader.hears(rank(0), rank(2, Phase.COMPUTE))
+    leader.receives_facts(rank(0), rank(2, Phase.COMPUTE))
     assert leader.judge.reset(()) == []
     assert leader.verdict() is None

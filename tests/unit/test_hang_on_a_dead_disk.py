@@ -1,5 +1,5 @@
-"""What makes workers hang may be the file system that reports, logs and checkpoints are on: neither
-the agent nor the doctor waits for it."""
+"""Workers may hang because of the file system that holds reports, logs and checkpoints: neither the
+agent nor the doctor waits for it."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from elastic.testing.waiting import PATIENCE_S, eventually
 
 
 class Events(Journal):
-    """A journal that remembers."""
+    """A journal that records its events."""
 
     def __init__(self) -> None:
         self.seen: list[Event] = []
@@ -51,15 +51,15 @@ def worker() -> Iterator[subprocess.Popen[bytes]]:
     process.wait()
 
 
-def test_a_worker_is_ended_although_no_report_can_be_written(
+def test_a_hung_worker_is_killed_although_the_report_cannot_be_written(
     dead_disk: Path, worker: subprocess.Popen[bytes], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(response_module, "HANG_REPORT_WRITTEN_S", 0.2)
     event = end_hung(worker, ReportFolder(str(dead_disk / "reports")), dead_disk / "error.json")
-    assert event.report == "", "nobody is sent to a missing file"
+    assert event.report == "", "no path of a missing file"
 
 
-def test_a_report_that_fails_unexpectedly_says_what_failed(
+def test_an_unexpected_error_in_a_report_is_logged_with_its_cause(
     tmp_path: Path,
     worker: subprocess.Popen[bytes],
     caplog: pytest.LogCaptureFixture,
@@ -83,7 +83,7 @@ def test_a_report_that_fails_unexpectedly_says_what_failed(
 
 
 def end_hung(worker: subprocess.Popen[bytes], folder: ReportFolder, error_file: Path) -> HangFound:
-    """Have an agent find out that the worker hangs, and end it."""
+    """Let an agent detect that the worker hangs, and kill it."""
     journal = Events()
     response = HangResponse(
         node="n1",
@@ -126,18 +126,18 @@ def end_hung(worker: subprocess.Popen[bytes], folder: ReportFolder, error_file: 
 
 
 def exchange(phase: str, value: Any, within_s: float) -> dict[int, Any]:
-    """With another node, which sees the folder."""
+    """With another node, which can access the folder."""
     return {0: value, 1: True}
 
 
-def test_the_doctor_does_not_touch_a_folder_that_has_not_answered(tmp_path: Path) -> None:
+def test_the_doctor_skips_a_folder_that_does_not_respond(tmp_path: Path) -> None:
     assert shared_folder(None, "s", 0, exchange, 1.0) is None
     assert shared_folder(str(tmp_path), "s", 0, exchange, 1.0) == str(
         tmp_path / ".elastic-doctor-s"
     )
 
 
-def test_the_doctor_leaves_nothing_in_a_folder_that_only_one_node_sees(tmp_path: Path) -> None:
+def test_the_doctor_leaves_no_files_in_an_unshared_folder(tmp_path: Path) -> None:
     def alone(phase: str, value: Any, within_s: float) -> dict[int, Any]:
         return {0: value, 1: False}
 

@@ -1,4 +1,4 @@
-"""The page that a worker keeps, as another process reads it, and the hooks that fill it."""
+"""The page that a worker writes and another process reads, and the hooks that fill it."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ from elastic.testing.waiting import eventually
 from elastic.tuning.worker_intervals import STEP_SUMS_S
 
 STEPS = 3000
-# benchmarks/hang.py measures the promise of 20 us; here only a multiple of it is a failure.
+# benchmarks/hang.py measures the limit of 20 us; this test fails only at a multiple of it.
 MOST_PER_STEP_S = 60e-6
 CALLS_S = 5e-6  # a hundred calls of a function in Python, on a core of 2024
 
 
 @pytest.fixture
 def recorder(monkeypatch: pytest.MonkeyPatch) -> Iterator[PhaseRecorder]:
-    monkeypatch.setattr(pdb.Pdb, "interaction", pdb.Pdb.interaction)  # put back afterwards
+    monkeypatch.setattr(pdb.Pdb, "interaction", pdb.Pdb.interaction)  # restored after the test
     recorder = PhaseRecorder()
     recorder.start()
     yield recorder
@@ -45,7 +45,7 @@ def reader_of(recorder: PhaseRecorder) -> PageReader:
     return PageReader(os.getpid(), recorder.start())
 
 
-def test_what_is_written_is_read(recorder: PhaseRecorder) -> None:
+def test_a_written_page_is_read_back(recorder: PhaseRecorder) -> None:
     reader = reader_of(recorder)
     recorder.enter_generation(4)
     recorder.begin_world(2)
@@ -78,7 +78,7 @@ def test_what_is_written_is_read(recorder: PhaseRecorder) -> None:
     assert after.collective_s > 0
 
 
-def test_the_longest_of_a_phase_is_remembered_and_fades(
+def test_the_longest_duration_of_a_phase_is_kept_and_decays(
     recorder: PhaseRecorder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     reader = reader_of(recorder)
@@ -91,7 +91,7 @@ def test_the_longest_of_a_phase_is_remembered_and_fades(
         recorder.enter(Phase.COMPUTE)
         now_s += compute_s
         recorder.enter(Phase.DATA)
-        now_s += STEP_SUMS_S  # so each step is seen by itself
+        now_s += STEP_SUMS_S  # so that each step is read separately
         recorder.committed(number + 1)
         reading = reader.read()
         assert reading is not None
@@ -102,7 +102,7 @@ def test_the_longest_of_a_phase_is_remembered_and_fades(
     assert first.longest_s[Phase.COMPUTE] == pytest.approx(0.05)
     for number in range(1, 10):
         early = step(number, 0.0)
-    assert early.longest_s[Phase.COMPUTE] == 0.0, "a first step says nothing of later ones"
+    assert early.longest_s[Phase.COMPUTE] == 0.0, "the first step does not predict later ones"
     long = step(10, 0.05)
     assert long.longest_s[Phase.COMPUTE] > 0.04 > long.typical_s[Phase.COMPUTE]
     for number in range(11, 200):
@@ -110,7 +110,7 @@ def test_the_longest_of_a_phase_is_remembered_and_fades(
     assert faded.longest_s[Phase.COMPUTE] < long.longest_s[Phase.COMPUTE] / 4
 
 
-def test_a_full_collection_is_flagged_and_no_sign_of_life(recorder: PhaseRecorder) -> None:
+def test_a_full_garbage_collection_is_flagged_and_is_no_progress(recorder: PhaseRecorder) -> None:
     reader = reader_of(recorder)
     seen: list[Flag] = []
 
@@ -149,7 +149,7 @@ def test_a_prompt_of_pdb_is_flagged(recorder: PhaseRecorder) -> None:
     assert after.flags is Flag.NONE
 
 
-def test_other_threads_and_forked_children_do_not_speak_for_the_one_that_trains(
+def test_other_threads_and_forked_children_do_not_count_as_progress(
     recorder: PhaseRecorder,
 ) -> None:
     reader = reader_of(recorder)
@@ -165,7 +165,7 @@ def test_other_threads_and_forked_children_do_not_speak_for_the_one_that_trains(
     assert reader.read() == before
 
 
-def test_what_is_no_page_is_refused() -> None:
+def test_an_invalid_page_is_rejected() -> None:
     with open("/dev/null") as other, pytest.raises(FileNotFoundError, match="not a progress page"):
         PageReader(os.getpid(), other.fileno())
     with pytest.raises(FileNotFoundError):
@@ -177,7 +177,7 @@ def test_what_is_no_page_is_refused() -> None:
     os.close(unsealed)
 
 
-def test_a_torn_page_is_not_believed() -> None:
+def test_a_torn_page_is_rejected() -> None:
     page = Page()
     reader = PageReader(os.getpid(), page.fd)
     page.write(Phase.DATA, 0)
@@ -186,7 +186,7 @@ def test_a_torn_page_is_not_believed() -> None:
     page.close()
 
 
-def test_the_planned_steps_are_on_the_page_before_and_after_it_is_made() -> None:
+def test_planned_steps_are_on_the_page_if_set_before_or_after_its_creation() -> None:
     recorder = PhaseRecorder()
     recorder.plan_steps(120)
     reader = PageReader(os.getpid(), recorder.start())
@@ -198,8 +198,8 @@ def test_the_planned_steps_are_on_the_page_before_and_after_it_is_made() -> None
     reader.close()
 
 
-def test_a_step_costs_microseconds(recorder: PhaseRecorder) -> None:
-    """All that a step with two loaders' batches, three waits and an optimizer says."""
+def test_measuring_a_step_costs_microseconds(recorder: PhaseRecorder) -> None:
+    """All records of a step with batches of two loaders, three waits and an optimizer."""
 
     def step(number: int) -> None:
         recorder.begin_step(number)
@@ -219,7 +219,7 @@ def test_a_step_costs_microseconds(recorder: PhaseRecorder) -> None:
 
 
 def _timed(step: Callable[[int], None]) -> float:
-    """Seconds of CPU: others use the machine, too."""
+    """CPU seconds, since the machine is shared with other processes."""
     began_s = time.thread_time()
     for number in range(STEPS // 20):
         step(number)
@@ -279,7 +279,7 @@ def source_of(process: Any) -> StackSource:
     return StackSource(int(fd), int(signum))
 
 
-def test_stacks_of_a_process_whose_lock_is_held_in_c(
+def test_stacks_are_read_from_a_process_that_holds_the_gil_in_c(
     started: Callable[[str], subprocess.Popen[str]],
 ) -> None:
     process = started(HOLDING)
@@ -293,12 +293,12 @@ def test_stacks_of_a_process_whose_lock_is_held_in_c(
     assert said.count("in other") == 1
     assert any("deadlocked_in_c" in frame for frame in stacks.main_thread(said))
     again = stacks.take(process.pid, source)
-    assert again.count("deadlocked_in_c") == 1, "only what was added"
-    assert "in other" not in again, "a healthy process walks no thread that may run"
-    assert process.poll() is None, "it lives"
+    assert again.count("deadlocked_in_c") == 1, "only the added part"
+    assert "in other" not in again, "a healthy process does not walk the stacks of running threads"
+    assert process.poll() is None, "the process is alive"
 
 
-def test_a_process_without_a_handler_is_not_signalled(
+def test_a_process_without_a_handler_receives_no_signal(
     started: Callable[[str], subprocess.Popen[str]],
 ) -> None:
     process = started("print('1 60', flush=True)\nimport time\ntime.sleep(600)")
@@ -307,7 +307,7 @@ def test_a_process_without_a_handler_is_not_signalled(
     assert process.poll() is None
 
 
-def test_a_stopped_process_has_no_stacks_and_holds_nobody_up(
+def test_a_stopped_process_has_no_stacks_and_causes_no_wait(
     started: Callable[[str], subprocess.Popen[str]],
 ) -> None:
     process = started(HOLDING)
@@ -320,7 +320,7 @@ def test_a_stopped_process_has_no_stacks_and_holds_nobody_up(
 
 
 class Writing(ManualClock):
-    """Each look comes after the next part was written, or after a time without a core."""
+    """Each read follows the next part, or a period without CPU time."""
 
     def __init__(self, fd: int, parts: list[bytes]) -> None:
         super().__init__()
@@ -332,7 +332,7 @@ class Writing(ManualClock):
             os.write(self.fd, self.parts.pop(0))
 
 
-def test_a_process_that_gets_no_core_between_two_threads_is_read_to_the_end() -> None:
+def test_stacks_are_read_completely_if_the_process_is_descheduled() -> None:
     fd = os.memfd_create(NAME)
     try:
         os.write(fd, b"an earlier one")
@@ -343,7 +343,7 @@ def test_a_process_that_gets_no_core_between_two_threads_is_read_to_the_end() ->
         os.close(fd)
 
 
-def test_outliers_come_first() -> None:
+def test_outliers_are_listed_first() -> None:
     waits = 'Current thread 1 (most recent call first):\n  File "ddp.py", line 1 in wait'
     loops = 'Current thread 1 (most recent call first):\n  File "train.py", line 9 in loss'
     grouped = stacks.group([(0, waits), (1, loops), (2, waits)])

@@ -9,7 +9,7 @@ from elastic.hangs.report import HangReport, ReportFolder
 from elastic.hangs.verdict import HangAction, HangConfidence, HangKind, Judgment
 
 
-def test_who_reads_while_it_is_written_again_has_a_complete_report(tmp_path: Path) -> None:
+def test_a_report_is_complete_for_readers_while_it_is_rewritten(tmp_path: Path) -> None:
     folder = ReportFolder(str(tmp_path))
     path = folder.path("n1", 0)
     report = HangReport(

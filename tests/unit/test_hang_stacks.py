@@ -1,4 +1,4 @@
-"""Stacks of all ranks in a hang report, whose size is bounded however large the world is."""
+"""The stacks of all ranks in a hang report, whose size is bounded for any world size."""
 
 from __future__ import annotations
 
@@ -63,13 +63,13 @@ LOOPS = dump('  File "train.py", line 9 in loss')
 
 
 def sent_by(number: int, share: Share) -> tuple[StackGroup, ...]:
-    """What a node of the world sends about its ranks."""
+    """What a node of the world sends for its ranks."""
     ranks = range(number * PER_NODE, (number + 1) * PER_NODE)
     taken = stacks.group((rank, LOOPS if rank == CULPRIT else WAITS) for rank in ranks)
     return stacks.within(taken, share.characters)
 
 
-def test_the_stacks_of_64_nodes_are_two_groups_with_the_culprit_first() -> None:
+def test_stacks_of_64_nodes_form_two_groups_with_the_culprit_first() -> None:
     share = Share.of(NODES, len(RANKS))
     sent = [sent_by(number, share) for number in range(NODES)]
     assert [len(groups) for groups in sent] == [
@@ -81,8 +81,8 @@ def test_the_stacks_of_64_nodes_are_two_groups_with_the_culprit_first() -> None:
     assert sorted(culprit.ranks + others.ranks) == list(RANKS)
 
 
-def test_a_world_of_any_size_sends_no_more_than_the_report_may_hold() -> None:
-    """The worst case: every rank of every node is somewhere else."""
+def test_the_size_of_sent_stacks_is_bounded_for_any_world_size() -> None:
+    """The worst case: every rank of every node is at a different place."""
     flight = FlightEntry(
         group="nccl 0 (default_pg)", sequence=1, operation="all_reduce", inputs="x", is_over=False
     )
@@ -111,17 +111,17 @@ def test_a_world_of_any_size_sends_no_more_than_the_report_may_hold() -> None:
     assert len(merged) == len(RANKS)
 
 
-def test_a_stack_that_one_node_has_cut_is_in_the_group_of_the_whole_one() -> None:
+def test_a_truncated_stack_is_grouped_with_its_complete_stack() -> None:
     cut = stacks.shortened(WAITS, 600)
     assert len(cut) <= 600 and cut.endswith("  ...") and "line 1 in wait" in cut
     groups = stacks.merge([StackGroup((4,), cut), StackGroup((1, 2), WAITS)])
     assert groups == (StackGroup((1, 2, 4), WAITS),)
     assert stacks.shortened(WAITS, 10**6) == WAITS
-    assert "in loop" not in stacks.shortened(WAITS, len(WAITS) - 1), "other threads go first"
+    assert "in loop" not in stacks.shortened(WAITS, len(WAITS) - 1), "other threads are cut first"
 
 
-def test_native_stacks_of_ranks_at_different_places_are_not_one_group() -> None:
-    """py-spy has another form than faulthandler, and the main thread first."""
+def test_native_stacks_at_different_places_form_separate_groups() -> None:
+    """py-spy's format differs from faulthandler's, and starts with the main thread."""
 
     def dumped(function: str) -> str:
         main = (
@@ -134,7 +134,7 @@ def test_native_stacks_of_ranks_at_different_places_are_not_one_group() -> None:
     assert stacks.main_first(taken[0]).startswith('Thread 7 (active): "MainThread"')
 
 
-def test_ranks_that_do_the_same_are_one_group_wherever_in_a_library_they_are() -> None:
+def test_ranks_are_grouped_independently_of_lines_in_libraries() -> None:
     library = "/usr/lib/python3.11/threading.py"
     polls = dump(f'  File "{library}", line 327 in wait\n  File "{library}", line 629 in join')
     joins = dump(f'  File "{library}", line 1096 in join')
@@ -148,15 +148,15 @@ def test_ranks_that_do_the_same_are_one_group_wherever_in_a_library_they_are() -
     assert len(stacks.group([(0, line_9), (1, line_10)])) == 2, "lines of the script count"
 
 
-def test_culprits_are_first_and_in_a_group_of_their_own() -> None:
-    """Also where they are the most, or at the same place as the others."""
+def test_culprits_are_listed_first_in_a_separate_group() -> None:
+    """Also if they are the majority, or at the same place as the others."""
     taken = [(rank, WAITS) for rank in range(4)]
     assert [one.ranks for one in stacks.group(taken, apart=(0, 1, 3))] == [(0, 1, 3), (2,)]
     sent = [StackGroup((0, 1), WAITS), StackGroup((2, 3), WAITS)]
     assert [one.ranks for one in stacks.merge(sent, apart=(3,))] == [(3,), (0, 1, 2)]
 
 
-def test_the_place_in_the_script_is_its_innermost_frame() -> None:
+def test_the_place_in_the_script_is_its_innermost_script_frame() -> None:
     own = Path(stacks.__file__).parents[1] / "worker" / "worlds.py"
     inner = f'  File "{own}", line 3 in wait\n  File "/usr/lib/python3.11/x.py", line 4 in call'
     text = dump(f'{inner}\n  File "/job/train.py", line 41 in load\n  File "m.py", line 5 in main')
@@ -184,7 +184,7 @@ def verdict_of_a_large_world() -> HangVerdict:
 
 
 def taken_of(context: NodeContext) -> StacksTaken | None:
-    """Among what the node's thread is told."""
+    """The request for stacks, if the node's thread has received one."""
     return next((m for m in context.inbox.take(1.0) if isinstance(m, StacksTaken)), None)
 
 
@@ -218,8 +218,8 @@ def test_every_node_of_a_large_world_sends_the_stacks_of_its_ranks(name: str) ->
     assert [one.ranks for one in sent.stacks] == [(int(name[1:]) - 1,)]
 
 
-def test_what_64_nodes_send_is_in_the_report_and_its_json(tmp_path: Path) -> None:
-    """Written once for all that have come, not once for each node."""
+def test_the_stacks_of_64_nodes_are_in_the_report_and_its_json(tmp_path: Path) -> None:
+    """Written once for all stacks that have arrived, not once per node."""
     record = verdict_of_a_large_world()
     writes: list[HangReport] = []
 

@@ -1,4 +1,4 @@
-"""/livez and /readyz: what they say, and that no client keeps another from hearing it."""
+"""/livez and /readyz: their answers, and that no client can block another."""
 
 from __future__ import annotations
 
@@ -44,10 +44,10 @@ def ended(outcome: Outcome, exit_code: int) -> Done:
     ("n", "newest", "said"),
     [
         (IN_SEVEN, SEVEN, "in generation 7"),
-        (IN_SEVEN, PLANNED, "in generation 7"),  # the workers switch by themselves
+        (IN_SEVEN, PLANNED, "in generation 7"),  # the workers switch without a restart
         (replace(IN_SEVEN, running=PAUSED), PAUSED, "2 more nodes are needed"),
         (node("n1", NodeState.STARTING, running=SEVEN), SEVEN, "in generation 7"),  # restart mode
-        (IN_SEVEN, None, "in generation 7"),  # etcd was emptied: what runs stands
+        (IN_SEVEN, None, "in generation 7"),  # etcd was wiped: the running world remains valid
     ],
 )
 def test_a_node_whose_workers_are_in_the_world_is_ready(
@@ -75,7 +75,7 @@ def test_a_node_whose_workers_are_in_the_world_is_ready(
         (replace(IN_SEVEN, state=NodeState.FINISHED), SEVEN, "have succeeded"),
     ],
 )
-def test_a_node_whose_workers_are_not_in_the_world_says_why(
+def test_a_node_whose_workers_are_not_in_the_world_is_not_ready(
     n: Node, newest: WorldRecord | None, said: str
 ) -> None:
     verdict = readiness(n, newest, None, is_parked=False)
@@ -84,7 +84,7 @@ def test_a_node_whose_workers_are_not_in_the_world_says_why(
 
 
 @pytest.mark.parametrize(("outcome", "code"), [(Outcome.SUCCESS, 0), (Outcome.FAILURE, 70)])
-def test_a_parked_node_is_not_ready_and_tells_the_result(outcome: Outcome, code: int) -> None:
+def test_a_parked_node_is_not_ready_and_reports_the_result(outcome: Outcome, code: int) -> None:
     verdict = readiness(IN_SEVEN, SEVEN, ended(outcome, code), is_parked=True)
     body = json.loads(verdict.body())
     assert (body["ok"], body["parked"]) == (False, True)
@@ -92,7 +92,7 @@ def test_a_parked_node_is_not_ready_and_tells_the_result(outcome: Outcome, code:
     assert body["job"]["exit_code"] == code
 
 
-def test_a_thread_that_does_not_turn_is_named() -> None:
+def test_a_thread_without_heartbeats_is_named() -> None:
     clock = ManualClock()
     watchdog = Watchdog(clock)
     thread = threading.Thread(target=watchdog.heartbeat, name="elastic-node")
@@ -107,7 +107,7 @@ def test_a_thread_that_does_not_turn_is_named() -> None:
     assert verdict.reason.startswith("elastic-node has made no progress for 100")
 
 
-def test_a_thread_that_ended_in_order_is_not_missed() -> None:
+def test_a_thread_that_ended_normally_is_not_reported() -> None:
     clock = ManualClock()
     watchdog = Watchdog(clock)
     watchdog.heartbeat()
@@ -156,7 +156,7 @@ def test_answers_carry_the_verdict_and_its_reason(server: HealthServer) -> None:
 
 
 @pytest.mark.parametrize(("method", "path", "status"), [("GET", "/", 404), ("POST", "/livez", 501)])
-def test_what_is_not_asked_for_right_is_refused(
+def test_an_unsupported_path_or_method_is_rejected(
     server: HealthServer, method: str, path: str, status: int
 ) -> None:
     assert ask(server.port, path, method)[0] == status
@@ -165,41 +165,41 @@ def test_what_is_not_asked_for_right_is_refused(
 @pytest.mark.parametrize(
     "sent", [b"", b"GET /livez HTTP/1.1\r\n", b"\xff\x00\r\n\r\n", b"x" * (2 * MAX_REQUEST)]
 )
-def test_whatever_a_client_sends_others_are_answered(server: HealthServer, sent: bytes) -> None:
+def test_malformed_requests_do_not_affect_other_clients(server: HealthServer, sent: bytes) -> None:
     with socket.create_connection(("127.0.0.1", server.port), timeout=10) as client:
         client.sendall(sent)
         assert ask(server.port, "/livez")[0] == 200
 
 
-def test_more_idle_clients_than_there_is_room_for_keep_nobody_out(server: HealthServer) -> None:
+def test_idle_clients_beyond_the_limit_do_not_block_other_clients(server: HealthServer) -> None:
     with ExitStack() as idle:
         for _ in range(2 * MAX_CONNECTIONS):
             idle.enter_context(socket.create_connection(("127.0.0.1", server.port), timeout=10))
             assert ask(server.port, "/livez")[0] == 200
 
 
-def test_an_idle_client_is_let_go() -> None:
+def test_an_idle_client_is_disconnected() -> None:
     clock = ManualClock()
     server = HealthServer(0, ROUTES, on_error=fail, clock=clock)
     server.start()
     try:
         with socket.create_connection(("127.0.0.1", server.port), timeout=10) as client:
             client.sendall(b"GET /livez")
-            assert ask(server.port, "/livez")[0] == 200  # by now it is known, too
+            assert ask(server.port, "/livez")[0] == 200  # by now the connection is accepted
             clock.advance(HEALTH_CONNECTION_S + 1)
             assert client.recv(1) == b""  # times out if it is kept
     finally:
         server.close()
 
 
-def test_a_port_that_is_taken_is_a_clear_error(server: HealthServer) -> None:
+def test_a_port_in_use_is_reported_with_its_number(server: HealthServer) -> None:
     with pytest.raises(ConfigError) as refused:
         HealthServer(server.port, ROUTES, on_error=fail)
     assert f"health_port={server.port}" in refused.value.message
     assert "ELASTIC_HEALTH_PORT" in refused.value.hint
 
 
-def test_a_server_that_never_served_lets_its_port_go() -> None:
+def test_a_server_that_never_served_releases_its_port() -> None:
     unused = HealthServer(0, ROUTES, on_error=fail)
     port = unused.port
     unused.close()

@@ -17,7 +17,7 @@ from elastic.testing.waiting import eventually
 ME = current_process()
 
 
-def test_a_live_process_is_not_proved_gone() -> None:
+def test_a_live_process_is_not_proved_dead() -> None:
     assert not proved_gone(ME, ME)
 
 
@@ -28,7 +28,7 @@ def test_a_reused_pid_is_recognised_by_its_start_time() -> None:
 DEAD = replace(ME, pid=2**22 + 1)
 
 
-def test_a_missing_pid_proves_it_on_the_same_machine() -> None:
+def test_a_missing_pid_on_the_same_machine_proves_death() -> None:
     assert proved_gone(DEAD, ME)
 
 
@@ -36,40 +36,40 @@ def test_a_missing_pid_proves_it_on_the_same_machine() -> None:
     "other",
     [
         {"host": "another"},
-        {"machine_id": "another"},  # clones that were made while they ran, with a new id
-        {"boot_id": "another"},  # a clone of the disk with the same name, or a machine rebooted
+        {"machine_id": "another"},  # a clone of a running machine, with a new id
+        {"boot_id": "another"},  # a clone of the disk with the same name, or a reboot
         {"pod_uid": "another"},  # a pod on the same machine
         {"pid_namespace": 1},  # a container on it
     ],
 )
-def test_nothing_is_proved_unless_everything_agrees(other: dict[str, Any]) -> None:
+def test_death_is_not_proved_if_any_identity_field_differs(other: dict[str, Any]) -> None:
     assert not proved_gone(replace(DEAD, **other), ME)
 
 
-def test_containers_without_a_machine_id_can_prove_it() -> None:
+def test_death_is_proved_in_containers_without_a_machine_id() -> None:
     here = replace(ME, machine_id="", pod_uid="7c6e")
     assert proved_gone(replace(here, pid=DEAD.pid), here)
 
 
 @pytest.mark.parametrize("unknown", [{"boot_id": ""}, {"pid_namespace": 0}])
-def test_what_is_unknown_on_both_sides_does_not_agree(unknown: dict[str, Any]) -> None:
+def test_fields_unknown_on_both_sides_do_not_match(unknown: dict[str, Any]) -> None:
     here = replace(ME, **unknown)
     assert not proved_gone(replace(here, pid=DEAD.pid), here)
 
 
-def test_a_process_that_proc_hides_is_not_gone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As with hidepid, for a process of another user."""
+def test_a_process_hidden_in_proc_is_not_proved_dead(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As with hidepid, for another user's process."""
     monkeypatch.setattr("elastic.node.identity._stat", lambda pid: None)
     assert not proved_gone(ME, ME)
     assert proved_gone(DEAD, ME)
 
 
-def test_another_namespaces_proc_proves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_proc_of_another_pid_namespace_proves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "readlink", lambda path: "4242")
     assert current_process().pid_namespace == 0
 
 
-def test_the_pods_uid_is_part_of_it() -> None:
+def test_the_pod_uid_is_part_of_the_identity() -> None:
     assert current_process("7c6e").pod_uid == "7c6e"
     assert ME.machine_id == read("/etc/machine-id")
     assert ME.boot_id == read("/proc/sys/kernel/random/boot_id") != ""
@@ -82,7 +82,7 @@ def read(path: str) -> str:
         return ""
 
 
-def test_a_zombie_is_gone() -> None:
+def test_a_zombie_process_is_dead() -> None:
     child = subprocess.Popen([sys.executable, "-S", "-c", "pass"], stdout=subprocess.PIPE)
     assert child.stdout is not None
     child.stdout.read()  # closed when it has exited; it is not reaped yet

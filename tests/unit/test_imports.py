@@ -1,4 +1,4 @@
-"""What is imported where: cheap entry points, and no grpc in workers."""
+"""Import rules: cheap entry points, and no grpc in workers."""
 
 from __future__ import annotations
 
@@ -20,30 +20,30 @@ def modules_after(code: str) -> set[str]:
     return set(done.stdout.split())
 
 
-def test_importing_elastic_is_cheap() -> None:
+def test_import_of_elastic_is_cheap() -> None:
     assert not modules_after("import elastic") & set(HEAVY)
 
 
-def test_importing_the_entry_point_is_cheaper() -> None:
+def test_import_of_the_entry_point_is_cheaper() -> None:
     loaded = modules_after("import elastic.rendezvous.entrypoint")
     assert not loaded & set(HEAVY)
     heavier = ("elastic.store", "elastic.membership", "elastic.node")
     assert not {m for m in loaded if m.startswith(heavier)}
 
 
-def test_the_status_of_a_job_needs_no_journals() -> None:
-    """Nor what decides worlds: half a second is little, and each class of a record takes time."""
+def test_elastic_status_does_not_import_journals() -> None:
+    """Nor the decision code: the command has half a second, and each record class adds to it."""
     loaded = modules_after("import elastic.cli.observe.status, elastic.store.etcd.store")
     journals = {"elastic.events", "elastic.telemetry.journal", "elastic.telemetry.journal_reader"}
     assert not loaded & {"torch", "rich", *journals, "elastic.membership.view"}
 
 
-def test_a_worker_that_logs_before_it_joins_reads_no_messages() -> None:
+def test_logging_before_joining_does_not_import_msgspec() -> None:
     code = "from elastic.telemetry.log import get_logger; get_logger().warning('x')"
     assert "msgspec" not in modules_after(code)
 
 
-# Importing torch takes seconds: all that is to be seen beside it is seen in one process.
+# Importing torch takes seconds, so that one process serves all these tests.
 BESIDE_TORCH = """
 import importlib, json, os, sys
 from elastic.testing.forks import server
@@ -79,8 +79,8 @@ print(json.dumps(seen))
 
 
 @pytest.fixture(scope="module")
-def beside_torch() -> dict[str, Any]:
-    """What a process has read, changed and imported that has all that workers and agents import."""
+def imports_of_torch() -> dict[str, Any]:
+    """What a process reads, changes and imports when it imports all of a worker and an agent."""
     done = subprocess.run(
         [sys.executable, "-c", BESIDE_TORCH], capture_output=True, text=True, check=True
     )
@@ -88,17 +88,17 @@ def beside_torch() -> dict[str, Any]:
     return seen
 
 
-def test_workers_never_import_grpc(beside_torch: dict[str, Any]) -> None:
-    """Neither for what torch imports of ours, nor for what a script does."""
-    loaded = set(beside_torch["modules"])
+def test_workers_never_import_grpc(imports_of_torch: dict[str, Any]) -> None:
+    """Neither through the modules that torch imports, nor through a script."""
+    loaded = set(imports_of_torch["modules"])
     assert {"torch.distributed.elastic.rendezvous", "elastic.training.run"} <= loaded
     assert not loaded & {"grpc", "etcd3"}
 
 
-def test_nothing_is_read_from_the_environment_at_import(beside_torch: dict[str, Any]) -> None:
-    """A process of the tests' fork server is given its environment after that."""
-    assert beside_torch["reads"] == []
+def test_imports_do_not_read_the_environment(imports_of_torch: dict[str, Any]) -> None:
+    """The tests' fork server sets a process's environment after the imports."""
+    assert imports_of_torch["reads"] == []
 
 
-def test_importing_changes_nothing_in_torch(beside_torch: dict[str, Any]) -> None:
-    assert not beside_torch["changes"]
+def test_imports_do_not_change_torch(imports_of_torch: dict[str, Any]) -> None:
+    assert not imports_of_torch["changes"]

@@ -1,5 +1,4 @@
-"""Every interval has one place, and its reason there; nothing reads the environment when it is
-imported."""
+"""Every interval is defined once, with its reason; no module reads the environment at import."""
 
 from __future__ import annotations
 
@@ -18,12 +17,12 @@ PLACES = (
     ),
     REPOSITORY / "checkpoints" / "intervals.py",
 )
-# What has a place of its own, and why.
+# Files that define intervals of their own, and why.
 OWN_PLACES = {
     "elastic/secure_channel/limits.py": "secure channels import only the standard library",
     "elastic/node/orphan_reaper.py": "the reaper runs as a script, without this package",
 }
-# No job waits for the limits of the test kits.
+# The limits of the test kits do not apply to jobs.
 TEST_KITS = ("elastic/testing/", "checkpoints/testing/")
 _SUFFIX = re.compile(
     r"(?i)_(s|ms|us|interval|timeout|deadline|patience|seconds|attempts|retries|tries|backoff)$"
@@ -43,7 +42,7 @@ def sources() -> Iterator[tuple[str, ast.Module]]:
 
 
 def has_number(value: ast.expr | None) -> bool:
-    """A number above zero: 0 is no interval but a start, or no limit."""
+    """Whether it is a number above zero: 0 is a start, or means no limit."""
     return value is not None and any(
         isinstance(node, ast.Constant)
         and isinstance(node.value, int | float)
@@ -104,8 +103,8 @@ _MOMENT = re.compile(r"(?i)(^|[._])(now|began|monotonic|time)(_s)?(\(\))?$")
 
 
 def literal_intervals(tree: ast.Module) -> Iterator[tuple[str, int]]:
-    """Numbers in the middle of code: what a wait is given, ``within_s=5.0``, ``now + 5.0``, and the
-    least and most of a duration."""
+    """Literal intervals in code: arguments of waits, ``within_s=5.0``, ``now + 5.0``, and bounds of
+    durations."""
     for node in ast.walk(tree):
         match node:
             case ast.Call(func=ast.Name(id=name) | ast.Attribute(attr=name)):
@@ -138,13 +137,13 @@ def literal_intervals(tree: ast.Module) -> Iterator[tuple[str, int]]:
 
 
 def _of_interval(node: ast.Call) -> bool:
-    """Whether it is an option for one: ``--timeout-s``."""
+    """Whether it defines an option for an interval: ``--timeout-s``."""
     names = [a.value for a in node.args if isinstance(a, ast.Constant)]
     return any(is_interval(str(name).replace("-", "_")) for name in names)
 
 
 def is_duration(value: ast.expr) -> bool:
-    """Whether an expression is about seconds, by the names in it; no ratio of two durations."""
+    """Whether an expression is in seconds, by its names; a ratio of two durations is not."""
     if isinstance(value, ast.BinOp) and isinstance(value.op, ast.Div):
         return False
     if isinstance(value, ast.Call) and ast.unparse(value.func) in (
@@ -159,12 +158,12 @@ def is_duration(value: ast.expr) -> bool:
 
 
 def is_epsilon(value: ast.expr) -> bool:
-    """What keeps a divisor above zero."""
+    """A constant that keeps a divisor above zero."""
     return isinstance(value, ast.Constant) and isinstance(value.value, float) and value.value < 1e-4
 
 
 def holds_literal(value: ast.expr) -> bool:
-    """A number itself, a product or quotient of numbers, or a choice that has one."""
+    """A number, a product or quotient of numbers, or a conditional with one."""
     match value:
         case ast.IfExp(body=body, orelse=orelse):
             return holds_literal(body) or holds_literal(orelse)
@@ -178,7 +177,7 @@ def holds_literal(value: ast.expr) -> bool:
 
 
 def read_when_imported(node: ast.AST) -> Iterator[ast.AST]:
-    """What is evaluated at import: not the bodies of functions, but their defaults."""
+    """Nodes evaluated at import: defaults of functions, but not their bodies."""
     if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
         for default in [*node.args.defaults, *node.args.kw_defaults]:
             if default is not None:
@@ -190,7 +189,7 @@ def read_when_imported(node: ast.AST) -> Iterator[ast.AST]:
 
 
 def reads_environment(node: ast.AST) -> bool:
-    """``os.environ[...]``, ``os.environ.get(...)``, ``os.getenv(...)``; or it is passed on.
+    """``os.environ[...]``, ``os.environ.get(...)``, ``os.getenv(...)``, or an argument.
 
     ``env: Mapping[str, str] = os.environ`` as a default binds the mapping, and reads nothing.
     """
@@ -204,7 +203,7 @@ def reads_environment(node: ast.AST) -> bool:
     return any(text.startswith(("os.environ", "os.getenv", "environ")) for text in said)
 
 
-def test_intervals_have_one_place() -> None:
+def test_intervals_are_defined_in_their_modules() -> None:
     found = [
         f"{name}:{line}: {constant}"
         for name, tree in sources()
@@ -216,7 +215,7 @@ def test_intervals_have_one_place() -> None:
     assert found == [], "move these to elastic/tuning or checkpoints/intervals.py, with reasons"
 
 
-def test_no_interval_is_a_number_in_the_middle_of_code() -> None:
+def test_code_has_no_literal_intervals() -> None:
     found = [
         f"{name}:{line}: {code}"
         for name, tree in sources()
@@ -251,12 +250,12 @@ def test_no_interval_is_a_number_in_the_middle_of_code() -> None:
         ("parser.add_argument('--count', default=3)", 0),
     ],
 )
-def test_what_counts_as_one(source: str, count: int) -> None:
+def test_literal_intervals_are_recognised(source: str, count: int) -> None:
     assert len(list(literal_intervals(ast.parse(source)))) == count
 
 
-def test_no_interval_has_a_second_name() -> None:
-    """``_WAIT_S = WAIT_S``: a reader has to look it up twice."""
+def test_no_interval_has_an_alias() -> None:
+    """``_WAIT_S = WAIT_S``: a reader would have to look it up twice."""
     found = [
         f"{name}:{statement.lineno}: {ast.unparse(statement)}"
         for name, tree in sources()
@@ -269,14 +268,14 @@ def test_no_interval_has_a_second_name() -> None:
     assert found == []
 
 
-def test_places_of_their_own_are_still_needed() -> None:
+def test_exceptions_for_own_intervals_are_still_needed() -> None:
     for name in OWN_PLACES:
         assert list(intervals(ast.parse((REPOSITORY / name).read_text())))
 
 
 @pytest.mark.parametrize("place", PLACES, ids=lambda path: path.stem)
-def test_every_interval_has_its_reason_above_in_full_sentences(place: Path) -> None:
-    """docs/timeouts.md prints each alone: a comment that goes on below the next line says half."""
+def test_every_interval_has_a_comment_in_full_sentences(place: Path) -> None:
+    """docs/timeouts.md prints each comment alone, so that each has to be complete."""
     lines = place.read_text().splitlines()
     tree = ast.parse("\n".join(lines))
     classes = [node for node in tree.body if isinstance(node, ast.ClassDef)]
@@ -298,7 +297,7 @@ def test_no_interval_is_defined_twice() -> None:
     assert len(names) == len(set(names))
 
 
-def test_nothing_reads_the_environment_when_it_is_imported() -> None:
+def test_no_module_reads_the_environment_at_import() -> None:
     found = [
         f"{name}:{getattr(node, 'lineno', 0)}"
         for name, tree in sources()
@@ -324,7 +323,7 @@ def test_nothing_reads_the_environment_when_it_is_imported() -> None:
         ("def f() -> None:\n    until_s = 5.0", 0),
     ],
 )
-def test_what_counts_as_an_interval(source: str, count: int) -> None:
+def test_intervals_are_recognised(source: str, count: int) -> None:
     assert len(list(intervals(ast.parse(source)))) == count
 
 
@@ -338,6 +337,6 @@ def test_what_counts_as_an_interval(source: str, count: int) -> None:
         ("def f(env=os.environ): return env['X']", False),
     ],
 )
-def test_what_counts_as_reading_the_environment(source: str, is_read: bool) -> None:
+def test_reads_of_the_environment_are_recognised(source: str, is_read: bool) -> None:
     nodes = (n for s in ast.parse(source).body for n in read_when_imported(s))
     assert any(map(reads_environment, nodes)) == is_read

@@ -1,4 +1,4 @@
-"""When a node that has lost etcd stops, and when it has merely been frozen."""
+"""Isolation: when a node without etcd stops, and how long a frozen node may take."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ TAKEOVER_S = 40.0
 
 class Journal:
     def emit(self, event: Event, *, level: int = logging.INFO) -> None:
-        """Not looked at."""
+        """Ignore the event."""
 
 
 class NodeThread:
@@ -45,8 +45,8 @@ class NodeThread:
         )
         self.contact = IsolationDetector(context, None, lambda: self.contact_s)
 
-    def turns_for(self, seconds: float, *, every_s: float = 1.0) -> bool:
-        """Whether the node goes on."""
+    def runs_for(self, seconds: float, *, every_s: float = 1.0) -> bool:
+        """Whether the node continues."""
         end_s = self.clock.monotonic() + seconds
         while self.clock.monotonic() < end_s and self.status.fatal is None:
             self.clock.advance(every_s)
@@ -54,28 +54,28 @@ class NodeThread:
         return self.status.fatal is None
 
 
-def test_a_node_that_has_lost_etcd_stops_after_half_of_takeover_s() -> None:
+def test_a_node_without_etcd_stops_after_half_of_takeover_s() -> None:
     thread = NodeThread()
-    assert thread.turns_for(TAKEOVER_S / 2)
-    assert not thread.turns_for(2.0)
+    assert thread.runs_for(TAKEOVER_S / 2)
+    assert not thread.runs_for(2.0)
     assert isinstance(thread.status.fatal, StoreUnreachable)
 
 
-def test_a_node_that_was_frozen_gets_time_to_find_etcd_again() -> None:
+def test_a_frozen_node_has_time_to_reconnect_to_etcd() -> None:
     thread = NodeThread()
-    thread.turns_for(5.0)
+    thread.runs_for(5.0)
     thread.clock.advance(TAKEOVER_S)
-    assert thread.turns_for(2.0)
+    assert thread.runs_for(2.0)
     thread.contact_s = thread.clock.monotonic()
-    assert thread.turns_for(TAKEOVER_S / 2)
+    assert thread.runs_for(TAKEOVER_S / 2)
 
 
-def test_a_node_that_was_frozen_and_finds_no_etcd_stops() -> None:
+def test_a_frozen_node_that_cannot_reach_etcd_stops() -> None:
     thread = NodeThread()
-    thread.turns_for(5.0)
+    thread.runs_for(5.0)
     thread.clock.advance(TAKEOVER_S)
-    assert not thread.turns_for(10.0)
+    assert not thread.runs_for(10.0)
 
 
-def test_calls_that_hold_the_thread_up_are_no_excuse_for_long() -> None:
-    assert not NodeThread().turns_for(TAKEOVER_S, every_s=8.0)
+def test_a_node_with_long_blocking_calls_and_no_etcd_stops() -> None:
+    assert not NodeThread().runs_for(TAKEOVER_S, every_s=8.0)

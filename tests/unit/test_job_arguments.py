@@ -1,4 +1,4 @@
-"""The flags that name a job and its etcd: the same in every command, torchrun's defaults."""
+"""The flags that name a job and its etcd: the same in every command, with torchrun's defaults."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ def test_the_defaults_are_torchruns_variables() -> None:
     assert (options.prefix, options.mode) == ("/ours", "restart")
 
 
-def test_a_flag_comes_before_its_variable() -> None:
+def test_a_flag_takes_precedence_over_its_variable() -> None:
     args = parsed("--endpoint=other:1", "--run-id=j", "--conf= user = u , password_file=p,")
     assert (endpoint_of(args), run_id_of(args)) == ("other:1", "j")
     assert options_of(args, {"ELASTIC_PREFIX": "/theirs"}).prefix == "/theirs"
     assert options_of(args, {}).user == "u"
 
 
-def test_what_is_missing_or_malformed_names_flag_and_variable() -> None:
+def test_missing_and_malformed_values_name_the_flag_and_the_variable() -> None:
     nothing = parsed(environ={})
     with pytest.raises(ConfigError, match="neither --rdzv-endpoint nor PET_RDZV_ENDPOINT"):
         endpoint_of(nothing)
@@ -63,7 +63,7 @@ def test_every_command_reads_the_same_variables(parser: ParserOf, flags: list[st
         assert (endpoint_of(args), run_id_of(args)) == ("etcd:2379", "job-1")
 
 
-def test_elastic_env_uses_the_options_of_a_pod(
+def test_elastic_env_uses_the_options_of_its_pod(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("PET_RDZV_CONF", "profile=infinband")

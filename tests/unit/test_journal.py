@@ -1,4 +1,4 @@
-"""The journal's file: whole lines or cut ones that show it, bounded, whatever is written."""
+"""The journal's file: complete lines or detectably truncated ones, of bounded size."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from elastic.testing.doubles.manual_clock import ManualClock
 
 @pytest.fixture
 def warnings() -> Iterator[list[str]]:
-    """What is logged as a warning."""
+    """The messages logged as warnings."""
     seen: list[str] = []
 
     class Warnings(logging.Handler):
@@ -46,7 +46,7 @@ def lines_of(folder: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_bytes().splitlines()]
 
 
-def test_a_line_says_who_when_and_where(tmp_path: Path) -> None:
+def test_a_line_has_identity_time_and_position(tmp_path: Path) -> None:
     clock = ManualClock(7.0)
     journal = journal_in(tmp_path, clock=clock, role="worker", run_id="llama")
     journal.emit(Waiting(reason="early"))
@@ -70,8 +70,8 @@ def test_a_line_says_who_when_and_where(tmp_path: Path) -> None:
     assert len({line["writer"] for line in (opened, early, late)}) == 1
 
 
-def test_no_field_of_an_event_hides_who_wrote_it(tmp_path: Path) -> None:
-    """FailureJudged named the failed node ``node``: the line seemed to be of that one."""
+def test_event_fields_do_not_shadow_the_identity_of_the_writer(tmp_path: Path) -> None:
+    """FailureJudged once had a field ``node``, which replaced the node of the writer."""
     journal_in(tmp_path).emit(
         FailureJudged(
             generation=1,
@@ -96,7 +96,7 @@ def test_no_field_of_an_event_hides_who_wrote_it(tmp_path: Path) -> None:
     assert line["seq"] == 1
 
 
-def test_a_journal_stays_below_its_bound_and_keeps_its_beginning(tmp_path: Path) -> None:
+def test_a_journal_stays_below_its_limit_and_keeps_its_beginning(tmp_path: Path) -> None:
     journal = journal_in(tmp_path, max_bytes=80_000, run_id="first")
     for number in range(2_000):
         journal.emit(Waiting(reason=f"{number} " + "x" * 100))
@@ -110,7 +110,7 @@ def test_a_journal_stays_below_its_bound_and_keeps_its_beginning(tmp_path: Path)
     assert notes == []
 
 
-def test_what_a_short_write_cut_is_one_bad_line_and_the_next_is_whole(
+def test_a_short_write_damages_only_one_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     journal = journal_in(tmp_path)
@@ -124,7 +124,7 @@ def test_what_a_short_write_cut_is_one_bad_line_and_the_next_is_whole(
     assert [note for note in notes if "1 line is damaged or truncated" in note and "line 2" in note]
 
 
-def test_a_full_disk_loses_events_and_says_so_once(
+def test_a_full_disk_loses_events_and_logs_one_warning(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, warnings: list[str]
 ) -> None:
     journal = journal_in(tmp_path)
@@ -142,8 +142,8 @@ def test_a_full_disk_loses_events_and_says_so_once(
     assert "events are lost" in warned
 
 
-def test_a_file_whose_writer_was_killed_in_mid_line_is_gone_on_with(tmp_path: Path) -> None:
-    """A container's first process has the same id each time."""
+def test_a_file_with_a_truncated_last_line_is_continued(tmp_path: Path) -> None:
+    """The first process of a container has the same process id after each restart."""
     path = tmp_path / f"node-a-{os.getpid()}.jsonl"
     path.write_bytes(b'{"event": "waiting", "time": 1.0, "mono')
     journal_in(tmp_path).emit(Waiting(reason="after"))
@@ -156,7 +156,7 @@ HOSTILE = ["\x1b[2J\x1b]0;x\x07", "a\nb\r\n", "\udcff", "<script>", "x" * 1_000_
 
 
 @pytest.mark.parametrize("text", HOSTILE, ids=["ansi", "lines", "bytes", "html", "1MB", "bidi"])
-def test_any_text_is_one_line(tmp_path: Path, text: str) -> None:
+def test_any_text_is_written_as_one_line(tmp_path: Path, text: str) -> None:
     journal_in(tmp_path).emit(WorkerStuck(reason=text))
     line = lines_of(tmp_path)[-1]
     assert line["reason"] == text or (
@@ -167,7 +167,7 @@ def test_any_text_is_one_line(tmp_path: Path, text: str) -> None:
     assert path.read_bytes().isascii()
 
 
-def test_what_json_cannot_say_is_still_a_line(tmp_path: Path) -> None:
+def test_values_that_json_cannot_represent_are_written(tmp_path: Path) -> None:
     journal = Journal(folder=tmp_path, identity={"node": "a", "odd": {1, 2}})
     journal.locate(lambda: {"step": float("nan")})  # type: ignore[dict-item]
     journal.emit(Waiting(reason="x"))
@@ -177,7 +177,7 @@ def test_what_json_cannot_say_is_still_a_line(tmp_path: Path) -> None:
     assert records[-1].data["step"] == "NaN"
 
 
-def test_a_line_has_a_bound_whatever_its_fields(tmp_path: Path) -> None:
+def test_the_length_of_a_line_is_bounded(tmp_path: Path) -> None:
     journal_in(tmp_path).emit(
         events.WorldFormed(
             generation=1,
@@ -194,14 +194,14 @@ def test_a_line_has_a_bound_whatever_its_fields(tmp_path: Path) -> None:
     assert lines_of(tmp_path)[-1]["event"] == "world-formed"
 
 
-def test_a_position_that_raises_costs_no_event(tmp_path: Path) -> None:
+def test_an_event_is_written_although_its_position_raises(tmp_path: Path) -> None:
     journal = journal_in(tmp_path)
     journal.locate(lambda: {"step": 1 // 0})
     journal.emit(Waiting(reason="x"))
     assert [line["event"] for line in lines_of(tmp_path)] == ["journal-opened", "waiting"]
 
 
-def test_threads_write_whole_lines_with_numbers_of_their_own(tmp_path: Path) -> None:
+def test_threads_write_complete_lines_with_distinct_numbers(tmp_path: Path) -> None:
     journal = journal_in(tmp_path, max_bytes=400_000)
 
     def write() -> None:
@@ -219,7 +219,7 @@ def test_threads_write_whole_lines_with_numbers_of_their_own(tmp_path: Path) -> 
     assert len(set(waiting)) == len(waiting) == 800
 
 
-def test_a_forked_child_leaves_the_file_to_its_parent(tmp_path: Path) -> None:
+def test_a_forked_child_does_not_write_to_the_parents_file(tmp_path: Path) -> None:
     journal = journal_in(tmp_path)
     pid = os.fork()
     if pid == 0:
@@ -230,7 +230,7 @@ def test_a_forked_child_leaves_the_file_to_its_parent(tmp_path: Path) -> None:
     assert [line.get("reason") for line in lines_of(tmp_path)] == [None, "parent"]
 
 
-def test_the_last_line_of_a_closed_journal_says_so(tmp_path: Path) -> None:
+def test_the_last_line_of_a_closed_journal_is_journal_closed(tmp_path: Path) -> None:
     journal = journal_in(tmp_path)
     journal.close()
     journal.emit(Waiting(reason="late"))
@@ -238,7 +238,7 @@ def test_the_last_line_of_a_closed_journal_says_so(tmp_path: Path) -> None:
     assert [line["event"] for line in lines_of(tmp_path)] == ["journal-opened", "journal-closed"]
 
 
-def test_a_bound_that_is_no_number_is_replaced_by_the_default(
+def test_an_invalid_limit_is_replaced_by_the_default(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, warnings: list[str]
 ) -> None:
     monkeypatch.setenv("ELASTIC_JOURNAL_MIB", "many")
@@ -247,11 +247,11 @@ def test_a_bound_that_is_no_number_is_replaced_by_the_default(
     assert lines_of(tmp_path)[0]["event"] == "journal-opened"
 
 
-def test_the_first_line_says_what_wrote_the_rest() -> None:
+def test_the_first_line_starts_with_schema_role_and_run_id() -> None:
     assert [f.name for f in fields(JournalOpened)][:3] == ["schema", "role", "run_id"]
 
 
-def test_listeners_hear_every_event_and_one_that_raises_costs_none(
+def test_listeners_receive_every_event_even_if_one_raises(
     tmp_path: Path, warnings: list[str]
 ) -> None:
     heard: list[Event] = []
@@ -269,7 +269,7 @@ def test_listeners_hear_every_event_and_one_that_raises_costs_none(
 
 
 @pytest.mark.parametrize("is_agent", [True, False])
-def test_log_lines_show_a_hostile_node_name_escaped_and_shortened(
+def test_log_lines_escape_and_shorten_a_hostile_node_name(
     monkeypatch: pytest.MonkeyPatch, is_agent: bool
 ) -> None:
     name = "evil\x1b[2J\n" + "x" * 1_000_000

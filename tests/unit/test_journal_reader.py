@@ -1,4 +1,4 @@
-"""Journals read back and merged: what is damaged or impossible is a note, never a crash."""
+"""Reading and merging journals: damaged or impossible records become notes, never a crash."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ DAMAGED = [
 
 
 @pytest.mark.parametrize("damage", DAMAGED, ids=range(len(DAMAGED)))
-def test_a_damaged_line_is_left_out_and_noted(tmp_path: Path, damage: bytes) -> None:
+def test_a_damaged_line_is_skipped_and_noted(tmp_path: Path, damage: bytes) -> None:
     path = write(tmp_path, "a", opened(0.0, "a"), line("waiting", 1.0, node="a", writer="a"))
     path.write_bytes(path.read_bytes() + damage + b"\n")
     with path.open("a") as stream:
@@ -65,7 +65,7 @@ def test_a_damaged_line_is_left_out_and_noted(tmp_path: Path, damage: bytes) -> 
     assert "line 3" in found.notes[0]
 
 
-def test_a_line_without_its_end_is_noted_and_read_once_it_has_one(tmp_path: Path) -> None:
+def test_an_incomplete_line_is_noted_and_read_once_it_is_complete(tmp_path: Path) -> None:
     path = write(tmp_path, "a", opened(0.0, "a"))
     text = line("waiting", 1.0, node="a", writer="a")
     with path.open("a") as stream:
@@ -90,7 +90,7 @@ def test_a_rotated_file_is_not_read_twice(tmp_path: Path) -> None:
     assert [r.name for r in journals.read_new()] == ["waiting"]
 
 
-def test_what_is_no_file_and_what_may_not_be_read_are_passed_over(tmp_path: Path) -> None:
+def test_non_files_and_unreadable_files_are_skipped(tmp_path: Path) -> None:
     write(tmp_path, "a", opened(0.0, "a"))
     (tmp_path / "folder.jsonl").mkdir()
     (tmp_path / "gone.jsonl").symlink_to(tmp_path / "nowhere")
@@ -98,14 +98,14 @@ def test_what_is_no_file_and_what_may_not_be_read_are_passed_over(tmp_path: Path
     assert [r.name for r in read(tmp_path).records] == ["journal-opened"]
 
 
-def test_lines_of_another_schema_are_read_as_far_as_they_go(tmp_path: Path) -> None:
+def test_lines_of_an_unknown_schema_are_read_and_noted(tmp_path: Path) -> None:
     write(tmp_path, "a", opened(0.0, "a", schema=99), line("new-thing", 1.0, node="a", writer="a"))
     found = read(tmp_path)
     assert [r.name for r in found.records] == ["journal-opened", "new-thing"]
     assert [n for n in found.notes if "schema 99" in n]
 
 
-def test_journals_of_before_sequence_numbers_are_read(tmp_path: Path) -> None:
+def test_journals_without_sequence_numbers_are_read(tmp_path: Path) -> None:
     write(tmp_path, "a-1", line("waiting", 1.0, node="a"), line("node-lost", 2.0, node="a"))
     write(tmp_path, "b-2", line("waiting", 1.5, node="b"))
     found = read(tmp_path)
@@ -116,7 +116,7 @@ def test_journals_of_before_sequence_numbers_are_read(tmp_path: Path) -> None:
     ]
 
 
-def test_missing_numbers_are_noted_with_the_process(tmp_path: Path) -> None:
+def test_missing_sequence_numbers_are_noted_with_the_process(tmp_path: Path) -> None:
     numbers = (0, 1, 5)
     lines = [line("waiting", float(n), node="a", writer="a", seq=n) for n in numbers]
     write(tmp_path, "a", *lines)
@@ -124,10 +124,10 @@ def test_missing_numbers_are_noted_with_the_process(tmp_path: Path) -> None:
 
 
 def worlds(node: str, skew_s: float, *, monotonic_from_s: float = 0.0) -> list[str]:
-    """A rank of three worlds, on a machine whose wall clock is off."""
+    """A rank of three worlds, on a machine whose wall clock is wrong."""
     of_node = {"node": node, "writer": f"{node}-w"}
 
-    def told(event: str, at_s: float, **more: Any) -> str:
+    def entry(event: str, at_s: float, **more: Any) -> str:
         data = {
             "event": event,
             "time": 1e9 + at_s + skew_s,
@@ -138,15 +138,15 @@ def worlds(node: str, skew_s: float, *, monotonic_from_s: float = 0.0) -> list[s
         return json.dumps(data)
 
     return [
-        told("journal-opened", 0.0, role="worker", boot_id=node, run_id="run", schema=1, rank=0),
-        told("world-joined", 1.0, generation=1),
-        told("recovered" if node == "a" else "world-fault", 4.0, generation=1),
-        told("world-joined", 5.0, generation=2),
-        told("world-joined", 9.0, generation=3),
+        entry("journal-opened", 0.0, role="worker", boot_id=node, run_id="run", schema=1, rank=0),
+        entry("world-joined", 1.0, generation=1),
+        entry("recovered" if node == "a" else "world-fault", 4.0, generation=1),
+        entry("world-joined", 5.0, generation=2),
+        entry("world-joined", 9.0, generation=3),
     ]
 
 
-def test_a_clock_that_is_a_minute_ahead_is_corrected_and_noted(tmp_path: Path) -> None:
+def test_a_clock_skew_of_a_minute_is_corrected_and_noted(tmp_path: Path) -> None:
     write(tmp_path, "a", *worlds("a", 0.0), line("waiting", 10.0, node="a", writer="a-w"))
     write(tmp_path, "b", *worlds("b", 60.0, monotonic_from_s=5_000.0))
     found = read(tmp_path)
@@ -156,13 +156,13 @@ def test_a_clock_that_is_a_minute_ahead_is_corrected_and_noted(tmp_path: Path) -
     assert max(r.at_s for r in found.records) == pytest.approx(1e9 + 10.0)
 
 
-def test_a_small_difference_between_clocks_is_left_alone(tmp_path: Path) -> None:
+def test_a_small_clock_skew_is_not_corrected(tmp_path: Path) -> None:
     write(tmp_path, "a", *worlds("a", 0.0))
     write(tmp_path, "b", *worlds("b", 0.4))
     assert not [n for n in read(tmp_path).notes if "clock" in n]
 
 
-def test_a_wall_clock_that_is_set_does_not_change_the_order(tmp_path: Path) -> None:
+def test_setting_the_wall_clock_does_not_change_the_order(tmp_path: Path) -> None:
     lines = [opened(0.0, "a"), *(line("waiting", t, node="a", writer="a") for t in (1.0, 2.0))]
     lines.append(line("node-lost", 3.0, node="a", writer="a", skew_s=-3600.0))
     write(tmp_path, "a", *lines)
@@ -171,7 +171,7 @@ def test_a_wall_clock_that_is_set_does_not_change_the_order(tmp_path: Path) -> N
     assert [n for n in found.notes if "wall clock of a was set by 3600.0 s" in n]
 
 
-def test_a_node_that_never_came_back_is_noted(tmp_path: Path) -> None:
+def test_a_node_that_never_returned_is_noted(tmp_path: Path) -> None:
     lost = line("node-lost", 31.0, node="a", writer="a", lost="b", reason="its process is dead")
     ended = line("job-ended", 100.0, node="a", writer="a")
     write(tmp_path, "a", opened(0.0, "a"), lost, ended)
@@ -184,8 +184,8 @@ def test_a_node_that_never_came_back_is_noted(tmp_path: Path) -> None:
     assert not [n for n in notes if n.startswith("a ")]
 
 
-def test_a_killed_node_wrote_as_long_as_any_of_its_processes(tmp_path: Path) -> None:
-    """An agent writes little while all is well: its workers say until when the node lived."""
+def test_a_killed_node_ends_with_the_last_event_of_its_processes(tmp_path: Path) -> None:
+    """A healthy agent writes little, so that the workers' events show how long the node lived."""
     lost = line("node-lost", 91.0, node="a", writer="a", lost="b", reason="its process is dead")
     write(tmp_path, "a", opened(0.0, "a"), lost, line("job-ended", 100.0, node="a", writer="a"))
     write(tmp_path, "b", opened(0.0, "b", boot_id="a"), line("waiting", 50.0, node="b", writer="b"))
@@ -238,10 +238,10 @@ def read_line(folder: Path, text: str) -> JournalRecord:
 
 @pytest.mark.parametrize("odd", ODD_WINDOWS, ids=range(len(ODD_WINDOWS)))
 @pytest.mark.parametrize("missing", [None, "collective_s", "node", "seq", "step"])
-def test_windows_are_read_the_same_whatever_their_lines_hold(
+def test_windows_are_decoded_equally_on_the_fast_and_slow_paths(
     tmp_path: Path, odd: dict[str, Any], missing: str | None
 ) -> None:
-    """Decoded as a struct, where the line begins and goes on as the journal writes it, or not."""
+    """Lines in the order in which the journal writes fields are decoded as a struct."""
     data = {name: value for name, value in {**WINDOW, **odd}.items() if name != missing}
     usual = read_line(tmp_path / "usual", json.dumps(data))
     reversed_ = read_line(tmp_path / "reversed", json.dumps(dict(reversed(data.items()))))

@@ -1,4 +1,4 @@
-"""What /proc and the cgroup say about a worker that hangs: for the verdict and the report."""
+"""What /proc and the cgroup report about a hung worker, for the verdict and the report."""
 
 from __future__ import annotations
 
@@ -62,9 +62,7 @@ def run() -> Iterator[Run]:
         process.communicate()
 
 
-def test_the_file_and_the_file_system_of_a_read_that_nobody_answers(
-    run: Run, tmp_path: Path
-) -> None:
+def test_a_blocked_read_is_reported_with_its_file_and_file_system(run: Run, tmp_path: Path) -> None:
     path = tmp_path / "fifo"
     pid = run(READING, path).pid
     eventually(lambda: kernel.file_of_call(pid) == str(path), "the call, not one of the start")
@@ -74,7 +72,7 @@ def test_the_file_and_the_file_system_of_a_read_that_nobody_answers(
     assert "file system" not in kernel.describe_process(pid), "it is asleep, not blocked"
 
 
-def test_the_remote_file_systems_of_a_process_whose_call_names_no_file(
+def test_remote_file_systems_are_listed_if_the_call_names_no_file(
     run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = tmp_path / "with space"
@@ -94,7 +92,7 @@ def test_the_remote_file_systems_of_a_process_whose_call_names_no_file(
 
 
 @pytest.mark.parametrize("call", ["os.stat(sys.argv[1])", "os.open(sys.argv[1], os.O_RDONLY)"])
-def test_a_fuse_daemon_that_does_not_answer_is_named_although_the_process_is_only_asleep(
+def test_an_unresponsive_fuse_daemon_is_named_for_a_sleeping_process(
     run: Run, tmp_path: Path, call: str
 ) -> None:
     with mounted(tmp_path / "bucket") as path:
@@ -110,7 +108,7 @@ def test_a_fuse_daemon_that_does_not_answer_is_named_although_the_process_is_onl
 
 
 def verdict_on(process: subprocess.Popen[str], phase: Phase = Phase.COMPUTE) -> str:
-    """The reason, with the facts of a real process that sleeps."""
+    """The reason of the verdict on a real sleeping process."""
     facts = KernelFacts(
         wait_channel=eventually(partial(kernel.wait_channel, process.pid), "its sleep"),
         call_target=kernel.call_target(process.pid),
@@ -160,7 +158,7 @@ def verdict_on(process: subprocess.Popen[str], phase: Phase = Phase.COMPUTE) -> 
     ],
     ids=["read", "write", "open", "input", "flock", "socket", "child", "lock", "sleep"],
 )
-def test_the_verdict_says_what_a_sleeping_rank_waits_for(
+def test_the_verdict_names_what_a_sleeping_rank_waits_for(
     run: Run, tmp_path: Path, program: str, said: str
 ) -> None:
     path = tmp_path / "fifo"
@@ -172,7 +170,7 @@ def test_the_verdict_says_what_a_sleeping_rank_waits_for(
         raise AssertionError(verdict_on(process)) from None
 
 
-def test_another_thread_that_computes_is_told_apart_from_an_endless_loop() -> None:
+def test_waiting_for_a_busy_thread_is_distinguished_from_an_endless_loop() -> None:
     busy = KernelFacts(state="S", wait_channel="futex_do_wait", cpu_share=1.0)
     held_up = rank_facts(1, outer=Phase.SCRIPT, quiet_s=50.0, kernel=busy)
     waiting = replace(held_up, rank=0, phase=Phase.COLLECTIVE, kernel=KernelFacts())
@@ -195,9 +193,7 @@ time.sleep(600)
 """
 
 
-def test_the_data_worker_that_waits_for_a_lock_is_told_from_those_that_are_idle(
-    run: Run, tmp_path: Path
-) -> None:
+def test_a_data_worker_blocked_on_a_lock_differs_from_idle_ones(run: Run, tmp_path: Path) -> None:
     process = run(FORKED, tmp_path)
 
     def waits() -> str:
@@ -213,14 +209,14 @@ def test_the_data_worker_that_waits_for_a_lock_is_told_from_those_that_are_idle(
     assert f"(data workers in state SSS, {found}: perhaps a lock that was held" in reason
 
 
-def test_a_process_that_has_ended_says_nothing() -> None:
+def test_a_process_that_has_ended_yields_no_facts() -> None:
     process = subprocess.Popen([sys.executable, "-c", ""])
     process.wait()
     assert kernel.file_system(process.pid) == kernel.file_of_call(process.pid) == ""
     assert kernel.describe_process(process.pid) == {}
 
 
-def test_the_verdict_names_the_file_system_that_does_not_answer() -> None:
+def test_the_verdict_names_the_unresponsive_file_system() -> None:
     stuck = KernelFacts(
         state="D", wait_channel="rpc_wait_bit_killable", file_system="/shared (nfs4)"
     )
@@ -230,7 +226,7 @@ def test_the_verdict_names_the_file_system_that_does_not_answer() -> None:
     assert "in rpc_wait_bit_killable: /shared (nfs4) does not answer" in reason
 
 
-def test_errors_of_interfaces_and_memory_events_of_either_cgroup_version(
+def test_interface_errors_and_cgroup_memory_events_are_read(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     files = {
@@ -248,7 +244,7 @@ def test_errors_of_interfaces_and_memory_events_of_either_cgroup_version(
     assert kernel.describe_node()["memory events (cgroup)"] == "oom 1; oom_kill 1"
 
 
-def test_what_the_kernels_log_says_lately_is_in_the_report(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_recent_lines_of_the_kernel_log_are_in_the_report(monkeypatch: pytest.MonkeyPatch) -> None:
     log = [
         "6,1,1000000,-;nfs: server a not responding, still trying",
         "6,2,990000000,-;eth0: renamed from veth1",
@@ -267,5 +263,5 @@ def test_what_the_kernels_log_says_lately_is_in_the_report(monkeypatch: pytest.M
     assert "not responding" in kernel.describe_node()["kernel log"]
 
 
-def test_the_kernels_own_log_can_be_read_to_its_end() -> None:
+def test_the_kernel_log_of_this_machine_is_read_to_its_end() -> None:
     assert all(isinstance(record, str) for record in kernel._kernel_log())

@@ -1,4 +1,4 @@
-"""What the kernel's log says of a worker's end: read since its start, within bounds, and judged."""
+"""The kernel log as evidence of a worker's failure: read since its start, bounded, and judged."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ PID = 1 << 22
 
 
 class Kmsg:
-    """A file that is read as /dev/kmsg is."""
+    """A file with the format of /dev/kmsg."""
 
     def __init__(self, folder: Path) -> None:
         self.path = folder / "kmsg"
@@ -64,9 +64,7 @@ def log(kmsg: Kmsg) -> Iterator[KernelLog]:
         yield log
 
 
-def test_what_was_said_before_the_workers_started_is_not_about_them(
-    kmsg: Kmsg, log: KernelLog
-) -> None:
+def test_lines_from_before_the_start_of_the_workers_are_ignored(kmsg: Kmsg, log: KernelLog) -> None:
     assert log.excerpt() == KernelLogExcerpt()
     kmsg.say("eth0: renamed from veth1", XID_79)
     assert log.excerpt().lines == (XID_79,)
@@ -75,7 +73,7 @@ def test_what_was_said_before_the_workers_started_is_not_about_them(
     assert log.excerpt() == KernelLogExcerpt()
 
 
-def test_many_lines_do_not_hide_the_one_that_explains(kmsg: Kmsg, log: KernelLog) -> None:
+def test_the_relevant_line_is_found_among_many(kmsg: Kmsg, log: KernelLog) -> None:
     kmsg.say(LINK, XID_79, *(f"nfs: server a not responding, {n}" for n in range(2000)))
     lines = log.excerpt().lines
     assert XID_79 in lines and len(lines) <= 10
@@ -83,8 +81,8 @@ def test_many_lines_do_not_hide_the_one_that_explains(kmsg: Kmsg, log: KernelLog
     assert max(map(len, log.excerpt().lines)) <= 300
 
 
-def test_a_long_log_is_not_read_to_its_end(kmsg: Kmsg) -> None:
-    """The node's thread waits for it: the clock decides, not the machine."""
+def test_reading_a_long_log_is_limited_in_time(kmsg: Kmsg) -> None:
+    """The node's thread waits for the read, so that it is limited by the clock."""
 
     class Running(ManualClock):
         def monotonic(self) -> float:
@@ -95,11 +93,11 @@ def test_a_long_log_is_not_read_to_its_end(kmsg: Kmsg) -> None:
         log.mark()
         kmsg.say(*("Buffer I/O error on dev sda, logical block 1" for _ in range(5000)), XID_79)
         assert XID_79 not in log.excerpt().lines
-        looks = range(1000)  # each reads on where the last one ended
+        looks = range(1000)  # each read continues where the last one ended
         assert any(XID_79 in log.excerpt().lines for _ in looks)
 
 
-def test_without_the_right_to_read_it_a_sentence_says_so(tmp_path: Path) -> None:
+def test_an_unreadable_kernel_log_is_reported_with_the_reason(tmp_path: Path) -> None:
     log = KernelLog(tmp_path / "kmsg")
     log.mark()
     said = log.excerpt()
@@ -107,18 +105,18 @@ def test_without_the_right_to_read_it_a_sentence_says_so(tmp_path: Path) -> None
     assert not said.has_killed(1)
     log.close()
     (tmp_path / "kmsg").write_text("")
-    log.mark()  # it may be read by now
+    log.mark()  # it is readable by now
     assert log.excerpt() == KernelLogExcerpt()
     log.close()
 
 
-def test_the_kernels_own_log_is_read_without_waiting() -> None:
+def test_the_kernel_log_of_this_machine_is_read_without_waiting() -> None:
     with closing(KernelLog()) as log:
         log.mark()
         assert isinstance(log.excerpt(), KernelLogExcerpt)
 
 
-def test_a_hang_report_says_why_there_is_no_kernel_log(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_hang_report_explains_a_missing_kernel_log(monkeypatch: pytest.MonkeyPatch) -> None:
     def refused() -> list[str]:
         raise PermissionError(1, "Operation not permitted")
 
@@ -127,7 +125,7 @@ def test_a_hang_report_says_why_there_is_no_kernel_log(monkeypatch: pytest.Monke
 
 
 @pytest.mark.parametrize("example", [e for e in CORPUS if "kernel_log" in e], ids=name_of)
-def test_every_line_that_a_rule_knows_is_told(
+def test_every_line_that_matches_a_rule_is_in_the_excerpt(
     kmsg: Kmsg, log: KernelLog, example: dict[str, Any]
 ) -> None:
     kmsg.say(*example["kernel_log"])
@@ -159,7 +157,7 @@ def test_every_line_that_a_rule_knows_is_told(
         (None, -9, LINK, Action.RESTART, "signal"),
     ],
 )
-def test_the_verdict(
+def test_the_verdict_uses_the_kernel_log_and_the_error(
     text: str | None, exit_code: int, line: str, action: Action, rule: str
 ) -> None:
     facts = FailureFacts(text=text, exit_code=exit_code, works_elsewhere=True, kernel_log=(line,))
@@ -172,13 +170,13 @@ def line_rules(line: str) -> tuple[str, ...]:
     return {XID_79: ("gpu-hardware",), DISK: ("disk",), LINK: ()}.get(line, ("host-out-of-memory",))
 
 
-def test_errors_of_a_disk_exclude_nobody_before_the_job_has_worked_elsewhere() -> None:
+def test_a_disk_error_excludes_no_node_before_the_job_worked_elsewhere() -> None:
     facts = FailureFacts(exit_code=-7, kernel_log=(DISK,))
     assert judge_failure(facts).action is Action.RESTART
 
 
-def test_a_failure_that_the_kernel_explains_is_not_the_consequence_of_another() -> None:
-    """The leader takes the first failure that is none for the origin."""
+def test_a_failure_explained_by_the_kernel_is_not_a_consequence() -> None:
+    """The leader takes the first failure that is not a consequence for the origin."""
     assert is_consequence(LOST_PEER)
     assert not is_consequence(LOST_PEER, (XID_79,))
     assert is_consequence(LOST_PEER, (OOM.format(7),))
@@ -197,7 +195,7 @@ class Journal:
 
 
 class Agent:
-    """One with a worker in its training loop, and this kernel log."""
+    """An agent with a worker in its training loop, and this kernel log."""
 
     def __init__(self, log: KernelLog) -> None:
         self.context, self.journal = Context(), Journal()
@@ -214,7 +212,7 @@ class Agent:
         self.workers.on_ended(self.worker, WorkerDeath(PID, code, signum, None))
 
 
-def test_the_record_of_the_node_has_what_the_kernel_said(kmsg: Kmsg, log: KernelLog) -> None:
+def test_the_node_record_has_the_kernel_log_excerpt(kmsg: Kmsg, log: KernelLog) -> None:
     agent = Agent(log)
     kmsg.say(XID_79)
     agent.ends(None, signal.SIGABRT)
@@ -224,7 +222,7 @@ def test_the_record_of_the_node_has_what_the_kernel_said(kmsg: Kmsg, log: Kernel
     assert not node.failure_is_oom_kill
 
 
-def test_a_hung_worker_that_is_ended_has_it_too(kmsg: Kmsg, log: KernelLog) -> None:
+def test_the_record_of_a_killed_hung_worker_has_the_excerpt(kmsg: Kmsg, log: KernelLog) -> None:
     agent = Agent(log)
     kmsg.say(XID_79)
     agent.workers.is_hung(PID, "rank 0 hangs")
@@ -234,10 +232,10 @@ def test_a_hung_worker_that_is_ended_has_it_too(kmsg: Kmsg, log: KernelLog) -> N
 
 
 @pytest.mark.parametrize("is_in_container", [False, True])
-def test_an_oom_kill_of_this_process_is_told_by_its_number(
+def test_an_oom_kill_is_attributed_by_process_id(
     kmsg: Kmsg, log: KernelLog, monkeypatch: pytest.MonkeyPatch, is_in_container: bool
 ) -> None:
-    """In a container numbers in the log are those of the machine, and say nothing."""
+    """In a container, the process ids in the log are those of the host, and are not comparable."""
     own = os.stat("/proc/self/ns/pid").st_ino
     first = own + is_in_container
     monkeypatch.setattr("elastic.failures.kernel_log._FIRST_PID_NAMESPACE", first)
@@ -249,8 +247,8 @@ def test_an_oom_kill_of_this_process_is_told_by_its_number(
     assert agent.context.status.node.failure_is_oom_kill is not is_in_container
 
 
-def test_the_next_start_forgets_it(kmsg: Kmsg, log: KernelLog) -> None:
-    """As NodeService does before it starts workers."""
+def test_the_next_start_discards_the_excerpt(kmsg: Kmsg, log: KernelLog) -> None:
+    """As NodeService does before it starts workers: marks the log again."""
     agent = Agent(log)
     kmsg.say(XID_79)
     agent.ends(1, None)

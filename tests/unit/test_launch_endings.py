@@ -1,4 +1,4 @@
-"""What ends a launch: an exception for programs, an exit code for command lines."""
+"""The end of a launch: an exception for programs, an exit code for command lines."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ ENDINGS = [
 
 
 @pytest.mark.parametrize(("error", "kind", "code"), ENDINGS)
-def test_a_program_gets_an_exception_of_torchs(
+def test_a_program_receives_torchs_exception(
     error: ElasticError | JobSucceeded, kind: type[RendezvousError], code: int
 ) -> None:
     ended = ending(error, Launcher.PROGRAM)
@@ -54,7 +54,7 @@ def test_a_program_gets_an_exception_of_torchs(
 
 @pytest.mark.parametrize("launcher", [Launcher.TORCHRUN, Launcher.RUN])
 @pytest.mark.parametrize(("error", "kind", "code"), ENDINGS)
-def test_a_command_line_ends_with_its_code_unless_somebody_catches_it(
+def test_a_command_line_exits_with_the_code_unless_it_is_caught(
     error: ElasticError | JobSucceeded, kind: type[RendezvousError], code: int, launcher: Launcher
 ) -> None:
     ended = ending(error, launcher)
@@ -73,5 +73,5 @@ def test_a_command_line_ends_with_its_code_unless_somebody_catches_it(
         (RuntimeError(), "RuntimeError"),
     ],
 )
-def test_why_a_node_left_is_a_sentence(failure: BaseException | None, why: str) -> None:
+def test_the_reason_for_leaving_is_a_sentence(failure: BaseException | None, why: str) -> None:
     assert why_left(failure) == why

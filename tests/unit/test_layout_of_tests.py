@@ -1,4 +1,4 @@
-"""Any folders of tests can be given to pytest together."""
+"""Any combination of test folders can be passed to pytest."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def imported_by(path: Path) -> set[str]:
 
 
 def test_nothing_is_imported_from_a_conftest() -> None:
-    # Every folder has one; the name means whichever was imported last.
+    # Every folder has one, so that the name refers to the one imported last.
     assert [str(p) for p in modules() if "conftest" in imported_by(p)] == []
 
 

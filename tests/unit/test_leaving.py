@@ -1,4 +1,4 @@
-"""SIGTERM to an agent: what it does depends on what the main thread does."""
+"""SIGTERM to an agent: the effect depends on the phase of the launcher."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ GRACE_S = 20.0
 
 
 class Node:
-    """A node's service as far as leaving goes."""
+    """The part of a node's service that leaving uses."""
 
     def __init__(self, *, in_order: bool) -> None:
         self.can_leave_gracefully = in_order
         self.has_left = False
-        self.said: list[str] = []
+        self.calls: list[str] = []
 
     def leave(self, reason: str) -> None:
-        self.said.append(f"leave: {reason}")
+        self.calls.append(f"leave: {reason}")
 
     def expect_end_of_workers(self) -> None:
-        self.said.append("workers end")
+        self.calls.append("workers end")
 
 
-class Told:
-    """A node, its handler and its time."""
+class SignalledNode:
+    """A node, its signal handler and its clock."""
 
     def __init__(self, phase: LauncherPhase, *, in_order: bool = True) -> None:
         self.node = Node(in_order=in_order)
@@ -36,14 +36,14 @@ class Told:
         self.leaving = Leaving(
             self.node,
             GRACE_S,
-            lambda: self.node.said.append("killed"),
+            lambda: self.node.calls.append("killed"),
             self.clock,
             claim_signal=lambda name: None,
         )
         self.leaving.phase = phase
 
     def sigterm(self) -> int | None:
-        """The exit code that it ends with at once, if it does."""
+        """The exit code, if the handler exits at once."""
         try:
             self.leaving(signal.SIGTERM, None)
         except SystemExit as end:
@@ -60,101 +60,101 @@ class Told:
         return None
 
 
-def test_workers_that_can_leave_in_order_are_waited_for() -> None:
-    told = Told(LauncherPhase.RUNNING)
-    assert told.sigterm() is None
-    assert told.node.said == ["leave: SIGTERM"]
-    told.clock.advance(GRACE_S - 1)
-    assert told.poll() is None
-    told.node.has_left = True
-    assert told.poll() == 75
-    assert "killed" not in told.node.said
+def test_an_agent_waits_for_workers_that_leave_gracefully() -> None:
+    signalled = SignalledNode(LauncherPhase.RUNNING)
+    assert signalled.sigterm() is None
+    assert signalled.node.calls == ["leave: SIGTERM"]
+    signalled.clock.advance(GRACE_S - 1)
+    assert signalled.poll() is None
+    signalled.node.has_left = True
+    assert signalled.poll() == 75
+    assert "killed" not in signalled.node.calls
 
 
-def test_workers_whose_time_is_up_are_killed() -> None:
-    told = Told(LauncherPhase.RUNNING)
-    told.sigterm()
-    told.clock.advance(GRACE_S + 0.1)
-    assert told.poll() == 75
-    # In this order: a worker that dies while it is expected to is no failure.
-    assert told.node.said[:3] == ["leave: SIGTERM", "workers end", "killed"]
+def test_workers_are_killed_after_the_exit_grace() -> None:
+    signalled = SignalledNode(LauncherPhase.RUNNING)
+    signalled.sigterm()
+    signalled.clock.advance(GRACE_S + 0.1)
+    assert signalled.poll() == 75
+    # In this order, since an expected exit of a worker is no failure.
+    assert signalled.node.calls[:3] == ["leave: SIGTERM", "workers end", "killed"]
 
 
 @pytest.mark.parametrize("phase", [LauncherPhase.WAITING, LauncherPhase.RUNNING])
-def test_without_an_order_to_keep_the_node_ends_at_once(phase: LauncherPhase) -> None:
-    told = Told(phase, in_order=False)
-    assert told.sigterm() == 75
-    assert told.node.said == ["leave: SIGTERM", "workers end"]
+def test_a_node_that_cannot_leave_gracefully_exits_at_once(phase: LauncherPhase) -> None:
+    signalled = SignalledNode(phase, in_order=False)
+    assert signalled.sigterm() == 75
+    assert signalled.node.calls == ["leave: SIGTERM", "workers end"]
 
 
-def test_the_start_of_workers_is_not_interrupted_and_then_they_leave_in_order() -> None:
-    told = Told(LauncherPhase.STARTING)
-    assert told.sigterm() is None
-    assert told.node.said == []
-    told.leaving.phase = LauncherPhase.RUNNING
-    assert told.poll() is None
-    assert told.node.said == ["leave: SIGTERM"]
-    told.node.has_left = True
-    assert told.poll() == 75
+def test_starting_workers_leave_gracefully_once_started() -> None:
+    signalled = SignalledNode(LauncherPhase.STARTING)
+    assert signalled.sigterm() is None
+    assert signalled.node.calls == []
+    signalled.leaving.phase = LauncherPhase.RUNNING
+    assert signalled.poll() is None
+    assert signalled.node.calls == ["leave: SIGTERM"]
+    signalled.node.has_left = True
+    assert signalled.poll() == 75
 
 
-def test_workers_that_have_just_started_and_know_no_order_end_with_the_next_poll() -> None:
-    told = Told(LauncherPhase.STARTING, in_order=False)
-    assert told.sigterm() is None
-    told.leaving.phase = LauncherPhase.RUNNING
-    assert told.poll() == 75
-    assert told.node.said == ["leave: SIGTERM", "workers end"]
+def test_started_workers_without_graceful_leave_end_at_the_next_poll() -> None:
+    signalled = SignalledNode(LauncherPhase.STARTING, in_order=False)
+    assert signalled.sigterm() is None
+    signalled.leaving.phase = LauncherPhase.RUNNING
+    assert signalled.poll() == 75
+    assert signalled.node.calls == ["leave: SIGTERM", "workers end"]
 
 
-def test_a_node_that_has_finished_takes_nothing_back() -> None:
-    told = Told(LauncherPhase.FINISHING)
-    assert told.sigterm() == 75
-    assert told.node.said == []
+def test_a_finished_node_exits_without_leaving() -> None:
+    signalled = SignalledNode(LauncherPhase.FINISHING)
+    assert signalled.sigterm() == 75
+    assert signalled.node.calls == []
 
 
 @pytest.mark.parametrize("phase", [LauncherPhase.CLOSING, LauncherPhase.PARKED])
-def test_an_agent_that_ends_anyway_is_left_to_it(phase: LauncherPhase) -> None:
-    told = Told(phase)
-    assert told.sigterm() is None
-    assert told.leaving.is_requested
-    assert told.node.said == []
+def test_a_closing_or_parked_agent_only_records_the_signal(phase: LauncherPhase) -> None:
+    signalled = SignalledNode(phase)
+    assert signalled.sigterm() is None
+    assert signalled.leaving.is_requested
+    assert signalled.node.calls == []
 
 
-def test_a_second_signal_changes_nothing() -> None:
-    told = Told(LauncherPhase.RUNNING)
-    told.sigterm()
-    told.clock.advance(GRACE_S / 2)
-    assert told.sigterm() is None
-    assert told.node.said == ["leave: SIGTERM"]
-    told.clock.advance(GRACE_S / 2 + 0.1)  # counted from the first
-    assert told.poll() == 75
+def test_a_second_signal_has_no_effect() -> None:
+    signalled = SignalledNode(LauncherPhase.RUNNING)
+    signalled.sigterm()
+    signalled.clock.advance(GRACE_S / 2)
+    assert signalled.sigterm() is None
+    assert signalled.node.calls == ["leave: SIGTERM"]
+    signalled.clock.advance(GRACE_S / 2 + 0.1)  # counted from the first
+    assert signalled.poll() == 75
 
 
 @pytest.mark.parametrize(
     "phase", [LauncherPhase.WAITING, LauncherPhase.RUNNING, LauncherPhase.FINISHING]
 )
-def test_a_program_is_told_with_an_exception_of_its_own(phase: LauncherPhase) -> None:
+def test_the_exception_of_an_embedding_program_is_raised(phase: LauncherPhase) -> None:
     leaving = Leaving(
         Node(in_order=False),
         GRACE_S,
         lambda: None,
         claim_signal=lambda name: None,
-        end=lambda: ValueError("told"),
+        end=lambda: ValueError("signalled"),
     )
     leaving.phase = phase
-    with pytest.raises(ValueError, match="told"):
+    with pytest.raises(ValueError, match="signalled"):
         leaving(signal.SIGTERM, None)
 
 
-def test_a_signal_that_the_launch_does_not_end_with_is_remembered() -> None:
-    assert not Told(LauncherPhase.CLOSING).leaving.was_kept_from_launcher
+def test_a_signal_that_did_not_end_the_launch_is_recorded() -> None:
+    assert not SignalledNode(LauncherPhase.CLOSING).leaving.was_kept_from_launcher
     closing, starting, heeded = (
-        Told(LauncherPhase.CLOSING),
-        Told(LauncherPhase.STARTING),
-        Told(LauncherPhase.STARTING),
+        SignalledNode(LauncherPhase.CLOSING),
+        SignalledNode(LauncherPhase.STARTING),
+        SignalledNode(LauncherPhase.STARTING),
     )
-    for told in (closing, starting, heeded):
-        told.sigterm()
+    for signalled in (closing, starting, heeded):
+        signalled.sigterm()
     assert heeded.poll() == 75
-    kept = [told.leaving.was_kept_from_launcher for told in (closing, starting, heeded)]
+    kept = [signalled.leaving.was_kept_from_launcher for signalled in (closing, starting, heeded)]
     assert kept == [True, True, False]

@@ -1,4 +1,4 @@
-"""The ranks of a replica settle at the end of a backward pass whether they leave their world."""
+"""The ranks of a replica agree at the end of a backward pass whether they leave their world."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def message(generation: int, *, switch_at_step: int | None = None) -> WorldMessa
 
 
 class Rank:
-    """One of a replica of two, in generation 1 and in its step 4."""
+    """A rank of a replica of two, in generation 1 and in step 4."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self._aborts = self.collectives = 0
@@ -77,7 +77,7 @@ class Rank:
         self._aborts += 1
 
     def _all_reduce(self, total: torch.Tensor) -> None:
-        """With the other rank, which says the same to every question."""
+        """With the other rank, which answers the same."""
         self.collectives += 1
         if self.other_leaves:
             total[1 if len(total) > 1 else 0] += 1.0
@@ -86,7 +86,7 @@ class Rank:
         self.replica.sum_and_ask([0.0])
 
     def leaves(self, *, accumulates: bool = False) -> bool:
-        """At the begin of step 5."""
+        """Whether the rank leaves before step 5."""
         last = self.current.step
         self.current.drop()
         if accumulates and last is not None:
@@ -106,7 +106,7 @@ def rank(monkeypatch: pytest.MonkeyPatch) -> Rank:
 
 
 @pytest.mark.parametrize(("switch", "leaves"), [(None, True), (5, True), (6, False)])
-def test_a_world_known_by_then_is_entered_without_another_collective(
+def test_a_known_world_is_entered_without_another_collective(
     rank: Rank, switch: int | None, leaves: bool
 ) -> None:
     rank.worlds.receive(message(2, switch_at_step=switch))
@@ -115,14 +115,14 @@ def test_a_world_known_by_then_is_entered_without_another_collective(
     assert rank.collectives == 1
 
 
-def test_what_the_other_rank_knows_counts(rank: Rank) -> None:
+def test_a_world_known_to_the_other_rank_counts(rank: Rank) -> None:
     rank.other_leaves = True
     rank.end_backward()
     assert rank.leaves()
 
 
-def test_of_a_world_known_later_the_next_step_has_begun(rank: Rank) -> None:
-    """Nobody of the replica leaves, and those who have wait for nobody: the group is aborted."""
+def test_a_world_received_after_the_backward_pass_aborts_the_group(rank: Rank) -> None:
+    """The replica does not leave; ranks that have left do not wait, since the group is aborted."""
     rank.end_backward()
     assert not rank.aborts()
     rank.worlds.receive(message(2, switch_at_step=5))
@@ -130,15 +130,15 @@ def test_of_a_world_known_later_the_next_step_has_begun(rank: Rank) -> None:
     assert not rank.leaves()
 
 
-def test_a_later_step_can_still_be_the_first_one_elsewhere(rank: Rank) -> None:
+def test_a_switch_at_a_later_step_is_still_possible(rank: Rank) -> None:
     rank.end_backward()
     rank.worlds.receive(message(2, switch_at_step=6))
     assert not rank.leaves()
     assert not rank.aborts()
 
 
-def test_ranks_ask_again_after_any_other_collective(rank: Rank) -> None:
-    """One that has left by itself waits for the others there."""
+def test_ranks_agree_again_after_any_other_collective(rank: Rank) -> None:
+    """A rank that has left alone waits there for the others."""
     rank.end_backward()
     rank.replica.any(False)
     rank.other_leaves = True
@@ -146,14 +146,14 @@ def test_ranks_ask_again_after_any_other_collective(rank: Rank) -> None:
     assert rank.collectives == 3
 
 
-def test_a_step_without_a_backward_pass_before_it_is_settled_at_its_begin(rank: Rank) -> None:
+def test_a_step_without_a_previous_backward_pass_is_agreed_at_its_begin(rank: Rank) -> None:
     rank.worlds.receive(message(2, switch_at_step=5))
     assert rank.leaves()
     assert rank.collectives == 1
 
 
 @pytest.mark.parametrize(("switch", "leaves"), [(None, True), (5, False)])
-def test_within_an_accumulation_only_a_world_that_is_over_is_left(
+def test_gradient_accumulation_defers_planned_switches_only(
     rank: Rank, switch: int | None, leaves: bool
 ) -> None:
     rank.worlds.receive(message(2, switch_at_step=switch))
@@ -161,8 +161,8 @@ def test_within_an_accumulation_only_a_world_that_is_over_is_left(
     assert rank.leaves(accumulates=True) == leaves
 
 
-def test_answers_are_of_no_use_for_another_step(rank: Rank) -> None:
-    """The loop was left in step 4, which begins again."""
+def test_an_answer_is_not_reused_for_another_step(rank: Rank) -> None:
+    """The loop was left in step 4, which is repeated."""
     rank.end_backward()
     rank.current.drop()
     rank.current.begin(Step.past(4, 0, 4, 1), None)

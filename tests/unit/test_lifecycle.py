@@ -1,4 +1,4 @@
-"""The phases of a worker's world: which transition is legal, and what an illegal one says."""
+"""The phases of a worker's world: legal transitions, and the error for illegal ones."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ CHANGING, CLOSED = WorldPhase.CHANGING, WorldPhase.CLOSED
 
 
 class Silent:
-    """A journal."""
+    """A journal that discards its events."""
 
     def emit(self, event: Event, *, level: int = logging.INFO) -> None:
         pass
 
 
 class Group:
-    """A process group that notes what is done to it."""
+    """A process group that records its calls."""
 
     def __init__(self) -> None:
         self.done: list[str] = []
@@ -59,7 +59,7 @@ def lifecycle_of(group: Group | None = None, listeners: Listeners | None = None)
     )
 
 
-# What leads to each phase from the first one, and the call that is to lead to it from any other.
+# The calls that lead from the first phase to each phase, and the call that enters the phase.
 PATHS: dict[WorldPhase, list[WorldPhase]] = {
     JOINING: [],
     FORMED: [FORMED],
@@ -88,12 +88,12 @@ def in_phase(phase: WorldPhase) -> Lifecycle:
 
 
 @pytest.mark.parametrize(("present", "following"), list(product(WorldPhase, [*MOVES])))
-def test_only_the_transitions_of_the_table_are_possible(
+def test_transitions_outside_the_table_are_rejected(
     present: WorldPhase, following: WorldPhase
 ) -> None:
     life = in_phase(present)
     if following is CHANGING and not life.is_restored:
-        following = JOINING  # without state there is none to take along
+        following = JOINING  # without state there is nothing to keep
     is_legal = following in TRANSITIONS[present] or following is present in (JOINING, CHANGING)
     move = MOVES[CHANGING if following is JOINING else following]
     if is_legal or (present, following) == (CLOSED, CLOSED):
@@ -107,7 +107,7 @@ def test_only_the_transitions_of_the_table_are_possible(
     assert f"to {following.name} (" in str(told.value)
 
 
-def test_every_phase_has_its_transitions_and_the_last_one_has_none() -> None:
+def test_every_phase_but_the_last_has_transitions() -> None:
     assert set(TRANSITIONS) == set(WorldPhase)
     assert TRANSITIONS[CLOSED] == frozenset()
     assert all(CLOSED in following for phase, following in TRANSITIONS.items() if phase != CLOSED)
@@ -115,12 +115,12 @@ def test_every_phase_has_its_transitions_and_the_last_one_has_none() -> None:
     assert reached == set(WorldPhase)
 
 
-def test_the_state_can_be_saved_from_its_restoration_until_the_next_world_has_it() -> None:
+def test_the_state_can_be_saved_from_restore_until_the_next_restore() -> None:
     restored = {phase for phase in WorldPhase if in_phase(phase).is_restored}
     assert restored == {TRAINING, PAUSED, CHANGING}
 
 
-def test_there_is_no_world_before_the_first() -> None:
+def test_the_world_is_undefined_before_the_first_one() -> None:
     life = lifecycle_of()
     assert not life.has_world
     with pytest.raises(NoWorld, match=r"run\.retry or the first loop"):
@@ -130,7 +130,7 @@ def test_there_is_no_world_before_the_first() -> None:
 
 
 @pytest.mark.parametrize(("broken", "done"), [(True, ["abort", "destroy"]), (False, ["destroy"])])
-def test_the_end_of_a_world_takes_its_group_down(broken: bool, done: list[str]) -> None:
+def test_the_end_of_a_world_aborts_or_destroys_its_group(broken: bool, done: list[str]) -> None:
     group = Group()
     life = lifecycle_of(group)
     life.begin(WORLD)
@@ -138,7 +138,7 @@ def test_the_end_of_a_world_takes_its_group_down(broken: bool, done: list[str]) 
     assert (group.done, life.phase) == (done, CHANGING)
 
 
-def test_a_listener_that_fails_leaves_a_world_that_can_be_left() -> None:
+def test_a_world_can_be_left_after_a_listener_failed() -> None:
     """A collective in ``run.on_world`` may fail with the world that has just begun."""
 
     def fail(world: World) -> None:

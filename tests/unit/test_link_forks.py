@@ -1,4 +1,4 @@
-"""What a forked child does not keep."""
+"""What a forked child does not inherit."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def is_null(fd: int) -> bool:
     return os.readlink(f"/proc/self/fd/{fd}") == os.devnull
 
 
-def test_a_covered_socket_ends_with_its_process_though_a_child_lives() -> None:
+def test_a_covered_socket_closes_although_a_forked_child_lives() -> None:
     ours, peers = socket.socketpair()
     forks.cover([ours.fileno()])
     held, lets_go = os.pipe()
@@ -48,7 +48,7 @@ def test_a_covered_socket_ends_with_its_process_though_a_child_lives() -> None:
         peers.close()
 
 
-def test_the_parent_keeps_it() -> None:
+def test_the_parent_keeps_a_covered_socket() -> None:
     ours, peers = socket.socketpair()
     with ours, peers:
         forks.cover([ours.fileno()])
@@ -59,7 +59,7 @@ def test_the_parent_keeps_it() -> None:
         assert in_a_child(lambda: not is_null(ours.fileno()))
 
 
-def test_a_number_that_is_used_again_is_the_childs() -> None:
+def test_a_reused_descriptor_is_kept_in_the_child() -> None:
     ours, peers = socket.socketpair()
     fd = ours.fileno()
     forks.cover([fd])
@@ -74,7 +74,7 @@ def test_a_number_that_is_used_again_is_the_childs() -> None:
     forks.uncover([fd])
 
 
-def test_a_closed_one_is_no_obstacle(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_closed_descriptor_does_not_affect_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
     gone, kept = socket.socketpair()
     forks.cover([gone.fileno(), kept.fileno()])
     numbers = [gone.fileno(), kept.fileno()]
@@ -85,8 +85,8 @@ def test_a_closed_one_is_no_obstacle(monkeypatch: pytest.MonkeyPatch) -> None:
     forks.cover([numbers[0]])  # closed already: nothing to cover
 
 
-def test_a_child_does_not_collect_what_its_parent_had() -> None:
-    """And the parent's collector is as the script has set it."""
+def test_a_child_does_not_garbage_collect_its_parents_objects() -> None:
+    """And the parent's collector keeps the script's settings."""
     forks.cover([])
     gc.freeze()
     frozen = gc.get_freeze_count()

@@ -1,4 +1,4 @@
-"""Messages between agent and worker: exactly these messages, or a LinkError."""
+"""Messages between agent and worker: anything else is a LinkError."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ SAID = [
 
 
 @pytest.mark.parametrize("message", SAID, ids=lambda m: type(m).__name__)
-def test_a_message_comes_back(message: Message) -> None:
+def test_messages_round_trip(message: Message) -> None:
     line = encode(message)
     assert decode(line) == message
 
@@ -105,7 +105,7 @@ PATHS = [
         lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner),
     ),
 )
-def test_a_field_of_another_kind_is_a_link_error_or_fits(path: tuple[str, ...], value: Any) -> None:
+def test_a_field_of_another_type_is_a_link_error_or_fits(path: tuple[str, ...], value: Any) -> None:
     data = json.loads(encode(WORLD))
     *parents, name = path
     functools.reduce(operator.getitem, parents, data)[name] = value
@@ -141,7 +141,7 @@ def test_an_error_names_the_message_the_field_and_the_value(
         decode(json.dumps(data).encode())
 
 
-def test_a_message_that_lacks_a_field_with_a_default_is_none() -> None:
+def test_a_message_without_a_field_is_rejected() -> None:
     data = json.loads(encode(WORLD))
     del data["store_tls"]
     with pytest.raises(LinkError, match="missing 'store_tls'"):
@@ -168,12 +168,12 @@ def test_a_message_that_lacks_a_field_with_a_default_is_none() -> None:
     ],
     ids=lambda line: line[:30].decode(),
 )
-def test_what_is_no_message(line: bytes) -> None:
+def test_invalid_messages_are_rejected(line: bytes) -> None:
     with pytest.raises(LinkError):
         decode(line)
 
 
-def test_long_errors_lose_their_middle() -> None:
+def test_long_errors_are_truncated_in_the_middle() -> None:
     said = decode(
         encode(Exiting(clean=False, error="first\U0001f525" + "\U0001f525" * 10**6 + "last"))
     )
@@ -182,21 +182,21 @@ def test_long_errors_lose_their_middle() -> None:
     assert said.error.endswith("last")
 
 
-def test_what_no_log_can_write_is_replaced() -> None:
+def test_text_that_cannot_be_encoded_is_replaced() -> None:
     error = os.fsdecode(b"no such file: \xff")
     assert decode(encode(Exiting(clean=False, error=error))) == Exiting(
         clean=False, error="no such file: ?"
     )
 
 
-def test_texts_within_a_record_are_cut_and_replaced_too() -> None:
+def test_texts_in_a_record_are_truncated_and_replaced() -> None:
     reason = "first" + "x" * 10**5 + os.fsdecode(b"\xff") + "last"
     said = decode(encode(replace(WORLD, world=replace(WORLD.world, reason=reason))))
     assert isinstance(said, WorldMessage)
     assert said.world.reason.endswith("?last") and len(said.world.reason) < 5000
 
 
-def test_what_the_other_end_would_not_take_is_not_sent() -> None:
+def test_a_message_that_the_receiver_would_reject_is_not_sent() -> None:
     with pytest.raises(LinkError, match="WorldMessage"):
         encode(replace(WORLD, world=replace(WORLD.world, lineage=tuple(range(10**5)))))
     line = json.dumps({"type": "Exiting", "clean": True, "error": "x" * MAX_MESSAGE}).encode()
@@ -204,17 +204,17 @@ def test_what_the_other_end_would_not_take_is_not_sent() -> None:
         decode(line)
 
 
-def test_an_event_to_count_is_sent_whatever_its_texts_hold() -> None:
+def test_an_event_with_oversized_texts_is_sent_truncated() -> None:
     text = "\U0001f525" * 10**6
     said = decode(encode(CheckpointSkipped(name=text, reason=text)))
     assert isinstance(said, CheckpointSkipped)
     assert max(len(said.name), len(said.reason)) < 5000
 
 
-def test_the_key_of_the_store_stands_in_no_log() -> None:
+def test_the_key_of_the_store_is_not_logged() -> None:
     assert "c2VjcmV0" not in repr(replace(WORLD, store_key="c2VjcmV0"))
 
 
-def test_every_message_is_of_one_side() -> None:
+def test_every_message_has_exactly_one_direction() -> None:
     assert {*FROM_WORKER, *FROM_AGENT} == set(typing.get_args(Message))
     assert not {*FROM_WORKER} & {*FROM_AGENT}

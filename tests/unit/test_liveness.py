@@ -1,4 +1,4 @@
-"""Liveness over real sockets: hello, close, probe, garbage."""
+"""Liveness over real sockets: handshake, close, probe, garbage."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ KEY = SecretKey.generate()
 
 
 class Agent:
-    """A liveness server and the queue of what it reports."""
+    """A liveness server and the queues of its reports."""
 
     def __init__(self, node_id: str) -> None:
         self.closed: queue.Queue[tuple[str, bool]] = queue.Queue()
@@ -82,7 +82,7 @@ def refuses(port: int, node_id: str) -> bool:
     return verdict.refused
 
 
-def test_probe_tells_alive_replaced_and_refused(leader: Agent) -> None:
+def test_a_probe_distinguishes_alive_replaced_and_refused(leader: Agent) -> None:
     port = leader.server.port
     assert ask(port, "leader") is Liveness.ALIVE
     assert not refuses(port, "leader")
@@ -91,12 +91,12 @@ def test_probe_tells_alive_replaced_and_refused(leader: Agent) -> None:
     assert refuses(port, "leader")
 
 
-def test_silence_is_no_proof() -> None:
+def test_a_timeout_proves_nothing() -> None:
     with socket.create_server(("127.0.0.1", 0)) as silent:
         assert ask(silent.getsockname()[1], "x", timeout_s=0.05) is Liveness.SUSPECT
 
 
-def test_a_stranger_on_the_port_is_no_proof() -> None:
+def test_another_service_on_the_port_proves_nothing() -> None:
     with socket.create_server(("127.0.0.1", 0)) as stranger:
 
         def answer() -> None:
@@ -110,8 +110,8 @@ def test_a_stranger_on_the_port_is_no_proof() -> None:
         thread.join()
 
 
-def test_an_agent_that_does_not_know_the_runs_secret_is_no_proof_of_anything() -> None:
-    """Another run's agent, or an impostor: neither alive nor half of a proof of a death."""
+def test_an_agent_without_the_runs_secret_proves_nothing() -> None:
+    """Another run's agent, or an impostor, proves neither life nor death."""
     with socket.create_server(("127.0.0.1", 0)) as stranger:
 
         def answer() -> None:
@@ -127,7 +127,7 @@ def test_an_agent_that_does_not_know_the_runs_secret_is_no_proof_of_anything() -
     assert "has not proved" in verdict.reason
 
 
-def test_both_sides_hear_of_a_close(leader: Agent, follower: Agent) -> None:
+def test_both_sides_report_a_close(leader: Agent, follower: Agent) -> None:
     follower.server.follow("leader", "127.0.0.1", leader.server.port)
     # The leader knows the follower's name once it has answered a later probe in order.
     assert ask(leader.server.port, "leader") is Liveness.ALIVE
@@ -135,13 +135,13 @@ def test_both_sides_hear_of_a_close(leader: Agent, follower: Agent) -> None:
     assert follower.closed.get(timeout=DEADLINE_S) == ("leader", True)
 
 
-def test_leader_hears_of_a_followers_end(leader: Agent, follower: Agent) -> None:
-    with greeted(leader):
+def test_the_leader_reports_the_end_of_a_follower(leader: Agent, follower: Agent) -> None:
+    with connect_follower(leader):
         pass
     assert leader.closed.get(timeout=DEADLINE_S) == ("n1", False)
 
 
-def test_both_sides_hear_of_an_opening(leader: Agent, follower: Agent) -> None:
+def test_both_sides_report_a_new_connection(leader: Agent, follower: Agent) -> None:
     follower.server.follow("leader", "127.0.0.1", leader.server.port)
     assert leader.opened.get(timeout=DEADLINE_S) == ("follower", False)
     assert follower.opened.get(timeout=DEADLINE_S) == ("leader", True)
@@ -153,10 +153,10 @@ def test_another_agent_on_the_leaders_port_is_not_followed(leader: Agent, follow
     assert follower.opened.empty()
 
 
-def test_the_liveness_thread_resolves_no_names(
+def test_the_liveness_thread_does_not_resolve_names(
     follower: Agent, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A resolver may take longer than a lease, and nobody would be answered meanwhile."""
+    """A resolver may take longer than a lease, and would delay all answers."""
     asked, release = threading.Event(), threading.Event()
     real = socket.getaddrinfo
 
@@ -181,7 +181,7 @@ def test_a_followers_heartbeat_reaches_the_leader(leader: Agent, follower: Agent
         NodeHeartbeat(generation=7, step=52, has_joined=True),
         NodeHeartbeat(generation=0, step=None, has_joined=None),
     ]
-    follower.server.report(beats[0].encode())  # it follows nobody yet: nobody hears it
+    follower.server.report(beats[0].encode())  # dropped, as it follows no leader yet
     follower.server.follow("leader", "127.0.0.1", leader.server.port)
     assert follower.opened.get(timeout=DEADLINE_S) == ("leader", True)
     for beat in beats:
@@ -197,7 +197,7 @@ def test_the_longest_heartbeat_fits_into_a_frame() -> None:
     assert NodeHeartbeat.decode(longest).step == 2**63 - 1
 
 
-def test_heartbeats_are_sent_every_few_seconds_however_often_the_thread_turns() -> None:
+def test_heartbeats_are_limited_to_one_per_interval() -> None:
     clock = ManualClock(100.0)
     beats, sent = Heartbeats("a", clock), list[bytes]()
     for step in (1, 2, 3):
@@ -209,12 +209,12 @@ def test_heartbeats_are_sent_every_few_seconds_however_often_the_thread_turns() 
     assert beats.by_node()["a"].heartbeat == last
     beats.record("b", NodeHeartbeat(generation=2, step=8))
     assert beats.by_node()["b"].at_s == clock.monotonic()
-    clock.advance(RECENT_LOSS_S + 1)  # nodes come and go: those long gone are forgotten
+    clock.advance(RECENT_LOSS_S + 1)  # nodes that were lost long ago are removed
     beats.send_if_due(last, sent.append)
     assert set(beats.by_node()) == {"a"}
 
 
-def test_that_workers_begin_to_step_is_said_at_once() -> None:
+def test_a_heartbeat_is_sent_at_once_when_workers_begin_to_step() -> None:
     beats, sent = Heartbeats("a", ManualClock(100.0)), list[bytes]()
     told = [
         NodeHeartbeat(generation=0, step=None),
@@ -226,7 +226,7 @@ def test_that_workers_begin_to_step_is_said_at_once() -> None:
     assert [NodeHeartbeat.decode(s) for s in sent] == told
 
 
-def test_following_a_refusing_leader_is_reported(follower: Agent) -> None:
+def test_a_leader_that_refuses_connections_is_reported(follower: Agent) -> None:
     with socket.create_server(("127.0.0.1", 0)) as gone:
         port = gone.getsockname()[1]
     follower.server.follow("leader", "127.0.0.1", port)
@@ -234,7 +234,7 @@ def test_following_a_refusing_leader_is_reported(follower: Agent) -> None:
 
 
 def test_the_end_of_a_former_leader_is_reported(leader: Agent, follower: Agent) -> None:
-    """Word that it was deposed may come before the kernel says that it has died."""
+    """The message about its eviction may arrive before the kernel reports its death."""
     follower.server.follow("leader", "127.0.0.1", leader.server.port)
     assert follower.opened.get(timeout=DEADLINE_S) == ("leader", True)
     follower.server.unfollow()
@@ -261,7 +261,7 @@ def test_a_leader_before_the_former_one_is_dropped_and_not_reported(follower: Ag
     assert follower.dropped.empty()
 
 
-def test_a_leader_that_leads_again_keeps_its_connection(leader: Agent, follower: Agent) -> None:
+def test_a_reelected_leader_keeps_its_connection(leader: Agent, follower: Agent) -> None:
     follower.server.follow("leader", "127.0.0.1", leader.server.port)
     assert leader.opened.get(timeout=DEADLINE_S) == ("follower", False)
     follower.server.unfollow()
@@ -273,7 +273,7 @@ def test_a_leader_that_leads_again_keeps_its_connection(leader: Agent, follower:
     assert follower.closed.get(timeout=DEADLINE_S) == ("leader", True)
 
 
-def test_a_leader_that_has_not_answered_is_dropped_on_purpose(follower: Agent) -> None:
+def test_a_leader_that_has_not_answered_is_dropped_on_unfollow(follower: Agent) -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         follower.server.follow("leader", "127.0.0.1", listener.getsockname()[1])
         connection, _ = listener.accept()
@@ -298,9 +298,7 @@ def test_a_leader_that_has_not_answered_is_dropped_on_purpose(follower: Agent) -
         b'{"hello": "anyone"}\n',
     ],
 )
-def test_garbage_closes_that_connection_and_harms_nothing(
-    leader: Agent, garbage: bytes, knows: bool
-) -> None:
+def test_garbage_closes_only_its_own_connection(leader: Agent, garbage: bytes, knows: bool) -> None:
     with socket.create_connection(("127.0.0.1", leader.server.port)) as connection:
         connection.settimeout(DEADLINE_S)
         if knows:
@@ -311,8 +309,8 @@ def test_garbage_closes_that_connection_and_harms_nothing(
     assert leader.closed.empty() != knows
 
 
-def test_without_the_secret_nobody_is_told_a_world(leader: Agent) -> None:
-    """Its record has said where every member's memory is, and what opens it."""
+def test_worlds_are_not_sent_to_peers_without_the_secret(leader: Agent) -> None:
+    """Its record contains the address and the key of every member's memory host."""
     leader.server.announce(WORLD)
     with socket.create_connection(("127.0.0.1", leader.server.port)) as connection:
         connection.settimeout(DEADLINE_S)
@@ -329,7 +327,7 @@ def test_without_the_secret_nobody_is_told_a_world(leader: Agent) -> None:
 WORLD = b'{"generation":2,"members":["' + b"x" * 200_000 + b'"]}'
 
 
-def greeted(leader: Agent, name: str = "n1") -> socket.socket:
+def connect_follower(leader: Agent, name: str = "n1") -> socket.socket:
     """A follower's connection, as the follower's agent holds it."""
     connection = socket.socket()
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
@@ -341,7 +339,7 @@ def greeted(leader: Agent, name: str = "n1") -> socket.socket:
     return connection
 
 
-def test_followers_are_sent_the_leaders_worlds(leader: Agent, follower: Agent) -> None:
+def test_followers_receive_the_leaders_worlds(leader: Agent, follower: Agent) -> None:
     follower.server.follow("leader", "127.0.0.1", leader.server.port)
     leader.server.announce(WORLD)
     assert json.loads(follower.worlds.get(timeout=DEADLINE_S)) == json.loads(WORLD)
@@ -349,22 +347,22 @@ def test_followers_are_sent_the_leaders_worlds(leader: Agent, follower: Agent) -
     assert json.loads(follower.worlds.get(timeout=DEADLINE_S)) == {"generation": 3}
 
 
-def test_a_follower_that_comes_later_is_sent_the_newest_world(leader: Agent) -> None:
+def test_a_later_follower_receives_the_newest_world(leader: Agent) -> None:
     leader.server.announce(b'{"generation":2}')
     leader.server.announce(b'{"generation":3}')
-    with greeted(leader) as connection:
+    with connect_follower(leader) as connection:
         assert json.loads(receive_frame(connection)) == {"generation": 3}
 
 
-def test_after_the_term_nobody_is_sent_a_world(leader: Agent) -> None:
+def test_no_world_is_sent_after_the_leaders_term(leader: Agent) -> None:
     leader.server.announce(b'{"generation":2}')
     leader.server.announce_nothing()
-    with greeted(leader) as connection:
+    with connect_follower(leader) as connection:
         leader.server.announce(b'{"generation":4}')  # of the next term
         assert json.loads(receive_frame(connection)) == {"generation": 4}
 
 
-def test_who_merely_probes_is_sent_no_world(leader: Agent) -> None:
+def test_a_probe_receives_no_world(leader: Agent) -> None:
     leader.server.announce(b'{"generation":2}')
     with socket.create_connection(("127.0.0.1", leader.server.port)) as connection:
         connection.settimeout(DEADLINE_S)
@@ -377,7 +375,7 @@ def test_who_merely_probes_is_sent_no_world(leader: Agent) -> None:
     assert leader.opened.empty() and leader.closed.empty()
 
 
-def test_a_follower_that_names_no_node_is_none(leader: Agent) -> None:
+def test_a_follower_without_a_node_name_is_rejected(leader: Agent) -> None:
     leader.server.announce(b'{"generation":2}')
     with socket.create_connection(("127.0.0.1", leader.server.port)) as connection:
         connection.settimeout(DEADLINE_S)
@@ -386,20 +384,20 @@ def test_a_follower_that_names_no_node_is_none(leader: Agent) -> None:
     assert leader.opened.empty() and leader.closed.empty()
 
 
-def test_worlds_of_others_than_the_leader_are_not_taken(leader: Agent) -> None:
-    with greeted(leader) as connection:
+def test_worlds_from_nodes_other_than_the_leader_are_ignored(leader: Agent) -> None:
+    with connect_follower(leader) as connection:
         connection.sendall(frame(b'{"generation": 9}'))
         assert is_hung_up_on(connection)
     assert leader.closed.get(timeout=DEADLINE_S) == ("n1", False)
     assert leader.worlds.empty()
 
 
-def test_a_follower_that_never_reads_harms_nobody(leader: Agent, follower: Agent) -> None:
-    """It costs its connection, after a bounded amount of memory."""
+def test_a_follower_that_never_reads_is_disconnected(leader: Agent, follower: Agent) -> None:
+    """After a bounded amount of buffered data."""
     follower.server.follow("leader", "127.0.0.1", leader.server.port)
     leader.server.announce(b"{}")
     follower.worlds.get(timeout=DEADLINE_S)
-    with greeted(leader, "asleep"):
+    with connect_follower(leader, "asleep"):
         for generation in range(100):
             leader.server.announce(b'{"generation":%d,"pad":"%s"}' % (generation, b"x" * 100_000))
             world = json.loads(follower.worlds.get(timeout=DEADLINE_S))
@@ -424,7 +422,7 @@ def test_garbage_from_the_leader_closes_the_connection(follower: Agent, garbage:
     assert follower.worlds.empty()
 
 
-def test_a_leader_that_does_not_know_the_secret_is_not_followed(follower: Agent) -> None:
+def test_a_leader_without_the_secret_is_not_followed(follower: Agent) -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         follower.server.follow("leader", "127.0.0.1", listener.getsockname()[1])
         connection, _ = listener.accept()
@@ -438,14 +436,14 @@ def test_a_leader_that_does_not_know_the_secret_is_not_followed(follower: Agent)
 
 @pytest.fixture
 def unreachable() -> Iterator[int]:
-    """A port on which connecting takes for ever."""
+    """A port on which connecting never completes."""
     with socket.create_server(("127.0.0.1", 0), backlog=0) as full:
         port = full.getsockname()[1]
         with socket.create_connection(("127.0.0.1", port)):  # the queue holds one
             yield port
 
 
-def test_who_connects_to_a_vanished_leader_still_answers(
+def test_a_follower_answers_while_it_connects_to_a_vanished_leader(
     follower: Agent, unreachable: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("elastic.liveness.channel.LIVENESS_CONNECT_S", 10 * DEADLINE_S)
@@ -454,7 +452,7 @@ def test_who_connects_to_a_vanished_leader_still_answers(
     assert follower.closed.empty()
 
 
-def test_a_leader_that_cannot_be_reached_is_reported(
+def test_an_unreachable_leader_is_reported(
     follower: Agent, unreachable: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("elastic.liveness.channel.LIVENESS_CONNECT_S", 0.05)

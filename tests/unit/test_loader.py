@@ -1,4 +1,4 @@
-"""A user's DataLoader over a changing world: the same loader, other batches."""
+"""A user's DataLoader in a changing world: the same loader, different batches."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ N = 53
 
 
 class Noisy(Dataset[tuple[int, float, float, float]]):
-    """Each sample draws from the three generators that augmentations use."""
+    """A dataset whose samples draw from the three generators that augmentations use."""
 
     def __len__(self) -> int:
         return N
@@ -77,11 +77,11 @@ def counted(batches: list[tuple[BatchInfo, list[int]]]) -> list[int]:
     return [index for info, data in batches if info.samples for index in data]
 
 
-# -- what the batches are -------------------------------------------------------------------------
+# -- the batches --------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("micro_batch", [None, 3])
-def test_batches_hold_what_their_info_says(micro_batch: int | None) -> None:
+def test_batches_match_their_info(micro_batch: int | None) -> None:
     one = loader(largest_world=3, micro_batch=micro_batch)
     everything: list[int] = []
     for rank in range(3):
@@ -94,7 +94,7 @@ def test_batches_hold_what_their_info_says(micro_batch: int | None) -> None:
     assert sorted(everything) == list(range(N))
 
 
-def test_weights_add_up_to_one() -> None:
+def test_batch_weights_sum_to_one() -> None:
     one = loader(global_batch=10, micro_batch=2)
     weights = [0.0] * len(one)
     micro_batches: list[set[int]] = [set() for _ in range(len(one))]
@@ -109,7 +109,7 @@ def test_weights_add_up_to_one() -> None:
     assert all(len(counts) == 1 for counts in micro_batches)
 
 
-def test_a_rank_without_samples_reads_one_that_does_not_count() -> None:
+def test_a_rank_without_samples_reads_one_with_weight_zero() -> None:
     one = loader(global_batch=13)  # the last step has one sample
     info, data = read(one, 1, 2)[-1]
     assert (info.samples, info.rank_samples, info.weight, info.indices) == (0, 0, 0.0, ())
@@ -138,7 +138,7 @@ def test_reading_does_not_move_the_position() -> None:
     assert one.position == Position(1, 0)
 
 
-def test_len_is_the_steps_of_an_epoch_in_every_world() -> None:
+def test_len_is_the_steps_per_epoch_in_every_world() -> None:
     one = loader(largest_world=2)
     assert len(one) == 7
     read(one, 0, 2)
@@ -151,7 +151,7 @@ def test_the_global_batch_defaults_to_that_of_the_largest_world() -> None:
     assert loader(largest_world=3, global_batch=20).plan.global_batch == 20
 
 
-def test_set_epoch_of_old_scripts_is_ignored() -> None:
+def test_set_epoch_is_ignored() -> None:
     one = loader()
     one.seek(Position(1, 3))
     one.sampler.set_epoch(7)
@@ -159,7 +159,7 @@ def test_set_epoch_of_old_scripts_is_ignored() -> None:
     assert isinstance(one.sampler, DistributedSampler)
 
 
-def test_alone_it_trains_epoch_after_epoch() -> None:
+def test_iterating_without_a_run_advances_through_epochs() -> None:
     one = loader(global_batch=10)
     first = [index for (batch,) in one for index in batch.tolist()]
     assert one.position == Position(0, 6)
@@ -168,14 +168,14 @@ def test_alone_it_trains_epoch_after_epoch() -> None:
     assert first != second
 
 
-def test_iterating_is_what_the_run_makes_of_it() -> None:
+def test_the_run_controls_iteration() -> None:
     def drive(one: ElasticLoader) -> Iterator[Any]:
         yield ("driven", len(one))
 
     assert list(loader(drive=drive)) == [("driven", 14)]
 
 
-def test_the_state_goes_on_elsewhere() -> None:
+def test_another_loader_resumes_from_the_state() -> None:
     one, other = loader(global_batch=10), loader(global_batch=10)
     one.seek(Position(3, 2))
     other.load_state_dict(one.state_dict())
@@ -184,12 +184,12 @@ def test_the_state_goes_on_elsewhere() -> None:
         loader(global_batch=20).load_state_dict(one.state_dict())
 
 
-def test_a_world_larger_than_the_global_batch_is_refused() -> None:
+def test_a_world_larger_than_the_global_batch_is_rejected() -> None:
     with pytest.raises(ConfigError, match="global batch of 2 is smaller than the world of 3"):
         loader(global_batch=2).batches(0, 3)
 
 
-# -- what the user's loader says ------------------------------------------------------------------
+# -- settings of the user's loader ----------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -214,7 +214,7 @@ def test_a_world_larger_than_the_global_batch_is_refused() -> None:
         ),
     ],
 )
-def test_the_order_is_the_loaders(
+def test_the_order_is_that_of_the_users_loader(
     make: Callable[[Any], DataLoader[Any]], shuffle: bool, seed: int
 ) -> None:
     one = ElasticLoader(make(numbers()), seed=7)
@@ -222,20 +222,20 @@ def test_the_order_is_the_loaders(
     assert counted(read(one, 0, 1)) == list(expected)
 
 
-def test_an_elastic_sampler_brings_its_global_batch() -> None:
+def test_an_elastic_sampler_determines_the_global_batch() -> None:
     own = ElasticSampler(numbers(), 1, 0, global_batch=20)
     one = ElasticLoader(DataLoader(numbers(), 5, sampler=own), largest_world=2)
     assert one.plan.global_batch == 20
 
 
-def test_drop_last_is_kept() -> None:
+def test_drop_last_is_preserved() -> None:
     given = DataLoader(numbers(), batch_size=10, shuffle=True, drop_last=True)
     one = ElasticLoader(given)
     assert len(one) == 5
     assert len(counted(read(one, 0, 1))) == 50
 
 
-def test_the_loader_given_is_left_as_it_was() -> None:
+def test_the_users_loader_is_not_modified() -> None:
     given = DataLoader(numbers(), batch_size=10)
     one = ElasticLoader(given, global_batch=20)
     read(one, 1, 2)
@@ -243,7 +243,7 @@ def test_the_loader_given_is_left_as_it_was() -> None:
     assert one.batch_size == 10 and one.dataset is given.dataset
 
 
-def test_collate_and_subclass_are_kept() -> None:
+def test_collate_function_and_subclass_are_preserved() -> None:
     class Doubling(DataLoader[Any]):
         def __iter__(self) -> Any:
             for batch in super().__iter__():
@@ -263,7 +263,7 @@ class Stream(IterableDataset[int]):
 
 
 class Mine(Sampler[int]):
-    """A sampler as scripts have them: its order is that of its own generator."""
+    """A typical sampler of a script, with a generator of its own."""
 
     def __init__(self) -> None:
         self.generator = random.Random(5)
@@ -293,7 +293,7 @@ class Bins(BatchSampler):
         (lambda: DataLoader(numbers(0), 4), "empty", "path"),
     ],
 )
-def test_loaders_that_cannot_be_dealt_out_are_refused_with_a_remedy(
+def test_loaders_that_cannot_be_sharded_are_rejected_with_a_remedy(
     given: Callable[[], Any], named: str, remedy: str
 ) -> None:
     with pytest.raises(ConfigError, match=named) as refused:
@@ -302,7 +302,7 @@ def test_loaders_that_cannot_be_dealt_out_are_refused_with_a_remedy(
     assert "run.generate" not in refused.value.hint
 
 
-def test_a_micro_batch_of_nothing_is_refused() -> None:
+def test_a_micro_batch_of_zero_is_rejected() -> None:
     with pytest.raises(ConfigError, match="micro_batch is 0"):
         loader(micro_batch=0)
 
@@ -311,7 +311,7 @@ def test_a_micro_batch_of_nothing_is_refused() -> None:
 
 
 @pytest.mark.parametrize("workers", [0, 1])
-def test_a_wrapped_loader_gives_this_ranks_batches(workers: int) -> None:
+def test_a_wrapped_loader_yields_this_ranks_batches(workers: int) -> None:
     inner = DataLoader(numbers(), batch_size=4, shuffle=True, num_workers=workers)
     one = ElasticLoader(Prefetcher(inner), dataloader=inner, global_batch=10)
     assert [read(one, rank, 2) for rank in range(2)] == [
@@ -325,7 +325,7 @@ def test_a_wrapped_loader_gives_this_ranks_batches(workers: int) -> None:
     assert one.position == Position(0, 1)
 
 
-def test_a_wrapped_loader_may_be_given_again() -> None:
+def test_a_wrapped_loader_may_be_passed_again() -> None:
     inner = DataLoader(numbers(), batch_size=4, shuffle=True)
     ElasticLoader(Prefetcher(inner), dataloader=inner)
     again = ElasticLoader(Prefetcher(inner), dataloader=inner, global_batch=10)
@@ -340,7 +340,7 @@ def test_a_wrapped_loader_may_be_given_again() -> None:
         (lambda inner: _Changed(inner, lambda batches: batches * 2), "continued after the last"),
     ],
 )
-def test_a_wrapper_that_changes_the_batches_is_noticed(
+def test_a_wrapper_that_changes_the_batches_is_detected(
     wrap: Callable[[DataLoader[Any]], Any], named: str
 ) -> None:
     inner = DataLoader(numbers(), batch_size=10)
@@ -369,7 +369,7 @@ def test_persistent_workers_follow_the_world_and_the_epoch() -> None:
         for this in (one, reference):
             this.seek(position)
         left_early = one.batches(rank, size)
-        next(left_early)  # the worker has read further ahead, for a world that is gone
+        next(left_early)  # the worker has prefetched further, for the previous world
         assert read(one, rank, size) == read(reference, rank, size)
     for this in (one, reference):
         this.begin_epoch(1)
@@ -377,7 +377,7 @@ def test_persistent_workers_follow_the_world_and_the_epoch() -> None:
 
 
 @pytest.mark.parametrize("in_place", [False, True])
-def test_persistent_workers_that_run_already_do_not_keep_the_old_batches(in_place: bool) -> None:
+def test_running_persistent_workers_discard_the_old_batches(in_place: bool) -> None:
     given = DataLoader(numbers(), 4, shuffle=True, num_workers=1, persistent_workers=True)
     assert len(next(iter(given))[0]) == 4
     one = ElasticLoader(given, dataloader=given if in_place else None, global_batch=10)
@@ -403,8 +403,8 @@ class _WorkerPids(Dataset[int]):
 
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("wrap", [lambda data: data, lambda data: Subset(data, range(N))])
-def test_a_samples_randomness_is_its_own(workers: int, wrap: Callable[[Any], Any]) -> None:
-    """Not that of the process that reads it, the world, or what was read before."""
+def test_randomness_depends_only_on_the_sample(workers: int, wrap: Callable[[Any], Any]) -> None:
+    """Neither on the process that reads it, nor the world, nor earlier reads."""
 
     def noise(size: int, position: Position, workers: int = 0) -> dict[int, tuple[float, ...]]:
         one = ElasticLoader(
@@ -430,7 +430,7 @@ def test_a_samples_randomness_is_its_own(workers: int, wrap: Callable[[Any], Any
 
 
 @pytest.mark.parametrize("workers", [0, 1])
-def test_reading_leaves_the_processes_generators_alone(workers: int) -> None:
+def test_reading_does_not_advance_the_processs_generators(workers: int) -> None:
     def draw() -> tuple[float, float, float]:
         return random.random(), float(np.random.rand()), float(torch.rand(()))
 
@@ -447,7 +447,7 @@ def test_reading_leaves_the_processes_generators_alone(workers: int) -> None:
     assert [*drawn, draw()] == undisturbed
 
 
-def test_data_that_torch_only_indexes_draws_nothing() -> None:
+def test_datasets_that_are_only_indexed_draw_no_random_numbers() -> None:
     data = numbers()
     plain: Dataset[Any]
     for plain in (data, Subset(data, range(9)), ConcatDataset([data, data]), StackDataset(data)):
@@ -455,7 +455,7 @@ def test_data_that_torch_only_indexes_draws_nothing() -> None:
     assert draws_nothing(DataLoader(StackDataset(x=Subset(data, range(9))), 5))
 
 
-def test_whatever_somebody_wrote_may_draw() -> None:
+def test_custom_code_is_assumed_to_draw_random_numbers() -> None:
     class Mine(TensorDataset):
         pass
 
@@ -470,9 +470,9 @@ def test_whatever_somebody_wrote_may_draw() -> None:
     assert not draws_nothing(MyLoader(data, 5))
 
 
-def test_a_wrapper_that_draws_draws_the_same_again() -> None:
+def test_a_wrapper_draws_the_same_random_numbers_again() -> None:
     class Jitter:
-        """Adds noise to batches of data that draws nothing itself."""
+        """Adds noise to batches of a dataset that draws no random numbers itself."""
 
         def __init__(self, loader: DataLoader[Any]) -> None:
             self.loader = loader
@@ -491,7 +491,7 @@ def test_a_wrapper_that_draws_draws_the_same_again() -> None:
     assert noise(3) == noise(0)[3:]
 
 
-def test_a_sample_that_cannot_be_read_leaves_the_generators_alone() -> None:
+def test_an_unreadable_sample_does_not_advance_the_generators() -> None:
     class Broken(Noisy):
         def __getitem__(self, index: int) -> tuple[int, float, float, float]:
             raise OSError("bad block")
@@ -527,7 +527,7 @@ def test_evaluation_follows_the_world() -> None:
     assert sum(len(batch) for (batch,) in part) == N // 2
 
 
-def test_evaluation_refuses_what_it_cannot_deal_out() -> None:
+def test_evaluation_rejects_loaders_that_cannot_be_sharded() -> None:
     with pytest.raises(ConfigError, match="IterableDataset"):
         shard(DataLoader(Stream(), 4), 0, 1)
     with pytest.raises(ConfigError, match="rank 2"):

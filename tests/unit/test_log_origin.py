@@ -1,4 +1,4 @@
-"""Which node a log line names, in a process that may launch several."""
+"""The node that a log line names, in a process that may launch several."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def lines(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     logger.setLevel(level)
 
 
-def test_lines_name_the_node_that_this_process_is_and_its_generation(lines: list[str]) -> None:
+def test_lines_name_the_node_of_this_process_and_its_generation(lines: list[str]) -> None:
     origin = LogOrigin("a")
     journal = Journal(folder=None, identity={}, origin=origin)
     add_origin(origin)
@@ -49,7 +49,7 @@ def test_lines_name_the_node_that_this_process_is_and_its_generation(lines: list
     assert lines[2:] == ["after [a g3]", "later"]
 
 
-def test_of_two_nodes_only_what_is_known_to_be_ones_is_said_to_be(lines: list[str]) -> None:
+def test_with_two_nodes_only_attributable_lines_name_a_node(lines: list[str]) -> None:
     one, other = LogOrigin("a"), LogOrigin("b")
     add_origin(one)
     add_origin(other)

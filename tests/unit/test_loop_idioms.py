@@ -30,7 +30,7 @@ def not_warned_yet(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def stopped(folder: Path, steps: int) -> None:
-    """A process that is killed within a step, with so many committed and saved before it."""
+    """A process that is killed within a step, after ``steps`` committed and saved steps."""
     with process(folder, every_steps=1, clean=False) as run:
         script = job(run)
         done = 0
@@ -53,7 +53,7 @@ def limited(run: Run, max_steps: int | None = 4) -> Job:
     )
 
 
-def test_an_epoch_of_max_steps_ends_there_after_a_kill_too(tmp_path: Path) -> None:
+def test_an_epoch_ends_at_max_steps_also_after_a_kill(tmp_path: Path) -> None:
     with process() as run:
         script = limited(run)
         assert (script.train(3), len(script.loader)) == (12, 4)
@@ -67,8 +67,8 @@ def test_an_epoch_of_max_steps_ends_there_after_a_kill_too(tmp_path: Path) -> No
         assert torch.equal(script.weights(), expected)
 
 
-def test_max_steps_are_the_first_steps_of_the_whole_epoch() -> None:
-    """As with ``islice``, for which it stands in."""
+def test_max_steps_are_the_first_steps_of_the_full_epoch() -> None:
+    """As with ``islice``, which it replaces."""
 
     def weights(max_steps: int | None) -> torch.Tensor:
         with process() as run:
@@ -84,7 +84,7 @@ def test_max_steps_are_the_first_steps_of_the_whole_epoch() -> None:
 # -- the index ------------------------------------------------------------------------------------
 
 
-def test_the_index_is_that_of_the_step() -> None:
+def test_the_index_is_the_number_of_the_step() -> None:
     with process() as run:
         script = job(run)
         assert script.loader.index == 0
@@ -131,8 +131,8 @@ def test_the_index_of_a_resumed_pass_is_known_before_it_begins(
     assert "counts from" not in caplog.text
 
 
-def test_a_pass_that_is_over_has_the_index_of_its_end(tmp_path: Path) -> None:
-    """What follows the loader in an epoch was interrupted: the bar of the loader is full."""
+def test_a_completed_pass_has_the_index_of_its_end(tmp_path: Path) -> None:
+    """The epoch was interrupted after the loader's last batch, so that its progress bar is full."""
     with process(tmp_path, every_steps=1) as run:
         script = job(run)
         for _ in run.epochs(2):
@@ -145,7 +145,7 @@ def test_a_pass_that_is_over_has_the_index_of_its_end(tmp_path: Path) -> None:
             break
 
 
-def test_the_index_after_a_recovery(tmp_path: Path) -> None:
+def test_the_index_is_correct_after_a_recovery(tmp_path: Path) -> None:
     with process(tmp_path) as run:
         script = job(run)
         for i, (x, y) in enumerate(script.loader, start=script.loader.index):
@@ -156,7 +156,7 @@ def test_the_index_after_a_recovery(tmp_path: Path) -> None:
         assert script.loader.index == 2
 
 
-def test_a_loader_without_a_run_has_an_index_too() -> None:
+def test_a_loader_without_a_run_has_an_index() -> None:
     from elastic.training.data.loader import ElasticLoader
 
     one = ElasticLoader(DataLoader(dataset(), batch_size=10))
@@ -169,7 +169,7 @@ def test_a_loader_without_a_run_has_an_index_too() -> None:
 
 
 def bar(loader: Any) -> Iterator[Any]:
-    """A progress bar as it looks from its iterable: a generator of the module ``tqdm.std``."""
+    """A progress bar as its iterable sees it: a generator of the module ``tqdm.std``."""
     module = types.ModuleType("tqdm.std")
     exec("def over(loader):\n    for batch in loader:\n        yield batch", vars(module))
     return module.over(loader)  # type: ignore[no-any-return]
@@ -177,7 +177,7 @@ def bar(loader: Any) -> Iterator[Any]:
 
 @pytest.mark.parametrize("start", [0, 1])
 @pytest.mark.parametrize("wrap", [iter, bar, zip])
-def test_enumerate_from_0_in_the_middle_of_an_epoch_is_warned_of_once(
+def test_enumerate_from_0_within_an_epoch_logs_one_warning(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, wrap: Any, start: int
 ) -> None:
     stopped(tmp_path, 2)
@@ -194,7 +194,7 @@ def test_enumerate_from_0_in_the_middle_of_an_epoch_is_warned_of_once(
     assert f"enumerate(loader, {remedy})" in warning.message
 
 
-def test_enumerate_after_a_recovery_is_warned_of(
+def test_enumerate_after_a_recovery_logs_a_warning(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     with process(tmp_path) as run:
@@ -210,7 +210,7 @@ def test_enumerate_after_a_recovery_is_warned_of(
 
 
 @pytest.mark.parametrize("resumed_at", [0, 2])
-def test_loops_that_count_right_are_not_warned_of(
+def test_loops_that_count_correctly_log_no_warning(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, resumed_at: int
 ) -> None:
     stopped(tmp_path, resumed_at)
@@ -227,7 +227,7 @@ def test_loops_that_count_right_are_not_warned_of(
     assert "counts from" not in caplog.text
 
 
-def test_a_pass_does_not_keep_itself_alive() -> None:
+def test_an_iterator_is_released_when_the_loop_drops_it() -> None:
     with process() as run:
         script = job(run)
         passed = iter(script.loader)
@@ -266,7 +266,7 @@ def test_a_killed_job_with_a_sampler_resumes_exactly(tmp_path: Path, sampler: An
 
 
 class Batches(Dataset[Any]):
-    """Each item is a batch already."""
+    """A dataset whose items are batches."""
 
     def __init__(self) -> None:
         self.x, self.y = dataset().tensors
@@ -289,7 +289,7 @@ def test_items_that_are_batches_in_the_plain_loop_of_one_rank() -> None:
 
 
 def test_items_that_are_batches_are_weighted_in_run_steps() -> None:
-    """The same as one batch of all that they hold."""
+    """Like one batch of all their samples."""
     with process() as run:
         model = run.wrap(network())
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

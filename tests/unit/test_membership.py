@@ -40,14 +40,14 @@ PAUSED = WorldState.PAUSED
 # ── rule 1: the first world ──────────────────────────────────────────────────────────────────
 
 
-def test_first_world_starts_at_once_when_full() -> None:
+def test_a_full_first_world_starts_at_once() -> None:
     p = proposal(view(None, *(arrived(f"n{i}", since_s=NOW) for i in (3, 1, 4, 2))))
     assert named(p) == ["n1", "n2", "n3", "n4"]
     assert (p.cause, p.state, p.generation) == (Cause.FIRST, WorldState.ACTIVE, 1)
     assert p.reason == "n1, n2, n3, n4 start"
 
 
-def test_first_world_takes_the_most_senior_when_too_many_arrive() -> None:
+def test_the_first_world_takes_the_most_senior_nodes() -> None:
     p = proposal(view(None, *(arrived(f"n{i}", since_s=NOW) for i in (5, 4, 3, 2, 1))))
     assert named(p) == ["n1", "n2", "n3", "n4"]
 
@@ -57,7 +57,7 @@ def test_equal_arrival_times_are_ordered_by_id() -> None:
     assert named(proposal(view(None, *nodes))) == ["n2", "n3"]
 
 
-def test_first_world_of_min_nodes_waits_for_the_last_call_after_the_last_joining_node() -> None:
+def test_a_first_world_of_min_nodes_waits_for_the_last_call() -> None:
     v = view(None, arrived("n1", since_s=NOW - 60), arrived("n2", since_s=NOW - 1))
     w = wait(v)
     assert w.until_s == NOW + 2
@@ -65,7 +65,7 @@ def test_first_world_of_min_nodes_waits_for_the_last_call_after_the_last_joining
     assert named(proposal(v, now=NOW + 2)) == ["n1", "n2"]
 
 
-def test_too_few_for_a_first_world_wait_without_a_deadline() -> None:
+def test_too_few_nodes_for_a_first_world_wait_without_a_deadline() -> None:
     w = wait(view(None, arrived("n1")))
     assert w.until_s is None
     assert "1 (n1) of at least 2 nodes" in w.reason
@@ -78,15 +78,15 @@ def test_dead_suspect_and_leaving_nodes_do_not_count_for_a_first_world() -> None
     assert "1 (n4)" in w.reason and "n2 does not answer" in w.reason
 
 
-def test_generations_continue_after_a_wipe_that_found_everybody_without_a_world() -> None:
+def test_generations_continue_after_a_wipe_without_a_running_world() -> None:
     p = proposal(view(None, out("n1", generation=7), out("n2", generation=6)))
     assert p.generation == 8
 
 
-# ── who can mix ──────────────────────────────────────────────────────────────────────────────
+# ── compatibility ────────────────────────────────────────────────────────────────────────────
 
 
-def test_the_first_node_sets_min_and_max_and_version() -> None:
+def test_the_first_node_sets_the_limits_and_the_version() -> None:
     odd = seen(node("n2", limits=(1, 4)))
     other = seen(node("n3", library="0.2.0"))
     w = wait(view(None, arrived("n1"), odd, other))
@@ -98,22 +98,22 @@ def test_the_first_node_sets_min_and_max_and_version() -> None:
 
 
 @pytest.mark.parametrize("library", ["0.1.0", "0.1.7", "0.1.1.dev3", "0.1.0+cu130"])
-def test_versions_mix_within_one_minor(library: str) -> None:
+def test_versions_within_one_minor_are_compatible(library: str) -> None:
     assert refusal(node("n9", library=library), world("n1")) is None
 
 
 @pytest.mark.parametrize("library", ["0.2.0", "1.1.0", "0.10.0", "unknown"])
-def test_other_versions_are_refused(library: str) -> None:
+def test_other_versions_are_rejected(library: str) -> None:
     said = refusal(node("n9", library=library), world("n1"))
     assert said == f"n9 has torch-elastic-harness {library}, the job runs with 0.1.0"
 
 
-def test_other_torch_versions_mix_and_a_world_without_version_takes_all() -> None:
+def test_other_torch_versions_and_worlds_without_version_are_compatible() -> None:
     assert refusal(replace(node("n9"), torch="2.11.0"), world("n1")) is None
     assert refusal(node("n9", library="9.9"), replace(world("n1"), library="")) is None
 
 
-def test_nodes_with_and_without_tls_do_not_mix() -> None:
+def test_nodes_with_and_without_tls_are_incompatible() -> None:
     with_tls, settings = replace(node("n9"), tls=True), "node_cacert, node_cert, node_key"
     said = refusal(with_tls, world("n1"))
     assert said == f"n9 has TLS between nodes ({settings}), the job runs without"
@@ -125,7 +125,7 @@ def test_nodes_with_and_without_tls_do_not_mix() -> None:
     assert world_of(p, None, nonce="ab", time_s=0.0).tls
 
 
-def test_a_joining_node_that_cannot_mix_leaves_the_job_alone() -> None:
+def test_an_incompatible_joining_node_does_not_affect_the_job() -> None:
     v = view(world("n1", "n2"), runs("n1"), runs("n2"), seen(node("n3", limits=(3, 3))))
     w = wait(v)
     assert w.until_s is None
@@ -182,7 +182,7 @@ def test_a_joining_node_that_cannot_mix_leaves_the_job_alone() -> None:
         ),
     ],
 )
-def test_the_others_go_on_at_once_without_a_member_that_is_gone(
+def test_the_others_continue_at_once_without_a_lost_member(
     v: View, cause: Cause, said: str
 ) -> None:
     p = proposal(v)
@@ -192,12 +192,12 @@ def test_the_others_go_on_at_once_without_a_member_that_is_gone(
 
 
 def test_rank_zero_goes_to_the_most_senior_survivor() -> None:
-    """Rule 7: by place in the world, not by time of arrival."""
+    """Rule 7: by position in the world, not by arrival time."""
     v = view(world("n4", "n3", "n2"), runs("n2"), runs("n3"), gone=[missing("n4")])
     assert named(proposal(v)) == ["n3", "n2"]
 
 
-def test_lost_trouble_and_joining_nodes_at_once_make_one_world() -> None:
+def test_loss_failure_and_joining_nodes_together_lead_to_one_world() -> None:
     v = view(
         world("n3", "n2", "n1"),
         runs("n3"),
@@ -215,7 +215,7 @@ def test_lost_trouble_and_joining_nodes_at_once_make_one_world() -> None:
     )
 
 
-def test_only_as_many_joining_nodes_come_as_there_is_room() -> None:
+def test_joining_nodes_are_limited_to_max_nodes() -> None:
     v = view(
         world("n1", "n2", "n3", "n4"),
         *(runs(f"n{i}") for i in (1, 2, 3)),
@@ -226,10 +226,10 @@ def test_only_as_many_joining_nodes_come_as_there_is_room() -> None:
     assert named(proposal(v)) == ["n1", "n2", "n3", "n5"]
 
 
-# ── doubt ────────────────────────────────────────────────────────────────────────────────────
+# ── suspects ─────────────────────────────────────────────────────────────────────────────────
 
 
-def test_doubt_alone_changes_nothing() -> None:
+def test_a_suspect_alone_does_not_change_the_world() -> None:
     w = wait(view(world("n1", "n2"), runs("n1"), suspect(runs("n2"))))
     assert "n2 may be dead" in w.reason
 
@@ -246,7 +246,7 @@ def test_a_change_waits_for_the_lease_of_a_suspect(others: tuple) -> None:  # ty
     assert w.until_s is None
 
 
-def test_a_suspect_with_an_endless_lease_is_left_out_if_the_others_suffice() -> None:
+def test_a_suspect_with_an_endless_lease_is_evicted_if_the_others_suffice() -> None:
     v = view(world("n1", "n2", "n3"), out("n1"), runs("n2"), suspect(runs("n3"), NOW - 5))
     assert wait(v).until_s == NOW + 10
     assert named(proposal(v, now=NOW + 10)) == ["n1", "n2"]
@@ -254,12 +254,12 @@ def test_a_suspect_with_an_endless_lease_is_left_out_if_the_others_suffice() -> 
     assert wait(too_few).until_s is None
 
 
-def test_a_suspect_is_never_thrown_out_for_a_joining_node() -> None:
+def test_a_suspect_is_not_evicted_for_a_joining_node() -> None:
     v = view(world("n1", "n2"), runs("n1"), suspect(runs("n2"), NOW - 500), arrived("n3"))
     assert "n2 may be dead" in wait(v).reason
 
 
-def test_a_suspect_that_leaves_or_has_finished_is_not_waited_for() -> None:
+def test_a_leaving_or_finished_suspect_does_not_delay_a_change() -> None:
     leaves = suspect(in_state("n3", NodeState.LEAVING))
     assert named(proposal(view(world("n1", "n2", "n3"), runs("n1"), runs("n2"), leaves))) == [
         "n1",
@@ -275,7 +275,7 @@ def test_a_suspect_that_leaves_or_has_finished_is_not_waited_for() -> None:
 # ── rule 3: joining nodes ────────────────────────────────────────────────────────────────────────
 
 
-def test_a_joining_node_is_gathered_for_the_join_window() -> None:
+def test_joining_nodes_are_collected_for_the_join_window() -> None:
     v = view(world("n1", "n2"), runs("n1"), runs("n2"), arrived("n3", since_s=NOW - 0.25))
     assert wait(v).until_s == NOW + 0.75
     p = proposal(v, now=NOW + 0.75)
@@ -283,20 +283,20 @@ def test_a_joining_node_is_gathered_for_the_join_window() -> None:
     assert (p.cause, p.reason, p.planned) == (Cause.JOINED, "n3 joins", False)
 
 
-def test_joining_nodes_that_fill_the_world_do_not_wait() -> None:
+def test_joining_nodes_that_fill_the_world_join_at_once() -> None:
     late = (arrived("n3", since_s=NOW), arrived("n4", since_s=NOW))
     p = proposal(view(world("n1", "n2"), runs("n1"), runs("n2"), *late))
     assert named(p) == ["n1", "n2", "n3", "n4"]
 
 
-def test_a_full_world_lets_joining_nodes_wait() -> None:
+def test_joining_nodes_wait_while_the_world_is_full() -> None:
     names = ("n1", "n2", "n3", "n4")
     w = wait(view(world(*names), *(runs(n) for n in names), arrived("n5")))
     assert w.reason == "n5 waits: the world is full"
 
 
-def test_one_plan_at_a_time() -> None:
-    """The last world has to be taken up before joining nodes change it again."""
+def test_only_one_plan_is_pending_at_a_time() -> None:
+    """All members have to adopt the last world before joining nodes change it again."""
     about_to_start = seen(node("n2", NodeState.ARRIVED, arrived_for=6))
     v = view(world("n1", "n2"), runs("n1"), about_to_start, arrived("n3"))
     assert wait(v).reason == "n3 waits until n2 runs generation 7"
@@ -308,14 +308,14 @@ def test_one_plan_at_a_time() -> None:
 
 
 @pytest.mark.parametrize("state", [NodeState.STARTING, NodeState.LEAVING, NodeState.FAILED])
-def test_nobody_waits_for_a_joining_node_in_another_state(state: NodeState) -> None:
+def test_a_joining_node_in_another_state_does_not_delay_the_job(state: NodeState) -> None:
     v = view(world("n1", "n2"), runs("n1"), runs("n2"), in_state("n3", state))
     w = wait(v)
     assert "generation 7 runs on n1, n2" in w.reason and w.until_s is None
 
 
 @pytest.mark.parametrize("key", ["id-n3", "n3"], ids=["id", "name"])
-def test_a_joining_node_that_cools_down_waits_its_time(key: str) -> None:
+def test_a_quarantined_joining_node_waits_for_the_end_of_its_quarantine(key: str) -> None:
     members = (runs("n1"), runs("n2"), arrived("n3"))
     w = wait(view(world("n1", "n2"), *members, quarantined={key: NOW + 30}))
     assert w.until_s == NOW + 30
@@ -324,17 +324,17 @@ def test_a_joining_node_that_cools_down_waits_its_time(key: str) -> None:
     assert named(proposal(after)) == ["n1", "n2", "n3"]
 
 
-# ── rule 5: trouble ──────────────────────────────────────────────────────────────────────────
+# ── rule 5: failures ─────────────────────────────────────────────────────────────────────────
 
 
-def test_trouble_with_everyone_alive_makes_the_same_world_again() -> None:
+def test_a_failure_with_all_nodes_alive_leads_to_the_same_members() -> None:
     v = view(world("n1", "n2"), runs("n1"), out("n2", failure="ValueError: boom"))
     p = proposal(v)
     assert named(p) == ["n1", "n2"]
     assert (p.cause, p.reason) == (Cause.FAILURE, "n2 failed: ValueError: boom")
 
 
-def test_a_reason_is_one_line_however_long_the_failure() -> None:
+def test_the_reason_is_one_line_for_any_failure_text() -> None:
     trace = "Traceback (most recent call last):\n  File x\nValueError: " + "boom" * 400
     p = proposal(view(world("n1", "n2"), runs("n1"), out("n2", failure=trace)))
     assert p.reason.startswith("n2 failed: ValueError: boomboom")
@@ -347,12 +347,12 @@ def test_a_reason_is_one_line_however_long_the_failure() -> None:
     assert stopped.reason == "n2 left generation 7"
 
 
-def test_a_member_that_has_not_taken_up_the_world_yet_is_no_trouble() -> None:
+def test_a_member_that_has_not_adopted_the_world_yet_is_no_failure() -> None:
     v = view(world("n1", "n2"), runs("n1"), out("n2", generation=6))
     assert "runs on n1, n2" in wait(v).reason
 
 
-def test_a_repeatedly_accused_member_is_left_out_if_the_rest_can_go_on() -> None:
+def test_a_repeatedly_accused_member_is_evicted_if_the_rest_suffices() -> None:
     members = (runs("n1"), runs("n2"), out("n3", failure="boom"))
     p = proposal(view(world("n1", "n2", "n3"), *members, quarantined={"n3": NOW + 60}))
     assert named(p) == ["n1", "n2"]
@@ -365,7 +365,7 @@ def test_a_repeatedly_accused_member_is_left_out_if_the_rest_can_go_on() -> None
     assert named(proposal(with_joining_node)) == ["n1", "n4"]
 
 
-def test_quarantine_is_no_reason_to_disturb_a_world_that_runs() -> None:
+def test_quarantine_alone_does_not_change_a_running_world() -> None:
     w = wait(view(world("n1", "n2", "n3"), *map(runs, ("n1", "n2", "n3")), quarantined={"n3": 1e9}))
     assert "runs on n1, n2, n3" in w.reason
 
@@ -373,18 +373,18 @@ def test_quarantine_is_no_reason_to_disturb_a_world_that_runs() -> None:
 # ── rule 4: fewer than min_nodes ─────────────────────────────────────────────────────────────
 
 
-def test_too_few_survivors_pause() -> None:
+def test_a_world_with_too_few_survivors_pauses() -> None:
     p = proposal(view(world("n1", "n2"), out("n1"), gone=[missing("n2")]))
     assert (named(p), p.state, p.cause) == (["n1"], PAUSED, Cause.PAUSED)
     assert "n2 is lost" in p.reason and "1 (n1) of at least 2 nodes remain" in p.reason
 
 
-def test_joining_nodes_that_make_up_for_the_lost_prevent_a_pause() -> None:
+def test_joining_nodes_that_replace_the_lost_prevent_a_pause() -> None:
     p = proposal(view(world("n1", "n2"), out("n1"), arrived("n3"), gone=[missing("n2")]))
     assert (named(p), p.state, p.cause) == (["n1", "n3"], WorldState.ACTIVE, Cause.LOST)
 
 
-def test_joining_nodes_that_do_not_suffice_stay_out_of_the_pause() -> None:
+def test_too_few_joining_nodes_are_not_members_of_the_pause() -> None:
     w = world("n1", "n2", "n3", limits=(3, 4))
     fresh = seen(node("n4", limits=(3, 4)))
     p = proposal(view(w, runs("n1"), fresh, gone=[missing("n2"), missing("n3")]))
@@ -392,19 +392,19 @@ def test_joining_nodes_that_do_not_suffice_stay_out_of_the_pause() -> None:
 
 
 @pytest.mark.parametrize("member", [out("n1"), out("n1", generation=6), runs("n1")])
-def test_a_paused_world_waits_and_its_members_are_no_trouble(member) -> None:  # type: ignore[no-untyped-def]
+def test_members_of_a_paused_world_are_no_failure(member) -> None:  # type: ignore[no-untyped-def]
     w = wait(view(world("n1", state=PAUSED), member))
     assert w.until_s == NOW - 100 + POLICY.join_timeout_s
     assert w.reason == "paused with 1 (n1) of at least 2 nodes"
 
 
-def test_enough_nodes_resume_at_once() -> None:
+def test_a_paused_world_with_enough_nodes_resumes_at_once() -> None:
     p = proposal(view(world("n1", state=PAUSED), out("n1"), arrived("n2", since_s=NOW)))
     assert (named(p), p.state, p.cause) == (["n1", "n2"], WorldState.ACTIVE, Cause.RESUMED)
     assert p.reason == "n2 joins"
 
 
-def test_a_paused_world_shrinks_down_to_nobody() -> None:
+def test_a_paused_world_may_shrink_to_no_members() -> None:
     two = world("n1", "n2", state=PAUSED, limits=(3, 4))
     p = proposal(view(two, out("n1"), in_state("n2", NodeState.LEAVING)))
     assert (named(p), p.state) == (["n1"], PAUSED)
@@ -428,7 +428,7 @@ def test_a_pause_is_not_resumed_with_a_suspect() -> None:
     assert "n1 may be dead" in wait(v).reason
 
 
-# ── section 2: nobody of the last world is left ──────────────────────────────────────────────
+# ── section 2: no member of the last world is left ────────────────────────────────────────────
 
 
 def test_a_silent_world_is_taken_over_only_after_takeover_s() -> None:
@@ -445,14 +445,14 @@ def test_a_silent_world_is_taken_over_only_after_takeover_s() -> None:
     assert (named(p), p.cause, p.generation) == (["n3", "n4"], Cause.TAKEOVER, 8)
 
 
-def test_one_silent_member_is_enough_to_wait_and_the_dead_do_not_prolong_it() -> None:
+def test_dead_members_do_not_prolong_the_wait_for_a_silent_one() -> None:
     gone = [missing("n1", proved_dead=True, last_sign_s=NOW), missing("n2", last_sign_s=NOW - 20)]
     w = wait(view(world("n1", "n2"), arrived("n3"), arrived("n4"), gone=gone))
     assert w.until_s == NOW - 20 + POLICY.takeover_s
     assert "n1" not in w.reason
 
 
-def test_a_world_proved_dead_is_taken_over_like_a_first_world() -> None:
+def test_a_world_proved_dead_is_replaced_like_a_first_world() -> None:
     gone = [missing("n1", proved_dead=True)]
     last = world("n1", "n2")
     one = view(last, dead(runs("n2")), arrived("n3"), gone=gone)
@@ -470,7 +470,7 @@ def test_a_world_without_members_needs_no_proof() -> None:
     assert "no members" in wait(view(world(state=PAUSED), arrived("n3"))).reason
 
 
-def test_a_member_with_a_living_key_is_a_survivor_even_if_suspect() -> None:
+def test_a_suspect_with_a_valid_key_is_a_survivor() -> None:
     v = view(world("n1"), suspect(runs("n1")), arrived("n3"), arrived("n4"))
     assert "n1 may be dead" in wait(v, now=NOW + 1e6).reason
 
@@ -498,19 +498,19 @@ def test_leaving_members_prove_nothing_about_silent_ones() -> None:
     ],
     ids=["all", "rest lost", "rest leaves", "finished earlier world", "finished and exited"],
 )
-def test_the_job_ends_when_all_have_finished_or_are_gone(v: View) -> None:
+def test_the_job_ends_when_all_nodes_have_finished_or_are_lost(v: View) -> None:
     d = decide(v, NOW, POLICY)
     assert isinstance(d, End)
     assert (d.outcome, d.exit_code) == (Outcome.SUCCESS, 0)
     assert d.reason.startswith("n1") and "finished" in d.reason
 
 
-def test_finished_is_not_gone() -> None:
+def test_a_finished_member_is_not_lost() -> None:
     v = view(world("n1", "n2"), in_state("n1", NodeState.FINISHED), runs("n2"))
     assert "runs on n2" in wait(v).reason
 
 
-def test_while_the_job_ends_finished_members_count_and_joining_nodes_stay_out() -> None:
+def test_no_node_joins_and_finished_members_count_while_the_job_ends() -> None:
     finished = in_state("n1", NodeState.FINISHED)
     p = proposal(view(world("n1", "n2"), finished, out("n2"), arrived("n3")))
     assert (named(p), p.state) == (["n2"], WorldState.ACTIVE)
@@ -520,7 +520,7 @@ def test_while_the_job_ends_finished_members_count_and_joining_nodes_stay_out() 
     assert "runs on n2" in wait(calm).reason
 
 
-def test_nothing_is_decided_once_the_job_is_done() -> None:
+def test_no_decision_after_the_end_of_the_job() -> None:
     done = Done(
         outcome=Outcome.SUCCESS,
         reason="all finished",
@@ -536,7 +536,7 @@ def test_nothing_is_decided_once_the_job_is_done() -> None:
 # ── a wiped store ────────────────────────────────────────────────────────────────────────────
 
 
-def test_no_world_is_formed_over_one_that_still_runs() -> None:
+def test_no_world_is_formed_while_another_still_runs() -> None:
     running = seen(node("n1", NodeState.STARTING, running=world("n1", "n2")))
     v = view(None, running, arrived("n3"), arrived("n4"))
     assert "generation 7 runs" in wait(v).reason
@@ -547,7 +547,7 @@ def test_no_world_is_formed_over_one_that_still_runs() -> None:
 # ── the record ───────────────────────────────────────────────────────────────────────────────
 
 
-def test_the_record_continues_the_last_world() -> None:
+def test_the_world_record_continues_the_last_world() -> None:
     last = replace(world("n1", "n2"), lineage=tuple(range(1, 33)), committed_step=40)
     p = proposal(view(last, runs("n2"), arrived("n3"), gone=[missing("n1")]))
     record = world_of(p, last, nonce="cd", time_s=5.0)
@@ -560,14 +560,14 @@ def test_the_record_continues_the_last_world() -> None:
     assert record.node_ids == ("id-n2", "id-n3")
 
 
-def test_a_world_of_nobody_has_a_record_too() -> None:
+def test_a_world_without_members_has_a_record() -> None:
     last = world("n1", state=PAUSED)
     p = proposal(view(last, in_state("n1", NodeState.LEAVING)))
     record = world_of(p, last, nonce="cd", time_s=5.0)
     assert (record.members, record.store_host, record.store_port) == ((), "", 0)
 
 
-def test_who_failed_because_of_a_peer_waits_a_moment_for_the_peers_own_error() -> None:
+def test_a_failure_caused_by_a_peer_waits_for_the_peers_own_error() -> None:
     closed = "RuntimeError: Connection closed by peer [10.0.0.3]:4711"
     seven = world("n1", "n2", "n3")
     at_first = replace(out("n1", failure=closed), state_since_s=NOW)

@@ -1,4 +1,4 @@
-"""docs/explanation/protocol.md, section 2, where members keep their processes: ready joining nodes,
+"""docs/explanation/protocol.md, section 2, in in-process mode: ready joining nodes,
 planned switches."""
 
 from __future__ import annotations
@@ -55,11 +55,11 @@ def leaving(*names: str) -> list[NodeView]:
     return [replace(n, node=replace(n.node, state=NodeState.LEAVING)) for n in members(*names)]
 
 
-def test_the_last_ones_leave_at_a_step_that_all_of_them_are_told() -> None:
-    """Where each holds a part of the state alone, they have to save it at the same step."""
+def test_the_last_nodes_leave_together_at_a_planned_step() -> None:
+    """Each may hold a part of the state, which they have to save at the same step."""
     p = proposal(view(SEVEN, *leaving("n1", "n2", "n3")))
     assert (named(p), p.state, p.planned) == ([], WorldState.PAUSED, True)
-    # Nodes that wait do not begin beside them, nor keep them from being told.
+    # Waiting nodes neither start in parallel, nor prevent the plan.
     others = [ready(name, None) for name in ("n4", "n5")]
     p = proposal(view(SEVEN, *leaving("n1", "n2", "n3"), *others))
     assert (named(p), p.planned) == ([], True)
@@ -68,7 +68,7 @@ def test_the_last_ones_leave_at_a_step_that_all_of_them_are_told() -> None:
     assert "n1, n2, n3 still leaving" in w.reason
 
 
-def test_the_last_ones_leave_at_once_where_a_step_cannot_end() -> None:
+def test_the_last_nodes_leave_at_once_if_the_step_cannot_complete() -> None:
     gone = view(SEVEN, *leaving("n1", "n2"), gone=[missing("n3", proved_dead=True)])
     assert (named(proposal(gone)), proposal(gone).planned) == ([], False)
     broken = replace(view(SEVEN, *leaving("n1", "n2", "n3")), failure_reports=(report("n1", 7),))
@@ -77,7 +77,7 @@ def test_the_last_ones_leave_at_once_where_a_step_cannot_end() -> None:
     assert proposal(answered).planned
 
 
-def test_nodes_that_leave_too_few_complete_their_step_first() -> None:
+def test_leaving_nodes_that_cause_a_pause_complete_their_step() -> None:
     seven = replace(SEVEN, min_nodes=2)
     nodes = [*members("n1"), *leaving("n2", "n3")]
     p = proposal(view(seven, *nodes))
@@ -103,7 +103,7 @@ def test_a_plan_to_pause_may_be_replaced_before_its_step() -> None:
     assert (named(p), p.state, p.planned) == (["n1", "n4"], WorldState.ACTIVE, True)
     p = proposal(view(told, *leaving("n1", "n2", "n3")))
     assert (named(p), p.state, p.planned) == ([], WorldState.PAUSED, True)
-    # Nobody steps in a pause that has begun: the next world begins at once.
+    # No member steps in a pause that has begun: the next world begins at once.
     begun = [ready("n1", told)]
     p = proposal(view(told, *begun, ready("n4", None)))
     assert (named(p), p.state, p.planned) == (["n1", "n4"], WorldState.ACTIVE, False)
@@ -118,14 +118,14 @@ def with_stragglers(*nodes: NodeView, slow: tuple[str, ...]) -> View:
     return replace(view(FULL, *nodes), stragglers=reasons)
 
 
-def test_a_node_that_waits_takes_the_place_of_a_straggler_at_a_step_boundary() -> None:
+def test_a_waiting_node_replaces_a_straggler_at_a_step_boundary() -> None:
     p = proposal(with_stragglers(*RUNNING, ready("n5", None), slow=("n2",)))
     assert named(p) == ["n1", "n3", "n4", "n5"]
     assert (p.mode, p.cause, p.planned) == ("in-process", Cause.LEFT, True)
     assert p.reason == "n5 replaces n2: n2 is slow"
 
 
-def test_as_many_stragglers_are_replaced_as_nodes_wait() -> None:
+def test_each_waiting_node_replaces_one_straggler() -> None:
     p = proposal(with_stragglers(*RUNNING, ready("n5", None), slow=("n2", "n3")))
     assert named(p) == ["n1", "n3", "n4", "n5"]
     spares = [ready("n5", None), ready("n6", None), ready("n7", None)]
@@ -134,31 +134,31 @@ def test_as_many_stragglers_are_replaced_as_nodes_wait() -> None:
     assert p.reason == "n5, n6 replace n2, n3: n2 is slow; n3 is slow"
 
 
-def test_a_straggler_stays_while_nobody_could_take_its_place() -> None:
+def test_a_straggler_stays_while_no_replacement_is_available() -> None:
     assert "runs on" in wait(with_stragglers(*RUNNING, slow=("n2",))).reason
-    # n5 was left out for the same reason before.
+    # n5 was evicted before as a straggler.
     w = wait(with_stragglers(*RUNNING, ready("n5", None), slow=("n2", "n5")))
     assert w.reason == "n5 waits: the world is full"
     spares = [ready(name, None) for name in ("n5", "n6", "n7", "n8")]
     w = wait(with_stragglers(*RUNNING, *spares, slow=("n1", "n2", "n3", "n4")))
-    assert w.reason == "n5, n6, n7, n8 wait: the world is full", "nobody would have the state"
+    assert w.reason == "n5, n6, n7, n8 wait: the world is full", "no node would have the state"
 
 
-def test_a_world_with_room_takes_a_joining_node_and_keeps_its_straggler() -> None:
+def test_a_world_with_a_free_place_keeps_its_straggler() -> None:
     running = members("n1", "n2", "n3")
     v = replace(view(SEVEN, *running, ready("n4", None)), stragglers={"id-n2": "n2 is slow"})
     p = proposal(v)
     assert (named(p), p.cause) == (["n1", "n2", "n3", "n4"], Cause.JOINED)
 
 
-def test_a_straggler_is_replaced_once_all_run_the_last_plan() -> None:
+def test_a_straggler_is_replaced_once_all_run_the_planned_world() -> None:
     late = [*RUNNING[:3], ready("n4", replace(FULL, generation=6))]
     w = wait(with_stragglers(*late, ready("n5", None), slow=("n2",)))
     assert w.reason == "n5 waits until n4 runs generation 7"
 
 
-def test_who_was_left_out_as_a_straggler_is_the_last_to_fill_a_gap() -> None:
-    """It is better than nobody."""
+def test_a_former_straggler_is_the_last_choice_for_a_free_place() -> None:
+    """It is better than an unfilled place."""
     spares = [ready("n5", None), ready("n6", None)]
     gap = with_stragglers(*RUNNING[:3], *spares, slow=("n5",))
     lost = replace(gap, missing=(missing("n4", proved_dead=True),))
@@ -170,21 +170,21 @@ def test_who_was_left_out_as_a_straggler_is_the_last_to_fill_a_gap() -> None:
     assert named(proposal(only)) == ["n1", "n2", "n3", "n5"]
 
 
-def test_nobody_waits_for_a_joining_node_that_is_not_ready() -> None:
+def test_an_unready_joining_node_does_not_delay_the_job() -> None:
     warming = seen(node("n4", NodeState.STARTING))
     fresh = seen(node("n5", NodeState.ARRIVED))
     w = wait(view(SEVEN, *members("n1", "n2", "n3"), warming, fresh))
     assert "runs on n1, n2, n3" in w.reason
 
 
-def test_a_node_that_does_not_know_that_it_was_left_out_is_no_joining_node() -> None:
-    """Cut off, it still says that it is ready and runs seven; its workers are to start anew."""
+def test_an_evicted_node_with_an_outdated_record_is_no_joining_node() -> None:
+    """The isolated node's record still says that it runs seven; its workers have to restart."""
     eight = replace(world("n1", "n2", mode="in-process"), generation=8)
     w = wait(view(eight, ready("n1", eight), ready("n2", eight), ready("n3", SEVEN)))
     assert "runs on n1, n2" in w.reason
 
 
-def test_a_loss_is_an_immediate_change_and_takes_ready_joining_nodes_along() -> None:
+def test_a_loss_is_an_immediate_change_that_includes_ready_nodes() -> None:
     p = proposal(
         view(SEVEN, *members("n1", "n3"), ready("n4", None, since_s=NOW), gone=[missing("n2")])
     )
@@ -198,38 +198,38 @@ def test_leaving_is_a_planned_change() -> None:
     assert (named(p), p.cause, p.planned) == (["n1", "n3"], Cause.LEFT, True)
 
 
-def test_a_member_that_restarts_its_workers_is_not_waited_for() -> None:
+def test_a_member_that_restarts_its_workers_does_not_delay_the_change() -> None:
     failed = seen(node("n2", arrived_for=7, failure="boom"))
     p = proposal(view(SEVEN, *members("n1", "n3"), failed))
     assert (named(p), p.cause, p.planned) == (["n1", "n3"], Cause.FAILURE, False)
     assert "n2 failed: boom" in p.reason
 
 
-def test_if_all_workers_ended_everybody_restarts_together() -> None:
-    """In-process falls back to restart."""
+def test_all_nodes_restart_together_if_all_workers_ended() -> None:
+    """In-process mode falls back to restart mode."""
     p = proposal(view(SEVEN, *(seen(node(n, arrived_for=7)) for n in ("n1", "n2", "n3"))))
     assert (named(p), p.mode, p.planned) == (["n1", "n2", "n3"], "restart", False)
 
 
-def test_reported_trouble_makes_the_same_world_again() -> None:
+def test_a_failure_report_leads_to_the_same_members() -> None:
     v = view(SEVEN, *members("n1", "n2", "n3"), failure_reports=(report("n2", 7),))
     p = proposal(v)
     assert (named(p), p.cause, p.planned) == (["n1", "n2", "n3"], Cause.FAILURE, False)
     assert p.reason == "n2 reports: NCCL: remote error"
 
 
-def test_trouble_of_an_earlier_generation_or_of_a_stranger_was_answered_already() -> None:
+def test_reports_of_earlier_generations_or_of_non_members_are_ignored() -> None:
     v = view(SEVEN, *members("n1", "n2", "n3"), failure_reports=(report("n2", 6), report("n9", 7)))
     assert "runs on" in wait(v).reason
 
 
-def test_an_immediate_world_is_itself_the_answer_to_trouble_before_it() -> None:
+def test_an_immediate_world_handles_earlier_failure_reports() -> None:
     eight = world("n1", "n2", "n3", generation=8, mode="in-process")
     v = view(eight, *members("n1", "n2", "n3"), failure_reports=(report("n2", 7),))
     assert "runs on" in wait(v).reason
 
 
-# A switch is pending: the world says 8, its members still run 7.
+# A switch is pending: the world is generation 8, and its members still run 7.
 
 PENDING = world("n1", "n2", "n3", "n4", generation=8, mode="in-process", switch_at_step=50)
 
@@ -240,7 +240,7 @@ def test_later_joining_nodes_wait_for_the_next_plan() -> None:
     assert "n5 waits until n1, n2, n4 run generation 8" in wait(v).reason
 
 
-def test_trouble_is_not_ignored_because_a_planned_world_is_pending() -> None:
+def test_a_failure_report_is_handled_while_a_switch_is_pending() -> None:
     """Rule 5, and history 8: a transport error one step before the switch."""
     v = view(
         PENDING, *members("n1", "n2", "n3"), ready("n4", None), failure_reports=(report("n2", 7),)
@@ -256,13 +256,13 @@ def test_a_loss_while_a_switch_is_pending_is_immediate() -> None:
     assert (named(p), p.cause, p.planned) == (["n1", "n3", "n4"], Cause.LOST, False)
 
 
-def test_workers_that_end_before_the_switch_count_whatever_they_ran() -> None:
+def test_workers_that_end_before_the_switch_cause_an_immediate_change() -> None:
     failed = seen(node("n2", arrived_for=7, failure="boom"))
     p = proposal(view(PENDING, *members("n1", "n3"), failed, ready("n4", None)))
     assert (named(p), p.planned) == (["n1", "n3", "n4"], False)
 
 
-def test_a_joining_node_that_dies_before_the_switch_cancels_it_without_an_abort() -> None:
+def test_the_death_of_a_joining_node_cancels_the_switch_without_abort() -> None:
     v = view(PENDING, *members("n1", "n2", "n3"), gone=[missing("n4", proved_dead=True)])
     p = proposal(v)
     assert (named(p), p.cause, p.planned) == (["n1", "n2", "n3"], Cause.LOST, True)
@@ -274,14 +274,14 @@ def test_a_pause_in_process_resumes_in_process() -> None:
     assert (named(p), p.mode, p.cause) == (["n1", "n4"], "in-process", Cause.RESUMED)
 
 
-def test_one_node_that_cannot_keep_its_process_makes_it_a_restart() -> None:
+def test_a_node_that_cannot_keep_its_workers_causes_a_restart() -> None:
     v = view(SEVEN, *members("n1", "n3"), seen(node("n2", NodeState.STARTING)), gone=[])
     v2 = view(world("n1", "n2", "n3", "n4"), *v.nodes, gone=[missing("n4")])
     assert proposal(v2).mode == "restart"
 
 
-def test_a_member_that_warms_up_already_has_left_the_world() -> None:
-    """Its failure and its new workers may be seen at once."""
+def test_a_member_that_warms_up_again_has_left_the_world() -> None:
+    """Its failure and its new workers may be observed in the same view."""
     warming = seen(node("n2", NodeState.STARTING, arrived_for=7))
     warm = ready("n2", None)
     warm = seen(replace(warm.node, arrived_for=7))
@@ -289,20 +289,20 @@ def test_a_member_that_warms_up_already_has_left_the_world() -> None:
         assert named(proposal(view(SEVEN, *members("n1", "n3"), n2))) == ["n1", "n3"]
 
 
-def test_workers_that_die_while_a_world_is_built_are_not_waited_for() -> None:
+def test_workers_that_die_during_a_build_do_not_delay_the_next_world() -> None:
     eight = world("n1", "n2", "n3", generation=8, mode="in-process")
     failed = seen(node("n2", arrived_for=7, failure="boom"))
     p = proposal(view(eight, *members("n1", "n3"), failed))
     assert (named(p), p.planned) == (["n1", "n3"], False)
 
 
-def test_a_world_that_is_being_built_is_not_left_at_a_step_boundary() -> None:
+def test_a_leave_during_a_build_is_an_immediate_change() -> None:
     eight = world("n1", "n2", "n3", generation=8, mode="in-process")
     leaves = seen(node("n2", NodeState.LEAVING, in_process=True, running=SEVEN))
     assert not proposal(view(eight, *members("n1", "n3"), leaves)).planned
 
 
-def test_one_of_two_joining_nodes_dies_before_the_switch() -> None:
+def test_the_plan_is_replaced_if_a_joining_node_dies_before_the_switch() -> None:
     pending = world("n1", "n2", "n4", "n5", generation=8, mode="in-process", switch_at_step=50)
     seven = world("n1", "n2", mode="in-process")
     running = [ready("n1", seven), ready("n2", seven)]
@@ -311,7 +311,7 @@ def test_one_of_two_joining_nodes_dies_before_the_switch() -> None:
     assert (named(p), p.planned) == (["n1", "n2", "n4"], True)
 
 
-def test_trouble_with_everyone_alive_waits_a_moment_for_its_explanation() -> None:
+def test_a_failure_with_all_nodes_alive_waits_for_its_cause() -> None:
     v = view(SEVEN, *members("n1", "n2", "n3"), failure_reports=(report("n2", 7),))
     fresh = replace(v, failing_since_s=NOW)
     assert wait(fresh).until_s == NOW + POLICY.failure_settle_s
@@ -320,12 +320,12 @@ def test_trouble_with_everyone_alive_waits_a_moment_for_its_explanation() -> Non
     assert named(proposal(explained)) == ["n1", "n2"]
 
 
-def test_trouble_from_before_a_switch_that_somebody_made_is_answered() -> None:
+def test_reports_from_before_a_completed_switch_are_ignored() -> None:
     late = [ready("n1", PENDING), *members("n2", "n3"), ready("n4", None)]
     assert "runs on" in wait(view(PENDING, *late, failure_reports=(report("n2", 7),))).reason
 
 
-def test_a_paused_world_whose_workers_die_goes_on_without_them() -> None:
+def test_a_paused_world_continues_without_members_whose_workers_died() -> None:
     paused = world(
         "n1", "n2", generation=8, state=WorldState.PAUSED, mode="in-process", limits=(3, 4)
     )
@@ -339,7 +339,7 @@ def finished(name: str, running: WorldRecord = SEVEN) -> NodeView:
     return seen(node(name, NodeState.FINISHED, in_process=True, running=running))
 
 
-def test_joining_nodes_that_had_still_to_switch_do_not_keep_a_finished_job() -> None:
+def test_joining_nodes_of_a_pending_switch_do_not_delay_a_finished_job() -> None:
     done = [finished(n) for n in ("n1", "n2", "n3")]
     dead = seen(node("n4", arrived_for=8, failure="boom"))
     for n4 in (ready("n4", None), dead):
@@ -347,7 +347,7 @@ def test_joining_nodes_that_had_still_to_switch_do_not_keep_a_finished_job() -> 
         assert isinstance(decision, End) and decision.outcome is Outcome.SUCCESS
 
 
-def test_a_member_that_failed_in_the_last_step_is_not_forgotten() -> None:
+def test_a_member_that_failed_in_the_last_step_restarts() -> None:
     failed = seen(node("n3", arrived_for=7, failure="boom"))
     p = proposal(view(SEVEN, finished("n1"), finished("n2"), failed))
     assert (named(p), p.mode) == (["n3"], "restart")
@@ -368,14 +368,14 @@ def joiner(name: str) -> NodeView:
     return seen(n)
 
 
-def test_who_was_about_to_join_does_not_go_on_while_the_others_may_train() -> None:
-    """n1 froze while a plan was pending: its workers train on, and know nothing of n2."""
+def test_a_joining_node_waits_while_silent_members_may_train() -> None:
+    """n1 froze while a plan was pending: its workers still train, without n2."""
     w = wait(view(JOINED, joiner("n2"), gone=[silent("n1", ALONE)]))
     assert "may still run" in w.reason and "n1" in w.reason
     assert w.until_s == NOW - 5 + POLICY.takeover_s
 
 
-def test_who_was_about_to_join_goes_on_after_takeover_s() -> None:
+def test_a_joining_node_takes_over_after_takeover_s() -> None:
     gone = silent("n1", ALONE, last_sign_s=NOW - POLICY.takeover_s)
     assert named(proposal(view(JOINED, joiner("n2"), gone=[gone]))) == ["n2"]
 
@@ -388,11 +388,11 @@ def test_who_was_about_to_join_goes_on_after_takeover_s() -> None:
         silent("n1", replace(JOINED, switch_at_step=None)),  # n2 is in that group
     ],
 )
-def test_who_was_about_to_join_goes_on_when_nobody_can_train(gone: MissingMember) -> None:
+def test_a_joining_node_takes_over_at_once_if_no_member_can_train(gone: MissingMember) -> None:
     assert named(proposal(view(JOINED, joiner("n2"), gone=[gone]))) == ["n2"]
 
 
-def test_a_survivor_of_the_silent_ones_group_goes_on_at_once() -> None:
+def test_a_survivor_of_the_silent_members_group_continues_at_once() -> None:
     pair = world("n1", "n3", generation=6, mode="in-process", limits=(1, 4))
     planned = replace(JOINED, members=world("n1", "n3", "n2").members)
     survivor = seen(replace(ready("n3", pair).node, min_nodes=1))
@@ -400,7 +400,7 @@ def test_a_survivor_of_the_silent_ones_group_goes_on_at_once() -> None:
     assert named(p) == ["n3", "n2"]
 
 
-def test_in_restart_mode_nobody_trains_on_while_the_old_world_may() -> None:
+def test_in_restart_mode_no_world_starts_while_the_old_one_may_train() -> None:
     old = world("n1", generation=6, limits=(1, 4))
     new = world("n1", "n2", limits=(1, 4))
     begun = seen(node("n2", NodeState.STARTING, running=new, limits=(1, 4)))
@@ -415,7 +415,7 @@ def replacing(name: str, state: NodeState = NodeState.STARTING, since_s: float =
     return seen(n, since_s=since_s)
 
 
-def test_others_go_on_without_a_node_that_replaces_a_worker_and_it_comes_back() -> None:
+def test_others_continue_without_a_node_that_replaces_a_worker() -> None:
     p = proposal(view(SEVEN, *members("n1", "n2"), replacing("n3")))
     assert (named(p), p.mode, p.planned) == (["n1", "n2"], "in-process", False)
     assert "n3 failed: killed" in p.reason
@@ -425,19 +425,19 @@ def test_others_go_on_without_a_node_that_replaces_a_worker_and_it_comes_back() 
     assert (named(p), p.cause, p.planned) == (["n1", "n2", "n3"], Cause.JOINED, True)
 
 
-def test_where_nobody_else_runs_a_worker_s_replacement_is_waited_for() -> None:
+def test_the_only_node_waits_for_the_replacement_of_its_worker() -> None:
     alone = world("n1", limits=(1, 4), mode="in-process")
     w = wait(view(alone, replacing("n1")))
     assert "n1 replaces dead workers" in w.reason
     assert w.until_s == NOW + POLICY.join_timeout_s
     p = proposal(view(alone, replacing("n1", NodeState.READY)))
     assert (named(p), p.mode, p.cause) == (["n1"], "in-process", Cause.FAILURE)
-    # Not for ever: then its workers are restarted, all of them.
+    # Only for a limited time; then all its workers are restarted.
     p = proposal(view(alone, replacing("n1", since_s=NOW - POLICY.join_timeout_s)))
     assert (named(p), p.mode) == (["n1"], "restart")
 
 
-def test_who_holds_the_state_does_not_restart_with_those_who_have_lost_it() -> None:
+def test_a_node_with_the_state_does_not_restart_with_nodes_that_lost_it() -> None:
     lost = seen(node("n3", arrived_for=7, failure="killed", exit_code=-9))
     w = wait(view(SEVEN, replacing("n1"), replacing("n2"), lost))
     assert "n1, n2 replace dead workers" in w.reason
@@ -450,21 +450,21 @@ def accuses(name: str, *accused: str, generation: int = 7) -> FailureReport:
     return replace(report(name, generation), accused=tuple(f"id-{n}" for n in accused))
 
 
-def test_a_suspect_whose_workers_are_not_heard_either_is_left_out_soon() -> None:
+def test_a_suspect_with_unreachable_workers_is_evicted_early() -> None:
     n1, n2, n3 = members("n1", "n2", "n3")
     silent_n3 = suspect(n3, NOW)
     told = (report("n1", 7), accuses("n2", "n3"))
     v = view(SEVEN, n1, n2, silent_n3, failure_reports=told)
     assert wait(v).until_s == NOW + POLICY.cut_off_s < NOW + POLICY.suspect_s
     assert named(proposal(v, now=NOW + POLICY.cut_off_s)) == ["n1", "n2"]
-    # Its own word, and that of another generation, are none.
+    # Its own report, and one of another generation, do not count.
     for said in (accuses("n3", "n3"), accuses("n2", "n3", generation=6)):
         v = view(SEVEN, n1, n2, silent_n3, failure_reports=(report("n1", 7), said))
         assert wait(v).until_s == NOW + POLICY.suspect_s
 
 
-def test_who_is_accused_has_a_moment_to_accuse_in_turn() -> None:
-    """Of two that cannot reach each other either may be the first to say so."""
+def test_an_accused_node_has_time_to_report_in_turn() -> None:
+    """Of two nodes that cannot reach each other, either may report first."""
     v = view(SEVEN, *members("n1", "n2", "n3"), failure_reports=(accuses("n2", "n3"),))
     fresh = replace(v, failing_since_s=NOW)
     assert wait(fresh).until_s == NOW + POLICY.origin_settle_s

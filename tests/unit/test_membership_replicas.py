@@ -1,4 +1,4 @@
-"""Worlds of replicas that take two nodes each: who goes on, who repairs, who waits."""
+"""Worlds of replicas of two nodes each: which nodes continue, repair a replica, or wait."""
 
 from __future__ import annotations
 
@@ -48,17 +48,17 @@ def runs(name: str) -> NodeView:
 
 
 def steps(name: str, group: WorldRecord | None, state: NodeState = NodeState.READY) -> NodeView:
-    """A node whose workers need no restart, in ``group`` or still in none."""
+    """A node whose workers need no restart, in ``group`` or not yet in a group."""
     return seen(node(name, state, in_process=True, running=group, limits=LIMITS, replica_size=2))
 
 
-def has_met(*names: str) -> list[NodeView]:
-    """Nodes that are ready, and in no world yet: their workers have met, and form a replica."""
+def connected(*names: str) -> list[NodeView]:
+    """Ready nodes outside the world, whose workers are connected and form a replica."""
     ids = tuple(f"id-{name}" for name in names)
     return [replace(n, node=replace(n.node, replica=ids)) for n in (steps(x, None) for x in names)]
 
 
-def going_on(names: str, group: WorldRecord) -> list[NodeView]:
+def survivors(names: str, group: WorldRecord) -> list[NodeView]:
     return [steps(name, group) for name in names.split()]
 
 
@@ -69,7 +69,7 @@ IN_PROCESS = pairs("n1", "n2", "n3", "n4", mode="in-process")
 # ── forming ──────────────────────────────────────────────────────────────────────────────────
 
 
-def test_a_first_world_is_of_whole_replicas_and_says_who_waits() -> None:
+def test_a_first_world_has_complete_replicas_and_names_waiting_nodes() -> None:
     p = proposal(view(None, *(arrived(f"n{i}") for i in range(1, 6))))
     assert named(p) == ["n1", "n2", "n3", "n4"]
     assert p.replica_size == 2
@@ -81,13 +81,13 @@ def test_too_few_nodes_for_one_replica_wait() -> None:
     assert "1 (n1) of at least 2 nodes arrived; n1 waits: 1 of 2 nodes of a replica" in w.reason
 
 
-def test_a_node_that_waits_for_another_extends_the_last_call() -> None:
+def test_a_node_of_an_incomplete_replica_extends_the_last_call() -> None:
     late = arrived("n3", since_s=NOW)
     w = wait(view(None, arrived("n1"), arrived("n2"), late))
     assert w.until_s == NOW + POLICY.last_call_s
 
 
-def test_one_node_alone_does_not_disturb_a_running_job() -> None:
+def test_a_single_node_does_not_change_a_running_world() -> None:
     v = view(FOUR, *map(runs, ("n1", "n2", "n3", "n4")), arrived("n5"))
     assert wait(v).reason == (
         "generation 7 runs on n1, n2, n3, n4; n5 waits: 1 of 2 nodes of a replica"
@@ -96,7 +96,7 @@ def test_one_node_alone_does_not_disturb_a_running_job() -> None:
     assert (named(p)[4:], p.cause) == (["n5", "n6"], Cause.JOINED)
 
 
-def test_a_full_world_says_so() -> None:
+def test_a_full_world_is_named_as_the_reason() -> None:
     full = pairs(*(f"n{i}" for i in range(1, 7)))
     v = view(full, *(runs(f"n{i}") for i in range(1, 7)), arrived("n7"), arrived("n8"))
     assert wait(v).reason == "n7, n8 wait: the world is full"
@@ -105,7 +105,7 @@ def test_a_full_world_says_so() -> None:
 # ── restart mode: a death ────────────────────────────────────────────────────────────────────
 
 
-def test_a_harmed_replica_is_repaired_in_its_place_from_the_oldest_waiting_node() -> None:
+def test_the_oldest_waiting_node_repairs_a_broken_replica_in_place() -> None:
     v = view(FOUR, runs("n1"), runs("n3"), runs("n4"), arrived("n6"), arrived("n5"))
     p = proposal(replace(v, missing=(missing("n2", proved_dead=True),)))
     assert named(p) == ["n3", "n4", "n1", "n5"], "intact first; n1 keeps its place in the pair"
@@ -114,18 +114,18 @@ def test_a_harmed_replica_is_repaired_in_its_place_from_the_oldest_waiting_node(
     assert p.reason.endswith("n6 waits: 1 of 2 nodes of a replica")
 
 
-def test_a_place_in_front_is_filled_in_front() -> None:
+def test_a_replacement_takes_the_position_of_the_lost_node() -> None:
     v = view(pairs("n1", "n2"), dead(runs("n1")), runs("n2"), arrived("n3"))
     assert named(proposal(v)) == ["n3", "n2"]
 
 
-def test_without_a_waiting_node_the_rest_of_a_replica_waits() -> None:
+def test_the_rest_of_a_broken_replica_waits_without_a_spare() -> None:
     p = proposal(view(FOUR, runs("n1"), runs("n2"), dead(runs("n3")), runs("n4")))
     assert named(p) == ["n1", "n2"]
     assert p.reason == "n3 is lost (its process is dead); n4 waits: 1 of 2 nodes of a replica"
 
 
-def test_the_rests_of_two_replicas_make_one() -> None:
+def test_the_rests_of_two_broken_replicas_form_one() -> None:
     six = pairs(*(f"n{i}" for i in range(1, 7)))
     v = view(
         six, runs("n1"), dead(runs("n2")), dead(runs("n3")), runs("n4"), runs("n5"), runs("n6")
@@ -133,7 +133,7 @@ def test_the_rests_of_two_replicas_make_one() -> None:
     assert named(proposal(v)) == ["n5", "n6", "n1", "n4"]
 
 
-def test_a_world_without_a_whole_replica_pauses_and_remembers_who_was_in_it() -> None:
+def test_a_world_without_a_complete_replica_pauses_with_its_members() -> None:
     p = proposal(view(pairs("n1", "n2"), runs("n1"), dead(runs("n2"))))
     assert (p.state, named(p), p.mode) == (WorldState.PAUSED, ["n1"], "restart")
     paused = pairs("n1", state=WorldState.PAUSED)
@@ -141,7 +141,7 @@ def test_a_world_without_a_whole_replica_pauses_and_remembers_who_was_in_it() ->
     assert (p.cause, named(p)) == (Cause.RESUMED, ["n1", "n3"])
 
 
-def test_a_suspect_is_not_evicted_where_no_whole_replica_would_be_left() -> None:
+def test_a_suspect_is_not_evicted_if_no_complete_replica_would_remain() -> None:
     failed = seen(node("n1", arrived_for=7, failure="boom", limits=LIMITS, replica_size=2))
     silent = suspect(runs("n2"), NOW - 1000)
     assert (
@@ -151,9 +151,9 @@ def test_a_suspect_is_not_evicted_where_no_whole_replica_would_be_left() -> None
     assert named(p) == ["n3", "n4"]
 
 
-def test_one_of_a_group_that_may_still_step_is_in_the_next_world() -> None:
-    """Found by the histories: n3 and n4 alone would train beside n1 and n2, if these are cut off
-    before n2 hears of it."""
+def test_the_next_world_includes_a_node_of_a_group_that_may_still_step() -> None:
+    """Found by the histories: n3 and n4 alone would train in parallel with n1 and n2, if these are
+    isolated before n2 knows of it."""
     two = replace(pairs("n1", "n2"), generation=6)
     silent = replace(missing("n1"), running=two)
     still = seen(node("n2", NodeState.STARTING, running=two, limits=LIMITS, replica_size=2))
@@ -165,44 +165,44 @@ def test_one_of_a_group_that_may_still_step_is_in_the_next_world() -> None:
     assert named(proposal(proved)) == ["n3", "n4"]
 
 
-# ── in process ───────────────────────────────────────────────────────────────────────────────
+# ── in-process mode ────────────────────────────────────────────────────────────────────────────
 
 
-def test_the_others_go_on_and_the_rest_of_the_replica_restarts() -> None:
-    v = view(IN_PROCESS, *going_on("n1 n2 n4", IN_PROCESS), dead(steps("n3", IN_PROCESS)))
+def test_the_others_continue_and_the_rest_of_the_replica_restarts() -> None:
+    v = view(IN_PROCESS, *survivors("n1 n2 n4", IN_PROCESS), dead(steps("n3", IN_PROCESS)))
     p = proposal(v)
     assert (named(p), p.mode, p.planned) == (["n1", "n2"], "in-process", False)
     assert "n4 restarts: a replica has lost nodes" in p.reason
 
 
-def test_ready_nodes_take_the_place_of_a_harmed_replica_in_the_same_change() -> None:
-    spares = has_met("n6", "n5")
-    v = view(IN_PROCESS, *going_on("n1 n2 n4", IN_PROCESS), dead(steps("n3", IN_PROCESS)), *spares)
+def test_ready_nodes_replace_a_broken_replica_in_the_same_change() -> None:
+    spares = connected("n6", "n5")
+    v = view(IN_PROCESS, *survivors("n1 n2 n4", IN_PROCESS), dead(steps("n3", IN_PROCESS)), *spares)
     assert named(proposal(v)) == ["n1", "n2", "n6", "n5"], "in the order in which they have met"
 
 
-def test_one_ready_node_waits_for_the_rest_of_the_harmed_replica() -> None:
+def test_one_ready_node_waits_for_the_rest_of_the_broken_replica() -> None:
     v = view(
         pairs("n1", "n2", mode="in-process"),
-        *going_on("n1 n2", pairs("n1", "n2", mode="in-process")),
+        *survivors("n1 n2", pairs("n1", "n2", mode="in-process")),
         steps("n5", None),
     )
     assert "n5 waits: 1 of 2 nodes of a replica" in wait(v).reason
-    back = replace(v, nodes=(*v.nodes[:2], *has_met("n5", "n4")))
+    back = replace(v, nodes=(*v.nodes[:2], *connected("n5", "n4")))
     p = proposal(back)
     assert (named(p), p.planned) == (["n1", "n2", "n5", "n4"], True)
 
 
-def test_ready_nodes_that_have_not_met_are_no_replica() -> None:
-    """Their groups are built, and with other nodes: n6 of the pair of n5 is not ready yet."""
-    first, second = has_met("n5", "n6")[:1], has_met("n7", "n8")[1:]
-    v = view(IN_PROCESS, *going_on("n1 n2 n3 n4", IN_PROCESS), *first, *second)
+def test_ready_nodes_that_are_not_connected_are_no_replica() -> None:
+    """Their groups are built with other nodes: n6, the partner of n5, is not ready yet."""
+    first, second = connected("n5", "n6")[:1], connected("n7", "n8")[1:]
+    v = view(IN_PROCESS, *survivors("n1 n2 n3 n4", IN_PROCESS), *first, *second)
     assert wait(v).reason == "generation 7 runs on n1, n2, n3, n4; n5, n8 wait"
-    p = proposal(replace(v, nodes=(*v.nodes, *has_met("n7", "n8")[:1])))
+    p = proposal(replace(v, nodes=(*v.nodes, *connected("n7", "n8")[:1])))
     assert named(p)[4:] == ["n7", "n8"]
 
 
-def test_all_restart_with_a_node_whose_workers_still_wait_for_a_replica() -> None:
+def test_all_restart_with_a_node_that_waits_for_a_replica() -> None:
     two = pairs("n1", "n2", mode="in-process")
     waits = seen(node("n3", NodeState.STARTING, limits=LIMITS, replica_size=2))
     v = view(two, steps("n1", two), dead(steps("n2", two)), waits)
@@ -215,60 +215,60 @@ def test_all_restart_with_a_node_whose_workers_still_wait_for_a_replica() -> Non
 
 
 @pytest.mark.parametrize(("met", "mode"), [("n1 n3", "in-process"), ("n3 n1", "restart")])
-def test_who_has_met_in_another_order_restarts(met: str, mode: str) -> None:
+def test_nodes_connected_in_another_order_restart(met: str, mode: str) -> None:
     """Found by the histories: the workers of the last replica have died, and those of one of its
-    nodes have met a joining node's, which had waited longer."""
+    nodes have connected to a joining node's, which had waited longer."""
     two = pairs("n1", "n2", mode="in-process")
-    ready = sorted(has_met(*met.split()), key=lambda n: n.node.name)
+    ready = sorted(connected(*met.split()), key=lambda n: n.node.name)
     p = propose(view(two, *ready), two, ready, Cause.LOST, "")
     assert (named(p), p.mode) == (["n1", "n3"], mode)
 
 
-def test_rests_of_two_replicas_that_run_restart_together() -> None:
-    """Their workers hold shards of different positions, and have never met."""
-    rests = going_on("n1 n4", IN_PROCESS)
+def test_running_rests_of_two_replicas_restart_together() -> None:
+    """Their workers hold shards of different positions, and are not connected."""
+    rests = survivors("n1 n4", IN_PROCESS)
     p = propose(view(IN_PROCESS, *rests), IN_PROCESS, rests, Cause.LOST, "")
     assert (named(p), p.mode) == (["n1", "n4"], "restart")
-    whole = going_on("n3 n4", IN_PROCESS)
+    whole = survivors("n3 n4", IN_PROCESS)
     p = propose(view(IN_PROCESS, *whole), IN_PROCESS, whole, Cause.LOST, "")
     assert (named(p), p.mode) == (["n3", "n4"], "in-process")
 
 
-def test_two_replicas_harmed_at_once() -> None:
+def test_two_replicas_broken_at_once_are_handled_together() -> None:
     six = pairs(*(f"n{i}" for i in range(1, 7)), mode="in-process")
-    v = view(six, *going_on("n1 n4 n5 n6", six), dead(steps("n2", six)), dead(steps("n3", six)))
+    v = view(six, *survivors("n1 n4 n5 n6", six), dead(steps("n2", six)), dead(steps("n3", six)))
     p = proposal(v)
     assert (named(p), p.mode) == (["n5", "n6"], "in-process")
     assert "n1, n4 restart: a replica has lost nodes" in p.reason
 
 
-def test_the_last_replica_is_repaired_by_a_restart_of_all() -> None:
+def test_the_last_replica_is_repaired_by_restarting_all_its_nodes() -> None:
     two = pairs("n1", "n2", mode="in-process")
     v = view(two, steps("n1", two), dead(steps("n2", two)), steps("n3", None))
     p = proposal(v)
     assert (named(p), p.mode, p.planned) == (["n1", "n3"], "restart", False)
 
 
-def test_a_paused_world_in_process_is_of_whole_replicas_which_save() -> None:
+def test_a_paused_world_in_process_has_complete_replicas_that_save() -> None:
     four = replace(IN_PROCESS, min_nodes=4)
-    nodes = [*going_on("n1 n2 n4", four), dead(steps("n3", four))]
+    nodes = [*survivors("n1 n2 n4", four), dead(steps("n3", four))]
     v = view(four, *(replace(n, node=replace(n.node, min_nodes=4)) for n in nodes))
     p = proposal(v)
     assert (p.state, named(p), p.mode) == (WorldState.PAUSED, ["n1", "n2"], "in-process")
 
 
-def test_a_node_that_leaves_takes_its_replica_to_the_boundary() -> None:
+def test_the_replica_of_a_leaving_node_leaves_at_the_step_boundary() -> None:
     leaving = steps("n3", IN_PROCESS, NodeState.LEAVING)
-    p = proposal(view(IN_PROCESS, *going_on("n1 n2 n4", IN_PROCESS), leaving))
+    p = proposal(view(IN_PROCESS, *survivors("n1 n2 n4", IN_PROCESS), leaving))
     assert (named(p), p.cause, p.planned) == (["n1", "n2"], Cause.LEFT, True)
 
 
-def test_the_last_replica_leaves_as_the_last_ones_of_a_job_do() -> None:
+def test_the_last_replica_leaves_like_the_last_nodes_of_a_job() -> None:
     two = pairs("n1", "n2", mode="in-process")
     v = view(two, steps("n1", two), steps("n2", two, NodeState.LEAVING), steps("n3", None))
     p = proposal(v)
     assert (p.state, named(p), p.planned) == (WorldState.PAUSED, [], True)
-    # n3 has a partner as soon as n1 has left, not before.
+    # n3 has a partner only once n1 has left.
     empty = replace(pairs(state=WorldState.PAUSED), generation=8)
     still = view(empty, steps("n1", two), steps("n3", None), steps("n4", None))
     assert "n1 still leaving" in wait(still).reason
@@ -278,9 +278,9 @@ def test_the_last_replica_leaves_as_the_last_ones_of_a_job_do() -> None:
     assert named(proposal(over)) == ["n1", "n3"]
 
 
-def test_a_replica_that_has_not_met_anybody_holds_no_state() -> None:
-    """Found by the histories: the last replica leaves, or is broken, before a planned one has come
-    to its boundary."""
+def test_a_replica_that_never_connected_holds_no_state() -> None:
+    """Found by the histories: the last replica leaves, or is broken, before a planned one has
+    reached its step boundary."""
     two = pairs("n1", "n2", mode="in-process")
     plan = replace(IN_PROCESS, generation=8, switch_at_step=40)
     joining = [steps("n3", None), steps("n4", None)]
@@ -288,15 +288,15 @@ def test_a_replica_that_has_not_met_anybody_holds_no_state() -> None:
     assert (named(proposal(v)), proposal(v).state) == ([], WorldState.PAUSED)
     v = view(plan, steps("n1", two), dead(steps("n2", two)), *joining)
     p = proposal(v)
-    assert (named(p), p.mode) == (["n1", "n3"], "restart"), "n1 is not left to step on with n2"
+    assert (named(p), p.mode) == (["n1", "n3"], "restart"), "n1 does not continue with n2"
 
 
-def test_a_straggler_leaves_with_its_replica_and_for_a_whole_one() -> None:
+def test_a_complete_replica_replaces_that_of_a_straggler() -> None:
     full = replace(IN_PROCESS, max_nodes=4)
-    spares = has_met("n5", "n6")
+    spares = connected("n5", "n6")
 
     def seen_by(*spares: NodeView) -> View:
-        nodes = (*going_on("n1 n2 n3 n4", full), *spares)
+        nodes = (*survivors("n1 n2 n3 n4", full), *spares)
         nodes = tuple(replace(n, node=replace(n.node, max_nodes=4)) for n in nodes)
         return replace(view(full, *nodes), stragglers={"id-n2": "n2 is slow"})
 
@@ -306,14 +306,14 @@ def test_a_straggler_leaves_with_its_replica_and_for_a_whole_one() -> None:
     assert p.reason == "n5, n6 replace n1, n2: n2 is slow"
 
 
-def test_a_quarantined_member_goes_with_its_replica() -> None:
+def test_a_quarantined_member_is_evicted_with_its_replica() -> None:
     v = view(FOUR, *map(runs, ("n1", "n2", "n3")), seen(node("n4", arrived_for=7, failure="boom")))
     p = proposal(replace(v, quarantined={"id-n4": NOW + 9}))
     assert named(p) == ["n1", "n2"]
     assert "n3 waits: 1 of 2 nodes of a replica; n4 quarantined" in p.reason
 
 
-# ── nodes whose workers start while others train ─────────────────────────────────────────────
+# ── nodes whose workers start during training ────────────────────────────────────────────────
 
 
 def seat(node_id: str, start: str = "first") -> ReplicaSeat:
@@ -323,7 +323,7 @@ def seat(node_id: str, start: str = "first") -> ReplicaSeat:
 def taken(
     replicas: tuple[NodeReplica, ...], who: str, starts: str, start: str = "first"
 ) -> tuple[NodeReplica, ...]:
-    """After ``who`` has looked; ``starts``: live nodes, all in their first start but for it."""
+    """The replicas after ``who`` looked; all other nodes of ``starts`` are in their first start."""
     of = dict.fromkeys(starts.split(), "first") | {who: start}
     return take_seat(replicas, seat(who, start), of, per_replica=2, nonce=f"nonce-{who}")
 
@@ -332,7 +332,7 @@ def ids(replicas: tuple[NodeReplica, ...]) -> list[list[str]]:
     return [[s.node_id for s in replica.seats] for replica in replicas]
 
 
-def test_a_node_takes_the_open_seat_of_the_oldest_replica() -> None:
+def test_a_node_takes_the_free_seat_of_the_oldest_replica() -> None:
     replicas = taken((), "a", "a b c")
     assert ids(replicas) == [["a"]]
     assert taken(replicas, "a", "a b c") == replicas, "it has one"
@@ -341,36 +341,36 @@ def test_a_node_takes_the_open_seat_of_the_oldest_replica() -> None:
     assert ids(taken(replicas, "c", "a b c")) == [["a", "b"], ["c"]]
 
 
-def test_a_seat_whose_node_is_gone_is_free_before_anybody_has_met() -> None:
+def test_the_seat_of_a_lost_node_is_free_before_the_replica_connected() -> None:
     replicas = taken(taken((), "a", "a"), "b", "b c")
     assert ids(replicas) == [["b"]]
 
 
-def test_a_complete_replica_ends_with_one_of_its_nodes() -> None:
-    """The other one's workers have met those that are gone: they are started anew."""
+def test_a_complete_replica_ends_if_one_of_its_nodes_is_lost() -> None:
+    """The other node's workers were connected to the lost ones, and are restarted."""
     replicas = taken(taken((), "a", "a b"), "b", "a b")
     assert ids(taken(replicas, "c", "a c")) == [["c"]]
     assert ids(taken(replicas, "b", "b", start="second")) == [["b"]]
     assert taken(replicas, "b", "b", start="second")[0].nonce != replicas[0].nonce
 
 
-# ── who can mix ──────────────────────────────────────────────────────────────────────────────
+# ── compatibility ────────────────────────────────────────────────────────────────────────────
 
 
-def test_another_replica_size_is_refused_on_the_joining_node() -> None:
+def test_a_joining_node_with_another_replica_size_is_rejected() -> None:
     said = refusal(node("n9", limits=LIMITS), FOUR)
     assert said == "n9 was started with replica_size=1, the job runs with replica_size=2"
 
 
-def test_replicas_of_another_number_of_nodes_are_refused() -> None:
-    job = world("n1", limits=LIMITS, replica_size=4)  # of one worker per node
+def test_replicas_of_another_number_of_nodes_are_rejected() -> None:
+    job = world("n1", limits=LIMITS, replica_size=4)  # one worker per node
     joining = replace(node("n9", limits=LIMITS, replica_size=4), nproc=2)
     said = refusal(joining, job)
     assert said is not None and "a replica of 4 ranks would take 2 such nodes" in said
 
 
 @pytest.mark.parametrize("nproc", [2, 4, 8])
-def test_nodes_with_whole_replicas_mix(nproc: int) -> None:
+def test_nodes_with_complete_replicas_are_compatible(nproc: int) -> None:
     reference = replace(node("n1", limits=LIMITS, replica_size=2), nproc=2)
     joining = replace(node("n9", limits=LIMITS, replica_size=2), nproc=nproc)
     assert refusal(joining, reference) is None

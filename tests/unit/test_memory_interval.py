@@ -1,4 +1,4 @@
-"""When saves to memory are made, where the script gives no number: chosen from measured costs."""
+"""The interval of saves to memory if the script sets none: chosen from measured costs."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from elastic.tuning.worker_intervals import MEMORY_LONGEST_S
         (MemoryCosts(wait_s=1.0, step_s=0.001), LONGEST_STEPS),
     ],
 )
-def test_the_shortest_interval_that_costs_one_percent(costs: MemoryCosts, steps: int) -> None:
+def test_the_shortest_interval_within_one_percent_is_chosen(costs: MemoryCosts, steps: int) -> None:
     assert choose(costs, 0.01).every_steps == steps
 
 
@@ -49,13 +49,13 @@ def test_the_reason_names_the_costs() -> None:
     assert longest.reason.endswith("a longer interval would lose more: 9% of the time")
 
 
-def test_noise_changes_no_interval_that_is_still_affordable() -> None:
+def test_noise_does_not_change_an_affordable_interval() -> None:
     assert choose(MemoryCosts(every_steps=8, wait_s=0.07, step_s=1.0), 0.01).every_steps == 8
     assert choose(MemoryCosts(every_steps=8, wait_s=0.09, step_s=1.0), 0.01).every_steps == 9
     assert choose(MemoryCosts(every_steps=8, wait_s=0.03, step_s=1.0), 0.01).every_steps == 3
 
 
-def test_the_slowest_rank_counts_and_a_new_one_knows_nothing() -> None:
+def test_the_slowest_rank_counts_and_a_new_rank_has_no_measurements() -> None:
     told = combine(
         [
             MemoryCosts(),
@@ -82,7 +82,7 @@ def boundary(
     meter.left(has_saved=saves_s is not None)
 
 
-def test_a_save_costs_its_beginning_and_the_wait_at_the_next_boundary() -> None:
+def test_the_cost_of_a_save_is_its_start_and_the_next_boundary_wait() -> None:
     clock = ManualClock()
     meter = CostMeter(clock)
     for step in range(8):
@@ -105,7 +105,7 @@ def test_first_steps_and_the_first_save_of_a_world_are_not_counted() -> None:
     assert costs.wait_s == 0.25 and costs.step_s == 2.5, "of both worlds"
 
 
-def test_accumulated_gradients_leave_several_steps_between_two_boundaries() -> None:
+def test_the_step_time_is_correct_if_boundaries_are_steps_apart() -> None:
     clock = ManualClock()
     meter = CostMeter(clock)
     for step in range(0, 24, 4):
@@ -114,7 +114,7 @@ def test_accumulated_gradients_leave_several_steps_between_two_boundaries() -> N
     assert meter.costs(None).step_s == 0.5
 
 
-def test_one_pause_changes_no_median() -> None:
+def test_one_pause_does_not_change_the_median() -> None:
     clock = ManualClock()
     meter = CostMeter(clock)
     for step in range(12):
@@ -126,7 +126,7 @@ def test_one_pause_changes_no_median() -> None:
 def run(
     interval: MemoryInterval, clock: ManualClock, steps: range, *, save_s: float, step_s: float
 ) -> list[int]:
-    """Train alone; returns the steps that were saved."""
+    """Train on one rank; returns the steps that were saved."""
     saved = []
     for step in steps:
         if interval.needs_agreement:
@@ -140,7 +140,7 @@ def run(
     return saved
 
 
-def test_it_is_chosen_after_the_second_save_and_follows_the_costs() -> None:
+def test_the_interval_is_set_after_two_saves_and_follows_the_costs() -> None:
     clock = ManualClock()
     told: list[tuple[int, int, str]] = []
 
@@ -157,10 +157,10 @@ def test_it_is_chosen_after_the_second_save_and_follows_the_costs() -> None:
     assert told[1:] == [(7, 56, "a save costs 100 ms, a step 180 ms")]
     interval.enter_world(1)
     assert run(interval, clock, range(400, 450), save_s=0.1, step_s=0.18) == [448]
-    assert len(told) == 2, "the survivors of a world go on with its interval"
+    assert len(told) == 2, "the survivors of a world keep its interval"
 
 
-def test_a_given_number_stays() -> None:
+def test_a_configured_interval_is_kept() -> None:
     clock = ManualClock()
     interval = MemoryInterval(5, overhead=0.01, clock=clock, changed=lambda *_: pytest.fail())
     saved = run(interval, clock, range(1, 300), save_s=60.0, step_s=0.1)
@@ -168,12 +168,12 @@ def test_a_given_number_stays() -> None:
 
 
 @pytest.mark.parametrize("overhead", [0.0, -0.01, 1.5, float("nan")])
-def test_a_fraction_of_time_is_one(overhead: float) -> None:
+def test_an_invalid_overhead_fraction_is_rejected(overhead: float) -> None:
     with pytest.raises(ConfigError, match="memory_overhead="):
         Checkpoints("folder", memory_overhead=overhead)
 
 
-def test_what_scripts_give() -> None:
+def test_settings_of_scripts_are_converted() -> None:
     assert Checkpoints("f", memory=3).memory_steps == 3
     for memory in (None, True, False):
         assert Checkpoints("f", memory=memory).memory_steps is None

@@ -1,4 +1,4 @@
-"""/metrics: what is counted, what a scrape shows, and that it costs and waits for nothing."""
+"""/metrics: what is counted, what a scrape shows, and that a scrape never blocks."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ STRAGGLER = StragglerFound(
 
 
 class ScrapedNode:
-    """A node's metrics on a clock by hand."""
+    """A node's metrics on a manual clock."""
 
     def __init__(self, *, name: str = "n1", run_id: str = "llama-7") -> None:
         self.clock = ManualClock()
@@ -118,7 +118,7 @@ class ScrapedNode:
             etcd_contact_age_s=lambda: 0.5,
         )
 
-    def said(self, pid: int, local_rank: int, *messages: object) -> None:
+    def sends(self, pid: int, local_rank: int, *messages: object) -> None:
         for message in messages:
             self.metrics.on_worker_message(pid, local_rank, message, SEVEN)
 
@@ -128,7 +128,7 @@ class ScrapedNode:
         return answer.body().decode()
 
     def scrape(self) -> Series:
-        """Every series without the common labels, whose values are the same."""
+        """Every series without the common labels, whose values are always the same."""
         found: Series = {}
         for family in text_string_to_metric_families(self.text()):
             for sample in family.samples:
@@ -149,7 +149,7 @@ def scraped() -> ScrapedNode:
 
 
 def busy(scraped: ScrapedNode) -> ScrapedNode:
-    """Everything has happened once."""
+    """A node on which every counted event has occurred once."""
     metrics, status = scraped.metrics, scraped.status
     for event in (
         WorldFormed(
@@ -190,7 +190,7 @@ def busy(scraped: ScrapedNode) -> ScrapedNode:
         metrics.on_event(event)
     metrics.on_etcd_call("put /elastic/r/nodes/n1", 0.003, False)
     metrics.on_etcd_call("get /elastic/r/world", 4.0, True)
-    scraped.said(2, 0, WINDOW, RECOVERED, SAVED, CheckpointSkipped(name="step-15", reason="full"))
+    scraped.sends(2, 0, WINDOW, RECOVERED, SAVED, CheckpointSkipped(name="step-15", reason="full"))
     status.step_rate = StepRate(7, 20, 0.5, 0.0)
     status.watchdog.heartbeat()
     scraped.states = {NodeState.READY: 2, NodeState.LEAVING: 1}
@@ -200,7 +200,7 @@ def busy(scraped: ScrapedNode) -> ScrapedNode:
 # The table --------------------------------------------------------------------------------------
 
 
-def test_the_table_and_a_scrape_of_a_busy_leader_are_the_same(scraped: ScrapedNode) -> None:
+def test_a_scrape_of_a_busy_leader_has_all_metrics_of_the_table(scraped: ScrapedNode) -> None:
     shown: dict[str, set[str]] = {}
     for name, labels in busy(scraped).scrape():
         shown.setdefault(name, set()).update(label for label, _ in labels if label != "le")
@@ -208,15 +208,15 @@ def test_the_table_and_a_scrape_of_a_busy_leader_are_the_same(scraped: ScrapedNo
     assert shown == listed
 
 
-def test_help_and_type_of_every_family_are_the_tables(scraped: ScrapedNode) -> None:
+def test_help_and_type_of_every_family_match_the_table(scraped: ScrapedNode) -> None:
     families = {f.name: f for f in text_string_to_metric_families(busy(scraped).text())}
     for metric in METRICS:
         family = families[metric.name.removesuffix("_total")]
         assert (family.documentation, family.type) == (metric.meaning, metric.kind.value)
 
 
-def test_a_node_that_has_just_started_shows_counters_of_0(scraped: ScrapedNode) -> None:
-    """An increase from a series that was not there before is none to Prometheus."""
+def test_a_new_node_exposes_counters_of_0(scraped: ScrapedNode) -> None:
+    """Prometheus sees no increase in a series that did not exist before."""
     shown = scraped.scrape()
     for metric in METRICS:
         for values in metric.initial_series if metric.kind is MetricKind.COUNTER else ():
@@ -225,8 +225,8 @@ def test_a_node_that_has_just_started_shows_counters_of_0(scraped: ScrapedNode) 
     assert shown["elastic_recoveries_total", (("cause", "lost"),)] == 0.0
 
 
-def test_an_agent_that_hears_nothing_of_its_workers_has_no_counters_of_theirs() -> None:
-    """They would say that the job makes no progress."""
+def test_an_agent_without_messages_of_workers_has_no_worker_counters() -> None:
+    """They would show a job without progress."""
     scraped = ScrapedNode()
     scraped.metrics.collects_worker_events = False
     assert scraped.value("elastic_steps_committed_total") is None
@@ -236,7 +236,7 @@ def test_an_agent_that_hears_nothing_of_its_workers_has_no_counters_of_theirs() 
 # The world --------------------------------------------------------------------------------------
 
 
-def test_the_world_and_the_nodes_part_in_it(scraped: ScrapedNode) -> None:
+def test_the_world_and_the_nodes_role_are_shown(scraped: ScrapedNode) -> None:
     assert scraped.value("elastic_generation") == SEVEN.generation
     assert scraped.value("elastic_world_nodes") == 3
     assert scraped.value("elastic_world_size") == SEVEN.size
@@ -275,14 +275,14 @@ def test_the_end_of_the_job_is_shown_while_its_agent_is_parked(scraped: ScrapedN
     assert scraped.value("elastic_in_world") == 0
 
 
-def test_etcd_as_this_node_sees_it(scraped: ScrapedNode) -> None:
+def test_the_connection_to_etcd_is_shown(scraped: ScrapedNode) -> None:
     assert scraped.value("elastic_etcd_up") == 1
     assert scraped.value("elastic_etcd_contact_age_seconds") == 0.5
     scraped.status.store_problem = "no member answers"
     assert scraped.value("elastic_etcd_up") == 0
 
 
-def test_requests_to_etcd_fall_into_buckets(scraped: ScrapedNode) -> None:
+def test_requests_to_etcd_are_counted_in_buckets(scraped: ScrapedNode) -> None:
     for seconds in (0.001, 0.003, 0.004, 99.0):
         scraped.metrics.on_etcd_call("put /elastic/r/nodes/n1", seconds, seconds > 5)
     scraped.metrics.on_etcd_call("unheard-of /key", 0.1, False)
@@ -300,11 +300,11 @@ def test_requests_to_etcd_fall_into_buckets(scraped: ScrapedNode) -> None:
 # Workers ----------------------------------------------------------------------------------------
 
 
-def test_what_all_workers_of_a_node_see_counts_once(scraped: ScrapedNode) -> None:
-    """Bytes do not: each worker has written its own."""
+def test_events_that_all_workers_report_count_once(scraped: ScrapedNode) -> None:
+    """Bytes are summed, since each worker writes its own."""
     for pid, local_rank in ((11, 0), (12, 1)):
         failed = CheckpointSkipped(name="step-15", reason="the disk is full")
-        scraped.said(pid, local_rank, RECOVERED, SAVED, failed, WINDOW)
+        scraped.sends(pid, local_rank, RECOVERED, SAVED, failed, WINDOW)
     assert scraped.value("elastic_recoveries_total", cause="lost") == 1
     assert scraped.value("elastic_recovery_seconds_total", phase="agree") == 0.75
     assert scraped.value("elastic_checkpoints_committed_total") == 1
@@ -317,27 +317,27 @@ def test_what_all_workers_of_a_node_see_counts_once(scraped: ScrapedNode) -> Non
     assert scraped.value("elastic_step_seconds_sum") == 11.0
 
 
-def test_the_last_checkpoint_is_dated(scraped: ScrapedNode) -> None:
+def test_the_time_of_the_last_checkpoint_is_shown(scraped: ScrapedNode) -> None:
     assert scraped.value("elastic_checkpoint_last_timestamp_seconds") is None
     heard_s = scraped.clock.wall()
-    scraped.said(11, 0, SAVED)
+    scraped.sends(11, 0, SAVED)
     scraped.clock.advance(60)
-    scraped.said(11, 0, replace(SAVED, name="step-5", step=5))  # a slow save of an older step
+    scraped.sends(11, 0, replace(SAVED, name="step-5", step=5))  # a slow save of an older step
     assert scraped.value("elastic_checkpoint_last_step") == 10
     assert scraped.value("elastic_checkpoint_last_timestamp_seconds") == heard_s
 
 
-def test_a_recovery_into_a_world_that_is_over_has_an_unknown_cause(scraped: ScrapedNode) -> None:
+def test_a_recovery_into_an_ended_world_has_an_unknown_cause(scraped: ScrapedNode) -> None:
     scraped.metrics.on_worker_message(11, 0, RECOVERED, replace(SEVEN, generation=8))
     assert scraped.value("elastic_recoveries_total", cause="unknown") == 1
 
 
-def test_the_age_of_the_oldest_heartbeat(scraped: ScrapedNode) -> None:
+def test_the_age_of_the_oldest_heartbeat_is_shown(scraped: ScrapedNode) -> None:
     assert scraped.value("elastic_heartbeat_age_seconds") is None
     beat = Heartbeat(generation=7, step=1, phase="step", step_time_s=0.1)
-    scraped.said(11, 0, beat)
+    scraped.sends(11, 0, beat)
     scraped.clock.advance(40)
-    scraped.said(12, 1, beat)
+    scraped.sends(12, 1, beat)
     assert scraped.value("elastic_heartbeat_age_seconds") == 40
     scraped.metrics.on_worker_ended(11)
     assert scraped.value("elastic_heartbeat_age_seconds") == 0
@@ -367,14 +367,14 @@ def test_the_time_of_a_worker_is_accounted_for(scraped: ScrapedNode) -> None:
         open_s=0.0,
         ended="first-step",
     )
-    scraped.said(11, 0, first)
+    scraped.sends(11, 0, first)
     scraped.clock.advance(6)
-    scraped.said(11, 0, WINDOW)
+    scraped.sends(11, 0, WINDOW)
     scraped.clock.advance(2)
     fault = replace(first, steps=0, productive_s=0.0, open_s=2.0, duration_s=2.0, ended="fault")
-    scraped.said(11, 0, fault)
+    scraped.sends(11, 0, fault)
     scraped.clock.advance(2.1)
-    scraped.said(11, 0, RECOVERED)
+    scraped.sends(11, 0, RECOVERED)
     seconds = seconds_by_activity(scraped)
     assert seconds == pytest.approx(
         {
@@ -395,8 +395,8 @@ def test_the_time_of_a_worker_is_accounted_for(scraped: ScrapedNode) -> None:
     assert sum(seconds.values()) == pytest.approx(scraped.clock.monotonic() - began_s)
 
 
-def test_a_worker_that_dies_in_its_second_step_has_had_a_first_one(scraped: ScrapedNode) -> None:
-    scraped.said(11, 0, replace(WINDOW, productive_s=3.0, ended="first-step"))
+def test_the_first_step_of_a_worker_that_dies_in_the_second_counts(scraped: ScrapedNode) -> None:
+    scraped.sends(11, 0, replace(WINDOW, productive_s=3.0, ended="first-step"))
     scraped.metrics.on_worker_ended(11)
     assert seconds_by_activity(scraped)["first step"] == 3.0
 
@@ -404,7 +404,7 @@ def test_a_worker_that_dies_in_its_second_step_has_had_a_first_one(scraped: Scra
 # Hostile names ----------------------------------------------------------------------------------
 
 
-def test_hostile_names_are_shown_escaped_and_shortened() -> None:
+def test_hostile_names_are_escaped_and_shortened() -> None:
     scraped = ScrapedNode(name=HOSTILE, run_id=HOSTILE)
     scraped.metrics.on_event(
         FailureJudged(
@@ -440,14 +440,14 @@ def test_a_metric_has_a_bounded_number_of_series() -> None:
 
 
 @pytest.mark.parametrize("amount", [float("nan"), float("inf"), -1.0])
-def test_a_counter_takes_no_amount_that_would_break_it(amount: float) -> None:
+def test_a_counter_ignores_invalid_amounts(amount: float) -> None:
     tally = Tally()
     tally.add(table.CHECKPOINT_BYTES, amount)
     tally.observe(table.STEP_SECONDS, amount)
     assert (tally.counts(), tally.distributions()) == ({}, {})
 
 
-def test_counts_of_many_threads_add_up() -> None:
+def test_counts_of_concurrent_threads_add_up() -> None:
     tally = Tally()
 
     def count() -> None:
@@ -492,7 +492,7 @@ def get(server: HealthServer) -> tuple[int, str, str]:
 
 
 def test_a_scrape_is_answered_while_every_lock_is_held(scraped: ScrapedNode) -> None:
-    """By a thread that hangs, like one whose disk does not answer."""
+    """By a hung thread, such as one whose disk does not respond."""
     held, released = threading.Event(), threading.Event()
 
     def hang() -> None:
@@ -530,7 +530,7 @@ def test_without_prometheus_client_the_page_names_the_command(
     assert len(text.strip().splitlines()) == 1
 
 
-def test_a_defect_is_answered_with_its_error(
+def test_an_internal_error_is_answered_with_status_500(
     scraped: ScrapedNode, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def broken() -> Any:

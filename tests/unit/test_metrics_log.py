@@ -1,4 +1,4 @@
-"""What a script logs: by step, once, whatever becomes of worlds and processes; and off the step."""
+"""Logged metrics: one row per step despite faults, written outside the step."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from elastic.world.world import World
 
 
 class Tracker:
-    """Three methods, as anybody may write them. Several processes share what it holds."""
+    """A user-defined writer of three methods. Several processes share its curves."""
 
     def __init__(self, curve: dict[str, dict[int, float]]) -> None:
         self.curve = curve
@@ -66,7 +66,7 @@ class Process:
 
     def emit(self, event: Event, *, level: int = logging.INFO) -> None:
         assert isinstance(event, Metrics)
-        assert level == logging.DEBUG, "the curve is no line of the log"
+        assert level == logging.DEBUG, "curves are not logged"
         self.seen.append(event)
 
     def enter(self, rank: int, step: int) -> None:
@@ -95,7 +95,7 @@ def world(rank: int, size: int = 2) -> World:
     )
 
 
-def test_rank_0_writes_each_step_once_on_a_thread_of_its_own() -> None:
+def test_rank_0_writes_each_step_once_on_a_separate_thread() -> None:
     tracker = Tracker({})
     rank_0, rank_1 = Process(tracker), Process(other := Tracker({}))
     for rank, process_ in enumerate((rank_0, rank_1)):
@@ -110,7 +110,7 @@ def test_rank_0_writes_each_step_once_on_a_thread_of_its_own() -> None:
     assert not other.calls
 
 
-def test_the_next_rank_0_leaves_no_hole_and_doubles_nothing() -> None:
+def test_the_next_rank_0_leaves_no_gap_and_no_duplicates() -> None:
     curve: dict[str, dict[int, float]] = {}
     first, second = Process(one := Tracker(curve)), Process(two := Tracker(curve))
     first.enter(0, 0)
@@ -122,7 +122,7 @@ def test_the_next_rank_0_leaves_no_hole_and_doubles_nothing() -> None:
     assert first.log._thread.drain(PATIENCE_S)
     assert 0 < max(curve["loss"]) < 57
     second.log.end_world("fault")
-    second.enter(0, 55)  # step 56 was interrupted on another rank, and is done again
+    second.enter(0, 55)  # step 56 was interrupted on another rank, and is repeated
     second.train(10, who=0.25)
     second.log.end_world("close")
     assert sorted(curve["loss"]) == list(range(1, 66))
@@ -135,7 +135,7 @@ def test_the_next_rank_0_leaves_no_hole_and_doubles_nothing() -> None:
     assert one.is_closed
 
 
-def test_a_step_that_a_fault_interrupts_leaves_nothing() -> None:
+def test_an_interrupted_step_writes_nothing() -> None:
     rank_0 = Process(tracker := Tracker({}))
     rank_0.enter(0, 0)
     rank_0.train(3)
@@ -150,7 +150,7 @@ def test_a_step_that_a_fault_interrupts_leaves_nothing() -> None:
     rank_0.log.close()
 
 
-def test_values_of_a_step_are_written_together_even_if_some_come_after_it() -> None:
+def test_values_logged_after_a_step_are_written_with_the_step() -> None:
     rank_0 = Process(tracker := Tracker({}))
     rank_0.enter(0, 0)
     rank_0.train(20)
@@ -185,7 +185,7 @@ def test_a_journal_does_not_grow_with_the_steps() -> None:
 
 
 class SlowDevice:
-    """Copies from it have not ended before somebody says so."""
+    """A device whose copies complete when the test sets ``is_done``."""
 
     def __init__(self) -> None:
         self.is_done = False
@@ -199,7 +199,7 @@ class SlowDevice:
         self.is_done = True
 
 
-def test_what_is_on_a_device_is_read_later_and_nothing_waits() -> None:
+def test_values_on_a_device_are_read_later_without_waiting() -> None:
     device = SlowDevice()
     reads = DeviceReads(lambda: device)
     rows = [Row(1, 0.0, {"lr": 0.1}), Row(2, 0.0, {"loss": torch.tensor(3.0)})]
@@ -226,13 +226,13 @@ def test_what_is_on_a_device_is_read_later_and_nothing_waits() -> None:
         (np.zeros(2), "a ndarray of several values"),
     ],
 )
-def test_what_is_no_number_is_refused_by_name(value: object, says: str) -> None:
+def test_a_value_that_is_no_number_is_rejected_by_name(value: object, says: str) -> None:
     with process() as run, pytest.raises(ConfigError) as refused:
         run.log({"train/loss": value})  # type: ignore[dict-item]
     assert f"run.log(train/loss=…): {says}" in refused.value.message
 
 
-def test_numbers_of_all_kinds_are_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_numbers_of_all_types_are_accepted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ELASTIC_TENSORBOARD", "off")
     tracker = Tracker({})
     with process() as run:
@@ -250,7 +250,7 @@ def test_numbers_of_all_kinds_are_taken(monkeypatch: pytest.MonkeyPatch) -> None
     assert str(points) == "{'a': 1.0, 'b': 1.0, 'c': 0.5, 'd': 2.0, 'e': 1.0, 'f': nan}"
 
 
-def test_a_writer_that_fails_disturbs_neither_training_nor_the_others(
+def test_a_failing_writer_affects_neither_training_nor_other_writers(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     class Broken(Tracker):
@@ -301,8 +301,8 @@ def test_a_writer_of_batches_is_called_once_for_many_steps() -> None:
     assert sorted(flaky.curve["loss"]) == [s for s in range(1, 101) if s != 7], "one step is lost"
 
 
-def test_a_script_that_logs_in_a_loop_of_its_own_keeps_one_row() -> None:
-    """Between two steps, in an evaluation for one: what it holds does not grow with the calls."""
+def test_repeated_logging_within_one_step_keeps_one_row() -> None:
+    """For example in an evaluation: memory does not grow with the number of calls."""
     rank_0 = Process(tracker := Tracker({}))
     rank_0.enter(0, 0)
     for number in range(10_000):
@@ -313,7 +313,7 @@ def test_a_script_that_logs_in_a_loop_of_its_own_keeps_one_row() -> None:
     assert tracker.curve == {"loss": {0: 9999.0}}
 
 
-def test_a_writer_that_hangs_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_hung_writer_is_abandoned(monkeypatch: pytest.MonkeyPatch) -> None:
     released = threading.Event()
 
     class Hanging(Tracker):
@@ -327,7 +327,7 @@ def test_a_writer_that_hangs_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> N
     rank_0.train(50)
     rank_0.log.end_world("change")
     rank_0.enter(1, 50)
-    released.set()  # by now another process writes: nothing of this one may come in between
+    released.set()  # by now another process writes, so that this one must not
     rank_0.log.close()
     assert [call for call, _ in tracker.calls].count("log") <= 1
 
@@ -364,7 +364,7 @@ def train(script: Job, epochs: int, *, stop_after: int | None = None, offset: fl
         script.run.log(epoch=epoch)
 
 
-def test_a_job_that_resumes_replaces_the_steps_it_does_again(
+def test_a_resumed_job_replaces_the_repeated_steps(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with process(tmp_path / "saved") as run:
@@ -387,7 +387,7 @@ def test_a_job_that_resumes_replaces_the_steps_it_does_again(
     assert curve(resumed, "epoch") == ends
 
 
-def test_a_folder_that_cannot_be_written_is_one_warning(
+def test_an_unwritable_folder_causes_one_warning(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As `runs` in a pod with a read-only root file system: training continues, in every world."""
@@ -410,14 +410,14 @@ def test_a_folder_that_cannot_be_written_is_one_warning(
     assert of_the_writer == warning, "once for each"
     assert f"folder {folder} is not writable (Not a directory)" in warning
     assert "Set ELASTIC_TENSORBOARD to" in warning
-    folder.parent.unlink()  # a folder that comes back is written to when a world begins
+    folder.parent.unlink()  # a folder that becomes available is used from the next world on
     writer.rewind(0)
     writer.log(1, {"loss": 1.0})
     writer.close()
     assert curve(folder) == [(1, 1.0)]
 
 
-def test_what_a_killed_writer_had_written_and_not_noted_is_there_once(folder: Path) -> None:
+def test_unrecorded_rows_of_a_killed_writer_are_not_duplicated(folder: Path) -> None:
     killed = TensorBoard(folder)
     killed.rewind(0)
     killed.log_batch([(step, {"loss": float(step)}) for step in range(1, 6)])
@@ -435,7 +435,7 @@ def test_what_a_killed_writer_had_written_and_not_noted_is_there_once(folder: Pa
     ]
 
 
-def test_files_are_in_order_although_the_clock_of_the_next_writer_is_behind(tmp_path: Path) -> None:
+def test_files_are_in_order_although_the_next_writers_clock_is_behind(tmp_path: Path) -> None:
     ahead = tmp_path / "events.out.tfevents.9000000000.other.1.0"
     ahead.write_bytes(b"")
     writer = TensorBoard(tmp_path)
@@ -446,7 +446,7 @@ def test_files_are_in_order_although_the_clock_of_the_next_writer_is_behind(tmp_
     assert curve(tmp_path) == [(1, 1.0)]
 
 
-def test_a_step_in_the_middle_of_a_script_is_undone(folder: Path) -> None:
+def test_the_row_of_an_undone_step_is_replaced(folder: Path) -> None:
     with process() as run:
         script = job(run)
         for index, (x, y) in enumerate(script.loader):
@@ -459,7 +459,7 @@ def test_a_step_in_the_middle_of_a_script_is_undone(folder: Path) -> None:
     assert [step for step, _ in curve(folder)] == list(range(1, STEPS_PER_EPOCH + 1))
 
 
-def test_a_folder_without_tensorboard_is_refused(
+def test_a_folder_without_tensorboard_is_rejected(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(

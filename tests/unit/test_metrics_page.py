@@ -1,4 +1,4 @@
-"""docs/metrics.md is what scripts/metrics_table.py writes from elastic/metrics/table.py."""
+"""docs/metrics.md matches the output of scripts/metrics_table.py for elastic/metrics/table.py."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""The ports in ``examples/migrate``: how small they are, and that a death changes nothing of them.
+"""The ports in ``examples/migrate``: their size, and that a killed worker changes no result.
 
-The scripts run as they are, between a line before and a line after: where and with which arguments
-they run, and what of them is compared. Double precision, since worlds of other sizes add up in
-another order.
+The scripts run unchanged, between a prologue that sets the folder and the arguments, and an
+epilogue that writes the compared values. They use double precision, since the order of summation
+depends on the world size.
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ ALL = pytest.mark.parametrize(
 
 @dataclass
 class Runs:
-    """Runs of the scripts in a small world; alone and undisturbed once each."""
+    """Runs of the scripts in a small world; undisturbed runs are made once."""
 
     world: SmallWorld
     folder: Path
@@ -139,7 +139,7 @@ class Runs:
         )
 
     def place_of(self, example: Example, size: int) -> Path:
-        """Where the run of :meth:`kept` works, and leaves its checkpoints."""
+        """The working directory of the run of :meth:`kept`, with its checkpoints."""
         return self.folder / f"{example.name}-{size}"
 
     def kept(self, example: Example, size: int) -> RunOutcome:
@@ -159,7 +159,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Runs]:
 
 
 def assert_same(example: Example, outcome: RunOutcome, runs: Runs) -> None:
-    """All workers hold what one process trains that nothing disturbs, after as many steps."""
+    """All workers have the weights of an undisturbed process after as many steps."""
     expected = runs.kept(example, 1).survivors[0]
     for worker in outcome.survivors:
         assert worker.steps == expected.steps, outcome.describe()
@@ -181,13 +181,13 @@ def test_the_ordinary_script_runs_in_a_world_of_two(runs: Runs, example: Example
 
 
 @ALL
-def test_the_port_trains_the_same_in_a_world_of_three(runs: Runs, example: Example) -> None:
+def test_the_port_trains_identically_in_a_world_of_three(runs: Runs, example: Example) -> None:
     assert_same(example, runs.kept(example, SIZE), runs)
 
 
 @pytest.mark.parametrize("seed", SEEDS)
 @ALL
-def test_a_death_at_a_random_line_of_the_port_changes_nothing(
+def test_a_kill_at_a_random_line_of_the_port_changes_no_result(
     runs: Runs, example: Example, seed: int
 ) -> None:
     draw = random.Random(f"{example.name}/{seed}")
@@ -202,7 +202,7 @@ def test_a_death_at_a_random_line_of_the_port_changes_nothing(
 
 
 @ALL
-def test_a_killed_job_goes_on_from_its_checkpoint_with_another_number_of_workers(
+def test_a_killed_job_resumes_with_another_number_of_workers(
     runs: Runs, example: Example, tmp_path: Path
 ) -> None:
     kill = KILL.format((example.kill_at_step, example.saved))
@@ -216,7 +216,7 @@ def test_a_killed_job_goes_on_from_its_checkpoint_with_another_number_of_workers
 
 
 @ALL
-def test_a_job_that_is_complete_trains_no_more(runs: Runs, example: Example) -> None:
+def test_a_complete_job_does_not_train_further(runs: Runs, example: Example) -> None:
     assert "state-restored source='initial'" in runs.kept(example, 1).workers[0].log
     outcome = runs.run(example, "after", size=1, place=runs.place_of(example, 1))
     outcome.assert_success(workers=1)
@@ -231,7 +231,7 @@ def test_a_port_is_small(example: Example) -> None:
     assert 0 < changed <= example.most_changed_lines
 
 
-def test_the_page_shows_the_diffs_as_they_are() -> None:
+def test_the_page_shows_the_current_diffs() -> None:
     page = runpy.run_path(str(ROOT / "scripts" / "migration_diffs.py"))
     text = (EXAMPLES / "README.md").read_text()
     assert page["renewed"](text) == text, "run python scripts/migration_diffs.py"

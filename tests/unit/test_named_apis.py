@@ -1,4 +1,4 @@
-"""Messages, docstrings and pages name only what exists: functions, arguments, flags, files."""
+"""Messages, docstrings and pages name only existing functions, arguments, flags and files."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def unknown(texts: Iterable[Text], *finders: Finder) -> list[str]:
     ]
 
 
-def test_messages_name_only_what_exists() -> None:
+def test_messages_name_only_existing_apis() -> None:
     finders = (
         unknown_names,
         unknown_keywords,
@@ -48,11 +48,11 @@ def test_messages_name_only_what_exists() -> None:
     assert unknown(messages(), *finders) == []
 
 
-def test_docstrings_name_only_what_exists() -> None:
+def test_docstrings_name_only_existing_apis() -> None:
     assert unknown(docstrings(), unknown_names, unknown_command_lines, unknown_variables) == []
 
 
-def test_pages_name_only_what_exists() -> None:
+def test_pages_name_only_existing_apis() -> None:
     finders = (
         unknown_names,
         unknown_keywords,
@@ -63,7 +63,7 @@ def test_pages_name_only_what_exists() -> None:
     assert unknown(pages(), *finders) == []
 
 
-def test_sections_are_those_of_documents_that_exist() -> None:
+def test_named_sections_and_documents_exist() -> None:
     texts = [text for text in whole_files() if text.place != "tests/unit/test_named_apis.py"]
     assert unknown(texts, unknown_sections) == []
 
@@ -84,7 +84,7 @@ def test_sections_are_those_of_documents_that_exist() -> None:
         ("`elastic run -h`, `elastic run x.py --lr 1`", unknown_commands, []),
         ("set ELASTIC_LEASE_S and ELASTIC_LEESE_S", unknown_variables, ["ELASTIC_LEESE_S"]),
         ("see docs/nowhere.md, docs/data.md", unknown_files, ["docs/nowhere.md"]),
-        ("test_messages_name_only_what_exists, test_nothing", unknown_files, ["test_nothing"]),
+        ("test_messages_name_only_existing_apis, test_nothing", unknown_files, ["test_nothing"]),
         ("docs/explanation/protocol.md, section 3", unknown_sections, []),
         (
             "docs/explanation/protocol.md,\n    # section 33",
@@ -95,7 +95,7 @@ def test_sections_are_those_of_documents_that_exist() -> None:
         ("rule 3 of PROTOCOL section 4", unknown_sections, ["PROTOCOL section 4"]),
     ],
 )
-def test_a_name_that_does_not_exist_is_found(text: str, find: Finder, named: list[str]) -> None:
+def test_an_unknown_name_is_found(text: str, find: Finder, named: list[str]) -> None:
     assert list(find(text)) == named
 
 
@@ -104,7 +104,7 @@ def test_strings_are_read_with_gaps_and_without_docstrings() -> None:
     assert [s.text for s in strings_of(source, "a.py")] == ["… in run.x", "say run.y"]
 
 
-def test_code_is_read_from_blocks_and_from_between_the_lines() -> None:
+def test_code_is_read_from_blocks_and_inline_spans() -> None:
     page = "a `run.x` b\n```diff\n-run.old()\n+run.new()\n```\n```text\nrun.log\n```\n"
     assert [c.text for c in codes_of(page, "a.md")] == ["run.new()", "run.x"]
 

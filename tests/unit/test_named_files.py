@@ -1,4 +1,4 @@
-"""Files that docstrings, comments and pages name exist: nobody is sent to a file that was moved."""
+"""The files that docstrings, comments and pages name exist."""
 
 from __future__ import annotations
 

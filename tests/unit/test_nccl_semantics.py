@@ -1,4 +1,4 @@
-"""The backend of tests that behaves like NCCL, and what waits for its collectives."""
+"""The test backend with NCCL's semantics, and the code that waits for its collectives."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ TIMEOUT = datetime.timedelta(seconds=DEADLINE_S)
 
 
 @pytest.fixture(autouse=True)
-def told() -> Iterator[None]:
-    """Whatever a test tells the backend, the next one does not hear."""
+def reset_backend() -> Iterator[None]:
+    """Reset the backend's settings after each test."""
     before = dict(vars(control))
     yield
     vars(control).update(before)
@@ -69,7 +69,7 @@ def reduce(group: StreamGroup, value: float) -> tuple[torch.Tensor, StreamWork]:
 # -- the backend ---------------------------------------------------------------------------------
 
 
-def test_results_land_later_and_outputs_are_poisoned_until_then(groups: Any) -> None:
+def test_outputs_are_poisoned_until_the_result_arrives(groups: Any) -> None:
     tensor, work = reduce(groups[0], 1.0)
     size = torch.tensor([7])
     options = dist.BroadcastOptions()
@@ -84,7 +84,7 @@ def test_results_land_later_and_outputs_are_poisoned_until_then(groups: Any) -> 
     eventually(lambda: size.item() == 5)
 
 
-def test_wait_orders_the_stream_and_not_the_host(groups: Any) -> None:
+def test_wait_blocks_the_stream_and_not_the_host(groups: Any) -> None:
     control.latency_s = 0.2
     with device_stream.Kernels():  # type: ignore[no-untyped-call]
         tensor, work = reduce(groups[0], 1.0)
@@ -94,7 +94,7 @@ def test_wait_orders_the_stream_and_not_the_host(groups: Any) -> None:
         assert (tensor + 1).tolist() == [4.0], "what is queued behind it runs behind it"
 
 
-def test_synchronising_covers_what_the_stream_waits_for_and_no_more(groups: Any) -> None:
+def test_synchronize_covers_only_works_that_the_stream_waits_for(groups: Any) -> None:
     control.latency_s = 0.2
     tensor, work = reduce(groups[0], 1.0)
     reduce(groups[1], 2.0)
@@ -111,14 +111,14 @@ def test_futures_are_complete_from_the_start(groups: Any) -> None:
     assert result is tensor and math.isnan(result.item())
 
 
-def test_whether_it_was_a_success_cannot_be_asked(groups: Any) -> None:
+def test_is_success_is_not_implemented(groups: Any) -> None:
     _, work = reduce(groups[0], 1.0)
     with pytest.raises(NotImplementedError):
         work.is_success()
 
 
-def test_an_abort_completes_collectives_without_a_word(groups: Any) -> None:
-    tensor, work = reduce(groups[0], 1.0)  # the other rank does not come
+def test_an_abort_completes_collectives_without_an_error(groups: Any) -> None:
+    tensor, work = reduce(groups[0], 1.0)  # the other rank does not join
     _, behind = reduce(groups[0], 1.0)
     assert not work.is_completed()
     groups[0].abort()
@@ -129,7 +129,7 @@ def test_an_abort_completes_collectives_without_a_word(groups: Any) -> None:
         reduce(groups[0], 1.0)
 
 
-def test_a_dead_peer_is_not_noticed(groups: Any) -> None:
+def test_a_dead_peer_is_not_detected(groups: Any) -> None:
     _, work = reduce(groups[0], 1.0)
     groups[1].abort()
     del groups
@@ -137,7 +137,7 @@ def test_a_dead_peer_is_not_noticed(groups: Any) -> None:
     assert not work.is_completed()
 
 
-def test_a_dead_peer_is_an_error_of_the_communicator_where_the_network_says_so(groups: Any) -> None:
+def test_a_dead_peer_that_the_network_reports_is_a_communicator_error(groups: Any) -> None:
     control.async_error = True
     tensor, work = reduce(groups[0], 1.0)
     groups[1]._gloo.abort()
@@ -163,11 +163,11 @@ def test_an_abort_can_hang(groups: Any) -> None:
     assert not thread.is_alive()
 
 
-# -- who waits for it ----------------------------------------------------------------------------
+# -- waiting code --------------------------------------------------------------------------------
 
 
-def test_gradients_of_an_aborted_group_reach_no_optimizer(groups: Any) -> None:
-    """The collective has ended, and nothing was raised: only the abort says that it is no sum."""
+def test_gradients_of_an_aborted_group_do_not_reach_the_optimizer(groups: Any) -> None:
+    """The collective has completed without an error; only the abort shows that there is no sum."""
     reduction = Reduction()
     works = open_works(ON_STREAM)
     _, work = reduce(groups[0], 1.0)
@@ -179,7 +179,7 @@ def test_gradients_of_an_aborted_group_reach_no_optimizer(groups: Any) -> None:
         reduction.wait()
 
 
-def test_gradients_that_are_reduced_reach_the_optimizer(groups: Any) -> None:
+def test_reduced_gradients_reach_the_optimizer(groups: Any) -> None:
     reduction = Reduction()
     open_works(ON_STREAM)
     control.latency_s = 0.1
@@ -199,8 +199,8 @@ def test_an_abort_ends_the_wait_for_gradients(groups: Any) -> None:
         reduction.wait()
 
 
-def test_an_error_that_torch_has_noticed_aborts_the_group_before_it_is_raised(groups: Any) -> None:
-    """Work.wait would abort the communicator itself, while nobody knows, and without a deadline."""
+def test_a_communicator_error_aborts_the_group_before_it_is_raised(groups: Any) -> None:
+    """Work.wait would abort the communicator itself, unannounced and without a deadline."""
     aborted_by_torch: list[bool] = []
     works = open_works(ON_STREAM, on_error=lambda: aborted_by_torch.append(groups[0].is_aborted))
     _, work = reduce(groups[0], 1.0)
@@ -212,8 +212,8 @@ def test_an_error_that_torch_has_noticed_aborts_the_group_before_it_is_raised(gr
         works.raise_failure()
 
 
-def test_a_work_is_not_looked_at_once_its_group_is_aborted(groups: Any) -> None:
-    """The look would block with the interpreter lock, while the abort hangs."""
+def test_works_of_an_aborted_group_are_not_queried(groups: Any) -> None:
+    """The query would block with the GIL held, while the abort hangs."""
     works = open_works(ON_STREAM)
     _, work = reduce(groups[0], 1.0)
     looks: list[None] = []
@@ -230,7 +230,7 @@ def test_a_work_is_not_looked_at_once_its_group_is_aborted(groups: Any) -> None:
     assert not looks
 
 
-def test_what_the_script_has_read_counts_once_it_was_a_result(groups: Any) -> None:
+def test_a_result_counts_once_its_collective_has_completed(groups: Any) -> None:
     own = PendingWorks(is_on_stream=True)
     control.latency_s = 0.1
     tensor, work = reduce(groups[0], 1.0)

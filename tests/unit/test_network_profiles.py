@@ -1,4 +1,4 @@
-"""Profiles: chosen by what a machine has, refused where they cannot be, under the user's values."""
+"""Network profiles: chosen by hardware, rejected if unsupported, and overridden by the user."""
 
 from __future__ import annotations
 
@@ -99,13 +99,13 @@ def test_devices_are_read_from_the_kernels_files(tmp_path: Path, link_layer: str
     assert profiles.choose(network, max_nodes=2).name == expected
 
 
-def test_devices_that_a_container_may_not_open_are_named_and_not_used(tmp_path: Path) -> None:
+def test_inaccessible_devices_are_named_and_not_used(tmp_path: Path) -> None:
     network = read_network(machine(tmp_path, link_layer=INFINIBAND, may_open=False), {})
     choice = profiles.choose(network, max_nodes=2)
     assert choice.name == "ethernet" and "mlx5_0" in choice.reason
 
 
-def test_a_port_that_is_down_does_not_count(tmp_path: Path) -> None:
+def test_a_port_that_is_down_is_ignored(tmp_path: Path) -> None:
     root = machine(tmp_path, link_layer=INFINIBAND, state="1: DOWN")
     assert profiles.choose(read_network(root, {}), max_nodes=2).name == "ethernet"
 
@@ -114,14 +114,14 @@ def test_a_port_that_is_down_does_not_count(tmp_path: Path) -> None:
     ("file", "text"),
     [("sys_vendor", "Amazon EC2"), ("product_name", "Google Compute Engine")],
 )
-def test_a_cloud_is_told_by_its_firmware(tmp_path: Path, file: str, text: str) -> None:
+def test_a_cloud_is_recognised_by_its_firmware(tmp_path: Path, file: str, text: str) -> None:
     folder = tmp_path / "sys/class/dmi/id"
     folder.mkdir(parents=True)
     (folder / file).write_text(text + "\n")
     assert profiles.choose(read_network(tmp_path, {}), max_nodes=2).name == "cloud"
 
 
-def test_this_machine_can_be_read_and_its_loopback_found() -> None:
+def test_the_loopback_interface_of_this_machine_is_found() -> None:
     network = read_network()
     assert "127.0.0.1" in local_addresses()["lo"]
     towards = interface_towards(network, "127.0.0.1")
@@ -130,18 +130,18 @@ def test_this_machine_can_be_read_and_its_loopback_found() -> None:
     assert {interface.name for interface in network.interfaces} <= names
 
 
-def test_what_has_no_route_has_no_interface() -> None:
+def test_an_address_without_a_route_has_no_interface() -> None:
     assert source_address("no-such-host.invalid") is None
     assert interface_towards(PLAIN, "x", lambda towards: None) is None
 
 
 @pytest.mark.parametrize("spelled", ["FD00:0::2", "fd00::2%eth0", "10.1.0.5"])
-def test_an_address_is_found_however_it_is_spelled(spelled: str) -> None:
+def test_an_address_is_found_in_any_notation(spelled: str) -> None:
     both = Interface(name="eth0", addresses=("10.1.0.5", "fd00::2"))
     assert Network(interfaces=(LO, both)).with_address(spelled) == both
 
 
-def test_the_reason_names_the_node_on_the_way() -> None:
+def test_the_reason_names_the_node_that_the_route_leads_to() -> None:
     to_leader = route(peers=["10.2.0.9", "10.1.0.9"])
     to_another = route(peers=["10.9.9.9", "10.2.0.9"])
     assert to_leader is not None and to_leader.reason.endswith("the leader, 10.2.0.9")
@@ -155,14 +155,14 @@ def test_one_node_needs_no_network() -> None:
     assert profiles.choose(IB, max_nodes=1).name == "single-node"
 
 
-def test_every_profile_says_why_and_where_it_was_read() -> None:
+def test_every_profile_has_a_reason_and_a_source() -> None:
     networks = {"infiniband": IB, "roce": ROCE}
     for name in NAMES:
         for setting in profiles.settings(name, networks.get(name, PLAIN), Route("eth1", "given")):
             assert len(setting.reason) > 10 and setting.source, setting.name
 
 
-def test_an_unknown_profile_is_refused_with_the_known_ones() -> None:
+def test_an_unknown_profile_is_rejected_with_the_known_ones() -> None:
     with pytest.raises(ConfigError) as refused:
         read_options({"profile": "infinband"}, {})
     assert "infinband" in refused.value.message
@@ -177,7 +177,7 @@ def test_an_unknown_profile_is_refused_with_the_known_ones() -> None:
         ("single-node", PLAIN, 3, "--nnodes up to 3"),
     ],
 )
-def test_a_profile_that_cannot_be_is_refused(
+def test_a_profile_without_its_hardware_is_rejected(
     profile: str, network: Network, max_nodes: int, said: str
 ) -> None:
     with pytest.raises(ConfigError) as refused:
@@ -185,21 +185,21 @@ def test_a_profile_that_cannot_be_is_refused(
     assert said in refused.value.message
 
 
-def test_the_command_line_wins_over_the_environment() -> None:
+def test_the_command_line_overrides_the_environment() -> None:
     environ = {"ELASTIC_PROFILE": "cloud"}
     assert read_options({"profile": "ethernet"}, environ).profile == "ethernet"
     assert read_options({}, environ).profile == "cloud"
     assert AgentOptions().profile is None
 
 
-def test_fast_links_get_more_sockets_and_slow_ones_are_left_alone() -> None:
+def test_only_fast_links_get_more_sockets() -> None:
     fast = found(PLAIN, route=Route("eth1", "given")).variables()
     slow = found(PLAIN, route=Route("eth0", "given")).variables()
     assert fast["NCCL_SOCKET_NTHREADS"] == fast["NCCL_NSOCKS_PERTHREAD"] == "4"
     assert "NCCL_SOCKET_NTHREADS" not in slow
 
 
-def test_sockets_that_were_asked_for_are_used_beside_rdma_devices() -> None:
+def test_the_sockets_profile_is_used_despite_rdma_devices() -> None:
     assert found(IB, profile="ethernet").variables()["NCCL_IB_DISABLE"] == "1"
     assert "NCCL_IB_DISABLE" not in found(IB).variables()
 
@@ -227,15 +227,15 @@ def route(**changes: object) -> Route | None:
 @pytest.mark.parametrize(
     ("changes", "interface"),
     [
-        ({"peers": ["10.2.0.9", "10.1.0.9"]}, "eth1"),  # the leader's way, not etcd's
+        ({"peers": ["10.2.0.9", "10.1.0.9"]}, "eth1"),  # the route to the leader, not to etcd
         ({"peers": ["10.9.9.9", "10.2.0.9"]}, "eth1"),  # no route to the first
         ({"peers": ["10.2.0.9"], "is_configured": True}, "eth0"),  # --local-addr
-        ({}, "eth0"),  # nobody is known yet
+        ({}, "eth0"),  # no peer is known yet
         ({"max_nodes": 1}, "lo"),
         ({"interface": "eth1"}, "eth1"),
     ],
 )
-def test_the_interface_is_the_one_on_the_way_to_the_leader(
+def test_the_interface_is_that_of_the_route_to_the_leader(
     changes: dict[str, object], interface: str
 ) -> None:
     chosen = route(**changes)
@@ -245,8 +245,8 @@ def test_the_interface_is_the_one_on_the_way_to_the_leader(
     assert variables["GLOO_SOCKET_IFNAME"] == interface
 
 
-def test_a_faster_interface_than_the_chosen_one_is_named_with_what_to_set() -> None:
-    """By link speed alone nobody knows whether the other nodes reach it: it is not chosen."""
+def test_a_faster_interface_is_named_with_the_variable_to_set() -> None:
+    """It is not chosen, since its speed does not show whether other nodes can reach it."""
     route = choose_route(
         PLAIN,
         max_nodes=2,
@@ -280,13 +280,13 @@ def test_a_faster_interface_than_the_chosen_one_is_named_with_what_to_set() -> N
     assert given is not None and found(PLAIN, route=given).warnings == (), "a person has chosen"
 
 
-def test_the_network_that_was_given_is_the_reason() -> None:
+def test_the_reason_names_the_configured_network() -> None:
     chosen = route(own_address="10.2.0.5", is_configured=True, own_network="10.2.0.0/24")
     assert chosen is not None and chosen.interface == "eth1"
     assert chosen.reason == "it has 10.2.0.5, this node's address in network=10.2.0.0/24"
 
 
-def test_a_faster_interface_is_named_by_its_network_where_that_is_known() -> None:
+def test_a_faster_interface_is_named_by_its_network_if_known() -> None:
     fast = replace(FAST, networks=("10.2.0.0/24",))
     chosen = choose_route(
         Network(interfaces=(MANAGEMENT, fast, LO)),
@@ -299,17 +299,17 @@ def test_a_faster_interface_is_named_by_its_network_where_that_is_known() -> Non
     assert chosen is not None and "--rdzv-conf network=10.2.0.0/24" in chosen.hint
 
 
-def test_the_networks_of_this_machine_hold_its_addresses() -> None:
+def test_the_networks_of_this_machine_contain_its_addresses() -> None:
     loopback = read_network().interface("lo")
     assert loopback is not None and "127.0.0.0/8" in loopback.networks
 
 
-def test_an_address_behind_a_translation_leaves_the_choice_to_the_libraries() -> None:
+def test_an_address_behind_nat_leaves_the_choice_to_the_libraries() -> None:
     assert route(own_address="203.0.113.1", is_configured=True) is None
     assert "GLOO_SOCKET_IFNAME" not in found(PLAIN).variables()
 
 
-def test_an_interface_that_does_not_exist_is_refused_with_those_that_do() -> None:
+def test_an_unknown_interface_is_rejected_with_the_existing_ones() -> None:
     with pytest.raises(ConfigError) as refused:
         route(interface="ib0")
     assert "interface=ib0" in refused.value.message and "eth1 (10.2.0.5)" in refused.value.hint
@@ -330,20 +330,20 @@ def test_an_interface_that_does_not_exist_is_refused_with_those_that_do() -> Non
         ("ib0", False),
     ],
 )
-def test_nccls_list_of_interfaces_is_read_as_nccl_does(value: str, is_there: bool) -> None:
+def test_a_list_of_interfaces_is_parsed_like_nccl(value: str, is_there: bool) -> None:
     on_gpus = replace(PLAIN, has_nvidia=True)
     if is_there:
         found(on_gpus, {"NCCL_SOCKET_IFNAME": value})
     else:
         with pytest.raises(ConfigError, match="NCCL_SOCKET_IFNAME"):
             found(on_gpus, {"NCCL_SOCKET_IFNAME": value})
-    found(PLAIN, {"NCCL_SOCKET_IFNAME": value})  # nothing reads it without GPUs
+    found(PLAIN, {"NCCL_SOCKET_IFNAME": value})  # it has no effect without GPUs
 
 
-# What the user has set ------------------------------------------------------------------------
+# The user's settings --------------------------------------------------------------------------
 
 
-def test_the_users_value_wins_and_says_what_it_replaces() -> None:
+def test_the_users_value_takes_precedence_and_names_what_it_replaces() -> None:
     environment = found(PLAIN, {"TORCH_INCLUDE_STACK_TRACE": "1"}, route=Route("eth1", "given"))
     (variable,) = (e for e in environment.entries if e.name == "TORCH_INCLUDE_STACK_TRACE")
     assert (variable.value, variable.origin) == ("1", "environment")
@@ -353,7 +353,7 @@ def test_the_users_value_wins_and_says_what_it_replaces() -> None:
 
 
 @pytest.mark.parametrize("name", DEAD_NAMES)
-def test_dead_names_are_answered(name: str) -> None:
+def test_obsolete_variables_cause_a_warning(name: str) -> None:
     (warning,) = found(PLAIN, {name: "1"}).warnings
     assert warning.startswith(f"{name}=1: ")
 
@@ -370,18 +370,18 @@ def test_dead_names_are_answered(name: str) -> None:
         ("TORCH_DISTRIBUTED_DEBUG", "detail", "INFO"),
     ],
 )
-def test_what_is_not_safe_is_named(name: str, unsafe: str, safe: str) -> None:
+def test_unsafe_values_cause_a_warning(name: str, unsafe: str, safe: str) -> None:
     (warning,) = found(IB, {name: unsafe}, is_in_process=True).warnings
     assert f"{name}={unsafe}" in warning
     assert found(IB, {name: safe}, is_in_process=True).warnings == ()
 
 
-def test_two_values_that_do_not_fit_are_both_named() -> None:
+def test_two_incompatible_values_are_both_named() -> None:
     (warning,) = found(PLAIN, {"NCCL_SOCKET_NTHREADS": "16", "NCCL_NSOCKS_PERTHREAD": "8"}).warnings
     assert "NCCL_SOCKET_NTHREADS=16" in warning and "NCCL_NSOCKS_PERTHREAD=8" in warning
 
 
-def test_files_that_nccl_reads_are_the_users_settings(tmp_path: Path) -> None:
+def test_nccls_configuration_files_count_as_user_settings(tmp_path: Path) -> None:
     (tmp_path / "etc").mkdir()
     (tmp_path / "etc/nccl.conf").write_text("# all\nNCCL_SOCKET_IFNAME==eth0\nNCCL_DEBUG=WARN\n")
     own = tmp_path / "own.conf"
@@ -402,7 +402,7 @@ def test_files_that_nccl_reads_are_the_users_settings(tmp_path: Path) -> None:
     assert "NCCL_SOCKET_IFNAME" not in environment.variables()
 
 
-def test_what_an_agent_has_set_is_not_the_users(tmp_path: Path) -> None:
+def test_variables_set_by_an_agent_are_no_user_settings(tmp_path: Path) -> None:
     outer = found(PLAIN, route=Route("eth0", "given")).variables()
     environ = {name: value for name, value in outer.items() if value is not None}
     assert given_settings({**environ, "HOME": str(tmp_path)}, tmp_path) == {}
@@ -426,7 +426,7 @@ def test_what_an_agent_has_set_is_not_the_users(tmp_path: Path) -> None:
     network=st.sampled_from([PLAIN, IB, ROCE]),
     is_in_process=st.booleans(),
 )
-def test_nothing_of_the_users_is_ever_replaced_or_lost(
+def test_user_settings_are_never_replaced_or_lost(
     given: dict[str, str], network: Network, is_in_process: bool
 ) -> None:
     environment = found(network, given, is_in_process=is_in_process, route=Route("eth1", "given"))

@@ -1,4 +1,4 @@
-"""An agent's certificates: where they are named, and what its memory tells its workers of them."""
+"""An agent's certificates: their options, and how the workers get them."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ def options(tmp_path: Path) -> AgentOptions:
     return read_options(Authority(tmp_path, "nodes").node_settings("node"), {})
 
 
-def test_nothing_given_is_no_tls() -> None:
+def test_tls_is_off_without_options() -> None:
     assert node_tls(AgentOptions()) is None
 
 
-def test_paths_are_kept_absolute(options: AgentOptions, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_paths_are_made_absolute(options: AgentOptions, monkeypatch: pytest.MonkeyPatch) -> None:
     assert options.node_cert is not None
     monkeypatch.chdir(Path(options.node_cert).parent)
     names = (options.node_cacert, options.node_cert, options.node_key)
@@ -39,7 +39,7 @@ def test_paths_are_kept_absolute(options: AgentOptions, monkeypatch: pytest.Monk
     assert (tls.files.cacert, tls.files.cert, tls.files.key) == names
 
 
-def test_what_cannot_be_used_is_a_wrong_option(options: AgentOptions, tmp_path: Path) -> None:
+def test_an_unusable_certificate_is_rejected(options: AgentOptions, tmp_path: Path) -> None:
     late = Authority(tmp_path, "nodes").issue("late", hours=(-2, -1))
     with pytest.raises(ConfigError, match="certificate") as caught:
         node_tls(
@@ -48,7 +48,7 @@ def test_what_cannot_be_used_is_a_wrong_option(options: AgentOptions, tmp_path: 
     assert late.cert in caught.value.message and caught.value.hint
 
 
-def test_workers_reach_other_memories_with_the_certificates_of_their_agent(
+def test_workers_reach_memory_hosts_with_their_agents_certificates(
     options: AgentOptions, tmp_path: Path
 ) -> None:
     tls = node_tls(options)

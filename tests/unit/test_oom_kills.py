@@ -1,4 +1,4 @@
-"""Whether the kernel's OOM killer was here, by the files of a cgroup."""
+"""Detection of OOM kills from the files of a cgroup."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ OOM_CONTROL = "oom_kill_disable 0\nunder_oom 0\noom_kill {}\n"
 
 
 class FakeCgroup:
-    """A cgroup's files, below a folder in place of /sys/fs/cgroup."""
+    """A cgroup's files, below a folder that replaces /sys/fs/cgroup."""
 
     def __init__(self, folder: Path, membership: str, file: str, text: str) -> None:
         self.cgroups, self.membership = folder / "cgroups", folder / "membership"
@@ -56,7 +56,7 @@ def cgroup(request: pytest.FixtureRequest, tmp_path: Path) -> FakeCgroup:
     return FakeCgroup(tmp_path, *request.param)
 
 
-def test_a_kill_is_seen_once(cgroup: FakeCgroup) -> None:
+def test_a_kill_is_reported_once(cgroup: FakeCgroup) -> None:
     counter = cgroup.counter()
     assert not counter.has_killed()
     cgroup.kills(1)
@@ -66,7 +66,7 @@ def test_a_kill_is_seen_once(cgroup: FakeCgroup) -> None:
     assert counter.has_killed()
 
 
-def test_kills_before_a_start_are_not_of_its_workers(cgroup: FakeCgroup) -> None:
+def test_kills_before_a_start_are_not_attributed_to_its_workers(cgroup: FakeCgroup) -> None:
     cgroup.kills(5)
     counter = cgroup.counter()
     assert not counter.has_killed()
@@ -81,11 +81,11 @@ def test_kills_before_a_start_are_not_of_its_workers(cgroup: FakeCgroup) -> None
         ("", "memory.events", EVENTS),
         ("garbage\n::\n", "memory.events", "oom_kill many\n"),
         ("0::/job\n", "job/memory.current", "12"),
-        # Linux before 4.13 counts no kills, and failcnt is none.
+        # Linux before 4.13 counts no kills, and failcnt does not count them.
         ("4:memory:/job\n", "memory/job/memory.oom_control", "under_oom 0\n"),
     ],
 )
-def test_a_kernel_that_does_not_say_is_no_evidence(
+def test_a_kernel_without_a_kill_counter_is_no_evidence(
     tmp_path: Path, membership: str, file: str, text: str
 ) -> None:
     cgroup = FakeCgroup(tmp_path, membership, file, text)
@@ -94,7 +94,7 @@ def test_a_kernel_that_does_not_say_is_no_evidence(
     assert not counter.has_killed()
 
 
-def test_no_cgroup_at_all_is_no_evidence(tmp_path: Path) -> None:
+def test_a_missing_cgroup_is_no_evidence(tmp_path: Path) -> None:
     assert not OomKillCounter(tmp_path / "none", tmp_path / "neither").has_killed()
 
 
@@ -102,7 +102,7 @@ def test_no_cgroup_at_all_is_no_evidence(tmp_path: Path) -> None:
 
 
 class Agent:
-    """One with a worker in its training loop."""
+    """An agent with a worker in its training loop."""
 
     def __init__(self, folder: Path) -> None:
         self.cgroup = FakeCgroup(folder, *PLACES["v2"])
@@ -118,7 +118,7 @@ class Agent:
         self.workers.on_ended(self.worker, WorkerDeath(self.worker.pid, code, signum, bye))
 
 
-def test_a_worker_that_the_kernel_killed_for_memory_is_reported_as_such(tmp_path: Path) -> None:
+def test_a_worker_killed_by_the_oom_killer_is_reported_as_such(tmp_path: Path) -> None:
     agent = Agent(tmp_path)
     agent.cgroup.kills(1)
     agent.ends(None, signal.SIGKILL)
@@ -136,7 +136,7 @@ def test_a_worker_that_the_kernel_killed_for_memory_is_reported_as_such(tmp_path
     [(0, None, signal.SIGKILL), (1, None, signal.SIGTERM), (1, 1, None)],
     ids=["killed by somebody", "another signal", "an exit code"],
 )
-def test_other_ends_are_not(
+def test_other_exits_are_not_reported_as_oom_kills(
     tmp_path: Path, kills: int, code: int | None, signum: int | None
 ) -> None:
     agent = Agent(tmp_path)
@@ -147,7 +147,7 @@ def test_other_ends_are_not(
     assert "memory limit" not in node.failure
 
 
-def test_a_worker_that_this_agent_ends_as_hung_is_not(tmp_path: Path) -> None:
+def test_a_worker_killed_as_hung_is_not_reported_as_an_oom_kill(tmp_path: Path) -> None:
     agent = Agent(tmp_path)
     agent.cgroup.kills(1)
     agent.workers.is_hung(agent.worker.pid, "rank 0 hangs")
@@ -156,7 +156,7 @@ def test_a_worker_that_this_agent_ends_as_hung_is_not(tmp_path: Path) -> None:
     assert (node.failure, node.failure_is_oom_kill) == ("rank 0 hangs", False)
 
 
-def test_a_worker_says_at_which_step_it_failed(tmp_path: Path) -> None:
+def test_a_worker_reports_the_step_at_which_it_failed(tmp_path: Path) -> None:
     agent = Agent(tmp_path)
     agent.ends(1, None, Exiting(clean=False, error="ValueError: boom", step=42))
     node = agent.context.status.node

@@ -1,4 +1,4 @@
-"""The metrics of a node by OTLP: those of /metrics, at a collector on loopback; off by default."""
+"""Export of a node's metrics by OTLP to a collector on loopback; off by default."""
 
 from __future__ import annotations
 
@@ -44,8 +44,8 @@ def next_of(collector: OtlpCollector) -> ExportMetricsServiceRequest:
 
 
 @pytest.fixture
-def told() -> Iterator[list[str]]:
-    """What this library logs."""
+def messages() -> Iterator[list[str]]:
+    """The messages that this library logs."""
     lines: list[str] = []
 
     class Kept(logging.Handler):
@@ -59,7 +59,7 @@ def told() -> Iterator[list[str]]:
 
 
 def series_of(request: ExportMetricsServiceRequest) -> Series:
-    """As a collector writes them for Prometheus, without the common labels."""
+    """The series as a collector writes them for Prometheus, without the common labels."""
     found: Series = {}
 
     def put(name: str, labels: dict[str, str], value: float) -> None:
@@ -70,7 +70,7 @@ def series_of(request: ExportMetricsServiceRequest) -> Series:
         for point in data.data_points:
             labels = attributes_of(point.attributes)
             assert (labels.pop("run_id"), labels.pop("node")) == ("llama-7", "n1")
-            begins_ns = point.start_time_unix_nano  # what counts from a begin says from when
+            begins_ns = point.start_time_unix_nano  # cumulative points have a start time
             assert metric.WhichOneof("data") == "gauge" or 0 < begins_ns <= point.time_unix_nano
             if metric.WhichOneof("data") != "histogram":
                 put(name, labels, point.as_double)
@@ -87,11 +87,11 @@ def series_of(request: ExportMetricsServiceRequest) -> Series:
 
 
 def without_ages(series: Series) -> Series:
-    """What time alone does not change."""
+    """The series that do not change with time alone."""
     return {k: v for k, v in series.items() if "_age_" not in k[0] and "silence" not in k[0]}
 
 
-def test_a_collector_gets_what_a_scrape_shows(collector: OtlpCollector) -> None:
+def test_a_collector_receives_the_series_of_a_scrape(collector: OtlpCollector) -> None:
     scraped = busy(ScrapedNode())
     env = {**ON, "OTEL_METRIC_EXPORT_INTERVAL": "50"}
     export = assembly.otlp_export_of(scraped.readings, "llama-7", "n1", env)
@@ -117,7 +117,7 @@ def test_a_collector_gets_what_a_scrape_shows(collector: OtlpCollector) -> None:
     assert not [t for t in threading.enumerate() if t.name == "elastic-otlp"]
 
 
-def test_a_collector_that_is_away_costs_one_line_and_no_end(told: list[str]) -> None:
+def test_an_unavailable_collector_is_logged_once_and_retried(messages: list[str]) -> None:
     answers: queue.SimpleQueue[bool] = queue.SimpleQueue()
     done = threading.Event()
 
@@ -134,16 +134,16 @@ def test_a_collector_that_is_away_costs_one_line_and_no_end(told: list[str]) -> 
     export.start()
     assert done.wait(DEADLINE_S)
     export.close()
-    away, back, again = told
+    away, back, again = messages
     assert "trying again every 0.001 s" in away and again == away
     assert back == "OTLP: the collector accepts metrics again"
     assert not [t for t in threading.enumerate() if t.name == "elastic-otlp"]
 
 
-def test_nothing_listens_where_the_metrics_go(
-    collector: OtlpCollector, told: list[str], caplog: pytest.LogCaptureFixture
+def test_a_missing_endpoint_is_logged_once(
+    collector: OtlpCollector, messages: list[str], caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The SDK would write several lines for every interval: it is one of ours."""
+    """The SDK would log several lines per interval; this library logs one."""
     collector.status = 404
     env = {**ON, "OTEL_METRIC_EXPORT_INTERVAL": "5"}
     export = OtlpExport(ScrapedNode().readings, run_id="llama-7", node="n1", env=env)
@@ -152,10 +152,10 @@ def test_nothing_listens_where_the_metrics_go(
         next_of(collector)
     export.close()
     assert [r for r in caplog.records if r.name.startswith("opentelemetry")] == []
-    assert len(told) == 1
+    assert len(messages) == 1
 
 
-def test_a_defect_ends_the_export_and_nothing_else(told: list[str]) -> None:
+def test_an_internal_error_ends_only_the_export(messages: list[str]) -> None:
     def send(data: object) -> bool:
         raise RuntimeError("boom")
 
@@ -164,11 +164,11 @@ def test_a_defect_ends_the_export_and_nothing_else(told: list[str]) -> None:
     export.start()
     export._thread.join(DEADLINE_S)
     export.close()
-    (said,) = told
+    (said,) = messages
     assert "this node no longer exports metrics" in said and "boom" in said
 
 
-def test_it_is_off_unless_switched_on(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_export_is_off_by_default(monkeypatch: pytest.MonkeyPatch) -> None:
     endpoint = {"OTEL_EXPORTER_OTLP_ENDPOINT": "http://localhost:4318"}
     assert not is_wanted({}) and not is_wanted({"ELASTIC_OTEL": "off", **endpoint})
     assert not is_wanted(endpoint), "a pod may have them for other programs"
@@ -186,7 +186,7 @@ def test_it_is_off_unless_switched_on(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _find_spec_without_modules(name: str) -> object:
-    """As importlib's does where the package is not installed."""
+    """Behave like importlib if the package is not installed."""
     if sys.modules.get("opentelemetry", 0) is None:
         raise ModuleNotFoundError(name)
     return None if sys.modules.get(name, 0) is None else object()
@@ -209,6 +209,6 @@ def _find_spec_without_modules(name: str) -> object:
         ({**ON, "OTEL_METRIC_EXPORT_INTERVAL": "0"}, "OTEL_METRIC_EXPORT_INTERVAL=0"),
     ],
 )
-def test_settings_that_cannot_be_are_refused(env: dict[str, str], said: str) -> None:
+def test_invalid_settings_are_rejected(env: dict[str, str], said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         is_wanted(env)

@@ -1,4 +1,4 @@
-"""Two jobs and one folder."""
+"""Ownership of a checkpoint folder that two jobs use."""
 
 from __future__ import annotations
 
@@ -20,74 +20,74 @@ from elastic.tuning.worker_intervals import OWNER_WATCH_S
 
 @pytest.fixture
 def claim(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Ownership]:
-    """One rank 0 under a launcher; ``meanwhile`` runs whenever it waits."""
+    """One rank 0 under a launcher; ``on_sleep`` runs whenever it waits."""
     for name, value in {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "x"}.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setenv("MASTER_PORT", "1")
 
-    def make(run_id: str, meanwhile: Callable[[], object] = lambda: None) -> Ownership:
+    def make(run_id: str, on_sleep: Callable[[], object] = lambda: None) -> Ownership:
         monkeypatch.setenv("TORCHELASTIC_RUN_ID", run_id)
         monkeypatch.setenv("ELASTIC_NODE_NAME", f"node-of-{run_id}")
-        return Ownership(LocalStorage(tmp_path), said.append, Patient(meanwhile))
+        return Ownership(LocalStorage(tmp_path), said.append, Patient(on_sleep))
 
     said: list[str] = []
     return make
 
 
 class Patient(ManualClock):
-    """A clock whose sleeper is told when it sleeps."""
+    """A clock that calls ``on_sleep`` on every sleep."""
 
-    def __init__(self, meanwhile: Callable[[], object]) -> None:
+    def __init__(self, on_sleep: Callable[[], object]) -> None:
         super().__init__()
-        self._meanwhile = meanwhile
+        self._on_sleep = on_sleep
 
     def sleep(self, seconds: float) -> None:
-        self._meanwhile()
+        self._on_sleep()
         super().sleep(seconds)
 
 
-def test_a_second_job_is_told_which_folder_and_whose(
+def test_a_second_job_is_rejected_with_the_folder_and_its_owner(
     claim: Callable[..., Ownership], tmp_path: Path
 ) -> None:
     first = claim("one")
     assert first.claim() is None
     with pytest.raises(ConfigError) as told:
-        claim("two", meanwhile=first.heartbeat).claim()
+        claim("two", on_sleep=first.heartbeat).claim()
     assert str(tmp_path) in str(told.value) and "'one'" in str(told.value)
     assert "node-of-one" in str(told.value)
 
 
-def test_the_same_run_id_is_welcome_at_once(claim: Callable[..., Ownership]) -> None:
+def test_the_same_run_id_is_accepted_at_once(claim: Callable[..., Ownership]) -> None:
     first = claim("one")
     first.claim()
-    again = claim("one", meanwhile=lambda: pytest.fail("it waits"))
+    again = claim("one", on_sleep=lambda: pytest.fail("it waits"))
     before = again.claim()
-    assert before is not None and before.failures == 1, "it was never given back"
+    assert before is not None and before.failures == 1, "it was never released"
 
 
-def test_a_job_that_has_ended_leaves_the_folder_free(claim: Callable[..., Ownership]) -> None:
+def test_a_job_that_has_ended_releases_the_folder(claim: Callable[..., Ownership]) -> None:
     first = claim("one")
     first.claim()
     first.hold()
     first.close(release=True)
-    before = claim("two", meanwhile=lambda: pytest.fail("it waits")).claim()
+    before = claim("two", on_sleep=lambda: pytest.fail("it waits")).claim()
     assert before is not None and before.failures == 0
 
 
-def test_a_job_that_stands_still_is_taken_over_and_told(claim: Callable[..., Ownership]) -> None:
+def test_the_folder_of_a_stopped_job_is_taken_over(claim: Callable[..., Ownership]) -> None:
     first = claim("one")
     first.claim()
     slept: list[None] = []
-    second = claim("two", meanwhile=lambda: slept.append(None))
+    second = claim("two", on_sleep=lambda: slept.append(None))
     second.claim()
     assert len(slept) * 0.25 >= OWNER_WATCH_S
-    first.hold()  # it was only stopped, and continues
+    first.hold()  # it was only stopped, and resumes
     first.heartbeat()
     assert first.is_lost
     first.close(release=False)
 
 
-def test_a_plain_process_that_is_gone_owns_nothing(
+def test_a_dead_process_without_a_launcher_owns_nothing(
     claim: Callable[..., Ownership], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
@@ -97,10 +97,10 @@ def test_a_plain_process_that_is_gone_owns_nothing(
     *place, pid, start = record["process"].split()
     record["process"] = record["run_id"] = " ".join([*place, pid, str(int(start) - 1)])
     (tmp_path / OWNER_FILE).write_text(json.dumps(record))
-    claim("", meanwhile=lambda: pytest.fail("it waits")).claim()
+    claim("", on_sleep=lambda: pytest.fail("it waits")).claim()
 
 
-def test_a_job_of_one_node_whose_launcher_is_gone_owns_nothing(
+def test_a_job_of_one_node_with_a_dead_launcher_owns_nothing(
     claim: Callable[..., Ownership], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("GROUP_WORLD_SIZE", "1")
@@ -110,60 +110,60 @@ def test_a_job_of_one_node_whose_launcher_is_gone_owns_nothing(
         )
         claim("one").claim()
         launcher.kill()
-    claim("two", meanwhile=lambda: pytest.fail("it waits")).claim()
+    claim("two", on_sleep=lambda: pytest.fail("it waits")).claim()
 
 
-def test_launches_of_one_node_share_a_run_id_but_no_folder(
+def test_launches_of_one_node_with_the_same_run_id_share_no_folder(
     claim: Callable[..., Ownership], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("GROUP_WORLD_SIZE", "1")
     first = claim("none")
     first.claim()
-    claim("none", meanwhile=lambda: pytest.fail("it waits")).claim()  # restarted by its launcher
+    claim("none", on_sleep=lambda: pytest.fail("it waits")).claim()  # restarted by its launcher
     with subprocess.Popen(["sleep", "60"]) as launcher:
         monkeypatch.setattr(
             "elastic.training.checkpointing.ownership._launcher", lambda: launcher.pid
         )
         with pytest.raises(ConfigError, match="'none'"):
-            claim("none", meanwhile=first.heartbeat).claim()
+            claim("none", on_sleep=first.heartbeat).claim()
         launcher.kill()
 
 
 def test_a_restarted_container_is_the_same_job(
     claim: Callable[..., Ownership], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its processes cannot be looked up from the new one."""
+    """Its processes are not visible from the new container."""
     monkeypatch.setenv("GROUP_WORLD_SIZE", "1")
     claim("one").claim()
     record = json.loads((tmp_path / OWNER_FILE).read_text())
     boot, _, pid, start = record["process"].split()
     record["process"] = f"{boot} pid:[1] {pid} {start}"
     (tmp_path / OWNER_FILE).write_text(json.dumps(record))
-    claim("one", meanwhile=lambda: pytest.fail("it waits")).claim()
+    claim("one", on_sleep=lambda: pytest.fail("it waits")).claim()
 
 
 @pytest.mark.parametrize("process", ["", " ", "x", "a b", "a b c d", "a b 1 c d"])
-def test_a_process_that_means_nothing_is_watched(
+def test_an_owner_with_an_invalid_process_is_watched(
     claim: Callable[..., Ownership], tmp_path: Path, process: str
 ) -> None:
     claim("one").claim()
     record = json.loads((tmp_path / OWNER_FILE).read_text())
     (tmp_path / OWNER_FILE).write_text(json.dumps({**record, "process": process}))
     slept: list[None] = []
-    claim("two", meanwhile=lambda: slept.append(None)).claim()
+    claim("two", on_sleep=lambda: slept.append(None)).claim()
     assert slept
 
 
 def test_a_job_of_several_nodes_outlives_each_launcher(
     claim: Callable[..., Ownership], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("GROUP_WORLD_SIZE", "1")  # at present
+    monkeypatch.setenv("GROUP_WORLD_SIZE", "1")  # the current size
     monkeypatch.setenv("ELASTIC_MAX_NODES", "3")
     claim("one").claim()
     assert json.loads((tmp_path / OWNER_FILE).read_text())["process"] == ""
 
 
-def test_the_launcher_is_found_behind_wrappers() -> None:
+def test_the_launcher_is_found_behind_wrapper_processes() -> None:
     code = "from elastic.training.checkpointing.ownership import _launcher; print(_launcher())"
     done = subprocess.run(
         ["sh", "-c", f'{sys.executable} -c "{code}"; exit'],
@@ -176,7 +176,7 @@ def test_the_launcher_is_found_behind_wrappers() -> None:
 
 
 @pytest.mark.parametrize("data", [b"", b"{}", b"[1]", b"\xff", b'{"run_id": 1}', b"x" * 100_000])
-def test_a_record_that_is_none_stops_nobody(
+def test_an_invalid_record_does_not_prevent_a_claim(
     claim: Callable[..., Ownership], tmp_path: Path, data: bytes
 ) -> None:
     (tmp_path / OWNER_FILE).write_bytes(data)

@@ -1,5 +1,5 @@
-"""Scripts under test train until their test is done with them, and promises are checked by a limit
-that fits the machine."""
+"""Scripts under test train until their test has finished, and time limits are scaled to the speed
+of the machine."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def test_steps_are_slower_in_the_second_half(tmp_path: Path, slept: list[float])
     assert slept == [0.1, 0.1, LATE_STEP_S, LATE_STEP_S, LATE_FACTOR * LATE_STEP_S]
 
 
-def test_no_step_waits_once_the_test_says_so(tmp_path: Path, slept: list[float]) -> None:
+def test_steps_do_not_wait_once_the_test_hurries_them(tmp_path: Path, slept: list[float]) -> None:
     (tmp_path / "hurry").touch()
     for done in (0.0, 0.9):
         pause_after_step(tmp_path / "hurry", 0.1, done)
@@ -37,7 +37,7 @@ def test_no_step_waits_once_the_test_says_so(tmp_path: Path, slept: list[float])
 
 
 @pytest.mark.parametrize(("work_s", "factor"), [(0.1, 1.0), (6 * slowness.IDLE_S, 6.0)])
-def test_a_limit_grows_with_the_time_that_known_work_takes(
+def test_a_limit_scales_with_the_duration_of_reference_work(
     monkeypatch: pytest.MonkeyPatch, work_s: float, factor: float
 ) -> None:
     clock, commands = ManualClock(), []

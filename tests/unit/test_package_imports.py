@@ -1,4 +1,4 @@
-"""How packages import one another: no circle, and docs/architecture.md draws what is so."""
+"""Imports between packages: no cycles, and docs/architecture.md shows the actual imports."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ def script() -> ModuleType:
     return module
 
 
-def circle_in(imports: dict[str, set[str]]) -> list[str]:
-    """One circle, from a name back to itself; nothing if there is none."""
+def cycle_in(imports: dict[str, set[str]]) -> list[str]:
+    """One cycle, from a name back to itself; empty if there is none."""
     done: set[str] = set()
 
     def walk(name: str, path: list[str]) -> list[str]:
@@ -44,20 +44,20 @@ def circle_in(imports: dict[str, set[str]]) -> list[str]:
     return next((found for name in sorted(imports) if (found := walk(name, []))), [])
 
 
-def test_a_circle_is_found() -> None:
-    assert circle_in({"a": {"b"}, "b": {"c"}, "c": {"b"}}) == ["b", "c", "b"]
-    assert circle_in({"a": {"b", "c"}, "b": {"c"}, "c": set()}) == []
+def test_an_import_cycle_is_found() -> None:
+    assert cycle_in({"a": {"b"}, "b": {"c"}, "c": {"b"}}) == ["b", "c", "b"]
+    assert cycle_in({"a": {"b", "c"}, "b": {"c"}, "c": set()}) == []
 
 
-def test_no_file_imports_one_that_imports_it(script: ModuleType) -> None:
-    assert circle_in(script.file_imports()) == []
+def test_files_have_no_import_cycles(script: ModuleType) -> None:
+    assert cycle_in(script.file_imports()) == []
 
 
-def test_no_package_imports_one_that_imports_it(script: ModuleType) -> None:
-    assert circle_in(script.package_imports(script.file_imports())) == []
+def test_packages_have_no_import_cycles(script: ModuleType) -> None:
+    assert cycle_in(script.package_imports(script.file_imports())) == []
 
 
-def test_the_page_draws_the_imports_as_they_are(script: ModuleType) -> None:
+def test_the_page_shows_the_actual_imports(script: ModuleType) -> None:
     page = script.PAGE.read_text(encoding="utf-8")
     assert page == script.written(page), "python scripts/package_imports.py"
 
@@ -71,7 +71,7 @@ def packages() -> list[Path]:
 
 
 @pytest.mark.parametrize("package", packages(), ids=lambda p: str(p.relative_to(REPOSITORY)))
-def test_a_package_says_what_it_is_for(package: Path) -> None:
+def test_a_package_docstring_states_its_purpose(package: Path) -> None:
     text = ast.get_docstring(ast.parse((package / "__init__.py").read_text(encoding="utf-8"))) or ""
     assert len(text.split()) >= 6, (
         f"{package}/__init__.py needs a docstring: purpose, where to start"
@@ -79,12 +79,12 @@ def test_a_package_says_what_it_is_for(package: Path) -> None:
 
 
 @pytest.mark.parametrize("package", packages(), ids=lambda p: str(p.relative_to(REPOSITORY)))
-def test_a_package_is_small_enough_to_look_through(package: Path) -> None:
+def test_the_number_of_files_in_a_package_is_limited(package: Path) -> None:
     files = [path.name for path in package.glob("*.py") if path.name != "__init__.py"]
     assert len(files) <= FILES_AT_MOST, f"{package}: {len(files)} files; split it by concept"
 
 
-def test_a_file_is_one_concept_and_so_not_long() -> None:
+def test_the_length_of_a_file_is_limited() -> None:
     files = [path for package in packages() for path in package.glob("*.py")]
     lengths = {str(f.relative_to(REPOSITORY)): f.read_text().count("\n") for f in files}
     assert len(lengths) > 300

@@ -1,5 +1,5 @@
-"""What a process group changes in torch: applied by a build, removed with the last group; nothing
-by an import (test_imports.py)."""
+"""The process group's patches of torch: applied by a build, removed with the last group, and never
+applied by an import (test_imports.py)."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def is_patched() -> bool:
     return vars(dist.Work)["wait"] is not OF_TORCH
 
 
-def test_waits_are_ours_from_the_first_build_until_the_last_group_is_destroyed(
+def test_waits_are_patched_from_the_first_build_to_the_last_destroy(
     group: ProcessGroup,
 ) -> None:
     hook = sys.excepthook
@@ -65,7 +65,7 @@ def test_waits_are_ours_from_the_first_build_until_the_last_group_is_destroyed(
     assert not is_patched() and sys.excepthook is hook
 
 
-def test_torchs_own_wait_works_again_afterwards(group: ProcessGroup) -> None:
+def test_torchs_own_wait_works_after_the_patch_is_removed(group: ProcessGroup) -> None:
     build(group)
     group.destroy()
     store = dist.HashStore()  # type: ignore[attr-defined]
@@ -76,8 +76,8 @@ def test_torchs_own_wait_works_again_afterwards(group: ProcessGroup) -> None:
         dist.destroy_process_group()
 
 
-def test_a_build_that_fails_leaves_waits_ours_until_the_end(group: ProcessGroup) -> None:
-    """Another world is tried, and threads of the script may wait meanwhile."""
+def test_waits_stay_patched_after_a_failed_build(group: ProcessGroup) -> None:
+    """Another world is attempted, while threads of the script may wait."""
     with pytest.raises(Superseded):
         group.build(SPEC, superseded=lambda: True, timeout_s=DEADLINE_S)
     assert is_patched()
@@ -85,7 +85,7 @@ def test_a_build_that_fails_leaves_waits_ours_until_the_end(group: ProcessGroup)
     assert not is_patched()
 
 
-def test_a_wait_that_somebody_else_has_put_on_top_stays(
+def test_a_patch_by_other_code_on_top_is_preserved(
     group: ProcessGroup, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     build(group)
@@ -100,14 +100,14 @@ def test_a_wait_that_somebody_else_has_put_on_top_stays(
     group.destroy()
     assert vars(dist.Work)["wait"] is on_top
     build(group)
-    assert summed() == 1.0 and calls == []  # ours is the outermost again
+    assert summed() == 1.0 and calls == []  # this library's patch is the outermost again
     group.destroy()
     assert not is_patched()
 
 
-def test_what_is_pending_belongs_to_one_group(group: ProcessGroup) -> None:
-    """A thread that waits for a collective of a world that is over hears of its end, even if the
-    next one has been built by then."""
+def test_pending_works_belong_to_one_group(group: ProcessGroup) -> None:
+    """A thread that waits for a collective of an ended world gets an error, even if the next world
+    has been built by then."""
     build(group)
     first = pending_works()
     states = [group.is_aborted]
@@ -123,7 +123,7 @@ def test_what_is_pending_belongs_to_one_group(group: ProcessGroup) -> None:
         first.raise_if_aborted()
 
 
-def test_an_abort_reaches_the_works_of_its_own_group_alone(group: ProcessGroup) -> None:
+def test_an_abort_ends_only_the_works_of_its_own_group(group: ProcessGroup) -> None:
     build(group)
     of_group = pending_works()
     other = PendingWorks(is_on_stream=True)

@@ -1,4 +1,4 @@
-"""Collectives under way: ended, aborted, and both at once."""
+"""Pending collectives: completed, aborted, and both concurrently."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ DEADLINE_S = 60.0
 
 
 class FakeWork:
-    """A collective that ends when it is told to."""
+    """A collective that completes when the test calls ``end``."""
 
     def __init__(self) -> None:
         self.future: torch.futures.Future[int] = torch.futures.Future()
@@ -30,8 +30,8 @@ class FakeWork:
 
 
 @pytest.fixture
-def restless() -> Iterator[None]:
-    """Threads take turns as often as they can."""
+def frequent_switches() -> Iterator[None]:
+    """Switch between threads as often as possible."""
     before = sys.getswitchinterval()
     sys.setswitchinterval(1e-6)
     yield
@@ -46,7 +46,7 @@ def start(pending: PendingWorks, count: int) -> tuple[list[FakeWork], list[BaseE
     return works, told
 
 
-def test_what_has_ended_is_told_once_and_is_not_under_way() -> None:
+def test_a_completed_work_reports_once_and_is_not_pending() -> None:
     pending = PendingWorks()
     (work,), told = start(pending, 1)
     assert not pending.drain(0.0)
@@ -57,7 +57,7 @@ def test_what_has_ended_is_told_once_and_is_not_under_way() -> None:
     assert told == [None]
 
 
-def test_what_is_aborted_is_told_at_once_and_stays_under_way_until_it_ends() -> None:
+def test_an_aborted_work_reports_at_once_and_is_pending_until_it_ends() -> None:
     pending = PendingWorks()
     (work,), told = start(pending, 1)
     pending.abort()
@@ -67,7 +67,7 @@ def test_what_is_aborted_is_told_at_once_and_stays_under_way_until_it_ends() -> 
     assert len(told) == 1 and pending.drain(0.0)
 
 
-def test_a_collective_is_under_way_until_its_owner_has_been_told() -> None:
+def test_a_collective_is_pending_until_its_callback_has_returned() -> None:
     pending = PendingWorks()
     work: Any = FakeWork()
     drained: list[bool] = []
@@ -76,8 +76,8 @@ def test_a_collective_is_under_way_until_its_owner_has_been_told() -> None:
     assert drained == [False]
 
 
-@pytest.mark.usefixtures("restless")
-def test_an_abort_while_collectives_end_tells_each_once() -> None:
+@pytest.mark.usefixtures("frequent_switches")
+def test_an_abort_while_collectives_complete_reports_each_once() -> None:
     for _ in range(20):
         pending = PendingWorks()
         works, told = start(pending, 500)
@@ -99,7 +99,7 @@ def test_an_abort_while_collectives_end_tells_each_once() -> None:
 
 
 class BlockedWork(torch.distributed.Work):
-    """A collective of a peer that never comes: as gloo's, whose queued sends it forgets."""
+    """A collective whose peer never joins, like gloo's, which loses queued sends."""
 
     def __init__(self, *, is_over: bool = False) -> None:
         super().__init__()
@@ -114,8 +114,8 @@ class BlockedWork(torch.distributed.Work):
         raise RuntimeError("the slice is over")
 
 
-def test_what_was_begun_and_never_waited_for_is_under_way() -> None:
-    """Another one has failed first. To destroy its group would wait for it, until the timeout."""
+def test_a_started_collective_without_a_wait_is_pending() -> None:
+    """Another one failed first. Destroying the group would wait for this one, until the timeout."""
     pending, flags, gradients = PendingWorks(), BlockedWork(), BlockedWork(is_over=True)
     pending.begin(flags)
     with pytest.raises(RuntimeError, match="closed by peer"):

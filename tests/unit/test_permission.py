@@ -1,4 +1,4 @@
-"""The permission to train: who extends it, until when, and what waits when it is over."""
+"""The permission to train: how it is extended, when it expires, and what waits after expiry."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ WORLD = world("n1", mode="in-process")
 
 @dataclass
 class HeldLease:
-    """A lease that a test renews, or loses."""
+    """A lease that the test renews or loses."""
 
     renewed_s: float = 100.0
     lost: bool = False
@@ -52,8 +52,8 @@ class HeldLease:
         """Nothing to close."""
 
 
-class Told:
-    """Workers that note what they are permitted."""
+class PermissionRecorder:
+    """Workers that record their permissions."""
 
     def __init__(self) -> None:
         self.until_s: list[float] = []
@@ -75,7 +75,7 @@ class Agent:
         running = node("n1", NodeState.READY, in_process=True, running=WORLD)
         self.status = NodeStatus(running, KEYS, 0.0)
         self.status.world = WorldEntry(WORLD, 5, 0.0)
-        self.lease, self.workers = HeldLease(), Told()
+        self.lease, self.workers = HeldLease(), PermissionRecorder()
         self.granted: list[float] = []
         context = NodeContext(
             store=MemoryStore(),
@@ -90,19 +90,19 @@ class Agent:
         self.permission.on_permission = self.granted.append
 
     def turns(self) -> float | None:
-        """The end of the permission that a turn of the node's thread grants, if it does."""
+        """The end of the permission that one iteration of the node's thread grants, or None."""
         before = len(self.workers.until_s)
         self.permission.renew(self.lease)
         return self.workers.until_s[-1] if len(self.workers.until_s) > before else None
 
 
-def test_it_ends_before_anybody_may_take_over() -> None:
+def test_the_permission_expires_before_a_takeover() -> None:
     # After takeover_s / 2 without etcd an agent ends its workers, who have takeover_s / 4 to save.
     assert 0.75 * TAKEOVER_S < permission_s(TAKEOVER_S) < TAKEOVER_S
     assert Agent().turns() == 100.0 + permission_s(TAKEOVER_S)
 
 
-def test_a_renewed_lease_extends_it() -> None:
+def test_a_renewed_lease_extends_the_permission() -> None:
     agent = Agent()
     first = agent.turns()
     assert first is not None
@@ -110,20 +110,20 @@ def test_a_renewed_lease_extends_it() -> None:
     assert agent.turns() == first + 10.0
 
 
-def test_an_agent_that_turns_without_etcd_extends_nothing() -> None:
+def test_an_agent_without_etcd_does_not_extend_the_permission() -> None:
     agent = Agent()
     agent.turns()
     assert agent.turns() is None
 
 
-def test_a_lost_lease_extends_nothing() -> None:
+def test_a_lost_lease_does_not_extend_the_permission() -> None:
     agent = Agent()
     agent.turns()
     agent.lease = HeldLease(renewed_s=150.0, lost=True)
     assert agent.turns() is None
 
 
-def given_up(status: NodeStatus) -> None:
+def evicted(status: NodeStatus) -> None:
     eight = replace(world("n2", generation=8, mode="in-process"))
     status.world = WorldEntry(eight, 6, 0.0)
 
@@ -134,8 +134,8 @@ def over(status: NodeStatus) -> None:
     )
 
 
-@pytest.mark.parametrize("happened", [given_up, over])
-def test_a_node_that_the_job_goes_on_without_extends_nothing(
+@pytest.mark.parametrize("happened", [evicted, over])
+def test_an_evicted_or_finished_node_does_not_extend_the_permission(
     happened: Callable[[NodeStatus], None],
 ) -> None:
     agent = Agent()
@@ -152,7 +152,7 @@ def switching(*names: str, at: int | None) -> WorldRecord:
 @pytest.mark.parametrize(
     "newer", [switching("n1", "n2", at=None), switching("n1", "n2", at=9), switching("n2", at=9)]
 )
-def test_a_world_to_change_to_extends_it(newer: WorldRecord) -> None:
+def test_a_pending_change_of_the_world_extends_the_permission(newer: WorldRecord) -> None:
     agent = Agent()
     agent.turns()
     agent.lease.renewed_s = 150.0
@@ -160,10 +160,10 @@ def test_a_world_to_change_to_extends_it(newer: WorldRecord) -> None:
     assert agent.turns() is not None
 
 
-def test_the_guard_ends_only_workers_that_do_not_heed_it() -> None:
+def test_the_reaper_gets_a_deadline_only_if_all_workers_heed_it() -> None:
     agent = Agent()
     agent.turns()
-    agent.workers.are_all_connected = False  # a script that knows nothing of us
+    agent.workers.are_all_connected = False  # a script without elastic.Run
     agent.lease.renewed_s += 10.0
     until_s = agent.turns()
     assert agent.granted == [math.inf, until_s]
@@ -203,7 +203,7 @@ def message(generation: int, *, switch_at_step: int | None = None) -> WorldMessa
 
 
 class Waiting:
-    """A worker that asks before its next step, on a thread of its own."""
+    """A worker that waits for permission before its next step, on a separate thread."""
 
     def __init__(self, worlds: Worlds) -> None:
         self.thread = threading.Thread(target=worlds.wait_until_permitted, name="training")
@@ -215,15 +215,15 @@ class Waiting:
         self.thread.join(0.5)
         return self.thread.is_alive()
 
-    def goes_on(self) -> bool:
+    def continues(self) -> bool:
         self.thread.join(DEADLINE_S)
         return not self.thread.is_alive()
 
 
-def test_a_worker_waits_when_it_is_over_and_goes_on_when_it_is_extended() -> None:
+def test_a_worker_waits_while_the_permission_has_expired() -> None:
     clock = ManualClock(100.0)
     worlds = worlds_of(clock)
-    worlds.wait_until_permitted()  # nobody has set a limit
+    worlds.wait_until_permitted()  # no limit is set
     worlds.receive(Permit(until_s=101.0))
     worlds.wait_until_permitted()
     clock.advance(2.0)
@@ -231,10 +231,10 @@ def test_a_worker_waits_when_it_is_over_and_goes_on_when_it_is_extended() -> Non
     worker = Waiting(worlds)
     assert worker.waits
     worlds.receive(Permit(until_s=110.0))
-    assert worker.goes_on()
+    assert worker.continues()
 
 
-def test_a_new_world_ends_the_wait_and_a_plan_does_not() -> None:
+def test_a_new_world_ends_the_wait_but_a_plan_does_not() -> None:
     clock = ManualClock(100.0)
     worlds = worlds_of(clock)
     worlds.receive(message(1))
@@ -244,21 +244,21 @@ def test_a_new_world_ends_the_wait_and_a_plan_does_not() -> None:
     worlds.receive(message(2, switch_at_step=50))
     assert worker.waits
     worlds.receive(message(3))
-    assert worker.goes_on()
+    assert worker.continues()
 
 
-def test_without_in_process_mode_a_new_world_is_no_permission() -> None:
-    """Its agent restarts it for that one."""
+def test_in_restart_mode_a_new_world_is_no_permission() -> None:
+    """The agent restarts the worker for that world."""
     worlds = worlds_of(ManualClock(100.0))
     worlds.receive(message(1))
     worlds.receive(Permit(until_s=99.0))
     worker = Waiting(worlds)
     assert worker.waits
     worlds.receive(Permit(until_s=110.0))
-    assert worker.goes_on()
+    assert worker.continues()
 
 
-def test_no_step_begins_without_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_step_begins_without_permission(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = ManualClock(100.0)
     worlds = worlds_of(clock)
     waits = threading.Event()
@@ -291,7 +291,7 @@ def test_no_step_begins_without_it(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(("permitted_until_s", "committed"), [(99.0, []), (101.0, [5])])
-def test_nothing_is_committed_without_it(
+def test_no_step_is_committed_without_permission(
     tmp_path: Path, permitted_until_s: float, committed: list[int]
 ) -> None:
     worlds = worlds_of(ManualClock(100.0))

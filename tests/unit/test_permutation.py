@@ -1,4 +1,4 @@
-"""The order of an epoch: a permutation, well mixed, and the same for ever."""
+"""The order of an epoch: a well-mixed permutation that never changes between versions."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from elastic.errors import ConfigError
 from elastic.training.data.permutation import MAX_N, ORDER_VERSION, Permutation
 
 
-def whole(n: int, *, seed: int = 0, epoch: int = 0) -> list[int]:
+def full_order(n: int, *, seed: int = 0, epoch: int = 0) -> list[int]:
     return [int(sample) for sample in Permutation(n, seed=seed, epoch=epoch).at(np.arange(n))]
 
 
 @pytest.mark.parametrize("n", [1, 2, 3, 4, 5, 16, 17, 1797, 65536, 65537, 100_003])
-def test_every_sample_comes_exactly_once(n: int) -> None:
-    assert sorted(whole(n)) == list(range(n))
+def test_every_sample_occurs_exactly_once(n: int) -> None:
+    assert sorted(full_order(n)) == list(range(n))
 
 
 @pytest.mark.parametrize("n", [1, 7, 1797, 10**6, 2**40 + 1, MAX_N])
-def test_the_inverse_finds_the_position(n: int) -> None:
+def test_the_inverse_returns_the_position(n: int) -> None:
     order = Permutation(n, seed=3, epoch=1)
     positions = np.unique(np.linspace(0, n - 1, 2000).astype(np.uint64).clip(0, n - 1))
     samples = order.at(positions.astype(np.int64))
@@ -31,7 +31,7 @@ def test_the_inverse_finds_the_position(n: int) -> None:
     assert (order.position_of(samples) == positions.astype(np.int64)).all()
 
 
-def test_a_position_alone_and_in_a_block_is_the_same_sample() -> None:
+def test_single_positions_and_blocks_give_the_same_samples() -> None:
     order = Permutation(100_003, seed=1, epoch=2)
     block = order.at(np.arange(50_000))
     assert [int(order.at(p)) for p in (0, 8191, 8192, 49_999)] == block[
@@ -44,7 +44,7 @@ def test_a_position_alone_and_in_a_block_is_the_same_sample() -> None:
 def test_the_order_of_version_1_never_changes() -> None:
     """Jobs resume in the middle of an epoch: another order would repeat and lose samples."""
     assert ORDER_VERSION == 1
-    assert whole(10) == [7, 3, 9, 8, 4, 5, 6, 2, 0, 1]
+    assert full_order(10) == [7, 3, 9, 8, 4, 5, 6, 2, 0, 1]
     golden = Permutation(1797, seed=0, epoch=0).at(np.arange(8)).tolist()
     assert golden == [1653, 1393, 658, 228, 4, 607, 1662, 1116]
     far = Permutation(2**40 + 1, seed=7, epoch=3).at([0, 1, 2**40]).tolist()
@@ -53,12 +53,12 @@ def test_the_order_of_version_1_never_changes() -> None:
     assert largest == [9028227750139630942, 1947134715311466383]
 
 
-def test_seed_epoch_and_size_each_draw_another_order() -> None:
+def test_seed_epoch_and_size_each_change_the_order() -> None:
     orders = [
-        whole(1000),
-        whole(1000, seed=1),
-        whole(1000, epoch=1),
-        [sample for sample in whole(1001) if sample < 1000],
+        full_order(1000),
+        full_order(1000, seed=1),
+        full_order(1000, epoch=1),
+        [sample for sample in full_order(1001) if sample < 1000],
     ]
     for one, other in itertools.combinations(orders, 2):
         same_place = sum(a == b for a, b in zip(one, other, strict=True))
@@ -67,7 +67,7 @@ def test_seed_epoch_and_size_each_draw_another_order() -> None:
 
 def test_neighbours_in_the_order_are_not_neighbours_in_the_dataset() -> None:
     n = 100_000
-    order = np.array(whole(n))
+    order = np.array(full_order(n))
     steps = np.diff(order) % n
     # Sixteen bins of the distance between consecutive samples, and the correlation of their sizes.
     counts = np.bincount(steps * 16 // n, minlength=16)
@@ -77,26 +77,26 @@ def test_neighbours_in_the_order_are_not_neighbours_in_the_dataset() -> None:
 
 def test_epochs_are_not_correlated() -> None:
     n = 100_000
-    one, other = np.array(whole(n, epoch=0)), np.array(whole(n, epoch=1))
+    one, other = np.array(full_order(n, epoch=0)), np.array(full_order(n, epoch=1))
     assert abs(np.corrcoef(one, other)[0, 1]) < 4 / math.sqrt(n)
-    # Nor shifted against each other: a constant distance between epochs is another weak spot.
+    # Nor shifted against each other: a constant offset between epochs would be another weakness.
     counts = np.bincount(((one - other) % n) * 16 // n, minlength=16)
     assert deviation(counts, n / 16, 15) < 4
 
 
 @pytest.mark.parametrize("n", [0, -1, MAX_N + 1])
-def test_sizes_that_cannot_be_ordered_are_refused(n: int) -> None:
+def test_invalid_sizes_are_rejected(n: int) -> None:
     with pytest.raises(ConfigError, match=str(n)):
         Permutation(n, seed=0, epoch=0)
 
 
-def test_an_unknown_version_is_refused() -> None:
+def test_an_unknown_version_is_rejected() -> None:
     with pytest.raises(ConfigError, match="version 2"):
         Permutation(10, seed=0, epoch=0, version=2)
 
 
 @pytest.mark.parametrize("position", [-1, 10])
-def test_a_position_outside_the_epoch_is_refused(position: int) -> None:
+def test_a_position_outside_the_epoch_is_rejected(position: int) -> None:
     with pytest.raises(ConfigError, match="10 samples"):
         Permutation(10, seed=0, epoch=0).at([0, position])
 

@@ -1,4 +1,4 @@
-"""Reserved ports: nobody else gets them, the store still may listen on them."""
+"""Reserved ports: not assigned to others, but available to the store."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def reserve() -> Iterator[PortReserve]:
 
 
 @pytest.mark.parametrize("use_libuv", [True, False])
-def test_torchs_store_listens_on_a_reserved_port_again_and_again(
+def test_torchs_store_can_listen_on_a_reserved_port_repeatedly(
     reserve: PortReserve, use_libuv: bool
 ) -> None:
     for _ in range(3):
@@ -37,7 +37,7 @@ def test_torchs_store_listens_on_a_reserved_port_again_and_again(
         del store
 
 
-def test_nobody_else_is_given_a_reserved_port(reserve: PortReserve) -> None:
+def test_a_reserved_port_is_not_assigned_to_others(reserve: PortReserve) -> None:
     given = set()
     for option in (0, 1) * 3000:
         with socket.socket() as other:

@@ -1,4 +1,4 @@
-"""The process group is one component: its face, and the one file that changes torch."""
+"""The process group is one component: its public API, and the only file that patches torch."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import elastic.process_group as face
 REPOSITORY = Path(__file__).parents[2]
 PACKAGE = "elastic.process_group"
 PATCHES = "elastic/process_group/patches.py"
-# The other places that change objects of torch's, and what that has to do with process groups.
+# The other files that change objects of torch, and their relation to process groups.
 ELSEWHERE = {
     "elastic/torch_private.py",  # the accessors that patches.py uses; a loader's iterator
     "elastic/rendezvous/torch_private.py",  # torchrun's agent, not the process group
@@ -33,7 +33,7 @@ def sources(*folders: str) -> Iterator[tuple[str, ast.Module]]:
 
 
 def private_imports(tree: ast.Module) -> list[str]:
-    """What a module imports of the package, and the package does not offer."""
+    """Names that a module imports from the package, but that the package does not export."""
     found: list[str] = []
     for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom):
@@ -50,7 +50,7 @@ def private_imports(tree: ast.Module) -> list[str]:
 
 
 def changes_of_torch(tree: ast.Module) -> list[str]:
-    """Assignments to attributes of what a module imports from torch."""
+    """Assignments to attributes of objects that a module imports from torch."""
     of_torch: set[str] = set()
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
@@ -79,7 +79,7 @@ def changes_of_torch(tree: ast.Module) -> list[str]:
     return found
 
 
-def test_other_packages_import_only_what_the_package_offers() -> None:
+def test_other_packages_import_only_exported_names() -> None:
     found = {
         path: names
         for path, tree in sources("elastic", "checkpoints", "benchmarks", "examples")
@@ -88,12 +88,12 @@ def test_other_packages_import_only_what_the_package_offers() -> None:
     assert found == {}
 
 
-def test_all_that_it_offers_is_there() -> None:
+def test_all_exported_names_exist() -> None:
     assert all(hasattr(face, name) for name in face.__all__)
     assert face.__all__ == sorted(face.__all__)
 
 
-def test_torch_is_changed_in_one_file() -> None:
+def test_torch_is_patched_in_one_file() -> None:
     found = {
         path: changes
         for path, tree in sources("elastic", "checkpoints")

@@ -1,4 +1,4 @@
-"""Traces of some steps: which ones, by whom, and what a change of the world leaves of one."""
+"""Traces of some steps: which steps and ranks, and what a change of the world keeps of them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from elastic.training.observers.profiling import ProfileRequest, StepProfiler
 
 
 class Recorded:
-    """A trace that only knows what was done to it."""
+    """A trace that only records its calls."""
 
     def __init__(self, calls: list[str]) -> None:
         self.calls = calls
@@ -37,7 +37,7 @@ class Recorded:
 
 
 class Rank:
-    """One that trains, as its profiler sees it."""
+    """A training rank, as its profiler sees it."""
 
     def __init__(self, folder: Path, rank: int = 0) -> None:
         self.calls: list[str] = []
@@ -62,14 +62,14 @@ class Rank:
             self.profiler.committed(self.step)
 
 
-def test_so_many_steps_from_the_next_one_on(tmp_path: Path) -> None:
+def test_a_number_of_steps_is_traced_from_the_next_step(tmp_path: Path) -> None:
     rank = Rank(tmp_path, rank=3)
     rank.enter(0)
     rank.train(7)
     assert rank.profiler.request(ProfileRequest(5))
     assert not rank.profiler.request(ProfileRequest(5)), "one at a time"
     rank.train(5)
-    assert rank.calls == ["start"], "the step that was under way is not whole: not counted"
+    assert rank.calls == ["start"], "the current step is incomplete: not counted"
     assert not rank.profiler.request(ProfileRequest(5))
     rank.train(2)
     assert rank.calls == ["start", "stop", "g0001-step000000008-rank3.pt.trace.json"]
@@ -77,7 +77,7 @@ def test_so_many_steps_from_the_next_one_on(tmp_path: Path) -> None:
     assert rank.profiler.request(ProfileRequest(1))
 
 
-def test_a_range_of_steps_and_some_ranks(tmp_path: Path) -> None:
+def test_a_range_of_steps_is_traced_on_selected_ranks(tmp_path: Path) -> None:
     for number, ranks, expected in ((0, (), 1), (1, (0, 2), 0), (2, (0, 2), 1)):
         rank = Rank(tmp_path, rank=number)
         rank.profiler.request(ProfileRequest(4, first=10, ranks=ranks))
@@ -86,13 +86,13 @@ def test_a_range_of_steps_and_some_ranks(tmp_path: Path) -> None:
         assert [(e.first, e.steps) for e in rank.written] == [(10, 4)] * expected
     late = Rank(tmp_path)
     late.profiler.request(ProfileRequest(4, first=10))
-    late.enter(20)  # it resumes there
+    late.enter(20)  # it resumes at step 20
     late.train(10)
     assert late.calls == []
 
 
 @pytest.mark.parametrize("ended", ["fault", "change", "close"])
-def test_a_world_that_ends_ends_the_trace(tmp_path: Path, ended: str) -> None:
+def test_the_end_of_a_world_ends_the_trace(tmp_path: Path, ended: str) -> None:
     rank = Rank(tmp_path)
     rank.enter(0)
     rank.profiler.request(ProfileRequest(10))
@@ -108,7 +108,7 @@ def test_a_world_that_ends_ends_the_trace(tmp_path: Path, ended: str) -> None:
     assert len(rank.written) == 1
 
 
-def test_a_profiler_that_fails_disturbs_nothing(tmp_path: Path) -> None:
+def test_a_failing_profiler_does_not_affect_training(tmp_path: Path) -> None:
     rank = Rank(tmp_path)
 
     def broken() -> Recorded:
@@ -121,7 +121,7 @@ def test_a_profiler_that_fails_disturbs_nothing(tmp_path: Path) -> None:
     assert rank.profiler.request(ProfileRequest(2))
 
 
-def test_a_script_profiles_by_torchs_profiler(
+def test_a_script_profiles_with_torchs_profiler(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("ELASTIC_PROFILES", str(tmp_path))
@@ -138,18 +138,18 @@ def test_a_script_profiles_by_torchs_profiler(
 
 
 @pytest.mark.parametrize("steps", [0, -1, True, range(0), range(0, 10, 2), 10_001])
-def test_steps_that_cannot_be_are_refused(steps: int) -> None:
+def test_invalid_step_counts_are_rejected(steps: int) -> None:
     with process() as run, pytest.raises(ConfigError, match="must be 1 to 10000 consecutive steps"):
         run.profile(steps)
 
 
-# From outside -----------------------------------------------------------------------------------
+# Requests --------------------------------------------------------------------------------------
 
 
 KEYS = Keys.of("/elastic", "llama")
 
 
-def test_a_request_without_a_job_is_refused() -> None:
+def test_a_request_without_a_job_is_rejected() -> None:
     store = MemoryStore(MemoryServer())
     with pytest.raises(ConfigError, match="job llama is not training"):
         request_profile(store, KEYS, Profile(steps=1, ranks=()), clock=ManualClock())
@@ -166,7 +166,7 @@ def test_a_request_without_a_job_is_refused() -> None:
         request_profile(store, KEYS, Profile(steps=1, ranks=()), clock=ManualClock())
 
 
-def test_ranks_are_given_as_lists_and_spans() -> None:
+def test_ranks_are_parsed_from_lists_and_ranges() -> None:
     assert ranks_of("") == ()
     assert ranks_of("3,0,4-6") == (0, 3, 4, 5, 6)
     for text in ("a", "1-", "-1", "1;2", "0-999999"):

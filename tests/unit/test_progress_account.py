@@ -1,4 +1,4 @@
-"""The account of a job's progress that each agent keeps: goodput, and the last checkpoint."""
+"""The progress account that each agent keeps: goodput, and the last checkpoint."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from elastic.telemetry.progress_account import ProgressAccount
 STEP_S = 0.5
 
 
-def test_there_is_no_goodput_before_the_first_step() -> None:
+def test_goodput_is_undefined_before_the_first_step() -> None:
     account = ProgressAccount(0.0)
     account.note(10.0, None, STEP_S, None)
     assert account.goodput(10.0) is None
-    account.note(20.0, 100, STEP_S, None)  # a restored job: its steps were made before
+    account.note(20.0, 100, STEP_S, None)  # a restored job: its steps were committed before
     assert account.goodput(20.0) is None
 
 
-def test_steps_count_with_what_they_took_and_standstills_do_not() -> None:
+def test_goodput_counts_step_time_and_not_idle_time() -> None:
     account = ProgressAccount(0.0)
     account.note(10.0, 0, STEP_S, None)
     account.note(20.0, 20, STEP_S, None)
@@ -26,14 +26,14 @@ def test_steps_count_with_what_they_took_and_standstills_do_not() -> None:
     assert account.goodput(40.0) == pytest.approx(0.25)
 
 
-def test_steps_never_take_longer_than_the_time_that_has_passed() -> None:
+def test_step_time_is_limited_to_the_elapsed_time() -> None:
     account = ProgressAccount(0.0)
     account.note(1.0, 0, STEP_S, None)
     account.note(2.0, 1000, STEP_S, None)
     assert account.goodput(2.0) == pytest.approx(0.5)
 
 
-def test_steps_that_a_recovery_threw_away_do_not_count() -> None:
+def test_steps_discarded_by_a_recovery_do_not_count() -> None:
     account = ProgressAccount(0.0)
     account.note(0.0, 0, STEP_S, None)
     for number in range(1, 11):
@@ -45,7 +45,7 @@ def test_steps_that_a_recovery_threw_away_do_not_count() -> None:
     assert account.goodput(13.0) == pytest.approx(7 / 13)
 
 
-def test_a_checkpoint_has_the_time_at_which_it_was_known() -> None:
+def test_a_checkpoint_has_the_time_at_which_it_was_reported() -> None:
     account = ProgressAccount(0.0)
     account.note(5.0, None, STEP_S, None)
     assert (account.checkpoint_step, account.checkpoint_at_s) == (None, None)

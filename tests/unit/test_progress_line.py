@@ -1,4 +1,4 @@
-"""What rank 0 says about how far training is."""
+"""The progress line of rank 0."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Terminal(io.StringIO):
 
 
 class Rank:
-    """A rank that trains, in time that the test owns."""
+    """A training rank, on a manual clock."""
 
     def __init__(
         self, rank: int = 0, *, is_on: bool = True, out: io.StringIO | None = None
@@ -62,7 +62,7 @@ class Rank:
 
 @pytest.fixture
 def lines(caplog: pytest.LogCaptureFixture) -> Iterator[list[str]]:
-    """Lines of the log, as they come."""
+    """The lines of the log."""
     said: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
@@ -73,7 +73,7 @@ def lines(caplog: pytest.LogCaptureFixture) -> Iterator[list[str]]:
     logger.removeHandler(handler)
 
 
-def test_a_line_every_few_seconds_from_rank_0_alone(lines: list[str]) -> None:
+def test_only_rank_0_logs_a_line_every_few_seconds(lines: list[str]) -> None:
     for rank in (Rank(1), Rank(0, is_on=False)):
         rank.enter(2, 0)
         rank.train(201, 0.125)
@@ -88,14 +88,14 @@ def test_a_line_every_few_seconds_from_rank_0_alone(lines: list[str]) -> None:
     assert main.out.getvalue() == ""
 
 
-def test_numbers_are_right_after_a_recovery(lines: list[str]) -> None:
+def test_the_numbers_are_correct_after_a_recovery(lines: list[str]) -> None:
     main = Rank(0)
     main.enter(4, 0)
     main.train(100, 0.125)
     main.line.end_world("fault")
-    main.clock.advance(300.0)  # nothing of it is a step's time
+    main.clock.advance(300.0)  # not part of any step time
     main.enter(2, 90)
-    main.train(1, 30.0)  # the first step of a world is no measure of those that come
+    main.train(1, 30.0)  # the first step of a world does not predict later ones
     assert lines[-1] == "step 91/1000, loss 0.5 (rank 0), 2 workers in generation 1"
     main.train(40, 0.25)
     assert lines[-1].startswith("step 131/1000, loss 0.5 (rank 0), 4 steps/s, 3 min 37 s left")
@@ -103,7 +103,7 @@ def test_numbers_are_right_after_a_recovery(lines: list[str]) -> None:
     assert not any("s/step" in line for line in lines)
 
 
-def test_in_a_terminal_one_line_changes_and_goes_away(lines: list[str]) -> None:
+def test_a_terminal_shows_one_updated_line_and_clears_it(lines: list[str]) -> None:
     terminal = Terminal()
     main = Rank(0, out=terminal)
     main.enter(1, 0)
@@ -118,7 +118,7 @@ def test_in_a_terminal_one_line_changes_and_goes_away(lines: list[str]) -> None:
     assert terminal.getvalue().endswith("\r\x1b[K")
 
 
-def test_means_come_first_and_values_of_one_rank_are_marked() -> None:
+def test_means_are_shown_first_and_values_of_one_rank_are_marked() -> None:
     def text(**values: float) -> str:
         return progress_text(
             TrainingProgress(
@@ -133,7 +133,7 @@ def test_means_come_first_and_values_of_one_rank_are_marked() -> None:
     assert "v9" not in text(**{f"v{i}": 0.0 for i in range(10)})
 
 
-def test_what_is_left_counts_epochs_and_the_position(
+def test_steps_left_follow_epochs_and_position(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def left() -> int | None:
@@ -151,8 +151,8 @@ def test_what_is_left_counts_epochs_and_the_position(
     assert seen == list(range(whole - 1, -1, -1)), "as the observer of a commit sees it"
 
 
-def test_what_is_left_of_planned_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of a script that counts epochs itself, or has several loaders: it says the number."""
+def test_steps_left_follow_planned_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """For a script that counts epochs itself, or has several loaders, and sets the number."""
     monkeypatch.setattr(phases, "planned_steps", 0)
     with process(tmp_path) as run:
         script, seen = job(run), list[int | None]()
@@ -171,14 +171,14 @@ def test_what_is_left_of_planned_steps(tmp_path: Path, monkeypatch: pytest.Monke
         for x, y in script.loader:
             script.update(x, y)
         assert seen == list(range(STEPS_PER_EPOCH + 2, 2, -1))
-        for _ in run.epochs(2):  # the script's own number stays
+        for _ in run.epochs(2):  # the script's own number is kept
             for x, y in script.loader:
                 script.update(x, y)
                 assert phases.planned_steps == STEPS_PER_EPOCH + 3
     assert seen[-1] == 0, "never negative"
 
 
-def test_a_setting_that_means_nothing_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_invalid_setting_is_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ELASTIC_PROGRESS", "no")
     with pytest.raises(ConfigError, match="ELASTIC_PROGRESS=no"), process():
         pass

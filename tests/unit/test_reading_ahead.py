@@ -1,4 +1,4 @@
-"""Scripts that ask for a batch before they train on the previous one."""
+"""Scripts that request a batch before they train on the previous one."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def first_step_without_training(model: nn.Module) -> tuple[ReadingAhead, torch.T
     return ahead, batch
 
 
-def test_the_batch_of_the_step_before_is_refused() -> None:
+def test_a_batch_of_the_previous_step_is_rejected() -> None:
     model = nn.Linear(2, 1)
     _, batch = first_step_without_training(model)
     with pytest.raises(TrainingError, match="requests the next batch") as refused:
@@ -25,15 +25,15 @@ def test_the_batch_of_the_step_before_is_refused() -> None:
     assert "non_blocking=True" in str(refused.value)
 
 
-def test_a_copy_of_it_is_warned_about(caplog: pytest.LogCaptureFixture) -> None:
-    """As on a GPU: which batch a copy was made from cannot be known."""
+def test_a_copy_of_the_previous_batch_causes_a_warning(caplog: pytest.LogCaptureFixture) -> None:
+    """As on a GPU: it is unknown which batch a copy was made from."""
     model = nn.Linear(2, 1)
     _, batch = first_step_without_training(model)
     model(batch.clone())
     assert "step 0 ended without a forward pass" in caplog.text
 
 
-def test_only_the_second_step_is_watched() -> None:
+def test_only_the_second_step_is_checked() -> None:
     model = nn.Linear(2, 1)
     ahead, batch = first_step_without_training(model)
     ahead.step_began(torch.zeros(1, 2))
@@ -41,7 +41,7 @@ def test_only_the_second_step_is_watched() -> None:
     model(batch)
 
 
-def test_a_loop_that_trains_in_its_first_step_is_left_alone(
+def test_a_loop_that_trains_in_its_first_step_is_accepted(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     model, ahead, batch = nn.Linear(2, 1), ReadingAhead(), torch.ones(1, 2)

@@ -1,4 +1,4 @@
-"""Memory for the state of a rank that joins: what its optimizers will have, touched beforehand."""
+"""Preallocated memory for the state of a joining rank: the expected state of its optimizers."""
 
 from __future__ import annotations
 
@@ -48,13 +48,13 @@ OPTIMIZERS: dict[str, Make] = {
 
 
 def weights() -> list[nn.Parameter]:
-    """One that is large, one that is small, and one that is frozen."""
+    """A large, a small and a frozen parameter."""
     frozen = nn.Parameter(torch.ones(SIDE, SIDE), requires_grad=False)
     return [nn.Parameter(torch.ones(SIDE, SIDE)), nn.Parameter(torch.ones(SIDE)), frozen]
 
 
 @pytest.mark.parametrize("make", OPTIMIZERS.values(), ids=OPTIMIZERS)
-def test_the_state_that_is_expected_is_what_the_first_step_creates(make: Make) -> None:
+def test_the_expected_state_is_what_the_first_step_creates(make: Make) -> None:
     parameters = weights()
     optimizer = make(parameters)
     expected = expected_state(optimizer)
@@ -68,19 +68,19 @@ def test_the_state_that_is_expected_is_what_the_first_step_creates(make: Make) -
         if isinstance(value, torch.Tensor) and value.nbytes >= IN_PLACE_BYTES
     ]
     assert Counter(map(str, expected)) == Counter(map(str, created))
-    assert expected_state(optimizer) == []  # it has one
+    assert expected_state(optimizer) == []  # it has a state now
 
 
-def test_nothing_is_expected_of_other_optimizers() -> None:
+def test_no_state_is_expected_of_unknown_optimizers() -> None:
     class Own(optim.Optimizer):
         pass
 
     assert expected_state(Own(weights(), {})) == []
-    assert expected_state(optim.Adagrad(weights())) == []  # it has its state from the start
+    assert expected_state(optim.Adagrad(weights())) == []  # it creates its state in its constructor
 
 
 def resident_bytes(tensor: torch.Tensor) -> int:
-    """How much of a tensor's memory has pages."""
+    """The number of bytes of a tensor that are resident."""
     with open("/proc/self/pagemap", "rb") as pages:
         pages.seek(tensor.data_ptr() // PAGE_BYTES * 8)
         entries = pages.read(tensor.nbytes // PAGE_BYTES * 8)
@@ -88,8 +88,8 @@ def resident_bytes(tensor: torch.Tensor) -> int:
     return int(flags.lt(0).sum()) * PAGE_BYTES  # the highest bit: the page is present
 
 
-def test_the_reserve_is_touched_and_each_part_of_it_is_given_once() -> None:
-    # In the allocator's cache there may be memory that was touched before.
+def test_the_reserve_is_resident_and_each_part_is_handed_out_once() -> None:
+    # The allocator's cache may hold memory that is already resident.
     assert resident_bytes(new_memory(["float32", [16, SIDE, SIDE], "cpu"], torch.device("cpu"))) < (
         IN_PLACE_BYTES
     )
@@ -107,7 +107,7 @@ def test_the_reserve_is_touched_and_each_part_of_it_is_given_once() -> None:
 
 
 @pytest.mark.parametrize("joins", [True, False])
-def test_a_rank_that_joins_a_running_job_receives_into_its_reserve(
+def test_a_joining_rank_receives_into_its_reserve(
     monkeypatch: pytest.MonkeyPatch, joins: bool
 ) -> None:
     monkeypatch.setenv("MASTER_PORT", CALL_JOIN if joins else "29500")
@@ -121,4 +121,4 @@ def test_a_rank_that_joins_a_running_job_receives_into_its_reserve(
     spec = spec_of(weights()[0])
     taken = room({"shards": {}, "tree": {}}, {"exp_avg": spec, "exp_avg_sq": spec, "more": spec})
     assert list(taken) == (["exp_avg", "exp_avg_sq"] if joins else [])
-    assert not progress.is_torn  # what it has given is not its model's
+    assert not progress.is_torn  # the handed-out memory is not the model's

@@ -1,4 +1,4 @@
-"""Records survive the way through the store; anything else under a key is a clear error."""
+"""Records survive a round trip through the store; invalid values are rejected with their key."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ from elastic.membership.records import (
 
 KEY = "/elastic/job/world"
 
-words = st.text(max_size=12)
-whole = st.integers(-(10**18), 10**18)
+texts = st.text(max_size=12)
+integers = st.integers(-(10**18), 10**18)
 numbers = st.floats(allow_nan=False, allow_infinity=False)
 limits = st.tuples(st.integers(1, 9), st.integers(0, 9)).map(lambda t: (t[0], t[0] + t[1]))
-# What the types alone would draw, narrowed to what a record may mean.
+# Narrows the values that a type allows to those that are valid in a record.
 meanings: dict[str, st.SearchStrategy[Any]] = {
     "nproc": st.integers(1, 16),
     "replica_size": st.integers(1, 64),
@@ -46,7 +46,7 @@ meanings: dict[str, st.SearchStrategy[Any]] = {
 
 
 def records(cls: type[Any]) -> st.SearchStrategy[Any]:
-    """All records of a class that mean something."""
+    """All valid records of a class."""
     hints = get_type_hints(cls)
     drawn = {f.name: _of(f.name, hints[f.name]) for f in fields(cls)}
     if "min_nodes" not in drawn:
@@ -60,7 +60,7 @@ def records(cls: type[Any]) -> st.SearchStrategy[Any]:
 
 
 def _of(name: str, hint: Any) -> st.SearchStrategy[Any]:
-    plain = {str: words, float: numbers, bool: st.booleans(), int: whole}
+    plain = {str: texts, float: numbers, bool: st.booleans(), int: integers}
     if name in meanings:
         return meanings[name]
     if hint == tuple[Member, ...]:
@@ -161,8 +161,8 @@ def changed(data: dict[str, Any], path: str, value: Any) -> bytes:
     return json.dumps(copy).encode()
 
 
-def refused(cls: type[WorldRecord] | type[Node] | type[Leader], value: bytes) -> str:
-    """The message of the refusal; every one names the key."""
+def rejection(cls: type[WorldRecord] | type[Node] | type[Leader], value: bytes) -> str:
+    """The error message, which always names the key."""
     with pytest.raises(RecordError) as caught:
         decode(cast("type[WorldRecord]", cls), KEY, value)
     assert caught.value.message.startswith(f"{KEY}: ")
@@ -171,30 +171,30 @@ def refused(cls: type[WorldRecord] | type[Node] | type[Leader], value: bytes) ->
     return caught.value.message
 
 
-def test_the_samples_are_good() -> None:
+def test_the_sample_records_are_valid() -> None:
     assert decode(WorldRecord, KEY, json.dumps(WORLD).encode()).members[0].process.pid == 2
     assert decode(Leader, KEY, json.dumps(LEADER).encode()).address == "h"
 
 
-def test_an_integer_is_a_time_too() -> None:
+def test_an_integer_is_accepted_as_a_time() -> None:
     assert decode(WorldRecord, KEY, changed(WORLD, "time_s", 3)).time_s == 3.0
 
 
 @pytest.mark.parametrize("path", ["colour", "members.0.colour", "members.0.process.colour"])
-def test_unknown_field(path: str) -> None:
-    assert "unknown 'colour'" in refused(WorldRecord, changed(WORLD, path, "red"))
+def test_an_unknown_field_is_rejected(path: str) -> None:
+    assert "unknown 'colour'" in rejection(WorldRecord, changed(WORLD, path, "red"))
 
 
 @pytest.mark.parametrize("field", sorted(WORLD))
-def test_missing_field(field: str) -> None:
+def test_a_missing_field_is_rejected(field: str) -> None:
     rest = {k: v for k, v in WORLD.items() if k != field}
-    assert f"missing '{field}'" in refused(WorldRecord, json.dumps(rest).encode())
+    assert f"missing '{field}'" in rejection(WorldRecord, json.dumps(rest).encode())
 
 
-def test_missing_field_inside_says_where() -> None:
+def test_a_missing_nested_field_is_reported_with_its_path() -> None:
     member = {k: v for k, v in MEMBER.items() if k != "role"}
-    said = refused(WorldRecord, changed(WORLD, "members", [MEMBER, member]))
-    assert "members[1]: missing 'role'" in said
+    message = rejection(WorldRecord, changed(WORLD, "members", [MEMBER, member]))
+    assert "members[1]: missing 'role'" in message
 
 
 @pytest.mark.parametrize(
@@ -219,15 +219,15 @@ def test_missing_field_inside_says_where() -> None:
         ("cause", None, "one of: first"),
     ],
 )
-def test_wrong_type(path: str, value: Any, expected: str) -> None:
-    said = refused(WorldRecord, changed(WORLD, path, value))
-    assert expected in said
-    assert path.split(".")[-1] in said
-    assert f"={value!r}, " in said or f"={value[0]!r}, " in said
+def test_a_wrong_type_is_rejected(path: str, value: Any, expected: str) -> None:
+    message = rejection(WorldRecord, changed(WORLD, path, value))
+    assert expected in message
+    assert path.split(".")[-1] in message
+    assert f"={value!r}, " in message or f"={value[0]!r}, " in message
 
 
 @pytest.mark.parametrize(
-    ("path", "value", "said"),
+    ("path", "value", "message"),
     [
         ("generation", 0, "generation=0"),
         ("members.0.nproc", 0, "nproc=0"),
@@ -236,43 +236,43 @@ def test_wrong_type(path: str, value: Any, expected: str) -> None:
         ("min_nodes", 0, "min_nodes=0"),
     ],
 )
-def test_right_type_without_meaning(path: str, value: Any, said: str) -> None:
-    assert said in refused(WorldRecord, changed(WORLD, path, value))
+def test_an_invalid_value_is_rejected(path: str, value: Any, message: str) -> None:
+    assert message in rejection(WorldRecord, changed(WORLD, path, value))
 
 
 @given(records(Node), st.sampled_from([[], [70000], [-1]]))
-def test_a_node_without_usable_ports(node: Node, ports: list[int]) -> None:
-    """Its port would be picked by ``generation % len(ports)`` on the leader."""
+def test_a_node_without_valid_ports_is_rejected(node: Node, ports: list[int]) -> None:
+    """The leader would select its port with ``generation % len(ports)``."""
     data = json.loads(encode(node)) | {"ports": ports}
-    said = refused(Node, json.dumps(data).encode())
-    assert "has ports" in said and str(ports[0] if ports else ports) in said
+    message = rejection(Node, json.dumps(data).encode())
+    assert "has ports" in message and str(ports[0] if ports else ports) in message
 
 
 @pytest.mark.parametrize("version", [0, 2, "1", None, [1]])
-def test_another_version(version: Any) -> None:
-    said = refused(WorldRecord, changed(WORLD, "version", version))
-    assert f"record version {version!r}, this library reads 1" in said
+def test_another_version_is_rejected(version: Any) -> None:
+    message = rejection(WorldRecord, changed(WORLD, "version", version))
+    assert f"record version {version!r}, this library reads 1" in message
 
 
-def test_another_version_is_named_before_its_unknown_fields() -> None:
+def test_the_version_is_checked_before_unknown_fields() -> None:
     newer = json.dumps(LEADER | {"version": 2, "colour": "red"}).encode()
-    assert "record version 2" in refused(Leader, newer)
+    assert "record version 2" in rejection(Leader, newer)
 
 
 @given(records(Node), records(WorldRecord))
-def test_another_version_inside_a_record(node: Node, world: WorldRecord) -> None:
+def test_another_version_of_a_nested_record_is_rejected(node: Node, world: WorldRecord) -> None:
     data = json.loads(encode(node)) | {"running": json.loads(encode(world)) | {"version": 2}}
-    assert "record version 2" in refused(Node, json.dumps(data).encode())
+    assert "record version 2" in rejection(Node, json.dumps(data).encode())
 
 
 @pytest.mark.parametrize("version", [1.0, True])
-def test_a_version_that_merely_equals_one(version: Any) -> None:
-    assert "version=" in refused(WorldRecord, changed(WORLD, "version", version))
+def test_a_version_that_is_not_an_integer_is_rejected(version: Any) -> None:
+    assert "version=" in rejection(WorldRecord, changed(WORLD, "version", version))
 
 
 @pytest.mark.parametrize("value", [b"[]", b"3", b'"x"', b"null", b"true"])
-def test_json_that_is_no_object(value: bytes) -> None:
-    assert "not an object" in refused(WorldRecord, value)
+def test_json_that_is_not_an_object_is_rejected(value: bytes) -> None:
+    assert "not an object" in rejection(WorldRecord, value)
 
 
 @pytest.mark.parametrize(
@@ -289,36 +289,36 @@ def test_json_that_is_no_object(value: bytes) -> None:
     ],
     ids=lambda value: repr(value[:12]),
 )
-def test_what_is_not_json(value: bytes) -> None:
-    assert "is not JSON" in refused(WorldRecord, value)
+def test_invalid_json_is_rejected(value: bytes) -> None:
+    assert "is not JSON" in rejection(WorldRecord, value)
 
 
-def test_numbers_beyond_all_floats_and_integers_of_many_digits() -> None:
-    said = refused(WorldRecord, json.dumps(WORLD).replace("1.5", "1e999").encode())
-    assert "1e999 is not a finite number" in said
-    assert "401 digits" in refused(WorldRecord, changed(WORLD, "time_s", 10**400))
+def test_out_of_range_numbers_are_rejected() -> None:
+    message = rejection(WorldRecord, json.dumps(WORLD).replace("1.5", "1e999").encode())
+    assert "1e999 is not a finite number" in message
+    assert "401 digits" in rejection(WorldRecord, changed(WORLD, "time_s", 10**400))
 
 
 @pytest.mark.parametrize("value", [b"[" * 100_000, b'{"a":' * 100_000])
-def test_deep_nesting(value: bytes) -> None:
-    assert "nested more than" in refused(WorldRecord, value)
+def test_deep_nesting_is_rejected(value: bytes) -> None:
+    assert "nested more than" in rejection(WorldRecord, value)
 
 
-def test_nesting_in_a_field() -> None:
+def test_deep_nesting_in_a_field_is_rejected() -> None:
     def nested(depth: int) -> bytes:
         return json.dumps(WORLD).replace('"ab"', "[" * depth + "]" * depth).encode()
 
-    assert "nonce=[[" in refused(WorldRecord, nested(9))
-    assert "nested more than" in refused(WorldRecord, nested(900))
+    assert "nonce=[[" in rejection(WorldRecord, nested(9))
+    assert "nested more than" in rejection(WorldRecord, nested(900))
 
 
 @pytest.mark.parametrize("path", ["generation", "state", "members.0.nproc", "\ud800"])
-def test_half_a_surrogate_pair_where_no_text_is_expected(path: str) -> None:
-    assert "not valid Unicode" in refused(WorldRecord, changed(WORLD, path, "\ud800"))
+def test_a_lone_surrogate_is_rejected_outside_text_fields(path: str) -> None:
+    assert "not valid Unicode" in rejection(WorldRecord, changed(WORLD, path, "\ud800"))
 
 
-def test_a_name_of_bytes_that_are_no_text_is_kept() -> None:
-    """Python makes surrogates of them, and they come back from etcd as they are."""
+def test_a_name_of_undecodable_bytes_survives_a_round_trip() -> None:
+    """Python decodes them to surrogates, which the store preserves."""
     odd = changed(WORLD, "members.0.name", os.fsdecode(b"node-\xff"))
     world = decode(WorldRecord, KEY, odd)
     assert decode(WorldRecord, KEY, encode(world)) == world
@@ -326,8 +326,8 @@ def test_a_name_of_bytes_that_are_no_text_is_kept() -> None:
 
 
 @given(st.binary(max_size=200))
-def test_garbage_bytes(value: bytes) -> None:
-    refused(WorldRecord, value)
+def test_random_bytes_are_rejected(value: bytes) -> None:
+    rejection(WorldRecord, value)
 
 
 json_values = st.recursive(
@@ -337,13 +337,13 @@ json_values = st.recursive(
     | st.floats()
     | st.text(max_size=5)
     | st.just("\ud800"),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(words, inner, max_size=3),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(texts, inner, max_size=3),
     max_leaves=6,
 )
 
 
 @given(st.sampled_from(sorted(WORLD)), json_values)
-def test_any_value_in_any_field_is_read_or_refused(field: str, value: Any) -> None:
+def test_any_value_in_any_field_is_decoded_or_rejected(field: str, value: Any) -> None:
     data = json.dumps(WORLD | {field: value}).encode()
     try:
         world = decode(WorldRecord, KEY, data)
@@ -356,7 +356,7 @@ def test_any_value_in_any_field_is_read_or_refused(field: str, value: Any) -> No
 # ── keys ─────────────────────────────────────────────────────────────────────────────────────
 
 
-def test_keys_stand_under_prefix_and_run() -> None:
+def test_keys_start_with_the_prefix_and_the_run_id() -> None:
     keys = Keys.of("/elastic/", "job 1")
     assert keys.root == "/elastic/job 1/"
     assert keys.node("a") == "/elastic/job 1/nodes/a"
@@ -369,14 +369,14 @@ def test_keys_stand_under_prefix_and_run() -> None:
 
 
 @pytest.mark.parametrize("run_id", ["", "a/b", "a\nb", "\x00", "a\x7f", "\x85", "\udcff"])
-def test_run_ids_that_cannot_be_keys(run_id: str) -> None:
+def test_invalid_run_ids_are_rejected(run_id: str) -> None:
     with pytest.raises(ConfigError) as caught:
         Keys.of("/elastic", run_id)
     assert repr(run_id) in caught.value.message and "--rdzv-id" in caught.value.hint
 
 
 @pytest.mark.parametrize("prefix", ["", "elastic", "/a\nb", "/\udcff"])
-def test_prefixes_that_cannot_be_keys(prefix: str) -> None:
+def test_invalid_prefixes_are_rejected(prefix: str) -> None:
     with pytest.raises(ConfigError) as caught:
         Keys.of(prefix, "job")
     assert repr(prefix) in caught.value.message and "ELASTIC_PREFIX" in caught.value.hint

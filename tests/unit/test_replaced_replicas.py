@@ -1,5 +1,4 @@
-"""Ranks of a replica die, also while others take their place: who meets whom, in any order of
-reports."""
+"""Ranks of a replica that die, even while they are replaced: which ranks meet."""
 
 from __future__ import annotations
 
@@ -41,7 +40,7 @@ from elastic.tuning.agent_options import AgentOptions
 KEYS = Keys.of("/elastic", "job")
 SIZE = 2  # ranks of a replica
 NPROC = 4
-FIRST_PID = 1 << 22  # larger than any process's
+FIRST_PID = 1 << 22  # larger than any real pid
 
 
 class Journal:
@@ -53,7 +52,7 @@ class Journal:
 
 
 class Links(LinkServer):
-    """Of an agent without a thread: what it sends is kept."""
+    """The link server of an agent without a thread; records what it sends."""
 
     def __init__(self, **callbacks: Any) -> None:
         super().__init__(**callbacks)
@@ -70,7 +69,7 @@ class Links(LinkServer):
 
 
 class Agent:
-    """A node of two replicas of two ranks, which train."""
+    """A node with two replicas of two ranks each, in training."""
 
     def __init__(self) -> None:
         store, self.clock, self.journal = MemoryStore(MemoryServer()), ManualClock(), Journal()
@@ -87,14 +86,14 @@ class Agent:
         self.status.can_replace = True
         self.pids = itertools.count(FIRST_PID)
         self.killed: list[int] = []
-        made: list[Links] = []
+        servers: list[Links] = []
 
         def make_server(**callbacks: Any) -> Links:
-            made.append(Links(**callbacks))
-            return made[-1]
+            servers.append(Links(**callbacks))
+            return servers[-1]
 
         self.workers = Workers(context, make_server=make_server)
-        self.links = made[0]
+        self.links = servers[0]
         self.trained = [self.start(rank) for rank in range(NPROC)]
         for worker in self.trained:
             self.join(worker)
@@ -106,7 +105,7 @@ class Agent:
         self.links.close()
 
     def start(self, local_rank: int) -> Worker:
-        """A process that connects."""
+        """Start a process that connects."""
         worker = Worker(pid=next(self.pids), local_rank=local_rank, token=0)
         self.links.present.append(worker)
         hello = ClientHandshakeRequest(
@@ -120,12 +119,12 @@ class Agent:
         self.workers.on_message(worker, message)
 
     def die(self, worker: Worker) -> None:
-        """The process was killed, and its death is reported."""
+        """The process is killed, and its death is reported."""
         self.links.present.remove(worker)
         self.workers.on_ended(worker, WorkerDeath(worker.pid, None, 9, None))
 
     def replace(self, *local_ranks: int, on_device: bool = False) -> list[Worker]:
-        """Their processes are killed, and new ones join."""
+        """Kill their processes, and let new ones join."""
         for worker in self.links.workers():
             if worker.local_rank in local_ranks:
                 self.die(worker)
@@ -135,7 +134,7 @@ class Agent:
         return fresh
 
     def wait(self, duration_s: float, *, tick_s: float = NODE_IDLE_S) -> None:
-        """The node's thread goes on for so long."""
+        """Run the checks of the node's thread for this long."""
         for _ in range(round(duration_s / tick_s)):
             self.clock.advance(tick_s)
             self.workers.readiness.check()
@@ -145,7 +144,7 @@ class Agent:
         return [e.reason for e in self.journal.events if isinstance(e, WorkersNotReady)]
 
     def meetings(self, worker: Worker) -> list[str]:
-        """The names under which it was told to meet the others."""
+        """The nonces of the meetings that were sent to this worker."""
         return [meeting.nonce for meeting in self.links.meetings.get(worker.pid, [])]
 
 
@@ -158,10 +157,10 @@ def agent(monkeypatch: pytest.MonkeyPatch) -> Iterator[Agent]:
 
 @pytest.mark.parametrize("dead", range(NPROC))
 @pytest.mark.parametrize("is_late", [False, True], ids=["at-once", "late"])
-def test_a_replacement_meets_the_other_one_and_not_the_process_that_is_being_ended(
+def test_a_replacement_meets_its_new_peer_and_not_the_dying_one(
     agent: Agent, dead: int, is_late: bool
 ) -> None:
-    """The kernel takes its time to end a process: memory, threads, a write to a busy disk."""
+    """The kernel may take time to end a process: memory, threads, a write to a busy disk."""
     victim, other = agent.trained[dead], agent.trained[dead ^ 1]
     agent.die(victim)
     assert agent.killed == [other.pid]
@@ -183,8 +182,8 @@ def test_a_replacement_meets_the_other_one_and_not_the_process_that_is_being_end
     assert agent.status.node.state is NodeState.READY
 
 
-def test_what_a_rank_said_before_it_was_ended_does_not_count(agent: Agent) -> None:
-    """Its last messages are read after the decision to end it."""
+def test_messages_of_a_killed_rank_are_ignored(agent: Agent) -> None:
+    """Its last messages arrive after the decision to kill it."""
     victim, other, *_ = agent.trained
     agent.die(victim)
     agent.workers.on_message(other, Ready())
@@ -195,8 +194,8 @@ def test_what_a_rank_said_before_it_was_ended_does_not_count(agent: Agent) -> No
     assert agent.status.node.state is NodeState.ARRIVED, "no rank is left that could wait"
 
 
-def test_a_meeting_that_does_not_end_is_ended_and_its_ranks_are_replaced(agent: Agent) -> None:
-    """Whatever keeps them: the survivors wait with their state, and must not wait long."""
+def test_the_ranks_of_a_meeting_that_times_out_are_replaced(agent: Agent) -> None:
+    """Whatever the cause: the survivors wait with their state, and must not wait long."""
     fresh = agent.replace(0, 1)
     agent.killed.clear()
     agent.wait(REPLICA_FORMS_S - NODE_IDLE_S)
@@ -207,8 +206,8 @@ def test_a_meeting_that_does_not_end_is_ended_and_its_ranks_are_replaced(agent: 
     for worker in fresh:
         agent.die(worker)
         assert agent.status.is_to_be_replaced(worker.pid)
-    said = [e.reason for e in agent.journal.events if isinstance(e, WorkerDied)]
-    assert said[0] == (
+    reasons = [e.reason for e in agent.journal.events if isinstance(e, WorkerDied)]
+    assert reasons[0] == (
         f"local rank 0 (pid {fresh[0].pid}) has not met the other ranks of its replica "
         f"(local rank 1 (pid {fresh[1].pid})) in time"
     )
@@ -231,8 +230,8 @@ def test_a_meeting_on_gpus_may_take_longer(agent: Agent) -> None:
     assert sorted(agent.killed) == [worker.pid for worker in fresh]
 
 
-def test_ranks_that_have_met_may_take_long_until_they_are_ready(agent: Agent) -> None:
-    """They build the model."""
+def test_ranks_that_have_met_have_no_deadline_to_become_ready(agent: Agent) -> None:
+    """They are building the model."""
     fresh = agent.replace(0, 1)
     agent.killed.clear()
     for worker in fresh:
@@ -241,7 +240,7 @@ def test_ranks_that_have_met_may_take_long_until_they_are_ready(agent: Agent) ->
     assert agent.killed == []
 
 
-def test_the_time_in_which_the_node_was_frozen_does_not_count(agent: Agent) -> None:
+def test_time_while_the_node_was_frozen_does_not_count(agent: Agent) -> None:
     agent.replace(0, 1)
     agent.killed.clear()
     agent.wait(3600, tick_s=3600)
@@ -249,7 +248,7 @@ def test_the_time_in_which_the_node_was_frozen_does_not_count(agent: Agent) -> N
     assert agent.warnings == []
 
 
-def test_the_log_names_the_workers_that_keep_the_others_waiting(agent: Agent) -> None:
+def test_the_log_names_the_workers_that_others_wait_for(agent: Agent) -> None:
     first, second = agent.replace(0, 1)
     agent.workers.on_message(first, ReplicaMet())
     agent.workers.on_message(second, ReplicaMet())
@@ -272,10 +271,10 @@ def test_the_log_names_the_workers_that_keep_the_others_waiting(agent: Agent) ->
 
 
 @pytest.mark.parametrize("exit_code", [-9, 1], ids=["killed", "failed"])
-def test_a_replacement_that_is_killed_before_it_has_a_link_is_replaced_again(
+def test_a_replacement_killed_before_it_connects_is_replaced_again(
     agent: Agent, exit_code: int
 ) -> None:
-    """By the kernel, perhaps. The other replica has the state, and keeps its processes."""
+    """For example by the kernel. The other replica has the state, and keeps its processes."""
     agent.die(agent.trained[0])
     agent.die(agent.trained[1])
     second = agent.start(1)
@@ -292,8 +291,8 @@ def test_a_replacement_that_is_killed_before_it_has_a_link_is_replaced_again(
         assert agent.meetings(first) == agent.meetings(second) != []
 
 
-def test_a_replacement_whose_link_is_known_is_not_reported_twice(agent: Agent) -> None:
-    """It has connected before torchrun's thread noted that it was started."""
+def test_the_death_of_a_connected_replacement_is_reported_once(agent: Agent) -> None:
+    """It connected before torchrun's thread recorded its start."""
     first, second = agent.replace(0, 1)
     agent.status.unconnected.add(first.pid)
     agent.killed.clear()

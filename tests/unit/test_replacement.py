@@ -1,5 +1,4 @@
-"""A dead worker among those that torch supervises: replaced as decided, once, and not when all are
-ended."""
+"""Replacement of a dead worker that torch supervises: only if decided, and only once."""
 
 from __future__ import annotations
 
@@ -27,12 +26,12 @@ from elastic.testing.doubles.manual_clock import ManualClock
 from elastic.testing.waiting import PATIENCE_S
 from elastic.tuning.agent_intervals import REPLACEMENT_DECIDED_S
 
-TELL = "import json, os; print(json.dumps(dict(os.environ)))"
+PRINT_ENVIRONMENT = "import json, os; print(json.dumps(dict(os.environ)))"
 
 
 @dataclass
 class Node:
-    """What the node's thread has decided."""
+    """The decisions of the node's thread."""
 
     decision: bool | None = None
     is_allowed: bool = False
@@ -55,14 +54,14 @@ class Node:
 
 @dataclass
 class Events:
-    said: list[Event] = field(default_factory=list)
+    emitted: list[Event] = field(default_factory=list)
 
     def emit(self, event: Event, *, level: int = 0) -> None:
-        self.said.append(event)
+        self.emitted.append(event)
 
 
 class Agent:
-    """As much of torch's agent as is used, with one worker that has ended with 1."""
+    """The parts of torch's agent that are used, with one worker that has exited with code 1."""
 
     def __init__(self, folder: Path, restarts: int = 3) -> None:
         self.error_file = folder / "error.json"
@@ -104,35 +103,35 @@ def agent(tmp_path: Path) -> Agent:
     return Agent(tmp_path)
 
 
-def test_torch_sees_no_failure_where_the_worker_is_replaced(agent: Agent) -> None:
+def test_torch_sees_no_failure_of_a_replaced_worker(agent: Agent) -> None:
     node, events = Node(), Events()
     replacement = Replacement(node, events, nullcontext)
     replacement.look(agent.supervision)
     assert node.is_allowed
     dead = agent.handler.proc.pid
     assert agent.look() is None, "the node's thread has not decided yet"
-    assert agent.close() == 1, "who ends all workers sees that it is dead"
+    assert agent.close() == 1, "torch's shutdown of all workers sees the exit code"
     node.decision = True
     assert agent.look() is None
     assert agent._worker_group.workers[0].id == agent.handler.proc.pid != dead
     assert agent._remaining_restarts == 2
     assert not agent.error_file.exists()
-    assert [type(e).__name__ for e in events.said] == ["WorkerReplaced"]
+    assert [type(e).__name__ for e in events.emitted] == ["WorkerReplaced"]
     assert agent.handler.proc.wait() == 1
 
 
-def test_torch_sees_the_failure_otherwise_and_of_all_that_it_ends_then(agent: Agent) -> None:
+def test_torch_sees_the_failure_of_a_worker_that_is_not_replaced(agent: Agent) -> None:
     node = Node(decision=False)
     replacement = Replacement(node, Events(), nullcontext)
     replacement.look(agent.supervision)
     assert agent.look() == 1
-    assert not node.is_allowed, "whom torch ends now is no dead worker"
+    assert not node.is_allowed, "workers that torch ends now are not replaced"
     node.decision = True
     assert agent.look() == agent.look() == 1
     assert agent._remaining_restarts == 3
 
 
-def test_what_dies_together_counts_as_one_restart(agent: Agent) -> None:
+def test_simultaneous_deaths_count_as_one_restart(agent: Agent) -> None:
     node = Node(decision=True)
     replacement = Replacement(node, Events(), nullcontext)
     for is_replacing, left in ((False, 2), (True, 2), (False, 1)):
@@ -148,7 +147,7 @@ def test_what_dies_together_counts_as_one_restart(agent: Agent) -> None:
     assert agent._remaining_restarts == 2, "torch counts the restart of all by itself"
 
 
-def test_a_decision_that_does_not_come_is_none(agent: Agent) -> None:
+def test_a_missing_decision_times_out_as_a_failure(agent: Agent) -> None:
     clock = ManualClock()
     Replacement(Node(), Events(), nullcontext, clock).look(agent.supervision)
     assert agent.look() is None
@@ -156,21 +155,21 @@ def test_a_decision_that_does_not_come_is_none(agent: Agent) -> None:
     assert agent.look() == 1
 
 
-def test_restarts_are_counted(tmp_path: Path) -> None:
+def test_no_worker_is_replaced_without_remaining_restarts(tmp_path: Path) -> None:
     node = Node()
     Replacement(node, Events(), nullcontext).look(Agent(tmp_path, restarts=0).supervision)
     assert not node.is_allowed
 
 
-def test_without_processes_of_its_own_torch_restarts_all() -> None:
+def test_no_replacement_is_allowed_without_supervised_processes() -> None:
     node = Node(is_allowed=True)
     Replacement(node, Events(), nullcontext).look(torch_private.supervision())
     assert not node.is_allowed
 
 
-def test_the_new_process_gets_no_world(tmp_path: Path, agent: Agent) -> None:
+def test_a_replacement_starts_without_a_world(tmp_path: Path, agent: Agent) -> None:
     node = Node(decision=True)
-    agent.handler.proc.args = [sys.executable, "-c", TELL]
+    agent.handler.proc.args = [sys.executable, "-c", PRINT_ENVIRONMENT]
     replacement = Replacement(node, Events(), nullcontext)
     supervision = agent.supervision
     with (tmp_path / "out").open("wb") as out:
@@ -178,13 +177,13 @@ def test_the_new_process_gets_no_world(tmp_path: Path, agent: Agent) -> None:
         replacement.look(Supervision((worker,), 3, agent))
         assert agent.look() is None
     assert agent.handler.proc.wait() == 0
-    told = (tmp_path / "out").read_text()
-    assert f'"MASTER_PORT": "{CALL_JOIN}"' in told
-    assert identity_in(json.loads(told)) == NO_WORLD
+    output = (tmp_path / "out").read_text()
+    assert f'"MASTER_PORT": "{CALL_JOIN}"' in output
+    assert identity_in(json.loads(output)) == NO_WORLD
 
 
-def test_how_a_process_ended_can_be_read_until_its_end_is_judged(agent: Agent) -> None:
-    """The node's thread is notified by the link, of which the thread may be late."""
+def test_an_exit_status_is_readable_until_the_death_is_judged(agent: Agent) -> None:
+    """The link notifies the node's thread, which may read the status late."""
     node = Node()
     Replacement(node, Events(), nullcontext).look(agent.supervision)
     node.decision = True

@@ -1,4 +1,4 @@
-"""How the agents of several nodes bring the ranks of a replica together, through a store."""
+"""How the agents of several nodes assemble a replica through the store."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ MESH = "shard=4"
 
 
 class Workers:
-    """A link server's two workers, which note what they are sent."""
+    """The two workers of a link server; records the messages sent to them."""
 
     def __init__(self, pid: int) -> None:
         self.here = [Worker(pid=pid + rank, local_rank=rank, token=rank) for rank in range(2)]
@@ -40,11 +40,11 @@ class Workers:
 
     @property
     def meetings(self) -> dict[int, ReplicaMeet]:
-        return {rank: said for rank, said in self.sent if isinstance(said, ReplicaMeet)}
+        return {rank: message for rank, message in self.sent if isinstance(message, ReplicaMeet)}
 
 
 class Agent:
-    """What a node does of its own in this: of replicas of four ranks, two on a node."""
+    """A node's part in meetings, for replicas of four ranks with two ranks on a node."""
 
     def __init__(self, server: MemoryServer, name: str, *, running: WorldRecord | None = None):
         record = node(name, NodeState.STARTING, limits=(2, 6), replica_size=4, running=running)
@@ -84,14 +84,14 @@ class Agent:
         self.publish()
 
     def has_lost_its_replica(self) -> bool:
-        """Whether torchrun is to start its workers anew."""
+        """Whether torchrun has to restart its workers."""
         return self.at.status.replica_is_lost
 
     def die(self) -> None:
         self.store.delete(KEYS.node(self.node.node_id))
 
-    def start_anew(self) -> None:
-        """As the service does when torchrun comes for the next rendezvous."""
+    def restart_workers(self) -> None:
+        """What the service does when torchrun begins the next rendezvous."""
         none: dict[str, Any] = {"replica": (), "replica_start": "", "mesh": ""}
         self.at.status.change_node(lambda n: replace(n, **none))
         self.publish()
@@ -99,13 +99,13 @@ class Agent:
         self.meetings.forget()
 
 
-def test_two_nodes_that_wait_meet_at_the_first_one() -> None:
+def test_two_waiting_nodes_meet_at_the_first_one() -> None:
     server = MemoryServer()
     a, b, c = (Agent(server, name) for name in ("n1", "n2", "n3"))
     for agent in (a, b, c):
         agent.join()
-        assert [said for _, said in agent.workers.sent] == [ReplicaPending()] * 2
-    for agent in (b, a, c, b):  # the first to look is the first of the replica
+        assert [message for _, message in agent.workers.sent] == [ReplicaPending()] * 2
+    for agent in (b, a, c, b):  # the first node to check is the first of the replica
         agent.look()
     assert a.node.replica == b.node.replica == ("id-n2", "id-n1")
     met = {**b.workers.meetings, **{2 + r: m for r, m in a.workers.meetings.items()}}
@@ -115,7 +115,7 @@ def test_two_nodes_that_wait_meet_at_the_first_one() -> None:
     assert not c.workers.meetings and not c.node.replica
 
 
-def test_a_node_that_dies_after_the_meeting_is_noticed_and_both_places_are_given_anew() -> None:
+def test_a_death_after_the_meeting_dissolves_the_replica() -> None:
     server = MemoryServer()
     a, b, c = (Agent(server, name) for name in ("n1", "n2", "n3"))
     for agent in (a, b):
@@ -128,7 +128,7 @@ def test_a_node_that_dies_after_the_meeting_is_noticed_and_both_places_are_given
     b.die()
     a.look()
     assert a.has_lost_its_replica()
-    a.start_anew()
+    a.restart_workers()
     assert not a.has_lost_its_replica()
     for agent in (c, a):
         agent.join()
@@ -139,8 +139,8 @@ def test_a_node_that_dies_after_the_meeting_is_noticed_and_both_places_are_given
 
 
 @pytest.mark.parametrize("place", [0, 1])
-def test_a_node_that_starts_its_workers_anew_ends_the_replica_for_the_other(place: int) -> None:
-    """Also where both would have the same places in the next one."""
+def test_a_node_that_restarts_its_workers_dissolves_the_replica(place: int) -> None:
+    """Even if both nodes would keep their places in the next one."""
     server = MemoryServer()
     a, b = agents = [Agent(server, name) for name in ("n1", "n2")]
     for agent in (a, b, a):
@@ -149,7 +149,7 @@ def test_a_node_that_starts_its_workers_anew_ends_the_replica_for_the_other(plac
         agent.look()
     assert a.node.replica == b.node.replica == ("id-n1", "id-n2")
     restarted, other = agents[place], agents[1 - place]
-    restarted.start_anew()
+    restarted.restart_workers()
     restarted.join()
     restarted.look()
     assert not restarted.workers.meetings, "the other's workers have met those that are gone"
@@ -157,7 +157,7 @@ def test_a_node_that_starts_its_workers_anew_ends_the_replica_for_the_other(plac
     assert other.has_lost_its_replica()
 
 
-def test_workers_of_a_world_meet_as_its_order_says() -> None:
+def test_workers_of_a_world_meet_in_the_order_of_its_members() -> None:
     server = MemoryServer()
     members = world("n1", "n2", "n3", "n4", limits=(2, 6), replica_size=4)
     ports = [replace(m, nproc=2, replica_port=7000 + i) for i, m in enumerate(members.members, 1)]
@@ -173,7 +173,7 @@ def test_workers_of_a_world_meet_as_its_order_says() -> None:
     assert agent.node.replica == ("id-n3", "id-n4")
 
 
-def test_a_joining_node_with_another_mesh_is_refused_and_nobody_meets_it() -> None:
+def test_a_joining_node_with_another_mesh_is_rejected() -> None:
     server = MemoryServer()
     trains = Agent(server, "n1", running=world("n1", "n2", limits=(2, 6), replica_size=4))
     trains.join()
@@ -184,7 +184,7 @@ def test_a_joining_node_with_another_mesh_is_refused_and_nobody_meets_it() -> No
     assert not odd.workers.sent and not odd.node.replica_start
 
 
-def test_ranks_of_one_node_meet_while_the_store_is_away(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_of_one_node_meet_without_the_store(monkeypatch: pytest.MonkeyPatch) -> None:
     agent = Agent(MemoryServer(), "n1")
 
     def unreachable(prefix: str) -> Snapshot:

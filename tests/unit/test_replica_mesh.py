@@ -1,4 +1,4 @@
-"""The dimensions of a replica: what they mean for ranks and samples, and what is refused."""
+"""The dimensions of a replica: how they map to ranks and samples, and what is rejected."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def world(rank: int, size: int, mesh: ReplicaMesh) -> World:
     )
 
 
-def test_without_a_mesh_each_rank_is_a_replica_and_a_part_of_the_data() -> None:
+def test_without_a_mesh_each_rank_is_a_replica_with_its_own_data() -> None:
     mine = world(3, 5, ReplicaMesh.parse(None))
     assert (mine.replica, mine.replicas, mine.rank_in_replica) == (3, 5, 0)
     assert (mine.data_rank, mine.data_size) == (3, 5)
@@ -47,7 +47,7 @@ def test_without_a_mesh_each_rank_is_a_replica_and_a_part_of_the_data() -> None:
         ({"pp": 2, "cp": 2}, [0, 0, 0, 0, 1, 1, 1, 1]),
     ],
 )
-def test_the_dimensions_decide_who_sees_the_same_samples(
+def test_the_dimensions_determine_which_ranks_share_samples(
     dims: dict[str, int], parts: list[int]
 ) -> None:
     mesh = ReplicaMesh.parse(dims)
@@ -71,7 +71,7 @@ def test_the_dimensions_decide_who_sees_the_same_samples(
         ({"shard": True}, "dimension 'shard' has size True"),
     ],
 )
-def test_a_mesh_that_means_nothing_is_refused(dims: dict[str, int], message: str) -> None:
+def test_an_invalid_mesh_is_rejected(dims: dict[str, int], message: str) -> None:
     with pytest.raises(ConfigError) as caught:
         ReplicaMesh.parse(dims)
     assert re.search(message, str(caught.value))
@@ -79,12 +79,12 @@ def test_a_mesh_that_means_nothing_is_refused(dims: dict[str, int], message: str
 
 
 @pytest.mark.parametrize("given", [4, "shard", [("shard", 2)], {2: 2}])
-def test_a_mesh_that_is_no_dict_of_names_is_refused(given: Any) -> None:
+def test_a_mesh_that_is_not_a_dict_of_names_is_rejected(given: Any) -> None:
     with pytest.raises(ConfigError, match="not a dict of dimensions and their sizes"):
         ReplicaMesh.parse(given)
 
 
-def test_a_node_that_is_no_number_of_replicas_is_told_how_many_ranks_would_wait() -> None:
+def test_a_node_with_a_partial_replica_is_rejected_with_a_hint() -> None:
     mesh = ReplicaMesh.parse({"shard": 3})
     mesh.check_node(6)
     with pytest.raises(
@@ -94,7 +94,7 @@ def test_a_node_that_is_no_number_of_replicas_is_told_how_many_ranks_would_wait(
     assert "--nproc-per-node must be a multiple of 3" in (caught.value.hint or "")
 
 
-def test_a_replica_over_several_nodes_is_one_that_the_agents_form() -> None:
+def test_a_replica_over_several_nodes_requires_replica_size() -> None:
     mesh = ReplicaMesh.parse({"shard": 4})
     mesh.check_node(2, replica_size=4)
     with pytest.raises(
@@ -134,7 +134,7 @@ def test_the_backend_of_a_replica_follows_its_device(
         ("xpu", None, "on xpu: replicas train on CPUs with gloo and on GPUs with NCCL"),
     ],
 )
-def test_other_backends_of_a_replica_are_refused(
+def test_unsupported_backends_of_a_replica_are_rejected(
     device: str, given: str | None, message: str
 ) -> None:
     with pytest.raises(ConfigError, match=re.escape(message)):
@@ -150,10 +150,10 @@ def test_a_replica_has_a_state_only_if_all_of_its_ranks_do() -> None:
     half = [state(new), state(None)]
     found = choose([*half, state(old), state(old), state(old), state(old)], 2)
     assert (found.source, found.tag, found.holders) == (2, old, (1, 2))
-    assert found.receivers == (0, 1)  # both, though one of them is further
+    assert found.receivers == (0, 1)  # both, although one is more advanced
 
 
-def test_no_replica_is_whole() -> None:
+def test_without_a_complete_replica_the_state_is_fresh() -> None:
     tag = Tag(1, 8)
     found = choose([state(tag), state(None), state(None), state(tag)], 2)
     assert found.is_fresh
@@ -178,7 +178,7 @@ def test_local_ranks_of_a_replica_meet_and_end_together() -> None:
     assert replicas.siblings(99) == ()
 
 
-def test_all_workers_of_a_node_are_its_part_of_a_replica_over_several() -> None:
+def test_all_workers_of_a_node_join_a_replica_over_several_nodes() -> None:
     replicas = LocalReplicas()
     a, b = (worker(10 + rank, rank) for rank in range(2))
     assert replicas.join(a, 4, 2) == ()

@@ -1,4 +1,4 @@
-"""The option ``replica_size``: what fits, what is rounded, and what is refused by name."""
+"""The option ``replica_size``: valid combinations, rounded limits, and errors."""
 
 from __future__ import annotations
 
@@ -23,26 +23,24 @@ from elastic.worker.worlds import Worlds
         (6, 2, (1, 8), (3, 6)),
     ],
 )
-def test_limits_count_whole_replicas(
+def test_limits_are_rounded_to_complete_replicas(
     replica_size: int, nproc: int, limits: tuple[int, int], expected: tuple[int, int]
 ) -> None:
     assert require_whole_replicas(replica_size, nproc=nproc, limits=limits) == expected
 
 
 @pytest.mark.parametrize(("replica_size", "nproc"), [(2, 3), (4, 6), (6, 4), (3, 8)])
-def test_workers_that_are_neither_whole_replicas_nor_a_part_of_one(
-    replica_size: int, nproc: int
-) -> None:
+def test_an_incompatible_number_of_workers_is_rejected(replica_size: int, nproc: int) -> None:
     with pytest.raises(ConfigError) as caught:
         require_whole_replicas(replica_size, nproc=nproc, limits=(1, 8))
-    said = f"replica_size={replica_size} is incompatible with {nproc} workers on this node"
-    assert caught.value.message.startswith(said)
+    expected = f"replica_size={replica_size} is incompatible with {nproc} workers on this node"
+    assert caught.value.message.startswith(expected)
     assert caught.value.hint is not None
     assert "--nproc-per-node=" in caught.value.hint and "replica_size=..." in caught.value.hint
 
 
 @pytest.mark.parametrize("limits", [(1, 1), (3, 3), (5, 5)])
-def test_limits_without_a_whole_replica_between_them(limits: tuple[int, int]) -> None:
+def test_limits_that_allow_no_complete_replica_are_rejected(limits: tuple[int, int]) -> None:
     with pytest.raises(ConfigError) as caught:
         require_whole_replicas(2, nproc=1, limits=limits)
     assert f"--nnodes={limits[0]}:{limits[1]} allows no whole number of replicas" in (
@@ -53,7 +51,7 @@ def test_limits_without_a_whole_replica_between_them(limits: tuple[int, int]) ->
     assert require_whole_replicas(2, nproc=1, limits=(least, least)) == (least, least)
 
 
-def test_it_is_an_option_like_the_others() -> None:
+def test_replica_size_is_read_from_options_and_environment() -> None:
     assert read_options({}, {}).replica_size == 1
     assert read_options({}, {"ELASTIC_REPLICA_SIZE": "4"}).replica_size == 4
     assert read_options({"replica_size": "8"}, {"ELASTIC_REPLICA_SIZE": "4"}).replica_size == 8
@@ -63,18 +61,18 @@ def test_it_is_an_option_like_the_others() -> None:
 
 
 class SilentAgent(Worlds):
-    """A link to nobody that notes what is said."""
+    """A link without an agent that records the messages sent."""
 
     def __init__(self) -> None:
         position = Heartbeat(generation=0, step=0, phase="other", step_time_s=0.0)
         super().__init__(abort=lambda: None, position=lambda: position, current_step=lambda: None)
-        self.said: list[Message] = []
+        self.sent: list[Message] = []
 
     def send(self, message: Message) -> None:
-        self.said.append(message)
+        self.sent.append(message)
 
 
-def test_recovery_in_process_without_a_mesh_is_refused_before_the_agent_counts_on_it(
+def test_in_process_mode_without_a_mesh_fails_before_any_message(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("ELASTIC_REPLICA_SIZE", "4")
@@ -85,4 +83,4 @@ def test_recovery_in_process_without_a_mesh_is_refused_before_the_agent_counts_o
     assert "with replica_size=4 and 2 workers on this node" in caught.value.message
     assert 'mesh={"shard": 4}' in (caught.value.hint or "")
     assert "mode=restart" in (caught.value.hint or "")
-    assert not worlds.said
+    assert not worlds.sent

@@ -1,4 +1,4 @@
-"""Curves of what a script measures: after a recovery, over long runs, with odd numbers."""
+"""Curves of logged metrics: after a recovery, over long runs, with non-finite values."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def measured(*events: tuple[int, Mapping[str, object]]) -> Iterable[JournalRecor
         yield JournalRecord("metrics", "w", number, float(number), float(number), data)
 
 
-def test_a_step_that_is_done_again_replaces_its_value_and_later_ones() -> None:
+def test_a_repeated_step_replaces_its_value_and_later_ones() -> None:
     (curve,) = curves_of(
         measured(
             (10, {"loss": 3.0}),
@@ -32,7 +32,7 @@ def test_a_step_that_is_done_again_replaces_its_value_and_later_ones() -> None:
     assert (curve.points, curve.last, curve.lowest, curve.highest) == (3, 1.8, 1.8, 3.0)
 
 
-def test_the_loss_comes_first_and_odd_numbers_are_counted() -> None:
+def test_the_loss_comes_first_and_invalid_values_are_counted() -> None:
     curves = curves_of(
         measured(
             (1, {"accuracy": 0.1, "train_loss": 5, "loss": "NaN", "lr": True}),
@@ -45,7 +45,7 @@ def test_the_loss_comes_first_and_odd_numbers_are_counted() -> None:
     assert list(curves_of(measured((1, {})))) == []
 
 
-def test_what_is_no_measurement_is_left_out() -> None:
+def test_malformed_records_are_skipped() -> None:
     odd = [
         JournalRecord("metrics", "w", 0, 0.0, 0.0, data)
         for data in ({}, {"step": "x", "values": {"loss": 1}}, {"step": 1, "values": [1]})
@@ -53,7 +53,7 @@ def test_what_is_no_measurement_is_left_out() -> None:
     assert curves_of(odd) == []
 
 
-def test_a_spike_survives_a_long_run() -> None:
+def test_a_spike_survives_downsampling() -> None:
     points = [(step, 1.0) for step in range(100_000)]
     points[54_321] = (54_321, 99.0)
     kept = thinned(points, 600)
@@ -63,7 +63,7 @@ def test_a_spike_survives_a_long_run() -> None:
     assert [step for step, _ in kept] == sorted({step for step, _ in kept})
 
 
-def test_a_chart_of_one_value_or_of_equal_ones_is_drawn() -> None:
+def test_a_chart_of_one_or_equal_values_is_drawn() -> None:
     mark = GenerationMark(2, 0.0, "lost", "", 2, (), step=1)
     for events in ([(1, {"loss": 1.0})], [(1, {"loss": 0.0}), (9, {"loss": 0.0})]):
         (curve,) = curves_of(measured(*events))

@@ -1,4 +1,4 @@
-"""The HTML report: what it shows, to whom, and that nothing in a journal breaks it."""
+"""The HTML report: its content, its accessibility, and damaged or hostile journals."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ VOID = frozenset({"meta", "link", "br", "hr", "img", "input", "use", "path"})
 
 
 class Page(HTMLParser):
-    """What a browser makes of it: elements with their attributes, and the text outside of them."""
+    """The page as a browser parses it: elements with their attributes, and the text."""
 
     def __init__(self, source: str) -> None:
         super().__init__()
@@ -70,11 +70,11 @@ def page(tmp_path_factory: pytest.TempPathFactory) -> Page:
     return Page(html(report_in(folder)))
 
 
-def test_the_page_tells_what_happened_and_what_it_cost(page: Page) -> None:
+def test_the_page_summarizes_events_and_their_cost(page: Page) -> None:
     assert "The job succeeded after 2 min 1 s." in page.text
     assert "It committed 105 steps on 2 to 3 nodes; " in page.text
     assert "1 failure and 1 planned change cost " in page.text
-    for said in (
+    for sentence in (
         "lost: node-1 was lost",
         "joined: node-3 joined",
         "peer-lost (high)",
@@ -83,12 +83,12 @@ def test_the_page_tells_what_happened_and_what_it_cost(page: Page) -> None:
         "node-1 wrote nothing in the last",
         "loss: last 0.118",
     ):
-        assert said in page.text
-    # Of the failure of generation 1: the checkpoint was 10 s old, and 11 steps behind.
+        assert sentence in page.text
+    # The failure of generation 1: the checkpoint was 10 s old, and 11 steps behind.
     assert "1 step-20 10.0 s 11 the state of the surviving workers" in page.text
 
 
-def test_a_paused_world_counts_for_no_steps(tmp_path: Path) -> None:
+def test_a_paused_world_does_not_affect_the_node_range(tmp_path: Path) -> None:
     write_run(tmp_path)
     report = report_in(tmp_path)
     paused = replace(report.marks[0], generation=9, cause="paused", nodes=("node-0",))
@@ -96,7 +96,7 @@ def test_a_paused_world_counts_for_no_steps(tmp_path: Path) -> None:
     assert "It committed 105 steps on 2 to 3 nodes; " in replace(report, timeline=timeline).sentence
 
 
-def test_an_incident_has_the_milliseconds_of_each_phase(tmp_path: Path) -> None:
+def test_an_incident_lists_the_duration_of_each_phase(tmp_path: Path) -> None:
     write_run(tmp_path)
     report = report_in(tmp_path)
     lost, joined = report.incidents
@@ -116,7 +116,7 @@ def test_an_incident_has_the_milliseconds_of_each_phase(tmp_path: Path) -> None:
     assert f"{lost.duration_s * 1000:,.0f}" in text
 
 
-def test_the_page_needs_nothing_but_itself(page: Page) -> None:
+def test_the_page_is_self_contained(page: Page) -> None:
     assert {tag for tag, _ in page.elements} & {
         "script",
         "link",
@@ -132,7 +132,7 @@ def test_the_page_needs_nothing_but_itself(page: Page) -> None:
     assert policy["content"] == "default-src 'none'; style-src 'unsafe-inline'"
 
 
-def test_the_page_is_for_screen_readers_too(page: Page) -> None:
+def test_the_page_is_accessible_to_screen_readers(page: Page) -> None:
     assert page.having("html") == [{"lang": "en"}]
     tags = [tag for tag, _ in page.elements]
     assert [tags.count(t) for t in ("main", "header", "nav", "footer", "h1")] == [1, 1, 1, 1, 1]
@@ -166,7 +166,7 @@ def test_charts_follow_the_theme(tmp_path: Path) -> None:
 HOSTILE = "<script>alert(1)</script>\"'&$\\frac{$\x1b[2J\x00\u202e" + "x" * 1_000_000
 
 
-def test_hostile_texts_are_shown_escaped_and_shortened(tmp_path: Path) -> None:
+def test_hostile_text_is_escaped_and_truncated(tmp_path: Path) -> None:
     write_run(
         tmp_path,
         names=(HOSTILE[:200_000], "<img src=x onerror=y>", "{{ 7*7 }}", "node\n3"),
@@ -217,7 +217,7 @@ def test_a_damaged_journal_is_reported_with_a_note(
     assert "the report is in" in capsys.readouterr().err
 
 
-def test_a_page_of_a_long_run_with_many_nodes_and_failures_stays_small(tmp_path: Path) -> None:
+def test_the_page_of_a_large_run_stays_small(tmp_path: Path) -> None:
     leader = MadeUpProcess("node-0", "agent")
     nodes = [f"node-{n}" for n in range(40)]
     workers = [MadeUpProcess(name, "worker") for name in nodes]
@@ -262,7 +262,7 @@ def test_a_page_of_a_long_run_with_many_nodes_and_failures_stays_small(tmp_path:
     assert f"{report.timeline.hidden_nodes} more nodes have no lane" in shown.text
 
 
-def test_the_format_is_that_of_the_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_extension_sets_the_format(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = tmp_path / "journals"
     write_run(folder)
     for name, begin in (("a.html", "<!DOCTYPE html>"), ("a.md", "# Run demo"), ("a.json", "{")):
@@ -282,14 +282,14 @@ def test_the_format_is_that_of_the_file(tmp_path: Path, capsys: pytest.CaptureFi
     ]
 
 
-def test_without_matplotlib_a_page_is_one_sentence_and_text_still_works(
+def test_without_matplotlib_html_fails_with_a_hint_and_text_works(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write_run(tmp_path)
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     assert main(["report", str(tmp_path), "--format=html"]) == 2
-    said = capsys.readouterr()
-    assert said.out == ""
-    assert "pip install 'torch-elastic-harness[report]'" in said.err
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert "pip install 'torch-elastic-harness[report]'" in captured.err
     assert main(["report", str(tmp_path), "--format=md"]) == 0
     assert main(["report", str(tmp_path), "--format=json"]) == 0

@@ -1,4 +1,4 @@
-"""Colours of charts and pages can be told from their background, in light and in dark."""
+"""Colours of charts and pages have enough contrast with their background, in both themes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ TEXTS = ("ink", "muted", "link", "good", "bad")
 
 
 def luminance(colour: str) -> float:
-    """Relative, by WCAG 2.1."""
+    """Relative luminance, as defined in WCAG 2.1."""
     parts = [int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5)]
     linear = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in parts]
     return sum(weight * c for weight, c in zip((0.2126, 0.7152, 0.0722), linear, strict=True))
@@ -26,7 +26,7 @@ def contrast(one: str, other: str) -> float:
 
 
 @pytest.mark.parametrize("theme", [0, 1], ids=["light", "dark"])
-def test_colours_stand_out(theme: int) -> None:
+def test_colours_have_enough_contrast(theme: int) -> None:
     paper, panel = COLOURS["paper"][theme], COLOURS["panel"][theme]
     for activity in Activity:
         assert contrast(COLOURS[name_of(activity)][theme], paper) >= 3, activity
@@ -35,14 +35,14 @@ def test_colours_stand_out(theme: int) -> None:
         assert contrast(COLOURS[name][theme], panel) >= 4.5, name
 
 
-def test_a_light_colour_has_one_name() -> None:
-    """Charts are drawn in them, and each is then replaced by its variable."""
+def test_each_light_colour_has_one_name() -> None:
+    """Charts are drawn in light colours, which are then replaced by CSS variables."""
     drawn = [light for light, _ in COLOURS.values()]
     assert len(drawn) == len(set(drawn))
 
 
-def test_the_live_page_has_the_same_colours() -> None:
-    """Its legend names what the charts are drawn in."""
+def test_the_dashboard_has_the_same_colours() -> None:
+    """Its legend names the colours of the charts."""
     page = (files("elastic.cli.dashboard") / "page.html").read_text()
     roots = re.findall(r":root\{(.*?)\}", page, re.DOTALL)
     assert len(roots) == 2, "light and dark"

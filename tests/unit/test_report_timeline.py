@@ -1,4 +1,4 @@
-"""The timeline of a run: true to its proportions, however long the run and many its nodes."""
+"""The timeline of a run: proportional, even for long runs and many nodes."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def timeline_in(folder: Path, limits: TimelineLimits = LIMITS) -> Timeline:
 
 
 def long_run(folder: Path, nodes: int, worlds: int) -> None:
-    """Worlds of 1,800 s of steps, each ended by a fault whose recovery takes 4 s."""
+    """Worlds with 1,800 s of steps each, which end with a fault and a recovery of 4 s."""
     for number in range(nodes):
         worker = MadeUpProcess(f"node-{number:02}", "worker")
         at_s, step = 1.0, 0
@@ -40,7 +40,7 @@ def long_run(folder: Path, nodes: int, worlds: int) -> None:
         (folder / worker.path).write_text("\n".join(worker.lines) + "\n")
 
 
-def test_every_interruption_shows_and_none_looks_long(tmp_path: Path) -> None:
+def test_every_interruption_is_visible_and_proportional(tmp_path: Path) -> None:
     long_run(tmp_path, nodes=16, worlds=40)
     timeline = timeline_in(tmp_path)
     assert len(timeline.lanes) == 16 and timeline.hidden_nodes == 0
@@ -58,7 +58,7 @@ def test_every_interruption_shows_and_none_looks_long(tmp_path: Path) -> None:
     assert len(timeline_svg(timeline)) < 120_000
 
 
-def test_lanes_are_left_out_before_a_pixel_says_too_much(tmp_path: Path) -> None:
+def test_lanes_are_omitted_above_the_segment_limit(tmp_path: Path) -> None:
     long_run(tmp_path, nodes=6, worlds=40)
     timeline = timeline_in(tmp_path, TimelineLimits(segments=200))
     assert 1 <= len(timeline.lanes) < 6
@@ -68,7 +68,7 @@ def test_lanes_are_left_out_before_a_pixel_says_too_much(tmp_path: Path) -> None
     assert len(lane.segments) > 40
 
 
-def test_segments_follow_each_other_and_leave_the_absent_out(tmp_path: Path) -> None:
+def test_segments_do_not_overlap_and_omit_absent_nodes(tmp_path: Path) -> None:
     write_run(tmp_path)
     timeline = timeline_in(tmp_path)
     lanes = {lane.node: lane.segments for lane in timeline.lanes}
@@ -84,5 +84,5 @@ def test_segments_follow_each_other_and_leave_the_absent_out(tmp_path: Path) -> 
     assert {Activity.DETECTION, Activity.ABORT, Activity.RENDEZVOUS, Activity.REBUILD} <= shown
     assert [mark.label for mark in timeline.marks] == ["g1 first", "g2 lost", "g3 joined"]
     root = ET.fromstring(timeline_svg(timeline))
-    said = " ".join("".join(e.itertext()) for e in root if e.tag.endswith("desc"))
-    assert "Generation 2 after 41.0 s: lost." in said
+    descriptions = " ".join("".join(e.itertext()) for e in root if e.tag.endswith("desc"))
+    assert "Generation 2 after 41.0 s: lost." in descriptions

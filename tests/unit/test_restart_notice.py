@@ -1,4 +1,4 @@
-"""What is said at the start of a job whose workers are restarted when the world changes."""
+"""The notice at the start of a job whose workers restart when the world changes."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from elastic.testing.doubles.manual_clock import ManualClock
 from elastic.tuning.agent_intervals import JOIN_EXPECTED_S
 
 
-def test_torch_need_not_warn_of_each_worker_that_is_restarted(
+def test_torch_warnings_about_restarted_workers_are_dropped(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     logger = logging.getLogger("torch.distributed.elastic.multiprocessing.api")
@@ -35,37 +35,37 @@ def test_torch_need_not_warn_of_each_worker_that_is_restarted(
     assert [record.getMessage() for record in caplog.records] == ["Unable to shutdown process 1"]
 
 
-def test_unmodified_scripts_are_told_once_by_the_first_node() -> None:
-    clock, said = ManualClock(), list[str]()
-    notice = RestartNotice("in-process", clock=clock, say=said.append)
+def test_the_first_node_logs_the_notice_once_for_unmodified_scripts() -> None:
+    clock, logged = ManualClock(), list[str]()
+    notice = RestartNotice("in-process", clock=clock, say=logged.append)
     notice.workers_start(is_first_node=True)
     notice.look(have_joined=False)
-    assert not said, "they may still import"
+    assert not logged, "they may still import"
     clock.advance(JOIN_EXPECTED_S)
     notice.look(have_joined=False)
-    (sentence,) = said
+    (sentence,) = logged
     assert "no worker has called elastic.join()" in sentence
     assert "changes with the world, unless elastic.ElasticSampler" in sentence
     notice.workers_start(is_first_node=True)
     clock.advance(JOIN_EXPECTED_S)
     notice.look(have_joined=False)
-    assert len(said) == 1
+    assert len(logged) == 1
 
 
-def test_scripts_that_join_and_other_nodes_say_nothing() -> None:
+def test_no_notice_for_scripts_that_join_or_on_other_nodes() -> None:
     for is_first_node, have_joined in ((True, True), (False, False)):
-        clock, said = ManualClock(), list[str]()
-        notice = RestartNotice("in-process", clock=clock, say=said.append)
+        clock, logged = ManualClock(), list[str]()
+        notice = RestartNotice("in-process", clock=clock, say=logged.append)
         notice.workers_start(is_first_node=is_first_node)
         clock.advance(JOIN_EXPECTED_S)
         notice.look(have_joined=have_joined)
-        assert not said
+        assert not logged
 
 
-def test_restart_mode_is_known_at_once() -> None:
-    said = list[str]()
-    notice = RestartNotice("restart", clock=ManualClock(), say=said.append)
+def test_restart_mode_logs_the_notice_immediately() -> None:
+    logged = list[str]()
+    notice = RestartNotice("restart", clock=ManualClock(), say=logged.append)
     notice.workers_start(is_first_node=True)
     notice.workers_start(is_first_node=True)
-    (sentence,) = said
+    (sentence,) = logged
     assert sentence.startswith("mode=restart: ")

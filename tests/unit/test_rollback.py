@@ -1,4 +1,4 @@
-"""A step that was interrupted is undone exactly, or the rank knows that its state is torn."""
+"""An interrupted step is undone exactly, or the rank knows that its state is torn."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from elastic.training.step import Step
 
 
 class Script:
-    """One rank's objects, without a world: what its rollback knows of them."""
+    """The objects of one rank that its rollback tracks, without a world."""
 
     def __init__(self) -> None:
         self.step: Step | None = None
@@ -38,7 +38,7 @@ class Script:
         self.optimizer_watch.allow("optimizer", self.optimizer)
         self.average = copy.deepcopy(self.model.module)
         for _ in range(3):
-            self.average.append(nn.Linear(200, 200))  # large enough not to be copied always
+            self.average.append(nn.Linear(200, 200))  # too large to be copied in every step
         self.job.track("average", self.average)
         self.rollback = self.optimizer_watch.rollback = Rollback(
             self.job, self.optimizer_watch.tracked
@@ -63,7 +63,7 @@ def script() -> Iterator[Script]:
     made = Script()
     made.rollback.take()
     made.update()
-    made.commit()  # the first step, in which everything is copied, is over
+    made.commit()  # ends the first step, in which everything is copied
     yield made
     made.optimizer_watch.close()
 
@@ -74,7 +74,7 @@ def clip(script: Script) -> None:
             p.clamp_(-0.1, 0.1)
 
 
-def test_an_update_by_the_optimizer_stays_and_is_masked(script: Script) -> None:
+def test_an_optimizer_update_is_kept_and_masked(script: Script) -> None:
     script.update()
     after = script.weights()
     done = script.rollback.restore(is_torn=False)
@@ -82,13 +82,13 @@ def test_an_update_by_the_optimizer_stays_and_is_masked(script: Script) -> None:
     assert torch.equal(script.weights(), after)
 
 
-def test_a_change_outside_of_the_optimizer_is_torn_once_and_undone_from_then_on(
+def test_a_change_outside_the_optimizer_is_torn_once_and_then_undone(
     script: Script,
 ) -> None:
     script.update()
     clip(script)
     assert script.rollback.restore(is_torn=False).is_torn
-    script.commit()  # as if a peer had given its state
+    script.commit()  # as after receiving the state of a peer
     script.update()
     clip(script)
     script.commit()
@@ -102,13 +102,13 @@ def test_a_change_outside_of_the_optimizer_is_torn_once_and_undone_from_then_on(
     assert repr(script.optimizer.state_dict()["state"]) == repr(momenta)
 
 
-def test_a_change_between_two_optimizer_steps_is_not_taken_for_theirs(script: Script) -> None:
+def test_a_change_between_optimizer_steps_is_detected(script: Script) -> None:
     clip(script)
     script.update()
     assert script.rollback.restore(is_torn=False).is_torn
 
 
-def test_a_large_object_changed_in_a_step_is_torn_once_and_undone_from_then_on(
+def test_a_changed_large_object_is_torn_once_and_then_undone(
     script: Script,
 ) -> None:
     last = script.average[-1]
@@ -124,7 +124,7 @@ def test_a_large_object_changed_in_a_step_is_torn_once_and_undone_from_then_on(
     assert torch.equal(last.weight, before)
 
 
-def test_the_first_step_is_undone_whatever_it_changes() -> None:
+def test_the_first_step_is_always_undone() -> None:
     made = Script()
     try:
         made.rollback.take()
@@ -140,7 +140,7 @@ def test_the_first_step_is_undone_whatever_it_changes() -> None:
         made.optimizer_watch.close()
 
 
-def test_ranks_that_begin_are_told_what_is_known_of_the_script(script: Script) -> None:
+def test_joining_ranks_adopt_the_known_habits_of_the_script(script: Script) -> None:
     script.update()
     clip(script)
     script.commit()
@@ -175,7 +175,7 @@ def test_without_memory_for_copies_an_interrupted_step_is_torn(
     assert script.rollback.restore(is_torn=False).is_torn
 
 
-def test_copies_restore_what_a_step_has_made_removed_and_replaced() -> None:
+def test_copies_restore_added_removed_and_replaced_state() -> None:
     parameter = nn.Parameter(torch.ones(3))
     optimizer = torch.optim.SGD([parameter], lr=0.1)
     kept = torch.full((3,), 2.0)
@@ -200,7 +200,7 @@ class Wrapping(torch.optim.Optimizer):
         self.param_groups = inner.param_groups
 
 
-def test_an_optimizer_inside_of_a_tracked_one_is_saved_too(tmp_path: Path) -> None:
+def test_an_optimizer_inside_a_tracked_one_is_saved(tmp_path: Path) -> None:
     inner = torch.optim.SGD(network().parameters(), lr=0.1, momentum=0.9)
     assert inner_optimizers(Wrapping(inner)) == {"inner": inner}
     with process(tmp_path) as run:
@@ -213,7 +213,7 @@ def test_an_optimizer_inside_of_a_tracked_one_is_saved_too(tmp_path: Path) -> No
         assert outer.param_groups is inner.param_groups, "a change of one's rate is the other's"
 
 
-def test_callbacks_registered_by_the_function_that_retry_calls_are_not_doubled() -> None:
+def test_callbacks_registered_in_a_retried_function_run_once() -> None:
     with process() as run:
         script = job(run)
         calls: list[int] = []
@@ -225,7 +225,7 @@ def test_callbacks_registered_by_the_function_that_retry_calls_are_not_doubled()
 
         attempts = parts_of(run).attempts
         attempts.begin()
-        run.after_step(lambda step: calls.append(99))  # by a call that was interrupted
+        run.after_step(lambda step: calls.append(99))  # registered by an interrupted call
         attempts.begin(is_again=True)
         train()
         steps = steps_of_job(run)
@@ -244,12 +244,12 @@ def test_a_commit_with_unused_gradients_warns_once(
                 x, y = dataset()[:8]
                 F.mse_loss(script.model(x), y).backward()  # type: ignore[no-untyped-call]
                 run.commit()
-        said = [r for r in caplog.records if "has unapplied gradients" in r.getMessage()]
-        assert len({id(record) for record in said}) == 1
+        warnings = [r for r in caplog.records if "has unapplied gradients" in r.getMessage()]
+        assert len({id(record) for record in warnings}) == 1
         script.optimizer.zero_grad()
 
 
-def test_accumulated_steps_are_committed_with_the_optimizers_step(tmp_path: Path) -> None:
+def test_accumulated_steps_are_committed_with_the_optimizer_step(tmp_path: Path) -> None:
     seen = []
     with process(tmp_path, every_steps=3) as run:
         script = job(run)
@@ -266,7 +266,7 @@ def test_accumulated_steps_are_committed_with_the_optimizers_step(tmp_path: Path
     assert {int(name.split(".")[0][5:]) for name in names} <= {4, 8, 12, steps}
 
 
-def test_a_second_begin_says_what_to_call(tmp_path: Path) -> None:
+def test_a_second_begin_without_a_commit_is_rejected(tmp_path: Path) -> None:
     with process(clean=False) as run:
         job(run)
         run.begin()

@@ -1,4 +1,4 @@
-"""What proves a node's death, and what reopens the case: the leader's memory of the nodes."""
+"""The evidence that proves a node's death or reopens the verdict, as the leader records it."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ GONE = Verdict(Liveness.DEAD, "its process no longer exists")
 
 
 class Leader:
-    """A roster that knows one node, which has a key and is connected."""
+    """A roster that knows one node, which is registered and connected."""
 
     def __init__(self) -> None:
         self.connections = Connections()
@@ -53,20 +53,20 @@ class Leader:
         return view.nodes[0].liveness
 
 
-def test_a_refusal_with_a_live_lease_and_an_open_connection_is_no_death() -> None:
+def test_a_refusal_with_a_lease_and_a_connection_proves_no_death() -> None:
     leader = Leader()
     leader.roster.suspect(ID, 2.0)
     assert leader.answers(REFUSED) is Liveness.SUSPECT
     assert leader.roster.silent() == (ID,), "it is asked again"
 
 
-def test_a_refusal_and_a_closed_connection_prove_it() -> None:
+def test_a_refusal_and_a_closed_connection_prove_a_death() -> None:
     leader = Leader()
     leader.hangs_up()
     assert leader.answers(REFUSED) is Liveness.DEAD
 
 
-def test_a_refusal_and_a_lost_lease_prove_it() -> None:
+def test_a_refusal_and_a_lost_lease_prove_a_death() -> None:
     leader = Leader()
     leader.roster.suspect(ID, 2.0)
     assert leader.answers(REFUSED) is Liveness.SUSPECT
@@ -75,14 +75,14 @@ def test_a_refusal_and_a_lost_lease_prove_it() -> None:
     assert leader.answers(REFUSED) is Liveness.DEAD
 
 
-def test_silence_proves_nothing_whatever_is_lost() -> None:
+def test_silence_proves_no_death() -> None:
     leader = Leader()
     leader.hangs_up()
     leader.loses_its_lease()
     assert leader.answers(SILENT) is Liveness.SUSPECT
 
 
-def test_silence_after_a_proof_changes_nothing() -> None:
+def test_silence_does_not_revoke_a_proof() -> None:
     leader = Leader()
     leader.hangs_up()
     leader.answers(REFUSED)
@@ -95,11 +95,11 @@ def test_an_answer_reopens_a_verdict() -> None:
     leader.answers(REFUSED)
     assert leader.roster.silent() == (ID,), "a dead node whose lease lives on is asked again"
     assert leader.answers(ALIVE) is Liveness.ALIVE
-    # What closed before the answer proves nothing after it.
+    # A connection closed before the answer proves nothing after it.
     assert leader.answers(REFUSED) is Liveness.SUSPECT
 
 
-def test_a_hello_reopens_a_verdict() -> None:
+def test_a_new_connection_reopens_a_verdict() -> None:
     leader = Leader()
     leader.hangs_up()
     leader.answers(REFUSED)
@@ -127,11 +127,11 @@ def test_a_late_record_of_a_dead_node_does_not_revive_it() -> None:
     assert leader.answers(REFUSED) is Liveness.DEAD
 
 
-def test_the_kernels_word_needs_nothing_else() -> None:
+def test_a_missing_process_alone_proves_a_death() -> None:
     assert Leader().answers(GONE) is Liveness.DEAD
 
 
-def test_a_connection_that_never_opened_is_no_loss() -> None:
+def test_a_connection_that_never_opened_is_not_lost() -> None:
     connections = Connections()
     connections.closed("leader", True)
     assert not connections.is_lost("leader")
@@ -140,7 +140,7 @@ def test_a_connection_that_never_opened_is_no_loss() -> None:
     assert connections.is_lost("leader")
 
 
-def test_one_of_two_connections_is_no_loss() -> None:
+def test_a_node_with_one_open_connection_is_not_lost() -> None:
     connections = Connections()
     connections.opened(ID, False)
     connections.opened(ID, False)
@@ -150,7 +150,7 @@ def test_one_of_two_connections_is_no_loss() -> None:
     assert connections.is_lost(ID)
 
 
-def test_a_connection_given_up_is_no_loss() -> None:
+def test_a_dropped_connection_is_not_lost() -> None:
     connections = Connections()
     connections.opened("leader", True)
     connections.dropped("leader")
@@ -158,7 +158,7 @@ def test_a_connection_given_up_is_no_loss() -> None:
     assert not connections.is_lost("leader")
 
 
-def test_a_node_found_alive_is_not_charged_with_its_death() -> None:
+def test_a_node_found_alive_is_not_charged_with_a_failure() -> None:
     flaps = FlapTracker()
     for now in (0.0, 1.0):
         flaps.lost("n1", now)
@@ -170,15 +170,15 @@ def test_a_node_found_alive_is_not_charged_with_its_death() -> None:
     assert "n1" in flaps.quarantined(4.0)
 
 
-def test_a_connection_that_fell_silent_is_no_loss() -> None:
-    """Nobody closed it: its process may live behind a firewall that refuses in its name."""
+def test_a_silent_connection_is_not_lost() -> None:
+    """Neither end closed it: the process may live behind a firewall that sends refusals."""
     leader = Leader()
     leader.connections.closed(ID, False, fell_silent=True)
     assert not leader.connections.is_lost(ID)
     assert leader.answers(REFUSED) is Liveness.SUSPECT
 
 
-def test_members_with_a_lease_that_do_not_answer_are_unheard() -> None:
+def test_members_with_a_lease_that_do_not_answer_are_unresponsive() -> None:
     leader = Leader()
     assert leader.roster.unresponsive(WORLD, since_s=9.0) == ()
     leader.answers(SILENT)  # at 3.0
@@ -188,8 +188,8 @@ def test_members_with_a_lease_that_do_not_answer_are_unheard() -> None:
     assert leader.roster.unresponsive(WORLD, since_s=9.0) == ()
 
 
-def test_an_answer_about_a_node_that_another_world_has_replaced_counts_no_more() -> None:
-    """It was on its way when the world was formed; its death is reported once."""
+def test_a_verdict_on_a_former_member_is_ignored() -> None:
+    """The answer was in flight when the world was formed; the death is reported once."""
     leader = Leader()
     leader.hangs_up()
     leader.loses_its_lease()

@@ -1,4 +1,4 @@
-"""The worker's API in a world of one: loops that resume, state that travels, steps that commit."""
+"""The worker API in a world of one: loops resume, state is restored, steps are committed."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from elastic.training.step import Step
 STEPS_PER_EPOCH = math.ceil(SAMPLES / 10)
 
 
-def undisturbed(epochs: int) -> torch.Tensor:
+def uninterrupted(epochs: int) -> torch.Tensor:
     with process() as run:
         script = job(run)
         script.train(epochs)
@@ -31,7 +31,7 @@ def undisturbed(epochs: int) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("stop_after", [1, 4, 6, 7, 11])
-def test_a_killed_job_resumes_to_the_weights_of_an_undisturbed_one(
+def test_a_killed_job_resumes_to_the_weights_of_an_uninterrupted_one(
     tmp_path: Path, stop_after: int
 ) -> None:
     with process(tmp_path, clean=False) as run:
@@ -42,10 +42,10 @@ def test_a_killed_job_resumes_to_the_weights_of_an_undisturbed_one(
         resumed = script.weights()
     saved_step = (stop_after - 1) // 3 * 3  # every 3 steps, when the next one begins
     assert steps_left == 2 * STEPS_PER_EPOCH - saved_step
-    assert torch.equal(resumed, undisturbed(2))
+    assert torch.equal(resumed, uninterrupted(2))
 
 
-def test_every_sample_counts_once_per_epoch_over_kills(
+def test_every_sample_counts_once_per_epoch_across_kills(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("ELASTIC_LEDGER", str(tmp_path / "ledger"))
@@ -61,7 +61,7 @@ def test_every_sample_counts_once_per_epoch_over_kills(
     ledger.final_hash()
 
 
-def test_a_complete_job_started_again_does_nothing_more(tmp_path: Path) -> None:
+def test_a_complete_job_that_starts_again_trains_no_steps(tmp_path: Path) -> None:
     with process(tmp_path) as run:
         script = job(run)
         script.train(2)
@@ -75,7 +75,7 @@ def test_a_complete_job_started_again_does_nothing_more(tmp_path: Path) -> None:
     assert [info.name for info in checkpoints.list_checkpoints(tmp_path)] == names
 
 
-def test_the_agent_is_told_how_many_steps_the_job_is_to_make(
+def test_the_agent_learns_the_planned_number_of_steps(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     planned: list[int] = []
@@ -83,22 +83,22 @@ def test_the_agent_is_told_how_many_steps_the_job_is_to_make(
     with process(tmp_path) as run:
         job(run).train(2)
     assert set(planned) == {2 * STEPS_PER_EPOCH}
-    with process(tmp_path) as run:  # resumed, and for longer
+    with process(tmp_path) as run:  # resumed, with more epochs
         job(run).train(3)
     assert planned[-1] == 3 * STEPS_PER_EPOCH
 
 
-def test_more_epochs_go_on_after_a_complete_job(tmp_path: Path) -> None:
+def test_a_complete_job_can_continue_with_more_epochs(tmp_path: Path) -> None:
     with process(tmp_path) as run:
         job(run).train(1)
     with process(tmp_path) as run:
         script = job(run)
         assert script.train(2) == STEPS_PER_EPOCH
-        assert torch.equal(script.weights(), undisturbed(2))
+        assert torch.equal(script.weights(), uninterrupted(2))
 
 
-def test_a_later_start_saves_above_what_is_there(tmp_path: Path) -> None:
-    """Launchers that count from one again must not write checkpoints that lose to older ones."""
+def test_a_later_start_saves_with_a_higher_generation(tmp_path: Path) -> None:
+    """Launchers that count from one again must not write checkpoints that rank below older ones."""
     for _ in range(3):
         with process(tmp_path, clean=False) as run:
             job(run).train(3, stop_after=4)
@@ -106,10 +106,10 @@ def test_a_later_start_saves_above_what_is_there(tmp_path: Path) -> None:
     assert (newest.generation, newest.step) == (3, 9)
 
 
-def test_what_follows_the_loader_in_an_epoch_happens_before_the_next_is_saved(
+def test_code_after_the_loader_runs_before_the_next_save(
     tmp_path: Path,
 ) -> None:
-    """A scheduler stepped once per epoch: killed anywhere, it has stepped once per epoch."""
+    """A scheduler that steps once per epoch does so exactly once, wherever the job is killed."""
 
     def train(stop_after: int | None) -> float:
         with process(tmp_path, every_steps=2, clean=stop_after is None) as run:
@@ -131,7 +131,7 @@ def test_what_follows_the_loader_in_an_epoch_happens_before_the_next_is_saved(
     assert train(None) == pytest.approx(0.01 * 0.5**3)
 
 
-def test_state_of_the_user_travels(tmp_path: Path) -> None:
+def test_user_state_is_saved_and_restored(tmp_path: Path) -> None:
     with process(tmp_path, clean=False) as run:
         script = job(run)
         for epoch in run.epochs(3):
@@ -146,7 +146,7 @@ def test_state_of_the_user_travels(tmp_path: Path) -> None:
         assert run.state == {"best": {"epoch": 1, "loss": [0.5, None]}}
 
 
-def test_the_world_begins_with_the_recovery_point() -> None:
+def test_the_world_is_available_only_within_retry() -> None:
     with process() as run:
         job(run)
         assert not run.is_main
@@ -155,7 +155,7 @@ def test_the_world_begins_with_the_recovery_point() -> None:
         assert run.retry(lambda number: (run.is_main, run.world.size, number), 3) == (True, 1, 3)
 
 
-def test_attempts_is_retry_inline() -> None:
+def test_attempts_is_the_inline_form_of_retry() -> None:
     with process() as run:
         script = job(run)
         for attempt in run.attempts():
@@ -163,7 +163,7 @@ def test_attempts_is_retry_inline() -> None:
                 assert script.train(1) == STEPS_PER_EPOCH
 
 
-def test_a_peek_is_free() -> None:
+def test_peeking_at_a_batch_does_not_consume_it() -> None:
     with process() as run:
         script = job(run)
         first, _ = next(iter(script.loader))
@@ -173,7 +173,7 @@ def test_a_peek_is_free() -> None:
         assert script.loader.position.step == STEPS_PER_EPOCH
 
 
-def test_a_look_at_the_data_before_the_model_is_built(tmp_path: Path) -> None:
+def test_the_data_can_be_inspected_before_the_model_is_built(tmp_path: Path) -> None:
     with process(tmp_path) as run:
         loader = run.loader(DataLoader(dataset(), batch_size=10), global_batch=10)
         x, _ = next(iter(loader))
@@ -183,7 +183,7 @@ def test_a_look_at_the_data_before_the_model_is_built(tmp_path: Path) -> None:
         assert sum(1 for _ in loader) == STEPS_PER_EPOCH
 
 
-def test_break_commits_only_after_an_optimizer_stepped() -> None:
+def test_break_commits_a_step_only_after_an_optimizer_step() -> None:
     with process() as run:
         script = job(run)
         for _ in script.loader:
@@ -195,7 +195,7 @@ def test_break_commits_only_after_an_optimizer_stepped() -> None:
         assert script.loader.position.step == 1
 
 
-def test_passes_outside_of_epochs_count_as_epochs() -> None:
+def test_passes_without_run_epochs_count_as_epochs() -> None:
     with process() as run:
         script = job(run)
         epochs = []
@@ -206,7 +206,7 @@ def test_passes_outside_of_epochs_count_as_epochs() -> None:
         assert epochs == [0] * STEPS_PER_EPOCH + [1] * STEPS_PER_EPOCH
 
 
-def test_steps_say_where_they_are() -> None:
+def test_steps_report_their_number_epoch_and_index() -> None:
     with process() as run:
         script = job(run)
         seen: list[tuple[int, int, int, int]] = []
@@ -219,7 +219,7 @@ def test_steps_say_where_they_are() -> None:
         assert seen[5:7] == [(5, 0, 5, 2), (6, 1, 0, 10)]
 
 
-def test_a_step_draws_the_same_numbers_in_every_life(tmp_path: Path) -> None:
+def test_a_repeated_step_draws_the_same_random_numbers(tmp_path: Path) -> None:
     def draws(stop_after: int | None) -> dict[int, tuple[float, float, float]]:
         drawn = {}
         with process(tmp_path, clean=False) as run:
@@ -235,7 +235,7 @@ def test_a_step_draws_the_same_numbers_in_every_life(tmp_path: Path) -> None:
                         script.update(x, y)
                     if step.number == stop_after:
                         return drawn
-                torch.rand(7)  # what a script draws between steps changes nothing
+                torch.rand(7)  # draws between steps have no effect
         return drawn
 
     before, after = draws(4), draws(None)
@@ -244,7 +244,7 @@ def test_a_step_draws_the_same_numbers_in_every_life(tmp_path: Path) -> None:
     assert len({*before.values(), *after.values()}) == 12
 
 
-def test_accumulated_gradients_are_those_of_the_whole_batch() -> None:
+def test_accumulated_gradients_equal_those_of_the_full_batch() -> None:
     def weights(micro_batch: int | None) -> torch.Tensor:
         with process() as run:
             script = job(run)
@@ -263,21 +263,21 @@ def test_accumulated_gradients_are_those_of_the_whole_batch() -> None:
     assert torch.allclose(weights(3), weights(None), rtol=0, atol=1e-12)
 
 
-def test_callbacks_come_at_commit_and_at_the_world() -> None:
-    heard: list[object] = []
+def test_callbacks_run_at_commit_and_at_a_new_world() -> None:
+    calls: list[object] = []
     with process() as run:
         script = job(run)
-        run.on_world(lambda world: heard.append(("world", world.size)))
-        run.on_main(lambda: heard.append("main"))
-        run.after_step(lambda step: heard.append(step.number))
+        run.on_world(lambda world: calls.append(("world", world.size)))
+        run.on_main(lambda: calls.append("main"))
+        run.after_step(lambda step: calls.append(step.number))
         steps = iter(run.steps(script.loader))
         for x, y in next(steps):
             script.update(x, y)
-        assert heard == [("world", 1), "main"]
+        assert calls == [("world", 1), "main"]
         assert isinstance(next(steps), Step)
-        assert heard[2:] == [0]
-        run.on_main(lambda: heard.append("late"))
-        assert heard[3:] == ["late"]
+        assert calls[2:] == [0]
+        run.on_main(lambda: calls.append("late"))
+        assert calls[3:] == ["late"]
 
 
 def test_mean_ignores_ranks_without_weight() -> None:
@@ -286,13 +286,13 @@ def test_mean_ignores_ranks_without_weight() -> None:
         assert math.isnan(run.mean(0, loss=math.nan)["loss"])
 
 
-def test_shard_of_one_is_everything() -> None:
+def test_shard_in_a_world_of_one_is_the_whole_dataset() -> None:
     with process() as run:
         seen = torch.cat([x for x, _ in run.shard(DataLoader(dataset(), batch_size=7))])
         assert torch.equal(seen, dataset().tensors[0])
 
 
-def test_checkpoints_hold_only_json_and_tensors(tmp_path: Path) -> None:
+def test_checkpoints_contain_only_json_and_tensors(tmp_path: Path) -> None:
     with process(tmp_path) as run:
         job(run).train(1)
     newest = checkpoints.list_checkpoints(tmp_path)[0]

@@ -1,4 +1,4 @@
-"""What a person is told when a script, a folder or a checkpoint cannot work."""
+"""Errors for invalid scripts, folders and checkpoints."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def damage(folder: Path, name: str) -> None:
     file.write_bytes(data)
 
 
-def test_a_checkpoint_of_another_model_names_what_differs_and_changes_nothing(
+def test_a_checkpoint_of_another_model_is_rejected_without_changes(
     tmp_path: Path,
 ) -> None:
     train_some(tmp_path)
@@ -46,7 +46,7 @@ def test_a_checkpoint_of_another_model_names_what_differs_and_changes_nothing(
         assert torch.equal(script.weights(), before)
 
 
-def test_missing_and_unexpected_parts_are_named(tmp_path: Path) -> None:
+def test_a_tracked_object_missing_from_the_checkpoint_is_named(tmp_path: Path) -> None:
     train_some(tmp_path)
     with process(tmp_path, clean=False) as run:
         script = job(run)
@@ -55,7 +55,7 @@ def test_missing_and_unexpected_parts_are_named(tmp_path: Path) -> None:
             script.train()
 
 
-def test_other_parameter_groups_are_refused_before_the_model_changes(tmp_path: Path) -> None:
+def test_other_parameter_groups_are_rejected_before_the_model_changes(tmp_path: Path) -> None:
     train_some(tmp_path)
     with process(tmp_path, clean=False) as run:
         script = job(run)
@@ -67,7 +67,7 @@ def test_other_parameter_groups_are_refused_before_the_model_changes(tmp_path: P
         assert torch.equal(script.weights(), before)
 
 
-def test_another_global_batch_names_both(tmp_path: Path) -> None:
+def test_another_global_batch_is_rejected_with_both_values(tmp_path: Path) -> None:
     train_some(tmp_path)
     with process(tmp_path, clean=False) as run:
         script = job(run, global_batch=13)
@@ -75,7 +75,7 @@ def test_another_global_batch_names_both(tmp_path: Path) -> None:
             script.train()
 
 
-def test_a_global_batch_that_was_not_given_is_the_saved_one(tmp_path: Path) -> None:
+def test_an_omitted_global_batch_defaults_to_the_saved_one(tmp_path: Path) -> None:
     with process(tmp_path, clean=False) as run:
         job(run, global_batch=20).train(2, stop_after=4)
     with process(tmp_path) as run:
@@ -84,7 +84,7 @@ def test_a_global_batch_that_was_not_given_is_the_saved_one(tmp_path: Path) -> N
         assert len(script.loader) == -(-SAMPLES // 20)
 
 
-def test_another_seed_names_both(tmp_path: Path) -> None:
+def test_another_seed_is_rejected_with_both_values(tmp_path: Path) -> None:
     train_some(tmp_path)
     with process(tmp_path, seed=7, clean=False) as run:
         script = job(run)
@@ -92,19 +92,19 @@ def test_another_seed_names_both(tmp_path: Path) -> None:
             script.train()
 
 
-def test_a_damaged_newest_checkpoint_is_passed_over_and_named(tmp_path: Path) -> None:
+def test_a_damaged_newest_checkpoint_is_skipped_and_named(tmp_path: Path) -> None:
     train_some(tmp_path)
     newest, second, *_ = checkpoints.list_checkpoints(tmp_path)
     damage(tmp_path, newest.name)
-    heard: list[str] = []
-    with process(tmp_path, journal=Heard(heard)) as run:
+    events: list[str] = []
+    with process(tmp_path, journal=EventRecorder(events)) as run:
         script = job(run)
         assert script.train() == 2 * 6 - second.step
-    assert any(newest.name in text and "damaged" in text for text in heard)
+    assert any(newest.name in text and "damaged" in text for text in events)
 
 
-class Heard:
-    """Collects what would be logged."""
+class EventRecorder:
+    """Records the text of each event."""
 
     def __init__(self, texts: list[str]) -> None:
         self._texts = texts
@@ -113,7 +113,7 @@ class Heard:
         self._texts.append(str(event))
 
 
-def test_when_no_checkpoint_is_whole_nothing_starts_from_zero(tmp_path: Path) -> None:
+def test_a_job_with_only_damaged_checkpoints_does_not_start_over(tmp_path: Path) -> None:
     train_some(tmp_path)
     for info in checkpoints.list_checkpoints(tmp_path):
         damage(tmp_path, info.name)
@@ -123,7 +123,7 @@ def test_when_no_checkpoint_is_whole_nothing_starts_from_zero(tmp_path: Path) ->
             script.train()
 
 
-def test_a_required_checkpoint_that_is_not_there(tmp_path: Path) -> None:
+def test_a_missing_required_checkpoint_is_an_error(tmp_path: Path) -> None:
     run = Run(start_components(Checkpoints(folder=tmp_path, required=True)))
     try:
         script = job(run)
@@ -135,7 +135,7 @@ def test_a_required_checkpoint_that_is_not_there(tmp_path: Path) -> None:
         torch.distributed.destroy_process_group()
 
 
-def test_a_folder_that_cannot_be_written_stops_before_training(tmp_path: Path) -> None:
+def test_an_unwritable_folder_is_rejected_before_training(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with process(tmp_path / "file" / "folder", clean=False) as run:
         script = job(run)
@@ -144,9 +144,9 @@ def test_a_folder_that_cannot_be_written_stops_before_training(tmp_path: Path) -
         assert script.loader.position.step == 0
 
 
-def test_a_save_that_fails_does_not_stop_training(tmp_path: Path) -> None:
-    heard: list[str] = []
-    with process(tmp_path, journal=Heard(heard)) as run:
+def test_a_failed_save_does_not_stop_training(tmp_path: Path) -> None:
+    events: list[str] = []
+    with process(tmp_path, journal=EventRecorder(events)) as run:
         script = job(run)
         script.train(1, stop_after=4)
         assert parts_of(run).checkpoints.wait(30.0)
@@ -156,16 +156,16 @@ def test_a_save_that_fails_does_not_stop_training(tmp_path: Path) -> None:
         assert parts_of(run).checkpoints.wait(30.0)
         tmp_path.unlink()
         moved.rename(tmp_path)
-    assert any("CheckpointSkipped" in text for text in heard)
+    assert any("CheckpointSkipped" in text for text in events)
     assert [info.step for info in checkpoints.list_checkpoints(tmp_path)] == [3]
 
 
-def test_an_empty_dataset() -> None:
+def test_an_empty_dataset_is_rejected() -> None:
     with process() as run, pytest.raises(ConfigError, match="the dataset is empty"):
         run.loader(DataLoader(dataset(0), batch_size=10), global_batch=10)
 
 
-def test_an_untracked_optimizer_on_wrapped_parameters() -> None:
+def test_an_untracked_optimizer_on_wrapped_parameters_is_rejected() -> None:
     with process() as run:
         script = job(run)
         other = torch.optim.SGD(script.model.parameters(), lr=0.1)
@@ -175,7 +175,7 @@ def test_an_untracked_optimizer_on_wrapped_parameters() -> None:
                 other.step()
 
 
-def test_an_optimizer_of_other_parameters_may_do_what_it_likes() -> None:
+def test_an_optimizer_of_other_parameters_is_not_restricted() -> None:
     with process() as run:
         script = job(run)
         own = nn.Linear(1, 1)
@@ -188,7 +188,7 @@ def test_an_optimizer_of_other_parameters_may_do_what_it_likes() -> None:
             assert not torch.equal(own.weight, before)
 
 
-def test_a_step_before_the_last_micro_batch() -> None:
+def test_a_step_before_the_last_micro_batch_is_rejected() -> None:
     with process() as run:
         script = job(run)
         loader = run.loader(DataLoader(dataset(), batch_size=10), global_batch=10, micro_batch=4)
@@ -199,7 +199,7 @@ def test_a_step_before_the_last_micro_batch() -> None:
                     script.optimizer.step()
 
 
-def test_gradients_of_several_micro_batches_without_weights() -> None:
+def test_unweighted_gradients_of_micro_batches_are_rejected() -> None:
     with process() as run:
         script = job(run)
         loader = run.loader(DataLoader(dataset(), batch_size=10), global_batch=10, micro_batch=4)
@@ -210,8 +210,8 @@ def test_gradients_of_several_micro_batches_without_weights() -> None:
                 script.optimizer.step()
 
 
-def test_gradients_that_were_never_reduced() -> None:
-    """In eval mode the module has no collectives: stepping would let the ranks drift apart."""
+def test_unreduced_gradients_are_rejected() -> None:
+    """In eval mode the module has no collectives: a step would let the ranks diverge."""
     with process() as run:
         script = job(run)
         script.model.eval()
@@ -219,7 +219,7 @@ def test_gradients_that_were_never_reduced() -> None:
             script.train()
 
 
-def test_a_step_outside_of_the_loop() -> None:
+def test_an_optimizer_step_outside_the_loop_is_rejected() -> None:
     with process() as run:
         script = job(run)
         script.train(1)
@@ -227,7 +227,7 @@ def test_a_step_outside_of_the_loop() -> None:
             script.optimizer.step()
 
 
-def test_micro_batches_in_a_plain_loop() -> None:
+def test_micro_batches_in_a_plain_loop_are_rejected() -> None:
     with process() as run:
         job(run)
         loader = run.loader(DataLoader(dataset(), batch_size=10), global_batch=10, micro_batch=4)
@@ -235,7 +235,7 @@ def test_micro_batches_in_a_plain_loop() -> None:
             next(iter(loader))
 
 
-def test_a_second_loop_in_the_first() -> None:
+def test_a_nested_loop_is_rejected() -> None:
     with process() as run:
         script = job(run)
         with pytest.raises(TrainingError, match="a second loop begins a step"):
@@ -244,7 +244,7 @@ def test_a_second_loop_in_the_first() -> None:
                     pass
 
 
-def test_registering_after_the_first_loop() -> None:
+def test_wrapping_after_the_first_loop_is_rejected() -> None:
     with process() as run:
         script = job(run)
         script.train(1)
@@ -252,7 +252,7 @@ def test_registering_after_the_first_loop() -> None:
             run.wrap(nn.Linear(1, 1))
 
 
-def test_an_iterator_that_is_older_than_the_function_that_reads_it() -> None:
+def test_an_iterator_created_before_retry_is_rejected() -> None:
     with process() as run:
         script = job(run)
         batches = iter(script.loader)
@@ -260,7 +260,7 @@ def test_an_iterator_that_is_older_than_the_function_that_reads_it() -> None:
             run.retry(lambda: script.update(*next(batches)))
 
 
-def test_a_generator_around_run_retry_may_be_older() -> None:
+def test_a_generator_that_contains_the_attempts_is_accepted() -> None:
     with process() as run:
         script = job(run)
 
@@ -274,7 +274,7 @@ def test_a_generator_around_run_retry_may_be_older() -> None:
         assert sum(trained()) == SAMPLES
 
 
-def test_counting_from_0_to_the_length_of_a_resumed_epoch(tmp_path: Path) -> None:
+def test_counting_batches_of_a_resumed_epoch_from_zero_is_rejected(tmp_path: Path) -> None:
     with process(tmp_path) as run:
         job(run).train(stop_after=2)
     with process(tmp_path) as run:
@@ -298,12 +298,12 @@ def test_state_that_cannot_be_saved_is_named(tmp_path: Path) -> None:
             script.train()
 
 
-def test_what_is_not_stateful_cannot_be_tracked() -> None:
+def test_an_object_without_state_dict_cannot_be_tracked() -> None:
     with process() as run, pytest.raises(TrainingError, match="a int has no state_dict"):
         run.track(step=3)
 
 
-def test_a_debug_level_that_crashes_workers_is_refused() -> None:
+def test_a_debug_level_that_crashes_workers_is_rejected() -> None:
     done = subprocess.run(
         [sys.executable, "-c", "import elastic; elastic.join()"],
         env={**os.environ, "TORCH_DISTRIBUTED_DEBUG": "DETAIL"},

@@ -1,4 +1,4 @@
-"""The secret of a run: one for all its agents, whoever comes first, also after a wiped store."""
+"""The secret of a run: shared by all agents, whichever starts first, also after a wiped store."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def test_all_agents_of_a_run_have_the_same_keys(server: MemoryServer) -> None:
     assert len({first.key(purpose).text for purpose in (LIVENESS, STORE, MEMORY)}) == 3
 
 
-def test_another_run_has_other_keys_even_with_a_secret_that_was_copied(
+def test_another_run_with_a_copied_secret_has_other_keys(
     server: MemoryServer,
 ) -> None:
     other = Keys.of("/elastic", "job-2")
@@ -40,8 +40,8 @@ def test_another_run_has_other_keys_even_with_a_secret_that_was_copied(
     assert RunSecret.obtain(store, other).key(STORE) != ours.key(STORE)
 
 
-def test_who_is_second_takes_what_the_first_has_written(server: MemoryServer) -> None:
-    """Both have looked, and found nothing."""
+def test_the_second_agent_adopts_the_secret_of_the_first(server: MemoryServer) -> None:
+    """Both have read the key, and found no secret."""
 
     class Late(MemoryStore):
         def compare_and_swap(self, key: str, *args: object, **kwargs: object) -> int | None:
@@ -52,7 +52,7 @@ def test_who_is_second_takes_what_the_first_has_written(server: MemoryServer) ->
     assert late.key(STORE) == RunSecret.obtain(MemoryStore(server), KEYS).key(STORE)
 
 
-def test_after_a_wipe_the_agents_put_it_back(server: MemoryServer) -> None:
+def test_the_agents_restore_the_secret_after_a_wipe(server: MemoryServer) -> None:
     store = MemoryStore(server)
     secret = RunSecret.obtain(store, KEYS)
     before = secret.key(STORE)
@@ -61,11 +61,11 @@ def test_after_a_wipe_the_agents_put_it_back(server: MemoryServer) -> None:
     assert secret.key(STORE) == RunSecret.obtain(store, KEYS).key(STORE) == before
 
 
-def test_after_a_wipe_a_joining_node_may_be_first(
+def test_a_joining_node_may_write_a_new_secret_after_a_wipe(
     server: MemoryServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    said: list[str] = []
-    monkeypatch.setattr(get_logger(), "warning", said.append)
+    warnings: list[str] = []
+    monkeypatch.setattr(get_logger(), "warning", warnings.append)
     store = MemoryStore(server)
     old = RunSecret.obtain(store, KEYS)
     server.wipe()
@@ -73,14 +73,14 @@ def test_after_a_wipe_a_joining_node_may_be_first(
     assert joined.key(STORE) != old.key(STORE)
     old.restore(store, KEYS)
     assert joined.key(STORE) == old.key(STORE)
-    assert "another secret" in said[0]
+    assert "another secret" in warnings[0]
 
 
 @pytest.mark.parametrize(
     "value",
     [b"", b"secret", b"{}", encode(Secret(secret="c2hvcnQ=")), encode(Secret(secret="no base64"))],
 )
-def test_what_is_no_secret_is_named_by_its_key_and_not_shown(
+def test_an_invalid_secret_is_reported_by_key_but_not_shown(
     server: MemoryServer, value: bytes
 ) -> None:
     store = MemoryStore(server)
@@ -90,7 +90,7 @@ def test_what_is_no_secret_is_named_by_its_key_and_not_shown(
     assert "c2hvcnQ" not in str(refused.value) and "no base64" not in str(refused.value)
 
 
-def test_it_stands_in_no_log() -> None:
+def test_the_secret_is_not_part_of_any_repr() -> None:
     key = SecretKey.generate()
     record = Secret(secret=key.text)
     assert key.text not in repr(record) + repr(key) + repr(RunSecret(key, KEYS.root))

@@ -1,4 +1,4 @@
-"""The plan of an epoch and the sampler: what a rank reads, in any world."""
+"""The plan of an epoch and the sampler: which samples a rank reads, in any world."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def epoch_of_world(size: int, **options: Any) -> list[int]:
 # -- the plan -------------------------------------------------------------------------------------
 
 
-def test_the_last_step_takes_what_is_left() -> None:
+def test_the_last_step_takes_the_remaining_samples() -> None:
     plan = EpochPlan(103, 10)
     assert plan.steps == 11
     assert (plan.span(0), plan.span(10)) == ((0, 10), (100, 103))
@@ -55,7 +55,7 @@ def test_shares_are_contiguous_and_even() -> None:
     ]
 
 
-def test_all_ranks_run_as_many_micro_batches() -> None:
+def test_all_ranks_run_the_same_number_of_micro_batches() -> None:
     plan = EpochPlan(103, 10)
     assert plan.micro_batches(0, 10, 0, 3, 3) == [(0, 2), (2, 4)]
     assert plan.micro_batches(0, 10, 1, 3, 3) == [(4, 6), (6, 7)]  # rather than 3 and an empty one
@@ -85,12 +85,12 @@ def test_shards_are_the_same_slices_in_every_world() -> None:
         ({"n": 9, "global_batch": 4, "shards": 0}, "0 shards"),
     ],
 )
-def test_sizes_that_cannot_work_are_refused(arguments: dict[str, Any], named: str) -> None:
+def test_invalid_sizes_are_rejected(arguments: dict[str, Any], named: str) -> None:
     with pytest.raises(ConfigError, match=named):
         EpochPlan(**arguments)
 
 
-def test_a_world_larger_than_the_global_batch_is_refused_with_a_remedy() -> None:
+def test_a_world_larger_than_the_global_batch_is_rejected_with_a_hint() -> None:
     with pytest.raises(ConfigError, match=r"global batch of 2 .* 3 ranks") as refused:
         EpochPlan(100, 2).check_world(0, 3)
     assert "at least 3" in refused.value.hint
@@ -99,7 +99,7 @@ def test_a_world_larger_than_the_global_batch_is_refused_with_a_remedy() -> None
 
 
 @pytest.mark.parametrize(("rank", "size"), [(3, 3), (-1, 3), (0, 0)])
-def test_ranks_that_do_not_exist_are_refused(rank: int, size: int) -> None:
+def test_invalid_ranks_are_rejected(rank: int, size: int) -> None:
     with pytest.raises(ConfigError, match=f"rank {rank} .* world of {size}"):
         sampler(rank=rank, size=size)
 
@@ -107,12 +107,12 @@ def test_ranks_that_do_not_exist_are_refused(rank: int, size: int) -> None:
 # -- the sampler, in place of the stock one -------------------------------------------------------
 
 
-def test_it_is_a_distributed_sampler() -> None:
+def test_an_elastic_sampler_is_a_distributed_sampler() -> None:
     assert isinstance(sampler(), DistributedSampler)
     assert (sampler(size=3, rank=2).rank, sampler(size=3).num_replicas) == (2, 3)
 
 
-def test_without_a_process_group_the_world_is_this_process() -> None:
+def test_without_a_process_group_the_world_has_one_rank() -> None:
     assert sorted(ElasticSampler(numbers(103), global_batch=10)) == list(range(103))
 
 
@@ -122,7 +122,7 @@ def test_the_world_reads_every_sample_once(size: int) -> None:
 
 
 @pytest.mark.parametrize("size", [1, 3])
-def test_len_is_what_iterating_gives(size: int) -> None:
+def test_len_equals_the_number_of_iterated_samples(size: int) -> None:
     for rank in range(size):
         for drop_last in (False, True):
             one = sampler(rank=rank, size=size, drop_last=drop_last)
@@ -132,7 +132,7 @@ def test_len_is_what_iterating_gives(size: int) -> None:
     ) == len(numbers(103))
 
 
-def test_drop_last_leaves_out_the_step_that_is_not_full() -> None:
+def test_drop_last_omits_the_incomplete_step() -> None:
     read = epoch_of_world(3, drop_last=True)
     assert len(read) == len(set(read)) == 100
 
@@ -156,7 +156,7 @@ def test_seeds_draw_different_orders() -> None:
     assert list(sampler(seed=1)) != list(sampler(seed=2))
 
 
-def test_alone_with_a_data_loader_each_batch_is_one_step() -> None:
+def test_with_a_plain_data_loader_each_batch_is_one_step() -> None:
     batches: list[list[list[int]]] = []
     for rank in range(3):
         own = sampler(rank=rank, size=3)
@@ -168,12 +168,12 @@ def test_alone_with_a_data_loader_each_batch_is_one_step() -> None:
         assert of_step == reference[step * 10 : step * 10 + 10]
 
 
-def test_an_empty_dataset_is_refused() -> None:
+def test_an_empty_dataset_is_rejected() -> None:
     with pytest.raises(ConfigError, match="empty"):
         sampler(n=0)
 
 
-def test_a_dataset_without_len_is_refused() -> None:
+def test_a_dataset_without_len_is_rejected() -> None:
     class Endless(Dataset[int]):
         def __getitem__(self, index: int) -> int:
             return index
@@ -185,7 +185,7 @@ def test_a_dataset_without_len_is_refused() -> None:
 # -- positions ------------------------------------------------------------------------------------
 
 
-def test_a_resume_goes_on_in_another_world() -> None:
+def test_a_position_is_resumed_in_another_world() -> None:
     reference = list(sampler())
     before = [sampler(rank=rank, size=3) for rank in range(3)]
     done = [next(steps).indices for steps in (one.steps() for one in before)]
@@ -216,7 +216,7 @@ def test_len_does_not_depend_on_the_position() -> None:
     assert len(one) == 103 and len(list(one)) == 53
 
 
-def test_set_world_changes_the_cut_and_not_the_order() -> None:
+def test_set_world_changes_the_shares_and_not_the_order() -> None:
     one = sampler(rank=0, size=2)
     alone = next(iter(sampler().steps())).indices
     assert next(iter(one.steps())).indices == alone[:5]
@@ -226,7 +226,7 @@ def test_set_world_changes_the_cut_and_not_the_order() -> None:
         one.set_world(0, 11)
 
 
-def test_an_iteration_is_not_disturbed_by_what_comes_after_it_began() -> None:
+def test_an_iteration_in_progress_ignores_later_changes() -> None:
     one = sampler()
     steps = one.steps()
     one.advance()
@@ -235,7 +235,7 @@ def test_an_iteration_is_not_disturbed_by_what_comes_after_it_began() -> None:
     assert sum(1 for _ in one) == 46  # half of ten steps less the first; 1 of the last 3
 
 
-def test_the_epochs_end_is_a_position() -> None:
+def test_the_end_of_an_epoch_is_a_valid_position() -> None:
     one = sampler()
     one.seek(Position(0, 11))
     assert list(one) == []
@@ -244,7 +244,7 @@ def test_the_epochs_end_is_a_position() -> None:
 
 
 @pytest.mark.parametrize("position", [Position(-1, 0), Position(0, -1), Position(0, 12)])
-def test_positions_that_do_not_exist_are_refused(position: Position) -> None:
+def test_invalid_positions_are_rejected(position: Position) -> None:
     with pytest.raises(ConfigError, match=f"step {position.step}"):
         sampler().seek(position)
 
@@ -260,7 +260,7 @@ def test_positions_that_do_not_exist_are_refused(position: Position) -> None:
         ({"shards": 5}, ["shards=None", "shards=5"]),
     ],
 )
-def test_a_state_of_other_data_is_refused_with_both_values(
+def test_a_state_of_other_data_is_rejected_with_both_values(
     change: dict[str, Any], values: list[str]
 ) -> None:
     with pytest.raises(ConfigError) as refused:
@@ -268,21 +268,21 @@ def test_a_state_of_other_data_is_refused_with_both_values(
     assert all(value in str(refused.value) for value in values)
 
 
-def test_a_state_of_another_order_version_is_refused() -> None:
+def test_a_state_of_another_order_version_is_rejected() -> None:
     state = {**sampler().state_dict(), "order_version": 0}
     with pytest.raises(ConfigError, match="order_version=0"):
         sampler().load_state_dict(state)
 
 
 @pytest.mark.parametrize("name", ["seed", "step"])
-def test_a_state_that_is_not_one_is_refused(name: str) -> None:
+def test_an_incomplete_state_is_rejected(name: str) -> None:
     state = sampler().state_dict()
     del state[name]
     with pytest.raises(ConfigError, match=f"lacks '{name}'"):
         sampler().load_state_dict(state)
 
 
-# -- epochs of so many steps ----------------------------------------------------------------------
+# -- epochs with max_steps ------------------------------------------------------------------------
 
 
 def test_an_epoch_ends_after_max_steps() -> None:
@@ -301,14 +301,14 @@ def test_an_epoch_ends_after_max_steps() -> None:
     ("before", "step", "now", "expected"),
     [
         (4, 2, 4, 2),
-        (4, 2, 6, 2),  # the epoch goes on for longer
-        (6, 5, 4, 4),  # the epoch is over at once
-        (4, 4, 6, 6),  # an epoch that was complete stays so
+        (4, 2, 6, 2),  # the epoch continues
+        (6, 5, 4, 4),  # the epoch ends immediately
+        (4, 4, 6, 6),  # a complete epoch stays complete
         (None, 11, 6, 6),
         (4, 4, None, 11),
     ],
 )
-def test_a_resumed_job_may_end_its_epochs_elsewhere(
+def test_a_resumed_job_may_change_max_steps(
     before: int | None, step: int, now: int | None, expected: int
 ) -> None:
     one, other = sampler(max_steps=before), sampler(max_steps=now)

@@ -1,4 +1,4 @@
-"""Saving beside training: what becomes of saves when disks, writers, worlds and scripts fail."""
+"""Asynchronous saves when disks, writers, worlds and scripts fail."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ from elastic.world.world import World
 LONG_S = 90.0
 
 
-class Heard:
-    """A journal that remembers."""
+class EventRecorder:
+    """A journal that records events."""
 
     def __init__(self) -> None:
         self.events: list[Event] = []
@@ -58,21 +58,21 @@ class Heard:
 
 
 @contextmanager
-def run_of(policy: Checkpoints | None, *, error: str = "") -> Iterator[tuple[Run, Heard]]:
-    """One process; ``error`` is what ends it."""
-    heard = Heard()
-    with run_kit.run_of(policy, error=error, journal=heard) as run:
-        yield run, heard
+def run_of(policy: Checkpoints | None, *, error: str = "") -> Iterator[tuple[Run, EventRecorder]]:
+    """One process, which ends with ``error`` if given."""
+    journal = EventRecorder()
+    with run_kit.run_of(policy, error=error, journal=journal) as run:
+        yield run, journal
 
 
 def steps_of(storage: checkpoints.Root) -> list[int]:
     return sorted(info.step for info in checkpoints.list_checkpoints(storage))
 
 
-# -- what scripts say ---------------------------------------------------------------------------
+# -- settings -----------------------------------------------------------------------------------
 
 
-def test_numbers_and_policies_say_the_same() -> None:
+def test_numbers_are_shorthand_for_policies() -> None:
     assert Checkpoints("f").saving == EverySteps(50)
     assert Checkpoints("f", when=7).saving == EverySteps(7)
     assert Checkpoints("f", when=EverySeconds(9)).saving == EverySeconds(9)
@@ -84,7 +84,7 @@ def test_numbers_and_policies_say_the_same() -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "expected"),
     [
         ({"when": 0}, "when=0 must be at least 1"),
         ({"when": "10 minutes"}, "when='10 minutes' is neither an integer nor a policy"),
@@ -93,20 +93,20 @@ def test_numbers_and_policies_say_the_same() -> None:
         ({"keep": 0}, "keep=0 must be at least 1"),
     ],
 )
-def test_options_that_cannot_work_name_the_value(arguments: Any, said: str) -> None:
-    with pytest.raises(ConfigError) as told:
+def test_invalid_options_are_rejected_with_their_value(arguments: Any, expected: str) -> None:
+    with pytest.raises(ConfigError) as caught:
         Checkpoints("f", **arguments)
-    assert said in str(told.value)
+    assert expected in str(caught.value)
 
 
-def test_options_that_contradict_each_other() -> None:
+def test_contradictory_options_are_rejected() -> None:
     with pytest.raises(ConfigError, match=r"without a checkpoint folder"):
         checkpoints_from(None, {}, when=5)
     with pytest.raises(ConfigError, match=r"keep=5 in addition to checkpoints="):
         checkpoints_from(Checkpoints("a"), {}, keep=5)
 
 
-def test_run_steps_names_the_folder_and_the_policies(tmp_path: Path) -> None:
+def test_run_steps_sets_the_folder_and_the_policies(tmp_path: Path) -> None:
     with run_of(None) as (run, _):
         script = job(run)
         for step in run.steps(script.loader, checkpoints=tmp_path, when=2, keep=10):
@@ -118,7 +118,7 @@ def test_run_steps_names_the_folder_and_the_policies(tmp_path: Path) -> None:
     assert steps_of(tmp_path) == [2, 4, 10, 12]
 
 
-def test_run_steps_says_when_it_is_too_late_for_a_folder(tmp_path: Path) -> None:
+def test_run_steps_rejects_a_folder_that_is_set_too_late(tmp_path: Path) -> None:
     with run_of(None) as (run, _):
         script = job(run)
         with pytest.raises(TrainingError, match=r"is set after the state was restored"):
@@ -134,7 +134,7 @@ def test_run_steps_says_when_it_is_too_late_for_a_folder(tmp_path: Path) -> None
             run.steps(script.loader, checkpoints=Checkpoints(tmp_path), when=5)
 
 
-def test_run_steps_takes_all_settings_in_one_object(tmp_path: Path) -> None:
+def test_run_steps_accepts_all_settings_in_one_object(tmp_path: Path) -> None:
     with run_of(None) as (run, _):
         script = job(run)
         for step in run.steps(script.loader, checkpoints=Checkpoints(tmp_path, when=4, keep=10)):
@@ -149,7 +149,7 @@ def test_run_steps_takes_all_settings_in_one_object(tmp_path: Path) -> None:
 # -- disks and writers --------------------------------------------------------------------------
 
 
-def test_a_disk_that_fails_once_costs_one_checkpoint(tmp_path: Path) -> None:
+def test_a_transient_disk_failure_loses_one_checkpoint(tmp_path: Path) -> None:
     full = threading.Event()
 
     def before(label: str) -> None:
@@ -157,7 +157,7 @@ def test_a_disk_that_fails_once_costs_one_checkpoint(tmp_path: Path) -> None:
             raise OSError(28, "No space left on device")
 
     storage = FaultyStorage(LocalStorage(tmp_path), before=before)
-    with run_of(Checkpoints(storage, when=3, keep=10)) as (run, heard):
+    with run_of(Checkpoints(storage, when=3, keep=10)) as (run, journal):
         script, saver = job(run), parts_of(run).checkpoints
         script.train(3, stop_after=4)
         assert saver.wait(LONG_S)
@@ -166,12 +166,12 @@ def test_a_disk_that_fails_once_costs_one_checkpoint(tmp_path: Path) -> None:
         assert saver.wait(LONG_S)
         full.clear()
         script.train(3, stop_after=3)
-    assert heard.saved == [3, 9, 10]
-    (reason,) = heard.skipped
+    assert journal.saved == [3, 9, 10]
+    (reason,) = journal.skipped
     assert "failed" in reason and "No space left" in reason
 
 
-def test_who_saves_when_none_is_in_flight_does_not_wait_for_a_share_that_failed(
+def test_the_engine_stops_being_busy_when_a_share_stays_missing(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(supervised, "COMMIT_PATIENCE_S", 0.2)
@@ -188,7 +188,7 @@ def test_who_saves_when_none_is_in_flight_does_not_wait_for_a_share_that_failed(
     rank.saver.close(0.0)
 
 
-def test_a_writer_that_dies_is_replaced_and_after_three_deaths_saves_are_synchronous(
+def test_saves_become_synchronous_after_three_writer_deaths(
     tmp_path: Path,
 ) -> None:
     deadly = threading.Event()
@@ -198,7 +198,7 @@ def test_a_writer_that_dies_is_replaced_and_after_three_deaths_saves_are_synchro
             raise SimulatedCrash(label)
 
     storage = FaultyStorage(LocalStorage(tmp_path), before=before)
-    with run_of(Checkpoints(storage, when=1, keep=100)) as (run, heard):
+    with run_of(Checkpoints(storage, when=1, keep=100)) as (run, journal):
         script, saver = job(run), parts_of(run).checkpoints
         script.train(9, stop_after=2)
         assert saver.wait(LONG_S)
@@ -206,12 +206,12 @@ def test_a_writer_that_dies_is_replaced_and_after_three_deaths_saves_are_synchro
         for _ in range(3):
             script.train(9, stop_after=1)
             assert saver.wait(LONG_S)
-        assert len(heard.errors) == 3
-        before_s = set(heard.saved)
+        assert len(journal.errors) == 3
+        before_s = set(journal.saved)
         script.train(9, stop_after=3)
-        assert len(set(heard.saved) - before_s) >= 2, "saved on the caller's thread"
-    said = [e.reason for e in heard.errors if isinstance(e, CheckpointSkipped)]
-    assert "a new one takes over" in said[0] and "saves now block training" in said[2]
+        assert len(set(journal.saved) - before_s) >= 2, "saved on the caller's thread"
+    messages = [e.reason for e in journal.errors if isinstance(e, CheckpointSkipped)]
+    assert "a new one takes over" in messages[0] and "saves now block training" in messages[2]
     assert steps_of(tmp_path)[-1] == steps_of_job(script.run)
 
 
@@ -228,46 +228,46 @@ def batch_norm_job(run: Run) -> Job:
 
 
 def fail(script: Job, where: str, at: int) -> None:
-    """Train until step ``at`` and raise inside of it, as a script does."""
+    """Train until step ``at``, and raise an exception in it, as a script does."""
     done = 0
     for _ in script.run.epochs(2):
         for x, y in script.loader:
             loss = nn.functional.mse_loss(script.model(x), y)
             if (done, where) == (at, "after forward"):
-                raise ValueError("told")
+                raise ValueError("boom")
             script.optimizer.zero_grad()
             loss.backward()  # type: ignore[no-untyped-call]
             script.optimizer.step()
             if (done, where) == (at, "after update"):
-                raise ValueError("told")
+                raise ValueError("boom")
             done += 1
 
 
-def test_an_exception_before_the_update_leaves_the_state_of_the_step_before(
+def test_an_exception_before_the_update_saves_the_previous_step(
     tmp_path: Path,
 ) -> None:
-    with run_of(Checkpoints(tmp_path), error="ValueError: told") as (run, _):
+    with run_of(Checkpoints(tmp_path), error="ValueError: boom") as (run, _):
         script = batch_norm_job(run)
-        with pytest.raises(ValueError, match="told"):
+        with pytest.raises(ValueError, match="boom"):
             fail(script, "after forward", at=4)
     newest = checkpoints.list_checkpoints(tmp_path)[0]
     assert newest.step == 4
     state = checkpoints.load(tmp_path, newest.name).state
     with run_of(None) as (run, _):
-        undisturbed = batch_norm_job(run)
-        undisturbed.train(2, stop_after=4)
-        for name, value in undisturbed.model.module.state_dict().items():
+        uninterrupted = batch_norm_job(run)
+        uninterrupted.train(2, stop_after=4)
+        for name, value in uninterrupted.model.module.state_dict().items():
             assert torch.equal(state["model"]["model"][name], value), name
 
 
-def test_an_exception_after_the_update_leaves_no_half_step(tmp_path: Path) -> None:
-    """What follows an update in the script, such as a scheduler, was not done."""
-    with run_of(Checkpoints(tmp_path), error="ValueError: told") as (run, heard):
+def test_an_exception_after_the_update_saves_nothing(tmp_path: Path) -> None:
+    """Code that follows an update in the script, such as a scheduler, did not run."""
+    with run_of(Checkpoints(tmp_path), error="ValueError: boom") as (run, journal):
         script = batch_norm_job(run)
-        with pytest.raises(ValueError, match="told"):
+        with pytest.raises(ValueError, match="boom"):
             fail(script, "after update", at=4)
     assert steps_of(tmp_path) == []
-    assert "in the middle of an update" in heard.skipped[-1]
+    assert "in the middle of an update" in journal.skipped[-1]
 
 
 # -- worlds -------------------------------------------------------------------------------------
@@ -291,8 +291,8 @@ class Rank:
     """A saver in a world, without training."""
 
     def __init__(self, storage: checkpoints.Storage, rank: int, size: int) -> None:
-        self.heard = Heard()
-        self.saver = Saver(Checkpoints(storage, when=1), self.heard)
+        self.journal = EventRecorder()
+        self.saver = Saver(Checkpoints(storage, when=1), self.journal)
         self.job = JobState(seed=0)
         self.saver.resume(None, 1, 0)
         self.saver.enter(world(rank, size, 1), self.job)
@@ -312,9 +312,9 @@ class Rank:
 @pytest.fixture
 def ranks() -> Iterator[list[Rank]]:
     storage = MemoryStorage()
-    made = [Rank(storage, rank, 2) for rank in range(2)]
-    yield made
-    for rank in made:
+    created = [Rank(storage, rank, 2) for rank in range(2)]
+    yield created
+    for rank in created:
         rank.saver.close(0.0)
 
 
@@ -325,16 +325,16 @@ def storage_of(rank: Rank) -> checkpoints.Storage:
     return folder
 
 
-def test_a_save_of_a_world_that_broke_is_given_up_and_swept(ranks: list[Rank]) -> None:
+def test_a_save_of_a_broken_world_is_abandoned_and_collected(ranks: list[Rank]) -> None:
     survivor, _ = ranks
     survivor.save(5)  # its peer is gone, and never writes its share
-    survivor.saver.leave(broken=True)  # heard of between two steps: entered as if planned
+    survivor.saver.leave(broken=True)  # noticed between two steps, as in a planned change
     survivor.next_world(0, 1, broken=False)
     assert survivor.saver.wait(LONG_S)
-    assert survivor.heard.saved == [] and "stale" in survivor.heard.skipped[0]
+    assert survivor.journal.saved == [] and "stale" in survivor.journal.skipped[0]
     survivor.save(5)
     assert survivor.saver.wait(LONG_S)
-    assert survivor.heard.saved == [5], "the same step, in the world that it is in"
+    assert survivor.journal.saved == [5], "the same step, in the world that it is in"
     (name,) = [name for name in storage_of(survivor).list("") if "step-" in name]
     assert ".g2." in name
 
@@ -345,10 +345,10 @@ def test_a_save_is_completed_after_a_planned_change(ranks: list[Rank]) -> None:
     for number, rank in enumerate(ranks):
         rank.next_world(number, 2, broken=False)
     assert all(rank.saver.wait(LONG_S) for rank in ranks)
-    assert [rank.heard.saved for rank in ranks] == [[5], [5]]
+    assert [rank.journal.saved for rank in ranks] == [[5], [5]]
 
 
-def test_a_world_that_is_known_to_be_over_does_not_commit(ranks: list[Rank]) -> None:
+def test_a_superseded_world_does_not_commit(ranks: list[Rank]) -> None:
     for rank in ranks:
         rank.saver.is_superseded = lambda: True
         rank.save(5)
@@ -364,18 +364,18 @@ def test_a_world_without_permission_to_train_does_not_commit(ranks: list[Rank]) 
     assert steps_of(storage_of(ranks[0])) == []
 
 
-# -- the last one -------------------------------------------------------------------------------
+# -- the last save ------------------------------------------------------------------------------
 
 
 @pytest.fixture
-def hasty(monkeypatch: pytest.MonkeyPatch) -> None:
+def short_timeouts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(last_save, "LAST_SAVE_PEERS_S", 0.3)
     monkeypatch.setattr(last_save, "PEERS_FACTOR", 0.0)
     monkeypatch.setattr(last_save, "LAST_SAVE_TURN_S", 0.05)
 
 
-def test_the_last_save_of_a_rank_whose_peer_is_gone_is_whole(
-    ranks: list[Rank], hasty: None
+def test_the_last_save_is_complete_although_a_peer_is_gone(
+    ranks: list[Rank], short_timeouts: None
 ) -> None:
     rank = ranks[1]
     rank.job.progress.step = 7
@@ -384,7 +384,7 @@ def test_the_last_save_of_a_rank_whose_peer_is_gone_is_whole(
     assert (info.step, info.world_size) == (7, 1)
 
 
-def test_of_the_ranks_that_are_left_one_writes(ranks: list[Rank], hasty: None) -> None:
+def test_one_remaining_rank_writes_the_last_save(ranks: list[Rank], short_timeouts: None) -> None:
     for rank in ranks:
         rank.job.progress.step = 7
         rank.saver.leave(broken=True)
@@ -397,7 +397,7 @@ def test_of_the_ranks_that_are_left_one_writes(ranks: list[Rank], hasty: None) -
     assert steps_of(storage_of(ranks[0])) == [7]
 
 
-def test_together_all_ranks_write_their_share(ranks: list[Rank]) -> None:
+def test_all_ranks_write_their_shares_of_a_joint_last_save(ranks: list[Rank]) -> None:
     for rank in ranks:
         rank.job.progress.step = 7
     saves = [LastSave(rank.saver, rank.job, LONG_S) for rank in ranks]
@@ -412,7 +412,7 @@ def test_together_all_ranks_write_their_share(ranks: list[Rank]) -> None:
     assert (info.step, info.world_size) == (7, 2)
 
 
-def test_what_training_skipped_the_end_waits_for() -> None:
+def test_the_last_save_waits_for_a_free_buffer() -> None:
     gate = threading.Event()
 
     def hang(label: str) -> None:
@@ -425,28 +425,28 @@ def test_what_training_skipped_the_end_waits_for() -> None:
         rank.save(step)
     rank.job.progress.step = 3
     rank.saver.save(rank.job, wait_s=0.0)
-    assert "use all buffers" in rank.heard.skipped[-1]
+    assert "use all buffers" in rank.journal.skipped[-1]
     threading.Timer(0.1, gate.set).start()
     assert LastSave(rank.saver, rank.job, LONG_S).together()
     assert steps_of(storage) == [1, 2, 3]
     rank.saver.close(0.0)
 
 
-def test_a_save_that_the_end_of_the_job_overtakes_is_made_again() -> None:
-    """The last node is asked to leave just after the job was paused, and saved."""
+def test_a_save_superseded_by_the_end_of_the_job_is_repeated() -> None:
+    """The last node has to leave just after the job was paused and saved."""
     storage = MemoryStorage()
     rank = Rank(storage, 0, 1)
     rank.saver.is_superseded = lambda: True  # by the world without members
     rank.save(5)
     rank.saver.wait(LONG_S)
     rank.saver.poll()
-    assert "stale" in rank.heard.skipped[-1] and steps_of(storage) == []
+    assert "stale" in rank.journal.skipped[-1] and steps_of(storage) == []
     assert LastSave(rank.saver, rank.job, LONG_S).together()
     assert steps_of(storage) == [5]
     rank.saver.close(0.0)
 
 
-def test_a_disk_that_hangs_at_the_end_costs_the_budget_and_no_more() -> None:
+def test_a_hanging_disk_delays_the_end_only_by_the_budget() -> None:
     gate = threading.Event()
 
     def hang(label: str) -> None:
@@ -457,14 +457,14 @@ def test_a_disk_that_hangs_at_the_end_costs_the_budget_and_no_more() -> None:
     rank.job.progress.step = 7
     assert not LastSave(rank.saver, rank.job, 0.2).together()
     rank.saver.close(0.0)
-    assert "closed" in rank.heard.skipped[-1]
+    assert "closed" in rank.journal.skipped[-1]
     gate.set()
 
 
-def test_a_second_save_in_a_row_that_fails_is_a_warning(
+def test_two_consecutive_failed_saves_cause_a_warning(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    saver = Saver(Checkpoints(tmp_path / "ckpt"), Heard())
+    saver = Saver(Checkpoints(tmp_path / "ckpt"), EventRecorder())
     monkeypatch.setattr(get_logger(), "propagate", True)
     ends = [
         SaveStatus.FAILED,
@@ -479,8 +479,8 @@ def test_a_second_save_in_a_row_that_fails_is_a_warning(
                 step=step, name=f"step {step}", status=status, reason="disk is full"
             )
             saver.report(outcome)
-    said = {id(r): r.getMessage() for r in caplog.records if "were not saved" in r.getMessage()}
-    assert list(said.values()) == [
+    messages = {id(r): r.getMessage() for r in caplog.records if "were not saved" in r.getMessage()}
+    assert list(messages.values()) == [
         "the last 2 checkpoints were not saved (step 4: disk is full); training continues, but a "
         "restart would go back to step 2"
     ]

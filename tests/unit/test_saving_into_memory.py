@@ -1,4 +1,4 @@
-"""Saves into the node's memory beside those to disk: which steps, from where a job goes on."""
+"""Saves into the node's memory in addition to disk: at which steps, and where a job resumes."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from elastic.world.world import World
 
 
 class Job:
-    """As much of a job's state as a tier looks at."""
+    """The part of a job's state that a memory tier reads."""
 
     def __init__(self, step: int) -> None:
         self.progress = self
@@ -38,39 +38,39 @@ class Job:
 
 @pytest.fixture
 def host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[MemoryHost]:
-    made = MemoryHost(tmp_path / "memory", host="127.0.0.1")
-    monkeypatch.setenv(VARIABLE, str(made.folder))
-    yield made
-    made.close()
+    memory_host = MemoryHost(tmp_path / "memory", host="127.0.0.1")
+    monkeypatch.setenv(VARIABLE, str(memory_host.folder))
+    yield memory_host
+    memory_host.close()
 
 
-def tier(told: list[str], every_steps: int | None = 5) -> MemoryTier:
+def tier(reports: list[str], every_steps: int | None = 5) -> MemoryTier:
     return MemoryTier(
         MemoryInterval(every_steps, overhead=0.01, clock=SYSTEM_CLOCK, changed=lambda *_: None),
-        report=lambda name, reason: told.append(reason),
+        report=lambda name, reason: reports.append(reason),
         on_death=lambda reason: pytest.fail(reason),
         clock=SYSTEM_CLOCK,
     )
 
 
 def save(memory: MemoryTier, steps: range) -> None:
-    memory.waits = True  # at each boundary, until what was begun at an earlier one is written
+    memory.waits = True  # at each boundary, until the previous save is written
     for step in (*steps, steps[-1]):
         memory.at_boundary(Job(step), checkpoints.WriterGroup(nonce="aa"))  # type: ignore[arg-type]
 
 
-def test_it_saves_at_its_own_steps_and_keeps_the_newest(host: MemoryHost) -> None:
-    told: list[str] = []
-    memory = tier(told)
+def test_the_memory_tier_saves_at_its_interval_and_keeps_the_newest(host: MemoryHost) -> None:
+    reports: list[str] = []
+    memory = tier(reports)
     save(memory, range(1, 24))
     memory.close()
     listed = checkpoints.list_checkpoints(TieredStorage(memory_roots(host.folder)))
     assert [info.step for info in listed] == [20, 15, 10]
     assert listed[0].data_position == 20
-    assert told == []
+    assert reports == []
 
 
-def test_an_interval_that_is_chosen_counts_the_wait_for_the_writer(host: MemoryHost) -> None:
+def test_an_automatic_interval_includes_the_wait_for_the_writer(host: MemoryHost) -> None:
     memory = tier([], every_steps=None)
     save(memory, range(1, 22))
     assert memory.interval.needs_agreement
@@ -82,7 +82,7 @@ def test_an_interval_that_is_chosen_counts_the_wait_for_the_writer(host: MemoryH
     memory.close()
 
 
-def test_a_job_goes_on_from_the_newest_of_memory_and_disk(host: MemoryHost, tmp_path: Path) -> None:
+def test_a_job_resumes_from_the_newest_of_memory_and_disk(host: MemoryHost, tmp_path: Path) -> None:
     for step in (7, 12):
         checkpoints.save(tmp_path / "disk", Job(step).tree(), step=step, nonce="aa")
     memory = tier([])
@@ -109,34 +109,34 @@ def test_a_job_goes_on_from_the_newest_of_memory_and_disk(host: MemoryHost, tmp_
     assert steps == [12, 15]
 
 
-def test_without_a_host_disk_is_all_there_is_and_that_is_told_once(
+def test_a_missing_memory_host_is_reported_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv(VARIABLE, raising=False)
-    told: list[str] = []
-    save(tier(told), range(1, 20))
-    assert told == ["no agent hosts memory here: checkpoints are saved to disk only"]
+    reports: list[str] = []
+    save(tier(reports), range(1, 20))
+    assert reports == ["no agent hosts memory here: checkpoints are saved to disk only"]
     monkeypatch.setenv(VARIABLE, str(tmp_path / "gone"))
-    save(tier(told), range(1, 20))
-    assert len(told) == 2 and "cannot be used" in told[1]
+    save(tier(reports), range(1, 20))
+    assert len(reports) == 2 and "cannot be used" in reports[1]
 
 
-def test_memory_that_fails_is_told_once_and_stops_nothing(host: MemoryHost) -> None:
-    told: list[str] = []
-    memory = tier(told)
+def test_a_memory_failure_is_reported_once_and_saves_resume(host: MemoryHost) -> None:
+    reports: list[str] = []
+    memory = tier(reports)
     save(memory, range(5, 6))
     shutil.rmtree(host.folder / "own")
     (host.folder / "own").touch()  # nothing can be written below a file
     save(memory, range(6, 30))
-    assert len(told) == 1 and "memory: failed" in told[0]
+    assert len(reports) == 1 and "memory: failed" in reports[0]
     (host.folder / "own").unlink()
     save(memory, range(30, 31))
     memory.close()
-    assert len(told) == 1
+    assert len(reports) == 1
     listed = checkpoints.list_checkpoints(TieredStorage(memory_roots(host.folder)))
     assert [info.step for info in listed] == [30]
 
 
-def test_what_scripts_say() -> None:
+def test_a_memory_interval_of_zero_is_rejected() -> None:
     with pytest.raises(ConfigError, match="memory=0"):
         Checkpoints("f", memory=0)

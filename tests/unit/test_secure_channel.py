@@ -1,4 +1,4 @@
-"""The parts of an authenticated connection, without one."""
+"""The parts of an authenticated connection, tested without sockets."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from elastic.secure_channel.limits import LimitedReports, Limits, Unauthenticate
 KEY = SecretKey.generate()
 
 
-def test_the_examples_in_docstrings_are_true() -> None:
+def test_the_docstring_examples_pass() -> None:
     for module in pkgutil.iter_modules(elastic.secure_channel.__path__, "elastic.secure_channel."):
         assert doctest.testmod(importlib.import_module(module.name)).failed == 0
 
@@ -36,34 +36,34 @@ def test_the_examples_in_docstrings_are_true() -> None:
 # The handshake --------------------------------------------------------------------------------
 
 
-def meet(client: ClientHandshake, server: ServerHandshake) -> None:
+def perform_handshake(client: ClientHandshake, server: ServerHandshake) -> None:
     server.verify(client.answer(server.challenge(client.hello)))
 
 
-def test_both_ends_learn_who_the_other_is() -> None:
+def test_both_ends_learn_the_identity_of_the_peer() -> None:
     client, server = ClientHandshake(KEY, "ä"), ServerHandshake(KEY, "x" * MAX_IDENTITY)
-    meet(client, server)
+    perform_handshake(client, server)
     assert (client.peer, server.peer) == ("x" * MAX_IDENTITY, "ä")
 
 
-def test_another_key_is_noticed_by_the_client_first() -> None:
+def test_another_key_is_rejected_by_client_and_server() -> None:
     other = SecretKey.generate()
     with pytest.raises(AuthenticationError):
-        meet(ClientHandshake(other), ServerHandshake(KEY))
+        perform_handshake(ClientHandshake(other), ServerHandshake(KEY))
     server = ServerHandshake(KEY)
     server.challenge(ClientHandshake(other).hello)
     with pytest.raises(AuthenticationError):
         server.verify(bytes(32))
 
 
-def test_another_server_than_expected_is_noticed() -> None:
+def test_an_unexpected_server_identity_is_rejected() -> None:
     with pytest.raises(ProtocolError, match="now 'b', not 'a'"):
-        meet(ClientHandshake(KEY, expected="a"), ServerHandshake(KEY, "b"))
+        perform_handshake(ClientHandshake(KEY, expected="a"), ServerHandshake(KEY, "b"))
 
 
 @given(st.integers(0, 10_000), st.integers(0, 7))
-def test_a_single_bit_that_is_changed_on_the_way_is_noticed(place: int, bit: int) -> None:
-    """Of any of the three frames."""
+def test_a_single_flipped_bit_is_detected(place: int, bit: int) -> None:
+    """In any of the three frames."""
     client, server = ClientHandshake(KEY, "client"), ServerHandshake(KEY, "server")
     sizes = len(client.hello), len(server.challenge(client.hello)), 32
 
@@ -80,7 +80,7 @@ def test_a_single_bit_that_is_changed_on_the_way_is_noticed(place: int, bit: int
 
 
 @given(st.binary(max_size=MAX_FRAME))
-def test_garbage_is_a_protocol_error(data: bytes) -> None:
+def test_random_bytes_are_a_protocol_error(data: bytes) -> None:
     with pytest.raises(ProtocolError):
         ServerHandshake(KEY).challenge(data)
     with pytest.raises(ProtocolError):
@@ -91,15 +91,15 @@ def test_garbage_is_a_protocol_error(data: bytes) -> None:
         server.verify(data)
 
 
-def test_it_costs_less_than_a_recovery_would_notice() -> None:
-    """Both ends' work; promised are 5 ms per recovery."""
+def test_a_handshake_takes_less_than_5_ms() -> None:
+    """CPU time of both ends; the promise is at most 5 ms per recovery."""
     began = time.process_time()
     for _ in range(100):
-        meet(ClientHandshake(KEY, "a"), ServerHandshake(KEY, "b"))
+        perform_handshake(ClientHandshake(KEY, "a"), ServerHandshake(KEY, "b"))
     assert (time.process_time() - began) / 100 < 0.005
 
 
-def test_a_key_is_not_pickled() -> None:
+def test_a_key_cannot_be_pickled() -> None:
     with pytest.raises(TypeError, match="not pickled"):
         pickle.dumps(KEY)
 
@@ -108,19 +108,19 @@ def test_a_key_is_not_pickled() -> None:
 
 
 @given(st.lists(st.binary(max_size=20)), st.integers(1, 30))
-def test_frames_come_whole_however_they_are_cut(payloads: list[bytes], size: int) -> None:
+def test_frames_are_reassembled_from_any_fragments(payloads: list[bytes], size: int) -> None:
     sent = b"".join(map(frame, payloads)) + frame(b"half a frame")[:7]
-    reader, heard = FrameReader(20), list[bytes]()
+    reader, received = FrameReader(20), list[bytes]()
     for start in range(0, len(sent), size):
         reader.feed(sent[start : start + size])
         while (payload := reader.next()) is not None:
-            heard.append(payload)
-    assert heard == payloads
+            received.append(payload)
+    assert received == payloads
     assert reader.is_partial and reader.missing == 9
     assert reader.take(100) == frame(b"half a frame")[:7]
 
 
-def test_a_frame_is_refused_before_it_is_there() -> None:
+def test_an_oversized_frame_is_rejected_before_it_arrives() -> None:
     reader = FrameReader(20)
     reader.feed((21).to_bytes(4, "big"))
     with pytest.raises(ProtocolError, match="21 bytes, more than 20"):
@@ -146,18 +146,18 @@ def test_a_frame_is_refused_before_it_is_there() -> None:
         b'{"a": "\x00"}',
     ],
 )
-def test_what_is_no_message_is_a_protocol_error(text: bytes) -> None:
+def test_an_invalid_message_is_a_protocol_error(text: bytes) -> None:
     with pytest.raises(ProtocolError):
         strict_json.decode(text)
 
 
-def test_brackets_in_texts_are_no_depth() -> None:
+def test_brackets_in_strings_do_not_count_as_nesting() -> None:
     message = {"a": '[{"' * 100, "b": "\\" * 7 + '"[', "c": [[[[1]]]]}
     assert strict_json.decode(strict_json.encode(message)) == message
 
 
 @given(st.binary())
-def test_decoding_raises_nothing_else(data: bytes) -> None:
+def test_decoding_raises_only_protocol_errors(data: bytes) -> None:
     try:
         strict_json.decode(data)
     except ProtocolError:
@@ -169,7 +169,7 @@ def test_decoding_raises_nothing_else(data: bytes) -> None:
 LIMITS = Limits(frame_bytes=1, pending_connections=3, pending_per_address=2)
 
 
-def test_the_oldest_makes_room_once_it_has_had_its_time() -> None:
+def test_the_oldest_pending_connection_is_evicted_after_its_time() -> None:
     pending = Unauthenticated[str](LIMITS)
     for number, name in enumerate("abc"):
         assert pending.room_in_s(number) == 0.0 and pending.to_evict() is None
@@ -177,11 +177,11 @@ def test_the_oldest_makes_room_once_it_has_had_its_time() -> None:
     assert pending.to_evict() == "a"
     assert pending.room_in_s(0.01) == pytest.approx(0.04)
     assert pending.room_in_s(3.0) == 0.0
-    pending.discard("b")  # it has proved itself
+    pending.discard("b")  # it has authenticated
     assert pending.to_evict() is None and list(pending) == ["a", "c"]
 
 
-def test_an_address_makes_room_for_itself() -> None:
+def test_an_address_over_its_limit_evicts_its_own_connection() -> None:
     pending = Unauthenticated[str](LIMITS)
     pending.add("good", "other", 0.0)
     pending.add("a", "bad", 1.0)
@@ -191,7 +191,7 @@ def test_an_address_makes_room_for_itself() -> None:
     assert pending.to_evict_of("new") is None
 
 
-def test_a_flood_of_reports_is_a_line_now_and_then() -> None:
+def test_a_flood_of_reports_is_rate_limited() -> None:
     lines, now_s = list[str](), [0.0]
     report = LimitedReports(lines.append, every_s=10.0, monotonic=lambda: now_s[0])
     for _ in range(100):

@@ -1,4 +1,4 @@
-"""TLS between nodes: which files are taken, when they are read again, and bytes over the hub."""
+"""TLS between nodes: which files are accepted, when they are reloaded, and data over the hub."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def files_of(authority: Authority, name: str = "node", **issue: Any) -> TlsFiles
 
 @pytest.mark.parametrize("name", ["cacert", "cert", "key"])
 @pytest.mark.parametrize("content", [None, b"", b"not PEM"], ids=["missing", "empty", "noise"])
-def test_files_that_are_none_are_named(
+def test_invalid_certificate_files_are_named(
     files: TlsFiles, tmp_path: Path, name: str, content: bytes | None
 ) -> None:
     path = tmp_path / "other.pem"
@@ -65,14 +65,14 @@ def test_files_that_are_none_are_named(
     assert f"node_{name}={path}" in caught.value.message and caught.value.remedy
 
 
-def test_a_key_of_another_certificate_is_refused(authority: Authority, files: TlsFiles) -> None:
+def test_a_key_of_another_certificate_is_rejected(authority: Authority, files: TlsFiles) -> None:
     other = authority.issue("other")
     with pytest.raises(CertificateError, match="is not the key of node_cert") as caught:
         Tls(replace(files, key=other.key))
     assert other.key in caught.value.message and files.cert in caught.value.message
 
 
-def test_an_encrypted_key_is_refused_and_nobody_is_asked(files: TlsFiles, tmp_path: Path) -> None:
+def test_an_encrypted_key_is_rejected_without_a_prompt(files: TlsFiles, tmp_path: Path) -> None:
     path = tmp_path / "encrypted.key"
     key = serialization.load_pem_private_key(Path(files.key).read_bytes(), None)
     encryption = serialization.BestAvailableEncryption(b"password")
@@ -83,7 +83,7 @@ def test_an_encrypted_key_is_refused_and_nobody_is_asked(files: TlsFiles, tmp_pa
 
 
 @pytest.mark.parametrize(
-    ("issue", "said", "remedy"),
+    ("issue", "reason", "remedy"),
     [
         ({"hours": (-2, -1)}, "expired", "renew"),
         ({"hours": (1, 2)}, "not yet valid", "clock"),
@@ -91,17 +91,17 @@ def test_an_encrypted_key_is_refused_and_nobody_is_asked(files: TlsFiles, tmp_pa
         ({"uses": [ExtendedKeyUsageOID.CLIENT_AUTH]}, "purpose", "server auth and client auth"),
     ],
 )
-def test_a_certificate_that_others_would_refuse_is_refused_here(
-    authority: Authority, issue: dict[str, Any], said: str, remedy: str
+def test_a_certificate_that_peers_would_reject_is_rejected(
+    authority: Authority, issue: dict[str, Any], reason: str, remedy: str
 ) -> None:
     files = files_of(authority, **issue)
     with pytest.raises(CertificateError) as caught:
         Tls(files)
-    assert files.cert in caught.value.message and said in caught.value.message
+    assert files.cert in caught.value.message and reason in caught.value.message
     assert remedy in caught.value.remedy
 
 
-def test_a_certificate_of_another_authority_is_refused(files: TlsFiles, tmp_path: Path) -> None:
+def test_a_certificate_of_another_authority_is_rejected(files: TlsFiles, tmp_path: Path) -> None:
     other = Authority(tmp_path, "other")
     with pytest.raises(CertificateError, match="node_cacert") as caught:
         Tls(replace(files, cacert=other.cacert))
@@ -112,7 +112,7 @@ def test_a_certificate_of_another_authority_is_refused(files: TlsFiles, tmp_path
 
 
 class Echo(Handler):
-    """Sends back what comes; a connection whose first message is ``detach`` is given away."""
+    """Echoes messages; a connection whose first message is ``detach`` is detached."""
 
     def __init__(self, tls: Tls | None, *, unsent_bytes: int = 2 * LARGEST) -> None:
         self.lines: list[str] = []
@@ -156,10 +156,10 @@ def tls(files: TlsFiles) -> Tls:
 
 @pytest.fixture
 def echo(tls: Tls) -> Iterator[Echo]:
-    made = Echo(tls)
-    yield made
-    made.hub.close()
-    assert made.errors == []
+    echo_server = Echo(tls)
+    yield echo_server
+    echo_server.hub.close()
+    assert echo_server.errors == []
 
 
 def connect(echo: Echo, tls: Tls | None) -> Channel:
@@ -173,8 +173,8 @@ def connect(echo: Echo, tls: Tls | None) -> Channel:
     return channel
 
 
-def test_messages_of_all_sizes_come_back(echo: Echo, tls: Tls) -> None:
-    """Also more than a record, and more than what the kernel takes: the hub waits, and goes on."""
+def test_messages_of_all_sizes_are_echoed(echo: Echo, tls: Tls) -> None:
+    """Even larger than a TLS record or the socket buffers: the hub waits, and continues."""
     channel = connect(echo, tls)
     for size in (0, 1, 16_383, 16_384, 16_385, 100_000, LARGEST):
         payload = os.urandom(size)
@@ -183,17 +183,17 @@ def test_messages_of_all_sizes_come_back(echo: Echo, tls: Tls) -> None:
     channel.close()
 
 
-def test_a_client_that_reads_late_gets_everything_in_order(echo: Echo, tls: Tls) -> None:
+def test_a_slow_reader_receives_everything_in_order(echo: Echo, tls: Tls) -> None:
     channel, parts = connect(echo, tls), [os.urandom(size) for size in (500_000, 3, 70_000) * 3]
     everything = b"".join(frame(part) for part in parts)
     sender = threading.Thread(target=channel.send_bytes, args=(everything,), name="sender")
     sender.start()
-    sender.join()  # nothing was read yet: it waits in the hub
+    sender.join()  # nothing is read yet: the data waits in the hub
     assert [channel.receive_frame(LARGEST) for _ in parts] == parts
     channel.close()
 
 
-def test_a_client_that_never_reads_is_let_go(tls: Tls) -> None:
+def test_a_client_that_never_reads_is_disconnected(tls: Tls) -> None:
     echo = Echo(tls, unsent_bytes=1 << 20)
     channel = connect(echo, tls)
     with pytest.raises(OSError):
@@ -204,8 +204,8 @@ def test_a_client_that_never_reads_is_let_go(tls: Tls) -> None:
     assert any("unread" in line for line in echo.lines)
 
 
-def test_a_connection_that_is_given_away_goes_on_in_another_thread(echo: Echo, tls: Tls) -> None:
-    """With what had been sent behind the message that led to it, decrypted already or not."""
+def test_a_detached_connection_continues_in_another_thread(echo: Echo, tls: Tls) -> None:
+    """With the data that was sent after the detaching message, decrypted or not."""
     channel, bulk = connect(echo, tls), os.urandom(300_000)
     channel.send_frame(b"detach")
     channel.send({"behind": 1})
@@ -232,7 +232,7 @@ def test_cut_from_another_thread_ends_a_wait(echo: Echo, tls: Tls) -> None:
     channel.close()
 
 
-def test_a_wait_is_looked_at_and_a_half_received_message_is_completed(echo: Echo, tls: Tls) -> None:
+def test_a_wait_interrupted_by_its_callback_can_be_repeated(echo: Echo, tls: Tls) -> None:
     looks: list[int] = []
 
     def look() -> None:
@@ -263,40 +263,40 @@ def test_hubs_connect_to_each_other(echo: Echo, tls: Tls) -> None:
     assert echo.closed_ones.get(timeout=DEADLINE_S)
 
 
-# -- one with, one without ----------------------------------------------------------------------
+# -- TLS at one end only ------------------------------------------------------------------------
 
 
-def said_by(echo: Echo) -> str:
+def log_of(echo: Echo) -> str:
     echo.hub.close()
     return "\n".join(echo.lines)
 
 
-def test_a_client_without_tls_is_told_and_so_is_the_server(tls: Tls) -> None:
+def test_a_client_without_tls_is_reported_by_both_ends(tls: Tls) -> None:
     echo = Echo(tls)
     with pytest.raises(TlsError, match="it speaks TLS, and this node does not: set node_cacert"):
         connect(echo, None)
-    assert "does not speak TLS" in said_by(echo) and "node_key" in said_by(echo)
+    assert "does not speak TLS" in log_of(echo) and "node_key" in log_of(echo)
 
 
-def test_a_server_without_tls_is_told_and_so_is_the_client(tls: Tls) -> None:
+def test_a_server_without_tls_is_reported_by_both_ends(tls: Tls) -> None:
     echo = Echo(None)
     with pytest.raises(ConnectionResetError) as caught:
         connect(echo, tls)
-    assert "it speaks TLS, and this node does not: set node_cacert" in said_by(echo)
+    assert "it speaks TLS, and this node does not: set node_cacert" in log_of(echo)
     assert caught.value.errno is not None or "node without TLS" in str(caught.value)
 
 
 @pytest.mark.parametrize("outer_has_tls", [True, False])
-def test_hubs_with_and_without_tls_both_say_so(tls: Tls, outer_has_tls: bool) -> None:
+def test_a_tls_mismatch_between_hubs_is_reported_by_both(tls: Tls, outer_has_tls: bool) -> None:
     outer, inner = Echo(tls if outer_has_tls else None), Echo(None if outer_has_tls else tls)
     outer.hub.post(
         lambda: outer.hub.connect("127.0.0.1", inner.port, expected="echo", within_s=DEADLINE_S)
     )
     assert not outer.closed_ones.get(timeout=DEADLINE_S).was_open
     assert not inner.closed_ones.get(timeout=DEADLINE_S).was_open
-    assert "TLS" in said_by(inner) and "node_cacert" in said_by(inner)
+    assert "TLS" in log_of(inner) and "node_cacert" in log_of(inner)
     if not outer_has_tls:
-        assert "it speaks TLS" in said_by(outer) and "node_cacert" in said_by(outer)
+        assert "it speaks TLS" in log_of(outer) and "node_cacert" in log_of(outer)
     outer.hub.close()
 
 
@@ -304,14 +304,14 @@ def test_hubs_with_and_without_tls_both_say_so(tls: Tls, outer_has_tls: bool) ->
 
 
 def point_at(link: Path, target: str) -> None:
-    """As Kubernetes does it: another link, renamed over the old one."""
+    """Replace a symlink as Kubernetes does: create a new one, and rename it over the old one."""
     fresh = link.with_suffix(".new")
     fresh.symlink_to(target)
     fresh.replace(link)
 
 
-def test_changed_files_count_for_new_connections(tmp_path: Path) -> None:
-    """A new authority with a new pair: who has the old one is refused, without a restart."""
+def test_changed_certificate_files_apply_to_new_connections(tmp_path: Path) -> None:
+    """A new authority and pair: a peer with the old ones is rejected, without a restart."""
     (tmp_path / "a").mkdir()
     (tmp_path / "b").mkdir()
     old, new = (
@@ -326,7 +326,7 @@ def test_changed_files_count_for_new_connections(tmp_path: Path) -> None:
     echo = Echo(tls)
     first = connect(echo, Tls(old))
 
-    # One after the other: halves of pairs are not used, and not fatal.
+    # One after the other: an incomplete pair is not used, and is not fatal.
     point_at(Path(mounted.cert), new.cert)
     connect(echo, Tls(old)).close()
     assert len(lines) == 1 and "node_key" in lines[0] and "previous ones" in lines[0]
@@ -354,7 +354,7 @@ def test_unchanged_files_are_loaded_once(tls: Tls, monkeypatch: pytest.MonkeyPat
     echo.hub.close()
 
 
-def test_files_that_cannot_be_used_are_not_tried_for_every_connection(
+def test_invalid_files_are_not_reloaded_for_every_connection(
     files: TlsFiles, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     now_s, lines, loads = [0.0], list[str](), list[TlsFiles]()

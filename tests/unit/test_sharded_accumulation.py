@@ -1,4 +1,4 @@
-"""Gradients that FSDP2 keeps to itself (``set_requires_gradient_sync``) are open steps, too."""
+"""Unreduced gradients of FSDP2 (``set_requires_gradient_sync``) keep a step open."""
 
 from __future__ import annotations
 
@@ -20,31 +20,31 @@ from elastic.training.checkpointing.options import Checkpoints
 from elastic.training.run import Run
 
 SAME, MIXED = MixedPrecisionPolicy(), MixedPrecisionPolicy(torch.float32, torch.float64)
-Made = tuple[Any, torch.optim.Optimizer]
+ModelAndOptimizer = tuple[Any, torch.optim.Optimizer]
 
 
-def sharded(mesh: DeviceMesh, policy: MixedPrecisionPolicy) -> Made:
+def sharded(mesh: DeviceMesh, policy: MixedPrecisionPolicy) -> ModelAndOptimizer:
     model: Any = fully_shard(network(), mesh=mesh, mp_policy=policy)
     return model, torch.optim.AdamW(model.parameters(), lr=0.01)
 
 
-def wrapped(run: Run, policy: MixedPrecisionPolicy) -> Callable[[], Made]:
+def wrapped(run: Run, policy: MixedPrecisionPolicy) -> Callable[[], ModelAndOptimizer]:
     model, optimizer = sharded(run.mesh["shard"], policy)
     run.wrap(model)
     run.track(optimizer=optimizer)
     return lambda: (model, optimizer)
 
 
-def built(run: Run, policy: MixedPrecisionPolicy) -> Callable[[], Made]:
+def built(run: Run, policy: MixedPrecisionPolicy) -> Callable[[], ModelAndOptimizer]:
     return lambda: run.build(lambda mesh: sharded(mesh, policy))
 
 
 @pytest.mark.parametrize("policy", [SAME, MIXED], ids=["same", "mixed"])
 @pytest.mark.parametrize(("way", "mesh"), [(wrapped, {"shard": 1}), (built, None)])
-def test_a_step_is_open_while_its_gradients_are_not_reduced(
+def test_a_step_stays_open_until_its_gradients_are_reduced(
     tmp_path: Path, way: Any, mesh: dict[str, int] | None, policy: MixedPrecisionPolicy
 ) -> None:
-    """A save, or a return, between two steps that share gradients would lose those of the first."""
+    """A save or a return between two steps that share gradients would lose the first step's."""
     opened = []
     with run_of(Checkpoints(folder=tmp_path, when=1, memory=False), mesh=mesh) as run:
         parts, make = parts_of(run), way(run, policy)
@@ -65,7 +65,7 @@ def test_a_step_is_open_while_its_gradients_are_not_reduced(
     assert opened == [None, 0, None, 2, None, 4]
 
 
-def test_shares_that_change_between_passes_of_one_reduction_are_refused(tmp_path: Path) -> None:
+def test_changed_shares_within_one_reduction_are_rejected(tmp_path: Path) -> None:
     with run_of(None, mesh={"shard": 1}, clean=False) as run:
         model, _ = wrapped(run, SAME)()
         module = parts_of(run).job.modules["model"]
@@ -90,10 +90,10 @@ def of_shards(model: Any) -> None:
 
 
 @pytest.mark.parametrize("change", [of_dtensors, of_shards])
-def test_weights_that_the_script_changes_by_itself_are_noticed_in_any_step(
+def test_weight_changes_by_the_script_are_detected_in_any_step(
     tmp_path: Path, change: Callable[[Any], None]
 ) -> None:
-    """Not only in those in which contents are compared: 0, 1, 2, 4, 8, …"""
+    """Not only in steps in which contents are compared: 0, 1, 2, 4, 8, …"""
     learned = []
     with run_of(Checkpoints(folder=tmp_path, when=1, memory=False), mesh={"shard": 1}) as run:
         parts, (model, optimizer) = parts_of(run), wrapped(run, SAME)()

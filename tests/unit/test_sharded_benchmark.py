@@ -1,4 +1,4 @@
-"""What benchmarks/sharded.py makes of a ledger, and its raw stream."""
+"""The analysis of a ledger in benchmarks/sharded.py, and its raw stream."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def done(generation: int, step: int, rank: int, time_s: float) -> LedgerStep:
     return LedgerStep(generation, step, 0, rank, f"node{rank // 2}", (), time_s)
 
 
-def test_a_pause_ends_with_the_slowest_rank_of_a_node_and_counts_where_it_ends(
+def test_a_pause_ends_with_the_slowest_rank_of_a_node(
     sharded: Any,
 ) -> None:
     times = {1: 10.0, 2: 10.1, 3: 11.0, 4: 11.6, 5: 12.5}
@@ -44,7 +44,7 @@ def test_a_pause_ends_with_the_slowest_rank_of_a_node_and_counts_where_it_ends(
     assert sharded.pause_of(ledger, {"node0"}, 20.0, 30.0) == 0.0
 
 
-def test_steps_that_a_later_world_begins_with_again_are_counted_once(sharded: Any) -> None:
+def test_steps_repeated_by_a_later_world_are_counted_once(sharded: Any) -> None:
     starts = (Start(1, 0, 0, 2, "node0", 0.0), Start(2, 2, 0, 2, "node0", 5.0))
     steps = [done(1, step, rank, 1.0) for step in range(4) for rank in (0, 1)]
     again = RunLedger(starts=starts, steps=(*steps, done(2, 2, 0, 6.0)))
@@ -58,16 +58,14 @@ def test_the_raw_stream_moves_bytes_between_pairs_of_processes(sharded: Any) -> 
     assert sharded.raw_rate(2, 5 << 20, is_new=True) > 0.0
 
 
-def test_the_time_of_a_step_is_within_one_world_and_of_the_slowest_rank(sharded: Any) -> None:
+def test_the_step_time_is_that_of_the_slowest_rank_within_one_world(sharded: Any) -> None:
     steps = [done(1, step, 0, 1.0 * step) for step in range(4)]
     steps += [done(1, step, 1, 1.0 * step + 0.1) for step in range(4)]
     steps += [done(2, step, 0, 100.0 + 3.0 * step) for step in (4, 5)]
     assert sharded.step_time(RunLedger(steps=tuple(steps))) == pytest.approx(1.0)
 
 
-def test_a_recovery_is_that_into_the_first_world_after_a_death(
-    sharded: Any, tmp_path: Path
-) -> None:
+def test_only_the_first_recovery_after_a_death_is_measured(sharded: Any, tmp_path: Path) -> None:
     folder = tmp_path / "journal"
     folder.mkdir()
     job = SimpleNamespace(cluster=SimpleNamespace(folder=tmp_path))
@@ -82,7 +80,7 @@ def test_a_recovery_is_that_into_the_first_world_after_a_death(
     assert sharded.recovery_of(job, 3, 1) == pytest.approx(0.2)
 
 
-def test_a_transfer_ends_with_its_slowest_rank_and_counts_the_bytes_of_all(sharded: Any) -> None:
+def test_a_transfer_rate_uses_all_bytes_and_the_slowest_rank(sharded: Any) -> None:
     mib = 1 << 20
     received = [
         {"sources": [0, 2], "bytes": 100 * mib, "duration_s": 0.5},
@@ -90,4 +88,4 @@ def test_a_transfer_ends_with_its_slowest_rank_and_counts_the_bytes_of_all(shard
     ]
     found = sharded.transfer_of(received)
     assert found.rate == 200.0
-    assert (found.pairs, found.sources) == (2, 1)  # of one position the fewest
+    assert (found.pairs, found.sources) == (2, 1)  # the minimum over all ranks

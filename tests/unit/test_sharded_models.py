@@ -1,4 +1,4 @@
-"""Sharded models are refused by name, at every way into the harness, before anything changes."""
+"""Sharded models are rejected by name, at every entry point, before anything changes."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ INSTEAD = "docs/how-to/sharded.md"
 
 @pytest.fixture
 def mesh() -> Iterator[DeviceMesh]:
-    """Of a process group that the script has made by itself, as FSDP's scripts do."""
+    """A mesh of a process group that the script created, as FSDP scripts do."""
     dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
     yield init_device_mesh("cpu", (1,), mesh_dim_names=("shard",))
     if dist.is_initialized():
@@ -34,7 +34,7 @@ def mesh() -> Iterator[DeviceMesh]:
 
 @pytest.fixture
 def run(mesh: DeviceMesh) -> Iterator[Run]:
-    """A run of that group."""
+    """A run in that process group."""
     with process(clean=False) as run:
         yield run
 
@@ -89,7 +89,7 @@ def test_wrap_and_track_name_the_sharded_part(
     assert not job.modules and not job.tracked
 
 
-def test_an_optimizer_over_sharded_parameters_is_refused_by_their_names(
+def test_an_optimizer_over_sharded_parameters_is_rejected_by_name(
     run: Run, mesh: DeviceMesh
 ) -> None:
     module = fsdp2(mesh)
@@ -107,13 +107,13 @@ def test_an_optimizer_over_sharded_parameters_is_refused_by_their_names(
         run.track(scheduler=scheduler)
 
 
-def test_an_optimizer_of_fsdp1_is_refused(run: Run, mesh: DeviceMesh) -> None:
+def test_an_fsdp1_optimizer_is_rejected(run: Run, mesh: DeviceMesh) -> None:
     module = fsdp1_inside(mesh).get_submodule("1")
     with refused("is the flat parameter of a FullyShardedDataParallel (FSDP1)"):
         run.track(optimizer=torch.optim.SGD(module.parameters(), lr=0.1))
 
 
-def test_an_optimizer_made_before_sharding_is_named(run: Run, mesh: DeviceMesh) -> None:
+def test_an_optimizer_created_before_sharding_is_named(run: Run, mesh: DeviceMesh) -> None:
     module = network()
     run.track(optimizer=torch.optim.SGD(module.parameters(), lr=0.1))
     fully_shard(module, mesh=mesh)
@@ -122,7 +122,7 @@ def test_an_optimizer_made_before_sharding_is_named(run: Run, mesh: DeviceMesh) 
 
 
 @pytest.mark.parametrize("sharded", ["module", "wrapped"])
-def test_sharding_after_wrap_is_refused_before_the_first_step(
+def test_sharding_after_wrap_is_rejected_before_the_first_step(
     run: Run, mesh: DeviceMesh, sharded: str
 ) -> None:
     script = job(run)
@@ -133,10 +133,10 @@ def test_sharding_after_wrap_is_refused_before_the_first_step(
     assert not parts_of(run).lifecycle.is_restored
 
 
-def test_sharding_within_the_loop_is_refused_at_the_next_optimizer_step(
+def test_sharding_in_the_loop_is_rejected_at_the_next_optimizer_step(
     run: Run, mesh: DeviceMesh
 ) -> None:
-    """The optimizer has the parameters from before, which get no gradients any more."""
+    """The optimizer holds the old parameters, which receive no more gradients."""
     script = job(run)
 
     def shard_and_train(script: Job) -> None:
@@ -151,7 +151,7 @@ def test_sharding_within_the_loop_is_refused_at_the_next_optimizer_step(
     assert parts_of(run).job.progress.step == 2
 
 
-def test_an_unwrapped_sharded_model_is_refused_at_its_first_step(
+def test_an_unwrapped_sharded_model_is_rejected_at_its_first_step(
     run: Run, mesh: DeviceMesh
 ) -> None:
     script, module = job(run), fsdp2(mesh)
@@ -164,7 +164,7 @@ def test_an_unwrapped_sharded_model_is_refused_at_its_first_step(
 
 
 class AppState:
-    """As in the tutorials of torch.distributed.checkpoint: a sharded model's state."""
+    """A sharded model's state, as in the tutorials of torch.distributed.checkpoint."""
 
     def __init__(self, module: nn.Module) -> None:
         self.module = module
@@ -176,9 +176,7 @@ class AppState:
         self.module.load_state_dict(state["model"])
 
 
-def test_sharded_state_of_another_object_is_refused_before_it_is_restored_or_saved(
-    run: Run, mesh: DeviceMesh
-) -> None:
+def test_sharded_state_of_a_tracked_object_is_rejected(run: Run, mesh: DeviceMesh) -> None:
     script = job(run)
     run.track(app=AppState(fsdp2(mesh)))
     with refused("the job's state is sharded: /tracked/app/model/0.weight is a DTensor"):
@@ -187,5 +185,5 @@ def test_sharded_state_of_another_object_is_refused_before_it_is_restored_or_sav
         parts_of(run).job.tree()
 
 
-def test_plain_models_beside_a_mesh_train(run: Run, mesh: DeviceMesh) -> None:
+def test_plain_models_train_although_a_mesh_exists(run: Run, mesh: DeviceMesh) -> None:
     assert job(run).train(1) > 0

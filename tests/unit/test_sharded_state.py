@@ -1,4 +1,4 @@
-"""The state of a sharded model on one rank: sent, copied and read as this rank's shards."""
+"""The state of a sharded model on one rank: sent, copied and read as shards of this rank."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def step(model: nn.Module, optimizer: Any) -> None:
 
 
 def values(job: JobState) -> dict[str, torch.Tensor]:
-    """Copies of this rank's part of everything."""
+    """Copies of this rank's part of the state."""
     _, tensors = pack(job.tree())
     return {name: tensor.clone() for name, tensor in tensors.items()}
 
@@ -76,7 +76,7 @@ def assert_equal(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -
         torch.testing.assert_close(one[name], other[name], rtol=0, atol=0)
 
 
-def test_a_state_is_taken_over_as_plain_tensors_and_json(mesh: DeviceMesh) -> None:
+def test_a_state_is_transferred_as_plain_tensors_and_json(mesh: DeviceMesh) -> None:
     sender, *_ = trained(mesh, 1)
     receiver, model, _ = trained(mesh, 2, steps=0)
     node, tensors = pack(sender.tree())
@@ -89,7 +89,7 @@ def test_a_state_is_taken_over_as_plain_tensors_and_json(mesh: DeviceMesh) -> No
     assert all(isinstance(p, DTensor) for p in model.parameters())
 
 
-def test_a_state_is_received_into_the_weights_of_a_job_that_it_fits(mesh: DeviceMesh) -> None:
+def test_a_compatible_state_is_received_in_place(mesh: DeviceMesh) -> None:
     sender, *_ = trained(mesh, 1)
     receiver, model, _ = trained(mesh, 2, steps=0)
     node, tensors = pack(sender.tree())
@@ -106,7 +106,7 @@ def test_a_state_is_received_into_the_weights_of_a_job_that_it_fits(mesh: Device
     assert_equal(values(receiver), values(sender))
 
 
-def test_no_weights_are_given_for_a_state_that_would_be_refused(mesh: DeviceMesh) -> None:
+def test_an_incompatible_state_is_not_received_in_place(mesh: DeviceMesh) -> None:
     sender, *_ = trained(mesh, 1)
     node, tensors = pack(sender.tree())
     specs = specs_of(tensors)
@@ -122,7 +122,7 @@ def test_no_weights_are_given_for_a_state_that_would_be_refused(mesh: DeviceMesh
     assert own_memory(node, specs, narrow) == {}
 
 
-def test_only_a_rank_without_a_state_lets_go_of_its_weights_and_is_torn_until_it_has_all(
+def test_only_the_weights_of_a_rank_without_state_are_overwritten(
     mesh: DeviceMesh,
 ) -> None:
     job, *_ = trained(mesh, 1, steps=0)
@@ -134,14 +134,14 @@ def test_only_a_rank_without_a_state_lets_go_of_its_weights_and_is_torn_until_it
     progress.begin_taking_over()
     torn = progress.rank_state("world")
     assert (torn.tag, torn.is_torn) == (None, True)
-    assert progress.can_spare_weights(arriving)  # they are garbage: the next source may write, too
+    assert progress.can_spare_weights(arriving)  # torn: another source may overwrite them
     progress.took_over(arriving)
     taken = progress.rank_state("world")
     assert (taken.tag, taken.is_torn) == (arriving, False)
     assert not progress.can_spare_weights(Tag(generation=2, step=8))
 
 
-def test_an_undone_step_leaves_weights_and_moments_as_they_were(mesh: DeviceMesh) -> None:
+def test_an_undone_step_restores_weights_and_moments(mesh: DeviceMesh) -> None:
     job, model, optimizer = trained(mesh, 1)
     module, before, copies = job.modules["model"], values(job), WeightCopies()
     copies.take(module.local_parameters, [optimizer])
@@ -151,7 +151,7 @@ def test_an_undone_step_leaves_weights_and_moments_as_they_were(mesh: DeviceMesh
     assert_equal(values(job), before)
 
 
-def test_a_checkpoint_is_read_into_shards_that_a_new_job_has_no_moments_for_yet(
+def test_a_checkpoint_is_loaded_into_a_job_without_moments(
     mesh: DeviceMesh, tmp_path: Path
 ) -> None:
     saved, *_ = trained(mesh, 1)
@@ -166,7 +166,7 @@ def test_a_checkpoint_is_read_into_shards_that_a_new_job_has_no_moments_for_yet(
     assert_equal(values(fresh), values(saved))
 
 
-def test_a_sharded_average_is_wrapped_and_not_tracked(mesh: DeviceMesh) -> None:
+def test_tracking_a_sharded_average_is_rejected_with_a_hint(mesh: DeviceMesh) -> None:
     job, *_ = trained(mesh, 1, steps=0)
     average = nn.Linear(4, 2)
     fully_shard(average, mesh=mesh["shard"])
@@ -176,8 +176,8 @@ def test_a_sharded_average_is_wrapped_and_not_tracked(mesh: DeviceMesh) -> None:
     assert "elastic.join" not in str(caught.value), "it is used already"
 
 
-def test_a_module_on_a_mesh_of_other_ranks_is_refused(mesh: DeviceMesh) -> None:
-    """By ranks: a flattened dimension has a name of its own."""
+def test_a_module_on_a_mesh_of_other_ranks_is_rejected(mesh: DeviceMesh) -> None:
+    """Compared by ranks: a flattened dimension has its own name."""
     model = nn.Linear(4, 2)
     fully_shard(model, mesh=init_device_mesh("cpu", (1,), mesh_dim_names=("rows",)))
     ShardedModule(model, ReplicaProcessGroup(torch.device("cpu"), ModelReplica(MESH)))
@@ -192,13 +192,13 @@ def test_a_module_on_a_mesh_of_other_ranks_is_refused(mesh: DeviceMesh) -> None:
     assert 'mesh=run.mesh["shard"]' in (caught.value.hint or "")
 
 
-def test_fully_shard_without_a_mesh_is_over_the_replica(mesh: DeviceMesh) -> None:
+def test_fully_shard_without_a_mesh_uses_the_ranks_of_the_replica(mesh: DeviceMesh) -> None:
     model = nn.Linear(4, 2)
     fully_shard(model)
     ShardedModule(model, ReplicaProcessGroup(torch.device("cpu"), ModelReplica(MESH)))
 
 
-def test_an_optimizer_from_before_fully_shard_is_refused(mesh: DeviceMesh) -> None:
+def test_an_optimizer_created_before_fully_shard_is_rejected(mesh: DeviceMesh) -> None:
     job, *_ = trained(mesh, 1, steps=0)
     job.check_unsharded()
     job.track("early", torch.optim.SGD(nn.Linear(4, 2).parameters(), lr=0.1))
@@ -208,8 +208,8 @@ def test_an_optimizer_from_before_fully_shard_is_refused(mesh: DeviceMesh) -> No
         job.check_unsharded()
 
 
-def test_an_optimizer_over_dtensors_from_before_fully_shard_is_refused() -> None:
-    """Tensor parallelism makes DTensors, and FSDP others of them."""
+def test_an_optimizer_over_dtensors_of_an_earlier_stage_is_rejected() -> None:
+    """Tensor parallelism creates DTensors, and FSDP replaces them."""
     dims = (("shard", 1), ("tp", 1))
     dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
     try:
@@ -231,10 +231,10 @@ def test_an_optimizer_over_dtensors_from_before_fully_shard_is_refused() -> None
         dist.destroy_process_group()
 
 
-def test_an_untracked_optimizer_from_before_fully_shard_is_refused_when_it_steps(
+def test_an_untracked_optimizer_over_old_weights_is_rejected_at_step(
     mesh: DeviceMesh,
 ) -> None:
-    """torch lets it step, over weights that no module has any more, and nothing is trained."""
+    """torch lets it step over weights that belong to no module, and nothing is trained."""
     model, other = nn.Linear(4, 2), nn.Linear(4, 2)
     early, others = (torch.optim.SGD(m.parameters(), lr=0.1) for m in (model, other))
     fully_shard(model, mesh=mesh["shard"])
@@ -244,7 +244,7 @@ def test_an_untracked_optimizer_from_before_fully_shard_is_refused_when_it_steps
         watch.watch(ShardedModule(model, group))
         model(torch.ones(3, 4)).sum().backward()
         other(torch.ones(3, 4)).sum().backward()
-        others.step()  # of the same shapes, and it has gradients
+        others.step()  # same shapes, and it has gradients
         with pytest.raises(
             ConfigError, match=r"SGD.step\(\) at step 3: .* from before fully_shard"
         ):
@@ -255,7 +255,7 @@ def test_an_untracked_optimizer_from_before_fully_shard_is_refused_when_it_steps
 
 @pytest.mark.parametrize("steps", [0, 1])
 def test_a_world_may_end_before_its_first_step(mesh: DeviceMesh, steps: int) -> None:
-    """A rank dies meanwhile, or too few nodes are left: the others keep their processes."""
+    """A rank dies, or too few nodes remain: the others keep their processes."""
     group = ReplicaProcessGroup(torch.device("cpu"), ModelReplica(MESH))
     model = nn.Sequential(nn.Linear(4, 6), nn.Linear(6, 2))
     for part in (model[1], model):

@@ -1,4 +1,4 @@
-"""JSON values between ranks: one collective where they are short, and any length otherwise."""
+"""JSON values between ranks: one collective for short values, two for any length."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class CountedGroup(OwnGroup):
 
 @pytest.fixture
 def groups() -> Iterator[list[CountedGroup]]:
-    """The ranks of one group, in threads; torch's default group says which device they use."""
+    """The ranks of one group, in threads; torch's default group determines their device."""
     store = dist.HashStore()  # type: ignore[attr-defined]
     dist.init_process_group("gloo", store=store, rank=0, world_size=1)
     with ThreadPoolExecutor(SIZE) as pool:
@@ -45,8 +45,8 @@ def groups() -> Iterator[list[CountedGroup]]:
             shared = dist.PrefixStore("g", store)  # type: ignore[attr-defined]
             return CountedGroup(dist.ProcessGroupGloo(shared, rank, SIZE, PATIENCE), PendingWorks())
 
-        made = list(pool.map(make, range(SIZE)))
-    yield made
+        members = list(pool.map(make, range(SIZE)))
+    yield members
     dist.destroy_process_group()
 
 
@@ -56,14 +56,14 @@ def on_each(groups: list[CountedGroup], call: Callable[[CountedGroup], Any]) -> 
 
 
 @pytest.mark.parametrize(
-    ("told", "collectives"),
+    ("values", "collectives"),
     [(["a", {"b": [1]}], 1), (["", LONG], 2), ([LONG, LONG + "y"], 2)],
 )
 def test_values_of_any_length_are_gathered(
-    groups: list[CountedGroup], told: list[Any], collectives: int
+    groups: list[CountedGroup], values: list[Any], collectives: int
 ) -> None:
-    got = on_each(groups, lambda group: all_gather_json(told[group.rank], group))
-    assert got == [told] * SIZE
+    got = on_each(groups, lambda group: all_gather_json(values[group.rank], group))
+    assert got == [values] * SIZE
     assert [group.begun for group in groups] == [collectives] * SIZE
 
 
@@ -78,17 +78,17 @@ def test_a_value_of_any_length_is_broadcast(
     assert [group.begun for group in groups] == [collectives] * SIZE
 
 
-def test_the_main_thread_waits_without_a_callback_in_a_thread_of_gloos(
+def test_the_main_thread_waits_without_a_gloo_callback(
     groups: list[CountedGroup],
 ) -> None:
-    """Each would have a thread of gloo's take the interpreter: 0.1 ms of CPU per collective."""
+    """Each callback would make a gloo thread take the GIL: 0.1 ms of CPU per collective."""
     callers: list[str] = []
     works = groups[0].works
-    whole = works.start
+    original_start = works.start
 
     def start(work: dist.Work, done: Any) -> None:
         callers.append(threading.current_thread().name)
-        whole(work, done)
+        original_start(work, done)
 
     works.start = start  # type: ignore[method-assign]
     with ThreadPoolExecutor(1) as pool:
@@ -99,8 +99,8 @@ def test_the_main_thread_waits_without_a_callback_in_a_thread_of_gloos(
         works.wait(work)
         assert float(mine) == SIZE and callers == []
         pool.submit(works.wait, work).result()
-        assert len(callers) == 1  # another thread may not touch what the main one has begun
-        late = groups[0].all_reduce(mine)  # and one that takes longer is left to gloo's thread
+        assert len(callers) == 1  # another thread may not wait for works of the main thread
+        late = groups[0].all_reduce(mine)  # a longer collective is left to gloo's thread
 
         def join_late() -> dist.Work:
             eventually(lambda: len(callers) == 2 or None, "the main thread waits for a callback")

@@ -1,4 +1,4 @@
-"""SIGTERM in a worker that ends for good: what is left to save is saved, or told."""
+"""SIGTERM in a worker that exits: it saves its state, or reports the failure."""
 
 from __future__ import annotations
 
@@ -35,24 +35,24 @@ def ended(action: str = "pass", for_good: bool = True) -> subprocess.CompletedPr
     return run_forked([sys.executable, "-c", code], timeout_s=200)
 
 
-def test_it_saves_and_ends() -> None:
+def test_a_worker_saves_and_exits() -> None:
     done = ended()
     assert (done.returncode, done.stdout) == (EXIT_CODE, "saving for good\n")
 
 
-def test_a_save_that_fails_is_told() -> None:
+def test_a_failed_save_is_reported() -> None:
     done = ended(action="raise OSError('the disk is gone')")
     assert done.returncode == EXIT_CODE
     assert "saving at SIGTERM failed" in done.stderr
     assert "the disk is gone" in done.stderr
 
 
-def test_it_is_told_that_it_will_be_started_again() -> None:
+def test_the_shutdown_hook_learns_of_a_restart() -> None:
     done = ended(for_good=False)
     assert (done.returncode, done.stdout) == (EXIT_CODE, "saving before a restart\n")
 
 
-def test_the_main_thread_is_interrupted_and_changes_nothing_any_more() -> None:
+def test_the_interrupted_main_thread_makes_no_more_changes() -> None:
     done = ended(
         """
     halt.interrupt(lambda: False)

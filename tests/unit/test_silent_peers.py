@@ -1,4 +1,4 @@
-"""Peers that acknowledge nothing any more: limits on sockets, and who is named for it."""
+"""Peers that no longer acknowledge data: socket timeouts, and the nodes that are named."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def limit_ms(sock: socket.socket) -> int:
     return sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT)
 
 
-def test_probes_end_an_idle_connection_and_a_limit_one_with_bytes_on_their_way(
+def test_a_socket_gets_keepalive_probes_and_a_user_timeout(
     pair: tuple[socket.socket, socket.socket],
 ) -> None:
     sock, _ = pair
@@ -51,19 +51,19 @@ def test_probes_end_an_idle_connection_and_a_limit_one_with_bytes_on_their_way(
     assert sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE) == 1, "whole seconds"
 
 
-def test_a_unix_socket_has_no_such_limits() -> None:
+def test_a_unix_socket_is_accepted_without_timeouts() -> None:
     one, other = socket.socketpair()
     with one, other:
         give_up_on_silence(one, 6.0)
 
 
-def test_a_blocking_channel_has_them(pair: tuple[socket.socket, socket.socket]) -> None:
+def test_a_blocking_channel_has_a_user_timeout(pair: tuple[socket.socket, socket.socket]) -> None:
     Channel(pair[0], timeout_s=1.0, silence_s=4.5)
     assert limit_ms(pair[0]) == 4500
 
 
-def test_the_sockets_of_a_group_get_them() -> None:
-    """Those that the store's port tells, here: gloo's in tests/kill/test_network_faults.py."""
+def test_the_sockets_of_a_group_get_a_user_timeout() -> None:
+    """Those identified by the store's port; gloo's: tests/kill/test_network_faults.py."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         footprint = Footprint(listener.getsockname()[1])
         with socket.create_connection(listener.getsockname()) as ours:
@@ -78,7 +78,7 @@ def test_the_sockets_of_a_group_get_them() -> None:
     ("number", "is_silent"),
     [(errno.ETIMEDOUT, True), (errno.EHOSTUNREACH, True), (errno.ECONNRESET, False)],
 )
-def test_a_connection_knows_whether_anybody_closed_it(number: int, is_silent: bool) -> None:
+def test_a_connection_distinguishes_silence_from_a_close(number: int, is_silent: bool) -> None:
     class Failing:
         def recv(self, count: int) -> bytes:
             raise OSError(number, "")
@@ -103,14 +103,14 @@ def test_a_connection_knows_whether_anybody_closed_it(number: int, is_silent: bo
         ("Connection timed out", ()),
     ],
 )
-def test_whom_gloo_does_not_hear(text: str, found: tuple[str, ...]) -> None:
+def test_gloo_errors_name_the_unreachable_peers(text: str, found: tuple[str, ...]) -> None:
     assert unreachable_peers(RuntimeError(text)) == found
     failed = GroupBuildFailed("the group could not be built")
     failed.__cause__ = RuntimeError(text)
     assert unreachable_peers(failed) == found, "also as the cause of a failed build"
 
 
-def test_addresses_name_nodes_where_they_are_their_own() -> None:
+def test_only_unique_addresses_identify_nodes() -> None:
     def member(name: str, address: str) -> Member:
         return replace(node(name).as_member(), liveness_host=address)
 
@@ -122,7 +122,7 @@ def test_addresses_name_nodes_where_they_are_their_own() -> None:
     assert nodes_at(None, 7, ("10.0.0.1",)) == ()
 
 
-def test_the_silence_follows_the_lease() -> None:
+def test_the_silence_limit_follows_the_lease() -> None:
     assert peer_silence_s(Timeouts.lease_s) > Timeouts.lease_s
     assert peer_silence_of({}) == peer_silence_s(Timeouts.lease_s)
     assert peer_silence_of({PEER_SILENCE: "4.5"}) == 4.5

@@ -1,4 +1,4 @@
-"""``make test`` ends with what took longest in all of its runs of pytest."""
+"""``make test`` ends with a list of the slowest tests of all its pytest runs."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ REPORT = """<?xml version="1.0" encoding="utf-8"?>
 CASE = '<testcase classname="tests.{}" name="test_{}" time="{}"/>'
 
 
-def said(folder: Path) -> list[str]:
+def output_of(folder: Path) -> list[str]:
     command = [sys.executable, str(SCRIPT), str(folder)]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     return done.stdout.splitlines()
 
 
-def test_tests_and_files_of_all_runs_are_listed_the_slowest_first(tmp_path: Path) -> None:
+def test_the_slowest_tests_and_files_of_all_runs_are_listed(tmp_path: Path) -> None:
     cases = {"unit": [("one", "a", 1.0), ("one", "b", 2.5)], "cluster": [("other", "c[x]", 3.0)]}
     for run, of in cases.items():
         text = REPORT.format("".join(CASE.format(*case) for case in of))
         (tmp_path / f"{run}.xml").write_text(text)
-    assert said(tmp_path) == [
+    assert output_of(tmp_path) == [
         "slowest tests, fixtures included:",
         "    3.0 s  tests.other::test_c[x]",
         "    2.5 s  tests.one::test_b",
@@ -35,5 +35,5 @@ def test_tests_and_files_of_all_runs_are_listed_the_slowest_first(tmp_path: Path
     ]
 
 
-def test_runs_that_never_began_are_no_error(tmp_path: Path) -> None:
-    assert len(said(tmp_path / "build")) == 2
+def test_a_missing_folder_is_not_an_error(tmp_path: Path) -> None:
+    assert len(output_of(tmp_path / "build")) == 2

@@ -1,4 +1,4 @@
-"""Small state is put back as it was: a step that is done again finds what it found before."""
+"""Non-parameter state is restored exactly: a repeated step starts from the same state."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Job:
         for name in ("optimizer", "scheduler", "scaler"):
             self.state.track(name, getattr(self, name))
         self.state.user["best"] = {"accuracy": [0.5]}
-        self.small = NonParameterState(self.state)
+        self.non_parameters = NonParameterState(self.state)
 
     def train(self) -> None:
         loss = self.module(torch.randn(8, 4)).square().mean()
@@ -60,29 +60,29 @@ def job() -> Iterator[Job]:
     yield made
 
 
-def test_everything_small_is_put_back(job: Job) -> None:
-    before, taken = job.facts(), job.small.take()
+def test_all_non_parameter_state_is_restored(job: Job) -> None:
+    before, taken = job.facts(), job.non_parameters.take()
     job.train()
     changed = job.facts()
     assert all(changed[name] != before[name] for name in before)
-    job.small.restore(taken)
+    job.non_parameters.restore(taken)
     assert job.facts() == before
 
 
-def test_a_snapshot_can_be_put_back_twice(job: Job) -> None:
-    before, taken = job.facts(), job.small.take()
+def test_a_snapshot_can_be_restored_twice(job: Job) -> None:
+    before, taken = job.facts(), job.non_parameters.take()
     for _ in range(2):
         job.train()
-        job.small.restore(taken)
+        job.non_parameters.restore(taken)
         assert job.facts() == before
 
 
-def test_a_step_can_be_done_again_after_the_scaler_has_seen_it(job: Job) -> None:
-    """The scaler refuses a second step of an optimizer before update()."""
-    taken = job.small.take()
+def test_a_step_can_be_repeated_after_scaler_step(job: Job) -> None:
+    """The scaler rejects a second step() of an optimizer before update()."""
+    taken = job.non_parameters.take()
     job.scaler.scale(job.module(torch.randn(8, 4)).square().mean()).backward()
     job.scaler.step(job.optimizer)
-    job.small.restore(taken)
+    job.non_parameters.restore(taken)
     job.optimizer.zero_grad()
     before = [p.detach().clone() for p in job.module.parameters()]
     job.train()
@@ -91,47 +91,47 @@ def test_a_step_can_be_done_again_after_the_scaler_has_seen_it(job: Job) -> None
 
 def test_the_learning_rate_tensor_stays_the_same_object(job: Job) -> None:
     """Compiled optimizers have captured it."""
-    rate, taken = job.optimizer.param_groups[0]["lr"], job.small.take()
+    rate, taken = job.optimizer.param_groups[0]["lr"], job.non_parameters.take()
     job.train()
-    job.small.restore(taken)
+    job.non_parameters.restore(taken)
     assert job.optimizer.param_groups[0]["lr"] is rate
 
 
-def test_a_snapshot_travels_as_json_and_tensors(job: Job) -> None:
-    before, taken = job.facts(), job.small.take()
+def test_a_snapshot_is_serialized_as_json_and_tensors(job: Job) -> None:
+    before, taken = job.facts(), job.non_parameters.take()
     node, tensors = flatten(taken)
     job.train()
     other = Job()
     other.train()
     other.train()
-    other.small.restore(unflatten(node, lambda path, name: tensors[name]))
+    other.non_parameters.restore(unflatten(node, lambda path, name: tensors[name]))
     assert other.facts() == before
 
 
 def test_buffers_that_change_without_a_new_version_are_copied(job: Job) -> None:
-    """Batch norm's do."""
-    job.small.take()
+    """As in batch norm."""
+    job.non_parameters.take()
     job.train()
-    before, taken = job.facts(), job.small.take()
+    before, taken = job.facts(), job.non_parameters.take()
     job.train()
-    job.small.restore(taken)
+    job.non_parameters.restore(taken)
     assert job.facts() == before
 
 
-def test_a_module_whose_buffers_are_none_has_none() -> None:
+def test_buffers_that_are_none_are_skipped() -> None:
     state = JobState(seed=0)
     norm = nn.BatchNorm1d(4, track_running_stats=False)
     state.modules["model"] = ElasticDDP(norm)
-    small = NonParameterState(state)
-    assert small.take()["buffers"] == {"model": {}}
+    non_parameters = NonParameterState(state)
+    assert non_parameters.take()["buffers"] == {"model": {}}
     norm.register_buffer("running_mean", torch.ones(4))
-    assert torch.equal(small.take()["buffers"]["model"]["running_mean"], torch.ones(4))
+    assert torch.equal(non_parameters.take()["buffers"]["model"]["running_mean"], torch.ones(4))
     norm.running_mean = None
-    small.restore(small.take())
+    non_parameters.restore(non_parameters.take())
     assert norm.running_mean is None
 
 
-def test_buffers_that_a_step_replaces_resizes_or_adds() -> None:
+def test_buffers_that_a_step_replaces_or_resizes_are_restored() -> None:
     class Late(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -147,19 +147,19 @@ def test_buffers_that_a_step_replaces_resizes_or_adds() -> None:
 
     state = JobState(seed=0)
     state.modules["model"] = wrapped = ElasticDDP(Late())
-    small = NonParameterState(state)
+    non_parameters = NonParameterState(state)
     for _ in range(3):
         wrapped(torch.ones(2))
-        taken = small.take()
+        taken = non_parameters.take()
     wrapped(torch.ones(2))
     wrapped.module.part.register_buffer("late", torch.ones(1))
-    small.restore(taken)
+    non_parameters.restore(taken)
     found = {name: buffer.tolist() for name, buffer in wrapped.module.named_buffers()}
     assert found == {"part.mean": [3.0, 3.0], "part.seen": [1.0, 1.0, 1.0], "part.late": [1.0]}
 
 
-def test_large_tracked_objects_are_left_out() -> None:
-    """An average of the weights changes at commits only."""
+def test_large_tracked_objects_are_omitted() -> None:
+    """An average of the weights changes only at commits."""
 
     class Average:
         def __init__(self) -> None:
@@ -173,5 +173,5 @@ def test_large_tracked_objects_are_left_out() -> None:
 
     state = JobState(seed=0)
     state.track("ema", Average())
-    small = NonParameterState(state)
-    assert small.take()["tracked"] == {}
+    non_parameters = NonParameterState(state)
+    assert non_parameters.take()["tracked"] == {}

@@ -1,4 +1,4 @@
-"""A restarted script that reads none of its checkpoints before it writes the next one."""
+"""A restarted script that writes a checkpoint without having read one."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def save(path: Path, value: float = 0.0) -> None:
     torch.save({"weights": torch.full((1000,), value)}, path)
 
 
-def test_reads_are_seen_and_writes_are_none(tmp_path: Path) -> None:
+def test_reads_are_detected_and_writes_are_not(tmp_path: Path) -> None:
     names = ("torch.pt", "mapped.pt", "x.safetensors", "lazy.bin", "overwritten.pt", "replaced.pt")
     paths = {name: tmp_path / name for name in names}
     for name, path in paths.items():
@@ -33,7 +33,7 @@ def test_reads_are_seen_and_writes_are_none(tmp_path: Path) -> None:
             save(path)
     reads = FileReads([*paths.values()])
     save(paths["overwritten.pt"])
-    torch.load(paths["overwritten.pt"])  # what it has just written
+    torch.load(paths["overwritten.pt"])  # just written by this process
     save(tmp_path / "new")
     (tmp_path / "new").replace(paths["replaced.pt"])
     assert reads.seen() == set()
@@ -67,7 +67,7 @@ def test_only_checkpoints_of_this_job_count(tmp_path: Path) -> None:
     assert [w.path for w in written_since([tmp_path], 1.0)] == [deep / "model.pt"]
 
 
-def test_places_are_the_working_directory_and_what_arguments_name(tmp_path: Path) -> None:
+def test_places_are_the_working_directory_and_paths_in_arguments(tmp_path: Path) -> None:
     here, there = tmp_path / "here", tmp_path / "there"
     for folder in (here / "inside", there):
         folder.mkdir(parents=True)
@@ -100,7 +100,7 @@ def is_watching(path: Path) -> bool:
 
 
 @pytest.mark.parametrize("again", ["ckpt.pt", "step-20.pt"])
-def test_written_again_without_a_read_is_told(
+def test_a_write_without_a_read_causes_a_warning(
     tmp_path: Path, watch: StartingOver, warned: list[str], again: str
 ) -> None:
     save(tmp_path / "ckpt.pt")
@@ -108,14 +108,14 @@ def test_written_again_without_a_read_is_told(
     eventually(lambda: is_watching(tmp_path / "ckpt.pt"))
     save(tmp_path / again, 1.0)
     eventually(is_done)
-    (said,) = warned
-    assert f"written {tmp_path / again} " in said
-    assert ("again without having read it" in said) == (again == "ckpt.pt")
+    (warning,) = warned
+    assert f"written {tmp_path / again} " in warning
+    assert ("again without having read it" in warning) == (again == "ckpt.pt")
     watch.workers_start_again()
     assert is_done(), "once is enough"
 
 
-def test_a_read_ends_it(tmp_path: Path, watch: StartingOver, warned: list[str]) -> None:
+def test_a_read_ends_the_watch(tmp_path: Path, watch: StartingOver, warned: list[str]) -> None:
     save(tmp_path / "ckpt.pt")
     watch.workers_start_again()
     eventually(lambda: is_watching(tmp_path / "ckpt.pt"))
@@ -125,7 +125,7 @@ def test_a_read_ends_it(tmp_path: Path, watch: StartingOver, warned: list[str]) 
     assert warned == []
 
 
-def test_nothing_saved_nothing_watched(watch: StartingOver, warned: list[str]) -> None:
+def test_without_checkpoints_nothing_is_watched(watch: StartingOver, warned: list[str]) -> None:
     watch.workers_start_again()
     eventually(is_done)
     assert warned == []

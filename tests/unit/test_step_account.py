@@ -1,4 +1,4 @@
-"""Where a rank's time goes: sums that add up, few of them, at next to no cost."""
+"""The accounting of a rank's time: sums that add up, few records, negligible overhead."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from elastic.tuning.worker_intervals import STEP_SUMS_S, STEP_TIMES_S
 from elastic.world.world import World
 
 MOST_US = 50.0  # per step, all telemetry
-CLOCK_S = 1e-6  # by which sums of readings of one clock may differ
+CLOCK_S = 1e-6  # tolerance of sums of readings of one clock
 
 WORLD = World(
     generation=1,
@@ -37,7 +37,7 @@ WORLD = World(
 
 
 class Job:
-    """A clock, what has passed in each phase, and an account of it."""
+    """A clock, the time spent in each phase, and an account of it."""
 
     def __init__(self) -> None:
         self.clock = ManualClock(100.0)
@@ -93,7 +93,7 @@ def test_a_window_ends_after_the_first_step_and_then_every_few_seconds() -> None
     assert job.levels == {logging.DEBUG}, "an event of every rank every few seconds is no log line"
 
 
-def test_parts_add_up_whatever_ends_a_world() -> None:
+def test_parts_add_up_when_a_world_ends_with_a_fault() -> None:
     job = Job()
     job.account.begin_world(1, 0)
     job.commit(DATA=0.2, COMPUTE=1.0)
@@ -103,14 +103,14 @@ def test_parts_add_up_whatever_ends_a_world() -> None:
     job.account.end_world("fault")
     fault = job.seen[-1]
     assert (fault.ended, fault.steps, fault.step) == ("fault", 1, 2)
-    assert fault.open_s == pytest.approx(4.0)  # the batch was waited for all the same
+    assert fault.open_s == pytest.approx(4.0)  # the wait for the batch counts as data time
     assert (fault.data_s, fault.checkpoint_s, fault.evaluation_s) == (2.1, 0.5, 0.4)
     assert fault.productive_s == pytest.approx(1.0)
     assert all(parts(e) == pytest.approx(e.duration_s) for e in job.seen)
 
 
-def test_a_commit_that_was_not_seen_counts_when_the_world_ends() -> None:
-    """The account looks every now and then; the recorder knows when the last step was committed."""
+def test_an_unseen_commit_counts_when_the_world_ends() -> None:
+    """The account samples the steps; the recorder knows when the last one was committed."""
     job = Job()
     observers = StepObservers(job.account, clock=job.clock)
     observers.begin_world(WORLD, 0)
@@ -134,19 +134,19 @@ class SeesEachStep:
     SEES_EACH_STEP: ClassVar[bool] = True
 
     def __init__(self) -> None:
-        self.told: list[int | str] = []
+        self.calls: list[int | str] = []
 
     def begin_world(self, world: World, step: int) -> None:
-        self.told.append(f"begin {step}")
+        self.calls.append(f"begin {step}")
 
     def committed(self, step: int) -> None:
-        self.told.append(step)
+        self.calls.append(step)
 
     def end_world(self, ended: str) -> None:
-        self.told.append(ended)
+        self.calls.append(ended)
 
     def pause(self) -> None:
-        self.told.append("pause")
+        self.calls.append("pause")
 
     def close(self) -> None:
         pass
@@ -156,7 +156,7 @@ class SeesSomeSteps(SeesEachStep):
     SEES_EACH_STEP: ClassVar[bool] = False
 
 
-def test_an_observer_sees_each_step_or_the_first_some_and_the_last() -> None:
+def test_an_observer_sees_every_step_or_a_sample_of_steps() -> None:
     job = Job()
     each, some = SeesEachStep(), SeesSomeSteps()
     observers = StepObservers(job.account, each, some, clock=job.clock)
@@ -168,16 +168,16 @@ def test_an_observer_sees_each_step_or_the_first_some_and_the_last() -> None:
     observers.begin_world(WORLD, 15)
     observers.committed(16)
     observers.pause()
-    assert each.told == ["begin 10", *range(11, 17), "fault", "begin 15", 16, "pause"]
-    assert some.told == ["begin 10", 11, 15, 16, "fault", "begin 15", 16, "pause"]
+    assert each.calls == ["begin 10", *range(11, 17), "fault", "begin 15", 16, "pause"]
+    assert some.calls == ["begin 10", 11, 15, 16, "fault", "begin 15", 16, "pause"]
 
 
-def test_what_is_noted_is_counted_whenever_it_is_asked_for() -> None:
+def test_recorded_phases_are_summed_on_demand() -> None:
     recorder = PhaseRecorder()
     recorder.account()
     asked_s = time.monotonic()
     before = recorder.seconds()
-    turns = 5000  # many more than are kept until they are added up
+    turns = 5000  # many more than the buffer holds
     began_s = time.monotonic()
     for number in range(turns):
         recorder.enter(Phase.COMPUTE)
@@ -196,7 +196,7 @@ def test_what_is_noted_is_counted_whenever_it_is_asked_for() -> None:
     assert len(recorder._noted) == 0
 
 
-def test_nothing_is_said_outside_of_a_world_or_in_one_that_is_paused() -> None:
+def test_nothing_is_reported_without_an_active_world() -> None:
     job = Job()
     job.commit(COMPUTE=9.0)
     job.account.end_world("close")
@@ -224,7 +224,7 @@ def test_the_recorder_adds_up_phases_without_an_agent() -> None:
 
 
 def test_accounting_costs_less_than_50_us_per_step(tmp_path: Path) -> None:
-    """CPU time of this thread, the best of several rounds: others run on this machine, too."""
+    """CPU time of this thread, the best of several rounds: the machine is shared."""
     recorder = PhaseRecorder()
     journal = Journal(folder=tmp_path, identity={"node": "a", "rank": 0})
     account = StepAccount(journal, times=recorder)

@@ -1,4 +1,4 @@
-"""How long steps take, and which are reported one by one."""
+"""The duration of steps, and which steps are reported individually."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from elastic.tuning.worker_intervals import LINK_HEARTBEAT_S
 
 
 @pytest.mark.parametrize(("step_time_s", "is_slow"), [(0.02, False), (LINK_HEARTBEAT_S, True)])
-def test_steps_slower_than_heartbeats_are_reported_at_once(
+def test_steps_slower_than_heartbeats_are_reported_immediately(
     step_time_s: float, is_slow: bool
 ) -> None:
     clock = ManualClock()

@@ -1,4 +1,4 @@
-"""What a worker measures of its steps, window by window, and what that costs."""
+"""The step measurements of a worker, in windows, and their overhead."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from elastic.stragglers.windows import LEAST_STEPS, MOST_STEPS, StepWindows
 
 STEPS = 3000
 MOST_PER_STEP_S = 5e-6
-CALLS_S = 5e-6  # a hundred calls of a function in Python, on a core of 2024
+CALLS_S = 5e-6  # a hundred Python function calls, on a 2024 core
 S = 1_000_000_000  # ns
 SHORTEST_S = 1e-9  # of a window: as soon as it has its steps
 
@@ -27,7 +27,7 @@ def parts(data_s: float = 0.0, compute_s: float = 0.0, script_s: float = 0.0) ->
     return [data_s, compute_s, 0.0, 0.0, script_s]
 
 
-def test_nothing_is_measured_before_it_is_asked_for() -> None:
+def test_nothing_is_measured_before_measure_is_called() -> None:
     windows = StepWindows()
     windows.restart(1, 0)
     for step in range(2 * LEAST_STEPS):
@@ -35,7 +35,7 @@ def test_nothing_is_measured_before_it_is_asked_for() -> None:
     assert windows.take() is None
 
 
-def test_a_window_has_its_length_and_its_least_number_of_steps() -> None:
+def test_a_window_has_a_minimum_duration_and_number_of_steps() -> None:
     windows = StepWindows()
     windows.measure(4.0)
     windows.restart(7, 0)
@@ -65,8 +65,8 @@ def test_a_window_has_its_length_and_its_least_number_of_steps() -> None:
     assert times.window == 2
 
 
-def test_the_slowest_tenth_is_left_out() -> None:
-    """A garbage collection, a compilation, a machine that stood still."""
+def test_the_slowest_tenth_of_steps_is_excluded() -> None:
+    """A garbage collection, a compilation, a stalled machine."""
     windows = StepWindows()
     windows.measure(1.0)
     windows.restart(1, 0)
@@ -79,7 +79,7 @@ def test_the_slowest_tenth_is_left_out() -> None:
     assert times.own_s == 0.375
 
 
-def test_another_world_begins_another_window() -> None:
+def test_a_new_world_begins_a_new_window() -> None:
     windows = StepWindows()
     windows.measure(1.0)
     windows.restart(1, 0)
@@ -93,7 +93,7 @@ def test_another_world_begins_another_window() -> None:
     assert (times.generation, times.data_s) == (2, 1.0)
 
 
-def test_a_window_of_many_steps_keeps_some_of_them() -> None:
+def test_a_window_keeps_a_limited_number_of_steps() -> None:
     windows = StepWindows()
     windows.measure(1.0)
     windows.restart(1, 0)
@@ -111,7 +111,7 @@ def windows() -> StepWindows:
 
 
 class Clock:
-    """The recorder's, which moves a little whenever it is read."""
+    """The clock of the recorder, which advances slightly with each reading."""
 
     def __init__(self) -> None:
         self.now_ns = time.monotonic_ns()
@@ -135,7 +135,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 def recorder(
     windows: StepWindows, clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[PhaseRecorder]:
-    monkeypatch.setattr(pdb.Pdb, "interaction", pdb.Pdb.interaction)  # put back afterwards
+    monkeypatch.setattr(pdb.Pdb, "interaction", pdb.Pdb.interaction)  # restored afterwards
     recorder = PhaseRecorder(windows)
     recorder.start()
     recorder.enter_generation(3)
@@ -147,7 +147,7 @@ def recorder(
 def train(
     recorder: PhaseRecorder, clock: Clock, steps: int, *, samples: int = 8, data_s: float = 1.0
 ) -> None:
-    """Steps that spend a known time in every phase, on a rank that also evaluates."""
+    """Run steps with a known time in every phase, on a rank that also evaluates."""
 
     def spend(phase: Phase, seconds: float) -> None:
         recorder.enter(phase)
@@ -163,7 +163,7 @@ def train(
         spend(Phase.SCRIPT, 8.0)
         spend(Phase.OPTIMIZER, 16.0)
         recorder.enter(Phase.SCRIPT)
-        before = recorder.enter_batch()  # of a loader that is not the training's
+        before = recorder.enter_batch()  # of a loader other than the training loader
         clock.spend(32.0)
         recorder.enter(before)
         spend(Phase.EVALUATION, 64.0)
@@ -178,7 +178,7 @@ def taken(windows: StepWindows) -> StepDurations:
 
 
 def of_parts(times: StepDurations) -> dict[StepPart, float]:
-    """Whole seconds: what the lines of this test take is less."""
+    """Rounded to seconds, because the test itself takes less."""
     return {
         StepPart.DATA: round(times.data_s),
         StepPart.COMPUTE: round(times.compute_s),
@@ -188,7 +188,7 @@ def of_parts(times: StepDurations) -> dict[StepPart, float]:
     }
 
 
-def test_phases_are_the_parts_of_a_step(
+def test_phases_map_to_the_parts_of_a_step(
     recorder: PhaseRecorder, clock: Clock, windows: StepWindows
 ) -> None:
     windows.measure(SHORTEST_S)
@@ -221,7 +221,7 @@ def test_the_first_steps_of_a_world_are_not_counted(
     assert times.data_s < 2
 
 
-def test_a_script_that_distributes_its_data_itself_waits_for_its_own_loader(
+def test_waits_for_the_scripts_own_loader_count_as_data_time(
     recorder: PhaseRecorder, clock: Clock, windows: StepWindows
 ) -> None:
     windows.measure(SHORTEST_S)
@@ -231,7 +231,7 @@ def test_a_script_that_distributes_its_data_itself_waits_for_its_own_loader(
     assert of_parts(times)[StepPart.DATA] == 1 + 32
 
 
-def test_a_loader_of_another_thread_changes_nothing(
+def test_a_loader_in_another_thread_is_not_counted(
     recorder: PhaseRecorder, clock: Clock, windows: StepWindows
 ) -> None:
     windows.measure(SHORTEST_S)
@@ -247,9 +247,8 @@ def test_a_loader_of_another_thread_changes_nothing(
     assert of_parts(taken(windows))[StepPart.DATA] == 1
 
 
-def test_a_step_costs_microseconds(windows: StepWindows) -> None:
-    """What measuring adds to a step: to each of its phases, to its end, and its part of what the
-    end of a window costs."""
+def test_measuring_a_step_costs_microseconds(windows: StepWindows) -> None:
+    """The overhead of a step: its phases, its end, and its portion of the end of a window."""
     windows.measure(10.0)
     parts_s = parts(0.01, 0.02)
 
@@ -267,7 +266,7 @@ def test_a_step_costs_microseconds(windows: StepWindows) -> None:
 
 
 def _timed(step: Callable[[int], None]) -> float:
-    """Seconds of CPU: others use the machine, too."""
+    """CPU seconds, because the machine is shared."""
     began_s = time.thread_time()
     for number in range(STEPS):
         step(number)

@@ -1,4 +1,4 @@
-"""Who is a straggler: the comparison of ranks, and what is remembered from window to window."""
+"""Straggler detection: the comparison of ranks, and the state kept between windows."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def window(
     samples: int = 80,
     collective_s: float = 0.0,
 ) -> RankWindow:
-    """Of ten steps, one rank to a node."""
+    """A window of ten steps, with one rank per node."""
     return RankWindow(
         rank=rank,
         node_id=f"id-n{rank}",
@@ -63,11 +63,11 @@ def of_rank(ranks: Sequence[RankWindow], rank: int) -> Comparison:
     [
         (window(2, compute_s=0.2), StepPart.COMPUTE, 0.1),
         (window(2, data_s=0.09), StepPart.DATA, 0.01),
-        # Both are longer: the cause is what costs more.
+        # Both take longer: the cause is the larger excess.
         (window(2, compute_s=0.15, data_s=0.2), StepPart.DATA, 0.01),
     ],
 )
-def test_a_slow_rank_and_its_cause(slow: RankWindow, cause: StepPart, typical_s: float) -> None:
+def test_compare_finds_rank_and_cause(slow: RankWindow, cause: StepPart, typical_s: float) -> None:
     ranks = [window(0), window(1), slow, window(3)]
     assert slow_ranks(ranks) == [2]
     found = of_rank(ranks, 2)
@@ -81,21 +81,21 @@ def test_a_slow_rank_and_its_cause(slow: RankWindow, cause: StepPart, typical_s:
     assert found.lag_s == pytest.approx(slow.times.own_s - 0.11)
 
 
-def test_the_sentence_says_who_how_much_and_in_what() -> None:
+def test_the_reason_states_rank_factor_and_cause() -> None:
     ranks = [window(0), window(1), window(2, compute_s=0.21, data_s=0.01)]
-    said = of_rank(ranks, 2).sentence(3)
-    assert said.startswith("rank 2 on n2 took 2 times as long per sample as the median of all")
-    assert "in 3 windows in a row" in said
-    assert "210 ms of compute in a step, where 100 ms are typical" in said
-    assert "the others wait 110 ms in each step of 220 ms" in said
+    reason = of_rank(ranks, 2).sentence(3)
+    assert reason.startswith("rank 2 on n2 took 2 times as long per sample as the median of all")
+    assert "in 3 windows in a row" in reason
+    assert "210 ms of compute in a step, where 100 ms are typical" in reason
+    assert "the others wait 110 ms in each step of 220 ms" in reason
 
 
-def test_all_slow_is_no_straggler() -> None:
+def test_uniformly_slow_ranks_are_no_stragglers() -> None:
     assert slow_ranks([window(rank, compute_s=10.0) for rank in range(4)]) == []
 
 
 def test_half_of_the_ranks_on_slower_machines_are_no_stragglers() -> None:
-    """Nobody can say which half is as it should be."""
+    """It is unknown which half is the normal one."""
     assert slow_ranks([window(rank, compute_s=0.1 + 0.1 * (rank % 2)) for rank in range(8)]) == []
 
 
@@ -104,8 +104,8 @@ def test_a_slow_node_of_eight_ranks_is_found_rank_by_rank() -> None:
     assert slow_ranks(ranks) == list(range(8))
 
 
-def test_what_is_long_on_one_rank_by_nature_is_no_reason() -> None:
-    """Evaluation and logging on rank 0, its checkpoint; and a rank that waits is not slow."""
+def test_waits_checkpoints_and_script_time_are_not_compared() -> None:
+    """Rank 0 evaluates, logs and writes checkpoints; and a rank that waits is not slow."""
     first = window(0)
     for times in (
         replace(first.times, collective_s=5.0),
@@ -116,35 +116,35 @@ def test_what_is_long_on_one_rank_by_nature_is_no_reason() -> None:
 
 
 def test_uneven_shares_are_compared_per_sample() -> None:
-    """Twice the samples take twice as long; a rank as slow per sample is found."""
+    """Twice the samples take twice as long; a rank that is slow per sample is found."""
     even = [window(0), window(1), window(2, 0.2, 0.02, samples=160), window(3)]
     assert slow_ranks(even) == []
     slow = [window(0), window(1), window(2, 0.4, 0.02, samples=160), window(3)]
     assert slow_ranks(slow) == [2]
 
 
-def test_a_small_share_that_pays_the_fixed_costs_of_a_step_holds_up_nobody() -> None:
-    """Slow per sample, and as fast as the others in a step."""
+def test_a_small_share_with_fixed_costs_is_no_straggler() -> None:
+    """It is slow per sample, but as fast as the others per step."""
     ranks = [window(0), window(1), window(2, 0.08, samples=40), window(3)]
     assert of_rank(ranks, 2).factor > POLICY.factor
     assert slow_ranks(ranks) == []
 
 
 def test_a_rank_without_samples_is_not_compared() -> None:
-    """It had nothing to do; the others are not slow because of it."""
+    """It had no work; the others are not slow in comparison."""
     idle = [window(rank, 0.001, 0.0, samples=0) for rank in (3, 4, 5)]
     assert slow_ranks([window(0), window(1), window(2), *idle]) == []
-    nobody_counts = [window(rank, samples=0) for rank in range(3)]
-    assert slow_ranks([*nobody_counts, window(3, 0.3, samples=0)]) == [3]
+    unsampled = [window(rank, samples=0) for rank in range(3)]
+    assert slow_ranks([*unsampled, window(3, 0.3, samples=0)]) == [3]
 
 
-def test_a_difference_that_costs_nothing_is_no_reason() -> None:
-    """Ten times as slow, in a step that is all network."""
+def test_a_negligible_difference_makes_no_straggler() -> None:
+    """Ten times as slow, in a step dominated by the network."""
     ranks = [window(rank, 0.001, 0.0, collective_s=1.0) for rank in range(3)]
     assert slow_ranks([*ranks, window(3, 0.01, 0.0, collective_s=1.0)]) == []
 
 
-def test_of_two_ranks_the_slower_one_is_reported_with_its_doubt() -> None:
+def test_the_slower_of_two_ranks_is_reported_as_uncertain() -> None:
     ranks = [window(0), window(1, compute_s=0.2)]
     assert slow_ranks(ranks) == [1]
     found = of_rank(ranks, 1)
@@ -154,13 +154,13 @@ def test_of_two_ranks_the_slower_one_is_reported_with_its_doubt() -> None:
     assert of_rank([*ranks, window(2)], 1).has_majority
 
 
-def test_nobody_is_compared_with_nobody() -> None:
+def test_fewer_than_two_measured_ranks_are_not_compared() -> None:
     assert compare([window(0, 100.0)], POLICY) == ()
     assert compare([], POLICY) == ()
     assert compare([window(rank, 0.0, 0.0) for rank in range(3)], POLICY) == ()
 
 
-def test_the_factor_is_the_policys() -> None:
+def test_the_policy_sets_the_factor() -> None:
     ranks = [window(0), window(1), window(2, compute_s=0.2)]
     assert slow_ranks(ranks, StragglerPolicy(factor=2.5)) == []
 
@@ -178,25 +178,25 @@ def run(*windows: Sequence[RankWindow]) -> list[StragglerVerdict]:
     return verdicts
 
 
-def test_found_after_three_windows_in_a_row_and_once() -> None:
+def test_a_straggler_is_reported_once_after_three_slow_windows() -> None:
     verdicts = run(SLOW, SLOW, SLOW, SLOW)
     assert [[c.window.rank for c in v.found] for v in verdicts] == [[], [], [2], []]
     assert not any(v.recovered for v in verdicts)
 
 
-def test_a_window_that_is_slow_by_chance_is_no_alarm() -> None:
+def test_isolated_slow_windows_are_ignored() -> None:
     verdicts = run(SLOW, SLOW, FAST, SLOW, SLOW, FAST, SLOW)
     assert not any(v.found for v in verdicts)
 
 
-def test_recovered_after_three_windows_in_a_row() -> None:
+def test_a_straggler_recovers_after_three_fast_windows() -> None:
     verdicts = run(SLOW, SLOW, SLOW, FAST, FAST, SLOW, FAST, FAST, FAST, FAST)
     recovered = [[c.window.rank for c in v.recovered] for v in verdicts]
     assert recovered == [[]] * 8 + [[2]] + [[]]
     assert [bool(v.found) for v in verdicts] == [False, False, True] + [False] * 7
 
 
-def test_a_rank_is_remembered_by_node_when_ranks_are_numbered_anew() -> None:
+def test_a_streak_follows_the_node_when_ranks_are_renumbered() -> None:
     moved = [window(0), window(1), window(2, compute_s=0.3)]
     moved = [
         RankWindow(rank=5 - w.rank, node_id=w.node_id, node=w.node, local_rank=0, times=w.times)
@@ -206,6 +206,6 @@ def test_a_rank_is_remembered_by_node_when_ranks_are_numbered_anew() -> None:
     assert (found.window.rank, found.window.node) == (3, "n2")
 
 
-def test_who_is_not_among_the_ranks_any_more_is_remembered() -> None:
+def test_the_streak_of_an_absent_rank_is_kept() -> None:
     left_out = run(SLOW, SLOW, SLOW, FAST[:2])[-1]
     assert left_out.streaks["id-n2", 0].is_straggler

@@ -1,4 +1,4 @@
-"""What the leader makes of the step times that nodes publish, and what a node publishes."""
+"""How the leader judges published step times, and what a node publishes."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ class Leader:
         self.judge = StragglerJudge(context(self.journal, action))
         self.window = 0
 
-    def hears(self, name: str, *of_ranks: StepDurations, of: WorldRecord = WORLD) -> None:
+    def receives(self, name: str, *of_ranks: StepDurations, of: WorldRecord = WORLD) -> None:
         ranks = tuple(RankStepTimes(local_rank=i, times=t) for i, t in enumerate(of_ranks))
         record = NodeStepTimes(node_id=f"id-{name}", ranks=ranks)
         entry = Entry(KEYS.step_times_of(f"id-{name}"), encode(record), 1, 1)
@@ -84,20 +84,20 @@ class Leader:
         self.judge.judge(of, PRESENT)
 
     def windows(self, count: int, *, slow: str = "", generation: int = 7) -> None:
-        """All nodes of the world end so many windows."""
+        """All nodes of the world complete this many windows."""
         of = replace(WORLD, generation=generation)
         for _ in range(count):
             self.window += 1
             for name in ("n1", "n2", "n3"):
                 compute_s = 0.3 if name == slow else 0.1
-                self.hears(name, times(self.window, compute_s, generation), of=of)
+                self.receives(name, times(self.window, compute_s, generation), of=of)
 
     @property
     def events(self) -> list[Event]:
         return [event for _, event in self.journal.events]
 
 
-def test_a_straggler_is_found_with_its_numbers_and_recovers() -> None:
+def test_a_straggler_is_reported_with_its_times_and_recovers() -> None:
     leader = Leader()
     leader.windows(2, slow="n2")
     assert leader.events == []
@@ -120,15 +120,15 @@ def test_a_straggler_is_found_with_its_numbers_and_recovers() -> None:
     assert (recovered.rank, recovered.node, recovered.factor) == (1, "n2", 1.0)
 
 
-def test_a_window_counts_once_and_only_with_those_of_all_ranks() -> None:
+def test_a_window_counts_once_and_only_when_all_ranks_have_reported() -> None:
     leader = Leader()
     leader.windows(2, slow="n2")
     for _ in range(5):
-        leader.hears("n2", times(2, 0.3))  # the store's watch may bring it again
-        leader.hears("n1", times(3))
-        leader.hears("n2", times(3, 0.3))
+        leader.receives("n2", times(2, 0.3))  # the watch may deliver it again
+        leader.receives("n1", times(3))
+        leader.receives("n2", times(3, 0.3))
     assert leader.events == [], "n3 has not ended its window"
-    leader.hears("n3", times(3))
+    leader.receives("n3", times(3))
     assert len(leader.events) == 1
 
 
@@ -137,11 +137,11 @@ def test_windows_of_another_world_are_not_compared() -> None:
     leader.windows(2, slow="n2")
     for window in (3, 4, 5, 6):
         for name in ("n1", "n2", "n3"):
-            leader.hears(name, times(window, 0.3 if name == "n2" else 0.1, generation=6))
+            leader.receives(name, times(window, 0.3 if name == "n2" else 0.1, generation=6))
     assert leader.events == []
 
 
-def test_the_count_goes_on_in_the_next_world() -> None:
+def test_a_streak_continues_in_the_next_world() -> None:
     leader = Leader()
     leader.windows(2, slow="n2")
     leader.windows(1, slow="n2", generation=8)
@@ -150,7 +150,7 @@ def test_the_count_goes_on_in_the_next_world() -> None:
     assert found.generation == 8
 
 
-def test_only_exclude_lets_anybody_be_left_out() -> None:
+def test_stragglers_are_excluded_only_by_the_exclude_action() -> None:
     leader = Leader("report")
     leader.windows(3, slow="n2")
     assert leader.judge.stragglers() == {}
@@ -163,21 +163,21 @@ def test_only_exclude_lets_anybody_be_left_out() -> None:
     assert leader.judge.stragglers() == {}, "it has recovered"
 
 
-def test_one_of_two_ranks_is_never_left_out() -> None:
+def test_one_of_two_ranks_is_never_excluded() -> None:
     leader = Leader("exclude")
     two = replace(world("n1", "n2"), generation=7)
     for window in (1, 2, 3):
-        leader.hears("n1", times(window), of=two)
-        leader.hears("n2", times(window, 0.3), of=two)
+        leader.receives("n1", times(window), of=two)
+        leader.receives("n2", times(window, 0.3), of=two)
     assert len(leader.events) == 1
     assert leader.judge.stragglers() == {}
 
 
-def test_who_has_no_key_any_more_is_forgotten() -> None:
+def test_a_straggler_without_a_key_is_forgotten() -> None:
     leader = Leader("exclude")
     leader.windows(3, slow="n2")
     assert "id-n2" in leader.judge.stragglers()
-    leader.hears("n1", times(9))
+    leader.receives("n1", times(9))
     assert "id-n2" in leader.judge.stragglers(), "it waits outside of the world"
     leader.judge.put(Entry(KEYS.step_times_of("id-n1"), _record("id-n1", 10), 1, 1))
     leader.judge.judge(WORLD, ("id-n1", "id-n3"))
@@ -189,14 +189,14 @@ def _record(node_id: str, window: int) -> bytes:
     return encode(NodeStepTimes(node_id=node_id, ranks=ranks))
 
 
-def test_turned_off_nothing_is_judged() -> None:
+def test_nothing_is_judged_when_turned_off() -> None:
     leader = Leader("off")
     leader.windows(5, slow="n2")
     assert leader.events == []
 
 
 @pytest.mark.parametrize(
-    ("old", "new", "said"),
+    ("old", "new", "expected"),
     [
         (b'"steps":10', b'"steps":0', "steps=0"),
         (b'"data_s":0.01', b'"data_s":-1.0', "data_s=-1"),
@@ -204,8 +204,8 @@ def test_turned_off_nothing_is_judged() -> None:
         (b'"version":1', b'"version":2', "version 2"),
     ],
 )
-def test_a_record_that_cannot_be_right_is_refused_and_not_compared(
-    old: bytes, new: bytes, said: str
+def test_an_invalid_record_is_rejected_and_not_compared(
+    old: bytes, new: bytes, expected: str
 ) -> None:
     leader = Leader()
     leader.windows(2, slow="n2")
@@ -213,27 +213,27 @@ def test_a_record_that_cannot_be_right_is_refused_and_not_compared(
     assert broken != _record("id-n2", 3)
     error = leader.judge.put(Entry(KEYS.step_times_of("id-n2"), broken, 1, 1))
     assert isinstance(error, RecordError)
-    assert said in str(error)
-    leader.hears("n1", times(3))
-    leader.hears("n3", times(3))
+    assert expected in str(error)
+    leader.receives("n1", times(3))
+    leader.receives("n3", times(3))
     assert leader.events == []
 
 
-def test_after_a_restart_of_the_store_only_what_it_has_counts() -> None:
+def test_after_a_store_restart_only_its_records_count() -> None:
     leader = Leader()
     leader.windows(2, slow="n2")
     assert leader.judge.reset([Entry("bad", b"{}", 1, 1)]) != []
-    leader.hears("n1", times(3))
-    leader.hears("n2", times(3, 0.3))
+    leader.receives("n1", times(3))
+    leader.receives("n2", times(3, 0.3))
     assert leader.events == []
     leader.judge.delete(KEYS.step_times_of("id-n1"))
-    leader.hears("n3", times(3))
+    leader.receives("n3", times(3))
     assert leader.events == [], "n1's record is gone"
-    leader.hears("n1", times(3))
+    leader.receives("n1", times(3))
     assert len(leader.events) == 1
 
 
-def test_a_node_publishes_once_a_window_for_all_its_workers() -> None:
+def test_a_node_publishes_once_per_window_for_all_workers() -> None:
     at = context(Journal(), nproc=2)
     report = StepTimesReport(at)
     lease = at.store.lease(4.0, on_lost=lambda: None)

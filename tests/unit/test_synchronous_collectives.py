@@ -1,4 +1,4 @@
-"""Collectives on a stream that the script does not wait for, as ``dist.all_reduce(t)`` on NCCL."""
+"""Collectives that the host does not wait for, such as ``dist.all_reduce(t)`` on NCCL."""
 
 from __future__ import annotations
 
@@ -42,17 +42,17 @@ def group(request: pytest.FixtureRequest) -> Iterator[ProcessGroup]:
     """A world of one on the backend with NCCL's semantics."""
     before = dict(vars(control))
     control.is_nccl2 = request.param
-    made = ProcessGroup(torch.device("cpu"), nccl_semantics.register())
-    made.build(SPEC, superseded=lambda: False, timeout_s=DEADLINE_S)
-    yield made
+    process_group = ProcessGroup(torch.device("cpu"), nccl_semantics.register())
+    process_group.build(SPEC, superseded=lambda: False, timeout_s=DEADLINE_S)
+    yield process_group
     vars(control).update(before)
     control.calls.clear()
-    made.abort()
-    made.destroy()
+    process_group.abort()
+    process_group.destroy()
     open_works()
 
 
-def test_there_is_no_work_and_the_host_runs_ahead(group: ProcessGroup) -> None:
+def test_a_synchronous_collective_returns_before_it_has_ended(group: ProcessGroup) -> None:
     control.latency_s = 0.2
     tensor = torch.ones(1)
     assert dist.all_reduce(tensor) is None
@@ -61,7 +61,7 @@ def test_there_is_no_work_and_the_host_runs_ahead(group: ProcessGroup) -> None:
         assert (tensor + 1).tolist() == [2.0], "what is queued behind it runs behind it"
 
 
-def test_a_step_settles_once_they_have_ended(group: ProcessGroup) -> None:
+def test_a_step_settles_when_its_collectives_have_ended(group: ProcessGroup) -> None:
     control.latency_s = 0.2
     tensor = torch.ones(1)
     dist.all_reduce(tensor)
@@ -70,9 +70,7 @@ def test_a_step_settles_once_they_have_ended(group: ProcessGroup) -> None:
 
 
 @pytest.mark.parametrize("collective", ["all_reduce", "broadcast", "all_gather", "reduce_scatter"])
-def test_a_step_does_not_settle_on_what_an_abort_has_left(
-    group: ProcessGroup, collective: str
-) -> None:
+def test_a_step_does_not_settle_after_an_abort(group: ProcessGroup, collective: str) -> None:
     control.latency_s = NEVER_S
     tensor, into = torch.ones(1), torch.zeros(1)
     match collective:
@@ -89,7 +87,7 @@ def test_a_step_does_not_settle_on_what_an_abort_has_left(
         group.settle()
 
 
-def test_those_of_subgroups_count_too(group: ProcessGroup) -> None:
+def test_a_step_waits_for_collectives_of_subgroups(group: ProcessGroup) -> None:
     mine = dist.new_group([0])
     group.settle()
     control.latency_s = NEVER_S
@@ -99,7 +97,7 @@ def test_those_of_subgroups_count_too(group: ProcessGroup) -> None:
         group.settle()
 
 
-def test_a_barrier_that_an_abort_ends_is_none(group: ProcessGroup) -> None:
+def test_a_step_does_not_settle_after_an_aborted_barrier(group: ProcessGroup) -> None:
     control.latency_s = NEVER_S
     threading.Timer(0.1, group.abort).start()
     assert dist.barrier() is None
@@ -107,9 +105,9 @@ def test_a_barrier_that_an_abort_ends_is_none(group: ProcessGroup) -> None:
         group.settle()
 
 
-def test_coalesced_operations_are_waited_for(group: ProcessGroup) -> None:
-    """As ``dist.batch_isend_irecv`` begins them. Their work has no future: NCCL's is a null
-    pointer, and to look at it ends the process."""
+def test_a_step_waits_for_coalesced_operations(group: ProcessGroup) -> None:
+    """As ``dist.batch_isend_irecv`` starts them. Their work has no future: NCCL's is a null
+    pointer, and accessing it crashes the process."""
     outputs = [torch.ones(1), torch.ones(2)]
     with distributed_c10d._coalescing_manager(device=CPU, async_ops=True) as manager:
         for output in outputs:
@@ -120,9 +118,9 @@ def test_coalesced_operations_are_waited_for(group: ProcessGroup) -> None:
     assert [output.tolist() for output in outputs] == [[1.0], [1.0, 1.0]]
 
 
-def test_an_abort_ends_a_wait_for_a_barrier_on_the_host(group: ProcessGroup) -> None:
-    """ProcessGroupNCCL2 gives a work for it, and asking for its future keeps the interpreter lock
-    until the barrier has ended: an abort by another thread would never begin."""
+def test_an_abort_ends_a_barrier_on_the_host(group: ProcessGroup) -> None:
+    """ProcessGroupNCCL2 returns a work for it. Querying its future would hold the GIL until the
+    barrier ends, so that no other thread could abort it."""
     control.latency_s = NEVER_S
     threading.Timer(0.1, group.abort).start()
     work = dist.barrier(async_op=True)
@@ -132,8 +130,8 @@ def test_an_abort_ends_a_wait_for_a_barrier_on_the_host(group: ProcessGroup) -> 
         group.settle()
 
 
-def test_nothing_is_waited_for_twice(group: ProcessGroup, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What was waited for by itself needs no look at the stream: the optimizer's kernels run on."""
+def test_a_wait_is_not_repeated(group: ProcessGroup, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No event is recorded for it, so that the optimizer's kernels run asynchronously."""
     tensor = torch.ones(1)
     complete(dist.all_reduce(tensor, async_op=True), tensor.device)
     events: list[None] = []
@@ -153,7 +151,7 @@ def test_nothing_is_waited_for_twice(group: ProcessGroup, monkeypatch: pytest.Mo
     assert len(events) == 1
 
 
-def test_the_page_counts_them_while_the_thread_that_trains_is_blocked(
+def test_collectives_are_counted_while_the_main_thread_is_blocked(
     group: ProcessGroup, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     recorder = PhaseRecorder()
@@ -163,7 +161,7 @@ def test_the_page_counts_them_while_the_thread_that_trains_is_blocked(
     count = _collective(reader)
     dist.all_reduce(torch.ones(1))
     assert _collective(reader) == count
-    thread = threading.Thread(target=group.report_collectives)  # the link's
+    thread = threading.Thread(target=group.report_collectives)  # the link's thread
     thread.start()
     thread.join()
     assert _collective(reader) == 1

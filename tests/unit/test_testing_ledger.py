@@ -1,4 +1,4 @@
-"""The analyser that the kill tests trust: it must find every way of losing a sample."""
+"""The analyser that the kill tests rely on: it must detect every way to lose a sample."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def step(
     return LedgerStep(generation, number, epoch, rank, node, samples, time_s=at)
 
 
-def test_a_later_start_cuts_what_earlier_generations_did_from_there_on() -> None:
+def test_a_later_start_discards_later_steps_of_older_generations() -> None:
     ledger = RunLedger(
         starts=(start(1, 0), start(2, 2)),
         steps=(step(1, 0), step(1, 1), step(1, 2), step(1, 3), step(2, 2), step(2, 3)),
@@ -45,7 +45,7 @@ def test_a_later_start_cuts_what_earlier_generations_did_from_there_on() -> None
     assert ledger.recomputed_steps == 2
 
 
-def test_a_generation_that_falls_back_further_cuts_all_before_it() -> None:
+def test_a_generation_that_rolls_back_further_discards_all_before() -> None:
     ledger = RunLedger(
         starts=(start(1, 0), start(2, 5), start(3, 3)),
         steps=(step(1, 2), step(1, 4), step(2, 5), step(3, 3)),
@@ -53,7 +53,7 @@ def test_a_generation_that_falls_back_further_cuts_all_before_it() -> None:
     assert [(s.generation, s.step) for s in ledger.surviving] == [(1, 2), (3, 3)]
 
 
-def test_a_generation_that_died_before_its_first_step_still_cuts() -> None:
+def test_a_generation_without_steps_still_discards_earlier_ones() -> None:
     ledger = RunLedger(
         starts=(start(1, 0), start(2, 1), start(3, 4)), steps=(step(1, 0), step(1, 3))
     )
@@ -81,14 +81,14 @@ def test_exactly_once_over_ranks_and_epochs() -> None:
         ((0, 1, 2, 7), "1 (7) not in the dataset"),
     ],
 )
-def test_a_lost_repeated_or_strange_sample_is_found(samples: tuple[int, ...], says: str) -> None:
+def test_a_lost_repeated_or_unknown_sample_is_detected(samples: tuple[int, ...], says: str) -> None:
     ledger = RunLedger(starts=(start(1, 0),), steps=(step(1, 0, samples),))
     with pytest.raises(LedgerError, match="epoch 0") as error:
         ledger.assert_exactly_once(n=3, epochs=1)
     assert says in str(error.value)
 
 
-def test_a_missing_epoch_and_one_too_many_are_found() -> None:
+def test_a_missing_or_excess_epoch_is_detected() -> None:
     ledger = RunLedger(starts=(start(1, 0),), steps=(step(1, 0, (0,)), step(1, 1, (0,), epoch=2)))
     with pytest.raises(LedgerError, match="epoch 1"):
         ledger.assert_exactly_once(n=1, epochs=3)
@@ -96,7 +96,7 @@ def test_a_missing_epoch_and_one_too_many_are_found() -> None:
         ledger.assert_exactly_once(n=1, epochs=1)
 
 
-def test_samples_of_thrown_away_steps_do_not_count() -> None:
+def test_samples_of_discarded_steps_do_not_count() -> None:
     ledger = RunLedger(
         starts=(start(1, 0), start(2, 0)), steps=(step(1, 0, (0, 1)), step(2, 0, (1, 0)))
     )
@@ -122,7 +122,7 @@ def test_the_pause_is_the_longest_gap_of_a_survivor() -> None:
     assert pause.duration_s == pytest.approx(4.0)
 
 
-def test_two_worlds_in_progress_are_found() -> None:
+def test_concurrent_worlds_are_detected() -> None:
     apart = (step(1, 0, at=1.0), step(1, 1, at=2.0), step(2, 2, at=3.0))
     RunLedger(starts=(start(1, 0), start(2, 2)), steps=apart).assert_one_world_at_a_time()
     late_writer = (*apart, step(1, 1, rank=1, at=9.0))
@@ -131,7 +131,7 @@ def test_two_worlds_in_progress_are_found() -> None:
         RunLedger(steps=(*apart, step(1, 2, at=3.5))).assert_one_world_at_a_time()
 
 
-def test_the_final_hash_needs_every_rank_and_no_difference() -> None:
+def test_the_final_hash_requires_all_ranks_to_agree() -> None:
     starts = (start(2, 0, 0, 2), start(2, 0, 1, 2))
     same = (LedgerEnd(2, 0, "f00", 0.0), LedgerEnd(2, 1, "f00", 0.0))
     assert RunLedger(starts=starts, ends=same).final_hash() == "f00"
@@ -143,7 +143,7 @@ def test_the_final_hash_needs_every_rank_and_no_difference() -> None:
         RunLedger(starts=starts).final_hash()
 
 
-def test_a_growing_file_is_followed_and_a_torn_last_line_waits(tmp_path: Path) -> None:
+def test_a_growing_file_is_read_without_its_incomplete_last_line(tmp_path: Path) -> None:
     assert LedgerReader(tmp_path / "absent").read() == RunLedger()
     file = tmp_path / "worker.jsonl"
     first = {"event": "start", "generation": 1, "step": 0, "rank": 1, "size": 2, "node": "b"}
@@ -159,7 +159,7 @@ def test_a_growing_file_is_followed_and_a_torn_last_line_waits(tmp_path: Path) -
     assert grown == read_ledger(tmp_path)
 
 
-def test_a_line_that_is_none_names_its_place(tmp_path: Path) -> None:
+def test_an_invalid_line_is_reported_with_its_location(tmp_path: Path) -> None:
     (tmp_path / "x.jsonl").write_text('{"event": "lunch"}\n')
     with pytest.raises(LedgerError, match=r"x\.jsonl:1.*lunch"):
         read_ledger(tmp_path)

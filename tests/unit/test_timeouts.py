@@ -1,4 +1,4 @@
-"""Every interval in one place: sets that fit are made, sets that do not are refused."""
+"""All intervals in one place: consistent sets are accepted, inconsistent ones are rejected."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from elastic.tuning.option_sources import read_options
 from elastic.tuning.timeouts import EXIT_GRACE_S, Timeouts, for_pod, grace_for, of_environment
 
 
-def test_the_defaults_are_those_of_a_pod_with_kubernetes_own_default() -> None:
+def test_the_defaults_match_a_pod_with_the_default_grace_period() -> None:
     assert Timeouts() == for_pod(30)
 
 
@@ -21,9 +21,7 @@ def test_the_defaults_are_those_of_a_pod_with_kubernetes_own_default() -> None:
     grace_s=st.integers(min_value=16, max_value=7200),
     step_time_s=st.floats(min_value=0.001, max_value=600),
 )
-def test_a_pods_intervals_come_one_after_the_other_or_are_refused(
-    grace_s: int, step_time_s: float
-) -> None:
+def test_the_intervals_of_a_pod_are_ordered_or_rejected(grace_s: int, step_time_s: float) -> None:
     try:
         times = for_pod(grace_s, step_time_s=step_time_s)
     except ConfigError as error:
@@ -32,14 +30,14 @@ def test_a_pods_intervals_come_one_after_the_other_or_are_refused(
         return
     assert 0 < times.checkpoint_budget_s < times.leave_grace_s <= times.shutdown_timeout_s
     assert times.shutdown_timeout_s + EXIT_GRACE_S <= grace_s
-    assert times.shutdown_timeout_s == int(times.shutdown_timeout_s)  # torchrun takes no other
+    assert times.shutdown_timeout_s == int(times.shutdown_timeout_s)  # torchrun requires integers
 
 
 @given(
     budget_s=st.floats(min_value=1, max_value=3600),
     step_time_s=st.floats(min_value=0.1, max_value=60),
 )
-def test_the_grace_for_a_checkpoint_leaves_time_for_that_checkpoint(
+def test_the_grace_for_a_checkpoint_leaves_time_to_write_it(
     budget_s: float, step_time_s: float
 ) -> None:
     grace_s = grace_for(budget_s, step_time_s=step_time_s)
@@ -48,7 +46,7 @@ def test_the_grace_for_a_checkpoint_leaves_time_for_that_checkpoint(
         replace(for_pod(grace_s, step_time_s=step_time_s), checkpoint_budget_s=budget_s + 2)
 
 
-def test_a_grace_without_time_for_a_checkpoint_is_refused_with_the_least_that_has() -> None:
+def test_a_grace_too_short_for_a_checkpoint_is_rejected_with_the_minimum() -> None:
     with pytest.raises(ConfigError) as refused:
         for_pod(10)
     assert "termination_grace_s=10" in refused.value.message
@@ -70,7 +68,7 @@ def test_a_grace_without_time_for_a_checkpoint_is_refused_with_the_least_that_ha
         ({"join_window_s": 900.0}, ("join_window_s=900", "join_timeout_s=600")),
     ],
 )
-def test_a_set_that_does_not_fit_is_refused_with_both_values_and_a_remedy(
+def test_inconsistent_intervals_are_rejected_with_values_and_a_hint(
     change: dict[str, float], both: tuple[str, str]
 ) -> None:
     with pytest.raises(ConfigError) as refused:
@@ -80,24 +78,24 @@ def test_a_set_that_does_not_fit_is_refused_with_both_values_and_a_remedy(
 
 
 @pytest.mark.parametrize("value", [0.0, -1.0, float("nan"), float("inf")])
-def test_an_interval_that_is_no_number_above_zero_is_refused(value: float) -> None:
+def test_an_interval_that_is_not_a_positive_number_is_rejected(value: float) -> None:
     with pytest.raises(ConfigError, match="lease_s"):
         replace(Timeouts(), lease_s=value)
 
 
-def test_a_pods_environment_gives_the_agent_its_intervals() -> None:
+def test_the_agent_derives_its_intervals_from_the_pod_environment() -> None:
     options = read_options({}, {"ELASTIC_TERMINATION_GRACE_S": "120"})
     assert options.leave_grace_s == for_pod(120).leave_grace_s == 110
 
 
-def test_a_worker_reckons_with_its_pods_grace() -> None:
+def test_a_worker_derives_its_intervals_from_the_pod_grace() -> None:
     assert of_environment({"ELASTIC_TERMINATION_GRACE_S": "120"}) == for_pod(120)
     assert of_environment({}) == Timeouts()
     with pytest.raises(ConfigError, match="ELASTIC_TERMINATION_GRACE_S='soon'"):
         of_environment({"ELASTIC_TERMINATION_GRACE_S": "soon"})
 
 
-def test_a_grace_to_leave_that_is_set_wins_and_must_fit_the_pods() -> None:
+def test_an_explicit_leave_grace_wins_and_must_fit_the_pod_grace() -> None:
     environ = {"ELASTIC_TERMINATION_GRACE_S": "60", "ELASTIC_LEAVE_GRACE_S": "30"}
     assert read_options({}, environ).leave_grace_s == 30
     with pytest.raises(ConfigError) as refused:
@@ -107,7 +105,7 @@ def test_a_grace_to_leave_that_is_set_wins_and_must_fit_the_pods() -> None:
     assert "65" in refused.value.hint
 
 
-def test_everything_that_a_pod_is_told_is_known() -> None:
+def test_all_pod_variables_are_read() -> None:
     options = read_options(
         {},
         {
@@ -125,7 +123,7 @@ def test_everything_that_a_pod_is_told_is_known() -> None:
 
 
 @pytest.mark.parametrize(
-    ("environ", "said"),
+    ("environ", "expected"),
     [
         ({"ELASTIC_PARK": "perhaps"}, "park='perhaps'"),
         ({"ELASTIC_HEALTH_PORT": "84710"}, "health_port=84710"),
@@ -135,7 +133,7 @@ def test_everything_that_a_pod_is_told_is_known() -> None:
         ({"ELASTIC_PARKED": "1"}, "ELASTIC_PARKED"),
     ],
 )
-def test_what_a_pod_is_told_wrongly_is_named(environ: dict[str, str], said: str) -> None:
+def test_invalid_pod_variables_are_rejected_by_name(environ: dict[str, str], expected: str) -> None:
     with pytest.raises(ConfigError) as refused:
         read_options({}, environ)
-    assert said in refused.value.message
+    assert expected in refused.value.message

@@ -1,4 +1,4 @@
-"""docs/timeouts.md is what scripts/timeouts_table.py writes from elastic/tuning."""
+"""docs/timeouts.md matches what scripts/timeouts_table.py generates from elastic/tuning."""
 
 from __future__ import annotations
 
@@ -35,18 +35,18 @@ def test_the_page_is_up_to_date(table: ModuleType, page: str) -> None:
     assert table.PAGE.read_text() == page, "python scripts/timeouts_table.py"
 
 
-def test_every_interval_that_can_be_set_is_in_it_with_its_meaning(page: str) -> None:
+def test_every_option_is_listed_with_its_meaning(page: str) -> None:
     rows = page.splitlines()
     for option in (f.name for f in fields(AgentOptions) if f.name.endswith("_s")):
         (row,) = (line for line in rows if line.startswith(f"| `{option}` |"))
         assert len(row.split("|")[3].strip()) > 20, row
 
 
-def test_every_interval_is_used_and_says_by_whom(page: str) -> None:
-    """One that nobody uses any more is to be removed."""
+def test_every_interval_lists_its_users(page: str) -> None:
+    """An unused interval has to be removed."""
     assert [line for line in page.splitlines() if line.endswith("| – |")] == []
 
 
-def test_refusals_are_quoted_with_both_names_and_values(page: str) -> None:
+def test_error_messages_are_quoted_with_names_and_values(page: str) -> None:
     assert "lease_s=100 and takeover_s=300 are incompatible" in page
     assert "leave_grace_s=25 and termination_grace_s=30 are incompatible" in page

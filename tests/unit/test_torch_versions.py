@@ -1,4 +1,4 @@
-"""The versions of torch that messages, packaging and documentation name are the same ones."""
+"""Messages, packaging and documentation name the same torch versions."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from elastic import torch_versions
 REPOSITORY = Path(__file__).parents[2]
 
 
-def test_the_packaging_allows_what_messages_name() -> None:
+def test_the_packaging_allows_the_versions_named_in_messages() -> None:
     text = (REPOSITORY / "pyproject.toml").read_text()
     bounds = f'"torch>={torch_versions.OLDEST},<{torch_versions.after(torch_versions.NEWEST)}"'
     assert bounds in text
 
 
-def test_no_other_module_names_a_range_in_a_message() -> None:
+def test_no_other_module_states_a_version_range() -> None:
     ranges = re.compile(r"[\"'(].*\b2\.\d+ (?:to|and) 2\.\d+.*[\"')]")
     for top in ("elastic", "checkpoints"):
         for path in (REPOSITORY / top).rglob("*.py"):
@@ -29,19 +29,19 @@ def test_no_other_module_names_a_range_in_a_message() -> None:
 
 
 @pytest.mark.parametrize("version", ["2.10.0", "2.16.0", "1.13.1", "3.0.0"])
-def test_others_are_none_of_them(version: str) -> None:
+def test_other_versions_are_unsupported(version: str) -> None:
     assert not torch_versions.is_supported(version)
 
 
-def test_what_is_missing_is_said_with_a_remedy() -> None:
+def test_missing_features_are_reported_with_a_hint() -> None:
     error = torch_versions.lacks("2.99.0", "torch._a, torch._b", "elastic.join()")
     assert "torch 2.99.0 lacks what elastic.join() needs: torch._a, torch._b" in str(error)
     assert torch_versions.SUPPORTED in error.hint
 
 
-@pytest.mark.parametrize(("python", "is_said"), [((3, 10, 4), True), ((3, 11, 0), False)])
-def test_a_python_that_is_too_old_for_the_newest_is_named(
-    python: tuple[int, int, int], is_said: bool, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("python", "is_named"), [((3, 10, 4), True), ((3, 11, 0), False)])
+def test_a_python_too_old_for_the_newest_torch_is_named(
+    python: tuple[int, int, int], is_named: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("sys.version_info", python)
-    assert ("2.15 needs Python 3.11" in torch_versions.lacks("2.9", "x", "y").hint) is is_said
+    assert ("2.15 needs Python 3.11" in torch_versions.lacks("2.9", "x", "y").hint) is is_named

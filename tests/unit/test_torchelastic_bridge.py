@@ -1,4 +1,4 @@
-"""TorchElastic's own handlers hear of what its agent does not see, on the thread of that agent."""
+"""TorchElastic's handlers receive the harness's events, on the thread of its agent."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ REPORTED: list[Event] = [
 
 
 class Put(metrics.MetricHandler):
-    """What was put, and on which thread."""
+    """Records metrics, and the threads on which they were emitted."""
 
     def __init__(self) -> None:
         self.seen: list[metrics.MetricData] = []
@@ -71,7 +71,7 @@ class Put(metrics.MetricHandler):
 
 
 class Recorded(logging.Handler):
-    """torch's events, as a destination gets them."""
+    """Records torch's events, as a destination receives them."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -108,7 +108,7 @@ def bridge(destination: str = "null") -> TorchElasticBridge:
     return TorchElasticBridge(origin, ManualClock())
 
 
-def test_with_torchs_default_handlers_nothing_is_kept() -> None:
+def test_nothing_is_queued_with_the_default_handlers() -> None:
     made = bridge()
     assert not made.is_configured
     for event in REPORTED:
@@ -116,7 +116,7 @@ def test_with_torchs_default_handlers_nothing_is_kept() -> None:
     assert not made._pending
 
 
-def test_worlds_recoveries_and_failures_are_put_into_torchelastics_group(put: Put) -> None:
+def test_events_are_emitted_in_the_torchelastic_metric_group(put: Put) -> None:
     made = bridge()
     assert made.is_configured
     for event in (*REPORTED, Waiting(reason="not reported")):
@@ -141,7 +141,7 @@ def test_worlds_recoveries_and_failures_are_put_into_torchelastics_group(put: Pu
     assert len(put.seen) == len(put.values()), "once each"
 
 
-def test_the_table_of_the_page_is_what_is_passed_on(put: Put, recorded: Recorded) -> None:
+def test_the_table_of_reported_events_matches_the_output(put: Put, recorded: Recorded) -> None:
     for event in REPORTED:
         made = bridge(DESTINATION)
         put.seen.clear()
@@ -179,7 +179,7 @@ def test_events_are_recorded_with_the_metadata_of_torchs_agent(recorded: Recorde
         assert one.timestamp == int(ManualClock().wall() * 1000)
 
 
-def test_what_all_workers_of_a_node_report_is_put_once(put: Put) -> None:
+def test_events_of_all_workers_of_a_node_are_emitted_once(put: Put) -> None:
     made = bridge()
     node = NodeMetrics(ManualClock(), collects_worker_events=True, listener=made.on_event)
     for pid in (11, 12):
@@ -198,7 +198,7 @@ def test_handlers_are_called_on_the_thread_that_flushes(put: Put) -> None:
     assert put.threads == {threading.get_ident()}
 
 
-def test_a_handler_that_raises_costs_one_event_and_not_the_agent(
+def test_a_handler_that_raises_loses_only_one_event(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     class Broken(metrics.MetricHandler):
@@ -206,11 +206,11 @@ def test_a_handler_that_raises_costs_one_event_and_not_the_agent(
             raise ConnectionError("no statsd")
 
     monkeypatch.setitem(metrics._metrics_map, "torchelastic", Broken())
-    said: list[str] = []
+    warnings: list[str] = []
 
     class Warnings(logging.Handler):
         def emit(self, record: logging.LogRecord) -> None:
-            said.append(record.getMessage())
+            warnings.append(record.getMessage())
 
     handler = Warnings(logging.WARNING)
     logging.getLogger(LOGGER_NAME).addHandler(handler)
@@ -220,12 +220,12 @@ def test_a_handler_that_raises_costs_one_event_and_not_the_agent(
         made.flush()
     finally:
         logging.getLogger(LOGGER_NAME).removeHandler(handler)
-    (warning,) = said
+    (warning,) = warnings
     assert "failed on world-entered" in warning and "no statsd" in warning
     assert not made._pending
 
 
-def test_what_waits_for_an_agent_that_does_not_poll_is_bounded(put: Put) -> None:
+def test_the_queue_of_an_agent_that_does_not_poll_is_bounded(put: Put) -> None:
     made = bridge()
     for generation in range(MOST_PENDING + 10):
         made.on_event(replace(ENTERED, generation=generation))

@@ -1,4 +1,4 @@
-"""A state's way from the ranks that have it to others: whole, and to nobody that has it."""
+"""The transfer of a state between ranks: complete, and only to ranks that lack it."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ CPU = torch.device("cpu")
 
 
 class WatchedGroup(OwnGroup):
-    """Adds up the bytes that this rank is given by broadcasts."""
+    """Counts the bytes that this rank receives in broadcasts."""
 
     broadcast_bytes = 0
 
@@ -40,7 +40,7 @@ class WatchedGroup(OwnGroup):
 
 @pytest.fixture
 def groups() -> Iterator[list[WatchedGroup]]:
-    """The ranks of one group, in threads; torch's default group says which device they use."""
+    """The ranks of one group, in threads; torch's default group determines their device."""
     store = dist.HashStore()  # type: ignore[attr-defined]
     dist.init_process_group("gloo", store=store, rank=0, world_size=1)
 
@@ -49,27 +49,27 @@ def groups() -> Iterator[list[WatchedGroup]]:
         return WatchedGroup(dist.ProcessGroupGloo(shared, rank, SIZE, PATIENCE), PendingWorks())
 
     with ThreadPoolExecutor(SIZE) as pool:
-        made = list(pool.map(make, range(SIZE)))
-    yield made
+        members = list(pool.map(make, range(SIZE)))
+    yield members
     dist.destroy_process_group()
 
 
 def state() -> dict[str, torch.Tensor]:
-    """Several chunks, one tensor that spans them, one that no longer fits into the chunk of those
-    before it, one that is not contiguous, one that is empty, and a scalar."""
-    chance = torch.Generator().manual_seed(1)  # each thread its own
+    """Several chunks: a tensor that spans chunks, one that does not fit into the current chunk,
+    one that is not contiguous, an empty one, and a scalar."""
+    generator = torch.Generator().manual_seed(1)  # one per thread
     return {
-        "first": torch.randn(200_000, generator=chance),
-        "long": torch.randn(900_000, generator=chance),
-        "turned": torch.randn(300, 200, generator=chance).t(),
-        "second": torch.randn(150_000, generator=chance),
+        "first": torch.randn(200_000, generator=generator),
+        "long": torch.randn(900_000, generator=generator),
+        "turned": torch.randn(300, 200, generator=generator).t(),
+        "second": torch.randn(150_000, generator=generator),
         "none": torch.empty(0),
         "short": torch.arange(7, dtype=torch.int16),
         "step": torch.tensor(3.5, dtype=torch.float64),
     }
 
 
-def moved(
+def transferred(
     groups: list[WatchedGroup],
     sources: tuple[int, ...],
     receivers: tuple[int, ...],
@@ -78,7 +78,7 @@ def moved(
     alike: tuple[str, ...] = (),
     room: Room | None = None,
 ) -> list[Transferred]:
-    """What each rank has of a transfer. ``states``: of sources, :func:`state` of all by default."""
+    """The result of a transfer on each rank. ``states``: by source, :func:`state` by default."""
 
     def take_part(group: WatchedGroup) -> Transferred:
         rank = group.rank
@@ -106,13 +106,13 @@ def size_bytes(tensors: dict[str, torch.Tensor]) -> int:
 @pytest.mark.parametrize(
     ("sources", "receivers"), [((1,), (2,)), ((1,), (0,)), ((1,), (0, 2)), ((1, 0), (2,))]
 )
-def test_receivers_get_all_of_it_and_others_nothing(
+def test_receivers_get_the_complete_state_and_others_nothing(
     groups: list[WatchedGroup],
     sources: tuple[int, ...],
     receivers: tuple[int, ...],
     alike: tuple[str, ...],
 ) -> None:
-    for rank, got in enumerate(moved(groups, sources, receivers, alike=alike)):
+    for rank, got in enumerate(transferred(groups, sources, receivers, alike=alike)):
         if rank not in receivers:
             assert (got.node, got.tensors) == (None, None)
             continue
@@ -123,17 +123,17 @@ def test_receivers_get_all_of_it_and_others_nothing(
             assert got.tensors[name].dtype == tensor.dtype
 
 
-def test_what_one_rank_lacks_is_sent_to_no_other(groups: list[WatchedGroup]) -> None:
-    """Of three replicas, the second that has the state was sent it, too: half the bandwidth."""
-    moved(groups, (1,), (2,))
+def test_the_state_is_sent_only_to_ranks_that_lack_it(groups: list[WatchedGroup]) -> None:
+    """With three replicas, the second holder would receive it, too: half the bandwidth."""
+    transferred(groups, (1,), (2,))
     assert all(group.broadcast_bytes < size_bytes(state()) / 10 for group in groups)
 
 
-def test_each_source_sends_a_part_of_what_they_hold_alike_and_the_first_one_the_rest(
+def test_sources_share_common_tensors_and_the_first_sends_the_rest(
     groups: list[WatchedGroup],
 ) -> None:
     states = {rank: {n: torch.full_like(t, rank) for n, t in state().items()} for rank in (0, 1)}
-    zero, one, receiver = moved(groups, (1, 0), (2,), states=states, alike=("long",))
+    zero, one, receiver = transferred(groups, (1, 0), (2,), states=states, alike=("long",))
     assert zero.sources == one.sources == receiver.sources == (0, 1)
     long = states[0]["long"].nbytes
     assert (zero.sent_bytes, one.sent_bytes) == (long // 2, size_bytes(state()) - long // 2)
@@ -142,16 +142,16 @@ def test_each_source_sends_a_part_of_what_they_hold_alike_and_the_first_one_the_
     assert all(tensor.eq(1).all() for n, tensor in receiver.tensors.items() if n != "long")
 
 
-def test_a_source_whose_tensors_are_others_sends_nothing(groups: list[WatchedGroup]) -> None:
+def test_a_source_with_different_tensors_sends_nothing(groups: list[WatchedGroup]) -> None:
     other = state() | {"long": torch.zeros(900_001)}
-    zero, one, receiver = moved(groups, (1, 0), (2,), states={0: other}, alike=("long",))
+    zero, one, receiver = transferred(groups, (1, 0), (2,), states={0: other}, alike=("long",))
     assert one.sources == receiver.sources == (1,)
     assert (zero.sent_bytes, one.sent_bytes) == (0, size_bytes(state()))
     assert receiver.tensors is not None and torch.equal(receiver.tensors["long"], state()["long"])
 
 
 @pytest.mark.parametrize(("at", "source"), [(0, 0), (-1, 1)])
-def test_a_part_that_was_damaged_on_its_way_is_refused_with_the_rank_that_sent_it(
+def test_a_part_corrupted_in_transfer_is_rejected_with_its_source(
     groups: list[WatchedGroup], monkeypatch: pytest.MonkeyPatch, at: int, source: int
 ) -> None:
     finish = ChunkedTransfer.finish_chunk
@@ -165,14 +165,14 @@ def test_a_part_that_was_damaged_on_its_way_is_refused_with_the_rank_that_sent_i
 
     monkeypatch.setattr(ChunkedTransfer, "finish_chunk", damage)
     with pytest.raises(TrainingError, match=f"sent by rank {source} was corrupted in transfer"):
-        moved(groups, (1, 0), (2,), alike=("long",))
+        transferred(groups, (1, 0), (2,), alike=("long",))
 
 
 @pytest.mark.parametrize(
     ("sources", "receivers", "is_direct"),
     [(1, 1, True), (1, 2, True), (1, 3, False), (2, 8, True), (2, 9, False), (63, 1, True)],
 )
-def test_sources_send_to_each_receiver_unless_a_broadcast_has_them_send_less(
+def test_direct_sends_are_used_unless_a_broadcast_sends_less(
     sources: int, receivers: int, is_direct: bool
 ) -> None:
     ranks = range(sources + receivers)
@@ -183,13 +183,13 @@ def test_sources_send_to_each_receiver_unless_a_broadcast_has_them_send_less(
     assert (on_stream.is_direct, on_stream.sources) == (False, (0,))
 
 
-def test_a_receiver_gets_into_its_own_memory_what_is_like_the_source_s(
+def test_matching_tensors_are_received_in_place(
     groups: list[WatchedGroup],
 ) -> None:
     own = {
         "long": torch.zeros(900_000),
         "first": torch.zeros(200_001),
-        "turned": torch.zeros(200, 300).t(),  # of the same shape, in another order
+        "turned": torch.zeros(200, 300).t(),  # same shape, another memory order
         "second": torch.zeros(150_000, dtype=torch.float64),
         "step": torch.zeros(2, dtype=torch.float64)[::2][0],
         "extra": torch.zeros(5),
@@ -200,8 +200,8 @@ def test_a_receiver_gets_into_its_own_memory_what_is_like_the_source_s(
         asked.append((node, set(specs)))
         return own
 
-    tensors = moved(groups, (1, 0), (2,), alike=("long",), room=room)[2].tensors
-    assert asked == [({"from": 1}, set(state()))]  # of the receiver only
+    tensors = transferred(groups, (1, 0), (2,), alike=("long",), room=room)[2].tensors
+    assert asked == [({"from": 1}, set(state()))]  # only the receiver is asked
     assert tensors is not None
     for name, tensor in state().items():
         assert torch.equal(tensors[name], tensor) and tensors[name].dtype == tensor.dtype
@@ -214,7 +214,7 @@ def test_a_receiver_gets_into_its_own_memory_what_is_like_the_source_s(
 
 
 class BlockedWork(dist.Work):
-    """A collective that has failed, or one that never comes back."""
+    """A collective that has failed, or one that never completes."""
 
     def __init__(self, *, has_failed: bool) -> None:
         super().__init__()
@@ -228,7 +228,7 @@ class BlockedWork(dist.Work):
 
 
 class BrokenGroup:
-    """A peer dies while one chunk has arrived and the next one is on its way."""
+    """A peer dies after one chunk has arrived, while the next is in flight."""
 
     rank, size = 0, 2
 
@@ -241,9 +241,9 @@ class BrokenGroup:
         return BlockedWork(has_failed=self._sent == 1)
 
 
-@pytest.mark.usefixtures("groups")  # torch's default group says where control tensors live
-def test_a_chunk_on_its_way_when_the_one_before_fails_is_not_forgotten() -> None:
-    """To destroy the group would wait for it."""
+@pytest.mark.usefixtures("groups")  # its device is used for control tensors
+def test_a_chunk_in_flight_stays_pending_after_a_failure() -> None:
+    """Destroying the group would wait for it."""
     group: Any = BrokenGroup()
     flat = {"long": torch.zeros(3 << 20, dtype=torch.uint8)}
     route = TransferRoute(first=0, sources=(0,), receivers=(1,), is_direct=False)

@@ -1,4 +1,4 @@
-"""What tests wait for: limits that hold on a slow machine, at little cost to it."""
+"""How tests wait: time limits that hold on a slow machine, at little cost."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from elastic.testing import slowness
 from elastic.testing.waiting import pause_s
 
 
-def test_a_limit_that_holds_costs_no_measurement(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_limit_that_holds_needs_no_measurement(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(slowness, "measure_slowness", lambda: pytest.fail("measured"))
     assert slowness.is_within(1.9, 2.0)
 
@@ -23,5 +23,5 @@ def test_a_limit_grows_with_slowness(
 
 def test_a_costly_condition_is_checked_less_often() -> None:
     assert pause_s(0.0, 0.05) == 0.05
-    # A fifth of a core at most.
+    # At most a fifth of a core.
     assert pause_s(0.1, 0.05) == pytest.approx(0.4)

@@ -1,4 +1,4 @@
-"""What a node makes of the deaths of its workers, whenever it hears of them."""
+"""How a node handles the deaths of its workers, whenever they are reported."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Silent:
 
 
 class Context:
-    """Of a node without a thread: its messages are handled where the test says so."""
+    """The context of a node without a thread: the tests handle its messages."""
 
     def __init__(self) -> None:
         record = replace(node("n1", NodeState.READY, in_process=True), nproc=1)
@@ -52,17 +52,17 @@ class Context:
 
 
 class Agent:
-    """Takes what a worker sends."""
+    """Records what a worker sends."""
 
-    def __init__(self, said: list[Message]) -> None:
-        self.send = self.send_heartbeat = said.append
+    def __init__(self, sent: list[Message]) -> None:
+        self.send = self.send_heartbeat = sent.append
 
     def close(self) -> None:
         pass
 
 
 class Links(LinkServer):
-    """Of an agent without a thread: what it sends is kept."""
+    """The link server of an agent without a thread; records what it sends."""
 
     def __init__(self, sent: list[Message], **callbacks: Any) -> None:
         super().__init__(**callbacks)
@@ -76,8 +76,8 @@ class Links(LinkServer):
         return tuple(self.present)
 
 
-def test_a_death_that_is_heard_of_after_the_next_start_is_not_one_of_it() -> None:
-    """torchrun has ended the worker and is starting another; the node's thread was busy."""
+def test_a_death_reported_after_the_next_start_is_ignored() -> None:
+    """torchrun has ended the worker and starts another; the node's thread was busy."""
     context = Context()
     workers = Workers(cast(NodeContext, context))
     old = Worker(pid=1 << 22, local_rank=0, token=1)
@@ -93,8 +93,8 @@ def test_a_death_that_is_heard_of_after_the_next_start_is_not_one_of_it() -> Non
     assert context.status.node.failure is None
 
 
-def test_the_last_words_of_a_worker_say_at_which_step() -> None:
-    """As it has committed them: a heartbeat may be older."""
+def test_an_exiting_worker_reports_its_last_committed_step() -> None:
+    """The committed step: a heartbeat may be older."""
     steps = iter((41, 42))
 
     def position() -> Heartbeat:
@@ -106,13 +106,13 @@ def test_the_last_words_of_a_worker_say_at_which_step() -> None:
         current_step=lambda: None,
     )
     assert position().step == 41
-    said: list[Message] = []
-    worlds.attach(Agent(said))
+    sent: list[Message] = []
+    worlds.attach(Agent(sent))
     worlds.close(clean=False, error="ValueError: boom")
-    assert said == [Exiting(clean=False, error="ValueError: boom", step=42)]
+    assert sent == [Exiting(clean=False, error="ValueError: boom", step=42)]
 
 
-def test_a_death_in_the_present_start_is_the_nodes() -> None:
+def test_a_death_after_the_current_start_is_a_failure_of_the_node() -> None:
     context = Context()
     workers = Workers(cast(NodeContext, context))
     worker = Worker(pid=1 << 22, local_rank=0, token=1)
@@ -130,7 +130,7 @@ def test_a_death_in_the_present_start_is_the_nodes() -> None:
     [(lambda worker: killed(worker), True), (lambda worker: failed(worker), False)],
     ids=["killed", "failed"],
 )
-def test_two_that_die_one_after_the_other_are_replaced_and_the_third_stays(
+def test_two_workers_that_die_in_succession_are_replaced(
     death_of: Callable[[Worker], WorkerDeath], is_replaced: bool
 ) -> None:
     """torchrun may see the second death first, and asks before the node's thread has decided."""
@@ -175,29 +175,29 @@ def killed(worker: Worker) -> WorkerDeath:
 
 
 def failed(worker: Worker) -> WorkerDeath:
-    """By itself: another one would, too."""
+    """By an error of its own: a replacement would fail, too."""
     return WorkerDeath(worker.pid, 1, None, None)
 
 
-def test_events_are_sent_to_an_agent_that_counts_them_and_to_no_other() -> None:
+def test_events_are_sent_only_to_an_agent_that_requests_them() -> None:
     worlds = Worlds(
         abort=lambda: None,
         position=lambda: Heartbeat(generation=7, step=1, phase="step", step_time_s=0.1),
         current_step=lambda: None,
     )
-    said: list[Message] = []
-    worlds.attach(Agent(said))
+    sent: list[Message] = []
+    worlds.attach(Agent(sent))
     saved = CheckpointSaved(name="step-10", step=10, duration_s=3.0, stall_s=0.5, bytes=1000)
     worlds.count(saved)
-    assert said == []
+    assert sent == []
     worlds.receive(CountEvents())
     worlds.count(saved)
     worlds.count(Waiting(reason="not counted"))
-    assert said == [saved]
+    assert sent == [saved]
 
 
 @pytest.mark.parametrize("collects_worker_events", [False, True])
-def test_an_agent_asks_its_workers_for_events_if_it_has_metrics(
+def test_an_agent_requests_events_only_if_it_has_metrics(
     collects_worker_events: bool,
 ) -> None:
     context = Context()
@@ -215,8 +215,8 @@ def test_an_agent_asks_its_workers_for_events_if_it_has_metrics(
     assert metrics.heartbeat_age_s is None
 
 
-def test_a_step_has_begun_once_the_first_worker_says_so() -> None:
-    """Of the world that it is in; a group that is being built is no step."""
+def test_a_step_has_begun_when_the_first_worker_reports_it() -> None:
+    """In its current world; building a group does not count as a step."""
     context = Context()
     workers = Workers(cast(NodeContext, context))
     first, second = (Worker(pid=(1 << 22) + n, local_rank=n, token=n) for n in range(2))

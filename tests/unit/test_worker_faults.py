@@ -1,4 +1,4 @@
-"""What counts as a fault of the world: by type, by where a text comes from, through chains."""
+"""Which errors are faults of the world: by type, by the origin of the text, and by cause."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from elastic.world.faults import (
     is_world_fault,
 )
 
-# As torch 2.13 raised them on ranks whose peer was killed, stopped, or late.
+# As raised by torch 2.13 on ranks whose peer was killed, stopped, or late.
 CLOSED = RuntimeError(
     "[/__w/pytorch/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:538] Connection closed by "
     "peer [127.0.0.1]:41777. This is typically caused by a remote worker crashing."
@@ -77,7 +77,7 @@ def test_lost_peers_are_faults(error: Exception) -> None:
     ],
     ids=lambda error: f"{type(error).__name__}: {error}"[-40:],
 )
-def test_the_scripts_own_errors_surface(error: BaseException) -> None:
+def test_errors_of_the_script_are_not_faults(error: BaseException) -> None:
     assert not is_world_fault(error)
 
 
@@ -98,36 +98,36 @@ def raised_while_handling(error: BaseException, *, handled: BaseException) -> Ba
         return caught
 
 
-def test_a_fault_that_user_code_wrapped_is_still_one() -> None:
+def test_a_fault_wrapped_by_user_code_is_a_fault() -> None:
     assert is_world_fault(raised(ValueError("the step failed"), cause=CLOSED))
     assert is_world_fault(raised_while_handling(ValueError("cleanup"), handled=CLOSED))
 
 
-def test_a_fault_after_an_error_that_was_dealt_with_is_one() -> None:
+def test_a_fault_raised_while_handling_an_error_is_a_fault() -> None:
     assert is_world_fault(raised_while_handling(GroupAborted("gone"), handled=KeyError("cache")))
 
 
 @pytest.mark.parametrize(
     "first", [torch.OutOfMemoryError("CUDA out of memory"), DEVICE, KeyboardInterrupt()]
 )
-def test_a_collective_aborted_in_a_finally_does_not_hide_what_came_first(
+def test_an_abort_in_a_finally_block_does_not_hide_the_first_error(
     first: BaseException,
 ) -> None:
     assert not is_world_fault(raised_while_handling(GroupAborted("gone"), handled=first))
 
 
-def test_a_signal_while_a_fault_is_handled_surfaces() -> None:
+def test_a_signal_during_the_handling_of_a_fault_is_not_a_fault() -> None:
     signal = SignalException("got SIGTERM", sigval=15)  # type: ignore[arg-type]
     assert not is_world_fault(raised_while_handling(signal, handled=CLOSED))
 
 
-def test_a_cause_hidden_with_from_none_does_not_count() -> None:
+def test_a_cause_suppressed_with_from_none_is_ignored() -> None:
     error = raised_while_handling(ValueError("bad sample"), handled=CLOSED)
     error.__suppress_context__ = True
     assert not is_world_fault(error)
 
 
-def test_a_cycle_of_causes_ends() -> None:
+def test_a_cycle_of_causes_terminates() -> None:
     first, second = ValueError("a"), ValueError("b")
     first.__cause__, second.__cause__ = second, first
     assert causes(first) == [first, second]

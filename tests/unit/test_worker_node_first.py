@@ -1,4 +1,4 @@
-"""One worker of a node goes first; a failure of the first hangs nobody."""
+"""One worker of a node runs first; its failure does not block the others."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def run_all(bodies: list[threading.Thread]) -> None:
     assert not any(body.is_alive() for body in bodies)
 
 
-def test_the_first_is_alone_and_the_others_go_together() -> None:
+def test_the_first_worker_runs_alone_and_the_others_concurrently() -> None:
     inside, finished = threading.Barrier(3), threading.Event()
     order: list[str] = []
     lock = threading.Lock()
@@ -53,7 +53,7 @@ def test_the_first_is_alone_and_the_others_go_together() -> None:
     assert not inside.broken
 
 
-def test_an_exception_of_the_first_lets_the_next_be_first() -> None:
+def test_after_an_exception_the_next_worker_runs_first() -> None:
     with pytest.raises(OSError, match="no network"), node_first(1, ENV):
         raise OSError("no network")
     ran = []
@@ -66,7 +66,7 @@ def test_an_exception_of_the_first_lets_the_next_be_first() -> None:
     assert ran == ["second"]
 
 
-def test_every_use_has_a_first_of_its_own(tmp_path: Path) -> None:
+def test_every_use_has_its_own_first_worker(tmp_path: Path) -> None:
     with node_first(1, ENV):
         pass
     with node_first(2, ENV):

@@ -1,4 +1,4 @@
-"""What an agent gives its workers of a profile, and what it says of that."""
+"""The variables that an agent sets for its workers from a profile, and what it logs."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ NETWORK = Network(
 
 
 class Events:
-    """A journal that remembers."""
+    """A journal that records events."""
 
     def __init__(self) -> None:
         self.seen: list[Event] = []
@@ -48,25 +48,25 @@ def tuning(
 
 
 @pytest.fixture
-def said(caplog: pytest.LogCaptureFixture) -> Iterator[pytest.LogCaptureFixture]:
-    """What is logged, whether or not the logger passes it on."""
+def log(caplog: pytest.LogCaptureFixture) -> Iterator[pytest.LogCaptureFixture]:
+    """Captures the log, even if the logger does not propagate."""
     logger = logging.getLogger("elastic")
     logger.addHandler(caplog.handler)
     yield caplog
     logger.removeHandler(caplog.handler)
 
 
-def test_the_interface_follows_the_leader_and_is_told_once_for_each(tmp_path: Path) -> None:
+def test_the_interface_follows_the_leader_and_changes_are_logged(tmp_path: Path) -> None:
     journal = Events()
     tuned = tuning(tmp_path, journal)
-    assert tuned.variables([])["GLOO_SOCKET_IFNAME"] == "eth0"  # nobody is known yet
+    assert tuned.variables([])["GLOO_SOCKET_IFNAME"] == "eth0"  # no peer is known yet
     assert tuned.variables([])["GLOO_SOCKET_IFNAME"] == "eth0"
     assert tuned.variables(["127.0.0.1"])["GLOO_SOCKET_IFNAME"] == "lo"
     assert [e.interface for e in journal.seen if isinstance(e, WorkersTuned)] == ["eth0", "lo"]
 
 
-def test_what_the_user_has_set_is_left_alone_and_warned_of_once(
-    tmp_path: Path, said: pytest.LogCaptureFixture
+def test_user_settings_are_kept_and_cause_one_warning(
+    tmp_path: Path, log: pytest.LogCaptureFixture
 ) -> None:
     tuned = tuning(
         tmp_path, Events(), {"GLOO_SOCKET_IFNAME": "lo", "NCCL_ASYNC_ERROR_HANDLING": "1"}
@@ -75,29 +75,29 @@ def test_what_the_user_has_set_is_left_alone_and_warned_of_once(
         variables = tuned.variables(peers)
         assert "GLOO_SOCKET_IFNAME" not in variables
         assert "GLOO_SOCKET_IFNAME" not in (variables[TUNED] or "").split(",")
-    (warning,) = {record.getMessage() for record in said.records}  # the handler may be there twice
+    (warning,) = {record.getMessage() for record in log.records}  # the handler may be added twice
     assert warning.startswith("NCCL_ASYNC_ERROR_HANDLING=1") and "elastic env" in warning
-    before = len(said.records)
+    before = len(log.records)
     tuned.variables([])
-    assert len(said.records) == before
+    assert len(log.records) == before
 
 
-def test_an_interface_that_was_given_is_for_all_worlds(tmp_path: Path) -> None:
+def test_an_explicit_interface_applies_to_all_worlds(tmp_path: Path) -> None:
     tuned = tuning(tmp_path, Events(), interface="lo")
     assert tuned.variables([])["NCCL_SOCKET_IFNAME"] == "=lo"
 
 
 @pytest.mark.parametrize(
-    ("options", "environ", "said"),
+    ("options", "environ", "expected"),
     [
         ({"interface": "no-such0"}, {}, "interface=no-such0"),
         ({"profile": "single-node"}, {}, "--nnodes up to 3"),
         ({}, {"GLOO_SOCKET_IFNAME": "no-such0"}, "GLOO_SOCKET_IFNAME (environment)=no-such0"),
     ],
 )
-def test_what_cannot_be_is_refused_before_etcd_is_asked(
-    options: dict[str, str], environ: dict[str, str], said: str
+def test_invalid_settings_are_rejected_before_etcd_is_contacted(
+    options: dict[str, str], environ: dict[str, str], expected: str
 ) -> None:
     with pytest.raises(ConfigError) as refused:
         check(AgentOptions(**options), environ, max_nodes=3)  # type: ignore[arg-type]
-    assert said in refused.value.message
+    assert expected in refused.value.message

@@ -1,4 +1,4 @@
-"""What a worker reads from its environment, and says when that cannot be."""
+"""The world that a worker reads from its environment, and errors in the environment."""
 
 from __future__ import annotations
 
@@ -35,24 +35,24 @@ def test_under_a_stock_backend_the_restart_count_is_the_generation() -> None:
     assert world.node == "node-1"
 
 
-def test_under_our_backend_the_agent_says_it_all() -> None:
+def test_under_our_backend_the_agent_provides_the_world() -> None:
     world = world_from_environment({**TORCHRUN, **OURS, "TORCHELASTIC_RESTART_COUNT": "2"})
     assert (world.generation, world.nonce, world.lineage) == (7, "3f9c", (1, 2, 5))
     assert world.node == "node-b"
 
 
-def test_half_an_environment_is_an_error() -> None:
+def test_an_incomplete_environment_is_rejected() -> None:
     with pytest.raises(ConfigError, match="RANK=0 but lacks WORLD_SIZE, MASTER_ADDR, MASTER_PORT"):
         world_from_environment({"RANK": "0"})
 
 
-def test_a_number_that_is_none_is_named() -> None:
+def test_an_invalid_number_is_rejected_with_its_variable() -> None:
     with pytest.raises(ConfigError, match="WORLD_SIZE='soon'"):
         world_from_environment({**TORCHRUN, "WORLD_SIZE": "soon"})
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "message"),
     [
         ("7", "is a JSON int"),
         ('{"generation":7}', "missing 'nonce'"),
@@ -60,8 +60,8 @@ def test_a_number_that_is_none_is_named() -> None:
         ('{"generation":7,"generation":8,"nonce":"","lineage":[]}', "duplicate field"),
     ],
 )
-def test_a_variable_that_names_no_world_is_an_error(text: str, said: str) -> None:
-    with pytest.raises(ConfigError, match=f"ELASTIC_WORLD=.* {said}"):
+def test_an_invalid_elastic_world_variable_is_rejected(text: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=f"ELASTIC_WORLD=.* {message}"):
         world_from_environment({**TORCHRUN, "ELASTIC_WORLD": text})
 
 
@@ -77,7 +77,7 @@ def test_importing_elastic_imports_no_torch() -> None:
     assert done.stdout.strip() == "False"
 
 
-def test_every_exported_name_is_there() -> None:
+def test_every_exported_name_exists() -> None:
     import elastic
 
     assert all(getattr(elastic, name) is not None for name in elastic.__all__)
@@ -87,7 +87,7 @@ def test_every_exported_name_is_there() -> None:
 
 
 @pytest.mark.parametrize(("error", "code"), [("CheckpointRequired", 65), ("TrainingError", 1)])
-def test_an_exception_reaches_the_agent_and_decides_the_exit_code(
+def test_an_exception_reaches_the_agent_and_sets_the_exit_code(
     tmp_path: Path, error: str, code: int
 ) -> None:
     file = tmp_path / "error.json"
@@ -122,7 +122,7 @@ train()
 
 
 @pytest.mark.parametrize("journal", [True, False])
-def test_lost_peers_are_a_line_and_their_traceback_is_in_the_journal(
+def test_lost_peers_are_logged_in_one_line_with_a_journal_traceback(
     tmp_path: Path, journal: bool
 ) -> None:
     script = tmp_path / "train.py"
@@ -139,8 +139,8 @@ def test_lost_peers_are_a_line_and_their_traceback_is_in_the_journal(
     )
     assert done.returncode == 1
     if not journal:
-        said, place = done.stderr.splitlines()
-        assert said.startswith(
+        message, place = done.stderr.splitlines()
+        assert message.startswith(
             "elastic: peers, or the connections to them, are lost: RuntimeError: "
         )
         assert place.startswith(f"  raised at {script}:8 in train; ELASTIC_JOURNAL=FOLDER")
@@ -153,7 +153,7 @@ def test_lost_peers_are_a_line_and_their_traceback_is_in_the_journal(
     assert 'train.py", line 8, in train' in fault["traceback"]
 
 
-def test_what_record_has_written_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_existing_error_file_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from elastic.world.failure import record
 
     file = tmp_path / "error.json"

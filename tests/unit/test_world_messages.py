@@ -1,4 +1,4 @@
-"""What follows from a world: each fact is told once, and arrives everywhere."""
+"""What is derived from a world: each fact has one source, and arrives everywhere."""
 
 from __future__ import annotations
 
@@ -52,15 +52,15 @@ MESSAGE = WorldMessage(
 
 
 @pytest.mark.parametrize("message", [MESSAGE, replace(MESSAGE, assignment=None, store_tls=None)])
-def test_a_nested_message_comes_back_of_its_types(message: WorldMessage) -> None:
+def test_a_nested_message_is_decoded_to_its_types(message: WorldMessage) -> None:
     received = decode(encode(message))
     assert received == message
     assert isinstance(received, WorldMessage)
     assert received.world.cause is Cause.LOST and received.world.state is WorldState.PAUSED
 
 
-def test_the_environment_and_the_message_name_the_same_world() -> None:
-    """A worker that is started in a world reads what another is told over the link."""
+def test_the_environment_and_the_message_describe_the_same_world() -> None:
+    """A new worker reads the same world that an existing one receives over the link."""
     with patch.dict("os.environ", {"ELASTIC_NODE_NAME": "n1"}, clear=True) as env:
         write_environment(MESSAGE)
         assert world_from_environment(env) == world_of(MESSAGE)
@@ -71,7 +71,7 @@ def test_the_environment_and_the_message_name_the_same_world() -> None:
     }
 
 
-def test_each_variable_is_of_its_fact() -> None:
+def test_each_variable_has_the_value_of_its_field() -> None:
     assert MESSAGE.assignment is not None
     variables = world_variables(
         MESSAGE.world,
@@ -96,7 +96,7 @@ def test_each_variable_is_of_its_fact() -> None:
     }
 
 
-def test_a_worker_without_a_world_yet_says_so() -> None:
+def test_a_worker_without_a_world_reads_generation_0() -> None:
     alone = RankAssignment(rank=0, size=1, local_rank=0, local_size=1)
     variables = world_variables(
         NO_WORLD, alone, node_rank=0, nodes=1, store_host="localhost", store_port=CALL_JOIN
@@ -105,19 +105,19 @@ def test_a_worker_without_a_world_yet_says_so() -> None:
     assert (world.generation, world.nonce, world.lineage, world.size) == (0, "", (), 1)
 
 
-def test_the_group_is_that_of_the_message(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_group_spec_matches_the_message(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ELASTIC_PEER_SILENCE_S", "4.5")
     spec = group_spec(MESSAGE)
-    told = {**vars(MESSAGE.world), **vars(MESSAGE.assignment)}
+    expected = {**vars(MESSAGE.world), **vars(MESSAGE.assignment)}
     for field in fields(spec):
         if field.name not in ("store_key", "store_tls", "silence_s"):
-            assert getattr(spec, field.name) == told[field.name], field.name
+            assert getattr(spec, field.name) == expected[field.name], field.name
     assert spec.silence_s == 4.5
     assert spec.store_key == KEY and spec.store_tls == TlsFiles("/ca", "/cert", "/key")
     assert group_spec(replace(MESSAGE, store_tls=None)).store_tls is None
 
 
-def test_of_etcds_record_a_worker_is_told_what_all_ranks_share() -> None:
+def test_a_worker_receives_the_shared_part_of_the_world_record() -> None:
     record = derive(
         WorldRecord,
         MESSAGE.world,
@@ -133,6 +133,6 @@ def test_of_etcds_record_a_worker_is_told_what_all_ranks_share() -> None:
     )
 
 
-def test_what_nobody_gives_is_an_error() -> None:
+def test_a_missing_required_field_is_an_error() -> None:
     with pytest.raises(TypeError, match="nonce"):
         derive(WorldIdentity, generation=1, lineage=())

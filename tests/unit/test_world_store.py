@@ -1,4 +1,4 @@
-"""The store that gloo's ranks meet in: what torch needs of it, and what may come from outside."""
+"""The rendezvous store of gloo's ranks: what torch requires of it, and hostile input."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ KEY = SecretKey.generate()
 
 @pytest.fixture
 def port() -> Iterator[int]:
-    """Reserved as the agent does it."""
+    """Reserved in the same way as by the agent."""
     with socket.socket() as held:
         held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         held.bind(("", 0))
@@ -57,12 +57,12 @@ def client(server: StoreServer, port: int) -> Iterator[Connect]:
         store.close()
 
 
-def test_what_one_sets_the_other_gets(client: Connect) -> None:
+def test_a_value_set_by_one_client_is_read_by_another(client: Connect) -> None:
     client().set("a", b"\x00\xff")
     assert client().get("a") == b"\x00\xff"
 
 
-def test_through_torchs_prefix(client: Connect) -> None:
+def test_the_store_works_through_torchs_prefix_store(client: Connect) -> None:
     store = client()
     prefixed = PrefixStore("nonce", store)
     prefixed.set("a", "1")
@@ -78,7 +78,7 @@ def test_through_torchs_prefix(client: Connect) -> None:
     assert prefixed.num_keys() == store.num_keys() == 2
 
 
-def test_a_wait_ends_when_the_last_key_comes(client: Connect) -> None:
+def test_a_wait_ends_when_the_last_key_is_set(client: Connect) -> None:
     waiting, other = client(), client()
 
     def set_both() -> None:
@@ -92,7 +92,7 @@ def test_a_wait_ends_when_the_last_key_comes(client: Connect) -> None:
     assert (waiting.get("a"), waiting.get("b")) == (b"1", b"2")
 
 
-def test_a_value_that_was_waited_for_is_not_kept_when_it_changes(client: Connect) -> None:
+def test_a_value_is_not_cached_after_a_wait(client: Connect) -> None:
     store = client()
     store.set("a", "1")
     store.wait(["a"])
@@ -100,15 +100,15 @@ def test_a_value_that_was_waited_for_is_not_kept_when_it_changes(client: Connect
     assert store.get("a") == b"2"
 
 
-def test_a_wait_in_vain_says_for_what_and_the_store_goes_on(client: Connect) -> None:
+def test_a_wait_that_times_out_names_its_key_and_leaves_the_store_usable(client: Connect) -> None:
     store = client()
     with pytest.raises(DistStoreError, match="never"):
         store.wait(["never"], SOON)
-    store.set("never", "1")  # the answer to the wait comes now, and is nobody's
+    store.set("never", "1")  # the late answer to the wait is discarded
     assert store.get("never") == b"1"
 
 
-def test_a_wait_is_given_up(client: Connect) -> None:
+def test_a_wait_can_be_cancelled(client: Connect) -> None:
     over = threading.Event()
 
     def give_up() -> None:
@@ -121,14 +121,14 @@ def test_a_wait_is_given_up(client: Connect) -> None:
         PrefixStore("n", store).get("never")
 
 
-def test_a_wait_ends_when_the_server_does(client: Connect, server: StoreServer) -> None:
+def test_a_wait_ends_when_the_server_closes(client: Connect, server: StoreServer) -> None:
     store = client()
     threading.Timer(0.01, server.close).start()
     with pytest.raises(DistNetworkError):
         store.get("never")
 
 
-def test_a_client_of_another_world_is_turned_away(client: Connect) -> None:
+def test_a_client_of_another_world_is_rejected(client: Connect) -> None:
     with pytest.raises(DistNetworkError):
         client(nonce="n0")
 
@@ -153,10 +153,10 @@ HOSTILE = [
 
 
 @pytest.mark.parametrize("sent", HOSTILE, ids=lambda sent: sent[:40].decode(errors="replace"))
-def test_a_request_that_is_none_costs_its_connection_only(
+def test_an_invalid_request_closes_only_its_connection(
     client: Connect, port: int, sent: bytes
 ) -> None:
-    """From a client that knows the run's key: a bug of ours, or a worker that was taken over."""
+    """From a client that knows the run's key: a bug, or a compromised worker."""
     store = client()
     with socket.create_connection(("127.0.0.1", port)) as bad:
         bad.settimeout(10)
@@ -175,7 +175,7 @@ def test_a_request_that_is_none_costs_its_connection_only(
         *(frame(sent) for sent in HOSTILE),
     ],
 )
-def test_garbage_is_hung_up_on_and_harms_nobody(client: Connect, port: int, garbage: bytes) -> None:
+def test_garbage_closes_only_its_connection(client: Connect, port: int, garbage: bytes) -> None:
     store = client()
     with socket.create_connection(("127.0.0.1", port)) as stranger:
         stranger.settimeout(10)
@@ -185,12 +185,12 @@ def test_garbage_is_hung_up_on_and_harms_nobody(client: Connect, port: int, garb
     assert store.get("a") == b"1"
 
 
-def test_without_the_runs_key_nobody_gets_in(client: Connect) -> None:
+def test_a_client_without_the_run_key_is_rejected(client: Connect) -> None:
     with pytest.raises(DistNetworkError, match="has not proved"):
         client(key=SecretKey.generate())
 
 
-def test_strangers_do_not_keep_a_rank_out(client: Connect, port: int) -> None:
+def test_unauthenticated_connections_do_not_block_a_rank(client: Connect, port: int) -> None:
     idle = [socket.create_connection(("127.0.0.1", port)) for _ in range(100)]
     rank = client()
     rank.set("a", "1")
@@ -206,7 +206,7 @@ def test_connections_are_limited(client: Connect) -> None:
         client().set("a", "1")
 
 
-def test_the_port_is_free_for_the_next_store_at_once(port: int) -> None:
+def test_the_next_store_can_reuse_the_port_immediately(port: int) -> None:
     for _ in range(3):
         server = StoreServer(port, nonce="n1", size=2, key=KEY)
         store = connect("127.0.0.1", port, nonce="n1", key=KEY, timeout_s=10, give_up=lambda: None)

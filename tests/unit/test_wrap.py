@@ -1,4 +1,4 @@
-"""The wrapped module: a DDP for life, and a plain module wherever collectives would be wrong."""
+"""The wrapped module: always a DDP, and a plain module where collectives would be wrong."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def gradient(model: ElasticDDP) -> torch.Tensor:
     return found.clone()
 
 
-def test_it_is_a_ddp_before_there_is_a_group() -> None:
+def test_a_wrapped_module_is_a_ddp_even_without_a_group() -> None:
     model = ElasticDDP(nn.Linear(3, 1))
     assert isinstance(model, DDP)
     assert model(torch.ones(2, 3)).shape == (2, 1)
@@ -52,7 +52,7 @@ def test_it_is_a_ddp_before_there_is_a_group() -> None:
 
 
 @pytest.mark.usefixtures("group")
-def test_it_enters_world_after_world_as_the_same_object() -> None:
+def test_a_wrapped_module_keeps_its_identity_across_worlds() -> None:
     model = ElasticDDP(nn.Linear(3, 1))
     calls = []
     model.register_forward_hook(lambda *_: calls.append("hook"))
@@ -72,7 +72,7 @@ def test_it_enters_world_after_world_as_the_same_object() -> None:
 
 
 @pytest.mark.usefixtures("group")
-def test_what_the_reducer_waits_for_is_waited_for_here(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_all_reducer_collectives_use_the_releasable_group(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: set[tuple[str, torch.dtype]] = set()
     for name in ("broadcast", "allreduce"):
         pass_on = getattr(ReleasableGroup, name)
@@ -90,7 +90,7 @@ def test_what_the_reducer_waits_for_is_waited_for_here(monkeypatch: pytest.Monke
         monkeypatch.setattr(ReleasableGroup, name, note)
     gradients = ("allreduce", torch.float32)
     for options, expected in (
-        ({}, {gradients, ("broadcast", torch.int32)}),  # the plan of new buckets
+        ({}, {gradients, ("broadcast", torch.int32)}),  # the layout of rebuilt buckets
         ({"find_unused_parameters": True}, {gradients, ("allreduce", torch.int32)}),
     ):
         model = ElasticDDP(nn.Linear(3, 1), **options)
@@ -102,7 +102,7 @@ def test_what_the_reducer_waits_for_is_waited_for_here(monkeypatch: pytest.Monke
 
 
 @pytest.mark.usefixtures("group")
-def test_a_pass_that_failed_says_so_until_the_next_step(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_backward_pass_raises_until_the_next_step(monkeypatch: pytest.MonkeyPatch) -> None:
     model = ElasticDDP(nn.Linear(3, 1), find_unused_parameters=True)
     model.enter_world()
     gradient(model)
@@ -116,9 +116,9 @@ def test_a_pass_that_failed_says_so_until_the_next_step(monkeypatch: pytest.Monk
         patch.setattr(pending_works(), "finish", fail)
         with pytest.raises(GroupAborted):
             gradient(model)
-    assert len(begun) == 2  # the bucket and the map: the group is not destroyed before them
+    assert len(begun) == 2  # bucket and map: they must end before the group is destroyed
     with pytest.raises(GroupAborted):
-        gradient(model)  # in a script that swallowed it
+        gradient(model)  # in a script that swallowed the error
     model.leave_world()
     model.reduction.begin(1.0)
     model.enter_world()
@@ -126,7 +126,7 @@ def test_a_pass_that_failed_says_so_until_the_next_step(monkeypatch: pytest.Monk
 
 
 @pytest.mark.usefixtures("group")
-def test_it_keeps_the_training_flag() -> None:
+def test_the_training_flag_is_kept() -> None:
     model = ElasticDDP(nn.Sequential(nn.Linear(3, 1), nn.Dropout()).eval())
     model.enter_world()
     assert not model.training
@@ -143,7 +143,7 @@ def test_gradients_are_weighted_by_the_share() -> None:
 
 
 @pytest.mark.usefixtures("group")
-def test_a_share_of_nothing_gives_nothing_even_when_it_is_nan() -> None:
+def test_a_share_of_zero_yields_zero_gradients_even_for_nan() -> None:
     model = ElasticDDP(nn.Linear(3, 1))
     model.enter_world()
     model.reduction.begin(0.0)
@@ -170,13 +170,13 @@ def test_no_collectives_in_eval_mode_and_without_gradients(monkeypatch: pytest.M
 
 
 @pytest.mark.parametrize("option", ["process_group", "device_mesh", "mixed_precision"])
-def test_options_that_cannot_work_are_refused(option: str) -> None:
+def test_unsupported_options_are_rejected(option: str) -> None:
     with pytest.raises(ConfigError, match=option):
         ElasticDDP(nn.Linear(1, 1), **{option: object()})
 
 
 @pytest.mark.usefixtures("group")
-def test_communication_hooks_are_refused() -> None:
+def test_communication_hooks_are_rejected() -> None:
     model = ElasticDDP(nn.Linear(1, 1))
     for _ in range(2):
         with pytest.raises(ConfigError, match=r"register_comm_hook\(fp16_compress_hook\).*weights"):
@@ -187,7 +187,7 @@ def test_communication_hooks_are_refused() -> None:
 
 
 @pytest.mark.usefixtures("group")
-def test_options_of_ddp_are_kept_for_every_world() -> None:
+def test_ddp_options_are_kept_in_every_world() -> None:
     model = ElasticDDP(nn.Linear(3, 1), gradient_as_bucket_view=True, find_unused_parameters=True)
     for _ in range(2):
         model.enter_world()
@@ -195,13 +195,13 @@ def test_options_of_ddp_are_kept_for_every_world() -> None:
         assert model.find_unused_parameters
 
 
-def test_after_a_world_nothing_holds_its_group() -> None:
-    """What is left to the garbage collector may be found by that of a forked data worker."""
+def test_no_reference_to_a_group_remains_after_its_world() -> None:
+    """A group left to the garbage collector might be collected in a forked data worker."""
     store = HashStore()
     dist.init_process_group("gloo", store=store, rank=0, world_size=1)
     model = ElasticDDP(nn.Linear(3, 1))
     model.enter_world()
-    gradient(model), gradient(model)  # the second builds DDP's buckets anew, with a collective
+    gradient(model), gradient(model)  # the second pass rebuilds DDP's buckets
     group = weakref.ref(model.process_group)
     model.leave_world()
     gc.disable()
@@ -214,7 +214,7 @@ def test_after_a_world_nothing_holds_its_group() -> None:
 
 
 @pytest.mark.usefixtures("group")
-def test_copies_are_plain_modules_of_their_own() -> None:
+def test_copies_are_independent_plain_modules() -> None:
     model = ElasticDDP(nn.Linear(3, 1))
     model.register_forward_hook(lambda *_: None)
     model.enter_world()
@@ -236,7 +236,7 @@ def test_copies_are_plain_modules_of_their_own() -> None:
     assert all(torch.equal(loaded.state_dict()[name], value) for name, value in state.items())
 
 
-def test_modules_that_ddp_cannot_take_are_refused_with_what_exists() -> None:
+def test_unsupported_modules_are_rejected_with_an_alternative() -> None:
     with pytest.raises(ConfigError, match="its process group would end") as refused:
         ElasticDDP(DDP.__new__(DDP))
     assert "run.wrap(Net().to(run.device))" in str(refused.value)
@@ -261,7 +261,7 @@ def test_layers_that_are_unfrozen_later_are_reduced() -> None:
 
 
 @pytest.mark.usefixtures("group")
-def test_a_module_without_anything_to_train_waits_until_there_is() -> None:
+def test_a_module_may_have_no_trainable_parameters_at_first() -> None:
     model = ElasticDDP(nn.Linear(3, 1)).requires_grad_(False)
     model.enter_world()
     assert model(torch.ones(2, 3)).shape == (2, 1)
@@ -273,7 +273,7 @@ def test_a_module_without_anything_to_train_waits_until_there_is() -> None:
 
 
 @pytest.mark.usefixtures("group")
-def test_local_gradients_are_rescaled_to_another_share_or_refused() -> None:
+def test_local_gradients_are_rescaled_to_a_new_share_or_rejected() -> None:
     model = ElasticDDP(nn.Linear(3, 1, bias=False))
     model.enter_world()
     model.begin_step(0.5)
@@ -287,5 +287,5 @@ def test_local_gradients_are_rescaled_to_another_share_or_refused() -> None:
     with model.no_sync():
         model(torch.ones(1, 3)).sum().backward()
     with pytest.raises(TrainingError, match=r"drop_last=True"):
-        model.begin_step(0.25)  # reduced gradients are among them
+        model.begin_step(0.25)  # some of the gradients are reduced
     model.leave_world()

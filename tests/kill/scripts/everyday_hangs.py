@@ -1,6 +1,6 @@
-"""A training loop as users write it, with the mistakes that make one of its ranks hang.
+"""A common training loop, with mistakes that make one of its ranks hang.
 
-A file ``hang-MISTAKE`` in the folder, with the name of a node in it, is the order to make one.
+A file ``hang-MISTAKE`` in the folder, which contains the name of a node, orders a mistake.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from torch.utils.data import DataLoader, Dataset
 LONG_S = 1e6
 CACHE_LOCK = threading.Lock()  # of a cache that data workers fill
 LIBC = ctypes.CDLL(None)
-PYTHON_AND_LIBC = ctypes.PyDLL(None)  # calls keep the interpreter lock
-# A mutex of a library in C, as tokenizers' thread pool has them.
+PYTHON_AND_LIBC = ctypes.PyDLL(None)  # calls hold the interpreter lock
+# A mutex of a C library, as in the thread pool of tokenizers.
 POOL_MUTEX = ctypes.create_string_buffer(64)
 
 
 class Cached(Dataset[torch.Tensor]):
-    """Reads through a cache with a lock in Python."""
+    """Reads through a cache with a Python lock."""
 
     def __len__(self) -> int:
         return 1
@@ -40,7 +40,7 @@ class Cached(Dataset[torch.Tensor]):
 
 
 class Tokenized(Dataset[torch.Tensor]):
-    """Calls a library in C, which has a lock."""
+    """Calls a C library that has a lock."""
 
     def __len__(self) -> int:
         return 1
@@ -51,8 +51,9 @@ class Tokenized(Dataset[torch.Tensor]):
 
 
 def fork_with_a_lock_held(folder: Path) -> None:
-    """Another thread is in the cache when the data workers are forked: nobody releases their
-    copy of its lock."""
+    """Another thread holds the cache's lock when the data workers are forked: their copy of the
+    lock is never released.
+    """
     with CACHE_LOCK:
         loader = iter(DataLoader(Cached(), num_workers=1))
     next(loader)
@@ -72,7 +73,7 @@ def read_a_file_that_nobody_writes(folder: Path) -> None:
 
 
 def ask_a_person(folder: Path) -> None:
-    _, terminal = os.openpty()  # what a worker inherits where torchrun runs in a terminal
+    _, terminal = os.openpty()  # inherited by a worker if torchrun runs in a terminal
     os.dup2(terminal, 0)
     sys.stdin = open(0)  # noqa: SIM115
     input("overwrite the checkpoint? ")
@@ -114,7 +115,7 @@ MISTAKES: Mapping[str, Callable[[Path], None]] = {
 
 
 def make_mistakes(folder: Path, node: str) -> None:
-    """Those that this node is ordered to make."""
+    """Make the mistakes that this node is ordered to make."""
     for name, make in MISTAKES.items():
         order = folder / f"hang-{name}"
         if order.exists() and order.read_text() == node:

@@ -1,7 +1,7 @@
 """FSDP2 in the style of pytorch/examples: torch alone, checkpoints by torch.distributed.checkpoint.
 
-It knows nothing of worlds: it shards over whatever torchrun has started, and goes on from the
-newest checkpoint that has its metadata, which DCP writes last.
+It has no notion of worlds: it shards over the processes that torchrun has started, and resumes from
+the newest checkpoint with metadata, which DCP writes last.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""A job that hangs where it is told, in every way that a script can.
+"""A job that hangs on order, in every way that a script can.
 
-A file ``hang-KIND`` in the folder, with the name of a node and a number of seconds in it, is the
-order; the node's worker (or its data worker) takes it by deleting it. ``done-KIND`` says that it
-did.
+A file ``hang-KIND`` in the folder, which contains the name of a node and a number of seconds, is an
+order; the node's worker (or its data worker) takes it by deleting the file. ``done-KIND`` confirms
+it.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ FOR_EVER_S = 1e6
 
 
 class Orders:
-    """What this process has been told to do."""
+    """The orders of this process."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.node = os.environ.get("ELASTIC_NODE_NAME", "")
-        self.takes_s = 0.0  # what was taken last
+        self.takes_s = 0.0  # the last order taken
 
     def take(self, kind: str) -> bool:
-        """Whether it is told to do that now; once."""
+        """Whether it is ordered to do that now; true once per order."""
         order = self.folder / f"hang-{kind}"
         try:
             node, takes_s = order.read_text().split()
@@ -41,7 +41,7 @@ class Orders:
                 return False
             order.unlink()
         except OSError:
-            return False  # there is none, or another worker has taken it
+            return False  # there is no order, or another worker has taken it
         self.takes_s = float(takes_s)
         (self.folder / f"done-{kind}").write_text(f"{os.getpid()} {time.time()}")
         return True
@@ -55,13 +55,13 @@ class Orders:
         (self.folder / name).unlink(missing_ok=True)
 
     def hang_in_a_data_worker(self) -> None:
-        """Before it reads a sample."""
+        """Hang before reading a sample."""
         if self.take("loader"):
             time.sleep(FOR_EVER_S)
 
 
 class Slow:
-    """Garbage that takes long to collect."""
+    """Garbage that is slow to collect."""
 
     def __init__(self, takes_s: float) -> None:
         self.itself = self
@@ -72,14 +72,14 @@ class Slow:
 
 
 def wait_for_nobody(orders: Orders) -> None:
-    """Wait for a message that nobody sends, as all other ranks do in the same step."""
+    """Wait for a message without a sender, as all other ranks do in the same step."""
     orders.take_away("lost-message")
     rank, size = torch.distributed.get_rank(), torch.distributed.get_world_size()
     torch.distributed.recv(torch.zeros(1), src=(rank + 1) % size)
 
 
 class Hanging(nn.Module):
-    """A layer that hangs in its forward pass when it is told to."""
+    """A layer that hangs in its forward pass on order."""
 
     def __init__(self, orders: Orders) -> None:
         super().__init__()
@@ -91,7 +91,7 @@ class Hanging(nn.Module):
 
 
 def hang(orders: Orders) -> None:
-    """In every way."""
+    """Hang in the ordered way."""
     if orders.take("loop"):
         while True:
             pass
@@ -101,7 +101,7 @@ def hang(orders: Orders) -> None:
         while True:
             ctypes.PyDLL(None).sleep(600)
     if orders.take("garbage"):
-        gc.disable()  # or a young collection may find it first
+        gc.disable()  # otherwise a young collection may find it first
         Slow(orders.takes_s)
         gc.collect()
         gc.enable()
@@ -145,7 +145,7 @@ def main() -> None:
                     time.sleep(orders.takes_s)
                 if orders.take("checkpoint"):
                     time.sleep(orders.takes_s)
-                # What one rank has seen, all know after the mean, and none before.
+                # After the mean, and only then, all ranks know what one rank has seen.
                 seen = {"loss": loss.item(), "lost": float(orders.is_given("lost-message"))}
                 if orders.take("order"):
                     torch.distributed.barrier()

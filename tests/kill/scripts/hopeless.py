@@ -1,3 +1,3 @@
-"""Fails in the same way every time, and soon: it imports nothing."""
+"""Fails early and identically every time: it imports nothing."""
 
 raise SystemExit(3)

@@ -1,7 +1,8 @@
-"""A job that hangs where and how it is ordered to: any action in any place of a training step.
+"""A job that hangs on order: any action at any place of a training step.
 
 The file ``inject`` in the folder is the order: node, action and place, one word each. The process
-that comes to that place takes it by deleting it, and writes its pid and the time to ``injected``.
+that reaches that place takes it by deleting the file, and writes its pid and the time to
+``injected``.
 """
 
 from __future__ import annotations
@@ -25,14 +26,14 @@ FOR_EVER_S = 1e6
 
 
 class Injections:
-    """What this process, or a data worker of it, is ordered to do."""
+    """The orders of this process and its data workers."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.node = os.environ.get("ELASTIC_NODE_NAME", "")
 
     def take(self, action: str, place: str) -> bool:
-        """Whether it is ordered to do exactly that; once."""
+        """Whether it is ordered to do exactly that; true once per order."""
         return self._taken(place, action) is not None
 
     def at(self, place: str) -> None:
@@ -79,7 +80,7 @@ def sleep(folder: Path) -> None:
 
 
 def locked(folder: Path) -> None:
-    """In C, with the interpreter lock."""
+    """Block in C while holding the interpreter lock."""
     while True:
         ctypes.PyDLL(None).sleep(600)
 
@@ -91,7 +92,7 @@ def deadlock(folder: Path) -> None:
 
 
 def fifo(folder: Path) -> None:
-    """A read that nobody answers, as from a file system that is gone."""
+    """A read that never returns, as from a lost file system."""
     path = folder / f"fifo-{os.getpid()}"
     os.mkfifo(path)
     os.read(os.open(path, os.O_RDWR), 1)
@@ -108,7 +109,7 @@ ACTIONS: Mapping[str, Callable[[Path], None]] = {
 
 
 class Labels(Dataset[torch.Tensor]):
-    """Read by the process that trains."""
+    """Read by the training process."""
 
     def __init__(self, injections: Injections) -> None:
         self.injections = injections
@@ -149,7 +150,7 @@ class HangingSGD(torch.optim.SGD):
 
 
 class Meter:
-    """Something of the script's with a state: it is asked for it between two steps."""
+    """An object of the script with a ``state_dict``, which is called between two steps."""
 
     def __init__(self, injections: Injections) -> None:
         self.injections = injections

@@ -7,7 +7,7 @@ from pathlib import Path
 
 
 def job_parser() -> argparse.ArgumentParser:
-    """With what a Workload gives every script; a script adds its own."""
+    """A parser with the arguments that a Workload passes to every script; a script adds its own."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--folder", type=Path, required=True)
     parser.add_argument("--samples", type=int, required=True)

@@ -1,6 +1,6 @@
-"""A plain script in the manner of nanoGPT: it resumes from its own checkpoint if it is told to.
+"""A plain script in the style of nanoGPT: it resumes from its own checkpoint on request.
 
-A file ``hold`` in its folder keeps it between two steps, where it does not write.
+A file ``hold`` in its folder holds it between two steps, where it does not write.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Scripts that keep their loop: ``run.attempts()`` inline, or a plug-in's begin and commit.
+"""Scripts with their own loop: ``run.attempts()`` inline, or a plug-in's begin and commit.
 
-Each step's data is a function of its number, dealt out in equal shares. Float64: what two runs
-differ by is what was lost, repeated or torn.
+Each step's data is a function of its number, in equal shares. Float64: any difference between two
+runs was lost, repeated or torn.
 """
 
 from __future__ import annotations

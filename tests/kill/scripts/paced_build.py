@@ -1,7 +1,7 @@
-"""Runs an example of ``run.build`` as it is, slowly, and dies in the middle of a step where told.
+"""Runs an unmodified example of ``run.build`` slowly, and dies in the middle of a step on order.
 
-A file ``die-POINT`` in the folder is the order, for the node that it names; its worker takes it
-and kills itself: ``backward``, after some layers have reduced their gradients and before others;
+A file ``die-POINT`` in the folder is an order to the node that it names; its worker takes it and
+kills itself: ``backward``, after some layers have reduced their gradients and before others;
 ``optimizer``, with all gradients and before this rank's update; ``build``, in the function that
 builds the next world's model; ``restore``, before it reads its shards.
 """

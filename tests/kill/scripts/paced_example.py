@@ -1,7 +1,7 @@
-"""Runs an example of a sharded model as it is, slowly, and writes down what its steps have used.
+"""Runs an unmodified example of a sharded model slowly, and logs the samples of its steps.
 
-The example deals its data out by an ElasticSampler, and calls ``advance`` after each optimizer
-step and before it saves: so a committed checkpoint holds only steps that every rank has noted. The
+The example distributes its data with an ElasticSampler, and calls ``advance`` after each optimizer
+step and before it saves, so a committed checkpoint holds only steps that every rank has logged. The
 ledger has the samples of the first rank of each data-parallel position; the ``samples`` folder has
 those of all ranks.
 """

@@ -1,5 +1,6 @@
-"""Runs an example that trains with ``elastic.join()`` as it is, slowly: each step is followed by a
-pause until the test's ``hurry``. The library keeps the ledger. ``JOB_MESH``: other dimensions."""
+"""Runs an unmodified example with ``elastic.join()`` slowly: each step is followed by a pause until
+the test's ``hurry``. The library writes the ledger. ``JOB_MESH``: other dimensions.
+"""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""A GAN with two optimizers, schedulers, an average and evaluation, that dies where it is told.
+"""A GAN with two optimizers, schedulers, an average and evaluation, which dies at ordered points.
 
-A file ``die-POINT`` in the folder, with JSON ``{"node", "step"}`` (null: any), is the order; the
-first worker that comes by takes it (by deleting it) and kills itself.
+A file ``die-POINT`` in the folder, with JSON ``{"node", "step"}`` (null: any), is an order; the
+first worker that reaches the point takes it (by deleting the file) and kills itself.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from elastic.training.recovery import transfer
 
 
 class Orders:
-    """What this worker has been told to die of."""
+    """The orders of this worker to die."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -37,13 +37,13 @@ class Orders:
         self.steps = 0
 
     def next_step(self, number: int) -> None:
-        """Crash-loop, if this node is made for that."""
+        """Crash repeatedly, if this node is configured to."""
         self.step, self.steps = number, self.steps + 1
         if self.steps == self.crash_at:
             raise ValueError("crashes every time")
 
     def obey(self, point: str) -> None:
-        """Die, if that is the order."""
+        """Die if ordered to."""
         order = self.folder / f"die-{point}"
         try:
             told = json.loads(order.read_text())
@@ -60,17 +60,17 @@ class Orders:
             return
         if point == "raise":
             raise ValueError("told to raise")
-        if point == "give-up":  # as when a connection breaks, and nobody has died
+        if point == "give-up":  # as for a broken connection without a death
             raise torch.distributed.DistNetworkError("told to give up")
         os.kill(os.getpid(), signal.SIGKILL)
 
 
 def arrange(orders: Orders) -> None:
-    """Points that lie inside the library."""
+    """Install the points inside the library."""
     finish_chunk, check = transfer.ChunkedTransfer.finish_chunk, transfer.check_hashes
     build = ProcessGroup.build
 
-    def moving(self: Any, sent: Any) -> None:  # once a chunk is on its way
+    def moving(self: Any, sent: Any) -> None:  # once a chunk is in transit
         if self._flat:
             orders.obey("sending" if self._is_source else "receiving")
         finish_chunk(self, sent)
@@ -190,7 +190,7 @@ def main() -> None:
 
 
 class Average:
-    """An exponential average of the weights, as something with a state_dict."""
+    """An exponential average of the weights, with a ``state_dict``."""
 
     def __init__(self, values: dict[str, torch.Tensor]) -> None:
         self.values = values

@@ -1,9 +1,9 @@
-"""Runs an example with replicas as paced_run.py does; its ranks die where they are told.
+"""Runs an example with replicas as paced_run.py does; its ranks die at ordered points.
 
-A file ``die-POINT`` in the folder is an order for the first rank that comes by, ``die-POINT-RANK``
-one for that rank of the world. The rank that deletes the file kills itself. Orders that contain a
-number are obeyed by so many ranks in the same step, once each of them is at the point. By
-``hang-POINT`` a rank stays there.
+A file ``die-POINT`` in the folder is an order to the first rank that reaches the point,
+``die-POINT-RANK`` one to that rank of the world. The rank that deletes the file kills itself. An
+order that contains a number applies to that many ranks in the same step, once each of them is at
+the point. With ``hang-POINT`` a rank blocks there.
 """
 
 from __future__ import annotations
@@ -37,19 +37,19 @@ from elastic.testing.doubles import device_stream, nccl_semantics
 from elastic.training.gradients.across import AcrossReduction
 from elastic.training.recovery import transfer
 
-# Less than it takes until a rank that waits counts as hanging.
+# Less than the hang budget of a waiting rank.
 OTHERS_COME_WITHIN_S = 2.0
 STAYS_S = 3600.0
 
 
 class Orders:
-    """Where this rank has been told to die."""
+    """The orders of this rank to die."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
 
     def obey(self, point: str) -> None:
-        """Die, or stay here, if that is the order."""
+        """Die, or block here, if ordered to."""
         with suppress(FileNotFoundError):
             (self._folder / f"hang-{point}").unlink()
             time.sleep(STAYS_S)
@@ -68,8 +68,9 @@ class Orders:
         return True
 
     def _is_agreed(self, order: Path, point: str, ranks: int) -> bool:
-        """Whether so many ranks are at the point and die there. If not, the order stays for the
-        next step: another one may have passed the point before it was given."""
+        """Whether that many ranks are at the point and die there. If not, the order remains for the
+        next step: another rank may have passed the point before the order.
+        """
         ready = order.with_name(order.name.replace("die-", "ready-", 1))
         agreed = self._folder / f"agreed-{point}"
         with self._lock():
@@ -94,13 +95,13 @@ class Orders:
 
 def die_in_a_step(orders: Orders) -> None:
     """In the order of a step: all-gather, forward, backward, reduce-scattered, all-reduced,
-    clipping, optimizer, optimizer-done, committed, mean. Some of them come more than once."""
+    clipping, optimizer, optimizer-done, committed, mean. Some of them occur more than once."""
     gather, clip, join = dist.all_gather_single, nn.utils.clip_grad_norm_, elastic.join
     wrap, mean, reduce = elastic.Run.wrap, elastic.Run.mean, AcrossReduction.reduce
 
     def gathering(*args: Any, **options: Any) -> Any:
         work = gather(*args, **options)
-        orders.obey("all-gather")  # while it is under way
+        orders.obey("all-gather")  # while it is in progress
         return work
 
     def wrapping(run: Any, module: nn.Module, **ddp: Any) -> Any:
@@ -139,8 +140,9 @@ def die_in_a_step(orders: Orders) -> None:
 
 
 def die_in_a_recovery(orders: Orders) -> None:
-    """Of a rank that starts: meeting, met. Of all: building, built, agreeing; then those of the
-    transfer."""
+    """Points of a starting rank: meeting, met. Of all ranks: building, built, agreeing; then those
+    of the transfer.
+    """
     form, build, total = ModelReplica.form, ProcessGroup.build, ModelReplica.sum
     finish_chunk, check = transfer.ChunkedTransfer.finish_chunk, transfer.check_hashes
 
@@ -158,7 +160,7 @@ def die_in_a_recovery(orders: Orders) -> None:
         orders.obey("agreeing")
         return total(self, values)
 
-    def moving(self: Any, sent: Any) -> None:  # once a chunk is on its way
+    def moving(self: Any, sent: Any) -> None:  # once a chunk is in transit
         if self._flat:
             orders.obey("sending" if self._is_source else "receiving")
         finish_chunk(self, sent)

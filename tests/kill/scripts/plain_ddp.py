@@ -1,7 +1,7 @@
 """An unmodified training script: plain torch, its own checkpoint, no import of this project.
 
-It knows nothing of worlds: it reads what torchrun puts into the environment, loads the newest
-checkpoint and goes on. The ledger lines are what a test needs to see, nothing more.
+It has no notion of worlds: it reads the environment set by torchrun, loads the newest checkpoint
+and resumes. The ledger lines are for the tests only.
 
 Float64, and gradients weighted by samples: any world size gives the same weights up to 1e-12.
 """
@@ -59,7 +59,7 @@ def main() -> None:
         module.load_state_dict(state["model"])
         optimizer.load_state_dict(state["optimizer"])
         first = state["step"]
-    # Everybody has read the checkpoint before anybody writes the next one.
+    # All ranks have read the checkpoint before any rank writes the next one.
     dist.barrier()
     note("start", step=first, rank=RANK, size=SIZE, node=os.environ["ELASTIC_NODE_NAME"])
 
@@ -78,7 +78,7 @@ def main() -> None:
         optimizer.step()
         note("step", step=step, epoch=epoch, rank=RANK, samples=mine.tolist())
         if (step + 1) % options.save_every == 0:
-            # A checkpoint may only hold steps that every rank has written down.
+            # A checkpoint may only hold steps that every rank has logged.
             dist.barrier()
             if RANK == 0:
                 save(
@@ -97,14 +97,14 @@ def main() -> None:
     if RANK == 0:
         save_file(module.state_dict(), options.folder / "final.safetensors")
     note("end", rank=RANK, sha256=hashlib.sha256(weights).hexdigest())
-    # Else torch 2.13 may hang here: docs/how-to/troubleshooting.md, "A worker does not end".
+    # Otherwise torch 2.13 may hang here: docs/how-to/troubleshooting.md, "A worker does not end".
     del model
     dist.destroy_process_group()
 
 
 if __name__ == "__main__":
     RANK, SIZE = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    # Other backends than etcd-v3 count restarts at least.
+    # Backends other than etcd-v3 at least count restarts.
     RESTARTS = {"generation": int(os.environ["TORCHELASTIC_RESTART_COUNT"]) + 1}
     GENERATION = json.loads(os.environ.get("ELASTIC_WORLD", json.dumps(RESTARTS)))["generation"]
     main()

@@ -1,4 +1,4 @@
-"""What scripts that hang or slow down on demand have in common: arguments, data, model, end."""
+"""Shared parts of scripts that hang or slow down on demand: arguments, data, model, shutdown."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Rows = Dataset[tuple[torch.Tensor, torch.Tensor]]
 
 @dataclass(frozen=True)
 class JobArguments:
-    """What a Workload gives every script."""
+    """The arguments that a Workload passes to every script."""
 
     folder: Path
     samples: int
@@ -37,11 +37,11 @@ class JobArguments:
 
     @property
     def hurry(self) -> Path:
-        """There once the test has nothing left to do to the job."""
+        """The file that exists once the test has no more faults for the job."""
         return self.folder / "hurry"
 
     def pause_after_step(self, epoch: int) -> None:
-        """Make the step as long as the test wants it."""
+        """Make the step as long as the test requests."""
         pause_after_step(self.hurry, self.step_s, epoch / self.epochs)
 
 
@@ -63,7 +63,7 @@ class Waves(Rows):
 
 
 def join(arguments: JobArguments) -> elastic.Run:
-    """The run, which saves every so many steps."""
+    """Join the run, which saves every ``save_every`` steps."""
     torch.manual_seed(0)
     return elastic.join(
         checkpoints=elastic.Checkpoints(
@@ -73,12 +73,12 @@ def join(arguments: JobArguments) -> elastic.Run:
 
 
 def network(*, within: nn.Module | None = None, last: nn.Module | None = None) -> nn.Sequential:
-    """A small one for Waves, with a layer of the script's own within it, or last."""
+    """A small network for Waves, with a layer of the script inside it, or last."""
     layers = [nn.Linear(8, 16), nn.Tanh(), within, nn.Linear(16, 1), last]
     return nn.Sequential(*(layer for layer in layers if layer is not None)).double()
 
 
 def save_weights(run: elastic.Run, module: nn.Module, folder: Path) -> None:
-    """What the test compares with the weights of an undisturbed run."""
+    """Save the weights that the test compares with those of an undisturbed run."""
     if run.is_main:
         save_file(dict(module.state_dict()), folder / "final.safetensors")

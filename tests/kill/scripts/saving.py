@@ -1,8 +1,8 @@
-"""A training script whose disk, process and code fail when they are told to.
+"""A training script whose disk, process and code fail on order.
 
-It trains what session.py trains, to the same weights. A file in the folder is an order:
-``disk-hang``, ``disk-full`` and ``disk-readonly`` hold for as long as they are there, on the node
-that is named in them or on all; ``die-writing`` and ``raise`` are obeyed once.
+It trains the workload of session.py to the same weights. A file in the folder is an order:
+``disk-hang``, ``disk-full`` and ``disk-readonly`` apply while they exist, on the node named in them
+or on all; ``die-writing`` and ``raise`` apply once.
 """
 
 from __future__ import annotations
@@ -28,21 +28,21 @@ _REFUSALS = {"disk-full": errno.ENOSPC, "disk-readonly": errno.EROFS}
 
 
 class Orders:
-    """What this process has been told."""
+    """The orders of this process."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.node = os.environ.get("ELASTIC_NODE_NAME", "")
 
-    def stands(self, name: str) -> bool:
+    def is_active(self, name: str) -> bool:
         try:
             return (self.folder / name).read_text() in ("", self.node)
         except OSError:
             return False
 
     def take(self, name: str) -> bool:
-        """Whether the order is for this process, which takes it away."""
-        if not self.stands(name):
+        """Whether the order is for this process; if so, the file is removed."""
+        if not self.is_active(name):
             return False
         try:
             (self.folder / name).unlink()
@@ -54,10 +54,10 @@ class Orders:
         """Called before every call of the storage."""
         if not label.startswith("write ") or "safetensors" not in label:
             return
-        while self.stands("disk-hang"):
+        while self.is_active("disk-hang"):
             time.sleep(0.02)
         for name, number in _REFUSALS.items():
-            if self.stands(name):
+            if self.is_active(name):
                 raise OSError(number, os.strerror(number))
         if self.take("die-writing"):
             os.kill(os.getpid(), signal.SIGKILL)

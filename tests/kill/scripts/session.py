@@ -1,10 +1,9 @@
-"""A training script written with this project's API, for tests to hurt.
+"""A training script with this project's API, for fault-injection tests.
 
-A file ``hold-start`` in the folder keeps each worker that starts from joining for as long as it is
-there.
+While a file ``hold-start`` exists in the folder, starting workers do not join.
 
-Float64, so that a different world size changes the sums by 1e-15 and not by 1e-6: whatever the
-weights differ by more than that was lost, repeated or torn.
+Float64, so that a different world size changes the sums by 1e-15 and not by 1e-6: any larger
+difference in the weights was lost, repeated or torn.
 """
 
 from __future__ import annotations
@@ -26,8 +25,8 @@ from elastic.testing.pacing import pause_after_step
 class Waves(Dataset[tuple[torch.Tensor, torch.Tensor]]):
     """Synthetic regression; until ``hurry`` exists, ``__getitem__`` takes ``busy_s``.
 
-    What counts is being inside ``__getitem__``: a DataLoader worker looks for its parent's death
-    only while it waits for work.
+    It must be inside ``__getitem__``: a DataLoader worker checks for its parent's death only while
+    it waits for work.
     """
 
     def __init__(self, n: int, busy_s: float, hurry: Path) -> None:
@@ -75,7 +74,7 @@ def main() -> None:
         DataLoader(
             Waves(options.samples, options.busy_s if options.loader_workers else 0.0, hurry),
             batch_size=options.batch,
-            # An empty dataset: torch refuses to shuffle it, before ours can say what is wrong.
+            # An empty dataset: torch refuses to shuffle it before our code can report the error.
             shuffle=options.samples > 0,
             num_workers=options.loader_workers,
         ),

@@ -1,8 +1,8 @@
-"""A job with ranks that are slow where they are told to be.
+"""A job with ranks that are slow on order.
 
-A file ``slow-data`` or ``slow-compute`` in the folder names the node whose worker is slow for as
-long as the file is there: in its data set, or in its forward pass. All the while rank 0 does what
-is no reason to call it slow: it evaluates after every other step, with a loader of its own.
+A file ``slow-data`` or ``slow-compute`` in the folder names the node whose worker is slow while the
+file exists: in its dataset, or in its forward pass. Rank 0 does legitimate extra work that must not
+count as slow: it evaluates after every other step, with its own loader.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from regression_job import JobArguments, Waves, join, network, save_weights
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
-COMPUTE_S = 0.04  # of every rank, in each step: more than a busy machine adds by chance
+COMPUTE_S = 0.04  # of every rank, in each step: more than the noise of a busy machine
 SLOW_S = 0.3  # of the slow one
 EVALUATION_S = 0.3
 
 
 class Orders:
-    """Whether this process is to be slow; nobody is once the test is over."""
+    """Whether this process is ordered to be slow; none is once the test is over."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -39,13 +39,13 @@ class Orders:
             return False
 
     def be_slow_in_data(self) -> None:
-        """Before a sample is read, of which a rank reads eight in a step."""
+        """Delay each sample; a rank reads eight per step."""
         if self.is_slow("data"):
             time.sleep(SLOW_S / 8)
 
 
 class Held(Dataset[int]):
-    """What rank 0 evaluates on: slow to read."""
+    """The evaluation data of rank 0: slow to read."""
 
     def __init__(self, orders: Orders) -> None:
         self.orders = orders
@@ -59,7 +59,7 @@ class Held(Dataset[int]):
 
 
 class Working(nn.Module):
-    """A layer that takes its time."""
+    """A slow layer."""
 
     def __init__(self, orders: Orders) -> None:
         super().__init__()

@@ -1,10 +1,10 @@
-"""A training script that is wired up in one of three ways, on one node or none.
+"""A training script with one of three wirings, under a launcher or as plain python.
 
 ``--wiring``: ``retry`` (in-process where the launcher can), ``none`` (no ``run.retry``) or
-``foreign`` (``run.retry`` in a process group that the script has made by itself). A file ``hold``
-in the folder keeps every worker in the script's own code, in the middle of a step, for as long as
-it is there, and ``hold-start`` each one that starts, before it joins; while there is one named
-``disk-full``, no part of a checkpoint can be written.
+``foreign`` (``run.retry`` in a process group created by the script). While a file
+``hold`` exists in the folder, every worker is held in the script's own code, in the middle of a
+step; with ``hold-start``, each starting worker is held before it joins; with ``disk-full``, no part
+of a checkpoint can be written.
 """
 
 from __future__ import annotations
