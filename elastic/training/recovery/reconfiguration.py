@@ -141,8 +141,8 @@ class Reconfiguration:
         self._progress.callback_step = (number, epoch, index)
         if not is_source:
             self._progress.tag = tag  # equal weights: from here on, a fault loses nothing
-            generation = max(world.generation, state["generation"] + 1)
-            lineage = tuple(Ancestor(*pair) for pair in state["lineage"])
+        generation = max(world.generation, state["generation"] + 1)
+        lineage = tuple(Ancestor(*pair) for pair in state["lineage"])
         step = self._job.progress.step
         self._checkpoints.inherit(
             (*lineage, Ancestor(generation, step)), generation, state["saved_step"]
