@@ -23,7 +23,7 @@ from elastic.testing.waiting import PATIENCE_S
 pytestmark = pytest.mark.cluster
 
 SCRIPT = SCRIPTS / "phases.py"
-WORKLOAD = Workload(samples=500, epochs=13, step_s=0.5)
+WORKLOAD = Workload(samples=500, epochs=8, step_s=0.5)
 # On an idle machine; promised is 1 s. Without a reason of their own workers would stay for minutes.
 WORKERS_GONE_S = 6.0
 # A worker's death, by its agent, on an idle machine. It hears of it at once, or not at all.
