@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -20,6 +20,14 @@ class Progress:
 
     step: int = 0  # steps committed since the job began
     epoch: int = 0
+    # The last committed step (number, epoch, index), and how many of the callbacks that follow it
+    # have not been called: a fault may end the world, or the process, before them.
+    last: tuple[int, int, int] = (0, 0, 0)
+    callbacks_left: int = 0
+
+    def load(self, saved: Mapping[str, Any]) -> None:
+        """Continue from saved progress; older checkpoints lack some of the fields."""
+        vars(self).update(vars(Progress()) | dict(saved))
 
 
 class StepBatch(Protocol):

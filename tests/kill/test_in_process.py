@@ -23,7 +23,7 @@ from elastic.testing.waiting import PATIENCE_S
 pytestmark = pytest.mark.cluster
 
 SCRIPT = SCRIPTS / "phases.py"
-WORKLOAD = Workload(samples=500, epochs=13, step_s=0.5)
+WORKLOAD = Workload(samples=500, epochs=8, step_s=0.5)
 # On an idle machine; the guarantee is 1 s. Otherwise workers would stay for minutes.
 WORKERS_GONE_S = 6.0
 # Detection of a worker's death by its agent, on an idle machine: immediate, or never.

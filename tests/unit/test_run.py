@@ -18,7 +18,7 @@ import checkpoints
 from elastic.errors import NoWorld
 from elastic.hangs.phases import phases
 from elastic.testing.ledger import read_ledger
-from elastic.training.step import Step
+from elastic.training.step import Progress, Step
 
 STEPS_PER_EPOCH = math.ceil(SAMPLES / 10)
 
@@ -297,6 +297,7 @@ def test_checkpoints_contain_only_json_and_tensors(tmp_path: Path) -> None:
         job(run).train(1)
     newest = checkpoints.list_checkpoints(tmp_path)[0]
     state = checkpoints.load(tmp_path, newest.name).state
-    assert state["progress"] == {"step": STEPS_PER_EPOCH, "epoch": 1}
+    last = (STEPS_PER_EPOCH - 1, 0, STEPS_PER_EPOCH - 1)
+    assert state["progress"] == vars(Progress(step=STEPS_PER_EPOCH, epoch=1, last=last))
     assert set(state["tracked"]["optimizer"]["state"]) == {0, 1, 2, 3}  # integer keys survive
     json.loads((tmp_path / newest.name / "manifest.json").read_text())

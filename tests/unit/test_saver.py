@@ -412,6 +412,19 @@ def test_all_ranks_write_their_shares_of_a_joint_last_save(ranks: list[Rank]) ->
     assert (info.step, info.world_size) == (7, 2)
 
 
+@pytest.mark.parametrize(("callbacks_left", "committed"), [((1, 0), []), ((1, 1), [7])])
+def test_shares_from_before_and_after_a_callback_never_form_a_checkpoint(
+    ranks: list[Rank], callbacks_left: tuple[int, int], committed: list[int]
+) -> None:
+    """A callback fails on one rank only, or on both."""
+    for rank, left in zip(ranks, callbacks_left, strict=True):
+        rank.job.progress.step, rank.job.progress.callbacks_left = 7, left
+        assert LastSave(rank.saver, rank.job, LONG_S).share()
+    for rank in ranks:
+        rank.saver.close(LONG_S)
+    assert steps_of(storage_of(ranks[0])) == committed
+
+
 def test_the_last_save_waits_for_a_free_buffer() -> None:
     gate = threading.Event()
 

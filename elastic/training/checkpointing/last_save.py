@@ -101,9 +101,15 @@ class LastSave:
 
     def share(self) -> bool:
         """Write only this rank's share. It is committed if all other ranks do the same."""
-        if self._saver.writers.is_complete:
-            self._saver.save(self._job, wait_s=self._left_s())
-        handle = self._saver.handle_of(self._step)
+        writers, left = self._saver.writers, self._job.progress.callbacks_left
+        if left and writers.is_complete and writers.is_writer:
+            # Ranks that have called these callbacks may have saved this step, in another state.
+            group = writers.before_callbacks(left)
+            handle = self._saver.begin(self._job, group, wait_s=self._left_s())
+        else:
+            if writers.is_complete:
+                self._saver.save(self._job, wait_s=self._left_s())
+            handle = self._saver.handle_of(self._step)
         return handle is not None and self._wait(lambda: handle.is_written)
 
     def _write_all(self) -> bool:

@@ -6,6 +6,7 @@ missing: a save that is not committed by then is abandoned, and the next world's
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -82,6 +83,12 @@ class WriterHistory:
     def nonce(self) -> str:
         """The nonce of the current or last world."""
         return self.present.group.nonce if self.present is not None else ""
+
+    def before_callbacks(self, left: int) -> checkpoints.WriterGroup:
+        """The writers of this world whose last step still lacks ``left`` callbacks."""
+        assert self.present is not None
+        group = self.present.group
+        return dataclasses.replace(group, nonce=f"{group.nonce}c{left}")
 
     def of_one(self, nonce: str) -> checkpoints.WriterGroup:
         """The writer group of a checkpoint that only this rank writes."""

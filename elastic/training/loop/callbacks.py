@@ -24,8 +24,8 @@ class StepCallbacks:
         self._callbacks.append(callback)
 
     def last(self, count: int) -> list[Callback]:
-        """The last ``count`` callbacks."""
-        return self._callbacks[len(self._callbacks) - count :] if count else []
+        """The last ``count`` callbacks; all if there are fewer."""
+        return self._callbacks[max(0, len(self._callbacks) - count) :]
 
     def begin_attempt(self, *, is_again: bool) -> None:
         """Forget the callbacks that the function of ``run.retry`` registered in its previous call:

@@ -129,7 +129,9 @@ class Commits:
 
     def _call_back(self, step: Step, left: int) -> None:
         """Call the last ``left`` callbacks, each once even if the world changes meanwhile."""
-        for callback in self._callbacks.last(left):
+        callbacks = self._callbacks.last(left)
+        left = len(callbacks)  # fewer if another version of the script resumes from a checkpoint
+        for callback in callbacks:
             callback(step)
             self._lifecycle.settle()  # it may have used an invalid result
             left -= 1
@@ -137,11 +139,14 @@ class Commits:
                 self._progress.called_back(left)
 
     def call_back_again(self) -> None:
-        """Call the last step's callbacks that were not called because of a fault."""
-        tag = self._progress.tag
-        if tag is not None and tag.callbacks:
-            step = Step.past(*self._progress.callback_step, self._lifecycle.world.data_size)
-            self._call_back(step, tag.callbacks)
+        """Call the last step's callbacks that were not called because of a fault.
+
+        Their changes are missing in the current state, whether a peer or a checkpoint had it.
+        """
+        progress = self._job.progress
+        if progress.callbacks_left:
+            step = Step.past(*progress.last, self._lifecycle.world.data_size)
+            self._call_back(step, progress.callbacks_left)
 
     def _warn_of_accumulation(self, waiting: list[str]) -> None:
         if not self._has_warned_of_accumulation and not self._job.has_scaler:

@@ -76,6 +76,8 @@ class StepLoop:
     def begin_pass(self, loader: ElasticLoader) -> None:
         """Begin a loop over ``loader``: in the run's epoch, or in the loader's next epoch."""
         self.settle()
+        # Not only before the next step: at the end of an epoch, an evaluation comes before it.
+        self._commits.call_back_again()
         self.current.last_left = None
         self._progress.script_has_run()
         if self.scope.owns_epochs:

@@ -32,7 +32,6 @@ class RankProgress:
         self.begun = False  # a step was begun
         self._masked: tuple[str, ...] = ()  # optimizers to mask in a repeated step
         self._masked_at = 0  # that step's number
-        self.callback_step = (0, 0, 0)  # number, epoch, index of the last committed step
         self._rates = RedoneRates()
         watch.on_update = self._rates.stepping
 
@@ -104,15 +103,16 @@ class RankProgress:
         self.rollback.committed()
         self.begun = False
         self._masked = ()
-        self.callback_step = step
+        self._job.progress.last = step
         self.called_back(callbacks)
 
     def called_back(self, left: int) -> None:
         """Record that ``left`` callbacks of the last committed step remain."""
+        progress = self._job.progress
+        progress.callbacks_left = left  # saved with the state, which lacks their changes
         self._take()
         if self.tag is not None:
-            step = self._job.progress.step
-            self.tag = Tag(self.tag.generation, step, callbacks=left)
+            self.tag = Tag(self.tag.generation, progress.step, callbacks=left)
 
     def _take(self) -> None:
         self.rollback.take()
@@ -193,9 +193,9 @@ class RankProgress:
             return
         if not done.has_updates:
             stepped, number = self._masked, self._masked_at  # they were in the weights before
-        step = self._job.progress.step
+        progress = self._job.progress
+        step, left = progress.step, progress.callbacks_left
         iteration = number - step if stepped else 0
-        left = self.tag.callbacks
         self.tag = Tag(self.tag.generation, step, stepped, iteration, left)
 
     # -- in a new world -----------------------------------------------------------------------

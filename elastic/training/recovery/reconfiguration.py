@@ -112,7 +112,8 @@ class Reconfiguration:
     def _joined(self, world: World, source: int | None, tag: Tag | None, began_s: float) -> None:
         all_gather_json(True)  # no rank continues before all ranks have received everything
         job = self._job
-        tag = tag if tag is not None else Tag(0, job.progress.step)
+        if tag is None:
+            tag = Tag(0, job.progress.step, callbacks=job.progress.callbacks_left)
         self._progress.agreed(tag, generation=world.generation)
         self._journal.emit(
             WorldJoined(
@@ -156,8 +157,6 @@ class Reconfiguration:
         rollback = self._progress.rollback
         rollback.adopt(state["habits"], state["small"])
         rollback.final_buffers = state["final_buffers"]
-        number, epoch, index = state["callback_step"]
-        self._progress.callback_step = (number, epoch, index)
         if not is_source:
             self._progress.tag = tag  # equal weights: from here on, a fault loses nothing
         generation = max(world.generation, state["generation"] + 1)
@@ -175,7 +174,6 @@ class Reconfiguration:
             {
                 "small": rollback.snapshot,
                 "habits": rollback.habits,
-                "callback_step": list(self._progress.callback_step),
                 "final_buffers": rollback.final_buffers,
                 "lineage": [[a.generation, a.began_at_step] for a in lineage],
                 "generation": generation,

@@ -3,7 +3,7 @@
 The state as a tree::
 
     {"model": {"model": state_dict, …}, "tracked": {"optimizer": state_dict, …},
-     "state": run.state, "progress": {step, epoch, index}, "seed": …, "loaders": {…}}
+     "state": run.state, "progress": vars(Progress), "seed": …, "loaders": {…}}
 """
 
 from __future__ import annotations
@@ -248,7 +248,7 @@ class JobState:
                 self.built.set_frozen(name, indices)
         self.user.clear()
         self.user.update(tree["state"])
-        vars(self.progress).update(tree["progress"])
+        self.progress.load(tree["progress"])
         for name in self.loaders.keys() & tree["loaders"].keys():
             self.loaders[name].load_state_dict(tree["loaders"][name])
 

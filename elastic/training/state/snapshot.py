@@ -68,7 +68,7 @@ class NonParameterState:
     def restore(self, snapshot: Snapshot) -> None:
         """Restore the state. The snapshot stays valid."""
         job = self._job
-        vars(job.progress).update(snapshot["progress"])
+        job.progress.load(snapshot["progress"])
         job.user.clear()
         job.user.update(copied(snapshot["state"]))
         for name, (epoch, step) in snapshot["loaders"].items():
