@@ -335,7 +335,9 @@ class OpenedByTorch:
 
 def test_a_communicator_is_opened_as_in_torch_and_connects_eagerly() -> None:
     timeout = datetime.timedelta(seconds=5)
-    dist.Backend.register_backend("as_torch_2_15", OpenedByTorch, extended_api=True)
+    dist.Backend.register_backend(
+        "as_torch_2_15", OpenedByTorch, extended_api=True, devices=["cuda"]
+    )
     opened = open_communicator(
         "as_torch_2_15", HashStore(), 1, 3, device=torch.device("cuda", 2), timeout=timeout
     )
