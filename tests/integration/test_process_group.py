@@ -21,6 +21,8 @@ from elastic.testing.slowness import is_within
 
 SCRIPT = Path(script.__file__)
 DEADLINE_S = 400  # a scenario takes seconds; a machine that is shared may take a hundred times that
+# On an idle machine. It takes milliseconds; after 10 s the process is ended.
+RELEASED_WITHIN_S = 3.0
 pytestmark = pytest.mark.cluster
 
 Result = dict[str, Any]
@@ -170,6 +172,19 @@ def test_a_rank_that_dies_in_the_build_does_not_keep_the_others(
         assert told["fault"]
         assert "not been initialized" in told["group"]
         assert told["total"] == 2.0
+
+
+def test_a_rank_that_dies_before_it_connects_does_not_keep_the_others(
+    tmp_path: Path, ports: tuple[int, ...]
+) -> None:
+    """They wait without a socket that could be shut down."""
+    results = run("dies_before_connecting", 3, tmp_path, ports)
+    alive = [told for told in results if not told["died"]]
+    assert len(alive) == 2
+    for told in alive:
+        assert told["error"] == "Superseded"
+        assert told["total"] == 2.0
+        assert is_within(told["took_s"], RELEASED_WITHIN_S)
 
 
 def test_a_store_that_never_answers_does_not_keep_a_rank(
