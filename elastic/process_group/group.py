@@ -163,7 +163,11 @@ class ProcessGroup:
             self._silence_s = spec.silence_s
             self._footprint = Footprint(spec.store_port if spec.size > 1 else None)
             self._watch = BuildWatch(
-                self._footprint, timeout_s, self._building_is_stuck, silence_s=spec.silence_s
+                self._footprint,
+                timeout_s,
+                self._building_is_stuck,
+                ranks=spec.size,
+                silence_s=spec.silence_s,
             )
 
     def _open_works(self) -> PendingWorks:

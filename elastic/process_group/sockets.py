@@ -13,10 +13,12 @@ user's opens meanwhile is none of these.
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import os
 import socket
 import stat
+import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -26,11 +28,19 @@ from elastic.process_group.deadline import CallDeadline
 from elastic.secure_channel import limits
 from elastic.telemetry.log import get_logger
 from elastic.tuning import timeouts
-from elastic.tuning.worker_intervals import ABORT_AGAIN_S, BUILD_GRACE_S, BUILD_LOOK_S
+from elastic.tuning.worker_intervals import (
+    ABORT_AGAIN_S,
+    BUILD_CONNECT_AGAIN_S,
+    BUILD_GRACE_S,
+    BUILD_LOOK_S,
+    OWN_CONNECT_S,
+)
 
 _FDS = "/proc/self/fd"
 _EPOLL = "anon_inode:[eventpoll]"
 _TCP = (socket.AF_INET, socket.AF_INET6)
+_PAIR_BYTES = 8  # of a pair's number, in the byte order of the machine
+_PAUSE_PER_CONNECT = 4.0  # the pause between two rounds of connections, in their durations
 
 
 class Footprint:
@@ -85,6 +95,22 @@ class Footprint:
         for fd, inode in self.sockets().items():
             shut_down(fd, inode)
 
+    def connect_to_itself(self, ranks: int) -> None:
+        """Release a build that waits for one of ``ranks`` ranks to connect to this one.
+
+        Of two ranks, gloo lets one connect, and has the other one wait for it. If the first one is
+        gone, no socket of the second exists that could be shut down: it waited for the timeout of
+        the group [measured, torch 2.13]. Its listener takes any connection for that of the peer
+        whose number it sends first (gloo/transport/tcp/listener.cc): the index of a pair, of which
+        there is one for each rank. Each pair gets a connection here that ends at once.
+        """
+        for fd, inode in self.sockets().items():
+            with _held(fd, inode) as held:
+                address = _listening_at(held) if held is not None else None
+            if address is not None and address[1] != self._store_port:
+                for pair in range(ranks + 1):
+                    _send_once(address, pair.to_bytes(_PAIR_BYTES, sys.byteorder))
+
     def _new_pollers(self) -> set[int]:
         """Epoll descriptors made since, with a listening socket among what they watch.
 
@@ -125,9 +151,11 @@ class BuildWatch:
         timeout_s: float,
         is_stuck: Callable[[], object],
         *,
+        ranks: int = 1,
         silence_s: float = limits.PEER_SILENCE_S,
     ) -> None:
         self._footprint = footprint
+        self._ranks = ranks
         self._silence_s = silence_s
         self._timeout_s = timeout_s
         self._is_stuck = is_stuck
@@ -158,8 +186,13 @@ class BuildWatch:
         deadline = CallDeadline(
             timeouts.GIVEN_UP_BUILD_S, self._is_stuck, name="elastic-build-deadline"
         )
+        connects_s = SYSTEM_CLOCK.monotonic()
         while not SYSTEM_CLOCK.wait(self._built, ABORT_AGAIN_S):
             self._footprint.shut_down()
+            if (began_s := SYSTEM_CLOCK.monotonic()) >= connects_s:
+                self._footprint.connect_to_itself(self._ranks)
+                took_s = SYSTEM_CLOCK.monotonic() - began_s
+                connects_s = began_s + max(BUILD_CONNECT_AGAIN_S, _PAUSE_PER_CONNECT * took_s)
         deadline.end()
 
 
@@ -174,6 +207,22 @@ def log_still_open(sockets: Mapping[int, int]) -> None:
 def still_open(sockets: Mapping[int, int]) -> list[int]:
     """Those descriptors that are still the sockets they were."""
     return [fd for fd, inode in sockets.items() if _inode_of(_target_of(fd)) == inode]
+
+
+def _listening_at(held: socket.socket) -> tuple[str, int] | None:
+    """The address of a listening TCP socket."""
+    if held.family not in _TCP or not held.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+        return None
+    host, port = held.getsockname()[:2]
+    return str(host), int(port)
+
+
+def _send_once(address: tuple[str, int], data: bytes) -> None:
+    with (
+        contextlib.suppress(OSError),  # the build has ended meanwhile
+        socket.create_connection(address, timeout=OWN_CONNECT_S) as connection,
+    ):
+        connection.sendall(data)
 
 
 def shut_down(fd: int, inode: int) -> bool:

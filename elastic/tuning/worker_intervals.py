@@ -115,6 +115,11 @@ STREAM_SLICE_S = 20e-6
 # While a group is being built, its sockets appear one after the other: the new ones are shut down
 # this often.
 ABORT_AGAIN_S = 0.005
+# A build that was given up may wait for the connection of a dead peer. Its own process connects
+# instead, and again after this, because it shuts sockets down meanwhile.
+BUILD_CONNECT_AGAIN_S = 0.05
+# For such a connection, within one machine.
+OWN_CONNECT_S = 1.0
 # A group is built in milliseconds. If one is not connected by then, a peer does not respond: the
 # connections begun since the last check get their limit (peer_silence_s).
 BUILD_LOOK_S = 0.25

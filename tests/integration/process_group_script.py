@@ -23,6 +23,7 @@ import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -35,6 +36,7 @@ from elastic.training.gradients.control_flags import ControlFlags, StepFlags
 from elastic.training.gradients.wrap import ElasticDDP
 from elastic.training.recovery import transfer
 from elastic.world.faults import GroupBuildFailed, Superseded, is_world_fault
+from elastic.world.world_store import WorldStore
 
 DEADLINE_S = 180.0
 Result = dict[str, Any]
@@ -632,6 +634,46 @@ def dies_in_build(me: Rank) -> Result:
         "group": str(group),
         "total": summed(),
     }
+
+
+def dies_before_connecting(me: Rank) -> Result:
+    """The rank that would connect to all others dies when they wait for that, and are released.
+
+    Of two ranks, gloo lets the one with the higher address connect, and the other one wait.
+    """
+    publish, read = WorldStore.set, WorldStore.get
+
+    def publish_or_die(store: WorldStore, key: str, value: Any) -> None:
+        publish(store, key, value)
+        if "//cpu//" not in key:
+            return
+        at = bytes(value).index(socket.inet_aton("127.0.0.1"))
+        port = int.from_bytes(bytes(value)[at - 2 : at], "big")
+        me.say(f"published-{port:05}")
+        until(lambda: len(list(me.folder.glob("published-*"))) == me.size)
+        if max(me.folder.glob("published-*")).name == f"published-{port:05}.{me.rank}":
+            print(json.dumps({"died": True}), flush=True)
+            os._exit(0)
+
+    def read_and_say(store: WorldStore, key: str) -> bytes:
+        value = read(store, key)
+        victim = max(me.folder.glob("published-*"), default=Path()).suffix
+        if "//cpu//" in key and key.endswith(victim.replace(".", "/")):
+            me.say("waits")
+        return value
+
+    def abort() -> None:
+        until(lambda: len(list(me.folder.glob("waits.*"))) == me.size - 1)
+        me.group.abort()
+
+    with mock.patch.multiple(WorldStore, set=publish_or_die, get=read_and_say):
+        threading.Thread(target=abort, daemon=True).start()
+        began_s = time.monotonic()
+        error = failure_of(lambda: me.build(me.spec(1), timeout_s=10 * DEADLINE_S))
+        took_s = time.monotonic() - began_s
+    alive = sorted(int(path.suffix[1:]) for path in me.folder.glob("waits.*"))
+    me.build(me.spec(2, rank=alive.index(me.rank), size=len(alive)))
+    return {"died": False, "error": type(error).__name__, "total": summed(), "took_s": took_s}
 
 
 def mute_host(me: Rank) -> Result:

@@ -21,6 +21,8 @@ from elastic.testing.slowness import is_within
 
 SCRIPT = Path(script.__file__)
 DEADLINE_S = 400  # a scenario takes seconds; a shared machine may take a hundred times as long
+# On an idle machine: it takes milliseconds, and after 10 s the process is ended.
+RELEASED_WITHIN_S = 3.0
 pytestmark = pytest.mark.cluster
 
 Result = dict[str, Any]
@@ -170,6 +172,19 @@ def test_a_rank_that_dies_during_the_build_does_not_block_its_peers(
         assert result["fault"]
         assert "not been initialized" in result["group"]
         assert result["total"] == 2.0
+
+
+def test_a_rank_that_dies_before_it_connects_does_not_block_its_peers(
+    tmp_path: Path, ports: tuple[int, ...]
+) -> None:
+    """They wait without a socket that could be shut down."""
+    results = run("dies_before_connecting", 3, tmp_path, ports)
+    alive = [result for result in results if not result["died"]]
+    assert len(alive) == 2
+    for result in alive:
+        assert result["error"] == "Superseded"
+        assert result["total"] == 2.0
+        assert is_within(result["took_s"], RELEASED_WITHIN_S)
 
 
 def test_an_unresponsive_store_does_not_block_a_rank(

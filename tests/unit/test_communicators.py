@@ -178,7 +178,7 @@ def test_an_abandoned_build_that_continues_ends_the_process(
 ) -> None:
     monkeypatch.setattr(timeouts, "GIVEN_UP_BUILD_S", 0.1)
     stuck = threading.Event()
-    footprint: Any = SimpleNamespace(shut_down=lambda: None)
+    footprint: Any = SimpleNamespace(shut_down=lambda: None, connect_to_itself=lambda ranks: None)
     watch = BuildWatch(footprint, DEADLINE_S, stuck.set)
     watch.give_up()
     assert stuck.wait(DEADLINE_S)
@@ -187,7 +187,7 @@ def test_an_abandoned_build_that_continues_ends_the_process(
 
 def test_an_abandoned_build_that_ends_is_not_stuck() -> None:
     stuck = threading.Event()
-    footprint: Any = SimpleNamespace(shut_down=lambda: None)
+    footprint: Any = SimpleNamespace(shut_down=lambda: None, connect_to_itself=lambda ranks: None)
     watch = BuildWatch(footprint, DEADLINE_S, stuck.set)
     watch.give_up()
     watch.end()
