@@ -12,7 +12,8 @@ import torch
 import torch.distributed as dist
 
 from elastic.errors import TrainingError
-from elastic.process_group import OwnGroup, PendingWorks
+from elastic.process_group import OwnGroup, PendingWorks, Semantics
+from elastic.process_group.semantics import HOST
 from elastic.training.recovery.transfer import (
     ChunkedTransfer,
     Room,
@@ -235,6 +236,9 @@ class BrokenGroup:
     def __init__(self) -> None:
         self.works = PendingWorks()
         self._sent = 0
+
+    def semantics(self, device: torch.device) -> Semantics:
+        return HOST
 
     def broadcast(self, tensor: torch.Tensor, source: int) -> dist.Work:
         self._sent += 1
