@@ -147,15 +147,16 @@ def _can_reach_boundary(view: View) -> bool:
 
 
 def _still_stepping(view: View) -> Wait | None:
-    """In-process workers continue to the boundary at which they leave. In a world without members,
-    so do nodes that were not asked to leave, but share a replica with one that was."""
+    """Nodes that leave save the step at which they do, in-process workers at a boundary. In a world
+    without members, so do nodes that were not asked to leave, but share a replica with one that
+    was. Until then they make progress, and others would begin without it."""
     is_empty = view.world is not None and not view.world.members
     states = (NodeState.LEAVING, NodeState.READY) if is_empty else (NodeState.LEAVING,)
     leavers = [
         n.node.name
         for n in view.nodes
         if n.node.state in states
-        and n.node.in_process
+        and (n.node.in_process or n.node.state is NodeState.LEAVING)
         and n.node.running is not None
         and n.liveness is not Liveness.DEAD
     ]

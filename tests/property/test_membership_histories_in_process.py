@@ -566,3 +566,28 @@ def test_a_joining_node_of_a_broken_replica_joins_another_one() -> None:
     state.a_node_dies(number=2, key_too=False)
     state.a_node_arrives(warm=False)
     state.teardown()
+
+
+def test_waiting_nodes_start_once_all_members_have_left() -> None:
+    """Found by the histories: all members of a restart get SIGTERM while their workers start."""
+    state = ReplicaHistories()
+    state.a_job_runs(members=2, candidates=2)
+    state.a_node_receives_sigterm(number=0)
+    state.a_node_arrives(warm=False)
+    state.all_nodes_get_ready()
+    state.leaving_nodes_have_left()
+    state.a_node_arrives(warm=True)
+    state.the_job_proceeds(enters=True, seconds=0.0)
+    state.all_nodes_get_ready()
+    for _ in range(2):
+        state.a_node_receives_sigterm(number=0)
+    state.all_nodes_get_ready()
+    for _ in range(2):
+        state.the_job_proceeds(enters=True, seconds=2.0)
+        state.at_most_one_world_makes_progress()
+    assert state.world is not None and not state.world.members
+    state.leaving_nodes_have_left()
+    state.the_job_proceeds(enters=True, seconds=2.0)
+    state.at_most_one_world_makes_progress()
+    assert state.world.members
+    state.teardown()

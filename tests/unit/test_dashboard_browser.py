@@ -178,13 +178,13 @@ def test_a_page_survives_a_restart_of_its_server(browser: Any, job: FakeJob) -> 
         show(browser, port)
         first = live(browser)
         eventually(sees(browser, "training in generation 7"), "it trains")
-    eventually(sees(browser, "The dashboard's server does not answer"), "that it is gone")
+    eventually(sees(browser, "The dashboard server does not respond"), "that it is gone")
     assert "training in generation 7" in page_text(browser), "the last state is still shown"
     job.kill("n3")
     with DashboardUnderTest(job, server="second").served(port):
         eventually(sees(browser, "training in generation 8"), "the new state")
         eventually(lambda: live(browser) != first, "the new server")
-        assert "does not answer" not in page_text(browser)
+        assert "does not respond" not in page_text(browser)
 
 
 def test_hostile_names_are_escaped(browser: Any, job: FakeJob, tmp_path: Path) -> None:

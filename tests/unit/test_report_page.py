@@ -259,7 +259,7 @@ def test_the_page_of_a_large_run_stays_small(tmp_path: Path) -> None:
     shown = Page(source)
     assert "more incidents are omitted" in shown.text
     assert 8 <= report.timeline.hidden_nodes < 40, "some of the 40 have a lane"
-    assert f"{report.timeline.hidden_nodes} more nodes have no lane" in shown.text
+    assert f"{report.timeline.hidden_nodes} more nodes are not shown" in shown.text
 
 
 def test_the_extension_sets_the_format(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

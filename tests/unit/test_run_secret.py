@@ -73,7 +73,7 @@ def test_a_joining_node_may_write_a_new_secret_after_a_wipe(
     assert joined.key(STORE) != old.key(STORE)
     old.restore(store, KEYS)
     assert joined.key(STORE) == old.key(STORE)
-    assert "another secret" in warnings[0]
+    assert "different secret" in warnings[0]
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from elastic.tuning.agent_intervals import HEARTBEAT_LATE_S
 
 
 @dataclass(frozen=True, kw_only=True)
-class RecordedHeartbeat:
+class HeartbeatView:
     """The last heartbeat of a node and its age."""
 
     age_s: float | None = None  # None: the leader has recorded none
@@ -30,13 +30,13 @@ class RecordedHeartbeat:
         return f"{duration(self.age_s)} ago{' (late)' if self.is_late else ''}"
 
 
-def heartbeats_by_node(progress: JobProgress | None, now_s: float) -> dict[str, RecordedHeartbeat]:
+def heartbeats_by_node(progress: JobProgress | None, now_s: float) -> dict[str, HeartbeatView]:
     """Heartbeats by node id, for the nodes in the leader's record."""
     if progress is None:
         return {}
     is_old = _is_old(progress, now_s)
     return {
-        heard.node_id: RecordedHeartbeat(
+        heard.node_id: HeartbeatView(
             age_s=max(0.0, max(now_s, progress.time_s) - heard.heard_at_s),
             step=heard.step,
             generation=heard.generation,
@@ -50,7 +50,7 @@ def heartbeats_by_node(progress: JobProgress | None, now_s: float) -> dict[str, 
 def late_heartbeats(
     progress: JobProgress | None,
     nodes: Iterable[Node],
-    heartbeats: Mapping[str, RecordedHeartbeat],
+    heartbeats: Mapping[str, HeartbeatView],
     now_s: float,
 ) -> list[str]:
     """Warnings about late heartbeats."""
@@ -59,7 +59,7 @@ def late_heartbeats(
     if _is_old(progress, now_s):
         ago = duration(now_s - progress.time_s)
         return [f"the leader has recorded no heartbeats for {ago}, or clocks differ"]
-    found = ((node, heartbeats.get(node.node_id, RecordedHeartbeat())) for node in nodes)
+    found = ((node, heartbeats.get(node.node_id, HeartbeatView())) for node in nodes)
     return [
         f"no heartbeat of {printable(node.name, 60)} for {duration(heartbeat.age_s)}"
         for node, heartbeat in found

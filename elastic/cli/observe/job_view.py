@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from enum import Enum
 from functools import cached_property
 
-from elastic.cli.observe.heartbeats import RecordedHeartbeat, heartbeats_by_node
+from elastic.cli.observe.heartbeats import HeartbeatView, heartbeats_by_node
 from elastic.errors import RecordError, StoreRefused
 from elastic.leadership.job_progress import JobProgress, decode_progress
 from elastic.membership.keys import Keys
@@ -135,12 +135,12 @@ class JobView:
         inside = self.world.node_ids if self.world is not None else ()
         return tuple(node for node in self.nodes if node.node_id not in inside)
 
-    def heartbeat_of(self, node: Node) -> RecordedHeartbeat:
+    def heartbeat_of(self, node: Node) -> HeartbeatView:
         """The node's heartbeat and step, as recorded by the leader."""
-        return self.heartbeats.get(node.node_id) or RecordedHeartbeat()
+        return self.heartbeats.get(node.node_id) or HeartbeatView()
 
     @cached_property
-    def heartbeats(self) -> Mapping[str, RecordedHeartbeat]:
+    def heartbeats(self) -> Mapping[str, HeartbeatView]:
         """Heartbeats by node id, as recorded by the leader."""
         return heartbeats_by_node(self.progress, self.at_s)
 
