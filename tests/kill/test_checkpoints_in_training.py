@@ -150,7 +150,7 @@ def test_a_hung_disk_on_one_node_stops_saving_but_not_training(job: TrainingJob)
     hang = told(job, "disk-hang", nodes[1].name)
     began_s = time.monotonic()
     skipped = job.wait_event(
-        "checkpoint-skipped", lambda e: "occupy all buffers" in e["reason"], since_s=began_s
+        "checkpoint-skipped", lambda e: "use all buffers" in e["reason"], since_s=began_s
     )
     before = job.ledger().last_step + 1
     job.wait_progress(8)  # twice the save interval

@@ -124,8 +124,8 @@ def test_in_process_only_the_dead_worker_is_replaced(etcd: EmbeddedEtcd, tmp_pat
         assert job.ledger().recomputed_steps == 0, job.report()
         assert checkpoints.list_checkpoints(tmp_path / "checkpoints") == (), "nobody had to save"
 
-        # A death before readiness is not a transient fault: all are restarted, after a save.
-        before = pids(job)
+        # A replacement that is killed before it has joined is replaced again.
+        before, generation = pids(job), job.generation()
         (tmp_path / "hold-start").touch()
         node.kill_worker(2)
         job.wait_for(
@@ -133,6 +133,14 @@ def test_in_process_only_the_dead_worker_is_replaced(etcd: EmbeddedEtcd, tmp_pat
         )
         node.kill_worker(2)
         (tmp_path / "hold-start").unlink()
+        job.wait_training(nodes=1, after_generation=generation)
+        assert pids(job)[0] == before[0] and pids(job)[1] == before[1]
+        assert checkpoints.list_checkpoints(tmp_path / "checkpoints") == (), "nobody had to save"
+
+        # A failure before readiness is not a transient fault: all are restarted, after a save.
+        before = pids(job)
+        (tmp_path / "fail-start").touch()
+        node.kill_worker(2)
         job.wait_for(lambda: len(restored(job)) > 3, PATIENCE_S, "a restart of all")
         job.wait_progress()
         assert set(pids(job).values()).isdisjoint(before.values())
@@ -140,7 +148,7 @@ def test_in_process_only_the_dead_worker_is_replaced(etcd: EmbeddedEtcd, tmp_pat
         assert len(checkpoints.list_checkpoints(tmp_path / "checkpoints")) == 1
         events = read_journal(tmp_path / "journal")
         replaced = [e["local_rank"] for e in events if e["event"] == "worker-replaced"]
-        assert replaced[:2] == [1, 0] and sorted(replaced[2:]) == [1, 2, 2], replaced
+        assert replaced[:2] == [1, 0] and sorted(replaced[2:]) == [1, 2, 2, 2, 2], replaced
         assert not [n for n in NOTICES if n in node.log_text()], "in-process is what is promised"
 
 

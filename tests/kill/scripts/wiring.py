@@ -3,14 +3,16 @@
 ``--wiring``: ``retry`` (in-process where the launcher can), ``none`` (no ``run.retry``) or
 ``foreign`` (``run.retry`` in a process group created by the script). While a file
 ``hold`` exists in the folder, every worker is held in the script's own code, in the middle of a
-step; with ``hold-start``, each starting worker is held before it joins; with ``disk-full``, no part
-of a checkpoint can be written.
+step; with ``hold-start``, each starting worker is held before it joins; with ``fail-start``, one
+fails there; with ``disk-full``, no part of a checkpoint can be written.
 """
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
+import sys
 import time
 
 import torch
@@ -40,6 +42,9 @@ def main() -> None:
 
     while (options.folder / "hold-start").exists():
         time.sleep(0.02)
+    with contextlib.suppress(FileNotFoundError):
+        (options.folder / "fail-start").unlink()
+        sys.exit("fail-start")
 
     def before(label: str) -> None:
         if "safetensors" in label and (options.folder / "disk-full").exists():
