@@ -108,6 +108,16 @@ def test_one_replica_continues_while_nodes_of_the_other_die_and_leave(
         generation = job.wait_training(nodes=4, after_generation=generation)
         assert pids(*stays) == kept
 
+        spare = job.start_node()
+        job.wait_for(
+            lambda: f"{spare.name} {WAITS}" in spare.log_text() or None, PATIENCE_S, "the spare"
+        )
+        partner, victim = replicas(job)[1]
+        victim.kill()
+        generation = job.wait_training(nodes=4, after_generation=generation)
+        assert set(replicas(job)[1]) == {partner, spare}
+        assert pids(*stays) == kept
+
         job.wait_event("checkpoint-saved")
         before = pids(*job.running)
         for _, second in replicas(job):
