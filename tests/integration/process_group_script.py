@@ -639,7 +639,8 @@ def dies_in_build(me: Rank) -> Result:
 def dies_before_connecting(me: Rank) -> Result:
     """The rank that would connect to all others dies when they wait for that, and are released.
 
-    Of two ranks, gloo lets the one with the higher address connect, and the other one wait.
+    Of two ranks, gloo lets the one with the higher address connect, and the other one wait. If that
+    is rank 0, all end: the store would die with it, and the others would notice that first.
     """
     publish, read = WorldStore.set, WorldStore.get
 
@@ -651,7 +652,8 @@ def dies_before_connecting(me: Rank) -> Result:
         port = int.from_bytes(bytes(value)[at - 2 : at], "big")
         me.say(f"published-{port:05}")
         until(lambda: len(list(me.folder.glob("published-*"))) == me.size)
-        if max(me.folder.glob("published-*")).name == f"published-{port:05}.{me.rank}":
+        victim = max(me.folder.glob("published-*"))
+        if victim.suffix == ".0" or victim.name == f"published-{port:05}.{me.rank}":
             print(json.dumps({"died": True}), flush=True)
             os._exit(0)
 

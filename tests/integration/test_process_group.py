@@ -178,8 +178,12 @@ def test_a_rank_that_dies_before_it_connects_does_not_block_its_peers(
     tmp_path: Path, ports: tuple[int, ...]
 ) -> None:
     """They wait without a socket that could be shut down."""
-    results = run("dies_before_connecting", 3, tmp_path, ports)
-    alive = [result for result in results if not result["died"]]
+    for attempt in range(20):  # the kernel chooses the victim, and one in three is no use
+        folder = tmp_path / str(attempt)
+        folder.mkdir()
+        results = run("dies_before_connecting", 3, folder, ports)
+        if alive := [result for result in results if not result["died"]]:
+            break
     assert len(alive) == 2
     for result in alive:
         assert result["error"] == "Superseded"
