@@ -154,20 +154,16 @@ class ProcessGroup:
 
     def _begin(self, spec: GroupSpec, timeout_s: float) -> None:
         patches.release_waits()
-        where = f"generation {spec.generation} on rank {spec.rank} of {spec.size}"
+        footprint = Footprint(spec.store_port if spec.size > 1 else None)
+        stuck, silence_s = self._building_is_stuck, spec.silence_s
         with self._lock:
             self._owned = True
             self._is_aborted = False
             self._works = self._open_works()
-            self._where = where
-            self._silence_s = spec.silence_s
-            self._footprint = Footprint(spec.store_port if spec.size > 1 else None)
+            self._where = f"generation {spec.generation} on rank {spec.rank} of {spec.size}"
+            self._silence_s, self._footprint = silence_s, footprint
             self._watch = BuildWatch(
-                self._footprint,
-                timeout_s,
-                self._building_is_stuck,
-                ranks=spec.size,
-                silence_s=spec.silence_s,
+                footprint, timeout_s, stuck, ranks=spec.size, silence_s=silence_s
             )
 
     def _open_works(self) -> PendingWorks:
