@@ -154,16 +154,19 @@ class ProcessGroup:
 
     def _begin(self, spec: GroupSpec, timeout_s: float) -> None:
         patches.release_waits()
-        footprint = Footprint(spec.store_port if spec.size > 1 else None)
-        stuck, silence_s = self._building_is_stuck, spec.silence_s
         with self._lock:
             self._owned = True
             self._is_aborted = False
             self._works = self._open_works()
             self._where = f"generation {spec.generation} on rank {spec.rank} of {spec.size}"
-            self._silence_s, self._footprint = silence_s, footprint
+            self._silence_s = spec.silence_s
+            self._footprint = Footprint(spec.store_port if spec.size > 1 else None)
             self._watch = BuildWatch(
-                footprint, timeout_s, stuck, ranks=spec.size, silence_s=silence_s
+                self._footprint,
+                timeout_s,
+                self._building_is_stuck,
+                ranks=spec.size,
+                silence_s=spec.silence_s,
             )
 
     def _open_works(self) -> PendingWorks:
@@ -232,8 +235,8 @@ class ProcessGroup:
 
         On gloo the backend's own abort does nothing [measured], so the sockets are shut down, and
         what waits for a collective stops waiting. NCCL's communicators are aborted, in a thread of
-        their own: what is queued behind their collectives runs then, on half-reduced gradients.
-        The abort is noted before: code that sees such a collective end also sees the abort.
+        their own: what is queued behind them runs then, on half-reduced gradients; code that sees
+        such a collective end also sees the abort, which is noted before.
         """
         with self._lock:
             self._is_aborted = True
@@ -290,8 +293,7 @@ class ProcessGroup:
         if not world.nonce:
             nonce = agree_on_nonce(store, world.rank, world.size, timeout_s=timeout_s)
             world = dataclasses.replace(world, nonce=nonce)
-        store = PrefixStore(world.nonce, store)
-        self._initialize(store, world.rank, world.size, timeout_s)
+        self._initialize(PrefixStore(world.nonce, store), world.rank, world.size, timeout_s)
         self._owned = True
         return world
 
@@ -302,9 +304,8 @@ class ProcessGroup:
 
         Never hangs on gloo: a group whose collectives do not return is leaked (see
         :mod:`elastic.process_group.pending`). On NCCL, :meth:`abort` it first if a peer may be
-        gone. If one is nevertheless, and another group is to be built (``is_for_next``), the
-        process ends after a while; at the end of a job peers may take their time, and what was
-        changed in torch is undone.
+        gone: before another group (``is_for_next``), the process ends after a while otherwise. At
+        the end of a job peers may take their time, and what was changed in torch is undone.
         """
         self._take_down(is_for_next=is_for_next)
         if not is_for_next:
