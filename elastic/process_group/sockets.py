@@ -112,16 +112,21 @@ class Footprint:
                     _send_once(address, pair.to_bytes(_PAIR_BYTES, sys.byteorder))
 
     def _new_pollers(self) -> set[int]:
-        """Epoll descriptors made since, with a listening socket among what they watch.
+        """Epoll descriptors that watch a listening socket opened since.
 
-        Both of torch's loops have one. A user's asyncio or HTTP client has none.
+        Both of torch's loops have one. A user's asyncio or HTTP client has none. The number of an
+        epoll descriptor does not tell: the last group may be freed only after this was made, and
+        the new one's gets the number that it had.
         """
+        before = set(self._before.values())
         return {
             fd
             for fd, target in _descriptors().items()
             if target == _EPOLL
-            and self._before.get(fd) != _EPOLL
-            and any(_is_listening(s, inode) for s, inode in _watched_sockets(fd).items())
+            and any(
+                _socket_target(inode) not in before and _is_listening(s, inode)
+                for s, inode in _watched_sockets(fd).items()
+            )
         }
 
     def _new_store_sockets(self) -> dict[int, int]:
@@ -309,6 +314,10 @@ def _target_of(fd: int) -> str:
         return os.readlink(f"{_FDS}/{fd}")
     except OSError:
         return ""  # closed since it was listed
+
+
+def _socket_target(inode: int) -> str:
+    return f"socket:[{inode}]"
 
 
 def _inode_of(target: str) -> int | None:
