@@ -39,7 +39,7 @@ class Machine:
         return ("ip", "netns", "exec", self.namespace)
 
     def cut(self) -> None:
-        """Pull the cable: no packet arrives, and no end of a connection is told."""
+        """Pull the cable: no packet arrives, not even one that closes a connection."""
         _ip("link", "set", self.cable, "down")
 
     def restore(self) -> None:

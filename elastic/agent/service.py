@@ -273,7 +273,7 @@ class NodeService:
         self._status.unconnected.add(pid)
 
     def replacement_ended(self, pid: int, local_rank: int, exit_code: int) -> None:
-        """A worker has ended: the node's thread is told, unless the link has noticed it."""
+        """Notify the node's thread that a worker has ended, unless the link has noticed it."""
         if pid in self._status.unconnected:
             self.loop.post(ReplacementEnded(pid, local_rank, exit_code))
 

@@ -1,10 +1,10 @@
 """The groups of a world of replicas: all ranks, and the ranks at one position of each replica.
 
-They are not registered with torch: torch's default group is the replica's; destroying it would
-destroy every subgroup, and with them the mesh of each DTensor. Control messages and state travel
-over gloo. Gradients do on CPUs, too; on GPUs the ranks at one position have a communicator of their
-own, whose collectives are queued on a stream, and the end of a world aborts only that one: the
-replica's communicators, in which FSDP's collectives may still run, stay as they are.
+They are not registered with torch. torch's default group belongs to the replica: destroying it
+would destroy every subgroup, and with them the mesh of each DTensor. Control messages and state use
+gloo, as do gradients on CPUs. On GPUs, the ranks at one position have a separate communicator,
+whose collectives are queued on a stream. The end of a world aborts only that one: FSDP's
+collectives may still run in the communicators of the replica.
 """
 
 from __future__ import annotations
@@ -57,20 +57,20 @@ class ReplicaProcessGroup(ProcessGroup):
 
     @property
     def is_foreign(self) -> bool:
-        """Never: torch's default group is the replica's."""
+        """Always False: torch's default group belongs to the replica."""
         return False
 
     def form(self) -> World:
-        """A world of this rank alone, without a launcher; any other one is announced.
+        """Form a world of one rank, without a launcher; all other worlds are announced.
 
         Raises ConfigError under a launcher: worlds of replicas change in process only.
         """
         world = world_from_environment()
         if world.is_launched:
             raise ConfigError(
-                "elastic.join(mesh=…) without run.retry: the world of the environment has one "
-                "process group, and a restart of all workers for each change",
-                hint="run.retry(train) around the training loop, under "
+                "elastic.join(mesh=…) without run.retry: each change of the world would restart "
+                "all workers",
+                hint="run the training loop in run.retry(train), under "
                 "torchrun --rdzv-backend=etcd",
             )
         self._works = self._open_works()
@@ -79,21 +79,21 @@ class ReplicaProcessGroup(ProcessGroup):
         return dataclasses.replace(world, mesh=self.replica.mesh)
 
     def _open_works(self) -> PendingWorks:
-        # No `record`: what the script queues in the replica's groups ends well, or the replica is
-        # lost, and its processes with it.
+        # No `record`: if a collective fails that the script has queued in the replica's groups,
+        # the replica is lost, and its processes end.
         self._gradient_works = PendingWorks(is_on_stream=True, on_error=self.abort)
         describe_group(is_on_stream=self._is_on_stream)
-        return PendingWorks()  # torch's default group keeps its own
+        return PendingWorks()  # torch's default group tracks its own works
 
     def settle(self) -> None:
-        """As of any group. The gradients of a step are settled before: at the end of its backward
-        pass, and by all ranks of the replica together."""
+        """As in the base class. All ranks of the replica settle the gradients of a step together,
+        earlier: at the end of its backward pass."""
         super().settle()
         self._gradient_works.raise_failure()
 
     @property
     def may_be_garbage(self) -> bool:
-        """As of any group."""
+        """As in the base class."""
         return super().may_be_garbage or (
             self._is_on_stream and self._gradient_works.may_be_garbage
         )
@@ -110,9 +110,9 @@ class ReplicaProcessGroup(ProcessGroup):
         ranks = self.replica.mesh.size
         if size % ranks:
             raise ConfigError(
-                f"a world of {size} ranks is not a number of replicas of {ranks} "
+                f"a world of {size} ranks is not a multiple of the replica size {ranks} "
                 f"(mesh {self.replica.mesh})",
-                hint=f"--nproc-per-node: the same multiple of {ranks} on every node",
+                hint=f"set --nproc-per-node to the same multiple of {ranks} on every node",
             )
         self.world = self._connect(PrefixStore("world", store), rank, size)
         position = PrefixStore(f"across-{rank % ranks}", store)
@@ -148,8 +148,8 @@ class ReplicaProcessGroup(ProcessGroup):
         return is_drained
 
     def _close_communicator(self, across: OwnGroup, is_for_next: bool) -> None:
-        """The abort of one that was aborted has ended. The others end together with their peers,
-        which may still read this rank's part of a last result."""
+        """Shut it down, unless it was aborted. Ranks shut down together with their peers, which may
+        still read this rank's part of a last result."""
         across.works.drain(DRAIN_S)
         if self.is_aborted:
             return
@@ -160,7 +160,7 @@ class ReplicaProcessGroup(ProcessGroup):
             across.backend.shutdown()
 
     def destroy(self, *, is_for_next: bool = False) -> None:
-        """As of any group; with the last world the replica ends, too."""
+        """As in the base class; after the last world, also close the replica."""
         super().destroy(is_for_next=is_for_next)
         if not is_for_next:
             self.replica.close()
@@ -173,7 +173,7 @@ def _timeout() -> datetime.timedelta:
 def process_group(
     device: torch.device, backend: str | None, replica: ModelReplica, journal: EventSink | None
 ) -> ProcessGroup:
-    """That of a process: torch's default group is the world's, or, with a mesh, the replica's."""
+    """The group of a process: torch's default group is the world's or, with a mesh, the replica's."""
     if not replica.mesh:
         return ProcessGroup(device, backend, journal)
     return ReplicaProcessGroup(device, replica, journal)

@@ -1,9 +1,9 @@
 """This process's replica: the ranks that together hold the model once.
 
-Its group is torch's default group and exists as long as the process. If a rank left a step while
-another one of its replica continued, that one would wait, and match the leaving rank's next
-collective with one of the last step. So the ranks of a replica leave together: a rank that has
-detected the end of the world reports it at the next point that all of them pass, and all raise.
+Its group is torch's default group and exists as long as the process. If one rank left a step while
+another continued, the other would wait, and match the leaving rank's next collective with one of
+the last step. So the ranks of a replica leave together: a rank that detects the end of the world
+reports it at the next point that all of them pass, and all raise.
 """
 
 from __future__ import annotations
@@ -42,12 +42,12 @@ if TYPE_CHECKING:
 
 _ALONE: AbstractContextManager[None] = nullcontext()
 _CPU = torch.device("cpu")
-_LEFT = "another rank of this replica has found that the world is over"
+_LEFT = "another rank of this replica has detected the end of the world"
 
 
 class ReplicaMeeting(NamedTuple):
-    """Where the ranks of a replica meet, and a name for this time: a file of their node, or the
-    store of the first of several nodes."""
+    """Where the ranks of a replica meet: in a file on their node, or in the store of the first of
+    several nodes. ``nonce`` names this meeting."""
 
     folder: str
     nonce: str
@@ -55,7 +55,7 @@ class ReplicaMeeting(NamedTuple):
 
 
 class ModelReplica:
-    """One per process. Without a mesh it is this rank alone, and nothing here communicates."""
+    """One per process. Without a mesh it is a single rank, and no method communicates."""
 
     def __init__(
         self,
@@ -71,27 +71,27 @@ class ModelReplica:
         self.size = self.mesh.size
         self.position = local_rank % self.size
         self._device_mesh: DeviceMesh | None = None
-        self._store: OpenStore | None = None  # of a replica over several nodes
-        # For the sums below where collectives of the default group are queued on a device: the
-        # host needs the result, and must not wait for what a dead rank has left on the device.
+        self._store: OpenStore | None = None  # of a replica that spans nodes
+        # For the sums below if the default group queues collectives on a device: the host needs
+        # the result, and must not wait for device work that a dead rank blocks.
         self._control: Any = None
-        # Asked of each rank together with the sum that ends a backward pass, since a collective of
-        # its own at the next boundary would cost as much again.
+        # Each rank answers it with the sum that ends a backward pass: a separate collective at the
+        # next boundary would cost as much again.
         self.question: Callable[[], Sequence[bool]] | None = None
         self._answers: tuple[bool, ...] | None = None
 
     @property
     def device_mesh(self) -> DeviceMesh:
-        """Of ``run.mesh``. Raises ConfigError without a mesh."""
+        """The value of ``run.mesh``. Raises ConfigError without a mesh."""
         if self._device_mesh is None:
             raise ConfigError(
                 "run.mesh: elastic.join() was called without a mesh",
-                hint='elastic.join(mesh={"shard": 2}): the dimensions of a replica',
+                hint='pass the dimensions of a replica: elastic.join(mesh={"shard": 2})',
             )
         return self._device_mesh
 
     def form(self, meeting: ReplicaMeeting | None) -> None:
-        """Make torch's default group, and the mesh over it. Once; None: a replica of one rank."""
+        """Create torch's default group and its mesh, once. None: a replica of one rank."""
         from torch.distributed.device_mesh import init_device_mesh
 
         size = self.size
@@ -133,13 +133,13 @@ class ModelReplica:
             store.set("mesh", str(self.mesh))
         elif (first := store.get("mesh").decode()) != str(self.mesh):
             raise ConfigError(
-                f"elastic.join(mesh=…) of rank {self.position} of a replica has the dimensions "
-                f"{self.mesh}, that of its first rank {first}",
+                f"rank {self.position} of a replica called elastic.join(mesh=…) with the "
+                f"dimensions {self.mesh}, its first rank with {first}",
                 hint="pass the same mesh, in the same order, on every worker",
             )
 
     def _open_store(self, spec: GroupSpec) -> Store:
-        """Open the store at the first node, which exists as long as the group: torch opens
+        """Open the store at the first node. It exists as long as the group: torch opens
         subgroups through it. Raises GroupBuildFailed if the others do not arrive."""
         self.position = spec.rank
         deadline_s = SYSTEM_CLOCK.monotonic() + REPLICA_MEETS_S
@@ -151,7 +151,7 @@ class ModelReplica:
                     deadline_s=deadline_s,
                     use_torchs="nccl" in self.backend,
                 )
-            except OSError:  # a data worker of the last start may still hold the port
+            except OSError:  # a data worker of the previous start may still hold the port
                 if SYSTEM_CLOCK.monotonic() > deadline_s:
                     raise
                 SYSTEM_CLOCK.sleep(SLOWEST_LOOK_S)
@@ -162,18 +162,18 @@ class ModelReplica:
         return PrefixStore(spec.nonce, client)
 
     def close(self) -> None:
-        """The process ends."""
+        """Close the group and the store before the process ends."""
         if self._device_mesh is not None and dist.is_initialized():
             dist.destroy_process_group()
         if self._store is not None:
             self._store.close()
 
-    # -- what its ranks agree on ----------------------------------------------------------------
+    # -- agreement of its ranks -----------------------------------------------------------------
 
     def sum(self, values: Sequence[float]) -> list[float]:
-        """Over the ranks of the replica, which all call it.
+        """Sum values over the ranks of the replica. All of them call it.
 
-        Raises WorldLost if one of them is gone: its shards are lost, and this process ends.
+        Raises ReplicaLost if one of them is gone: its shards are lost, and this process ends.
         """
         self._answers = None
         if self.size == 1:
@@ -189,8 +189,8 @@ class ModelReplica:
         return [float(value) for value in total.tolist()]
 
     def all_reduce(self, tensor: torch.Tensor) -> None:
-        """Sum a tensor on this rank's device over the ranks of the replica, in place. As with any
-        collective of torch's, a GPU's result is only queued.
+        """Sum a tensor on this rank's device over the ranks of the replica, in place. On
+        a GPU the sum is only queued, as with any torch collective.
 
         Raises ReplicaLost if one of them is gone.
         """
@@ -205,7 +205,7 @@ class ModelReplica:
         return ReplicaLost(f"a rank of this replica (mesh {self.mesh}) is gone: {error}")
 
     def sum_and_ask(self, values: Sequence[float]) -> list[float]:
-        """Like :meth:`sum`; the ranks' answers to :attr:`question` are returned by
+        """Like :meth:`sum`, and collect the ranks' answers to :attr:`question` for
         :meth:`take_answers`."""
         asked = self.question() if self.question is not None and self.size > 1 else ()
         sums = self.sum([*values, *map(float, asked)])
@@ -214,27 +214,27 @@ class ModelReplica:
         return sums[: len(values)]
 
     def take_answers(self) -> tuple[bool, ...] | None:
-        """Whether any rank of the replica has answered yes, once: the same on all of them.
+        """Whether any rank of the replica has answered yes; the same on all. Returned only once.
 
-        None where they were not asked, or have communicated since: a rank that leaves a world by
-        itself expects the others at :meth:`any` then.
+        None if they were not asked, or have communicated since: a rank that leaves a world on its
+        own then expects the others at :meth:`any`.
         """
         answers, self._answers = self._answers, None
         return answers
 
     def any(self, flag: bool) -> bool:
-        """Whether the flag is set on any rank of the replica, which all call it."""
+        """Whether the flag is set on any rank of the replica. All of them call it."""
         return flag if self.size == 1 else self.sum([float(flag)])[0] > 0
 
     def all_numbers(self, number: int) -> list[int]:
-        """The numbers that the ranks of the replica give, by position."""
+        """The numbers that the ranks of the replica pass, by position."""
         numbers = [0.0] * self.size
         numbers[self.position] = float(number)
         return [int(each) for each in self.sum(numbers)]
 
     def whole(self) -> AbstractContextManager[None]:
         """The ranks of the replica leave this context together: if the world has ended for one, all
-        raise. For collectives of the world, which an abort ends on some ranks only."""
+        raise. For collectives of the world: an abort ends them on some ranks only."""
         return _ALONE if self.size == 1 else self._whole()
 
     @contextmanager
@@ -252,7 +252,7 @@ class ModelReplica:
             raise fault if fault is not None else GroupAborted(_LEFT)
 
     def check_in(self) -> None:
-        """Before this rank leaves a world: its replica is complete, and leaves it, too.
+        """Verify that the replica is complete before this rank leaves a world with it.
 
         Raises ReplicaLost otherwise.
         """
@@ -260,7 +260,7 @@ class ModelReplica:
 
 
 def _never_given_up() -> None:
-    """The agent ends this process if a node of the replica is lost."""
+    """Never give up: the agent ends this process if a node of the replica is lost."""
 
 
 def mesh_of(
@@ -268,7 +268,7 @@ def mesh_of(
 ) -> ModelReplica:
     """The replica of ``elastic.join(mesh=…, backend=…)``, not formed yet.
 
-    Raises ConfigError for a mesh or a backend that is not possible on this node.
+    Raises ConfigError for a mesh or a backend that this node does not support.
     """
     mesh = ReplicaMesh.parse(given)
     if not mesh:
@@ -283,7 +283,7 @@ def mesh_of(
             "group is the replica's, and elastic.join creates it",
             hint="remove init_process_group(); run.mesh is the DeviceMesh",
         )
-    # Takes seconds on a busy machine: not while the others already wait in :meth:`form`.
+    # Takes seconds on a busy machine: import it before the others wait in :meth:`form`.
     importlib.import_module("torch.distributed.device_mesh")
     return ModelReplica(
         mesh,
@@ -294,7 +294,7 @@ def mesh_of(
 
 
 def _backend_for(device: torch.device, given: str | None) -> str:
-    """The backend of a replica's group. Raises ConfigError for one that replicas cannot have.
+    """The backend of a replica's group. Raises ConfigError if replicas do not support it.
 
     >>> _backend_for(torch.device("cuda"), "nccl")
     'cpu:gloo,cuda:nccl'

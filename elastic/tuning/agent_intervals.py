@@ -12,7 +12,7 @@ from __future__ import annotations
 # The leader writes the job's progress for `elastic status` at most this often: half a write per
 # second and job.
 PROGRESS_S = 2.0
-# The same while only heartbeats have changed: a job without progress.
+# The same if only heartbeats have changed, as in a job without progress.
 PROGRESS_IDLE_S = 5.0
 # Each node sends a heartbeat to the leader over their connection this often, without any write to
 # etcd.
@@ -32,14 +32,13 @@ STATUS_WATCH_S = 2.0
 # `elastic dashboard` polls etcd this often, once for all of its clients, so that a page shows a
 # loss within two seconds.
 DASHBOARD_ETCD_S = 1.0
-# It checks the journals for new lines this often.
+# `elastic dashboard` checks the journals for new lines this often.
 DASHBOARD_JOURNALS_S = 0.5
-# It redraws its charts this often while nothing special happens; a change of the world is drawn at
-# once.
+# `elastic dashboard` redraws its charts this often; a change of the world is drawn at once.
 DASHBOARD_CHARTS_S = 15.0
-# Pause before it connects to etcd again after a failed attempt.
+# Pause before `elastic dashboard` connects to etcd again after a failed attempt.
 DASHBOARD_RECONNECT_S = 1.0
-# The server sends a message to an idle page this often: proxies close silent streams.
+# The dashboard's server sends a message to an idle page this often: proxies close silent streams.
 DASHBOARD_PING_S = 15.0
 # A page that has lost its server reconnects after this.
 DASHBOARD_RETRY_S = 1.0
@@ -47,7 +46,7 @@ DASHBOARD_RETRY_S = 1.0
 DASHBOARD_DRAIN_S = 1.0
 # Polling interval of `elastic wait`.
 WAIT_LOOK_S = 0.5
-# Default timeout of `elastic wait`, that of kubectl.
+# Default timeout of `elastic wait`, the same as in kubectl.
 WAIT_TIMEOUT_S = 30.0
 # `elastic profile` keeps its request for this long: by then all watching agents have received it.
 PROFILE_REQUEST_S = 3.0
@@ -56,7 +55,7 @@ PROFILE_REQUEST_S = 3.0
 PROFILE_LEASE_S = 10.0
 # One call to etcd, retries included.
 STORE_CALL_S = 5.0
-# First contact of a store without another limit: one call.
+# First contact with a store, without another limit: one call.
 STORE_CONNECT_S = STORE_CALL_S
 # An agent's first contact (connect_timeout_s): two calls, because etcd may be starting, too.
 FIRST_CONTACT_S = 2 * STORE_CALL_S
@@ -73,8 +72,7 @@ STORE_KEEPALIVE_S = 6.0
 # A ping without a response in this time ends the connection; the same limit applies, as
 # TCP_USER_TIMEOUT, to unacknowledged bytes.
 STORE_KEEPALIVE_ANSWER_S = 3.0
-# Limit of a call's first attempt; each further one gets twice as long, within the limit of the
-# call.
+# Limit of a call's first attempt; each further one gets twice as long, within the call's limit.
 STORE_FIRST_ATTEMPT_S = 1.5
 # The shortest attempt: gRPC fails a call whose deadline has passed without sending it.
 STORE_LEAST_ATTEMPT_S = 0.05
@@ -82,7 +80,7 @@ STORE_LEAST_ATTEMPT_S = 0.05
 STORE_PROBE_S = 1.0
 # The longest limit for a member: each failed round doubles it, for overloaded machines.
 STORE_SLOWEST_PROBE_S = 4.0
-# The shortest limit for a member when the others need the remaining time: a handshake on one
+# The shortest limit for a member when the others need the remaining time: a handshake within one
 # network.
 STORE_LEAST_PROBE_S = 0.1
 # A watch that is silent for longer is checked.
@@ -118,22 +116,22 @@ NODE_IDLE_S = 1.0
 LEAVING_WORLD_S = 2.0
 # The store counts as unreachable after twice the silence after which its watch is checked.
 STORE_AWAY_S = 2 * STORE_SILENCE_S
-# The node's thread runs every second (NODE_IDLE_S). After a longer pause than this the process may
-# have been frozen, rather than etcd unreachable: it gets this long to reach etcd again. The
-# permission of its workers was not extended in the meantime.
+# The node's thread runs every second (NODE_IDLE_S). After a longer pause than this, the process may
+# have been frozen while etcd was reachable: it gets this long to reach etcd again. Its workers'
+# permission to train was not extended meanwhile.
 FROZEN_S = 5.0
 
-# The ranks of a replica on one node are told to meet once all of them are in elastic.join(): that
-# takes milliseconds, and the rest is a margin for busy machines. Then they are ended, and replaced.
+# The ranks of a replica on one node meet once all of them are in elastic.join(): in milliseconds;
+# the rest is a margin for busy machines. After this, they are ended and replaced.
 REPLICA_FORMS_S = 30.0
-# On GPUs, in which they also create their CUDA contexts and NCCL's communicators: tens of seconds
-# where drivers and file systems are slow.
+# The same on GPUs, where they also create CUDA contexts and NCCL communicators: tens of seconds if
+# drivers and file systems are slow.
 REPLICA_FORMS_ON_DEVICE_S = 300.0
-# Workers that keep others of their node waiting for this long are named in its log, and again after
-# twice the time.
+# A node logs the names of workers that keep others waiting for this long, and again after twice the
+# time.
 NOT_READY_S = 30.0
-# The longest time between two iterations of the node's thread that counts for these two: twice
-# NODE_IDLE_S. In a longer one the node was frozen.
+# The most that a pause of the node's thread counts for REPLICA_FORMS_S and NOT_READY_S: twice
+# NODE_IDLE_S. During a longer one the node was frozen.
 MOST_COUNTED_S = 2 * NODE_IDLE_S
 
 # torchrun's side -------------------------------------------------------------------------------
@@ -168,8 +166,8 @@ PROBE_AGAIN_S = 0.05
 # A new leader waits this long for running worlds to be registered: longer than the cap of the
 # watch's back-off (STORE_BACKOFF_CAP_S), so that after a wipe every agent has registered again.
 ADOPTION_WAIT_S = 1.5
-# How long a planned world with a leaving node, which has little time, waits for the first report of
-# a step before it interrupts one.
+# A planned world waits this long for the first report of a step before it interrupts one, if a node
+# is leaving, which has little time.
 STEP_RATE_LEAVING_S = 1.0
 # The same if nodes only join, which is not urgent.
 STEP_RATE_JOINING_S = 5.0
@@ -232,12 +230,12 @@ EMBEDDED_ELECTION_MS = 10 * EMBEDDED_HEARTBEAT_MS
 
 # The first steps of a world allocate, tune and compile: each may take this long.
 HANG_FIRST_STEPS_S = 300.0
-# A rank is reported to the leader after a part of its budget, and at least this: shorter silences
+# A rank is reported to the leader after a part of its budget, but at least this: shorter silences
 # occur on busy machines.
 HANG_SUSPICION_S = 0.4
 # For a worker to begin to write its stacks after the signal, and to finish.
 STACKS_DUMPED_S = 3.0
-# How often that is checked.
+# How often the agent checks whether the stacks are written.
 STACKS_POLL_S = 0.01
 # For py-spy to read the stacks of a process.
 STACKS_PY_SPY_S = 5.0
@@ -279,7 +277,7 @@ OTLP_CLOSE_S = 2.0
 
 # How often the output of agents started by `elastic run` and `elastic demo` is read.
 CLI_POLL_S = 0.1
-# How long fewer local agents than the job needs may run after others have failed: they wait for
+# How long local agents may run if others have failed and too few remain for the job: they wait for
 # nodes that will not be started.
 CLI_TOO_FEW_S = 5.0
 # Duration of a step of the demo, slow enough to watch.

@@ -22,7 +22,7 @@ LINK_FIRST_PAUSE_S = 0.05
 LINK_LONGEST_PAUSE_S = 1.0
 # How long close() waits for an agent that does not read.
 LINK_CLOSE_S = 0.5
-# A worker waits in slices of this for pending data to be sent, and checks for messages.
+# A worker waits in slices of this length for pending data to be sent, and checks for messages.
 LINK_FLUSH_S = 0.01
 # A scheduler may signal the worker before the agent: the worker asks its agent again for this long.
 SIGTERM_ASK_S = 0.3
@@ -36,8 +36,8 @@ WORLD_LOOK_S = 0.005
 # Between two records of time spent (elastic/training/step_account.py): a rank writes about 250 KiB
 # an hour, and a killed process loses at most this.
 STEP_TIMES_S = 5.0
-# A killed worker has less than this unrecorded. One that was silent for longer had hung before, and
-# goodput counts that as time until detection.
+# A killed worker loses records of less than this. One that was silent for longer had hung before,
+# and goodput counts that as time until detection.
 UNREPORTED_S = 2 * STEP_TIMES_S
 # Goodput merges the windows of a rank into windows of this length: a week of training is read in
 # seconds.
@@ -61,8 +61,8 @@ STEP_SUMS_S = 0.1
 # Rank 0 passes logged values to its writers this often: one batch costs less than a call per step.
 # The files of a killed process lack at most this, STEP_SUMS_S and one step.
 METRICS_FLUSH_S = 0.5
-# All ranks keep their logged values for this long: the next rank 0 writes those that the last one
-# had not written. A death is detected within seconds, and a flush may wait for a slow disk.
+# All ranks keep their logged values for this long: the next rank 0 writes those that the previous
+# one had not written. A death is detected within seconds, and a flush may wait for a slow disk.
 METRICS_KEEP_S = 30.0
 # Between two events `metrics` in the journal: enough for a curve, about 100 KiB an hour.
 METRICS_EVENT_S = 5.0
@@ -101,29 +101,29 @@ PREFLIGHT_S = 45.0
 
 # Collectives of an aborted group return within about 2 ms, if at all.
 DRAIN_S = 0.05
-# How often that is checked.
+# How often a drain is checked.
 DRAIN_SLICE_S = 0.0005
-# Between two garbage collections while parameters of the last world are still in memory: a
-# collection of another thread, during which ours returns at once, takes milliseconds.
+# Between two garbage collections while parameters of the last world are still in memory: during a
+# collection by another thread, which takes milliseconds, ours returns at once.
 GARBAGE_SLICE_S = 0.01
 # Length of one wait inside gloo. Each costs as much as a few lines of Python; an abort is noticed
 # at its end, unless gloo reports it earlier.
 GLOO_SLICE_MS = 20
-# Polling interval for a collective that is queued on a device: 1/50 of a millisecond, in which a
+# Polling interval for a collective that is queued on a device: within 1/50 of a millisecond a
 # small collective ends.
 STREAM_SLICE_S = 20e-6
 # While a group is being built, its sockets appear one after the other: the new ones are shut down
 # this often.
 ABORT_AGAIN_S = 0.005
-# A build that was given up may wait for the connection of a dead peer. Its own process connects
-# instead, and again after this, because it shuts sockets down meanwhile.
+# An abandoned build may wait for a dead peer to connect. Its own process connects instead, and
+# again after this, because it shuts sockets down meanwhile.
 BUILD_CONNECT_AGAIN_S = 0.05
-# For such a connection, within one machine.
+# For a process to connect to its own abandoned build, within one machine.
 OWN_CONNECT_S = 1.0
-# A group is built in milliseconds. If one is not connected by then, a peer does not respond: the
+# A group is built in milliseconds. If one is not connected after this, a peer does not respond: the
 # connections begun since the last check get their limit (peer_silence_s).
 BUILD_LOOK_S = 0.25
-# The shortest limit of a part of a build: torch takes a timeout of zero for an unlimited one, and
+# The shortest limit of a part of a build: torch treats a timeout of zero as unlimited, and
 # live peers respond in milliseconds.
 BUILD_LEAST_S = 1.0
 # After its limit a build ends and reports which rank is missing, unless it hangs.
@@ -145,10 +145,10 @@ LEAVE_SLICE_S = 0.2
 
 # Checkpoints in training -------------------------------------------------------------------------
 
-# In process, the continuing peers wait until this process has ended.
+# To write a last share before the process ends: in process, the continuing peers wait for its end.
 SHARE_S = 3.0
 # A worker that torchrun has sent SIGTERM gets SIGKILL after 30 s (PContext.close, torch 2.11 to
-# 2.15): this leaves six for the interpreter's end.
+# 2.15): this leaves 6 s for the interpreter to exit.
 STOPPED_BY_TORCHRUN_S = 24.0
 # The main thread has this long to reach a step boundary, or to detect that peers are gone; then it
 # is interrupted. Without the dead rank the current step cannot be completed in any case.
@@ -177,8 +177,8 @@ BUSY_WAIT_S = 5.0
 # Shards in the nodes' memory: a step begins once this rank's share of the previous save is written,
 # or after this. Memory that takes longer is swapped out, or full.
 MEMORY_WAIT_S = 30.0
-# The longest chosen interval between two saves to memory, where they cost more than they should:
-# a death loses up to two of them, and a checkpoint on disk is hardly older.
+# The longest chosen interval between two saves to memory, even if they cost more than they should:
+# a death loses up to two intervals, and a checkpoint on disk is hardly older.
 MEMORY_LONGEST_S = 300.0
 # The owner of a folder renews its record this often.
 OWNER_HEARTBEAT_S = 5.0

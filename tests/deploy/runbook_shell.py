@@ -214,7 +214,7 @@ class Shell:
         partition = rolling.get("partition", 0)
         status, wanted = controller.status, controller.spec["replicas"]
         if status.ready < wanted or (status.updated < wanted - partition):
-            raise Failed(f"rollout status waits for ever: {status}")
+            raise Failed(f"rollout status would never return: {status}")
 
     def _wait(self, args: argparse.Namespace, rest: list[str]) -> None:
         self.cluster.settle()

@@ -50,7 +50,7 @@ def test_patches_match_the_manifests(prod: Rendered, render: Callable[[str], Ren
     assert removal == {"op": "remove", "path": "/spec/template/spec/initContainers"}
     assert "initContainers" in restored.spec and "initContainers" not in pod.spec
     assert volumes["path"] == "/spec/template/spec/volumes"
-    assert volumes["value"] == pod.spec["volumes"], "the restored members would differ for ever"
+    assert volumes["value"] == pod.spec["volumes"], "the restored members would always differ"
 
 
 def test_exit_codes_match_the_code() -> None:

@@ -109,7 +109,7 @@ def test_a_last_checkpoint_fits_into_the_grace_period(
     manifests: Rendered, flags: Namespace, options: AgentOptions
 ) -> None:
     grace_s = manifests.workers.spec["terminationGracePeriodSeconds"]
-    assert options.termination_grace_s == grace_s, "the agent is told another grace period"
+    assert options.termination_grace_s == grace_s, "the agent has another grace period"
     times = for_pod(grace_s)
     assert flags.shutdown_timeout == math.floor(times.shutdown_timeout_s)
     assert options.leave_grace_s == times.leave_grace_s

@@ -122,7 +122,7 @@ REFUSED = {
     "replicated": "run.wrap() of a module with its own replicate dimension: '0.weight'",
     "other ranks": "run.wrap() of a module sharded over another mesh: '0.weight' is on",
     "tensor parallel alone": "run.wrap() of a module with DTensors and without fully_shard",
-    "in part": "its parameter '1.weight' is not sharded, nothing would reduce its gradients",
+    "in part": "its parameter '1.weight' is not sharded, so nothing would reduce its gradients",
     "two meshes": "run.wrap() of a module with several groups of parameters in one fully_shard",
 }
 
@@ -163,7 +163,7 @@ def test_gradients_are_averaged_over_ranks_that_split_a_sample(of_kind: OfKind) 
     expected = trained_on_both_halves()
     for worker in outcome.workers:
         reasons = text(worker.result["cp is missing"])
-        assert "which lacks the dimension 'cp': its ranks see other parts of each sample" in reasons
+        assert "which lacks the dimension 'cp': its ranks have different parts of each" in reasons
         assert 'run.mesh["shard", "cp"]._flatten("shard_cp")' in reasons
         for name, parameter in expected.items():
             assert torch.allclose(worker.result[name], parameter, rtol=0, atol=1e-12), name

@@ -37,10 +37,10 @@ class SlowExit:
     ) -> None:
         if self._is_held:
             self._ptrace(_CONT)
-            os.waitpid(self.pid, 0)  # for its tracer; its parent still has to reap it
+            os.waitpid(self.pid, 0)  # as its tracer; its parent still has to reap it
 
     def wait_held(self) -> None:
-        """Wait until it was killed."""
+        """Wait until the process was killed."""
 
         def is_held() -> bool:
             pid, status = os.waitpid(self.pid, os.WNOHANG)

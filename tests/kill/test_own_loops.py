@@ -62,7 +62,7 @@ def test_survivors_continue_in_custom_loops(etcd: EmbeddedEtcd, tmp_path: Path, 
         trained = {s.generation for s in job.ledger().steps}
         worlds = {s.generation: s.size for s in job.ledger().starts if s.generation in trained}
         assert worlds[generation] == 3
-        assert worlds.items() <= seen.items(), "each world is told to the script"
+        assert worlds.items() <= seen.items(), "the script is notified of each world"
 
         job.start_node()  # arrives around the end, and exits cleanly
         job.hurry()

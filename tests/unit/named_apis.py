@@ -66,7 +66,7 @@ _CAPITALS = re.compile(r"\b[A-Z]{4,}(?:\.md)?,? sections? \d+")
 
 @dataclass(frozen=True)
 class Text:
-    """Something that a person reads, and where it stands."""
+    """A text that a person reads, and its location."""
 
     place: str
     text: str

@@ -46,7 +46,7 @@ def test_the_reason_names_the_costs() -> None:
     )
     assert "written in 4 s" in choose(MemoryCosts(wait_s=0.0, step_s=1.0, write_s=4), 0.01).reason
     longest = choose(MemoryCosts(wait_s=30.0, step_s=1.0), 0.01)
-    assert longest.reason.endswith("a longer interval would lose more: 9% of the time")
+    assert longest.reason.endswith("saves take 9% of the time: a longer interval would lose more")
 
 
 def test_noise_does_not_change_an_affordable_interval() -> None:

@@ -180,7 +180,7 @@ def test_a_joining_node_with_another_mesh_is_rejected() -> None:
     odd = Agent(server, "n3")
     odd.join("tp=4")
     assert isinstance(odd.at.status.fatal, NodeRefused)
-    assert "the dimensions tp=4, those of n1 with shard=4" in odd.at.status.fatal.message
+    assert "the dimensions tp=4, the workers of n1 with shard=4" in odd.at.status.fatal.message
     assert not odd.workers.sent and not odd.node.replica_start
 
 

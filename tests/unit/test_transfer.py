@@ -76,7 +76,7 @@ def transferred(
     receivers: tuple[int, ...],
     *,
     states: dict[int, dict[str, torch.Tensor]] | None = None,
-    alike: tuple[str, ...] = (),
+    identical: tuple[str, ...] = (),
     room: Room | None = None,
 ) -> list[Transferred]:
     """The result of a transfer on each rank. ``states``: by source, :func:`state` by default."""
@@ -92,7 +92,7 @@ def transferred(
             device=CPU,
             group=group,
             room=room,
-            alike=alike,
+            identical=identical,
         )
 
     with ThreadPoolExecutor(SIZE) as pool:
@@ -103,7 +103,7 @@ def size_bytes(tensors: dict[str, torch.Tensor]) -> int:
     return sum(tensor.nbytes for tensor in tensors.values())
 
 
-@pytest.mark.parametrize("alike", [(), ("first", "long", "turned", "step")])
+@pytest.mark.parametrize("identical", [(), ("first", "long", "turned", "step")])
 @pytest.mark.parametrize(
     ("sources", "receivers"), [((1,), (2,)), ((1,), (0,)), ((1,), (0, 2)), ((1, 0), (2,))]
 )
@@ -111,9 +111,9 @@ def test_receivers_get_the_complete_state_and_others_nothing(
     groups: list[WatchedGroup],
     sources: tuple[int, ...],
     receivers: tuple[int, ...],
-    alike: tuple[str, ...],
+    identical: tuple[str, ...],
 ) -> None:
-    for rank, got in enumerate(transferred(groups, sources, receivers, alike=alike)):
+    for rank, got in enumerate(transferred(groups, sources, receivers, identical=identical)):
         if rank not in receivers:
             assert (got.node, got.tensors) == (None, None)
             continue
@@ -134,7 +134,7 @@ def test_sources_share_common_tensors_and_the_first_sends_the_rest(
     groups: list[WatchedGroup],
 ) -> None:
     states = {rank: {n: torch.full_like(t, rank) for n, t in state().items()} for rank in (0, 1)}
-    zero, one, receiver = transferred(groups, (1, 0), (2,), states=states, alike=("long",))
+    zero, one, receiver = transferred(groups, (1, 0), (2,), states=states, identical=("long",))
     assert zero.sources == one.sources == receiver.sources == (0, 1)
     long = states[0]["long"].nbytes
     assert (zero.sent_bytes, one.sent_bytes) == (long // 2, size_bytes(state()) - long // 2)
@@ -145,7 +145,7 @@ def test_sources_share_common_tensors_and_the_first_sends_the_rest(
 
 def test_a_source_with_different_tensors_sends_nothing(groups: list[WatchedGroup]) -> None:
     other = state() | {"long": torch.zeros(900_001)}
-    zero, one, receiver = transferred(groups, (1, 0), (2,), states={0: other}, alike=("long",))
+    zero, one, receiver = transferred(groups, (1, 0), (2,), states={0: other}, identical=("long",))
     assert one.sources == receiver.sources == (1,)
     assert (zero.sent_bytes, one.sent_bytes) == (0, size_bytes(state()))
     assert receiver.tensors is not None and torch.equal(receiver.tensors["long"], state()["long"])
@@ -166,7 +166,7 @@ def test_a_part_corrupted_in_transfer_is_rejected_with_its_source(
 
     monkeypatch.setattr(ChunkedTransfer, "finish_chunk", damage)
     with pytest.raises(TrainingError, match=f"sent by rank {source} was corrupted in transfer"):
-        transferred(groups, (1, 0), (2,), alike=("long",))
+        transferred(groups, (1, 0), (2,), identical=("long",))
 
 
 @pytest.mark.parametrize(
@@ -201,7 +201,7 @@ def test_matching_tensors_are_received_in_place(
         asked.append((node, set(specs)))
         return own
 
-    tensors = transferred(groups, (1, 0), (2,), alike=("long",), room=room)[2].tensors
+    tensors = transferred(groups, (1, 0), (2,), identical=("long",), room=room)[2].tensors
     assert asked == [({"from": 1}, set(state()))]  # only the receiver is asked
     assert tensors is not None
     for name, tensor in state().items():

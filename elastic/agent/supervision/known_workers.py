@@ -1,4 +1,4 @@
-"""A node's data about each of its workers' processes, by process id."""
+"""The state of each worker process of a node, by process id."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ from elastic.link.server import LinkServer, Worker
 
 
 class KnownWorkers:
-    """Filled from the workers' messages on their links; for the node's thread."""
+    """Filled from the workers' messages on their links; used by the node's thread."""
 
     def __init__(self, server: LinkServer) -> None:
         self._server = server
         self.ready: set[int] = set()  # they can change worlds without a restart
         self.left: set[int] = set()  # they have left the job at a step boundary
         self.entered: dict[int, int] = {}  # pid to generation
-        self.starts: dict[int, int] = {}  # pid to the start of workers that it belongs to
-        self.ended: set[int] = set()  # this agent has killed them; not reported yet
-        self.hung: dict[int, str] = {}  # pids that this agent ends, and the reason
+        self.starts: dict[int, int] = {}  # pid to the number of the start that it belongs to
+        self.ended: set[int] = set()  # killed by this agent, end not reported yet
+        self.hung: dict[int, str] = {}  # pid to the reason why this agent ends it
         self.replicas = LocalReplicas()
         # The time left to workers that are meeting the other ranks of their replica on this node,
         # by pid; and those that have met them.
@@ -34,7 +34,7 @@ class KnownWorkers:
         return bool(self.left) and self.present <= self.left
 
     def end(self, worker: Worker) -> None:
-        """This agent ends the process, which may take a while: it counts as ended from now on."""
+        """Count the process as ended from now on: this agent ends it, which may take a while."""
         self.ended.add(worker.pid)
         self.ready.discard(worker.pid)
         self.entered.pop(worker.pid, None)
@@ -43,7 +43,7 @@ class KnownWorkers:
         self.met.discard(worker.pid)
 
     def drop(self, worker: Worker) -> None:
-        """The process has ended."""
+        """Remove a process that has ended."""
         self.end(worker)
         self.ended.discard(worker.pid)
         self.left.discard(worker.pid)
@@ -51,7 +51,7 @@ class KnownWorkers:
         self.hung.pop(worker.pid, None)
 
     def forget(self) -> None:
-        """All workers are restarted."""
+        """Reset the state when all workers are restarted."""
         self.ready.clear()
         self.left.clear()
         self.entered.clear()

@@ -1,9 +1,9 @@
-"""Workers on their way to *ready*: what each of them waits for, and how long a meeting may take.
+"""Workers that are not ready yet: what each one waits for, and the time limit of a meeting.
 
-On the node's thread. The ranks of a replica that have been told to meet are all in elastic.join(),
-so that they meet in milliseconds. If they do not, whatever the reason, they are ended, and replaced
-or restarted like any dead worker: otherwise they would wait for the timeout of a collective, and
-with them all other ranks of the job.
+Runs on the node's thread. The ranks of a replica meet once all of them are in elastic.join(), which
+takes milliseconds. If they do not meet, for any reason, they are ended, and replaced or restarted
+like any dead worker: otherwise they, and with them all other ranks of the job, would wait for the
+timeout of a collective.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ class Readiness:
         self._known = known
         self._server = server
         self._checked_s = context.clock.monotonic()
-        self._waited_s = 0.0  # since some workers are ready and others are not
+        self._waited_s = 0.0  # while some workers are ready and others are not
         self._reports_at_s = NOT_READY_S
 
     def check(self) -> None:
         """Called on every iteration of the node's thread.
 
-        A longer pause between two calls, of an agent that was frozen with its workers, counts as a
-        short one.
+        A longer pause between two calls, of an agent that was frozen with its workers, is counted
+        as a short one.
         """
         now_s = self._at.clock.monotonic()
         passed_s = min(now_s - self._checked_s, MOST_COUNTED_S)
@@ -49,7 +49,7 @@ class Readiness:
         for pid in left_s:
             left_s[pid] -= passed_s
         present = {worker.pid: worker for worker in self._server.workers()}
-        late = [pid for pid, its_s in left_s.items() if its_s <= 0]
+        late = [pid for pid, remaining_s in left_s.items() if remaining_s <= 0]
         for pid in late:
             del left_s[pid]
             if (worker := present.get(pid)) is not None:
@@ -65,7 +65,7 @@ class Readiness:
             os.kill(worker.pid, signal.SIGKILL)
 
     def _report(self, passed_s: float) -> None:
-        """Name the workers that keep ready ones waiting."""
+        """Report the workers for which ready ones wait."""
         node, known = self._at.status.node, self._known
         is_waiting = node.state is NodeState.STARTING and bool(known.ready & known.present)
         if not is_waiting:

@@ -1,8 +1,8 @@
 """The meeting point of a replica's ranks: on this node, or at the first of the replica's nodes.
 
-On the node's thread. Workers that were started for a world find their replica in its order of
-ranks. Those that were started while others train find it through the key ``replicas``: each node
-takes a seat in the oldest replica that lacks one, and waits there until it is complete
+Runs on the node's thread. Workers that were started for a world find their replica by its order of
+ranks. Workers that were started while others train find it through the key ``replicas``: each node
+takes a seat in the oldest incomplete replica, and waits until that is complete
 (docs/decisions/0030).
 """
 
@@ -53,13 +53,13 @@ class ReplicaMeetings:
         return self._at.status.node
 
     def forget(self) -> None:
-        """The workers are restarted."""
+        """Reset the state when the workers are restarted."""
         self._at.status.replica_is_lost = False
 
     # ── requests of workers ──────────────────────────────────────────────────────────────
 
     def join(self, worker: Worker, request: ReplicaJoin) -> None:
-        """A worker requests to meet the other ranks of its replica."""
+        """Handle a worker's request to meet the other ranks of its replica."""
         node, size = self._node, request.size
         workers = self._known.replicas.join(worker, size, node.nproc)
         if not workers:
@@ -93,7 +93,7 @@ class ReplicaMeetings:
             return None
         return NodeRefused(
             f"node {node.name} cannot join {keys.root}: its workers call elastic.join(mesh=…) with "
-            f"the dimensions {mesh}, those of {other.name} with {other.mesh}",
+            f"the dimensions {mesh}, the workers of {other.name} with {other.mesh}",
             hint="pass the same mesh, in the same order, on every node",
         )
 
@@ -131,7 +131,7 @@ class ReplicaMeetings:
         """Called on every iteration once this node is registered; returns the time of the next
         call.
 
-        Until its workers are in a world, it takes a seat, and detects whether the replica is lost.
+        Until its workers are in a world, it takes a seat, and checks whether the replica is lost.
         Raises CoordinationError.
         """
         node = self._node
@@ -145,29 +145,29 @@ class ReplicaMeetings:
     def _look(self, node: Node) -> None:
         keys, store = self._at.keys, self._at.store
         entry = store.get(keys.replicas)
-        # After the seats: a node publishes the number of its start of workers before it takes one.
+        # Read after the seats: a node publishes the id of its start before it takes a seat.
         nodes = _nodes_of(store.list(keys.nodes).entries)
         known = decode(ReplicaSeats, entry.key, entry.value).replicas if entry is not None else ()
-        mine = ReplicaSeat(node_id=node.node_id, start=node.replica_start)
+        own_seat = ReplicaSeat(node_id=node.node_id, start=node.replica_start)
         replicas = take_seat(
             known,
-            mine,
+            own_seat,
             {n.node_id: n.replica_start for n in nodes.values()},
             per_replica=node.nodes_per_replica,
             nonce=secrets.token_hex(8),
         )
         if node.replica:
-            # Only recorded seats: a seat of the same node's other workers is a different one.
-            still = tuple(replica for replica in replicas if replica in known)
-            self._at.status.replica_is_lost = _ids_of(still, mine) != node.replica
+            # Only recorded seats: each start of the same node's workers has a different seat.
+            recorded = tuple(replica for replica in replicas if replica in known)
+            self._at.status.replica_is_lost = _ids_of(recorded, own_seat) != node.replica
             return
         if replicas != known:
             record = encode(ReplicaSeats(replicas=replicas))
             revision = entry.mod_revision if entry is not None else 0
             swapped = store.compare_and_swap(keys.replicas, record, expected_revision=revision)
             if swapped is None:
-                return  # another node was faster: retried
-        replica = next(r for r in replicas if mine in r.seats)
+                return  # another node was faster: retry later
+        replica = next(r for r in replicas if own_seat in r.seats)
         if len(replica.seats) == node.nodes_per_replica:
             first = nodes[replica.seats[0].node_id]
             ids = tuple(seat.node_id for seat in replica.seats)
@@ -187,6 +187,6 @@ def _time_to_meet_s(request: ReplicaJoin) -> float:
     return REPLICA_FORMS_ON_DEVICE_S if request.on_device else REPLICA_FORMS_S
 
 
-def _ids_of(replicas: tuple[NodeReplica, ...], mine: ReplicaSeat) -> tuple[str, ...]:
-    found = next((r for r in replicas if mine in r.seats), None)
+def _ids_of(replicas: tuple[NodeReplica, ...], own_seat: ReplicaSeat) -> tuple[str, ...]:
+    found = next((r for r in replicas if own_seat in r.seats), None)
     return tuple(seat.node_id for seat in found.seats) if found is not None else ()

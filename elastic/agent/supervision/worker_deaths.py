@@ -1,6 +1,6 @@
 """The consequence of a worker's death: a failure of its node, or a replacement.
 
-On the node's thread. The other nodes are notified immediately, before torchrun detects the death.
+Runs on the node's thread. The other nodes are notified at once, before torchrun detects the death.
 """
 
 from __future__ import annotations
@@ -37,14 +37,14 @@ class WorkerFailed:
     kernel_log: tuple[str, ...]
 
 
-# Per worker of a node: so many replacements may die before all workers are ready. After that,
-# torchrun restarts all and counts it, so that workers which the kernel kills at each start are not
-# replaced endlessly.
+# This many replacements per worker of a node may die before all workers are ready. After that,
+# torchrun restarts all workers and counts the restart: workers that the kernel kills at each start
+# are not replaced endlessly.
 MOST_REPLACED_STARTS = 3
 
 
 class WorkerDeaths:
-    """Across all starts of a node's workers."""
+    """One per agent, across all starts of its workers."""
 
     def __init__(
         self,
@@ -72,7 +72,7 @@ class WorkerDeaths:
             return
         if status.stopping or start != status.starts:
             return  # torchrun ends them, or has ended them, to restart them in another world
-        if worker.pid in status.to_replace:  # ended together with another one of its replica
+        if worker.pid in status.to_replace:  # ended with another rank of its replica
             kill_group(worker.pid)
             return
         notice = death.exit_notice
@@ -107,7 +107,7 @@ class WorkerDeaths:
         )
         # Otherwise torchrun restarts it: the others have not trained with it in process.
         if is_failure:
-            # A worker that this agent ended was not killed from outside: the failure is its own.
+            # A worker that this agent ended was not killed from outside: it failed by itself.
             exit_code = exit_code_of(death) if hung is None else HUNG_EXIT_CODE
             failure = WorkerFailed(text, exit_code, is_oom_kill, kernel_log.lines)
             self._publish_failure(worker, siblings, failure)
@@ -184,8 +184,8 @@ class WorkerDeaths:
             self._at.journal.emit(
                 WorkerDied(pid=worker.pid, local_rank=worker.local_rank, reason=reason)
             )
-            # Its death may be reported after the first replacement has joined: that one must not
-            # meet it.
+            # Its death may be reported after the first replacement has joined, which must not meet
+            # the dead rank.
             self._known.end(worker)
             self._at.status.to_replace.add(worker.pid)
             with contextlib.suppress(ProcessLookupError):
@@ -213,7 +213,7 @@ def describe_death(worker: Worker, death: WorkerDeath) -> str:
 
 
 def exit_code_of(death: WorkerDeath) -> int:
-    """As a shell reports it, but negative for a signal, as torch does."""
+    """The exit code; negative for a signal, as in torch."""
     if death.signal is not None:
         return -death.signal
     return death.exit_code if death.exit_code is not None else 1

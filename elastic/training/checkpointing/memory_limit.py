@@ -1,4 +1,4 @@
-"""A worker checks its node's memory limit once, when the size of a checkpoint is known."""
+"""Checks the node's memory limit in a worker, once the size of a checkpoint is known."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from elastic.tuning.memory import staging_shortage
 
 
 def resident_bytes() -> int:
-    """Warns once per process if a checkpoint does not fit into memory."""
+    """The resident memory of this process."""
     pages = Path("/proc/self/statm").read_text().split()[1]
     return int(pages) * os.sysconf("SC_PAGE_SIZE")
 
 
 class MemoryLimit:
-    """Read ``ELASTIC_MEMORY_LIMIT_BYTES``, checked by the agent; without it there is no
-    warning."""
+    """Warns once per process if a checkpoint does not fit into memory. Reads
+    ``ELASTIC_MEMORY_LIMIT_BYTES``, which the agent has checked; without it, never warns."""
 
     def __init__(
         self, environ: Mapping[str, str] = os.environ, used: Callable[[], int] = resident_bytes
@@ -32,9 +32,9 @@ class MemoryLimit:
         """Check one rank's share of a checkpoint in a world of that size. Warns once."""
         if self._limit_bytes is None:
             return
-        said = staging_shortage(
+        shortage = staging_shortage(
             self._limit_bytes, self._used(), share_bytes, world_size, self._local_size
         )
-        if said is not None:
-            get_logger().warning("%s", said)
+        if shortage is not None:
+            get_logger().warning("%s", shortage)
             self._limit_bytes = None

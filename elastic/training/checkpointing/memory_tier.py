@@ -1,8 +1,8 @@
 """Frequent, asynchronous saves to the nodes' memory, between two saves to disk.
 
-The agents host that memory (:mod:`checkpoints.memory.host`), so it survives the workers, and one
-agent's copy of another's parts survives a node. If no rank with the state survives, a new
-world resumes from the newest checkpoint in memory or on disk.
+The agents host that memory (:mod:`checkpoints.memory.host`), so it survives the workers. Each
+agent also has a copy of another agent's parts, which survives the loss of a node. If no rank with
+the state survives, a new world resumes from the newest checkpoint in memory or on disk.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class MemoryTier:
         return self._engine is not None
 
     def at_boundary(self, job: JobState, world: checkpoints.WriterGroup) -> None:
-        """Between two steps: save if it is due and a buffer is free. Waits only if
+        """Save between two steps if a save is due and a buffer is free. Waits only if
         :attr:`waits` is set, until the share of an earlier boundary is written."""
         step = job.progress.step
         self.interval.meter.reached(step)
@@ -87,7 +87,7 @@ class MemoryTier:
         self.interval.meter.left(has_saved=is_due)
 
     def save_now(self, job: JobState, world: checkpoints.WriterGroup, budget_s: float) -> None:
-        """Write this rank's share of the current step unless begun before, and wait for it."""
+        """Write this rank's share of the current step unless its write has begun, and wait."""
         if self._engine is None:
             return
         if job.progress.step != self._saved_step:
@@ -98,7 +98,7 @@ class MemoryTier:
     def begin(
         self, job: JobState, world: checkpoints.WriterGroup, *, wait_s: float
     ) -> SaveHandle | None:
-        """Pass this rank's share of a checkpoint of ``world`` to the engine; None without one."""
+        """Pass this rank's share of a checkpoint of ``world`` to the engine, if there is one."""
         if self._engine is None:
             return None
         return self._engine.save(

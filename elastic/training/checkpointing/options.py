@@ -27,9 +27,9 @@ class Checkpoints:
 
     ``folder`` is a path on storage that all nodes share, a URL of an object store, or a
     :class:`checkpoints.Storage`. The end of training is always saved. ``memory`` is the number of
-    steps between two saves to the nodes' memory. Where it is chosen (True, and None with
-    ``run.build``), saves take at most ``memory_overhead`` of training time: all ranks compute the
-    number from the time of a save and of a step on the slowest. Raises ConfigError.
+    steps between two saves to the nodes' memory. If it is chosen (True, or None with
+    ``run.build``), saves take at most ``memory_overhead`` of training time: all ranks compute it
+    from the durations of a save and of a step on the slowest rank. Raises ConfigError.
 
     >>> from checkpoints import EverySeconds, EverySteps, LatestN, EveryNSteps
     >>> policy = Checkpoints("ckpt", when=EverySteps(1000) | EverySeconds(600), keep=2)
@@ -40,16 +40,18 @@ class Checkpoints:
     folder: checkpoints.Root
     _: KW_ONLY
     when: WhenGiven = None  # a checkpoints.SavePolicy, or the steps between two saves (50)
-    keep: RetentionPolicy | int = 3  # a checkpoints.RetentionPolicy, or how many of the newest
+    keep: RetentionPolicy | int = (
+        3  # a checkpoints.RetentionPolicy, or the number of newest to keep
+    )
     required: bool = False  # refuse to start from step 0 (exit code 65)
-    # Steps between two saves to the nodes' memory. True: chosen from what a save and a step are
-    # measured to cost; None: the same with run.build, else off.
+    # Steps between two saves to the nodes' memory. True: chosen from the measured costs of a save
+    # and a step; None: the same with run.build, else off.
     memory: int | bool | None = None
-    memory_overhead: float = 0.01  # of training time that saves to memory may take, if chosen
+    memory_overhead: float = 0.01  # fraction of training time for saves to memory, if chosen
 
     @property
     def local_folder(self) -> str | None:
-        """Its path; None for an object store.
+        """The folder's path; None for an object store.
 
         Raises :class:`checkpoints.ArgumentError` for an address that names no storage.
         """
@@ -98,8 +100,8 @@ class Checkpoints:
     ) -> Checkpoints:
         """A copy with the arguments of ``run.steps``.
 
-        Raises TrainingError for another folder, which is too late. Raises ConfigError for
-        policies given twice.
+        Raises TrainingError for another folder: it is too late to change it. Raises ConfigError
+        for policies given twice.
         """
         folder = given.folder if isinstance(given, Checkpoints) else given
         if folder is not None and not _is_same(folder, self.folder):
@@ -124,7 +126,7 @@ def checkpoints_from(
     when: WhenGiven = None,
     keep: KeepGiven = None,
 ) -> Checkpoints | None:
-    """From ``join``'s argument, else ``ELASTIC_CHECKPOINTS``, else None: nothing is saved.
+    """Use ``join``'s argument, else ``ELASTIC_CHECKPOINTS``, else None: nothing is saved.
 
     Raises ConfigError for policies without a folder, and for policies given twice.
     """

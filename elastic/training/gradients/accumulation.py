@@ -1,9 +1,9 @@
 """Gradient accumulation: steps whose gradients no optimizer has used yet.
 
 With ``if (i + 1) % 4 == 0: optimizer.step()``, after each of the other three iterations this rank
-holds gradients that exist nowhere else. So they do not commit: the data advances, but a recovery
-returns to the last iteration after which no tracked optimizer held gradients, and until the next
-such iteration nothing is saved and no planned change of the world takes place.
+holds gradients that exist nowhere else. So they are not committed: the data advances, but a
+recovery returns to the last iteration after which no tracked optimizer held gradients. Until the
+next such iteration nothing is saved and no planned change of the world takes place.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ class Accumulation:
         return steps
 
     def other_length(self, step: Step) -> tuple[int, int] | None:
-        """If the group that ``step`` ends was interrupted before: its number of iterations now
-        and that of earlier groups, if they differ."""
+        """The iterations of the group that ``step`` ends, and of earlier groups, if the group was
+        interrupted before and they differ."""
         length = len(self._steps) + 1
         first = step.number if self.since is None else self.since
         usual = self._lengths[0] if len(set(self._lengths)) == 1 and len(self._lengths) == 2 else 1

@@ -1,20 +1,20 @@
 """Gradients of sharded models, reduced across replicas separately for each position's shards.
 
 FSDP has averaged them over the ranks of the replica that split its samples (reduce-scatter); the
-sum over replicas remains. ``FSDPModule.set_all_reduce_hook`` calls :meth:`AcrossReduction. reduce`
+sum over replicas remains. ``FSDPModule.set_all_reduce_hook`` calls :meth:`AcrossReduction.reduce`
 with each group of parameters, in Python, in the middle of the backward pass (``foreach_reduce`` in
-torch/distributed/fsdp/_fully_shard/_fsdp_collectives.py). If the world is over, nothing is raised
-there: FSDP's collectives within the replica continue on all of its ranks, and at the end of the
-backward pass the replica agrees on whether the gradients are valid. That sum is the only collective
-of a step in addition to those of the gradients: control flags follow the first bucket across
+torch/distributed/fsdp/_fully_shard/_fsdp_collectives.py). If the world has ended, it does not
+raise: FSDP's collectives within the replica continue on all of its ranks. At the end of the
+backward pass, a sum over the replica determines whether the gradients are valid. This is the only
+collective of a step besides those of the gradients: control flags follow the first bucket across
 replicas, as with DDP, and are then added to the sum, as is the replica's question for the next
 boundary (``ModelReplica.question``).
 
-Modules without FSDP have their local gradients summed in buckets at the end of the backward pass:
-over the replicas, and first within the replica if each of its ranks holds all of the module.
+Without FSDP, a module's local gradients are summed in buckets at the end of the backward pass: over
+the replicas, and first within the replica if each of its ranks holds the entire module.
 
-Shares of the batch may differ by a sample, between replicas and within one. So a rank's gradients
-are weighted before the reduce-scatter, by its share over that of an even split.
+Shares of the batch may differ by a sample, between replicas and within one. So before the
+reduce-scatter, a rank's gradients are multiplied by the ratio of its share to an even share.
 """
 
 # No `from __future__ import annotations`: as in reduction.py.
@@ -40,7 +40,7 @@ from elastic.training.gradients.control_flags import COUNT, Room
 from elastic.training.gradients.reduction import NEARLY, Reduction
 from elastic.training.gradients.sharding import local_value
 
-_LEFT = "the world is over for a rank of this replica: the gradients of this step are incomplete"
+_LEFT = "the world has ended for a rank of this replica: this step's gradients are incomplete"
 
 
 class AcrossReduction(Reduction):
@@ -53,11 +53,11 @@ class AcrossReduction(Reduction):
         self._fault: Exception | None = None  # of this rank, not yet settled
         self._pass: int | None = None  # the backward pass that ends with a call of _settle
         self._end: torch.Tensor | None = None  # flags of this step, not yet settled
-        self._room: Room | None = None  # where their sum is, once the collective has ended
+        self._room: Room | None = None  # holds their sum once the collective has ended
         self._parameters: list[torch.nn.Parameter] = []  # of a module without FSDP
-        self._is_whole = False  # every rank of the replica holds all of it
-        self._summed: list[weakref.ref[torch.Tensor]] = []  # their gradients
-        self.holds_gradients: Callable[[], bool] = lambda: False  # of passes that reduced none
+        self._is_whole = False  # every rank of the replica holds the entire module
+        self._summed: list[weakref.ref[torch.Tensor]] = []  # gradients already summed
+        self.holds_gradients: Callable[[], bool] = lambda: False  # from unreduced passes
 
     def enter_across(self, across: OwnGroup) -> None:
         """Begin a new world."""
@@ -79,7 +79,7 @@ class AcrossReduction(Reduction):
         return self.is_done or self.holds_gradients()
 
     def weigh_local(self, gradients: torch.Tensor) -> None:
-        """Before the reduce-scatter: multiply by this rank's share over that of an even split."""
+        """Multiply by the ratio of this rank's share to an even one, before the reduce-scatter."""
         if self._across is None:
             return
         factor = self.weight * self._across.size * self._replica.mesh.data_size
@@ -103,8 +103,8 @@ class AcrossReduction(Reduction):
     def watch(self, parameters: list[torch.nn.Parameter], *, is_whole: bool) -> None:
         """Without FSDP: sum the gradients of these parameters after each backward pass.
 
-        ``is_whole``: every rank of the replica holds all of them, and its own samples, or a copy of
-        those of other ranks, contribute to their gradients.
+        ``is_whole``: every rank of the replica holds all of them. Its own samples, or a copy of
+        another rank's samples, contribute to their gradients.
         """
         self._is_whole = is_whole
         self._parameters = [p for p in parameters if p.requires_grad]
@@ -118,13 +118,13 @@ class AcrossReduction(Reduction):
             raise TrainingError(
                 "a second backward pass adds to gradients already summed over the replicas: "
                 "without fully_shard they are reduced once per step",
-                hint="optimizer.zero_grad() before each backward pass; for several passes per step "
-                'fully_shard(model, mesh=run.mesh["shard"])',
+                hint="call optimizer.zero_grad() before each backward pass; for several passes per "
+                'step use fully_shard(model, mesh=run.mesh["shard"])',
             )
         self._end_pass_later()
 
     def _sum_all(self) -> None:
-        """The gradients of a module without FSDP: one bucket for each type of elements."""
+        """Sum the gradients of a module without FSDP: one bucket per dtype."""
         assert self._across is not None
         lacking = sum(p.grad is None for p in self._parameters)
         if lacking:
@@ -146,7 +146,7 @@ class AcrossReduction(Reduction):
             if not self._is_whole:
                 return
         mesh = self._replica.mesh
-        copies = mesh.size // mesh.data_size if self._is_whole else 1  # ranks of the same samples
+        copies = mesh.size // mesh.data_size if self._is_whole else 1  # ranks with the same samples
         for shards in local.values():
             flat = [shard.reshape(-1) for shard in shards]
             bucket = torch.cat([*flat, flat[0].new_empty(COUNT)])[:-COUNT]
@@ -160,7 +160,7 @@ class AcrossReduction(Reduction):
 
     def _sum(self, gradients: torch.Tensor) -> None:
         """Sum over the replicas, in place. On a stream the sum is only queued: :meth:`_settle`
-        waits for it, before anything that the host does depends on it."""
+        waits for it before the host depends on it."""
         assert self._across is not None
         room = self._room_with_flags(gradients)
         sent = gradients if room is None else room.both
@@ -179,7 +179,7 @@ class AcrossReduction(Reduction):
             self._room = room
 
     def _finish_sums(self) -> None:
-        """Wait for the sums of this backward pass, and read the flags that came with them."""
+        """Wait for the sums of this backward pass, and read the flags summed with them."""
         if self._across is not None and self._across.is_on_stream and self._fault is None:
             try:
                 self._across.works.settle()
@@ -197,8 +197,8 @@ class AcrossReduction(Reduction):
         return room
 
     def _write_flags(self) -> torch.Tensor:
-        """This rank's flags, once per step: for its position in each replica, then for all
-        ranks."""
+        """Write this rank's flags, once per step: to sum over its position in each replica, then
+        over all ranks."""
         if self._end is None:
             self._end = torch.zeros(COUNT, dtype=torch.float64)
             if self.flags is not None and not self._has_spoken:
@@ -238,7 +238,7 @@ class AcrossReduction(Reduction):
 
 
 def _keep_until_summed(gradients: torch.Tensor) -> None:
-    """Keep the allocator from giving the memory of these gradients to FSDP's next reduce-scatter
+    """Prevent the allocator from reusing these gradients' memory for FSDP's next reduce-scatter
     before the current stream has summed them: with ``reduce_dtype`` FSDP drops its reference right
     after the hook (``foreach_reduce``; for its own all-reduce it keeps one until an event)."""
     if gradients.is_cuda:
@@ -254,7 +254,7 @@ class WeightedReduceScatter:
     def allocate(
         self, size: tuple[int, ...], *, dtype: torch.dtype, device: torch.device
     ) -> torch.Tensor:
-        """As FSDP's, with room for control flags behind it."""
+        """Like FSDP's, with room for control flags after it."""
         count = math.prod(size)
         return torch.empty(count + COUNT, dtype=dtype, device=device)[:count].view(size)
 

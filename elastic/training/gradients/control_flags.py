@@ -3,11 +3,11 @@
 A decision that needs all ranks at the same step (save now, a node is leaving) would cost a
 separate collective. The first bucket of gradients is summed over all ranks in every step
 anyway, so it is extended by five elements: each is 1 on a rank that sets the flag, so a sum above
-0 means that some rank did. The bucket's memory is extended once, so that no
-gradient is copied (docs/decisions/0014).
+0 means that some rank did. The bucket's memory is extended once, so that no gradient is copied
+(docs/decisions/0014).
 
-The last two tell whether the number of the rank's step is even or odd. If both are set, gradients
-of different steps were summed: a rank has left a step without a backward pass.
+The last two encode whether the rank's step number is even or odd. If both are set, gradients of
+different steps were summed: a rank has left a step without a backward pass.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ import torch
 from elastic.errors import TrainingError
 from elastic.process_group import all_sum
 
-COUNT = 5  # of the elements
-_PARITY = 3  # where the flags of even and odd steps are
+COUNT = 5  # number of elements
+_PARITY = 3  # index of the flags of even and odd steps
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,7 @@ class StepFlags:
     """The flags that one rank sends with a step's gradients, or the combined received ones."""
 
     save: bool = False  # rank 0's policy: save after this step
-    leaving: bool = False  # this rank's node drains
+    leaving: bool = False  # this rank's node is draining
     stuck: bool = False  # this rank has no free buffer to save from: its disk hangs
 
 
@@ -50,7 +50,7 @@ class ControlFlags:
         self._ends.clear()
 
     def abstain(self) -> None:
-        """Send no number until the next step begins: this rank has no step, its peers do."""
+        """Send no number until the next step begins: only peers have a step, not this rank."""
         self._step = None
 
     def send(self, flags: StepFlags) -> None:
@@ -59,8 +59,8 @@ class ControlFlags:
         self._ends.clear()
 
     def write(self, end: torch.Tensor) -> None:
-        """Write the flags into ``end``, which follows gradients to be summed; the
-        flags of all ranks are read from there afterwards."""
+        """Write the flags into ``end``, which follows gradients to be summed. Afterwards it holds
+        the flags of all ranks."""
         parity = None if self._step is None else self._step % 2
         key = parity, end.dtype, end.device
         pattern = self._nothing.get(key)
@@ -81,7 +81,7 @@ class ControlFlags:
         self._ends.clear()
 
     def settle(self) -> None:
-        """After the collectives: copy from a GPU now, before more work is queued."""
+        """Copy the flags from a GPU after the collectives, before more work is queued."""
         self._ends = [end.cpu() for end in self._ends]
 
     def received(self) -> StepFlags | None:
@@ -93,7 +93,7 @@ class ControlFlags:
 
     def require_one_step(self, number: int) -> None:
         """Raise TrainingError if ranks have sent gradients of different steps; ``number`` is this
-        rank's. All ranks see it."""
+        rank's step. All ranks raise it."""
         if any(even > 0 and odd > 0 for even, odd in (e[_PARITY:].tolist() for e in self._ends)):
             raise TrainingError(
                 f"at step {number}, gradients of different steps were summed: a rank left a "
@@ -112,7 +112,7 @@ class Room:
 
     @classmethod
     def behind(cls, gradients: torch.Tensor) -> Room | None:
-        """None if there can be none: the same answer on every rank."""
+        """Add room to a bucket; None if that is impossible, then on every rank."""
         if gradients.layout is not torch.strided or not gradients.is_floating_point():
             return None
         count, storage = gradients.numel(), gradients.untyped_storage()
@@ -126,12 +126,12 @@ class Room:
         return cls(both, both[count:])
 
     def is_behind(self, gradients: torch.Tensor) -> bool:
-        """Whether the bucket is still this one. Its memory cannot be another's: it is held here."""
+        """Whether this is the same bucket. No other can have its memory, which is held here."""
         return self.both.data_ptr() == gradients.data_ptr()
 
 
 def ask(flags: StepFlags) -> StepFlags:
-    """Send and receive at once, with a separate collective. Every rank calls it."""
+    """Send and receive flags in a separate collective. Every rank calls it."""
     return _flags_of(all_sum([float(flags.save), float(flags.leaving), float(flags.stuck)]))
 
 

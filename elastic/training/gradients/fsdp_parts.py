@@ -1,7 +1,7 @@
 """The parts of a module that ``fully_shard`` was applied to, and their settings.
 
-The harness reduces with FSDP's mean over ranks, and builds on it. So settings that change that mean
-are refused, before and after ``run.wrap`` and ``run.build``.
+The harness depends on FSDP's mean over ranks. So settings that change that mean are refused, before
+and after ``run.wrap`` and ``run.build``.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ class FSDPParts:
         return any(torch_fsdp.fsdp_holds_gradients(part) for part in self.parts)
 
     def reset(self) -> None:
-        """Forget what an interrupted step has left. A module that no forward pass has reached holds
-        nothing: its world may end before its first step."""
+        """Reset the state of an interrupted step. A module without a forward pass has none: its
+        world may have ended before its first step."""
         for part in self.parts:
             if torch_fsdp.fsdp_is_root(part):
                 part.reset_iter_state()
@@ -52,7 +52,7 @@ class FSDPParts:
     def check(self, call: str, settings: Iterable[str] = tuple(_SETTINGS)) -> None:
         """Raise ConfigError for settings that change the mean, and for a tied weight in two parts.
 
-        torch raises for the latter in the first forward pass, without a reason that says where.
+        torch raises for the latter in the first forward pass, without naming the weight.
         """
         refused = frozenset(settings)
         for part in self.parts:
@@ -69,10 +69,10 @@ class FSDPParts:
                 if original is not None and original in owners:
                     raise ConfigError(
                         f"{call} of a sharded module: {name!r} and {owners[original]!r} were one "
-                        "tied weight, and fully_shard has made two parameters of it, in two groups",
+                        "tied weight, which fully_shard split into two parameters of two groups",
                         hint="shard the modules that share it together: "
                         "fully_shard([model.embed, model.head], mesh=…), or leave both to the "
-                        "module around them",
+                        "outermost call",
                     )
                 owners[original] = name
 

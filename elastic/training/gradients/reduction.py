@@ -1,9 +1,10 @@
 """Reduction for uneven shares: each rank's gradients are weighted by its samples, then summed.
 
-A rank that holds n of the N samples of a step has the gradient of the mean over its n. The mean
-over all N is the sum over ranks of n/N times that, for any split, including ranks without samples.
+A rank with n of the N samples of a step computes the gradient of the mean over its n samples. The
+mean over all N is the sum over ranks of n/N times that gradient, for any split, including ranks
+without samples.
 
-On the CPU the reducer divides by the world's size while it fills its buckets, and hands them to
+On the CPU the reducer divides by the world's size while it fills its buckets, and passes them to
 :class:`elastic.process_group.ReleasableGroup`: if all shares are equal, no
 multiplication is needed. On other devices buckets are passed to a communication hook.
 """
@@ -30,7 +31,7 @@ class Reduction:
         self.is_done = False
         self.has_forward = False  # a forward pass of this step expects a backward pass
         self.is_late = False  # a backward pass ran one step after its forward pass
-        self.is_local = False  # the weights' .grad has gradients of this rank, not yet reduced
+        self.is_local = False  # the weights' .grad contains unreduced gradients of this rank
         self.failure: BaseException | None = None  # kept even if the script caught it
         self.works: list[dist.Work] = []  # of this step, on asynchronous devices
         self.is_static = False  # DDP reduces at the end of the first backward pass, and waits there
@@ -40,12 +41,12 @@ class Reduction:
         self.group: dist.ProcessGroup | None = None  # of the current world
         self._divisor = 1  # by which the reducer has already divided the gradients
         self._weight = 1.0
-        self._mark = 0  # after the last of the works
-        self._first_backward: int | None = None  # pass in this world
+        self._mark = 0  # the position after the last work
+        self._first_backward: int | None = None  # of this world
         self._backward = _OUTSIDE  # the backward pass at whose end this rank waits
         self._has_spoken = False
         self._has_accumulated = False  # in this step
-        self._is_mixed = False  # the weights' .grad has gradients that are reduced
+        self._is_mixed = False  # the weights' .grad contains reduced gradients
         self._room: Room | None = None  # in the first bucket
 
     def enter(self, group: dist.ProcessGroup, *, is_divided: bool) -> None:
@@ -126,7 +127,7 @@ class Reduction:
             self.finish()
         elif backward != self._backward:
             self._backward = backward
-            call_after_backward(self.finish)  # before the reducer's own
+            call_after_backward(self.finish)  # before the reducer's callback
         return work
 
     def queue(self, tensor: torch.Tensor, options: dist.AllreduceOptions) -> dist.Work:
@@ -148,7 +149,7 @@ class Reduction:
         return self.is_static and backward == self._first_backward
 
     def finish(self) -> None:
-        """Wait for all begun work; raise its error, or GroupAborted.
+        """Wait for all pending work; raise its error, or GroupAborted.
 
         The reducer waits right after this, in a wait that cannot be interrupted.
         """
@@ -164,7 +165,7 @@ class Reduction:
         if self.flags is not None:
             self.flags.abstain()
         self._has_spoken = False
-        self.has_forward = True  # on a peer
+        self.has_forward = True  # of a peer
 
     def with_words(self, gradients: torch.Tensor) -> torch.Tensor:
         """The gradients of a step's first bucket, followed by this rank's flags."""

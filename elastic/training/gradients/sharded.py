@@ -33,9 +33,9 @@ _OTHER_PARAMETERS = {
 
 
 class ShardedModule:
-    """A module sharded over the replica, or held whole by each of its ranks: one per ``run.wrap``.
+    """A module sharded over the replica, or complete on each of its ranks: one per ``run.wrap``.
 
-    Raises ConfigError for an unsupported one.
+    Raises ConfigError for an unsupported module.
     """
 
     def __init__(self, module: nn.Module, group: ReplicaProcessGroup) -> None:
@@ -99,7 +99,7 @@ class ShardedModule:
             self._in_world_parameters = found
 
     def leave_world(self) -> None:
-        """Release everything of the world, and FSDP's state of an interrupted step."""
+        """Release everything that belongs to the world, and FSDP's state of an interrupted step."""
         self.reduction.leave()
         self._in_world_parameters = ()
         if self.in_world:
@@ -122,14 +122,14 @@ class ShardedModule:
 
     @property
     def holds_gradients(self) -> bool:
-        """Whether gradients exist that are in no parameter's ``.grad``: of backward passes
-        without reduction."""
+        """Whether backward passes without reduction have left gradients that are in no parameter's
+        ``.grad``."""
         return self._parts.holds_gradients
 
     @property
     def all_parameters(self) -> tuple[nn.Parameter, ...]:
         """The sharded parameters, which optimizers use. In a world, those at its beginning, as in
-        ElasticDDP. Without a world, and where the script has replaced some, a walk finds them."""
+        ElasticDDP. Without a world, or if the script has replaced some, the module is walked."""
         return self._in_world_parameters or tuple(self.module.parameters())
 
     @property
@@ -139,13 +139,13 @@ class ShardedModule:
 
     @property
     def counted_parameters(self) -> tuple[torch.Tensor, ...]:
-        """The tensors whose changes torch counts: the script may change a DTensor or its shard."""
+        """The tensors whose versions torch counts: a script may change a DTensor or its shard."""
         parameters: tuple[Any, ...] = self.all_parameters
         with torch.no_grad():
             return (*parameters, *(p.to_local() for p in parameters if is_dtensor(p)))
 
     def first_alike(self) -> tuple[int, ...]:
-        """For each of them the first rank of the replica that holds the same part of it."""
+        """For each parameter, the first rank of the replica that holds the same part of it."""
         replica = self._group.replica
         return tuple(
             replica.mesh.first_alike(replica.position, sharded_over(p, replica.mesh))
@@ -165,8 +165,8 @@ class ShardedModule:
 
 
 def _check(module: nn.Module, mesh: ReplicaMesh) -> None:
-    """Raise ConfigError unless something reduces the gradients of each parameter over every
-    dimension that splits the batch, or its samples, and all of it is on the replica's mesh."""
+    """Raise ConfigError unless every parameter is on the replica's mesh, and its gradients are
+    reduced over each dimension that splits the batch or its samples."""
     _check_dimensions(mesh)
     parameters = dict(module.named_parameters())
     is_fsdp = any(isinstance(part, FSDPModule) for part in module.modules())
@@ -176,36 +176,36 @@ def _check(module: nn.Module, mesh: ReplicaMesh) -> None:
             "run.wrap() of a module with DTensors and without fully_shard, under elastic.join(mesh="
             f"{mesh}): nothing reduces its gradients over the replica",
             hint='model = run.wrap(fully_shard(model, mesh=run.mesh["shard"])); tensor '
-            "parallelism alone is for meshes that split no samples",
+            "parallelism alone requires a mesh that splits no samples",
         )
     for name, parameter in parameters.items():
         if is_dtensor(parameter):
             _check_parameter(name, parameter, mesh)
         elif is_fsdp:
             raise ConfigError(
-                f"run.wrap() of a sharded module: its parameter {name!r} is not sharded, nothing "
-                "would reduce its gradients",
-                hint="fully_shard the outermost module, too, and without ignored_params",
+                f"run.wrap() of a sharded module: its parameter {name!r} is not sharded, "
+                "so nothing would reduce its gradients",
+                hint="apply fully_shard to the outermost module, too, without ignored_params",
             )
 
 
 def _check_dimensions(mesh: ReplicaMesh) -> None:
-    """Raise ConfigError for those whose ranks hold other parameters than each other."""
+    """Raise ConfigError for dimensions whose ranks hold different parameters."""
     for dim, why in _OTHER_PARAMETERS.items():
         if dim in mesh.split_dims:
             raise refusal(
-                f"run.wrap() under elastic.join(mesh=…) with the dimension {dim!r}: {why}, and the "
-                "state of one rank is taken for that of all ranks at its position of a shard"
+                f"run.wrap() under elastic.join(mesh=…) with the dimension {dim!r}: {why}, but "
+                "ranks at the same position of a shard must have the same state"
             )
 
 
 def _check_parameter(name: str, parameter: Any, mesh: ReplicaMesh) -> None:
-    theirs = parameter.device_mesh
-    along = [mesh.dims_along(ranks) for ranks in ranks_along(theirs)]
+    device_mesh = parameter.device_mesh
+    along = [mesh.dims_along(ranks) for ranks in ranks_along(device_mesh)]
     if any(dims is None for dims in along):
         raise ConfigError(
-            f"run.wrap() of a module sharded over another mesh: {name!r} is on {theirs}, and a "
-            f"replica is {mesh}",
+            f"run.wrap() of a module sharded over another mesh: {name!r} is on {device_mesh}, "
+            f"the replica on {mesh}",
             hint='fully_shard(model, mesh=run.mesh["shard"]): run.mesh has the dimensions of '
             "elastic.join(mesh=…)",
         )
@@ -213,8 +213,8 @@ def _check_parameter(name: str, parameter: Any, mesh: ReplicaMesh) -> None:
     for dim in mesh.data_dims:
         if dim not in spanned:
             raise ConfigError(
-                f"run.wrap() of a sharded module: {name!r} is on {theirs}, which lacks the "
-                f"dimension {dim!r}: it splits the batch, and nothing would reduce over it",
+                f"run.wrap() of a sharded module: {name!r} is on {device_mesh}, which lacks "
+                f"the dimension {dim!r}: it splits the batch, and nothing would reduce over it",
                 hint=f'fully_shard(model, mesh=run.mesh["{dim}"])',
             )
         if parameter.placements[spanned[dim]].is_replicate():
@@ -229,8 +229,9 @@ def _check_parameter(name: str, parameter: Any, mesh: ReplicaMesh) -> None:
     ):
         names = ", ".join(f'"{dim}"' for dim in (*mesh.data_dims, "cp"))
         raise ConfigError(
-            f"run.wrap() of a sharded module: {name!r} is on {theirs}, which lacks the dimension "
-            "'cp': its ranks see other parts of each sample, and nothing would reduce over it",
+            f"run.wrap() of a sharded module: {name!r} is on {device_mesh}, which lacks the "
+            "dimension 'cp': its ranks have different parts of each sample, and nothing would "
+            "reduce over it",
             hint=f'fully_shard(model, mesh=run.mesh[{names}]._flatten("shard_cp")): FSDP then '
             "averages over the parts, too",
         )

@@ -1,11 +1,11 @@
 """Detects sharded models by their tensors, and refuses them where they cannot work.
 
-A change of the world in process destroys its group and builds another one. DTensors (FSDP2's
+An in-process change of the world destroys its group and builds another one. DTensors (FSDP2's
 ``fully_shard``, ``parallelize_module``, anything on a DeviceMesh) and FSDP1 keep the groups that
 they were created with, and a joining rank has no shards: neither DDP nor the transfer of state
 between ranks can handle them. FSDP2 over the replicas of ``elastic.join(mesh=…)`` is supported
 (:mod:`elastic.training.gradients.sharded`); all others recover by a restart of the workers,
-without ``elastic.join``: docs/how-to/sharded.md, which every error names with the lines to use.
+without ``elastic.join``: every error names docs/how-to/sharded.md and the lines to use.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def refuse_module(call: str, module: nn.Module, *, stale: Iterable[str] = ()) ->
     ``stale``: names of optimizers with parameters that no module has.
     """
     if found := _sharded_part(module):
-        raise refusal(f"{call}: {found}{_made_before(stale)}")
+        raise refusal(f"{call}: {found}{_created_before(stale)}")
 
 
 def refuse_optimizer(call: str, optimizer: torch.optim.Optimizer) -> None:
@@ -72,7 +72,7 @@ def refuse_stale_optimizers(module: str, names: Iterable[str]) -> None:
     if stale := list(names):
         raise ConfigError(
             f"run.track({stale[0]}=…): the optimizer's parameters are not in the wrapped {module}: "
-            "they are from before it was sharded, and get no gradients",
+            "they were created before it was sharded, and get no gradients",
             hint="create the optimizer after fully_shard: torch.optim.AdamW(model.parameters())",
         )
 
@@ -83,12 +83,12 @@ def local_value(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def ranks_along(device_mesh: Any) -> list[list[int]]:
-    """For each dimension of a DeviceMesh, the ranks along it, this one among them.
+    """For each dimension of a DeviceMesh, the ranks along it, including this one.
 
-    By ranks, since a flattened dimension has a name of its own.
+    Names would not do: a flattened dimension has a different one.
     """
     place, ranks = device_mesh.get_coordinate(), device_mesh.mesh
-    if place is None:  # this rank is not on it
+    if place is None:  # this rank is not in the mesh
         return [[]]
     every = slice(None)
     places = [(*place[:i], every, *place[i + 1 :]) for i in range(device_mesh.ndim)]
@@ -96,7 +96,7 @@ def ranks_along(device_mesh: Any) -> list[list[int]]:
 
 
 def sharded_over(parameter: Any, mesh: ReplicaMesh) -> frozenset[str]:
-    """The dimensions of the replica along which ranks hold different parts of it."""
+    """The dimensions of the replica along which ranks hold different parts of a parameter."""
     if not is_dtensor(parameter):
         return frozenset()
     along = zip(parameter.placements, ranks_along(parameter.device_mesh), strict=True)
@@ -121,7 +121,7 @@ def sharded_parameter(optimizer: torch.optim.Optimizer) -> str:
 
 
 def refusal(what: str) -> ConfigError:
-    """The error for a sharded model, with the lines that replace what was called."""
+    """The error for a sharded model, with the lines that replace the call."""
     return ConfigError(
         f"{what}; worlds cannot change around a sharded model in process", hint=_INSTEAD
     )
@@ -147,11 +147,11 @@ def _sharded_part(module: nn.Module) -> str:
     for name, tensor in (*module.named_parameters(), *module.named_buffers()):
         if found := _description(tensor):
             return f"{name!r} is {found}"
-    # Without a parameter of its own: what it shards is added, or materialised, later.
+    # A part without parameters of its own: those to shard are added, or materialised, later.
     if (fsdp := sys.modules.get("torch.distributed.fsdp")) is not None:
         for name, part in module.named_modules():
             if isinstance(part, fsdp.FSDPModule):
-                return f"{name or type(part).__name__!r} was given to fully_shard"
+                return f"{name or type(part).__name__!r} was passed to fully_shard"
     return ""
 
 
@@ -173,11 +173,11 @@ def _description(tensor: torch.Tensor) -> str:
     return ""
 
 
-def _made_before(optimizers: Iterable[str]) -> str:
+def _created_before(optimizers: Iterable[str]) -> str:
     names = ", ".join(map(repr, optimizers))
     if not names:
         return ""
     return (
-        f"; the optimizer tracked as {names} holds parameters of no wrapped module: made before "
-        "the model was sharded, it would train those that sharding has replaced"
+        f"; the optimizer tracked as {names} holds parameters of no wrapped module: created "
+        "before the model was sharded, it would train parameters that sharding has replaced"
     )

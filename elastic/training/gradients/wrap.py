@@ -2,8 +2,8 @@
 
 Before the first world, in eval mode and without gradients it is a plain module without
 collectives: rank 0 may evaluate alone. (Stock DDP broadcasts buffers in eval mode, too, and such
-a script hangs.) For each world it is initialised again in place: the optimizer, ``torch.compile``
-and the user's variables keep pointing at the right thing.
+a script hangs.) For each world it is initialised again in place: references held by the optimizer,
+``torch.compile`` and the user's variables remain valid.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class ElasticDDP(DDP):
         self.reduction = Reduction()
         self.in_world = False
         self._trained: tuple[bool, ...] = ()  # the parameters the reducer was created for
-        self._releasable: ReleasableGroup | None = None  # kept alive here: the reducer does not
+        self._releasable: ReleasableGroup | None = None  # the reducer holds no reference
         self.require_backward_grad_sync = True
         self.training = module.training
         self._in_world_parameters: tuple[nn.Parameter, ...] = ()
@@ -101,9 +101,9 @@ class ElasticDDP(DDP):
         """Become a plain module again and release the group.
 
         The old reducer's hooks must be removed: otherwise the next DDP over the same parameters
-        fails. The reducer itself must also be freed now: it holds the
-        group, and if the garbage collector of a forked DataLoader worker frees it,
-        the group's destructor joins a thread that the child does not have: SIGSEGV [measured].
+        fails. The reducer itself must also be freed now: it holds the group, and if the garbage
+        collector of a forked DataLoader worker frees it, the group's destructor joins a thread that
+        the child does not have: SIGSEGV [measured].
         """
         if "reducer" in self.__dict__:
             remove_reducer_hooks(self.reducer)
@@ -138,12 +138,12 @@ class ElasticDDP(DDP):
 
     @not_compiled_itself
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
-        """The module's forward pass; with DDP's only while training in a world."""
+        """The module's forward pass; through DDP only while training in a world."""
         is_plain = self.is_plain
         self._note_phase(is_plain=is_plain)
         if not is_plain and self._is_reduced():
             if self.reduction.failure is not None:
-                raise self.reduction.failure  # caught by the script, and DDP's pass would not end
+                raise self.reduction.failure  # the script caught it; DDP's pass would not end
             self.reduction.has_forward = True
             if not self.require_backward_grad_sync:
                 self.reduction.accumulates()
@@ -251,8 +251,8 @@ class ElasticDDP(DDP):
         return self._in_world_parameters if self.in_world else tuple(self.module.parameters())
 
     def first_alike(self) -> tuple[int, ...]:
-        """For each of them the first rank of the replica that holds the same: a replica is one
-        rank here."""
+        """For each parameter, the first rank of the replica that holds it: a replica is one rank
+        here."""
         return (0,) * len(self.local_parameters)
 
     @property

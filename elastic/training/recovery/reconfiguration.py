@@ -1,7 +1,7 @@
 """Gives all ranks of a new world the same state without a restart: agreement, then transfer.
 
 The main thread of every rank runs this between two steps of the job. A rank's state does not change
-before the received state is complete, so after a fault the next world tries again with the same
+before the received state is complete, so after a fault the next world retries from the same
 state. A rank without a state receives weights directly into its model; its state is torn, as in the
 middle of an update, until everything has arrived and is verified.
 """
@@ -52,8 +52,8 @@ class Reconfiguration:
     def prepare(self) -> None:
         """Allocate the memory of a state before this rank is ready for its first world.
 
-        If it joins a running job, the other ranks train in the meantime, and would wait later for
-        whatever is not done here.
+        If it joins a running job, the other ranks train meanwhile; later they would wait for
+        anything that is not done here.
         """
         if joins_running_job() and self._progress.tag is None and not self._job.is_rebuilt:
             self._reserve.fill(
@@ -182,8 +182,8 @@ class Reconfiguration:
         )
 
     def _room(self, tag: Tag) -> Room:
-        """The memory of this rank's model, unless another rank may need its weights, and the
-        reserve."""
+        """Receive into the memory of this rank's model, unless another rank may need its weights,
+        and into the reserve."""
 
         def room(packed: Any, specs: Specs) -> dict[str, torch.Tensor]:
             own: dict[str, torch.Tensor] = {}
@@ -201,8 +201,8 @@ class Reconfiguration:
         assert tag is not None
         began_s = SYSTEM_CLOCK.monotonic()
         size, position = world.mesh.size, world.rank_in_replica
-        # Each position in the replicas separately, from all replicas that have the state, each
-        # position with another one first.
+        # Each position in the replicas has a separate transfer, from all replicas that have the
+        # state; the first source differs between positions.
         turn = position % len(agreement.holders)
         holders = (*agreement.holders[turn:], *agreement.holders[:turn])
         packed = on_all_ranks(
@@ -218,7 +218,7 @@ class Reconfiguration:
             device=self._device,
             group=peer_group(),
             room=self._room(tag),
-            alike=names_alike(tensors, self._job),
+            identical=names_alike(tensors, self._job),
         )
         sources = tuple(replica * size + position for replica in moved.sources)
 

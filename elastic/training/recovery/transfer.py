@@ -1,10 +1,10 @@
-"""Transfers state to ranks that lack it, from all that have it: JSON and raw bytes, never pickle.
+"""Transfers state from all ranks that have it to ranks that lack it: JSON and raw bytes, no pickle.
 
-Each source sends a part of every large tensor that all of them hold alike, all of them at once, and
-the first one everything else. Into spare memory, by default: the receiver is unchanged until
-everything has arrived with a correct hash, so a source that dies in the middle has no effect on
-receivers. A receiver that has nothing to lose can name memory of its own (``Room``), which saves a
-copy, and on a device the space for it.
+All sources send their parts of each large tensor that is identical on them, at the same time; the
+first source sends everything else. By default, data is received into spare memory: the receiver is
+unchanged until everything has arrived with a correct hash, so a source that dies during a transfer
+has no effect on receivers. A receiver that has nothing to lose can provide memory (``Room``), which
+saves a copy, and on a device the memory for it.
 """
 
 from __future__ import annotations
@@ -32,37 +32,37 @@ from elastic.process_group import (
 from elastic.training.state.received_memory import IN_PLACE_BYTES, Spec, new_memory, spec_of
 
 # A state is sent in at least a few chunks, so that some are transferred while another is hashed and
-# copied, and chunks are small enough that those under way need little memory.
+# copied. Chunks are small, so that those under way need little memory.
 CHUNKS, SHORTEST_CHUNK_BYTES, LONGEST_CHUNK_BYTES = 8, 1 << 20, 32 << 20
-# gloo works on two collectives at a time, and has the next one at hand when one of them ends.
+# gloo runs two collectives at a time; the third is ready when one of them ends.
 CHUNKS_UNDER_WAY = 3
 _HASH_BITS = 63  # what fits into an int64 tensor
 
 Tensors = dict[str, torch.Tensor]
 Specs: TypeAlias = Mapping[str, Spec]
 Room: TypeAlias = Callable[[Any, Specs], Tensors]
-"""Called on a receiver with the source's JSON value and specs, before anything is sent: tensors to
-receive into. From then on they hold garbage, until :func:`transfer` has returned. Must not raise:
+"""Called on a receiver with the source's JSON value and specs, before anything is sent. Returns
+tensors to receive into, which hold garbage until :func:`transfer` has returned. Must not raise:
 other ranks are in the transfer."""
 
 
 def broadcast_blob(
     node: Any, tensors: Mapping[str, torch.Tensor], source: int, group: RankGroup | None = None
 ) -> tuple[Any, Tensors]:
-    """Give every rank the JSON value and the small tensors of ``source``, on the CPU.
+    """Broadcast the JSON value and the small tensors of ``source`` to every rank, on the CPU.
 
-    Other ranks may pass anything. For state that fits into one packet: everything is one buffer.
-    ``group``: by default the world, here and below; ranks are numbered in it.
+    Other ranks may pass anything. For small state: everything is sent as one buffer.
+    ``group``: by default the world, here and below; ranks are numbered within it.
     """
     group = group or world_group()
     if group.size == 1:
         return node, dict(tensors)
     is_source = group.rank == source
     data = _blob(node, tensors) if is_source else b""
-    told = broadcast_bytes(data, source, group)
+    received = broadcast_bytes(data, source, group)
     if is_source:
         return node, dict(tensors)
-    return _parse_blob(torch.frombuffer(bytearray(told), dtype=torch.uint8))
+    return _parse_blob(torch.frombuffer(bytearray(received), dtype=torch.uint8))
 
 
 def _blob(node: Any, tensors: Mapping[str, torch.Tensor]) -> bytes:
@@ -92,9 +92,9 @@ def specs_of(tensors: Mapping[str, torch.Tensor]) -> dict[str, Spec]:
 
 @dataclass(frozen=True)
 class Transferred:
-    """What a transfer was, on one rank."""
+    """The result of a transfer, on one rank."""
 
-    sources: tuple[int, ...]  # the first one, and those that have sent a part
+    sources: tuple[int, ...]  # the first one, and all that have sent a part
     sent_bytes: int = 0  # by this rank
     node: Any = None  # on a receiver: the first source's JSON value
     tensors: Tensors | None = None  # on a receiver: the sources' tensors
@@ -109,27 +109,27 @@ def transfer(
     device: torch.device,
     group: RankGroup | None = None,
     room: Room | None = None,
-    alike: Collection[str] = (),
+    identical: Collection[str] = (),
 ) -> Transferred:
-    """The JSON value of the first of ``sources`` and its tensors for each of ``receivers``: in
-    ``room`` where that has tensors like the source's, else in spare memory.
+    """Send the JSON value and the tensors of the first of ``sources`` to each of ``receivers``:
+    into tensors of ``room`` with the source's specs, else into spare memory.
 
-    ``alike``: on the first source, the names of tensors that are the same on all sources, of which
-    each sends a part. Every rank of the group calls it and takes part in the collectives; those
-    that neither send nor receive keep nothing. Raises TrainingError if a hash is wrong.
+    ``identical``: on the first source, the names of tensors that are the same on all sources; each
+    source sends a part of them. Every rank of the group calls it and takes part in the collectives;
+    ranks that neither send nor receive keep nothing. Raises TrainingError if a hash is wrong.
     """
     group = group or world_group()
     rank, first = group.rank, sources[0]
     specs = specs_of(tensors)
     plan = broadcast_json(
-        {"node": node, "specs": specs, "alike": sorted(alike)} if rank == first else None,
+        {"node": node, "specs": specs, "alike": sorted(identical)} if rank == first else None,
         first,
         group,
     )
     wire = group.wire(device)
     is_on_host = wire.type == "cpu" and not group.semantics(wire).is_on_stream
     route = TransferRoute.choose(sources, receivers, is_on_host=is_on_host)
-    if len(route.sources) > 1:  # none sends a part of another tensor than the first one has
+    if len(route.sources) > 1:  # only sources with tensors like the first one's send parts
         has_them = all(specs.get(name) == plan["specs"][name] for name in plan["alike"])
         route = route.of([s for s, fits in enumerate(all_gather_json(has_them, group)) if fits])
     kept: Tensors = {}
@@ -150,22 +150,22 @@ def transfer(
 class TransferRoute:
     """Who sends to whom."""
 
-    first: int  # the source of what sources do not hold alike
-    sources: tuple[int, ...]  # in order, the first one among them
+    first: int  # sends all tensors that are not identical on the sources
+    sources: tuple[int, ...]  # in order, including the first one
     receivers: tuple[int, ...]
-    # Each receiver gets everything from the sources; else the first source's broadcast, which
-    # receivers pass on.
+    # Sources send everything to each receiver; otherwise the first source broadcasts, and
+    # receivers forward it.
     is_direct: bool
 
     @staticmethod
     def choose(
         sources: Sequence[int], receivers: Sequence[int], *, is_on_host: bool
     ) -> TransferRoute:
-        """The way on which the busiest source sends least.
+        """The route on which the busiest source sends least.
 
-        A broadcast in a group of N ranks has its source send everything log2(N) times (gloo,
-        broadcast.cc), also to ranks that have it; all sources together send it to each receiver.
-        On a stream it is a broadcast.
+        In a broadcast to N ranks, the source sends everything log2(N) times (gloo, broadcast.cc),
+        also to ranks that have it. On a direct route, the sources together send it once to each
+        receiver. On a stream the route is a broadcast.
         """
         size = len(sources) + len(receivers)
         is_direct = is_on_host and len(receivers) <= len(sources) * (size - 1).bit_length()
@@ -173,30 +173,30 @@ class TransferRoute:
         return TransferRoute(sources[0], taking_part, tuple(receivers), is_direct)
 
     def of(self, fitting: Collection[int]) -> TransferRoute:
-        """The same with those sources only."""
+        """The same route with only the first and these sources."""
         sources = tuple(s for s in self.sources if s == self.first or s in fitting)
         return TransferRoute(self.first, sources, self.receivers, self.is_direct)
 
     @property
     def targets(self) -> tuple[int | None, ...]:
-        """Whom each chunk is sent to, one after the other; None: to everyone at once."""
+        """The ranks that each chunk is sent to, in order; None: all at once."""
         return self.receivers if self.is_direct else (None,)
 
     def parts(self, size: int, *, is_divided: bool) -> dict[int, slice]:
-        """What each source sends of so many bytes, in the order of ranks."""
+        """The slice of ``size`` bytes that each source sends, in the order of ranks."""
         senders = self.sources if is_divided else (self.first,)
         cuts = [size * n // len(senders) for n in range(len(senders) + 1)]
         return {s: slice(*cuts[n : n + 2]) for n, s in enumerate(senders)}
 
 
 Piece = tuple[str, int, int]
-"""Bytes ``start`` to ``stop`` of the tensor of that name."""
+"""The name of a tensor, and the ``start`` and ``stop`` of some of its bytes."""
 
 
 def _chunks(sizes: Mapping[str, int], longest: int) -> Iterator[list[Piece]]:
-    """All tensors' bytes, divided so that small ones share a chunk and no chunk is too long.
+    """Divide the bytes of all tensors: small tensors share a chunk, and none exceeds ``longest``.
 
-    A large tensor does not share chunks: they can be sent from its own memory.
+    A large tensor does not share chunks, so they can be sent from its memory.
     """
     pieces: list[Piece] = []
     room = longest
@@ -215,27 +215,27 @@ def _chunks(sizes: Mapping[str, int], longest: int) -> Iterator[list[Piece]]:
 
 
 class SentChunk(NamedTuple):
-    """A chunk that is on its way."""
+    """A chunk that is being sent."""
 
     pieces: list[Piece]
-    parts: dict[int, slice]  # of its bytes, by the rank that sends them
-    memory: torch.Tensor  # that it is in: on a source, its part
+    parts: dict[int, slice]  # of its bytes, by sending rank
+    memory: torch.Tensor  # of the chunk; on a source, of its part
     work: dist.Work | None
-    target: int | None  # the rank that receives it; None: all that receive
+    target: int | None  # the receiving rank; None: all receivers
 
 
 class ChunkedTransfer:
     """Transfers all chunks from the sources: some are under way while another is hashed and copied.
 
     ``flat`` holds the bytes of each tensor, to read or to fill; it is empty on a rank that is not
-    involved. ``alike``: the tensors of which each source sends a part.
+    involved. ``identical``: the tensors of which each source sends a part.
     """
 
     def __init__(
         self,
         flat: Tensors,
         sizes: Mapping[str, int],
-        alike: Collection[str],
+        identical: Collection[str],
         route: TransferRoute,
         wire: torch.device,
         group: RankGroup,
@@ -244,7 +244,7 @@ class ChunkedTransfer:
         self._group = group
         self._flat = flat
         self._sizes = sizes
-        self._alike = frozenset(alike)
+        self._identical = frozenset(identical)
         self._route = route
         self._wire = wire
         self._semantics = group.semantics(wire)
@@ -252,8 +252,8 @@ class ChunkedTransfer:
         self._digests = {source: xxhash.xxh3_64() for source in route.sources}
 
     def run(self) -> dict[int, int]:
-        """Transfer all chunks; returns the hash of what each source has sent, as this rank has it:
-        a receiver of all, a source of its own."""
+        """Transfer all chunks. Returns a hash of the bytes by source: on a receiver those of all
+        sources, on a source its own."""
         total = sum(self._sizes.values())
         longest = min(max(total // CHUNKS, SHORTEST_CHUNK_BYTES), LONGEST_CHUNK_BYTES)
         under_way: deque[SentChunk] = deque()
@@ -276,10 +276,10 @@ class ChunkedTransfer:
     def send_chunk(
         self, pieces: list[Piece], target: int | None, buffer: torch.Tensor
     ) -> SentChunk:
-        """Begin to send a chunk of these pieces, from the memory of their tensor to that of the
-        receiver's, or through ``buffer``."""
+        """Begin to send a chunk of these pieces: from the memory of their tensor into the
+        receiver's tensor, or through ``buffer``."""
         size = sum(stop - start for _, start, stop in pieces)
-        is_divided = len(pieces) == 1 and pieces[0][0] in self._alike
+        is_divided = len(pieces) == 1 and pieces[0][0] in self._identical
         parts = self._route.parts(size, is_divided=is_divided)
         chunk = self._in_place(pieces)
         if chunk is None:
@@ -301,7 +301,7 @@ class ChunkedTransfer:
         return SentChunk(pieces, parts, moved, work, target)
 
     def _in_place(self, pieces: list[Piece]) -> torch.Tensor | None:
-        """The part of a tensor that equals the chunk, if it can be sent from memory directly."""
+        """The part of a tensor that equals the chunk, if it can be sent directly from memory."""
         name, start, stop = pieces[0]
         flat = self._flat.get(name)
         if len(pieces) > 1 or flat is None or {flat.device, self._wire} != {torch.device("cpu")}:
@@ -312,7 +312,7 @@ class ChunkedTransfer:
         """Wait for a chunk, hash it, and copy it to its destination on a receiver."""
         self._wait(sent.work)
         if self._is_source:
-            if sent.target in (None, self._route.receivers[0]):  # the same for all of them
+            if sent.target in (None, self._route.receivers[0]):  # the same for all receivers
                 self._digests[self._group.rank].update(sent.memory.cpu().numpy().data)
             return
         if not self._flat or sent.target not in (None, self._group.rank):
@@ -343,20 +343,20 @@ def _places(pieces: list[Piece]) -> Iterator[tuple[slice, Piece]]:
         at += stop - start
 
 
-def check_hashes(mine: Mapping[int, int], route: TransferRoute, group: RankGroup) -> None:
-    """Compare the receivers' hashes with those of the sources."""
+def check_hashes(digests: Mapping[int, int], route: TransferRoute, group: RankGroup) -> None:
+    """Compare the receivers' hashes with the sources' hashes."""
     device = control_device(group)
-    own = torch.tensor([mine.get(group.rank, 0)], dtype=torch.int64, device=device)
-    theirs = [torch.empty_like(own) for _ in range(group.size)]
-    complete(group.all_gather(theirs, own), device, group)
+    own = torch.tensor([digests.get(group.rank, 0)], dtype=torch.int64, device=device)
+    gathered = [torch.empty_like(own) for _ in range(group.size)]
+    complete(group.all_gather(gathered, own), device, group)
     if group.rank not in route.receivers:
         return
     for source in route.sources:
-        sent = int(theirs[source].item())
-        if sent != mine[source]:
+        sent = int(gathered[source].item())
+        if sent != digests[source]:
             raise TrainingError(
                 f"the state sent by rank {source} was corrupted in transfer (hash "
-                f"{mine[source]:x}, expected {sent:x}), and is not used",
+                f"{digests[source]:x}, expected {sent:x}), and is not used",
                 hint="check for hardware errors on the network between the nodes",
             )
 
@@ -364,17 +364,17 @@ def check_hashes(mine: Mapping[int, int], route: TransferRoute, group: RankGroup
 def _memory_for(plan: Mapping[str, Any], device: torch.device, room: Room | None) -> Tensors:
     specs: Specs = plan["specs"]
     own = room(plan["node"], specs) if room is not None else {}
-    alike = specs_of(own)
+    own_specs = specs_of(own)
     return {
         name: own[name].detach()
-        if alike.get(name) == spec and _is_flat(own[name])
+        if own_specs.get(name) == spec and _is_flat(own[name])
         else new_memory(spec, device)
         for name, spec in specs.items()
     }
 
 
 def _is_flat(tensor: torch.Tensor) -> bool:
-    """Whether :func:`_bytes` is a view of all of it."""
+    """Whether :func:`_bytes` returns a view of the tensor."""
     return tensor.is_contiguous() and _bytes(tensor).data_ptr() == tensor.data_ptr()
 
 

@@ -1,10 +1,10 @@
 """Memory for tensors that a rank receives: in huge pages, and touched before they arrive.
 
-A rank that joins has its weights in memory, and no state of an optimizer yet, which is twice as
-large with Adam. The first touch of new memory costs more than a hash of what arrives in it, and on
-a virtual machine that gets the memory from its host, more than its way over the network
-(docs/benchmarks.md). So a rank touches it before it is ready to join, while the others train: later
-all of them would wait for that.
+A joining rank has its weights in memory, but no optimizer state yet, which is twice as large with
+Adam. The first touch of new memory costs more than hashing the received data, and on a virtual
+machine that gets the memory from its host, more than the transfer over the network
+(docs/benchmarks.md). So a rank touches it before it is ready to join, while the others train:
+later, all of them would wait.
 """
 
 from __future__ import annotations
@@ -34,24 +34,24 @@ def spec_of(tensor: torch.Tensor) -> Spec:
 
 
 def new_memory(spec: Spec, device: torch.device) -> torch.Tensor:
-    """A new tensor, in huge pages; on the CPU unless the spec is of that type of device."""
+    """A new tensor, in huge pages; on ``device`` if the spec has its type, else on the CPU."""
     on = device if spec[2] == device.type else torch.device("cpu")
-    made = torch.empty(spec[1], dtype=getattr(torch, spec[0]), device=on)
+    tensor = torch.empty(spec[1], dtype=getattr(torch, spec[0]), device=on)
     if on.type == "cpu":
-        _use_huge_pages(made)
-    return made
+        _use_huge_pages(tensor)
+    return tensor
 
 
 def _use_huge_pages(tensor: torch.Tensor) -> None:
-    """Have the kernel map and zero new memory 2 MiB at a time, where it can.
+    """Let the kernel map and zero new memory 2 MiB at a time, if it can.
 
-    4 KiB at a time takes longer than everything else that a receiver does: of 195 MiB, 0.45 s
-    instead of 0.14 s with two receivers on two cores [measured].
+    4 KiB at a time takes longer than all other work of a receiver: for 195 MiB, 0.45 s instead of
+    0.14 s with two receivers on two cores [measured].
     """
     first = -(-tensor.data_ptr() // HUGE_PAGE_BYTES) * HUGE_PAGE_BYTES
     end = tensor.data_ptr() + tensor.numel() * tensor.element_size()
     size = (end - first) // HUGE_PAGE_BYTES * HUGE_PAGE_BYTES
-    if size > 0:  # a kernel without huge pages refuses, and the memory is as it was
+    if size > 0:  # without huge pages the call fails, without effect
         libc = ctypes.CDLL(None)
         libc.madvise(ctypes.c_void_p(first), ctypes.c_size_t(size), mmap.MADV_HUGEPAGE)
 
@@ -63,22 +63,22 @@ class Reserve:
         self._free: dict[str, list[torch.Tensor]] = defaultdict(list)  # by spec
 
     def fill(self, optimizers: Iterable[optim.Optimizer]) -> None:
-        """Allocate and touch what torch's own optimizers will create in their first step, and
-        nothing for others."""
+        """Allocate and touch the state that torch's own optimizers will create in their first
+        step. Others get none."""
         for optimizer in optimizers:
             for spec in expected_state(optimizer):
-                made = new_memory(spec, torch.device("cpu"))
-                made.view(-1).view(torch.uint8)[::PAGE_BYTES].zero_()
-                self._free[str(spec)].append(made)
+                tensor = new_memory(spec, torch.device("cpu"))
+                tensor.view(-1).view(torch.uint8)[::PAGE_BYTES].zero_()
+                self._free[str(spec)].append(tensor)
 
     def take(self, specs: Mapping[str, Spec]) -> dict[str, torch.Tensor]:
-        """A tensor for each of these names, as far as there are such tensors."""
+        """A reserved tensor for each of these names, if one has its spec."""
         return {
             name: free.pop() for name, spec in specs.items() if (free := self._free.get(str(spec)))
         }
 
     def clear(self) -> None:
-        """Free what was not taken."""
+        """Free the remaining tensors."""
         self._free.clear()
 
 

@@ -1,10 +1,10 @@
 """The interval in use between two saves to memory, the same on all ranks of a world.
 
-A part of a checkpoint in memory is useless without those of the other ranks, so all must save the
-same steps. Each rank measures something else; they exchange their measurements at a world's first
-boundary, after its second and its fourth save, and then at most every ``AGAIN_STEPS`` steps, with
-one small collective. All choose by the same function of the same numbers. A rank that has joined
-knows none, and gets the interval of the others.
+A rank's part of a checkpoint in memory is useless without the other ranks' parts, so all must save
+the same steps. Measurements differ between ranks. They exchange them at a world's first boundary,
+after its second and its fourth save, and then at most every ``AGAIN_STEPS`` steps, with one small
+collective. All ranks apply the same function to the same numbers. A joining rank has none, and
+adopts the interval of the others.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from elastic.training.checkpointing.memory_interval.choice import (
 from elastic.training.checkpointing.memory_interval.meter import CostMeter
 
 AGAIN_STEPS = 100
-# After so many saves of a world: with the first one that counts, and where one of three may be odd.
+# A world agrees after this many saves: one counts then, and three, of which one may be an outlier.
 _EARLY = (2, 4)
 
 Changed = Callable[[ChosenInterval, int], object]
@@ -33,7 +33,7 @@ Changed = Callable[[ChosenInterval, int], object]
 class MemoryInterval:
     """One per process. ``every_steps``: fixed by the user; None: chosen from measured costs.
 
-    ``changed`` is called with a new choice and the interval before.
+    ``changed`` is called with a new choice and the previous interval.
     """
 
     def __init__(
@@ -57,13 +57,13 @@ class MemoryInterval:
         self.meter.enter_world()
 
     def agree(self, step: int) -> None:
-        """Choose the interval together. A collective, which all ranks call at the same boundary."""
+        """Choose the interval. A collective: all ranks call it at the same boundary."""
         self.needs_agreement = False
         self._agreed_step = step
-        mine = self.meter.costs(self.every_steps if self._is_agreed else None)
-        ranks = [mine]
+        own = self.meter.costs(self.every_steps if self._is_agreed else None)
+        ranks = [own]
         if self._size > 1:
-            ranks = [MemoryCosts(**told) for told in all_gather_json(asdict(mine))]
+            ranks = [MemoryCosts(**received) for received in all_gather_json(asdict(own))]
         costs = combine(ranks)
         chosen = choose(costs, self._overhead)
         self._is_agreed = True
@@ -73,7 +73,7 @@ class MemoryInterval:
             self._changed(chosen, before)
 
     def is_due(self, step: int) -> bool:
-        """Whether all ranks save at this boundary, once earlier saves are waited for."""
+        """Whether all ranks save at this boundary. Called after the wait for earlier saves."""
         has_ended = self.meter.waited()
         saves = self.meter.saves
         is_again = saves > max(_EARLY) and step - self._agreed_step >= AGAIN_STEPS

@@ -1,11 +1,11 @@
 """The choice of the interval between two saves to the nodes' memory: a pure function.
 
 A death costs the steps since the last save, so the interval is the shortest one at which saves take
-no more than a given fraction of training time. With saves that cost C, that is C / fraction.
+no more than a given fraction of training time. If a save costs C, that is C / fraction.
 Young's optimum is sqrt(2 C M) for a mean time M between failures (J. W. Young, "A first order
 approximation to the optimum checkpoint interval", 1974); both are equal where M is
 C / (2 fraction²). With 1 %, a save of 2 s and a failure every three hours, both are 200 s. Cheaper
-saves are more frequent than the optimum, for which M would have to be known, and still cost 1 %.
+saves are more frequent than at the optimum, which depends on the unknown M, and still cost 1 %.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ from elastic.tuning.worker_intervals import MEMORY_LONGEST_S
 
 UNMEASURED_STEPS = 10  # the interval before anything is measured
 LONGEST_STEPS = 1000
-_SLACK = 1.25  # an interval stays in use while it is affordable and at most this much too long
+_SLACK = 1.25  # an interval is kept while it is affordable and at most this factor too long
 
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryCosts:
-    """What saves to memory cost, as one rank has measured it, or as all ranks have together."""
+    """The costs of saves to memory: measured by one rank, or combined from all ranks."""
 
-    every_steps: int | None = None  # the interval in use; None: this rank knows of none
-    wait_s: float | None = None  # training waits for a save
-    write_s: float | None = None  # a share is written while training continues
-    step_s: float | None = None  # a step takes, without these saves
+    every_steps: int | None = None  # the interval in use; None: unknown to this rank
+    wait_s: float | None = None  # time that training waits for a save
+    write_s: float | None = None  # time to write a share while training continues
+    step_s: float | None = None  # time of a step without these saves
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class ChosenInterval:
 
 
 def combine(ranks: Sequence[MemoryCosts]) -> MemoryCosts:
-    """The costs of a world, from those of its ranks in order: all of them wait for the slowest."""
+    """Combine the costs of a world's ranks, in order: all of them wait for the slowest."""
     return MemoryCosts(
         every_steps=next((r.every_steps for r in ranks if r.every_steps is not None), None),
         wait_s=max((r.wait_s for r in ranks if r.wait_s is not None), default=None),
@@ -52,8 +52,8 @@ def combine(ranks: Sequence[MemoryCosts]) -> MemoryCosts:
 def choose(costs: MemoryCosts, overhead: float) -> ChosenInterval:
     """The shortest interval at which saves take at most ``overhead`` of training time.
 
-    At least 1 step, and longer than a share takes to be written; at most ``LONGEST_STEPS``,
-    and the steps of ``MEMORY_LONGEST_S``: these bound the work that is lost, whatever a save costs.
+    At least 1 step, and longer than the write of a share; at most ``LONGEST_STEPS`` and
+    ``MEMORY_LONGEST_S``, which bound the lost work regardless of the cost of a save.
 
     >>> choose(MemoryCosts(every_steps=10, wait_s=0.012, step_s=0.180), 0.01)
     ChosenInterval(every_steps=7, reason='a save costs 12 ms, a step 180 ms')
@@ -72,7 +72,8 @@ def choose(costs: MemoryCosts, overhead: float) -> ChosenInterval:
     if shortest > longest:
         taken = costs.wait_s / (costs.wait_s + longest * step_s)
         return ChosenInterval(
-            longest, f"{reason}; a longer interval would lose more: {taken:.0%} of the time"
+            longest,
+            f"{reason}; saves take {taken:.0%} of the time: a longer interval would lose more",
         )
     if shortest <= current <= min(longest, shortest * _SLACK):
         return ChosenInterval(current, reason)

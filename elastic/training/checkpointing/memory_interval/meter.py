@@ -10,13 +10,13 @@ from elastic.training.checkpointing.memory_interval.choice import MemoryCosts
 
 FIRST_STEPS = 2  # of a world: they compile, allocate and open connections
 FIRST_SAVES = 1  # of a world: its buffers are allocated
-_STEPS, _SAVES = 32, 8  # the recent ones, of this world or before it, of which the median counts
+_STEPS, _SAVES = 32, 8  # the median of this many recent ones counts, across worlds
 
 
 class CostMeter:
     """One per process. At each boundary between two steps :meth:`reached`, :meth:`waited` and
-    :meth:`left` are called, in this order. A save's cost is the time that it takes to begin it, and
-    the wait for its share to be written, at the next boundary."""
+    :meth:`left` are called, in this order. A save's cost is the time to begin it, and the wait at
+    the next boundary until its share is written."""
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
@@ -26,15 +26,15 @@ class CostMeter:
         self.enter_world()
 
     def enter_world(self) -> None:
-        """Begin a world: its first step and its first save are unlike later ones."""
+        """Begin a world: its first steps and its first save do not count."""
         self.saves = 0  # completed in this world
         self._boundaries = 0
         self._step = 0
         self._reached_s = self._waited_s = self._left_s = 0.0
-        self._began_in_s: float | None = None  # the save of the last boundary
+        self._began_in_s: float | None = None  # the save at the last boundary
 
     def reached(self, step: int) -> None:
-        """A boundary is reached, with ``step`` steps done."""
+        """Record that a boundary is reached, with ``step`` steps done."""
         self._reached_s = self._clock.monotonic()
         if self._boundaries > FIRST_STEPS and step > self._step:
             self._steps.append((self._reached_s - self._left_s) / (step - self._step))
@@ -42,7 +42,7 @@ class CostMeter:
         self._step = step
 
     def waited(self) -> bool:
-        """The wait for the last save is over. Returns whether there was one."""
+        """Record the end of the wait for the last save. Returns whether there was one."""
         self._waited_s = self._clock.monotonic()
         if self._began_in_s is None:
             return False
@@ -53,13 +53,13 @@ class CostMeter:
         return True
 
     def left(self, *, has_saved: bool) -> None:
-        """The boundary is left; a save has begun at it, or not."""
+        """Record that the boundary is left, and whether a save has begun at it."""
         self._left_s = self._clock.monotonic()
         if has_saved:
             self._began_in_s = self._left_s - self._waited_s
 
     def wrote(self, write_s: float) -> None:
-        """A share was written while training continued."""
+        """Record that a share was written while training continued."""
         self._writes.append(write_s)
 
     def costs(self, every_steps: int | None) -> MemoryCosts:
