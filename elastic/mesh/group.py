@@ -148,10 +148,12 @@ class ReplicaProcessGroup(ProcessGroup):
         return is_drained
 
     def _close_communicator(self, across: OwnGroup, is_for_next: bool) -> None:
-        """Shut it down, unless it was aborted. Ranks shut down together with their peers, which may
-        still read this rank's part of a last result."""
+        """Shut it down, or abort it again in case the first abort failed. Ranks shut down together
+        with their peers, which may still read this rank's part of a last result."""
         across.works.drain(DRAIN_S)
         if self.is_aborted:
+            with self._limited("aborting", timeouts.ABORT_S):
+                across.backend.abort()
             return
         if not is_for_next:
             across.backend.shutdown()

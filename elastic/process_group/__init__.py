@@ -1,18 +1,18 @@
-"""A process group that can be aborted: built for one world, taken down with it, never waited for.
+"""A process group that can be aborted: built for one world, never blocked by a dead peer.
 
-What other packages may use is listed here, and nothing else
-(``tests/unit/test_process_group_face.py``). :class:`ProcessGroup` is the component: ``build`` or
-``form``, ``settle``, ``abort``, ``destroy``. The collectives act on its group, as those of
-torch.distributed act on the default group. :class:`ReleasableGroup` is for DDP's reducer;
-:func:`pending_works` is for code that waits for gradients.
+Other packages may use only the names exported here (``tests/unit/test_process_group_face.py``).
+:class:`ProcessGroup` is the component: ``build`` or ``form``, ``settle``, ``abort``, ``destroy``.
+The collectives use its group, as torch.distributed's collectives use the default group.
+:class:`ReleasableGroup` is for DDP's reducer; :func:`pending_works` is for code that waits for
+gradients.
 
-Start reading in ``group``. ``pending`` has the collectives that are under way; ``patches`` every
-change that is made to torch, and how it is undone; ``reducer`` what DDP's reducer is given.
-``sockets`` finds and shuts down a group's connections (gloo), ``communicators`` opens and aborts
-NCCL's, within a ``deadline``; ``nccl_environment`` keeps torch's own error handling out of that.
-``semantics`` defines what the end of a collective means on each backend, and ``collectives`` are
-those for small JSON values and for tensors. ``wait_phase`` writes waits for other ranks to the page
-that the agent judges hangs by.
+Start reading in ``group``. ``pending`` tracks the collectives in flight; ``patches`` lists every
+change to torch, and how it is undone; ``reducer`` defines the process group of DDP's reducer.
+``sockets`` finds and shuts down a group's connections (gloo). ``communicators`` opens and aborts
+NCCL's communicators, within a ``deadline``; ``nccl_environment`` disables torch's error handling.
+``semantics`` defines what the end of a collective means on each backend. ``collectives`` transfers
+small JSON values and tensors. ``wait_phase`` records waits for other ranks on the page from which
+the agent detects hangs.
 
 May import world, link (for sockets in forked children), hangs, tuning and telemetry.
 """

@@ -1,7 +1,7 @@
-"""Collectives for small JSON values and for tensors: what torch offers for objects is pickle.
+"""Collectives for small JSON values and for tensors: torch's collectives for objects use pickle.
 
-They are the world's: of torch's default group, or, where that is a replica's
-(:mod:`elastic.mesh`), of the group that :func:`use_as_world` was given.
+They span the world: they use torch's default group, or, if that is a replica's
+(:mod:`elastic.mesh`), the group passed to :func:`use_as_world`.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ import torch.distributed as dist
 from elastic.process_group.pending import PendingWorks, pending_works
 from elastic.process_group.semantics import HOST, Semantics, semantics_of
 
-# A short collective costs its latency, on a busy machine some milliseconds, and not its bytes: what
-# fits into these travels together with its length.
+# Latency dominates the cost of a short collective: some milliseconds on a busy machine. Data that
+# fits into these sizes is sent together with its length.
 _LENGTH_BYTES = 8
 _BROADCAST_BYTES = 8192 - _LENGTH_BYTES
-_GATHERED_BYTES = 1024 - _LENGTH_BYTES  # of each rank
+_GATHERED_BYTES = 1024 - _LENGTH_BYTES  # from each rank
 _CPU = torch.device("cpu")
 
 Started: TypeAlias = dist.Work | None
@@ -28,7 +28,7 @@ Started: TypeAlias = dist.Work | None
 
 
 class RankGroup(Protocol):
-    """Ranks that communicate. Ranks are those within the group."""
+    """Ranks that communicate. Rank numbers are those within the group."""
 
     @property
     def rank(self) -> int: ...
@@ -37,7 +37,7 @@ class RankGroup(Protocol):
     @property
     def works(self) -> PendingWorks: ...
     def semantics(self, device: torch.device) -> Semantics:
-        """Of its collectives on tensors of that device."""
+        """The semantics of its collectives on tensors of that device."""
         ...
 
     def wire(self, device: torch.device) -> torch.device:
@@ -52,13 +52,13 @@ class RankGroup(Protocol):
     ) -> dist.Work | None:
         """Move parts of a tensor to ``receiver``, all at once.
 
-        ``parts``: how many elements each source sends, in the order of its rank. ``tensor``: all of
-        it on the receiver, this rank's part on a source, and anything of that type elsewhere.
+        ``parts``: how many elements each source sends, in rank order. ``tensor``: the whole tensor
+        on the receiver, this rank's part on a source, any tensor of that type elsewhere.
         """
 
 
 class _DefaultGroup:
-    """torch's, whichever it is at the moment of a call."""
+    """torch's default group at the time of each call."""
 
     @property
     def rank(self) -> int:
@@ -151,11 +151,11 @@ class OwnGroup:
 def _one_way(
     tensor: torch.Tensor, parts: Mapping[int, int], receiver: int, rank: int, size: int
 ) -> tuple[torch.Tensor, torch.Tensor, list[int], list[int]]:
-    """What rank ``rank`` gives to an all-to-all that moves parts of a tensor to one rank, and
-    nothing between any others: what it sends, what it receives into, and the sizes of its parts.
+    """The arguments of ``rank`` for an all-to-all that moves parts of a tensor to one rank only:
+    the tensors to send and to receive into, and the sizes of the parts received and sent.
 
-    Sends and receives would do, but what waits for them cannot be released by an abort
-    (:mod:`elastic.process_group.pending`). A broadcast would send all of it to ranks that have it.
+    Sends and receives would suffice, but an abort cannot release a thread that waits for them
+    (:mod:`elastic.process_group.pending`). A broadcast would send the tensor to ranks that have it.
     """
     none = tensor.new_empty(0)
     received, sent = [0] * size, [0] * size
@@ -173,26 +173,26 @@ _peers: RankGroup = _DEFAULT
 
 
 def world_group() -> RankGroup:
-    """All ranks of the present world."""
+    """All ranks of the current world."""
     return _world
 
 
 def peer_group() -> RankGroup:
-    """The ranks of the world that hold the same state: all, or this position of each replica."""
+    """The ranks with the same state: all, or those at the same position in each replica."""
     return _peers
 
 
 def use_as_world(world: OwnGroup | None, peers: OwnGroup | None = None) -> None:
-    """The world is this group, and its ranks with this one's state are those ``peers``; None: both
-    are torch's default group."""
+    """Set the group of the world, and the group of the ranks with this rank's state (by default
+    the whole world). None as the world: torch's default group."""
     global _world, _peers
     _world = _DEFAULT if world is None else world
     _peers = _world if peers is None else peers
 
 
 def control_device(group: RankGroup | None = None) -> torch.device:
-    """Where small control tensors of a group live: the CPU if it can communicate them from there,
-    else the GPU. ``group``: by default the world."""
+    """The device for a group's small control tensors: the CPU if the group can communicate from
+    there, else the GPU. ``group``: by default the world."""
     return (group or _world).wire(_CPU)
 
 
@@ -204,9 +204,9 @@ def _torchs_control_device() -> torch.device:
 
 
 def complete(work: dist.Work | None, device: torch.device, group: RankGroup | None = None) -> None:
-    """Return when the results of a collective on ``device`` are there for the host to read.
+    """Return when the host can read the results of a collective on ``device``.
 
-    ``group``: whose collective it is, by default the world's. Raises what went wrong, or
+    ``group``: the collective's group, by default the world. Raises the collective's error, or
     GroupAborted.
     """
     group = group or _world
@@ -223,7 +223,7 @@ def complete(work: dist.Work | None, device: torch.device, group: RankGroup | No
 
 
 def broadcast_json(value: Any, source: int = 0, group: RankGroup | None = None) -> Any:
-    """Give every rank the JSON value that ``source`` holds; others may pass anything.
+    """Broadcast the JSON value of ``source`` to every rank; other ranks may pass anything.
 
     ``group``: by default the world, here and below.
     """
@@ -236,7 +236,7 @@ def broadcast_json(value: Any, source: int = 0, group: RankGroup | None = None) 
 
 
 def broadcast_bytes(data: bytes, source: int, group: RankGroup) -> bytes:
-    """What ``source`` holds, on every rank: in one broadcast where it is short, else in two."""
+    """Return the data of ``source`` on every rank: one broadcast if it is short, else two."""
     device = control_device(group)
     first = _frame(data, _BROADCAST_BYTES, device)
     complete(group.broadcast(first, source), device, group)
@@ -249,7 +249,7 @@ def broadcast_bytes(data: bytes, source: int, group: RankGroup) -> bytes:
 
 
 def all_gather_json(value: Any, group: RankGroup | None = None) -> list[Any]:
-    """Every rank's JSON value, in rank order: in one collective where all are short."""
+    """Every rank's JSON value, in rank order: one collective if all are short, else two."""
     group = group or _world
     if group.size == 1:
         return [value]
@@ -280,14 +280,14 @@ def _frame(data: bytes, room: int, device: torch.device) -> torch.Tensor:
 
 
 def _unframed(frame: torch.Tensor) -> tuple[int, bytes]:
-    """How much there is of the data, and what of it is in here."""
+    """The length of the data, and the part of it in this frame."""
     raw = _bytes_of(frame)
     size = int.from_bytes(raw[:_LENGTH_BYTES], "little")
     return size, raw[_LENGTH_BYTES : _LENGTH_BYTES + size]
 
 
 def all_sum(values: Sequence[float]) -> list[float]:
-    """The sum over all ranks of each value, in double precision."""
+    """The sum of each value over all ranks, in double precision."""
     device = control_device()
     total = torch.tensor(list(values), dtype=torch.float64, device=device)
     if _world.size > 1:
@@ -305,7 +305,7 @@ def broadcast_tensors(
     with torch.no_grad():
         for name in sorted(tensors):
             tensor = tensors[name].detach()
-            if not tensor.numel():  # of an uneven split
+            if not tensor.numel():  # an empty part of an uneven split
                 continue
             moved = tensor.contiguous().to(group.wire(tensor.device))
             complete(group.broadcast(moved, source), moved.device, group)

@@ -1,10 +1,10 @@
-"""Opens a communicator outside of torch's groups, and aborts communicators: on a separate thread,
+"""Opens a communicator outside torch's groups, and aborts communicators on a separate thread,
 with a deadline.
 
-``ncclCommAbort`` waits for kernels and for NCCL's own threads, and can hang: for a peer that
-aborts another communicator first (pytorch issue 119797), or in the driver. The thread that hears
-of a new world has heartbeats to send, and the thread that trains has signals to handle, so neither
-of them calls it. What uses torch's private names for it is all in here.
+``ncclCommAbort`` waits for kernels and for NCCL's own threads, and can hang: if a peer aborts
+another communicator first (pytorch issue 119797), or in the driver. The link's thread has to send
+heartbeats, and the training thread has to handle signals, so neither of them calls it. This module
+contains all uses of torch's private names for it.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from elastic.tuning.worker_intervals import LAST_RESORT_S
 
 
 class CommunicatorAbort:
-    """One per group. Begun once, from any thread; the main thread joins it.
+    """One per group. Any thread starts it, once; the main thread joins it.
 
-    ``abort``: aborts the communicators, and may hang.
+    ``abort``: aborts the communicators; may hang. ``expire``: called at the deadline.
     """
 
     def __init__(
@@ -34,13 +34,13 @@ class CommunicatorAbort:
     ) -> None:
         self._abort = abort
         self._deadline = CallDeadline(timeout_s, expire, name="elastic-abort-deadline")
-        # While ncclCommAbort hangs, Work.is_completed blocks with the interpreter lock.
+        # While ncclCommAbort hangs, Work.is_completed blocks and holds the interpreter lock.
         self._last_resort = LastResort(timeout_s + LAST_RESORT_S)
         self._thread = threading.Thread(target=self._run, name="elastic-abort", daemon=True)
         self._thread.start()
 
     def join(self) -> None:
-        """Until all communicators are aborted; the deadline ends the process otherwise."""
+        """Wait until all communicators are aborted, or the deadline ends the process."""
         self._thread.join()
         self._deadline.end()
         self._last_resort.met()
@@ -49,8 +49,8 @@ class CommunicatorAbort:
         try:
             self._abort()
         except Exception:  # noqa: BLE001  logged, and the deadline acts
-            # The collectives may still run: the main thread would wait for them forever, and
-            # nothing reports it. The deadline continues and ends the process.
+            # Collectives may still run: the main thread would wait for them forever, without a
+            # report. The deadline stays active and ends the process.
             get_logger().exception("NCCL's communicators could not be aborted")
         else:
             self._deadline.met()
@@ -66,11 +66,11 @@ def open_communicator(
     device: torch.device,
     timeout: datetime.timedelta,
 ) -> Any:
-    """A backend of ``size`` ranks that is not part of any of torch's groups.
+    """Open a backend of ``size`` ranks that belongs to none of torch's groups.
 
-    As ``_new_process_group_helper`` creates it (distributed_c10d.py), including the connection to
-    all peers where the backend can connect at once: this blocks until they have come. ``nccl`` is
-    built in up to torch 2.14, and a registered backend like any other from 2.15 on.
+    Like ``_new_process_group_helper`` (distributed_c10d.py), it connects to all peers if the
+    backend supports eager connection, and blocks until they have arrived. ``nccl`` is built in up
+    to torch 2.14; from 2.15 on it is a registered backend like any other.
 
     Args:
         backend: its name, without a device.
@@ -98,10 +98,10 @@ def open_communicator(
 
 
 def abort_communicators(device: torch.device) -> None:
-    """Abort every group's communicator, subgroups included, as one.
+    """Abort the communicators of all groups, including subgroups, together.
 
-    As torch's own ``_abort_process_group`` does it (distributed_c10d.py), but for the clearing of
-    its tables: the main thread is still inside.
+    Like torch's ``_abort_process_group`` (distributed_c10d.py), but without clearing its tables:
+    the main thread may still use them.
     """
     names = dict(distributed_c10d._world.pg_names)
     newest_first = sorted(names, key=lambda group: names[group], reverse=True)
@@ -120,11 +120,11 @@ def abort_communicators(device: torch.device) -> None:
 
 @contextmanager
 def _as_one(group: Any, backend: Any, device: torch.device) -> Iterator[None]:
-    """Within ``ncclGroupStart`` and ``ncclGroupEnd``, so that aborts do not wait for each other.
+    """Enclose aborts in ``ncclGroupStart`` and ``ncclGroupEnd``: they do not wait for each other.
 
     Up to torch 2.14 ``nccl`` is ProcessGroupNCCL, whose backend has these calls. From 2.15 on it is
-    ProcessGroupNCCL2, which has not; there torch's ``_abort_process_group`` begins a coalescing
-    region. Not by ``_coalescing_manager`` here: that one keeps its list of operations in a table
+    ProcessGroupNCCL2, which lacks them; torch's ``_abort_process_group`` then uses a coalescing
+    region. ``_coalescing_manager`` is not used here: it keeps its list of operations in a table
     that the main thread may be using.
     """
     if hasattr(backend, "_group_start"):

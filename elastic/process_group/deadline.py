@@ -1,7 +1,7 @@
-"""Deadlines of calls that cannot be interrupted, and how a process ends that is stuck in one.
+"""Deadlines for calls that cannot be interrupted, and the end of a process that is stuck in one.
 
-A call into NCCL that hangs cannot be interrupted: no exception reaches it, and the thread that is
-in there does not come back. The process ends, and its agent starts another one, as after any death.
+A call into NCCL that hangs cannot be interrupted: no exception reaches it, and its thread never
+returns. The process ends, and its agent starts another one, as after any crash.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ _STDERR = 2
 class CallDeadline:
     """Calls ``expire`` once, in its own thread, unless :meth:`met` is called in time.
 
-    It counts ticks, not the clock: a process that was stopped (SIGSTOP, a frozen container) has
-    had no time to end its call, and gets the rest of it when it continues.
+    It counts ticks, not wall-clock time: a process that was stopped (SIGSTOP, a frozen container)
+    could not complete its call, and still has the remaining time when it continues.
     """
 
     def __init__(self, timeout_s: float, expire: Callable[[], object], *, name: str) -> None:
@@ -38,11 +38,11 @@ class CallDeadline:
         self._thread.start()
 
     def met(self) -> None:
-        """The call has returned. From any thread."""
+        """Report that the call has returned. Thread-safe."""
         self._met.set()
 
     def end(self) -> None:
-        """As :meth:`met`, and the thread has ended."""
+        """Like :meth:`met`, but wait until the thread has ended."""
         self._met.set()
         self._thread.join()
 
@@ -54,19 +54,19 @@ class CallDeadline:
 
 
 class LastResort:
-    """Ends the process in a thread of C's if :meth:`met` is not called in time.
+    """Ends the process from a C thread if :meth:`met` is not called in time.
 
-    A thread that waits in C++ with the interpreter lock stops all of Python, and with it every
-    :class:`CallDeadline`. faulthandler's timer needs no Python: it writes the stacks of all threads
-    to stderr, and ends the process with code 1. There is one per process; a timer that the script
-    has set with ``faulthandler.dump_traceback_later`` is replaced.
+    A thread that waits in C++ and holds the interpreter lock blocks all Python code, including
+    every :class:`CallDeadline`. faulthandler's timer needs no Python: it writes the stacks of all
+    threads to stderr, and ends the process with code 1. There is one timer per process: this one
+    replaces any that the script has set with ``faulthandler.dump_traceback_later``.
     """
 
     def __init__(self, timeout_s: float) -> None:
         faulthandler.dump_traceback_later(timeout_s, exit=True, file=_STDERR)
 
     def met(self) -> None:
-        """What it was for is over. From any thread."""
+        """Cancel the timer. Thread-safe."""
         faulthandler.cancel_dump_traceback_later()
 
 

@@ -1,4 +1,4 @@
-"""Which device a worker trains on."""
+"""The device that a worker trains on."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 
 from elastic.errors import ConfigError
 
-# A launcher or container runtime that gives each worker one GPU sets one of these for it.
+# A launcher or container runtime that gives each worker one GPU sets one of these.
 _MASKS = (
     "CUDA_VISIBLE_DEVICES",
     "NVIDIA_VISIBLE_DEVICES",
@@ -19,9 +19,9 @@ _MASKS = (
 
 
 def choose_device() -> torch.device:
-    """This worker's device: ``cuda:LOCAL_RANK`` where there is CUDA, else the CPU.
+    """This worker's device: ``cuda:LOCAL_RANK`` if CUDA is available, else the CPU.
 
-    A worker to which one GPU is visible because of a mask uses that one, whatever its local rank.
+    A worker that sees only one GPU because of a mask uses it, whatever its local rank.
     """
     if not torch.cuda.is_available():
         return torch.device("cpu")
@@ -29,7 +29,7 @@ def choose_device() -> torch.device:
 
 
 def device_index(environ: Mapping[str, str], visible: int) -> int:
-    """Which of the ``visible`` GPUs a worker uses.
+    """The index of the GPU that a worker uses, out of ``visible`` GPUs.
 
     >>> device_index({"LOCAL_RANK": "3"}, 8)
     3

@@ -1,8 +1,8 @@
-"""The process group of one world: built when the world begins, taken down when it is over.
+"""The process group of one world: built when the world begins, destroyed when it ends.
 
-Three ways lead to a group: a world that an agent has announced (:meth:`ProcessGroup.build`), the
-environment that any launcher sets (:meth:`ProcessGroup.form`), or one that the script has made
-itself, which is left to it.
+A group has one of three origins: a world that an agent has announced (:meth:`ProcessGroup.build`),
+the environment that any launcher sets (:meth:`ProcessGroup.form`), or the script, which then owns
+the group.
 """
 
 from __future__ import annotations
@@ -57,11 +57,11 @@ DEFAULT_BACKENDS = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl"}
 
 
 class ProcessGroup:
-    """Owns torch's default group for one world at a time, and what is pending in it.
+    """Owns torch's default group for one world at a time, and its pending collectives.
 
-    Its life: :meth:`build` (or :meth:`form`), :meth:`settle` at each boundary between steps,
+    Its life cycle: :meth:`build` (or :meth:`form`), :meth:`settle` at each boundary between steps,
     :meth:`abort` from any thread when the world is over, :meth:`destroy`; then it can be built
-    again. What it changes in torch for that is in :mod:`elastic.process_group.patches`.
+    again. Its changes to torch are in :mod:`elastic.process_group.patches`.
     """
 
     def __init__(
@@ -75,16 +75,16 @@ class ProcessGroup:
             torch_private.check_streams()
         self._journal = journal
         self._owned = False
-        self._where = ""  # which group, for people
+        self._where = ""  # describes the group, for messages
         self._mesh = ""  # dimensions of this rank's replica: the same on all ranks
         self._silence_s = PEER_SILENCE_S
         self._store: OpenStore | None = None
         self._covered: tuple[int, ...] = ()
         self._excepthook: patches.TorchExceptHook | None = None
         self._works = pending_works()
-        # For the thread that aborts:
+        # Shared with the thread that aborts:
         self._lock = threading.Lock()
-        self._footprint: Footprint | None = None  # of what build() has made, or is making
+        self._footprint: Footprint | None = None  # of the group that is built, or is being built
         self._watch: BuildWatch | None = None  # while building
         self._is_aborted = False
         self._communicators: CommunicatorAbort | None = None  # being aborted, or aborted
@@ -97,39 +97,39 @@ class ProcessGroup:
 
     @property
     def is_aborted(self) -> bool:
-        """Whether the present group, or the last one, was aborted."""
+        """Whether the current group, or the last one, was aborted."""
         return self._is_aborted
 
     def settle(self) -> None:
-        """Return when every collective that the script has queued on a device has ended well.
+        """Return when every collective that the script has queued on a device has succeeded.
 
-        Before a step counts: whatever the script has read of results since the last call was one.
+        Called before a step counts: results that were read since the last call are then valid.
 
         Raises:
-            GroupAborted: the group was aborted, and may have left something else in their outputs.
+            GroupAborted: the group was aborted, and the collectives' outputs may be invalid.
         """
         self._works.settle()
 
     @property
     def may_be_garbage(self) -> bool:
-        """Whether what the script reads of results may be none: they came of an abort."""
+        """Whether results that the script reads may be invalid, as after an abort."""
         return self._works.may_be_garbage
 
     def sockets(self) -> tuple[int, ...]:
-        """The descriptors of every socket of the store and the group, listening ones included."""
+        """The descriptors of all sockets of the store and the group, including listening ones."""
         footprint = self._footprint
         return tuple(sorted(footprint.sockets())) if footprint is not None else ()
 
     # -- a world that the agent announced -----------------------------------------------------
 
     def build(self, spec: GroupSpec, *, superseded: Callable[[], bool], timeout_s: float) -> None:
-        """Build the group of a world. Main thread; :meth:`abort` from another releases it.
+        """Build the group of a world on the main thread. :meth:`abort` from another one ends it.
 
-        After a failure nothing is left of it, and it can be called again.
+        A failed call cleans up after itself, and can be repeated.
 
         Raises:
             Superseded: a newer world is known, or :meth:`abort` was called meanwhile.
-            GroupBuildFailed: peers did not come, or have gone; named where the store knows.
+            GroupBuildFailed: peers did not arrive, or have left; names them if the store can.
         """
         assert not self._owned, "destroy the group of the last world first"
 
@@ -174,8 +174,8 @@ class ProcessGroup:
         return open_works(semantics, self.device, on_error=self.abort)
 
     def report_collectives(self) -> None:
-        """Say on the worker's page how many collectives are begun. From the link's thread: the one
-        that trains may be blocked behind one that the script has not waited for."""
+        """Record on the worker's page how many collectives have begun. On the link's thread: the
+        training thread may be blocked behind a collective that the script does not wait for."""
         with self._lock:  # not while the group is being destroyed
             if self._is_counted and not self._is_aborted:
                 report_collectives()
@@ -189,7 +189,7 @@ class ProcessGroup:
             meet(store, spec, give_up, deadline_s=deadline_s, mesh=self._mesh)
         left_s = max(BUILD_LEAST_S, deadline_s - SYSTEM_CLOCK.monotonic())
         self._initialize(PrefixStore(spec.nonce, store), spec.rank, spec.size, left_s)
-        # From here on it is not about peers that do not come, but about how long a step may take.
+        # From here on the timeout limits the duration of a step, not the wait for absent peers.
         timeout = datetime.timedelta(seconds=timeouts.collective_of_environment(os.environ))
         torch_private.set_group_timeout(timeout)
         store.set_timeout(timeout)
@@ -231,12 +231,12 @@ class ProcessGroup:
         self._excepthook = hook
 
     def abort(self) -> None:
-        """Release all waits for this group's peers. From any thread; idempotent; returns soon.
+        """Release all waits for this group's peers. Thread-safe, idempotent; returns promptly.
 
         On gloo the backend's own abort does nothing [measured], so the sockets are shut down, and
-        what waits for a collective stops waiting. NCCL's communicators are aborted, in a thread of
-        their own: what is queued behind them runs then, on half-reduced gradients; code that sees
-        such a collective end also sees the abort, which is noted before.
+        waits for collectives end. NCCL's communicators are aborted on a separate thread: kernels
+        that are queued behind them then run, on half-reduced gradients. The abort is recorded
+        first, so code that sees such a collective end also sees the abort.
         """
         with self._lock:
             self._is_aborted = True
@@ -247,7 +247,7 @@ class ProcessGroup:
             footprint.shut_down()
             if watch is not None:
                 watch.give_up()
-            # While the group is being initialised there is nothing yet that could be aborted.
+            # A group that is still being initialised has nothing to abort yet.
             abort = self._communicator_abort() if self._is_on_stream else None
             if abort is not None and self._communicators is None:
                 limit_s = timeouts.ABORT_S
@@ -259,7 +259,7 @@ class ProcessGroup:
         self._works.abort()
 
     def _communicator_abort(self) -> Callable[[], object] | None:
-        """What aborts this group's communicators; None while there are none."""
+        """The call that aborts this group's communicators; None while there are none."""
         is_built = dist.is_initialized()
         return functools.partial(abort_communicators, self.device) if is_built else None
 
@@ -271,8 +271,8 @@ class ProcessGroup:
 
     def _building_is_stuck(self) -> None:
         end_process(
-            f"building the process group ({self._backend}) of {self._where} was given up, because "
-            f"the world is over or its time was up, and has not returned for "
+            f"building the process group ({self._backend}) of {self._where} was aborted, because "
+            f"the world is over or the timeout has expired, and has not returned for "
             f"{timeouts.GIVEN_UP_BUILD_S:g} s",
             self._journal,
         )
@@ -280,7 +280,7 @@ class ProcessGroup:
     # -- the environment ----------------------------------------------------------------------
 
     def form(self) -> World:
-        """Build the group that the environment describes and agree on what it leaves open."""
+        """Build the group that the environment describes, and agree on values that it lacks."""
         world = world_from_environment()
         self._works = self._open_works()
         if dist.is_initialized():  # the script had created a group itself
@@ -300,12 +300,12 @@ class ProcessGroup:
     # -- the end ------------------------------------------------------------------------------
 
     def destroy(self, *, is_for_next: bool = False) -> None:
-        """Take the group down; a group the script made is left to it. Main thread.
+        """Destroy the group, unless the script has created it. Main thread only.
 
         Never hangs on gloo: a group whose collectives do not return is leaked (see
         :mod:`elastic.process_group.pending`). On NCCL, :meth:`abort` it first if a peer may be
-        gone: before another group (``is_for_next``), the process ends after a while otherwise. At
-        the end of a job peers may take their time, and what was changed in torch is undone.
+        gone: otherwise, before another group (``is_for_next``), a deadline ends the process. At
+        the end of a job peers have no deadline, and the changes to torch are undone.
         """
         self._take_down(is_for_next=is_for_next)
         if not is_for_next:
@@ -336,19 +336,19 @@ class ProcessGroup:
             log_still_open(sockets)
 
     def _dissolve(self, is_for_next: bool) -> bool:
-        """Whether nothing is left of the group: it was destroyed, or there is none yet."""
+        """Destroy the group, if there is one; False if it had to be leaked."""
         is_gone = not dist.is_initialized() or self._destroy_group(is_for_next)
         patches.reset_group_count()
         return is_gone
 
     def _destroy_group(self, is_for_next: bool) -> bool:
-        """Whether it was destroyed, and not only leaked."""
+        """Destroy the group; False if it had to be leaked."""
         is_drained = self._works.drain(DRAIN_S)
         if not is_drained:
             leak(torch_private.default_group())
         if self._is_on_stream and self._is_aborted:
             with self._limited("aborting", timeouts.ABORT_S):
-                # Not destroy: it waits for what is queued.
+                # Not destroy: that waits for queued operations.
                 torch_private.abort_groups()
         elif self._is_on_stream and is_for_next:
             with self._limited("destroying", timeouts.DESTROY_S):
@@ -359,7 +359,7 @@ class ProcessGroup:
 
     @contextmanager
     def _limited(self, what: str, limit_s: float) -> Iterator[None]:
-        """What runs in here has to return in time, or the process ends."""
+        """The body must return in time, or the process ends."""
         expire = functools.partial(self._is_stuck, what, limit_s)
         deadline = CallDeadline(limit_s, expire, name="elastic-destroy-deadline")
         try:
@@ -378,16 +378,16 @@ def _build_failed(spec: GroupSpec, error: BaseException) -> Exception:
 
 
 def warn_of_a_shared_store(env: Mapping[str, str]) -> None:
-    """torchrun's c10d and static rendezvous keep one store for all restarts, without a prefix for
-    each: a restarted worker may read the address of a dead one (pytorch/pytorch#135712; gloo hung
+    """Warn that a restarted worker may read the address of a dead one: torchrun's c10d and static
+    rendezvous use one store for all restarts, without prefixes (pytorch/pytorch#135712; gloo hung
     in 4 of 9 restarts on a busy machine [measured, torch 2.13])."""
     is_shared = env.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     if is_shared and env.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0":
         get_logger().warning(
-            "torch.distributed.init_process_group() may hang after a restart: under this "
-            "rendezvous backend torchrun keeps one store for all restarts "
+            "torch.distributed.init_process_group() may hang after a restart: with this "
+            "rendezvous backend torchrun uses one store for all restarts "
             "(https://github.com/pytorch/pytorch/issues/135712). Remove the call (elastic.join() "
-            "makes the process group), or use --rdzv-backend=etcd, or, for "
+            "creates the process group), or use --rdzv-backend=etcd, or, for "
             "--rdzv-backend=c10d, set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1"
         )
 

@@ -1,10 +1,10 @@
-"""What torch's NCCL backend does on an error: nothing. In-process recovery handles them.
+"""Disables error handling in torch's NCCL backend: in-process recovery handles the errors.
 
-By default ProcessGroupNCCL's watchdog ends the process when a peer is gone, in all survivors
+By default ProcessGroupNCCL's watchdog ends every surviving process when a peer is gone
 (torch/csrc/distributed/c10d/ProcessGroupNCCL.cpp, ``WorkNCCL::handleException``). torch itself
-requires ``TORCH_NCCL_ASYNC_ERROR_HANDLING=0`` where ``abort()`` is used (distributed_c10d.py,
-``_abort_process_group``). torchrun's agent sets 1 for every worker where nothing is set
-(elastic/agent/server/local_elastic_agent.py), ours sets 3 (:mod:`elastic.tuning.profiles`); images
+requires ``TORCH_NCCL_ASYNC_ERROR_HANDLING=0`` if ``abort()`` is used (distributed_c10d.py,
+``_abort_process_group``). If it is unset, torchrun's agent sets it to 1 in every worker
+(elastic/agent/server/local_elastic_agent.py), ours to 3 (:mod:`elastic.tuning.profiles`); images
 and clusters set other values, under two names.
 """
 
@@ -23,7 +23,7 @@ _MODE, _NO_HANDLING, _OF_TORCHRUN = profiles.ERROR_HANDLING, "0", "1"
 # Each of these turns error handling on as well. getCvarInt (c10d/Utils.hpp) reads the old names of
 # a variable, too; ProcessGroupNCCL's constructor enables error handling for "desync debug".
 _OVERRIDDEN = {
-    "NCCL_ASYNC_ERROR_HANDLING": "an old name of " + _MODE,
+    "NCCL_ASYNC_ERROR_HANDLING": "it is an old name of " + _MODE,
     "TORCH_NCCL_DESYNC_DEBUG": "it turns on " + _MODE,
     "NCCL_DESYNC_DEBUG": "it turns on " + _MODE,
 }
@@ -31,19 +31,19 @@ _OFF = ("", "0", "N", "n", "NO", "no", "False", "false")
 
 
 def leave_errors_to_us(environ: MutableMapping[str, str], *, is_in_process: bool) -> None:
-    """Before a group on NCCL is made. Where worlds change by a restart, the user's mode counts."""
+    """Call this before a group on NCCL is created. In restart mode the user's value is kept."""
     if not is_in_process:
         environ.setdefault(_MODE, _NO_HANDLING)
         return
     tuned = environ.get(TUNED, "").split(",")
     value = environ.get(_MODE, _NO_HANDLING)
     if _MODE in tuned or value == _OF_TORCHRUN:
-        get_logger().info("%s is 0 for recovery in process; it was %s", _MODE, value)
+        get_logger().info("%s is 0 for in-process recovery; it was %s", _MODE, value)
     elif value != _NO_HANDLING:
-        _say(_MODE, value, "it ends the survivors of a dead peer")
+        _say(_MODE, value, "it ends all surviving workers when a peer dies")
     environ[_MODE] = _NO_HANDLING
     for setting in profiles.in_process_settings():
-        environ.setdefault(setting.name, setting.value)  # the agent has named what is not safe
+        environ.setdefault(setting.name, setting.value)  # the agent has warned of unsafe values
     for name, why in _OVERRIDDEN.items():
         if (value := environ.pop(name, "0")) not in _OFF:
             _say(name, value, why)
@@ -52,10 +52,10 @@ def leave_errors_to_us(environ: MutableMapping[str, str], *, is_in_process: bool
 def refuse_detail() -> None:
     """Raise ConfigError for ``TORCH_DISTRIBUTED_DEBUG=DETAIL``, which wraps each process group.
 
-    The wrapper (torch/csrc/distributed/c10d/ProcessGroupWrapper.cpp) takes the place of the backend
-    whose waits this library interrupts: workers on gloo ended with SIGSEGV in their first step
-    (torch 2.13). NCCL's error handling, which it turns on, ends the survivors of a dead peer. It
-    cannot be undone: C++ has read it when torch was imported.
+    The wrapper (torch/csrc/distributed/c10d/ProcessGroupWrapper.cpp) replaces the backend whose
+    waits this library interrupts: workers on gloo crashed with SIGSEGV in their first step
+    (torch 2.13). DETAIL also enables NCCL's error handling, which ends all survivors when a peer
+    dies. It cannot be undone: torch's C++ code reads it on import.
     """
     if dist.get_debug_level().name == "DETAIL":  # type: ignore[attr-defined]
         raise ConfigError(
@@ -68,7 +68,7 @@ def refuse_detail() -> None:
 
 def _say(name: str, value: str, why: str) -> None:
     get_logger().warning(
-        "%s=%s is overridden for recovery in process: %s. Remove it from the environment of this "
+        "%s=%s is overridden for in-process recovery: %s. Remove it from the environment of this "
         "job",
         name,
         value,

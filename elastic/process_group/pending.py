@@ -1,26 +1,26 @@
-"""Collectives that are under way, and how a thread stops waiting for them.
+"""Collectives in flight, and how a thread stops waiting for them.
 
-gloo forgets a send that is queued when its connection ends: its list of sends is told of the
-error only for the older kind of buffer, which collectives do not use (gloo, transport/tcp/pair.cc,
-``Pair::signalException``). A wait for it lasts until the group's timeout, half an hour, and
-nothing can release it: in 150 aborts of a small all-reduce at random moments several ranks hung
-[measured, torch 2.13]. Natural deaths of peers do it, too.
+When a connection ends, gloo drops its queued sends without an error: it passes the error only to
+the older kind of buffer, which collectives do not use (gloo, transport/tcp/pair.cc,
+``Pair::signalException``). A wait for such a send lasts until the group's timeout, half an hour,
+and nothing can release it: in 150 aborts of a small all-reduce at random moments several ranks hung
+[measured, torch 2.13]. The death of a peer has the same effect.
 
-So no thread blocks inside gloo. It waits here, for the collective or for the end of the
+So no thread blocks inside gloo. Threads wait here, for the collective or for the end of the
 group; a group whose collectives do not return is leaked, not destroyed.
 
-Collectives on a stream (:mod:`elastic.process_group.semantics`) come back when their group is
-aborted, as if they had ended well. That it is aborted is noted before that happens, so whoever
-looks here after a collective has ended knows whether its result is one. Where the script waits for
-none (``dist.all_reduce(t)``), there is no work to look at: NCCL runs it on the current stream and
-returns nothing. Groups count what they begin, and :meth:`PendingWorks.settle` waits for the stream
-where they have begun more than was waited for.
+When a group is aborted, its collectives on a stream (:mod:`elastic.process_group.semantics`) return
+as if they had succeeded. The abort is recorded first, so a check here after a collective has ended
+shows whether its result is valid. A synchronous call (``dist.all_reduce(t)``) has no work to check:
+NCCL runs it on the current stream and returns nothing. So groups count the collectives that they
+begin. If more have begun than were waited for, :meth:`PendingWorks.settle` waits for the stream.
 
-While ``ncclCommAbort`` hangs, every look at a work does, with the interpreter lock held
-(NCCLUtils.cpp: ``NCCLComm::abort`` and ``isAborted`` take the same mutex). So the flag comes first.
+While ``ncclCommAbort`` hangs, every query of a work hangs too, and holds the interpreter lock
+(NCCLUtils.cpp: ``NCCLComm::abort`` and ``isAborted`` take the same mutex). So the flag is checked
+first.
 
-A script may catch the error of a collective (`except RuntimeError: continue`) and go on. So errors
-that end the world are noted here, and raised again at the end of the step.
+A script may catch the error of a collective (`except RuntimeError: continue`). So errors that end
+the world are recorded here, and raised again at the end of the step.
 """
 
 from __future__ import annotations
@@ -66,8 +66,8 @@ Done = Callable[[BaseException | None], object]
 class PendingWorks:
     """The collectives of one group. Thread-safe.
 
-    ``is_on_stream``: what the group does may be queued on a device. ``record``: an event behind
-    all that is queued there by now. ``on_error``: aborts the group.
+    ``is_on_stream``: the group's collectives may be queued on a device. ``record``: records an
+    event behind everything queued there so far. ``on_error``: aborts the group.
     """
 
     def __init__(
@@ -80,26 +80,26 @@ class PendingWorks:
         self._lock = threading.Lock()
         self._works: dict[int, tuple[dist.Work, Done | None]] = {}
         self._next = 0
-        self._begun: list[dist.Work] = []  # of the thread that trains
-        self._queued: list[dist.Work] = []  # on a stream, by the thread that trains
+        self._begun: list[dist.Work] = []  # by the training thread
+        self._queued: list[dist.Work] = []  # on a stream, by the training thread
         self._is_aborted = False
         self._is_on_stream = is_on_stream
         self._record = record
         self._on_error = on_error
-        self._waited_for: dict[str, int] = {}  # by group, how many collectives
-        self._failure = ""  # of the first collective that has shown that the world is over
+        self._waited_for: dict[str, int] = {}  # number of collectives, by group
+        self._failure = ""  # the first error that showed that the world is over
 
     def begin(self, work: dist.Work) -> None:
-        """A collective on the CPU, for :meth:`finish` or :meth:`finish_one`. Of the thread that
-        trains.
+        """Add a collective on the CPU, for :meth:`finish` or :meth:`finish_one`. Training thread
+        only.
 
-        Cheaper than :meth:`start`: no thread of gloo's has to run Python. What is begun and never
-        finished, because another one has failed, is under way for :meth:`drain`.
+        Cheaper than :meth:`start`: no gloo thread has to run Python. A collective that is never
+        finished, because another one has failed, remains pending for :meth:`drain`.
         """
         self._begun.append(work)
 
     def finish(self) -> None:
-        """Return when all that was begun has ended well; raise what went wrong, or GroupAborted."""
+        """Return when all begun collectives have succeeded; raise their error, or GroupAborted."""
         if not self._begun:
             return
         last = self._begun[-1]
@@ -112,9 +112,9 @@ class PendingWorks:
         self._begun.clear()
 
     def finish_one(self, work: dist.Work) -> None:
-        """As :meth:`finish`, of this one only."""
+        """Like :meth:`finish`, for this collective only."""
         if not any(work is begun for begun in self._begun):
-            self._begun.append(work)  # until it comes back
+            self._begun.append(work)  # until it returns
         before = begin_wait(work)
         try:
             self._wait_in_slices(work)
@@ -131,7 +131,7 @@ class PendingWorks:
             try:
                 _wait_in_torch(work, _GLOO_SLICE)
                 return
-            except RuntimeError as error:  # of the collective, or the slice is over
+            except RuntimeError as error:  # of the collective, or the slice has expired
                 if has_ended:
                     self._note(error)
                     raise
@@ -140,8 +140,8 @@ class PendingWorks:
     # -- collectives on a stream ----------------------------------------------------------------
 
     def queue(self, work: dist.Work) -> None:
-        """Make the current stream wait for a collective; the host continues. What is done with its
-        result counts only if :meth:`settle` returns. Raises what went wrong, or GroupAborted."""
+        """Make the current stream wait for a collective; the host continues. The result is valid
+        only if :meth:`settle` returns. Raises the collective's error, or GroupAborted."""
         if not self._is_on_stream:
             self._wait_on_stream(work)  # it has ended
             return
@@ -155,13 +155,13 @@ class PendingWorks:
         self._queued.append(work)
 
     def finish_on_stream(self, work: dist.Work | None) -> None:
-        """Return when the collective has ended well, and the current stream was made to wait for
-        it; raise what went wrong, or GroupAborted.
+        """Return when the collective has succeeded and the current stream waits for it; raise its
+        error, or GroupAborted.
 
-        ``Work.wait`` raises what went wrong with one that has ended. ``Work.is_success`` would
-        say it without that, but is not implemented on NCCL (ProcessGroupNCCL.cpp,
-        ``WorkNCCL::isSuccess``). An abort is no error there, so it is asked for last: it is noted
-        before the first collective ends of it.
+        ``Work.wait`` raises the error of a collective that has ended. ``Work.is_success`` would not
+        raise, but NCCL does not implement it (ProcessGroupNCCL.cpp, ``WorkNCCL::isSuccess``). NCCL
+        does not report an abort as an error, so the abort is checked last: it is recorded before
+        it ends any collective.
         """
         if work is None:  # this rank is not in the group
             return
@@ -182,8 +182,8 @@ class PendingWorks:
             SYSTEM_CLOCK.sleep(STREAM_SLICE_S)
 
     def _raise_error_of(self, work: dist.Work) -> None:
-        """Raise what torch has noticed of it by itself, once the group is being aborted: from then
-        on no other collective of the group counts."""
+        """If torch has detected an error of the collective, abort the group and raise the error:
+        from then on no other collective of the group counts."""
         error = torch_private.error_of(work)
         if error is not None:
             self._on_error()
@@ -191,13 +191,13 @@ class PendingWorks:
             raise error
 
     def mark(self) -> int:
-        """How many collectives the default group has begun, for :meth:`covered`. Of the thread
-        that begins them, right after one that is waited for later."""
+        """How many collectives the default group has begun, for :meth:`covered`. Call it on the
+        thread that begins them, right after one that will be waited for."""
         return torch_private.collectives_begun() if self._is_on_stream else 0
 
     def covered(self, mark: int) -> None:
-        """The collective before ``mark`` has ended well, and so have all before it: a communicator
-        runs them one after the other. :meth:`settle` need not wait for them again."""
+        """Record that the collective before ``mark`` has succeeded, and so have all earlier ones:
+        a communicator runs them in order. :meth:`settle` need not wait for them again."""
         if mark:
             name = torch_private.default_group_name()
             self._waited_for[name] = max(mark, self._waited_for.get(name, 0))
@@ -210,8 +210,8 @@ class PendingWorks:
             raise
 
     def settle(self) -> None:
-        """Return when everything that was queued has ended well, else raise. Before a step counts:
-        whatever the script has read of results since the last one was a result."""
+        """Return when all queued collectives have succeeded, else raise. Called before a step
+        counts: results that were read since the last call are then valid."""
         for work in self._queued:
             self.finish_on_stream(work)
         self._queued.clear()
@@ -221,7 +221,7 @@ class PendingWorks:
         self.raise_failure()
 
     def _finish_stream(self) -> None:
-        """Return when all collectives have ended that nobody has waited for on the host."""
+        """Return when all collectives that the host has not waited for have ended."""
         counts = torch_private.collectives_of_groups()
         seen = self._waited_for
         if counts is not None and all(count <= seen.get(n, 0) for n, count in counts.items()):
@@ -239,29 +239,29 @@ class PendingWorks:
     def raise_failure(self) -> None:
         """Raise GroupAborted if a collective has failed, and the script has caught its error."""
         if self._failure:
-            raise GroupAborted(f"the script has caught the error of a collective: {self._failure}")
+            raise GroupAborted(f"the script caught the error of a collective: {self._failure}")
 
     @property
     def may_be_garbage(self) -> bool:
-        """Whether what the script reads of results may be none: they came of an abort, or it has
-        caught the error of the collective."""
+        """Whether results that the script reads may be invalid: the group was aborted, or the
+        script has caught the error of a collective."""
         return bool(self._failure) or (self._is_on_stream and self._is_aborted)
 
     def _note(self, error: BaseException) -> None:
-        """A collective has failed. Kept is the text of an error that ends the world: its frames
-        would hold the group."""
+        """Record the error of a collective if it ends the world: only its text, since its frames
+        would keep the group alive."""
         if not self._failure and is_world_fault(error):
             self._failure = str(error) or type(error).__name__
 
     def raise_if_aborted(self) -> None:
-        """Raise GroupAborted if the group was taken down: what has ended since may be no result."""
+        """Raise GroupAborted if the group was aborted: results since then may be invalid."""
         if self._is_aborted:
             raise GroupAborted(_TAKEN_DOWN)
 
     # -- collectives with a callback ------------------------------------------------------------
 
     def start(self, work: dist.Work, done: Done) -> None:
-        """Call ``done`` once, with what went wrong or None, on whatever thread finds out."""
+        """Call ``done`` once, with the error or None, on any thread."""
         with self._lock:
             key, self._next = self._next, self._next + 1
             self._works[key] = work, done
@@ -277,11 +277,11 @@ class PendingWorks:
                 self._works[key] = work, None
         if done is not None:
             done(_error_of(future))
-        with self._lock:  # last: this thread is one of gloo's, and in Python until here
+        with self._lock:  # last: this gloo thread runs Python until here
             self._works.pop(key, None)
 
     def wait(self, work: dist.Work | None) -> None:
-        """Return when the collective has ended well; raise what went wrong, or GroupAborted."""
+        """Return when the collective has succeeded; raise its error, or GroupAborted."""
         if work is None:  # this rank is not in the group
             return
         is_main = threading.current_thread() is threading.main_thread()
@@ -307,19 +307,19 @@ class PendingWorks:
             raise errors[0]
 
     def _ends_in_a_slice(self, work: dist.Work) -> bool:
-        """Whether the collective ends well within one slice inside gloo. Of the thread that trains.
+        """Whether the collective succeeds within one slice inside gloo. Training thread only.
 
-        Most do, and a callback in a thread of gloo's costs 0.1 ms of CPU more; each slice that
-        expires costs 0.2 ms, for an exception with the stack of C++ [measured, torch 2.13].
+        Most do, and a callback on a gloo thread costs 0.1 ms more CPU time; each slice that expires
+        costs 0.2 ms, for an exception with a C++ stack trace [measured, torch 2.13].
         """
         if self._is_aborted:
             return False
-        self._begun.append(work)  # until it comes back
+        self._begun.append(work)  # until it returns
         before = begin_wait(work)
         try:
             _wait_in_torch(work, _GLOO_SLICE)
             has_ended = True
-        except RuntimeError:  # the slice is over, or it went wrong: its future has that, too
+        except RuntimeError:  # the slice has expired, or it failed: its future has that error, too
             has_ended = False
         finally:
             end_wait(work, before)
@@ -327,7 +327,7 @@ class PendingWorks:
         return has_ended
 
     def abort(self) -> None:
-        """End all waits, now and later; from any thread."""
+        """End all current and later waits. Thread-safe."""
         with self._lock:
             self._is_aborted = True
             waiting = [(key, done) for key, (_, done) in self._works.items() if done is not None]
@@ -337,26 +337,26 @@ class PendingWorks:
             done(GroupAborted(_TAKEN_DOWN))
 
     def drain(self, timeout_s: float) -> bool:
-        """Whether every collective comes back in time, well or not."""
+        """Whether every collective returns in time, successful or not."""
         deadline_s = SYSTEM_CLOCK.monotonic() + timeout_s
         while self._works or not all(work.is_completed() for work in self._begun):
             if SYSTEM_CLOCK.monotonic() > deadline_s:
                 return False
             SYSTEM_CLOCK.sleep(DRAIN_SLICE_S)
-        self._begun.clear()  # each holds the group
+        self._begun.clear()  # each keeps the group alive
         self._queued.clear()
         return True
 
 
-# torch has one default group at a time, and a Work has no reference to its group. So what
-# is called without a group at hand (the patched Work.wait, DDP's reducer, collectives of this
-# package) needs one place where the works of torch's default group are. ProcessGroup owns them
-# and puts them here; until then they are those of a group that the script has made itself.
+# torch has one default group at a time, and a Work has no reference to its group. So code that
+# has no group at hand (the patched Work.wait, DDP's reducer, collectives of this package) needs
+# one place for the pending collectives of torch's default group. ProcessGroup owns them and stores
+# them here; until then they belong to a group that the script has created.
 _of_default_group = PendingWorks()
 
 
 def pending_works() -> PendingWorks:
-    """The works of torch's default group."""
+    """The pending collectives of torch's default group."""
     return _of_default_group
 
 
@@ -366,9 +366,9 @@ def open_works(
     *,
     on_error: Callable[[], object] = lambda: None,
 ) -> PendingWorks:
-    """The works of a group that becomes torch's default group: none yet.
+    """Create an empty PendingWorks for a group that becomes torch's default group.
 
-    Those of the last one stay as they were, aborted or not, for threads that still wait.
+    The previous one stays as it was, aborted or not, for threads that still wait.
     """
     global _of_default_group
     is_on_stream, record = semantics.is_on_stream, semantics.record
@@ -385,13 +385,13 @@ def _error_of(future: Any) -> BaseException | None:
     try:
         future.value()
     except Exception as error:  # noqa: BLE001  passed on to the waiting thread
-        return error.with_traceback(None)  # its frames hold the future, and that the group
+        return error.with_traceback(None)  # its frames hold the future, which holds the group
     return None
 
 
 def leak(group: object) -> None:
-    """Never run the group's destructor, not even at exit: it would join a thread that is stuck.
+    """Never run the group's destructor, not even at exit: it would join a stuck thread.
 
-    What is lost are two threads and a few descriptors, until the group's timeout ends them.
+    This leaks two threads and a few descriptors, until the group's timeout ends them.
     """
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))

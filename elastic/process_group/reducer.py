@@ -1,9 +1,9 @@
-"""The process group that DDP's reducer is given: what it waits for ends with the group, too.
+"""The process group for DDP's reducer: an abort also ends the reducer's waits.
 
-The reducer sums up its buckets, builds them anew in the second step of each world, by a plan that
-rank 0 broadcasts, and with ``find_unused_parameters=True`` sums up in every step which parameters
-were used. It would wait for all of that inside gloo, where an abort may not reach it (see
-:mod:`elastic.process_group.pending`). Its calls come here first; here the waiting is ours.
+The reducer sums its buckets, rebuilds them in the second step of each world from a plan that rank 0
+broadcasts, and with ``find_unused_parameters=True`` sums in every step which parameters were used.
+It would wait for all of these inside gloo, where an abort may not reach it (see
+:mod:`elastic.process_group.pending`). This group intercepts its calls, and waits for them itself.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ AllReduce = Callable[[torch.Tensor, dist.AllreduceOptions], dist.Work]
 
 
 class ReleasableGroup(dist.ProcessGroup):
-    """Forwards the reducer's calls to ``group``; ``all_reduce`` replaces that of the group.
+    """Forwards the reducer's calls to ``group``, except that ``all_reduce`` computes the sums.
 
     The reducer waits for sums where nothing can be raised: they must have ended by then. On a
-    stream it does not wait; but the plan for its buckets is read by the host at once, and what an
-    aborted broadcast leaves is none.
+    stream it does not wait, but the host reads the plan for its buckets at once, and an aborted
+    broadcast leaves an invalid plan.
     """
 
     def __init__(
@@ -53,8 +53,8 @@ class ReleasableGroup(dist.ProcessGroup):
 
 
 class _Broadcast(dist.Work):
-    """Waited for as soon as it has started; a failure is raised there, or the reducer would take
-    what is not a plan for one."""
+    """The reducer waits for it at once. A failure is raised there: otherwise the reducer would use
+    an invalid plan."""
 
     def __init__(self, work: dist.Work, finish: Callable[[dist.Work], None]) -> None:
         super().__init__()

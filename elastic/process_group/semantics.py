@@ -1,15 +1,15 @@
-"""What a collective's work means, by backend: done on the host, or queued on a device's stream.
+"""The meaning of a collective's work, by backend: done on the host, or queued on a device's stream.
 
-gloo's works end when their results are there, and raise what went wrong. NCCL's are queued on a
-stream of the device, and the host runs ahead of them:
+On gloo a work ends when its result is available, and raises the collective's error. On NCCL it is
+queued on a stream of the device, and the host runs ahead of it:
 
 - ``Work.wait()`` makes the current stream wait, not the host;
 - without ``async_op`` there is no work at all: the kernel is queued on the current stream
   (``ProcessGroupNCCL::collective`` ends in ``return asyncOp ? work : nullptr``);
-- the work's future is complete from the start (``ProcessGroupNCCL::initWork``), so a callback of
-  it implies nothing about results;
-- an abort lets the kernels return: the work is complete, nothing is raised, and its output holds
-  whatever had been reduced by then.
+- the work's future is complete from the start (``ProcessGroupNCCL::initWork``), so its callback
+  implies nothing about results;
+- an abort makes the kernels return: the work is complete, nothing is raised, and its output holds
+  whatever was reduced by then.
 
 (torch/csrc/distributed/c10d/ProcessGroupNCCL.cpp: ``WorkNCCL::wait``, ``WorkNCCL::isCompleted``;
 docs/decisions/0022.) Code that needs a result checks :func:`semantics_of`.
@@ -37,7 +37,7 @@ __all__ = [
 
 
 class StreamEvent(Protocol):
-    """A point in what is queued on a stream. ``torch.cuda.Event`` is one."""
+    """A point in a stream's queue. ``torch.cuda.Event`` is one."""
 
     def query(self) -> bool:
         """Whether everything that was queued before it is done."""
@@ -48,9 +48,9 @@ class Semantics:
     """How results of a backend become visible to the host."""
 
     is_on_stream: bool
-    # Returns when everything that the current stream of the device was made to wait for is done.
+    # Blocks until everything that the device's current stream waits for is done.
     synchronize: Callable[[torch.device], None]
-    # An event after that, for who may not block. None where nothing is queued.
+    # Records an event at that point, for callers that must not block. None if nothing is queued.
     record: Callable[[torch.device], StreamEvent] | None = None
 
 
@@ -91,10 +91,10 @@ def register_semantics(backend: str, semantics: Semantics) -> None:
 
 
 def semantics_of(device_type: str, backend: str | None = None) -> Semantics:
-    """Of collectives on tensors of that type of device.
+    """The semantics of collectives on tensors of this device type.
 
-    ``backend``: as in ``init_process_group``, for example ``cpu:gloo,cuda:nccl``; by default that
-    of the present group.
+    ``backend``: as in ``init_process_group``, for example ``cpu:gloo,cuda:nccl``; by default the
+    backend of the current group.
 
     >>> semantics_of("cpu", "cpu:gloo,cuda:nccl").is_on_stream
     False
@@ -114,11 +114,11 @@ def has_streams(device_type: str, backend: str) -> bool:
 def is_of_nccl(work: Any) -> bool:
     """Whether a collective is queued on a stream by one of torch's NCCL backends.
 
-    Only their works have a second future, of how they ended, and always
-    (``WorkNCCL::getFutureResult``). Asking for the first one can end the process: after coalesced
-    operations, so also ``batch_isend_irecv`` and an uneven ``all_gather``, it is a null pointer
-    (ProcessGroupNCCL.cpp, ``endCoalescing`` makes none), and ``Future.done`` ends in SIGSEGV.
-    ProcessGroupNCCL2's waits for the device after a barrier, with the interpreter lock
+    Their works, and no others, have a second future: the outcome (``WorkNCCL::getFutureResult``).
+    Requesting the first one can crash the process: after coalesced operations, including
+    ``batch_isend_irecv`` and an uneven ``all_gather``, it is a null pointer (ProcessGroupNCCL.cpp,
+    ``endCoalescing`` creates none), and ``Future.done`` ends in SIGSEGV. On ProcessGroupNCCL2, the
+    request after a barrier waits for the device and holds the interpreter lock
     (nccl2/WorkNCCL.cpp, ``getFuture``).
     """
     try:
@@ -129,7 +129,7 @@ def is_of_nccl(work: Any) -> bool:
 
 
 def backend_of(device_type: str, backend: str) -> str:
-    """The name of the backend for a type of device, lower case; empty if there is none.
+    """The lower-case name of the backend for a device type; empty if there is none.
 
     >>> backend_of("cuda", "cpu:gloo,cuda:nccl")
     'nccl'

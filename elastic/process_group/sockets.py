@@ -1,14 +1,14 @@
-"""The sockets of a store and a process group: distinguished from the user's, and shut down.
+"""Finds the sockets of a store and a process group among the user's, and shuts them down.
 
-On gloo nothing else releases a rank that waits for one that has left: the backend's ``abort()``
+On gloo nothing else releases a rank that waits for a departed rank: the backend's ``abort()``
 returns at once and the collective keeps waiting [measured, torch 2.13]. Shutting down the
-sockets does release it, and a rank that is still building its group, too.
+sockets releases it, and also a rank that is still building its group.
 
-What belongs to the group is found by what holds it. Every gloo device, and the store on rank 0,
-run a loop with an epoll descriptor that is opened while the group is built, and the kernel lists
-what each of them watches (``/proc/self/fdinfo``): also what is connected later. The client's end
-of the store is not watched; it is identified by the store's port. A socket that a thread of the
-user's opens meanwhile is none of these.
+A socket is identified by the event loop that watches it. Every gloo device, and the store on rank
+0, run a loop with an epoll descriptor that is opened while the group is built, and the kernel lists
+what each of them watches (``/proc/self/fdinfo``), including later connections. The store's client
+socket is not watched; it is identified by the store's port. Neither rule matches a socket that a
+thread of the user opens meanwhile.
 """
 
 from __future__ import annotations
@@ -39,25 +39,25 @@ from elastic.tuning.worker_intervals import (
 _FDS = "/proc/self/fd"
 _EPOLL = "anon_inode:[eventpoll]"
 _TCP = (socket.AF_INET, socket.AF_INET6)
-_PAIR_BYTES = 8  # of a pair's number, in the byte order of the machine
-_PAUSE_PER_CONNECT = 4.0  # the pause between two rounds of connections, in their durations
+_PAIR_BYTES = 8  # of a pair's number, in native byte order
+_PAUSE_PER_CONNECT = 4.0  # pause between rounds of connections, in multiples of a round
 
 
 class Footprint:
-    """What the making of a store and a group adds to this process's descriptors.
+    """The descriptors that a store and a group add to this process.
 
-    Made before them; :meth:`seal` when they are complete. Before that, whatever is being opened
-    is found as well, so that a half-built group can be shut down.
+    Create it before them; :meth:`seal` it when they are complete. Before that, it also includes
+    sockets that are being opened, so that a half-built group can be shut down.
     """
 
     def __init__(self, store_port: int | None) -> None:
         self._store_port = store_port
         self._before = _descriptors()
-        self._pollers: frozenset[int] | None = None  # None: they are still being made
+        self._pollers: frozenset[int] | None = None  # None: they are still being created
         self._store: dict[int, int] = {}
 
     def seal(self) -> None:
-        """The group is complete: sockets that the user opens from now on are never its own."""
+        """Mark the group complete: sockets that the user opens later are never attributed to it."""
         self._store = self._new_store_sockets()
         self._pollers = frozenset(self._new_pollers())
 
@@ -70,19 +70,19 @@ class Footprint:
         return found
 
     def close_on_exec(self) -> None:
-        """Keep them out of programs that this process starts: gloo does not see to it."""
+        """Keep the sockets out of programs that this process starts: gloo does not."""
         for fd, inode in self.sockets().items():
             with _held(fd, inode) as held:
                 if held is not None:
                     fcntl.fcntl(fd, fcntl.F_SETFD, fcntl.FD_CLOEXEC)
 
     def give_up_on_silence(self, silence_s: float) -> None:
-        """Have a collective fail whose peer's machine acknowledges nothing for so long.
+        """Make a collective fail if its peer's machine acknowledges nothing for ``silence_s``.
 
-        gloo sets neither keep-alive nor a limit (gloo/transport/tcp/device.cc): with the packets of
-        one established connection dropped, two ranks waited for each other until the group's
-        timeout, half an hour. Now both fail 6.4 s after the first lost packet [measured, torch
-        2.13, silence_s=6], and the error of each names the peer:
+        gloo sets neither keep-alive nor a timeout (gloo/transport/tcp/device.cc): when the packets
+        of one established connection were dropped, two ranks waited for each other until the
+        group's timeout, half an hour. Now both fail 6.4 s after the first lost packet [measured,
+        torch 2.13, silence_s=6], and each error names the peer:
         :func:`elastic.world.faults.unreachable_peers`.
         """
         for fd, inode in self.sockets().items():
@@ -91,18 +91,18 @@ class Footprint:
                     limits.give_up_on_silence(held, silence_s)
 
     def shut_down(self) -> None:
-        """Shut down every connection. All waits on them are released, at both ends."""
+        """Shut down every connection. This releases all waits on them, at both ends."""
         for fd, inode in self.sockets().items():
             shut_down(fd, inode)
 
     def connect_to_itself(self, ranks: int) -> None:
         """Release a build that waits for one of ``ranks`` ranks to connect to this one.
 
-        Of two ranks, gloo lets one connect, and has the other one wait for it. If the first one is
-        gone, no socket of the second exists that could be shut down: it waited for the timeout of
-        the group [measured, torch 2.13]. Its listener takes any connection for that of the peer
-        whose number it sends first (gloo/transport/tcp/listener.cc): the index of a pair, of which
-        there is one for each rank. Each pair gets a connection here that ends at once.
+        Of two ranks in gloo, one connects and the other waits for it. If the first is gone, the
+        second has no socket that could be shut down: it waited for the group's timeout [measured,
+        torch 2.13]. Its listener assigns a connection to a pair by the first number that is sent
+        (gloo/transport/tcp/listener.cc): the index of the pair, of which there is one per rank.
+        This method opens a connection for each pair, and closes it at once.
         """
         for fd, inode in self.sockets().items():
             with _held(fd, inode) as held:
@@ -112,11 +112,11 @@ class Footprint:
                     _send_once(address, pair.to_bytes(_PAIR_BYTES, sys.byteorder))
 
     def _new_pollers(self) -> set[int]:
-        """Epoll descriptors that watch a listening socket opened since.
+        """Epoll descriptors that watch a listening socket opened since then.
 
         Both of torch's loops have one. A user's asyncio or HTTP client has none. The number of an
-        epoll descriptor does not tell: the last group may be freed only after this was made, and
-        the new one's gets the number that it had.
+        epoll descriptor proves nothing: the last group may be freed only after this object was
+        created, and the new group may reuse the number.
         """
         before = set(self._before.values())
         return {
@@ -142,12 +142,12 @@ class Footprint:
 
 
 class BuildWatch:
-    """Ends the building of a group that is aborted, or takes too long.
+    """Ends the build of a group that is aborted, or takes too long.
 
-    Again and again, since a build opens further sockets as it goes. Not in the thread that gives
-    it up: that one has other things to do. What waits inside NCCL's initialisation uses none of
-    these sockets and cannot be aborted before it is done: if the build has not ended some time
-    after it was aborted, ``is_stuck`` is called, which is expected to end the process.
+    It shuts sockets down repeatedly, since a build keeps opening new ones. It has its own thread,
+    so that the aborting thread is not blocked. NCCL's initialisation uses none of these sockets
+    and cannot be aborted: if the build has not ended some time after it was aborted, ``is_stuck``
+    is called, which is expected to end the process.
     """
 
     def __init__(
@@ -170,11 +170,11 @@ class BuildWatch:
         self._thread.start()
 
     def give_up(self) -> None:
-        """From any thread."""
+        """Abort the build. Thread-safe."""
         self._given_up.set()
 
     def end(self) -> None:
-        """The build has ended, well or not."""
+        """The build has ended, successfully or not."""
         self._built.set()
         self._given_up.set()
         self._thread.join()
@@ -184,7 +184,7 @@ class BuildWatch:
         while (left_s := ends_s - SYSTEM_CLOCK.monotonic()) > 0:
             if SYSTEM_CLOCK.wait(self._given_up, min(left_s, BUILD_LOOK_S)):
                 break
-            # Still building: with somebody who does not answer, perhaps.
+            # Still building, perhaps with a peer that does not answer.
             self._footprint.give_up_on_silence(self._silence_s)
         if self._built.is_set():
             return
@@ -203,14 +203,14 @@ class BuildWatch:
 
 def log_still_open(sockets: Mapping[int, int]) -> None:
     """Log how many of these outlive their group. A subgroup, a traceback or the future of a
-    collective may still refer to it. The garbage collector would find most of them, but that
+    collective may still refer to it. The garbage collector would free most of them, but it
     takes a tenth of a second."""
     if left := still_open(sockets):
         get_logger().debug("%d sockets of the last process group are still open", len(left))
 
 
 def still_open(sockets: Mapping[int, int]) -> list[int]:
-    """Those descriptors that are still the sockets they were."""
+    """The descriptors that still refer to the same sockets."""
     return [fd for fd, inode in sockets.items() if _inode_of(_target_of(fd)) == inode]
 
 
@@ -233,14 +233,14 @@ def _send_once(address: tuple[str, int], data: bytes) -> None:
 def shut_down(fd: int, inode: int) -> bool:
     """End the connection behind ``fd`` if it is still the socket ``inode`` and does not listen.
 
-    A copy is compared, since the number may come to mean another socket at any moment. Listening
-    ones are not touched: libuv terminates the process when accept() fails on one [measured].
+    The check uses a copy, since the number may refer to another socket at any moment. Listening
+    sockets are not touched: libuv terminates the process when accept() fails on one [measured].
 
-    Only the reading side: gloo sees the end of the stream and closes the connection, both ways.
-    With the writing side shut down, too, a write in between fails, which gloo takes for a full
-    buffer, and forgets what was to be sent (``Pair::write`` on EPIPE; see
+    Only the reading side is shut down: gloo sees the end of the stream and closes the connection
+    both ways. If the writing side were shut down, too, a write in between would fail; gloo treats
+    that as a full buffer and drops the data (``Pair::write`` on EPIPE; see
     :mod:`elastic.process_group.pending`): 16 of 300 collectives that were aborted at random moments
-    never came back, against 5 this way [measured, torch 2.13].
+    never returned, against 5 this way [measured, torch 2.13].
     """
     with _held(fd, inode) as held:
         if held is None or held.family not in _TCP:
@@ -250,13 +250,13 @@ def shut_down(fd: int, inode: int) -> bool:
         try:
             held.shutdown(socket.SHUT_RD)
         except OSError:
-            return False  # it was not connected, or is not any more
+            return False  # it was not connected, or no longer is
     return True
 
 
 @contextmanager
 def _held(fd: int, inode: int) -> Iterator[socket.socket | None]:
-    """A copy of the socket, or None if ``fd`` is something else by now."""
+    """A copy of the socket, or None if ``fd`` now refers to something else."""
     try:
         copy = os.dup(fd)
     except OSError:
@@ -286,12 +286,12 @@ def _ports(fd: int, inode: int) -> set[int]:
             try:
                 found.add(int(name()[1]))
             except OSError:
-                continue  # no other end (yet)
+                continue  # no peer (yet)
     return found
 
 
 def _watched_sockets(poller: int) -> dict[int, int]:
-    """The sockets among what an epoll descriptor watches."""
+    """The sockets that an epoll descriptor watches."""
     try:
         with open(f"/proc/self/fdinfo/{poller}", encoding="ascii") as lines:
             watched = [int(line.split()[1]) for line in lines if line.startswith("tfd:")]

@@ -1,4 +1,4 @@
-"""Records on the worker's page in which collective the main thread waits for other ranks."""
+"""Records, on the worker's page, the collective in which the main thread waits for other ranks."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from elastic.hangs.facts import COLLECTIVE, Flag, Phase
 from elastic.hangs.phases import phases
 
 _UNKNOWN_OPERATION = -1
-_SUBGROUPS = int(Flag.SUBGROUPS)  # sets of flags are slow to add up, and this is done in every wait
+_SUBGROUPS = int(Flag.SUBGROUPS)  # flag enums are slow to combine, and every wait does it
 
 
 @not_compiled
 def begin_wait(work: dist.Work | None) -> Phase:
-    """The main thread waits for ``work``; returns what :func:`end_wait` is to be given."""
+    """Record that the main thread waits for ``work``; return the argument for :func:`end_wait`."""
     if work is None or not phases.is_on:
         return COLLECTIVE
     if torch_private.has_subgroups():
@@ -25,15 +25,15 @@ def begin_wait(work: dist.Work | None) -> Phase:
 
 @not_compiled
 def end_wait(work: dist.Work | None, before: Phase) -> None:
-    """The wait for ``work`` is over, well or not."""
+    """Record that the wait for ``work`` is over, successful or not."""
     if work is not None:
         phases.end_wait(before)
 
 
 @not_compiled
 def begin_stream_wait() -> Phase:
-    """The main thread waits for what is queued on a device; returns what :func:`end_stream_wait`
-    is to be given."""
+    """Record that the main thread waits for operations queued on a device; return the argument
+    for :func:`end_stream_wait`."""
     if not phases.is_on:
         return COLLECTIVE
     return phases.begin_wait(torch_private.collectives_begun(), _UNKNOWN_OPERATION)
@@ -41,23 +41,23 @@ def begin_stream_wait() -> Phase:
 
 @not_compiled
 def end_stream_wait(before: Phase) -> None:
-    """The wait is over, well or not."""
+    """Record that the wait is over, successful or not."""
     phases.end_wait(before)
 
 
 @not_compiled
 def queued() -> None:
-    """A collective is queued on a device, and the host continues."""
+    """Record that a collective is queued on a device, and the host continues."""
     if phases.is_on:
         phases.queued(torch_private.collectives_begun())
 
 
 def report_collectives() -> None:
-    """How many are begun by now, also those that the script does not wait for. From any thread."""
+    """Record how many collectives have begun, waited for or not. Thread-safe."""
     if phases.is_on:
         phases.begun(torch_private.collectives_begun())
 
 
 def describe_group(*, is_on_stream: bool) -> None:
-    """A world's group is built."""
+    """Record whether the new group's collectives are queued on a stream."""
     phases.set_flag(Flag.ON_STREAM, is_on_stream)

@@ -162,6 +162,7 @@ def abort(at: Rank) -> dict[str, Any]:
     backward(at, module, 1)  # kept by FSDP: must not be in the gradients of the next attempt
     module.set_requires_gradient_sync(True)  # type: ignore[operator]
     if at.rank == 0:
+        nccl_semantics.control.failing_aborts = 1  # the end of the world must abort it again
         at.group.abort()
     if at.rank == at.mesh.size and at.replica.backend == nccl_semantics.NAME:
         # Its peer at this position is rank 0. Unlike gloo's connections, a communicator does not
@@ -178,9 +179,12 @@ def abort(at: Rank) -> dict[str, Any]:
     wrapped.leave_world()
     module.zero_grad()
     at.group.abort()
+    across = at.group.across
+    assert across is not None
     at.group.destroy(is_for_next=True)
+    is_open = at.replica.backend == nccl_semantics.NAME and not across.backend.is_aborted
     at.build()
-    return {"raised": raised, "then": one_step(at, module, wrapped)}
+    return {"raised": raised, "then": one_step(at, module, wrapped), "is_open": is_open}
 
 
 def asked(at: Rank) -> list[Any]:

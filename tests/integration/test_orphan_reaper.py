@@ -22,19 +22,19 @@ AGENT = textwrap.dedent(
     """
     import os, subprocess, sys, time
     from elastic.node.orphan_reaper import OrphanReaper
-    guard = OrphanReaper(os.environ["TOKEN"], os.environ.get("LINK", ""),
+    reaper = OrphanReaper(os.environ["TOKEN"], os.environ.get("LINK", ""),
                          os.environ.get("MEMORY", ""), os.environ.get("ENDING", ""))
     environment = dict(os.environ, ELASTIC_NODE_ID=os.environ["TOKEN"])
     stubborn = "import signal, time; signal.signal(15, signal.SIG_IGN); time.sleep(600)"
     for code in ("import time; time.sleep(600)", stubborn):
         subprocess.Popen([sys.executable, "-S", "-c", code], env=environment,
                          start_new_session=True)
-    print("up", guard.pid, flush=True)
+    print("up", reaper.pid, flush=True)
     for line in sys.stdin:
         if line.startswith("release"):
-            guard.release()
+            reaper.release()
             break
-        guard.permit(time.clock_gettime(time.CLOCK_BOOTTIME) + float(line.split()[1]))
+        reaper.permit(time.clock_gettime(time.CLOCK_BOOTTIME) + float(line.split()[1]))
         print("permitted", flush=True)
     """
 )
@@ -58,9 +58,9 @@ class FakeAgent:
             text=True,
         )
         assert self.process.stdout is not None
-        self.guard_pid = int(self.process.stdout.readline().split()[1])
+        self.reaper_pid = int(self.process.stdout.readline().split()[1])
         eventually(lambda: len(marked_processes(self.token)) == 2)
-        eventually(lambda: ignores_sigterm(self.guard_pid))
+        eventually(lambda: ignores_sigterm(self.reaper_pid))
 
     def permit(self, for_s: float) -> None:
         """Extend the workers' permission to train by this time."""
@@ -92,7 +92,7 @@ def test_workers_of_a_killed_agent_and_the_reaper_end(agent: FakeAgent) -> None:
         agent.process.kill()
         agent.process.wait()
         eventually(lambda: not marked_processes(agent.token))
-        eventually(lambda: not Path(f"/proc/{agent.guard_pid}").exists())
+        eventually(lambda: not Path(f"/proc/{agent.reaper_pid}").exists())
     finally:
         agent.end()
 
@@ -110,7 +110,7 @@ def test_the_shared_memory_of_a_killed_agent_is_released(
             assert folder.exists()
             agent.process.kill()
             agent.process.wait()
-            eventually(lambda pid=agent.guard_pid: not Path(f"/proc/{pid}").exists())  # type: ignore[misc]
+            eventually(lambda pid=agent.reaper_pid: not Path(f"/proc/{pid}").exists())  # type: ignore[misc]
             assert folder.exists() is stays
         finally:
             agent.end()
@@ -134,7 +134,7 @@ def test_the_link_of_a_killed_agent_is_removed(
 
 def test_workers_end_if_the_agent_dies_after_sigterm(agent: FakeAgent) -> None:
     try:
-        os.kill(agent.guard_pid, signal.SIGTERM)  # as a group-wide signal would: ignored
+        os.kill(agent.reaper_pid, signal.SIGTERM)  # as a group-wide signal would: ignored
         agent.process.terminate()
         agent.process.wait()
         eventually(lambda: not marked_processes(agent.token))
@@ -148,7 +148,7 @@ def test_processes_of_an_agent_that_exits_gracefully_are_kept(agent: FakeAgent) 
         agent.process.stdin.write("release\n")
         agent.process.stdin.flush()
         agent.process.wait(timeout=60)
-        eventually(lambda: not Path(f"/proc/{agent.guard_pid}").exists())
+        eventually(lambda: not Path(f"/proc/{agent.reaper_pid}").exists())
         assert len(marked_processes(agent.token)) == 2
     finally:
         agent.end()
@@ -158,14 +158,14 @@ FORKING_AGENT = textwrap.dedent(
     """
     import os, signal, sys, time
     from elastic.node.orphan_reaper import OrphanReaper
-    guard = OrphanReaper(os.environ["TOKEN"])
+    reaper = OrphanReaper(os.environ["TOKEN"])
     def tell(name, value):  # in one write: two processes do so at once
         os.write(1, f"{name} {value}\\n".encode())
     kinds = {}
     for kind in ("worker", "bystander"):
         kinds[kind] = os.fork()
         if kinds[kind] == 0:
-            guard.after_fork(is_worker=kind == "worker")
+            reaper.after_fork(is_worker=kind == "worker")
             if kind == "worker":
                 signal.signal(signal.SIGTERM, signal.SIG_IGN)
                 grandchild = os.fork()
@@ -175,9 +175,9 @@ FORKING_AGENT = textwrap.dedent(
                 tell("bystander", os.getpid())  # only now it has let go of the mark
             time.sleep(600)
             os._exit(0)
-    tell("guard", guard.pid)
+    tell("reaper", reaper.pid)
     tell("worker", kinds["worker"])
-    tell("mark", guard.forked)
+    tell("mark", reaper.forked)
     sys.stdin.readline()
     """
 )
@@ -203,7 +203,7 @@ def test_only_forked_workers_of_a_killed_agent_are_terminated() -> None:
         agent.kill()
         agent.wait()
         eventually(lambda: not any(is_alive(pid) for pid in workers))
-        eventually(lambda: not Path(f"/proc/{said['guard']}").exists())
+        eventually(lambda: not Path(f"/proc/{said['reaper']}").exists())
         assert is_alive(int(said["bystander"]))
     finally:
         os.killpg(agent.pid, signal.SIGKILL)
@@ -280,7 +280,7 @@ def test_workers_of_a_frozen_agent_end_when_their_permission_expires(agent: Fake
         agent.permit(1.0)
         os.kill(agent.process.pid, signal.SIGSTOP)
         eventually(lambda: not marked_processes(agent.token))
-        assert Path(f"/proc/{agent.guard_pid}").exists()
+        assert Path(f"/proc/{agent.reaper_pid}").exists()
         os.kill(agent.process.pid, signal.SIGCONT)
         agent.permit(3600.0)  # it resumes, with the reaper active: its new workers survive
         agent.start_worker()
@@ -289,7 +289,7 @@ def test_workers_of_a_frozen_agent_end_when_their_permission_expires(agent: Fake
         assert len(marked_processes(agent.token)) == 1
         agent.process.kill()
         agent.process.wait()
-        eventually(lambda: not is_running(agent.guard_pid))
+        eventually(lambda: not is_running(agent.reaper_pid))
     finally:
         agent.end()
 

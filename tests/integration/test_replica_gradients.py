@@ -84,6 +84,7 @@ def test_gradients_of_two_replicas_of_two_shards(
         # No rank of the replica with the lost rank continues, and no rank waits for it.
         assert one["abort"]["raised"] in ("GroupAborted", "a peer is gone")
         assert one["abort"]["then"] < 1e-12
+        assert not one["abort"]["is_open"]
 
 
 def test_fsdp_over_tensor_parallelism(tmp_path: Path, ports: tuple[int, ...], backend: str) -> None:

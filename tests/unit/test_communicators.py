@@ -266,7 +266,7 @@ def test_torchruns_own_default_is_overridden(
     environ = {ASYNC: "1"}
     leave_errors_to_us(environ, is_in_process=True)
     assert environ == IN_PROCESS
-    assert "is 0 for recovery in process; it was 1" in caplog.text
+    assert "is 0 for in-process recovery; it was 1" in caplog.text
 
 
 def test_values_set_by_the_agent_are_overridden_without_a_warning(

@@ -72,6 +72,7 @@ class Control:
     # The network reports dead peers (``ncclCommGetAsyncError``); NVLink and shared memory do not.
     async_error: bool = False
     hang_in_build: bool = False
+    failing_aborts: int = 0  # how many of the next ones raise
     # ProcessGroupNCCL2 (torch 2.15) has no _group_start and _group_end.
     is_nccl2: bool = field(default_factory=lambda: os.environ.get("NCCL_SEMANTICS") == "2")
     calls: list[str] = field(default_factory=list)  # calls that abort or coalesce, in order
@@ -329,6 +330,9 @@ class StreamGroup(Operations):
     def abort_communicator(self) -> None:
         """``ncclCommAbort``: kernels return with or without results, and nothing is raised. It can
         hang (pytorch issue 119797)."""
+        if control.failing_aborts:
+            control.failing_aborts -= 1
+            raise dist.DistBackendError("NCCL error: the communicator could not be aborted")
         _is_aborting.set()
         while control.hang_in_abort:
             time.sleep(_LOOK_S)
