@@ -57,7 +57,7 @@ from elastic.hangs.watch import HangWatch
 from elastic.store.embedded.etcd import EmbeddedEtcd
 from elastic.testing.cluster import ClusterTimeout, LocalCluster
 from elastic.testing.node import TorchrunOptions
-from elastic.tuning.timeouts import HANG_TICK_S, LEAST_HANG_TIMEOUT_S
+from elastic.tuning.timeouts import HANG_TICK_S, MIN_HANG_TIMEOUT_S
 
 SCRIPT = Path(__file__).parent / "scripts" / "hanging.py"
 CASES = ("stopped worker", "endless loop", "skipped collective", "stopped node")
@@ -233,7 +233,7 @@ def measure_all(options: argparse.Namespace, rows: list[Row]) -> None:
     micro = 1e6
     rows.append(Row("cost per step", "worker", "us", tuple(s * micro for s in cost_of_step())))
     rows.append(Row("cost of a look", "agent", "us", tuple(s * micro for s in cost_of_look())))
-    shortest = {"hang_timeout_s": LEAST_HANG_TIMEOUT_S}
+    shortest = {"hang_timeout_s": MIN_HANG_TIMEOUT_S}
     for conf in ({}, shortest):
         subject = ", ".join(f"{k}={v:g}" for k, v in conf.items()) or "defaults"
         say(subject)

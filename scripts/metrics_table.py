@@ -16,7 +16,7 @@ import yaml
 from elastic.metrics import torchelastic
 from elastic.metrics.page import NEEDS_EXTRA
 from elastic.metrics.table import COMMON_LABELS, METRICS, Metric, MetricKind, MetricSource
-from elastic.metrics.tally import MOST_SERIES
+from elastic.metrics.tally import MAX_SERIES
 from elastic.telemetry.journal import kebab_name
 from elastic.tuning.agent_intervals import OTLP_CLOSE_S, OTLP_EXPORT_S
 from elastic.tuning.worker_intervals import STEP_TIMES_S
@@ -55,7 +55,7 @@ steps that were discarded later, and is exact.
 ## Labels
 
 Every series has `run_id` and `node`. No series has a rank or a pid: counters are sums over the
-workers of a node. A metric has at most {MOST_SERIES} series on a node; further ones are counted
+workers of a node. A metric has at most {MAX_SERIES} series on a node; further ones are counted
 as `other`. Values are printable, and have at most 100 characters.
 """
 

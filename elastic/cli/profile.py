@@ -23,15 +23,15 @@ from elastic.store.keyvalue import KeyValue
 from elastic.tuning.agent_intervals import PROFILE_LEASE_S, PROFILE_REQUEST_S
 
 _RANKS = re.compile(r"(\d{1,6})(?:-(\d{1,6}))?")
-_MOST_RANKS = 100_000
-_MOST_STEPS = 10_000
+_MAX_RANKS = 100_000
+_MAX_STEPS = 10_000
 
 
 def main(argv: Sequence[str]) -> int:
     """Run ``elastic profile ARGV``; returns the exit code."""
     args = parser().parse_args(list(argv))
-    if not 1 <= args.steps <= _MOST_STEPS:
-        raise ConfigError(f"--steps={args.steps}", hint=f"give 1 to {_MOST_STEPS}")
+    if not 1 <= args.steps <= _MAX_STEPS:
+        raise ConfigError(f"--steps={args.steps}", hint=f"give 1 to {_MAX_STEPS}")
     request = Profile(steps=args.steps, ranks=ranks_of(args.ranks))
     keys = keys_of(args)
     with job_store(args) as store:
@@ -51,7 +51,7 @@ def ranks_of(text: str) -> tuple[int, ...]:
         if match is None:
             raise ConfigError(f"--ranks={printable(text)}", hint="for example --ranks=0,4-7")
         ranks |= set(range(int(match[1]), int(match[2] or match[1]) + 1))
-    if len(ranks) > _MOST_RANKS:
+    if len(ranks) > _MAX_RANKS:
         raise ConfigError(f"--ranks={printable(text)}: {len(ranks)} ranks", hint="omit it")
     return tuple(sorted(ranks))
 

@@ -25,8 +25,8 @@ from elastic.tuning.network import Network, faster_interface, how_to_announce
 # torch's DataLoader keeps descriptors for every shared tensor; NCCL some for every peer.
 FEW_DESCRIPTORS, TOO_FEW_DESCRIPTORS = 4096, 256
 RDMA_LOCKED_BYTES = 1 << 30
-LEAST_SHM_BYTES = 64 << 20
-LEAST_MTU = 1280  # RFC 8200: IPv6's minimum for every link
+MIN_SHM_BYTES = 64 << 20
+MIN_MTU = 1280  # RFC 8200: IPv6's minimum for every link
 LITTLE_SPACE_BYTES, TOO_LITTLE_SPACE_BYTES = 10 << 30, 64 << 20
 
 
@@ -41,7 +41,7 @@ def of_shm(facts: ShmFacts | Unanswered) -> Finding:
     if facts.error:
         return failed(name, facts.error, remedy)
     measured = f"{human(facts.free_bytes)} free of {human(facts.size_bytes)}"
-    if facts.free_bytes < LEAST_SHM_BYTES and facts.size_bytes > RUNTIME_SHM_BYTES:
+    if facts.free_bytes < MIN_SHM_BYTES and facts.size_bytes > RUNTIME_SHM_BYTES:
         return failed(name, measured, "remove the files of ended jobs from /dev/shm, or enlarge it")
     if facts.size_bytes <= RUNTIME_SHM_BYTES:
         return warning(
@@ -151,7 +151,7 @@ def _of_mtu(facts: NetworkFacts) -> Finding:
     if facts.mtu is None:
         return skipped("MTU", f"{facts.interface} has none")
     measured = f"{facts.mtu} bytes ({facts.interface})"
-    if facts.mtu < LEAST_MTU:
+    if facts.mtu < MIN_MTU:
         return warning(
             "MTU", measured, f"`ip link set {facts.interface} mtu 1500`, on the switch too"
         )

@@ -20,7 +20,7 @@ from typing import Any
 
 from elastic.clock import SYSTEM_CLOCK
 from elastic.doctor import machine
-from elastic.tuning.doctor_intervals import DOCTOR_KILLED_S, DOCTOR_LEAST_WAIT_S
+from elastic.tuning.doctor_intervals import DOCTOR_KILLED_S, DOCTOR_MIN_WAIT_S
 
 _FACTS: Mapping[str, type[Any]] = {
     "shm": machine.ShmFacts,
@@ -58,7 +58,7 @@ class Probe:
 
     def result(self) -> Any:
         """The facts, or :class:`Unanswered`."""
-        left_s = max(self._ends_s - SYSTEM_CLOCK.monotonic(), DOCTOR_LEAST_WAIT_S)
+        left_s = max(self._ends_s - SYSTEM_CLOCK.monotonic(), DOCTOR_MIN_WAIT_S)
         try:
             out, err = self._process.communicate(timeout=left_s)
         except subprocess.TimeoutExpired:

@@ -16,7 +16,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-MOST_ENTRIES = 32  # per rank: a hang is at the end
+MAX_ENTRIES = 32  # per rank: a hang is at the end
 _SHOWN = 3
 # Operations whose inputs are equal on all ranks, unlike those of scatter and all_to_all.
 _ALIKE = frozenset(
@@ -51,7 +51,7 @@ def parse(dumps: Iterable[bytes], since_ns: int) -> tuple[FlightEntry, ...]:
             except (KeyError, TypeError, ValueError):
                 continue
             entries.setdefault((entry.group, entry.sequence), entry)
-    return tuple(entries.values())[-MOST_ENTRIES:]
+    return tuple(entries.values())[-MAX_ENTRIES:]
 
 
 def _entries_of(dump: bytes) -> list[dict[str, Any]]:
@@ -121,8 +121,8 @@ def _first_difference(members: Mapping[int, Mapping[int, FlightEntry]]) -> str:
 
 
 def _call(entry: FlightEntry) -> str:
-    is_alike = entry.operation in _ALIKE and entry.inputs
-    return f"{entry.operation} of {entry.inputs}" if is_alike else entry.operation
+    has_same_sizes = entry.operation in _ALIKE and entry.inputs
+    return f"{entry.operation} of {entry.inputs}" if has_same_sizes else entry.operation
 
 
 def _ranks(ranks: Sequence[int]) -> str:

@@ -40,8 +40,8 @@ _RELEVANT = re.compile(
     re.IGNORECASE,
 )
 _LOG_LINES = 5
-_MOST_CHILDREN = 64  # child processes that are inspected
-_MOST_FILES = 256  # open files that are inspected
+_MAX_CHILDREN = 64  # child processes that are inspected
+_MAX_FILES = 256  # open files that are inspected
 _ESCAPED = re.compile(r"\\([0-7]{3})")  # proc(5), mountinfo: a space is \040
 
 
@@ -97,13 +97,13 @@ def wait_channel(pid: int) -> str:
 
 def data_workers(pid: int) -> str:
     """The states of its child processes, one letter each: a DataLoader's workers, mostly."""
-    found = (process_times(child) for child in children(pid)[:_MOST_CHILDREN])
+    found = (process_times(child) for child in children(pid)[:_MAX_CHILDREN])
     return "".join(sorted(times.state for times in found if times is not None))
 
 
 def data_worker_waits(pid: int) -> str:
     """Where its child processes sleep, the rarest first: one of many may be stuck."""
-    channels = Counter(filter(None, map(wait_channel, children(pid)[:_MOST_CHILDREN])))
+    channels = Counter(filter(None, map(wait_channel, children(pid)[:_MAX_CHILDREN])))
     rarest_first = sorted(channels.items(), key=lambda of: (of[1], of[0]))
     return ", ".join(f"{count} in {channel}" for channel, count in rarest_first)
 
@@ -182,7 +182,7 @@ def _open_files(pid: int) -> Iterator[str]:
         names = os.listdir(f"/proc/{pid}/fd")
     except OSError:
         return
-    for name in names[:_MOST_FILES]:
+    for name in names[:_MAX_FILES]:
         yield _link(pid, f"fd/{name}")
 
 

@@ -24,7 +24,7 @@ from elastic.tuning.worker_intervals import STEP_SUMS_S
 
 _SMOOTHING = 10  # of collectives' durations: the newest counts a tenth
 _OLDEST_GENERATION = 2  # a full garbage collection: younger ones take microseconds
-_MOST_NOTED = 1024  # numbers
+_MAX_NOTED = 1024  # numbers
 
 # By number, so that the page holds no text. c10d's OpType (torch/csrc/distributed/c10d/Work.hpp).
 OPERATIONS = (
@@ -149,7 +149,7 @@ class PhaseRecorder:
                 self._move(self._page, phase, now_ns)
             else:
                 self._page.write(phase, now_ns)
-        if len(noted) > _MOST_NOTED:
+        if len(noted) > _MAX_NOTED:
             self._sum_up()
         return before
 
@@ -250,7 +250,8 @@ class PhaseRecorder:
         self._collective, self._is_moved = collective, True
 
     def begun(self, collective: int) -> None:
-        """The same from any thread, for the main thread that may be blocked. No sign of life."""
+        """The same from any thread, on behalf of the main thread, which may be blocked: it does not
+        count as progress."""
         self._collective = collective
         if self._page is not None:
             self._page.write_collective(collective)
@@ -287,7 +288,7 @@ class PhaseRecorder:
             self._move(page, before, now_ns)
         else:
             page.write_end_of_wait(before, now_ns, self._collective_ns)
-        if len(noted) > _MOST_NOTED:
+        if len(noted) > _MAX_NOTED:
             self._sum_up()
 
     # -- flags --------------------------------------------------------------------------------

@@ -18,13 +18,13 @@ from pathlib import Path
 from elastic.errors import ConfigError
 from elastic.hangs import flight, stacks
 from elastic.hangs.facts import Phase, RankFacts, StackGroup
-from elastic.hangs.flight import MOST_ENTRIES, FlightEntry
+from elastic.hangs.flight import MAX_ENTRIES, FlightEntry
 from elastic.hangs.verdict import Judgment
 
 # Stacks in a report, and in what all nodes of a world send for it.
-MOST_CHARACTERS = 512 << 10
-_LEAST_OF_A_NODE, _MOST_OF_A_NODE = 4 << 10, 48 << 10
-_MOST_FLIGHT_ENTRIES, _LEAST_OF_A_RANK = 2048, 4
+MAX_CHARACTERS = 512 << 10
+_MIN_PER_NODE, _MAX_PER_NODE = 4 << 10, 48 << 10
+_MAX_FLIGHT_ENTRIES, _MIN_PER_RANK = 2048, 4
 
 _UNSAFE = re.compile(r"[^A-Za-z0-9_.-]")
 
@@ -68,11 +68,11 @@ class Share:
         >>> Share.of(2, 2), Share.of(64, 512)
         (Share(characters=49152, flight_entries=32), Share(characters=8192, flight_entries=4))
         """
-        characters = MOST_CHARACTERS // max(nodes, 1)
-        entries = _MOST_FLIGHT_ENTRIES // max(ranks, 1)
+        characters = MAX_CHARACTERS // max(nodes, 1)
+        entries = _MAX_FLIGHT_ENTRIES // max(ranks, 1)
         return cls(
-            min(max(characters, _LEAST_OF_A_NODE), _MOST_OF_A_NODE),
-            min(max(entries, _LEAST_OF_A_RANK), MOST_ENTRIES),
+            min(max(characters, _MIN_PER_NODE), _MAX_PER_NODE),
+            min(max(entries, _MIN_PER_RANK), MAX_ENTRIES),
         )
 
 

@@ -22,7 +22,7 @@ from elastic.events import HangFound, HangOver
 from elastic.hangs import kernel, stacks
 from elastic.hangs.facts import RankFacts, StackGroup
 from elastic.hangs.flight import FlightEntry
-from elastic.hangs.report import MOST_CHARACTERS, HangReport, ReportFolder
+from elastic.hangs.report import MAX_CHARACTERS, HangReport, ReportFolder
 from elastic.hangs.verdict import HangAction, Judgment, judge_stopped
 from elastic.hangs.watch import HangWatch, WatchedWorker
 from elastic.telemetry.journal import EventSink
@@ -31,7 +31,7 @@ from elastic.tuning.agent_intervals import HANG_REPORT_WRITTEN_S
 
 T = TypeVar("T")
 
-_MOST = 4  # number of data workers whose stacks are taken
+_MAX_STACKS = 4  # number of data workers whose stacks are taken
 _SILENT = f"the file system did not answer within {HANG_REPORT_WRITTEN_S:g} s"
 
 
@@ -199,7 +199,7 @@ class HangResponse:
         report = replace(
             report,
             stacks=stacks.within(
-                stacks.merge([*report.stacks, *taken], report.verdict.culprits), MOST_CHARACTERS
+                stacks.merge([*report.stacks, *taken], report.verdict.culprits), MAX_CHARACTERS
             ),
             flights={**flights, **report.flights},
         )
@@ -262,12 +262,14 @@ def _data_workers(watch: HangWatch, judged: Judged) -> dict[int, dict[int, str]]
     worker = watch.worker(culprit.pid) if culprit is not None else None
     if worker is None or culprit is None:
         return {}
-    taken = {pid: stacks.take(pid, worker.stacks) for pid in kernel.children(worker.pid)[:_MOST]}
+    taken = {
+        pid: stacks.take(pid, worker.stacks) for pid in kernel.children(worker.pid)[:_MAX_STACKS]
+    }
     return {culprit.rank: {pid: text for pid, text in taken.items() if text}}
 
 
 def _grouped(by_rank: Iterable[tuple[int, str]], culprits: Sequence[int]) -> tuple[StackGroup, ...]:
-    return stacks.within(stacks.group(by_rank, culprits), MOST_CHARACTERS)
+    return stacks.within(stacks.group(by_rank, culprits), MAX_CHARACTERS)
 
 
 def _named(judged: Judged, report: HangReport) -> str:

@@ -39,7 +39,7 @@ NO_SIGNAL = 0
 # Real-time signals have no predefined meaning. glibc uses the first two; Java and profilers start
 # at the low end.
 _SIGNALS = tuple(range(signal.SIGRTMAX - 5, signal.SIGRTMAX - 13, -1))
-_MOST_BYTES = 256 << 10
+_MAX_BYTES = 256 << 10
 _CUT = "  ..."  # the end of a stack with more frames than faulthandler writes
 _MAIN = '"MainThread"'
 # Files that are not the script's: of Python, of installed packages, and of this project.
@@ -98,7 +98,7 @@ def take(
         before = os.fstat(fd).st_size
         if is_culprit:
             _have_others_written(pid, source.signum, clock)
-        others = os.pread(fd, _MOST_BYTES, before).decode(errors="replace").strip()
+        others = os.pread(fd, _MAX_BYTES, before).decode(errors="replace").strip()
         before = os.fstat(fd).st_size
         blocking = _blocking(pid, source.signum)
         _signal_thread(pid, pid, source.signum)
@@ -129,7 +129,7 @@ def _read_when_written(
         if not has_begun:
             has_begun = True
             deadline_s += STACKS_DUMPED_S
-    return os.pread(fd, _MOST_BYTES, before).decode(errors="replace")
+    return os.pread(fd, _MAX_BYTES, before).decode(errors="replace")
 
 
 def _have_others_written(pid: int, signum: int, clock: Clock) -> None:

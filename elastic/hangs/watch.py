@@ -26,7 +26,7 @@ from elastic.hangs.phases import operation_name
 from elastic.hangs.stacks import StackSource
 
 _SMOOTHING = 0.3  # of the CPU share, over about a second
-_MOST_TICKS = 2  # the most that one tick may count for
+_MAX_TICKS = 2  # the most that one tick may count for
 # The fraction of a tick. A worker that waited for a core for less time was not starved.
 _STARVED = 0.75
 _UNKNOWN_S = (0.0,) * len(Phase)
@@ -246,7 +246,7 @@ class HangWatch:
     def tick(self) -> None:
         """Check all workers once."""
         now_s = self._clock.monotonic()
-        passed_s = min(now_s - self._last_tick_s, _MOST_TICKS * self._tick_s)
+        passed_s = min(now_s - self._last_tick_s, _MAX_TICKS * self._tick_s)
         self._last_tick_s = now_s
         for worker in list(self._workers.values()):
             self._check(worker, passed_s)

@@ -13,7 +13,7 @@ from elastic.failures.verdict import is_consequence
 from elastic.membership.records import BreakageRecord, Done, FailureRecord
 
 _LINE = 160  # characters of an error
-_MOST_FAILURES = 4  # of one world: the first to fail are the most informative
+_MAX_FAILURES = 4  # of one world: the first to fail are the most informative
 _FREQUENT = 3  # breakages that began on one node, to name it
 
 
@@ -51,7 +51,7 @@ def _entry(breakage: BreakageRecord) -> list[str]:
         *(f"    {name}: left" for name in breakage.left),
         *(f"    {failure.node}: {_error(failure)}" for failure in _shown(breakage)),
     ]
-    if (more := len(breakage.failures) - _MOST_FAILURES) > 0:
+    if (more := len(breakage.failures) - _MAX_FAILURES) > 0:
         lines.append(f"    and {more} other nodes")
     verdict = breakage.verdict
     if breakage.churned:
@@ -67,7 +67,7 @@ def _entry(breakage: BreakageRecord) -> list[str]:
 def _shown(breakage: BreakageRecord) -> list[FailureRecord]:
     """Origins before consequences, each in the order in which they were reported."""
     ranked = sorted(breakage.failures, key=lambda f: is_consequence(f.text))
-    return ranked[:_MOST_FAILURES]
+    return ranked[:_MAX_FAILURES]
 
 
 def _step(breakage: BreakageRecord) -> int | None:

@@ -272,7 +272,7 @@ FROM_AGENT = (
     CountEvents,
 )
 # Maximum bytes of one message. Messages that are not listed contain a few numbers.
-_MOST_BYTES: dict[type[Any], int] = {
+_MAX_BYTES: dict[type[Any], int] = {
     CollectiveFailure: 64 << 10,
     Exiting: 64 << 10,
     FlightTrace: 64 << 10,
@@ -280,7 +280,7 @@ _MOST_BYTES: dict[type[Any], int] = {
     WorldMessage: MAX_MESSAGE,
     ReplicaMeet: 64 << 10,
 }
-_MOST_BYTES_OF_OTHERS = 4 << 10
+_DEFAULT_MAX_BYTES = 4 << 10
 _KINDS: dict[str, type[Any]] = {kind.__name__: kind for kind in typing.get_args(Message)}
 
 
@@ -297,7 +297,7 @@ def encode(message: Message) -> bytes:
 
 
 def _check_size(kind: type[Any], size_bytes: int) -> None:
-    most = _MOST_BYTES.get(kind, _MOST_BYTES_OF_OTHERS)
+    most = _MAX_BYTES.get(kind, _DEFAULT_MAX_BYTES)
     if size_bytes > most:
         raise LinkError(f"a {kind.__name__} of {size_bytes} bytes, more than {most}")
 

@@ -149,7 +149,7 @@ class ModelReplica:
                     spec,
                     _never_given_up,
                     deadline_s=deadline_s,
-                    use_torchs="nccl" in self.backend,
+                    use_tcp_store="nccl" in self.backend,
                 )
             except OSError:  # a data worker of the previous start may still hold the port
                 if SYSTEM_CLOCK.monotonic() > deadline_s:

@@ -3,7 +3,7 @@
 A scrape must be answered while another thread hangs (elastic/health/endpoints.py), so readers take
 copies, which the interpreter makes atomically; only writers take the lock. Label values can
 come from users or another version: each is sanitized and shortened, and a metric has at
-most :data:`MOST_SERIES` sets of labels on one node. Further ones are counted as ``other``.
+most :data:`MAX_SERIES` sets of labels on one node. Further ones are counted as ``other``.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 from elastic.metrics.table import ETCD_BUCKETS, Metric
 
-MOST_SERIES = 64
+MAX_SERIES = 64
 OTHER = "other"
 _LONGEST_VALUE = 100
 
@@ -81,7 +81,7 @@ class Tally:
     ) -> tuple[Metric, Labels]:
         key = metric, tuple(label_value(labels[name]) for name in metric.labels)
         if key not in known:
-            if self._series[metric] >= MOST_SERIES:
+            if self._series[metric] >= MAX_SERIES:
                 return metric, (OTHER,) * len(metric.labels)
             self._series[metric] += 1
         return key

@@ -42,7 +42,7 @@ from elastic.telemetry.log import get_logger
 from elastic.telemetry.printable import shorten
 
 GROUP = "torchelastic"
-MOST_PENDING = 1000
+MAX_PENDING = 1000
 _LONGEST_ERROR = 4000  # characters
 
 MetricValues = dict[str, int]  # by name, after `workers.ROLE.`
@@ -77,7 +77,7 @@ class TorchElasticBridge:
     def __init__(self, origin: TorchElasticOrigin, clock: Clock = SYSTEM_CLOCK) -> None:
         self._origin = origin
         self._clock = clock
-        self._pending: deque[tuple[Event, float]] = deque(maxlen=MOST_PENDING)
+        self._pending: deque[tuple[Event, float]] = deque(maxlen=MAX_PENDING)
 
     @property
     def is_configured(self) -> bool:

@@ -45,7 +45,7 @@ from elastic.secure_channel.limits import PEER_SILENCE_S
 from elastic.telemetry.journal import EventSink
 from elastic.telemetry.log import get_logger
 from elastic.tuning import timeouts
-from elastic.tuning.worker_intervals import BUILD_LEAST_S, DRAIN_S
+from elastic.tuning.worker_intervals import BUILD_MIN_S, DRAIN_S
 from elastic.world.arrival import GroupSpec, OpenStore, first_line, meet, open_store
 from elastic.world.discovery import agree_on_nonce
 from elastic.world.faults import GroupBuildFailed, Superseded, is_world_fault
@@ -182,12 +182,12 @@ class ProcessGroup:
 
     def _assemble(self, spec: GroupSpec, give_up: Callable[[], None], deadline_s: float) -> None:
         self._store = open_store(
-            spec, give_up, deadline_s=deadline_s, use_torchs="nccl" in self._backend
+            spec, give_up, deadline_s=deadline_s, use_tcp_store="nccl" in self._backend
         )
         store = self._store.client
         if spec.size > 1:
             meet(store, spec, give_up, deadline_s=deadline_s, mesh=self._mesh)
-        left_s = max(BUILD_LEAST_S, deadline_s - SYSTEM_CLOCK.monotonic())
+        left_s = max(BUILD_MIN_S, deadline_s - SYSTEM_CLOCK.monotonic())
         self._initialize(PrefixStore(spec.nonce, store), spec.rank, spec.size, left_s)
         # From here on the timeout limits the duration of a step, not the wait for absent peers.
         timeout = datetime.timedelta(seconds=timeouts.collective_of_environment(os.environ))

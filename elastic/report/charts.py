@@ -32,7 +32,7 @@ _LANE = 30
 _LABEL_ROWS = 3  # of generations above a timeline
 _LABEL_ROW = 16
 _CHARACTER = 6.8  # width of one in a label, about
-_MOST_MARKS = 80  # lines of generations in one chart
+_MAX_MARKS = 80  # lines of generations in one chart
 _LONGEST_NAME = 18
 _SMALL, _NORMAL = 11, 12
 # Between two ticks of a time axis, in seconds.
@@ -351,7 +351,7 @@ def _draw_marks(
     per_pixel = length / (WIDTH - _LEFT - _RIGHT)
     lines: list[tuple[float, float]] = []
     ends = [float("-inf")] * _LABEL_ROWS  # of the last label of each row, in pixels
-    for at, text in marks[:: max(1, -(-len(marks) // _MOST_MARKS))]:
+    for at, text in marks[:: max(1, -(-len(marks) // _MAX_MARKS))]:
         shown = printable(text, 24)
         x = at / per_pixel
         width = len(shown) * _CHARACTER

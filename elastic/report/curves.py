@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from elastic.telemetry.journal_reader import JournalRecord
 
 METRICS = "metrics"  # the event that holds them: fields step and values
-MOST_CURVES = 4
-MOST_POINTS = 600
+MAX_CURVES = 4
+MAX_POINTS = 600
 
 
 @dataclass(frozen=True)
@@ -36,8 +36,8 @@ class Curve:
 def curves_of(
     records: Iterable[JournalRecord],
     *,
-    most_curves: int = MOST_CURVES,
-    most_points: int = MOST_POINTS,
+    most_curves: int = MAX_CURVES,
+    most_points: int = MAX_POINTS,
 ) -> list[Curve]:
     """The curves from ``metrics`` events in order of time. A loss comes first."""
     found: dict[str, list[tuple[int, float]]] = defaultdict(list)

@@ -11,7 +11,7 @@ from elastic.telemetry.activities import Activity
 from elastic.telemetry.goodput import PLANNED_CAUSES, IncidentGoodput
 from elastic.telemetry.journal_reader import JournalRecord
 
-_MOST_ERRORS = 3  # of one incident
+_MAX_ERRORS = 3  # of one incident
 
 
 @dataclass(frozen=True)
@@ -105,4 +105,4 @@ def _errors(within: Sequence[JournalRecord]) -> list[tuple[str, str]]:
     died = [(r.node, r.text("reason")) for r in within if r.name == "worker-died"]
     raised = [(r.node, r.text("error")) for r in within if r.name == "world-fault"]
     known = [(node, text) for node, text in (*died, *raised) if text.strip()]
-    return list(dict.fromkeys(known))[:_MOST_ERRORS]
+    return list(dict.fromkeys(known))[:_MAX_ERRORS]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from elastic.report.curves import MOST_CURVES, MOST_POINTS, Curve, curves_of
+from elastic.report.curves import MAX_CURVES, MAX_POINTS, Curve, curves_of
 from elastic.report.incidents import IncidentReport, incident_reports
 from elastic.report.saved_checkpoints import CheckpointHistory, checkpoint_history
 from elastic.report.timeline import (
@@ -27,8 +27,8 @@ class ReportLimits:
     """Limits of the details, for runs of any length."""
 
     timeline: TimelineLimits = field(default_factory=TimelineLimits)
-    curves: int = MOST_CURVES
-    points: int = MOST_POINTS  # of each
+    curves: int = MAX_CURVES
+    points: int = MAX_POINTS  # of each
 
 
 @dataclass(frozen=True)

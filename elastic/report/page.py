@@ -1,4 +1,4 @@
-"""A run's report as one HTML file: no network, no script, at most ``MOST_BYTES`` long.
+"""A run's report as one HTML file: no network, no script, at most ``MAX_BYTES`` long.
 
 Untrusted text (names, reasons, tracebacks) is shortened, made printable and escaped. A page that
 would be too long is created again with fewer rows and shorter texts.
@@ -24,11 +24,11 @@ from elastic.telemetry.printable import duration, printable, timestamp
 if TYPE_CHECKING:
     from jinja2 import Template
 
-MOST_BYTES = 250_000
+MAX_BYTES = 250_000
 _TEMPLATES = Path(__file__).parent / "templates"
-_MOST_NAMES = 12
+_MAX_NAMES = 12
 _CURVE_ROWS = 24  # of a curve's table
-_MOST_LINES = 30  # of a traceback: its last ones
+_MAX_LINES = 30  # of a traceback: its last ones
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ def html(report: RunReport) -> str:
     page = ""
     for size in _SIZES:
         page = _template(size).render(**_context(report, charts, size))
-        if len(page.encode()) <= MOST_BYTES:
+        if len(page.encode()) <= MAX_BYTES:
             break
     return page
 
@@ -217,14 +217,14 @@ def _text(size: _Size, text: str, limit: int = 200) -> str:
 def _lines(size: _Size, text: str) -> str:
     """A traceback: its last lines, each of them printable."""
     lines = str(text).splitlines()
-    shown = [_text(size, line, 300) for line in lines[-max(3, int(_MOST_LINES * size.text)) :]]
+    shown = [_text(size, line, 300) for line in lines[-max(3, int(_MAX_LINES * size.text)) :]]
     if len(shown) < len(lines):
         shown.insert(0, f"… ({len(lines) - len(shown)} lines before)")
     return "\n".join(shown)
 
 
 def _names(size: _Size, names: Sequence[str]) -> str:
-    shown = [_text(size, name, 60) for name in names[:_MOST_NAMES]]
+    shown = [_text(size, name, 60) for name in names[:_MAX_NAMES]]
     more = len(names) - len(shown)
     return ", ".join(shown) + (f" and {more} more" if more else "")
 

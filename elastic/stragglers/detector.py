@@ -30,7 +30,7 @@ RankKey = tuple[str, int]
 _DEVIATIONS = 1.4826
 # Of the median: a smaller spread is taken for this one. Among three ranks, two of which happen to
 # be equal, any difference would be an outlier.
-_LEAST_SPREAD = 0.05
+_MIN_SPREAD = 0.05
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -140,7 +140,7 @@ def compare(ranks: Sequence[RankWindow], policy: StragglerPolicy) -> tuple[Compa
     if typical_s < _NOTHING:
         return ()
     deviations = [abs(r.own_per_sample_s - typical_s) for r in counted]
-    spread_s = max(_DEVIATIONS * _typical(deviations), _LEAST_SPREAD * typical_s)
+    spread_s = max(_DEVIATIONS * _typical(deviations), _MIN_SPREAD * typical_s)
     step_s = _typical([r.times.own_s for r in counted])
     data_s = _typical([r.data_per_sample_s for r in counted])
     compute_s = _typical([r.compute_per_sample_s for r in counted])

@@ -13,9 +13,9 @@ from collections.abc import Sequence
 
 from elastic.stragglers.facts import StepDurations, StepPart
 
-LEAST_STEPS = 8  # of a window
+MIN_STEPS = 8  # of a window
 # More steps than these add no information, and would have to be kept and sorted.
-MOST_STEPS = 1000
+MAX_STEPS = 1000
 _SLOWEST_TENTH = 10
 
 _Step = tuple[float, int, tuple[float, ...]]  # own time, samples, time by part
@@ -53,9 +53,9 @@ class StepWindows:
         if not self._window_ns:
             return
         steps = self._steps
-        if len(steps) < MOST_STEPS:
+        if len(steps) < MAX_STEPS:
             steps.append((parts_s[0] + parts_s[1], samples, tuple(parts_s)))
-        if now_ns - self._began_ns >= self._window_ns and len(steps) >= LEAST_STEPS:
+        if now_ns - self._began_ns >= self._window_ns and len(steps) >= MIN_STEPS:
             self._number += 1
             self._closed.append(summarize(steps, self._generation, self._number))
             self.restart(self._generation, now_ns)

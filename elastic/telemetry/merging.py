@@ -30,7 +30,7 @@ _TOGETHER = (
     ("job-ended", ENDED_TOGETHER_S),
 )
 _UNNAMED = ("", "none")  # torchrun's run id of a job without one is "none"
-_MOST_FOR_A_MEDIAN = 2000
+_MAX_FOR_A_MEDIAN = 2000
 _LAST_LINES = frozenset({"journal-closed", "node-parked", "job-ended", "node-leaving"})
 
 
@@ -241,7 +241,7 @@ def _together(
 
 def _median(values: Sequence[float]) -> float:
     """The median of a sample of the values: clocks are rarely set."""
-    return statistics.median(values[:: max(1, len(values) // _MOST_FOR_A_MEDIAN)])
+    return statistics.median(values[:: max(1, len(values) // _MAX_FOR_A_MEDIAN)])
 
 
 # Nodes that were lost ----------------------------------------------------------------------------

@@ -12,9 +12,7 @@ T = TypeVar("T")
 # with a limit scaled by elastic.testing.slowness.
 PATIENCE_S = 180.0
 _POLL_S = 0.01
-_MOST_BUSY = (
-    0.2  # of a core, for checks: listing checkpoints or reading a ledger takes milliseconds
-)
+_MAX_BUSY = 0.2  # of a core, for checks: listing checkpoints or reading a ledger takes milliseconds
 
 
 def eventually(
@@ -40,4 +38,4 @@ def eventually(
 
 def pause_s(check_s: float, least_s: float) -> float:
     """How long to wait between two checks of a condition that takes ``check_s`` of CPU time."""
-    return max(least_s, check_s / _MOST_BUSY - check_s)
+    return max(least_s, check_s / _MAX_BUSY - check_s)

@@ -75,14 +75,14 @@ STORE_KEEPALIVE_ANSWER_S = 3.0
 # Limit of a call's first attempt; each further one gets twice as long, within the call's limit.
 STORE_FIRST_ATTEMPT_S = 1.5
 # The shortest attempt: gRPC fails a call whose deadline has passed without sending it.
-STORE_LEAST_ATTEMPT_S = 0.05
+STORE_MIN_ATTEMPT_S = 0.05
 # A member of the cluster that does not respond in this time is not used.
 STORE_PROBE_S = 1.0
 # The longest limit for a member: each failed round doubles it, for overloaded machines.
 STORE_SLOWEST_PROBE_S = 4.0
 # The shortest limit for a member when the others need the remaining time: a handshake within one
 # network.
-STORE_LEAST_PROBE_S = 0.1
+STORE_MIN_PROBE_S = 0.1
 # A watch that is silent for longer is checked.
 STORE_SILENCE_S = 1.0
 # A read that brings a watch up to date.
@@ -132,7 +132,7 @@ REPLICA_FORMS_ON_DEVICE_S = 300.0
 NOT_READY_S = 30.0
 # The most that a pause of the node's thread counts for REPLICA_FORMS_S and NOT_READY_S: twice
 # NODE_IDLE_S. During a longer one the node was frozen.
-MOST_COUNTED_S = 2 * NODE_IDLE_S
+MAX_COUNTED_S = 2 * NODE_IDLE_S
 
 # torchrun's side -------------------------------------------------------------------------------
 

@@ -24,7 +24,7 @@ from elastic.tuning.timeouts import Timeouts
 MODES = ("in-process", "restart")
 HANG_DETECTION = ("on", "report", "off")
 STRAGGLER_ACTIONS = ("report", "exclude", "off")
-LEAST_STRAGGLER_FACTOR = 1.05  # below this, ranks on equal machines would be reported in turn
+MIN_STRAGGLER_FACTOR = 1.05  # below this, ranks on equal machines would be reported in turn
 NODE_TLS = ("node_cacert", "node_cert", "node_key")
 _TIMES = Timeouts()
 
@@ -36,7 +36,7 @@ _ORDERS = (
     ("healthy_s", "failure_window_s", 1.0),
 )
 # Lower bounds: an option, the constant that it must exceed, and the reason.
-_LEAST = (
+_MINIMA = (
     (
         "hung_after_s",
         "NODE_IDLE_S",
@@ -175,7 +175,7 @@ class AgentOptions:
             timeouts.require_below(
                 low, getattr(self, low), high, getattr(self, high), factor=factor
             )
-        for name, least, least_s, why in _LEAST:
+        for name, least, least_s, why in _MINIMA:
             if getattr(self, name) <= least_s:
                 raise ConfigError(
                     f"{name}={getattr(self, name):g} and {least}={least_s:g} are incompatible: "
@@ -239,10 +239,10 @@ class AgentOptions:
                 f"{', '.join(STRAGGLER_ACTIONS)}",
                 hint=timeouts.where_to_set("straggler_action"),
             )
-        if not LEAST_STRAGGLER_FACTOR <= self.straggler_factor < math.inf:
+        if not MIN_STRAGGLER_FACTOR <= self.straggler_factor < math.inf:
             raise ConfigError(
                 f"straggler_factor={self.straggler_factor:g} is not a number from "
-                f"{LEAST_STRAGGLER_FACTOR:g} on: it is a multiple of the others' time per sample",
+                f"{MIN_STRAGGLER_FACTOR:g} on: it is a multiple of the others' time per sample",
                 hint=timeouts.where_to_set("straggler_factor"),
             )
         if self.straggler_action == "exclude" and self.mode == "restart":

@@ -22,7 +22,7 @@ DOCTOR_END_S = 2.0
 # The ranks of one node may finish at once while those of another wait for their deadline.
 DOCTOR_EXCHANGE_MARGIN_S = 15.0
 # A result that has arrived is used even at its deadline: the shortest wait for one.
-DOCTOR_LEAST_WAIT_S = 0.01
+DOCTOR_MIN_WAIT_S = 0.01
 # How long a probe's process is waited for after its SIGKILL: one in a hung system call never ends.
 DOCTOR_KILLED_S = 0.2
 # The servers of the checks between nodes check this often whether to end.

@@ -19,7 +19,7 @@ from pathlib import Path
 # <linux/sockios.h>. Each entry is a name of 16 bytes and an address of 16, padded to 40.
 _SIOCGIFCONF, _SIOCGIFNETMASK = 0x8912, 0x891B
 _ENTRY_BYTES, _NAME_BYTES = 40, 16
-_MOST_ADDRESSES = 1024
+_MAX_ADDRESSES = 1024
 # Any port: a connected datagram socket sends nothing, it makes the kernel choose the route.
 _ANY_PORT = 9
 
@@ -166,7 +166,7 @@ def interface_towards(
 
 def _ipv4_addresses() -> list[tuple[str, str]]:
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
-        buffer = array.array("B", bytes(_ENTRY_BYTES * _MOST_ADDRESSES))
+        buffer = array.array("B", bytes(_ENTRY_BYTES * _MAX_ADDRESSES))
         where, size = buffer.buffer_info()
         filled = fcntl.ioctl(any_socket, _SIOCGIFCONF, struct.pack("iL", size, where))
     length = struct.unpack("iL", filled)[0]

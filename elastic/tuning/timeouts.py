@@ -32,7 +32,7 @@ EXIT_GRACE_S = 10.0
 ANNOUNCE_S = 1.0
 STEPS_TO_BOUNDARY = 3
 # The shortest useful checkpoint budget: an fsync on shared storage takes that long.
-LEAST_CHECKPOINT_S = 1.0
+MIN_CHECKPOINT_S = 1.0
 # Torch gives stopped workers 30 s, and waits as long again after SIGKILL
 # (elastic/multiprocessing/api.py, 2.11 to 2.15); its main thread does nothing else in the meantime,
 # but is not hung.
@@ -49,7 +49,7 @@ HANG_TICK_S = 0.2
 # A worker in state T counts as stopped after this, or half of hang_timeout_s if that is less.
 STOP_GRACE_S = 1.0
 # With a shorter timeout, a rank that waits for a core on a busy machine would be considered hung.
-LEAST_HANG_TIMEOUT_S = 0.5
+MIN_HANG_TIMEOUT_S = 0.5
 # The variable that passes peer_silence_s to workers.
 PEER_SILENCE = "ELASTIC_PEER_SILENCE_S"
 _LEASES_TO_TAKEOVER = 4.0
@@ -121,9 +121,9 @@ class Timeouts:
         require_below("last_call_s", self.last_call_s, "join_timeout_s", self.join_timeout_s)
         require_below("join_window_s", self.join_window_s, "join_timeout_s", self.join_timeout_s)
         _require_order_of_leaving(self)
-        if self.hang_timeout_s < LEAST_HANG_TIMEOUT_S:
+        if self.hang_timeout_s < MIN_HANG_TIMEOUT_S:
             raise ConfigError(
-                f"hang_timeout_s={self.hang_timeout_s:g} is below {LEAST_HANG_TIMEOUT_S:g}: a rank "
+                f"hang_timeout_s={self.hang_timeout_s:g} is below {MIN_HANG_TIMEOUT_S:g}: a rank "
                 "that only waits for a core would be considered hung",
                 hint=where_to_set("hang_timeout_s"),
             )
@@ -168,8 +168,8 @@ def for_pod(termination_grace_s: float, *, step_time_s: float = 1.0) -> Timeouts
         math.floor(termination_grace_s - EXIT_GRACE_S)
     )  # torchrun takes whole seconds
     checkpoint_s = shutdown_s - boundary_s(step_time_s)
-    if checkpoint_s < LEAST_CHECKPOINT_S:
-        least = grace_for(LEAST_CHECKPOINT_S, step_time_s=step_time_s)
+    if checkpoint_s < MIN_CHECKPOINT_S:
+        least = grace_for(MIN_CHECKPOINT_S, step_time_s=step_time_s)
         raise ConfigError(
             f"termination_grace_s={termination_grace_s:g} leaves no time for a checkpoint: with "
             f"step_time_s={step_time_s:g} the workers need {boundary_s(step_time_s):g} s to leave "

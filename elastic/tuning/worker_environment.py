@@ -32,8 +32,8 @@ _DEBUG = "TORCH_DISTRIBUTED_DEBUG"
 _PREFIXES = ("NCCL_", "TORCH_NCCL_", "TORCH_FR_", "GLOO_", "TORCH_GLOO_", "TORCH_INCLUDE_", _DEBUG)
 # torch's own spelling (c10d/Utils.hpp, getCvarBool).
 _ON = frozenset({"y", "yes", "1", "t", "true"})
-_IB_RETRIES_AT_MOST, _IB_TIMEOUT_AT_MOST = 7, 31  # fields of three and five bits
-_MOST_SOCKETS = 64  # per connection: NCCL src/transport/net_socket.cc, MAX_SOCKETS
+_IB_MAX_RETRIES, _IB_MAX_TIMEOUT = 7, 31  # fields of three and five bits
+_MAX_SOCKETS = 64  # per connection: NCCL src/transport/net_socket.cc, MAX_SOCKETS
 
 # Names that old guides recommend, and their effect today (torch 2.11 to 2.15, NCCL 2.28 to 2.30:
 # their sources, and the strings of their libraries).
@@ -319,10 +319,10 @@ def _warnings(given: Mapping[str, Given], *, is_in_process: bool) -> Iterable[st
                 yield f"{name}={given[name].value}, and mode=in-process: {why}"
     sockets = [_number(given.get(n)) for n in ("NCCL_SOCKET_NTHREADS", "NCCL_NSOCKS_PERTHREAD")]
     threads, per_thread = sockets
-    if threads is not None and per_thread is not None and threads * per_thread > _MOST_SOCKETS:
+    if threads is not None and per_thread is not None and threads * per_thread > _MAX_SOCKETS:
         yield (
             f"NCCL_SOCKET_NTHREADS={threads} and NCCL_NSOCKS_PERTHREAD={per_thread}: their product "
-            f"is above {_MOST_SOCKETS}, and NCCL lowers it. Lower one of the two"
+            f"is above {_MAX_SOCKETS}, and NCCL lowers it. Lower one of the two"
         )
 
 
@@ -361,32 +361,32 @@ _UNSAFE: tuple[tuple[str, Callable[[str], bool], str], ...] = (
     ("TORCH_FR_BUFFER_SIZE", _is_at_most(0), _NO_RECORDER),
     (
         "NCCL_IB_RETRY_CNT",
-        _is_above(_IB_RETRIES_AT_MOST),
-        f"the field has three bits: set {_IB_RETRIES_AT_MOST} at most",
+        _is_above(_IB_MAX_RETRIES),
+        f"the field has three bits: set {_IB_MAX_RETRIES} at most",
     ),
     (
         "NCCL_IB_TIMEOUT",
-        _is_above(_IB_TIMEOUT_AT_MOST),
-        f"the field has five bits: set {_IB_TIMEOUT_AT_MOST} at most (22 is 17 s for each try)",
+        _is_above(_IB_MAX_TIMEOUT),
+        f"the field has five bits: set {_IB_MAX_TIMEOUT} at most (22 is 17 s for each try)",
     ),
 )
 _UNSAFE_IN_PROCESS: tuple[tuple[str, Callable[[str], bool], str], ...] = (
     (
         profiles.ERROR_HANDLING,
         lambda value: value != "0",
-        "it ends the survivors of a dead peer. Workers override it; remove it",
+        "when a peer dies, it ends the surviving processes. Workers override it; remove it",
     ),
     (
         "TORCH_NCCL_DESYNC_DEBUG",
         is_on,
-        f"it turns on {profiles.ERROR_HANDLING}, which ends the survivors of a dead peer. Workers "
-        "override it; remove it",
+        f"it turns on {profiles.ERROR_HANDLING}, which ends the surviving processes when a peer "
+        "dies. Workers override it; remove it",
     ),
     (
         _DEBUG,
         lambda value: value.upper() == "DETAIL",
-        f"it turns on {profiles.ERROR_HANDLING}, which ends the survivors of a dead peer, and "
-        "cannot be undone. Use INFO, or remove it",
+        f"it turns on {profiles.ERROR_HANDLING}, which ends the surviving processes when a peer "
+        "dies, and cannot be undone. Use INFO, or remove it",
     ),
     (
         profiles.DUMP_ON_TIMEOUT,

@@ -125,7 +125,7 @@ OWN_CONNECT_S = 1.0
 BUILD_LOOK_S = 0.25
 # The shortest limit of a part of a build: torch treats a timeout of zero as unlimited, and
 # live peers respond in milliseconds.
-BUILD_LEAST_S = 1.0
+BUILD_MIN_S = 1.0
 # After its limit a build ends and reports which rank is missing, unless it hangs.
 BUILD_GRACE_S = 0.5
 # This long after the limit of an abort, a timer without Python ends the process if the deadline in

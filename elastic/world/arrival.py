@@ -34,7 +34,7 @@ from elastic.secure_channel.limits import PEER_SILENCE_S
 from elastic.secure_channel.tls import Tls, TlsFiles
 from elastic.telemetry.log import get_logger
 from elastic.tuning.worker_intervals import (
-    BUILD_LEAST_S,
+    BUILD_MIN_S,
     FIRST_LOOK_S,
     SLOWEST_LOOK_S,
     STORE_HOST_PROBE_S,
@@ -102,7 +102,7 @@ def open_store(
     give_up: GiveUp,
     *,
     deadline_s: float,
-    use_torchs: bool,
+    use_tcp_store: bool,
     clock: Clock = SYSTEM_CLOCK,
 ) -> OpenStore:
     """Connect to the world's store; rank 0 also hosts it.
@@ -114,17 +114,17 @@ def open_store(
     if spec.size == 1:
         return OpenStore(HashStore())
     backoff = _Backoff(deadline_s, clock)
-    server = _serve(spec, backoff, use_torchs=use_torchs) if spec.rank == 0 else None
+    server = _serve(spec, backoff, use_tcp_store=use_tcp_store) if spec.rank == 0 else None
     try:
-        return OpenStore(_join(spec, give_up, backoff, use_torchs=use_torchs), server)
+        return OpenStore(_join(spec, give_up, backoff, use_tcp_store=use_tcp_store), server)
     except BaseException:
         if isinstance(server, StoreServer):
             server.close()
         raise
 
 
-def _serve(spec: GroupSpec, backoff: _Backoff, *, use_torchs: bool) -> StoreServer | Store:
-    if use_torchs:
+def _serve(spec: GroupSpec, backoff: _Backoff, *, use_tcp_store: bool) -> StoreServer | Store:
+    if use_tcp_store:
         return _tcp_store(spec, backoff, is_server=True)
     return StoreServer(
         spec.store_port,
@@ -136,12 +136,12 @@ def _serve(spec: GroupSpec, backoff: _Backoff, *, use_torchs: bool) -> StoreServ
     )
 
 
-def _join(spec: GroupSpec, give_up: GiveUp, backoff: _Backoff, *, use_torchs: bool) -> Store:
+def _join(spec: GroupSpec, give_up: GiveUp, backoff: _Backoff, *, use_tcp_store: bool) -> Store:
     """Connect as soon as rank 0 listens."""
     while True:
         give_up()
         try:
-            if use_torchs:
+            if use_tcp_store:
                 # Wait for the port here, not in TCPStore's constructor.
                 address = spec.store_host, spec.store_port
                 socket.create_connection(address, timeout=STORE_HOST_PROBE_S).close()
@@ -152,7 +152,7 @@ def _join(spec: GroupSpec, give_up: GiveUp, backoff: _Backoff, *, use_torchs: bo
                 nonce=spec.nonce,
                 key=spec.store_key,
                 tls=_tls_of(spec),
-                timeout_s=max(BUILD_LEAST_S, backoff.left_s),
+                timeout_s=max(BUILD_MIN_S, backoff.left_s),
                 give_up=give_up,
                 silence_s=spec.silence_s,
             )
@@ -189,7 +189,7 @@ def _tcp_store(spec: GroupSpec, backoff: _Backoff, *, is_server: bool) -> Store:
         spec.store_port,
         spec.size,
         is_server,
-        timeout=datetime.timedelta(seconds=max(BUILD_LEAST_S, backoff.left_s)),
+        timeout=datetime.timedelta(seconds=max(BUILD_MIN_S, backoff.left_s)),
         wait_for_workers=False,
     )
 

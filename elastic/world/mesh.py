@@ -124,11 +124,11 @@ class ReplicaMesh:
             return None
         return frozenset(self.dims[i][0] for i in along)
 
-    def first_alike(self, position: int, sharded: Collection[str]) -> int:
+    def first_holder(self, position: int, sharded: Collection[str]) -> int:
         """The first rank that holds the same part as the one at ``position``, where ``sharded``
         names the dimensions that split it.
 
-        >>> ReplicaMesh((("shard", 2), ("tp", 2))).first_alike(3, {"shard"})
+        >>> ReplicaMesh((("shard", 2), ("tp", 2))).first_holder(3, {"shard"})
         2
         """
         found = 0

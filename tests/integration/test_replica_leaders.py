@@ -22,7 +22,7 @@ from elastic.health.endpoints import readiness
 from elastic.membership.records import Node, NodeState, WorldRecord, WorldState, decode
 from elastic.testing.doubles.memory_store import MemoryServer, MemoryStore
 
-PER_REPLICA, MOST = 2, 6
+PER_REPLICA, MAX_NODES = 2, 6
 WHY = "1 of 2 nodes of a replica"
 SPLIT = replace(OPTIONS, replica_size=PER_REPLICA)
 DEADLINE_S = 60.0
@@ -93,7 +93,7 @@ class Job:
 
     def settled(self) -> WorldRecord | None:
         world, here = self.world(), {node.id: node for node in self.here}
-        whole = min(len(here) - len(here) % PER_REPLICA, MOST)
+        whole = min(len(here) - len(here) % PER_REPLICA, MAX_NODES)
         if world is None or world.state is not WorldState.ACTIVE or len(world.members) != whole:
             return None
         inside = [here.get(i) for i in world.node_ids]
@@ -115,7 +115,7 @@ def job() -> Iterator[Job]:
     server, nodes = MemoryServer(), list[ReplicaNode]()
 
     def start() -> ReplicaNode:
-        nodes.append(ReplicaNode(server, max_nodes=MOST, options=SPLIT))
+        nodes.append(ReplicaNode(server, max_nodes=MAX_NODES, options=SPLIT))
         nodes[-1].status.change_node(lambda node: replace(node, replica_size=PER_REPLICA))
         nodes[-1].arrive()
         return nodes[-1]
@@ -171,7 +171,7 @@ def test_a_waiting_node_reports_the_reason_in_its_log_and_probes(job: Job) -> No
 def test_a_node_with_another_replica_size_is_refused_without_side_effects(job: Job) -> None:
     job.add(2)
     world = job.settle()
-    other = ReplicaNode(job.server, max_nodes=MOST, options=OPTIONS)
+    other = ReplicaNode(job.server, max_nodes=MAX_NODES, options=OPTIONS)
     try:
         with pytest.raises(NodeRefused, match="replica_size=1, the job runs with replica_size=2"):
             other.arrive()

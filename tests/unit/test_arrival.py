@@ -78,7 +78,7 @@ def three_stores(port: int) -> Iterator[list[Store]]:
         stores: list[OpenStore] = []
         for rank in range(3):
             given = spec(rank, 3, port)
-            stores.append(open_store(given, never, deadline_s=by_s, use_torchs=False))
+            stores.append(open_store(given, never, deadline_s=by_s, use_tcp_store=False))
             opened.callback(stores[-1].close)
         yield [store.client for store in stores]
 

@@ -14,7 +14,7 @@ from membership_nodes import node, world
 
 from elastic.cli import dashboard
 from elastic.cli.dashboard.feed.charts import LARGEST, charts_of, without_styles
-from elastic.cli.dashboard.feed.event_log import MOST_EVENTS, EventLog, text_of
+from elastic.cli.dashboard.feed.event_log import MAX_EVENTS, EventLog, text_of
 from elastic.cli.dashboard.feed.snapshot import JobSnapshot, Outage, RunCharts
 from elastic.cli.dashboard.page import PageTemplate, age_text, lasting, sections_of, text
 from elastic.cli.dashboard.publisher import Rendering, page_changes, render
@@ -151,7 +151,7 @@ def test_untrusted_texts_are_escaped_and_truncated() -> None:
     log.add_records(
         [
             record("node-lost", lost=HOSTILE, reason=HOSTILE, node=HOSTILE, generation=10**18)
-            for _ in range(MOST_EVENTS + 10)
+            for _ in range(MAX_EVENTS + 10)
         ]
     )
     snapshot = JobSnapshot(

@@ -14,7 +14,7 @@ from torch.distributed import HashStore  # type: ignore[attr-defined]
 
 from elastic import torch_private
 from elastic.clock import SYSTEM_CLOCK
-from elastic.hangs.flight import MOST_ENTRIES, FlightEntry, compare, describe, parse
+from elastic.hangs.flight import MAX_ENTRIES, FlightEntry, compare, describe, parse
 from elastic.link.protocol import FlightTrace, decode, encode
 from elastic.testing.doubles.manual_clock import ManualClock
 from elastic.testing.waiting import eventually
@@ -103,8 +103,8 @@ def test_coalesced_operations_share_a_number_unlike_two_backends() -> None:
 
 
 def test_only_the_last_entries_are_kept() -> None:
-    parsed = flight(*(raw(n) for n in range(1, 3 * MOST_ENTRIES)))
-    assert (len(parsed), parsed[-1].sequence) == (MOST_ENTRIES, 3 * MOST_ENTRIES - 1)
+    parsed = flight(*(raw(n) for n in range(1, 3 * MAX_ENTRIES)))
+    assert (len(parsed), parsed[-1].sequence) == (MAX_ENTRIES, 3 * MAX_ENTRIES - 1)
 
 
 @pytest.mark.parametrize(
@@ -174,7 +174,7 @@ def test_a_full_trace_fits_into_a_message() -> None:
         FlightEntry(
             group="g" * 60, sequence=10**9, operation="o" * 40, inputs="i" * 80, is_over=True
         )
-        for _ in range(MOST_ENTRIES)
+        for _ in range(MAX_ENTRIES)
     )
     trace = FlightTrace(generation=3, entries=long)
     assert decode(encode(trace)) == trace

@@ -19,7 +19,7 @@ from elastic.hangs import stacks
 from elastic.hangs.budgets import BudgetPolicy
 from elastic.hangs.facts import StackGroup
 from elastic.hangs.flight import FlightEntry
-from elastic.hangs.report import MOST_CHARACTERS, HangReport, ReportFolder, Share, render
+from elastic.hangs.report import MAX_CHARACTERS, HangReport, ReportFolder, Share, render
 from elastic.hangs.response import HangResponse, Judged
 from elastic.hangs.verdict import HangAction, HangConfidence, HangKind, Judgment
 from elastic.hangs.watch import HangWatch, Supervised
@@ -106,8 +106,8 @@ def test_the_size_of_sent_stacks_is_bounded_for_any_world_size() -> None:
             assert decode(HangStacks, "key", encode(record)) == record
             total += sum(len(one.text) for one in own)
             everything += own if nodes == NODES else ()
-        assert total <= MOST_CHARACTERS
-    merged = stacks.within(stacks.merge(everything), MOST_CHARACTERS)
+        assert total <= MAX_CHARACTERS
+    merged = stacks.within(stacks.merge(everything), MAX_CHARACTERS)
     assert len(merged) == len(RANKS)
 
 

@@ -47,7 +47,7 @@ from elastic.metrics.counting import NodeMetrics
 from elastic.metrics.page import render
 from elastic.metrics.readings import NodeReadings
 from elastic.metrics.table import COMMON_LABELS, METRICS, MetricKind
-from elastic.metrics.tally import MOST_SERIES, OTHER, Tally
+from elastic.metrics.tally import MAX_SERIES, OTHER, Tally
 from elastic.node.status import NodeStatus, WorldEntry
 from elastic.testing.doubles.manual_clock import ManualClock
 
@@ -430,13 +430,13 @@ def test_hostile_names_are_escaped_and_shortened() -> None:
 
 def test_a_metric_has_a_bounded_number_of_series() -> None:
     tally = Tally()
-    for number in range(10 * MOST_SERIES):
+    for number in range(10 * MAX_SERIES):
         tally.add(table.FAILURE_RULES, rule=f"rule-{number}")
         tally.observe(table.ETCD_REQUESTS, 1.0, operation=f"operation-{number}")
     counts = tally.counts()
-    assert len(counts) == MOST_SERIES + 1
-    assert counts[table.FAILURE_RULES, (OTHER,)] == 9 * MOST_SERIES
-    assert len(tally.distributions()) == MOST_SERIES + 1
+    assert len(counts) == MAX_SERIES + 1
+    assert counts[table.FAILURE_RULES, (OTHER,)] == 9 * MAX_SERIES
+    assert len(tally.distributions()) == MAX_SERIES + 1
 
 
 @pytest.mark.parametrize("amount", [float("nan"), float("inf"), -1.0])

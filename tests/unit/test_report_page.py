@@ -15,7 +15,7 @@ from made_up_run import MadeUpProcess, write_run
 
 from elastic.cli.main import main
 from elastic.report.model import RunReport, report_of
-from elastic.report.page import MOST_BYTES, html
+from elastic.report.page import MAX_BYTES, html
 from elastic.telemetry.journal_reader import read_folder
 from elastic.telemetry.merging import merge
 
@@ -174,7 +174,7 @@ def test_hostile_text_is_escaped_and_truncated(tmp_path: Path) -> None:
         error=HOSTILE[:900_000],
     )
     source = html(report_in(tmp_path))
-    assert len(source.encode()) <= MOST_BYTES
+    assert len(source.encode()) <= MAX_BYTES
     shown = Page(source)
     assert {tag for tag, _ in shown.elements} & {"script", "img"} == set()
     assert "<script>alert(1)</script>" in shown.text, "shown, not run"
@@ -255,7 +255,7 @@ def test_the_page_of_a_large_run_stays_small(tmp_path: Path) -> None:
     report = report_in(tmp_path)
     assert (len(report.incidents), len(report.curves)) == (119, 4)
     source = html(report)
-    assert len(source.encode()) <= MOST_BYTES
+    assert len(source.encode()) <= MAX_BYTES
     shown = Page(source)
     assert "more incidents are omitted" in shown.text
     assert 8 <= report.timeline.hidden_nodes < 40, "some of the 40 have a lane"

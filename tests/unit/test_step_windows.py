@@ -14,10 +14,10 @@ from elastic.hangs.budgets import FIRST_STEPS
 from elastic.hangs.facts import Phase
 from elastic.hangs.phases import PhaseRecorder
 from elastic.stragglers.facts import StepDurations, StepPart
-from elastic.stragglers.windows import LEAST_STEPS, MOST_STEPS, StepWindows
+from elastic.stragglers.windows import MIN_STEPS, MAX_STEPS, StepWindows
 
 STEPS = 3000
-MOST_PER_STEP_S = 5e-6
+MAX_PER_STEP_S = 5e-6
 CALLS_S = 5e-6  # a hundred Python function calls, on a 2024 core
 S = 1_000_000_000  # ns
 SHORTEST_S = 1e-9  # of a window: as soon as it has its steps
@@ -30,7 +30,7 @@ def parts(data_s: float = 0.0, compute_s: float = 0.0, script_s: float = 0.0) ->
 def test_nothing_is_measured_before_measure_is_called() -> None:
     windows = StepWindows()
     windows.restart(1, 0)
-    for step in range(2 * LEAST_STEPS):
+    for step in range(2 * MIN_STEPS):
         windows.add(parts(1.0), 8, step * S)
     assert windows.take() is None
 
@@ -39,16 +39,16 @@ def test_a_window_has_a_minimum_duration_and_number_of_steps() -> None:
     windows = StepWindows()
     windows.measure(4.0)
     windows.restart(7, 0)
-    for step in range(1, LEAST_STEPS):
+    for step in range(1, MIN_STEPS):
         windows.add(parts(0.25, 0.5), 8, step * S)
     assert windows.take() is None, "long enough, and too few steps"
-    windows.add(parts(0.25, 0.5), 8, LEAST_STEPS * S)
+    windows.add(parts(0.25, 0.5), 8, MIN_STEPS * S)
     times = windows.take()
     assert times == StepDurations(
         generation=7,
         window=1,
-        steps=LEAST_STEPS - 1,
-        samples=8 * (LEAST_STEPS - 1),
+        steps=MIN_STEPS - 1,
+        samples=8 * (MIN_STEPS - 1),
         data_s=0.25,
         compute_s=0.5,
         collective_s=0.0,
@@ -56,10 +56,10 @@ def test_a_window_has_a_minimum_duration_and_number_of_steps() -> None:
         script_s=0.0,
     )
     assert windows.take() is None, "once"
-    for step in range(LEAST_STEPS):
-        windows.add(parts(0.25, 0.5), 8, int((LEAST_STEPS + step / 10) * S))
+    for step in range(MIN_STEPS):
+        windows.add(parts(0.25, 0.5), 8, int((MIN_STEPS + step / 10) * S))
     assert windows.take() is None, "steps enough, and too short"
-    windows.add(parts(0.25, 0.5), 8, (LEAST_STEPS + 4) * S)
+    windows.add(parts(0.25, 0.5), 8, (MIN_STEPS + 4) * S)
     times = windows.take()
     assert times is not None
     assert times.window == 2
@@ -83,10 +83,10 @@ def test_a_new_world_begins_a_new_window() -> None:
     windows = StepWindows()
     windows.measure(1.0)
     windows.restart(1, 0)
-    for _ in range(LEAST_STEPS):
+    for _ in range(MIN_STEPS):
         windows.add(parts(9.0), 8, 0)
     windows.restart(2, 0)
-    for _ in range(LEAST_STEPS):
+    for _ in range(MIN_STEPS):
         windows.add(parts(1.0), 8, 2 * S)
     times = windows.take()
     assert times is not None
@@ -97,12 +97,12 @@ def test_a_window_keeps_a_limited_number_of_steps() -> None:
     windows = StepWindows()
     windows.measure(1.0)
     windows.restart(1, 0)
-    for _ in range(3 * MOST_STEPS):
+    for _ in range(3 * MAX_STEPS):
         windows.add(parts(1.0), 8, 0)
     windows.add(parts(1.0), 8, 2 * S)
     times = windows.take()
     assert times is not None
-    assert times.steps == MOST_STEPS - MOST_STEPS // 10
+    assert times.steps == MAX_STEPS - MAX_STEPS // 10
 
 
 @pytest.fixture
@@ -193,7 +193,7 @@ def test_phases_map_to_the_parts_of_a_step(
 ) -> None:
     windows.measure(SHORTEST_S)
     train(recorder, clock, FIRST_STEPS)
-    train(recorder, clock, LEAST_STEPS + 1)
+    train(recorder, clock, MIN_STEPS + 1)
     times = taken(windows)
     assert (times.generation, times.samples) == (3, 8 * times.steps)
     assert of_parts(times) == {
@@ -210,12 +210,12 @@ def test_the_first_steps_of_a_world_are_not_counted(
 ) -> None:
     windows.measure(SHORTEST_S)
     train(recorder, clock, FIRST_STEPS, data_s=1000.0)
-    train(recorder, clock, LEAST_STEPS + 1)
+    train(recorder, clock, MIN_STEPS + 1)
     assert taken(windows).data_s < 2
     recorder.enter_generation(4)
     recorder.begin_world(1)
     train(recorder, clock, FIRST_STEPS, data_s=1000.0)
-    train(recorder, clock, LEAST_STEPS + 1)
+    train(recorder, clock, MIN_STEPS + 1)
     times = taken(windows)
     assert times.generation == 4
     assert times.data_s < 2
@@ -225,7 +225,7 @@ def test_waits_for_the_scripts_own_loader_count_as_data_time(
     recorder: PhaseRecorder, clock: Clock, windows: StepWindows
 ) -> None:
     windows.measure(SHORTEST_S)
-    train(recorder, clock, FIRST_STEPS + LEAST_STEPS + 1, samples=0)
+    train(recorder, clock, FIRST_STEPS + MIN_STEPS + 1, samples=0)
     times = taken(windows)
     assert times.samples == 0
     assert of_parts(times)[StepPart.DATA] == 1 + 32
@@ -243,7 +243,7 @@ def test_a_loader_in_another_thread_is_not_counted(
     thread = threading.Thread(target=other)
     thread.start()
     thread.join()
-    train(recorder, clock, FIRST_STEPS + LEAST_STEPS + 1)
+    train(recorder, clock, FIRST_STEPS + MIN_STEPS + 1)
     assert of_parts(taken(windows))[StepPart.DATA] == 1
 
 
@@ -262,7 +262,7 @@ def test_measuring_a_step_costs_microseconds(windows: StepWindows) -> None:
     slowness = max(1.0, min(_timed(_call_100_times) for _ in range(20)) / CALLS_S)
     best_s = min(_timed(step) for _ in range(10))
     assert windows.take() is not None, "windows have ended"
-    assert best_s < MOST_PER_STEP_S * slowness, f"{best_s * 1e6:.1f} us"
+    assert best_s < MAX_PER_STEP_S * slowness, f"{best_s * 1e6:.1f} us"
 
 
 def _timed(step: Callable[[int], None]) -> float:

@@ -27,7 +27,7 @@ from elastic.events import (
 )
 from elastic.metrics import torchelastic
 from elastic.metrics.counting import NodeMetrics
-from elastic.metrics.torchelastic import MOST_PENDING, TorchElasticBridge, TorchElasticOrigin
+from elastic.metrics.torchelastic import MAX_PENDING, TorchElasticBridge, TorchElasticOrigin
 from elastic.telemetry.log import LOGGER_NAME
 from elastic.testing.doubles.manual_clock import ManualClock
 
@@ -227,8 +227,8 @@ def test_a_handler_that_raises_loses_only_one_event(
 
 def test_the_queue_of_an_agent_that_does_not_poll_is_bounded(put: Put) -> None:
     made = bridge()
-    for generation in range(MOST_PENDING + 10):
+    for generation in range(MAX_PENDING + 10):
         made.on_event(replace(ENTERED, generation=generation))
     made.flush()
-    assert len(put.seen) == 2 * MOST_PENDING
-    assert put.seen[-2].value == MOST_PENDING + 9, "the oldest are left out"
+    assert len(put.seen) == 2 * MAX_PENDING
+    assert put.seen[-2].value == MAX_PENDING + 9, "the oldest are left out"

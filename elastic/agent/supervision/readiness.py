@@ -18,7 +18,7 @@ from elastic.events import WorkersNotReady
 from elastic.link.server import LinkServer, Worker
 from elastic.membership.records import NodeState
 from elastic.node.context import NodeContext
-from elastic.tuning.agent_intervals import MOST_COUNTED_S, NOT_READY_S
+from elastic.tuning.agent_intervals import MAX_COUNTED_S, NOT_READY_S
 
 
 class Readiness:
@@ -39,7 +39,7 @@ class Readiness:
         as a short one.
         """
         now_s = self._at.clock.monotonic()
-        passed_s = min(now_s - self._checked_s, MOST_COUNTED_S)
+        passed_s = min(now_s - self._checked_s, MAX_COUNTED_S)
         self._checked_s = now_s
         self._end_meetings(passed_s)
         self._report(passed_s)

@@ -40,7 +40,7 @@ class WorkerFailed:
 # This many replacements per worker of a node may die before all workers are ready. After that,
 # torchrun restarts all workers and counts the restart: workers that the kernel kills at each start
 # are not replaced endlessly.
-MOST_REPLACED_STARTS = 3
+MAX_REPLACED_STARTS = 3
 
 
 class WorkerDeaths:
@@ -173,7 +173,7 @@ class WorkerDeaths:
         status = self._at.status
         if death.signal in (None, signal.SIGTERM) or not status.to_replace:
             return False
-        is_rare = len(status.to_replace) < MOST_REPLACED_STARTS * status.node.nproc
+        is_rare = len(status.to_replace) < MAX_REPLACED_STARTS * status.node.nproc
         return is_rare and self._can_be_replaced({worker.pid, *(w.pid for w in siblings)})
 
     def _end_replica(self, dead: Worker, siblings: tuple[Worker, ...]) -> None:

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from elastic.errors import ConfigError
 
-LEAST_TOKEN = 16  # characters
+MIN_TOKEN = 16  # characters
 LOOPBACK_NAMES = frozenset({"localhost", "127.0.0.1", "::1"})
 # kubelet and load balancers have no token; the check reveals only whether the server is alive.
 OPEN_PATHS = frozenset({"/healthz"})
@@ -124,9 +124,9 @@ def read_token(path: str) -> str:
 
 def checked_token(token: str, place: str) -> str:
     """The token. Raises ConfigError if it is too short, or no header can hold it."""
-    if len(token) < LEAST_TOKEN or not token.isascii() or not token.isprintable() or " " in token:
+    if len(token) < MIN_TOKEN or not token.isascii() or not token.isprintable() or " " in token:
         raise ConfigError(
-            f"{place}: a token has at least {LEAST_TOKEN} printable ASCII characters and no spaces",
+            f"{place}: a token has at least {MIN_TOKEN} printable ASCII characters and no spaces",
             hint="head -c 24 /dev/urandom | base64 > token",
         )
     return token

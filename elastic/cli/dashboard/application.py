@@ -14,7 +14,7 @@ from starlette.types import ASGIApp
 from elastic.cli.dashboard.access import AccessPolicy
 from elastic.cli.dashboard.prometheus_page import exposition
 from elastic.cli.dashboard.publisher import (
-    MOST_STREAMS,
+    MAX_STREAMS,
     Following,
     Publisher,
     api_changes,
@@ -91,9 +91,9 @@ class _Pages:
         return Response(data, headers={"Content-Type": content_type})
 
     def _stream(self, following: Following) -> Response:
-        if self._publisher.streams >= MOST_STREAMS:
+        if self._publisher.streams >= MAX_STREAMS:
             return PlainTextResponse(
-                f"{MOST_STREAMS} pages are open already\n",
+                f"{MAX_STREAMS} pages are open already\n",
                 status_code=503,
                 headers={"Retry-After": "10"},
             )

@@ -21,9 +21,9 @@ from elastic.cli.observe.sentence import incident, sentence
 from elastic.cli.observe.status import ranks_of
 from elastic.membership.records import BreakageRecord, Node
 
-MOST_NODES = 100  # rows; a page is 250 kB at most
-_MOST_EVENTS = 50
-_MOST_INCIDENTS = 10
+MAX_NODES = 100  # rows; a page is 250 kB at most
+_MAX_EVENTS = 50
+_MAX_INCIDENTS = 10
 _TEMPLATE = Path(__file__).with_name("page.html")
 _AGE = re.compile(r"(<time [^>]*>)[^<]*")
 _CELL = re.compile(r'(<td id="[^>]*>).*?(?=</td>)')
@@ -180,9 +180,9 @@ def _nodes(view: JobView, now_s: float) -> str:
     if not nodes:
         return "<p>No node is alive.</p>"
     heads = ["Node", "Ranks", "State", "*Generation", "*Step", "Heartbeat", "Joined", "*Address"]
-    shown = enumerate(nodes[:MOST_NODES])
+    shown = enumerate(nodes[:MAX_NODES])
     rows = "".join(_node(view, node, row, now_s) for row, node in shown)
-    more = len(nodes) - MOST_NODES
+    more = len(nodes) - MAX_NODES
     rest = f"<p>And {more} more: elastic status -o wide.</p>" if more > 0 else ""
     return _table("Nodes", heads, rows) + rest
 
@@ -204,7 +204,7 @@ def _node(view: JobView, node: Node, row: int, now_s: float) -> str:
 def _cells(view: JobView, now_s: float) -> dict[str, str]:
     """The cells of the node rows that change every few seconds."""
     found = {}
-    for row, node in enumerate([*view.members, *view.joining][:MOST_NODES]):
+    for row, node in enumerate([*view.members, *view.joining][:MAX_NODES]):
         found[f"step-{row}"], found[f"heartbeat-{row}"] = _step_and_heartbeat(view, node, now_s)
     return found
 
@@ -223,7 +223,7 @@ def _incidents(view: JobView, now_s: float) -> str:
     broken = view.breakages
     if not broken:
         return "<p>None recorded in etcd.</p>"
-    rows = "".join(_breakage(b, now_s) for b in reversed(broken[-_MOST_INCIDENTS:]))
+    rows = "".join(_breakage(b, now_s) for b in reversed(broken[-_MAX_INCIDENTS:]))
     heads = ("When", "*Generation", "*Step", "What", "Response")
     return _table("Recent incidents", heads, rows)
 
@@ -276,7 +276,7 @@ def _chart(name: str, svg: str) -> str:
 def _events(events: tuple[JobEvent, ...], now_s: float) -> str:
     if not events:
         return "<p>None yet.</p>"
-    rows = "".join(_event(event, now_s) for event in reversed(events[-_MOST_EVENTS:]))
+    rows = "".join(_event(event, now_s) for event in reversed(events[-_MAX_EVENTS:]))
     return _table("Events", ("When", "Event", "*Node", "*Generation", "What"), rows)
 
 

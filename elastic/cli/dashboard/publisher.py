@@ -17,7 +17,7 @@ from elastic.cli.dashboard.page import PageTemplate, lasting, sections_of
 from elastic.cli.dashboard.status_api import event_document, status_document
 from elastic.tuning.agent_intervals import DASHBOARD_PING_S, DASHBOARD_RETRY_S
 
-MOST_STREAMS = 512
+MAX_STREAMS = 512
 _PING = b": ping\n\n"
 
 

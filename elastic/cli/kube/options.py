@@ -28,7 +28,7 @@ from elastic.tuning.timeouts import for_pod
 # `NAME-workers-finisher`, `NAME-workers-workers-0-0-x7k2p` and their labels: 63 characters at most.
 _LONGEST_NAME = 32
 # The StatefulSet's partition, which holds changed templates back: deploy/base/workers.yaml.
-_MOST_NODES = 1_000_000
+_MAX_NODES = 1_000_000
 # Names of etcd administrators (deploy/README.md, A role for each job).
 _ADMINISTRATORS = ("root", "etcd-client")
 # torchrun's default, with which an agent of several nodes refuses to start (rendezvous/handler.py).
@@ -292,11 +292,11 @@ def _nodes(text: str | None) -> tuple[int, int] | None:
     if text is None:
         return None
     low, high = node_range(text, "--nodes")
-    if high >= _MOST_NODES:
+    if high >= _MAX_NODES:
         raise ConfigError(
-            f"--nodes={text}: from {_MOST_NODES} nodes on, pods would get templates that are held "
+            f"--nodes={text}: from {_MAX_NODES} nodes on, pods would get templates that are held "
             "back from the others",
-            hint=f"write MIN:MAX with a MAX below {_MOST_NODES}",
+            hint=f"write MIN:MAX with a MAX below {_MAX_NODES}",
         )
     return low, high
 

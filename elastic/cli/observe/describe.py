@@ -26,7 +26,7 @@ from elastic.errors import ConfigError
 from elastic.membership.records import BreakageRecord, Node
 
 _LONGEST_LINE = 500
-_MOST_LINES = 60  # of a traceback
+_MAX_LINES = 60  # of a traceback
 
 
 def main(argv: Sequence[str]) -> int:
@@ -219,9 +219,9 @@ def _checkpoint(view: JobView, step: int) -> Iterator[str]:
 def _indented(text: str) -> Iterator[str]:
     """The last lines of a traceback, which are the most informative."""
     rows = text.splitlines()
-    if len(rows) > _MOST_LINES:
-        yield f"    … ({len(rows) - _MOST_LINES} lines before)"
-    yield from (f"    {printable(row, _LONGEST_LINE)}" for row in rows[-_MOST_LINES:])
+    if len(rows) > _MAX_LINES:
+        yield f"    … ({len(rows) - _MAX_LINES} lines before)"
+    yield from (f"    {printable(row, _LONGEST_LINE)}" for row in rows[-_MAX_LINES:])
 
 
 def _listed(names: Sequence[str]) -> str:

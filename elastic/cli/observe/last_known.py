@@ -9,8 +9,8 @@ from elastic.cli.observe.printable import duration, printable
 from elastic.telemetry.journal_reader import JournalFolder, JournalRecord
 
 _INCIDENTS = ("node-lost", "worker-died", "node-leaving", "hang-found")
-_MOST_INCIDENTS = 5
-_MOST_NODES = 64
+_MAX_INCIDENTS = 5
+_MAX_NODES = 64
 
 
 def last_known(folder: str, run_id: str, now_s: float) -> list[str]:
@@ -26,7 +26,7 @@ def _lines(records: Sequence[JournalRecord], now_s: float) -> Iterator[str]:
     if (saved := _last(records, "checkpoint-saved")) is not None:
         yield f"last checkpoint of step {saved.whole('step')}, {_ago(saved, now_s)}"
     yield from _nodes(records, now_s)
-    found = [r for r in records if r.name in _INCIDENTS][-_MOST_INCIDENTS:]
+    found = [r for r in records if r.name in _INCIDENTS][-_MAX_INCIDENTS:]
     if found:
         yield "recent incidents:"
         yield from (f"  {_ago(r, now_s)}: {incident_of(r)}" for r in reversed(found))
@@ -39,7 +39,7 @@ def _nodes(records: Sequence[JournalRecord], now_s: float) -> Iterator[str]:
         return
     steps = {r.node: r.whole("step") for r in records if r.whole("step") is not None}
     yield "nodes, from their journals:"
-    for node, last in sorted(newest.items(), key=lambda n: -n[1].time_s)[:_MOST_NODES]:
+    for node, last in sorted(newest.items(), key=lambda n: -n[1].time_s)[:_MAX_NODES]:
         step = f"step {steps[node]}, " if node in steps else ""
         yield f"  {printable(node, 60)}: {step}last event {_ago(last, now_s)}"
 

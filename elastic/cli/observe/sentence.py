@@ -11,7 +11,7 @@ from elastic.membership.records import BreakageRecord, Node, NodeState, Outcome,
 from elastic.tuning.agent_intervals import RECENT_LOSS_S
 
 Ago = Callable[[float], str]
-_MOST_NAMES = 3
+_MAX_NAMES = 3
 
 
 def sentence(view: JobView, ago: Ago | None = None) -> str:
@@ -86,7 +86,7 @@ def _names(nodes: Sequence[Node], all_nodes: int) -> str:
     """``n1 and n2``, ``all nodes``, or how many."""
     if len(nodes) == all_nodes:
         return "all nodes" if all_nodes > 1 else "its node"
-    if len(nodes) > _MOST_NAMES:
+    if len(nodes) > _MAX_NAMES:
         return _count(len(nodes), "node")
     return " and ".join(printable(node.name, 60) for node in nodes)
 
@@ -103,8 +103,8 @@ def _losses(view: JobView, ago: Ago) -> list[str]:
             for name in names:
                 texts.setdefault(name, f"{printable(name, 60)} {what} {ago(breakage.time_s)}")
     gone = [text for text in texts.values() if text]
-    if len(gone) > _MOST_NAMES:
-        gone[_MOST_NAMES:] = [f"and {len(gone) - _MOST_NAMES} more"]
+    if len(gone) > _MAX_NAMES:
+        gone[_MAX_NAMES:] = [f"and {len(gone) - _MAX_NAMES} more"]
     newest = recent[0]
     failed = dict.fromkeys(f.node for f in newest.failures if f.node not in newest.lost)
     workers = [f"a worker of {printable(n, 60)} failed {ago(newest.time_s)}" for n in failed]

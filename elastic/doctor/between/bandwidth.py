@@ -29,7 +29,7 @@ NAME = "bandwidth"
 _CHUNK_BYTES = 256 << 10
 # The kernel's send buffer: a slow link still has to send it when the time is up.
 _BUFFER_BYTES = 512 << 10
-_MOST_ADDRESSES = 8
+_MAX_ADDRESSES = 8
 # Measurements this short differ by half on a busy machine.
 _MUCH_FASTER = 2.0
 
@@ -83,7 +83,7 @@ def listening(network: Network) -> Iterator[tuple[Sink, ...]]:
     sinks, servers = [], []
     interfaces = [one for one in network.interfaces if one.name != LOOPBACK]
     addresses = [(i, address) for i in interfaces for address in i.addresses]
-    for interface, address in addresses[:_MOST_ADDRESSES]:
+    for interface, address in addresses[:_MAX_ADDRESSES]:
         with contextlib.suppress(OSError):  # the address has been removed since it was read
             server = (_ServerV6 if ":" in address else _Server)((address, 0), _Handler)
             servers.append(server)

@@ -16,7 +16,7 @@ from elastic.doctor.findings import Finding, failed, ok
 from elastic.tuning.doctor_intervals import DOCTOR_PAIR_CONNECT_S, DOCTOR_SERVER_TURN_S
 
 PAYLOAD_BYTES = 64 << 10
-_NAMED_AT_MOST = 4
+_MAX_NAMED = 4
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -151,7 +151,7 @@ def findings(names: Sequence[str], attempts: dict[int, list[Any]]) -> list[Findi
 
 def _of_reached(names: Sequence[str], number: int, tried: Sequence[ConnectionAttempt]) -> Finding:
     targets = [names[to] for to in sorted({one.to for one in tried})]
-    shown = ", ".join(targets) if len(targets) <= _NAMED_AT_MOST else f"{len(targets)} nodes"
+    shown = ", ".join(targets) if len(targets) <= _MAX_NAMED else f"{len(targets)} nodes"
     slowest = max(one.took_ms for one in tried)
     return ok(
         f"TCP {names[number]} → {shown}",

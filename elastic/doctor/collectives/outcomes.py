@@ -15,7 +15,7 @@ from elastic.tuning.memory import human
 
 RUNNING, STOPPED, ENDED = "running", "stopped", "ended"
 # Fraction for the largest message between two machines. A plain stream has no copies.
-_LEAST_SHARE_OF_RAW = 0.25
+_MIN_SHARE_OF_RAW = 0.25
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -177,7 +177,7 @@ def _of_pair(label: str, peer: int, small: Speed, large: Speed, *, is_one_machin
         f"{human(small.size)}: {small.torch_ms * 1000:.0f} µs (raw TCP {small.raw_ms * 1000:.0f} "
         f"µs); {human(large.size)}: {torch_rate:.2f} GB/s (raw TCP {raw_rate:.2f} GB/s)"
     )
-    if not is_one_machine and torch_rate < _LEAST_SHARE_OF_RAW * raw_rate:
+    if not is_one_machine and torch_rate < _MIN_SHARE_OF_RAW * raw_rate:
         return warning(
             name,
             measured,

@@ -20,7 +20,7 @@ from elastic.clock import SYSTEM_CLOCK
 from elastic.doctor.collectives.outcomes import ENDED, RUNNING, STOPPED, RankOutcome, Result, Speed
 from elastic.tuning.doctor_intervals import (
     DOCTOR_END_S,
-    DOCTOR_LEAST_WAIT_S,
+    DOCTOR_MIN_WAIT_S,
     DOCTOR_OTHER_RANKS_S,
     DOCTOR_START_S,
 )
@@ -161,7 +161,7 @@ class Ranks:
     def _take(self, ends_s: float) -> bool:
         """Wait for one message and note it; False if none came in time."""
         try:
-            left_s = max(ends_s - SYSTEM_CLOCK.monotonic(), DOCTOR_LEAST_WAIT_S)
+            left_s = max(ends_s - SYSTEM_CLOCK.monotonic(), DOCTOR_MIN_WAIT_S)
             rank, message = self._messages.get(timeout=left_s)
         except queue.Empty:
             return False

@@ -17,7 +17,7 @@ from elastic.clock import SYSTEM_CLOCK
 from elastic.tuning.doctor_intervals import DOCTOR_RAW_CONNECT_S, DOCTOR_SLOW_ROUND_TRIP_S
 
 SIZES = (4, 256, 4 << 10, 64 << 10, 1 << 20, 16 << 20, 64 << 20)
-_MOST_ROUNDS, _BYTES_EACH = 30, 8 << 20
+_MAX_ROUNDS, _BYTES_EACH = 30, 8 << 20
 
 
 def rounds_of(size: int) -> int:
@@ -26,7 +26,7 @@ def rounds_of(size: int) -> int:
     >>> rounds_of(4), rounds_of(64 << 20)
     (30, 2)
     """
-    return max(2, min(_MOST_ROUNDS, _BYTES_EACH // size))
+    return max(2, min(_MAX_ROUNDS, _BYTES_EACH // size))
 
 
 def measure(

@@ -22,10 +22,10 @@ from elastic.telemetry.log import get_logger
 from elastic.tuning.agent_intervals import FILE_READS_S, FILE_TIMES_S
 
 SUFFIXES = frozenset({".pt", ".pth", ".ckpt", ".tar", ".safetensors", ".distcp", ".bin", ".npz"})
-_LEAST_BYTES = 64
+_MIN_BYTES = 64
 _DEPTH = 4  # out/run-1/checkpoint-500/model.safetensors
-_MOST_ENTRIES = 20_000
-_MOST_FILES = 64
+_MAX_ENTRIES = 20_000
+_MAX_FILES = 64
 _SHARE = 0.02  # of a core, for the search
 _SKIPPED = frozenset({"__pycache__", "node_modules", "site-packages", "proc", "sys", "dev"})
 
@@ -57,7 +57,7 @@ def places(arguments: Sequence[str], folder: Path) -> tuple[Path, ...]:
 
 def written_since(roots: Sequence[Path], since_s: float) -> list[Written]:
     """Checkpoint files below ``roots`` that were written at ``since_s`` or later, newest first."""
-    entries = itertools.islice((e for root in roots for e in _below(root, _DEPTH)), _MOST_ENTRIES)
+    entries = itertools.islice((e for root in roots for e in _below(root, _DEPTH)), _MAX_ENTRIES)
     found = []
     for entry in entries:
         if os.path.splitext(entry.name)[1] not in SUFFIXES:
@@ -66,7 +66,7 @@ def written_since(roots: Sequence[Path], since_s: float) -> list[Written]:
             status = entry.stat()
         except OSError:  # it has been replaced
             continue
-        if status.st_mtime >= since_s - FILE_TIMES_S and status.st_size >= _LEAST_BYTES:
+        if status.st_mtime >= since_s - FILE_TIMES_S and status.st_size >= _MIN_BYTES:
             found.append(Written(Path(entry.path), status.st_mtime))
     found.sort(key=lambda written: -written.time_s)
     return found
@@ -125,7 +125,7 @@ class StartingOver:
 
     def _run(self, stop: threading.Event) -> None:
         again_s, roots = self._clock.wall(), self._roots()
-        before = written_since(roots, self._began_s)[:_MOST_FILES]
+        before = written_since(roots, self._began_s)[:_MAX_FILES]
         if not before:
             return
         try:

@@ -16,7 +16,7 @@ from elastic.store.etcd.connection import EtcdConnection, EtcdConnections
 from elastic.store.etcd.failures import CallFailure, Remedy
 from elastic.tuning.agent_intervals import (
     STORE_FIRST_ATTEMPT_S,
-    STORE_LEAST_ATTEMPT_S,
+    STORE_MIN_ATTEMPT_S,
 )
 
 Observer = Callable[[str, float, bool], None]
@@ -79,7 +79,7 @@ class Calls:
         def attempt() -> Reply:
             nonlocal sent, answered
             connection = self._connections.current(ends_s)
-            left_s = max(ends_s - self._clock.monotonic(), STORE_LEAST_ATTEMPT_S)
+            left_s = max(ends_s - self._clock.monotonic(), STORE_MIN_ATTEMPT_S)
             in_doubt = sent > 0
             sent += 1
             patience_s = min(left_s, STORE_FIRST_ATTEMPT_S * 2 ** (sent - 1))

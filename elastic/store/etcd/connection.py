@@ -23,7 +23,7 @@ from elastic.tuning.agent_intervals import (
     STORE_FIRST_BACKOFF_S,
     STORE_KEEPALIVE_ANSWER_S,
     STORE_KEEPALIVE_S,
-    STORE_LEAST_PROBE_S,
+    STORE_MIN_PROBE_S,
     STORE_PROBE_S,
     STORE_SLOWEST_PROBE_S,
 )
@@ -216,7 +216,7 @@ class EtcdConnections:
             timeout_s = patience_s
             if ends_s is not None:  # leave each of the others its share of the time
                 left_s = (ends_s - self._clock.monotonic()) / (len(endpoints) - step)
-                timeout_s = max(STORE_LEAST_PROBE_S, min(patience_s, left_s))
+                timeout_s = max(STORE_MIN_PROBE_S, min(patience_s, left_s))
             try:
                 connection = self._try(endpoint, timeout_s)
             except CallFailure as failure:

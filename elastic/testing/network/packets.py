@@ -6,7 +6,7 @@ import socket
 from dataclasses import dataclass
 
 _VERSION_4 = 4
-_LEAST_HEADER_BYTES = 20
+_MIN_HEADER_BYTES = 20
 _WORD_BYTES = 4
 _PORTS_BYTES = 4
 
@@ -25,7 +25,7 @@ def addresses_of(packet: bytes) -> tuple[bytes, bytes] | None:
 
     >>> addresses_of(b"")
     """
-    if len(packet) < _LEAST_HEADER_BYTES or packet[0] >> 4 != _VERSION_4:
+    if len(packet) < _MIN_HEADER_BYTES or packet[0] >> 4 != _VERSION_4:
         return None
     return packet[12:16], packet[16:20]
 

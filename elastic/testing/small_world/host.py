@@ -69,7 +69,7 @@ _WARM = (
 _ALONE = {"ELASTIC_MAX_NODES": "3"}  # the default global batch is that of a world of three
 _SLICE_S = 0.02
 _HEARD_WITHIN_S = 2.0  # after a failure: the time until the death that caused it is detected
-_MOST_WORLDS = 6
+_MAX_WORLDS = 6
 _STACKS_S = 1.0  # time for stuck workers to write their stacks
 
 
@@ -293,8 +293,8 @@ class SmallJob:
         members = stayed + joined
         if members == self._members and not even_if_complete:
             return
-        if self._generation == _MOST_WORLDS:
-            self._problem = f"more than {_MOST_WORLDS} worlds"
+        if self._generation == _MAX_WORLDS:
+            self._problem = f"more than {_MAX_WORLDS} worlds"
             return
         self._members, self._failing_since_s = members, None
         self._generation, self._nonce = self._generation + 1, secrets.token_hex(4)

@@ -40,9 +40,7 @@ class Checkpoints:
     folder: checkpoints.Root
     _: KW_ONLY
     when: WhenGiven = None  # a checkpoints.SavePolicy, or the steps between two saves (50)
-    keep: RetentionPolicy | int = (
-        3  # a checkpoints.RetentionPolicy, or the number of newest to keep
-    )
+    keep: RetentionPolicy | int = 3  # a policy, or the number of newest checkpoints to keep
     required: bool = False  # refuse to start from step 0 (exit code 65)
     # Steps between two saves to the nodes' memory. True: chosen from the measured costs of a save
     # and a step; None: the same with run.build, else off.

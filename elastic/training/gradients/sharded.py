@@ -144,11 +144,11 @@ class ShardedModule:
         with torch.no_grad():
             return (*parameters, *(p.to_local() for p in parameters if is_dtensor(p)))
 
-    def first_alike(self) -> tuple[int, ...]:
+    def first_holders(self) -> tuple[int, ...]:
         """For each parameter, the first rank of the replica that holds the same part of it."""
         replica = self._group.replica
         return tuple(
-            replica.mesh.first_alike(replica.position, sharded_over(p, replica.mesh))
+            replica.mesh.first_holder(replica.position, sharded_over(p, replica.mesh))
             for p in self.all_parameters
         )
 

@@ -250,7 +250,7 @@ class ElasticDDP(DDP):
         step would cost more than a millisecond."""
         return self._in_world_parameters if self.in_world else tuple(self.module.parameters())
 
-    def first_alike(self) -> tuple[int, ...]:
+    def first_holders(self) -> tuple[int, ...]:
         """For each parameter, the first rank of the replica that holds it: a replica is one rank
         here."""
         return (0,) * len(self.local_parameters)

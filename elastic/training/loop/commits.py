@@ -192,7 +192,7 @@ class Commits:
     @property
     def _same_part(self) -> dict[str, Sequence[int]]:
         """For each parameter, the first rank of a replica that holds the same part of it."""
-        return {name: module.first_alike() for name, module in self._job.modules.items()}
+        return {name: module.first_holders() for name, module in self._job.modules.items()}
 
 
 def _counter_shifted(step: Step, length: int, usual: int) -> TrainingError:

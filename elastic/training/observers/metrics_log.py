@@ -32,7 +32,7 @@ from elastic.tuning.worker_intervals import (
 )
 from elastic.world.world import World
 
-_MOST_LOGGED = 256  # calls between two steps, if a script logs in its own loop
+_MAX_LOGGED = 256  # calls between two steps, if a script logs in its own loop
 
 
 class MetricsLog:
@@ -98,7 +98,7 @@ class MetricsLog:
                 values[name] = scalar_of(name, value)
         if values:
             self._logged.append((self._position(), values))  # type: ignore[arg-type]
-            if len(self._logged) >= _MOST_LOGGED:
+            if len(self._logged) >= _MAX_LOGGED:
                 self._keep()
 
     def _open(self) -> None:

@@ -20,7 +20,7 @@ from elastic.training.observers.values import WorldMean
 from elastic.tuning.worker_intervals import PROGRESS_LINE_S, PROGRESS_STATUS_S
 from elastic.world.world import World
 
-_MOST_VALUES = 6  # values per line
+_MAX_VALUES = 6  # values per line
 _CLEAR_TO_END = "\x1b[K"
 
 
@@ -58,7 +58,7 @@ def _values(values: Mapping[str, float]) -> list[str]:
     """Means over the world first; then this rank's values, marked as such."""
     means = [f"{n} {v:.4g}" for n, v in values.items() if isinstance(v, WorldMean)]
     own = [f"{n} {v:.4g}" for n, v in values.items() if not isinstance(v, WorldMean)]
-    shown = (means + own)[:_MOST_VALUES]
+    shown = (means + own)[:_MAX_VALUES]
     if len(shown) > len(means):
         shown[-1] += " (rank 0)"
     return shown

@@ -11,7 +11,7 @@ from functools import partial
 from elastic.telemetry.log import get_logger
 from elastic.training.observers.writer import BatchWriter, MetricsWriter, Rows
 
-_MOST_WAITING = 4096  # queued batches: half an hour while a destination hangs
+_MAX_WAITING = 4096  # queued batches: half an hour while a destination hangs
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ class WriterThread:
     def __init__(self, writers: Sequence[MetricsWriter]) -> None:
         self._writers = tuple(writers)
         self._failing: set[int] = set()  # writers, by their index
-        self._queue: queue.Queue[_Rewind | _Drained | Rows | None] = queue.Queue(_MOST_WAITING)
+        self._queue: queue.Queue[_Rewind | _Drained | Rows | None] = queue.Queue(_MAX_WAITING)
         self._is_abandoned = False
         self._has_dropped = False
         self._thread = threading.Thread(target=self._run, name="elastic-metrics", daemon=True)

@@ -27,7 +27,7 @@ from elastic.training.recovery.transfer import Room, Specs, broadcast_blob, tran
 from elastic.training.state.all_ranks import on_all_ranks
 from elastic.training.state.job_state import JobState
 from elastic.training.state.received_memory import Reserve
-from elastic.training.state.shards import names_alike, own_memory, pack, unpack, warm_up
+from elastic.training.state.shards import identical_names, own_memory, pack, unpack, warm_up
 from elastic.world.world import World, joins_running_job
 
 
@@ -218,7 +218,7 @@ class Reconfiguration:
             device=self._device,
             group=peer_group(),
             room=self._room(tag),
-            identical=names_alike(tensors, self._job),
+            identical=identical_names(tensors, self._job),
         )
         sources = tuple(replica * size + position for replica in moved.sources)
 

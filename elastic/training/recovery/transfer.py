@@ -122,7 +122,7 @@ def transfer(
     rank, first = group.rank, sources[0]
     specs = specs_of(tensors)
     plan = broadcast_json(
-        {"node": node, "specs": specs, "alike": sorted(identical)} if rank == first else None,
+        {"node": node, "specs": specs, "identical": sorted(identical)} if rank == first else None,
         first,
         group,
     )
@@ -130,7 +130,7 @@ def transfer(
     is_on_host = wire.type == "cpu" and not group.semantics(wire).is_on_stream
     route = TransferRoute.choose(sources, receivers, is_on_host=is_on_host)
     if len(route.sources) > 1:  # only sources with tensors like the first one's send parts
-        has_them = all(specs.get(name) == plan["specs"][name] for name in plan["alike"])
+        has_them = all(specs.get(name) == plan["specs"][name] for name in plan["identical"])
         route = route.of([s for s, fits in enumerate(all_gather_json(has_them, group)) if fits])
     kept: Tensors = {}
     if rank in route.sources:
@@ -139,7 +139,7 @@ def transfer(
         kept = _memory_for(plan, device, room)
     sizes = {name: _count_bytes(spec) for name, spec in plan["specs"].items()}
     flat = {name: _bytes(kept[name]) for name in sizes if name in kept}
-    chunks = ChunkedTransfer(flat, sizes, plan["alike"], route, wire, group)
+    chunks = ChunkedTransfer(flat, sizes, plan["identical"], route, wire, group)
     check_hashes(chunks.run(), route, group)
     if rank in receivers:
         return Transferred(route.sources, 0, plan["node"], kept)

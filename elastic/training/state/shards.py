@@ -68,8 +68,8 @@ def own_memory(packed: Mapping[str, Any], specs: Mapping[str, list[Any]], job: J
     }
 
 
-def names_alike(names: Iterable[str], job: JobState) -> list[str]:
-    """Those names of a packed state's tensors that ranks with the same weights hold alike:
+def identical_names(names: Iterable[str], job: JobState) -> list[str]:
+    """Those names of a packed state's tensors that are identical on ranks with the same weights:
     parameters, and what optimizers keep for them. Buffers and other objects may differ."""
     parameters = {
         path_name(("model", name, key))

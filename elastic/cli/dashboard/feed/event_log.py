@@ -15,7 +15,7 @@ from elastic.cli.observe.job_view import JobView
 from elastic.cli.observe.printable import duration, printable
 from elastic.telemetry.journal_reader import JournalRecord
 
-MOST_EVENTS = 300
+MAX_EVENTS = 300
 _REMEMBERED = 2000
 _LONGEST_TEXT = 300
 _LONGEST_NAME = 60
@@ -39,7 +39,7 @@ class EventLog:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._events: deque[JobEvent] = deque(maxlen=MOST_EVENTS)
+        self._events: deque[JobEvent] = deque(maxlen=MAX_EVENTS)
         self._seen: OrderedDict[tuple[object, ...], None] = OrderedDict()
         self._number = 0
 

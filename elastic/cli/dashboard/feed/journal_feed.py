@@ -15,7 +15,7 @@ from elastic.telemetry.journal_reader import JournalFolder, JournalRecord
 from elastic.tuning.agent_intervals import DASHBOARD_CHARTS_S
 
 _UNNAMED = ("", "none")
-_MOST_NOTES = 10
+_MAX_NOTES = 10
 # A chart is redrawn immediately after these events.
 _URGENT = frozenset({"world-formed", "recovered", "job-ended"})
 _DRAWING_INTERVALS = 10  # wait ten times as long as drawing takes: at most 1/10 of a core
@@ -63,7 +63,7 @@ class JournalFeed:
     def notes(self) -> tuple[str, ...]:
         """Notes on files that could not be read."""
         with self._lock:
-            return tuple(self._notes[:_MOST_NOTES])
+            return tuple(self._notes[:_MAX_NOTES])
 
     def last_known(self, now_s: float) -> list[str]:
         """The last known state according to the journals, as lines of text."""
