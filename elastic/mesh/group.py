@@ -175,7 +175,7 @@ def _timeout() -> datetime.timedelta:
 def process_group(
     device: torch.device, backend: str | None, replica: ModelReplica, journal: EventSink | None
 ) -> ProcessGroup:
-    """The group of a process: torch's default group is the world's or, with a mesh, the replica's."""
+    """A process's group. torch's default group is the world's or, with a mesh, the replica's."""
     if not replica.mesh:
         return ProcessGroup(device, backend, journal)
     return ReplicaProcessGroup(device, replica, journal)

@@ -153,8 +153,8 @@ def in_process_settings() -> tuple[Setting, ...]:
         Setting(
             name=ERROR_HANDLING,
             value="0",
-            reason="in-process recovery aborts and replaces the group; otherwise, when a peer dies, torch's "
-            "watchdog ends the surviving processes",
+            reason="in-process recovery aborts and replaces the group; otherwise, when a peer "
+            "dies, torch's watchdog ends the surviving processes",
             source=f"{_PG_CPP} (WorkNCCL::handleException); distributed_c10d.py "
             "(_abort_process_group)",
         ),

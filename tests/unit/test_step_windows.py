@@ -14,7 +14,7 @@ from elastic.hangs.budgets import FIRST_STEPS
 from elastic.hangs.facts import Phase
 from elastic.hangs.phases import PhaseRecorder
 from elastic.stragglers.facts import StepDurations, StepPart
-from elastic.stragglers.windows import MIN_STEPS, MAX_STEPS, StepWindows
+from elastic.stragglers.windows import MAX_STEPS, MIN_STEPS, StepWindows
 
 STEPS = 3000
 MAX_PER_STEP_S = 5e-6

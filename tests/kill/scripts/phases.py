@@ -75,10 +75,10 @@ def arrange(orders: Orders) -> None:
             orders.obey("sending" if self._is_source else "receiving")
         finish_chunk(self, sent)
 
-    def checking(mine: Any, route: transfer.TransferRoute, group: Any) -> None:
+    def checking(digests: Any, route: transfer.TransferRoute, group: Any) -> None:
         if group.rank in (*route.sources, *route.receivers):
             orders.obey("sent" if group.rank in route.sources else "received")
-        check(mine, route, group)
+        check(digests, route, group)
 
     def building(*args: Any, **kwargs: Any) -> None:
         orders.obey("before-build")

@@ -165,10 +165,10 @@ def die_in_a_recovery(orders: Orders) -> None:
             orders.obey("sending" if self._is_source else "receiving")
         finish_chunk(self, sent)
 
-    def checking(mine: Any, route: transfer.TransferRoute, group: Any) -> None:
+    def checking(digests: Any, route: transfer.TransferRoute, group: Any) -> None:
         if group.rank in (*route.sources, *route.receivers):
             orders.obey("sent" if group.rank in route.sources else "received")
-        check(mine, route, group)
+        check(digests, route, group)
 
     ModelReplica.form = forming  # type: ignore[method-assign, assignment]
     ModelReplica.sum = agreeing  # type: ignore[method-assign]
