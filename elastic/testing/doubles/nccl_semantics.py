@@ -65,10 +65,8 @@ _in_torch = dist.Work.wait
 class Control:
     """The tests' control of the backend. One per process: :data:`control`."""
 
-    # From the end of the exchange until the output is written.
-    latency_s: float = 0.001
-    # Meanwhile, ``is_completed`` of any work blocks and holds the interpreter lock.
-    hang_in_abort: bool = False
+    latency_s: float = 0.001  # from the end of the exchange until the output is written
+    hang_in_abort: bool = False  # meanwhile, any work's ``is_completed`` blocks and holds the GIL
     # The network reports dead peers (``ncclCommGetAsyncError``); NVLink and shared memory do not.
     async_error: bool = False
     hang_in_build: bool = False
