@@ -17,6 +17,7 @@ class CurrentStep:
     def __init__(self) -> None:
         self.step: Step | None = None  # begun, and neither committed nor dropped
         self.accumulation = Accumulation()
+        self.is_committing = False  # dropped, but the last commit is still the one before it
         self.last_left: Step | None = None  # the step in which the script left its last loop
         # The step before which this rank has announced whether it leaves its world.
         self.announced_for: int | None = None

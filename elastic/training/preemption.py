@@ -153,15 +153,15 @@ class Preemption:
             if self._is_waiting_for_world or self._halt.place is not None:
                 return True
             if now_s >= next_interrupt_s:
-                self._halt.interrupt(self._may_stop_here)
+                self._halt.interrupt(self.may_stop_here)
                 next_interrupt_s = now_s + PREEMPTION_ASK_AGAIN_S
             SYSTEM_CLOCK.sleep(PREEMPTION_SLICE_S)
         return False
 
-    def _may_stop_here(self) -> bool:
+    def may_stop_here(self) -> bool:
         """Whether the state can be restored to the last commit. Called on the main thread, in the
         middle of the script."""
-        if self._lifecycle.is_changing or self._progress.is_torn:
+        if self._lifecycle.is_changing or self._progress.is_torn or self._current.is_committing:
             return False
         step = self._current.step
         if step is None:

@@ -62,6 +62,13 @@ class Commits:
         if waiting and loader is None:
             self._warn_of_accumulation(waiting)
             waiting = []
+        self._current.is_committing = True
+        try:
+            self._end(step, loader, is_waiting=bool(waiting))
+        finally:
+            self._current.is_committing = False
+
+    def _end(self, step: Step, loader: ElasticLoader | None, *, is_waiting: bool) -> None:
         self._current.drop()
         self._job.progress.step += 1
         phases.committed(self._job.progress.step)
@@ -71,7 +78,7 @@ class Commits:
             for other in self._job.loaders.values():
                 other.following.commit(step)
         self._observers.committed(self._job.progress.step)
-        if waiting:
+        if is_waiting:
             self._current.accumulation.add(step)
         else:
             is_last = loader is not None and loader.position.step == len(loader)
@@ -113,6 +120,7 @@ class Commits:
         if self._strategies.active.can_roll_back:
             place = (last.number, last.epoch, last.index)
             self._progress.committed(place, len(self._callbacks))
+        self._current.is_committing = False
         self._compare_replicas(last)  # after the commit, because a peer may fail now
         self._call_back(last, len(self._callbacks))
         self._strategies.active.committed()

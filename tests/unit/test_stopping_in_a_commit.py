@@ -1,0 +1,102 @@
+"""SIGTERM stops the main thread only where the state of the last commit can be restored."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+
+from elastic.training.current_step import CurrentStep
+from elastic.training.loop.callbacks import StepCallbacks
+from elastic.training.loop.commits import Commits
+from elastic.training.preemption import Preemption
+from elastic.training.recovery.progress import RankProgress
+from elastic.training.recovery.training_state import TrainingState
+from elastic.training.state.registry import Registry
+from elastic.training.step import Step
+
+
+class Rank:
+    """The only rank of a world, in process, which asks at several points whether it may stop."""
+
+    def __init__(self) -> None:
+        self.answers: dict[str, bool] = {}
+        current = CurrentStep()
+        registry = Registry(seed=0, inside=lambda: current.inside)
+        registry.job.track("tracked", SimpleNamespace(state_dict=dict, load_state_dict=lambda _: 0))
+        progress = RankProgress(registry.job, registry.optimizer_watch, current)
+        self.state = TrainingState(registry, current, progress)
+        active = SimpleNamespace(
+            can_roll_back=True,
+            has_snapshot_between_steps=True,
+            committed=lambda: self.ask("committed"),
+        )
+        lifecycle = SimpleNamespace(
+            is_changing=False, world=SimpleNamespace(size=1), settle=lambda: None
+        )
+        observers = SimpleNamespace(committed=lambda _: self.ask("committing"))
+        recorders = SimpleNamespace(
+            ledger=SimpleNamespace(is_on=False), observers=observers, journal=None
+        )
+        self._preemption = Preemption(
+            state=self.state,
+            lifecycle=cast(Any, lifecycle),
+            strategies=cast(Any, SimpleNamespace(active=active)),
+            checkpoints=cast(Any, None),
+            halt=cast(Any, None),
+            group=cast(Any, None),
+            worlds=None,
+            recorders=cast(Any, recorders),
+        )
+        callbacks = StepCallbacks()
+        callbacks.add(lambda _: self.ask("in a callback"))
+        self.commits = Commits(
+            self.state,
+            cast(Any, lifecycle),
+            cast(Any, SimpleNamespace(active=active)),
+            cast(Any, SimpleNamespace(step_ended=lambda: self.ask("dropped"))),
+            callbacks,
+            cast(Any, recorders),
+        )
+
+    def ask(self, at: str) -> None:
+        self.answers[at] = self._preemption.may_stop_here()
+
+    def train(self) -> None:
+        """A step with an update, up to the end of its commit."""
+        self.ask("between steps")
+        step = Step.past(0, 0, 0, 1)
+        self.state.current.begin(step, None)
+        self.ask("before the update")
+        step.stepped.append("optimizer")
+        self.ask("after the update")
+        self.commits.commit(step, None)
+
+
+def test_a_commit_is_not_interrupted_between_an_update_and_its_snapshot() -> None:
+    rank = Rank()
+    rank.train()
+    assert rank.answers == {
+        "between steps": True,
+        "before the update": True,
+        "after the update": False,
+        "dropped": False,
+        "committing": False,
+        "in a callback": True,
+        "committed": True,
+    }
+
+
+def test_a_failed_commit_does_not_forbid_to_stop_for_good() -> None:
+    rank = Rank()
+    rank.ask = cast(Any, _fail)
+    step = Step.past(0, 0, 0, 1)
+    rank.state.current.begin(step, None)
+    with pytest.raises(OSError, match="dropped"):
+        rank.commits.commit(step, None)
+    assert not rank.state.current.is_committing
+
+
+def _fail(at: str) -> None:
+    raise OSError(at)
