@@ -46,6 +46,9 @@ transfer
     memory``: the same into memory that was not touched before, as that of a process that returns is
     at first; the ranks of the replica touch theirs before they are ready to join. ``sources``:
     living replicas that sent parts of the state of each position, of two: the fewest of any.
+    ``--link-mbit``: everything in a network namespace of its own (root), over one link of that rate
+    (a token bucket on its loopback interface). Without it the processors are the limit here, which
+    the ranks of a job share; between machines the network usually is.
 """
 
 from __future__ import annotations
@@ -58,6 +61,8 @@ import random
 import shutil
 import socket
 import statistics
+import subprocess
+import sys
 import tempfile
 import time
 from collections import defaultdict
@@ -86,6 +91,7 @@ EVERY = 10  # steps between saves of a state that no rank holds whole
 MIB = 1 << 20
 PIECE_BYTES = 4 * MIB
 BYTES_A_PARAMETER = 12  # fp32, with both moments of AdamW
+IN_NAMESPACE = "SHARDED_BENCHMARK_IN_NAMESPACE"
 
 
 @dataclass
@@ -417,11 +423,20 @@ def _touched(size_bytes: int) -> memoryview:
     return memory
 
 
+def limit_link(rate_mbit: int) -> None:
+    """Run this script again in a network namespace whose one link has this rate."""
+    if os.environ.get(IN_NAMESPACE) is None:
+        os.environ[IN_NAMESPACE] = "1"
+        os.execvp("unshare", ["unshare", "--net", sys.executable, *sys.argv])
+    bucket = f"tbf rate {rate_mbit}mbit burst 1mb latency 50ms"
+    for command in ("ip link set lo up", f"tc qdisc add dev lo root {bucket}"):
+        subprocess.run(command.split(), check=True)
+
+
 RANDOM = random.Random()
 
 
 def main() -> None:
-    reap_descendants()
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--json", action="store_true", help="print the result as one object")
     parser.add_argument("--rounds", type=int, default=1, help="of jobs whose ranks are killed")
@@ -435,7 +450,11 @@ def main() -> None:
     parser.add_argument("--thorough", action="store_true", help="twice as many of all of these")
     parser.add_argument("--transfer-mib", type=int, default=384, help="of the state, in all")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--link-mbit", type=int, help="rate of the link; default: unlimited")
     options = parser.parse_args()
+    if options.link_mbit:
+        limit_link(options.link_mbit)
+    reap_descendants()
     if options.thorough:
         for name in ("rounds", "worlds", "steady", "steps", "transfers"):
             setattr(options, name, 2 * getattr(options, name))

@@ -32,7 +32,7 @@ _DEBUG = "TORCH_DISTRIBUTED_DEBUG"
 _PREFIXES = ("NCCL_", "TORCH_NCCL_", "TORCH_FR_", "GLOO_", "TORCH_GLOO_", "TORCH_INCLUDE_", _DEBUG)
 # torch's own spelling (c10d/Utils.hpp, getCvarBool).
 _ON = frozenset({"y", "yes", "1", "t", "true"})
-_MAX_IB_RETRIES, _LARGEST_IB_TIMEOUT = 7, 31  # fields of three and five bits
+_MAX_IB_RETRY_COUNT, _MAX_IB_TIMEOUT_FIELD = 7, 31  # fields of three and five bits
 _MAX_SOCKETS = 64  # per connection: NCCL src/transport/net_socket.cc, MAX_SOCKETS
 
 # Names that old guides recommend, and their effect today (torch 2.11 to 2.15, NCCL 2.28 to 2.30:
@@ -361,13 +361,13 @@ _UNSAFE: tuple[tuple[str, Callable[[str], bool], str], ...] = (
     ("TORCH_FR_BUFFER_SIZE", _is_at_most(0), _NO_RECORDER),
     (
         "NCCL_IB_RETRY_CNT",
-        _is_above(_MAX_IB_RETRIES),
-        f"the field has three bits: set {_MAX_IB_RETRIES} at most",
+        _is_above(_MAX_IB_RETRY_COUNT),
+        f"the field has three bits: set {_MAX_IB_RETRY_COUNT} at most",
     ),
     (
         "NCCL_IB_TIMEOUT",
-        _is_above(_LARGEST_IB_TIMEOUT),
-        f"the field has five bits: set {_LARGEST_IB_TIMEOUT} at most (22 is 17 s for each try)",
+        _is_above(_MAX_IB_TIMEOUT_FIELD),
+        f"the field has five bits: set {_MAX_IB_TIMEOUT_FIELD} at most (22 is 17 s for each try)",
     ),
 )
 _UNSAFE_IN_PROCESS: tuple[tuple[str, Callable[[str], bool], str], ...] = (

@@ -88,7 +88,7 @@ def test_one_replica_continues_while_nodes_of_the_other_die_and_leave(
         odd = job.start_node("odd", env={"JOB_MESH": '{"tp": 2}'})
         joining = job.start_node()
         assert odd.wait(PATIENCE_S) == NodeRefused.exit_code
-        assert "elastic.join(mesh=…) with the dimensions tp=2, those of" in odd.log_text()
+        assert "elastic.join(mesh=…) with the dimensions tp=2, the workers of" in odd.log_text()
         generation = job.wait_training(nodes=4, after_generation=generation)
         assert replicas(job)[0] == stays
         assert set(replicas(job)[1]) == {partner, joining}
