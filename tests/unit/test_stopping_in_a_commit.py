@@ -88,9 +88,9 @@ def test_a_commit_is_not_interrupted_between_an_update_and_its_snapshot() -> Non
     }
 
 
-def test_a_failed_commit_does_not_forbid_to_stop_for_good() -> None:
+def test_a_failed_commit_does_not_forbid_to_stop_for_good(monkeypatch: pytest.MonkeyPatch) -> None:
     rank = Rank()
-    rank.ask = cast(Any, _fail)
+    monkeypatch.setattr(rank, "ask", _fail)
     step = Step.past(0, 0, 0, 1)
     rank.state.current.begin(step, None)
     with pytest.raises(OSError, match="dropped"):
