@@ -184,7 +184,7 @@ IDIOMS = (
     "scaled",  # by GradScaler, in float32
     "compiled",
 )
-# Each in one of the ways; compiling takes longest, and test_sharded_options.py compares its results.
+# Each in one of the ways. Compiling takes longest; test_sharded_options.py compares its results.
 IN_SHORT = (
     ("everyday", "build"),
     ("averaged", "replicas"),
