@@ -33,11 +33,15 @@ class Rank:
             committed=lambda: self.ask("committed"),
         )
         lifecycle = SimpleNamespace(
-            is_changing=False, world=SimpleNamespace(size=1), settle=lambda: None
+            is_changing=False,
+            world=SimpleNamespace(generation=1, rank=0, size=1),
+            settle=lambda: None,
         )
         observers = SimpleNamespace(committed=lambda _: self.ask("committing"))
         recorders = SimpleNamespace(
-            ledger=SimpleNamespace(is_on=False), observers=observers, journal=None
+            ledger=SimpleNamespace(is_on=True, step=lambda **_: self.ask("noting")),
+            observers=observers,
+            journal=None,
         )
         self._preemption = Preemption(
             state=self.state,
@@ -83,9 +87,17 @@ def test_a_commit_is_not_interrupted_between_an_update_and_its_snapshot() -> Non
         "after the update": False,
         "dropped": False,
         "committing": False,
+        "noting": False,
         "in a callback": True,
         "committed": True,
     }
+
+
+def test_the_commit_of_an_open_accumulation_is_not_interrupted() -> None:
+    rank = Rank()
+    rank.state.current.accumulation.add(Step.past(0, 0, 0, 1))
+    rank.commits.finish()
+    assert rank.answers == {"noting": False, "in a callback": True, "committed": True}
 
 
 def test_a_failed_commit_does_not_forbid_to_stop_for_good(monkeypatch: pytest.MonkeyPatch) -> None:

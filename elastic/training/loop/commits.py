@@ -91,8 +91,12 @@ class Commits:
     def finish(self) -> None:
         """End training: commit an open accumulation."""
         self.call_back_again()
-        if (last := self._current.accumulation.take_last()) is not None:
-            self._commit(last)  # unused gradients are dropped, as in any loop
+        self._current.is_committing = True
+        try:
+            if (last := self._current.accumulation.take_last()) is not None:
+                self._commit(last)  # unused gradients are dropped, as in any loop
+        finally:
+            self._current.is_committing = False
 
     def _waiting(self, step: Step) -> list[str]:
         """The optimizers that keep gradients of this step for later ones."""
