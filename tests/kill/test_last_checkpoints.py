@@ -90,6 +90,28 @@ def test_a_leave_and_an_exhausted_failure_budget_leave_a_checkpoint(
         assert_failure_timeline(job, leaver, victims[:2])
 
 
+def test_a_notice_that_is_too_late_for_the_control_flags_leaves_a_checkpoint(
+    etcd: EmbeddedEtcd, tmp_path: Path
+) -> None:
+    """All ranks know of it only at the boundary at which the node leaves."""
+    workload = replace(WORKLOAD, step_s=0.5)
+    (tmp_path / "late-notice").touch()
+    with TrainingJob([etcd.endpoint], tmp_path, script=SCRIPT, workload=workload) as job:
+        job.bring_to(3)
+        leaver = next(node for node in job.running if node is not job.node_of_rank(0))
+        job.wait_progress(3)
+        generation = job.generation()
+        leaver.terminate()
+        assert leaver.wait(PATIENCE_S) == 75
+        job.wait_training(nodes=2, after_generation=generation)
+        (noticed,) = eventually(
+            lambda: checkpoints.list_checkpoints(tmp_path / "checkpoints"), "a checkpoint"
+        )
+        starts = [s for s in job.ledger().starts if s.generation > generation]
+        assert noticed.world_size == 3 and {s.step for s in starts} == {noticed.step}
+        assert job.journaled("world-fault") == []
+
+
 def assert_failure_timeline(job: TrainingJob, leaver: LocalNode, victims: list[LocalNode]) -> None:
     """The same timeline in the last error of each agent, in its journal and in a file."""
     written = [

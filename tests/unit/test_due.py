@@ -70,6 +70,16 @@ def test_all_ranks_save_when_a_node_leaves() -> None:
     assert policy.is_due(6, 4, StepFlags(leaving=True)), "another one"
 
 
+def test_a_late_notice_saves_at_the_boundary_at_which_nodes_leave() -> None:
+    policy = due(OnPreemption() | EverySeconds(10), ManualClock(), rank=2)
+    assert not policy.is_due(4, 0, StepFlags())
+    assert policy.is_due_before_leaving(4, 0, 0) and not policy.is_due_before_leaving(4, 4, 0)
+    assert policy.is_due(5, 0, StepFlags(leaving=True))
+    assert not policy.is_due_before_leaving(6, 5, 0), "saved on the notice"
+    assert not due(EverySteps(10), ManualClock()).is_due_before_leaving(4, 0, 0)
+    assert not due(Continuous(), ManualClock()).is_due_before_leaving(4, 0, 0)
+
+
 @pytest.mark.parametrize("when", [EverySteps(1), EverySteps(1) | Continuous()])
 def test_no_rank_saves_while_one_cannot(when: SavePolicy) -> None:
     assert not due(when, ManualClock()).is_due(4, 0, StepFlags(save=True, stuck=True))

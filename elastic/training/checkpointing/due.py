@@ -76,6 +76,14 @@ class Due:
             return agreed(context)
         return received is not None and received.save and step > saved_step
 
+    def is_due_before_leaving(self, step: int, saved_step: int, in_flight: int) -> bool:
+        """Whether all ranks save at the boundary at which nodes leave. Not if the control flags of
+        an earlier step carried the notice."""
+        local, _ = split_by_agreement(self.when)
+        if local is None or self._knows_of_leaving:
+            return False
+        return local(self._save_context(step, saved_step, in_flight, True))
+
     def wants(self, step: int, saved_step: int, in_flight: int) -> bool:
         """Rank 0: whether all ranks save at ``step``, the next boundary."""
         _, agreed = split_by_agreement(self.when)

@@ -187,6 +187,15 @@ class CheckpointManager:
         if self.is_open:
             self._send(self._saver.flags(job.progress.step, leaving=is_leaving))
 
+    def before_leaving(self, job: JobState) -> None:
+        """At the boundary at which nodes leave: save if the policy saves on the notice, and the
+        notice was too late for the control flags of the world's last step.
+
+        Without a vote. If a rank learns of the change later still, its share is missing, and the
+        checkpoint is never committed.
+        """
+        self._saver.before_leaving(job)
+
     def save(self, job: JobState) -> None:
         """Begin to save this step regardless of the policy, unless it is already saved."""
         self._saver.save(job)

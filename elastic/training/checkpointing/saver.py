@@ -227,6 +227,15 @@ class Saver:
         if self._memory is not None and (group := self._group) is not None:
             self._memory.at_boundary(job, group)
 
+    def before_leaving(self, job: JobState) -> None:
+        """At the boundary at which nodes leave: save on all ranks if the policy saves on the
+        notice, and no earlier boundary knew of it."""
+        if self.due is None or self.engine is None or self._others_are_stuck:
+            return
+        in_flight = int(self.engine.is_busy)
+        if self.due.is_due_before_leaving(job.progress.step, self._saved_step, in_flight):
+            self.save(job)
+
     @property
     def needs_agreement(self) -> bool:
         """Whether the ranks must exchange control flags before :meth:`at_boundary`."""

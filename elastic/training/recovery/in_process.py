@@ -147,6 +147,8 @@ class InProcess:
         with self._lap("leave_s"):
             if self._job.built is not None:
                 self._leave_shards(error, is_complete=is_together)
+            elif is_together and self._worlds.nodes_leaving > 0:
+                self._checkpoints.before_leaving(self._job)
             self._progress.interrupt()
             # A peer's death may become known between two steps, before anything fails on this rank.
             self._checkpoints.end_world(broken=not is_together)

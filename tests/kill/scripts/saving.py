@@ -1,8 +1,8 @@
 """A training script whose disk, process and code fail on order.
 
 It trains the workload of session.py to the same weights. A file in the folder is an order:
-``disk-hang``, ``disk-full`` and ``disk-readonly`` apply while they exist, on the node named in them
-or on all; ``die-writing`` and ``raise`` apply once.
+``disk-hang``, ``disk-full``, ``disk-readonly`` and ``late-notice`` apply while they exist, on the
+node named in them or on all; ``die-writing`` and ``raise`` apply once.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import errno
 import os
 import signal
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -23,6 +24,7 @@ import elastic
 from checkpoints import EverySeconds, EverySteps, LocalStorage, OnPreemption
 from checkpoints.testing.faults import FaultyStorage
 from elastic.testing.pacing import pause_after_step
+from elastic.training.gradients.control_flags import ControlFlags, StepFlags
 
 _REFUSALS = {"disk-full": errno.ENOSPC, "disk-readonly": errno.EROFS}
 
@@ -63,11 +65,22 @@ class Orders:
             os.kill(os.getpid(), signal.SIGKILL)
 
 
+def delay_notices(orders: Orders) -> None:
+    """On the order ``late-notice``: notices that a node leaves come after this step's flags."""
+    send = ControlFlags.send
+
+    def send_without_notice(self: ControlFlags, flags: StepFlags) -> None:
+        send(self, replace(flags, leaving=flags.leaving and not orders.is_active("late-notice")))
+
+    ControlFlags.send = send_without_notice  # type: ignore[method-assign]
+
+
 def main() -> None:
     parser = job_parser()
     parser.add_argument("--seconds", type=float, default=0.0, help="save by the clock instead")
     options = parser.parse_args()
     orders, hurry = Orders(options.folder), options.folder / "hurry"
+    delay_notices(orders)
 
     torch.manual_seed(0)
     disk = FaultyStorage(LocalStorage(os.environ["ELASTIC_CHECKPOINTS"]), before=orders.before)
