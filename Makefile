@@ -26,9 +26,11 @@ $(STAMP): pyproject.toml constraints.txt scripts/bootstrap.sh
 	bash scripts/bootstrap.sh $(VENV)
 	touch $@
 
-# What many processes are about to import at once, or each of them would compile it: pip does not.
+# What many processes are about to import at once, or each of them would compile it: pip does not, and
+# pytest rewrites the assertions of each test file at its first import.
 $(COMPILED): $(STAMP)
 	$(BIN)/python -c 'import hypothesis, pytest; from elastic.testing.forks import server; server.import_all()'
+	$(BIN)/pytest --collect-only -qq > /dev/null
 	touch $@
 
 demo: $(COMPILED)

@@ -50,7 +50,7 @@ import sys
 import tempfile
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -194,16 +194,29 @@ def read_formation(folder: Path) -> float:
 
 def measure_floor(checkpoint: bytes, workers: int) -> float:
     """Start that many workers at once without agents; seconds until all have loaded."""
+
+    def prepare(folder: Path) -> Sequence[str]:
+        (folder / "checkpoints").mkdir()
+        (folder / "checkpoints" / "plain.pt").write_bytes(checkpoint)
+        return [str(SCRIPT), f"--folder={folder}", *ARGUMENTS]
+
+    return start_time(prepare, workers)
+
+
+def start_time(prepare: Callable[[Path], Sequence[str]], workers: int) -> float:
+    """Start that many workers at once without agents; seconds until all have loaded.
+
+    ``prepare`` makes ``checkpoints`` in a new folder, and returns the script and its arguments.
+    """
     folder = Path(tempfile.mkdtemp(prefix="floor-"))
     try:
-        for part in ("ledger", "checkpoints"):
-            (folder / part).mkdir()
-        (folder / "checkpoints" / "plain.pt").write_bytes(checkpoint)
+        (folder / "ledger").mkdir()
+        script = prepare(folder)
         with socket.socket() as held:
             held.bind(("127.0.0.1", 0))
             port = held.getsockname()[1]
         began_s = time.time()
-        processes = [start_worker(folder, rank, workers, port) for rank in range(workers)]
+        processes = [start_worker(script, folder, rank, workers, port) for rank in range(workers)]
         try:
             deadline = time.monotonic() + 120.0
             while len(read_ledger(folder / "ledger").starts) < workers:
@@ -219,7 +232,9 @@ def measure_floor(checkpoint: bytes, workers: int) -> float:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def start_worker(folder: Path, rank: int, size: int, port: int) -> subprocess.Popen[bytes]:
+def start_worker(
+    script: Sequence[str], folder: Path, rank: int, size: int, port: int
+) -> subprocess.Popen[bytes]:
     """What torchrun would start."""
     environment = {
         **os.environ,
@@ -235,7 +250,7 @@ def start_worker(folder: Path, rank: int, size: int, port: int) -> subprocess.Po
         "ELASTIC_CHECKPOINTS": str(folder / "checkpoints"),
     }
     return subprocess.Popen(
-        [sys.executable, str(SCRIPT), f"--folder={folder}", *ARGUMENTS],
+        [sys.executable, *script],
         env=environment,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,

@@ -29,7 +29,8 @@ kill a node of four
     FSDP2 over four ranks, then three. ``run.build``: in process, from the nodes' memory, saved each
     10 steps. ``restart, DCP``: all workers start again, and load what torch.distributed.checkpoint
     has saved each 10 steps. The pause, as above, and the steps that are done again. ``recovery``:
-    as above.
+    as above. ``beyond a start``: the pause of a restart, minus the time in which the three workers
+    start without any agent right after it: processes, imports, groups, FSDP2, load.
 steady
     Two replicas of two ranks on one node: the step time over that of torch's own HSDP on the same
     mesh, runs alternated; the CPU time of rank 0 per step and the most memory that it had, over
@@ -74,7 +75,7 @@ from typing import Any
 
 from measurement import Report, Row
 from recovery import C10D, ours_at, timed_run
-from restart import say
+from restart import say, start_time
 
 from elastic.store.embedded.etcd import EmbeddedEtcd
 from elastic.testing.cluster import ClusterTimeout, LocalCluster
@@ -277,14 +278,33 @@ def measure_worlds(etcd: EmbeddedEtcd, rounds: int, found: Samples) -> None:
                     victim.kill()
                     job.wait_stepped(others, generation)
                     ledger = job.cluster.ledger()
-                    found.add(case, subject, "s", pause_of(ledger, others, began_s, time.time()))
+                    pause_s = pause_of(ledger, others, began_s, time.time())
+                    found.add(case, subject, "s", pause_s)
                     found.add(f"{case}: done again", subject, "steps", done_again(ledger))
                     newest = max(s.generation for s in ledger.steps)
                     if recovery := recovery_of(job, newest, generation):
                         found.add(f"{case}: recovery", subject, "s", recovery)
+                    if kind == "restart":
+                        start_s = restart_alone(job, kind)
+                        found.add(f"{case}: a start", subject, "s", start_s)
+                        found.add(f"{case}: beyond a start", subject, "s", pause_s - start_s)
                 except ClusterTimeout as error:
                     found.fail(case, subject, "s")
                     say(f"gave this job up: {error}")
+
+
+def restart_alone(job: Job, kind: str) -> float:
+    """End the job, and start its remaining workers without agents; seconds until all have loaded
+    the newest checkpoint."""
+    nodes = job.cluster.running
+    for node in nodes:
+        node.kill()
+
+    def prepare(folder: Path) -> Sequence[str]:
+        shutil.copytree(job.cluster.folder / "checkpoints", folder / "checkpoints")
+        return [str(SCRIPT), kind, f"--every={EVERY}"]
+
+    return start_time(prepare, len(nodes))
 
 
 # Steps -------------------------------------------------------------------------------------------

@@ -38,6 +38,8 @@ PEER_EXCHANGE_S = 2 * PEER_REQUEST_S
 PEER_IDLE_S = 120.0
 # The replication thread checks for new parts this often.
 REPLICATION_POLL_S = 0.1
+# The same while there is none: most jobs never save to memory.
+UNUSED_MEMORY_POLL_S = 1.0
 # The pause after a failed copy; every further failure doubles it.
 REPLICATION_FIRST_BACKOFF_S = 1.0
 # The longest of these pauses: a node that has returned receives its replicas within this time.

@@ -19,6 +19,7 @@ from checkpoints.intervals import (
     REPLICATION_FIRST_BACKOFF_S,
     REPLICATION_MAX_BACKOFF_S,
     REPLICATION_POLL_S,
+    UNUSED_MEMORY_POLL_S,
 )
 from checkpoints.memory.node_memory import NodeMemory
 from checkpoints.memory.peer_storage import PeerAddress, PeerStorage
@@ -85,8 +86,10 @@ class Replicator:
         self._thread.join()
 
     def _run(self) -> None:
+        is_used = False
         try:
-            while not self._closing.wait(REPLICATION_POLL_S):
+            while not self._closing.wait(REPLICATION_POLL_S if is_used else UNUSED_MEMORY_POLL_S):
+                is_used = bool(self._own.names())
                 self._follow(self._peer())
                 while self._may_copy() and self._copy_one():
                     pass

@@ -20,7 +20,7 @@ from elastic.testing.node import LocalNode
 from elastic.testing.waiting import PATIENCE_S
 
 SCRIPT = SCRIPTS / "injected_hangs.py"
-WORKLOAD = Workload(samples=480, epochs=20, step_s=0.2, save_every=20)
+WORKLOAD = Workload(samples=480, epochs=12, step_s=0.2, save_every=20)
 LONG_WORKLOAD = replace(WORKLOAD, epochs=40)
 NODES = 3
 # Short timeouts that cause no false alarms on a busy machine, so that many hangs can be drawn.

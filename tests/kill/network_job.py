@@ -20,7 +20,7 @@ from elastic.testing.waiting import PATIENCE_S
 from elastic.tuning.timeouts import peer_silence_s
 
 SCRIPT = SCRIPTS / "phases.py"
-WORKLOAD = Workload(samples=500, epochs=11, step_s=0.3)
+WORKLOAD = Workload(samples=500, epochs=6, step_s=0.3)
 NODES = 3
 LEASE_S = 3.0
 SILENCE_S = peer_silence_s(LEASE_S)

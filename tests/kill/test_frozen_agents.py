@@ -13,7 +13,7 @@ from elastic.store.embedded.etcd import EmbeddedEtcd
 
 pytestmark = pytest.mark.cluster
 
-WORKLOAD = Workload(samples=250, epochs=12, step_s=0.8, save_every=4)
+WORKLOAD = Workload(samples=250, epochs=9, step_s=0.8, save_every=4)
 LEASE_S = 2.0
 TAKEOVER_S = 14.0
 # Environment in which the unmodified script runs as a single process.

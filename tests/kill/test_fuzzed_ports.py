@@ -24,7 +24,7 @@ from elastic.testing.waiting import PATIENCE_S
 pytestmark = pytest.mark.cluster
 
 SCRIPT = SCRIPTS / "phases.py"
-WORKLOAD = Workload(samples=250, epochs=9, step_s=0.8)
+WORKLOAD = Workload(samples=250, epochs=6, step_s=0.8)
 FRAMES = 1500  # hostile connections before the first event
 # The normal fluctuation in threads and descriptors of a node's agent and worker.
 SLACK = 12

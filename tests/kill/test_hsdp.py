@@ -25,7 +25,7 @@ EXAMPLE = Path(__file__).parents[2] / "examples" / "hsdp.py"
 WORKLOAD = Workload(
     samples=250,
     batch=22,  # not divisible by the number of ranks: uneven shares
-    epochs=10,
+    epochs=7,
     step_s=0.8,
     save_every=50,
     extra=(f"--example={EXAMPLE}", "--width=8", "--layers=1", "--precision=fp64"),

@@ -28,7 +28,7 @@ WAITS = "waits: 1 of 2 nodes of a replica"
 WORKLOAD = Workload(
     samples=250,
     batch=22,  # not divisible by the number of ranks: uneven shares
-    epochs=10,
+    epochs=7,
     step_s=0.8,
     save_every=9,
     extra=(f"--example={EXAMPLE}", "--width=8", "--layers=1", "--precision=fp64"),

@@ -21,7 +21,7 @@ from elastic.testing.node import LocalNode, worker_pids
 
 pytestmark = pytest.mark.cluster
 
-WORKLOAD = Workload(samples=250, epochs=18, step_s=0.6)
+WORKLOAD = Workload(samples=250, epochs=12, step_s=0.6)
 PATIENCE_S = 200.0  # two starts of workers and a deadline, on a busy machine
 
 

@@ -20,7 +20,7 @@ pytestmark = pytest.mark.cluster
 EVERY = 2
 SCRIPT = SCRIPTS / "wiring.py"
 
-WORKLOAD = Workload(samples=240, epochs=10, step_s=0.5, save_every=NEVER)
+WORKLOAD = Workload(samples=240, epochs=8, step_s=0.5, save_every=NEVER)
 
 
 def restored(job: TrainingJob) -> list[dict[str, Any]]:

@@ -23,7 +23,7 @@ pytestmark = pytest.mark.cluster
 NPROC = {"two": 2, "one": 1}
 # A step takes as long as its samples: 0.8 s on three ranks. Data workers are never idle, and an
 # idle machine has completed a third of the job when the test ends.
-WORKLOAD = Workload(loader_workers=2, step_s=0.0, epochs=12, extra=("--busy-s=0.2",))
+WORKLOAD = Workload(samples=1000, epochs=6, loader_workers=2, step_s=0.0, extra=("--busy-s=0.2",))
 
 
 @pytest.fixture(scope="module")

@@ -25,7 +25,7 @@ SCRIPT = SCRIPTS / "own_loop.py"
 
 
 def workload(api: str) -> Workload:
-    return Workload(samples=480, epochs=10, step_s=0.4, extra=(f"--api={api}",))
+    return Workload(samples=480, epochs=5, step_s=0.4, extra=(f"--api={api}",))
 
 
 def notes(job: TrainingJob, what: str) -> list[dict[str, Any]]:

@@ -23,7 +23,7 @@ pytestmark = [
 ]
 
 SCRIPT = SCRIPTS / "phases.py"
-WORKLOAD = Workload(samples=500, epochs=12, step_s=0.5)
+WORKLOAD = Workload(samples=500, epochs=6, step_s=0.5)
 LEASE_S = 3.0
 
 

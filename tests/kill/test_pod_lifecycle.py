@@ -30,7 +30,7 @@ pytestmark = pytest.mark.cluster
 
 # Few and slow steps: the job must outlast ten minutes of changes on a busy machine, and ends in
 # seconds after ``hurry``.
-WORKLOAD = Workload(samples=500, epochs=14, step_s=0.8, save_every=20)
+WORKLOAD = Workload(samples=500, epochs=7, step_s=0.8, save_every=20)
 PREEMPTED = 75
 # A drain takes a step or two, and the agent's exit: 2 s. The grace period is 60 s, none of which
 # may be spent waiting in vain.

@@ -16,7 +16,7 @@ from elastic.testing.waiting import PATIENCE_S
 pytestmark = pytest.mark.cluster
 
 SCRIPT = SCRIPTS / "stragglers.py"
-WORKLOAD = Workload(samples=1000, batch=24, epochs=12, step_s=0.02, save_every=50)
+WORKLOAD = Workload(samples=1000, batch=24, epochs=8, step_s=0.02, save_every=50)
 # A worker ordered to be slow is eight times slower. A worker that merely shares its core on a busy
 # machine does not reach this factor.
 CONF = {"straggler_action": "exclude", "straggler_factor": 3, "straggler_window_s": 0.5}

@@ -22,7 +22,7 @@ from elastic.tuning.agent_options import NODE_TLS
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(400)]
 
 SCRIPT = SCRIPTS / "session.py"
-WORKLOAD = Workload(samples=500, epochs=12, step_s=0.5, extra=("--memory-every=5",))
+WORKLOAD = Workload(samples=500, epochs=6, step_s=0.5, extra=("--memory-every=5",))
 ALERT = 0x15  # the first byte of a TLS server's reply to plaintext
 
 

@@ -21,7 +21,7 @@ from elastic.testing.waiting import PATIENCE_S
 pytestmark = pytest.mark.cluster
 
 SCRIPT = SCRIPTS / "two_loaders.py"
-WORKLOAD = Workload(samples=300, epochs=10, step_s=0.6)
+WORKLOAD = Workload(samples=300, epochs=6, step_s=0.6)
 
 
 def test_two_loaders_yield_the_samples_of_an_undisturbed_run(

@@ -44,7 +44,7 @@ EXIT_WITHIN_S = 20.0
 class Workload:
     """The workload of a job. The last batch of an epoch is smaller on purpose."""
 
-    samples: int = 1000
+    samples: int = 500
     batch: int = 24
     # Few and long steps: the job lasts as long, and needs less CPU time after hurry().
     epochs: int = 6

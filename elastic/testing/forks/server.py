@@ -63,7 +63,7 @@ _WARM = (
 )
 # Of a run's log, where it is installed.
 _WARM_IF_INSTALLED = ("tensorboard.summary.writer.record_writer",)
-# By name: they are built on this package.
+# By name: they are built on this package. Their processes are forked, too.
 _STARTERS = (
     "elastic.cli.launch.local_nodes",
     "elastic.doctor.collectives.ranks",
@@ -196,7 +196,7 @@ def can_fork(command: Sequence[str], env: Mapping[str, str]) -> bool:
 
 def import_all() -> None:
     """Import what most processes of a job import."""
-    for name in _WARM:
+    for name in (*_WARM, *_STARTERS):
         importlib.import_module(name)
     for name in _WARM_IF_INSTALLED:
         if importlib.util.find_spec(name.partition(".")[0]) is not None:
