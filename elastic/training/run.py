@@ -11,13 +11,14 @@ import math
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar, cast
 
 import torch
 from torch import nn
 from torch.utils.data import DataLoader
 
 from checkpoints import Root
+from elastic import arguments
 from elastic.errors import NodeUnfit
 from elastic.process_group import all_sum
 from elastic.training import components
@@ -33,7 +34,7 @@ from elastic.training.data.evaluation import shard_by
 from elastic.training.data.loader import ElasticLoader
 from elastic.training.gradients.wrap import ElasticDDP
 from elastic.training.loop import loops
-from elastic.training.observers.values import WorldMean
+from elastic.training.observers.values import WorldMean, weighted
 from elastic.training.run_logging import RunLogging
 from elastic.training.step import Step
 from elastic.worker.node_first import node_first
@@ -70,10 +71,11 @@ class Run(BuildsInWorlds, RunLogging):
 
     @property
     def state(self) -> dict[str, Any]:
-        """JSON values that are part of the job's state: saved, and restored on all ranks.
+        """Values that are part of the job's state: saved, and restored on all ranks.
 
-        Set the same values on all ranks. If ranks differ, the lowest rank's values apply when the
-        world changes, and a warning is logged. Raises the same errors as :meth:`epochs`.
+        Numbers, strings, None, tensors, and dicts, lists and tuples of them; anything else raises
+        TrainingError at the end of the step. Set the same on all ranks. If ranks differ, a warning
+        is logged, and a new world uses the lowest rank's. Raises the same errors as :meth:`epochs`.
         """
         self._parts.attempts.restore_if_complete()
         return self._parts.job.user
@@ -107,18 +109,22 @@ class Run(BuildsInWorlds, RunLogging):
         ``join(mesh=…)``, return the module itself, sharded over :attr:`mesh`.
 
         ``ddp``: options of DDP. Call it before the first loop, in the same order on all ranks.
-        Raises ConfigError for unsupported options, TrainingError if it is called too late.
+        Raises ConfigError for anything but a module and for unsupported options, TrainingError if
+        it is called too late.
         """
+        hint = "model = run.wrap(Net().to(run.device)), each module by a call of its own"
+        arguments.instance("run.wrap", module, nn.Module, hint=hint)
         self._parts.attempts.check_registration("wrap")
         return cast(ElasticDDP, self._parts.state.registry.wrap(module, ddp))
 
-    def track(self, **named: Any) -> None:
+    def track(self, *unnamed: NoReturn, **named: Any) -> None:
         """Save and restore these objects: anything with ``state_dict`` and ``load_state_dict``.
 
         Optimizers of wrapped modules must be tracked. Call it before the first loop. Raises
         TrainingError if it is called too late, for an object without these methods, and for a name
-        in use; ConfigError for an object with sharded tensors.
+        in use; ConfigError for an object with sharded tensors, and for one without a name.
         """
+        arguments.named_only("run.track", unnamed, "run.track(optimizer=optimizer)")
         self._parts.attempts.check_registration("track")
         self._parts.state.registry.track(named)
 
@@ -174,8 +180,11 @@ class Run(BuildsInWorlds, RunLogging):
 
         The first loop enters the world and restores the state. Raises TrainingError if that is
         impossible: the state belongs to another model, or :meth:`build` was not called in this
-        world; ConfigError if a checkpoint is required and there is none.
+        world; ConfigError if a checkpoint is required and there is none, and for a ``count`` that
+        is not an integer of at least 0.
         """
+        hint = "for epoch in run.epochs(10): the number of epochs of the whole job"
+        count = arguments.whole_number("run.epochs: ", count, least=0, hint=hint)
         return loops.epochs(self._parts.loop, count)
 
     def steps(
@@ -191,9 +200,11 @@ class Run(BuildsInWorlds, RunLogging):
         ``checkpoints``, ``when`` and ``keep`` are as in :func:`join`, and override its arguments
         from now on: ``when=EverySeconds(600) | OnPreemption()``, ``keep=2``. A job that joined
         without a folder can set it here only before ``run.retry`` or ``run.epochs`` restores the
-        state. Raises ConfigError for invalid options, and TrainingError for a folder that is set
-        too late.
+        state. Raises ConfigError for invalid options and anything but a loader of :meth:`loader`,
+        and TrainingError for a folder that is set too late.
         """
+        hint = "loader = run.loader(DataLoader(…)); without one, use run.begin() and run.commit()"
+        arguments.instance("run.steps", loader, ElasticLoader, hint=hint)
         if (checkpoints, when, keep) != (None, None, None):
             manager, lifecycle = self._parts.checkpoints, self._parts.lifecycle
             manager.amend(checkpoints, when, keep, is_restored=lifecycle.is_restored)
@@ -206,8 +217,10 @@ class Run(BuildsInWorlds, RunLogging):
         When the world changes, ``fn`` is called again in the next one: loops resume, and local
         variables are reset. Exceptions other than faults of the world propagate; from an inner
         retry, all exceptions propagate to the outer one. If the launcher cannot change worlds
-        without a restart, faults end the process, and its agent restarts it.
+        without a restart, faults end the process, and its agent restarts it. Raises ConfigError if
+        ``fn`` is not a function.
         """
+        arguments.function("run.retry", fn, hint="pass the function itself: run.retry(train)")
         for attempt in self.attempts():
             with attempt:
                 result = fn(*args, **kwargs)
@@ -259,16 +272,25 @@ class Run(BuildsInWorlds, RunLogging):
 
         It is called once per step: a callback that a fault of the world interrupts is called again
         in the next world, but callbacks before it are not. Register it before :meth:`retry`, or in
-        its function.
+        its function. Raises ConfigError if it is not a function.
         """
+        arguments.function("run.after_step", callback, hint="it is called with the step")
         self._parts.script.callbacks.add(callback)
 
     def on_world(self, callback: Callable[[World], object]) -> None:
-        """Call ``callback`` when a world's state is restored; immediately if that is the case."""
+        """Call ``callback`` when a world's state is restored; immediately if that is the case.
+
+        Raises ConfigError if it is not a function.
+        """
+        arguments.function("run.on_world", callback, hint="it is called with the world")
         self._parts.script.listeners.on_world(callback)
 
     def on_main(self, callback: Callable[[], object]) -> None:
-        """Call ``callback`` when this rank becomes rank 0; immediately if it is."""
+        """Call ``callback`` when this rank becomes rank 0; immediately if it is.
+
+        Raises ConfigError if it is not a function.
+        """
+        arguments.function("run.on_main", callback, hint="it is called without arguments")
         self._parts.script.listeners.on_main(callback)
 
     # -- collective operations ----------------------------------------------------------------
@@ -277,13 +299,14 @@ class Run(BuildsInWorlds, RunLogging):
         """The weighted mean of each value over the world; NaN if all weights are 0.
 
         Call it on every rank, with the same names. Values of a rank with weight 0 are ignored, even
-        NaN. Raises NoWorld after :meth:`close`.
+        NaN. Raises NoWorld after :meth:`close`, and ConfigError for a negative weight or a value
+        that is not a number.
         """
-        self._parts.recovery.bootstrap.enter_world()
         names = sorted(values)
-        parts = [float(values[name]) * weight if weight else 0.0 for name in names]
+        numbers = weighted(weight, [(name, values[name]) for name in names])
+        self._parts.recovery.bootstrap.enter_world()
         with self._parts.lifecycle.replica.whole():
-            total, *sums = all_sum([weight, *parts])
+            total, *sums = all_sum(numbers)
         means = [s / total if total else math.nan for s in sums]
         return {n: WorldMean(m) for n, m in zip(names, means, strict=True)}
 
@@ -309,6 +332,7 @@ class Run(BuildsInWorlds, RunLogging):
 
 
 _run: Run | None = None
+_joined_with: dict[str, Any] = {}
 
 
 def join(
@@ -321,7 +345,7 @@ def join(
     preflight: bool = False,
     mesh: Mapping[str, int] | None = None,
 ) -> Run:
-    """Join the job. Returns the same object on every call.
+    """Join the job. Later calls return the same object, and may repeat the first one's arguments.
 
     ``checkpoints``: a folder or :class:`Checkpoints`, by default ``ELASTIC_CHECKPOINTS``; without
     either, nothing is saved. ``when``: a policy of :mod:`checkpoints.policies.save`, or the number
@@ -334,16 +358,22 @@ def join(
     ``preflight`` first checks this node, in one to two seconds: ``/dev/shm``, limits and GPUs
     (unless its agent has done so: ``--rdzv-conf preflight=1``), and the checkpoint folder.
 
-    Raises ConfigError for contradictory options, or an unsupported torch; NodeUnfit (exit code 71)
+    Raises ConfigError for contradictory options, arguments that differ from those of the first
+    call, or an unsupported torch; NodeUnfit (exit code 71)
     if the node fails the preflight checks, before this worker contacts another node; and LinkError
     if this node's agent refuses the worker or does not answer.
     """
-    global _run
-    if _run is None:
+    global _run, _joined_with
+    policies = {"checkpoints": checkpoints, "when": when, "keep": keep}
+    given = {**policies, "seed": seed, "backend": backend, "mesh": mesh}
+    if _run is not None:
+        arguments.same_as_before("elastic.join", given, _joined_with)
+    else:
         policy = checkpoints_from(checkpoints, when=when, keep=keep)
         if preflight:
             _require_fit(policy)
-        _run = _join(policy, seed, backend, mesh)
+        arguments.whole_number("elastic.join: seed=", seed, least=0)
+        _run, _joined_with = _join(policy, seed, backend, mesh), given
     return _run
 
 

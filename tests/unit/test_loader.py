@@ -303,7 +303,7 @@ def test_loaders_that_cannot_be_sharded_are_rejected_with_a_remedy(
 
 
 def test_a_micro_batch_of_zero_is_rejected() -> None:
-    with pytest.raises(ConfigError, match="micro_batch is 0"):
+    with pytest.raises(ConfigError, match="micro_batch=0 is below 1"):
         loader(micro_batch=0)
 
 

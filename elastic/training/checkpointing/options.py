@@ -12,6 +12,7 @@ import checkpoints
 from checkpoints import EverySteps, LatestN, RetentionPolicy, SavePolicy
 from checkpoints.storage.local import LocalStorage
 from checkpoints.storage.roots import storage_for
+from elastic.arguments import described
 from elastic.errors import ConfigError, TrainingError
 
 EVERY_STEPS = 50
@@ -61,6 +62,11 @@ class Checkpoints:
         return storage.place if isinstance(storage, LocalStorage) else None
 
     def __post_init__(self) -> None:
+        if not (isinstance(self.folder, str | os.PathLike) or hasattr(self.folder, "make_folder")):
+            raise ConfigError(
+                f"checkpoints={described(self.folder)} is no folder, no address and no storage",
+                hint='elastic.join(checkpoints="/shared/job-1"), or "s3://bucket/job-1"',
+            )
         _check_count("memory", self.memory if self.memory is not False else None)
         if not 0 < self.memory_overhead <= 1:
             raise ConfigError(

@@ -14,6 +14,7 @@ from typing import Any
 
 from torch.utils.data import DataLoader
 
+from elastic import arguments
 from elastic.errors import ConfigError, TrainingError
 from elastic.training.data.data_workers import DataWorkers
 from elastic.training.data.following import Following
@@ -92,6 +93,11 @@ class BatchInfo:
         return self.rank_samples / self.global_samples
 
 
+def _size(name: str, value: object, unit: str) -> int | None:
+    hint = f"it must be at least 1 {unit}"
+    return None if value is None else arguments.whole_number(f"{name}=", value, least=1, hint=hint)
+
+
 class ElasticLoader:
     """The loader that ``run.loader(…)`` returns.
 
@@ -131,8 +137,9 @@ class ElasticLoader:
         drive: Callable[[ElasticLoader], Iterator[Any]] | None = None,
         index: Callable[[ElasticLoader], int] | None = None,
     ) -> None:
-        if micro_batch is not None and micro_batch < 1:
-            raise ConfigError(f"micro_batch is {micro_batch}", hint="it must be at least 1 sample")
+        global_batch = _size("global_batch", global_batch, "sample")
+        micro_batch = _size("micro_batch", micro_batch, "sample")
+        max_steps = _size("max_steps", max_steps, "step")
         source = describe(loader if dataloader is None else dataloader)
         if source.collation is Collation.ITEM:
             if micro_batch not in (None, 1):

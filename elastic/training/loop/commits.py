@@ -125,6 +125,7 @@ class Commits:
             place = (last.number, last.epoch, last.index)
             self._progress.committed(place, len(self._callbacks))
         self._current.is_committing = False
+        self._job.check_user()
         self._compare_replicas(last)  # after the commit, because a peer may fail now
         self._call_back(last, len(self._callbacks))
         self._strategies.active.committed()

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import SupportsFloat
 
 import torch
 
+from elastic import arguments
 from elastic.errors import ConfigError
 
 Loggable = SupportsFloat | torch.Tensor
@@ -18,6 +20,20 @@ class WorldMean(float):
     """A mean over all ranks, as returned by ``run.mean``; other values are one rank's."""
 
     __slots__ = ()
+
+
+def weighted(weight: object, values: Iterable[tuple[str, object]]) -> list[float]:
+    """The weight, and each value times the weight; 0 where the weight is 0.
+
+    Raises ConfigError for a negative weight, and for a value that is not a number.
+    """
+    hint = "run.mean(len(batch), loss=loss): the weight, then values"
+    share = arguments.weight("run.mean: weight ", weight, hint=hint)
+    if not share:
+        return [0.0 for _ in (None, *values)]
+    hint = "a number, or a tensor with one element: loss=losses.mean()"
+    numbers = [arguments.real_number(f"run.mean: {n}=", v, hint=hint) for n, v in values]
+    return [share, *(number * share for number in numbers)]
 
 
 def scalar_of(name: object, value: object) -> Scalar:

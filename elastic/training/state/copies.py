@@ -25,6 +25,17 @@ def copied(value: Any) -> Any:
     return value
 
 
+def is_storable(value: Any) -> bool:
+    """Whether checkpoints and messages to other ranks can hold it, except for rare tensors and huge
+    integers (:func:`checkpoints.format.state_tree.flatten` has all rules). Fast, for each step."""
+    if value is None or isinstance(value, str | int | float | torch.Tensor):
+        return True
+    if isinstance(value, Mapping):
+        keys = all(isinstance(key, str | int) and not isinstance(key, bool) for key in value)
+        return keys and all(map(is_storable, value.values()))
+    return isinstance(value, list | tuple) and all(map(is_storable, value))
+
+
 def tensors_in(value: Any) -> list[torch.Tensor]:
     """All tensors in plain containers, in order."""
     if isinstance(value, torch.Tensor):

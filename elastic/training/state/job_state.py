@@ -17,6 +17,8 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
+from checkpoints.errors import StateError
+from checkpoints.format.state_tree import flatten
 from elastic.errors import ConfigError, TrainingError
 from elastic.training.data.loader import ElasticLoader
 from elastic.training.gradients.sharding import (
@@ -29,6 +31,7 @@ from elastic.training.gradients.sharding import (
 )
 from elastic.training.gradients.wrap import Wrapped
 from elastic.training.rebuilding.built import Built, Remains
+from elastic.training.state.copies import is_storable
 from elastic.training.step import Progress
 
 
@@ -72,6 +75,8 @@ class JobState:
         Raises TrainingError for an unsuitable object or a name in use, ConfigError for an object
         with sharded tensors.
         """
+        if isinstance(tracked, type):
+            raise TrainingError(f"run.track({name}={tracked.__name__}): a class, not an object")
         if not (hasattr(tracked, "state_dict") and hasattr(tracked, "load_state_dict")):
             raise TrainingError(
                 f"run.track({name}=…): a {type(tracked).__name__} has no state_dict and "
@@ -189,6 +194,20 @@ class JobState:
     def has_scaler(self) -> bool:
         """Whether a GradScaler may skip steps because of an overflow."""
         return any(isinstance(t, torch.amp.GradScaler) for t in self.all_tracked.values())
+
+    def check_user(self) -> None:
+        """Raise TrainingError for a value in ``run.state`` that checkpoints and messages to other
+        ranks cannot hold: otherwise the first save, or the first recovery, would fail."""
+        if is_storable(self.user):
+            return
+        try:
+            flatten(self.user)
+        except StateError as error:
+            raise TrainingError(
+                f"run.state: {error.message}",
+                hint="float(value) for a NumPy number, torch.from_numpy(array), sorted(a_set), "
+                "list(a_deque)",
+            ) from None
 
     def data_position(self) -> dict[str, Any]:
         """The position of each loader, for the inspection of checkpoints."""
