@@ -50,10 +50,12 @@ class Saver:
         self.writers = WriterHistory()
         self.is_superseded: Callable[[], bool] = lambda: False  # a newer world is known
         self.is_permitted: Callable[[], bool] = lambda: True  # this node's agent permits commits
+        self.is_ahead: Callable[[], bool] = lambda: False  # weights contain an uncommitted update
         self.is_resumed = False  # the state comes from a checkpoint
         self._saved_step = 0  # the last step that this world need not save again
         self._latest: SaveHandle | None = None  # of the current world
         self._others_are_stuck = False
+        self._is_owed = False  # a save was due while the weights were ahead
         self._memory_limit = MemoryLimit()
         self.due = Due(policy.saving, clock) if policy else None  # None: closed, too
         self.engine: SupervisedEngine | None = None
@@ -174,8 +176,9 @@ class Saver:
         writes = self.writers.enter(world, job, self._may_commit)
         self._latest = None
         self.due.enter(rank=world.rank, size=world.size)
+        self._is_owed = False
         if self._memory is not None:
-            self._memory.interval.enter_world(world.size)
+            self._memory.enter_world(world.size)
         if world.rank == 0:
             self._folder.ownership.failures = lambda: self.writers.broken_worlds
             self._folder.ownership.hold()
@@ -222,10 +225,14 @@ class Saver:
             reason = "the disk of a rank hangs: no rank saves until it responds"
             self._outcomes.skipped(f"step {job.progress.step}", reason)
         self._others_are_stuck = is_stuck
-        if self.due.is_due(job.progress.step, self._saved_step, received, in_flight):
+        is_ahead = self.is_ahead()
+        is_due = self.due.is_due(job.progress.step, self._saved_step, received, in_flight)
+        is_due |= self._is_owed
+        self._is_owed = is_due and (is_ahead or is_stuck)
+        if is_due and not is_stuck:
             self.save(job)
         if self._memory is not None and (group := self._group) is not None:
-            self._memory.at_boundary(job, group)
+            self._memory.at_boundary(job, group, is_ahead=is_ahead)
 
     def before_leaving(self, job: JobState) -> None:
         """At the boundary at which nodes leave: save on all ranks if the policy saves on the
@@ -256,6 +263,8 @@ class Saver:
         """
         step = job.progress.step
         if self.due is None or self.writers.present is None or step <= self._saved_step:
+            return None
+        if self.is_ahead():  # a repeated step follows: restored, its update would apply twice
             return None
         if self._folder is None or self._folder.ownership.is_lost:
             return None
