@@ -61,8 +61,11 @@ class AgentMemory:
 
     def refresh(self) -> None:
         """Publish the other nodes of the world that the workers are about to run."""
-        if self._host is not None:
-            self._host.refresh()
+        try:
+            if self._host is not None:
+                self._host.refresh()
+        except OSError as error:
+            get_logger().warning("workers cannot find the memory of other nodes: %s", error)
 
     def close(self) -> None:
         """Release it. Idempotent."""
