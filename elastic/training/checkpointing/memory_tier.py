@@ -72,22 +72,24 @@ class MemoryTier:
         """Whether this node's agent hosts memory that can be used."""
         return self._engine is not None
 
-    def enter_world(self, size: int) -> None:
-        """Begin a world: all of its ranks save the same steps."""
+    def enter_world(self, size: int, *, saves_first: bool) -> None:
+        """Begin a world. ``saves_first``: all its writers save at its first boundary, too."""
         self.interval.enter_world(size)
         self._saved_step = -1
-        self._is_owed = False
+        self._is_owed = saves_first
 
     def at_boundary(
         self,
         job: JobState,
         world: checkpoints.WriterGroup,
         *,
+        is_writer: bool = True,
         is_ahead: bool = False,
     ) -> None:
         """Save between two steps if a save is due and a buffer is free. Waits only if
         :attr:`waits` is set, until the share of an earlier boundary is written.
 
+        ``is_writer``: whether this rank writes a share; the others only follow the interval.
         ``is_ahead``: the state cannot be saved at this boundary, and is saved at the next one.
         """
         step = job.progress.step
@@ -101,8 +103,9 @@ class MemoryTier:
         saves = is_due and not is_ahead
         if saves and step != self._saved_step:
             self._saved_step = step
-            self.begin(job, world, wait_s=0.0)
-        self.interval.meter.left(has_saved=saves)
+            if is_writer:
+                self.begin(job, world, wait_s=0.0)
+        self.interval.meter.left(has_saved=saves, is_writer=is_writer)
 
     def save_now(self, job: JobState, world: checkpoints.WriterGroup, budget_s: float) -> None:
         """Write this rank's share of the current step unless its write has begun, and wait."""

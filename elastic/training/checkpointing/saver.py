@@ -14,7 +14,6 @@ import checkpoints
 from checkpoints import CheckpointError, RetentionPolicy, SaveHandle, SaveOutcome, SaveStatus
 from checkpoints.saving.supervised import SupervisedEngine
 from elastic.clock import SYSTEM_CLOCK, Clock
-from elastic.errors import ConfigError
 from elastic.hangs.facts import CHECKPOINT
 from elastic.hangs.phases import phases
 from elastic.telemetry.journal import EventSink
@@ -93,7 +92,9 @@ class Saver:
             overhead=policy.memory_overhead,
             clock=self._clock,
             changed=lambda chosen, before: self._outcomes.memory_interval(
-                chosen, before, is_known_elsewhere=self.writers.rank > 0
+                chosen,
+                before,
+                is_known_elsewhere=self.writers.rank > 0 or not self.writers.is_writer,
             ),
         )
         self._memory = MemoryTier(
@@ -166,19 +167,15 @@ class Saver:
         """Save for ``world`` from now on: its state is restored."""
         if self._folder is None or self.due is None or self.engine is None:
             return
-        if job.is_sharded and self._memory is not None:
-            raise ConfigError(
-                "elastic.Checkpoints(memory=…) with elastic.join(mesh=…): saving shards to the "
-                "nodes' memory is not implemented yet",
-                hint="omit memory=: if a replica dies, another one has its state",
-            )
         before = self.writers.present
         writes = self.writers.enter(world, job, self._may_commit)
         self._latest = None
         self.due.enter(rank=world.rank, size=world.size)
         self._is_owed = False
         if self._memory is not None:
-            self._memory.enter_world(world.size)
+            # Other ranks write from now on if the first replica has changed, and parts of the last
+            # save may be in the memory of one node only.
+            self._memory.enter_world(world.size, saves_first=job.is_sharded)
         if world.rank == 0:
             self._folder.ownership.failures = lambda: self.writers.broken_worlds
             self._folder.ownership.hold()
@@ -232,7 +229,8 @@ class Saver:
         if is_due and not is_stuck:
             self.save(job)
         if self._memory is not None and (group := self._group) is not None:
-            self._memory.at_boundary(job, group, is_ahead=is_ahead)
+            is_writer = self.writers.is_writer
+            self._memory.at_boundary(job, group, is_writer=is_writer, is_ahead=is_ahead)
 
     def before_leaving(self, job: JobState) -> None:
         """At the boundary at which nodes leave: save on all ranks if the policy saves on the
