@@ -66,6 +66,7 @@ def main() -> None:
     parser.add_argument("--global-batch", type=int, default=24)
     parser.add_argument("--epochs", type=int, default=3)
     parser.add_argument("--every-steps", type=int, default=50)
+    parser.add_argument("--memory-every", type=int, help="steps between saves to nodes' memory")
     parser.add_argument("--width", type=int, default=32)
     parser.add_argument("--layers", type=int, default=2)
     parser.add_argument("--precision", choices=("fp32", "fp64"), default="fp32")
@@ -74,7 +75,10 @@ def main() -> None:
 
     torch.manual_seed(0)
     folder = options.checkpoints
-    saves = elastic.Checkpoints(folder=folder, when=options.every_steps) if folder else None
+    saves = None
+    if folder is not None:
+        every, memory_every = options.every_steps, options.memory_every
+        saves = elastic.Checkpoints(folder=folder, when=every, memory=memory_every)
     run = elastic.join(mesh={"shard": options.shard}, checkpoints=saves)
     model = Net(options.width, options.layers).to(run.device, dtype)
     for block in model.blocks:

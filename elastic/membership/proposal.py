@@ -5,8 +5,16 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from elastic.membership.joining_nodes import JoiningNodes
-from elastic.membership.records import BreakageRecord, Cause, Node, WorldRecord, WorldState
-from elastic.membership.view import NodeView, Proposal, View
+from elastic.membership.records import (
+    BreakageRecord,
+    Cause,
+    Node,
+    NodeState,
+    WorldRecord,
+    WorldState,
+)
+from elastic.membership.view import Liveness, NodeView, Proposal, View
+from elastic.messages.world import MemoryLocation
 
 LINEAGE_LENGTH = 32
 
@@ -41,6 +49,20 @@ def propose(
         tls=reference.tls,
         replica_size=reference.replica_size,
         planned=planned and (in_process or not nodes),
+        outside=_outside(view, nodes),
+    )
+
+
+def _outside(view: View, nodes: Sequence[NodeView]) -> tuple[Node, ...]:
+    """Living nodes that are not in the next world, such as one that restarts its workers."""
+    members = {n.node.node_id for n in nodes}
+    ending = (NodeState.LEAVING, NodeState.FAILED, NodeState.FINISHED)
+    return tuple(
+        n.node
+        for n in view.nodes
+        if n.node.node_id not in members
+        and n.liveness is Liveness.ALIVE
+        and n.node.state not in ending
     )
 
 
@@ -106,6 +128,7 @@ def world_of(
         max_nodes=proposal.max_nodes,
         library=proposal.library,
         tls=proposal.tls,
+        outside=tuple(_memory_of(node) for node in proposal.outside if node.memory_port),
         replica_size=proposal.replica_size,
         lineage=lineage[-LINEAGE_LENGTH:],
         cause=proposal.cause,
@@ -113,6 +136,12 @@ def world_of(
         time_s=time_s,
         breakages=breakages,
         committed_step=_floor(last.committed_step if last else None, committed_step),
+    )
+
+
+def _memory_of(node: Node) -> MemoryLocation:
+    return MemoryLocation(
+        node_id=node.node_id, name=node.name, host=node.address, port=node.memory_port
     )
 
 

@@ -23,9 +23,9 @@ from elastic.hangs.verdict import HangAction, HangConfidence, HangKind
 from elastic.membership.keys import Keys as Keys
 from elastic.messages import typed_json
 from elastic.messages.world import Cause as Cause
+from elastic.messages.world import MemoryLocation, WorldSpec, derive, nodes_per_replica
 from elastic.messages.world import NodeReplica as NodeReplica
 from elastic.messages.world import ReplicaSeat as ReplicaSeat
-from elastic.messages.world import WorldSpec, derive, nodes_per_replica
 from elastic.messages.world import WorldState as WorldState
 from elastic.stragglers.facts import RankStepTimes
 
@@ -122,6 +122,7 @@ class WorldRecord(WorldSpec):
     time_s: float  # wall clock, for users
     library: str = ""  # torch-elastic-harness version of the job; "": not known
     tls: bool = False  # its nodes connect with TLS
+    outside: tuple[MemoryLocation, ...] = ()  # of nodes that were alive, and are not members
     breakages: tuple[BreakageRecord, ...] = ()  # the last ones, newest last
     replica_size: _Positive = 1
     version: int = RECORD_VERSION

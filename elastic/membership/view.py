@@ -117,6 +117,7 @@ class Proposal:
     tls: bool = False  # the job's nodes connect with TLS
     replica_size: int = 1  # ranks that hold the model once
     planned: bool = False  # switch at a step boundary (in-process joins and leaves)
+    outside: tuple[Node, ...] = ()  # other nodes: their memory may hold the job's newest state
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -85,6 +85,16 @@ class NodeReplica:
 
 
 @dataclass(frozen=True, kw_only=True)
+class MemoryLocation:
+    """Where a node serves its memory for checkpoints."""
+
+    node_id: str
+    name: str
+    host: str
+    port: int
+
+
+@dataclass(frozen=True, kw_only=True)
 class RankAssignment:
     """The ranks of one worker in a world."""
 

@@ -61,8 +61,11 @@ class AgentMemory:
 
     def refresh(self) -> None:
         """Publish the other nodes of the world that the workers are about to run."""
-        if self._host is not None:
-            self._host.refresh()
+        try:
+            if self._host is not None:
+                self._host.refresh()
+        except OSError as error:
+            get_logger().warning("workers cannot find the memory of other nodes: %s", error)
 
     def close(self) -> None:
         """Release it. Idempotent."""
@@ -114,12 +117,20 @@ def host_memory(
 
 
 def neighbours(world: WorldRecord | None, node_id: str) -> Neighbours:
-    """The other nodes of a world that serve their memory, and the next one in rank order."""
+    """The other nodes that serve their memory, and the next one in rank order.
+
+    Nodes outside of the world follow its members: a node that restarts its workers, or lacks the
+    other nodes of its replica, may hold the parts of the last world.
+    """
     if world is None or node_id not in world.node_ids:
         return Neighbours()
     at = world.node_ids.index(node_id)
     others = (*world.members[at + 1 :], *world.members[:at])
     peers = tuple(_address(member) for member in others if member.memory_port)
+    peers += tuple(
+        PeerAddress(node=other.name, host=other.host, port=other.port, identity=other.node_id)
+        for other in world.outside
+    )
     return Neighbours(peers, peers[0] if peers else None, peers[1:])
 
 

@@ -224,6 +224,7 @@ class Launch:
             if self._start_method == "forkserver":
                 forkserver.ensure_running()
         self.service.write_link_key()
+        self.memory.refresh()  # they may restore from the other nodes' memory
         self._journal.emit(WorkersStarting(), level=logging.DEBUG)
         variables = {**self._variables, **self._tuned}
         with _environment, _environment_of(variables):

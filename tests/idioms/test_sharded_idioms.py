@@ -103,8 +103,7 @@ def created(mesh):
 tokens = torch.randint(0, TOKENS, (64, 5), generator=torch.Generator().manual_seed(1))
 dataset = TensorDataset(tokens[:, :-1], tokens[:, 1:])
 mesh = {} if way == "build" else {"mesh": {"shard": int(shard)}}
-memory = 2 if way == "build" else None
-run = elastic.join(checkpoints=elastic.Checkpoints(disk, when=1000, memory=memory), **mesh)
+run = elastic.join(checkpoints=elastic.Checkpoints(disk, when=1000, memory=2), **mesh)
 loader = run.loader(DataLoader(dataset, batch_size=8, shuffle=True), global_batch=8)
 held_out = run.shard(DataLoader(dataset, batch_size=4))
 result = {}

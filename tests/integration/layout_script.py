@@ -7,6 +7,8 @@ Run by ``test_checkpoints_of_replicas.py``: ``fsdp``, ``tp``, ``both`` in replic
 from __future__ import annotations
 
 import argparse
+import os
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -82,9 +84,13 @@ parser = argparse.ArgumentParser()
 parser.add_argument("kind", choices=MESHES)
 parser.add_argument("--checkpoints", required=True)
 parser.add_argument("--epochs", type=int, required=True)
+parser.add_argument("--memory", type=Path, help="the folder of a memory host, for all nodes")
 options = parser.parse_args()
 
-saves = elastic.Checkpoints(folder=options.checkpoints, when=4, memory=False)
+if options.memory is not None:
+    os.environ["ELASTIC_NODE_MEMORY"] = str(options.memory)
+memory_every = 2 if options.memory is not None else False
+saves = elastic.Checkpoints(folder=options.checkpoints, when=4, memory=memory_every)
 run = elastic.join(mesh=MESHES[options.kind], checkpoints=saves)
 loader = run.loader(DataLoader(data(), batch_size=6, shuffle=True), global_batch=6)
 result: dict[str, torch.Tensor] = {}

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 import torch
 
 import checkpoints
+from checkpoints.loading.tiered_storage import TieredStorage
+from checkpoints.memory.host import MemoryHost, memory_roots
+from checkpoints.memory.node_memory import OWN
 from elastic.testing.small_world.world import SmallWorld, WorkerResult
 
 SCRIPT = Path(__file__).with_name("layout_script.py")
@@ -29,8 +33,11 @@ class Job:
         shutil.copytree(self.folder / "checkpoints", other.folder / "checkpoints")
         return other
 
-    def run(self, kind: str, epochs: int, *, size: int, per_node: int = 1) -> WorkerResult:
-        """The result of rank 0, after all ranks have exited with 0."""
+    def run(
+        self, kind: str, epochs: int, *, size: int, per_node: int = 1, memory: Path | None = None
+    ) -> WorkerResult:
+        """The result of rank 0, after all ranks have exited with 0. ``memory``: the folder of the
+        nodes' memory."""
         outcome = self.world.run(
             SCRIPT,
             self.folder / f"{kind}-{epochs}",
@@ -41,6 +48,7 @@ class Job:
                 "--checkpoints",
                 str(self.folder / "checkpoints"),
                 f"--epochs={epochs}",
+                *([f"--memory={memory}"] if memory is not None else []),
             ],
             limit_s=LIMIT_S,
         )
@@ -124,3 +132,56 @@ def test_a_checkpoint_of_replicas_stores_the_state_once(
     state = [t for name, t in alone[2].result.items() if name != "resumed"]
     exact = sum(tensor.numel() * tensor.element_size() for tensor in state)
     assert exact <= saved.size_bytes <= exact + NOTES_BYTES < 1.5 * exact
+
+
+MIDDLE = 2  # the step of the last save into memory, in the middle of the first epoch
+
+
+@dataclass(frozen=True)
+class SavedInMemory:
+    """A job whose only checkpoints are in the nodes' memory."""
+
+    job: Job
+    memory: Path
+    backup: Path
+
+
+@pytest.fixture(scope="module")
+def in_memory(
+    world: SmallWorld, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[SavedInMemory]:
+    folder = tmp_path_factory.mktemp("memory")
+    host = MemoryHost(folder / "host")
+    job = Job(world, folder / "saved")
+    job.run("fsdp", 1, size=4, per_node=2, memory=host.folder)
+    for info in checkpoints.list_checkpoints(job.folder / "checkpoints"):
+        shutil.rmtree(job.folder / "checkpoints" / info.name)
+    shutil.copytree(host.folder / OWN, folder / "backup")
+    yield SavedInMemory(job, host.folder, folder / "backup")
+    host.close()
+
+
+def test_replicas_save_into_memory_once(in_memory: SavedInMemory) -> None:
+    newest = checkpoints.latest(TieredStorage(memory_roots(in_memory.memory))).checkpoint
+    assert newest is not None
+    assert (newest.step, newest.world_size) == (MIDDLE, 2), "the ranks of one replica"
+
+
+@pytest.mark.parametrize(
+    ("kind", "size", "per_node"),
+    [
+        pytest.param("fsdp", 2, 2, id="one replica of two"),
+        pytest.param("fsdp", 6, 2, id="three replicas of two"),
+        pytest.param("tp", 2, 2, id="tensor parallel"),
+        pytest.param("ddp", 2, 1, id="DDP"),
+    ],
+)
+def test_memory_of_two_replicas_resumes_in_another_layout(
+    alone: dict[int, WorkerResult], in_memory: SavedInMemory, kind: str, size: int, per_node: int
+) -> None:
+    job = in_memory.job.copy(f"memory-{kind}-{size}")
+    shutil.rmtree(in_memory.memory / OWN)
+    shutil.copytree(in_memory.backup, in_memory.memory / OWN)
+    found = job.run(kind, 2, size=size, per_node=per_node, memory=in_memory.memory)
+    assert_same(found, alone[2], resumed=0)
+    assert f"source='step-{MIDDLE:09d}" in found.log

@@ -83,6 +83,7 @@ class Rank:
 
     step_s: float
     save_s: float
+    is_writer: bool = True
     clock: ManualClock = field(default_factory=ManualClock)
     changes: list[int] = field(default_factory=list)
     saved: list[int] = field(default_factory=list)
@@ -98,8 +99,8 @@ class Rank:
         is_due = self.interval.is_due(step)
         if is_due:
             self.saved.append(step)
-            self.clock.advance(self.save_s)
-        self.interval.meter.left(has_saved=is_due)
+            self.clock.advance(self.save_s if self.is_writer else 0.0)
+        self.interval.meter.left(has_saved=is_due, is_writer=self.is_writer)
         self.clock.advance(self.step_s)
 
 
@@ -151,15 +152,21 @@ rank_costs = st.tuples(st.floats(0.001, 10.0), st.floats(0.0, 1.0))
 @given(
     st.lists(st.lists(rank_costs, min_size=1, max_size=3), min_size=1, max_size=3),
     st.integers(1, 150),
+    st.booleans(),
 )
 def test_all_ranks_of_each_world_save_the_same_steps(
-    worlds: list[list[tuple[float, float]]], length: int
+    worlds: list[list[tuple[float, float]]], length: int, are_replicas: bool
 ) -> None:
-    """Survivors come last: rank 0 of a later world is a new process that has measured nothing."""
+    """Survivors come last: rank 0 of a later world is a new process that has measured nothing.
+
+    ``are_replicas``: only rank 0 writes.
+    """
     survivors: list[Rank] = []
     step = 0
     for joining in worlds:
         ranks = [Rank(*costs) for costs in joining] + survivors
+        for number, rank in enumerate(ranks):
+            rank.is_writer = number == 0 or not are_replicas
         in_use = survivors[0].interval.every_steps if survivors else UNMEASURED_STEPS
         for rank in ranks:
             rank.saved.clear()

@@ -11,6 +11,7 @@ from membership_nodes import node as node_of
 from elastic.errors import ConfigError
 from elastic.events import Event
 from elastic.membership.records import Cause, Node, WorldRecord, WorldState
+from elastic.messages.world import MemoryLocation
 from elastic.node.checkpoint_memory import AgentMemory, host_memory, neighbours, sweep
 from elastic.node.identity import current_process
 from elastic.secure_channel.keys import SecretKey
@@ -122,3 +123,15 @@ def test_the_successor_is_the_next_in_rank_order_that_has_a_memory() -> None:
     assert next_one is not None and next_one.port == 2
     for alone in (world(a), world(b, c), None):
         assert neighbours(alone, a.node_id).successor is None
+
+
+def test_nodes_outside_of_the_world_follow_its_members() -> None:
+    """A node that restarts its workers is not in the next world, and may hold the newest parts."""
+    a, b = (replace(node_of(name), memory_port=port) for name, port in (("n1", 1), ("n2", 2)))
+    outside = (MemoryLocation(node_id="id-n3", name="n3", host="10.0.0.3", port=3),)
+    of_a = neighbours(replace(world(a, b), outside=outside), a.node_id)
+    assert [p.port for p in of_a.peers] == [2, 3]
+    assert of_a.successor == of_a.peers[0]
+    assert of_a.peers[1].identity == "id-n3"
+    alone = neighbours(replace(world(a), outside=outside), a.node_id)
+    assert alone.successor is not None and alone.successor.port == 3

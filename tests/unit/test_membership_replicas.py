@@ -21,7 +21,7 @@ from membership_nodes import (
 )
 
 from elastic.membership.decision import NodeView, Proposal, View, decide, refusal
-from elastic.membership.proposal import propose
+from elastic.membership.proposal import propose, world_of
 from elastic.membership.records import (
     Cause,
     NodeReplica,
@@ -173,6 +173,18 @@ def test_the_others_continue_and_the_rest_of_the_replica_restarts() -> None:
     p = proposal(v)
     assert (named(p), p.mode, p.planned) == (["n1", "n2"], "in-process", False)
     assert "n4 restarts: a replica has lost nodes" in p.reason
+
+
+def test_a_world_names_the_memory_of_living_nodes_outside_of_it() -> None:
+    """The rest of a broken replica restarts its workers; its agent has parts of checkpoints."""
+    lost, leaving = dead(steps("n3", IN_PROCESS)), steps("n5", None, NodeState.LEAVING)
+    silent, new = suspect(steps("n6", None)), steps("n7", None)
+    nodes = [*survivors("n1 n2 n4", IN_PROCESS), lost, leaving, silent, new]
+    with_memory = [replace(n, node=replace(n.node, memory_port=7000)) for n in nodes[:-1]]
+    p = proposal(view(IN_PROCESS, *with_memory, new))
+    assert named(p) == ["n1", "n2"]
+    (found,) = world_of(p, IN_PROCESS, nonce="cd", time_s=5.0).outside
+    assert (found.node_id, found.name, found.host, found.port) == ("id-n4", "n4", "10.0.0.4", 7000)
 
 
 def test_ready_nodes_replace_a_broken_replica_in_the_same_change() -> None:

@@ -177,3 +177,17 @@ def test_settings_of_scripts_are_converted() -> None:
     assert Checkpoints("f", memory=3).memory_steps == 3
     for memory in (None, True, False):
         assert Checkpoints("f", memory=memory).memory_steps is None
+
+
+def test_a_rank_that_writes_nothing_counts_saves_without_costs() -> None:
+    clock = ManualClock()
+    writer, other = CostMeter(clock), CostMeter(clock)
+    for step in range(1, 4):
+        for meter in (writer, other):
+            meter.reached(step)
+            meter.waited()
+            clock.advance(0.5)
+            meter.left(has_saved=True, is_writer=meter is writer)
+    assert writer.saves == other.saves == 2
+    assert writer.costs(None).wait_s == 0.5
+    assert other.costs(None).wait_s is None

@@ -127,6 +127,7 @@ WORLD = {
     "replica_size": 2,
     "library": "0.1.0",
     "tls": True,
+    "outside": [{"node_id": "cd", "name": "n2", "host": "10.0.0.2", "port": 4712}],
     "breakages": [
         {
             "generation": 6,

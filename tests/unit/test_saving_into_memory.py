@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,12 +14,21 @@ import checkpoints
 from checkpoints.loading.tiered_storage import TieredStorage
 from checkpoints.memory.host import MemoryHost, memory_roots
 from elastic.clock import SYSTEM_CLOCK
-from elastic.errors import ConfigError
+from elastic.errors import CheckpointRequired, ConfigError
 from elastic.training.checkpointing.folder import CheckpointFolder
+from elastic.training.checkpointing.manager import CheckpointManager
 from elastic.training.checkpointing.memory_interval.agreed import MemoryInterval
 from elastic.training.checkpointing.memory_tier import VARIABLE, MemoryTier
 from elastic.training.checkpointing.options import Checkpoints
+from elastic.training.checkpointing.saver import Saver
+from elastic.training.current_step import CurrentStep
+from elastic.training.recovery import reconfiguration
+from elastic.training.recovery.agreement import Agreement
+from elastic.training.recovery.progress import RankProgress
+from elastic.training.recovery.reconfiguration import Reconfiguration
 from elastic.training.state.job_state import JobState
+from elastic.training.state.registry import Registry
+from elastic.world.mesh import ReplicaMesh
 from elastic.world.world import World
 
 
@@ -53,10 +63,15 @@ def tier(reports: list[str], every_steps: int | None = 5) -> MemoryTier:
     )
 
 
-def save(memory: MemoryTier, steps: range) -> None:
+def save(memory: MemoryTier, steps: range, *, nonce: str = "aa", **how: bool) -> None:
     memory.waits = True  # at each boundary, until the previous save is written
     for step in (*steps, steps[-1]):
-        memory.at_boundary(Job(step), checkpoints.WriterGroup(nonce="aa"))  # type: ignore[arg-type]
+        memory.at_boundary(Job(step), checkpoints.WriterGroup(nonce=nonce), **how)  # type: ignore[arg-type]
+
+
+def saved_steps(host: MemoryHost) -> list[int]:
+    listed = checkpoints.list_checkpoints(TieredStorage(memory_roots(host.folder)))
+    return sorted(info.step for info in listed)
 
 
 def test_the_memory_tier_saves_at_its_interval_and_keeps_the_newest(host: MemoryHost) -> None:
@@ -140,3 +155,98 @@ def test_a_memory_failure_is_reported_once_and_saves_resume(host: MemoryHost) ->
 def test_a_memory_interval_of_zero_is_rejected() -> None:
     with pytest.raises(ConfigError, match="memory=0"):
         Checkpoints("f", memory=0)
+
+
+def test_another_replica_saves_from_its_first_boundary_as_the_first_one(host: MemoryHost) -> None:
+    """Its ranks have written nothing before, and follow the interval. Steps may be repeated."""
+    memory = tier([])
+    memory.enter_world(4, saves_first=True)
+    save(memory, range(1, 9), is_writer=False)
+    assert saved_steps(host) == []
+    memory.enter_world(2, saves_first=True)
+    save(memory, range(8, 12), nonce="bb")
+    assert saved_steps(host) == [8, 10]
+    memory.enter_world(4, saves_first=True)
+    save(memory, range(10, 12), nonce="cc")
+    memory.close()
+    assert saved_steps(host) == [8, 10, 10]
+
+
+def test_a_save_that_is_not_possible_is_made_at_the_next_boundary(host: MemoryHost) -> None:
+    memory = tier([])
+    memory.enter_world(2, saves_first=False)
+    save(memory, range(5, 6), is_ahead=True)
+    assert saved_steps(host) == []
+    save(memory, range(6, 9))
+    memory.close()
+    assert saved_steps(host) == [6]
+
+
+@pytest.mark.parametrize(("rank", "steps"), [(0, [1, 2]), (1, [])])
+def test_only_the_first_replica_writes(
+    host: MemoryHost, tmp_path: Path, rank: int, steps: list[int]
+) -> None:
+    journal = SimpleNamespace(emit=lambda event, level=0: None)
+    saver = Saver(Checkpoints(tmp_path / "disk", memory=2), journal)
+    job = JobState(seed=0, is_sharded=True)
+    world = World(
+        generation=1,
+        rank=rank,
+        size=2,
+        local_rank=rank,
+        local_size=2,
+        nonce="bb",
+        lineage=(),
+        node="n1",
+        is_launched=True,
+        mesh=ReplicaMesh((("shard", 1),)),
+    )
+    saver.keep_shards_in_memory()  # each boundary waits until the previous save is written
+    saver.resume(None, 1, 0)
+    saver.enter(world, job)
+    for step in (1, 2, 3):
+        job.progress.step = step
+        saver.at_boundary(job, None)
+    saver.close(60.0)
+    assert saved_steps(host) == steps
+
+
+@pytest.mark.parametrize(
+    ("memory", "is_sharded", "committed", "starts"),
+    [(5, True, 6, True), (5, True, 7, False), (None, True, 1, False), (5, False, 1, False)],
+)
+def test_replicas_start_over_if_they_lose_no_more_steps_than_between_two_saves(
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    memory: int | None,
+    is_sharded: bool,
+    committed: int,
+    starts: bool,
+) -> None:
+    """All replicas broke before the first save was complete: no rank has a state."""
+    monkeypatch.setattr(reconfiguration, "agree", lambda *_: Agreement(None, None, ()))
+    monkeypatch.setattr(reconfiguration, "all_gather_json", lambda value: [value])
+    journal = SimpleNamespace(emit=lambda event, level=0: None)
+    current = CurrentStep()
+    registry = Registry(seed=0, inside=lambda: current.inside)
+    registry.job.is_sharded = is_sharded
+    manager = CheckpointManager(Checkpoints(tmp_path, memory=memory), journal)
+    monkeypatch.setattr(manager, "restore", lambda world, job, may_begin: 1)
+    progress = RankProgress(registry.job, registry.optimizer_watch, current)
+    rank = Reconfiguration(registry.job, progress, manager, journal, torch.device("cpu"))
+    world = World(
+        generation=1,
+        rank=0,
+        size=1,
+        local_rank=0,
+        local_size=1,
+        nonce="bb",
+        lineage=(),
+        node="n1",
+        is_launched=True,
+    )
+    if starts:
+        assert rank.enter(world, committed).generation == 1
+    else:
+        with pytest.raises(CheckpointRequired, match=f"committed {committed} steps"):
+            rank.enter(world, committed)

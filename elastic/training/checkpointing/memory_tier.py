@@ -42,7 +42,8 @@ class MemoryTier:
         self.interval = interval
         self._report = report
         self._failure = ""  # the last reported one
-        self._saved_step = -1
+        self._saved_step = -1  # in this world
+        self._is_owed = False  # the next boundary at which that is possible saves
         self._engine: SupervisedEngine | None = None
         self.waits = False  # training waits if this rank's writes fall behind
         folder = node_memory(env)
@@ -71,20 +72,40 @@ class MemoryTier:
         """Whether this node's agent hosts memory that can be used."""
         return self._engine is not None
 
-    def at_boundary(self, job: JobState, world: checkpoints.WriterGroup) -> None:
+    def enter_world(self, size: int, *, saves_first: bool) -> None:
+        """Begin a world. ``saves_first``: all its writers save at its first boundary, too."""
+        self.interval.enter_world(size)
+        self._saved_step = -1
+        self._is_owed = saves_first
+
+    def at_boundary(
+        self,
+        job: JobState,
+        world: checkpoints.WriterGroup,
+        *,
+        is_writer: bool = True,
+        is_ahead: bool = False,
+    ) -> None:
         """Save between two steps if a save is due and a buffer is free. Waits only if
-        :attr:`waits` is set, until the share of an earlier boundary is written."""
+        :attr:`waits` is set, until the share of an earlier boundary is written.
+
+        ``is_writer``: whether this rank writes a share; the others only follow the interval.
+        ``is_ahead``: the state cannot be saved at this boundary, and is saved at the next one.
+        """
         step = job.progress.step
         self.interval.meter.reached(step)
         if self._engine is not None:
             self._engine.poll()
             if self.waits:
                 self._engine.finish_writing(MEMORY_WAIT_S)
-        is_due = self.interval.is_due(step)
-        if is_due and step != self._saved_step:
+        is_due = self.interval.is_due(step) or self._is_owed
+        self._is_owed = is_due and is_ahead
+        saves = is_due and not is_ahead
+        if saves and step != self._saved_step:
             self._saved_step = step
-            self.begin(job, world, wait_s=0.0)
-        self.interval.meter.left(has_saved=is_due)
+            if is_writer:
+                self.begin(job, world, wait_s=0.0)
+        self.interval.meter.left(has_saved=saves, is_writer=is_writer)
 
     def save_now(self, job: JobState, world: checkpoints.WriterGroup, budget_s: float) -> None:
         """Write this rank's share of the current step unless its write has begun, and wait."""

@@ -14,7 +14,6 @@ import checkpoints
 from checkpoints import CheckpointError, RetentionPolicy, SaveHandle, SaveOutcome, SaveStatus
 from checkpoints.saving.supervised import SupervisedEngine
 from elastic.clock import SYSTEM_CLOCK, Clock
-from elastic.errors import ConfigError
 from elastic.hangs.facts import CHECKPOINT
 from elastic.hangs.phases import phases
 from elastic.telemetry.journal import EventSink
@@ -50,10 +49,12 @@ class Saver:
         self.writers = WriterHistory()
         self.is_superseded: Callable[[], bool] = lambda: False  # a newer world is known
         self.is_permitted: Callable[[], bool] = lambda: True  # this node's agent permits commits
+        self.is_ahead: Callable[[], bool] = lambda: False  # weights contain an uncommitted update
         self.is_resumed = False  # the state comes from a checkpoint
         self._saved_step = 0  # the last step that this world need not save again
         self._latest: SaveHandle | None = None  # of the current world
         self._others_are_stuck = False
+        self._is_owed = False  # a save was due while the weights were ahead
         self._memory_limit = MemoryLimit()
         self.due = Due(policy.saving, clock) if policy else None  # None: closed, too
         self.engine: SupervisedEngine | None = None
@@ -91,7 +92,9 @@ class Saver:
             overhead=policy.memory_overhead,
             clock=self._clock,
             changed=lambda chosen, before: self._outcomes.memory_interval(
-                chosen, before, is_known_elsewhere=self.writers.rank > 0
+                chosen,
+                before,
+                is_known_elsewhere=self.writers.rank > 0 or not self.writers.is_writer,
             ),
         )
         self._memory = MemoryTier(
@@ -164,18 +167,15 @@ class Saver:
         """Save for ``world`` from now on: its state is restored."""
         if self._folder is None or self.due is None or self.engine is None:
             return
-        if job.is_sharded and self._memory is not None:
-            raise ConfigError(
-                "elastic.Checkpoints(memory=…) with elastic.join(mesh=…): saving shards to the "
-                "nodes' memory is not implemented yet",
-                hint="omit memory=: if a replica dies, another one has its state",
-            )
         before = self.writers.present
         writes = self.writers.enter(world, job, self._may_commit)
         self._latest = None
         self.due.enter(rank=world.rank, size=world.size)
+        self._is_owed = False
         if self._memory is not None:
-            self._memory.interval.enter_world(world.size)
+            # Other ranks write from now on if the first replica has changed, and parts of the last
+            # save may be in the memory of one node only.
+            self._memory.enter_world(world.size, saves_first=job.is_sharded)
         if world.rank == 0:
             self._folder.ownership.failures = lambda: self.writers.broken_worlds
             self._folder.ownership.hold()
@@ -222,10 +222,15 @@ class Saver:
             reason = "the disk of a rank hangs: no rank saves until it responds"
             self._outcomes.skipped(f"step {job.progress.step}", reason)
         self._others_are_stuck = is_stuck
-        if self.due.is_due(job.progress.step, self._saved_step, received, in_flight):
+        is_ahead = self.is_ahead()
+        is_due = self.due.is_due(job.progress.step, self._saved_step, received, in_flight)
+        is_due |= self._is_owed
+        self._is_owed = is_due and (is_ahead or is_stuck)
+        if is_due and not is_stuck:
             self.save(job)
         if self._memory is not None and (group := self._group) is not None:
-            self._memory.at_boundary(job, group)
+            is_writer = self.writers.is_writer
+            self._memory.at_boundary(job, group, is_writer=is_writer, is_ahead=is_ahead)
 
     def before_leaving(self, job: JobState) -> None:
         """At the boundary at which nodes leave: save on all ranks if the policy saves on the
@@ -256,6 +261,8 @@ class Saver:
         """
         step = job.progress.step
         if self.due is None or self.writers.present is None or step <= self._saved_step:
+            return None
+        if self.is_ahead():  # a repeated step follows: restored, its update would apply twice
             return None
         if self._folder is None or self._folder.ownership.is_lost:
             return None

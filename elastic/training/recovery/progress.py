@@ -94,6 +94,11 @@ class RankProgress:
         """Record that the script has run, and may have changed any object."""
         self._is_fresh = False
 
+    @property
+    def is_ahead(self) -> bool:
+        """Whether the weights contain updates of a step that is not committed, and is repeated."""
+        return self.tag is not None and bool(self.tag.stepped)
+
     def masked(self, number: int) -> tuple[str, ...]:
         """The optimizers whose update in step ``number`` is already in the weights."""
         return self._masked if number == self._masked_at else ()

@@ -74,6 +74,8 @@ class Reconfiguration:
         self._progress.retries_of_others = agreement.retries
         try:
             if agreement.is_fresh:
+                if self._job.is_sharded:
+                    committed_step = self._not_to_lose(committed_step)
                 world = self._start_fresh(world, committed_step, may_begin=not agreement.is_torn)
             else:
                 world = self._continue(world, agreement)
@@ -103,11 +105,16 @@ class Reconfiguration:
         saves to memory. Raises CheckpointRequired if it would lose more.
         """
         began_s = SYSTEM_CLOCK.monotonic()
-        may_lose = self._checkpoints.first_memory_step
-        is_short = may_lose is not None and (committed_step or 0) <= may_lose + 1
-        world = self._start_fresh(world, None if is_short else committed_step, may_begin=True)
+        world = self._start_fresh(world, self._not_to_lose(committed_step), may_begin=True)
         self._joined(world, None, None, began_s)
         return world
+
+    def _not_to_lose(self, committed_step: int | None) -> int | None:
+        """The progress without which the job must not start over; None for fewer steps than lie
+        between two saves to memory."""
+        may_lose = self._checkpoints.first_memory_step
+        is_short = may_lose is not None and (committed_step or 0) <= may_lose + 1
+        return None if is_short else committed_step
 
     def _joined(self, world: World, source: int | None, tag: Tag | None, began_s: float) -> None:
         all_gather_json(True)  # no rank continues before all ranks have received everything

@@ -31,7 +31,8 @@ class CostMeter:
         self._boundaries = 0
         self._step = 0
         self._reached_s = self._waited_s = self._left_s = 0.0
-        self._began_in_s: float | None = None  # the save at the last boundary
+        self._has_saved = False  # the writers have, at the last boundary
+        self._began_in_s: float | None = None  # this rank's part of that save
 
     def reached(self, step: int) -> None:
         """Record that a boundary is reached, with ``step`` steps done."""
@@ -44,18 +45,20 @@ class CostMeter:
     def waited(self) -> bool:
         """Record the end of the wait for the last save. Returns whether there was one."""
         self._waited_s = self._clock.monotonic()
-        if self._began_in_s is None:
+        if not self._has_saved:
             return False
         self.saves += 1
-        if self.saves > FIRST_SAVES:
+        if self._began_in_s is not None and self.saves > FIRST_SAVES:
             self._waits.append(self._began_in_s + self._waited_s - self._reached_s)
-        self._began_in_s = None
+        self._has_saved, self._began_in_s = False, None
         return True
 
-    def left(self, *, has_saved: bool) -> None:
-        """Record that the boundary is left, and whether a save has begun at it."""
+    def left(self, *, has_saved: bool, is_writer: bool = True) -> None:
+        """Record that the boundary is left, and whether a save has begun at it. A rank that writes
+        no part counts the saves of the others, and has no costs."""
         self._left_s = self._clock.monotonic()
-        if has_saved:
+        self._has_saved = has_saved
+        if has_saved and is_writer:
             self._began_in_s = self._left_s - self._waited_s
 
     def wrote(self, write_s: float) -> None:
