@@ -379,6 +379,25 @@ def test_a_model_on_the_mesh_of_another_world_is_rejected(tmp_path: Path) -> Non
             in_retry(run, lambda: run.build(keeps))
 
 
+def test_an_operation_on_a_model_of_an_ended_world_does_not_affect_the_next_one(
+    tmp_path: Path,
+) -> None:
+    """torch returns the result of an operation on the mesh with which it was first called."""
+    with process(tmp_path, clean=False) as run:
+        kept: list[torch.Tensor] = []
+
+        def keeps(mesh: DeviceMesh) -> Any:
+            model, optimizer = build(mesh)
+            kept.append(next(model.parameters()))
+            return model, optimizer
+
+        in_retry(run, lambda: run.build(keeps))
+        parts_of(run).job.retire_built()
+        nn.Parameter(kept[0].detach())
+        in_retry(run, lambda: run.build(keeps))
+        assert kept[1].device_mesh is not kept[0].device_mesh  # type: ignore[attr-defined]
+
+
 def test_a_mesh_over_part_of_the_world_is_rejected() -> None:
     class Halved:
         """A mesh of twice as many ranks."""

@@ -8,6 +8,7 @@ from typing import TypeVar
 import torch
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from elastic import torch_private
 from elastic.errors import ConfigError, TrainingError
 from elastic.training.components import Components
 from elastic.training.data.randomness import derive_seed, seed_all
@@ -70,6 +71,7 @@ class BuildsInWorlds:
         mesh = init_device_mesh(device.type, (world.size,), mesh_dim_names=(MESH_DIM,))
         seed_all(derive_seed(job.seed, _SEED))
         garbage.freeze_older_objects()
+        torch_private.forget_meshes()  # the script may have used objects of an ended world since
         with torch.enable_grad():
             returned = fn(mesh)
         parts.state.registry.hold(Built(returned, mesh, generation=lifecycle.world.generation))
