@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -67,9 +67,14 @@ def test_integers_of_other_libraries_are_accepted() -> None:
     with run_of(None) as run:
         loader = run.loader(DataLoader(dataset(), batch_size=4), global_batch=np.int64(8))
         assert type(loader.plan.global_batch) is int
-        assert list(run.epochs(torch.tensor(0))) == []
-        assert run.mean(torch.tensor(2.0), loss=np.float32(3.0)) == {"loss": 3.0}
-        assert run.mean(0, loss=None) != {}, "a rank without samples has no value"
+        none, two, nothing = (
+            cast(int, torch.tensor(0)),
+            cast(float, torch.tensor(2.0)),
+            cast(Any, None),
+        )
+        assert list(run.epochs(none)) == []
+        assert run.mean(two, loss=np.float32(3.0)) == {"loss": 3.0}
+        assert run.mean(0, loss=nothing) != {}, "a rank without samples has no value"
 
 
 @pytest.mark.parametrize("folder", [5, 2.5, ["a"], object()])
