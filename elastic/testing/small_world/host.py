@@ -69,6 +69,7 @@ _WARM = (
 _ALONE = {"ELASTIC_MAX_NODES": "3"}  # the default global batch is that of a world of three
 _SLICE_S = 0.02
 _HEARD_WITHIN_S = 2.0  # after a failure: the time until the death that caused it is detected
+_DYING_S = 10.0  # after the end of a sibling that has lost it
 _MAX_WORLDS = 6
 _STACKS_S = 1.0  # time for stuck workers to write their stacks
 
@@ -226,6 +227,8 @@ class SmallJob:
         if process.exit_code == 0:
             return
         victim = self._members[self._death.rank] if self._death and self._generation == 1 else None
+        if victim is not None and process is not victim and self._is_lost_with(process, victim):
+            process = victim
         if process is not victim or process.exit_code is not None:
             self._problem = f"{process.name} has failed"
             return
@@ -237,6 +240,16 @@ class SmallJob:
             for local_rank in range(self._per_node):
                 self._start(local_rank, None, is_joining=True)
         self._form_next()
+
+    def _is_lost_with(self, process: _Process, victim: _Process) -> bool:
+        """Whether a part of the victim's replica has ended because the victim did: a dying process
+        closes its connections before its parent can see its end."""
+        if process.server is not victim.server:
+            return False
+        until_s = time.monotonic() + _DYING_S
+        while not (victim.has_ended or self._reap(victim)) and time.monotonic() < until_s:
+            time.sleep(_SLICE_S)
+        return victim.has_ended
 
     def _end_all(self) -> None:
         stuck = [p for p in self._processes if not p.has_ended]
