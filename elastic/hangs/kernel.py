@@ -11,12 +11,13 @@ import os
 import platform
 import re
 import shutil
+import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from elastic.tuning.agent_intervals import KERNEL_LOG_S
+from elastic.tuning.agent_intervals import KERNEL_LOG_S, WAIT_CHANNEL_LOOK_S
 
 _TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 _AFTER_NAME = 3  # proc(5) counts the fields of stat from 1, and state is the third
@@ -93,6 +94,16 @@ def wait_channel(pid: int) -> str:
     """The kernel function in which the main thread sleeps; "" if it does not, or it is hidden."""
     name = _read(f"/proc/{pid}/wchan").strip()
     return "" if name == "0" else name
+
+
+def wait_channel_of_sleeper(pid: int, looks: int = 10) -> str:
+    """The same for a thread that was just seen asleep: one that waits for the interpreter lock
+    wakes up every 5 ms, and may be awake in a single look."""
+    for _ in range(looks):
+        if name := wait_channel(pid):
+            return name
+        time.sleep(WAIT_CHANNEL_LOOK_S)
+    return ""
 
 
 def data_workers(pid: int) -> str:

@@ -341,7 +341,8 @@ class HangWatch:
 
 
 def _kernel_facts(worker: WatchedWorker) -> KernelFacts:
-    pid, channel = worker.pid, kernel.wait_channel(worker.pid)
+    pid, is_asleep = worker.pid, worker.state == "S"
+    channel = kernel.wait_channel_of_sleeper(pid) if is_asleep else kernel.wait_channel(pid)
     is_blocked = worker.state == "D" or kernel.waits_for_fuse(channel)
     return KernelFacts(
         state=worker.state,

@@ -265,3 +265,14 @@ def test_recent_lines_of_the_kernel_log_are_in_the_report(monkeypatch: pytest.Mo
 
 def test_the_kernel_log_of_this_machine_is_read_to_its_end() -> None:
     assert all(isinstance(record, str) for record in kernel._kernel_log())
+
+
+def test_a_thread_that_is_awake_for_a_moment_is_looked_at_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As one that waits for the interpreter lock, every 5 ms."""
+    looks = iter(["", "", "futex_wait_queue"])
+    monkeypatch.setattr(kernel, "wait_channel", lambda pid: next(looks))
+    assert kernel.wait_channel_of_sleeper(1) == "futex_wait_queue"
+    monkeypatch.setattr(kernel, "wait_channel", lambda pid: "")
+    assert kernel.wait_channel_of_sleeper(1) == ""
