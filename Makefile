@@ -30,7 +30,7 @@ $(STAMP): pyproject.toml constraints.txt scripts/bootstrap.sh
 # pytest rewrites the assertions of each test file at its first import.
 $(COMPILED): $(STAMP)
 	$(BIN)/python -c 'import hypothesis, pytest; from elastic.testing.forks import server; server.import_all()'
-	$(BIN)/pytest --collect-only -qq > /dev/null
+	$(BIN)/pytest --collect-only -qq > $@.log || { tail -n 50 $@.log; exit 1; }
 	touch $@
 
 demo: $(COMPILED)

@@ -90,7 +90,6 @@ def same_as_before(call: str, given: Mapping[str, Any], before: Mapping[str, Any
             continue
         if value != 0 and value != before[name]:
             raise ConfigError(
-                f"{call}({name}={described(value)}) after a call with "
-                f"{name}={described(before[name])}",
+                f"{call}({name}={value!r}) after a call with {name}={before[name]!r}",
                 hint="pass all arguments to the first call; later ones return the same object",
             )

@@ -11,12 +11,12 @@ import os
 import platform
 import re
 import shutil
-import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from elastic.clock import SYSTEM_CLOCK
 from elastic.tuning.agent_intervals import KERNEL_LOG_S, WAIT_CHANNEL_LOOK_S
 
 _TICKS_PER_S = os.sysconf("SC_CLK_TCK")
@@ -102,7 +102,7 @@ def wait_channel_of_sleeper(pid: int, looks: int = 10) -> str:
     for _ in range(looks):
         if name := wait_channel(pid):
             return name
-        time.sleep(WAIT_CHANNEL_LOOK_S)
+        SYSTEM_CLOCK.sleep(WAIT_CHANNEL_LOOK_S)
     return ""
 
 

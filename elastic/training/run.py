@@ -369,10 +369,10 @@ def join(
     if _run is not None:
         arguments.same_as_before("elastic.join", given, _joined_with)
     else:
+        arguments.whole_number("elastic.join: seed=", seed, least=0)
         policy = checkpoints_from(checkpoints, when=when, keep=keep)
         if preflight:
             _require_fit(policy)
-        arguments.whole_number("elastic.join: seed=", seed, least=0)
         _run, _joined_with = _join(policy, seed, backend, mesh), given
     return _run
 

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
 
 from elastic.torch_private import copy_each
 from elastic.training.gradients.sharding import local_value
+
+_PLAIN = frozenset({type(None), bool, int, float, str})
 
 
 def copied(value: Any) -> Any:
@@ -28,12 +30,15 @@ def copied(value: Any) -> Any:
 def is_storable(value: Any) -> bool:
     """Whether checkpoints and messages to other ranks can hold it, except for rare tensors and huge
     integers (:func:`checkpoints.format.state_tree.flatten` has all rules). Fast, for each step."""
-    if value is None or isinstance(value, str | int | float | torch.Tensor):
-        return True
     if isinstance(value, Mapping):
-        keys = all(isinstance(key, str | int) and not isinstance(key, bool) for key in value)
-        return keys and all(map(is_storable, value.values()))
-    return isinstance(value, list | tuple) and all(map(is_storable, value))
+        if not all(isinstance(key, (str, int)) and not isinstance(key, bool) for key in value):
+            return False
+        items: Collection[Any] = value.values()
+    elif isinstance(value, (list, tuple)):
+        items = value
+    else:
+        return value is None or isinstance(value, (str, int, float, torch.Tensor))
+    return _PLAIN.issuperset(map(type, items)) or all(map(is_storable, items))
 
 
 def tensors_in(value: Any) -> list[torch.Tensor]:
