@@ -20,7 +20,7 @@ SPACE := $(subst ,, )
 TYPED := $(patsubst %/,%,$(wildcard tests/*/)) tests/kill/scripts tests benchmarks benchmarks/scripts
 AS_USERS_WRITE := tests/idioms/(scripts|refused)/
 
-.PHONY: demo test concurrent check docs unit cluster compat matrix soak streams bench gpu gpu-tests gpu-bench format clean
+.PHONY: demo test concurrent check docs unit cluster compat matrix soak streams bench gpu gpu-tests gpu-kills gpu-bench format clean
 
 $(STAMP): pyproject.toml constraints.txt scripts/bootstrap.sh
 	bash scripts/bootstrap.sh $(VENV)
@@ -92,7 +92,8 @@ bench: $(STAMP)
 	$(BIN)/python benchmarks/restart.py
 	$(BIN)/python benchmarks/checkpoint.py
 
-# Each of the two takes less than ten minutes. With two or more GPUs, they also test real NCCL.
+# Each of the two takes less than ten minutes. Ranks that NCCL would not let share a GPU do so as if they were
+# on different hosts (elastic/testing/shared_gpu.py). `make gpu-kills`: the in-process kill suite likewise.
 # `make gpu GPU_PYTHON=python3` uses that Python's torch, for example an image's, built for its driver.
 ifdef GPU_PYTHON
 GPU_BIN := build/gpu/bin
@@ -109,7 +110,12 @@ build/gpu/.installed: pyproject.toml scripts/gpu_environment.sh
 gpu: gpu-tests gpu-bench
 
 gpu-tests: $(GPU_STAMP)
-	$(GPU_BIN)/python -m pytest tests/gpu tests/kill/test_nccl.py -m gpu
+	$(GPU_BIN)/python -m pytest -n 4 tests/gpu tests/kill/test_nccl.py -m gpu
+
+gpu-kills: $(GPU_STAMP)
+	SHARED_GPU=1 $(GPU_BIN)/python -m pytest -n 3 --dist loadfile -m "cluster and not soak" \
+	  tests/kill/test_in_process.py tests/kill/test_in_process_phases.py tests/kill/test_own_loops.py \
+	  tests/kill/test_deaths_in_replicas.py tests/kill/test_hsdp.py tests/kill/test_hangs.py
 
 gpu-bench: $(GPU_STAMP)
 	$(GPU_BIN)/python benchmarks/gpu.py

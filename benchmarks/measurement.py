@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import os
 import platform
+import shutil
 import statistics
+import subprocess
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from importlib.metadata import version
@@ -96,12 +98,17 @@ def describe_machine() -> dict[str, object]:
         ),
         platform.machine(),
     )
+    query = ("nvidia-smi", "--query-gpu=name", "--format=csv,noheader")
+    gpus = ""
+    if shutil.which(query[0]):
+        gpus = subprocess.run(query, capture_output=True, text=True, check=False).stdout.strip()
     pages = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     return {
         "cpu": model,
         "cpus": len(os.sched_getaffinity(0)),
         "memory_gib": round(pages / 2**30, 1),
         "kernel": platform.release(),
+        **({"gpus": gpus.splitlines()} if gpus else {}),
     }
 
 

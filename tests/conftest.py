@@ -13,6 +13,8 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, settings
 
+from elastic.testing import shared_gpu
+
 # No deadline: durations vary on a machine that runs other tests, too. Every run draws the same
 # examples, so that a failure is due to a change; `make soak` draws many different ones each time
 # (pytest --hypothesis-profile=soak).
@@ -72,6 +74,16 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--shuffle", metavar="SEED", help="run the files, and the tests of each, in a random order"
     )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Hide GPUs from tests that are not about them: their scripts use the CPU.
+
+    Otherwise all ranks of a machine would take its first GPUs, which NCCL refuses to share.
+    """
+    is_about_gpus = re.search(r"(?<!not )\bgpu\b", str(config.option.markexpr))
+    if not is_about_gpus and os.environ.get(shared_gpu.SWITCH) != "1":
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:

@@ -101,9 +101,11 @@ def train_plain(meter: Meter, options: argparse.Namespace) -> None:
 
 def train_elastic(meter: Meter, options: argparse.Namespace) -> None:
     import elastic
+    from elastic.testing.shared_gpu import share_if_told
 
+    share_if_told()
     run = elastic.join()
-    model = run.wrap(network())
+    model = run.wrap(network().to(run.device))
     optimizer = torch.optim.AdamW(model.parameters())
     run.track(optimizer=optimizer)
     rows = Slow(*data().tensors) if options.loader_workers else data()
@@ -113,7 +115,7 @@ def train_elastic(meter: Meter, options: argparse.Namespace) -> None:
     def train() -> None:
         for _ in run.epochs(10_000):
             for x, y in loader:
-                update(model, optimizer, x, y)
+                update(model, optimizer, x.to(run.device), y.to(run.device))
                 if meter.step(options.step_s) or (options.stop and options.stop.exists()):
                     return
 

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
 
 from elastic.testing.small_world.world import SmallWorld
+
+sys.path.append(str(Path(__file__).parents[1] / "idioms"))  # its scripts run here, too
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

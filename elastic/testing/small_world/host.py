@@ -103,7 +103,7 @@ class SmallJob:
         self._arguments = list(order["arguments"])
         self._death = Death(**order["death"]) if order["death"] is not None else None
         self._is_replaced = bool(order["is_replaced"])
-        self._is_on_stream = bool(order["on_stream"])
+        self._is_on_stream, self._is_on_gpu = bool(order["on_stream"]), bool(order["on_gpu"])
         self._until_s = time.monotonic() + float(order["limit_s"])
         self._received: queue.Queue[tuple[Worker, Message | WorkerDeath]] = queue.Queue()
         self._ports = PortReserve()
@@ -159,6 +159,7 @@ class SmallJob:
                 death=death,
                 counts=self._death is None,
                 on_stream=self._is_on_stream,
+                on_gpu=self._is_on_gpu,
             )
         self._processes.append(_Process(name, pid, server, local_rank))
         if local_rank == min(self._per_node, self._size) - 1:

@@ -23,6 +23,7 @@ from typing import Any, NoReturn
 import torch
 from safetensors.torch import save_file
 
+from elastic.testing import shared_gpu
 from elastic.testing.doubles import nccl_semantics
 from elastic.testing.small_world.world import CALLS, LINES, Death
 from elastic.training import components
@@ -41,6 +42,7 @@ def become_worker(
     death: Death | None,
     counts: bool,
     on_stream: bool,
+    on_gpu: bool,
 ) -> NoReturn:
     """Run the script as in a separate process, write its results, and exit."""
     code = 1
@@ -48,6 +50,9 @@ def become_worker(
         _separate_from_the_host(folder / f"{name}.log", environment)
         if on_stream:
             nccl_semantics.use_by_default()
+        if on_gpu:
+            shared_gpu.share()
+            torch.set_default_device("cuda")
         _watch_start()
         sys.argv = [str(script), *arguments]
         code = _run(script, folder, name, death, counts)

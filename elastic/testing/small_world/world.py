@@ -98,11 +98,12 @@ class SmallWorld:
     """The host process, forked from the tests' shared server: importing torch takes seconds.
 
     ``on_stream``: scripts that do not choose a backend train with NCCL's semantics
-    (:mod:`elastic.testing.doubles.nccl_semantics`).
+    (:mod:`elastic.testing.doubles.nccl_semantics`). ``on_gpu``: they train on one GPU, over NCCL
+    (:mod:`elastic.testing.shared_gpu`); tensors that a script does not place are there, too.
     """
 
-    def __init__(self, *, on_stream: bool = False) -> None:
-        self._on_stream = on_stream
+    def __init__(self, *, on_stream: bool = False, on_gpu: bool = False) -> None:
+        self._on_stream, self._on_gpu = on_stream, on_gpu
         self._host = start_python(
             [sys.executable, "-m", "elastic.testing.small_world.host"],
             env={**os.environ, "OMP_NUM_THREADS": "1"},
@@ -159,6 +160,7 @@ class SmallWorld:
             "is_replaced": is_replaced,
             "limit_s": limit_s,
             "on_stream": self._on_stream,
+            "on_gpu": self._on_gpu,
         }
         stdin, stdout = self._host.stdin, self._host.stdout
         assert stdin is not None and stdout is not None

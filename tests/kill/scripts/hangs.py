@@ -21,6 +21,8 @@ from regression_job import JobArguments, Waves, join, network, save_weights
 from torch import nn
 from torch.utils.data import DataLoader
 
+from elastic.testing.doubles import nccl_semantics
+
 FOR_EVER_S = 1e6
 
 
@@ -71,11 +73,11 @@ class Slow:
         time.sleep(self.takes_s)
 
 
-def wait_for_nobody(orders: Orders) -> None:
+def wait_for_nobody(orders: Orders, device: torch.device) -> None:
     """Wait for a message without a sender, as all other ranks do in the same step."""
     orders.take_away("lost-message")
     rank, size = torch.distributed.get_rank(), torch.distributed.get_world_size()
-    torch.distributed.recv(torch.zeros(1), src=(rank + 1) % size)
+    torch.distributed.recv(torch.zeros(1, device=device), src=(rank + 1) % size)
 
 
 class Hanging(nn.Module):
@@ -113,10 +115,12 @@ def hang(orders: Orders) -> None:
 
 def main() -> None:
     job = JobArguments.read()
+    if os.environ.get("TRAINING_BACKEND") == nccl_semantics.NAME:
+        nccl_semantics.use_by_default()
     orders = Orders(job.folder)
 
     run = join(job)
-    module = network(last=Hanging(orders))
+    module = network(last=Hanging(orders)).to(run.device)
     model = run.wrap(module)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
     run.track(optimizer=optimizer)
@@ -132,12 +136,13 @@ def main() -> None:
         for epoch in run.epochs(job.epochs):
             for step in run.steps(loader):
                 (x, y), *_ = step
+                x, y = x.to(run.device), y.to(run.device)
                 optimizer.zero_grad()
                 if orders.take("before-forward"):
                     time.sleep(orders.takes_s)
                 if is_lost:
                     is_lost = False  # not when the step is repeated
-                    wait_for_nobody(orders)
+                    wait_for_nobody(orders, run.device)
                 loss = F.mse_loss(model(x), y)
                 loss.backward()  # type: ignore[no-untyped-call]
                 optimizer.step()

@@ -5,9 +5,12 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+from elastic.testing.shared_gpu import share_if_told
+
 
 def job_parser() -> argparse.ArgumentParser:
     """A parser with the arguments that a Workload passes to every script; a script adds its own."""
+    share_if_told()  # scripts call this before they use a device
     parser = argparse.ArgumentParser()
     parser.add_argument("--folder", type=Path, required=True)
     parser.add_argument("--samples", type=int, required=True)

@@ -21,11 +21,13 @@ from elastic.testing.doubles import nccl_semantics
 from elastic.testing.pacing import pause_after_step
 
 
-def batch(number: int, rank: int, size: int, samples: int) -> tuple[torch.Tensor, torch.Tensor]:
+def batch(
+    number: int, rank: int, size: int, samples: int, device: torch.device
+) -> tuple[torch.Tensor, torch.Tensor]:
     x = torch.randn(
         samples, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(number)
     )
-    mine = x[rank::size]
+    mine = x[rank::size].to(device)
     return mine, mine.sin().sum(1, keepdim=True)
 
 
@@ -40,7 +42,8 @@ def main() -> None:
 
     torch.manual_seed(0)
     run = elastic.join()
-    model = run.wrap(nn.Sequential(nn.Linear(4, 16), nn.Tanh(), nn.Linear(16, 1)).double())
+    module = nn.Sequential(nn.Linear(4, 16), nn.Tanh(), nn.Linear(16, 1)).double().to(run.device)
+    model = run.wrap(module)
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
     scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.999)
     run.track(optimizer=optimizer, scheduler=scheduler)
@@ -54,7 +57,7 @@ def main() -> None:
     run.on_main(lambda: note("main"))
 
     def update(number: int) -> None:
-        x, y = batch(number, run.world.rank, run.world.size, options.batch)
+        x, y = batch(number, run.world.rank, run.world.size, options.batch, run.device)
         optimizer.zero_grad()
         F.mse_loss(model(x), y).backward()  # type: ignore[no-untyped-call]
         optimizer.step()

@@ -104,8 +104,12 @@ def main() -> None:
         )
     )
     hurry, swallow = options.folder / "hurry", options.folder / "swallow"
-    generator_net = nn.Sequential(nn.Linear(4, 16), nn.Tanh(), nn.Linear(16, 4)).double()
-    critic_net = nn.Sequential(nn.Linear(4, 16), nn.Tanh(), nn.Linear(16, 1)).double()
+    generator_net = (
+        nn.Sequential(nn.Linear(4, 16), nn.Tanh(), nn.Linear(16, 4)).double().to(run.device)
+    )
+    critic_net = (
+        nn.Sequential(nn.Linear(4, 16), nn.Tanh(), nn.Linear(16, 1)).double().to(run.device)
+    )
     g, d = run.wrap(generator_net), run.wrap(critic_net)
     opt_g = torch.optim.Adam(g.parameters(), lr=1e-3)
     opt_d = torch.optim.SGD(d.parameters(), lr=1e-2, momentum=0.5)
@@ -123,6 +127,7 @@ def main() -> None:
     rows = torch.randn(
         options.samples, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(3)
     )
+    rows = rows.to(run.device)
     data = TensorDataset(rows, rows.sin())
     loader = run.loader(DataLoader(data, batch_size=options.batch, shuffle=True), global_batch=24)
     held_out = DataLoader(TensorDataset(rows[:50], rows[:50].sin()), batch_size=7)

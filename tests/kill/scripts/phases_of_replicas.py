@@ -96,7 +96,10 @@ class Orders:
 def die_in_a_step(orders: Orders) -> None:
     """In the order of a step: all-gather, forward, backward, reduce-scattered, all-reduced,
     clipping, optimizer, optimizer-done, committed, mean. Some of them occur more than once."""
-    gather, clip, join = dist.all_gather_single, nn.utils.clip_grad_norm_, elastic.join
+    gather_name = "all_gather_single"
+    if not hasattr(dist, gather_name):
+        gather_name = "all_gather_into_tensor"  # up to torch 2.12
+    gather, clip, join = getattr(dist, gather_name), nn.utils.clip_grad_norm_, elastic.join
     wrap, mean, reduce = elastic.Run.wrap, elastic.Run.mean, AcrossReduction.reduce
 
     def gathering(*args: Any, **options: Any) -> Any:
@@ -129,7 +132,7 @@ def die_in_a_step(orders: Orders) -> None:
         run.after_step(lambda step: orders.obey("committed"))
         return run
 
-    dist.all_gather_single = gathering
+    setattr(dist, gather_name, gathering)
     nn.utils.clip_grad_norm_ = clipping
     elastic.join = joining
     elastic.Run.wrap = wrapping  # type: ignore[method-assign, assignment]

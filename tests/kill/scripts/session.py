@@ -51,6 +51,7 @@ def main() -> None:
     parser.add_argument("--loader-workers", type=int, default=0)
     parser.add_argument("--busy-s", type=float, default=0.05)
     parser.add_argument("--width", type=int, default=16)
+    parser.add_argument("--lr", type=float, default=0.05)
     options = parser.parse_args()
     while (options.folder / "hold-start").exists():
         time.sleep(0.02)
@@ -68,7 +69,7 @@ def main() -> None:
     module = nn.Sequential(nn.Linear(8, width), nn.Tanh(), nn.Linear(width, 1)).double()
     module.to(run.device)
     model = run.wrap(module)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    optimizer = torch.optim.SGD(model.parameters(), lr=options.lr, momentum=0.9)
     run.track(optimizer=optimizer)
     loader = run.loader(
         DataLoader(
