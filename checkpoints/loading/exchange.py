@@ -134,7 +134,7 @@ class Exchange:
         """Broadcast a message of ``rank``: directly from its buffer if contiguous, else packed."""
         buffer = self._in_place(message, buffers)
         if buffer is None:
-            buffer = torch.empty(sum(map(_padded_size, message)), dtype=torch.uint8)
+            buffer = torch.empty(sum(map(_padded_size, message)), dtype=torch.uint8, device="cpu")
             if rank == self.rank:
                 for (tensor, chunk), offset in _with_offsets(message):
                     data = buffers[tensor.spec.name].get(chunk.place).view(torch.uint8)

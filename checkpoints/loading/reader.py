@@ -140,7 +140,7 @@ def scratch(limit: int | None = None) -> Target:
         size = size if limit is None else min(size, limit)
         buffer: torch.Tensor | None = getattr(own, "buffer", None)
         if buffer is None or buffer.numel() < size:
-            buffer = own.buffer = torch.empty(size, dtype=torch.uint8)
+            buffer = own.buffer = torch.empty(size, dtype=torch.uint8, device="cpu")
         return buffer[:size].numpy().data
 
     return target

@@ -24,15 +24,15 @@ class StagingBuffer:
     """Host memory for one staged share; has one owner at a time."""
 
     def __init__(self) -> None:
-        self._bytes = torch.empty(0, dtype=torch.uint8)
+        self._bytes = torch.empty(0, dtype=torch.uint8, device="cpu")
 
     def reserve(self, size_bytes: int, *, pinned: bool) -> None:
         """Allocate the memory and fault its pages in, so that the first save is not slower."""
         if self._bytes.numel() < size_bytes or (pinned and not self._bytes.is_pinned()):
             # Free the old buffer before allocating the new one.
-            self._bytes = torch.empty(0, dtype=torch.uint8)
+            self._bytes = torch.empty(0, dtype=torch.uint8, device="cpu")
             self._bytes = (
-                torch.empty(size_bytes, dtype=torch.uint8, pin_memory=True)
+                torch.empty(size_bytes, dtype=torch.uint8, device="cpu", pin_memory=True)
                 if pinned
                 else empty((size_bytes,), torch.uint8)
             )

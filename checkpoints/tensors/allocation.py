@@ -20,7 +20,7 @@ def empty(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
     """
     size = math.prod(shape) * dtype.itemsize
     if size < _LARGE_BYTES:
-        return torch.empty(shape, dtype=dtype)
+        return torch.empty(shape, dtype=dtype, device="cpu")
     memory = numpy.empty(size + _ALIGNMENT, numpy.uint8)
     begin = -memory.ctypes.data % _ALIGNMENT
     return torch.from_numpy(memory[begin : begin + size]).view(dtype).view(shape)

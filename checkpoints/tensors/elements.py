@@ -39,7 +39,7 @@ def bytes_of(tensor: torch.Tensor, place: Extent) -> memoryview:
         flat = first.reshape(-1)
         if flat.stride(0) == 1:  # for torch, one element of a strided row is contiguous, too
             return flat.view(torch.uint8).numpy().data
-    copied = torch.empty(place.count * tensor.element_size(), dtype=torch.uint8)
+    copied = torch.empty(place.count * tensor.element_size(), dtype=torch.uint8, device="cpu")
     copy_to(copied, tensor, place)
     if tensor.is_cuda:
         torch.cuda.current_stream(tensor.device).synchronize()

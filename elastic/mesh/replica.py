@@ -178,7 +178,7 @@ class ModelReplica:
         self._answers = None
         if self.size == 1:
             return list(values)
-        total = torch.tensor(list(values), dtype=torch.float64)
+        total = torch.tensor(list(values), dtype=torch.float64, device="cpu")
         try:
             if self._control is None:
                 dist.all_reduce(total)

@@ -124,4 +124,6 @@ def _non_parameter_tensors(
     ]
     if world.rank == 0:
         return {name: tensors[name].cpu() for name in names}
-    return {n: torch.empty(specs[n][1], dtype=getattr(torch, specs[n][0])) for n in names}
+    return {
+        n: torch.empty(specs[n][1], dtype=getattr(torch, specs[n][0]), device="cpu") for n in names
+    }

@@ -32,7 +32,7 @@ def make_ready_to_fork() -> None:
     """
     with suppress(RuntimeError):  # no shared memory: code that needs it will raise
         # Both uses of shared memory: for samples and for batches.
-        torch.zeros(1).share_memory_()  # type: ignore[no-untyped-call]
+        torch.zeros(1, device="cpu").share_memory_()  # type: ignore[no-untyped-call]
         torch_private.use_shared_memory()
 
 

@@ -205,7 +205,7 @@ class WeightedSamples:
         self.name = self._name(weights)
 
     def _read(self) -> npt.NDArray[np.float64]:
-        weights = torch.as_tensor(self._sampler.weights, dtype=torch.double)
+        weights = torch.as_tensor(self._sampler.weights, dtype=torch.double, device="cpu")
         return np.array(weights.detach().cpu().numpy())
 
     def _name(self, weights: npt.NDArray[np.float64]) -> str:

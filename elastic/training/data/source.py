@@ -185,6 +185,7 @@ def over_batches(
     forget_iterator(ours)
     # Batches are matched with the plan by their order.
     ours.in_order = True
-    # torch draws the workers' base seed from this generator instead of the script's.
-    ours.generator = torch.Generator()
+    # torch draws the workers' base seed from this generator instead of the script's, into a tensor
+    # on the default device.
+    ours.generator = torch.Generator(torch.get_default_device())
     return ours

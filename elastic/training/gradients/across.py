@@ -200,7 +200,7 @@ class AcrossReduction(Reduction):
         """Write this rank's flags, once per step: to sum over its position in each replica, then
         over all ranks."""
         if self._end is None:
-            self._end = torch.zeros(COUNT, dtype=torch.float64)
+            self._end = torch.zeros(COUNT, dtype=torch.float64, device="cpu")
             if self.flags is not None and not self._has_spoken:
                 self.flags.write(self._end)
             self._has_spoken = True
@@ -227,7 +227,7 @@ class AcrossReduction(Reduction):
             self.failure = self._fault or GroupAborted(_LEFT)
             raise self.failure
         if self._end is not None:
-            self._end.copy_(torch.tensor(flags))
+            self._end.copy_(torch.tensor(flags, device="cpu"))
         self._end = self._pass = None
         phases.enter(SCRIPT)
 

@@ -258,7 +258,8 @@ class ChunkedTransfer:
         longest = min(max(total // CHUNKS, SHORTEST_CHUNK_BYTES), LONGEST_CHUNK_BYTES)
         under_way: deque[SentChunk] = deque()
         spare: deque[torch.Tensor] = deque(
-            torch.empty(min(longest, total), dtype=torch.uint8) for _ in range(CHUNKS_UNDER_WAY)
+            torch.empty(min(longest, total), dtype=torch.uint8, device="cpu")
+            for _ in range(CHUNKS_UNDER_WAY)
         )
         for pieces in _chunks(self._sizes, longest):
             for target in self._route.targets:
@@ -379,7 +380,7 @@ def _is_flat(tensor: torch.Tensor) -> bool:
 
 
 def _count_bytes(spec: list[Any]) -> int:
-    count = torch.empty(0, dtype=getattr(torch, spec[0])).element_size()
+    count: int = getattr(torch, spec[0]).itemsize
     for length in spec[1]:
         count *= length
     return count
