@@ -45,7 +45,7 @@ _ROCE_TIMEOUT_EXPONENT = 22
 _FAST_ETHERNET_MBPS = 100_000  # NVIDIA's documentation: "generic 100G networks"
 # After an error the watchdog sleeps this many times the limit of a dump (ProcessGroupNCCL.cpp,
 # Watchdog::runLoop), and a group's destructor joins it.
-_WATCHDOG_SLEEPS_DUMPS = 4
+WATCHDOG_SLEEPS_DUMPS = 4
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -148,7 +148,6 @@ def settings(profile: str, network: Network, route: Route | None) -> tuple[Setti
 
 def in_process_settings() -> tuple[Setting, ...]:
     """The settings of a worker before it creates a group that it may have to abort and rebuild."""
-    limit_ms = int(timeouts.ABORT_S * 1000 / _WATCHDOG_SLEEPS_DUMPS / 2)
     return (
         Setting(
             name=ERROR_HANDLING,
@@ -167,10 +166,9 @@ def in_process_settings() -> tuple[Setting, ...]:
         ),
         Setting(
             name=DUMP_LIMIT_MS,
-            value=str(limit_ms),
-            reason=f"after an error the watchdog sleeps {_WATCHDOG_SLEEPS_DUMPS} times this long "
-            f"(60 s by default), and the group's destructor joins it: half of ABORT_S="
-            f"{timeouts.ABORT_S:g} s at most",
+            value="1",
+            reason=f"when a peer dies, the watchdog sleeps {WATCHDOG_SLEEPS_DUMPS} times this long "
+            "(60 s by default), for a dump that is off here, and recovery waits for it",
             source=f"{_PG_CPP} (Watchdog::runLoop)",
         ),
     )
