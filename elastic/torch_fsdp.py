@@ -39,10 +39,73 @@ def fsdp_holds_gradients(part: Any) -> bool:
     return False
 
 
-def fsdp_is_root(part: Any) -> bool:
-    """Whether torch has found, in the first forward pass, that no other module of ``fully_shard``
-    is around this one. Before that ``reset_iter_state`` raises AttributeError (torch 2.13)."""
-    return getattr(part._get_fsdp_state(), "_is_root", None) is True
+def fsdp_reset(part: Any) -> None:
+    """Reset the state of an interrupted step, if this module of ``fully_shard`` is the outermost
+    one.
+
+    Torch finds that out in the first forward pass, before which there is nothing to reset and
+    ``reset_iter_state`` raises AttributeError (torch 2.13).
+    """
+    state = part._get_fsdp_state()
+    if getattr(state, "_is_root", None) is not True:
+        return
+    if hasattr(part, "reset_iter_state"):
+        part.reset_iter_state()
+    else:
+        _reset_before_2_13(state)
+
+
+def _reset_before_2_13(root: Any) -> None:
+    """What ``reset_iter_state`` does, for torch 2.11 and 2.12, which lack it.
+
+    Everything that ends with a forward or a backward pass returns to its value before the pass
+    (``_post_forward`` and ``_root_post_backward_final_callback`` in _fsdp_state.py; ``reshard`` and
+    ``finalize_backward`` in _fsdp_param_group.py). Memory of a collective may be freed once it has
+    ended.
+    """
+    stream, shared = root._device_handle.current_stream(), root._comm_ctx
+    ended = [
+        getattr(shared, "all_gather_state", None),
+        getattr(shared, "reduce_scatter_state", None),
+    ]
+    for pending in (*ended, *getattr(shared, "reduce_scatter_states", ())):
+        _wait_for_event(stream, getattr(pending, "event", None))
+    shared.all_gather_state = None
+    if hasattr(shared, "reduce_scatter_state"):
+        shared.reduce_scatter_state = None
+    for events in ("reduce_scatter_states", "_last_post_reduce_events"):
+        if hasattr(shared, events):
+            getattr(shared, events).clear()
+    shared.post_forward_order.clear()
+    for state in root._state_ctx.all_states:
+        state._modules_to_run_forward.clear()
+        state._training_state = type(state._training_state).IDLE
+        for group in _groups_of(state):
+            _reset_group(group, stream)
+    root._state_ctx.iter_forward_root = None
+    root._state_ctx.post_backward_final_callback_queued = False
+
+
+def _reset_group(group: Any, stream: Any) -> None:
+    if (gathered := group._all_gather_result) is not None:
+        _wait_for_event(stream, gathered.all_gather_event)
+        if gathered.all_gather_work is not None:
+            gathered.all_gather_work.wait()
+        group._all_gather_result = None
+    _wait_for_event(stream, group._post_reduce_event)
+    _wait_for_event(stream, getattr(group._all_reduce_state, "event", None))
+    if group._reshard_after_forward_event is not None:
+        group._wait_all_gather_streams_on_event(group._reshard_after_forward_event)
+    group._post_reduce_event = group._all_reduce_state = None
+    group._reshard_after_forward_event = group._partial_reduce_output = None
+    group._post_forward_indices.clear()
+    group._training_state = type(group._training_state).IDLE
+    group._to_sharded()
+
+
+def _wait_for_event(stream: Any, event: Any) -> None:
+    if event is not None:
+        stream.wait_event(event)
 
 
 def fsdp_settings(part: Any) -> list[str]:
@@ -70,7 +133,10 @@ def fsdp_originals(part: Any) -> list[tuple[torch.Tensor, object]]:
 
 
 def _fsdp_groups(part: Any) -> list[Any]:
-    state = part._get_fsdp_state()
+    return _groups_of(part._get_fsdp_state())
+
+
+def _groups_of(state: Any) -> list[Any]:
     groups = getattr(state, "_fsdp_param_groups", None)
     if groups is None:  # one, in older versions
         groups = [getattr(state, "_fsdp_param_group", None)]

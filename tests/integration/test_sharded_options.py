@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import sharded_options_program as program
 from replica_gradients_program import SIZE
+from torch.distributed.fsdp import FSDPModule
 
 from elastic.node.ports import PortReserve
 from elastic.testing.forks.server import shared_fork_server
@@ -54,6 +55,8 @@ def test_an_option_trains_like_the_unsharded_model_or_is_rejected(
     results: list[Results], way: str, option: str
 ) -> None:
     expected = program.OPTIONS[option]
+    if option == "tied, in two groups" and not hasattr(FSDPModule, "reset_iter_state"):
+        pytest.skip("before torch 2.13, two groups keep no trace of a tied weight")
     for one in results:
         found = one[way][option]
         if expected.refused:

@@ -46,8 +46,7 @@ class FSDPParts:
         """Reset the state of an interrupted step. A module without a forward pass has none: its
         world may have ended before its first step."""
         for part in self.parts:
-            if torch_fsdp.fsdp_is_root(part):
-                part.reset_iter_state()
+            torch_fsdp.fsdp_reset(part)
 
     def check(self, call: str, settings: Iterable[str] = tuple(_SETTINGS)) -> None:
         """Raise ConfigError for settings that change the mean, and for a tied weight in two parts.

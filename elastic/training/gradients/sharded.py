@@ -50,13 +50,6 @@ class ShardedModule:
         self._group = group
         self._parts = FSDPParts(module)
         self._fsdp = self._parts.parts
-        if self._fsdp and not hasattr(FSDPModule, "reset_iter_state"):
-            raise ConfigError(
-                f"run.wrap() of a module with fully_shard: torch {torch.__version__} cannot "
-                "drop FSDP's accumulated state of an interrupted step (reset_iter_state)",
-                hint="use torch 2.13 or later; with older versions, recovery is by a restart "
-                "(docs/how-to/sharded.md)",
-            )
         self._parts.check("run.wrap()")
         self.reduction.holds_gradients = self._holds_gradients
         for part in self._fsdp:
