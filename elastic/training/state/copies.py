@@ -52,6 +52,20 @@ def tensors_in(value: Any) -> list[torch.Tensor]:
     return [tensor for item in value for tensor in tensors_in(item)]
 
 
+def placed_like(value: Any, own: Any) -> Any:
+    """``value`` with each tensor on the device of the tensor at the same place in ``own``; others
+    stay where they are. Plain containers."""
+    if isinstance(value, torch.Tensor):
+        return value.to(own.device) if isinstance(own, torch.Tensor) else value
+    if isinstance(value, dict):
+        by_key = own if isinstance(own, Mapping) else {}
+        return {key: placed_like(item, by_key.get(key)) for key, item in value.items()}
+    if type(value) in (list, tuple):
+        owned = own if isinstance(own, (list, tuple)) else ()
+        return type(value)(map(placed_like, value, [*owned, *[None] * len(value)]))
+    return value
+
+
 class TensorCopies:
     """Copies of named tensors."""
 

@@ -31,7 +31,7 @@ from elastic.training.gradients.sharding import (
 )
 from elastic.training.gradients.wrap import Wrapped
 from elastic.training.rebuilding.built import Built, Remains
-from elastic.training.state.copies import is_storable
+from elastic.training.state.copies import is_storable, placed_like, tensors_in
 from elastic.training.step import Progress
 
 
@@ -257,7 +257,7 @@ class JobState:
         """Load everything except the modules' tensors."""
         linked = _shared_groups(self.all_tracked)
         for name, tracked in self.all_tracked.items():
-            tracked.load_state_dict(tree["tracked"][name])
+            tracked.load_state_dict(_placed(tree["tracked"][name], tracked))
         for follower, leader in linked:
             follower.param_groups = leader.param_groups  # torch created a separate list for each
         for name, indices in tree.get("frozen", {}).items():  # not in older checkpoints
@@ -265,8 +265,9 @@ class JobState:
                 self.modules[name].set_frozen(indices)
             elif self.built is not None:
                 self.built.set_frozen(name, indices)
+        user = placed_like(tree["state"], self.user)
         self.user.clear()
-        self.user.update(tree["state"])
+        self.user.update(user)
         self.progress.load(tree["progress"])
         for name in self.loaders.keys() & tree["loaders"].keys():
             self.loaders[name].load_state_dict(tree["loaders"][name])
@@ -283,6 +284,15 @@ class JobState:
                     digest.update(f"{name}.{key} {value.dtype} {tuple(value.shape)}\n".encode())
                     digest.update(data.numpy().tobytes())
         return digest.hexdigest()
+
+
+def _placed(saved: Any, tracked: Stateful) -> Any:
+    """Tensors arrive on the CPU, from a checkpoint or another rank; an object that keeps those it
+    loads continues on the device that it was created on, as with torch.load."""
+    does_it_itself = isinstance(tracked, (torch.optim.Optimizer, nn.Module))
+    if does_it_itself or not tensors_in(saved):
+        return saved
+    return placed_like(saved, tracked.state_dict())
 
 
 def _differing_names(kind: str, live: Mapping[str, Any], saved: Mapping[str, Any]) -> list[str]:

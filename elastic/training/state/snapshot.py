@@ -15,7 +15,7 @@ from torch.amp.grad_scaler import GradScaler
 from elastic import torch_private
 from elastic.training.data.plan import Position
 from elastic.training.gradients.sharding import local_value
-from elastic.training.state.copies import can_hold, copied, tensors_in
+from elastic.training.state.copies import can_hold, copied, placed_like, tensors_in
 from elastic.training.state.job_state import JobState, Stateful
 
 SMALL_BYTES = 64 << 10  # larger tracked objects (an EMA) are copied on demand: rollback.py
@@ -69,8 +69,9 @@ class NonParameterState:
         """Restore the state. The snapshot stays valid."""
         job = self._job
         job.progress.load(snapshot["progress"])
+        user = placed_like(copied(snapshot["state"]), job.user)
         job.user.clear()
-        job.user.update(copied(snapshot["state"]))
+        job.user.update(user)
         for name, (epoch, step) in snapshot["loaders"].items():
             if name in job.loaders:
                 job.loaders[name].seek(Position(epoch, step))
@@ -110,7 +111,9 @@ class WholeObject:
         return copied(self._tracked.state_dict())
 
     def restore(self, taken: Any) -> None:
-        self._tracked.load_state_dict(copied(taken))
+        """``taken`` may be another rank's, which arrives on the CPU."""
+        own = self._tracked.state_dict() if tensors_in(taken) else None
+        self._tracked.load_state_dict(placed_like(copied(taken), own))
 
 
 class _HyperParameters:
