@@ -18,6 +18,7 @@ from idiom_runs import SIZE, IdiomRuns, assert_same
 from test_worst_places import BY_ITSELF, HEAD, LOOPS, STEP, TRAINED, script_of
 
 from elastic.testing.small_world.world import SmallWorld
+from elastic.training.gradients.control_flags import COUNT
 
 # Sparse gradients need a special build of NCCL (ProcessGroupNCCL.cpp, allreduce_sparse).
 NOT_ON_NCCL = {"dlrm", "sparse_embedding"}
@@ -132,6 +133,35 @@ def test_a_worker_stuck_in_nccl_exits_with_a_reason(
     assert f"elastic: {sentence}" in stuck.log
     assert "this worker ends, and its agent restarts it" in stuck.log
     assert "worker-stuck reason=" in stuck.log
+
+
+# As long as the gradients with their flags: gloo, which transfers the data, compares lengths.
+SKIPS = """
+def train():
+    for epoch in run.epochs(2):
+        for i, (inputs, targets) in enumerate(loader, start=loader.index):
+            STEP
+            if not (run.world.rank == 1 and run.world.generation == 1 and epoch * 8 + i == 3):
+                dist.all_reduce(torch.zeros(sum(p.numel() for p in model.parameters()) + COUNT))
+"""
+
+
+def test_gradients_summed_with_another_collective_are_not_used(
+    runs: IdiomRuns, streams: IdiomRuns, tmp_path: Path
+) -> None:
+    """A rank skips a collective: its next one is matched with that, and so on, without an error."""
+    script = tmp_path / "script.py"
+    text = HEAD + TRAINED + SKIPS.replace("STEP", STEP).replace("COUNT", str(COUNT)) + RUN
+    script.write_text(text)
+    alone = runs.world.run(script, tmp_path / "alone", size=1)
+    alone.assert_success(workers=1)
+    outcome = streams.world.run(script, tmp_path / "job", size=3)
+    outcome.assert_success(workers=3)
+    assert outcome.worlds == 2, outcome.describe()
+    for worker in outcome.survivors:
+        for name, expected in alone.survivors[0].result.items():
+            is_close = torch.allclose(worker.result[name], expected, rtol=1e-6, atol=1e-6)
+            assert is_close, f"{name} of {worker.name}\n{outcome.describe()}"
 
 
 def test_values_are_read_after_their_stream_has_completed(

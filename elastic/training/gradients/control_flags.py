@@ -2,12 +2,16 @@
 
 A decision that needs all ranks at the same step (save now, a node is leaving) would cost a
 separate collective. The first bucket of gradients is summed over all ranks in every step
-anyway, so it is extended by five elements: each is 1 on a rank that sets the flag, so a sum above
+anyway, so it is extended by six elements: each is 1 on a rank that sets the flag, so a sum above
 0 means that some rank did. The bucket's memory is extended once, so that no gradient is copied
 (docs/decisions/0014).
 
-The last two encode whether the rank's step number is even or odd. If both are set, gradients of
+Two of them encode whether the rank's step number is even or odd. If both are set, gradients of
 different steps were summed: a rank has left a step without a backward pass.
+
+The last one is set on every rank, so its sum is the number of ranks, unless gradients were summed
+with another collective. NCCL matches collectives by their order alone: if a rank skips one, later
+ones of all ranks are summed with others, and small ones end without an error [measured, NCCL 2.28].
 """
 
 from __future__ import annotations
@@ -16,11 +20,11 @@ from dataclasses import dataclass
 
 import torch
 
-from elastic.errors import TrainingError
+from elastic.errors import GroupAborted, TrainingError
 from elastic.process_group import all_sum
 
-COUNT = 5  # number of elements
-_PARITY = 3  # index of the flags of even and odd steps
+COUNT = 6  # number of elements
+_PARITY, _PRESENT = 3, 5  # indices of the flags of even and odd steps, and of all ranks
 
 
 @dataclass(frozen=True)
@@ -42,11 +46,12 @@ class ControlFlags:
         self._sent = StepFlags()
         self._ends: list[torch.Tensor] = []
         self._step: int | None = None
+        self._ranks: int | None = None
         self._nothing: dict[tuple[int | None, torch.dtype, torch.device], torch.Tensor] = {}
 
-    def begin_step(self, number: int) -> None:
-        """Label the gradients sent next as those of step ``number``."""
-        self._step = number
+    def begin_step(self, number: int, ranks: int | None = None) -> None:
+        """Label the gradients sent next as those of step ``number``; so many ranks send some."""
+        self._step, self._ranks = number, ranks
         self._ends.clear()
 
     def abstain(self) -> None:
@@ -66,6 +71,7 @@ class ControlFlags:
         pattern = self._nothing.get(key)
         if pattern is None:
             numbers = [0.0] * COUNT
+            numbers[_PRESENT] = 1.0
             if parity is not None:
                 numbers[_PARITY + parity] = 1.0
             pattern = self._nothing[key] = torch.tensor(numbers, dtype=end.dtype, device=end.device)
@@ -73,7 +79,7 @@ class ControlFlags:
         sent = self._sent
         if sent != _NOTHING:
             flags = [float(sent.save), float(sent.leaving), float(sent.stuck)]
-            end[:_PARITY] = torch.tensor(flags, dtype=end.dtype)
+            end[:_PARITY] = torch.tensor(flags, dtype=end.dtype, device="cpu")
         self._ends.append(end)
 
     def forget(self) -> None:
@@ -92,9 +98,25 @@ class ControlFlags:
         return _flags_of([sum(values) for values in zip(*sums, strict=True)])
 
     def require_one_step(self, number: int) -> None:
-        """Raise TrainingError if ranks have sent gradients of different steps; ``number`` is this
-        rank's step. All ranks raise it."""
-        if any(even > 0 and odd > 0 for even, odd in (e[_PARITY:].tolist() for e in self._ends)):
+        """``number`` is this rank's step. All ranks raise an error, or none.
+
+        Raises:
+            TrainingError: ranks have sent gradients of different steps.
+            GroupAborted: gradients were summed with another collective.
+        """
+        for end in self._ends:
+            present = float(end[_PRESENT])
+            if self._ranks is None or self._ranks > _exact_up_to(end.dtype):
+                continue
+            if present != self._ranks:
+                raise GroupAborted(
+                    f"at step {number}, gradients were summed with another collective: a rank has "
+                    "skipped a collective, or called it in another order, since the last step",
+                    hint="make each call on all ranks: no `if run.is_main:` around barrier(), "
+                    "all_reduce() or run.mean()",
+                )
+        sums = [end[_PARITY:_PRESENT].tolist() for end in self._ends]
+        if any(even > 0 and odd > 0 for even, odd in sums):
             raise TrainingError(
                 f"at step {number}, gradients of different steps were summed: a rank left a "
                 "step without a backward pass, by `continue` or after an exception",
@@ -133,6 +155,15 @@ class Room:
 def ask(flags: StepFlags) -> StepFlags:
     """Send and receive flags in a separate collective. Every rank calls it."""
     return _flags_of(all_sum([float(flags.save), float(flags.leaving), float(flags.stuck)]))
+
+
+def _exact_up_to(dtype: torch.dtype) -> int:
+    """The largest sum of ones that is exact in a floating dtype.
+
+    >>> _exact_up_to(torch.bfloat16), _exact_up_to(torch.float16)
+    (256, 2048)
+    """
+    return int(2 / torch.finfo(dtype).eps)
 
 
 def _flags_of(sums: list[float]) -> StepFlags:

@@ -57,4 +57,8 @@ class StepBoundary:
 
     def begin_step(self, number: int) -> None:
         """Begin step ``number``; its control flags carry the number."""
-        self._checkpoints.flags.begin_step(number)
+        self._checkpoints.flags.begin_step(number, self._lifecycle.world.size)
+
+    def check_flags(self, number: int) -> None:
+        """Raise an error if this step's gradients were not those of one step of all ranks."""
+        self._checkpoints.flags.require_one_step(number)

@@ -220,6 +220,7 @@ class StepLoop:
                 raise module.reduction.failure  # the script caught it
             module.reduction.wait()
         self.lifecycle.settle()  # an abort may have ended queued work
+        self._boundary.check_flags(step.number)
         if not step.is_last_micro_batch:
             raise TrainingError(
                 f"step {step.number} was left before the last of its {len(step)} micro-batches",
