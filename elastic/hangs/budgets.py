@@ -87,7 +87,7 @@ def suspicion_s(facts: RankFacts, policy: BudgetPolicy) -> float:
     """
     if facts.flags & Flag.DEBUGGER:
         return HANG_SUSPICION_S  # a waiting rank is reported at once
-    if facts.phase in (Phase.COLLECTIVE, Phase.FORMING):
+    if facts.phase in (Phase.COLLECTIVE, Phase.FORMING) or _may_wait_for_device(facts):
         return _wait_s(facts, policy)
     return max(HANG_SUSPICION_S, _SUSPICION * budget_s(facts, policy))
 
@@ -110,4 +110,17 @@ def thresholds_s(facts: RankFacts, policy: BudgetPolicy) -> tuple[float, ...]:
     at = {suspicion_s(facts, policy), budget_s(facts, policy)}
     if facts.phase is Phase.COLLECTIVE:
         at.add(mismatch_s(facts, policy))
+    elif _may_wait_for_device(facts):
+        at.add(lost_message_s(facts, policy))
     return tuple(sorted(at))
+
+
+def _may_wait_for_device(facts: RankFacts) -> bool:
+    """Whether the rank may wait in a call that its page does not show, as in ``loss.item()`` or a
+    barrier on a device: only the facts of all ranks tell (:mod:`elastic.hangs.verdict`)."""
+    return bool(facts.flags & Flag.ON_STREAM) and facts.phase in (
+        Phase.COMPUTE,
+        Phase.OPTIMIZER,
+        Phase.SCRIPT,
+        Phase.EVALUATION,
+    )

@@ -61,6 +61,7 @@ class Flag(IntFlag):
     COMPILING = 4  # torch.compile is running
     ON_STREAM = 8  # collectives are queued on a device, and the host runs ahead of them
     SUBGROUPS = 16  # the script has created process groups
+    ON_HOST = 32  # it waits in a collective of the host, which no device runs
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -51,8 +51,23 @@ OPERATIONS = (
 )
 
 
+# On the page, an operation of the host is this and its number, so that a wait takes one write.
+_HOST = 1 << 8
+
+
+def on_host(operation: int) -> int:
+    """The number on the page of an operation that the host waits for, and no device runs."""
+    return _HOST | operation & (_HOST - 1)
+
+
+def is_on_host(number: int) -> bool:
+    """Whether a number on the page is that of an operation of the host."""
+    return number >= _HOST
+
+
 def operation_name(number: int) -> str:
     """The name of an operation, for sentences."""
+    number = number & (_HOST - 1) if is_on_host(number) else number
     return OPERATIONS[number] if 0 <= number < len(OPERATIONS) else "a collective"
 
 

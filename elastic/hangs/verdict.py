@@ -153,7 +153,10 @@ def _may_wait_for_device(facts: RankFacts, ranks: Sequence[RankFacts]) -> bool:
     in_world = (r for r in ranks if r.generation == facts.generation)
     if any(r.collective < facts.collective for r in in_world):
         return True
-    in_collective = [r.collective for r in ranks if r.phase is Phase.COLLECTIVE]
+    # A collective of the host does not wait for what others have queued on their devices.
+    in_collective = [
+        r.collective for r in ranks if r.phase is Phase.COLLECTIVE and not r.flags & Flag.ON_HOST
+    ]
     return bool(in_collective) and facts.collective >= max(in_collective)
 
 

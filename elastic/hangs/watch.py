@@ -22,7 +22,7 @@ from elastic.hangs.budgets import BudgetPolicy, thresholds_s
 from elastic.hangs.facts import Flag, KernelFacts, Phase, RankFacts
 from elastic.hangs.flight import FlightEntry
 from elastic.hangs.page import PageReader, Reading
-from elastic.hangs.phases import operation_name
+from elastic.hangs.phases import is_on_host, operation_name
 from elastic.hangs.stacks import StackSource
 
 _SMOOTHING = 0.3  # of the CPU share, over about a second
@@ -324,7 +324,7 @@ class HangWatch:
             step=0 if reading is None else reading.step,
             phase=phase,
             outer=Phase.STARTING if reading is None else reading.outer,
-            flags=Flag.NONE if reading is None else reading.flags,
+            flags=Flag.NONE if reading is None else _flags(reading),
             progress=0 if reading is None else reading.count,
             quiet_s=worker.quiet_s,
             collective=0 if reading is None else reading.collective,
@@ -338,6 +338,11 @@ class HangWatch:
             checkpoint_step=-1 if reading is None else reading.checkpoint_step,
             kernel=of_kernel,
         )
+
+
+def _flags(reading: Reading) -> Flag:
+    waits = reading.phase is Phase.COLLECTIVE and is_on_host(reading.operation)
+    return reading.flags | Flag.ON_HOST if waits else reading.flags
 
 
 def _kernel_facts(worker: WatchedWorker) -> KernelFacts:

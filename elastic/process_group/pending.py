@@ -39,6 +39,7 @@ from elastic import torch_private
 from elastic.clock import SYSTEM_CLOCK
 from elastic.process_group.semantics import HOST, Semantics, StreamEvent
 from elastic.process_group.wait_phase import (
+    begin_host_wait,
     begin_stream_wait,
     begin_wait,
     describe_group,
@@ -103,7 +104,7 @@ class PendingWorks:
         if not self._begun:
             return
         last = self._begun[-1]
-        before = begin_wait(last)
+        before = begin_host_wait(last)
         try:
             for work in self._begun:
                 self._wait_in_slices(work)
@@ -115,7 +116,7 @@ class PendingWorks:
         """Like :meth:`finish`, for this collective only."""
         if not any(work is begun for begun in self._begun):
             self._begun.append(work)  # until it returns
-        before = begin_wait(work)
+        before = begin_host_wait(work)
         try:
             self._wait_in_slices(work)
         finally:
@@ -296,7 +297,7 @@ class PendingWorks:
             ended.set()
 
         self.start(work, done)
-        before = begin_wait(work)
+        before = begin_host_wait(work)
         try:
             while not ended.wait(WORKER_SLICE_S):
                 pass
@@ -315,7 +316,7 @@ class PendingWorks:
         if self._is_aborted:
             return False
         self._begun.append(work)  # until it returns
-        before = begin_wait(work)
+        before = begin_host_wait(work)
         try:
             _wait_in_torch(work, _GLOO_SLICE)
             has_ended = True

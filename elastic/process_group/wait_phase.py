@@ -7,7 +7,7 @@ import torch.distributed as dist
 from elastic import torch_private
 from elastic.compiling import not_compiled
 from elastic.hangs.facts import COLLECTIVE, Flag, Phase
-from elastic.hangs.phases import phases
+from elastic.hangs.phases import on_host, phases
 
 _UNKNOWN_OPERATION = -1
 _SUBGROUPS = int(Flag.SUBGROUPS)  # flag enums are slow to combine, and every wait does it
@@ -18,9 +18,21 @@ def begin_wait(work: dist.Work | None) -> Phase:
     """Record that the main thread waits for ``work``; return the argument for :func:`end_wait`."""
     if work is None or not phases.is_on:
         return COLLECTIVE
+    return _begin_wait(torch_private.operation_of(work))
+
+
+@not_compiled
+def begin_host_wait(work: dist.Work | None) -> Phase:
+    """The same for a collective of the host, in a group that may have others on a device."""
+    if work is None or not phases.is_on:
+        return COLLECTIVE
+    return _begin_wait(on_host(torch_private.operation_of(work)))
+
+
+def _begin_wait(operation: int) -> Phase:
     if torch_private.has_subgroups():
         phases.set_flag(_SUBGROUPS, True)
-    return phases.begin_wait(torch_private.collectives_begun(), torch_private.operation_of(work))
+    return phases.begin_wait(torch_private.collectives_begun(), operation)
 
 
 @not_compiled

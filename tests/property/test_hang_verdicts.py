@@ -13,7 +13,14 @@ from dataclasses import dataclass, replace
 import pytest
 from rank_facts import rank_facts
 
-from elastic.hangs.budgets import BudgetPolicy, budget_s, lost_message_s, mismatch_s
+from elastic.hangs.budgets import (
+    BudgetPolicy,
+    budget_s,
+    lost_message_s,
+    mismatch_s,
+    suspicion_s,
+    thresholds_s,
+)
 from elastic.hangs.facts import Flag, KernelFacts, Phase, RankFacts
 from elastic.hangs.verdict import HangAction, HangKind, Judgment, judge, judge_stopped
 from elastic.membership import failure_budget
@@ -293,6 +300,34 @@ def test_a_read_behind_an_asynchronous_collective_waits_for_others() -> None:
         hangs = fact(1, phase=Phase.SCRIPT, quiet_s=t, flags=Flag.ON_STREAM, collective=57)
         verdict = judge([*blocked, hangs], 3, POLICY)
         assert verdict.culprits == ((1,) if t > POLICY.outside_step_s else ()), t
+
+
+def test_a_long_evaluation_is_no_wait_for_the_collective_of_the_host_that_others_are_in() -> None:
+    """On NCCL, ``run.mean`` on the CPU waits for rank 0, which has queued as much as the others."""
+    for t in (1.01 * lost_message_s(fact(0), POLICY), 0.99 * POLICY.outside_step_s):
+        evaluates = fact(0, phase=Phase.SCRIPT, quiet_s=t, flags=Flag.ON_STREAM, collective=57)
+        flags = Flag.ON_STREAM | Flag.ON_HOST
+        others = [waiting(r, t, fact(r), flags=flags, collective=57) for r in (1, 2)]
+        assert judge([evaluates, *others], 3, POLICY).action is HangAction.WAIT, t
+
+
+@pytest.mark.parametrize("flags", [Flag.ON_STREAM, Flag.ON_STREAM | Flag.ON_HOST])
+def test_a_rank_blocked_in_a_barrier_on_a_device_is_published_and_waits(flags: Flag) -> None:
+    """NCCL's ``barrier`` blocks the script in C++. Others wait on the device for later gradients,
+    or on the host after fewer collectives."""
+    collective = 57 if flags & Flag.ON_HOST else 58
+    for t in (0.99, 1.01):
+        quiet_s = t * lost_message_s(fact(0), POLICY)
+        blocked = [
+            fact(r, phase=Phase.SCRIPT, quiet_s=quiet_s, flags=Flag.ON_STREAM, collective=58)
+            for r in (1, 2)
+        ]
+        other = waiting(0, quiet_s, fact(0), flags=flags, collective=collective)
+        verdict = judge([other, *blocked], 3, POLICY)
+        expected = HangAction.ABORT_AND_REFORM if t > 1 else HangAction.WAIT
+        assert verdict.action is expected, verdict
+    assert suspicion_s(blocked[0], POLICY) < POLICY.hang_timeout_s
+    assert lost_message_s(blocked[0], POLICY) in thresholds_s(blocked[0], POLICY)
 
 
 def test_a_mismatch_of_two_names_both_places_with_low_confidence() -> None:
