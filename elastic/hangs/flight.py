@@ -12,11 +12,13 @@ skipped, or called in another order.
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-MAX_ENTRIES = 32  # per rank: a hang is at the end
+# Per rank: a hang is at the end. No group takes all the room: gloo's may run many more collectives.
+MAX_ENTRIES, MAX_OF_GROUP = 32, 16
 _SHOWN = 3
 # Operations whose inputs are equal on all ranks, unlike those of scatter and all_to_all.
 _ALIKE = frozenset(
@@ -36,22 +38,30 @@ class FlightEntry:
 
 
 def parse(dumps: Iterable[bytes], since_ns: int) -> tuple[FlightEntry, ...]:
-    """The last collectives begun since ``since_ns`` (wall clock), in order.
+    """The last collectives begun since ``since_ns`` (wall clock), in the order of their beginning.
 
     Point-to-point messages are omitted: each pair numbers its own. Of operations that are queued
     together under one number, only the first is included. Malformed entries are omitted, too.
     """
-    entries: dict[tuple[str, int], FlightEntry] = {}
+    entries: dict[tuple[str, int], tuple[int, FlightEntry]] = {}
     for dump in dumps:
         for raw in _entries_of(dump):
             try:
-                if raw["is_p2p"] or raw["time_created_ns"] < since_ns:
+                begun_ns = int(raw["time_created_ns"])
+                if raw["is_p2p"] or begun_ns < since_ns:
                     continue
                 entry = _entry(raw)
             except (KeyError, TypeError, ValueError):
                 continue
-            entries.setdefault((entry.group, entry.sequence), entry)
-    return tuple(entries.values())[-MAX_ENTRIES:]
+            entries.setdefault((entry.group, entry.sequence), (begun_ns, entry))
+    kept: list[FlightEntry] = []
+    counts: Counter[str] = Counter()
+    in_order = sorted(entries.values(), key=lambda timed: timed[0])
+    for _, entry in reversed(in_order):
+        counts[entry.group] += 1
+        if counts[entry.group] <= MAX_OF_GROUP:
+            kept.append(entry)
+    return tuple(reversed(kept[:MAX_ENTRIES]))
 
 
 def _entries_of(dump: bytes) -> list[dict[str, Any]]:

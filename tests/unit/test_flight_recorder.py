@@ -14,7 +14,14 @@ from torch.distributed import HashStore  # type: ignore[attr-defined]
 
 from elastic import torch_private
 from elastic.clock import SYSTEM_CLOCK
-from elastic.hangs.flight import MAX_ENTRIES, FlightEntry, compare, describe, parse
+from elastic.hangs.flight import (
+    MAX_ENTRIES,
+    MAX_OF_GROUP,
+    FlightEntry,
+    compare,
+    describe,
+    parse,
+)
 from elastic.link.protocol import FlightTrace, decode, encode
 from elastic.testing.doubles.manual_clock import ManualClock
 from elastic.testing.waiting import eventually
@@ -104,7 +111,19 @@ def test_coalesced_operations_share_a_number_unlike_two_backends() -> None:
 
 def test_only_the_last_entries_are_kept() -> None:
     parsed = flight(*(raw(n) for n in range(1, 3 * MAX_ENTRIES)))
-    assert (len(parsed), parsed[-1].sequence) == (MAX_ENTRIES, 3 * MAX_ENTRIES - 1)
+    assert (len(parsed), parsed[-1].sequence) == (MAX_OF_GROUP, 3 * MAX_ENTRIES - 1)
+
+
+def test_one_group_does_not_displace_another() -> None:
+    """gloo's small collectives and NCCL's gradients, each with its own recorder."""
+    of_gloo = dump(*(raw(n) for n in range(1, 3 * MAX_ENTRIES)))
+    of_nccl = dump(*(raw(n, "nccl:all_reduce") for n in range(1, 6)))
+    for dumps in ([of_nccl, of_gloo], [of_gloo, of_nccl]):
+        parsed = parse(dumps, BEGAN_NS)
+        assert [e.sequence for e in parsed if e.group.startswith("nccl")] == [1, 2, 3, 4, 5]
+        assert len(parsed) == MAX_OF_GROUP + 5
+    groups = [raw(n, process_group=[str(g), ""]) for g in range(9) for n in range(1, 20)]
+    assert len(parse([dump(*groups)], BEGAN_NS)) == MAX_ENTRIES
 
 
 @pytest.mark.parametrize(
