@@ -270,12 +270,8 @@ class NodeLoop:
             record_end(self._at, written)
 
     def _register(self) -> None:
-        node, world = self._at.status.node, self.registration.write()
-        if world is not None:
+        if (world := self.registration.write()) is not None:
             self.store_events.learn_world(world)
-        lease, term = self.registration.current_lease, self.succession.term
-        if lease is not None and term is not None:
-            term.on_own_record(node, lease.id)
 
     def _end(self) -> None:
         """Leave the store gracefully: best effort; otherwise the lease expires."""

@@ -33,16 +33,14 @@ from elastic.membership.decision import (
 from elastic.membership.member_status import classify_members
 from elastic.membership.records import (
     Done,
-    Node,
     NodeState,
     Outcome,
     WorldRecord,
     WorldState,
-    encode,
 )
 from elastic.node.context import NodeContext
 from elastic.node.status import WorldEntry
-from elastic.store.keyvalue import Deleted, Entry, Put, Reset, Watch, WatchEvent
+from elastic.store.keyvalue import Deleted, Put, Reset, Watch, WatchEvent
 from elastic.tuning.agent_intervals import LEADER_IDLE_S, LEADER_UNLISTED_S, RECHECK_S
 
 # A node in such a state is expected to close its connection.
@@ -125,12 +123,6 @@ class Leadership:
                 self.roster.delete(key.removeprefix(self._at.keys.nodes), now)
             case _:
                 pass
-
-    def on_own_record(self, node: Node, lease_id: int) -> None:
-        """This node's own record, without waiting for the watch to deliver it."""
-        if self._listed:
-            entry = Entry(self._at.keys.node(node.node_id), encode(node), 0, lease_id)
-            self.roster.put(entry, self._at.clock.monotonic())
 
     def on_closed(self, node_id: str) -> None:
         """A follower's connection closed, or this node's connection to a former leader."""

@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import os
 import re
 import reprlib
+import threading
 import typing
 from collections.abc import Iterable
 from enum import Enum
@@ -32,6 +34,17 @@ _shown.maxstring = _shown.maxother = 120
 _AT = re.compile(r" - at `\$(.*)`$", re.DOTALL)
 _STEP = re.compile(r"\.(\w+)|\[(\d+)\]")
 _MISSING = re.compile(r"^Object missing required field `(.*)`$")
+# msgspec caches its description of a dataclass on the class before the description is complete: a
+# second thread that converts to the class meanwhile crashes with SIGSEGV (0.19 to 0.22, _core.c,
+# DataclassInfo_Convert). So classes are described one at a time, and never during a fork, whose
+# child would keep an incomplete description.
+_describing = threading.RLock()
+_described: set[type[Any]] = set()
+os.register_at_fork(
+    before=_describing.acquire,
+    after_in_parent=_describing.release,
+    after_in_child=_describing.release,
+)
 
 
 class DecodeError(ValueError):
@@ -56,6 +69,8 @@ def convert(cls: type[T], data: Json) -> T:
     Raises:
         DecodeError: a field is unknown, missing or of another type.
     """
+    if cls not in _described:
+        _describe(cls)
     try:
         record = msgspec.convert(data, cls)
     except msgspec.ValidationError as error:
@@ -64,6 +79,13 @@ def convert(cls: type[T], data: Json) -> T:
         raise DecodeError(f"has {shown(error.object)}, which is not valid Unicode") from None
     _check_fields(data, record, "")
     return record
+
+
+def _describe(cls: type[Any]) -> None:
+    """Have msgspec describe ``cls`` and the classes of its fields."""
+    with _describing:
+        msgspec.json.Decoder(cls)
+        _described.add(cls)
 
 
 def to_json(record: object) -> Any:

@@ -25,6 +25,7 @@ from elastic.agent.messages import ChangeNode
 from elastic.agent.supervision.workers import LinkEvent
 from elastic.clock import SYSTEM_CLOCK
 from elastic.events import StragglerFound
+from elastic.leadership.leader import NodesEvent
 from elastic.link.protocol import StepReport
 from elastic.membership.records import (
     Cause,
@@ -205,6 +206,32 @@ def test_a_report_that_precedes_the_death_notice_spends_no_world(
     assert world.node_ids == (a.id, b.id)
 
 
+def test_a_leader_whose_workers_die_knows_of_earlier_deaths_first(
+    server: MemoryServer, start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It learns of its own record as late as of the others'."""
+    nodes = trio(server, start, min_nodes=1)
+    nodes.sort(key=lambda n: n.id != leader_in(server))
+    leader, other, survivor = nodes
+    term = leader.service.loop.succession.term
+    assert term is not None
+    held: list[WatchEvent] = []
+    monkeypatch.setattr(term, "on_nodes", lambda event, world: held.append(event))
+    for node in (other, leader):
+        node.workers_die(1)
+        eventually(lambda node=node: KEYS.node(node.id) in {key_of(event) for event in held})  # type: ignore[misc]
+    with pytest.raises(AssertionError, match=r"not within 0\.2 s"):
+        eventually(lambda: world_in(server).generation > 1, within_s=0.2)
+    monkeypatch.undo()
+    for event in held:
+        leader.context.post(NodesEvent(event))
+    assert generation(server, 2).node_ids == (survivor.id,)
+
+
+def key_of(event: WatchEvent) -> str:
+    return event.entry.key if isinstance(event, Put) else ""
+
+
 def test_a_replacement_is_not_restarted_before_the_leader_sees_it_ready(
     server: MemoryServer, start: Start
 ) -> None:
@@ -368,13 +395,20 @@ def test_an_exception_repeated_on_successive_nodes_ends_the_job(
 
 
 def test_an_outage_of_the_store_spends_no_failure_budget(
-    server: MemoryServer, start: Start
+    server: MemoryServer, start: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The decision on the next world is retried until it can be written: one failure."""
     nodes = trio(server, start, options=replace(OPTIONS, failure_budget=1))
     leader = next(n for n in nodes if n.id == leader_in(server))
-    leader.workers_die(1)  # its own record needs no watch
-    server.disconnect()
+    swap = leader.store.compare_and_swap
+
+    def fail_first(key: str, value: bytes, **more: Any) -> int | None:
+        monkeypatch.undo()
+        server.disconnect()
+        return swap(key, value, **more)
+
+    monkeypatch.setattr(leader.store, "compare_and_swap", fail_first)
+    leader.workers_die(1)
     eventually(lambda: leader.status.store_problem)
     for _ in range(5):
         leader.change()  # each triggers a retry

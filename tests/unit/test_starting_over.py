@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 import os
 import threading
@@ -64,7 +65,8 @@ def test_only_checkpoints_of_this_job_count(tmp_path: Path) -> None:
     hidden = tmp_path / ".cache"
     hidden.mkdir()
     save(hidden / "model.pt")
-    assert [w.path for w in written_since([tmp_path], 1.0)] == [deep / "model.pt"]
+    found = {w.path: w.cut_off for w in written_since([tmp_path], 1.0)}
+    assert found == {deep / "model.pt": False, tmp_path / "empty.pt": True}
 
 
 def test_places_are_the_working_directory_and_paths_in_arguments(tmp_path: Path) -> None:
@@ -115,11 +117,31 @@ def test_a_write_without_a_read_causes_a_warning(
     assert is_done(), "once is enough"
 
 
-def test_a_read_ends_the_watch(tmp_path: Path, watch: StartingOver, warned: list[str]) -> None:
-    save(tmp_path / "ckpt.pt")
+def test_the_only_checkpoint_may_have_been_cut_off_by_the_kill(
+    tmp_path: Path, watch: StartingOver, warned: list[str]
+) -> None:
+    """torch.save truncates the file first, and a small checkpoint reaches it at the end."""
+    (tmp_path / "ckpt.pt").touch()
     watch.workers_start_again()
     eventually(lambda: is_watching(tmp_path / "ckpt.pt"))
-    torch.load(tmp_path / "ckpt.pt")
+    save(tmp_path / "other.pt", 1.0)  # ckpt.pt may be no checkpoint
+    save(tmp_path / "ckpt.pt", 1.0)
+    eventually(is_done)
+    (warning,) = warned
+    assert f"written {tmp_path / 'ckpt.pt'} again without having read it" in warning
+
+
+@pytest.mark.parametrize("cut_off", [False, True])
+def test_a_read_ends_the_watch(
+    tmp_path: Path, watch: StartingOver, warned: list[str], cut_off: bool
+) -> None:
+    save(tmp_path / "ckpt.pt")
+    if cut_off:
+        os.truncate(tmp_path / "ckpt.pt", 0)
+    watch.workers_start_again()
+    eventually(lambda: is_watching(tmp_path / "ckpt.pt"))
+    with pytest.raises(EOFError) if cut_off else contextlib.nullcontext():
+        torch.load(tmp_path / "ckpt.pt")
     save(tmp_path / "ckpt.pt", 1.0)
     eventually(is_done)
     assert warned == []

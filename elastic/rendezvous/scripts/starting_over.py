@@ -10,6 +10,7 @@ training has started over.
 from __future__ import annotations
 
 import itertools
+import math
 import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -36,6 +37,7 @@ class Written:
 
     path: Path
     time_s: float
+    cut_off: bool = False  # opened, but not written: its worker was killed, or is about to write
 
 
 def places(arguments: Sequence[str], folder: Path) -> tuple[Path, ...]:
@@ -66,8 +68,9 @@ def written_since(roots: Sequence[Path], since_s: float) -> list[Written]:
             status = entry.stat()
         except OSError:  # it has been replaced
             continue
-        if status.st_mtime >= since_s - FILE_TIMES_S and status.st_size >= _MIN_BYTES:
-            found.append(Written(Path(entry.path), status.st_mtime))
+        if status.st_mtime >= since_s - FILE_TIMES_S:
+            cut_off = status.st_size < _MIN_BYTES
+            found.append(Written(Path(entry.path), status.st_mtime, cut_off))
     found.sort(key=lambda written: -written.time_s)
     return found
 
@@ -125,7 +128,7 @@ class StartingOver:
 
     def _run(self, stop: threading.Event) -> None:
         again_s, roots = self._clock.wall(), self._roots()
-        before = written_since(roots, self._began_s)[:_MAX_FILES]
+        before = _to_watch(written_since(roots, self._began_s))
         if not before:
             return
         try:
@@ -147,13 +150,17 @@ class StartingOver:
         stop: threading.Event,
     ) -> None:
         known = {written.path: written.time_s for written in before}
+        # A file that was cut off may be no checkpoint: writing another one is not starting over.
+        since_s = math.inf if before[0].cut_off else 0.0
         pause_s = FILE_READS_S
         while not self._clock.wait(stop, pause_s):
             if reads.seen():
                 return
             began_s = self._clock.monotonic()
             written = [
-                w for w in written_since(roots, again_s) if w.time_s > known.get(w.path, 0.0)
+                w
+                for w in written_since(roots, again_s)
+                if not w.cut_off and w.time_s > known.get(w.path, since_s)
             ]
             pause_s = max(FILE_READS_S, (self._clock.monotonic() - began_s) / _SHARE)
             if not written or reads.seen():
@@ -162,6 +169,14 @@ class StartingOver:
                 self._has_warned = True
                 self._warn(_sentence(written[-1].path, before[0].path))
             return
+
+
+def _to_watch(written: list[Written]) -> list[Written]:
+    """The checkpoints that a restarted script may resume from. If there are none, those that were
+    cut off: a script that always overwrites the same file has no other.
+    """
+    complete = [w for w in written if not w.cut_off]
+    return (complete or written)[:_MAX_FILES]
 
 
 def _sentence(again: Path, before: Path) -> str:
