@@ -59,9 +59,9 @@ def _reset_before_2_13(root: Any) -> None:
     """What ``reset_iter_state`` does, for torch 2.11 and 2.12, which lack it.
 
     Everything that ends with a forward or a backward pass returns to its value before the pass
-    (``_post_forward`` and ``_root_post_backward_final_callback`` in _fsdp_state.py; ``reshard`` and
-    ``finalize_backward`` in _fsdp_param_group.py). Memory of a collective may be freed once it has
-    ended.
+    (``FSDPState._post_forward`` and ``_root_post_backward_final_callback``, and
+    ``FSDPParamGroup.reshard`` and ``finalize_backward``). Memory of a collective may be freed once
+    it has ended.
     """
     stream, shared = root._device_handle.current_stream(), root._comm_ctx
     ended = [

@@ -313,7 +313,8 @@ class FailureAccounting:
     def _charge_builds(self, broken: Broken, now: float) -> None:
         members = broken.members
         reports = {t.node_id: t.accused for t in members.failure_reports if t.accused}
-        for node_id in self._builds.failed(members.world.node_ids, reports):
+        nodes, has_run = members.world.node_ids, members.has_run
+        for node_id in self._builds.failed(nodes, reports, has_run=has_run):
             self._flaps.quarantine(node_id, now)
 
 

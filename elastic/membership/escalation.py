@@ -20,13 +20,20 @@ class FailedBuilds:
         self._streaks: dict[str, int] = {}
 
     def failed(
-        self, members: Sequence[str], reports: Mapping[str, Sequence[str]]
+        self,
+        members: Sequence[str],
+        reports: Mapping[str, Sequence[str]],
+        *,
+        has_run: bool = True,
     ) -> tuple[str, ...]:
         """A world of ``members`` (in rank order) broke; ``reports`` has the nodes for which each
-        reporter waited in vain. Without reports the world was built, which resets all counts.
+        reporter waited in vain. Without reports, a world that some member has run resets all
+        counts. If none has, the reports are late: another member was released first.
 
         Returns the nodes to be excluded now.
         """
+        if not has_run and not any(reports.values()):
+            return ()
         at_fault = _at_fault(members, reports)
         self._streaks = {node: self._streaks.get(node, 0) + 1 for node in at_fault}
         out = tuple(node for node in at_fault if self._streaks[node] >= IN_A_ROW)

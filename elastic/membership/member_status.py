@@ -52,12 +52,17 @@ class MemberStatus:
         )
 
     @property
-    def pending(self) -> bool:
-        """A planned world to which no member has switched yet."""
-        return self.world.switch_at_step is not None and not any(
+    def has_run(self) -> bool:
+        """Whether a member has entered this world, so that its group was built there."""
+        return any(
             n.node.running and n.node.running.generation >= self.world.generation
             for n in self.running
         )
+
+    @property
+    def pending(self) -> bool:
+        """A planned world to which no member has switched yet."""
+        return self.world.switch_at_step is not None and not self.has_run
 
     @property
     def over(self) -> bool:
@@ -278,6 +283,10 @@ def settling_until_s(view: View, status: MemberStatus, now: float, policy: Polic
     if accused(status) - {report.node_id for report in status.failure_reports}:
         # Both ends of a broken connection detect it almost at the same time. Without a report of
         # the accused node it is not known which of the two to exclude.
+        settle_s = max(settle_s, policy.origin_settle_s)
+    elif not (status.has_run or status.pending or accused(status)):
+        # A group could not be built. Members that others release report at once; the one that
+        # knows which peer it could not reach may be later.
         settle_s = max(settle_s, policy.origin_settle_s)
     until_s = since_s + settle_s
     return until_s if now < until_s else None

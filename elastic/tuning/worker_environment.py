@@ -33,7 +33,6 @@ _PREFIXES = ("NCCL_", "TORCH_NCCL_", "TORCH_FR_", "GLOO_", "TORCH_GLOO_", "TORCH
 # torch's own spelling (c10d/Utils.hpp, getCvarBool).
 _ON = frozenset({"y", "yes", "1", "t", "true"})
 _MAX_IB_RETRY_COUNT, _MAX_IB_TIMEOUT_FIELD = 7, 31  # fields of three and five bits
-_MAX_DUMP_LIMIT_MS = 25  # recovery waits four times as long
 _MAX_SOCKETS = 64  # per connection: NCCL src/transport/net_socket.cc, MAX_SOCKETS
 
 # Names that old guides recommend, and their effect today (torch 2.11 to 2.15, NCCL 2.28 to 2.30:
@@ -397,8 +396,7 @@ _UNSAFE_IN_PROCESS: tuple[tuple[str, Callable[[str], bool], str], ...] = (
     ),
     (
         profiles.DUMP_LIMIT_MS,
-        _is_above(_MAX_DUMP_LIMIT_MS),
-        f"when a peer dies, recovery waits {profiles.WATCHDOG_SLEEPS_DUMPS} times this long. "
-        "Remove it",
+        _is_above(profiles.MAX_DUMP_MS),
+        "when a peer dies, recovery waits four times this long. Remove it",
     ),
 )

@@ -35,6 +35,16 @@ def test_a_build_broken_by_other_members_or_none_resets_the_count(
     assert after(WAITED_FOR_B, other, WAITED_FOR_B, WAITED_FOR_B) == ()
 
 
+def test_late_reports_of_a_world_that_nobody_has_run_keep_the_count() -> None:
+    """The leader's own worker was released by a peer, and reported that first."""
+    counter = FailedBuilds()
+    counter.failed(MEMBERS, WAITED_FOR_B)
+    counter.failed(MEMBERS, {}, has_run=False)
+    counter.failed(MEMBERS, WAITED_FOR_B, has_run=False)
+    assert counter.failed(MEMBERS, {"d": ()}, has_run=False) == ()
+    assert counter.failed(MEMBERS, WAITED_FOR_B, has_run=False) == ("b",)
+
+
 @pytest.mark.parametrize(
     ("reports", "excluded"),
     [

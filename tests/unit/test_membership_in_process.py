@@ -320,6 +320,17 @@ def test_a_failure_with_all_nodes_alive_waits_for_its_cause() -> None:
     assert named(proposal(explained)) == ["n1", "n2"]
 
 
+def test_a_failed_build_waits_for_the_member_that_knows_the_cause() -> None:
+    """Members released by another one report at once, the one that could not reach a peer later."""
+    eight = world("n1", "n2", "n3", generation=8, mode="in-process")
+    v = view(eight, *members("n1", "n2", "n3"), failure_reports=(report("n1", 8),))
+    fresh = replace(v, failing_since_s=NOW)
+    assert wait(fresh).until_s == NOW + POLICY.origin_settle_s
+    known = replace(fresh, failure_reports=(report("n1", 8), accuses("n2", "n3", generation=8)))
+    known = replace(known, failure_reports=(*known.failure_reports, report("n3", 8)))
+    assert wait(known).until_s == NOW + POLICY.failure_settle_s
+
+
 def test_reports_from_before_a_completed_switch_are_ignored() -> None:
     late = [ready("n1", PENDING), *members("n2", "n3"), ready("n4", None)]
     assert "runs on" in wait(view(PENDING, *late, failure_reports=(report("n2", 7),))).reason
