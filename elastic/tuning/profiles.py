@@ -43,9 +43,6 @@ _NCCL_SOCKET = "NCCL src/transport/net_socket.cc"
 # ibv_modify_qp's timeout: 4.096 us times two to the power of it, for each of 1 + retry_cnt tries.
 _ROCE_TIMEOUT_EXPONENT = 22
 _FAST_ETHERNET_MBPS = 100_000  # NVIDIA's documentation: "generic 100G networks"
-# After an error the watchdog sleeps four times the limit of a dump (ProcessGroupNCCL.cpp,
-# Watchdog::runLoop), and a group's destructor joins it. A longer one of the user is warned of.
-MAX_DUMP_MS = 25
 
 
 @dataclass(frozen=True, kw_only=True)

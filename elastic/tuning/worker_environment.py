@@ -394,9 +394,5 @@ _UNSAFE_IN_PROCESS: tuple[tuple[str, Callable[[str], bool], str], ...] = (
         "after an NCCL error the next group waits until torch's monitor has slept "
         "TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC (480 s). Remove it",
     ),
-    (
-        profiles.DUMP_LIMIT_MS,
-        _is_above(profiles.MAX_DUMP_MS),
-        "when a peer dies, recovery waits four times this long. Remove it",
-    ),
+    (profiles.DUMP_LIMIT_MS, _is_above(25), "a recovery waits four times this long. Remove it"),
 )
