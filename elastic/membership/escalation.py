@@ -14,10 +14,12 @@ IN_A_ROW = 3
 
 
 class FailedBuilds:
-    """Counts failed builds in a row, for each node that was missing from all of them."""
+    """Counts failed builds in a row, for each node that was missing from all of them, and for each
+    two nodes of which one missed the other: which of the two reports depends on which of them opens
+    the connection, in each build anew."""
 
     def __init__(self) -> None:
-        self._streaks: dict[str, int] = {}
+        self._streaks: dict[frozenset[str], int] = {}
 
     def failed(
         self,
@@ -34,12 +36,27 @@ class FailedBuilds:
         """
         if not has_run and not any(reports.values()):
             return ()
-        at_fault = _at_fault(members, reports)
-        self._streaks = {node: self._streaks.get(node, 0) + 1 for node in at_fault}
-        out = tuple(node for node in at_fault if self._streaks[node] >= IN_A_ROW)
-        for node in out:
-            del self._streaks[node]
+        causes = {node: _causes(node, reports) for node in _at_fault(members, reports)}
+        self._streaks = {
+            cause: self._streaks.get(cause, 0) + 1
+            for cause in {cause for of_node in causes.values() for cause in of_node}
+        }
+        out = tuple(
+            node
+            for node, of_node in causes.items()
+            if max(self._streaks[cause] for cause in of_node) >= IN_A_ROW
+        )
+        for cause in (cause for node in out for cause in causes[node]):
+            self._streaks.pop(cause, None)
         return out
+
+
+def _causes(node: str, reports: Mapping[str, Sequence[str]]) -> list[frozenset[str]]:
+    """The node itself, and its connection to the other one if only one other waited for it."""
+    accusers = [reporter for reporter, accused in reports.items() if node in accused]
+    others = [reporter for reporter in accusers if reporter != node]
+    alone = [frozenset((node, *others))] if len(others) == 1 else []
+    return [frozenset((node,)), *alone]
 
 
 def _at_fault(members: Sequence[str], reports: Mapping[str, Sequence[str]]) -> tuple[str, ...]:

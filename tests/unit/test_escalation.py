@@ -35,6 +35,16 @@ def test_a_build_broken_by_other_members_or_none_resets_the_count(
     assert after(WAITED_FOR_B, other, WAITED_FOR_B, WAITED_FOR_B) == ()
 
 
+def test_a_broken_connection_counts_whichever_end_reports_it() -> None:
+    """The end that opens the connection knows its peer; the other one is only released."""
+    b_misses_c, c_misses_b = {"b": ("c",)}, {"c": ("b",)}
+    assert after(b_misses_c, c_misses_b, b_misses_c) == ("c",)
+    assert after(c_misses_b, b_misses_c, c_misses_b) == ("b",)
+    assert after(b_misses_c, {"b": ("d",)}, c_misses_b, b_misses_c) == ()
+    # b is missed by d alone, not by c, whom it has missed twice.
+    assert after(b_misses_c, b_misses_c, {"d": ("b",)}) == ()
+
+
 def test_late_reports_of_a_world_that_nobody_has_run_keep_the_count() -> None:
     """The leader's own worker was released by a peer, and reported that first."""
     counter = FailedBuilds()
