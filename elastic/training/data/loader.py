@@ -165,6 +165,7 @@ class ElasticLoader:
         self.plan = self.sampler.plan
         self.has_item_batches = source.collation is Collation.ITEM
         self.following = Following(self.sampler)
+        self.index_was_read = False  # since the last pass began
         self.micro_batch = micro_batch
         self._seed = seed
         inner = loader if dataloader is None else dataloader

@@ -14,6 +14,7 @@ from elastic.training.data.following import Pass
 from elastic.training.data.loader import ElasticLoader
 from elastic.training.data.plan import Position
 from elastic.training.loop.consumers import Consumer, consumer_of
+from elastic.training.loop.counted_rates import CountedRates
 from elastic.training.loop.follower import follow
 from elastic.training.loop.generators import created_too_early
 from elastic.training.loop.scope import Scope
@@ -123,20 +124,30 @@ def _batches(loop: StepLoop, loader: ElasticLoader, passed: Pass) -> Iterator[An
             "        step.backward(loss_of(batch))\n"
             "    optimizer.step()",
         )
+    knows_index, loader.index_was_read = loader.index_was_read, False
+    counts = consumer.counts_from in (0, 1) and not knows_index
+    rates: CountedRates | None = None
     with closing(steps(loop, loader)) as left:
         for step in left:
             consumer.warn_of_count(step.index)
             consumer = Consumer()
+            if counts and rates is None:
+                rates = loop.counted_rates()
             batch = step.only_micro_batch()
             loop.reading_ahead.step_began(batch)
+            if rates is not None:
+                rates.step_began()
             yield batch
             del batch
+            if rates is not None:
+                rates.step_ended(step.number)
 
 
 def index(loop: StepLoop, loader: ElasticLoader) -> int:
     """The index within the epoch of the loader's current step; between steps, of the next one."""
     if not loop.is_peek:
         loop.bootstrap.enter_loop()
+    loader.index_was_read = True
     position = loader.position
     left = loop.current.left_step(loader)
     if left is not None and left.optimizer_stepped:

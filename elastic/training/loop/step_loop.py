@@ -16,6 +16,7 @@ from elastic.training.data.randomness import derive_seed, seed_all
 from elastic.training.lifecycle import Lifecycle
 from elastic.training.loop.boundary import StepBoundary
 from elastic.training.loop.commits import Commits
+from elastic.training.loop.counted_rates import CountedRates
 from elastic.training.loop.reading_ahead import ReadingAhead
 from elastic.training.loop.scope import Scope
 from elastic.training.recovery.bootstrap import Bootstrap
@@ -97,6 +98,10 @@ class StepLoop:
         if loader.position.step == len(loader):
             loader.begin_epoch(loader.position.epoch + 1)
         self._job.progress.epoch = loader.position.epoch
+
+    def counted_rates(self) -> CountedRates:
+        """A watch over the learning rates, for a pass whose batches the script counts itself."""
+        return CountedRates(self._job.all_tracked, self._job.user)
 
     def _warn_of_counts(self) -> None:
         """Warn in the first pass of an attempt without ``run.epochs`` and with nothing in
