@@ -96,13 +96,13 @@ def wait_channel(pid: int) -> str:
     return "" if name == "0" else name
 
 
-def wait_channel_of_sleeper(pid: int, looks: int = 10) -> str:
+def wait_channel_of_sleeper(pid: int, looks: int = 6) -> str:
     """The same for a thread that was just seen asleep: one that waits for the interpreter lock
-    wakes up every 5 ms, and may be awake in a single look."""
-    for _ in range(looks):
+    wakes up every 5 ms, and on a busy machine it is runnable for long before it has a core."""
+    for look in range(looks):
         if name := wait_channel(pid):
             return name
-        SYSTEM_CLOCK.sleep(WAIT_CHANNEL_LOOK_S)
+        SYSTEM_CLOCK.sleep(WAIT_CHANNEL_LOOK_S * 2**look)
     return ""
 
 

@@ -245,7 +245,8 @@ HANG_REPORT_WRITTEN_S = 5.0
 # The report contains lines of the kernel's log up to this age: older ones are unrelated to the
 # hang.
 KERNEL_LOG_S = 600.0
-# A thread that sleeps most of the time is looked at again after this, until it is seen asleep.
+# A thread that sleeps most of the time is looked at again after this, then after twice as long,
+# until it is seen asleep, or 0.13 s have passed.
 WAIT_CHANNEL_LOOK_S = 0.002
 # To read the kernel's log since the start of the workers, while the node's thread waits.
 KERNEL_LOG_READ_S = 0.2
