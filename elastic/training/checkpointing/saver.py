@@ -180,7 +180,7 @@ class Saver:
             self._folder.ownership.failures = lambda: self.writers.broken_worlds
             self._folder.ownership.hold()
         if self.writers.is_writer:
-            self.engine.reserve(job.tree(), rank=writes.rank, world_size=writes.size)
+            self.engine.reserve(job.tree(), writes)
         if world.rank == 0 and before is not None and before.is_over:
             generation = self.writers.generation
             self.engine.submit(lambda: self._sweep(generation, world.nonce))
