@@ -10,13 +10,14 @@ from __future__ import annotations
 import contextlib
 import errno
 import secrets
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from checkpoints.catalog.manifests import read_document
 from checkpoints.errors import LoadError
 from checkpoints.format.manifest import Chunk, Manifest, Part, SharedMetadata, TensorEntry
 from checkpoints.format.manifest_parser import parse_manifest, parse_part
 from checkpoints.format.names import MANIFEST, CheckpointName, parse_part_file, part_file
+from checkpoints.format.state_tree import Node
 from checkpoints.storage.protocol import Storage
 from checkpoints.storage.small_files import write_durably
 from checkpoints.tensors.regions import Region
@@ -90,26 +91,74 @@ def read_part(storage: Storage, name: CheckpointName, rank: int, world_size: int
 def merge_parts(parts: Sequence[Part]) -> Manifest:
     """Merge all parts into one manifest. Deterministic.
 
-    Raises :class:`IncompleteAttempt` if the writers did not save the same tensors.
+    Raises :class:`IncompleteAttempt` if the writers of a section did not save the same tensors, or
+    if two sections saved the same key.
     """
     first = parts[0]
-    shared = first.shared
-    if shared is None:
-        raise IncompleteAttempt("part 0 lacks the shared metadata")
-    differing = [p.writer.rank for p in parts if p.specs_xxh3_128 != first.specs_xxh3_128]
-    if differing:
-        raise IncompleteAttempt(f"writer {differing[0]} saved different tensors than writer 0")
+    sections = _sections(parts)
+    shared = [_shared_of(section) for section in sections]
+    tensors: dict[str, TensorEntry] = {}
+    for metadata, section in zip(shared, sections, strict=True):
+        more = _tensors(metadata, section)
+        _check_new(tensors, more)
+        tensors |= more
     return Manifest(
         name=first.name,
-        lineage=shared.lineage,
+        lineage=shared[0].lineage,
         world_size=first.world_size,
-        data_position=shared.data_position,
+        data_position=shared[0].data_position,
         wall_time_s=max(part.writer.wall_time_s for part in parts),
-        versions=shared.versions,
+        versions=shared[0].versions,
         writers=tuple(part.writer for part in parts),
-        tensors=_tensors(shared, parts),
-        tree=shared.tree,
+        tensors=tensors,
+        tree=_merged_tree([metadata.tree for metadata in shared]),
     )
+
+
+def _sections(parts: Sequence[Part]) -> list[list[Part]]:
+    """The parts of each section, in the order of their first writers."""
+    found: dict[tuple[int, ...], list[Part]] = {}
+    every = tuple(range(parts[0].world_size))
+    for part in parts:
+        found.setdefault(every if part.section is None else part.section, []).append(part)
+    for ranks, section in found.items():
+        if ranks != tuple(part.writer.rank for part in section):
+            raise IncompleteAttempt(
+                f"writer {section[0].writer.rank} saved with the ranks {list(ranks)}, not all of "
+                "which did the same"
+            )
+    return list(found.values())
+
+
+def _shared_of(section: Sequence[Part]) -> SharedMetadata:
+    first = section[0]
+    if first.shared is None:
+        raise IncompleteAttempt(f"part {first.writer.rank} lacks the shared metadata")
+    differing = [p.writer.rank for p in section if p.specs_xxh3_128 != first.specs_xxh3_128]
+    if differing:
+        raise IncompleteAttempt(
+            f"writer {differing[0]} saved different tensors than writer {first.writer.rank}"
+        )
+    return first.shared
+
+
+def _merged_tree(trees: Sequence[Node]) -> Node:
+    """One tree with the keys of all sections."""
+    if len(trees) == 1:
+        return trees[0]
+    merged: dict[str, Node] = {}
+    for tree in trees:
+        keys = tree.get("dict")
+        if not isinstance(keys, dict):
+            raise IncompleteAttempt("the state of a section is not a dict with string keys")
+        _check_new(merged, keys)
+        merged |= keys
+    return {"dict": merged}
+
+
+def _check_new(known: Iterable[str], more: Iterable[str]) -> None:
+    if both := sorted(set(known) & set(more)):
+        raise IncompleteAttempt(f"two sections saved {both[0]!r}")
 
 
 def _tensors(shared: SharedMetadata, parts: Sequence[Part]) -> dict[str, TensorEntry]:

@@ -130,7 +130,9 @@ class Part:
 
     Parts exist only in an attempt; the committer merges all W into the manifest. The part of writer
     0 also holds what all writers share: tree, lineage, data position. Every part holds the hash of
-    the list of tensors, so that writers with different models never form one checkpoint.
+    the list of tensors, so that writers with different models never form one checkpoint. If groups
+    of writers hold different keys of one tree, each is a *section*: the ranks that have the same
+    tensors, of which the first one's part holds its section's tree.
     """
 
     name: CheckpointName
@@ -138,7 +140,8 @@ class Part:
     writer: WriterEntry
     specs_xxh3_128: str
     chunks: Mapping[str, tuple[Chunk, ...]]
-    shared: SharedMetadata | None  # of writer 0 only
+    shared: SharedMetadata | None  # of the first writer of each section only
+    section: tuple[int, ...] | None = None  # None: all writers
 
     def to_bytes(self) -> bytes:
         return encode(
@@ -155,13 +158,14 @@ class Part:
                     for name, chunks in self.chunks.items()
                 },
                 "shared": None if self.shared is None else self.shared.as_json(),
+                **({} if self.section is None else {"section": list(self.section)}),
             }
         )
 
 
 @dataclass(frozen=True, kw_only=True)
 class SharedMetadata:
-    """What all writers share, as recorded by writer 0."""
+    """What all writers of a section share, as recorded by its first one."""
 
     lineage: Lineage
     data_position: Any

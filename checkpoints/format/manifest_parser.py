@@ -88,7 +88,7 @@ class _Parser:
         )
 
     def part(self, fields: dict[str, Any]) -> Part:
-        self._format(fields, _PART_FIELDS)
+        self._format(fields, _PART_FIELDS | (fields.keys() & {"section"}))
         world_size = self._world_size(fields["world_size"])
         writer = self._writer(fields["writer"], world_size)
         shared = None if fields["shared"] is None else self._shared(fields["shared"])
@@ -103,7 +103,14 @@ class _Parser:
             specs_xxh3_128=self._hash(fields["specs_xxh3_128"]),
             chunks=chunks,
             shared=shared,
+            section=self._section(fields["section"], world_size) if "section" in fields else None,
         )
+
+    def _section(self, value: object, world_size: int) -> tuple[int, ...]:
+        ranks = tuple(self._int(rank, "a rank of a section") for rank in self._list(value))
+        if not ranks or list(ranks) != sorted(set(ranks)) or ranks[-1] >= world_size:
+            self._fail("a section is not an ordered list of ranks")
+        return ranks
 
     def _shared(self, value: object) -> SharedMetadata:
         fields = self._keys(value, ("lineage", "data_position", "versions", "specs", "tree"))

@@ -55,6 +55,7 @@ def load(
     *,
     into: object = None,
     strict: bool = True,
+    only: str | None = None,
     group: ProcessGroup | None = None,
     progress: Progress | None = None,
 ) -> LoadResult:
@@ -64,6 +65,8 @@ def load(
     tensors once every byte they need is verified; leaves that are not tensors are returned.
     DTensors receive their shards, however the tensor was sharded when saved. Tensors that differ in
     path, shape or dtype raise :class:`StateMismatch`; with ``strict=False`` the others are copied.
+
+    ``only``: a key of the saved state; nothing else is read, matched or returned.
 
     With ``group``, a process group of torch.distributed, its ranks load collectively. Each rank
     reads and verifies an equal share of the bytes that all ranks need, and its own shards of
@@ -81,8 +84,8 @@ def load(
     """
     storage = storage_for(root)
     if group is not None:
-        return _load_in_group(storage, name, into, strict, Exchange(group), progress)
-    plan = prepare(storage, name, into, strict)
+        return _load_in_group(storage, name, into, strict, only, Exchange(group), progress)
+    plan = prepare(storage, name, into, strict, only)
     files = plan.mapped_files()
     if files is not None:
         with contextlib.closing(files):
@@ -130,12 +133,13 @@ def _load_in_group(
     name: str,
     into: object,
     strict: bool,
+    only: str | None,
     exchange: Exchange,
     progress: Progress | None,
 ) -> LoadResult:
     with contextlib.ExitStack() as stack:
         with exchange.stage() as here:
-            plan = prepare(storage, name, into, strict)
+            plan = prepare(storage, name, into, strict, only)
             here.must_agree(plan.fingerprint())
             files, identity = plan.mapped_files(), page_cache_identity(storage, name)
             if files is not None:

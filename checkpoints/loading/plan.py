@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import json
 from collections import defaultdict
@@ -103,8 +104,12 @@ class LoadPlan:
         return blocks
 
 
-def prepare(storage: Storage, name: str, into: object, strict: bool) -> LoadPlan:
+def prepare(
+    storage: Storage, name: str, into: object, strict: bool, only: str | None = None
+) -> LoadPlan:
     manifest = read_manifest(storage, name)
+    if only is not None:
+        manifest = _part_of(manifest, only)
     leaves = tensor_leaves(manifest.tree)
     live = {} if into is None else live_tensors(into)
     match = _match(manifest, leaves, live)
@@ -114,6 +119,17 @@ def prepare(storage: Storage, name: str, into: object, strict: bool) -> LoadPlan
             name, missing=match.missing, extra=match.extra, mismatched=match.mismatched
         )
     return LoadPlan(storage, manifest, live, leaves, match, differs, into is not None)
+
+
+def _part_of(manifest: Manifest, key: str) -> Manifest:
+    """The manifest without the other keys of the saved state. Raises StateMismatch without it."""
+    part = manifest.tree.get("dict", {}).get(key)
+    if part is None:
+        raise StateMismatch(str(manifest.name), missing=(key,), extra=(), mismatched=())
+    tree = {"dict": {key: part}}
+    needed = set(tensor_leaves(tree).values())
+    tensors = {name: entry for name, entry in manifest.tensors.items() if name in needed}
+    return dataclasses.replace(manifest, tree=tree, tensors=tensors)
 
 
 def live_regions(live: torch.Tensor, path: str) -> Sequence[tuple[Region, torch.Tensor]]:

@@ -58,6 +58,7 @@ class WriteAttempt:
     data_position: Any
     specs: tuple[TensorSpec, ...]
     tree: Node
+    section: tuple[int, ...] | None  # the ranks with the same tensors; None: all
     pieces: Pieces
     data: Data  # reads the bytes of a chunk
 
@@ -140,7 +141,8 @@ def write_once(storage: Storage, attempt: WriteAttempt, clock: Callable[[], floa
             writer=written.writer,
             specs_xxh3_128=_digest_of(attempt.specs),
             chunks=written.chunks,
-            shared=None if rank else _shared(attempt),
+            section=attempt.section,
+            shared=_shared(attempt) if rank == (attempt.section or (0,))[0] else None,
         )
         data = part.to_bytes()
         final = f"{name.attempt}/{part_file(rank, world_size)}"

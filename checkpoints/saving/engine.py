@@ -97,16 +97,22 @@ class Engine:
     # -- the caller's thread ------------------------------------------------------------------
 
     def reserve(
-        self, state: object, *, rank: int = 0, world_size: int = 1, background: bool = False
+        self,
+        state: object,
+        *,
+        rank: int = 0,
+        world_size: int = 1,
+        section: tuple[int, ...] | None = None,
+        background: bool = False,
     ) -> None:
         """Allocate both buffers for ``state``, so that the first save only copies.
 
-        With ``background`` the writer thread allocates them, between saves. Raises
-        :class:`StateError` for a state that cannot be saved, :class:`ArgumentError` for a rank
-        outside of the world or DTensors of another mesh.
+        ``section``: as in :class:`WriterGroup`. With ``background`` the writer thread allocates
+        them, between saves. Raises :class:`StateError` for a state that cannot be saved,
+        :class:`ArgumentError` for a rank outside of the world or DTensors of another mesh.
         """
         _, tensors = flatten(state)
-        pieces = share_of([spec_of(n, t) for n, t in tensors.items()], world_size, rank)
+        pieces = share_of([spec_of(n, t) for n, t in tensors.items()], world_size, rank, section)
         size = sum(span.count * spec.element_bytes for spec, span in pieces)
         pinned = any(t.is_cuda for t in tensors.values())
         grow = functools.partial(self._buffers.reserve, size, pinned=pinned)
@@ -134,7 +140,7 @@ class Engine:
         ``busy="skip"`` with several writers; every other failure is in the outcome of the handle.
         """
         self._check_alive()
-        check_world(world.rank, world.size)
+        check_world(world.rank, world.size, world.section)
         if wait_s is None:
             wait_s = buffer_wait_s(self._busy, world.size, self._deadline_s)
         check_json(data_position)
@@ -152,7 +158,7 @@ class Engine:
         try:
             tree, tensors = flatten(state)
             specs = tuple(spec_of(key, tensor) for key, tensor in tensors.items())
-            pieces = share_of(specs, world.size, world.rank)
+            pieces = share_of(specs, world.size, world.rank, world.section)
             data = buffer.fill(pieces, tensors)
         except CheckpointError:
             self._buffers.release(buffer)
@@ -169,6 +175,7 @@ class Engine:
             data_position=json.loads(json.dumps(data_position)),  # a private copy
             specs=specs,
             tree=tree,
+            section=world.section,
             pieces=pieces,
             data=data,
         )

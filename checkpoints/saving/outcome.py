@@ -14,6 +14,8 @@ from checkpoints.format.manifest import Lineage
 class WriterGroup:
     """The writers of one checkpoint, seen from one rank; nonce and generation are equal on all.
 
+    ``section``: the ranks that save the same tensors as this one, in order; by default all. The
+    states of several sections are dicts with different keys, and form one checkpoint with all keys.
     ``fence`` is called before a commit, on the writer thread: False means that this world has
     ended.
     """
@@ -23,6 +25,7 @@ class WriterGroup:
     rank: int = 0
     size: int = 1
     lineage: Lineage = ()
+    section: tuple[int, ...] | None = None
     fence: Callable[[], bool] | None = field(default=None, compare=False)
 
 

@@ -35,6 +35,7 @@ def save(
     rank: int = 0,
     world_size: int = 1,
     lineage: Iterable[Ancestor | tuple[int, int]] = (),
+    section: tuple[int, ...] | None = None,
     data_position: Any = None,
     keep: RetentionFunction | None = LatestN(3),  # noqa: B008  frozen
     fence: Callable[[], bool] | None = None,
@@ -48,17 +49,18 @@ def save(
     that are not tensors are saved from rank 0. Each rank writes its shard of a DTensor (FSDP2,
     tensor parallelism), or an equal slice of a replicated one; ``rank`` and ``world_size`` are then
     those of torch.distributed. ``nonce`` identifies the world: shared by its writers and by no
-    others (:func:`checkpoints.new_nonce`). ``data_position`` is any JSON value, returned on load.
-    ``keep`` is applied after the commit. ``fence`` is called before it: False means that this world
-    is stale, and the attempt stays uncommitted. ``progress`` is called with the number of bytes of
-    each chunk before it is written.
+    others (:func:`checkpoints.new_nonce`). ``section``: the ranks that save the same tensors as
+    this one, if others save other keys of the state (:class:`WriterGroup`). ``data_position`` is
+    any JSON value, returned on load. ``keep`` is applied after the commit. ``fence`` is called
+    before it: False means that this world is stale, and the attempt stays uncommitted. ``progress``
+    is called with the number of bytes of each chunk before it is written.
 
     Saving a committed step again writes nothing and returns ``committed=True``.
 
     Raises :class:`ArgumentError` and :class:`StateError` before anything is written, and
     :class:`SaveError` if the storage fails; older checkpoints are unchanged in every case.
     """
-    check_world(rank, world_size)
+    check_world(rank, world_size, section)
     name = CheckpointName(step, generation, nonce)
     check_json(data_position)
     ancestors = lineage_of(name, lineage)
@@ -82,7 +84,8 @@ def save(
         data_position=data_position,
         specs=specs,
         tree=tree,
-        pieces=share_of(specs, world_size, rank),
+        section=section,
+        pieces=share_of(specs, world_size, rank, section),
         data=data,
     )
     return write_and_commit(storage, attempt, keep=keep, fence=fence, clock=clock)
@@ -103,11 +106,20 @@ def buffer_wait_s(busy: Literal["skip", "wait"] | None, writers: int, deadline_s
     return deadline_s if waits else 0.0
 
 
-def check_world(rank: int, world_size: int) -> None:
+def check_world(rank: int, world_size: int, section: tuple[int, ...] | None = None) -> None:
     if not 1 <= world_size <= MAX_WORLD_SIZE:
         raise ArgumentError(f"world_size {world_size} is not between 1 and {MAX_WORLD_SIZE}")
     if not 0 <= rank < world_size:
         raise ArgumentError(f"rank {rank} is not between 0 and {world_size - 1}")
+    if section is None:
+        return
+    is_ordered = bool(section) and list(section) == sorted(set(section))
+    if not is_ordered or not 0 <= section[0] <= section[-1] < world_size:
+        raise ArgumentError(
+            f"section {section} is not an ordered tuple of ranks below {world_size}"
+        )
+    if rank not in section:
+        raise ArgumentError(f"rank {rank} is not in its section {section}")
 
 
 def check_json(data_position: Any) -> None:

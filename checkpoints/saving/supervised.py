@@ -87,11 +87,17 @@ class SupervisedEngine:
             self._is_stuck = False
         return self._is_stuck
 
-    def reserve(self, tree: object, *, rank: int, world_size: int) -> None:
+    def reserve(self, tree: object, world: WriterGroup) -> None:
         """Allocate buffers for this rank's share of ``tree``, in the background."""
         engine = self._running()
         if engine is not None:
-            engine.reserve(tree, rank=rank, world_size=world_size, background=True)
+            engine.reserve(
+                tree,
+                rank=world.rank,
+                world_size=world.size,
+                section=world.section,
+                background=True,
+            )
 
     def save(
         self,
@@ -209,6 +215,7 @@ class SupervisedEngine:
                 rank=world.rank,
                 world_size=world.size,
                 lineage=world.lineage,
+                section=world.section,
                 data_position=data_position,
                 keep=self._keep,
                 fence=world.fence,

@@ -45,9 +45,10 @@ class TensorSpec:
 
 
 def share_of(
-    specs: Sequence[TensorSpec], world_size: int, rank: int
+    specs: Sequence[TensorSpec], world_size: int, rank: int, section: Sequence[int] | None = None
 ) -> tuple[tuple[TensorSpec, Extent], ...]:
-    """The pieces that ``rank`` writes, in file order.
+    """The pieces that ``rank`` writes, in file order. ``section``: the ranks that have these
+    tensors, in order; None: all.
 
     >>> specs = [TensorSpec("a", "F32", (3,)), TensorSpec("b", "U8", (4,))]
     >>> [(s.name, span.start, span.count) for s, span in share_of(specs, 2, 0)]
@@ -57,7 +58,9 @@ def share_of(
     """
     ordered = sorted(specs, key=lambda spec: -spec.element_bytes)
     total = sum(spec.size_bytes for spec in ordered if spec.layout is None)
-    low, high = total * rank // world_size, total * (rank + 1) // world_size
+    among = range(world_size) if section is None else section
+    place = among.index(rank)
+    low, high = total * place // len(among), total * (place + 1) // len(among)
     pieces: list[tuple[TensorSpec, Extent]] = []
     begin = 0
     for turn, spec in enumerate(ordered):
@@ -69,7 +72,7 @@ def share_of(
             continue
         start, stop = (_element_at(cut - begin, spec) for cut in (low, high))
         # Empty tensors have no bytes, but safetensors readers look up their names.
-        if stop > start or (spec.count == 0 and rank == 0):
+        if stop > start or (spec.count == 0 and place == 0):
             pieces.append((spec, Span(start, stop - start)))
         begin += spec.size_bytes
     return tuple(pieces)

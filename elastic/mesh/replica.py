@@ -189,15 +189,19 @@ class ModelReplica:
         return [float(value) for value in total.tolist()]
 
     def all_reduce(self, tensor: torch.Tensor) -> None:
-        """Sum a tensor on this rank's device over the ranks of the replica, in place. On
-        a GPU the sum is only queued, as with any torch collective.
+        """Sum a tensor on this rank's device over the ranks of the replica with the same stage, in
+        place. On a GPU the sum is only queued, as with any torch collective.
 
         Raises ReplicaLost if one of them is gone.
         """
         if self.size == 1:
             return
         try:
-            dist.all_reduce(tensor)
+            if self.mesh.stages == 1:
+                dist.all_reduce(tensor)
+                return
+            for dim in self.mesh.dims_of_stage:
+                dist.all_reduce(tensor, group=self.device_mesh.get_group(dim))
         except RuntimeError as error:
             raise self._lost(error) from error
 

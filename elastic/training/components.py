@@ -149,6 +149,7 @@ def assemble(
         worlds = _connect(link, group, state.job, state.current, timer)
     if replica is not None and replica.mesh:
         _form(replica, worlds)
+        state.job.stage = replica.mesh.stage_of(replica.position)
     if worlds is not None:
         checkpoints.fence(is_superseded=worlds.is_superseded, is_permitted=worlds.is_permitted)
     checkpoints.pause_while(lambda: state.progress.is_ahead)

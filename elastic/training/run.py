@@ -24,6 +24,7 @@ from elastic.process_group import all_sum
 from elastic.training import components
 from elastic.training.attempts import Attempt
 from elastic.training.building.builder import BuildsInWorlds
+from elastic.training.building.stages import ReducesStages
 from elastic.training.checkpointing.options import (
     Checkpoints,
     KeepGiven,
@@ -48,7 +49,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 
-class Run(BuildsInWorlds, RunLogging):
+class Run(BuildsInWorlds, ReducesStages, RunLogging):
     """A worker's interface to its job. Created by :func:`join`."""
 
     def __init__(self, parts: components.Components) -> None:
@@ -216,9 +217,8 @@ class Run(BuildsInWorlds, RunLogging):
 
         When the world changes, ``fn`` is called again in the next one: loops resume, and local
         variables are reset. Exceptions other than faults of the world propagate; from an inner
-        retry, all exceptions propagate to the outer one. If the launcher cannot change worlds
-        without a restart, faults end the process, and its agent restarts it. Raises ConfigError if
-        ``fn`` is not a function.
+        retry, all exceptions propagate to the outer one. If the launcher cannot change worlds in
+        process, the agent restarts it after a fault. Raises ConfigError if ``fn`` is no function.
         """
         arguments.function("run.retry", fn, hint="pass the function itself: run.retry(train)")
         for attempt in self.attempts():

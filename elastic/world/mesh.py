@@ -14,7 +14,41 @@ from elastic.errors import ConfigError
 
 # Tensor, pipeline, context and expert parallelism: their ranks see the same samples.
 _SAME_SAMPLES = ("tp", "pp", "cp", "ep")
+STAGES = "pp"  # along it, ranks hold different stages of the model: other parameters
 _KNOWN = "shard, dp*, tp, pp, cp, ep"
+
+
+@dataclass(frozen=True)
+class StagePlace:
+    """The pipeline stage that a rank holds. The stages that an interleaved schedule gives one rank
+    count as one."""
+
+    index: int
+    count: int
+    ranks: tuple[int, ...]  # of the replica, that hold it
+
+    @property
+    def key(self) -> str:
+        """The key of its state in a checkpoint."""
+        return f"{STAGES}={self.index}"
+
+
+def check_saved_stages(keys: Collection[str], stage: StagePlace | None, source: str) -> None:
+    """Raise ConfigError unless a checkpoint with these top-level keys has this job's stages."""
+    saved = sum(key.startswith(f"{STAGES}=") for key in keys) or 1
+    here = stage.count if stage is not None else 1
+    if saved != here:
+        raise ConfigError(
+            f"{source} has {_stages(saved)}, and this job {_stages(here)}: each stage has "
+            "parameters of its own, so a checkpoint loads only at the number that saved it",
+            hint=f'elastic.join(mesh={{"{STAGES}": {saved}, …}}), or another checkpoint folder'
+            if saved > 1
+            else f"elastic.join(mesh=…) without {STAGES!r}, or another checkpoint folder",
+        )
+
+
+def _stages(count: int) -> str:
+    return f"{count} pipeline stages" if count > 1 else "no pipeline stages"
 
 
 @dataclass(frozen=True)
@@ -83,6 +117,35 @@ class ReplicaMesh:
     def data_size(self) -> int:
         """The number of parts into which a replica splits its samples."""
         return math.prod(size for name, size in self.dims if _splits_batch(name))
+
+    @property
+    def has_stages(self) -> bool:
+        """Whether ranks hold stages of the model: a dimension ``pp`` of any size."""
+        return any(name == STAGES for name, _ in self.dims)
+
+    @property
+    def stages(self) -> int:
+        """The number of stages into which the ranks of a replica divide the model."""
+        return dict(self.dims).get(STAGES, 1)
+
+    def stage_of(self, position: int) -> StagePlace | None:
+        """The stage that the rank at ``position`` in the replica holds; None if there is only one.
+
+        >>> ReplicaMesh((("shard", 2), ("pp", 2))).stage_of(3)
+        StagePlace(index=1, count=2, ranks=(1, 3))
+        """
+        if self.stages == 1:
+            return None
+        dim = [name for name, _ in self.dims].index(STAGES)
+        indices = [self.coordinates(rank)[dim] for rank in range(self.size)]
+        own = indices[position]
+        ranks = tuple(rank for rank, index in enumerate(indices) if index == own)
+        return StagePlace(own, self.stages, ranks)
+
+    @property
+    def dims_of_stage(self) -> tuple[str, ...]:
+        """The dimensions of more than one rank along which ranks hold the same stage."""
+        return tuple(name for name in self.split_dims if name != STAGES)
 
     def data_position(self, position: int) -> int:
         """The index of the part that the rank at ``position`` in the replica processes.

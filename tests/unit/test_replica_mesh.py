@@ -13,7 +13,7 @@ from elastic.link.replicas import LocalReplicas
 from elastic.link.server import Worker
 from elastic.mesh import mesh_of
 from elastic.training.recovery.agreement import RankState, Tag, choose
-from elastic.world.mesh import ReplicaMesh
+from elastic.world.mesh import ReplicaMesh, check_saved_stages
 from elastic.world.world import World
 
 
@@ -82,6 +82,51 @@ def test_an_invalid_mesh_is_rejected(dims: dict[str, int], message: str) -> None
 def test_a_mesh_that_is_not_a_dict_of_names_is_rejected(given: Any) -> None:
     with pytest.raises(ConfigError, match="not a dict of dimensions and their sizes"):
         ReplicaMesh.parse(given)
+
+
+@pytest.mark.parametrize(
+    ("dims", "stages"),
+    [
+        ({"pp": 2, "shard": 2}, [(0, (0, 1)), (0, (0, 1)), (1, (2, 3)), (1, (2, 3))]),
+        ({"shard": 2, "pp": 2}, [(0, (0, 2)), (1, (1, 3)), (0, (0, 2)), (1, (1, 3))]),
+    ],
+)
+def test_ranks_along_pp_hold_different_stages(
+    dims: dict[str, int], stages: list[tuple[int, tuple[int, ...]]]
+) -> None:
+    mesh = ReplicaMesh.parse(dims)
+    found = [mesh.stage_of(position) for position in range(4)]
+    assert [(one.index, one.ranks) for one in found if one is not None] == stages
+    assert {one.count for one in found if one is not None} == {2}
+    assert mesh.dims_of_stage == ("shard",)
+    assert [mesh.first_holder(position, {"pp"}) for position in range(4)] == [
+        ranks[0] for _, ranks in stages
+    ]
+
+
+@pytest.mark.parametrize("dims", [{"pp": 1, "shard": 2}, {"shard": 2}, None])
+def test_a_single_stage_is_the_model(dims: dict[str, int] | None) -> None:
+    mesh = ReplicaMesh.parse(dims)
+    assert (mesh.stages, mesh.stage_of(0)) == (1, None)
+    assert mesh.has_stages is ("pp" in (dims or {}))
+
+
+@pytest.mark.parametrize(
+    ("keys", "mesh", "message"),
+    [
+        (["pp=0", "pp=1"], {"pp": 3}, r"x has 2 pipeline stages, and this job 3 pipeline stages"),
+        (["pp=0", "pp=1"], {"shard": 2}, r"x has 2 pipeline stages, and this job no pipeline"),
+        (["model", "seed"], {"pp": 2}, r"x has no pipeline stages, and this job 2 pipeline stages"),
+    ],
+)
+def test_a_checkpoint_of_other_stages_is_refused_with_both_numbers(
+    keys: list[str], mesh: dict[str, int], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message) as caught:
+        check_saved_stages(keys, ReplicaMesh.parse(mesh).stage_of(0), "x")
+    assert "elastic.join(mesh=" in (caught.value.hint or "")
+    check_saved_stages(["pp=0", "pp=1"], ReplicaMesh.parse({"pp": 2}).stage_of(1), "x")
+    check_saved_stages(["model"], None, "x")
 
 
 def test_a_node_with_a_partial_replica_is_rejected_with_a_hint() -> None:

@@ -39,7 +39,7 @@ class Job:
         self.progress = self
         self.step = step
 
-    def tree(self) -> dict[str, object]:
+    def saved_tree(self) -> dict[str, object]:
         return {"weight": torch.full((3,), float(self.step))}
 
     def data_position(self) -> int:
@@ -99,7 +99,7 @@ def test_an_automatic_interval_includes_the_wait_for_the_writer(host: MemoryHost
 
 def test_a_job_resumes_from_the_newest_of_memory_and_disk(host: MemoryHost, tmp_path: Path) -> None:
     for step in (7, 12):
-        checkpoints.save(tmp_path / "disk", Job(step).tree(), step=step, nonce="aa")
+        checkpoints.save(tmp_path / "disk", Job(step).saved_tree(), step=step, nonce="aa")
     memory = tier([])
     save(memory, range(1, 12))
     world = World(

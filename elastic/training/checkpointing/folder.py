@@ -7,6 +7,7 @@ and the generation of the next saves.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -23,6 +24,7 @@ from elastic.training.checkpointing.ownership import Ownership
 from elastic.training.rebuilding.loading import load_shards
 from elastic.training.state.job_state import JobState
 from elastic.training.state.shards import room_for
+from elastic.world.mesh import check_saved_stages
 from elastic.world.world import World
 
 GENERATION_FILE = ".generation"
@@ -126,8 +128,14 @@ class CheckpointFolder:
                 )
             if job is None or not job.is_sharded:
                 return checkpoints.load(storage, name)
-            room = room_for(read_manifest(storage, name), job)
-            return checkpoints.load(storage, name, into=room, strict=False)
+            manifest, stage = read_manifest(storage, name), job.stage
+            check_saved_stages(manifest.tree.get("dict", {}), stage, f"checkpoint {name}")
+            if stage is None:
+                room = room_for(manifest, job)
+                return checkpoints.load(storage, name, into=room, strict=False)
+            room = {stage.key: room_for(manifest, job, below=stage.key)}
+            loaded = checkpoints.load(storage, name, into=room, strict=False, only=stage.key)
+            return dataclasses.replace(loaded, state=loaded.state[stage.key])
 
     @contextlib.contextmanager
     def _readable(self) -> Iterator[checkpoints.Storage]:

@@ -123,7 +123,7 @@ class MemoryTier:
         if self._engine is None:
             return None
         return self._engine.save(
-            job.tree(),
+            job.saved_tree(),
             step=job.progress.step,
             world=world,
             data_position=job.data_position(),

@@ -17,7 +17,7 @@ from checkpoints.tensors.dtensors import is_dtensor
 from elastic.clock import SYSTEM_CLOCK
 from elastic.errors import CheckpointRequired, TrainingError
 from elastic.events import StateRestored
-from elastic.process_group import broadcast_json, broadcast_tensors, peer_group
+from elastic.process_group import broadcast_json, broadcast_tensors, peer_group, world_group
 from elastic.telemetry.journal import EventSink
 from elastic.training.checkpointing.folder import RestoreSource
 from elastic.training.checkpointing.saver import Saver
@@ -72,10 +72,14 @@ def _load(world: World, job: JobState, saver: Saver, name: str) -> CheckpointInf
 
 
 def _share_initial(world: World, job: JobState) -> None:
-    """Send rank 0's complete state to all ranks."""
+    """Send rank 0's complete state to all ranks; with pipeline stages, each position of the first
+    replica sends its own."""
+    has_stages = world.mesh.stages > 1
+    group = peer_group() if has_stages else world_group()
+    source = world.rank_in_replica if has_stages else 0
     node, every = on_all_ranks(world, lambda: flatten(job.tree()))
-    plan = broadcast_json(_plan(node, every))
-    on_all_ranks(world, lambda: _check_same_model(world, plan["specs"], every))
+    plan = broadcast_json(_plan(node, every), group=group)
+    on_all_ranks(world, lambda: _check_same_model(world, source, plan["specs"], every))
     # run.build creates equal objects on all ranks, and no rank has another rank's shards.
     own = {n for n, t in every.items() if is_dtensor(t)} if job.built is not None else set()
     tensors = {name: t for name, t in every.items() if name not in own}
@@ -86,9 +90,10 @@ def _share_initial(world: World, job: JobState) -> None:
         if name.startswith("model/") or is_dtensor(t)
     }
     broadcast_tensors(modules, group=peer_group())  # shards come from the first replica
-    small = _non_parameter_tensors(world, specs, tensors)
-    broadcast_tensors(small)
-    if world.rank != 0:
+    is_source = world.rank == source
+    small = _non_parameter_tensors(specs, tensors, is_source=is_source)
+    broadcast_tensors(small, group=group)
+    if not is_source:
         tree = unflatten(plan["tree"], lambda path, name: small.get(name, every.get(name)))
         on_all_ranks(world, lambda: job.apply_non_parameters(tree))
     else:
@@ -101,28 +106,32 @@ def _plan(node: Node, tensors: dict[str, torch.Tensor]) -> dict[str, Any]:
 
 
 def _check_same_model(
-    world: World, specs: dict[str, Any], tensors: dict[str, torch.Tensor]
+    world: World, source: int, specs: dict[str, Any], tensors: dict[str, torch.Tensor]
 ) -> None:
     expected = {n: s for n, s in specs.items() if n.startswith("model/")}
     actual = {n: s for n, s in _plan({}, tensors)["specs"].items() if n.startswith("model/")}
     differing = sorted(n for n in expected.keys() | actual if expected.get(n) != actual.get(n))
     if differing:
         raise TrainingError(
-            f"rank {world.rank} has a different model from rank 0: {', '.join(differing[:10])}",
-            hint="every rank must build the same model",
+            f"rank {world.rank} has a different model from rank {source}: "
+            f"{', '.join(differing[:10])}",
+            hint="every rank must build the same model"
+            if world.mesh.stages == 1
+            else "ranks at the same place in their replicas (run.world.rank_in_replica) must build "
+            'the same stage: choose it by run.mesh["pp"].get_local_rank()',
         )
 
 
 def _non_parameter_tensors(
-    world: World, specs: dict[str, Any], tensors: dict[str, torch.Tensor]
+    specs: dict[str, Any], tensors: dict[str, torch.Tensor], *, is_source: bool
 ) -> dict[str, torch.Tensor]:
-    """CPU copies of tracked tensors: values on rank 0, buffers to receive them on the others."""
+    """CPU copies of tracked tensors: values on the source, buffers to receive them on others."""
     names = [
         name
         for name in specs
         if not name.startswith("model/") and not (name in tensors and is_dtensor(tensors[name]))
     ]
-    if world.rank == 0:
+    if is_source:
         return {name: tensors[name].cpu() for name in names}
     return {
         n: torch.empty(specs[n][1], dtype=getattr(torch, specs[n][0]), device="cpu") for n in names

@@ -180,7 +180,7 @@ class Saver:
             self._folder.ownership.failures = lambda: self.writers.broken_worlds
             self._folder.ownership.hold()
         if self.writers.is_writer:
-            self.engine.reserve(job.tree(), rank=writes.rank, world_size=writes.size)
+            self.engine.reserve(job.saved_tree(), writes)
         if world.rank == 0 and before is not None and before.is_over:
             generation = self.writers.generation
             self.engine.submit(lambda: self._sweep(generation, world.nonce))
@@ -286,7 +286,7 @@ class Saver:
         """Pass this rank's share of a checkpoint of ``world`` to the engine."""
         assert self.engine is not None
         return self.engine.save(
-            job.tree(),
+            job.saved_tree(),
             step=job.progress.step,
             world=world,
             data_position=job.data_position(),

@@ -50,6 +50,7 @@ class WriterHistory:
                 rank=world.rank_in_replica if job.is_sharded else world.rank,
                 size=world.mesh.size if job.is_sharded else world.size,
                 lineage=self.lineage,
+                section=job.stage.ranks if job.stage is not None else None,
                 fence=lambda: may_commit(writers),
             )
         )

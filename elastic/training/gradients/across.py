@@ -20,7 +20,7 @@ reduce-scatter, a rank's gradients are multiplied by the ratio of its share to a
 # No `from __future__ import annotations`: as in reduction.py.
 import math
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.distributed as dist
@@ -73,6 +73,15 @@ class AcrossReduction(Reduction):
         super().begin(weight)
         self._fault = self._end = self._pass = self._room = None
 
+    def forward_begins(self) -> None:
+        """Note a forward pass of this step that expects a backward pass."""
+        self.has_forward = True
+
+    @property
+    def holds_unweighted(self) -> bool:
+        """False: each backward pass multiplies its gradients by this rank's share."""
+        return False
+
     @property
     def has_new_gradients(self) -> bool:
         """Same interface as for DDP; FSDP itself keeps gradients that are not reduced."""
@@ -124,17 +133,28 @@ class AcrossReduction(Reduction):
         self._end_pass_later()
 
     def _sum_all(self) -> None:
-        """Sum the gradients of a module without FSDP: one bucket per dtype."""
-        assert self._across is not None
-        lacking = sum(p.grad is None for p in self._parameters)
-        if lacking:
+        """Sum the gradients of a module without FSDP."""
+        gradients = self._gradients_of(self._parameters)
+        mesh = self._replica.mesh
+        copies = mesh.size // mesh.data_size if self._is_whole else 1  # ranks with the same samples
+        self._sum_in_buckets(gradients, 0.0 if self.weight == 0.0 else self.weight / copies)
+
+    def _gradients_of(self, parameters: Sequence[torch.nn.Parameter]) -> list[torch.Tensor]:
+        """The gradients of all these parameters, which are now summed."""
+        gradients = [p.grad for p in parameters if p.grad is not None]
+        if lacking := len(parameters) - len(gradients):
             raise TrainingError(
-                f"{lacking} parameters got no gradient in a backward pass: without fully_shard, "
-                "all replicas reduce all of them",
+                f"{lacking} parameters got no gradient in a backward pass, but all replicas sum "
+                "the gradients of all of them",
                 hint="call parameter.requires_grad_(False) before run.wrap for untrained ones",
             )
-        gradients = [p.grad for p in self._parameters if p.grad is not None]
         self._summed = [weakref.ref(gradient) for gradient in gradients]
+        return gradients
+
+    def _sum_in_buckets(self, gradients: Sequence[torch.Tensor], factor: float) -> None:
+        """Multiply by ``factor``, then sum over the replicas, and before that within this one if
+        its ranks hold the entire module: one bucket per dtype."""
+        assert self._across is not None
         local: dict[torch.dtype, list[torch.Tensor]] = {}
         for gradient in gradients:
             shard = local_value(gradient.detach())
@@ -145,12 +165,10 @@ class AcrossReduction(Reduction):
             self._write_flags()
             if not self._is_whole:
                 return
-        mesh = self._replica.mesh
-        copies = mesh.size // mesh.data_size if self._is_whole else 1  # ranks with the same samples
         for shards in local.values():
             flat = [shard.reshape(-1) for shard in shards]
             bucket = torch.cat([*flat, flat[0].new_empty(COUNT)])[:-COUNT]
-            bucket.zero_() if self.weight == 0.0 else bucket.mul_(self.weight / copies)
+            bucket.zero_() if factor == 0.0 else bucket.mul_(factor)
             if self._is_whole:
                 self._replica.all_reduce(bucket)
             if self._fault is None and not is_alone:
@@ -212,23 +230,31 @@ class AcrossReduction(Reduction):
             call_after_backward(self._settle)  # after FSDP's own, which was queued before
 
     def _settle(self) -> None:
-        """At the end of a backward pass: all ranks of the replica have the sum, or all raise."""
+        """Called at the end of a backward pass."""
         if self._parameters:
             self._sum_all()
-        self._finish_sums()
-        is_over = self._fault is not None or self._has_failed
+        self.settle([self])
+
+    def settle(self, reductions: Sequence["AcrossReduction"]) -> None:
+        """End the sums of these modules, of which only this one has sent flags: all ranks of the
+        replica have them, or all raise."""
+        for each in reductions:
+            each._finish_sums()
+        is_over = any(each._fault is not None or each._has_failed for each in reductions)
         end = self._end.tolist() if self._end is not None else [0.0] * COUNT
         try:
             faults, *flags = self._replica.sum_and_ask([float(is_over), *end])
+            if faults:
+                own = [each._fault for each in reductions if each._fault is not None]
+                raise own[0] if own else GroupAborted(_LEFT)
         except Exception as error:
-            self.failure = error.with_traceback(None)
+            for each in reductions:
+                each.failure = error.with_traceback(None)
             raise
-        if faults:
-            self.failure = self._fault or GroupAborted(_LEFT)
-            raise self.failure
         if self._end is not None:
             self._end.copy_(torch.tensor(flags, device="cpu"))
-        self._end = self._pass = None
+        for each in reductions:
+            each._end = each._pass = None
         phases.enter(SCRIPT)
 
     @property

@@ -27,6 +27,10 @@ NEARLY = 1e-12  # tolerance for n/N times the size being 1
 class Reduction:
     """The state of one module's gradient reduction, and this rank's weight."""
 
+    hint_of_unreduced = (
+        "call the wrapped module, in train mode, in the forward pass of each backward"
+    )
+
     def __init__(self) -> None:
         self.is_done = False
         self.has_forward = False  # a forward pass of this step expects a backward pass
@@ -75,6 +79,11 @@ class Reduction:
     def weight(self) -> float:
         """This rank's fraction of the global batch."""
         return self._weight
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether an optimizer may use the gradients: they are reduced."""
+        return self.is_done
 
     @property
     def has_new_gradients(self) -> bool:

@@ -2,7 +2,7 @@
 
 The script keeps its module object; this one represents it in the job's state. FSDP's
 collectives run within the replica; :mod:`elastic.training.gradients.across` adds those across
-replicas.
+replicas, :mod:`elastic.training.gradients.stages` if the mesh has pipeline stages.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from elastic.training.gradients.across import AcrossReduction, WeightedReduceSca
 from elastic.training.gradients.fsdp_parts import FSDPParts
 from elastic.training.gradients.reduction import NEARLY
 from elastic.training.gradients.sharding import ranks_along, refusal, sharded_over
-from elastic.world.mesh import ReplicaMesh
+from elastic.training.gradients.stages import StageReduction
+from elastic.world.mesh import STAGES, ReplicaMesh
 
-# Dimensions along which ranks hold different parameters, under the same names or under others.
+# Dimensions along which ranks hold different parameters, and whose gradients nothing would reduce.
 _OTHER_PARAMETERS = {
-    "pp": "its ranks hold different stages of the model",
     "ep": "its ranks hold different experts of the model",
 }
 
@@ -42,7 +42,6 @@ class ShardedModule:
         mesh = group.replica.mesh
         _check(module, mesh)
         self.module = module
-        self.reduction = AcrossReduction(group.replica)
         self.in_world = False
         self.require_backward_grad_sync = True  # each micro-batch is reduced: FSDP's default
         self._wrapped = tuple(module.parameters())  # the sharded ones
@@ -51,10 +50,16 @@ class ShardedModule:
         self._parts = FSDPParts(module)
         self._fsdp = self._parts.parts
         self._parts.check("run.wrap()")
+        self.reduction: AcrossReduction = (
+            StageReduction(group.replica, module.parameters, has_fsdp=bool(self._fsdp))
+            if mesh.has_stages
+            else AcrossReduction(group.replica)
+        )
         self.reduction.holds_gradients = self._holds_gradients
         for part in self._fsdp:
             try:
-                part.set_all_reduce_hook(self.reduction.reduce)
+                if not mesh.has_stages:
+                    part.set_all_reduce_hook(self.reduction.reduce)
                 part.set_custom_reduce_scatter(WeightedReduceScatter(self.reduction))
             except ValueError as error:
                 raise ConfigError(
@@ -64,7 +69,7 @@ class ShardedModule:
                     "that returns a mesh",
                 ) from error
         self._parts.refuse_settings()
-        if not self._fsdp:
+        if not self._fsdp and not mesh.has_stages:
             parameters = list(module.parameters())
             self.reduction.watch(parameters, is_whole=not any(map(is_dtensor, parameters)))
         module.register_forward_pre_hook(self._note_forward)
@@ -80,7 +85,7 @@ class ShardedModule:
         phases.enter(COMPUTE)
         if self.in_world and self.reduction.failure is not None:
             raise self.reduction.failure  # swallowed by the script
-        self.reduction.has_forward = True
+        self.reduction.forward_begins()
 
     def enter_world(self) -> None:
         """Reduce over the replicas of the current world."""
@@ -102,14 +107,17 @@ class ShardedModule:
     def begin_step(self, weight: float) -> None:
         """Begin a step in which this rank has the fraction ``weight`` of the global batch."""
         before = self.reduction.weight
-        if abs(weight - before) > NEARLY and self.holds_gradients:
+        is_held, is_unsummed = self.holds_gradients, self.reduction.holds_unweighted
+        if abs(weight - before) > NEARLY and (is_held or is_unsummed):
+            how = "under set_requires_gradient_sync(False)" if is_held else "in earlier steps"
             raise TrainingError(
-                "gradients accumulated under set_requires_gradient_sync(False) cannot be added to "
+                f"gradients accumulated {how} cannot be added to "
                 f"those of a step in which this rank has another share of the samples "
                 f"({weight:.4g}, before {before:.4g}): the last batch of an epoch is smaller, or "
                 "the shares of ranks differ",
                 hint="DataLoader(…, drop_last=True) and a global_batch that every size of the "
-                "world divides; or do not call set_requires_gradient_sync: each pass is reduced",
+                "world divides"
+                + ("; or do not call set_requires_gradient_sync: each pass is reduced" * is_held),
             )
         self.reduction.begin(weight)
 
@@ -203,6 +211,12 @@ def _check_parameter(name: str, parameter: Any, mesh: ReplicaMesh) -> None:
             "elastic.join(mesh=…)",
         )
     spanned = {dim: i for i, dims in enumerate(along) for dim in dims or ()}
+    if STAGES in spanned:
+        raise ConfigError(
+            f"run.wrap() of a sharded module: {name!r} is on {device_mesh}, which spans the "
+            f"dimension {STAGES!r}: its ranks hold different stages",
+            hint='fully_shard(stage, mesh=run.mesh["shard"]): shard each stage over its own ranks',
+        )
     for dim in mesh.data_dims:
         if dim not in spanned:
             raise ConfigError(

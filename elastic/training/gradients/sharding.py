@@ -20,7 +20,7 @@ from torch import nn
 from checkpoints.tensors.dtensors import is_dtensor, local_of
 from elastic import torch_fsdp
 from elastic.errors import ConfigError
-from elastic.world.mesh import ReplicaMesh
+from elastic.world.mesh import STAGES, ReplicaMesh
 
 _INSTEAD = """\
 FSDP2 in replicas recovers in process with elastic.join(mesh={"shard": 2}) and \
@@ -96,12 +96,14 @@ def ranks_along(device_mesh: Any) -> list[list[int]]:
 
 
 def sharded_over(parameter: Any, mesh: ReplicaMesh) -> frozenset[str]:
-    """The dimensions of the replica along which ranks hold different parts of a parameter."""
+    """The dimensions of the replica along which ranks hold different parts of a parameter, or
+    parameters of different stages."""
+    stages = frozenset({STAGES}) if mesh.stages > 1 else frozenset()
     if not is_dtensor(parameter):
-        return frozenset()
+        return stages
     along = zip(parameter.placements, ranks_along(parameter.device_mesh), strict=True)
     found = [mesh.dims_along(ranks) for placement, ranks in along if not placement.is_replicate()]
-    return frozenset().union(*(dims for dims in found if dims is not None))
+    return stages.union(*(dims for dims in found if dims is not None))
 
 
 def is_sharded(module: nn.Module) -> bool:

@@ -33,6 +33,7 @@ from elastic.training.gradients.wrap import Wrapped
 from elastic.training.rebuilding.built import Built, Remains
 from elastic.training.state.copies import is_storable, placed_like, tensors_in
 from elastic.training.step import Progress
+from elastic.world.mesh import StagePlace, check_saved_stages
 
 
 class Stateful(Protocol):
@@ -54,6 +55,7 @@ class JobState:
     open_batch: set[str] = field(default_factory=set)  # loaders whose global batch was not given
     user: dict[str, Any] = field(default_factory=dict)
     is_sharded: bool = False  # elastic.join(mesh=…): each rank holds shards of a replica
+    stage: StagePlace | None = None  # the pipeline stage of this rank, among several
     is_rebuilt: bool = False  # run.build was called: each world has a new model and optimizers
     built: Built | None = None  # the result of run.build in the current world
     remains: Remains | None = None  # objects of the last world that may still be in memory
@@ -186,6 +188,11 @@ class JobState:
             "frozen": self._frozen(),
         }
 
+    def saved_tree(self) -> dict[str, Any]:
+        """The current state as a part of a checkpoint: with pipeline stages, one of several."""
+        tree = self.tree()
+        return tree if self.stage is None else {self.stage.key: tree}
+
     def _frozen(self) -> dict[str, list[int]]:
         wrapped = {name: module.frozen_indices() for name, module in self.modules.items()}
         return wrapped | (self.built.frozen_indices() if self.built is not None else {})
@@ -215,6 +222,8 @@ class JobState:
 
     def check(self, tree: Mapping[str, Any], source: str) -> None:
         """Raise TrainingError or ConfigError, naming the differences, unless ``tree`` fits."""
+        if "model" not in tree:
+            check_saved_stages(tree, None, source)
         modules, tracked = self.all_modules, self.all_tracked
         problems = _differing_names("wrapped module", modules, tree["model"])
         problems += _differing_names("tracked object", tracked, tree["tracked"])

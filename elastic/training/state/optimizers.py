@@ -364,11 +364,11 @@ def _check(
     reduction.wait()
     if reduction.flags is not None:
         reduction.flags.require_one_step(step.number)
-    if not reduction.is_done:
+    if not reduction.is_complete:
         raise TrainingError(
             f"{kind}.step() at step {step.number} with gradients that were not reduced over "
             "the world",
-            hint="call the wrapped module, in train mode, in the forward pass of each backward",
+            hint=reduction.hint_of_unreduced,
         )
     if reduction.is_late:
         raise TrainingError(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import nn
 
 from elastic.errors import ConfigError
@@ -51,8 +52,14 @@ class Registry:
     def piggyback(self, flags: ControlFlags | None) -> None:
         """Send ``flags`` with the gradients of all current and future modules."""
         self._flags = flags
-        for module in self.job.modules.values():
-            module.reduction.flags = flags
+        for index, module in enumerate(self.job.modules.values()):
+            module.reduction.flags = self._flags_of(index)
+
+    def _flags_of(self, index: int) -> ControlFlags | None:
+        """The control flags that a module sends. With pipeline stages, ranks may have different
+        numbers of modules, which are reduced together: the first one sends them."""
+        has_stages = self._group is not None and self._group.replica.mesh.has_stages
+        return None if has_stages and index else self._flags
 
     def wrap(self, module: nn.Module, options: dict[str, Any]) -> nn.Module:
         """Make a module part of the job's state, and return the module to train.
@@ -76,8 +83,8 @@ class Registry:
         return wrapped
 
     def _add(self, wrapped: Wrapped) -> None:
-        wrapped.reduction.flags = self._flags
         count = len(self.job.modules)
+        wrapped.reduction.flags = self._flags_of(count)
         self.job.modules["model" if count == 0 else f"model{count}"] = wrapped
         self.optimizer_watch.watch(wrapped)
 
@@ -90,11 +97,24 @@ class Registry:
     def track(self, named: dict[str, Any]) -> None:
         """Make objects with a state_dict part of the job's state."""
         for name, tracked in named.items():
+            self._refuse_scaler(name, tracked)
             self.job.track(name, tracked)
             self.optimizer_watch.allow(name, tracked)
             for attribute, inner in inner_optimizers(tracked).items():
                 self.job.track(f"{name}.{attribute}", inner)
                 self.optimizer_watch.allow(f"{name}.{attribute}", inner)
+
+    def _refuse_scaler(self, name: str, tracked: object) -> None:
+        """Raise ConfigError for a GradScaler over several pipeline stages: each would skip its
+        updates by its own gradients."""
+        has_stages = self._group is not None and self._group.replica.mesh.stages > 1
+        if has_stages and isinstance(tracked, torch.amp.GradScaler) and tracked.is_enabled():
+            raise ConfigError(
+                f"run.track({name}=…): with a dimension 'pp', a GradScaler skips the update of one "
+                "stage whose gradients overflow, and not of the others",
+                hint="train in bfloat16, which needs no loss scaling: torch.autocast(dtype="
+                "torch.bfloat16), or MixedPrecisionPolicy(param_dtype=torch.bfloat16)",
+            )
 
     def add_loader(self, loader: Any, **options: Any) -> ElasticLoader:
         """Make a loader part of the job's state."""

@@ -50,7 +50,7 @@ def compare(
     ``optimizers``: the tracked optimizers, by name.
     ``same_part``: for each weight, the first rank of the replica that has the same part.
     """
-    if set(world.mesh.split_dims) - {*world.mesh.data_dims, "cp"}:  # ranks share parts
+    if set(world.mesh.dims_of_stage) - {*world.mesh.data_dims, "cp"}:  # ranks share parts
         _compare_within(weights, same_part or {}, world, step)
     first = world.mesh.size  # number of ranks of the first replica
     own = {
@@ -59,6 +59,8 @@ def compare(
         "states": {name: _digest(_layout(optimizer)) for name, optimizer in optimizers.items()},
     }
     gathered = all_gather_json(own)
+    if world.mesh.stages > 1:
+        _check_names(step, [sorted(found["settings"]) for found in gathered])
     if all(found == gathered[rank % first] for rank, found in enumerate(gathered)):
         return
     for rank, found in enumerate(gathered):
@@ -143,6 +145,19 @@ def _plain(group: Mapping[str, Any]) -> dict[str, str]:
         for key, value in group.items()
         if isinstance(value, int | float | str | tuple | list) and key != "params"
     }
+
+
+def _check_names(step: int, names: Sequence[Sequence[str]]) -> None:
+    """Raise TrainingError if stages have optimizers of other names: after a fault in the middle of
+    a step, the ranks of a replica compare by name which of them have stepped."""
+    for rank, own in enumerate(names):
+        if own != names[0]:
+            raise TrainingError(
+                f"after step {step}, rank {rank} has tracked the optimizers {', '.join(own)}, and "
+                f"rank 0 {', '.join(names[0])}",
+                hint="track the optimizers of all stages under the same names: "
+                "run.track(optimizer=optimizer)",
+            )
 
 
 def _check_settings(step: int, rank: int, own: Any, other: int, reference: Any) -> None:

@@ -94,16 +94,20 @@ def warm_up(job: JobState) -> None:
                     parameter.detach().copy_(parameter.detach())
 
 
-def room_for(manifest: Manifest, job: JobState) -> dict[str, Any]:
+def room_for(manifest: Manifest, job: JobState, *, below: str = "") -> dict[str, Any]:
     """New DTensors, by path, for this job's sharded tensors in a checkpoint, so that each rank
-    reads only its shards."""
+    reads only its shards. ``below``: the top-level key of its state, if it has one."""
     like: dict[str, torch.Tensor] = {}
     for name, module in job.modules.items():
         for key, value in module.module.state_dict().items():
             if isinstance(value, torch.Tensor) and is_dtensor(value):
                 like[f"model/{name}/{_escaped(key)}"] = value
     room: dict[str, Any] = {}
-    for path, name in tensor_leaves(manifest.tree).items():
+    prefix = f"{below}/" if below else ""
+    for leaf, name in tensor_leaves(manifest.tree).items():
+        if not leaf.startswith(prefix):
+            continue
+        path = leaf.removeprefix(prefix)
         spec = manifest.tensors[name].spec
         live = like.get(path)
         if live is None:

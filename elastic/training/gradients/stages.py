@@ -1,0 +1,134 @@
+"""Gradients of pipeline stages: summed once per step, when the script calls for it.
+
+A schedule runs one backward pass per micro-batch, at other times on each stage, and some of its
+passes fill ``.grad`` without hooks. A collective of the replica at the end of a backward pass would
+also block the pass that the previous stage waits for. So with a dimension ``pp`` backward passes
+only accumulate, and the ranks of the replica meet in ``run.reduce_gradients()``.
+
+FSDP still reduces within the stage in its backward passes; of its gradients, the sum over the
+replicas is postponed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+
+import torch
+from torch import nn
+
+from checkpoints.tensors.dtensors import is_dtensor
+from elastic.errors import TrainingError
+from elastic.mesh import ModelReplica
+from elastic.training.gradients.across import AcrossReduction
+
+
+class StageReduction(AcrossReduction):
+    """Sums the gradients of one module over the replicas, and over the ranks of this one that hold
+    the same stage entirely. Never over stages."""
+
+    hint_of_unreduced = (
+        "call run.reduce_gradients() after the last backward pass, before clip_grad_norm_ and "
+        "optimizer.step()"
+    )
+
+    def __init__(
+        self,
+        replica: ModelReplica,
+        parameters: Callable[[], Iterable[nn.Parameter]],
+        *,
+        has_fsdp: bool,
+    ) -> None:
+        super().__init__(replica)
+        self._all_parameters = parameters
+        self._has_fsdp = has_fsdp
+        has_peers = bool(replica.mesh.dims_of_stage)  # other ranks of the replica with this stage
+        self._is_whole = has_peers and not any(map(is_dtensor, parameters()))
+
+    @property
+    def is_complete(self) -> bool:
+        """As in the base class, and no forward pass has begun since."""
+        return self.is_done and not self.is_local
+
+    @property
+    def has_new_gradients(self) -> bool:
+        """As in the base class; passes that are not summed yet count."""
+        return super().has_new_gradients or self._has_accumulated
+
+    @property
+    def holds_unweighted(self) -> bool:
+        """Whether backward passes have left gradients that a later sum multiplies by this rank's
+        share of the samples. FSDP multiplies in each pass."""
+        return self.is_local and not self._has_fsdp
+
+    def forward_begins(self) -> None:
+        """As in the base class: the gradients of this pass are summed later."""
+        super().forward_begins()
+        if self._across is not None:
+            self.accumulates()
+
+    @property
+    def fault(self) -> Exception | None:
+        """The error of a sum over the replicas, until the ranks of this one have agreed on it."""
+        return self._fault
+
+    def sum_accumulated(self, fault: Exception | None = None) -> bool:
+        """Sum what backward passes have accumulated; False if there is nothing. After the
+        ``fault`` of another module, only within the replica."""
+        self._fault = self._fault or fault
+        parameters = [p for p in self._all_parameters() if p.requires_grad]
+        if self.holds_gradients():
+            raise TrainingError(
+                "run.reduce_gradients() while FSDP holds gradients of passes under "
+                "set_requires_gradient_sync(False)",
+                hint="call model.set_requires_gradient_sync(True) before the last backward pass; "
+                "the schedules of torch.distributed.pipelining do",
+            )
+        if all(p.grad is None for p in parameters):
+            return False
+        if {id(p.grad) for p in parameters} & {id(known()) for known in self._summed} - {id(None)}:
+            raise TrainingError(
+                "run.reduce_gradients() was called twice for the same gradients: they are already "
+                "summed over the replicas",
+                hint="call it once per optimizer step, after the last backward pass, and "
+                "optimizer.zero_grad() before the next one",
+            )
+        gradients = self._gradients_of(parameters)
+        assert self._across is not None
+        if self._has_fsdp:
+            self._sum_in_buckets(gradients, 1.0 / self._across.size)
+            return True
+        mesh = self._replica.mesh
+        copies = mesh.size // mesh.stages // mesh.data_size if self._is_whole else 1
+        self._sum_in_buckets(gradients, 0.0 if self.weight == 0.0 else self.weight / copies)
+        return True
+
+    def send_flags(self) -> None:
+        """Send this rank's control flags unless they were sent with gradients."""
+        assert self._across is not None
+        if self._across.size == 1:
+            self._write_flags()
+        elif self.flags is not None and not self._has_spoken:
+            self._sum(torch.empty(0, dtype=torch.float64, device=self._replica.device))
+
+
+def reduce_stages(reductions: Sequence[StageReduction]) -> None:
+    """Sum the gradients of all modules of this rank. All ranks call it once per step.
+
+    ``reductions``: the first one sends the control flags. Raises TrainingError if there are no
+    gradients, or if they are summed already; the error of a collective, or GroupAborted, on all
+    ranks of a replica together.
+    """
+    fault, has_summed = None, False
+    for each in reductions:
+        has_summed = each.sum_accumulated(fault) or has_summed
+        fault = each.fault
+    if not has_summed:
+        raise TrainingError(
+            "run.reduce_gradients() without gradients: no backward pass has run since the last "
+            "optimizer.zero_grad()",
+            hint="call it after the backward passes of all micro-batches, before "
+            "clip_grad_norm_ and optimizer.step()",
+        )
+    if fault is None:
+        reductions[0].send_flags()
+    reductions[0].settle(reductions)

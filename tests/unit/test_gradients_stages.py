@@ -1,0 +1,167 @@
+"""Gradients of pipeline stages: summed when the script calls for it, with one set of flags."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from elastic.errors import TrainingError
+from elastic.mesh import ModelReplica
+from elastic.process_group import PendingWorks
+from elastic.training.gradients.control_flags import COUNT, ControlFlags, StepFlags
+from elastic.training.gradients.stages import StageReduction, reduce_stages
+from elastic.world.mesh import ReplicaMesh
+
+ONE_STAGE = ReplicaMesh.parse({"pp": 1})
+
+
+class EndedWork(dist.Work):
+    """A collective that has completed."""
+
+    def is_completed(self) -> bool:
+        return True
+
+    def wait(self, timeout: object = None) -> bool:
+        return True
+
+
+class TwinGroup:
+    """The other replica has the same gradients and the same flags; or it is gone."""
+
+    size = 2
+    is_on_stream = False
+
+    def __init__(self) -> None:
+        self.works = PendingWorks()
+        self.sizes: list[int] = []
+        self.is_broken = False
+
+    def all_reduce(self, tensor: torch.Tensor) -> dist.Work:
+        if self.is_broken:
+            raise RuntimeError("Connection closed by peer")
+        self.sizes.append(tensor.numel())
+        tensor.mul_(2)
+        return EndedWork()
+
+
+class Rank:
+    """A rank of the first of two replicas."""
+
+    def __init__(self, *modules: nn.Module) -> None:
+        self.group, self.flags = TwinGroup(), ControlFlags()
+        self.reductions = [
+            StageReduction(ModelReplica(ONE_STAGE), module.parameters, has_fsdp=False)
+            for module in modules
+        ]
+        self.reductions[0].flags = self.flags
+        for reduction in self.reductions:
+            group: Any = self.group
+            reduction.enter_across(group)
+        self.begin(0)
+
+    def begin(self, step: int, *, weight: float = 0.5, sent: StepFlags | None = None) -> None:
+        self.flags.begin_step(step, 2)
+        self.flags.send(sent or StepFlags())
+        for reduction in self.reductions:
+            reduction.begin(weight)
+
+    def may_step(self) -> bool:
+        return all(reduction.is_complete for reduction in self.reductions)
+
+    def holds_unweighted(self) -> bool:
+        return any(reduction.holds_unweighted for reduction in self.reductions)
+
+    def train(self, module: nn.Module, index: int = 0) -> None:
+        self.reductions[index].forward_begins()
+        module(torch.ones(2, 3)).sum().backward()
+
+
+def test_passes_accumulate_until_they_are_summed_once() -> None:
+    module = nn.Linear(3, 1)
+    rank = Rank(module)
+    for _ in range(3):
+        rank.train(module)
+    assert rank.group.sizes == []
+    assert not rank.may_step()
+    assert rank.reductions[0].has_new_gradients
+    reduce_stages(rank.reductions)
+    assert rank.may_step()
+    assert rank.group.sizes == [4 + COUNT]
+    assert module.weight.grad is not None
+    assert module.weight.grad.tolist() == [[6.0, 6.0, 6.0]]  # 3 passes × 2 samples × 0.5 × 2
+    rank.flags.require_one_step(0)
+
+
+def test_a_pass_after_the_sum_is_neither_used_nor_summed_again() -> None:
+    module = nn.Linear(3, 1)
+    rank = Rank(module)
+    rank.train(module)
+    reduce_stages(rank.reductions)
+    rank.train(module)
+    assert not rank.may_step()
+    with pytest.raises(TrainingError, match="called twice for the same gradients"):
+        reduce_stages(rank.reductions)
+
+
+def test_without_gradients_nothing_is_summed() -> None:
+    rank = Rank(nn.Linear(3, 1))
+    with pytest.raises(TrainingError, match="without gradients: no backward pass has run"):
+        reduce_stages(rank.reductions)
+    assert rank.group.sizes == []
+
+
+def test_a_module_with_missing_gradients_is_refused() -> None:
+    module = nn.Linear(3, 1)
+    rank = Rank(module)
+    rank.train(module)
+    module.bias.grad = None
+    with pytest.raises(TrainingError, match="1 parameters got no gradient"):
+        reduce_stages(rank.reductions)
+
+
+def test_flags_are_sent_once_although_the_first_module_has_no_gradients() -> None:
+    first, second = nn.Linear(3, 1), nn.Linear(3, 2)
+    rank = Rank(first, second)
+    rank.begin(1, sent=StepFlags(save=True))
+    rank.train(second, 1)
+    reduce_stages(rank.reductions)
+    assert rank.group.sizes == [8, COUNT]
+    assert rank.flags.received() == StepFlags(save=True)
+    rank.flags.require_one_step(1)
+    assert first.weight.grad is None
+
+
+def test_a_rank_without_samples_contributes_nothing() -> None:
+    module = nn.Linear(3, 1)
+    rank = Rank(module)
+    rank.begin(0, weight=0.0)
+    rank.train(module)
+    reduce_stages(rank.reductions)
+    assert module.weight.grad is not None
+    assert module.weight.grad.tolist() == [[0.0, 0.0, 0.0]]
+
+
+def test_a_failure_is_raised_for_all_modules_at_the_end() -> None:
+    first, second = nn.Linear(3, 1), nn.Linear(3, 2)
+    rank = Rank(first, second)
+    rank.train(first, 0)
+    rank.train(second, 1)
+    rank.group.is_broken = True
+    with pytest.raises(RuntimeError, match="closed by peer"):
+        reduce_stages(rank.reductions)
+    assert [type(each.failure) for each in rank.reductions] == [RuntimeError, RuntimeError]
+
+
+def test_gradients_of_several_steps_need_equal_shares() -> None:
+    """They are multiplied by one share, at the end."""
+    module = nn.Linear(3, 1)
+    rank = Rank(module)
+    assert not rank.holds_unweighted()
+    rank.train(module)
+    assert rank.holds_unweighted()
+    reduce_stages(rank.reductions)
+    assert not rank.holds_unweighted()
