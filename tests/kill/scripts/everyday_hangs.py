@@ -118,7 +118,11 @@ def make_mistakes(folder: Path, node: str) -> None:
     """Make the mistakes that this node is ordered to make."""
     for name, make in MISTAKES.items():
         order = folder / f"hang-{name}"
-        if order.exists() and order.read_text() == node:
+        try:
+            ordered = order.read_text()
+        except FileNotFoundError:
+            continue  # there is no order, or another worker has taken it
+        if ordered == node:
             order.unlink()
             make(folder)
 

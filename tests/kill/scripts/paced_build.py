@@ -41,7 +41,11 @@ def main() -> None:
 
     def obey(point: str) -> None:
         order = options.folder / f"die-{point}"
-        if order.exists() and order.read_text() == os.environ["ELASTIC_NODE_NAME"]:
+        try:
+            node = order.read_text()
+        except FileNotFoundError:
+            return  # there is no order, or another worker has taken it
+        if node == os.environ["ELASTIC_NODE_NAME"]:
             order.unlink()
             os.kill(os.getpid(), signal.SIGKILL)
 
