@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.optim.lr_scheduler import CosineAnnealingWarmRestarts
 
 from elastic.errors import TrainingError
 from elastic.training.loop.counted_rates import CountedRates
@@ -49,6 +50,17 @@ def test_a_script_with_a_count_of_its_own_is_not(
 ) -> None:
     sgd = optimizer()
     run_steps(CountedRates({"sgd": sgd, **others}, user), sgd, [True] * 9)
+
+
+def test_a_count_in_the_state_may_begin_in_the_first_step() -> None:
+    sgd, user = optimizer(), dict[str, Any]()
+    scheduler = CosineAnnealingWarmRestarts(sgd, T_0=1)
+    rates = CountedRates({"sgd": sgd, "scheduler": scheduler}, user)
+    for number in range(5):
+        rates.step_began()
+        user["iteration"] = user.get("iteration", 0) + 1
+        scheduler.step(user["iteration"] / 3)
+        rates.step_ended(number)
 
 
 def test_reactions_to_the_loss_are_not() -> None:

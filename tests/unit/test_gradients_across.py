@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from twin_group import TwinGroup
 
 from elastic.errors import GroupAborted
 from elastic.mesh import ModelReplica
@@ -33,16 +34,6 @@ class BlockedWork(dist.Work):
         )
 
 
-class EndedWork(dist.Work):
-    """A collective that has completed."""
-
-    def is_completed(self) -> bool:
-        return True
-
-    def wait(self, timeout: object = None) -> bool:
-        return True
-
-
 class BrokenGroup:
     """A group with a dead peer."""
 
@@ -54,22 +45,6 @@ class BrokenGroup:
 
     def all_reduce(self, tensor: torch.Tensor) -> dist.Work:
         return BlockedWork(has_failed=True)
-
-
-class TwinGroup:
-    """The other replica has the same gradients and the same flags."""
-
-    size = 2
-    is_on_stream = False
-
-    def __init__(self) -> None:
-        self.works = PendingWorks()
-        self.sizes: list[int] = []
-
-    def all_reduce(self, tensor: torch.Tensor) -> dist.Work:
-        self.sizes.append(tensor.numel())
-        tensor.mul_(2)
-        return EndedWork()
 
 
 def reduction_in(group: Any, flags: ControlFlags) -> AcrossReduction:

@@ -6,46 +6,16 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
+from twin_group import TwinGroup
 
 from elastic.errors import TrainingError
 from elastic.mesh import ModelReplica
-from elastic.process_group import PendingWorks
 from elastic.training.gradients.control_flags import COUNT, ControlFlags, StepFlags
 from elastic.training.gradients.stages import StageReduction, reduce_stages
 from elastic.world.mesh import ReplicaMesh
 
 ONE_STAGE = ReplicaMesh.parse({"pp": 1})
-
-
-class EndedWork(dist.Work):
-    """A collective that has completed."""
-
-    def is_completed(self) -> bool:
-        return True
-
-    def wait(self, timeout: object = None) -> bool:
-        return True
-
-
-class TwinGroup:
-    """The other replica has the same gradients and the same flags; or it is gone."""
-
-    size = 2
-    is_on_stream = False
-
-    def __init__(self) -> None:
-        self.works = PendingWorks()
-        self.sizes: list[int] = []
-        self.is_broken = False
-
-    def all_reduce(self, tensor: torch.Tensor) -> dist.Work:
-        if self.is_broken:
-            raise RuntimeError("Connection closed by peer")
-        self.sizes.append(tensor.numel())
-        tensor.mul_(2)
-        return EndedWork()
 
 
 class Rank:

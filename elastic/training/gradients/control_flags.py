@@ -104,19 +104,18 @@ class ControlFlags:
             TrainingError: ranks have sent gradients of different steps.
             GroupAborted: gradients were summed with another collective.
         """
-        for end in self._ends:
-            present = float(end[_PRESENT])
+        sums = [end.tolist() for end in self._ends]
+        for end, summed in zip(self._ends, sums, strict=True):
             if self._ranks is None or self._ranks > _exact_up_to(end.dtype):
                 continue
-            if present != self._ranks:
+            if summed[_PRESENT] != self._ranks:
                 raise GroupAborted(
                     f"at step {number}, gradients were summed with another collective: a rank has "
                     "skipped a collective, or called it in another order, since the last step",
                     hint="make each call on all ranks: no `if run.is_main:` around barrier(), "
                     "all_reduce() or run.mean()",
                 )
-        sums = [end[_PARITY:_PRESENT].tolist() for end in self._ends]
-        if any(even > 0 and odd > 0 for even, odd in sums):
+        if any(min(summed[_PARITY:_PRESENT]) > 0 for summed in sums):
             raise TrainingError(
                 f"at step {number}, gradients of different steps were summed: a rank left a "
                 "step without a backward pass, by `continue` or after an exception",

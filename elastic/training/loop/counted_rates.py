@@ -30,23 +30,25 @@ class CountedRates:
         self._optimizers = [t for t in tracked.values() if isinstance(t, torch.optim.Optimizer)]
         self._restarts = [t for t in tracked.values() if isinstance(t, CosineAnnealingWarmRestarts)]
         without_a_count = (torch.optim.Optimizer, nn.Module, torch.amp.GradScaler)
-        self._may_count = any(not isinstance(t, without_a_count) for t in tracked.values()) or any(
-            isinstance(value, int) for value in user.values()
-        )
+        self._has_counter = any(not isinstance(t, without_a_count) for t in tracked.values())
+        self._user = user
         self._before: list[float] = []
         self._changes = 0
 
     def step_began(self) -> None:
         """Before the script's code of a step."""
-        if not self._may_count:
+        if not self._has_counter:
             self._before = self._rates()
 
     def step_ended(self, number: int) -> None:
         """After the script's code of step ``number``: raise TrainingError if the rates follow the
         count."""
+        # Not before the first step: the script may begin its count there.
+        if any(isinstance(value, int) for value in self._user.values()):
+            return
         if any(float(scheduler.T_cur) % 1 for scheduler in self._restarts):
             raise _refusal(number, "scheduler.step(epoch + i / len(loader)) gets")
-        if self._may_count:
+        if self._has_counter:
             return
         self._changes = self._changes + 1 if self._rates() != self._before else 0
         if self._changes >= _IN_A_ROW:
