@@ -415,7 +415,7 @@ def test_a_checkpoint_of_another_number_of_stages_is_refused(
     outcome = stages.run("by hand", after, size=count, per_node=count, folder=disk)
     assert not outcome.survivors
     # The host ends the others once one has failed, perhaps while they write the same.
-    ended = [worker for worker in outcome.workers if worker.exit_code == 1]
+    ended = [worker for worker in outcome.workers if worker.exit_code == 2]  # permanent
     assert ended, outcome.describe()
     for worker in ended:
         assert reason in worker.error + worker.log, outcome.describe()
