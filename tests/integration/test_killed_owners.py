@@ -55,6 +55,8 @@ class Owner:
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
             start_new_session=True,
+            # Background processes of a shell ignore SIGINT, which is inherited.
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
         )
 
     def started(self) -> list[Process]:
