@@ -220,6 +220,7 @@ class Run(BuildsInWorlds, ReducesStages, RunLogging):
         process, the agent restarts it after a fault. Raises ConfigError if ``fn`` is no function.
         """
         arguments.function("run.retry", fn, hint="pass the function itself: run.retry(train)")
+        self._parts.loop.averages.call(fn, args, kwargs)
         for attempt in self.attempts():
             with attempt:
                 result = fn(*args, **kwargs)
@@ -275,6 +276,7 @@ class Run(BuildsInWorlds, ReducesStages, RunLogging):
         """
         arguments.function("run.after_step", callback, hint="it is called with the step")
         self._parts.script.callbacks.add(callback)
+        self._parts.loop.averages.add_callback(callback)
 
     def on_world(self, callback: Callable[[World], object]) -> None:
         """Call ``callback`` when a world's state is restored; immediately if that is the case.

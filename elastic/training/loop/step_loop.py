@@ -20,6 +20,7 @@ from elastic.training.loop.counted_rates import CountedRates
 from elastic.training.loop.reading_ahead import ReadingAhead
 from elastic.training.loop.scope import Scope
 from elastic.training.misuse.early_leave import EarlyLeave
+from elastic.training.misuse.weight_averages import WeightAverages
 from elastic.training.recovery.bootstrap import Bootstrap
 from elastic.training.recovery.selection import Strategies
 from elastic.training.recovery.training_state import TrainingState
@@ -54,6 +55,7 @@ class StepLoop:
         self._boundary = boundary
         self._commits = commits
         self.early_leave = early_leave
+        self.averages = WeightAverages(state.job)
         self._ledger = ledger
         self.reading_ahead = ReadingAhead()
         self._has_warned_of_counts = False
@@ -191,6 +193,7 @@ class StepLoop:
             raise _second_step(self.current.step, loader)
         number, strategy = self._job.progress.step, self._strategies.active
         self.early_leave.begins(number)
+        self.averages.step_begins()
         if self.current.accumulation.since is None:
             self.lifecycle.settle()  # work that the script queued since the last step
             self._commits.call_back_again()

@@ -1,5 +1,7 @@
 """Detects scripts whose result would silently be wrong after a death, or on several ranks.
 
-``early_leave`` finds ranks that leave the loop before the others. Each check raises an error that
-names the lines to write instead, and costs nothing in the steps of a correct script.
+``early_leave`` finds ranks that leave the loop before the others (``ways_out``: how a loop was
+left). ``weight_averages`` finds untracked averages among the objects that are ``reachable`` for the
+training function, and ``untracked_buffers`` other state there. Each error names the lines to write
+instead. The checks cost nothing in later steps.
 """
