@@ -137,6 +137,18 @@ def test_a_rank_that_returns_before_a_collective_of_the_others_is_named(
         assert "waits for it in a collective of step 7" in worker.error
 
 
+def test_a_rank_that_leaves_after_the_first_step_of_a_world_is_named(
+    runs: IdiomRuns, tmp_path: Path
+) -> None:
+    """The others compare their weights after that step, and wait for it there."""
+    script = script_of(tmp_path, "return", "return i == 0 and run.world.rank == 1")
+    outcome = runs.world.run(script, tmp_path / "ranks", size=3)
+    ended = [worker for worker in outcome.workers if worker.exit_code is not None]
+    assert ended, outcome.describe()
+    for worker in ended:
+        assert "rank 1 left the loop after step 0, while rank" in worker.error
+
+
 @pytest.mark.parametrize("way", WAYS)
 def test_ranks_that_leave_together_continue(runs: IdiomRuns, tmp_path: Path, way: str) -> None:
     script = script_of(tmp_path, way, "return i == 5")

@@ -81,6 +81,8 @@ def steps(loop: StepLoop, loader: ElasticLoader) -> Generator[Step]:
             yield loop.begin(loader, first, batches)
             if loop.lifecycle.world is not world:
                 raise created_too_early()  # created by an attempt that has ended
+            if loader.position.step + 1 < len(loader):
+                loop.early_leave.begins(number + 1)
             loop.commit()
             phases.enter(DATA)
         phases.enter(SCRIPT)
