@@ -19,6 +19,7 @@ from elastic.training.loop.commits import Commits
 from elastic.training.loop.counted_rates import CountedRates
 from elastic.training.loop.reading_ahead import ReadingAhead
 from elastic.training.loop.scope import Scope
+from elastic.training.misuse.counted_epochs import refuse_range
 from elastic.training.misuse.early_leave import EarlyLeave
 from elastic.training.misuse.weight_averages import WeightAverages
 from elastic.training.recovery.bootstrap import Bootstrap
@@ -96,6 +97,8 @@ class StepLoop:
             loader.begin_epoch(self._job.progress.epoch)
             return
         self.scope.passes += 1
+        if self.scope.in_retry and self.scope.passes <= 2:
+            refuse_range(self.scope.passes)
         if self.scope.passes == 1 and self.scope.in_retry and not self._job.user:
             self._warn_of_counts()
         if self.scope.passes == 2 and self.scope.in_retry and not self._job.user:
