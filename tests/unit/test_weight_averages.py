@@ -354,11 +354,16 @@ OTHERS: list[Make] = [
 ]
 
 
-@pytest.mark.parametrize("lr", [1e-2, 1e-4])
 @pytest.mark.parametrize("make", OTHERS)
-def test_nothing_else_is_refused(make: Make, lr: float) -> None:
-    training = Training(lr=lr)
-    training.run(make(training), steps=70)
+def test_nothing_else_is_refused(make: Make) -> None:
+    training = Training()
+    training.run(make(training), steps=40)
+
+
+@pytest.mark.parametrize("make", [weights_before_the_last_step, another_model, distances])
+def test_weights_that_hardly_move_do_not_look_like_an_average(make: Make) -> None:
+    training = Training(lr=1e-4)
+    training.run(make(training), steps=40)
 
 
 def test_steps_without_a_candidate_are_not_searched(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -372,7 +377,7 @@ def test_steps_without_a_candidate_are_not_searched(monkeypatch: pytest.MonkeyPa
 
     monkeypatch.setattr(WeightAverages, "_observe", counted)
     training.run(lambda: None, steps=200)
-    assert searched[:3] == [0, 1, 2]
+    assert searched[:5] == [0, 1, 2, 3, 4]
     assert len(searched) < 20
 
 
@@ -419,3 +424,45 @@ def test_the_running_means_of_a_frozen_model_cause_no_warning(
     training, frozen = Training(), nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
     training.run(lambda: frozen(torch.randn(8, 4)), steps=6)
     assert "changes in every step" not in caplog.text
+
+
+# Counters ------------------------------------------------------------------------------------
+
+
+class Trainer:
+    """Counts its steps, and looks like a class of the script."""
+
+    def __init__(self) -> None:
+        self.global_step, self.epoch, self.seen = 0, 0, 0
+
+    def fit(self) -> None:
+        self.global_step += 1
+        self.seen += 8
+
+
+Trainer.__module__ = "__main__"
+
+
+def test_a_counter_of_steps_outside_of_the_state_causes_a_warning(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(get_logger(), "propagate", True)
+    training = Training()
+    training.run(Trainer().fit, steps=8)
+    warnings = {record.getMessage() for record in caplog.records}
+    assert len(warnings) == 1
+    assert "self.global_step counts steps" in warnings.pop()
+
+
+def test_a_counter_in_the_state_causes_no_warning(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(get_logger(), "propagate", True)
+    training = Training()
+    state = training.job.user
+
+    def update() -> None:
+        state["step"] = state.get("step", 0) + 1
+
+    training.run(update, steps=8)
+    assert "counts steps" not in caplog.text

@@ -24,12 +24,13 @@ from torch import nn
 
 from elastic.errors import TrainingError
 from elastic.training.misuse.reachable import Named, reachable
+from elastic.training.misuse.step_counters import StepCounters
 from elastic.training.misuse.untracked_buffers import UntrackedBuffers
 from elastic.training.misuse.ways_out import is_own
 from elastic.training.state.job_state import JobState
 
 _FIRST_STEPS = 12  # observed without a pause; then three at each power of two
-_SEARCHED = 3  # of these, steps with a search although nothing was found before
+_SEARCHED = 5  # of these, steps with a search although nothing was found before
 _AFTER_A_MATCH = 300  # steps observed after the first match: an update may be rare
 _MATCHES = 2
 _SAMPLE = 16  # numbers of each tensor
@@ -62,6 +63,7 @@ class WeightAverages:
         self._until = _FIRST_STEPS
         self._observed: dict[str, _Observed] = {}
         self._buffers = UntrackedBuffers()
+        self._counters = StepCounters()
 
     def call(self, function: Any, arguments: Sequence[object], named: Mapping[str, object]) -> None:
         """Search what run.retry's function can reach."""
@@ -95,6 +97,7 @@ class WeightAverages:
         found: dict[str, _Observed] = {}
         for path, one in reachable(self._all_roots(), without=self._known(modules)):
             self._buffers.observe(path, one)
+            self._counters.observe(path, one)
             pairs = _paired(one, references)
             if not pairs:
                 continue
