@@ -29,10 +29,10 @@ class UntrackedBuffers:
             return
         if type(one).__module__.partition(".")[0] in _LIBRARIES:
             return
-        for name, buffer in one.named_buffers(recurse=False):
-            if name in one._non_persistent_buffers_set or not buffer.is_floating_point():
-                continue
-            self._observe(path, name, float(buffer.detach().sum(dtype=torch.float64)))
+        buffers = {n: b for n, b in one.named_buffers(recurse=False) if b.is_floating_point()}
+        saved = one.state_dict() if buffers else {}
+        for name in buffers.keys() & saved.keys():
+            self._observe(path, name, float(buffers[name].detach().sum(dtype=torch.float64)))
 
     def _observe(self, path: str, name: str, value: float) -> None:
         key = f"{path}.{name}"
