@@ -169,7 +169,10 @@ def train():
     assert not any("left the loop" in worker.error for worker in outcome.workers)
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize(
+    "way",
+    [pytest.param(way, marks=pytest.mark.soak if "collective" in way else []) for way in WAYS],
+)
 def test_ranks_that_leave_together_continue(runs: IdiomRuns, tmp_path: Path, way: str) -> None:
     script = script_of(tmp_path, way, "return i == 5")
     outcome = runs.world.run(script, tmp_path / "ranks", size=3)

@@ -21,8 +21,10 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from elastic.errors import TrainingError
+from elastic.telemetry.log import get_logger
 from elastic.training.misuse.reachable import Named, reachable
 from elastic.training.misuse.step_counters import StepCounters
 from elastic.training.misuse.untracked_buffers import UntrackedBuffers
@@ -59,6 +61,7 @@ class WeightAverages:
         self._job = job
         self._call: list[Named] = []  # the function of run.retry, and its arguments
         self._callbacks: list[object] = []
+        self._is_off = False  # an object of the script cannot be read
         self._steps = 0
         self._until = _FIRST_STEPS
         self._observed: dict[str, _Observed] = {}
@@ -80,13 +83,21 @@ class WeightAverages:
     def step_begins(self) -> None:
         """Called before each step. Raises TrainingError for an untracked average."""
         self._steps += 1
+        if self._is_off:
+            return
         if self._steps > self._until:
             if self._steps & (self._steps - 1):
                 return
             self._until = self._steps + 2
         elif self._steps > _SEARCHED and not self._observed:
             return
-        self._observe()
+        try:
+            self._observe()
+        except TrainingError:
+            raise
+        except Exception:  # noqa: BLE001  any object of the script may raise when it is read
+            self._is_off = True
+            get_logger().info("untracked averages are not searched for", exc_info=True)
 
     def _observe(self) -> None:
         job = self._job
@@ -169,8 +180,13 @@ def _tensors(one: object) -> dict[str, torch.Tensor]:
     return {
         str(i) if isinstance(name, torch.Tensor) else str(name).removeprefix("module."): value
         for i, (name, value) in enumerate(named.items())
-        if isinstance(value, torch.Tensor) and value.is_floating_point()
+        if isinstance(value, torch.Tensor) and _is_readable(value)
     }
+
+
+def _is_readable(tensor: torch.Tensor) -> bool:
+    is_plain = tensor.layout is torch.strided and tensor.device.type != "meta"
+    return is_plain and tensor.is_floating_point() and not is_lazy(tensor)
 
 
 def _sampled(pairs: Pairs) -> tuple[torch.Tensor, torch.Tensor]:
@@ -180,7 +196,7 @@ def _sampled(pairs: Pairs) -> tuple[torch.Tensor, torch.Tensor]:
 
 def _numbers(tensors: Iterable[torch.Tensor]) -> torch.Tensor:
     """A few numbers of each tensor, read with one transfer from each device."""
-    parts = [_first(t.detach()) for t in tensors if t.device.type != "meta"]
+    parts = [_first(t.detach()) for t in tensors]
     if len({part.device for part in parts}) > 1:
         parts = [part.cpu() for part in parts]
     return torch.cat(parts).cpu() if parts else torch.empty(0, dtype=torch.float64, device="cpu")
