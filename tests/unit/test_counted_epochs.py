@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 import pytest
 
@@ -65,6 +65,24 @@ class Trainer:
             train_one_epoch()
 
 
+def tqdm(iterable: Iterable[int], **options: object) -> Iterable[int]:
+    return iterable
+
+
+def with_a_progress_bar() -> None:
+    for _epoch in tqdm(range(3), desc="epochs"):
+        train_one_epoch()
+
+
+def with_inner_ways_out() -> None:
+    for _epoch in range(3):
+        for batch in loader:
+            if batch == 1:
+                continue
+            if batch == 2:
+                break
+
+
 @pytest.fixture(autouse=True)
 def is_called_by_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
     """Take ``retry`` and the loader of this file for the package's."""
@@ -87,6 +105,8 @@ def retry(train: Callable[[], object]) -> None:
         (a_local_variable, 2),
         (a_function, 1),
         (Trainer().fit, 1),
+        (with_a_progress_bar, 1),
+        (with_inner_ways_out, 1),
     ],
 )
 def test_a_range_of_epochs_is_refused(train: Callable[[], object], at: int) -> None:
@@ -115,6 +135,17 @@ def test_a_range_of_own_steps_is_refused() -> None:
     assert passes == 1
 
 
+def counted_from_one() -> None:
+    for _epoch in range(1, 4):
+        train_one_epoch()
+
+
+def test_a_range_from_one_is_replaced_by_epochs_from_zero() -> None:
+    with pytest.raises(TrainingError, match="would count from 1") as refused:
+        retry(counted_from_one)
+    assert refused.value.hint == "for _epoch in run.epochs(4 - 1):    # from 0, not 1"
+
+
 def updates_counted_elsewhere() -> None:
     while passes < 8:
         for _epoch in range(2):
@@ -135,6 +166,22 @@ def left_early() -> None:
             pass
         if passes == 3:
             break
+
+
+def left_in_an_else() -> None:
+    for _epoch in range(3):
+        for batch in loader:
+            if batch == 3:
+                break
+        else:
+            break
+
+
+def left_by_return() -> None:
+    for _epoch in range(3):
+        for batch in loader:
+            if batch == 3:
+                return
 
 
 def with_a_start() -> None:
@@ -175,6 +222,8 @@ def a_range_behind_the_loader() -> None:
     "train",
     [
         left_early,
+        left_in_an_else,
+        left_by_return,
         with_a_start,
         skips_epochs,
         steps_of_an_epoch,

@@ -10,7 +10,7 @@ from __future__ import annotations
 import ast
 import inspect
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from types import FrameType
 from typing import Any
 
@@ -18,7 +18,8 @@ from elastic.errors import TrainingError
 from elastic.training.misuse.ways_out import is_own
 
 _RANGES = ("range", "trange")
-_WAYS_OUT = (ast.Break, ast.Continue, ast.Return, ast.Raise, ast.Yield, ast.YieldFrom)
+_WAYS_OUT = (ast.Break, ast.Continue)
+_ENDS = (ast.Return, ast.Raise, ast.Yield, ast.YieldFrom)
 
 
 def refuse_range(passes: int, *, is_over_loader: bool = True) -> None:
@@ -45,7 +46,7 @@ def refuse_range(passes: int, *, is_over_loader: bool = True) -> None:
     else:
         return  # not called again
     for frame, loop in found:
-        count = loop.iter.args[-1]  # type: ignore[attr-defined]
+        count = _arguments(loop)[-1]
         if passes > 1 or _value(count, frame) > 1 + _start(loop):
             raise _refusal(loop, ast.unparse(count), is_over_loader=is_over_loader)
 
@@ -84,7 +85,7 @@ def _ranges_around(tree: ast.AST, line: int, *, needs_loop: bool) -> Iterator[as
             continue
         if needs_loop and not any(_is_head(line, n) for n in ast.walk(node) if n is not node):
             continue
-        if _is_plain_range(node.iter) and not _has_way_out(node):
+        if _is_constant_range(node.iter) and not _has_way_out(node.body):
             yield node
 
 
@@ -105,34 +106,58 @@ def _is_in_body(line: int, loop: ast.For | ast.While) -> bool:
 
 
 def _is_head(line: int, node: ast.AST) -> bool:
-    is_loop = isinstance(node, ast.For) and not _is_range(node.iter)
+    is_loop = isinstance(node, ast.For) and _range_of(node.iter) is None
     return is_loop and node.lineno <= line < node.body[0].lineno  # type: ignore[attr-defined]
 
 
-def _is_range(expression: ast.expr) -> bool:
-    return (
-        isinstance(expression, ast.Call)
-        and isinstance(expression.func, ast.Name)
-        and expression.func.id in _RANGES
-    )
+def _range_of(expression: ast.expr) -> ast.Call | None:
+    """The call of ``range``, possibly in a progress bar: ``tqdm(range(n))``."""
+    if not isinstance(expression, ast.Call) or not expression.args:
+        return None
+    if isinstance(expression.func, ast.Name) and expression.func.id in _RANGES:
+        return expression
+    return _range_of(expression.args[0]) if _is_named(expression.func, "tqdm") else None
 
 
-def _is_plain_range(expression: ast.expr) -> bool:
+def _is_named(function: ast.expr, name: str) -> bool:
+    return name in (getattr(function, "id", ""), getattr(function, "attr", ""))
+
+
+def _is_constant_range(expression: ast.expr) -> bool:
     """Whether it is ``range(n)``, or ``range(1, n)`` with a constant."""
-    if not _is_range(expression):
+    call = _range_of(expression)
+    if call is None:
         return False
-    first, *others = expression.args  # type: ignore[attr-defined]
+    first, *others = call.args
     return not others or (len(others) == 1 and isinstance(first, ast.Constant))
 
 
+def _arguments(loop: ast.For) -> list[ast.expr]:
+    call = _range_of(loop.iter)
+    assert call is not None
+    return call.args
+
+
 def _start(loop: ast.For) -> int:
-    first, *others = loop.iter.args  # type: ignore[attr-defined]
-    return int(first.value) if others else 0
+    first, *others = _arguments(loop)
+    value = first.value if others and isinstance(first, ast.Constant) else 0
+    return value if isinstance(value, int) else 0
 
 
-def _has_way_out(loop: ast.For) -> bool:
-    """Whether the body may leave the loop, or skip an iteration. Inner loops' ways out count."""
-    return any(isinstance(node, _WAYS_OUT) for part in loop.body for node in ast.walk(part))
+def _has_way_out(parts: Iterable[ast.AST], *, is_inner: bool = False) -> bool:
+    """Whether these statements may leave the loop that they are in, or skip the rest of its body.
+    ``is_inner``: they are in an inner loop."""
+    for part in parts:
+        if isinstance(part, _ENDS) or (not is_inner and isinstance(part, _WAYS_OUT)):
+            return True
+        if isinstance(part, (ast.FunctionDef, ast.Lambda)):
+            continue
+        is_loop = isinstance(part, (ast.For, ast.While))
+        inner = part.body if is_loop else []  # type: ignore[attr-defined]
+        others = [node for node in ast.iter_child_nodes(part) if node not in inner]
+        if _has_way_out(inner, is_inner=True) or _has_way_out(others, is_inner=is_inner):
+            return True
+    return False
 
 
 def _value(expression: ast.expr, frame: FrameType) -> int:
@@ -149,7 +174,10 @@ def _value(expression: ast.expr, frame: FrameType) -> int:
 def _refusal(loop: ast.For, count: str, *, is_over_loader: bool) -> TrainingError:
     target, counted = ast.unparse(loop.target), ast.unparse(loop.iter)
     what = "the loader" if is_over_loader else "run.begin()"
+    first = _start(loop)
     hint = f"for {target} in run.epochs({count}):"
+    if first:
+        hint = f"for {target} in run.epochs({count} - {first}):    # from 0, not {first}"
     if not is_over_loader:
         hint = (
             f'while run.state.setdefault("{target}", {_start(loop)}) < {count}:\n'
