@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator
 import pytest
 
 from elastic.errors import TrainingError
-from elastic.training.misuse import counted_epochs, ways_out
+from elastic.training.misuse import counted_epochs, frames, ways_out
 
 EPOCHS = 3
 passes = 0
@@ -90,7 +90,7 @@ def is_called_by_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
     passes = 0
     own = {retry.__code__, begin.__code__, Loader.__iter__.__code__}
     original = ways_out.is_own
-    monkeypatch.setattr(counted_epochs, "is_own", lambda code: code in own or original(code))
+    monkeypatch.setattr(frames, "is_own", lambda code: code in own or original(code))
 
 
 def retry(train: Callable[[], object]) -> None:

@@ -15,7 +15,7 @@ from types import FrameType
 from typing import Any
 
 from elastic.errors import TrainingError
-from elastic.training.misuse.ways_out import is_own
+from elastic.training.misuse.frames import frames_of_script
 
 _RANGES = ("range", "trange")
 _WAYS_OUT = (ast.Break, ast.Continue)
@@ -28,7 +28,7 @@ def refuse_range(passes: int, *, is_over_loader: bool = True) -> None:
     function, including the one that begins."""
     found: list[tuple[FrameType, ast.For]] = []
     is_innermost = True
-    for frame in _frames_of_script(sys._getframe(1)):
+    for frame in frames_of_script(sys._getframe(1)):
         if frame is None:  # the call of run.retry
             break
         tree, line = _tree(frame), frame.f_lineno
@@ -49,20 +49,6 @@ def refuse_range(passes: int, *, is_over_loader: bool = True) -> None:
         count = _arguments(loop)[-1]
         if passes > 1 or _value(count, frame) > 1 + _start(loop):
             raise _refusal(loop, ast.unparse(count), is_over_loader=is_over_loader)
-
-
-def _frames_of_script(frame: FrameType | None) -> Iterator[FrameType | None]:
-    """From the loop over the loader to the call of run.retry, which is None."""
-    has_begun = False
-    while frame is not None:
-        if not is_own(frame.f_code):
-            has_begun = True
-            yield frame
-        elif has_begun:
-            if frame.f_code.co_name == "retry":
-                yield None
-            return
-        frame = frame.f_back
 
 
 def _whiles(tree: ast.AST) -> Iterator[ast.While]:

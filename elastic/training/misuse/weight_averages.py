@@ -16,7 +16,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from types import FrameType, MethodType
+from types import MethodType
 from typing import Any
 
 import torch
@@ -25,10 +25,10 @@ from torch.nn.parameter import is_lazy
 
 from elastic.errors import TrainingError
 from elastic.telemetry.log import get_logger
+from elastic.training.misuse.frames import variables
 from elastic.training.misuse.reachable import Named, reachable
 from elastic.training.misuse.step_counters import StepCounters
 from elastic.training.misuse.untracked_buffers import UntrackedBuffers
-from elastic.training.misuse.ways_out import is_own
 from elastic.training.state.job_state import JobState
 
 _FIRST_STEPS = 12  # observed without a pause; then three at each power of two
@@ -121,8 +121,8 @@ class WeightAverages:
         self._observed = found
 
     def _all_roots(self) -> list[Named]:
-        variables = _globals_of_script(sys._getframe(1))
-        return [*(("", root) for root in (*variables, self._callbacks)), *self._call]
+        found = [*variables(sys._getframe(1)), self._callbacks]
+        return [*(("", root) for root in found), *self._call]
 
     def _owner(self, path: str) -> object:
         """The object of which ``path`` is an attribute, or None."""
@@ -237,17 +237,6 @@ def _is_part(moved: torch.Tensor, distance: torch.Tensor) -> bool:
 def _cosine(one: torch.Tensor, other: torch.Tensor) -> float:
     scale = float(one.norm() * other.norm())
     return float(one @ other) / scale if scale else 1.0
-
-
-def _globals_of_script(frame: FrameType | None) -> list[dict[str, object]]:
-    """The globals of the calling modules, the innermost first."""
-    found: dict[int, dict[str, object]] = {}
-    while frame is not None:
-        name = str(frame.f_globals.get("__name__")).partition(".")[0]
-        if not is_own(frame.f_code) and name not in sys.stdlib_module_names:
-            found[id(frame.f_globals)] = frame.f_globals
-        frame = frame.f_back
-    return list(found.values())
 
 
 def _refusal(path: str, one: object, owner: object) -> TrainingError:
