@@ -37,6 +37,7 @@ NAMES = (
     # The process group of a world.
     "torch.distributed.distributed_c10d._abort_process_group",
     "torch.distributed.distributed_c10d._get_default_group",
+    "torch.distributed.distributed_c10d._get_default_store",
     "torch.distributed.distributed_c10d._world.group_count",
     "torch.distributed.distributed_c10d._world.pg_names",
     "torch.distributed.ProcessGroup._device_types",
@@ -225,6 +226,11 @@ def flight_recorder_dumps() -> tuple[bytes, ...]:
     c10d = import_module("torch._C._distributed_c10d")
     names = ("_dump_nccl_trace_json", "_dump_fr_trace_json")
     return tuple(bytes(getattr(c10d, name)()) for name in names if hasattr(c10d, name))
+
+
+def default_store() -> Any:
+    """The store of the default group."""
+    return distributed_c10d._get_default_store()
 
 
 def has_subgroups() -> bool:

@@ -302,6 +302,13 @@ RULES: tuple[Rule, ...] = (
         r"can't open file '.*': \[errno 2\]",
     ),
     _rule(
+        "left-loop",
+        Action.STOP,
+        Confidence.HIGH,
+        "a rank leaves the loop by its own decision, and would do so again",
+        r"left the loop (after|before) step \d+, while rank",
+    ),
+    _rule(
         "missing-software",
         Action.STOP,
         Confidence.HIGH,

@@ -32,6 +32,7 @@ from elastic.process_group.collectives import (
     world_group,
 )
 from elastic.process_group.communicators import open_communicator
+from elastic.process_group.deadline import leak
 from elastic.process_group.device import choose_device
 from elastic.process_group.group import (
     DEFAULT_BACKENDS,
@@ -40,7 +41,7 @@ from elastic.process_group.group import (
 )
 from elastic.process_group.nccl_environment import leave_errors_to_us
 from elastic.process_group.patches import TorchExceptHook, remove_reducer_hooks
-from elastic.process_group.pending import PendingWorks, leak, pending_works
+from elastic.process_group.pending import PendingWorks, pending_works
 from elastic.process_group.reducer import ReleasableGroup
 from elastic.process_group.semantics import (
     Semantics,
@@ -48,7 +49,12 @@ from elastic.process_group.semantics import (
     register_semantics,
     semantics_of,
 )
-from elastic.process_group.wait_phase import describe_group, queued
+from elastic.process_group.wait_phase import (
+    call_in_long_waits,
+    describe_group,
+    queued,
+    waits_for_ranks,
+)
 
 __all__ = [
     "DEFAULT_BACKENDS",
@@ -66,6 +72,7 @@ __all__ = [
     "broadcast_bytes",
     "broadcast_json",
     "broadcast_tensors",
+    "call_in_long_waits",
     "choose_device",
     "complete",
     "control_device",
@@ -80,5 +87,6 @@ __all__ = [
     "remove_reducer_hooks",
     "semantics_of",
     "use_as_world",
+    "waits_for_ranks",
     "world_group",
 ]

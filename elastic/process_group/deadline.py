@@ -6,6 +6,7 @@ returns. The process ends, and its agent starts another one, as after any crash.
 
 from __future__ import annotations
 
+import ctypes
 import faulthandler
 import os
 import threading
@@ -81,3 +82,11 @@ def end_process(reason: str, journal: EventSink | None = None) -> NoReturn:
         record(ElasticError(reason))
     finally:
         os._exit(STUCK_EXIT_CODE)
+
+
+def leak(group: object) -> None:
+    """Never run the group's destructor, not even at exit: it would join a stuck thread.
+
+    This leaks two threads and a few descriptors, until the group's timeout ends them.
+    """
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))

@@ -19,7 +19,6 @@ from contextlib import contextmanager
 import torch
 import torch.distributed as dist
 from torch.distributed import (  # type: ignore[attr-defined]
-    HashStore,
     PrefixStore,
     Store,
 )
@@ -30,14 +29,9 @@ from elastic.link import forks
 from elastic.process_group import patches
 from elastic.process_group.collectives import broadcast_json
 from elastic.process_group.communicators import CommunicatorAbort, abort_communicators
-from elastic.process_group.deadline import CallDeadline, end_process
+from elastic.process_group.deadline import CallDeadline, end_process, leak
 from elastic.process_group.nccl_environment import leave_errors_to_us, refuse_detail
-from elastic.process_group.pending import (
-    PendingWorks,
-    leak,
-    open_works,
-    pending_works,
-)
+from elastic.process_group.pending import PendingWorks, open_works, pending_works
 from elastic.process_group.semantics import has_streams, semantics_of
 from elastic.process_group.sockets import BuildWatch, Footprint, log_still_open
 from elastic.process_group.wait_phase import report_collectives
@@ -47,7 +41,7 @@ from elastic.telemetry.log import get_logger
 from elastic.tuning import timeouts
 from elastic.tuning.worker_intervals import BUILD_MIN_S, DRAIN_S
 from elastic.world.arrival import GroupSpec, OpenStore, first_line, meet, open_store
-from elastic.world.discovery import agree_on_nonce
+from elastic.world.discovery import agree_on_nonce, store_of_launcher
 from elastic.world.faults import GroupBuildFailed, Superseded, is_world_fault
 from elastic.world.world import World, fresh_nonce, world_from_environment
 
@@ -114,6 +108,11 @@ class ProcessGroup:
     def may_be_garbage(self) -> bool:
         """Whether results that the script reads may be invalid, as after an abort."""
         return self._works.may_be_garbage
+
+    @property
+    def store(self) -> Store:
+        """The store of the current world, the same on all of its ranks."""
+        return self._store.client if self._store is not None else torch_private.default_store()
 
     def sockets(self) -> tuple[int, ...]:
         """The descriptors of all sockets of the store and the group, including listening ones."""
@@ -289,7 +288,7 @@ class ProcessGroup:
             nonce = broadcast_json(fresh_nonce() if world.rank == 0 else None)
             return dataclasses.replace(world, nonce=world.nonce or str(nonce))
         timeout_s = timeouts.collective_of_environment(os.environ)
-        store = _store(world, timeout_s)
+        store = store_of_launcher(world, timeout_s)
         if not world.nonce:
             nonce = agree_on_nonce(store, world.rank, world.size, timeout_s=timeout_s)
             world = dataclasses.replace(world, nonce=nonce)
@@ -390,11 +389,3 @@ def warn_of_a_shared_store(env: Mapping[str, str]) -> None:
             "creates the process group), or use --rdzv-backend=etcd, or, for "
             "--rdzv-backend=c10d, set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1"
         )
-
-
-def _store(world: World, timeout_s: float) -> Store:
-    if not world.is_launched:
-        return HashStore()
-    timeout = datetime.timedelta(seconds=timeout_s)
-    store: Store = next(dist.rendezvous("env://", timeout=timeout))[0]  # type: ignore[attr-defined]
-    return store

@@ -25,7 +25,6 @@ the world are recorded here, and raised again at the end of the step.
 
 from __future__ import annotations
 
-import ctypes
 import datetime
 import functools
 import threading
@@ -39,6 +38,7 @@ from elastic import torch_private
 from elastic.clock import SYSTEM_CLOCK
 from elastic.process_group.semantics import HOST, Semantics, StreamEvent
 from elastic.process_group.wait_phase import (
+    LongWait,
     begin_host_wait,
     begin_stream_wait,
     begin_wait,
@@ -124,7 +124,7 @@ class PendingWorks:
         self._begun.remove(work)
 
     def _wait_in_slices(self, work: dist.Work) -> None:
-        has_ended = False
+        has_ended, long_wait = False, LongWait()
         while True:
             if self._is_aborted and not (has_ended or work.is_completed()):
                 self._note(aborted := GroupAborted(_TAKEN_DOWN))
@@ -137,6 +137,7 @@ class PendingWorks:
                     self._note(error)
                     raise
                 has_ended = work.is_completed()
+                long_wait.look()
 
     # -- collectives on a stream ----------------------------------------------------------------
 
@@ -176,10 +177,12 @@ class PendingWorks:
         self.raise_if_aborted()
 
     def _wait_until(self, is_done: Callable[[], bool]) -> None:
+        long_wait = LongWait()
         while True:
             self.raise_if_aborted()
             if is_done():
                 return
+            long_wait.look()
             SYSTEM_CLOCK.sleep(STREAM_SLICE_S)
 
     def _raise_error_of(self, work: dist.Work) -> None:
@@ -297,10 +300,10 @@ class PendingWorks:
             ended.set()
 
         self.start(work, done)
-        before = begin_host_wait(work)
+        before, long_wait = begin_host_wait(work), LongWait()
         try:
             while not ended.wait(WORKER_SLICE_S):
-                pass
+                long_wait.look()
         finally:
             end_wait(work, before)
         if errors:
@@ -388,11 +391,3 @@ def _error_of(future: Any) -> BaseException | None:
     except Exception as error:  # noqa: BLE001  passed on to the waiting thread
         return error.with_traceback(None)  # its frames hold the future, which holds the group
     return None
-
-
-def leak(group: object) -> None:
-    """Never run the group's destructor, not even at exit: it would join a stuck thread.
-
-    This leaks two threads and a few descriptors, until the group's timeout ends them.
-    """
-    ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))

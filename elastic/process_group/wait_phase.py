@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
 import torch.distributed as dist
 
 from elastic import torch_private
+from elastic.clock import SYSTEM_CLOCK
 from elastic.compiling import not_compiled
 from elastic.hangs.facts import COLLECTIVE, Flag, Phase
 from elastic.hangs.phases import on_host, phases
+from elastic.tuning.worker_intervals import LONG_WAIT_S
 
 _UNKNOWN_OPERATION = -1
 _SUBGROUPS = int(Flag.SUBGROUPS)  # flag enums are slow to combine, and every wait does it
@@ -64,6 +70,16 @@ def queued() -> None:
         phases.queued(torch_private.collectives_begun())
 
 
+@contextmanager
+def waits_for_ranks() -> Iterator[None]:
+    """The body waits for other ranks outside of any collective."""
+    before = begin_stream_wait()
+    try:
+        yield
+    finally:
+        end_stream_wait(before)
+
+
 def report_collectives() -> None:
     """Record how many collectives have begun, waited for or not. Thread-safe."""
     if phases.is_on:
@@ -73,3 +89,28 @@ def report_collectives() -> None:
 def describe_group(*, is_on_stream: bool) -> None:
     """Record whether the new group's collectives are queued on a stream."""
     phases.set_flag(Flag.ON_STREAM, is_on_stream)
+
+
+_in_long_waits: Callable[[], object] | None = None
+
+
+def call_in_long_waits(call: Callable[[], object]) -> None:
+    """Call this function while the main thread waits long for a collective, periodically, on that
+    thread: its errors end the wait."""
+    global _in_long_waits
+    _in_long_waits = call
+
+
+class LongWait:
+    """A wait for a collective that may take long."""
+
+    def __init__(self) -> None:
+        self._next_s = SYSTEM_CLOCK.monotonic() + LONG_WAIT_S
+
+    def look(self) -> None:
+        """Call the function if it is due. Called repeatedly in the wait."""
+        if (now_s := SYSTEM_CLOCK.monotonic()) < self._next_s:
+            return
+        self._next_s = now_s + LONG_WAIT_S
+        if _in_long_waits and threading.current_thread() is threading.main_thread():
+            _in_long_waits()

@@ -10,6 +10,7 @@ from elastic.training.listeners import Listeners
 from elastic.training.loop.callbacks import StepCallbacks
 from elastic.training.loop.scope import Scope
 from elastic.training.loop.step_loop import StepLoop
+from elastic.training.misuse.counted_epochs import refuse_range
 from elastic.training.recovery.bootstrap import Bootstrap
 from elastic.training.recovery.selection import Strategies
 from elastic.training.recovery.training_state import TrainingState
@@ -42,6 +43,7 @@ class Attempts:
         self._loop = loop
         self._callbacks = callbacks
         self._listeners = listeners
+        self._own_steps = 0  # begun by run.begin: the first two
         self._has_registered = False  # the function that retry calls registered an object
         self._has_outer_data = False  # a loader was registered before that function was called
         self._outside: JobState | None = None  # objects registered before that function was called
@@ -118,6 +120,9 @@ class Attempts:
             self.begin()
         self._bootstrap.enter_loop()
         progress = self._job.progress
+        if self._own_steps < 2:
+            self._own_steps += 1
+            refuse_range(self._own_steps, is_over_loader=False)
         info = OwnBatch(progress.epoch, progress.step, self._lifecycle.world.data_size)
         self._progress.script_has_run()
         step = self._loop.begin(None, (info, None), iter(()))

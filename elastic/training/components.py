@@ -28,6 +28,7 @@ from elastic.training.loop.commits import Commits
 from elastic.training.loop.loops import steps_left
 from elastic.training.loop.scope import Scope
 from elastic.training.loop.step_loop import StepLoop
+from elastic.training.misuse.early_leave import EarlyLeave
 from elastic.training.observers.defaults import default_writers
 from elastic.training.observers.metrics_log import MetricsLog
 from elastic.training.observers.profiling import ProfileRequest, StepProfiler
@@ -164,10 +165,22 @@ def assemble(
     lifecycle = Lifecycle(
         state.job, group, checkpoints, ledger, script.listeners, recorders.observers, replica
     )
+    early_leave = EarlyLeave(
+        state.job,
+        state.current,
+        lifecycle,
+        group,
+        worlds,
+        is_catching_up=lambda: state.progress.is_catching_up,
+    )
+    if worlds is not None:
+        worlds.on_heartbeat = early_leave.on_heartbeat
     restart = Restart(state, lifecycle, group, checkpoints, halt, worlds)
     in_process = None
     if worlds is not None:
-        in_process = InProcess(state, worlds, group, lifecycle, checkpoints, timer, recorders)
+        in_process = InProcess(
+            state, worlds, group, lifecycle, checkpoints, timer, recorders, early_leave
+        )
     strategies = Strategies(restart, in_process, group)
     bootstrap = Bootstrap(state, lifecycle, strategies)
     loop = StepLoop(
@@ -185,6 +198,7 @@ def assemble(
             worlds=worlds,
         ),
         commits=Commits(state, lifecycle, strategies, checkpoints, script.callbacks, recorders),
+        early_leave=early_leave,
         ledger=ledger,
     )
     attempts = Attempts(

@@ -92,8 +92,7 @@ class Run(BuildsInWorlds, ReducesStages, RunLogging):
 
     @property
     def is_main(self) -> bool:
-        """Whether this is rank 0. False before the first world. Raises the same errors as
-        :meth:`epochs`."""
+        """Whether this is rank 0; False before the first world. Raises as :meth:`epochs` does."""
         self._parts.attempts.enter_if_complete()
         lifecycle = self._parts.lifecycle
         return lifecycle.has_world and lifecycle.world.rank == 0
@@ -221,6 +220,7 @@ class Run(BuildsInWorlds, ReducesStages, RunLogging):
         process, the agent restarts it after a fault. Raises ConfigError if ``fn`` is no function.
         """
         arguments.function("run.retry", fn, hint="pass the function itself: run.retry(train)")
+        self._parts.loop.averages.call(fn, args, kwargs)
         for attempt in self.attempts():
             with attempt:
                 result = fn(*args, **kwargs)
@@ -276,6 +276,7 @@ class Run(BuildsInWorlds, ReducesStages, RunLogging):
         """
         arguments.function("run.after_step", callback, hint="it is called with the step")
         self._parts.script.callbacks.add(callback)
+        self._parts.loop.averages.add_callback(callback)
 
     def on_world(self, callback: Callable[[World], object]) -> None:
         """Call ``callback`` when a world's state is restored; immediately if that is the case.
@@ -286,10 +287,8 @@ class Run(BuildsInWorlds, ReducesStages, RunLogging):
         self._parts.script.listeners.on_world(callback)
 
     def on_main(self, callback: Callable[[], object]) -> None:
-        """Call ``callback`` when this rank becomes rank 0; immediately if it is.
-
-        Raises ConfigError if it is not a function.
-        """
+        """Call ``callback`` when this rank becomes rank 0; immediately if it is. Raises ConfigError
+        if it is not a function."""
         arguments.function("run.on_main", callback, hint="it is called without arguments")
         self._parts.script.listeners.on_main(callback)
 
@@ -305,6 +304,7 @@ class Run(BuildsInWorlds, ReducesStages, RunLogging):
         names = sorted(values)
         numbers = weighted(weight, [(name, values[name]) for name in names])
         self._parts.recovery.bootstrap.enter_world()
+        self._parts.loop.early_leave.settle()
         with self._parts.lifecycle.replica.whole():
             total, *sums = all_sum(numbers)
         means = [s / total if total else math.nan for s in sums]

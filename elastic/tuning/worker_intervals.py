@@ -112,6 +112,17 @@ GLOO_SLICE_MS = 20
 # Polling interval for a collective that is queued on a device: within 1/50 of a millisecond a
 # small collective ends.
 STREAM_SLICE_S = 20e-6
+# A rank that waits this long for a collective, and again after this, asks the world's store whether
+# another rank has left the loop: a request of 0.1 ms, in steps that take longer.
+LONG_WAIT_S = 0.5
+# A rank that has left a loop waits this long for the others to leave it, before it continues: some
+# may still evaluate in the same step.
+LEFT_ALONE_S = 30.0
+# It checks this often whether the world has ended.
+LEFT_SLICE_S = 0.2
+# Ranks that end because one has left the loop wait this long for each other: all learn it within
+# LONG_WAIT_S.
+VERDICT_KNOWN_S = 2.0
 # While a group is being built, its sockets appear one after the other: the new ones are shut down
 # this often.
 ABORT_AGAIN_S = 0.005

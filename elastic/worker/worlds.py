@@ -84,6 +84,7 @@ class Worlds:
         self._leaving_answer: bool | None = None
         self._client: ToAgent | None = None
         self.on_profile: Callable[[ProfileSteps], object] = lambda request: None
+        self.on_heartbeat: Callable[[], object] = lambda: None
         self._flights = FlightRecorder(self.send, clock)
         self._counts_events = False  # the agent has metrics
         self._meeting: ReplicaMeet | None = None  # where this worker's replica meets
@@ -317,6 +318,7 @@ class Worlds:
     # -- the link's thread --------------------------------------------------------------------
 
     def _heartbeat(self) -> Heartbeat:
+        self.on_heartbeat()
         if (times := step_windows.take()) is not None:
             self.send(StepReport(times=times))
         return self._position()

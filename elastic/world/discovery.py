@@ -14,12 +14,16 @@ of all its keys.
 
 from __future__ import annotations
 
+import datetime
 from typing import Protocol
+
+import torch.distributed as dist
+from torch.distributed import HashStore, Store  # type: ignore[attr-defined]
 
 from elastic.clock import SYSTEM_CLOCK, Clock
 from elastic.errors import JoinTimeout
 from elastic.tuning.worker_intervals import DISCOVERY_LOOK_S
-from elastic.world.world import fresh_nonce
+from elastic.world.world import World, fresh_nonce
 
 
 class RendezvousStore(Protocol):
@@ -28,6 +32,15 @@ class RendezvousStore(Protocol):
     def set(self, key: str, value: str, /) -> None: ...
     def get(self, key: str, /) -> bytes: ...
     def check(self, keys: list[str], /) -> bool: ...
+
+
+def store_of_launcher(world: World, timeout_s: float) -> Store:
+    """The store that the launcher's environment names; for a process without one, its own."""
+    if not world.is_launched:
+        return HashStore()
+    timeout = datetime.timedelta(seconds=timeout_s)
+    store: Store = next(dist.rendezvous("env://", timeout=timeout))[0]  # type: ignore[attr-defined]
+    return store
 
 
 def agree_on_nonce(

@@ -15,6 +15,7 @@ import pytest
 import torch
 from catalogue import Idiom, idioms
 from idiom_runs import SIZE, IdiomRuns, assert_same
+from test_early_leave import script_of as leaving_script
 from test_worst_places import BY_ITSELF, HEAD, LOOPS, STEP, TRAINED, script_of
 
 from elastic.testing.small_world.world import SmallWorld
@@ -227,3 +228,16 @@ def train():
     outcome = streams.world.run(script, tmp_path / "job", size=3, death=BY_ITSELF, is_replaced=True)
     outcome.assert_success(workers=3)
     assert [w.result["seen"].item() for w in outcome.survivors] == [0, 0, 0], outcome.describe()
+
+
+def test_a_rank_that_leaves_the_loop_is_named_while_others_wait_for_their_device(
+    streams: IdiomRuns, tmp_path: Path
+) -> None:
+    """They read gradients whose sum waits for that rank: the link's thread finds it."""
+    leaves = "return i == 5 and run.world.rank == 1"
+    script = leaving_script(tmp_path, "break, and a collective of the script", leaves)
+    outcome = streams.world.run(script, tmp_path / "ranks")
+    ended = [worker for worker in outcome.workers if worker.exit_code is not None]
+    assert ended, outcome.describe()
+    for worker in ended:
+        assert "rank 1 left the loop after step 5, while rank" in worker.error

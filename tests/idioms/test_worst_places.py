@@ -323,9 +323,11 @@ WARNED = {
     "range instead of run.epochs": (
         """
 def train():
-    for epoch in range(3):
+    for epoch in range(run.world.size):
         for inputs, targets in loader:
             STEP
+        if epoch == 2:
+            break
 """,
         "this is the second pass over the loader without run.epochs",
     ),

@@ -62,6 +62,7 @@ class Rank:
             cast(Any, None),
             cast(Any, None),
             cast(Any, SimpleNamespace(observers=None, journal=None)),
+            cast(Any, None),
         )
         monkeypatch.setattr(dist, "all_reduce", self._all_reduce)
         self.worlds.receive(message(1))

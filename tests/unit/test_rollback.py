@@ -82,6 +82,20 @@ def test_an_optimizer_update_is_kept_and_masked(script: Script) -> None:
     assert torch.equal(script.weights(), after)
 
 
+def test_a_step_with_several_updates_is_undone(script: Script) -> None:
+    """As in PPO: its rollout has been played with the weights before the first update."""
+    script.step = Step.past(1, 0, 1, 1)
+    script.update()
+    script.update()
+    script.commit()
+    before = script.weights()
+    script.step = Step.past(2, 0, 2, 1)
+    script.update()
+    done = script.rollback.restore(is_torn=False)
+    assert (done.is_torn, done.has_updates) == (False, False)
+    assert torch.equal(script.weights(), before)
+
+
 def test_a_change_outside_the_optimizer_is_torn_once_and_then_undone(
     script: Script,
 ) -> None:

@@ -37,6 +37,10 @@ def epochs(loop: StepLoop, count: int) -> Iterator[int]:
         while loop.epoch < count:
             yield loop.epoch
             loop.end_epoch()
+    except GeneratorExit:
+        if loop.epoch + 1 < count:
+            loop.early_leave.leave()
+        raise
     finally:
         loop.scope.owns_epochs, loop.scope.epochs = False, None
     loop.finish()
@@ -69,19 +73,23 @@ def steps(loop: StepLoop, loader: ElasticLoader) -> Generator[Step]:
         loop.scope.resumed_at = loader.position.step
     world = loop.lifecycle.world
     batches = loader.batches(world.data_rank, world.data_size, keeps_workers=True)
+    begun, number = 0, 0
     phases.enter(DATA)
     try:
         for first in batches:
+            begun, number = begun + 1, loop.step_number
             yield loop.begin(loader, first, batches)
             if loop.lifecycle.world is not world:
                 raise created_too_early()  # created by an attempt that has ended
+            if loader.position.step + 1 < len(loader):
+                loop.early_leave.begins(number + 1)
             loop.commit()
             phases.enter(DATA)
         phases.enter(SCRIPT)
         loop.leave_step()
     except GeneratorExit:
         phases.enter(SCRIPT)
-        loop.leave(world, loader)
+        loop.leave(world, loader, number, is_first=begun <= 1)
         raise
 
 

@@ -19,6 +19,9 @@ from elastic.training.loop.commits import Commits
 from elastic.training.loop.counted_rates import CountedRates
 from elastic.training.loop.reading_ahead import ReadingAhead
 from elastic.training.loop.scope import Scope
+from elastic.training.misuse.counted_epochs import refuse_range
+from elastic.training.misuse.early_leave import EarlyLeave
+from elastic.training.misuse.weight_averages import WeightAverages
 from elastic.training.recovery.bootstrap import Bootstrap
 from elastic.training.recovery.selection import Strategies
 from elastic.training.recovery.training_state import TrainingState
@@ -39,6 +42,7 @@ class StepLoop:
         bootstrap: Bootstrap,
         boundary: StepBoundary,
         commits: Commits,
+        early_leave: EarlyLeave,
         ledger: Ledger,
     ) -> None:
         self.current = state.current
@@ -51,6 +55,8 @@ class StepLoop:
         self._strategies = strategies
         self._boundary = boundary
         self._commits = commits
+        self.early_leave = early_leave
+        self.averages = WeightAverages(state.job)
         self._ledger = ledger
         self.reading_ahead = ReadingAhead()
         self._has_warned_of_counts = False
@@ -62,6 +68,11 @@ class StepLoop:
     def epoch(self) -> int:
         """The job's current epoch."""
         return self._job.progress.epoch
+
+    @property
+    def step_number(self) -> int:
+        """The number of the current step or, between two steps, of the next one."""
+        return self._job.progress.step
 
     def end_epoch(self) -> None:
         """Begin the next epoch, at the script's request."""
@@ -86,6 +97,8 @@ class StepLoop:
             loader.begin_epoch(self._job.progress.epoch)
             return
         self.scope.passes += 1
+        if self.scope.in_retry and self.scope.passes <= 2:
+            refuse_range(self.scope.passes)
         if self.scope.passes == 1 and self.scope.in_retry and not self._job.user:
             self._warn_of_counts()
         if self.scope.passes == 2 and self.scope.in_retry and not self._job.user:
@@ -116,8 +129,9 @@ class StepLoop:
                 step,
             )
 
-    def leave(self, world: World, loader: ElasticLoader) -> None:
-        """Handle a loop over the steps of ``loader`` that is left in the middle, for any reason.
+    def leave(self, world: World, loader: ElasticLoader, number: int, *, is_first: bool) -> None:
+        """Handle a loop over the steps of ``loader`` that is left in the middle, for any reason:
+        in step ``number``, which ``is_first`` of the loop.
 
         After `break` or `return` the current step counts if an optimizer has stepped; after a fault
         of the world it does not. :meth:`settle` distinguishes them; it is not possible here.
@@ -125,6 +139,10 @@ class StepLoop:
         if self.lifecycle.is_changing:
             return  # the frames of an interrupted attempt are cleared
         if self.lifecycle.has_world and world is self.lifecycle.world:
+            step = self.current.step
+            if step is not None and step.number == number:  # not that of a newer loop
+                is_last = loader.position.step + 1 == len(loader)
+                self.early_leave.leave_steps(is_first=is_first, is_last=is_last)
             self.current.leave(loader)
             if self._strategies.active.settles_left_loops:
                 self.current.last_left = self.current.step
@@ -138,6 +156,7 @@ class StepLoop:
 
         Raises a fault of the world again if the script has caught it in the loop.
         """
+        self.early_leave.settle()
         if self._ended is not None and self._ended is self.lifecycle.world:
             raise WorldChanged(
                 "the script caught the exception that ended this world",
@@ -176,6 +195,8 @@ class StepLoop:
         if self.current.step is not None:
             raise _second_step(self.current.step, loader)
         number, strategy = self._job.progress.step, self._strategies.active
+        self.early_leave.begins(number)
+        self.averages.step_begins()
         if self.current.accumulation.since is None:
             self.lifecycle.settle()  # work that the script queued since the last step
             self._commits.call_back_again()

@@ -17,6 +17,7 @@ from elastic.process_group import ProcessGroup, all_sum
 from elastic.training.checkpointing.manager import CheckpointManager, Peers, leaving_s
 from elastic.training.gradients.control_flags import StepFlags
 from elastic.training.lifecycle import Lifecycle
+from elastic.training.misuse.early_leave import EarlyLeave
 from elastic.training.observers.step_observers import Recorders
 from elastic.training.recovery.reconfiguration import Reconfiguration
 from elastic.training.recovery.step_timer import StepTimer
@@ -49,6 +50,7 @@ class InProcess:
         checkpoints: CheckpointManager,
         timer: StepTimer,
         recorders: Recorders,
+        early_leave: EarlyLeave,
     ) -> None:
         self._replica = lifecycle.replica
         self._job = state.job
@@ -61,6 +63,7 @@ class InProcess:
         self._timer = timer
         self._observers = recorders.observers
         self._journal = recorders.journal
+        self._early_leave = early_leave
         self._reconfiguration = Reconfiguration(
             state.job, state.progress, checkpoints, recorders.journal, group.device
         )
@@ -135,6 +138,7 @@ class InProcess:
 
     def recover(self, error: BaseException) -> None:
         """Leave the ended world, enter the next one, and restore the state of a commit."""
+        self._early_leave.raise_error()  # that is why it has ended
         began_s = SYSTEM_CLOCK.monotonic()
         self._replica.check_in()
         is_planned = isinstance(error, WorldChanged)
@@ -316,6 +320,7 @@ class InProcess:
         lifecycle = self._lifecycle
         is_with_others = lifecycle.has_world and lifecycle.world.size > 1
         if is_with_others and not self._progress.is_catching_up:
+            self._early_leave.end()
             with self._replica.whole():
                 all_sum([1.0])
         self._progress.retries += 1

@@ -203,7 +203,7 @@ class OptimizerWatch:
                     refuse_module(call, module, stale=stale)
         if self.rollback is not None and known.name is not None:
             self.rollback.before_update()
-            if step is not None and set(step.stepped) - {known.name}:
+            if step is not None and step.stepped:  # earlier data may depend on earlier weights
                 self.rollback.copy_weights(SEVERAL)
 
     def _after(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:

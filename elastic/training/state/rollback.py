@@ -28,7 +28,7 @@ from elastic.training.state.snapshot import NonParameterState, Snapshot, WholeOb
 OUTSIDE = "weights change outside of optimizer.step()"
 NESTED = "an optimizer steps inside another optimizer's step()"
 UNWRAPPED = "an optimizer updates parameters that are in no wrapped module"
-SEVERAL = "several optimizers step one after the other"
+SEVERAL = "a step makes several updates"
 PARTIAL = "an optimizer steps while another one accumulates gradients"
 
 

@@ -1,7 +1,7 @@
 """Stopping at a given step
 
 `run.state` holds the global step number, so the limit applies to the whole job and not to one
-attempt.
+attempt. Check it before the step: if a peer dies while ranks return, the function is called again.
 
 Group: The loop
 """
@@ -30,12 +30,12 @@ def train():
     run.state.setdefault("iteration", 0)
     for epoch in run.epochs(100):
         for inputs, targets in loader:
+            if run.state["iteration"] >= max_iters:
+                return
             optimizer.zero_grad()
             F.mse_loss(model(inputs), targets).backward()
             optimizer.step()
             run.state["iteration"] += 1
-            if run.state["iteration"] >= max_iters:
-                return
 
 
 run.retry(train)

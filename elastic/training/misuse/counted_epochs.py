@@ -1,0 +1,176 @@
+"""Refuses ``for epoch in range(n)`` around a loader, in the function of run.retry.
+
+After a death, the function is called again and counts from 0, but the loader resumes: the job
+trains too long. It is certain from the source if nothing in the loop's body can leave it early or
+skip an epoch, and if it makes more than one pass. Other counts are only warned of.
+"""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import sys
+from collections.abc import Iterable, Iterator
+from types import FrameType
+from typing import Any
+
+from elastic.errors import TrainingError
+from elastic.training.misuse.frames import frames_of_script
+
+_RANGES = ("range", "trange")
+_WAYS_OUT = (ast.Break, ast.Continue)
+_ENDS = (ast.Return, ast.Raise, ast.Yield, ast.YieldFrom)
+
+
+def refuse_range(passes: int, *, is_over_loader: bool = True) -> None:
+    """Raise TrainingError if a range counts the passes over loaders, or without one
+    (``is_over_loader=False``) the calls of run.begin. ``passes``: so far in this call of the
+    function, including the one that begins."""
+    found: list[tuple[FrameType, ast.For]] = []
+    is_innermost = True
+    for frame in frames_of_script(sys._getframe(1)):
+        if frame is None:  # the call of run.retry
+            break
+        tree, line = _tree(frame), frame.f_lineno
+        attempt = max((n.lineno for n in _attempts_around(tree, line)), default=0)
+        if any(_is_in_body(line, n) and n.lineno > attempt for n in _whiles(tree)):
+            return  # it may count in run.state
+        found += [
+            (frame, loop)
+            for loop in _ranges_around(tree, line, needs_loop=is_innermost and is_over_loader)
+            if loop.lineno > attempt
+        ]
+        is_innermost = False
+        if attempt:
+            break
+    else:
+        return  # not called again
+    for frame, loop in found:
+        count = _arguments(loop)[-1]
+        if passes > 1 or _value(count, frame) > 1 + _start(loop):
+            raise _refusal(loop, ast.unparse(count), is_over_loader=is_over_loader)
+
+
+def _whiles(tree: ast.AST) -> Iterator[ast.While]:
+    return (node for node in ast.walk(tree) if isinstance(node, ast.While))
+
+
+def _attempts_around(tree: ast.AST, line: int) -> Iterator[ast.For]:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.For) and _is_in_body(line, node):
+            called = node.iter.func if isinstance(node.iter, ast.Call) else None
+            if isinstance(called, ast.Attribute) and called.attr == "attempts":
+                yield node
+
+
+def _ranges_around(tree: ast.AST, line: int, *, needs_loop: bool) -> Iterator[ast.For]:
+    """Loops over ``range(n)`` around the line, without a way out. ``needs_loop``: the line must be
+    the head of another loop inside, or the range may count steps."""
+    for node in ast.walk(tree):
+        if not isinstance(node, ast.For) or not _is_in_body(line, node):
+            continue
+        if needs_loop and not any(_is_head(line, n) for n in ast.walk(node) if n is not node):
+            continue
+        if _is_constant_range(node.iter) and not _has_way_out(node.body):
+            yield node
+
+
+def _tree(frame: FrameType) -> ast.AST:
+    try:
+        lines, first = inspect.getsourcelines(frame.f_code)
+        source = "".join(lines)
+        is_indented = source[:1].isspace()
+        tree = ast.parse(f"if True:\n{source}" if is_indented else source)
+    except (OSError, SyntaxError, TypeError, ValueError):
+        return ast.Module(body=[], type_ignores=[])  # no source
+    ast.increment_lineno(tree, max(first, 1) - 1 - is_indented)
+    return tree
+
+
+def _is_in_body(line: int, loop: ast.For | ast.While) -> bool:
+    return loop.body[0].lineno <= line <= (loop.body[-1].end_lineno or line)
+
+
+def _is_head(line: int, node: ast.AST) -> bool:
+    is_loop = isinstance(node, ast.For) and _range_of(node.iter) is None
+    return is_loop and node.lineno <= line < node.body[0].lineno  # type: ignore[attr-defined]
+
+
+def _range_of(expression: ast.expr) -> ast.Call | None:
+    """The call of ``range``, possibly in a progress bar: ``tqdm(range(n))``."""
+    if not isinstance(expression, ast.Call) or not expression.args:
+        return None
+    if isinstance(expression.func, ast.Name) and expression.func.id in _RANGES:
+        return expression
+    return _range_of(expression.args[0]) if _is_named(expression.func, "tqdm") else None
+
+
+def _is_named(function: ast.expr, name: str) -> bool:
+    return name in (getattr(function, "id", ""), getattr(function, "attr", ""))
+
+
+def _is_constant_range(expression: ast.expr) -> bool:
+    """Whether it is ``range(n)``, or ``range(1, n)`` with a constant."""
+    call = _range_of(expression)
+    if call is None:
+        return False
+    first, *others = call.args
+    return not others or (len(others) == 1 and isinstance(first, ast.Constant))
+
+
+def _arguments(loop: ast.For) -> list[ast.expr]:
+    call = _range_of(loop.iter)
+    assert call is not None
+    return call.args
+
+
+def _start(loop: ast.For) -> int:
+    first, *others = _arguments(loop)
+    value = first.value if others and isinstance(first, ast.Constant) else 0
+    return value if isinstance(value, int) else 0
+
+
+def _has_way_out(parts: Iterable[ast.AST], *, is_inner: bool = False) -> bool:
+    """Whether these statements may leave the loop that they are in, or skip the rest of its body.
+    ``is_inner``: they are in an inner loop."""
+    for part in parts:
+        if isinstance(part, _ENDS) or (not is_inner and isinstance(part, _WAYS_OUT)):
+            return True
+        if isinstance(part, (ast.FunctionDef, ast.Lambda)):
+            continue
+        is_loop = isinstance(part, (ast.For, ast.While))
+        inner = part.body if is_loop else []  # type: ignore[attr-defined]
+        others = [node for node in ast.iter_child_nodes(part) if node not in inner]
+        if _has_way_out(inner, is_inner=True) or _has_way_out(others, is_inner=is_inner):
+            return True
+    return False
+
+
+def _value(expression: ast.expr, frame: FrameType) -> int:
+    """The value of a constant or a global variable; 0 if it is another expression."""
+    value: Any = None
+    if isinstance(expression, ast.Constant):
+        value = expression.value
+    elif isinstance(expression, ast.Name):
+        is_local = expression.id in frame.f_code.co_varnames
+        value = None if is_local else frame.f_globals.get(expression.id)
+    return value if isinstance(value, int) else 0
+
+
+def _refusal(loop: ast.For, count: str, *, is_over_loader: bool) -> TrainingError:
+    target, counted = ast.unparse(loop.target), ast.unparse(loop.iter)
+    what = "the loader" if is_over_loader else "run.begin()"
+    first = _start(loop)
+    hint = f"for {target} in run.epochs({count}):"
+    if first:
+        hint = f"for {target} in run.epochs({count} - {first}):    # from 0, not {first}"
+    if not is_over_loader:
+        hint = (
+            f'while run.state.setdefault("{target}", {_start(loop)}) < {count}:\n'
+            f'    … run.state["{target}"] += 1, before the last run.commit() of an iteration'
+        )
+    return TrainingError(
+        f"`for {target} in {counted}` around {what}: in the next world run.retry calls its "
+        f"function again, which would count from {_start(loop)} and train too long",
+        hint=hint,
+    )

@@ -1,0 +1,44 @@
+"""The script's frames, and their variables."""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections.abc import Iterator
+from os import sep
+from types import FrameType
+
+from elastic.training.misuse.ways_out import is_own
+
+_LIBRARIES = f"{sep}site-packages{sep}"
+
+
+def frames_of_script(frame: FrameType | None) -> Iterator[FrameType | None]:
+    """From the loop over the loader to the call of run.retry, which is None."""
+    has_begun = False
+    while frame is not None:
+        if not is_own(frame.f_code):
+            has_begun = True
+            yield frame
+        elif has_begun:
+            if frame.f_code.co_name == "retry":
+                yield None
+            return
+        frame = frame.f_back
+
+
+def variables(frame: FrameType) -> Iterator[dict[str, object]]:
+    """The variables of each frame of the script, and the global ones of its modules.
+
+    Local variables need Python 3.13. Before, reading them changes the dict that the script may have
+    got from ``locals()``, and keeps their objects alive, such as a loss.
+    """
+    modules: set[int] = set()
+    for one in frames_of_script(frame):
+        if one is None or _LIBRARIES in one.f_code.co_filename:
+            continue
+        if sys.version_info >= (3, 13) and one.f_code.co_flags & inspect.CO_OPTIMIZED:
+            yield dict(one.f_locals)
+        if id(one.f_globals) not in modules:
+            modules.add(id(one.f_globals))
+            yield one.f_globals

@@ -1,0 +1,261 @@
+"""Ranges that count the epochs of a function that is called again in each world."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterable, Iterator
+
+import pytest
+
+from elastic.errors import TrainingError
+from elastic.training.misuse import counted_epochs, frames, ways_out
+
+EPOCHS = 3
+passes = 0
+
+
+class Loader:
+    """Calls the check when a pass begins, as the loop over steps does."""
+
+    def __iter__(self) -> Iterator[int]:
+        global passes
+        passes += 1
+        counted_epochs.refuse_range(passes)
+        yield from range(4)
+
+
+loader = Loader()
+
+
+def two_loops() -> None:
+    for _epoch in range(3):
+        for _batch in loader:
+            pass
+
+
+def a_global_variable() -> None:
+    for _epoch in range(EPOCHS):
+        for _batch in loader:
+            pass
+
+
+def a_local_variable() -> None:
+    n = 3
+    for _epoch in range(n):
+        for _batch in loader:
+            pass
+
+
+def train_one_epoch() -> None:
+    for _batch in enumerate(loader):
+        pass
+
+
+def a_function() -> None:
+    for _epoch in range(3):
+        with contextlib.nullcontext():
+            train_one_epoch()
+
+
+class Trainer:
+    """A method, whose source is indented."""
+
+    def fit(self) -> None:
+        for _epoch in range(3):
+            train_one_epoch()
+
+
+def tqdm(iterable: Iterable[int], **options: object) -> Iterable[int]:
+    return iterable
+
+
+def with_a_progress_bar() -> None:
+    for _epoch in tqdm(range(3), desc="epochs"):
+        train_one_epoch()
+
+
+def with_inner_ways_out() -> None:
+    for _epoch in range(3):
+        for batch in loader:
+            if batch == 1:
+                continue
+            if batch == 2:
+                break
+
+
+@pytest.fixture(autouse=True)
+def is_called_by_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Take ``retry`` and the loader of this file for the package's."""
+    global passes
+    passes = 0
+    own = {retry.__code__, begin.__code__, Loader.__iter__.__code__}
+    original = ways_out.is_own
+    monkeypatch.setattr(frames, "is_own", lambda code: code in own or original(code))
+
+
+def retry(train: Callable[[], object]) -> None:
+    train()
+
+
+@pytest.mark.parametrize(
+    ("train", "at"),
+    [
+        (two_loops, 1),
+        (a_global_variable, 1),
+        (a_local_variable, 2),
+        (a_function, 1),
+        (Trainer().fit, 1),
+        (with_a_progress_bar, 1),
+        (with_inner_ways_out, 1),
+    ],
+)
+def test_a_range_of_epochs_is_refused(train: Callable[[], object], at: int) -> None:
+    with pytest.raises(TrainingError, match=r"would count from 0") as refused:
+        retry(train)
+    assert passes == at
+    assert refused.value.hint.startswith("for _epoch in run.epochs(")
+
+
+def begin() -> None:
+    """As run.begin does."""
+    global passes
+    passes += 1
+    counted_epochs.refuse_range(passes, is_over_loader=False)
+
+
+def updates_of_a_policy() -> None:
+    for _update in range(1, 7):
+        for _epoch in range(2):
+            begin()
+
+
+def test_a_range_of_own_steps_is_refused() -> None:
+    with pytest.raises(TrainingError, match=r"`for _\w+ in range\(.*\)` around run.begin"):
+        retry(updates_of_a_policy)
+    assert passes == 1
+
+
+def counted_from_one() -> None:
+    for _epoch in range(1, 4):
+        train_one_epoch()
+
+
+def test_a_range_from_one_is_replaced_by_epochs_from_zero() -> None:
+    with pytest.raises(TrainingError, match="would count from 1") as refused:
+        retry(counted_from_one)
+    assert refused.value.hint == "for _epoch in run.epochs(4 - 1):    # from 0, not 1"
+
+
+def updates_counted_elsewhere() -> None:
+    while passes < 8:
+        for _epoch in range(2):
+            begin()
+
+
+def test_a_range_within_a_while_loop_is_not_refused() -> None:
+    retry(updates_counted_elsewhere)
+
+
+def test_a_range_without_run_retry_is_not_refused() -> None:
+    updates_of_a_policy()
+
+
+def left_early() -> None:
+    for _epoch in range(3):
+        for _batch in loader:
+            pass
+        if passes == 3:
+            break
+
+
+def left_in_an_else() -> None:
+    for _epoch in range(3):
+        for batch in loader:
+            if batch == 3:
+                break
+        else:
+            break
+
+
+def left_by_return() -> None:
+    for _epoch in range(3):
+        for batch in loader:
+            if batch == 3:
+                return
+
+
+def with_a_start() -> None:
+    for _epoch in range(passes, 3):
+        for _batch in loader:
+            pass
+
+
+def skips_epochs() -> None:
+    for epoch in range(3):
+        if epoch < passes:
+            continue
+        train_one_epoch()
+
+
+def steps_of_an_epoch() -> None:
+    while passes < 2:
+        batches = iter(loader)
+        for _step in range(4):
+            next(batches)
+
+
+def a_single_epoch() -> None:
+    for _epoch in range(1):
+        for _batch in loader:
+            pass
+
+
+def a_range_behind_the_loader() -> None:
+    for _batch in loader:
+        for _ in range(2):
+            pass
+    for _batch in loader:
+        pass
+
+
+@pytest.mark.parametrize(
+    "train",
+    [
+        left_early,
+        left_in_an_else,
+        left_by_return,
+        with_a_start,
+        skips_epochs,
+        steps_of_an_epoch,
+        a_single_epoch,
+        a_range_behind_the_loader,
+    ],
+)
+def test_nothing_else_is_refused(train: Callable[[], object]) -> None:
+    retry(train)
+
+
+class Run:
+    def attempts(self) -> Iterator[int]:
+        yield 0
+
+
+def test_a_range_around_attempts_is_not_refused() -> None:
+    run = Run()
+    for _fold in range(2):
+        for _attempt in run.attempts():
+            for _batch in loader:
+                pass
+
+
+def test_a_range_within_attempts_is_refused() -> None:
+    run = Run()
+    with pytest.raises(TrainingError, match="would count from 0"):
+        for _attempt in run.attempts():
+            for _epoch in range(2):
+                train_one_epoch()
+
+
+def test_a_range_around_run_retry_is_not_refused() -> None:
+    for _fold in range(2):
+        retry(train_one_epoch)

@@ -1,0 +1,35 @@
+"""The variables that a check of the script reads."""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+
+from elastic.training.misuse.frames import variables
+
+of_the_module = object()
+
+
+def names_seen_from_below() -> set[str]:
+    return {name for found in variables(sys._getframe(1)) for name in found}
+
+
+def test_global_variables_are_found() -> None:
+    assert "of_the_module" in names_seen_from_below()
+
+
+@pytest.mark.skipif(sys.version_info < (3, 13), reason="reading them has side effects before")
+def test_local_variables_are_found_since_python_3_13() -> None:
+    average = object()
+    assert "average" in names_seen_from_below()
+    del average
+
+
+@pytest.mark.skipif(sys.version_info >= (3, 13), reason="locals() is a copy since then")
+def test_the_dict_of_locals_is_not_changed() -> None:
+    taken = locals()
+    later = object()
+    assert "later" not in names_seen_from_below()
+    assert "later" not in taken
+    del later

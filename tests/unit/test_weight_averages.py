@@ -1,0 +1,483 @@
+"""Untracked averages of the weights are found, and nothing else that resembles the weights."""
+
+from __future__ import annotations
+
+import copy
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from elastic.errors import TrainingError
+from elastic.telemetry.log import get_logger
+from elastic.training.gradients.wrap import ElasticDDP
+from elastic.training.misuse.weight_averages import WeightAverages
+from elastic.training.state.job_state import JobState
+
+Make = Callable[["Training"], Callable[[], object]]
+
+
+class Training:
+    """Trains a model by itself, and checks before each step."""
+
+    def __init__(self, *, lr: float = 1e-2, device: str = "cpu") -> None:
+        torch.manual_seed(0)
+        self.network = nn.Sequential(nn.Linear(4, 16), nn.Tanh(), nn.Linear(16, 1)).to(device)
+        self.optimizer = torch.optim.Adam(self.network.parameters(), lr=lr)
+        self.job = JobState(seed=0)
+        self.job.modules["model"] = ElasticDDP(self.network)
+        self.job.track("optimizer", self.optimizer)
+        self.averages = WeightAverages(self.job)
+        self.steps = 0
+
+    def run(self, update: Callable[[], object], steps: int = 20) -> None:
+        """``update``: the training function, called after each optimizer step."""
+        self.averages.call(update, (), {})
+        for _ in range(steps):
+            self.averages.step_begins()
+            self.steps += 1
+            x = torch.randn(8, 4)
+            self.optimizer.zero_grad()
+            (self.network(x) - x.sum(1, keepdim=True)).pow(2).mean().backward()
+            self.optimizer.step()
+            update()
+
+
+def names(training: Training) -> dict[str, torch.Tensor]:
+    return {name: p.data.clone() for name, p in training.network.named_parameters()}
+
+
+class Shadow:
+    """The classic class."""
+
+    def __init__(self, training: Training, decay: float) -> None:
+        self.training, self.decay = training, decay
+        self.shadow = names(training)
+
+    @torch.no_grad()
+    def update(self) -> None:
+        for name, p in self.training.network.named_parameters():
+            self.shadow[name] = self.decay * self.shadow[name] + (1 - self.decay) * p.data
+
+
+def classic(training: Training) -> Callable[[], object]:
+    ema = Shadow(training, 0.999)
+    return lambda: ema.update()
+
+
+def of_a_method(training: Training) -> Callable[[], object]:
+    return Shadow(training, 0.9999).update
+
+
+def in_place(training: Training) -> Callable[[], object]:
+    average = names(training)
+
+    def update() -> None:
+        for name, p in training.network.named_parameters():
+            average[name].lerp_(p.data, 0.1)
+
+    return update
+
+
+def list_of_tensors(training: Training) -> Callable[[], object]:
+    average = [p.detach().clone() for p in training.network.parameters()]
+
+    def update() -> None:
+        for a, p in zip(average, training.network.parameters(), strict=True):
+            a.mul_(0.99).add_(p.data, alpha=0.01)
+
+    return update
+
+
+def copied_state_dict(training: Training) -> Callable[[], object]:
+    average = copy.deepcopy(training.network.state_dict())
+
+    def update() -> None:
+        for name, value in training.network.state_dict().items():
+            average[name] = 0.9 * average[name] + 0.1 * value
+
+    return update
+
+
+def teacher(training: Training) -> Callable[[], object]:
+    teacher = copy.deepcopy(training.network).requires_grad_(False)
+
+    def update() -> None:
+        for t, p in zip(teacher.parameters(), training.network.parameters(), strict=True):
+            t.data.mul_(0.996).add_(p.data, alpha=0.004)
+
+    return update
+
+
+def of_a_part(training: Training) -> Callable[[], object]:
+    target = copy.deepcopy(training.network)
+    training.network = nn.Sequential(training.network, nn.Sequential(nn.Linear(1, 1)))
+    training.optimizer = torch.optim.Adam(training.network.parameters(), lr=1e-2)
+    training.job.modules["model"] = ElasticDDP(training.network)
+
+    def update() -> None:
+        for t, p in zip(target.parameters(), training.network[0].parameters(), strict=True):
+            t.data.mul_(0.99).add_(p.data, alpha=0.01)
+
+    return update
+
+
+def mean_of_all_steps(training: Training) -> Callable[[], object]:
+    average = names(training)
+
+    def update() -> None:
+        for name, p in training.network.named_parameters():
+            average[name] += (p.data - average[name]) / (training.steps + 1)
+
+    return update
+
+
+def every_fifth_step(training: Training) -> Callable[[], object]:
+    average = names(training)
+
+    def update() -> None:
+        if training.steps % 5 == 0:
+            for name, p in training.network.named_parameters():
+                average[name].lerp_(p.data, 0.1)
+
+    return update
+
+
+def created_in_the_first_step(training: Training) -> Callable[[], object]:
+    holder: dict[str, Any] = {}
+
+    def update() -> None:
+        average = holder.setdefault("average", names(training))
+        for name, p in training.network.named_parameters():
+            average[name].lerp_(p.data, 0.1)
+
+    return update
+
+
+AVERAGES: list[Make] = [
+    classic,
+    of_a_method,
+    in_place,
+    list_of_tensors,
+    copied_state_dict,
+    teacher,
+    of_a_part,
+    mean_of_all_steps,
+    every_fifth_step,
+    created_in_the_first_step,
+]
+
+
+@pytest.mark.parametrize("make", AVERAGES)
+def test_an_untracked_average_is_refused(make: Make) -> None:
+    training = Training()
+    update = make(training)
+    with pytest.raises(TrainingError, match="averages the weights, but is not tracked"):
+        training.run(update)
+    assert training.steps <= 12
+
+
+def test_a_slow_average_of_a_small_learning_rate_is_refused_in_the_first_steps() -> None:
+    training = Training(lr=1e-4)
+    with pytest.raises(TrainingError, match=r"run\.track\(ema=ema\)"):
+        training.run(classic(training))
+    assert training.steps <= 6
+
+
+def test_the_error_shows_the_methods_that_the_class_lacks() -> None:
+    training = Training()
+    with pytest.raises(TrainingError, match=r"ema\.shadow averages the weights") as refused:
+        training.run(classic(training))
+    assert 'return {"shadow": self.shadow}' in refused.value.hint
+    assert "in class Shadow" in refused.value.hint
+
+
+# What is not refused -------------------------------------------------------------------------
+
+
+def frozen_teacher(training: Training) -> Callable[[], object]:
+    teacher = copy.deepcopy(training.network)
+    return lambda: teacher(torch.zeros(1, 4))
+
+
+def initial_weights(training: Training) -> Callable[[], object]:
+    anchor = names(training)
+    return lambda: sum((anchor[n] - p).norm() for n, p in training.network.named_parameters())
+
+
+def previous_weights(training: Training) -> Callable[[], object]:
+    previous = names(training)
+
+    def update() -> None:
+        for name, p in training.network.named_parameters():
+            previous[name].copy_(p.data)
+
+    return update
+
+
+def weights_before_the_last_step(training: Training) -> Callable[[], object]:
+    history: deque[dict[str, torch.Tensor]] = deque(maxlen=4)
+    return lambda: history.append(names(training))
+
+
+def last_gradients(training: Training) -> Callable[[], object]:
+    gradients: dict[str, Any] = {}
+
+    def update() -> None:
+        for name, p in training.network.named_parameters():
+            assert p.grad is not None
+            gradients[name] = p.grad.clone()
+
+    return update
+
+
+def average_of_gradients(training: Training) -> Callable[[], object]:
+    velocity = [torch.zeros_like(p) for p in training.network.parameters()]
+
+    def update() -> None:
+        for v, p in zip(velocity, training.network.parameters(), strict=True):
+            assert p.grad is not None
+            v.mul_(0.9).add_(p.grad, alpha=0.1)
+
+    return update
+
+
+def weights_before_a_perturbation(training: Training) -> Callable[[], object]:
+    state: dict[Any, torch.Tensor] = {}
+
+    def update() -> None:
+        for p in training.network.parameters():
+            assert p.grad is not None
+            state[p] = p.data.clone()
+            p.data.add_(p.grad, alpha=0.01)
+            p.data.copy_(state[p])
+
+    return update
+
+
+def target_copied_now_and_then(training: Training) -> Callable[[], object]:
+    target = copy.deepcopy(training.network)
+
+    def update() -> None:
+        if training.steps % 3 == 0:
+            target.load_state_dict(training.network.state_dict())
+
+    return update
+
+
+def another_model(training: Training) -> Callable[[], object]:
+    other = copy.deepcopy(training.network)
+    optimizer = torch.optim.SGD(other.parameters(), lr=0.1)
+
+    def update() -> None:
+        optimizer.zero_grad()
+        x = torch.randn(8, 4)
+        (other(x) - x.sum(1, keepdim=True)).pow(2).mean().backward()
+        optimizer.step()
+
+    return update
+
+
+def activations(training: Training) -> Callable[[], object]:
+    cache = [torch.zeros(4, 16), torch.zeros(16), torch.zeros(16, 1), torch.zeros(1)]
+
+    def update() -> None:
+        x = torch.randn(4, 4)
+        cache[0] = training.network[0](x).detach()
+
+    return update
+
+
+def distances(training: Training) -> Callable[[], object]:
+    start, moved = names(training), names(training)
+
+    def update() -> None:
+        for name, p in training.network.named_parameters():
+            moved[name] = p.data - start[name]
+
+    return update
+
+
+def tracked_shadow(training: Training) -> Callable[[], object]:
+    class Tracked(Shadow):
+        def state_dict(self) -> dict[str, Any]:
+            return {"shadow": self.shadow}
+
+        def load_state_dict(self, state: dict[str, Any]) -> None:
+            self.shadow = state["shadow"]
+
+    ema = Tracked(training, 0.9)
+    alias = ema.shadow  # reachable on another way, too
+    training.job.track("ema", ema)
+    return lambda: (ema.update(), alias)
+
+
+def tracked_teacher(training: Training) -> Callable[[], object]:
+    update = teacher(training)
+    module = next(
+        cell.cell_contents
+        for cell in update.__closure__ or ()
+        if isinstance(cell.cell_contents, nn.Module)
+    )
+    training.job.track("teacher", module)
+    return update
+
+
+def average_in_the_state(training: Training) -> Callable[[], object]:
+    average = training.job.user["average"] = names(training)
+
+    def update() -> None:
+        for name, p in training.network.named_parameters():
+            average[name].lerp_(p.data, 0.1)
+
+    return update
+
+
+OTHERS: list[Make] = [
+    frozen_teacher,
+    initial_weights,
+    previous_weights,
+    weights_before_the_last_step,
+    last_gradients,
+    average_of_gradients,
+    weights_before_a_perturbation,
+    target_copied_now_and_then,
+    another_model,
+    activations,
+    distances,
+    tracked_shadow,
+    tracked_teacher,
+    average_in_the_state,
+]
+
+
+@pytest.mark.parametrize("make", OTHERS)
+def test_nothing_else_is_refused(make: Make) -> None:
+    training = Training()
+    training.run(make(training), steps=40)
+
+
+@pytest.mark.parametrize("make", [weights_before_the_last_step, another_model, distances])
+def test_weights_that_hardly_move_do_not_look_like_an_average(make: Make) -> None:
+    training = Training(lr=1e-4)
+    training.run(make(training), steps=40)
+
+
+class Proxy:
+    """An object that can hardly be read."""
+
+    def __getattribute__(self, name: str) -> Any:
+        raise RuntimeError(f"no {name} yet")
+
+
+def test_what_cannot_be_read_is_not_searched() -> None:
+    training = Training()
+    lazy, sparse, proxy = nn.LazyLinear(2), torch.eye(3).to_sparse(), Proxy()
+    training.run(lambda: (lazy, [sparse], proxy, None), steps=4)
+    assert training.steps == 4
+
+
+def test_steps_without_a_candidate_are_not_searched(monkeypatch: pytest.MonkeyPatch) -> None:
+    training = Training()
+    searched = []
+    observe = WeightAverages._observe
+
+    def counted(averages: WeightAverages) -> None:
+        searched.append(training.steps)
+        observe(averages)
+
+    monkeypatch.setattr(WeightAverages, "_observe", counted)
+    training.run(lambda: None, steps=200)
+    assert searched[:5] == [0, 1, 2, 3, 4]
+    assert len(searched) < 20
+
+
+# Buffers -------------------------------------------------------------------------------------
+
+
+class Centre(nn.Module):
+    """A loss with a running centre, like DINO's."""
+
+    centre: torch.Tensor
+
+    def __init__(self, *, persistent: bool = True) -> None:
+        super().__init__()
+        self.register_buffer("centre", torch.zeros(4), persistent=persistent)
+
+    def update(self) -> None:
+        self.centre = 0.9 * self.centre + 0.1 * torch.randn(4)
+
+
+@pytest.mark.parametrize(
+    ("is_tracked", "persistent", "warns"),
+    [(False, True, True), (True, True, False), (False, False, False)],
+)
+def test_a_buffer_of_an_untracked_loss_causes_a_warning(
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+    is_tracked: bool,
+    persistent: bool,
+    warns: bool,
+) -> None:
+    monkeypatch.setattr(get_logger(), "propagate", True)
+    training, loss = Training(), Centre(persistent=persistent)
+    if is_tracked:
+        training.job.track("loss", loss)
+    training.run(lambda: loss.update(), steps=6)
+    warnings = {record.getMessage() for record in caplog.records}
+    assert len(warnings) == warns
+    assert ("run.track(loss=loss)" in caplog.text) == warns
+
+
+def test_the_running_means_of_a_frozen_model_cause_no_warning(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(get_logger(), "propagate", True)
+    training, frozen = Training(), nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
+    training.run(lambda: frozen(torch.randn(8, 4)), steps=6)
+    assert "changes in every step" not in caplog.text
+
+
+# Counters ------------------------------------------------------------------------------------
+
+
+class Trainer:
+    """Counts its steps, and looks like a class of the script."""
+
+    def __init__(self) -> None:
+        self.global_step, self.epoch, self.seen = 0, 0, 0
+
+    def fit(self) -> None:
+        self.global_step += 1
+        self.seen += 8
+
+
+Trainer.__module__ = "__main__"
+
+
+def test_a_counter_of_steps_outside_of_the_state_causes_a_warning(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(get_logger(), "propagate", True)
+    training = Training()
+    training.run(Trainer().fit, steps=8)
+    warnings = {record.getMessage() for record in caplog.records}
+    assert len(warnings) == 1
+    assert "self.global_step counts steps" in warnings.pop()
+
+
+def test_a_counter_in_the_state_causes_no_warning(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(get_logger(), "propagate", True)
+    training = Training()
+    state = training.job.user
+
+    def update() -> None:
+        state["step"] = state.get("step", 0) + 1
+
+    training.run(update, steps=8)
+    assert "counts steps" not in caplog.text
