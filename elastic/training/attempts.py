@@ -122,7 +122,9 @@ class Attempts:
         progress = self._job.progress
         if self._own_steps < 2:
             self._own_steps += 1
-            refuse_range(self._own_steps, is_over_loader=False)
+            refuse_range(
+                self._own_steps, is_over_loader=False, has_own_state=self._job.has_own_state
+            )
         info = OwnBatch(progress.epoch, progress.step, self._lifecycle.world.data_size)
         self._progress.script_has_run()
         step = self._loop.begin(None, (info, None), iter(()))

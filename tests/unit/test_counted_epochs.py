@@ -12,6 +12,7 @@ from elastic.training.misuse import counted_epochs, frames, ways_out
 
 EPOCHS = 3
 passes = 0
+has_own_state = False
 
 
 class Loader:
@@ -20,7 +21,7 @@ class Loader:
     def __iter__(self) -> Iterator[int]:
         global passes
         passes += 1
-        counted_epochs.refuse_range(passes)
+        counted_epochs.refuse_range(passes, has_own_state=has_own_state)
         yield from range(4)
 
 
@@ -160,6 +161,11 @@ def test_a_range_without_run_retry_is_not_refused() -> None:
     updates_of_a_policy()
 
 
+def what_remains() -> None:
+    for _epoch in range(3 - min(passes, 1)):
+        train_one_epoch()
+
+
 def left_early() -> None:
     for _epoch in range(3):
         for _batch in loader:
@@ -221,6 +227,7 @@ def a_range_behind_the_loader() -> None:
 @pytest.mark.parametrize(
     "train",
     [
+        what_remains,
         left_early,
         left_in_an_else,
         left_by_return,
@@ -233,6 +240,13 @@ def a_range_behind_the_loader() -> None:
 )
 def test_nothing_else_is_refused(train: Callable[[], object]) -> None:
     retry(train)
+
+
+def test_a_count_that_may_depend_on_the_jobs_state_is_not_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setitem(globals(), "has_own_state", True)
+    retry(a_local_variable)
 
 
 class Run:

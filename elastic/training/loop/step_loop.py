@@ -98,7 +98,7 @@ class StepLoop:
             return
         self.scope.passes += 1
         if self.scope.in_retry and self.scope.passes <= 2:
-            refuse_range(self.scope.passes)
+            refuse_range(self.scope.passes, has_own_state=self._job.has_own_state)
         if self.scope.passes == 1 and self.scope.in_retry and not self._job.user:
             self._warn_of_counts()
         if self.scope.passes == 2 and self.scope.in_retry and not self._job.user:

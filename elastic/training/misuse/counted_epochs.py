@@ -22,10 +22,11 @@ _WAYS_OUT = (ast.Break, ast.Continue)
 _ENDS = (ast.Return, ast.Raise, ast.Yield, ast.YieldFrom)
 
 
-def refuse_range(passes: int, *, is_over_loader: bool = True) -> None:
+def refuse_range(passes: int, *, is_over_loader: bool = True, has_own_state: bool = False) -> None:
     """Raise TrainingError if a range counts the passes over loaders, or without one
     (``is_over_loader=False``) the calls of run.begin. ``passes``: so far in this call of the
-    function, including the one that begins."""
+    function, including the one that begins. ``has_own_state``: the script keeps values in the job's
+    state, from which it may compute how many epochs remain."""
     found: list[tuple[FrameType, ast.For]] = []
     is_innermost = True
     for frame in frames_of_script(sys._getframe(1)):
@@ -47,7 +48,8 @@ def refuse_range(passes: int, *, is_over_loader: bool = True) -> None:
         return  # not called again
     for frame, loop in found:
         count = _arguments(loop)[-1]
-        if passes > 1 or _value(count, frame) > 1 + _start(loop):
+        is_given = not has_own_state and isinstance(count, (ast.Name, ast.Attribute))
+        if (passes > 1 and is_given) or _value(count, frame) > 1 + _start(loop):
             raise _refusal(loop, ast.unparse(count), is_over_loader=is_over_loader)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
 from typing import Any
 
@@ -54,8 +54,8 @@ def reachable(roots: Iterable[Named], *, without: frozenset[int] = frozenset()) 
 
 
 def _inside(name: str, one: Any) -> Iterable[Named]:
-    if isinstance(one, Mapping):
-        return _of_mapping(name, one) if len(one) <= _ENTRIES else ()
+    if isinstance(one, dict):  # other mappings may read files: shelve, h5py
+        return _of_dict(name, one) if len(one) <= _ENTRIES else ()
     if isinstance(one, (list, tuple, deque)):
         return [(f"{name}[{i}]", o) for i, o in enumerate(one)] if len(one) <= _ENTRIES else ()
     if isinstance(one, FunctionType):
@@ -74,11 +74,11 @@ def _inside(name: str, one: Any) -> Iterable[Named]:
     return found
 
 
-def _of_mapping(name: str, mapping: Mapping[Any, Any]) -> list[Named]:
-    """A mapping named "" holds variables."""
+def _of_dict(name: str, entries: dict[Any, Any]) -> list[Named]:
+    """A dict named "" holds variables."""
     return [
         (f"{name}[{key!r}]" if name else str(key), value)
-        for key, value in list(mapping.items())
+        for key, value in list(entries.items())
         if isinstance(key, (str, int))
     ]
 

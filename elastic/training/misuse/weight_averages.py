@@ -169,7 +169,7 @@ def _tensors(one: object) -> dict[str, torch.Tensor]:
     """The floating-point tensors of a dict, a list or a module, by name."""
     if isinstance(one, nn.Module):
         named: dict[object, object] = {**dict(one.named_parameters())}
-    elif isinstance(one, Mapping):
+    elif isinstance(one, dict):
         named = dict(one)
     elif isinstance(one, (list, tuple)):
         named = dict(enumerate(one))

@@ -71,6 +71,16 @@ class JobState:
         """Objects tracked by the script, and built objects other than modules."""
         return self.tracked | (self.built.tracked if self.built is not None else {})
 
+    @property
+    def has_own_state(self) -> bool:
+        """Whether the script keeps values of its own: in ``run.state``, or in a tracked object of
+        another class than torch's."""
+        kinds = (nn.Module, torch.optim.Optimizer)
+        return bool(self.user) or any(
+            not isinstance(one, kinds) and type(one).__module__.partition(".")[0] != "torch"
+            for one in self.tracked.values()
+        )
+
     def track(self, name: str, tracked: Any) -> None:
         """Register an object under a unique name.
 
