@@ -15,6 +15,7 @@ from elastic.errors import ConfigError
 # Tensor, pipeline, context and expert parallelism: their ranks see the same samples.
 _SAME_SAMPLES = ("tp", "pp", "cp", "ep")
 STAGES = "pp"  # along it, ranks hold different stages of the model: other parameters
+EXPERTS = "ep"  # along it, ranks hold different experts, and all other parameters whole
 _KNOWN = "shard, dp*, tp, pp, cp, ep"
 
 
@@ -107,6 +108,12 @@ class ReplicaMesh:
     def data_dims(self) -> tuple[str, ...]:
         """The dimensions that split the batch and have more than one rank."""
         return tuple(name for name, size in self.dims if size > 1 and _splits_batch(name))
+
+    @property
+    def averaged_dims(self) -> tuple[str, ...]:
+        """The dimensions of more than one rank along which ranks have different samples, or
+        different parts of a sample: gradients are a mean over them."""
+        return tuple(name for name in self.split_dims if _splits_batch(name) or name == "cp")
 
     @property
     def split_dims(self) -> tuple[str, ...]:

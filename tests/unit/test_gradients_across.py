@@ -12,8 +12,9 @@ from twin_group import TwinGroup
 from elastic.errors import GroupAborted
 from elastic.mesh import ModelReplica
 from elastic.process_group import PendingWorks
-from elastic.training.gradients.across import AcrossReduction, WeightedReduceScatter
+from elastic.training.gradients.across import AcrossReduction
 from elastic.training.gradients.control_flags import COUNT, ControlFlags, StepFlags
+from elastic.training.gradients.fsdp_parts import PartReduction
 
 
 class BlockedWork(dist.Work):
@@ -58,7 +59,7 @@ def reduction_in(group: Any, flags: ControlFlags) -> AcrossReduction:
 def weight(reduction: AcrossReduction, size: int = 3) -> torch.Tensor:
     """A parameter whose gradients are reduced as FSDP's are."""
     made = torch.ones(size, requires_grad=True)
-    allocate = WeightedReduceScatter(reduction).allocate
+    allocate = PartReduction(reduction, 1.0).allocate
 
     def reduced(gradient: torch.Tensor) -> torch.Tensor:
         shard = allocate((size,), dtype=gradient.dtype, device=gradient.device)

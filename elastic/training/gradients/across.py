@@ -18,12 +18,10 @@ reduce-scatter, a rank's gradients are multiplied by the ratio of its share to a
 """
 
 # No `from __future__ import annotations`: as in reduction.py.
-import math
 import weakref
 from collections.abc import Callable, Sequence
 
 import torch
-import torch.distributed as dist
 
 from elastic.errors import GroupAborted, TrainingError
 from elastic.hangs.facts import SCRIPT
@@ -34,7 +32,6 @@ from elastic.torch_private import (
     call_after_backward,
     copy_each,
     current_backward,
-    reduce_scatter,
 )
 from elastic.training.gradients.control_flags import COUNT, Room
 from elastic.training.gradients.reduction import NEARLY, Reduction
@@ -87,18 +84,23 @@ class AcrossReduction(Reduction):
         """Same interface as for DDP; FSDP itself keeps gradients that are not reduced."""
         return self.is_done or self.holds_gradients()
 
-    def weigh_local(self, gradients: torch.Tensor) -> None:
+    def has_even_share(self, weight: float) -> bool:
+        """Whether this fraction of the global batch is the same on all ranks."""
+        parts = self._across.size * self._replica.mesh.data_size if self._across is not None else 1
+        return abs(weight * parts - 1.0) <= NEARLY
+
+    def weigh_local(self, gradients: torch.Tensor, scale: float = 1.0) -> None:
         """Multiply by the ratio of this rank's share to an even one, before the reduce-scatter."""
         if self._across is None:
             return
-        factor = self.weight * self._across.size * self._replica.mesh.data_size
+        factor = self.weight * self._across.size * self._replica.mesh.data_size * scale
         if factor == 0.0:
             gradients.zero_()  # × 0 would keep a NaN of the filler sample
         elif abs(factor - 1.0) > NEARLY:
             gradients.mul_(factor)
 
     def reduce(self, gradients: torch.Tensor) -> None:
-        """FSDP's hook: gradients of this rank's shards, averaged over the replica."""
+        """Gradients of this rank's shards, averaged over the replica. Called by FSDP's hook."""
         if self._across is None:
             return
         self._end_pass_later()
@@ -269,28 +271,3 @@ def _keep_until_summed(gradients: torch.Tensor) -> None:
     after the hook (``foreach_reduce``; for its own all-reduce it keeps one until an event)."""
     if gradients.is_cuda:
         gradients.record_stream(torch.cuda.current_stream(gradients.device))
-
-
-class WeightedReduceScatter:
-    """FSDP's reduce-scatter, of weighted gradients (``FSDPModule.set_custom_reduce_scatter``)."""
-
-    def __init__(self, reduction: AcrossReduction) -> None:
-        self._reduction = reduction
-
-    def allocate(
-        self, size: tuple[int, ...], *, dtype: torch.dtype, device: torch.device
-    ) -> torch.Tensor:
-        """Like FSDP's, with room for control flags after it."""
-        count = math.prod(size)
-        return torch.empty(count + COUNT, dtype=dtype, device=device)[:count].view(size)
-
-    def __call__(
-        self,
-        output_tensor: torch.Tensor,
-        input_tensor: torch.Tensor,
-        group: dist.ProcessGroup,
-        op: dist.ReduceOp.RedOpType,
-        async_op: bool = False,
-    ) -> dist.Work | None:
-        self._reduction.weigh_local(input_tensor)
-        return reduce_scatter(output_tensor, input_tensor, op=op, group=group, async_op=async_op)

@@ -66,6 +66,9 @@ class StageReduction(AcrossReduction):
         if self._across is not None:
             self.accumulates()
 
+    def reduce(self, gradients: torch.Tensor) -> None:
+        """Keep them: they are summed over the replicas when the script calls for it."""
+
     @property
     def fault(self) -> Exception | None:
         """The error of a sum over the replicas, until the ranks of this one have agreed on it."""
