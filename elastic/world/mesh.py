@@ -154,6 +154,12 @@ class ReplicaMesh:
         """The dimensions of more than one rank along which ranks hold the same stage."""
         return tuple(name for name in self.split_dims if name != STAGES)
 
+    @property
+    def same_part_dims(self) -> frozenset[str]:
+        """Those of them along which ranks see the same samples: they update parameters that are not
+        sharded over these each for itself."""
+        return frozenset(self.dims_of_stage) - {*self.averaged_dims}
+
     def data_position(self, position: int) -> int:
         """The index of the part that the rank at ``position`` in the replica processes.
 
