@@ -21,6 +21,7 @@ from elastic.hangs.phases import phases
 from elastic.mesh import ReplicaProcessGroup
 from elastic.training.gradients.across import AcrossReduction
 from elastic.training.gradients.coverage import check_coverage, exchanged_dims
+from elastic.training.gradients.fingerprints import GradientFingerprints, HeldParts
 from elastic.training.gradients.fsdp_parts import FSDPParts, PartReduction
 from elastic.training.gradients.reduction import NEARLY
 from elastic.training.gradients.sharding import sharded_over
@@ -44,6 +45,14 @@ class ShardedModule:
         self._wrapped = tuple(module.parameters())  # the sharded ones
         self._in_world_parameters: tuple[nn.Parameter, ...] = ()
         self._group = group
+        self._fingerprints = GradientFingerprints(
+            {
+                index: p
+                for index, p in enumerate(self._wrapped)
+                if mesh.same_part_dims - sharded_over(p, mesh)
+            },
+            len(self._wrapped),
+        )
         self._parts.check("run.wrap()")
         exchanged = [exchanged_dims(part, mesh) for part in self._fsdp]
         self._exchanges_samples = bool(set().union(*exchanged) & set(mesh.data_dims))
@@ -89,6 +98,7 @@ class ShardedModule:
         """Reduce over the replicas of the current world."""
         assert self._group.across is not None, "a world has groups"
         self.reduction.enter_across(self._group.across)
+        self._fingerprints.begin()
         self.in_world = True
         found = tuple(self.module.parameters())
         if list(map(id, found)) == list(map(id, self._wrapped)):
@@ -97,6 +107,7 @@ class ShardedModule:
     def leave_world(self) -> None:
         """Release everything that belongs to the world, and FSDP's state of an interrupted step."""
         self.reduction.leave()
+        self._fingerprints.end()
         self._in_world_parameters = ()
         if self.in_world:
             self.in_world = False
@@ -145,13 +156,19 @@ class ShardedModule:
         with torch.no_grad():
             return (*parameters, *(p.to_local() for p in parameters if is_dtensor(p)))
 
-    def first_holders(self) -> tuple[int, ...]:
-        """For each parameter, the first rank of the replica that holds the same part of it."""
+    def held_parts(self) -> HeldParts:
+        """This rank's parts of the parameters, and who else in the replica holds them."""
         replica = self._group.replica
-        return tuple(
+        firsts = [
             replica.mesh.first_holder(replica.position, sharded_over(p, replica.mesh))
             for p in self.all_parameters
-        )
+        ]
+        names = [name for name, _ in self.module.named_parameters()]
+        return HeldParts(names, firsts, self._fingerprints.taken)
+
+    def gradients_compared(self) -> None:
+        """Note that ranks with the same part of a parameter had the same gradient of it."""
+        self._fingerprints.compared()
 
     def frozen_indices(self) -> list[int]:
         """Which parameters are not trained, in order."""
