@@ -22,7 +22,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, ShardPlacementResult
 from torch.distributed.tensor import Shard
-from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module)
 from torch.utils.data import DataLoader, TensorDataset
 import elastic
 
@@ -33,6 +34,7 @@ MESHES = {
     "refusals": {"shard": 2, "tp": 2},
     "experts": {"ep": 4},
     "one rank": {"shard": 1},
+    "sequence": {"tp": 2},
 }
 
 kind = sys.argv[1]
@@ -46,7 +48,8 @@ loader = run.loader(DataLoader(dataset, batch_size=len(x)), global_batch=len(x))
 
 def whole():
     torch.manual_seed(5)
-    return nn.Sequential(nn.Linear(6, 4), nn.Linear(4, 1)).double()
+    norm = [nn.LayerNorm(4)] if kind == "sequence" else []
+    return nn.Sequential(nn.Linear(6, 4), *norm, nn.Linear(4, 1)).double()
 
 
 def sharded(mesh, **more):
@@ -95,18 +98,24 @@ elif kind == "refusals":
     model = sharded(run.mesh["shard"])
 elif kind == "one rank":
     model = sharded(run.mesh["shard"])
+elif kind == "sequence":  # each rank has half of the samples between the linear layers
+    parallelize_module(model, run.mesh["tp"], {
+        "0": ColwiseParallel(output_layouts=Shard(0)),
+        "1": SequenceParallel(sequence_dim=0),
+        "2": RowwiseParallel(input_layouts=Shard(0)),
+    })
 elif kind == "context":
     refused("cp is missing", lambda: sharded(run.mesh["shard"]))
     model = sharded(run.mesh["shard", "cp"]._flatten("shard_cp"))
 model = run.wrap(model)
-optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.05, foreach=False)
 run.track(optimizer=optimizer)
 
 
 def train():
     half = run.world.rank_in_replica % 2  # of each sample
     seen = torch.tensor([1.0 - half] * 3 + [float(half)] * 3).double()
-    if kind in ("refusals", "one rank"):
+    if kind in ("refusals", "one rank", "sequence"):
         seen = torch.ones(6).double()
     for _ in run.epochs(3):
         for inputs, targets in loader:
@@ -145,11 +154,13 @@ def text(tensor: torch.Tensor) -> str:
     return bytes(tensor.tolist()).decode()
 
 
-def trained_alone(x: torch.Tensor, *parts: torch.Tensor) -> dict[str, torch.Tensor]:
+def trained_alone(
+    x: torch.Tensor, *parts: torch.Tensor, norm: tuple[nn.Module, ...] = ()
+) -> dict[str, torch.Tensor]:
     """The reference: one process trains on all samples with the mean loss of these parts of each
     sample."""
     torch.manual_seed(5)
-    model = nn.Sequential(nn.Linear(6, 4), nn.Linear(4, 1)).double()
+    model = nn.Sequential(nn.Linear(6, 4), *norm, nn.Linear(4, 1)).double()
     targets = x.sin().sum(1, keepdim=True)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     for _ in range(3):
@@ -195,6 +206,18 @@ def test_an_unsharded_module_in_a_replica_trains_like_ddp(of_kind: OfKind) -> No
     outcome = of_kind("unsharded")
     outcome.assert_success(workers=4)
     expected = trained_on_both_halves()
+    for worker in outcome.workers:
+        for name, parameter in expected.items():
+            assert torch.allclose(worker.result[name], parameter, rtol=0, atol=1e-12), name
+
+
+def test_partial_gradients_of_sequence_parallelism_are_not_taken_for_different_ones(
+    of_kind: OfKind,
+) -> None:
+    """torch keeps a norm's gradient as a sum over the ranks, which the optimizer completes."""
+    outcome = of_kind("sequence")
+    outcome.assert_success(workers=4)
+    expected = trained_alone(samples(), torch.ones(6).double(), norm=(nn.LayerNorm(4),))
     for worker in outcome.workers:
         for name, parameter in expected.items():
             assert torch.allclose(worker.result[name], parameter, rtol=0, atol=1e-12), name

@@ -21,9 +21,11 @@ reduce-scatter, a rank's gradients are multiplied by the ratio of its share to a
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
+from checkpoints.tensors.dtensors import is_dtensor
 from elastic.errors import GroupAborted, TrainingError
 from elastic.hangs.facts import SCRIPT
 from elastic.hangs.phases import phases
@@ -172,23 +174,24 @@ class AcrossReduction(Reduction):
         for same in by_dtype.values():
             gradients = [_local_gradient(p) for p in same]
             is_used = [float(p.grad is not None and factor != 0.0) for p in same]
-            counts = torch.tensor(is_used, device="cpu")
+            counted = [*is_used, *(float(_is_elsewhere(p)) for p in same if is_dtensor(p))]
+            counts = torch.tensor(counted, device="cpu")
             if self._is_whole or self._across.size > 1:
-                counts = self._sum_bucket(gradients, is_used, factor)
+                counts = self._sum_bucket(gradients, counted, factor)
             if not all(is_used):
                 self._uncertain.append(UncertainGradients(same, gradients, counts))
         self._note_summed(parameters)
 
     def _sum_bucket(
-        self, gradients: Sequence[torch.Tensor], is_used: Sequence[float], factor: float
+        self, gradients: Sequence[torch.Tensor], counted: Sequence[float], factor: float
     ) -> torch.Tensor:
-        """Sum these gradients in place; returns the numbers of ranks that have them. On a stream,
-        both are only queued."""
+        """Sum these gradients in place, and return the sums of ``counted``. On a stream, both are
+        only queued."""
         assert self._across is not None
         flat = [gradient.reshape(-1) for gradient in gradients]
-        counts = flat[0].new_tensor(is_used)
+        counts = flat[0].new_tensor(counted)
         bucket = torch.cat([*flat, counts, flat[0].new_empty(COUNT)])[:-COUNT]
-        values, counts = bucket[: -len(is_used)], bucket[-len(is_used) :]
+        values, counts = bucket[: -len(counted)], bucket[-len(counted) :]
         values.zero_() if factor == 0.0 else values.mul_(factor)
         if self._is_whole:
             self._replica.all_reduce(bucket)
@@ -300,7 +303,7 @@ class AcrossReduction(Reduction):
             return [0.0] * len(self._split)
         counts: dict[int, float] = {}
         for each in self._uncertain:
-            counts |= zip(map(id, each.parameters), each.counts.tolist(), strict=True)
+            counts |= zip(map(id, each.parameters), each.users, strict=True)
         return [counts.get(id(parameter), 1.0) for parameter in self._split]
 
     def _settle_uncertain(self, in_replica: Mapping[int, float]) -> None:
@@ -330,7 +333,15 @@ class UncertainGradients:
 
     parameters: Sequence[torch.nn.Parameter]
     sums: Sequence[torch.Tensor]  # of this rank's parts
-    counts: torch.Tensor  # ranks with a gradient, by parameter, once the sum has ended
+    # Once the sum has ended: ranks with a gradient, by parameter; and by DTensor, those with one of
+    # other placements than the parameter's.
+    counts: torch.Tensor
+
+    @property
+    def users(self) -> list[float]:
+        """The numbers of ranks with a gradient."""
+        counted: list[float] = self.counts.abs().tolist()  # abs: of complex numbers, too
+        return counted[: len(self.parameters)]
 
     def settle(self, in_replica: Mapping[int, float]) -> None:
         """Create missing gradients, unless no rank has any from its samples.
@@ -338,13 +349,29 @@ class UncertainGradients:
         ``in_replica``: the counts of all parts, by parameter. An expert without tokens has zeros,
         like its rows in an unsharded model, if another one in the same weight has some.
         """
-        for parameter, total, count in zip(
-            self.parameters, self.sums, self.counts.tolist(), strict=True
-        ):
+        for parameter, total, count in zip(self.parameters, self.sums, self.users, strict=True):
             if not in_replica.get(id(parameter), count):
                 parameter.grad = None
             elif parameter.grad is None:
+                if self.counts[len(self.parameters) :].any():
+                    raise _other_placements()
                 parameter.grad = like(parameter, total)
+
+
+def _is_elsewhere(parameter: Any) -> bool:
+    """Whether a gradient has other placements than its parameter: the ranks' parts of a sum, of a
+    parameter that each holds whole (``SequenceParallel``)."""
+    gradient = parameter.grad
+    return gradient is not None and gradient.placements != parameter.placements
+
+
+def _other_placements() -> TrainingError:
+    return TrainingError(
+        "some replicas got a gradient that is a sum over ranks (placement Partial), and others got "
+        "none: without fully_shard, they cannot be summed",
+        hint="use every layer with SequenceParallel in each backward pass, or "
+        'fully_shard(model, mesh=run.mesh["shard"]) with elastic.join(mesh={"shard": 1, …})',
+    )
 
 
 def _gradient_dtype(parameter: torch.Tensor) -> torch.dtype:
