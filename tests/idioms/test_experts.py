@@ -38,8 +38,9 @@ class Layout:
 
 MASKED = Layout("masked", ("ep=2",), 2, 4)
 STARVED = Layout("exchanged same samples", ("ep=2",), 2, 4, batch=2)
-LOOP = Layout("loop", ("tp=2",), 2, 4, batch=3)
+LOOP = Layout("loop", ("tp=2",), 2, 4, batch=4)
 IN_SHARDS = Layout("masked distributed in parts", ("shard=2", "ep=2"), 4, 8)
+REST_EVERYWHERE = Layout("masked rest everywhere", ("shard=2", "ep=2"), 4, 8)
 WITH_TENSOR = Layout("masked", ("ep=2", "tp=2"), 4, 4)
 # Experts on the ranks that split the batch: their gradients are sums over several ranks' samples.
 ON_DATA = Layout("exchanged sgd even", ("dp_mod=2", "dp_ep=2"), 4, 8, batch=8)
@@ -49,6 +50,7 @@ LAYOUTS = {
     "experts without tokens": STARVED,
     "a loop over experts": LOOP,
     "with FSDP": IN_SHARDS,
+    "the rest over all ranks": REST_EVERYWHERE,
     "with tensor parallelism": WITH_TENSOR,
     "over a part of the batch's ranks": ON_DATA,
     "over all of the batch's ranks": ON_ALL_DATA,
@@ -128,7 +130,13 @@ def experts(runs: IdiomRuns, tmp_path_factory: pytest.TempPathFactory) -> Expert
     return ExpertRuns(runs.world, tmp_path_factory.mktemp("experts"))
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=[pytest.mark.soak] if layout is REST_EVERYWHERE else [])
+        for name, layout in LAYOUTS.items()
+    ],
+)
 def test_experts_train_like_the_whole_model(experts: ExpertRuns, name: str) -> None:
     layout = LAYOUTS[name]
     experts.assert_same(experts.undisturbed(layout), layout)

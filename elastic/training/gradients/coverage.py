@@ -25,8 +25,6 @@ experts
     or  nn.Parameter(distribute_tensor(whole, run.mesh["ep"], [Shard(0)]))   # before fully_shard
     and {name}.to_local() in forward (docs/how-to/sharded.md, "Expert parallelism")"""
 
-Spans = frozenset[str]
-
 
 def check_coverage(module: nn.Module, parts: Sequence[Any], mesh: ReplicaMesh) -> None:
     """Raise ConfigError unless every parameter is on the replica's mesh, and its gradients are
@@ -35,11 +33,7 @@ def check_coverage(module: nn.Module, parts: Sequence[Any], mesh: ReplicaMesh) -
     ``parts``: those that ``fully_shard`` was applied to.
     """
     parameters = dict(module.named_parameters())
-    by_fsdp = {
-        id(parameter): spans_of_part(part, mesh)
-        for part in parts
-        for parameter, _ in fsdp_originals(part)
-    }
+    managed = {id(parameter) for part in parts for parameter, _ in fsdp_originals(part)}
     is_split = bool(mesh.averaged_dims)
     if not parts and is_split and any(map(is_dtensor, parameters.values())):
         raise ConfigError(
@@ -51,7 +45,7 @@ def check_coverage(module: nn.Module, parts: Sequence[Any], mesh: ReplicaMesh) -
     for name, parameter in parameters.items():
         if is_dtensor(parameter):
             _check_parameter(name, parameter, mesh)
-            if parts and id(parameter) not in by_fsdp:
+            if parts and id(parameter) not in managed:
                 raise _not_in_fsdp(name, parameter, mesh)
         elif parts:
             raise ConfigError(
@@ -62,18 +56,14 @@ def check_coverage(module: nn.Module, parts: Sequence[Any], mesh: ReplicaMesh) -
     _check_experts(parameters, mesh)
 
 
-def spans_of_part(part: Any, mesh: ReplicaMesh) -> Spans:
-    """The dimensions of the replica over which ``fully_shard`` shards a part."""
-    rows = [ranks for found in fsdp_meshes(part) for ranks in ranks_along(found)]
-    return frozenset().union(*(mesh.dims_along(ranks) or () for ranks in rows))
-
-
 def exchanged_dims(part: Any, mesh: ReplicaMesh) -> tuple[str, ...]:
     """The dimensions that split samples and that FSDP does not average over: the parameters of
     this part are experts, which get tokens from all ranks along them."""
-    if not fsdp_meshes(part):  # all of its parameters are in parts of their own
+    meshes = fsdp_meshes(part)
+    if not meshes:  # all of its parameters are in parts of their own
         return ()
-    spans = spans_of_part(part, mesh)
+    along = [mesh.dims_along(ranks) for found in meshes for ranks in ranks_along(found)]
+    spans = {dim for dims in along for dim in dims or ()}
     return tuple(dim for dim in mesh.averaged_dims if dim not in spans)
 
 

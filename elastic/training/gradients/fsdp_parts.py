@@ -22,8 +22,9 @@ from elastic.training.gradients.across import AcrossReduction
 from elastic.training.gradients.control_flags import COUNT
 
 _SETTINGS = {
-    "set_gradient_divide_factor": "gradients are the mean over the global batch in every world; "
-    "multiply the loss instead",
+    "set_gradient_divide_factor": "gradients are the mean over the global batch in every world, "
+    "also those of experts that are sharded over a part of the ranks; remove the call, or multiply "
+    "the loss instead",
     "set_reduce_scatter_divide_factor": "gradients are the mean over the global batch in every "
     "world; multiply the loss instead",
     "set_all_reduce_hook": "gradients would bypass the reduction over the replicas; change them "

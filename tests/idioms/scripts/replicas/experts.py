@@ -252,6 +252,9 @@ if "whole batch" in way:
 elif "dp_mod" in mesh:
     fully_shard(experts, mesh=run.mesh["dp_mod"])
     fully_shard(model, mesh=run.mesh["dp_mod", "dp_ep"]._flatten("dp_all"))
+elif "rest everywhere" in way:
+    fully_shard(experts, mesh=run.mesh["shard"])
+    fully_shard(model, mesh=run.mesh["shard", "ep"]._flatten("all"))
 elif "shard" in mesh:
     if "in parts" in way:
         fully_shard(experts, mesh=run.mesh["shard"], shard_placement_fn=lambda p: Shard(1))
