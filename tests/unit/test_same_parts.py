@@ -99,9 +99,12 @@ def compared(
     return compare_same_parts({"model": weights}, {"model": parts}, world, 7)
 
 
-def shifted(of: dict[str, Any], index: int, weight: float, gradient: float) -> None:
-    of["weights"][index] = [value + weight for value in of["weights"][index]]
-    of["gradients"][index] = [value * (1 + gradient) for value in of["gradients"][index]]
+def shift(index: int, weight: float, gradient: float) -> Change:
+    def change(of: dict[str, Any]) -> None:
+        of["weights"][index] = [value + weight for value in of["weights"][index]]
+        of["gradients"][index] = [value * (1 + gradient) for value in of["gradients"][index]]
+
+    return change
 
 
 @pytest.mark.parametrize(
@@ -115,9 +118,7 @@ def shifted(of: dict[str, Any], index: int, weight: float, gradient: float) -> N
 def test_ranks_with_the_same_weights_pass(
     monkeypatch: pytest.MonkeyPatch, weight: float, gradient: float, *, is_same: bool
 ) -> None:
-    found = compared(
-        monkeypatch, lambda of: shifted(of, 0, weight, gradient), gradients=[torch.ones(9)] * 2
-    )
+    found = compared(monkeypatch, shift(0, weight, gradient), gradients=[torch.ones(9)] * 2)
     assert found is is_same
 
 
@@ -132,9 +133,7 @@ def test_ranks_that_differ_are_refused_by_the_name_of_the_parameter(
     monkeypatch: pytest.MonkeyPatch, weight: float, gradient: float, why: str
 ) -> None:
     with pytest.raises(TrainingError) as refused:
-        compared(
-            monkeypatch, lambda of: shifted(of, 1, weight, gradient), gradients=[torch.ones(9)] * 2
-        )
+        compared(monkeypatch, shift(1, weight, gradient), gradients=[torch.ones(9)] * 2)
     assert "rank 1 has different weights from rank 0 in model (parameter 1, 'layer1')" in str(
         refused.value
     )
@@ -144,8 +143,10 @@ def test_ranks_that_differ_are_refused_by_the_name_of_the_parameter(
 def test_gradients_that_are_nothing_but_rounding_are_not_compared(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The bias of the keys in attention has no gradient but rounding errors."""
-    gradients = [torch.ones(1000), torch.full((10,), 1e-3)]
-    assert compared(monkeypatch, lambda of: shifted(of, 1, 1e-5, 2.0), gradients=gradients)
+    """The bias of the keys in attention has no gradient but rounding errors; a few elements may be
+    sums that almost cancel out."""
+    gradients = [torch.ones(1000), torch.full((10,), 1e-3), torch.full((7,), 0.02)]
+    for index in (1, 2):
+        assert compared(monkeypatch, shift(index, 1e-5, 2.0), gradients=gradients)
     with pytest.raises(TrainingError):
-        compared(monkeypatch, lambda of: shifted(of, 0, 1e-5, 2.0), gradients=gradients)
+        compared(monkeypatch, shift(0, 1e-5, 2.0), gradients=gradients)

@@ -21,9 +21,10 @@ from elastic.world.world import World
 
 _ROUNDING = 1e-4  # relative to the largest weight: processors may round differently
 _UNEQUAL = 1e-6  # the same, for weights that were updated with different gradients
-_PARTIAL = 0.05  # of the norm: far more than rounding, also in bfloat16
-# Smaller gradients may be nothing but rounding (the bias of keys in attention has none).
+_PARTIAL = 0.1  # of the norm: far more than rounding, also in bfloat16
+# Smaller differences may be nothing but rounding: the bias of keys in attention has no gradient.
 _NOISE = 0.01  # of the root mean square of all gradients
+_FEWEST = 8  # elements; fewer may all be sums that almost cancel out
 
 Weights = Mapping[str, Sequence[torch.Tensor]]
 
@@ -85,7 +86,7 @@ def _relative_difference(own: Sequence[float], reference: Sequence[float]) -> fl
 
 
 def _noise(found: Any) -> float:
-    """The root mean square below which a gradient is not compared."""
+    """The root mean square below which a difference of gradients may be rounding."""
     taken = [(g[0], n) for g, n in zip(found["gradients"], found["sizes"], strict=True) if g]
     total = sum(size for _, size in taken)
     return _NOISE * math.sqrt(sum(norm**2 for norm, _ in taken) / total) if total else 0.0
@@ -94,9 +95,8 @@ def _noise(found: Any) -> float:
 def _is_partial(index: int, found: Any, reference: Any, noise: float) -> bool:
     """Whether two gradients differ by more than rounding."""
     one, other = found["gradients"][index], reference["gradients"][index]
-    norm = max((*one[:1], *other[:1]), default=0.0)
-    is_compared = norm > noise * math.sqrt(found["sizes"][index])
-    return is_compared and differ(one, other) > _PARTIAL * norm
+    size, norm = found["sizes"][index], max((*one[:1], *other[:1]), default=0.0)
+    return size >= _FEWEST and differ(one, other) > max(_PARTIAL * norm, noise * math.sqrt(size))
 
 
 def _error(
