@@ -132,6 +132,12 @@ def fsdp_originals(part: Any) -> list[tuple[torch.Tensor, object]]:
     ]
 
 
+def fsdp_meshes(part: Any) -> list[Any]:
+    """The DeviceMeshes over which a module of ``fully_shard`` is sharded; one, unless its
+    parameters have several."""
+    return [group.mesh_info.mesh for group in _fsdp_groups(part)]
+
+
 def _fsdp_groups(part: Any) -> list[Any]:
     return _groups_of(part._get_fsdp_state())
 

@@ -15,6 +15,7 @@ from elastic.errors import ConfigError
 # Tensor, pipeline, context and expert parallelism: their ranks see the same samples.
 _SAME_SAMPLES = ("tp", "pp", "cp", "ep")
 STAGES = "pp"  # along it, ranks hold different stages of the model: other parameters
+EXPERTS = "ep"  # along it, ranks hold different experts, and all other parameters whole
 _KNOWN = "shard, dp*, tp, pp, cp, ep"
 
 
@@ -109,6 +110,12 @@ class ReplicaMesh:
         return tuple(name for name, size in self.dims if size > 1 and _splits_batch(name))
 
     @property
+    def averaged_dims(self) -> tuple[str, ...]:
+        """The dimensions of more than one rank along which ranks have different samples, or
+        different parts of a sample: gradients are a mean over them."""
+        return tuple(name for name in self.split_dims if _splits_batch(name) or name == "cp")
+
+    @property
     def split_dims(self) -> tuple[str, ...]:
         """The dimensions that have more than one rank."""
         return tuple(name for name, size in self.dims if size > 1)
@@ -146,6 +153,12 @@ class ReplicaMesh:
     def dims_of_stage(self) -> tuple[str, ...]:
         """The dimensions of more than one rank along which ranks hold the same stage."""
         return tuple(name for name in self.split_dims if name != STAGES)
+
+    @property
+    def same_part_dims(self) -> frozenset[str]:
+        """Those of them along which ranks see the same samples: they update parameters that are not
+        sharded over these each for itself."""
+        return frozenset(self.dims_of_stage) - {*self.averaged_dims}
 
     def data_position(self, position: int) -> int:
         """The index of the part that the rank at ``position`` in the replica processes.

@@ -29,6 +29,8 @@ import torch.nn.functional as F
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
+from torch.distributed.tensor import Replicate
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 from torch.utils.data import DataLoader, TensorDataset
 import elastic
 
@@ -71,12 +73,15 @@ swapped = way == "swapped" and int(os.environ["RANK"]) // 2  # in the second rep
 own = nn.Sequential(*stages) if count == 1 else stages[place - swapped]
 if way.startswith("fsdp"):
     fully_shard(own, mesh=run.mesh["shard"])
+if way == "tensor parallel" and place == 0 and count > 1:  # the other stage has two whole ones
+    plan = {"embed": ColwiseParallel(output_layouts=Replicate())}
+    parallelize_module(own, run.mesh["tp"], plan)
 if way == "sharded over stages":
     fully_shard(own, mesh=pp)
 # The first stage may be two modules, the last one is always one.
 for module in own.children() if way == "several" and place == 0 and count > 1 else [own]:
     run.wrap(module)
-optimizer = torch.optim.AdamW(own.parameters(), lr=0.02)
+optimizer = torch.optim.AdamW(own.parameters(), lr=0.02, foreach=False)
 run.track(**{f"optimizer{place}" if way == "other names" else "optimizer": optimizer})
 if way == "scaled":
     run.track(scaler=torch.amp.GradScaler("cpu"))
@@ -123,11 +128,11 @@ def scheduled():
 
 def clip():
     # The norm of all stages, as with plain PyTorch.
-    norm = nn.utils.get_total_norm([p.grad for p in own.parameters()])
-    total = getattr(norm, "full_tensor", lambda: norm)().square()
+    gradients = [p.grad for p in own.parameters()]
+    total = sum(getattr(g, "full_tensor", lambda: g)().square().sum() for g in gradients)
     if count > 1:
         dist.all_reduce(total, group=pipe)
-    nn.utils.clip_grads_with_norm_(own.parameters(), 0.5, total.sqrt())
+    nn.utils.clip_grads_with_norm_(own.parameters(), 0.5, total.sqrt(), foreach=False)
 
 
 def train():
@@ -243,6 +248,7 @@ def stages(runs: IdiomRuns, tmp_path_factory: pytest.TempPathFactory) -> StageRu
         pytest.param("several", ["pp=2"], 4, 2, id="stages of one and of two modules"),
         pytest.param("fsdp schedule", ["pp=2", "shard=2"], 4, 4, id="a schedule of sharded stages"),
         pytest.param("by hand", ["pp=2", "shard=2"], 4, 4, id="stages held whole by two ranks"),
+        pytest.param("tensor parallel", ["pp=2", "tp=2"], 8, 4, id="a stage split over two ranks"),
         pytest.param("fsdp", ["shard=2", "pp=2"], 8, 4, id="stages sharded over two ranks"),
     ],
 )

@@ -22,7 +22,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, ShardPlacementResult
 from torch.distributed.tensor import Shard
-from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module)
 from torch.utils.data import DataLoader, TensorDataset
 import elastic
 
@@ -32,18 +33,23 @@ MESHES = {
     "tensor": {"shard": 2, "tp": 2},
     "refusals": {"shard": 2, "tp": 2},
     "experts": {"ep": 4},
+    "one rank": {"shard": 1},
+    "sequence": {"tp": 2},
 }
 
 kind = sys.argv[1]
 run = elastic.join(mesh=MESHES[kind])
 x = torch.randn(24, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+if kind == "one rank":
+    x = x[:22]  # four ranks have 6, 6, 5 and 5 samples
 dataset = TensorDataset(x, x.sin().sum(1, keepdim=True))
-loader = run.loader(DataLoader(dataset, batch_size=24), global_batch=24)
+loader = run.loader(DataLoader(dataset, batch_size=len(x)), global_batch=len(x))
 
 
 def whole():
     torch.manual_seed(5)
-    return nn.Sequential(nn.Linear(6, 4), nn.Linear(4, 1)).double()
+    norm = [nn.LayerNorm(4)] if kind == "sequence" else []
+    return nn.Sequential(nn.Linear(6, 4), *norm, nn.Linear(4, 1)).double()
 
 
 def sharded(mesh, **more):
@@ -90,18 +96,26 @@ elif kind == "refusals":
     refused("in part", in_part)
     refused("two meshes", in_two_meshes)
     model = sharded(run.mesh["shard"])
+elif kind == "one rank":
+    model = sharded(run.mesh["shard"])
+elif kind == "sequence":  # each rank has half of the samples between the linear layers
+    parallelize_module(model, run.mesh["tp"], {
+        "0": ColwiseParallel(output_layouts=Shard(0)),
+        "1": SequenceParallel(sequence_dim=0),
+        "2": RowwiseParallel(input_layouts=Shard(0)),
+    })
 elif kind == "context":
     refused("cp is missing", lambda: sharded(run.mesh["shard"]))
     model = sharded(run.mesh["shard", "cp"]._flatten("shard_cp"))
 model = run.wrap(model)
-optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.05, foreach=False)
 run.track(optimizer=optimizer)
 
 
 def train():
     half = run.world.rank_in_replica % 2  # of each sample
     seen = torch.tensor([1.0 - half] * 3 + [float(half)] * 3).double()
-    if kind == "refusals":
+    if kind in ("refusals", "one rank", "sequence"):
         seen = torch.ones(6).double()
     for _ in run.epochs(3):
         for inputs, targets in loader:
@@ -140,20 +154,40 @@ def text(tensor: torch.Tensor) -> str:
     return bytes(tensor.tolist()).decode()
 
 
-def trained_on_both_halves() -> dict[str, torch.Tensor]:
-    """The reference: one process trains on all samples with the mean loss."""
+def trained_alone(
+    x: torch.Tensor, *parts: torch.Tensor, norm: tuple[nn.Module, ...] = ()
+) -> dict[str, torch.Tensor]:
+    """The reference: one process trains on all samples with the mean loss of these parts of each
+    sample."""
     torch.manual_seed(5)
-    model = nn.Sequential(nn.Linear(6, 4), nn.Linear(4, 1)).double()
-    x = torch.randn(24, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    model = nn.Sequential(nn.Linear(6, 4), *norm, nn.Linear(4, 1)).double()
     targets = x.sin().sum(1, keepdim=True)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-    first = torch.tensor([1.0] * 3 + [0.0] * 3).double()
     for _ in range(3):
         optimizer.zero_grad()
-        halves = [F.mse_loss(model(x * seen), targets) for seen in (first, 1 - first)]
-        (sum(halves) / 2).backward()  # type: ignore[union-attr]
+        losses = [F.mse_loss(model(x * seen), targets) for seen in parts]
+        (sum(losses) / len(parts)).backward()  # type: ignore[union-attr]
         optimizer.step()
     return {name: parameter.detach() for name, parameter in model.named_parameters()}
+
+
+def samples() -> torch.Tensor:
+    return torch.randn(24, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+
+
+def trained_on_both_halves() -> dict[str, torch.Tensor]:
+    first = torch.tensor([1.0] * 3 + [0.0] * 3).double()
+    return trained_alone(samples(), first, 1 - first)
+
+
+def test_uneven_shares_are_weighted_in_replicas_of_one_rank(of_kind: OfKind) -> None:
+    """FSDP has no reduce-scatter there."""
+    outcome = of_kind("one rank")
+    outcome.assert_success(workers=4)
+    expected = trained_alone(samples()[:22], torch.ones(6).double())
+    for worker in outcome.workers:
+        for name, parameter in expected.items():
+            assert torch.allclose(worker.result[name], parameter, rtol=0, atol=1e-12), name
 
 
 def test_gradients_are_averaged_over_ranks_that_split_a_sample(of_kind: OfKind) -> None:
@@ -177,12 +211,27 @@ def test_an_unsharded_module_in_a_replica_trains_like_ddp(of_kind: OfKind) -> No
             assert torch.allclose(worker.result[name], parameter, rtol=0, atol=1e-12), name
 
 
+def test_partial_gradients_of_sequence_parallelism_are_not_taken_for_different_ones(
+    of_kind: OfKind,
+) -> None:
+    """torch keeps a norm's gradient as a sum over the ranks, which the optimizer completes."""
+    outcome = of_kind("sequence")
+    outcome.assert_success(workers=4)
+    expected = trained_alone(samples(), torch.ones(6).double(), norm=(nn.LayerNorm(4),))
+    for worker in outcome.workers:
+        for name, parameter in expected.items():
+            assert torch.allclose(worker.result[name], parameter, rtol=0, atol=1e-12), name
+
+
 def test_ranks_that_split_a_sample_along_tp_are_detected(of_kind: OfKind) -> None:
     ended = [w for w in of_kind("tensor").workers if w.exit_code is not None]
     assert ended
     for worker in ended:
         assert worker.exit_code == 1
-        assert "rank 1 has different weights from rank 0 in model (parameter 0)" in worker.error
+        assert (
+            "rank 1 has different weights from rank 0 in model (parameter 0, '0.weight')"
+            in worker.error
+        )
 
 
 def test_a_module_with_unreduced_gradients_is_rejected(of_kind: OfKind) -> None:
@@ -193,10 +242,10 @@ def test_a_module_with_unreduced_gradients_is_rejected(of_kind: OfKind) -> None:
         assert [name for name in REFUSED if REFUSED[name] not in reasons[name]] == [], reasons
 
 
-def test_ranks_with_different_experts_are_rejected(of_kind: OfKind) -> None:
+def test_experts_that_each_rank_creates_are_rejected(of_kind: OfKind) -> None:
     ended = [w for w in of_kind("experts").workers if w.exit_code is not None]  # others fail, too
     assert ended
     for worker in ended:
         assert worker.exit_code == 2
-        assert "elastic.join(mesh=…) with the dimension 'ep': its ranks hold" in worker.error
-        assert "dist.init_process_group()" in worker.log  # what to write instead
+        assert "with the dimension 'ep', of a module without a parameter that is" in worker.error
+        assert 'DTensor.from_local(own, run.mesh["ep"], [Shard(0)])' in worker.log

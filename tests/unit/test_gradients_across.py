@@ -9,11 +9,12 @@ import torch
 import torch.distributed as dist
 from twin_group import TwinGroup
 
-from elastic.errors import GroupAborted
+from elastic.errors import GroupAborted, TrainingError
 from elastic.mesh import ModelReplica
 from elastic.process_group import PendingWorks
-from elastic.training.gradients.across import AcrossReduction, WeightedReduceScatter
+from elastic.training.gradients.across import AcrossReduction, UncertainGradients
 from elastic.training.gradients.control_flags import COUNT, ControlFlags, StepFlags
+from elastic.training.gradients.fsdp_parts import PartReduction
 
 
 class BlockedWork(dist.Work):
@@ -58,7 +59,7 @@ def reduction_in(group: Any, flags: ControlFlags) -> AcrossReduction:
 def weight(reduction: AcrossReduction, size: int = 3) -> torch.Tensor:
     """A parameter whose gradients are reduced as FSDP's are."""
     made = torch.ones(size, requires_grad=True)
-    allocate = WeightedReduceScatter(reduction).allocate
+    allocate = PartReduction(reduction, 1.0).allocate
 
     def reduced(gradient: torch.Tensor) -> torch.Tensor:
         shard = allocate((size,), dtype=gradient.dtype, device=gradient.device)
@@ -108,3 +109,14 @@ def test_a_world_is_left_although_the_script_caught_the_exception() -> None:
     reduction = reduction_in(group, ControlFlags())
     with pytest.raises(GroupAborted):
         weight(reduction).sum().backward()  # type: ignore[no-untyped-call]
+
+
+def test_a_gradient_of_other_placements_is_not_created() -> None:
+    """Each rank has a part of a sum, which this rank does not know."""
+    parameter = torch.nn.Parameter(torch.zeros(2))
+    given = [parameter], [torch.ones(2)]
+    UncertainGradients(*given, torch.tensor([1.0, 0.0])).settle({})
+    assert parameter.grad is not None
+    parameter.grad = None
+    with pytest.raises(TrainingError, match="placement Partial"):
+        UncertainGradients(*given, torch.tensor([1.0, 1.0])).settle({})

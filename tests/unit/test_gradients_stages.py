@@ -50,6 +50,10 @@ class Rank:
         module(torch.ones(2, 3)).sum().backward()
 
 
+def gradient_of(parameter: nn.Parameter) -> list[float] | None:
+    return None if parameter.grad is None else parameter.grad.tolist()
+
+
 def test_passes_accumulate_until_they_are_summed_once() -> None:
     module = nn.Linear(3, 1)
     rank = Rank(module)
@@ -60,7 +64,7 @@ def test_passes_accumulate_until_they_are_summed_once() -> None:
     assert rank.reductions[0].has_new_gradients
     reduce_stages(rank.reductions)
     assert rank.may_step()
-    assert rank.group.sizes == [4 + COUNT]
+    assert rank.group.sizes == [4 + 2 + COUNT]  # and which of the two parameters have gradients
     assert module.weight.grad is not None
     assert module.weight.grad.tolist() == [[6.0, 6.0, 6.0]]  # 3 passes × 2 samples × 0.5 × 2
     rank.flags.require_one_step(0)
@@ -84,13 +88,17 @@ def test_without_gradients_nothing_is_summed() -> None:
     assert rank.group.sizes == []
 
 
-def test_a_module_with_missing_gradients_is_refused() -> None:
-    module = nn.Linear(3, 1)
-    rank = Rank(module)
-    rank.train(module)
-    module.bias.grad = None
-    with pytest.raises(TrainingError, match="1 parameters got no gradient"):
+def test_a_missing_gradient_is_created_if_the_other_replica_has_one() -> None:
+    for other in (1.0, 0.0):
+        module = nn.Linear(3, 1)
+        rank = Rank(module)
+        rank.train(module)
+        module.bias.grad = None
+        rank.group.others = torch.tensor([8.0, 8.0, 8.0, 5.0 * other, 1.0, other])
         reduce_stages(rank.reductions)
+        assert module.weight.grad is not None
+        assert module.weight.grad.tolist() == [[9.0, 9.0, 9.0]]
+        assert gradient_of(module.bias) == ([5.0] if other else None)
 
 
 def test_flags_are_sent_once_although_the_first_module_has_no_gradients() -> None:
@@ -99,20 +107,23 @@ def test_flags_are_sent_once_although_the_first_module_has_no_gradients() -> Non
     rank.begin(1, sent=StepFlags(save=True))
     rank.train(second, 1)
     reduce_stages(rank.reductions)
-    assert rank.group.sizes == [8, COUNT]
+    assert rank.group.sizes == [8 + 2, COUNT]
     assert rank.flags.received() == StepFlags(save=True)
     rank.flags.require_one_step(1)
     assert first.weight.grad is None
 
 
 def test_a_rank_without_samples_contributes_nothing() -> None:
+    """Neither a value nor that there is a gradient."""
     module = nn.Linear(3, 1)
     rank = Rank(module)
     rank.begin(0, weight=0.0)
     rank.train(module)
+    rank.group.others = torch.tensor([8.0, 8.0, 8.0, 0.0, 1.0, 0.0])
     reduce_stages(rank.reductions)
     assert module.weight.grad is not None
-    assert module.weight.grad.tolist() == [[0.0, 0.0, 0.0]]
+    assert module.weight.grad.tolist() == [[8.0, 8.0, 8.0]]
+    assert module.bias.grad is None
 
 
 def test_a_failure_is_raised_for_all_modules_at_the_end() -> None:

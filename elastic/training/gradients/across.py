@@ -18,13 +18,14 @@ reduce-scatter, a rank's gradients are multiplied by the ratio of its share to a
 """
 
 # No `from __future__ import annotations`: as in reduction.py.
-import math
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import torch
-import torch.distributed as dist
 
+from checkpoints.tensors.dtensors import is_dtensor
 from elastic.errors import GroupAborted, TrainingError
 from elastic.hangs.facts import SCRIPT
 from elastic.hangs.phases import phases
@@ -34,11 +35,10 @@ from elastic.torch_private import (
     call_after_backward,
     copy_each,
     current_backward,
-    reduce_scatter,
 )
 from elastic.training.gradients.control_flags import COUNT, Room
 from elastic.training.gradients.reduction import NEARLY, Reduction
-from elastic.training.gradients.sharding import local_value
+from elastic.training.gradients.sharding import like, local_value, sharded_over
 
 _LEFT = "the world has ended for a rank of this replica: this step's gradients are incomplete"
 
@@ -57,6 +57,8 @@ class AcrossReduction(Reduction):
         self._parameters: list[torch.nn.Parameter] = []  # of a module without FSDP
         self._is_whole = False  # every rank of the replica holds the entire module
         self._summed: list[weakref.ref[torch.Tensor]] = []  # gradients already summed
+        self._uncertain: list[UncertainGradients] = []  # until their sums have ended
+        self._split: list[torch.nn.Parameter] = []  # along dimensions with the same samples
         self.holds_gradients: Callable[[], bool] = lambda: False  # from unreduced passes
 
     def enter_across(self, across: OwnGroup) -> None:
@@ -67,11 +69,13 @@ class AcrossReduction(Reduction):
         """Release everything that belongs to the ended world."""
         super().leave()
         self._across = self._end = self._room = None
+        self._uncertain.clear()
 
     def begin(self, weight: float) -> None:
         """Begin a step in which this rank has the fraction ``weight`` of the global batch."""
         super().begin(weight)
         self._fault = self._end = self._pass = self._room = None
+        self._uncertain.clear()
 
     def forward_begins(self) -> None:
         """Note a forward pass of this step that expects a backward pass."""
@@ -87,18 +91,23 @@ class AcrossReduction(Reduction):
         """Same interface as for DDP; FSDP itself keeps gradients that are not reduced."""
         return self.is_done or self.holds_gradients()
 
-    def weigh_local(self, gradients: torch.Tensor) -> None:
+    def has_even_share(self, weight: float) -> bool:
+        """Whether this fraction of the global batch is the same on all ranks."""
+        parts = self._across.size * self._replica.mesh.data_size if self._across is not None else 1
+        return abs(weight * parts - 1.0) <= NEARLY
+
+    def weigh_local(self, gradients: torch.Tensor, scale: float = 1.0) -> None:
         """Multiply by the ratio of this rank's share to an even one, before the reduce-scatter."""
         if self._across is None:
             return
-        factor = self.weight * self._across.size * self._replica.mesh.data_size
+        factor = self.weight * self._across.size * self._replica.mesh.data_size * scale
         if factor == 0.0:
             gradients.zero_()  # × 0 would keep a NaN of the filler sample
         elif abs(factor - 1.0) > NEARLY:
             gradients.mul_(factor)
 
     def reduce(self, gradients: torch.Tensor) -> None:
-        """FSDP's hook: gradients of this rank's shards, averaged over the replica."""
+        """Gradients of this rank's shards, averaged over the replica. Called by FSDP's hook."""
         if self._across is None:
             return
         self._end_pass_later()
@@ -117,64 +126,83 @@ class AcrossReduction(Reduction):
         """
         self._is_whole = is_whole
         self._parameters = [p for p in parameters if p.requires_grad]
+        self._note_split(self._parameters)
         for parameter in self._parameters:
             parameter.register_post_accumulate_grad_hook(self._accumulated)  # type: ignore[no-untyped-call]
 
+    def _note_split(self, parameters: Iterable[torch.nn.Parameter]) -> None:
+        """Note the parameters of which ranks with the same samples hold different parts."""
+        mesh = self._replica.mesh
+        self._split = [p for p in parameters if mesh.same_part_dims & sharded_over(p, mesh)]
+
     def _accumulated(self, parameter: torch.Tensor) -> None:
-        if self._across is None:
-            return
-        if any(parameter.grad is known() for known in self._summed):
+        if self._across is not None:
+            self._end_pass_later()
+
+    def _refuse_second_pass(self) -> None:
+        summed = {id(known()) for known in self._summed} - {id(None)}
+        if summed & {id(p.grad) for p in self._parameters}:
             raise TrainingError(
                 "a second backward pass adds to gradients already summed over the replicas: "
                 "without fully_shard they are reduced once per step",
                 hint="call optimizer.zero_grad() before each backward pass; for several passes per "
                 'step use fully_shard(model, mesh=run.mesh["shard"])',
             )
-        self._end_pass_later()
 
     def _sum_all(self) -> None:
         """Sum the gradients of a module without FSDP."""
-        gradients = self._gradients_of(self._parameters)
+        self._refuse_second_pass()
         mesh = self._replica.mesh
         copies = mesh.size // mesh.data_size if self._is_whole else 1  # ranks with the same samples
-        self._sum_in_buckets(gradients, 0.0 if self.weight == 0.0 else self.weight / copies)
+        factor = 0.0 if self.weight == 0.0 else self.weight / copies
+        self._sum_in_buckets(self._parameters, factor)
 
-    def _gradients_of(self, parameters: Sequence[torch.nn.Parameter]) -> list[torch.Tensor]:
-        """The gradients of all these parameters, which are now summed."""
-        gradients = [p.grad for p in parameters if p.grad is not None]
-        if lacking := len(parameters) - len(gradients):
-            raise TrainingError(
-                f"{lacking} parameters got no gradient in a backward pass, but all replicas sum "
-                "the gradients of all of them",
-                hint="call parameter.requires_grad_(False) before run.wrap for untrained ones",
-            )
-        self._summed = [weakref.ref(gradient) for gradient in gradients]
-        return gradients
-
-    def _sum_in_buckets(self, gradients: Sequence[torch.Tensor], factor: float) -> None:
+    def _sum_in_buckets(self, parameters: Sequence[torch.nn.Parameter], factor: float) -> None:
         """Multiply by ``factor``, then sum over the replicas, and before that within this one if
-        its ranks hold the entire module: one bucket per dtype."""
+        its ranks hold the entire module: one bucket per dtype.
+
+        A parameter without a gradient counts as zeros (an expert without tokens). Each bucket has
+        the number of ranks with a gradient, by parameter.
+        """
         assert self._across is not None
-        local: dict[torch.dtype, list[torch.Tensor]] = {}
-        for gradient in gradients:
-            shard = local_value(gradient.detach())
-            local.setdefault(shard.dtype, []).append(shard)
+        by_dtype: dict[torch.dtype, list[torch.nn.Parameter]] = {}
+        for parameter in parameters:
+            by_dtype.setdefault(_gradient_dtype(parameter), []).append(parameter)
         self.reduced()
-        is_alone = self._across.size == 1
-        if is_alone:
+        if self._across.size == 1:
             self._write_flags()
-            if not self._is_whole:
-                return
-        for shards in local.values():
-            flat = [shard.reshape(-1) for shard in shards]
-            bucket = torch.cat([*flat, flat[0].new_empty(COUNT)])[:-COUNT]
-            bucket.zero_() if factor == 0.0 else bucket.mul_(factor)
-            if self._is_whole:
-                self._replica.all_reduce(bucket)
-            if self._fault is None and not is_alone:
-                self._sum(bucket)
-            parts = torch.split(bucket, [shard.numel() for shard in shards])
-            copy_each(shards, [p.view_as(s) for p, s in zip(parts, shards, strict=True)])
+        for same in by_dtype.values():
+            gradients = [_local_gradient(p) for p in same]
+            is_used = [float(p.grad is not None and factor != 0.0) for p in same]
+            counted = [*is_used, *(float(_is_elsewhere(p)) for p in same if is_dtensor(p))]
+            counts = torch.tensor(counted, device="cpu")
+            if self._is_whole or self._across.size > 1:
+                counts = self._sum_bucket(gradients, counted, factor)
+            if not all(is_used):
+                self._uncertain.append(UncertainGradients(same, gradients, counts))
+        self._note_summed(parameters)
+
+    def _sum_bucket(
+        self, gradients: Sequence[torch.Tensor], counted: Sequence[float], factor: float
+    ) -> torch.Tensor:
+        """Sum these gradients in place, and return the sums of ``counted``. On a stream, both are
+        only queued."""
+        assert self._across is not None
+        flat = [gradient.reshape(-1) for gradient in gradients]
+        counts = flat[0].new_tensor(counted)
+        bucket = torch.cat([*flat, counts, flat[0].new_empty(COUNT)])[:-COUNT]
+        values, counts = bucket[: -len(counted)], bucket[-len(counted) :]
+        values.zero_() if factor == 0.0 else values.mul_(factor)
+        if self._is_whole:
+            self._replica.all_reduce(bucket)
+        if self._fault is None and self._across.size > 1:
+            self._sum(bucket)
+        parts = torch.split(values, [gradient.numel() for gradient in gradients])
+        copy_each(gradients, [p.view_as(g) for p, g in zip(parts, gradients, strict=True)])
+        return counts
+
+    def _note_summed(self, parameters: Sequence[torch.nn.Parameter]) -> None:
+        self._summed = [weakref.ref(p.grad) for p in parameters if p.grad is not None]
 
     def _sum(self, gradients: torch.Tensor) -> None:
         """Sum over the replicas, in place. On a stream the sum is only queued: :meth:`_settle`
@@ -242,8 +270,12 @@ class AcrossReduction(Reduction):
             each._finish_sums()
         is_over = any(each._fault is not None or each._has_failed for each in reductions)
         end = self._end.tolist() if self._end is not None else [0.0] * COUNT
+        used = [count for each in reductions for count in each._used()]
         try:
-            faults, *flags = self._replica.sum_and_ask([float(is_over), *end])
+            begin, length = self._room_for(len(used))
+            around = [0.0] * begin, [0.0] * (length - begin - len(used))
+            values = [float(is_over), *end, *around[0], *used, *around[1]]
+            faults, *summed = self._replica.sum_and_ask(values)
             if faults:
                 own = [each._fault for each in reductions if each._fault is not None]
                 raise own[0] if own else GroupAborted(_LEFT)
@@ -252,10 +284,33 @@ class AcrossReduction(Reduction):
                 each.failure = error.with_traceback(None)
             raise
         if self._end is not None:
-            self._end.copy_(torch.tensor(flags, device="cpu"))
+            self._end.copy_(torch.tensor(summed[:COUNT], device="cpu"))
+        counts = iter(summed[COUNT + begin :])
         for each in reductions:
             each._end = each._pass = None
+            each._settle_uncertain({id(parameter): next(counts) for parameter in each._split})
         phases.enter(SCRIPT)
+
+    def _room_for(self, count: int) -> tuple[int, int]:
+        """Where this rank's ``count`` values begin among those that the replica sums, and the
+        number of all."""
+        return 0, count
+
+    def _used(self) -> list[float]:
+        """For each parameter of which other ranks of the replica hold other parts, the number of
+        replicas with a gradient of this one, or 1."""
+        if self._fault is not None:
+            return [0.0] * len(self._split)
+        counts: dict[int, float] = {}
+        for each in self._uncertain:
+            counts |= zip(map(id, each.parameters), each.users, strict=True)
+        return [counts.get(id(parameter), 1.0) for parameter in self._split]
+
+    def _settle_uncertain(self, in_replica: Mapping[int, float]) -> None:
+        for each in self._uncertain:
+            each.settle(in_replica)
+            self._summed += [weakref.ref(p.grad) for p in each.parameters if p.grad is not None]
+        self._uncertain.clear()
 
     @property
     def _has_failed(self) -> bool:
@@ -271,26 +326,60 @@ def _keep_until_summed(gradients: torch.Tensor) -> None:
         gradients.record_stream(torch.cuda.current_stream(gradients.device))
 
 
-class WeightedReduceScatter:
-    """FSDP's reduce-scatter, of weighted gradients (``FSDPModule.set_custom_reduce_scatter``)."""
+@dataclass(frozen=True)
+class UncertainGradients:
+    """Gradients of a bucket of which this rank lacks some, or all: it does not know yet whether
+    others have them."""
 
-    def __init__(self, reduction: AcrossReduction) -> None:
-        self._reduction = reduction
+    parameters: Sequence[torch.nn.Parameter]
+    sums: Sequence[torch.Tensor]  # of this rank's parts
+    # Once the sum has ended: ranks with a gradient, by parameter; and by DTensor, those with one of
+    # other placements than the parameter's.
+    counts: torch.Tensor
 
-    def allocate(
-        self, size: tuple[int, ...], *, dtype: torch.dtype, device: torch.device
-    ) -> torch.Tensor:
-        """Like FSDP's, with room for control flags after it."""
-        count = math.prod(size)
-        return torch.empty(count + COUNT, dtype=dtype, device=device)[:count].view(size)
+    @property
+    def users(self) -> list[float]:
+        """The numbers of ranks with a gradient."""
+        counted: list[float] = self.counts.abs().tolist()  # abs: of complex numbers, too
+        return counted[: len(self.parameters)]
 
-    def __call__(
-        self,
-        output_tensor: torch.Tensor,
-        input_tensor: torch.Tensor,
-        group: dist.ProcessGroup,
-        op: dist.ReduceOp.RedOpType,
-        async_op: bool = False,
-    ) -> dist.Work | None:
-        self._reduction.weigh_local(input_tensor)
-        return reduce_scatter(output_tensor, input_tensor, op=op, group=group, async_op=async_op)
+    def settle(self, in_replica: Mapping[int, float]) -> None:
+        """Create missing gradients, unless no rank has any from its samples.
+
+        ``in_replica``: the counts of all parts, by parameter. An expert without tokens has zeros,
+        like its rows in an unsharded model, if another one in the same weight has some.
+        """
+        for parameter, total, count in zip(self.parameters, self.sums, self.users, strict=True):
+            if not in_replica.get(id(parameter), count):
+                parameter.grad = None
+            elif parameter.grad is None:
+                if self.counts[len(self.parameters) :].any():
+                    raise _other_placements()
+                parameter.grad = like(parameter, total)
+
+
+def _is_elsewhere(parameter: Any) -> bool:
+    """Whether a gradient has other placements than its parameter: the ranks' parts of a sum, of a
+    parameter that each holds whole (``SequenceParallel``)."""
+    gradient = parameter.grad
+    return gradient is not None and gradient.placements != parameter.placements
+
+
+def _other_placements() -> TrainingError:
+    return TrainingError(
+        "some replicas got a gradient that is a sum over ranks (placement Partial), and others got "
+        "none: without fully_shard, they cannot be summed",
+        hint="use every layer with SequenceParallel in each backward pass, or "
+        'fully_shard(model, mesh=run.mesh["shard"]) with elastic.join(mesh={"shard": 1, …})',
+    )
+
+
+def _gradient_dtype(parameter: torch.Tensor) -> torch.dtype:
+    return parameter.dtype if parameter.grad is None else parameter.grad.dtype
+
+
+def _local_gradient(parameter: torch.Tensor) -> torch.Tensor:
+    """This rank's part of the gradient, or zeros."""
+    if parameter.grad is None:
+        return torch.zeros_like(local_value(parameter.detach()))
+    return local_value(parameter.grad.detach())

@@ -1,4 +1,4 @@
-"""The parts of a module that ``fully_shard`` was applied to, and their settings.
+"""The parts of a module that ``fully_shard`` was applied to, their reductions and their settings.
 
 The harness depends on FSDP's mean over ranks. So settings that change that mean are refused, before
 and after ``run.wrap`` and ``run.build``.
@@ -6,18 +6,25 @@ and after ``run.wrap`` and ``run.build``.
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Iterable
 from typing import Any, NoReturn
 
+import torch
+import torch.distributed as dist
 from torch import nn
 
 from elastic import torch_fsdp
 from elastic.errors import ConfigError
+from elastic.torch_private import reduce_scatter
+from elastic.training.gradients.across import AcrossReduction
+from elastic.training.gradients.control_flags import COUNT
 
 _SETTINGS = {
-    "set_gradient_divide_factor": "gradients are the mean over the global batch in every world; "
-    "multiply the loss instead",
+    "set_gradient_divide_factor": "gradients are the mean over the global batch in every world, "
+    "also those of experts that are sharded over a part of the ranks; remove the call, or multiply "
+    "the loss instead",
     "set_reduce_scatter_divide_factor": "gradients are the mean over the global batch in every "
     "world; multiply the loss instead",
     "set_all_reduce_hook": "gradients would bypass the reduction over the replicas; change them "
@@ -81,6 +88,47 @@ class FSDPParts:
             for name in settings:
                 if hasattr(part, name):
                     setattr(part, name, _refusing(name))
+
+
+class PartReduction:
+    """Weighs and reduces the gradients of one FSDP part: its reduce-scatter
+    (``FSDPModule.set_custom_reduce_scatter``) and its hook after that.
+
+    ``scale``: FSDP's mean over its own ranks, times this, is the mean over all ranks of the replica
+    whose samples have contributed.
+    """
+
+    def __init__(self, reduction: AcrossReduction, scale: float) -> None:
+        self._reduction = reduction
+        self._scale = scale
+        self._is_weighed = False
+
+    def allocate(
+        self, size: tuple[int, ...], *, dtype: torch.dtype, device: torch.device
+    ) -> torch.Tensor:
+        """Like FSDP's, with room for control flags after it."""
+        count = math.prod(size)
+        return torch.empty(count + COUNT, dtype=dtype, device=device)[:count].view(size)
+
+    def __call__(
+        self,
+        output_tensor: torch.Tensor,
+        input_tensor: torch.Tensor,
+        group: dist.ProcessGroup,
+        op: dist.ReduceOp.RedOpType,
+        async_op: bool = False,
+    ) -> dist.Work | None:
+        self._reduction.weigh_local(input_tensor, self._scale)
+        self._is_weighed = True
+        return reduce_scatter(output_tensor, input_tensor, op=op, group=group, async_op=async_op)
+
+    def reduce(self, gradients: torch.Tensor) -> None:
+        """FSDP's hook, called with each result. A part that is sharded over one rank has no
+        reduce-scatter (``foreach_reduce``, torch 2.13)."""
+        if not self._is_weighed:
+            self._reduction.weigh_local(gradients, self._scale)
+        self._is_weighed = False
+        self._reduction.reduce(gradients)
 
 
 def _refusing(name: str) -> Any:

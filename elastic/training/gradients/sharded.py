@@ -7,11 +7,11 @@ replicas, :mod:`elastic.training.gradients.stages` if the mesh has pipeline stag
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.fsdp import FSDPModule
 
 from checkpoints.tensors.dtensors import is_dtensor, local_of
 from elastic.compiling import not_compiled
@@ -19,17 +19,13 @@ from elastic.errors import ConfigError, TrainingError
 from elastic.hangs.facts import COMPUTE, Phase
 from elastic.hangs.phases import phases
 from elastic.mesh import ReplicaProcessGroup
-from elastic.training.gradients.across import AcrossReduction, WeightedReduceScatter
-from elastic.training.gradients.fsdp_parts import FSDPParts
+from elastic.training.gradients.across import AcrossReduction
+from elastic.training.gradients.coverage import check_coverage, exchanged_dims
+from elastic.training.gradients.fingerprints import GradientFingerprints, HeldParts
+from elastic.training.gradients.fsdp_parts import FSDPParts, PartReduction
 from elastic.training.gradients.reduction import NEARLY
-from elastic.training.gradients.sharding import ranks_along, refusal, sharded_over
+from elastic.training.gradients.sharding import sharded_over
 from elastic.training.gradients.stages import StageReduction
-from elastic.world.mesh import STAGES, ReplicaMesh
-
-# Dimensions along which ranks hold different parameters, and whose gradients nothing would reduce.
-_OTHER_PARAMETERS = {
-    "ep": "its ranks hold different experts of the model",
-}
 
 
 class ShardedModule:
@@ -40,27 +36,38 @@ class ShardedModule:
 
     def __init__(self, module: nn.Module, group: ReplicaProcessGroup) -> None:
         mesh = group.replica.mesh
-        _check(module, mesh)
+        self._parts = FSDPParts(module)
+        self._fsdp = self._parts.parts
+        check_coverage(module, self._fsdp, mesh)
         self.module = module
         self.in_world = False
         self.require_backward_grad_sync = True  # each micro-batch is reduced: FSDP's default
         self._wrapped = tuple(module.parameters())  # the sharded ones
         self._in_world_parameters: tuple[nn.Parameter, ...] = ()
         self._group = group
-        self._parts = FSDPParts(module)
-        self._fsdp = self._parts.parts
+        self._fingerprints = GradientFingerprints(
+            {
+                index: p
+                for index, p in enumerate(self._wrapped)
+                if mesh.same_part_dims - sharded_over(p, mesh)
+            },
+            len(self._wrapped),
+        )
         self._parts.check("run.wrap()")
+        exchanged = [exchanged_dims(part, mesh) for part in self._fsdp]
+        self._exchanges_samples = bool(set().union(*exchanged) & set(mesh.data_dims))
         self.reduction: AcrossReduction = (
             StageReduction(group.replica, module.parameters, has_fsdp=bool(self._fsdp))
             if mesh.has_stages
             else AcrossReduction(group.replica)
         )
         self.reduction.holds_gradients = self._holds_gradients
-        for part in self._fsdp:
+        sizes = dict(mesh.dims)
+        for part, dims in zip(self._fsdp, exchanged, strict=True):
+            own = PartReduction(self.reduction, 1 / math.prod(sizes[dim] for dim in dims))
             try:
-                if not mesh.has_stages:
-                    part.set_all_reduce_hook(self.reduction.reduce)
-                part.set_custom_reduce_scatter(WeightedReduceScatter(self.reduction))
+                part.set_all_reduce_hook(own.reduce)
+                part.set_custom_reduce_scatter(own)
             except ValueError as error:
                 raise ConfigError(
                     "run.wrap() of a module with several groups of parameters in one "
@@ -91,6 +98,7 @@ class ShardedModule:
         """Reduce over the replicas of the current world."""
         assert self._group.across is not None, "a world has groups"
         self.reduction.enter_across(self._group.across)
+        self._fingerprints.begin()
         self.in_world = True
         found = tuple(self.module.parameters())
         if list(map(id, found)) == list(map(id, self._wrapped)):
@@ -99,6 +107,7 @@ class ShardedModule:
     def leave_world(self) -> None:
         """Release everything that belongs to the world, and FSDP's state of an interrupted step."""
         self.reduction.leave()
+        self._fingerprints.end()
         self._in_world_parameters = ()
         if self.in_world:
             self.in_world = False
@@ -119,6 +128,8 @@ class ShardedModule:
                 "world divides"
                 + ("; or do not call set_requires_gradient_sync: each pass is reduced" * is_held),
             )
+        if self._exchanges_samples and not self.reduction.has_even_share(weight):
+            raise _uneven(weight)
         self.reduction.begin(weight)
 
     @property
@@ -145,13 +156,19 @@ class ShardedModule:
         with torch.no_grad():
             return (*parameters, *(p.to_local() for p in parameters if is_dtensor(p)))
 
-    def first_holders(self) -> tuple[int, ...]:
-        """For each parameter, the first rank of the replica that holds the same part of it."""
+    def held_parts(self) -> HeldParts:
+        """This rank's parts of the parameters, and who else in the replica holds them."""
         replica = self._group.replica
-        return tuple(
+        firsts = [
             replica.mesh.first_holder(replica.position, sharded_over(p, replica.mesh))
             for p in self.all_parameters
-        )
+        ]
+        names = [name for name, _ in self.module.named_parameters()]
+        return HeldParts(names, firsts, self._fingerprints.taken)
+
+    def gradients_compared(self) -> None:
+        """Note that ranks with the same part of a parameter had the same gradient of it."""
+        self._fingerprints.compared()
 
     def frozen_indices(self) -> list[int]:
         """Which parameters are not trained, in order."""
@@ -165,80 +182,11 @@ class ShardedModule:
                 parameter.requires_grad_(index not in frozen)
 
 
-def _check(module: nn.Module, mesh: ReplicaMesh) -> None:
-    """Raise ConfigError unless every parameter is on the replica's mesh, and its gradients are
-    reduced over each dimension that splits the batch or its samples."""
-    _check_dimensions(mesh)
-    parameters = dict(module.named_parameters())
-    is_fsdp = any(isinstance(part, FSDPModule) for part in module.modules())
-    is_split = bool(mesh.data_dims) or "cp" in mesh.split_dims
-    if not is_fsdp and is_split and any(map(is_dtensor, parameters.values())):
-        raise ConfigError(
-            "run.wrap() of a module with DTensors and without fully_shard, under elastic.join(mesh="
-            f"{mesh}): nothing reduces its gradients over the replica",
-            hint='model = run.wrap(fully_shard(model, mesh=run.mesh["shard"])); tensor '
-            "parallelism alone requires a mesh that splits no samples",
-        )
-    for name, parameter in parameters.items():
-        if is_dtensor(parameter):
-            _check_parameter(name, parameter, mesh)
-        elif is_fsdp:
-            raise ConfigError(
-                f"run.wrap() of a sharded module: its parameter {name!r} is not sharded, "
-                "so nothing would reduce its gradients",
-                hint="apply fully_shard to the outermost module, too, without ignored_params",
-            )
-
-
-def _check_dimensions(mesh: ReplicaMesh) -> None:
-    """Raise ConfigError for dimensions whose ranks hold different parameters."""
-    for dim, why in _OTHER_PARAMETERS.items():
-        if dim in mesh.split_dims:
-            raise refusal(
-                f"run.wrap() under elastic.join(mesh=…) with the dimension {dim!r}: {why}, but "
-                "ranks at the same position of a shard must have the same state"
-            )
-
-
-def _check_parameter(name: str, parameter: Any, mesh: ReplicaMesh) -> None:
-    device_mesh = parameter.device_mesh
-    along = [mesh.dims_along(ranks) for ranks in ranks_along(device_mesh)]
-    if any(dims is None for dims in along):
-        raise ConfigError(
-            f"run.wrap() of a module sharded over another mesh: {name!r} is on {device_mesh}, "
-            f"the replica on {mesh}",
-            hint='fully_shard(model, mesh=run.mesh["shard"]): run.mesh has the dimensions of '
-            "elastic.join(mesh=…)",
-        )
-    spanned = {dim: i for i, dims in enumerate(along) for dim in dims or ()}
-    if STAGES in spanned:
-        raise ConfigError(
-            f"run.wrap() of a sharded module: {name!r} is on {device_mesh}, which spans the "
-            f"dimension {STAGES!r}: its ranks hold different stages",
-            hint='fully_shard(stage, mesh=run.mesh["shard"]): shard each stage over its own ranks',
-        )
-    for dim in mesh.data_dims:
-        if dim not in spanned:
-            raise ConfigError(
-                f"run.wrap() of a sharded module: {name!r} is on {device_mesh}, which lacks "
-                f"the dimension {dim!r}: it splits the batch, and nothing would reduce over it",
-                hint=f'fully_shard(model, mesh=run.mesh["{dim}"])',
-            )
-        if parameter.placements[spanned[dim]].is_replicate():
-            raise ConfigError(
-                f"run.wrap() of a module with its own replicate dimension: {name!r} is "
-                f"replicated over {dim!r}",
-                hint="the replicas of a job come from elastic.join(mesh=…): pass only the sharded "
-                'dimension: fully_shard(model, mesh=run.mesh["shard"])',
-            )
-    if "cp" in mesh.split_dims and (
-        "cp" not in spanned or parameter.placements[spanned["cp"]].is_replicate()
-    ):
-        names = ", ".join(f'"{dim}"' for dim in (*mesh.data_dims, "cp"))
-        raise ConfigError(
-            f"run.wrap() of a sharded module: {name!r} is on {device_mesh}, which lacks the "
-            "dimension 'cp': its ranks have different parts of each sample, and nothing would "
-            "reduce over it",
-            hint=f'fully_shard(model, mesh=run.mesh[{names}]._flatten("shard_cp")): FSDP then '
-            "averages over the parts, too",
-        )
+def _uneven(weight: float) -> TrainingError:
+    return TrainingError(
+        f"this rank has {weight:.4g} of the samples of this step, other ranks another share, and "
+        "experts are sharded over a dimension that splits the batch: their gradients are sums over "
+        "the tokens of several ranks, which can no longer be weighted by the ranks' shares",
+        hint="DataLoader(…, drop_last=True) and a global_batch that every size of the world "
+        'divides; or experts over a dimension "ep", whose ranks see the same samples',
+    )

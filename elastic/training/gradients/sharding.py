@@ -82,6 +82,23 @@ def local_value(tensor: torch.Tensor) -> torch.Tensor:
     return local_of(tensor) if is_dtensor(tensor) else tensor
 
 
+def like(parameter: Any, local: torch.Tensor) -> torch.Tensor:
+    """A tensor sharded like a parameter, of which ``local`` is this rank's part."""
+    if not is_dtensor(parameter):
+        return local
+    from torch.distributed.tensor import DTensor
+
+    whole: torch.Tensor = DTensor.from_local(
+        local,
+        parameter.device_mesh,
+        parameter.placements,
+        run_check=False,
+        shape=parameter.shape,
+        stride=parameter.stride(),
+    )
+    return whole
+
+
 def ranks_along(device_mesh: Any) -> list[list[int]]:
     """For each dimension of a DeviceMesh, the ranks along it, including this one.
 

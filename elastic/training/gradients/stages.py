@@ -42,6 +42,7 @@ class StageReduction(AcrossReduction):
         self._all_parameters = parameters
         self._has_fsdp = has_fsdp
         has_peers = bool(replica.mesh.dims_of_stage)  # other ranks of the replica with this stage
+        self._note_split(parameters())
         self._is_whole = has_peers and not any(map(is_dtensor, parameters()))
 
     @property
@@ -66,6 +67,9 @@ class StageReduction(AcrossReduction):
         if self._across is not None:
             self.accumulates()
 
+    def reduce(self, gradients: torch.Tensor) -> None:
+        """Keep them: they are summed over the replicas when the script calls for it."""
+
     @property
     def fault(self) -> Exception | None:
         """The error of a sum over the replicas, until the ranks of this one have agreed on it."""
@@ -83,7 +87,7 @@ class StageReduction(AcrossReduction):
                 hint="call model.set_requires_gradient_sync(True) before the last backward pass; "
                 "the schedules of torch.distributed.pipelining do",
             )
-        if all(p.grad is None for p in parameters):
+        if not self.is_local and all(p.grad is None for p in parameters):
             return False
         if {id(p.grad) for p in parameters} & {id(known()) for known in self._summed} - {id(None)}:
             raise TrainingError(
@@ -92,15 +96,29 @@ class StageReduction(AcrossReduction):
                 hint="call it once per optimizer step, after the last backward pass, and "
                 "optimizer.zero_grad() before the next one",
             )
-        gradients = self._gradients_of(parameters)
         assert self._across is not None
         if self._has_fsdp:
-            self._sum_in_buckets(gradients, 1.0 / self._across.size)
+            self._sum_in_buckets(parameters, 1.0 / self._across.size)
             return True
         mesh = self._replica.mesh
         copies = mesh.size // mesh.stages // mesh.data_size if self._is_whole else 1
-        self._sum_in_buckets(gradients, 0.0 if self.weight == 0.0 else self.weight / copies)
+        self._sum_in_buckets(parameters, 0.0 if self.weight == 0.0 else self.weight / copies)
         return True
+
+    def _room_for(self, count: int) -> tuple[int, int]:
+        """As in the base class: each stage has its own values."""
+        mesh = self._replica.mesh
+        stage = mesh.stage_of(self._replica.position)
+        if stage is None or not mesh.same_part_dims:
+            return 0, count
+        own = [float(count) if n == stage.index else 0.0 for n in range(stage.count)]
+        counts = [round(total) // len(stage.ranks) for total in self._replica.sum(own)]
+        return sum(counts[: stage.index]), sum(counts)
+
+    @property
+    def has_gradients(self) -> bool:
+        """Whether some parameter has a gradient."""
+        return any(p.grad is not None for p in self._all_parameters())
 
     def send_flags(self) -> None:
         """Send this rank's control flags unless they were sent with gradients."""
@@ -123,12 +141,18 @@ def reduce_stages(reductions: Sequence[StageReduction]) -> None:
         has_summed = each.sum_accumulated(fault) or has_summed
         fault = each.fault
     if not has_summed:
-        raise TrainingError(
-            "run.reduce_gradients() without gradients: no backward pass has run since the last "
-            "optimizer.zero_grad()",
-            hint="call it after the backward passes of all micro-batches, before "
-            "clip_grad_norm_ and optimizer.step()",
-        )
+        raise _without_gradients()
     if fault is None:
         reductions[0].send_flags()
     reductions[0].settle(reductions)
+    if not any(each.has_gradients for each in reductions):
+        raise _without_gradients()
+
+
+def _without_gradients() -> TrainingError:
+    return TrainingError(
+        "run.reduce_gradients() without gradients: no backward pass has run since the last "
+        "optimizer.zero_grad()",
+        hint="call it after the backward passes of all micro-batches, before "
+        "clip_grad_norm_ and optimizer.step()",
+    )

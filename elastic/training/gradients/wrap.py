@@ -26,6 +26,7 @@ from elastic.process_group import (
     remove_reducer_hooks,
     semantics_of,
 )
+from elastic.training.gradients.fingerprints import HeldParts
 from elastic.training.gradients.reduction import Reduction, weighted_sum
 
 if TYPE_CHECKING:  # it imports FSDP, which takes long: only scripts that shard need it
@@ -250,10 +251,13 @@ class ElasticDDP(DDP):
         step would cost more than a millisecond."""
         return self._in_world_parameters if self.in_world else tuple(self.module.parameters())
 
-    def first_holders(self) -> tuple[int, ...]:
-        """For each parameter, the first rank of the replica that holds it: a replica is one rank
-        here."""
-        return (0,) * len(self.local_parameters)
+    def held_parts(self) -> HeldParts:
+        """This rank holds everything: a replica is one rank here."""
+        names = [name for name, _ in self.module.named_parameters()]
+        return HeldParts(names, (0,) * len(names))
+
+    def gradients_compared(self) -> None:
+        """No rank of a replica holds the same part of a parameter as another one."""
 
     @property
     def local_parameters(self) -> tuple[torch.Tensor, ...]:

@@ -14,6 +14,7 @@ from elastic.hangs.phases import phases
 from elastic.telemetry.log import get_logger
 from elastic.training.checkpointing.manager import CheckpointManager
 from elastic.training.data.loader import ElasticLoader
+from elastic.training.gradients.fingerprints import HeldParts
 from elastic.training.lifecycle import Lifecycle
 from elastic.training.loop.callbacks import StepCallbacks
 from elastic.training.observers.step_observers import Recorders
@@ -197,15 +198,17 @@ class Commits:
         try:
             with self._lifecycle.replica.whole():
                 tracked = self._optimizer_watch.tracked
-                compare(weights, tracked, world, step.number, same_part=self._same_part)
+                is_same = compare(weights, tracked, world, step.number, parts=self._parts)
         except TrainingError:
             self._checkpoints.stop()  # do not save these weights
             raise
+        if is_same:
+            for module in self._job.modules.values():
+                module.gradients_compared()
 
     @property
-    def _same_part(self) -> dict[str, Sequence[int]]:
-        """For each parameter, the first rank of a replica that holds the same part of it."""
-        return {name: module.first_holders() for name, module in self._job.modules.items()}
+    def _parts(self) -> dict[str, HeldParts]:
+        return {name: module.held_parts() for name, module in self._job.modules.items()}
 
 
 def _counter_shifted(step: Step, length: int, usual: int) -> TrainingError:

@@ -17,6 +17,8 @@ import torch
 from elastic.errors import TrainingError
 from elastic.process_group import all_gather_json, broadcast_tensors, peer_group
 from elastic.telemetry.log import get_logger
+from elastic.training.gradients.fingerprints import HeldParts
+from elastic.training.gradients.same_parts import compare_same_parts
 from elastic.training.state.change_watch import compares_content, contents
 from elastic.world.world import World
 
@@ -40,18 +42,19 @@ def compare(
     world: World,
     step: int,
     *,
-    same_part: Mapping[str, Sequence[int]] | None = None,
-) -> None:
+    parts: Mapping[str, HeldParts] | None = None,
+) -> bool:
     """Raise TrainingError on all ranks if a rank differs from rank 0, or from the rank at its
     position in the first replica: in weights, in optimizer settings, or in the parameters that have
-    optimizer state.
+    optimizer state. False if gradients differ that must be the same, but were not used yet.
 
     ``weights``: by owner's name, with the same names and shapes on the compared ranks.
     ``optimizers``: the tracked optimizers, by name.
-    ``same_part``: for each weight, the first rank of the replica that has the same part.
+    ``parts``: of wrapped modules, by name.
     """
-    if set(world.mesh.dims_of_stage) - {*world.mesh.data_dims, "cp"}:  # ranks share parts
-        _compare_within(weights, same_part or {}, world, step)
+    is_same = True
+    if world.mesh.same_part_dims:
+        is_same = compare_same_parts(weights, parts or {}, world, step)
     first = world.mesh.size  # number of ranks of the first replica
     own = {
         "weights": {name: list(contents(tensors)) for name, tensors in weights.items()},
@@ -62,7 +65,7 @@ def compare(
     if world.mesh.stages > 1:
         _check_names(step, [sorted(found["settings"]) for found in gathered])
     if all(found == gathered[rank % first] for rank, found in enumerate(gathered)):
-        return
+        return is_same
     for rank, found in enumerate(gathered):
         _check_settings(step, rank, found["settings"], rank % first, gathered[rank % first])
         _check_states(step, rank, found["states"], rank % first, gathered[rank % first])
@@ -78,52 +81,7 @@ def compare(
                 "(criterion = run.wrap(criterion)); random changes of weights or gradients need a "
                 "generator with the same seed on all ranks: torch.Generator().manual_seed(step)",
             )
-
-
-def _compare_within(
-    weights: Weights, same_part: Mapping[str, Sequence[int]], world: World, step: int
-) -> None:
-    """Compare the ranks of a replica that hold the same part of a parameter."""
-    own = {
-        name: [_projections(t) for t in tensors]
-        for name, tensors in weights.items()
-        if name in same_part
-    }
-    gathered = all_gather_json({"weights": own, "same_part": same_part})
-    for rank, found in enumerate(gathered):
-        first_of_replica = rank - rank % world.mesh.size
-        for name, weights_of_rank in found["weights"].items():
-            firsts = [first_of_replica + position for position in found["same_part"][name]]
-            for index, (first, values) in enumerate(zip(firsts, weights_of_rank, strict=True)):
-                if _projections_differ(values, gathered[first]["weights"][name][index]):
-                    raise TrainingError(
-                        f"after step {step}, rank {rank} has different weights from rank {first} "
-                        f"in {name} (parameter {index}), but both must hold the same part of it: "
-                        "the gradients of these ranks are not reduced over a dimension of the "
-                        f"mesh ({world.mesh}) along which they differ",
-                        hint="ranks along tp see the same samples, and must compute the same "
-                        "result; if they split a sample, use a dimension cp, over which "
-                        "fully_shard reduces (docs/how-to/sharded.md)",
-                    )
-
-
-def _projections(tensor: torch.Tensor) -> list[float]:
-    """Numbers that rounding hardly changes, but different weights do: the largest absolute value,
-    and sums over different elements."""
-    if not tensor.numel():
-        return []
-    with torch.no_grad():
-        flat = tensor.detach().reshape(-1).double()
-        sums = [flat.sum(), flat[::2].sum(), flat[: flat.numel() // 2 + 1].sum()]
-        size = flat.numel() ** 0.5
-        return [float(flat.abs().max()), *(float(each) / size for each in sums)]
-
-
-def _projections_differ(own: Sequence[float], reference: Sequence[float]) -> bool:
-    limit = _ROUNDING * (reference[0] if reference else 0.0)
-    return len(own) != len(reference) or any(
-        abs(one - other) > limit for one, other in zip(own, reference, strict=True)
-    )
+    return is_same
 
 
 def settings_of(optimizers: Mapping[str, torch.optim.Optimizer]) -> Settings:
