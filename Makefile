@@ -68,7 +68,7 @@ unit: $(COMPILED)
 cluster: $(COMPILED)
 	$(BIN)/pytest -n 4 $(BY_FILE) -m "cluster and not soak"
 
-# Separate environments in ~/.cache: 25 GB on first use, then about 5 minutes for each.
+# Separate environments in ~/.cache: 25 GB on first use, then about 10 minutes for each.
 compat: $(STAMP)
 	$(BIN)/python scripts/compat.py $(COMPAT_ARGS)
 

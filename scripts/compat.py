@@ -101,7 +101,23 @@ ETCD = Check(
         "tests/contract/test_watches.py",
     ),
 )
-OF_TORCH = (DEMO, CONTRACT, GROUPS, IN_PROCESS)
+SCRIPTS = Check(
+    "everyday scripts",
+    "training loops as users write them, with a death at a random line",
+    ("tests/idioms/test_idioms.py",),
+    limit_s=1800.0,
+)
+SHARDED = Check(
+    "sharded models",
+    "FSDP2, tensor parallelism and pipeline stages, with deaths",
+    (
+        "tests/idioms/test_sharded_idioms.py",
+        "tests/idioms/test_rebuilding.py",
+        "tests/idioms/test_pipeline_stages.py",
+    ),
+)
+OF_PYTHON = (DEMO, CONTRACT, GROUPS, IN_PROCESS, ETCD)
+OF_TORCH = (DEMO, CONTRACT, GROUPS, IN_PROCESS, SCRIPTS, SHARDED)
 
 
 @dataclass(frozen=True)
@@ -132,7 +148,7 @@ ENVIRONMENTS = (
             f"python-{version}",
             f"Python {version}",
             ("torch==2.13.0",),
-            (DEMO, CONTRACT, GROUPS, IN_PROCESS, ETCD),
+            OF_PYTHON,
             python=version,
         )
         for version in PYTHONS
@@ -327,7 +343,8 @@ def run_check(check: Check, python: Path, logs: Path) -> dict[str, Any]:
     own["PYTHONSAFEPATH"] = "1"  # the wheel, and not what lies in the working directory
     missing = [path for path in check.paths if not (ROOT / path.partition("::")[0]).exists()]
     assert not missing, missing
-    command = [str(python), "-m", "pytest", "-q", "-p", "no:cacheprovider", *check.paths]
+    options = ("-q", "-p", "no:cacheprovider", "-m", "not soak")
+    command = [str(python), "-m", "pytest", *options, *check.paths]
     begun = time.monotonic()
     with tempfile.TemporaryDirectory() as scratch, log.open("w") as output:
         if not check.paths:
