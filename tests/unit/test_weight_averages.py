@@ -481,3 +481,31 @@ def test_a_counter_in_the_state_causes_no_warning(
 
     training.run(update, steps=8)
     assert "counts steps" not in caplog.text
+
+
+steps_done = 0
+index = 0
+
+
+def test_a_global_counter_causes_a_warning(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    global steps_done
+    monkeypatch.setattr(get_logger(), "propagate", True)
+    training = Training()
+    for _ in range(8):
+        training.averages.step_begins()
+        steps_done += 1
+    assert "steps_done counts steps" in caplog.text
+
+
+def test_the_index_of_a_loop_causes_no_warning(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At the top level of a script it is a global variable, which no function assigns."""
+    monkeypatch.setattr(get_logger(), "propagate", True)
+    training = Training()
+    for number in range(8):
+        globals()["index"] = number
+        training.averages.step_begins()
+    assert "counts steps" not in caplog.text

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import dis
+import functools
 import inspect
 import sys
 from collections.abc import Iterator
 from os import sep
-from types import FrameType
+from types import CodeType, FrameType
 
 from elastic.training.misuse.ways_out import is_own
 
@@ -42,3 +44,16 @@ def variables(frame: FrameType) -> Iterator[dict[str, object]]:
         if id(one.f_globals) not in modules:
             modules.add(id(one.f_globals))
             yield one.f_globals
+
+
+def assigned_globals(frame: FrameType) -> frozenset[str]:
+    """The global variables that functions of the script assign (``global step``), of those that are
+    being called. Variables of a loop at the top level of a module are not among them."""
+    calls = [one.f_code for one in frames_of_script(frame) if one is not None]
+    return frozenset().union(*map(_assigned_globals, calls))
+
+
+@functools.cache
+def _assigned_globals(code: CodeType) -> frozenset[str]:
+    found = (one for one in dis.get_instructions(code) if one.opname == "STORE_GLOBAL")
+    return frozenset(one.argval for one in found)

@@ -24,11 +24,12 @@ class StepCounters:
         self._counts: dict[str, tuple[int, int]] = {}  # by path: the value, and steps in a row
         self._has_warned = False
 
-    def observe(self, path: str, one: object) -> None:
-        """Called for each object and each step of a search."""
+    def observe(self, path: str, one: object, assigned: frozenset[str]) -> None:
+        """Called for each object and each step of a search. ``assigned``: the global variables that
+        the script assigns; others are those of a loop."""
         if self._has_warned:
             return
-        for name, value in _variables(path, one).items():
+        for name, value in _variables(path, one, assigned).items():
             if type(value) is not int:
                 continue
             key = f"{path}.{name}" if path else name
@@ -47,10 +48,10 @@ class StepCounters:
                 return
 
 
-def _variables(path: str, one: object) -> Mapping[str, Any]:
+def _variables(path: str, one: object, assigned: frozenset[str]) -> Mapping[str, Any]:
     """The attributes of an object of the script's own class, or global variables."""
     if isinstance(one, dict) and not path:
-        return {name: value for name, value in one.items() if isinstance(name, str)}
+        return {name: one[name] for name in assigned & one.keys()}
     if isinstance(one, nn.Module) or not _is_of_script(type(one)):
         return {}
     return dict(getattr(one, "__dict__", {}))

@@ -25,7 +25,7 @@ from torch.nn.parameter import is_lazy
 
 from elastic.errors import TrainingError
 from elastic.telemetry.log import get_logger
-from elastic.training.misuse.frames import variables
+from elastic.training.misuse.frames import assigned_globals, variables
 from elastic.training.misuse.reachable import Named, reachable
 from elastic.training.misuse.step_counters import StepCounters
 from elastic.training.misuse.untracked_buffers import UntrackedBuffers
@@ -106,9 +106,10 @@ class WeightAverages:
         modules = [module.module for module in job.modules.values()]
         references = [r for module in modules for r in _references(module)]
         found: dict[str, _Observed] = {}
+        assigned = assigned_globals(sys._getframe(1))
         for path, one in reachable(self._all_roots(), without=self._known(modules)):
             self._buffers.observe(path, one)
-            self._counters.observe(path, one)
+            self._counters.observe(path, one, assigned)
             pairs = _paired(one, references)
             if not pairs:
                 continue
