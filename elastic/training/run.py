@@ -92,7 +92,7 @@ class Run(BuildsInWorlds, ReducesStages, RunLogging):
 
     @property
     def is_main(self) -> bool:
-        """Whether this is rank 0; False before the first world. Raises as :meth:`epochs` does."""
+        """Whether this is rank 0 of a world. Raises the same errors as :meth:`epochs`."""
         self._parts.attempts.enter_if_complete()
         lifecycle = self._parts.lifecycle
         return lifecycle.has_world and lifecycle.world.rank == 0
