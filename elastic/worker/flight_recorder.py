@@ -6,7 +6,6 @@ and a hung device may not respond. The link's thread must receive worlds in the 
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
 
 from elastic import torch_private
@@ -15,7 +14,7 @@ from elastic.errors import LinkError
 from elastic.hangs.flight import parse
 from elastic.link.protocol import FlightTrace
 from elastic.telemetry.log import get_logger
-from elastic.tuning.worker_intervals import LINK_CLOSE_S
+from elastic.worker.single_call import SingleCall
 
 
 class FlightRecorder:
@@ -25,7 +24,7 @@ class FlightRecorder:
         self._send = send
         self._clock = clock
         self._world = (0, 0)  # the generation, and its start (wall clock, ns)
-        self._thread: threading.Thread | None = None
+        self._call = SingleCall("elastic-flight-recorder")
 
     def enter_generation(self, generation: int) -> None:
         """Ignore earlier records: they belong to another world, whose groups also count from 1."""
@@ -34,17 +33,11 @@ class FlightRecorder:
     def dump(self) -> None:
         """Start to send the records, unless the previous response is still pending. Called on the
         link's thread only."""
-        if self._thread is not None and self._thread.is_alive():
-            return
-        self._thread = threading.Thread(
-            target=self._dump, args=self._world, name="elastic-flight-recorder", daemon=True
-        )
-        self._thread.start()
+        self._call.start(self._dump, *self._world)
 
     def close(self) -> None:
-        """Wait for a pending response, but only for LINK_CLOSE_S: the device may hang."""
-        if self._thread is not None:
-            self._thread.join(LINK_CLOSE_S)
+        """Wait for a pending response, but not for long: the device may hang."""
+        self._call.close()
 
     def _dump(self, generation: int, since_ns: int) -> None:
         try:

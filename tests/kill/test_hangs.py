@@ -132,8 +132,9 @@ def wait_trains_on(job: TrainingJob, generation: int, when: str) -> None:
     job.wait_for(lambda: job.training_nodes()[0] > generation, PATIENCE_S, f"training {when}")
 
 
-def test_a_stopped_worker_is_replaced_within_seconds(job: TrainingJob) -> None:
-    verdict, pause_s, pid = make_hang(job, "stop")
+@pytest.mark.parametrize("index", [1, 0])  # 0: also the host of the world's store
+def test_a_stopped_worker_is_replaced_within_seconds(job: TrainingJob, index: int) -> None:
+    verdict, pause_s, pid = make_hang(job, "stop", index)
     assert verdict["kind"] == "stopped"
     assert "state T" in verdict["reason"]
     assert is_within(pause_s, STOPPED_S)

@@ -1,5 +1,5 @@
-"""A `break` or `return` is told from an exception by the instruction at which Python closes a
-generator. It differs between versions of Python."""
+"""A `break` or `return` is distinguished from an exception by the instruction at which Python
+closes a generator. It differs between versions of Python."""
 
 from __future__ import annotations
 

@@ -39,6 +39,7 @@ from elastic.tuning.worker_intervals import (
     LONG_WAIT_S,
     VERDICT_KNOWN_S,
 )
+from elastic.worker.single_call import SingleCall
 from elastic.worker.worlds import Worlds
 from elastic.world.world import World
 
@@ -94,6 +95,8 @@ class EarlyLeave:
         self._error: TrainingError | None = None
         self._is_waiting = False
         self._refusing = threading.Lock()
+        # The store's host may be frozen, and the link's thread must receive the next world then.
+        self._look_aside = SingleCall("elastic-early-leave")
         self._heartbeat_step = 0  # the current step at the last heartbeat
         self._next_look_s = 0.0  # if it lasts
         self._pause_s = LONG_WAIT_S
@@ -249,12 +252,18 @@ class EarlyLeave:
         self._next_look_s = now_s + self._pause_s
         step = self._current.step
         is_reduced = any(m.reduction.is_done for m in list(self._job.modules.values()))
-        if step is None or step.number != self._begun or not (is_reduced and self._is_on):
-            return
+        if step is not None and step.number == self._begun and is_reduced and self._is_on:
+            self._look_aside.start(self._look_beside_the_main_thread, self._group.store)
+
+    def _look_beside_the_main_thread(self, store: Any) -> None:
         try:
-            self._look_for_others(self._group.store, is_blocked=False)
+            self._look_for_others(store, is_blocked=False)
         except _LOST:
             return
+
+    def close(self) -> None:
+        """Wait for a pending check."""
+        self._look_aside.close()
 
     def _look_for_others(self, store: Any, *, is_blocked: bool) -> None:
         if not store.check([self._key("last")]):
