@@ -73,7 +73,7 @@ class ForkMark:
 
 def marked_processes(node_id: str, forked: ForkMark | None = None) -> list[int]:
     """Pids of live processes that carry the agent's mark, started or forked; not this one."""
-    mark = f"{MARK}={node_id}".encode()
+    mark = f"\0{MARK}={node_id}\0".encode()
     found = []
     for entry in os.scandir("/proc"):
         if not entry.name.isdigit() or int(entry.name) == os.getpid():
@@ -82,7 +82,7 @@ def marked_processes(node_id: str, forked: ForkMark | None = None) -> list[int]:
             environment = Path(entry.path, "environ").read_bytes()
         except OSError:
             continue
-        if mark in environment.split(b"\0") or (forked and forked.is_held_by(entry.path)):
+        if mark in b"\0%b\0" % environment or (forked and forked.is_held_by(entry.path)):
             found.append(int(entry.name))
     return found
 

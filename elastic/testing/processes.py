@@ -147,7 +147,8 @@ def _command_of(pid: int) -> str:
 
 
 def _parse_environment(raw: bytes) -> dict[str, str]:
-    pairs = (item.partition(b"=") for item in raw.split(b"\0") if b"=" in item)
+    # Forks of the fork server have room for a larger environment, filled with zeros.
+    pairs = (item.partition(b"=") for item in raw.rstrip(b"\0").split(b"\0") if b"=" in item)
     return {k.decode(errors="replace"): v.decode(errors="replace") for k, _, v in pairs}
 
 

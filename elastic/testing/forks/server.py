@@ -51,6 +51,7 @@ _WARM = (
     "torch._dynamo",
     "torch.distributed.checkpoint.state_dict",
     "torch.distributed.optim",
+    "torch.distributed.pipelining",
     "torch.distributed.run",
     "torch.nn.parallel",
     "torch.optim.swa_utils",

@@ -161,7 +161,7 @@ class _Events:
         """The function for ``sys.settrace``, called for each function call."""
         if os.getpid() != self._pid:  # a data worker, forked from here
             return None
-        if _is_within_retry():
+        if not self._last_line and _is_within_retry():
             self.calls += 1
             if self.calls == self._last_call:
                 self._die(f"line {self._at}, in {frame.f_code.co_name}")
