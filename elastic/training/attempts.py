@@ -110,6 +110,7 @@ class Attempts:
     def end(self) -> None:
         """Called after the training function."""
         self._lifecycle.settle()
+        self._strategies.active.training_returned()
         self._loop.finish()
         self._strategies.active.end_attempt()
 

@@ -80,6 +80,15 @@ class IdiomRuns:
         last = int(worker.calls * 0.9) if counted == CALLS else worker.lines
         return Death(rank=rank, event=draw.randint(1, last), counted=counted)
 
+    def draw_late_death(self, idiom: Idiom, seed: int) -> Death:
+        """A death at a line of about the last step, determined by the seed."""
+        draw = random.Random(f"{idiom.name}/{seed}/late")
+        undisturbed = self.undisturbed(idiom)
+        undisturbed.assert_success(workers=SIZE)
+        rank = draw.randrange(SIZE)
+        worker = undisturbed.workers[rank]
+        return Death(rank=rank, event=worker.lines - draw.randrange(worker.lines // worker.steps))
+
 
 def assert_same(idiom: Idiom, outcome: RunOutcome, alone: RunOutcome) -> None:
     """Steps equal those of one worker, and results agree among ranks and with one worker."""

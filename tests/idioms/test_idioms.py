@@ -63,6 +63,21 @@ def test_a_death_anywhere_does_not_change_the_result(
     check_death(runs, idiom, outcome, is_replaced=seed % 2 == 1)
 
 
+# After the last update they count the step, compare the count, and leave a loop without an end.
+COUNTING = ("held_iterator", "mingpt_trainer", "nanogpt_train")
+
+
+@pytest.mark.parametrize(
+    "idiom",
+    [pytest.param(i, marks=[] if i.name in COUNTING else [pytest.mark.soak]) for i in idioms()],
+    ids=name_of,
+)
+def test_a_death_in_the_last_step_does_not_change_the_result(runs: IdiomRuns, idiom: Idiom) -> None:
+    for seed in range(2):
+        outcome = runs.with_death(idiom, runs.draw_late_death(idiom, seed), is_replaced=seed == 1)
+        check_death(runs, idiom, outcome, is_replaced=seed == 1)
+
+
 def check_death(runs: IdiomRuns, idiom: Idiom, outcome: RunOutcome, *, is_replaced: bool) -> None:
     outcome.assert_success(workers=SIZE if is_replaced else SIZE - 1)
     assert outcome.died_at, "nobody has died"

@@ -78,7 +78,11 @@ def steps(loop: StepLoop, loader: ElasticLoader) -> Generator[Step]:
     try:
         for first in batches:
             begun, number = begun + 1, loop.step_number
-            yield loop.begin(loader, first, batches)
+            step = loop.begin(loader, first, batches)
+            yield step
+            if step is loop.left_held:
+                return
+            del step
             if loop.lifecycle.world is not world:
                 raise created_too_early()  # created by an attempt that has ended
             if loader.position.step + 1 < len(loader):

@@ -60,6 +60,7 @@ class StepLoop:
         self._ledger = ledger
         self.reading_ahead = ReadingAhead()
         self._has_warned_of_counts = False
+        self.left_held: Step | None = None  # its iterator ends if the script requests more
         self._ended: World | None = None  # the world whose end was raised in the script
 
     # -- loops --------------------------------------------------------------------------------
@@ -76,6 +77,7 @@ class StepLoop:
 
     def end_epoch(self) -> None:
         """Begin the next epoch, at the script's request."""
+        self._leave_held()
         self.settle()
         self._job.progress.epoch += 1
 
@@ -150,6 +152,13 @@ class StepLoop:
                 # only prints exceptions raised here, where the loop's generator is closed.
                 if not any(m.reduction.failure for m in self._job.modules.values()):
                     self._settle_left()
+
+    def _leave_held(self) -> None:
+        """Leave a loop whose iterator outlives it, in an attribute or a variable of the module."""
+        step, loader = self.current.inside, self.current.loader
+        if step is not None and loader is not None and self.lifecycle.has_world:
+            self.left_held = step
+            self.leave(self.lifecycle.world, loader, step.number, is_first=False)
 
     def settle(self) -> None:
         """Settle a loop that the script has left: it has continued, so it left deliberately.
@@ -279,6 +288,7 @@ class StepLoop:
 
     def finish(self) -> None:
         """At the end of training: save the state unless it is already saved."""
+        self._leave_held()
         self.settle()
         if self.scope.in_retry:
             self.lifecycle.settle()

@@ -314,16 +314,32 @@ class InProcess:
         while True:
             SYSTEM_CLOCK.sleep(LEAVE_SLICE_S)
 
+    def training_returned(self) -> None:
+        """Wait until the function has returned on all ranks.
+
+        If a rank fails before, the last step is repeated. Had it been committed, a function that
+        counts its steps in ``run.state`` and compares the count after a step would train another.
+        """
+        if self._ends_with_others:
+            self._early_leave.end()
+            self._meet_all()
+
     def end_attempt(self) -> None:
         """Wait until all ranks are done, so that a rank that fails in the last step still has peers
         with its state."""
+        if self._ends_with_others:
+            self._meet_all()
+        self._progress.retries += 1
+
+    @property
+    def _ends_with_others(self) -> bool:
         lifecycle = self._lifecycle
         is_with_others = lifecycle.has_world and lifecycle.world.size > 1
-        if is_with_others and not self._progress.is_catching_up:
-            self._early_leave.end()
-            with self._replica.whole():
-                all_sum([1.0])
-        self._progress.retries += 1
+        return is_with_others and not self._progress.is_catching_up
+
+    def _meet_all(self) -> None:
+        with self._replica.whole():
+            all_sum([1.0])
 
     # -- the end of the process ---------------------------------------------------------------
 

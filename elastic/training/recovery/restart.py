@@ -84,6 +84,9 @@ class Restart:
         """Raise the error, which ends the process."""
         raise error
 
+    def training_returned(self) -> None:
+        """Do nothing: other ranks do not depend on this one."""
+
     def end_attempt(self) -> None:
         """Do nothing: other ranks no longer depend on this one."""
 

@@ -36,8 +36,11 @@ class RecoveryStrategy(Protocol):
     def recover(self, error: BaseException) -> None:
         """Enter the next world, after a fault or a planned change."""
 
+    def training_returned(self) -> None:
+        """Called when the training function has returned, before its last step is committed."""
+
     def end_attempt(self) -> None:
-        """Called after the training function has returned."""
+        """Called when the last step is committed."""
 
     # -- steps --------------------------------------------------------------------------------
 
