@@ -194,8 +194,8 @@ def test_a_death_while_ranks_leave_is_repaired(runs: IdiomRuns, tmp_path: Path) 
     )
     outcome = runs.world.run(script, tmp_path / "killed", size=3, death=BY_ITSELF)
     outcome.assert_success(workers=2)
-    # The survivors have left, too, and are called again: they leave after another step.
-    assert {worker.steps for worker in outcome.survivors} == {7}, outcome.describe()
+    # The survivors have left, too, and are called again: they leave in the same step.
+    assert {worker.steps for worker in outcome.survivors} == {6}, outcome.describe()
 
 
 def test_a_rank_evaluates_alone_after_the_loop(runs: IdiomRuns, tmp_path: Path) -> None:
