@@ -20,6 +20,7 @@ from checkpoints.tensors.dtensors import is_dtensor
 from elastic.errors import TrainingError
 from elastic.mesh import ModelReplica
 from elastic.training.gradients.across import AcrossReduction
+from elastic.training.gradients.matching.order import Unit
 
 
 class StageReduction(AcrossReduction):
@@ -67,7 +68,7 @@ class StageReduction(AcrossReduction):
         if self._across is not None:
             self.accumulates()
 
-    def reduce(self, gradients: torch.Tensor) -> None:
+    def reduce(self, gradients: torch.Tensor, unit: Unit | None = None) -> None:
         """Keep them: they are summed over the replicas when the script calls for it."""
 
     @property
@@ -75,10 +76,16 @@ class StageReduction(AcrossReduction):
         """The error of a sum over the replicas, until the ranks of this one have agreed on it."""
         return self._fault
 
-    def sum_accumulated(self, fault: Exception | None = None) -> bool:
-        """Sum what backward passes have accumulated; False if there is nothing. After the
-        ``fault`` of another module, only within the replica."""
+    @property
+    def has_accumulated(self) -> bool:
+        """Whether backward passes have accumulated gradients, as far as is known before the sum."""
+        return self.is_local or self.has_gradients
+
+    def sum_accumulated(self, fault: Exception | None = None) -> None:
+        """Sum what backward passes have accumulated: also if there is nothing, which other replicas
+        do not know. After the ``fault`` of another module, only within the replica."""
         self._fault = self._fault or fault
+        self.has_forward = True  # also if the script calls only parts of the module
         parameters = [p for p in self._all_parameters() if p.requires_grad]
         if self.holds_gradients():
             raise TrainingError(
@@ -87,8 +94,6 @@ class StageReduction(AcrossReduction):
                 hint="call model.set_requires_gradient_sync(True) before the last backward pass; "
                 "the schedules of torch.distributed.pipelining do",
             )
-        if not self.is_local and all(p.grad is None for p in parameters):
-            return False
         if {id(p.grad) for p in parameters} & {id(known()) for known in self._summed} - {id(None)}:
             raise TrainingError(
                 "run.reduce_gradients() was called twice for the same gradients: they are already "
@@ -99,11 +104,10 @@ class StageReduction(AcrossReduction):
         assert self._across is not None
         if self._has_fsdp:
             self._sum_in_buckets(parameters, 1.0 / self._across.size)
-            return True
+            return
         mesh = self._replica.mesh
         copies = mesh.size // mesh.stages // mesh.data_size if self._is_whole else 1
         self._sum_in_buckets(parameters, 0.0 if self.weight == 0.0 else self.weight / copies)
-        return True
 
     def _room_for(self, count: int) -> tuple[int, int]:
         """As in the base class: each stage has its own values."""
@@ -136,12 +140,12 @@ def reduce_stages(reductions: Sequence[StageReduction]) -> None:
     gradients, or if they are summed already; the error of a collective, or GroupAborted, on all
     ranks of a replica together.
     """
-    fault, has_summed = None, False
-    for each in reductions:
-        has_summed = each.sum_accumulated(fault) or has_summed
-        fault = each.fault
-    if not has_summed:
+    if not any(each.has_accumulated for each in reductions):
         raise _without_gradients()
+    fault = None
+    for each in reductions:
+        each.sum_accumulated(fault)
+        fault = each.fault
     if fault is None:
         reductions[0].send_flags()
     reductions[0].settle(reductions)
