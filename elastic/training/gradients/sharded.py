@@ -28,7 +28,7 @@ from elastic.training.gradients.fsdp_parts import FSDPParts, PartReduction
 from elastic.training.gradients.matching.order import ReductionOrder, Unit
 from elastic.training.gradients.reduction import NEARLY
 from elastic.training.gradients.sharding import sharded_over
-from elastic.training.gradients.stages import StageReduction
+from elastic.training.gradients.stages import StageReduction, refuse_split_backward
 
 
 class ShardedModule:
@@ -85,6 +85,11 @@ class ShardedModule:
             parameters = list(module.parameters())
             self.reduction.watch(parameters, is_whole=not any(map(is_dtensor, parameters)))
         module.register_forward_pre_hook(self._note_forward)
+        if mesh.has_stages:
+            inner = {id(part) for part in self._fsdp}
+            for part in self._fsdp:
+                if any(id(each) in inner for each in part.modules() if each is not part):
+                    part.register_forward_pre_hook(_refuse_split_backward)
 
     def match(self, order: ReductionOrder, name: str) -> None:
         """Compare the order of reductions with other replicas; this module is called ``name``. With
@@ -214,6 +219,12 @@ class ShardedModule:
         for index, parameter in enumerate(self.all_parameters):
             if parameter.requires_grad is (index in frozen):
                 parameter.requires_grad_(index not in frozen)
+
+
+@not_compiled
+def _refuse_split_backward(part: nn.Module, inputs: Any) -> None:
+    if torch.is_grad_enabled():
+        refuse_split_backward(type(part).__name__.removeprefix("FSDP"))
 
 
 def _never() -> bool:

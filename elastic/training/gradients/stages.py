@@ -11,16 +11,19 @@ replicas is postponed.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterable, Sequence
 
 import torch
 from torch import nn
 
 from checkpoints.tensors.dtensors import is_dtensor
-from elastic.errors import TrainingError
+from elastic.errors import ConfigError, TrainingError
 from elastic.mesh import ModelReplica
 from elastic.training.gradients.across import AcrossReduction
 from elastic.training.gradients.matching.order import Unit
+
+_SCHEDULES = "torch.distributed.pipelining.schedules"
 
 
 class StageReduction(AcrossReduction):
@@ -131,6 +134,30 @@ class StageReduction(AcrossReduction):
             self._write_flags()
         elif self.flags is not None and not self._has_spoken:
             self._sum(torch.empty(0, dtype=torch.float64, device=self._replica.device))
+
+
+def refuse_split_backward(name: str) -> None:
+    """Raise ConfigError if the forward pass of a stage with several ``fully_shard`` is called by a
+    schedule that computes the gradients of inputs and of weights in separate passes.
+
+    FSDP takes the inner parts' gradients in the first of them, in which there are none: they stay
+    None, or lack some micro-batches, without an error [measured, torch 2.13]. A stage with one
+    ``fully_shard`` is reduced by the schedule (``perform_reduce_grad`` in
+    torch/distributed/pipelining/stage.py).
+    """
+    frame = sys._getframe(1)
+    while frame is not None and not frame.f_globals.get("__name__", "").startswith(_SCHEDULES):
+        frame = frame.f_back  # type: ignore[assignment]
+    schedule = frame.f_locals.get("self") if frame is not None else None
+    order = getattr(schedule, "pipeline_order", None) or {}
+    actions = (action for row in order.values() for action in row if action is not None)
+    if any(action.computation_type.name == "BACKWARD_WEIGHT" for action in actions):
+        raise ConfigError(
+            f"{type(schedule).__name__} with several fully_shard in the stage {name}: it computes "
+            "gradients of weights in passes of their own, and torch loses those of the inner parts",
+            hint="apply fully_shard once to each stage: "
+            'fully_shard(stage, mesh=run.mesh["shard"]), or use ScheduleInterleaved1F1B',
+        )
 
 
 def reduce_stages(reductions: Sequence[StageReduction]) -> None:
