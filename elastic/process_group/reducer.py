@@ -26,15 +26,21 @@ class ReleasableGroup(dist.ProcessGroup):
 
     The reducer waits for sums where nothing can be raised: they must have ended by then. On a
     stream it does not wait, but the host reads the plan for its buckets at once, and an aborted
-    broadcast leaves an invalid plan.
+    broadcast leaves an invalid plan. ``before_plan`` is called before each broadcast of one.
     """
 
     def __init__(
-        self, group: dist.ProcessGroup, all_reduce: AllReduce, *, is_on_stream: bool
+        self,
+        group: dist.ProcessGroup,
+        all_reduce: AllReduce,
+        *,
+        is_on_stream: bool,
+        before_plan: Callable[[], object] = lambda: None,
     ) -> None:
         super().__init__(group.rank(), group.size())  # type: ignore[call-arg]
         self._group = group
         self._all_reduce = all_reduce
+        self._before_plan = before_plan
         works = pending_works()
         self._finish = works.finish_on_stream if is_on_stream else works.finish_one
 
@@ -49,6 +55,7 @@ class ReleasableGroup(dist.ProcessGroup):
 
     @not_compiled
     def broadcast(self, tensors: list[torch.Tensor], opts: Any) -> dist.Work:  # type: ignore[override]
+        self._before_plan()
         return _Broadcast(self._group.broadcast(tensors, opts), self._finish)
 
 

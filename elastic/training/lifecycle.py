@@ -15,8 +15,8 @@ from enum import Enum
 
 from elastic.errors import NoWorld, TrainingError
 from elastic.hangs.phases import phases
-from elastic.mesh import ModelReplica
-from elastic.process_group import ProcessGroup
+from elastic.mesh import ModelReplica, ReplicaProcessGroup
+from elastic.process_group import ProcessGroup, RankGroup, peer_group, world_group
 from elastic.telemetry.ledger import Ledger
 from elastic.training.checkpointing.manager import CheckpointManager
 from elastic.training.listeners import Listeners
@@ -168,6 +168,7 @@ class Lifecycle:
             self._group.abort()
         for module in self._job.modules.values():
             module.leave_world()
+        self._job.order.leave_world()
         self._group.destroy(is_for_next=True)
 
     def close(self) -> None:
@@ -176,6 +177,9 @@ class Lifecycle:
             self._move(WorldPhase.CLOSED)
 
     def _enter_modules(self) -> None:
+        kind = "replica" if self.replica.mesh else "rank"
+        if self._job.modules and self.world.size > 1:
+            self._job.order.enter_world(_gradient_group(self._group), peer_group(), kind=kind)
         for module in self._job.modules.values():
             module.enter_world()
 
@@ -188,3 +192,9 @@ class Lifecycle:
                 "with this traceback",
             )
         self._phase = phase
+
+
+def _gradient_group(group: ProcessGroup) -> RankGroup:
+    """The ranks that sum the gradients of the same parameters."""
+    across = group.across if isinstance(group, ReplicaProcessGroup) else None
+    return world_group() if across is None else across

@@ -20,7 +20,6 @@ from torch.utils.data import DataLoader
 from checkpoints import Root
 from elastic import arguments
 from elastic.errors import NodeUnfit
-from elastic.process_group import all_sum
 from elastic.training import components
 from elastic.training.attempts import Attempt
 from elastic.training.building.builder import BuildsInWorlds
@@ -306,7 +305,7 @@ class Run(BuildsInWorlds, ReducesStages, RunLogging):
         self._parts.recovery.bootstrap.enter_world()
         self._parts.loop.early_leave.settle()
         with self._parts.lifecycle.replica.whole():
-            total, *sums = all_sum(numbers)
+            total, *sums = self._parts.job.order.sum_values(numbers)
         means = [s / total if total else math.nan for s in sums]
         return {n: WorldMean(m) for n, m in zip(names, means, strict=True)}
 

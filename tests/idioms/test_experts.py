@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import random
 import shutil
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import pytest
@@ -18,6 +18,7 @@ import torch
 from idiom_runs import IdiomRuns
 
 import checkpoints
+from checkpoints.memory.host import MemoryHost
 from elastic.testing.small_world.world import CALLS, LINES, Death, RunOutcome, SmallWorld
 
 SCRIPT = Path(__file__).parent / "scripts" / "replicas" / "experts.py"
@@ -192,6 +193,7 @@ def test_a_checkpoint_resumes_with_other_ranks_and_unsharded(
     assert weights["mixture.experts.up"].shape[0] == 4  # all experts
     others = (
         Layout("masked", ("ep=4",), 4, 4),
+        Layout("masked", ("ep=1",), 1, 2),
         Layout("masked", ("shard=2", "ep=2"), 4, 4),
         Layout("", (), 1, 2),
     )
@@ -211,6 +213,36 @@ def test_an_unsharded_checkpoint_resumes_with_experts(experts: ExpertRuns, tmp_p
     outcome.assert_success(workers=MASKED.size)
     assert {int(worker.result["resumed"]) for worker in outcome.survivors} == {STEPS}
     experts.assert_same(outcome, MASKED)
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        pytest.param(MASKED, MASKED, id="two replicas"),
+        pytest.param(Layout("masked", ("ep=2",), 2, 2), MASKED, id="one replica"),
+        pytest.param(IN_SHARDS, IN_SHARDS, id="with FSDP", marks=pytest.mark.soak),
+        pytest.param(ON_DATA, ON_DATA, id="over data", marks=pytest.mark.soak),
+        pytest.param(WITH_TENSOR, WITH_TENSOR, id="with tensors", marks=pytest.mark.soak),
+    ],
+)
+def test_the_nodes_memory_holds_all_experts(
+    experts: ExpertRuns, tmp_path: Path, before: Layout, after: Layout
+) -> None:
+    """All processes end, and nothing is on disk: the job resumes from the last save to memory."""
+    disk = tmp_path / "disk"
+    host = MemoryHost(tmp_path / "disk-memory")
+    try:
+        saved = replace(before, way=f"{before.way} memory")
+        experts.run(saved, folder=disk, epochs=1).assert_success(workers=before.size)
+        for info in checkpoints.list_checkpoints(disk):
+            shutil.rmtree(disk / info.name)
+        outcome = experts.run(replace(after, way=f"{after.way} memory"), folder=disk)
+    finally:
+        host.close()
+    outcome.assert_success(workers=after.size)
+    resumed = {int(worker.result["resumed"]) for worker in outcome.survivors}
+    assert resumed <= {STEPS - 1, STEPS, STEPS + 1} and len(resumed) == 1, resumed
+    experts.assert_same(outcome, after)
 
 
 ALONG_EP = ("ep=2",)

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from elastic.errors import GroupAborted, TrainingError
-from elastic.training.gradients.control_flags import ControlFlags, StepFlags
+from elastic.training.gradients.control_flags import COUNT, ControlFlags, StepFlags
 from elastic.training.gradients.reduction import Reduction
 
 
@@ -90,7 +90,7 @@ def test_gradients_summed_with_another_collective_are_detected(dtype: torch.dtyp
         assert rank.flags is not None
         rank.flags.begin_step(4, ranks=3)
     sent = [rank.with_words(torch.ones(4, dtype=dtype)) for rank in ranks]
-    sums = sent[0] + sent[1] + torch.tensor([7.0, *[0.0] * 9], dtype=dtype)
+    sums = sent[0] + sent[1] + torch.tensor([7.0, *[0.0] * (3 + COUNT)], dtype=dtype)
     for rank, tensor in zip(ranks[:2], sent[:2], strict=True):
         tensor.copy_(sums)
         assert rank.flags is not None
@@ -102,7 +102,7 @@ def test_sums_that_a_dtype_cannot_hold_are_not_compared() -> None:
     rank = reduction(1.0, StepFlags())
     assert rank.flags is not None
     rank.flags.begin_step(4, ranks=257)
-    rank.with_words(torch.ones(4, dtype=torch.bfloat16))[-1].fill_(256.0)
+    rank.with_words(torch.ones(4, dtype=torch.bfloat16))[-2].fill_(256.0)
     rank.flags.require_one_step(4)
 
 
@@ -123,14 +123,15 @@ def test_a_bucket_and_its_views_keep_sharing_memory() -> None:
     rank, bucket = reduction(1.0, StepFlags(save=True)), torch.arange(6.0)
     view, before = bucket[2:5].view(3, 1), bucket.clone()
     sent = rank.with_words(bucket)
-    assert torch.equal(sent, torch.cat([before, torch.tensor([1.0, 0.0, 0.0, 0.0, 0.0, 1.0])]))
+    flags = torch.tensor([1.0, 0.0, 0.0, 0.0, 0.0, 1.0, 0.0])
+    assert torch.equal(sent, torch.cat([before, flags]))
     sent.mul_(3)
     assert torch.equal(bucket, before * 3) and torch.equal(view.flatten(), before[2:5] * 3)
     rank.begin(1.0)
     assert rank.with_words(bucket) is sent
     rank.begin(1.0)
     other = rank.with_words(torch.ones(6))  # DDP has rebuilt its buckets
-    assert other is not sent and other.numel() == 12
+    assert other is not sent and other.numel() == 6 + COUNT
 
 
 @pytest.mark.parametrize(

@@ -12,9 +12,10 @@ from twin_group import TwinGroup
 from elastic.errors import GroupAborted, TrainingError
 from elastic.mesh import ModelReplica
 from elastic.process_group import PendingWorks
-from elastic.training.gradients.across import AcrossReduction, UncertainGradients
+from elastic.training.gradients.across import AcrossReduction
 from elastic.training.gradients.control_flags import COUNT, ControlFlags, StepFlags
 from elastic.training.gradients.fsdp_parts import PartReduction
+from elastic.training.gradients.matching.uncertain import UncertainGradients
 
 
 class BlockedWork(dist.Work):

@@ -107,7 +107,7 @@ def test_flags_are_sent_once_although_the_first_module_has_no_gradients() -> Non
     rank.begin(1, sent=StepFlags(save=True))
     rank.train(second, 1)
     reduce_stages(rank.reductions)
-    assert rank.group.sizes == [8 + 2, COUNT]
+    assert rank.group.sizes == [4 + 2 + COUNT, 8 + 2]  # another replica may have gradients
     assert rank.flags.received() == StepFlags(save=True)
     rank.flags.require_one_step(1)
     assert first.weight.grad is None

@@ -15,12 +15,13 @@ from torch import nn
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
 import checkpoints
 from checkpoints.catalog.manifests import read_manifest
 from checkpoints.storage.roots import storage_for
+from checkpoints.tensors.dtensors import local_of
 from elastic.errors import ConfigError
 from elastic.mesh import ModelReplica, ReplicaProcessGroup
 from elastic.training.current_step import CurrentStep
@@ -104,6 +105,30 @@ def test_a_compatible_state_is_received_in_place(mesh: DeviceMesh) -> None:
     receiver.check(tree, "the state of another rank")
     receiver.apply(tree)
     assert_equal(values(receiver), values(sender))
+
+
+def test_a_row_of_a_weight_is_received(mesh: DeviceMesh) -> None:
+    """Its strides are those of the whole weight, (8, 1), although it is contiguous: as of
+    RowwiseParallel of a layer with one output."""
+    jobs = []
+    for seed in (1, 2):
+        torch.manual_seed(seed)
+        model = nn.Linear(4, 1, bias=False)
+        model.weight = nn.Parameter(distribute_tensor(model.weight.detach(), mesh, [Replicate()]))
+        job = JobState(seed=0, is_sharded=True)
+        group = ReplicaProcessGroup(torch.device("cpu"), ModelReplica(MESH))
+        job.modules["model"] = ShardedModule(model, group)
+        weight: Any = model.weight
+        weight._local_tensor = torch.randn(1, 8)[:, 4:]
+        jobs.append((job, weight))
+    (sender, sent), (receiver, received) = jobs
+    node, tensors = pack(sender.tree())
+    own = own_memory(node, specs_of(tensors), receiver)
+    arrived = {name: own.get(name, torch.empty_like(t)) for name, t in tensors.items()}
+    for name, tensor in tensors.items():
+        arrived[name].copy_(tensor)
+    receiver.apply(unpack(node, arrived, receiver))
+    assert_equal({"": local_of(received)}, {"": local_of(sent)})
 
 
 def test_an_incompatible_state_is_not_received_in_place(mesh: DeviceMesh) -> None:

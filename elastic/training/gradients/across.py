@@ -20,8 +20,6 @@ reduce-scatter, a rank's gradients are multiplied by the ratio of its share to a
 # No `from __future__ import annotations`: as in reduction.py.
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
 
 import torch
 
@@ -36,9 +34,22 @@ from elastic.torch_private import (
     copy_each,
     current_backward,
 )
-from elastic.training.gradients.control_flags import COUNT, Room
+from elastic.training.gradients.control_flags import (
+    COUNT,
+    Room,
+    is_any_absent,
+    others_without,
+    write_present,
+)
+from elastic.training.gradients.matching.order import Sent, Unit
+from elastic.training.gradients.matching.uncertain import (
+    UncertainGradients,
+    gradient_dtype,
+    is_elsewhere,
+    local_gradient,
+)
 from elastic.training.gradients.reduction import NEARLY, Reduction
-from elastic.training.gradients.sharding import like, local_value, sharded_over
+from elastic.training.gradients.sharding import sharded_over
 
 _LEFT = "the world has ended for a rank of this replica: this step's gradients are incomplete"
 
@@ -54,6 +65,7 @@ class AcrossReduction(Reduction):
         self._pass: int | None = None  # the backward pass that ends with a call of _settle
         self._end: torch.Tensor | None = None  # flags of this step, not yet settled
         self._room: Room | None = None  # holds their sum once the collective has ended
+        self._ends: list[tuple[Unit, torch.Tensor]] = []  # of other sums, not yet ended
         self._parameters: list[torch.nn.Parameter] = []  # of a module without FSDP
         self._is_whole = False  # every rank of the replica holds the entire module
         self._summed: list[weakref.ref[torch.Tensor]] = []  # gradients already summed
@@ -70,12 +82,14 @@ class AcrossReduction(Reduction):
         super().leave()
         self._across = self._end = self._room = None
         self._uncertain.clear()
+        self._ends.clear()
 
     def begin(self, weight: float) -> None:
         """Begin a step in which this rank has the fraction ``weight`` of the global batch."""
         super().begin(weight)
         self._fault = self._end = self._pass = self._room = None
         self._uncertain.clear()
+        self._ends.clear()
 
     def forward_begins(self) -> None:
         """Note a forward pass of this step that expects a backward pass."""
@@ -106,8 +120,9 @@ class AcrossReduction(Reduction):
         elif abs(factor - 1.0) > NEARLY:
             gradients.mul_(factor)
 
-    def reduce(self, gradients: torch.Tensor) -> None:
-        """Gradients of this rank's shards, averaged over the replica. Called by FSDP's hook."""
+    def reduce(self, gradients: torch.Tensor, unit: Unit | None = None) -> None:
+        """Gradients of this rank's shards of ``unit``, averaged over the replica. Called by FSDP's
+        hook."""
         if self._across is None:
             return
         self._end_pass_later()
@@ -115,7 +130,7 @@ class AcrossReduction(Reduction):
             self._write_flags()
         elif self._fault is None:
             gradients.div_(self._across.size)
-            self._sum(gradients)
+            self._sum(gradients, unit)
         self.reduced()
 
     def watch(self, parameters: list[torch.nn.Parameter], *, is_whole: bool) -> None:
@@ -167,23 +182,29 @@ class AcrossReduction(Reduction):
         assert self._across is not None
         by_dtype: dict[torch.dtype, list[torch.nn.Parameter]] = {}
         for parameter in parameters:
-            by_dtype.setdefault(_gradient_dtype(parameter), []).append(parameter)
+            by_dtype.setdefault(gradient_dtype(parameter), []).append(parameter)
         self.reduced()
         if self._across.size == 1:
             self._write_flags()
+        unit = self._unit  # of the first bucket
         for same in by_dtype.values():
-            gradients = [_local_gradient(p) for p in same]
+            gradients = [local_gradient(p) for p in same]
             is_used = [float(p.grad is not None and factor != 0.0) for p in same]
-            counted = [*is_used, *(float(_is_elsewhere(p)) for p in same if is_dtensor(p))]
+            counted = [*is_used, *(float(is_elsewhere(p)) for p in same if is_dtensor(p))]
             counts = torch.tensor(counted, device="cpu")
             if self._is_whole or self._across.size > 1:
-                counts = self._sum_bucket(gradients, counted, factor)
+                counts = self._sum_bucket(gradients, counted, factor, unit)
+            unit = None
             if not all(is_used):
                 self._uncertain.append(UncertainGradients(same, gradients, counts))
         self._note_summed(parameters)
 
     def _sum_bucket(
-        self, gradients: Sequence[torch.Tensor], counted: Sequence[float], factor: float
+        self,
+        gradients: Sequence[torch.Tensor],
+        counted: Sequence[float],
+        factor: float,
+        unit: Unit | None,
     ) -> torch.Tensor:
         """Sum these gradients in place, and return the sums of ``counted``. On a stream, both are
         only queued."""
@@ -196,7 +217,7 @@ class AcrossReduction(Reduction):
         if self._is_whole:
             self._replica.all_reduce(bucket)
         if self._fault is None and self._across.size > 1:
-            self._sum(bucket)
+            self._sum(bucket, unit)
         parts = torch.split(values, [gradient.numel() for gradient in gradients])
         copy_each(gradients, [p.view_as(g) for p, g in zip(parts, gradients, strict=True)])
         return counts
@@ -204,14 +225,20 @@ class AcrossReduction(Reduction):
     def _note_summed(self, parameters: Sequence[torch.nn.Parameter]) -> None:
         self._summed = [weakref.ref(p.grad) for p in parameters if p.grad is not None]
 
-    def _sum(self, gradients: torch.Tensor) -> None:
+    def _sum(self, gradients: torch.Tensor, unit: Unit | None = None) -> None:
         """Sum over the replicas, in place. On a stream the sum is only queued: :meth:`_settle`
-        waits for it before the host depends on it."""
+        waits for it before the host depends on it. ``unit``: begins to be reduced."""
         assert self._across is not None
-        room = self._room_with_flags(gradients)
+        room, end = self._room_with_flags(gradients, unit), None
+        if room is None and unit is not None and (own := Room.behind(gradients)) is not None:
+            write_present(end := own.end)
+            gradients = own.both
         sent = gradients if room is None else room.both
         works = self._across.works
         try:
+            if unit is not None and self.order is not None:
+                is_marked = room is not None or end is not None
+                self.order.before(unit, Sent.of(sent) if is_marked else None)
             work = self._across.all_reduce(sent)
             if self._across.is_on_stream:
                 works.queue(work)
@@ -223,6 +250,8 @@ class AcrossReduction(Reduction):
             return
         if room is not None:
             self._room = room
+        if unit is not None and end is not None:
+            self._ends.append((unit, end))
 
     def _finish_sums(self) -> None:
         """Wait for the sums of this backward pass, and read the flags summed with them."""
@@ -234,21 +263,25 @@ class AcrossReduction(Reduction):
         room, self._room = self._room, None
         if room is not None and self._end is not None and self._fault is None:
             self._end.copy_(room.end)
+        ends, self._ends = self._ends, []
+        if self._fault is None:
+            absent = [unit.name for unit, end in ends if is_any_absent(end)]
+            self._fault = others_without(absent[0]) if absent else None
 
-    def _room_with_flags(self, gradients: torch.Tensor) -> Room | None:
+    def _room_with_flags(self, gradients: torch.Tensor, unit: Unit | None) -> Room | None:
         """A step's first bucket, followed by this rank's flags."""
         room = None if self._has_spoken or self.flags is None else Room.behind(gradients)
         if room is not None:
-            room.end.copy_(self._write_flags(), non_blocking=True)
+            room.end.copy_(self._write_flags(unit), non_blocking=True)
         return room
 
-    def _write_flags(self) -> torch.Tensor:
+    def _write_flags(self, unit: Unit | None = None) -> torch.Tensor:
         """Write this rank's flags, once per step: to sum over its position in each replica, then
         over all ranks."""
         if self._end is None:
             self._end = torch.zeros(COUNT, dtype=torch.float64, device="cpu")
             if self.flags is not None and not self._has_spoken:
-                self.flags.write(self._end)
+                self.flags.write(self._end, *([unit.name] if unit is not None else []))
             self._has_spoken = True
         return self._end
 
@@ -324,62 +357,3 @@ def _keep_until_summed(gradients: torch.Tensor) -> None:
     after the hook (``foreach_reduce``; for its own all-reduce it keeps one until an event)."""
     if gradients.is_cuda:
         gradients.record_stream(torch.cuda.current_stream(gradients.device))
-
-
-@dataclass(frozen=True)
-class UncertainGradients:
-    """Gradients of a bucket of which this rank lacks some, or all: it does not know yet whether
-    others have them."""
-
-    parameters: Sequence[torch.nn.Parameter]
-    sums: Sequence[torch.Tensor]  # of this rank's parts
-    # Once the sum has ended: ranks with a gradient, by parameter; and by DTensor, those with one of
-    # other placements than the parameter's.
-    counts: torch.Tensor
-
-    @property
-    def users(self) -> list[float]:
-        """The numbers of ranks with a gradient."""
-        counted: list[float] = self.counts.abs().tolist()  # abs: of complex numbers, too
-        return counted[: len(self.parameters)]
-
-    def settle(self, in_replica: Mapping[int, float]) -> None:
-        """Create missing gradients, unless no rank has any from its samples.
-
-        ``in_replica``: the counts of all parts, by parameter. An expert without tokens has zeros,
-        like its rows in an unsharded model, if another one in the same weight has some.
-        """
-        for parameter, total, count in zip(self.parameters, self.sums, self.users, strict=True):
-            if not in_replica.get(id(parameter), count):
-                parameter.grad = None
-            elif parameter.grad is None:
-                if self.counts[len(self.parameters) :].any():
-                    raise _other_placements()
-                parameter.grad = like(parameter, total)
-
-
-def _is_elsewhere(parameter: Any) -> bool:
-    """Whether a gradient has other placements than its parameter: the ranks' parts of a sum, of a
-    parameter that each holds whole (``SequenceParallel``)."""
-    gradient = parameter.grad
-    return gradient is not None and gradient.placements != parameter.placements
-
-
-def _other_placements() -> TrainingError:
-    return TrainingError(
-        "some replicas got a gradient that is a sum over ranks (placement Partial), and others got "
-        "none: without fully_shard, they cannot be summed",
-        hint="use every layer with SequenceParallel in each backward pass, or "
-        'fully_shard(model, mesh=run.mesh["shard"]) with elastic.join(mesh={"shard": 1, …})',
-    )
-
-
-def _gradient_dtype(parameter: torch.Tensor) -> torch.dtype:
-    return parameter.dtype if parameter.grad is None else parameter.grad.dtype
-
-
-def _local_gradient(parameter: torch.Tensor) -> torch.Tensor:
-    """This rank's part of the gradient, or zeros."""
-    if parameter.grad is None:
-        return torch.zeros_like(local_value(parameter.detach()))
-    return local_value(parameter.grad.detach())

@@ -2,16 +2,19 @@
 
 A decision that needs all ranks at the same step (save now, a node is leaving) would cost a
 separate collective. The first bucket of gradients is summed over all ranks in every step
-anyway, so it is extended by six elements: each is 1 on a rank that sets the flag, so a sum above
+anyway, so it is extended by seven elements: each is 1 on a rank that sets the flag, so a sum above
 0 means that some rank did. The bucket's memory is extended once, so that no gradient is copied
 (docs/decisions/0014).
 
 Two of them encode whether the rank's step number is even or odd. If both are set, gradients of
 different steps were summed: a rank has left a step without a backward pass.
 
-The last one is set on every rank, so its sum is the number of ranks, unless gradients were summed
+The next one is set on every rank, so its sum is the number of ranks, unless gradients were summed
 with another collective. NCCL matches collectives by their order alone: if a rank skips one, later
 ones of all ranks are summed with others, and small ones end without an error [measured, NCCL 2.28].
+
+The last one is set on ranks that have no gradients of this module and send zeros, before they end
+(:mod:`elastic.training.gradients.matching.order`).
 """
 
 from __future__ import annotations
@@ -23,8 +26,9 @@ import torch
 from elastic.errors import GroupAborted, TrainingError
 from elastic.process_group import all_sum
 
-COUNT = 6  # number of elements
-_PARITY, _PRESENT = 3, 5  # indices of the flags of even and odd steps, and of all ranks
+COUNT = 7  # number of elements
+# Indices of the flags of even and odd steps, of all ranks, and of those without gradients.
+_PARITY, _PRESENT, _ABSENT = 3, 5, 6
 
 
 @dataclass(frozen=True)
@@ -37,6 +41,13 @@ class StepFlags:
 
 
 _NOTHING = StepFlags()
+MODULES_ON_ALL_RANKS = (
+    "compute every wrapped module, and every part with its own fully_shard, on all ranks in each "
+    "step; where its output is not needed, add it to the loss times zero: "
+    "loss = loss + 0.0 * other(x).sum(). Without a mesh, wrap modules that take turns as one, "
+    "whose forward chooses: run.wrap(Both(first, second), find_unused_parameters=True) "
+    "(docs/how-to/sharded.md, “Modules without gradients”)"
+)
 
 
 class ControlFlags:
@@ -44,7 +55,7 @@ class ControlFlags:
 
     def __init__(self) -> None:
         self._sent = StepFlags()
-        self._ends: list[torch.Tensor] = []
+        self._ends: list[tuple[str, torch.Tensor]] = []  # and what they were sent with
         self._step: int | None = None
         self._ranks: int | None = None
         self._nothing: dict[tuple[int | None, torch.dtype, torch.device], torch.Tensor] = {}
@@ -63,9 +74,9 @@ class ControlFlags:
         self._sent = flags
         self._ends.clear()
 
-    def write(self, end: torch.Tensor) -> None:
-        """Write the flags into ``end``, which follows gradients to be summed. Afterwards it holds
-        the flags of all ranks."""
+    def write(self, end: torch.Tensor, gradients: str = "gradients") -> None:
+        """Write the flags into ``end``, which follows ``gradients`` to be summed. Afterwards it
+        holds the flags of all ranks."""
         parity = None if self._step is None else self._step % 2
         key = parity, end.dtype, end.device
         pattern = self._nothing.get(key)
@@ -80,7 +91,7 @@ class ControlFlags:
         if sent != _NOTHING:
             flags = [float(sent.save), float(sent.leaving), float(sent.stuck)]
             end[:_PARITY] = torch.tensor(flags, dtype=end.dtype, device="cpu")
-        self._ends.append(end)
+        self._ends.append((gradients, end))
 
     def forget(self) -> None:
         """Release the buckets."""
@@ -88,13 +99,13 @@ class ControlFlags:
 
     def settle(self) -> None:
         """Copy the flags from a GPU after the collectives, before more work is queued."""
-        self._ends = [end.cpu() for end in self._ends]
+        self._ends = [(name, end.cpu()) for name, end in self._ends]
 
     def received(self) -> StepFlags | None:
         """The flags of all ranks in this step; None if no bucket carried flags."""
         if not self._ends:
             return None
-        sums = [end[:_PARITY].tolist() for end in self._ends]
+        sums = [end[:_PARITY].tolist() for _, end in self._ends]
         return _flags_of([sum(values) for values in zip(*sums, strict=True)])
 
     def require_one_step(self, number: int) -> None:
@@ -104,8 +115,8 @@ class ControlFlags:
             TrainingError: ranks have sent gradients of different steps.
             GroupAborted: gradients were summed with another collective.
         """
-        sums = [end.tolist() for end in self._ends]
-        for end, summed in zip(self._ends, sums, strict=True):
+        sums = [end.tolist() for _, end in self._ends]
+        for (_, end), summed in zip(self._ends, sums, strict=True):
             if self._ranks is None or self._ranks > _exact_up_to(end.dtype):
                 continue
             if summed[_PRESENT] != self._ranks:
@@ -115,6 +126,9 @@ class ControlFlags:
                     hint="make each call on all ranks: no `if run.is_main:` around barrier(), "
                     "all_reduce() or run.mean()",
                 )
+        for (name, _), summed in zip(self._ends, sums, strict=True):
+            if summed[_ABSENT] > 0:
+                raise others_without(name, f"at step {number}, ")
         if any(min(summed[_PARITY:_PRESENT]) > 0 for summed in sums):
             raise TrainingError(
                 f"at step {number}, gradients of different steps were summed: a rank left a "
@@ -122,6 +136,36 @@ class ControlFlags:
                 hint="skip a step on all ranks or on none, with a call that every rank makes: "
                 "`if run.mean(1.0, bad=float(is_bad))['bad'] > 0: continue`",
             )
+
+
+def others_without(name: str, place: str = "") -> TrainingError:
+    """The error on a rank that reduces ``name``, which others do not."""
+    return TrainingError(
+        f"{place}this rank reduces {name}, but other ranks do not", hint=MODULES_ON_ALL_RANKS
+    )
+
+
+def write_present(end: torch.Tensor) -> None:
+    """Write into ``end``, which follows gradients to be summed, only that this rank has some."""
+    end.zero_()
+    end[_PRESENT] = 1.0
+
+
+def write_absent(nothing: torch.Tensor) -> None:
+    """Write into the end of zeros, sent in place of gradients, that this rank has none."""
+    nothing[_PRESENT - COUNT] = nothing[_ABSENT - COUNT] = 1.0
+
+
+def are_all_absent(summed: torch.Tensor) -> bool:
+    """Whether no rank had gradients for this sum. (Both are sums of ones: they are equal also where
+    these are not exact.)"""
+    present, absent = summed[_PRESENT - COUNT], summed[_ABSENT - COUNT]
+    return bool(present == absent)
+
+
+def is_any_absent(end: torch.Tensor) -> bool:
+    """Whether a rank had no gradients for the sum that ``end`` follows."""
+    return bool(end[_ABSENT] > 0)
 
 
 class Room:

@@ -20,6 +20,7 @@ from elastic.errors import ConfigError
 from elastic.torch_private import reduce_scatter
 from elastic.training.gradients.across import AcrossReduction
 from elastic.training.gradients.control_flags import COUNT
+from elastic.training.gradients.matching.order import Unit
 
 _SETTINGS = {
     "set_gradient_divide_factor": "gradients are the mean over the global batch in every world, "
@@ -101,6 +102,7 @@ class PartReduction:
     def __init__(self, reduction: AcrossReduction, scale: float) -> None:
         self._reduction = reduction
         self._scale = scale
+        self.unit: Unit | None = None  # this part, in the order of all
         self._is_weighed = False
 
     def allocate(
@@ -128,7 +130,7 @@ class PartReduction:
         if not self._is_weighed:
             self._reduction.weigh_local(gradients, self._scale)
         self._is_weighed = False
-        self._reduction.reduce(gradients)
+        self._reduction.reduce(gradients, self.unit)
 
 
 def _refusing(name: str) -> Any:

@@ -19,6 +19,7 @@ from elastic.hangs.phases import phases
 from elastic.process_group import pending_works, queued
 from elastic.torch_private import call_after_backward, current_backward
 from elastic.training.gradients.control_flags import ControlFlags, Room
+from elastic.training.gradients.matching.order import ReductionOrder, Sent, Unit
 
 _OUTSIDE = -1  # not in a backward pass
 NEARLY = 1e-12  # tolerance for n/N times the size being 1
@@ -52,6 +53,13 @@ class Reduction:
         self._has_accumulated = False  # in this step
         self._is_mixed = False  # the weights' .grad contains reduced gradients
         self._room: Room | None = None  # in the first bucket
+        self.order: ReductionOrder | None = None  # in which all modules are reduced
+        self._unit: Unit | None = None  # this module in it
+        self._matched: int | None = None  # the last backward pass of which ranks know the order
+
+    def match(self, order: ReductionOrder, unit: Unit) -> None:
+        """Compare the order of reductions with the other ranks', under the name of ``unit``."""
+        self.order, self._unit = order, order.add(unit)
 
     def enter(self, group: dist.ProcessGroup, *, is_divided: bool) -> None:
         """Begin a new world; gradients may arrive divided by its size."""
@@ -72,7 +80,7 @@ class Reduction:
         self._weight = weight
         self.is_done = self._has_spoken = False
         self._has_accumulated = self.has_forward = False
-        self.failure = None
+        self.failure = self._matched = None
         self.works.clear()
 
     @property
@@ -128,7 +136,7 @@ class Reduction:
             self.weigh(tensor)
             self.reduced()
             if self._divisor > 1:
-                tensor = self.with_words(tensor)
+                tensor = self._matching(tensor)
         work = group.allreduce([tensor], options)
         pending_works().begin(work)
         backward = current_backward()
@@ -169,11 +177,38 @@ class Reduction:
             raise
         phases.enter(SCRIPT)  # only negligible work remains in the backward pass
 
+    def _matching(self, gradients: torch.Tensor) -> torch.Tensor:
+        """The gradients of a bucket; the first ones of a backward pass followed by this rank's
+        flags, once the other ranks are known to reduce this module next.
+
+        Raises TrainingError if they are not.
+        """
+        backward = current_backward()
+        is_first, self._matched = backward != self._matched, backward
+        self._has_spoken = self._has_spoken and not (is_first and self.order is not None)
+        sent = self.with_words(gradients)
+        if is_first and self.order is not None and self._unit is not None:
+            first = Sent.of(sent) if sent is not gradients else None
+            try:
+                self.order.before(self._unit, first)
+            except Exception as error:
+                self.failure = error.with_traceback(None)
+                raise
+        return sent
+
+    def before_plan(self) -> None:
+        """Call it before the reducer distributes a plan for other buckets."""
+        if self.order is not None and self._unit is not None:
+            self.order.before_once(self._unit)
+
     def speak_again(self) -> None:
         """Also send this rank's flags with the next bucket: peers begin another step."""
         if self.flags is not None:
             self.flags.abstain()
         self._has_spoken = False
+        self._matched = None
+        if self.order is not None:
+            self.order.begin_again()
         self.has_forward = True  # of a peer
 
     def with_words(self, gradients: torch.Tensor) -> torch.Tensor:
@@ -186,7 +221,7 @@ class Reduction:
             room = self._room = Room.behind(gradients)
         if room is None:
             return gradients
-        self.flags.write(room.end)
+        self.flags.write(room.end, *([self._unit.name] if self._unit is not None else []))
         return room.both
 
     def wait(self) -> None:
@@ -217,7 +252,7 @@ def weighted_sum(state: Reduction, bucket: GradBucket) -> torch.futures.Future[t
         alone: torch.futures.Future[torch.Tensor] = torch.futures.Future()
         alone.set_result(gradients)
         return alone
-    work = dist.all_reduce(state.with_words(gradients), async_op=True)
+    work = dist.all_reduce(state._matching(gradients), async_op=True)
     assert work is not None  # None only on ranks outside the group
     state._queued(work)
     on_device: torch.futures.Future[torch.Tensor] = work.get_future().then(

@@ -7,6 +7,7 @@ replicas, :mod:`elastic.training.gradients.stages` if the mesh has pipeline stag
 
 from __future__ import annotations
 
+import functools
 import math
 from typing import Any
 
@@ -19,13 +20,15 @@ from elastic.errors import ConfigError, TrainingError
 from elastic.hangs.facts import COMPUTE, Phase
 from elastic.hangs.phases import phases
 from elastic.mesh import ReplicaProcessGroup
+from elastic.torch_fsdp import fsdp_originals
 from elastic.training.gradients.across import AcrossReduction
 from elastic.training.gradients.coverage import check_coverage, exchanged_dims
 from elastic.training.gradients.fingerprints import GradientFingerprints, HeldParts
 from elastic.training.gradients.fsdp_parts import FSDPParts, PartReduction
+from elastic.training.gradients.matching.order import ReductionOrder, Unit
 from elastic.training.gradients.reduction import NEARLY
 from elastic.training.gradients.sharding import sharded_over
-from elastic.training.gradients.stages import StageReduction
+from elastic.training.gradients.stages import StageReduction, refuse_split_backward
 
 
 class ShardedModule:
@@ -63,11 +66,13 @@ class ShardedModule:
         )
         self.reduction.holds_gradients = self._holds_gradients
         sizes = dict(mesh.dims)
+        self._reductions: list[PartReduction] = []  # of the parts
         for part, dims in zip(self._fsdp, exchanged, strict=True):
             own = PartReduction(self.reduction, 1 / math.prod(sizes[dim] for dim in dims))
             try:
                 part.set_all_reduce_hook(own.reduce)
                 part.set_custom_reduce_scatter(own)
+                self._reductions.append(own)
             except ValueError as error:
                 raise ConfigError(
                     "run.wrap() of a module with several groups of parameters in one "
@@ -80,6 +85,40 @@ class ShardedModule:
             parameters = list(module.parameters())
             self.reduction.watch(parameters, is_whole=not any(map(is_dtensor, parameters)))
         module.register_forward_pre_hook(self._note_forward)
+        if mesh.has_stages:
+            inner = {id(part) for part in self._fsdp}
+            for part in self._fsdp:
+                if any(id(each) in inner for each in part.modules() if each is not part):
+                    part.register_forward_pre_hook(_refuse_split_backward)
+
+    def match(self, order: ReductionOrder, name: str) -> None:
+        """Compare the order of reductions with other replicas; this module is called ``name``. With
+        pipeline stages, all modules are reduced in one call, in a fixed order."""
+        if self._group.replica.mesh.has_stages:
+            return
+        if not self._fsdp:
+            label = f"the gradients of {name} ({type(self.module).__name__})"
+            own = self._wrapped
+            self.reduction.match(order, Unit(name, label, lambda: self._trains(own), _never))
+            return
+        self.reduction.order = order
+        places = {id(part): place for place, part in self.module.named_modules()}
+        for part, reduction in zip(self._fsdp, self._reductions, strict=True):
+            parameters = tuple(p for p, _ in fsdp_originals(part))
+            place = places[id(part)]
+            kind = type(part).__name__.removeprefix("FSDP")
+            label = f"the gradients of {name}{'.' + place if place else ''} ({kind})"
+            reduction.unit = order.add(
+                Unit(
+                    name,
+                    label,
+                    functools.partial(self._trains, parameters),
+                    self._holds_gradients,
+                )
+            )
+
+    def _trains(self, parameters: tuple[torch.Tensor, ...]) -> bool:
+        return self.in_world and any(p.requires_grad for p in parameters)
 
     def _holds_gradients(self) -> bool:
         return self._parts.holds_gradients
@@ -180,6 +219,16 @@ class ShardedModule:
         for index, parameter in enumerate(self.all_parameters):
             if parameter.requires_grad is (index in frozen):
                 parameter.requires_grad_(index not in frozen)
+
+
+@not_compiled
+def _refuse_split_backward(part: nn.Module, inputs: Any) -> None:
+    if torch.is_grad_enabled():
+        refuse_split_backward(type(part).__name__.removeprefix("FSDP"))
+
+
+def _never() -> bool:
+    return False
 
 
 def _uneven(weight: float) -> TrainingError:

@@ -11,15 +11,19 @@ replicas is postponed.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterable, Sequence
 
 import torch
 from torch import nn
 
 from checkpoints.tensors.dtensors import is_dtensor
-from elastic.errors import TrainingError
+from elastic.errors import ConfigError, TrainingError
 from elastic.mesh import ModelReplica
 from elastic.training.gradients.across import AcrossReduction
+from elastic.training.gradients.matching.order import Unit
+
+_SCHEDULES = "torch.distributed.pipelining.schedules"
 
 
 class StageReduction(AcrossReduction):
@@ -67,7 +71,7 @@ class StageReduction(AcrossReduction):
         if self._across is not None:
             self.accumulates()
 
-    def reduce(self, gradients: torch.Tensor) -> None:
+    def reduce(self, gradients: torch.Tensor, unit: Unit | None = None) -> None:
         """Keep them: they are summed over the replicas when the script calls for it."""
 
     @property
@@ -75,10 +79,16 @@ class StageReduction(AcrossReduction):
         """The error of a sum over the replicas, until the ranks of this one have agreed on it."""
         return self._fault
 
-    def sum_accumulated(self, fault: Exception | None = None) -> bool:
-        """Sum what backward passes have accumulated; False if there is nothing. After the
-        ``fault`` of another module, only within the replica."""
+    @property
+    def has_accumulated(self) -> bool:
+        """Whether backward passes have accumulated gradients, as far as is known before the sum."""
+        return self.is_local or self.has_gradients
+
+    def sum_accumulated(self, fault: Exception | None = None) -> None:
+        """Sum what backward passes have accumulated: also if there is nothing, which other replicas
+        do not know. After the ``fault`` of another module, only within the replica."""
         self._fault = self._fault or fault
+        self.has_forward = True  # also if the script calls only parts of the module
         parameters = [p for p in self._all_parameters() if p.requires_grad]
         if self.holds_gradients():
             raise TrainingError(
@@ -87,8 +97,6 @@ class StageReduction(AcrossReduction):
                 hint="call model.set_requires_gradient_sync(True) before the last backward pass; "
                 "the schedules of torch.distributed.pipelining do",
             )
-        if not self.is_local and all(p.grad is None for p in parameters):
-            return False
         if {id(p.grad) for p in parameters} & {id(known()) for known in self._summed} - {id(None)}:
             raise TrainingError(
                 "run.reduce_gradients() was called twice for the same gradients: they are already "
@@ -99,11 +107,10 @@ class StageReduction(AcrossReduction):
         assert self._across is not None
         if self._has_fsdp:
             self._sum_in_buckets(parameters, 1.0 / self._across.size)
-            return True
+            return
         mesh = self._replica.mesh
         copies = mesh.size // mesh.stages // mesh.data_size if self._is_whole else 1
         self._sum_in_buckets(parameters, 0.0 if self.weight == 0.0 else self.weight / copies)
-        return True
 
     def _room_for(self, count: int) -> tuple[int, int]:
         """As in the base class: each stage has its own values."""
@@ -129,6 +136,30 @@ class StageReduction(AcrossReduction):
             self._sum(torch.empty(0, dtype=torch.float64, device=self._replica.device))
 
 
+def refuse_split_backward(name: str) -> None:
+    """Raise ConfigError if the forward pass of a stage with several ``fully_shard`` is called by a
+    schedule that computes the gradients of inputs and of weights in separate passes.
+
+    FSDP takes the inner parts' gradients in the first of them, in which there are none: they stay
+    None, or lack some micro-batches, without an error [measured, torch 2.13]. A stage with one
+    ``fully_shard`` is reduced by the schedule (``perform_reduce_grad`` in
+    torch/distributed/pipelining/stage.py).
+    """
+    frame = sys._getframe(1)
+    while frame is not None and not frame.f_globals.get("__name__", "").startswith(_SCHEDULES):
+        frame = frame.f_back  # type: ignore[assignment]
+    schedule = frame.f_locals.get("self") if frame is not None else None
+    order = getattr(schedule, "pipeline_order", None) or {}
+    actions = (action for row in order.values() for action in row if action is not None)
+    if any(action.computation_type.name == "BACKWARD_WEIGHT" for action in actions):
+        raise ConfigError(
+            f"{type(schedule).__name__} with several fully_shard in the stage {name}: it computes "
+            "gradients of weights in passes of their own, and torch loses those of the inner parts",
+            hint="apply fully_shard once to each stage: "
+            'fully_shard(stage, mesh=run.mesh["shard"]), or use ScheduleInterleaved1F1B',
+        )
+
+
 def reduce_stages(reductions: Sequence[StageReduction]) -> None:
     """Sum the gradients of all modules of this rank. All ranks call it once per step.
 
@@ -136,12 +167,12 @@ def reduce_stages(reductions: Sequence[StageReduction]) -> None:
     gradients, or if they are summed already; the error of a collective, or GroupAborted, on all
     ranks of a replica together.
     """
-    fault, has_summed = None, False
-    for each in reductions:
-        has_summed = each.sum_accumulated(fault) or has_summed
-        fault = each.fault
-    if not has_summed:
+    if not any(each.has_accumulated for each in reductions):
         raise _without_gradients()
+    fault = None
+    for each in reductions:
+        each.sum_accumulated(fault)
+        fault = each.fault
     if fault is None:
         reductions[0].send_flags()
     reductions[0].settle(reductions)

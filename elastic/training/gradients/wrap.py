@@ -23,10 +23,19 @@ from elastic.hangs.phases import phases
 from elastic.process_group import (
     ReleasableGroup,
     broadcast_tensors,
+    complete,
     remove_reducer_hooks,
     semantics_of,
+    world_group,
+)
+from elastic.training.gradients.control_flags import (
+    COUNT,
+    is_any_absent,
+    others_without,
+    write_present,
 )
 from elastic.training.gradients.fingerprints import HeldParts
+from elastic.training.gradients.matching.order import ReductionOrder, Sent, Unit
 from elastic.training.gradients.reduction import Reduction, weighted_sum
 
 if TYPE_CHECKING:  # it imports FSDP, which takes long: only scripts that shard need it
@@ -62,6 +71,22 @@ class ElasticDDP(DDP):
         self.require_backward_grad_sync = True
         self.training = module.training
         self._in_world_parameters: tuple[nn.Parameter, ...] = ()
+        self._buffers_unit: Unit | None = None  # in the order of reductions
+
+    def match(self, order: ReductionOrder, name: str) -> None:
+        """Compare the order of reductions with other ranks; this module is called ``name``."""
+
+        def is_trained() -> bool:
+            return self.in_world and any(p.requires_grad for p in self._in_world_parameters)
+
+        label = f"the gradients of {name} ({type(self.module).__name__})"
+        self.reduction.match(order, Unit(name, label, is_trained, self._accumulates))
+        self._buffers_unit = order.add(
+            Unit(name, label.replace("gradients", "buffers", 1), _never, _never)
+        )
+
+    def _accumulates(self) -> bool:
+        return self.reduction.is_local
 
     def enter_world(self) -> None:
         """Become a working DDP over the current default group. Parameters must already agree.
@@ -89,13 +114,20 @@ class ElasticDDP(DDP):
         is_on_stream = semantics_of(self.device_type).is_on_stream
         if self.device_type == "cpu" and not is_on_stream:
             reduction.enter(group, is_divided=True)
-            self._releasable = ReleasableGroup(group, reduction.all_reduce, is_on_stream=False)
+            self._releasable = ReleasableGroup(
+                group, reduction.all_reduce, is_on_stream=False, before_plan=reduction.before_plan
+            )
             self._releasable.replace(self.reducer)
         else:  # nothing waits on the host, and an abort releases the stream
             reduction.enter(group, is_divided=False)
             super().register_comm_hook(reduction, weighted_sum)
             if is_on_stream:
-                self._releasable = ReleasableGroup(group, reduction.queue, is_on_stream=True)
+                self._releasable = ReleasableGroup(
+                    group,
+                    reduction.queue,
+                    is_on_stream=True,
+                    before_plan=reduction.before_plan,
+                )
                 self._releasable.replace(self.reducer)
 
     def leave_world(self) -> None:
@@ -239,11 +271,33 @@ class ElasticDDP(DDP):
         by_dtype: dict[torch.dtype, list[torch.Tensor]] = {}
         for tensor in tensors:
             by_dtype.setdefault(tensor.dtype, []).append(tensor)
+        first = next(iter(by_dtype.values()), None)
         for same in by_dtype.values():
             flat = torch.cat([t.reshape(-1) for t in same])
-            broadcast_tensors({"buffers": flat}, authoritative_rank)
+            self._share(flat, authoritative_rank, is_first=first is same)
             parts = torch.split(flat, [t.numel() for t in same])
             torch_private.copy_each(same, [p.view_as(t) for p, t in zip(parts, same, strict=True)])
+
+    def _share(self, flat: torch.Tensor, source: int, *, is_first: bool) -> None:
+        """Broadcast one rank's tensor. If it is the first one, other ranks must do so, too."""
+        order, group = self.reduction.order, world_group()
+        if order is None or self._buffers_unit is None or not is_first or group.size == 1:
+            broadcast_tensors({"buffers": flat}, source)
+            return
+        if flat.dtype == torch.bool or flat.is_complex():
+            order.before(self._buffers_unit, None)
+            broadcast_tensors({"buffers": flat}, source)
+            return
+        both = flat.new_zeros(flat.numel() + COUNT)
+        values, end = both[:-COUNT], both[-COUNT:]
+        if group.rank == source:
+            values.copy_(flat)
+        write_present(end)
+        order.before(self._buffers_unit, Sent.of(both))
+        complete(group.all_reduce(both), flat.device, group)
+        if is_any_absent(end):
+            raise others_without(self._buffers_unit.name)
+        flat.copy_(values)
 
     @property
     def all_parameters(self) -> tuple[nn.Parameter, ...]:
@@ -271,6 +325,10 @@ class ElasticDDP(DDP):
 
 
 _is_trained = attrgetter("requires_grad")
+
+
+def _never() -> bool:
+    return False
 
 
 def _check_kind(module: nn.Module) -> None:

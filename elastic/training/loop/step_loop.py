@@ -214,6 +214,7 @@ class StepLoop:
                 self._progress.before_step(number)
         step = Step(number, first, rest, self._begin_micro_batch, self._progress.masked(number))
         self._boundary.begin_step(number)
+        self._job.order.begin_step(number)
         for module in self._job.modules.values():
             module.begin_step(step.share)
         if self._job.built is not None:
@@ -256,6 +257,7 @@ class StepLoop:
             module.reduction.wait()
         self.lifecycle.settle()  # an abort may have ended queued work
         self._boundary.check_flags(step.number)
+        self._job.order.end_step(self.lifecycle.replica.whole)
         if not step.is_last_micro_batch:
             raise TrainingError(
                 f"step {step.number} was left before the last of its {len(step)} micro-batches",

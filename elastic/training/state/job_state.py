@@ -21,6 +21,7 @@ from checkpoints.errors import StateError
 from checkpoints.format.state_tree import flatten
 from elastic.errors import ConfigError, TrainingError
 from elastic.training.data.loader import ElasticLoader
+from elastic.training.gradients.matching.order import ReductionOrder
 from elastic.training.gradients.sharding import (
     local_value,
     named_tensors,
@@ -57,6 +58,8 @@ class JobState:
     is_sharded: bool = False  # elastic.join(mesh=…): each rank holds shards of a replica
     stage: StagePlace | None = None  # the pipeline stage of this rank, among several
     is_rebuilt: bool = False  # run.build was called: each world has a new model and optimizers
+    # In which the modules' gradients are reduced.
+    order: ReductionOrder = field(default_factory=ReductionOrder)
     built: Built | None = None  # the result of run.build in the current world
     remains: Remains | None = None  # objects of the last world that may still be in memory
 

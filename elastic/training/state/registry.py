@@ -85,7 +85,9 @@ class Registry:
     def _add(self, wrapped: Wrapped) -> None:
         count = len(self.job.modules)
         wrapped.reduction.flags = self._flags_of(count)
-        self.job.modules["model" if count == 0 else f"model{count}"] = wrapped
+        name = "model" if count == 0 else f"model{count}"
+        self.job.modules[name] = wrapped
+        wrapped.match(self.job.order, name)
         self.optimizer_watch.watch(wrapped)
 
     def hold(self, built: Built) -> None:
@@ -139,6 +141,7 @@ class Registry:
         for module in self.job.modules.values():
             module.leave_world()
         self.job.restore_registrations(earlier)
+        self.job.order.keep(self.job.modules)
         self.optimizer_watch.restore_registrations(self.job)
 
 

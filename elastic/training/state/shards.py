@@ -47,8 +47,9 @@ def own_memory(packed: Mapping[str, Any], specs: Mapping[str, list[Any]], job: J
     """The memory of this job's weights, by name, into which a packed state can be received.
 
     Empty unless :meth:`JobState.check` accepts the state; only tensors that are distributed in the
-    same way here. ``specs``: dtype, shape and device type of the packed tensors, by name. Raises
-    nothing, because the state is checked again later.
+    same way here, and whose memory torch recognises as the same in :func:`unpack`. ``specs``:
+    dtype, shape and device type of the packed tensors, by name. Raises nothing, because the state
+    is checked again later.
     """
     shards = packed["shards"]
 
@@ -65,7 +66,14 @@ def own_memory(packed: Mapping[str, Any], specs: Mapping[str, list[Any]], job: J
         name: tensor
         for name, tensor in tensors.items()
         if own["shards"].get(name) == shards.get(name)
+        and (name not in shards or _has_plain_strides(tensor))
     }
+
+
+def _has_plain_strides(tensor: torch.Tensor) -> bool:
+    """Whether a view of the tensor in its own shape has the same strides. A shard of (1, 4) of
+    (1, 8) elements has not, and torch refuses to copy such a view to it: they overlap."""
+    return tensor.stride() == torch.empty(tensor.shape, device="meta").stride()
 
 
 def identical_names(names: Iterable[str], job: JobState) -> list[str]:

@@ -114,9 +114,9 @@ def die_in_a_step(orders: Orders) -> None:
         middle.register_full_backward_hook(lambda *_: orders.obey("backward"))
         return wrapped
 
-    def reducing(self: AcrossReduction, gradients: Any) -> None:
+    def reducing(self: AcrossReduction, gradients: Any, unit: Any = None) -> None:
         orders.obey("reduce-scattered")
-        reduce(self, gradients)
+        reduce(self, gradients, unit)
         orders.obey("all-reduced")  # of one group of parameters, and others are not
 
     def clipping(*args: Any, **options: Any) -> Any:

@@ -4,6 +4,7 @@ Arguments: the way of training, a folder for checkpoints or "", the number of ep
 batch, and the dimensions of the replica (``ep=2``); without any, the model is not sharded.
 """
 
+import os
 import sys
 
 import torch
@@ -212,7 +213,9 @@ class Net(nn.Module):
         return self.head(hidden + mixed)
 
 
-saves = elastic.Checkpoints(folder, when=1000) if folder else None
+os.environ["ELASTIC_NODE_MEMORY"] = f"{folder}-memory" if "memory" in way else ""
+saves = elastic.Checkpoints(folder, when=1000, memory=2 if "memory" in way else False)
+saves = saves if folder else None
 run = elastic.join(checkpoints=saves, **({"mesh": mesh} if mesh else {}))
 torch.manual_seed(5)
 model = Net().double()
