@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import dis
 import functools
 import inspect
@@ -57,3 +58,16 @@ def assigned_globals(frame: FrameType) -> frozenset[str]:
 def _assigned_globals(code: CodeType) -> frozenset[str]:
     found = (one for one in dis.get_instructions(code) if one.opname == "STORE_GLOBAL")
     return frozenset(one.argval for one in found)
+
+
+def tree_of(frame: FrameType) -> ast.AST:
+    """The source of a frame's function, with the line numbers of its file; empty if unknown."""
+    try:
+        lines, first = inspect.getsourcelines(frame.f_code)
+        source = "".join(lines)
+        is_indented = source[:1].isspace()
+        tree = ast.parse(f"if True:\n{source}" if is_indented else source)
+    except (OSError, SyntaxError, TypeError, ValueError):
+        return ast.Module(body=[], type_ignores=[])  # no source
+    ast.increment_lineno(tree, max(first, 1) - 1 - is_indented)
+    return tree
