@@ -1,4 +1,4 @@
-"""State that differs between ranks, and calls of run.retry that only a joining node is in."""
+"""State that differs between ranks, and what a joining node receives and calls."""
 
 from __future__ import annotations
 
@@ -86,3 +86,38 @@ result = dict(model.state_dict())
     *_, joining = outcome.workers
     assert "run.mean() was called on a joining node" in joining.error, outcome.describe()
     assert "an earlier run.retry has called run.mean() outside of its loops" in outcome.describe()
+
+
+def test_a_joining_node_receives_buffers_that_got_their_shape_in_training(
+    runs: IdiomRuns, tmp_path: Path
+) -> None:
+    """Those of quantisation-aware training: its observers are empty at first."""
+    script = tmp_path / "script.py"
+    body = """
+from torch.ao.quantization.observer import PerChannelMinMaxObserver
+
+class Observed(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.network, self.observer = network, PerChannelMinMaxObserver()
+
+    def forward(self, x):
+        self.observer(self.network[0].weight)
+        return self.network(x)
+
+model = run.wrap(Observed())
+optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+run.track(optimizer=optimizer)
+loader = run.loader(DataLoader(dataset, shuffle=True), global_batch=12)
+
+def train():
+    for epoch in run.epochs(1):
+        for i, (inputs, targets) in enumerate(loader, start=loader.index):
+            STEP
+            die(i, 5)
+"""
+    script.write_text(HEAD + body.replace("STEP", STEP) + TAIL)
+    outcome = runs.world.run(script, tmp_path / "job", size=3, death=BY_ITSELF, is_replaced=True)
+    outcome.assert_success(workers=3)
+    least = [w.result["module.observer.min_val"] for w in outcome.survivors]
+    assert all(value.shape == (256,) and value.equal(least[0]) for value in least)

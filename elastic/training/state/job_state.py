@@ -32,6 +32,7 @@ from elastic.training.gradients.sharding import (
 from elastic.training.gradients.wrap import Wrapped
 from elastic.training.rebuilding.built import Built, Remains
 from elastic.training.state.copies import is_storable, placed_like, tensors_in
+from elastic.training.state.resized_buffers import resizes
 from elastic.training.step import Progress
 from elastic.world.mesh import StagePlace, check_saved_stages
 
@@ -238,8 +239,7 @@ class JobState:
         problems = _differing_names("wrapped module", modules, tree["model"])
         problems += _differing_names("tracked object", tracked, tree["tracked"])
         for name in modules.keys() & tree["model"].keys():
-            live = modules[name].state_dict()
-            problems += _differing_tensors(name, live, tree["model"][name])
+            problems += _differing_tensors(name, modules[name], tree["model"][name])
         for name in tracked.keys() & tree["tracked"].keys():
             problems += _differing_groups(name, tracked[name], tree["tracked"][name])
         if problems:
@@ -323,12 +323,13 @@ def _differing_names(kind: str, live: Mapping[str, Any], saved: Mapping[str, Any
     ]
 
 
-def _differing_tensors(name: str, live: Mapping[str, Any], saved: Mapping[str, Any]) -> list[str]:
+def _differing_tensors(name: str, module: nn.Module, saved: Mapping[str, Any]) -> list[str]:
+    live = module.state_dict()
     problems = [f"{name}: {key} is missing" for key in live if key not in saved]
     problems += [f"{name}: {key} is unexpected" for key in saved if key not in live]
     for key in live.keys() & saved.keys():
         own, other = (getattr(d[key], "shape", None) for d in (live, saved))
-        if own != other:
+        if own != other and not resizes(module, key, saved):
             problems.append(f"{name}: {key} has shape {_shape(other)}, here {_shape(own)}")
     return problems
 
