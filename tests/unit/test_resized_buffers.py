@@ -1,13 +1,17 @@
-"""Buffers that a module resizes when it loads a state."""
+"""States whose buffers have another shape than those of a new process."""
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 
-from elastic.training.state.resized_buffers import resizes
+from elastic.errors import TrainingError
+from elastic.training.gradients.wrap import ElasticDDP
+from elastic.training.state.job_state import JobState
 
 
 class Observer(nn.Module):
@@ -28,28 +32,32 @@ class Observer(nn.Module):
 class Net(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.layer, self.norm, self.observer = nn.Linear(2, 3), nn.BatchNorm1d(3), Observer()
+        self.norm, self.observer = nn.BatchNorm1d(3), Observer()
 
 
-SAVED = {
-    "layer.weight": torch.ones(4, 2),
-    "norm.running_mean": torch.ones(4),
-    "observer.least": torch.ones(3),
-}
+def job_of(module: nn.Module) -> JobState:
+    job = JobState(seed=0)
+    job.modules["model"] = ElasticDDP(module)
+    return job
 
 
-def test_only_a_module_that_resizes_its_buffer_accepts_another_shape() -> None:
-    net = Net()
-    assert resizes(net, "observer.least", SAVED)
-    assert not resizes(net, "norm.running_mean", SAVED)
-    assert not resizes(net, "layer.weight", SAVED)
+def changed(module: nn.Module, **buffers: torch.Tensor) -> dict[str, Any]:
+    tree = copy.deepcopy(job_of(module).tree())
+    tree["model"]["model"] |= {name.replace("__", "."): value for name, value in buffers.items()}
+    return tree
 
 
-def test_nothing_is_changed_by_the_question() -> None:
-    net = Net()
-    resizes(net, "observer.least", SAVED)
-    assert net.observer.least.shape == (0,)
+@pytest.mark.parametrize(("module", "name"), [(Net(), "observer__least"), (Observer(), "least")])
+def test_a_buffer_that_its_module_resizes_is_loaded(module: nn.Module, name: str) -> None:
+    job = job_of(module)
+    tree = changed(module, **{name: torch.ones(4)})
+    job.check(tree, "the state")
+    assert module.get_buffer(name.replace("__", ".")).shape == (0,), "the check changes nothing"
+    job.apply(tree)
+    assert module.get_buffer(name.replace("__", ".")).equal(torch.ones(4))
 
 
-def test_a_buffer_of_the_outermost_module_may_be_resized() -> None:
-    assert resizes(Observer(), "least", {"least": torch.ones(3)})
+def test_another_buffer_of_another_shape_is_refused() -> None:
+    tree = changed(Net(), norm__running_mean=torch.ones(4))
+    with pytest.raises(TrainingError, match=r"norm\.running_mean has shape \(4,\), here \(3,\)"):
+        job_of(Net()).check(tree, "the state")

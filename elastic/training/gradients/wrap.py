@@ -29,7 +29,6 @@ from elastic.process_group import (
 )
 from elastic.training.gradients.fingerprints import HeldParts
 from elastic.training.gradients.reduction import Reduction, weighted_sum
-from elastic.training.gradients.structure import ModuleStructure
 
 if TYPE_CHECKING:  # it imports FSDP, which takes long: only scripts that shard need it
     from elastic.training.gradients.sharded import ShardedModule
@@ -64,7 +63,6 @@ class ElasticDDP(DDP):
         self.require_backward_grad_sync = True
         self.training = module.training
         self._in_world_parameters: tuple[nn.Parameter, ...] = ()
-        self._structure: ModuleStructure | None = None  # since the first world
 
     def enter_world(self) -> None:
         """Become a working DDP over the current default group. Parameters must already agree.
@@ -75,8 +73,6 @@ class ElasticDDP(DDP):
         self._in_world_parameters = tuple(self.module.parameters())
         self._trained = tuple(map(_is_trained, self._in_world_parameters))
         self.in_world = True
-        self._structure = self._structure or ModuleStructure(self.module)
-        self._structure.watch()
         if any(self._trained):
             self._become_ddp()
 
@@ -117,8 +113,6 @@ class ElasticDDP(DDP):
             self.__dict__.pop(name, None)
         self.reduction.leave()
         self._releasable = None
-        if self._structure is not None:
-            self._structure.release()
         self._in_world_parameters = self._trained = ()
         self.in_world = False
 
@@ -186,10 +180,7 @@ class ElasticDDP(DDP):
         return True
 
     def begin_step(self, weight: float) -> None:
-        """Begin a step in which this rank has the fraction ``weight`` of the global batch. Raises
-        TrainingError if the module has other parameters or buffers than at first."""
-        if self._structure is not None:
-            self._structure.check()
+        """Begin a step in which this rank has the fraction ``weight`` of the global batch."""
         factor = self.reduction.rescale(weight)
         if factor is None:
             raise TrainingError(

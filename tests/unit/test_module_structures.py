@@ -11,7 +11,8 @@ from torch import nn
 from torch.nn.utils import prune
 
 from elastic.errors import TrainingError
-from elastic.training.gradients.structure import ModuleStructure
+from elastic.training.gradients.wrap import ElasticDDP
+from elastic.training.misuse.module_structures import ModuleStructures
 
 
 class Net(nn.Module):
@@ -27,13 +28,22 @@ def net() -> Net:
     return Net()
 
 
+class Check:
+    """As the loop over steps, when a step begins."""
+
+    def __init__(self, net: Net) -> None:
+        self.structures, self._wrapped = ModuleStructures(), [ElasticDDP(net)]
+
+    def __call__(self) -> None:
+        self.structures.step_begins(self._wrapped)
+
+
 @pytest.fixture
-def structure(net: Net) -> Iterator[ModuleStructure]:
-    structure = ModuleStructure(net)
-    structure.watch()
-    structure.check()
-    yield structure
-    structure.release()
+def check(net: Net) -> Iterator[Check]:
+    check = Check(net)
+    check()
+    yield check
+    check.structures.close()
 
 
 def replace(net: Net) -> None:
@@ -68,14 +78,14 @@ def add_a_buffer(net: Net) -> None:
 )
 def test_a_change_is_refused_in_each_later_step(
     net: Net,
-    structure: ModuleStructure,
+    check: Check,
     change: Callable[[Net], None],
     named: str,
 ) -> None:
     change(net)
     for _ in range(2):
         with pytest.raises(TrainingError, match=named):
-            structure.check()
+            check()
 
 
 def change_in_place(net: Net) -> None:
@@ -110,16 +120,31 @@ def change_a_copy(net: Net) -> None:
 @pytest.mark.parametrize(
     "change", [change_in_place, assign_a_buffer, prune_more, cache, freeze, change_a_copy]
 )
-def test_other_changes_are_accepted(
-    net: Net, structure: ModuleStructure, change: Callable[[Net], None]
-) -> None:
+def test_other_changes_are_accepted(net: Net, check: Check, change: Callable[[Net], None]) -> None:
     change(net)
-    structure.check()
+    check()
 
 
-def test_a_change_between_two_worlds_is_refused(net: Net, structure: ModuleStructure) -> None:
-    structure.release()
-    grow(net)
-    structure.watch()
-    with pytest.raises(TrainingError, match="new entry"):
-        structure.check()
+def test_another_module_is_compared_with_itself(net: Net) -> None:
+    """The function of run.retry may create its objects again."""
+    structures = ModuleStructures()
+    structures.step_begins([ElasticDDP(net)])
+    other = Net()
+    grow(other)
+    structures.step_begins([ElasticDDP(other)])
+    structures.close()
+
+
+@pytest.mark.parametrize("change", [replace, grow])
+def test_a_change_before_the_first_step_is_refused(
+    net: Net, change: Callable[[Net], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The parameters of the world's beginning are those that DDP reduces."""
+    wrapped = ElasticDDP(net)
+    monkeypatch.setattr(wrapped, "_in_world_parameters", tuple(net.parameters()))
+    monkeypatch.setattr(wrapped, "in_world", True)
+    change(net)
+    structures = ModuleStructures()
+    with pytest.raises(TrainingError, match=r"was replaced|got the new entry"):
+        structures.step_begins([wrapped])
+    structures.close()

@@ -11,8 +11,7 @@ keeps its name, and nothing reduces it.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Iterable, Iterator
 
 from torch import nn
 from torch.nn.modules.module import (
@@ -22,6 +21,7 @@ from torch.nn.modules.module import (
 )
 
 from elastic.errors import TrainingError
+from elastic.training.gradients.wrap import ElasticDDP, Wrapped
 
 _HOOKS = (
     register_module_buffer_registration_hook,
@@ -30,41 +30,53 @@ _HOOKS = (
 )
 
 
-class ModuleStructure:
-    """Compares a module with what it was at the creation of this object."""
+class ModuleStructures:
+    """Compares the job's wrapped modules with what they were in their first step. One per
+    process."""
 
-    def __init__(self, module: nn.Module) -> None:
-        self._module = module
-        self._expected = dict(_entries(module))
-        self._parts: frozenset[int] = frozenset()  # ids of the module and its submodules
-        self._handles: list[Any] = []
-        self._may_differ = False
-
-    def watch(self) -> None:
-        """Note registrations from now on. Whatever was registered before is compared once."""
-        self.release()
-        self._may_differ = True
-        self._parts = frozenset(map(id, self._module.modules()))
+    def __init__(self) -> None:
+        self._structures: list[_Structure] = []  # in the order of the job's modules
         self._handles = [register(self._note) for register in _HOOKS]
 
-    def release(self) -> None:
+    def close(self) -> None:
         """Stop noting registrations."""
         for handle in self._handles:
             handle.remove()
-        self._handles = []
 
-    def check(self) -> None:
+    def step_begins(self, modules: Iterable[Wrapped]) -> None:
         """Raise TrainingError if a parameter or buffer was replaced, added or removed."""
-        if not self._may_differ:
-            return
-        self._may_differ = False
-        found = dict(_entries(self._module))
-        if found != self._expected:
-            self._may_differ = True
-            raise _refusal(self._expected, found)
+        wrapped = [module for module in modules if isinstance(module, ElasticDDP)]
+        if [one.wrapped for one in self._structures] != wrapped:
+            self._structures = [_Structure(module) for module in wrapped]
+        for one in self._structures:
+            one.check()
 
     def _note(self, owner: nn.Module, name: str, registered: object) -> None:
-        self._may_differ = self._may_differ or id(owner) in self._parts
+        for one in self._structures:
+            one.may_differ |= id(owner) in one.parts
+
+
+class _Structure:
+    """The names, parameters and buffers of a module."""
+
+    def __init__(self, wrapped: ElasticDDP) -> None:
+        self.wrapped = wrapped
+        self.parts = frozenset(map(id, wrapped.module.modules()))
+        self.may_differ = True
+        self._expected = dict(_entries(wrapped.module))
+        # Those of the world's beginning: the script may have changed the module since.
+        known = set(map(id, wrapped.all_parameters))
+        for name, parameter in wrapped.module.named_parameters():
+            if id(parameter) not in known:
+                del self._expected[name]
+
+    def check(self) -> None:
+        if not self.may_differ:
+            return
+        found = dict(_entries(self.wrapped.module))
+        if found != self._expected:
+            raise _refusal(self._expected, found)
+        self.may_differ = False
 
 
 def _entries(module: nn.Module) -> Iterator[tuple[str, object]]:
