@@ -1,7 +1,8 @@
 """minGPT's `Trainer`
 
-An endless sampler, `next` inside `while True`, and callbacks. `iter_num` is kept in `run.state`,
-because an attribute that `run()` sets to 0 is reset by a recovery.
+An endless sampler, `next` inside `while`, and callbacks. `iter_num` is kept in `run.state`, because
+an attribute that `run()` sets to 0 is reset by a recovery. The limit is checked before each step:
+if a peer dies while ranks leave the loop, `run()` is called again.
 
 Group: The loop
 """
@@ -42,7 +43,7 @@ class Trainer:
         self.model.train()
         self.iter_num = run.state.get("iter_num", 0)
         data_iter = iter(self.loader)
-        while True:
+        while self.iter_num < 16:
             try:
                 batch = next(data_iter)
             except StopIteration:
@@ -57,8 +58,6 @@ class Trainer:
             self.trigger_callbacks("on_batch_end")
             self.iter_num += 1
             run.state["iter_num"] = self.iter_num
-            if self.iter_num >= 16:
-                break
 
 
 trainer = Trainer(nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1)), dataset)
