@@ -5,6 +5,7 @@ from __future__ import annotations
 from types import TracebackType
 
 from elastic.errors import TrainingError
+from elastic.telemetry.log import get_logger
 from elastic.training.lifecycle import Lifecycle
 from elastic.training.listeners import Listeners
 from elastic.training.loop.callbacks import StepCallbacks
@@ -47,6 +48,7 @@ class Attempts:
         self._has_registered = False  # the function that retry calls registered an object
         self._has_outer_data = False  # a loader was registered before that function was called
         self._outside: JobState | None = None  # objects registered before that function was called
+        self._has_met_outside = False  # ranks met in that function, outside of its loops
 
     # -- registration -------------------------------------------------------------------------
 
@@ -75,6 +77,19 @@ class Attempts:
         if self._scope.in_retry and self._has_outer_data and not self._job.is_rebuilt:
             self._bootstrap.enter_loop()
 
+    def meets(self) -> None:
+        """Called before ranks exchange values at the script's request. Raises TrainingError if the
+        others have completed this call of run.retry."""
+        self._loop.early_leave.settle()
+        if self._progress.is_catching_up:
+            raise TrainingError(
+                "run.mean() was called on a joining node, in a call of run.retry that the other "
+                "ranks have completed, so they do not call it",
+                hint=_ONE_FUNCTION,
+            )
+        is_outside = not self._scope.owns_epochs and self._loop.current.step is None
+        self._has_met_outside |= self._scope.in_retry and is_outside
+
     # -- attempts -----------------------------------------------------------------------------
 
     def begin(self, *, is_again: bool = False) -> None:
@@ -83,6 +98,7 @@ class Attempts:
         self._listeners.begin_attempt(is_again=is_again)
         self._scope.passes = 0
         if not is_again:
+            self._warn_of_meetings()
             self._outside = self._job.registered()
             if self._registry.has_data:
                 self._scope.generators.note()
@@ -95,6 +111,15 @@ class Attempts:
             self._bootstrap.enter_loop()  # the function may read the job's progress from run.state
         elif not self._strategies.active.waits_for_registration:
             self._bootstrap.enter_world()
+
+    def _warn_of_meetings(self) -> None:
+        if self._has_met_outside:
+            self._has_met_outside = False
+            get_logger().warning(
+                "an earlier run.retry has called run.mean() outside of its loops: a node that joins"
+                " from now on calls it, too, without the other ranks, and fails. %s",
+                _ONE_FUNCTION,
+            )
 
     def _register_again(self) -> None:
         """For a function that creates model, optimizer and loader in each call: new objects inherit
@@ -186,6 +211,11 @@ class Attempt:
         strategy.recover(error)
         self._scope.in_retry = False
         return True
+
+
+_ONE_FUNCTION = (
+    "Call a function with all trainings (folds, phases) once: def main(): …; run.retry(main)"
+)
 
 
 def _at_the_end(resumed_at: int) -> TrainingError:

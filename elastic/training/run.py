@@ -297,13 +297,13 @@ class Run(BuildsInWorlds, ReducesStages, RunLogging):
         """The weighted mean of each value over the world; NaN if all weights are 0.
 
         Call it on every rank, with the same names. Values of a rank with weight 0 are ignored, even
-        NaN. Raises NoWorld after :meth:`close`, and ConfigError for a negative weight or a value
-        that is not a number.
+        NaN. Raises NoWorld after :meth:`close`, ConfigError for a negative weight or no number, and
+        TrainingError in a call of :meth:`retry` that other ranks have completed.
         """
         names = sorted(values)
         numbers = weighted(weight, [(name, values[name]) for name in names])
         self._parts.recovery.bootstrap.enter_world()
-        self._parts.loop.early_leave.settle()
+        self._parts.attempts.meets()
         with self._parts.lifecycle.replica.whole():
             total, *sums = self._parts.job.order.sum_values(numbers)
         means = [s / total if total else math.nan for s in sums]

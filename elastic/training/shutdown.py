@@ -62,6 +62,7 @@ class Shutdown:
         self._observers.close()
         # After an error, change nothing else: a step may have begun, and peers may have ended.
         self._loop.early_leave.close()
+        self._loop.structures.close()
         if self._worlds is not None:
             self._worlds.close(clean=clean, error=error)
         self._lifecycle.close()

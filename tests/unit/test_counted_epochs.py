@@ -147,6 +147,59 @@ def test_a_range_from_one_is_replaced_by_epochs_from_zero() -> None:
     assert refused.value.hint == "for _epoch in run.epochs(4 - 1):    # from 0, not 1"
 
 
+class args:  # as the namespace of argparse
+    start_epoch, epochs = 0, 3
+
+
+def from_a_constant() -> None:
+    start = 0
+    step = start
+    for _i in range(start, 9):
+        step += 1
+        begin()
+
+
+def from_an_argument() -> None:
+    for _epoch in range(args.start_epoch, args.epochs):
+        begin()
+
+
+def to_an_argument_and_one() -> None:
+    for _epoch in range(1, args.epochs + 1):
+        begin()
+
+
+@pytest.mark.parametrize("train", [from_a_constant, from_an_argument, to_an_argument_and_one])
+def test_a_range_that_begins_alike_in_each_call_is_refused(train: Callable[[], object]) -> None:
+    with pytest.raises(TrainingError, match="and train too long"):
+        retry(train)
+    assert passes <= 2
+
+
+def resumed() -> int:
+    return 1
+
+
+def from_a_checkpoint() -> None:
+    start = 0
+    if args.epochs:
+        start = resumed()
+    for _epoch in range(start, args.epochs):
+        begin()
+
+
+def from_a_call() -> None:
+    start = resumed()
+    for _epoch in range(start, args.epochs):
+        begin()
+
+
+@pytest.mark.parametrize("train", [from_a_checkpoint, from_a_call])
+def test_a_range_that_may_begin_elsewhere_is_not_refused(train: Callable[[], object]) -> None:
+    retry(train)
+    assert passes == 2
+
+
 def updates_counted_elsewhere() -> None:
     while passes < 8:
         for _epoch in range(2):

@@ -532,3 +532,39 @@ def test_evaluation_rejects_loaders_that_cannot_be_sharded() -> None:
         shard(DataLoader(Stream(), 4), 0, 1)
     with pytest.raises(ConfigError, match="rank 2"):
         shard(DataLoader(numbers(), 4), 2, 2)
+
+
+# -- the samples of a dataset ---------------------------------------------------------------------
+
+
+class Growing(Dataset[int]):
+    def __init__(self) -> None:
+        self.samples = list(range(20))
+
+    def __len__(self) -> int:
+        return len(self.samples)
+
+    def __getitem__(self, index: int) -> int:
+        return self.samples[index]
+
+
+def test_a_dataset_that_grows_is_refused() -> None:
+    dataset = Growing()
+    loader = ElasticLoader(DataLoader(dataset, batch_size=4))
+    list(loader)
+    dataset.samples.append(20)
+    with pytest.raises(
+        ConfigError, match=r"had 20 samples when run\.loader was called, and now has"
+    ):
+        list(loader)
+
+
+def test_a_position_among_other_samples_of_a_split_is_refused() -> None:
+    one, other = (
+        ElasticLoader(DataLoader(Subset(Growing(), indices), batch_size=2))
+        for indices in ([1, 2, 3], [1, 2, 4])
+    )
+    with pytest.raises(ConfigError, match="saved with subset=") as refused:
+        other.load_state_dict(one.state_dict())
+    assert "random_split(dataset, lengths, generator=" in refused.value.hint
+    one.load_state_dict(one.state_dict())

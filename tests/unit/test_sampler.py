@@ -258,6 +258,7 @@ def test_invalid_positions_are_rejected(position: Position) -> None:
         ({"shuffle": False}, ["shuffle=True", "shuffle=False"]),
         ({"drop_last": True}, ["drop_last=False", "drop_last=True"]),
         ({"shards": 5}, ["shards=None", "shards=5"]),
+        ({"subset": "3, sha256 a"}, ["subset=None", "subset='3, sha256 a'"]),
     ],
 )
 def test_a_state_of_other_data_is_rejected_with_both_values(
@@ -266,6 +267,12 @@ def test_a_state_of_other_data_is_rejected_with_both_values(
     with pytest.raises(ConfigError) as refused:
         sampler(**change).load_state_dict(sampler().state_dict())
     assert all(value in str(refused.value) for value in values)
+
+
+def test_a_state_from_before_subsets_were_named_is_accepted() -> None:
+    state = sampler().state_dict()
+    del state["subset"]
+    sampler(subset="3, sha256 a").load_state_dict(state)
 
 
 def test_a_state_of_another_order_version_is_rejected() -> None:

@@ -289,3 +289,12 @@ def test_local_gradients_are_rescaled_to_a_new_share_or_rejected() -> None:
     with pytest.raises(TrainingError, match=r"drop_last=True"):
         model.begin_step(0.25)  # some of the gradients are reduced
     model.leave_world()
+
+
+def test_a_lazy_module_is_refused_until_it_has_shapes() -> None:
+    network = nn.Sequential(nn.LazyLinear(4), nn.Tanh())
+    with pytest.raises(ConfigError, match=r"'0\.weight' has no shape yet") as refused:
+        ElasticDDP(network)
+    assert "network(example)" in refused.value.hint
+    network(torch.ones(2, 3))
+    assert ElasticDDP(network)(torch.ones(2, 3)).shape == (2, 4)

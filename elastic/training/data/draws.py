@@ -18,6 +18,7 @@ import torch
 from torch.utils.data import (
     RandomSampler,
     SequentialSampler,
+    Subset,
     SubsetRandomSampler,
     WeightedRandomSampler,
 )
@@ -265,6 +266,24 @@ def draw_of(sampler: object, samples: int) -> Draw | None:
     ):
         return IndexList(sampler, samples)
     return None
+
+
+def subset_of(dataset: object) -> str | None:
+    """A name for the samples of a ``Subset``, or of subsets inside one; None for another dataset.
+
+    >>> from torch.utils.data import Subset
+    >>> subset_of(Subset(range(9), [1, 2])) == subset_of(Subset(range(9), [1, 2]))
+    True
+    >>> subset_of(range(9)) is None
+    True
+    """
+    names = []
+    while isinstance(dataset, Subset):
+        indices = _array(dataset.indices)
+        is_plain = indices.dtype.kind in "iu"
+        names.append(f"{len(indices)}, {_digest(indices.astype(np.int64)) if is_plain else ''}")
+        dataset = dataset.dataset
+    return "; ".join(names) or None
 
 
 def _check_range(kind: str, named: int, samples: int) -> None:

@@ -161,7 +161,9 @@ class ElasticLoader:
             shards=shards,
             max_steps=max_steps,
             draw=source.draw,
+            subset=source.subset,
         )
+        self._source = source
         self.plan = self.sampler.plan
         self.has_item_batches = source.collation is Collation.ITEM
         self.following = Following(self.sampler)
@@ -261,9 +263,11 @@ class ElasticLoader:
         before its end and ``keeps_workers`` is set, the data workers wait for the next pass over
         this epoch, or for :meth:`stop_workers`.
 
-        Raises ConfigError if the global batch is smaller than the world; TrainingError if a wrapper
-        does not yield the batches of its DataLoader one for one, or if an older pass continues.
+        Raises ConfigError if the global batch is smaller than the world, and if the dataset has
+        another number of samples than at first; TrainingError if a wrapper does not yield the
+        batches of its DataLoader one for one, or if an older pass continues.
         """
+        self._source.check_size()
         self.sampler.set_world(rank, size)
         self._passes += 1
         if self.position.step == self.plan.steps:

@@ -29,11 +29,13 @@ _READ_AHEAD = 32768
 
 # Default values of fields that states of older releases lack.
 _UNNAMED = {"sampler": None, "max_steps": None}
+_SINCE_LATER = ("subset",)  # not compared with states that lack them
 
 
 _SAME_DRAW = (
-    "every rank and every start of a job needs the same sampler: draw splits and weights with a "
-    "seeded generator, torch.randperm(n, generator=torch.Generator().manual_seed(0))"
+    "every rank and every start of a job needs the same samples: draw splits and weights with a "
+    "seeded generator, torch.randperm(n, generator=torch.Generator().manual_seed(0)), "
+    "random_split(dataset, lengths, generator=torch.Generator().manual_seed(0))"
 )
 
 
@@ -77,8 +79,9 @@ class ElasticSampler(DistributedSampler[int]):
     Takes the arguments of ``DistributedSampler``, and ``global_batch``: the samples per step of the
     whole job. Nothing is padded. Samples are dropped only by ``drop_last``, which drops the last
     step if it is not full, and by ``max_steps``, after which an epoch ends. ``draw`` is what an
-    epoch reads, if not every sample once. ``num_replicas`` and ``rank`` default to those of the
-    process group, or without one to a world of this process only.
+    epoch reads, if not every sample once, and ``subset`` names the samples of a ``Subset``.
+    ``num_replicas`` and ``rank`` default to those of the process group, or without one to a world
+    of this process only.
 
     With ``DataLoader(dataset, sampler=sampler, batch_size=sampler.rank_batch)``, each batch
     is this rank's part of one step. The last step of an epoch may be smaller; if it has fewer
@@ -104,10 +107,12 @@ class ElasticSampler(DistributedSampler[int]):
         shards: int | None = None,
         max_steps: int | None = None,
         draw: Draw | None = None,
+        subset: str | None = None,
     ) -> None:
         world = _from_group(dist.get_world_size, 1) if num_replicas is None else num_replicas
         rank = _from_group(dist.get_rank, 0) if rank is None else rank
         check_world(rank, world)
+        self._subset = subset
         self.draw = draw or WholeDataset(size_of(dataset), shuffle=shuffle)
         self.plan = EpochPlan(self.draw.n, global_batch, drop_last, shards, max_steps)
         super().__init__(dataset, world, rank, shuffle, seed, drop_last)
@@ -196,16 +201,18 @@ class ElasticSampler(DistributedSampler[int]):
         position would denote other samples. ``max_steps`` may differ: it determines where epochs
         end from now on, and a complete epoch stays complete.
         """
-        state = {**_UNNAMED, **state}
+        here = self._identity()
+        later = {name: here[name] for name in _SINCE_LATER}
+        state = {**_UNNAMED, **later, **state}
         for name in self.state_dict().keys() - state.keys():
             raise ConfigError(f"the saved data position lacks {name!r}: {dict(state)}")
-        for name, here in self._identity().items():
-            if state[name] != here:
+        for name, value in here.items():
+            if state[name] != value:
                 raise ConfigError(
                     f"the data position was saved with {name}={state[name]!r}, "
-                    f"but this run has {name}={here!r}",
+                    f"but this run has {name}={value!r}",
                     hint=_SAME_DRAW
-                    if name == "sampler"
+                    if name in ("sampler", "subset")
                     else f"resume with {name}={state[name]!r}; only the world and max_steps may "
                     "change",
                 )
@@ -224,6 +231,7 @@ class ElasticSampler(DistributedSampler[int]):
             "drop_last": self.drop_last,
             "shards": self.plan.shards,
             "sampler": self.draw.name,
+            "subset": self._subset,
         }
 
     def _kinds_of_share(self) -> Iterator[Span]:

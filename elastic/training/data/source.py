@@ -23,7 +23,7 @@ from torch.utils.data.distributed import DistributedSampler
 from elastic.errors import ConfigError
 from elastic.torch_private import forget_iterator
 from elastic.training.data.data_workers import make_ready_to_fork
-from elastic.training.data.draws import Draw, WholeDataset, draw_of
+from elastic.training.data.draws import Draw, WholeDataset, draw_of, subset_of
 from elastic.training.data.sampler import ElasticSampler, size_of
 
 # The alternative for data that cannot be distributed here: the script distributes it.
@@ -50,9 +50,22 @@ class DataSource:
     drop_last: bool
     shuffle: bool
     draw: Draw
+    samples: int  # of the dataset
+    subset: str | None = None  # the samples of a Subset
     collation: Collation = Collation.SAMPLES
     seed: int | None = None  # None: the job's seed applies
     global_batch: int | None = None  # None: the loader does not specify one
+
+    def check_size(self) -> None:
+        """Raise ConfigError if the dataset has grown or shrunk: the order covers its first size."""
+        if (now := size_of(self.dataset)) != self.samples:
+            raise ConfigError(
+                f"the dataset had {self.samples} samples when run.loader was called, and now has "
+                f"{now}: a resumed job could not reproduce the order",
+                hint="for samples that are added in rounds (active learning), register a loader "
+                "for the size of each round before training, over a dataset that looks up its "
+                "samples in a tracked object",
+            )
 
 
 class ReplacedBatches(Sampler[list[int]]):
@@ -141,6 +154,8 @@ def _with_sampler(dataset: Dataset[Any], batches: BatchSampler) -> DataSource:
         drop_last=batches.drop_last,
         shuffle=shuffle,
         draw=draw,
+        samples=samples,
+        subset=subset_of(dataset),
         seed=seed,
         global_batch=global_batch,
     )

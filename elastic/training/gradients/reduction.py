@@ -28,10 +28,6 @@ NEARLY = 1e-12  # tolerance for n/N times the size being 1
 class Reduction:
     """The state of one module's gradient reduction, and this rank's weight."""
 
-    hint_of_unreduced = (
-        "call the wrapped module, in train mode, in the forward pass of each backward"
-    )
-
     def __init__(self) -> None:
         self.is_done = False
         self.has_forward = False  # a forward pass of this step expects a backward pass
@@ -92,6 +88,21 @@ class Reduction:
     def is_complete(self) -> bool:
         """Whether an optimizer may use the gradients: they are reduced."""
         return self.is_done
+
+    @property
+    def hint_of_unreduced(self) -> str:
+        """What to write, if :attr:`is_complete` is False before an update."""
+        if self.has_forward:
+            return (
+                "only loss.backward() averages gradients over the ranks: from torch.autograd.grad, "
+                "or set by hand, they are those of this rank. For several losses (PCGrad), call "
+                "model(…) and loss.backward() for each, and combine the resulting p.grad"
+            )
+        return (
+            "call the wrapped module, in train mode, in the forward pass of each backward: not "
+            "model.module, and not its parameters. A gradient g that the script computes itself "
+            "(Reptile) is that of (g.detach() * p).sum(), in the wrapped module's forward method"
+        )
 
     @property
     def has_new_gradients(self) -> bool:

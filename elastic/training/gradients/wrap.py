@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
+from torch.nn.parameter import is_lazy
 
 from elastic import torch_private
 from elastic.compiling import not_compiled, not_compiled_itself
@@ -337,6 +338,12 @@ def _check_kind(module: nn.Module) -> None:
         raise ConfigError(
             f"run.wrap() of a {type(module).__name__}: its process group would end with the world",
             hint="wrap the module itself: model = run.wrap(Net().to(run.device))",
+        )
+    lazy = [name for name, parameter in module.named_parameters() if is_lazy(parameter)]
+    if lazy:
+        raise ConfigError(
+            f"run.wrap() of a module whose parameter {lazy[0]!r} has no shape yet (LazyLinear, …)",
+            hint="pass a batch through it first: network(example); model = run.wrap(network)",
         )
 
 

@@ -186,8 +186,9 @@ class Commits:
             # On all ranks, because it is a collective, and even after a warning: new ranks have
             # not warned yet.
             with self._lifecycle.replica.whole():
-                differing = differing_names(self._job.user)
-            if differing and not self._has_warned_of_state:
+                tracked = self._job.tracked if world.mesh.size == 1 else {}
+                differing = differing_names(self._job.user, tracked)
+            if any(differing) and not self._has_warned_of_state:
                 self._has_warned_of_state = True
                 warn_of_differing(differing)
             weights |= {name: m.local_parameters for name, m in self._job.modules.items()}
@@ -197,8 +198,8 @@ class Commits:
             return
         try:
             with self._lifecycle.replica.whole():
-                tracked = self._optimizer_watch.tracked
-                is_same = compare(weights, tracked, world, step.number, parts=self._parts)
+                optimizers = self._optimizer_watch.tracked
+                is_same = compare(weights, optimizers, world, step.number, parts=self._parts)
         except TrainingError:
             self._checkpoints.stop()  # do not save these weights
             raise

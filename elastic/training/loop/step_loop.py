@@ -21,6 +21,7 @@ from elastic.training.loop.reading_ahead import ReadingAhead
 from elastic.training.loop.scope import Scope
 from elastic.training.misuse.counted_epochs import refuse_range
 from elastic.training.misuse.early_leave import EarlyLeave
+from elastic.training.misuse.module_structures import ModuleStructures
 from elastic.training.misuse.weight_averages import WeightAverages
 from elastic.training.recovery.bootstrap import Bootstrap
 from elastic.training.recovery.selection import Strategies
@@ -57,6 +58,7 @@ class StepLoop:
         self._commits = commits
         self.early_leave = early_leave
         self.averages = WeightAverages(state.job)
+        self.structures = ModuleStructures()
         self._ledger = ledger
         self.reading_ahead = ReadingAhead()
         self._has_warned_of_counts = False
@@ -206,6 +208,7 @@ class StepLoop:
         number, strategy = self._job.progress.step, self._strategies.active
         self.early_leave.begins(number)
         self.averages.step_begins()
+        self.structures.step_begins(self._job.modules.values())
         if self.current.accumulation.since is None:
             self.lifecycle.settle()  # work that the script queued since the last step
             self._commits.call_back_again()

@@ -8,16 +8,13 @@ skip an epoch, and if it makes more than one pass. Other counts are only warned 
 from __future__ import annotations
 
 import ast
-import inspect
-import linecache
 import sys
-import tokenize
 from collections.abc import Iterable, Iterator
 from types import FrameType
 from typing import Any
 
 from elastic.errors import TrainingError
-from elastic.training.misuse.frames import frames_of_script
+from elastic.training.misuse.frames import frames_of_script, tree_of
 
 _RANGES = ("range", "trange")
 _WAYS_OUT = (ast.Break, ast.Continue)
@@ -34,14 +31,14 @@ def refuse_range(passes: int, *, is_over_loader: bool = True, has_own_state: boo
     for frame in frames_of_script(sys._getframe(1)):
         if frame is None:  # the call of run.retry
             break
-        tree, line = _tree(frame), frame.f_lineno
+        tree, line = tree_of(frame), frame.f_lineno
         attempt = max((n.lineno for n in _attempts_around(tree, line)), default=0)
         if any(_is_in_body(line, n) and n.lineno > attempt for n in _whiles(tree)):
             return  # it may count in run.state
         found += [
             (frame, loop)
             for loop in _ranges_around(tree, line, needs_loop=is_innermost and is_over_loader)
-            if loop.lineno > attempt
+            if loop.lineno > attempt and _begins_alike(loop, tree, has_own_state=has_own_state)
         ]
         is_innermost = False
         if attempt:
@@ -50,7 +47,7 @@ def refuse_range(passes: int, *, is_over_loader: bool = True, has_own_state: boo
         return  # not called again
     for frame, loop in found:
         count = _arguments(loop)[-1]
-        is_given = not has_own_state and isinstance(count, (ast.Name, ast.Attribute))
+        is_given = not has_own_state and _is_name(_without_constant(count))
         if (passes > 1 and is_given) or _value(count, frame) > 1 + _start(loop):
             raise _refusal(loop, ast.unparse(count), is_over_loader=is_over_loader)
 
@@ -75,23 +72,8 @@ def _ranges_around(tree: ast.AST, line: int, *, needs_loop: bool) -> Iterator[as
             continue
         if needs_loop and not any(_is_head(line, n) for n in ast.walk(node) if n is not node):
             continue
-        if _is_constant_range(node.iter) and not _has_way_out(node.body):
+        if _range_of(node.iter) is not None and not _has_way_out(node.body):
             yield node
-
-
-def _tree(frame: FrameType) -> ast.AST:
-    # Not inspect.getsourcelines, which first resolves the path of every imported module: 0.1 s.
-    code = frame.f_code
-    lines = linecache.getlines(code.co_filename, frame.f_globals)
-    first = 1 if code.co_name == "<module>" else code.co_firstlineno
-    try:
-        source = "".join(lines if first == 1 else inspect.getblock(lines[first - 1 :]))
-        is_indented = source[:1].isspace()
-        tree = ast.parse(f"if True:\n{source}" if is_indented else source)
-    except (SyntaxError, ValueError, tokenize.TokenError):
-        return ast.Module(body=[], type_ignores=[])  # no source
-    ast.increment_lineno(tree, first - 1 - is_indented)
-    return tree
 
 
 def _is_in_body(line: int, loop: ast.For | ast.While) -> bool:
@@ -116,13 +98,47 @@ def _is_named(function: ast.expr, name: str) -> bool:
     return name in (getattr(function, "id", ""), getattr(function, "attr", ""))
 
 
-def _is_constant_range(expression: ast.expr) -> bool:
-    """Whether it is ``range(n)``, or ``range(1, n)`` with a constant."""
-    call = _range_of(expression)
-    if call is None:
+def _begins_alike(loop: ast.For, tree: ast.AST, *, has_own_state: bool) -> bool:
+    """Whether the range begins at the same number in each call: ``range(n)``, ``range(1, n)``, or,
+    in a script without state of its own, ``range(start, n)`` after ``start = 0``, and
+    ``range(args.start_epoch, n)``."""
+    first, *others = _arguments(loop)
+    if not others or (len(others) == 1 and isinstance(first, ast.Constant)):
+        return True
+    if len(others) > 1 or has_own_state:
         return False
-    first, *others = call.args
-    return not others or (len(others) == 1 and isinstance(first, ast.Constant))
+    if isinstance(first, ast.Attribute):
+        return "start" in first.attr
+    return isinstance(first, ast.Name) and _constant(first.id, tree) is not None
+
+
+def _constant(name: str, tree: ast.AST) -> int | None:
+    """The integer that the only assignment to a variable of this function gives it."""
+    stores = [
+        n for n in ast.walk(tree) if isinstance(n, (ast.Name, ast.arg)) and _stored(n) == name
+    ]
+    assigned = [n for n in ast.walk(tree) if isinstance(n, ast.Assign)]
+    values = [a.value for a in assigned if any(_stored(t) == name for t in a.targets)]
+    if len(stores) != 1 or len(values) != 1 or not isinstance(values[0], ast.Constant):
+        return None
+    return values[0].value if isinstance(values[0].value, int) else None
+
+
+def _stored(node: ast.AST) -> str:
+    if isinstance(node, ast.arg):
+        return node.arg
+    is_store = isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)
+    return node.id if is_store else ""  # type: ignore[attr-defined]
+
+
+def _without_constant(count: ast.expr) -> ast.expr:
+    """``args.epochs`` of ``args.epochs + 1``."""
+    is_sum = isinstance(count, ast.BinOp) and isinstance(count.right, ast.Constant)
+    return count.left if is_sum else count  # type: ignore[attr-defined]
+
+
+def _is_name(expression: ast.expr) -> bool:
+    return isinstance(expression, (ast.Name, ast.Attribute))
 
 
 def _arguments(loop: ast.For) -> list[ast.expr]:

@@ -26,6 +26,7 @@ from torch.nn.parameter import is_lazy
 from elastic.errors import TrainingError
 from elastic.telemetry.log import get_logger
 from elastic.training.misuse.frames import assigned_globals, variables
+from elastic.training.misuse.local_decays import warn_of_decays
 from elastic.training.misuse.reachable import Named, reachable
 from elastic.training.misuse.step_counters import StepCounters
 from elastic.training.misuse.untracked_buffers import UntrackedBuffers
@@ -92,6 +93,8 @@ class WeightAverages:
         elif self._steps > _SEARCHED and not self._observed:
             return
         try:
+            if self._steps == 1:
+                warn_of_decays(sys._getframe(1))
             self._observe()
         except TrainingError:
             raise

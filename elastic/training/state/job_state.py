@@ -8,6 +8,7 @@ The state as a tree::
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import hashlib
 from collections.abc import Mapping
@@ -241,8 +242,7 @@ class JobState:
         problems = _differing_names("wrapped module", modules, tree["model"])
         problems += _differing_names("tracked object", tracked, tree["tracked"])
         for name in modules.keys() & tree["model"].keys():
-            live = modules[name].state_dict()
-            problems += _differing_tensors(name, live, tree["model"][name])
+            problems += _differing_tensors(name, modules[name], tree["model"][name])
         for name in tracked.keys() & tree["tracked"].keys():
             problems += _differing_groups(name, tracked[name], tree["tracked"][name])
         if problems:
@@ -326,14 +326,34 @@ def _differing_names(kind: str, live: Mapping[str, Any], saved: Mapping[str, Any
     ]
 
 
-def _differing_tensors(name: str, live: Mapping[str, Any], saved: Mapping[str, Any]) -> list[str]:
+def _differing_tensors(name: str, module: nn.Module, saved: Mapping[str, Any]) -> list[str]:
+    live = module.state_dict()
     problems = [f"{name}: {key} is missing" for key in live if key not in saved]
     problems += [f"{name}: {key} is unexpected" for key in saved if key not in live]
     for key in live.keys() & saved.keys():
         own, other = (getattr(d[key], "shape", None) for d in (live, saved))
-        if own != other:
+        if own != other and not _resizes(module, key, saved):
             problems.append(f"{name}: {key} has shape {_shape(other)}, here {_shape(own)}")
     return problems
+
+
+def _resizes(module: nn.Module, key: str, saved: Mapping[str, Any]) -> bool:
+    """Whether ``module`` can load its buffer ``key`` in another shape, tried with a copy. Observers
+    of torch's quantisation are empty until their first batch, and resize buffers to load them."""
+    path, _, name = key.rpartition(".")
+    owner, prefix = module.get_submodule(path), f"{path}." if path else ""
+    load = type(owner)._load_from_state_dict
+    if load is nn.Module._load_from_state_dict or name not in owner._buffers:
+        return False
+    errors: list[str] = []
+    try:
+        trial = copy.deepcopy(owner)
+        own = {k: v for k, v in saved.items() if k.startswith(prefix)}
+        load(trial, own, prefix, {}, True, [], [], errors)
+    except Exception:  # noqa: BLE001  a module of the script's own: it cannot load this
+        return False
+    loaded = trial._buffers[name]
+    return not errors and loaded is not None and loaded.shape == saved[key].shape
 
 
 def _differing_groups(name: str, tracked: Stateful, saved: Mapping[str, Any]) -> list[str]:

@@ -27,7 +27,7 @@ from elastic.training.gradients.wrap import Wrapped
 from elastic.training.state.change_watch import versions
 from elastic.training.state.job_state import JobState
 from elastic.training.state.rollback import NESTED, SEVERAL, Rollback
-from elastic.training.state.untracked import Companions
+from elastic.training.state.untracked import Companions, lbfgs, not_tracked
 from elastic.training.step import Step
 
 Closure = Callable[[], Any]
@@ -65,11 +65,7 @@ class OptimizerWatch:
         self._objects.append(tracked)
         for candidate in (tracked, getattr(tracked, "optimizer", None)):
             if isinstance(candidate, torch.optim.LBFGS):
-                raise TrainingError(
-                    f"run.track({name}=…): LBFGS changes its state before gradients are known, "
-                    "so its steps cannot be repeated",
-                    hint="use another optimizer",
-                )
+                raise lbfgs(f"run.track({name}=…)")
             if isinstance(candidate, torch.optim.Optimizer):
                 known = self._known_facts(candidate)
                 if known.is_built:  # a scheduler's optimizer
@@ -160,7 +156,7 @@ class OptimizerWatch:
             self._updates.append(update)
             return None
         if name is None and self._touched(known, optimizer):
-            raise _not_tracked(optimizer)
+            raise not_tracked(optimizer)
         self._updates.append(update)
 
         def prepared_closure() -> Any:
@@ -308,13 +304,6 @@ def _with_closure(args: Any, kwargs: Any, closure: Closure) -> tuple[Any, Any]:
     return (args[0], closure, *args[2:]), kwargs
 
 
-def _not_tracked(optimizer: torch.optim.Optimizer) -> TrainingError:
-    return TrainingError(
-        f"{type(optimizer).__name__} is about to change wrapped parameters, but is not tracked",
-        hint="call run.track(optimizer=optimizer): a restart would lose an untracked state",
-    )
-
-
 def _predates_sharding(known: _Known, modules: Sequence[Wrapped]) -> bool:
     """Whether an optimizer has a sharded module's former parameters: the same shapes, but no
     gradients, while the module has some. torch does not detect that, and nothing is trained."""
@@ -343,7 +332,7 @@ def _check(
     """Raise TrainingError unless the module's gradients are the job's in this step."""
     kind = type(optimizer).__name__
     if name is None:
-        raise _not_tracked(optimizer)
+        raise not_tracked(optimizer)
     if not module.in_world:
         return  # before the first world: all ranks will get rank 0's result
     if step is None:

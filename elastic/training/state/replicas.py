@@ -10,9 +10,10 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+from torch import nn
 
 from elastic.errors import TrainingError
 from elastic.process_group import all_gather_json, broadcast_tensors, peer_group
@@ -20,8 +21,10 @@ from elastic.telemetry.log import get_logger
 from elastic.training.gradients.fingerprints import HeldParts
 from elastic.training.gradients.same_parts import compare_same_parts
 from elastic.training.state.change_watch import compares_content, contents
+from elastic.training.state.copies import tensors_in
 from elastic.world.world import World
 
+_OF_BATCHES = ("running_mean", "running_var", "num_batches_tracked")
 _ROUNDING = 1e-4  # relative to the largest weight: processors may round differently
 
 Weights = Mapping[str, Sequence[torch.Tensor]]
@@ -155,15 +158,56 @@ def _check_states(step: int, rank: int, own: Any, other: int, reference: Any) ->
         )
 
 
-def differing_names(state: Mapping[str, Any]) -> list[str]:
-    """The names in ``run.state`` whose values differ between ranks. Every rank must call it."""
-    gathered = all_gather_json({key: _digest(value) for key, value in state.items()})
+class Differing(NamedTuple):
+    """The names of what differs between ranks, and would be lost with one of them."""
+
+    state: list[str]  # values in ``run.state``
+    tracked: list[str]  # objects of run.track, by their tensors
+
+
+def differing_names(state: Mapping[str, Any], tracked: Mapping[str, Any]) -> Differing:
+    """The values in ``run.state``, and the tracked objects, that differ between ranks. Every rank
+    must call it.
+
+    Optimizers are compared with the weights. Statistics of BatchNorm are those of a rank's samples,
+    as in plain DDP.
+    """
+    own = [
+        {key: _digest(value) for key, value in state.items()},
+        {name: _digest(contents(_tensors(one))) for name, one in tracked.items()},
+    ]
+    of_state, of_tracked = zip(*all_gather_json(own), strict=True)
+    return Differing(_unequal(of_state), _unequal(of_tracked))
+
+
+def _unequal(gathered: Sequence[Mapping[str, str]]) -> list[str]:
     names = {name for digests in gathered for name in digests}
     return sorted(n for n in names if len({digests.get(n) for digests in gathered}) > 1)
 
 
-def warn_of_differing(names: Sequence[str]) -> None:
+def _tensors(tracked: Any) -> list[torch.Tensor]:
+    if isinstance(tracked, torch.optim.Optimizer):
+        return []
+    state = tracked.state_dict()
+    if isinstance(tracked, nn.Module):
+        state = {n: v for n, v in state.items() if n.rpartition(".")[2] not in _OF_BATCHES}
+    return tensors_in(state)
+
+
+def warn_of_differing(differing: Differing) -> None:
     """Warn about values that a recovery would lose."""
+    if names := differing.tracked:
+        get_logger().warning(
+            "the tracked %s differs between ranks: a rank's death loses its values, and a joining "
+            "node gets those of another rank. Write the same values on all ranks: gather what each "
+            "rank adds with dist.all_gather_object, or sum it with dist.all_reduce",
+            ", ".join(map(repr, names)),
+        )
+    if names := differing.state:
+        _warn_of_state(names)
+
+
+def _warn_of_state(names: Sequence[str]) -> None:
     get_logger().warning(
         "run.state differs between ranks in %s: after a rank's death, all ranks continue with the "
         "values of the lowest surviving rank. Set the same value on all ranks. To send a value "

@@ -171,5 +171,27 @@ def _refusal(name: str, untracked: Companion) -> TrainingError:
     return TrainingError(
         f"{kind} sets the learning rate of {name}, but is not tracked: a joining node would "
         "restart the schedule, and a repeated step would advance it twice",
-        hint="run.track(optimizer=optimizer, scheduler=scheduler)",
+        hint="create it before the first loop, and run.track(optimizer=optimizer, "
+        "scheduler=scheduler), each scheduler under a name of its own",
+    )
+
+
+def lbfgs(call: str) -> TrainingError:
+    """The error for an LBFGS of the job."""
+    return TrainingError(
+        f"{call}: LBFGS changes its state before gradients are known, so its steps cannot be "
+        "repeated",
+        hint="use another optimizer; to refine a solution at the end, train a copy after run.retry "
+        "has returned: refined = copy.deepcopy(model.module); "
+        "torch.optim.LBFGS(refined.parameters())",
+    )
+
+
+def not_tracked(optimizer: torch.optim.Optimizer) -> TrainingError:
+    """The error for an optimizer of wrapped parameters that is not tracked."""
+    if isinstance(optimizer, torch.optim.LBFGS):
+        return lbfgs("LBFGS.step() of a wrapped model")
+    return TrainingError(
+        f"{type(optimizer).__name__} is about to change wrapped parameters, but is not tracked",
+        hint="call run.track(optimizer=optimizer): a restart would lose an untracked state",
     )

@@ -1,9 +1,13 @@
 """LBFGS
 
-LBFGS changes its state before it has the gradients, so its steps cannot be repeated.
+LBFGS changes its state before it has the gradients, so its steps cannot be repeated. To refine a
+solution at the end, as for PINNs, train a copy once the job is done.
 
 ```python
 optimizer = torch.optim.AdamW(model.parameters())
+run.retry(train)
+refined = copy.deepcopy(model.module)
+lbfgs = torch.optim.LBFGS(refined.parameters())
 ```
 
 Refused: LBFGS changes its state before gradients are known

@@ -1,0 +1,63 @@
+"""States whose buffers have another shape than those of a new process."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from elastic.errors import TrainingError
+from elastic.training.gradients.wrap import ElasticDDP
+from elastic.training.state.job_state import JobState
+
+
+class Observer(nn.Module):
+    """As torch's per-channel observers: empty at first."""
+
+    least: torch.Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("least", torch.zeros(0))
+
+    def _load_from_state_dict(self, state: Any, prefix: str, *args: Any) -> None:
+        if prefix + "least" in state:
+            self.least.resize_(state[prefix + "least"].shape)
+        super()._load_from_state_dict(state, prefix, *args)
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.observer = nn.BatchNorm1d(3), Observer()
+
+
+def job_of(module: nn.Module) -> JobState:
+    job = JobState(seed=0)
+    job.modules["model"] = ElasticDDP(module)
+    return job
+
+
+def changed(module: nn.Module, **buffers: torch.Tensor) -> dict[str, Any]:
+    tree = copy.deepcopy(job_of(module).tree())
+    tree["model"]["model"] |= {name.replace("__", "."): value for name, value in buffers.items()}
+    return tree
+
+
+@pytest.mark.parametrize(("module", "name"), [(Net(), "observer__least"), (Observer(), "least")])
+def test_a_buffer_that_its_module_resizes_is_loaded(module: nn.Module, name: str) -> None:
+    job = job_of(module)
+    tree = changed(module, **{name: torch.ones(4)})
+    job.check(tree, "the state")
+    assert module.get_buffer(name.replace("__", ".")).shape == (0,), "the check changes nothing"
+    job.apply(tree)
+    assert module.get_buffer(name.replace("__", ".")).equal(torch.ones(4))
+
+
+def test_another_buffer_of_another_shape_is_refused() -> None:
+    tree = changed(Net(), norm__running_mean=torch.ones(4))
+    with pytest.raises(TrainingError, match=r"norm\.running_mean has shape \(4,\), here \(3,\)"):
+        job_of(Net()).check(tree, "the state")
