@@ -83,7 +83,7 @@ class Commits:
             self._current.accumulation.add(step)
         else:
             is_last = loader is not None and loader.position.step == len(loader)
-            lengths = None if is_last else self._current.accumulation.other_length(step)
+            lengths = None if is_last else self._current.accumulation.shorter_length(step)
             self._commit(step)
             if lengths is not None:
                 self._checkpoints.stop()  # do not save these weights
