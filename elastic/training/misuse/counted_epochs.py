@@ -8,14 +8,13 @@ skip an epoch, and if it makes more than one pass. Other counts are only warned 
 from __future__ import annotations
 
 import ast
-import inspect
 import sys
 from collections.abc import Iterable, Iterator
 from types import FrameType
 from typing import Any
 
 from elastic.errors import TrainingError
-from elastic.training.misuse.frames import frames_of_script
+from elastic.training.misuse.frames import frames_of_script, tree_of
 
 _RANGES = ("range", "trange")
 _WAYS_OUT = (ast.Break, ast.Continue)
@@ -32,7 +31,7 @@ def refuse_range(passes: int, *, is_over_loader: bool = True, has_own_state: boo
     for frame in frames_of_script(sys._getframe(1)):
         if frame is None:  # the call of run.retry
             break
-        tree, line = _tree(frame), frame.f_lineno
+        tree, line = tree_of(frame), frame.f_lineno
         attempt = max((n.lineno for n in _attempts_around(tree, line)), default=0)
         if any(_is_in_body(line, n) and n.lineno > attempt for n in _whiles(tree)):
             return  # it may count in run.state
@@ -75,18 +74,6 @@ def _ranges_around(tree: ast.AST, line: int, *, needs_loop: bool) -> Iterator[as
             continue
         if _is_constant_range(node.iter) and not _has_way_out(node.body):
             yield node
-
-
-def _tree(frame: FrameType) -> ast.AST:
-    try:
-        lines, first = inspect.getsourcelines(frame.f_code)
-        source = "".join(lines)
-        is_indented = source[:1].isspace()
-        tree = ast.parse(f"if True:\n{source}" if is_indented else source)
-    except (OSError, SyntaxError, TypeError, ValueError):
-        return ast.Module(body=[], type_ignores=[])  # no source
-    ast.increment_lineno(tree, max(first, 1) - 1 - is_indented)
-    return tree
 
 
 def _is_in_body(line: int, loop: ast.For | ast.While) -> bool:

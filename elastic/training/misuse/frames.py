@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import dis
 import functools
 import inspect
@@ -27,6 +28,19 @@ def frames_of_script(frame: FrameType | None) -> Iterator[FrameType | None]:
                 yield None
             return
         frame = frame.f_back
+
+
+def tree_of(frame: FrameType) -> ast.AST:
+    """The source of a frame's code, with the line numbers of its file; empty without source."""
+    try:
+        lines, first = inspect.getsourcelines(frame.f_code)
+        source = "".join(lines)
+        is_indented = source[:1].isspace()
+        tree = ast.parse(f"if True:\n{source}" if is_indented else source)
+    except (OSError, SyntaxError, TypeError, ValueError):
+        return ast.Module(body=[], type_ignores=[])
+    ast.increment_lineno(tree, max(first, 1) - 1 - is_indented)
+    return tree
 
 
 def variables(frame: FrameType) -> Iterator[dict[str, object]]:

@@ -25,6 +25,7 @@ from torch.nn.parameter import is_lazy
 
 from elastic.errors import TrainingError
 from elastic.telemetry.log import get_logger
+from elastic.training.misuse.copied_weights import refuse_copies
 from elastic.training.misuse.frames import assigned_globals, variables
 from elastic.training.misuse.reachable import Named, reachable
 from elastic.training.misuse.step_counters import StepCounters
@@ -81,7 +82,7 @@ class WeightAverages:
         self._callbacks.append(callback)
 
     def step_begins(self) -> None:
-        """Called before each step. Raises TrainingError for an untracked average."""
+        """Called before each step. Raises TrainingError for an untracked average or copy."""
         self._steps += 1
         if self._is_off:
             return
@@ -92,6 +93,8 @@ class WeightAverages:
         elif self._steps > _SEARCHED and not self._observed:
             return
         try:
+            if self._steps == 1:
+                refuse_copies(self._modules, self._call, sys._getframe(1))
             self._observe()
         except TrainingError:
             raise
@@ -103,7 +106,7 @@ class WeightAverages:
         job = self._job
         if job.is_sharded or job.built is not None or not job.modules:
             return
-        modules = [module.module for module in job.modules.values()]
+        modules = self._modules
         references = [r for module in modules for r in _references(module)]
         found: dict[str, _Observed] = {}
         assigned = assigned_globals(sys._getframe(1))
@@ -120,6 +123,10 @@ class WeightAverages:
             if observed.matches:
                 self._until = max(self._until, self._steps + _AFTER_A_MATCH)
         self._observed = found
+
+    @property
+    def _modules(self) -> list[nn.Module]:
+        return [module.module for module in self._job.modules.values()]
 
     def _all_roots(self) -> list[Named]:
         found = [*variables(sys._getframe(1)), self._callbacks]
