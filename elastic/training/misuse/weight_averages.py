@@ -27,9 +27,11 @@ from elastic.errors import TrainingError
 from elastic.telemetry.log import get_logger
 from elastic.training.misuse.copied_weights import refuse_copies
 from elastic.training.misuse.frames import assigned_globals, variables
+from elastic.training.misuse.local_state import warn_of_local_state
 from elastic.training.misuse.reachable import Named, reachable
 from elastic.training.misuse.step_counters import StepCounters
 from elastic.training.misuse.untracked_buffers import UntrackedBuffers
+from elastic.training.misuse.untracked_generators import UntrackedGenerators
 from elastic.training.state.job_state import JobState
 
 _FIRST_STEPS = 12  # observed without a pause; then three at each power of two
@@ -68,6 +70,7 @@ class WeightAverages:
         self._observed: dict[str, _Observed] = {}
         self._buffers = UntrackedBuffers()
         self._counters = StepCounters()
+        self._generators = UntrackedGenerators()
 
     def call(self, function: Any, arguments: Sequence[object], named: Mapping[str, object]) -> None:
         """Search what run.retry's function can reach."""
@@ -95,6 +98,7 @@ class WeightAverages:
         try:
             if self._steps == 1:
                 refuse_copies(self._modules, self._call, sys._getframe(1))
+                warn_of_local_state(sys._getframe(1))
             self._observe()
         except TrainingError:
             raise
@@ -113,6 +117,7 @@ class WeightAverages:
         for path, one in reachable(self._all_roots(), without=self._known(modules)):
             self._buffers.observe(path, one)
             self._counters.observe(path, one, assigned)
+            self._generators.observe(path, one)
             pairs = _paired(one, references)
             if not pairs:
                 continue
