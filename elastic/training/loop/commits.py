@@ -5,7 +5,7 @@ See docs/decisions/0020.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
@@ -24,6 +24,7 @@ from elastic.training.state.replicas import (
     compare,
     differing_names,
     is_compared_after,
+    warn_of_copies,
     warn_of_differing,
 )
 from elastic.training.state.rollback import PARTIAL
@@ -55,7 +56,9 @@ class Commits:
         self._observers = recorders.observers
         self._compared_in: World | None = None  # the last world in which replicas were compared
         self._has_warned_of_accumulation = False
-        self._has_warned_of_state = False
+        self._has_warned_of_state = self._has_warned_of_copies = False
+        # Digests of untracked copies of the model by name, of which the loop knows.
+        self.copies: Callable[[], Mapping[str, str]] = dict
 
     def commit(self, step: Step, loader: ElasticLoader | None) -> None:
         """End an iteration: its data is used. Commit it, unless its gradients are still unused."""
@@ -186,10 +189,13 @@ class Commits:
             # On all ranks, because it is a collective, and even after a warning: new ranks have
             # not warned yet.
             with self._lifecycle.replica.whole():
-                differing = differing_names(self._job.user)
+                differing, copies = differing_names(self._job.user, self.copies())
             if differing and not self._has_warned_of_state:
                 self._has_warned_of_state = True
                 warn_of_differing(differing)
+            if copies and not self._has_warned_of_copies:
+                self._has_warned_of_copies = True
+                warn_of_copies(copies)
             weights |= {name: m.local_parameters for name, m in self._job.modules.items()}
         if is_first:
             weights |= self._optimizer_watch.unwrapped

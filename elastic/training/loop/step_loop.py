@@ -57,6 +57,7 @@ class StepLoop:
         self._commits = commits
         self.early_leave = early_leave
         self.averages = WeightAverages(state.job)
+        commits.copies = self.averages.copies
         self._ledger = ledger
         self.reading_ahead = ReadingAhead()
         self._has_warned_of_counts = False

@@ -13,6 +13,7 @@ of no gradient, momentum, previous value or frozen copy. A few numbers of each t
 
 from __future__ import annotations
 
+import hashlib
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -55,6 +56,7 @@ class _Observed:
     values: list[torch.Tensor] = field(default_factory=list)
     weights: list[torch.Tensor] = field(default_factory=list)
     matches: int = 0
+    is_module: bool = False
 
 
 class WeightAverages:
@@ -106,6 +108,15 @@ class WeightAverages:
             self._is_off = True
             get_logger().info("untracked averages are not searched for", exc_info=True)
 
+    def copies(self) -> dict[str, str]:
+        """Digests of the untracked modules that resemble a wrapped one, by name: a frozen copy must
+        be the same on all ranks."""
+        return {
+            path: hashlib.sha256(observed.values[-1].numpy().tobytes()).hexdigest()[:16]
+            for path, observed in self._observed.items()
+            if observed.is_module and observed.values
+        }
+
     def _observe(self) -> None:
         job = self._job
         if job.is_sharded or job.built is not None or not job.modules:
@@ -122,6 +133,7 @@ class WeightAverages:
             if not pairs:
                 continue
             observed = found[path] = self._observed.get(path, _Observed())
+            observed.is_module = isinstance(one, nn.Module)
             observed.matches += _matches(observed, *_sampled(pairs))
             if observed.matches >= _MATCHES:
                 raise _refusal(path, one, self._owner(path))

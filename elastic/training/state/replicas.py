@@ -155,11 +155,34 @@ def _check_states(step: int, rank: int, own: Any, other: int, reference: Any) ->
         )
 
 
-def differing_names(state: Mapping[str, Any]) -> list[str]:
-    """The names in ``run.state`` whose values differ between ranks. Every rank must call it."""
-    gathered = all_gather_json({key: _digest(value) for key, value in state.items()})
-    names = {name for digests in gathered for name in digests}
-    return sorted(n for n in names if len({digests.get(n) for digests in gathered}) > 1)
+def differing_names(
+    state: Mapping[str, Any], copies: Mapping[str, str]
+) -> tuple[list[str], list[str]]:
+    """The names in ``run.state`` whose values differ between ranks, and those of untracked copies
+    of the model, given by their digests, that differ although all ranks have one. Every rank must
+    call it."""
+    own = {key: _digest(value) for key, value in state.items()}
+    gathered = all_gather_json([own, dict(copies)])
+    states, models = ([found[part] for found in gathered] for part in (0, 1))
+    common = set.intersection(*(set(found) for found in models))
+    return _differ(states, {name for found in states for name in found}), _differ(models, common)
+
+
+def _differ(digests: Sequence[Mapping[str, str]], names: set[str]) -> list[str]:
+    return sorted(n for n in names if len({found.get(n) for found in digests}) > 1)
+
+
+def warn_of_copies(names: Sequence[str]) -> None:
+    """Warn about untracked copies of the model that were made before ranks had the same weights."""
+    name = names[0]
+    get_logger().warning(
+        "%s has other weights on each rank: it was made before the ranks had the same ones. If the "
+        "training uses it, call run.track(%s=%s), or torch.manual_seed(0) before the model is "
+        "created",
+        name,
+        name.rpartition(".")[2],
+        name,
+    )
 
 
 def warn_of_differing(names: Sequence[str]) -> None:
