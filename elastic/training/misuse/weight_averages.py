@@ -140,6 +140,8 @@ class WeightAverages:
             if observed.matches:
                 self._until = max(self._until, self._steps + _AFTER_A_MATCH)
         self._observed = found
+        for name, tracked in job.tracked.items():
+            self._counters.observe_tracked(name, tracked)
 
     @property
     def _modules(self) -> list[nn.Module]:
