@@ -1,4 +1,4 @@
-"""Hugging Face's `run_clm_no_trainer.py`
+"""Hugging Face's `run_clm_no_trainer`
 
 `completed_steps` is in `run.state`: a local variable would count from 0 again after a death, and
 the job would train too long. `resume_step` and `skip_first_batches` have no counterpart, because
