@@ -11,7 +11,8 @@ from elastic.training.listeners import Listeners
 from elastic.training.loop.callbacks import StepCallbacks
 from elastic.training.loop.scope import Scope
 from elastic.training.loop.step_loop import StepLoop
-from elastic.training.misuse.counted_epochs import refuse_range
+from elastic.training.loop.training_modes import TrainingModes
+from elastic.training.misuse.source.counted_epochs import refuse_range
 from elastic.training.recovery.bootstrap import Bootstrap
 from elastic.training.recovery.selection import Strategies
 from elastic.training.recovery.training_state import TrainingState
@@ -45,6 +46,7 @@ class Attempts:
         self._callbacks = callbacks
         self._listeners = listeners
         self._own_steps = 0  # begun by run.begin: the first two
+        self._modes = TrainingModes(state.job)
         self._has_registered = False  # the function that retry calls registered an object
         self._has_outer_data = False  # a loader was registered before that function was called
         self._outside: JobState | None = None  # objects registered before that function was called
@@ -96,6 +98,7 @@ class Attempts:
         """Called before the training function."""
         self._callbacks.begin_attempt(is_again=is_again)
         self._listeners.begin_attempt(is_again=is_again)
+        self._modes.begin_attempt(is_again=is_again)
         self._scope.passes = 0
         if not is_again:
             self._warn_of_meetings()

@@ -8,7 +8,8 @@ from collections.abc import Callable, Iterable, Iterator
 import pytest
 
 from elastic.errors import TrainingError
-from elastic.training.misuse import counted_epochs, frames, ways_out
+from elastic.training.misuse import frames, ways_out
+from elastic.training.misuse.source import counted_epochs
 
 EPOCHS = 3
 passes = 0

@@ -8,7 +8,8 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from elastic.telemetry.log import get_logger
-from elastic.training.misuse import frames, local_decays, ways_out
+from elastic.training.misuse import frames, ways_out
+from elastic.training.misuse.source import local_decays
 
 DECAY = 0.99
 ratio = 1.0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import logging
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -288,3 +289,46 @@ def test_a_second_begin_without_a_commit_is_rejected(tmp_path: Path) -> None:
             TrainingError, match=r"run\.begin\(\) was called while step 0 is not committed"
         ):
             run.begin()
+
+
+class Interrupted(RuntimeError):
+    """Stands for a fault of the world."""
+
+
+def test_a_fault_in_a_hook_before_the_update_tears_nothing(script: Script) -> None:
+    """As in mixtures of experts: the hook sums the loads of the experts over all ranks. If a peer
+    dies there, all other ranks are in the hook, and none of them has updated anything."""
+
+    def sum_over_ranks(*_: object) -> None:
+        raise Interrupted
+
+    script.optimizer.register_step_pre_hook(sum_over_ranks)
+    with pytest.raises(Interrupted):
+        script.update()
+    assert not script.optimizer_watch.is_torn
+
+
+def test_a_fault_in_a_hook_that_has_changed_the_optimizer_tears_it(script: Script) -> None:
+    def change(*_: object) -> None:
+        for state in script.optimizer.state.values():
+            state["exp_avg"].zero_()
+        raise Interrupted
+
+    script.optimizer.register_step_pre_hook(change)
+    with pytest.raises(Interrupted):
+        script.update()
+    assert script.optimizer_watch.is_torn
+
+
+def test_a_fault_within_an_update_tears_the_weights(
+    script: Script, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without hooks, it is not counted how much has changed."""
+
+    def fail(*_: object, **__: object) -> None:
+        raise Interrupted
+
+    monkeypatch.setattr(sys.modules[torch.optim.Adam.__module__], "adam", fail)
+    with pytest.raises(Interrupted):
+        script.update()
+    assert script.optimizer_watch.is_torn

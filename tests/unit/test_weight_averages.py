@@ -483,6 +483,39 @@ def test_a_counter_in_the_state_causes_no_warning(
     assert "counts steps" not in caplog.text
 
 
+class Average:
+    """A tracked average that is updated in every fourth step."""
+
+    def __init__(self, *, is_saved: bool) -> None:
+        self.updates, self.is_saved = 0, is_saved
+
+    def update(self) -> None:
+        self.updates += 1
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"shadow": torch.zeros(1), **({"updates": self.updates} if self.is_saved else {})}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.updates = state.get("updates", 0)
+
+
+Average.__module__ = "__main__"
+
+
+@pytest.mark.parametrize("is_saved", [False, True])
+def test_a_counter_that_a_tracked_object_does_not_save_causes_a_warning(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, *, is_saved: bool
+) -> None:
+    monkeypatch.setattr(get_logger(), "propagate", True)
+    training = Training()
+    average = Average(is_saved=is_saved)
+    training.job.track("ema", average)
+    training.run(average.update, steps=8)
+    warning = "ema.updates counts steps, but is not in the state_dict of ema"
+    assert (warning in caplog.text) == (not is_saved)
+    assert ("counts steps" in caplog.text) == (not is_saved)
+
+
 steps_done = 0
 index = 0
 

@@ -40,14 +40,18 @@ class Accumulation:
         self.drop()
         return steps
 
-    def other_length(self, step: Step) -> tuple[int, int] | None:
+    def shorter_length(self, step: Step) -> tuple[int, int] | None:
         """The iterations of the group that ``step`` ends, and of earlier groups, if the group was
-        interrupted before and they differ."""
+        interrupted before and is shorter.
+
+        A counter that was not reset has already counted some of the repeated batches. A longer
+        group has another reason: a batch size that grows during training.
+        """
         length = len(self._steps) + 1
         first = step.number if self.since is None else self.since
         usual = self._lengths[0] if len(set(self._lengths)) == 1 and len(self._lengths) == 2 else 1
-        is_other = self._interrupted == first and 1 < usual != length
-        return (length, usual) if is_other else None
+        is_shorter = self._interrupted == first and length < usual
+        return (length, usual) if is_shorter else None
 
     def interrupt(self, step: Step | None) -> None:
         """After a fault of the world in ``step``: the iterations will be repeated."""

@@ -200,3 +200,13 @@ def _created_before(optimizers: Iterable[str]) -> str:
         f"; the optimizer tracked as {names} holds parameters of no wrapped module: created "
         "before the model was sharded, it would train parameters that sharding has replaced"
     )
+
+
+def created_too_early(optimizer: torch.optim.Optimizer, step: int) -> ConfigError:
+    """The error for an optimizer of parameters that sharding has replaced."""
+    return ConfigError(
+        f"{type(optimizer).__name__}.step() at step {step}: the optimizer has the "
+        "parameters from before fully_shard, which get no gradients, so nothing is trained",
+        hint="create the optimizer after fully_shard: torch.optim.AdamW(model.parameters()), and "
+        "run.track(optimizer=optimizer)",
+    )

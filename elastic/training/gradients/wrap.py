@@ -45,6 +45,7 @@ if TYPE_CHECKING:  # it imports FSDP, which takes long: only scripts that shard 
 Wrapped: TypeAlias = "ElasticDDP | ShardedModule"
 """A module of the job: DDP or sharded."""
 
+_NAMED = 4  # parameters in an error
 _BYPASS = "gradients would bypass the weights of uneven shares"
 _REFUSED = {
     "process_group": "the world's group is the only one that is rebuilt",
@@ -330,6 +331,27 @@ _is_trained = attrgetter("requires_grad")
 
 def _never() -> bool:
     return False
+
+
+def hint_of_unreduced(module: Wrapped) -> str:
+    """What to do about gradients that were not reduced in a step."""
+    unused = _unused(module) if isinstance(module, ElasticDDP) else []
+    if not unused:
+        return module.reduction.hint_of_unreduced
+    names = ", ".join(unused[:_NAMED]) + ", …" * (len(unused) > _NAMED)
+    return (
+        f"these parameters got no gradient: {names}: run.wrap(model, find_unused_parameters=True), "
+        "or freeze them with requires_grad_(False)"
+    )
+
+
+def _unused(module: ElasticDDP) -> list[str]:
+    """Trained parameters without a gradient, after a backward pass that left out some of them."""
+    if not module.reduction.has_forward or module.options.get("find_unused_parameters"):
+        return []
+    trained = {n: p for n, p in module.module.named_parameters() if p.requires_grad}
+    unused = [name for name, p in trained.items() if p.grad is None]
+    return unused if len(unused) < len(trained) else []
 
 
 def _check_kind(module: nn.Module) -> None:

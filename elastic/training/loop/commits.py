@@ -5,7 +5,7 @@ See docs/decisions/0020.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
@@ -24,6 +24,7 @@ from elastic.training.state.replicas import (
     compare,
     differing_names,
     is_compared_after,
+    warn_of_copies,
     warn_of_differing,
 )
 from elastic.training.state.rollback import PARTIAL
@@ -55,7 +56,9 @@ class Commits:
         self._observers = recorders.observers
         self._compared_in: World | None = None  # the last world in which replicas were compared
         self._has_warned_of_accumulation = False
-        self._has_warned_of_state = False
+        self._has_warned_of_state = self._has_warned_of_copies = False
+        # Digests of untracked copies of the model by name, of which the loop knows.
+        self.copies: Callable[[], Mapping[str, str]] = dict
 
     def commit(self, step: Step, loader: ElasticLoader | None) -> None:
         """End an iteration: its data is used. Commit it, unless its gradients are still unused."""
@@ -83,7 +86,7 @@ class Commits:
             self._current.accumulation.add(step)
         else:
             is_last = loader is not None and loader.position.step == len(loader)
-            lengths = None if is_last else self._current.accumulation.other_length(step)
+            lengths = None if is_last else self._current.accumulation.shorter_length(step)
             self._commit(step)
             if lengths is not None:
                 self._checkpoints.stop()  # do not save these weights
@@ -187,10 +190,13 @@ class Commits:
             # not warned yet.
             with self._lifecycle.replica.whole():
                 tracked = self._job.tracked if world.mesh.size == 1 else {}
-                differing = differing_names(self._job.user, tracked)
-            if any(differing) and not self._has_warned_of_state:
+                differing = differing_names(self._job.user, tracked, self.copies())
+            if (differing.state or differing.tracked) and not self._has_warned_of_state:
                 self._has_warned_of_state = True
                 warn_of_differing(differing)
+            if differing.copies and not self._has_warned_of_copies:
+                self._has_warned_of_copies = True
+                warn_of_copies(differing.copies)
             weights |= {name: m.local_parameters for name, m in self._job.modules.items()}
         if is_first:
             weights |= self._optimizer_watch.unwrapped

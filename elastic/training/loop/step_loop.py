@@ -19,9 +19,9 @@ from elastic.training.loop.commits import Commits
 from elastic.training.loop.counted_rates import CountedRates
 from elastic.training.loop.reading_ahead import ReadingAhead
 from elastic.training.loop.scope import Scope
-from elastic.training.misuse.counted_epochs import refuse_range
 from elastic.training.misuse.early_leave import EarlyLeave
 from elastic.training.misuse.module_structures import ModuleStructures
+from elastic.training.misuse.source.counted_epochs import refuse_range
 from elastic.training.misuse.weight_averages import WeightAverages
 from elastic.training.recovery.bootstrap import Bootstrap
 from elastic.training.recovery.selection import Strategies
@@ -59,6 +59,7 @@ class StepLoop:
         self.early_leave = early_leave
         self.averages = WeightAverages(state.job)
         self.structures = ModuleStructures()
+        commits.copies = self.averages.copies
         self._ledger = ledger
         self.reading_ahead = ReadingAhead()
         self._has_warned_of_counts = False

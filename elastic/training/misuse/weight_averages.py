@@ -13,6 +13,7 @@ of no gradient, momentum, previous value or frozen copy. A few numbers of each t
 
 from __future__ import annotations
 
+import hashlib
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -26,10 +27,13 @@ from torch.nn.parameter import is_lazy
 from elastic.errors import TrainingError
 from elastic.telemetry.log import get_logger
 from elastic.training.misuse.frames import assigned_globals, variables
-from elastic.training.misuse.local_decays import warn_of_decays
 from elastic.training.misuse.reachable import Named, reachable
+from elastic.training.misuse.source.copied_weights import refuse_copies
+from elastic.training.misuse.source.local_decays import warn_of_decays
+from elastic.training.misuse.source.local_state import warn_of_local_state
 from elastic.training.misuse.step_counters import StepCounters
 from elastic.training.misuse.untracked_buffers import UntrackedBuffers
+from elastic.training.misuse.untracked_generators import UntrackedGenerators
 from elastic.training.state.job_state import JobState
 
 _FIRST_STEPS = 12  # observed without a pause; then three at each power of two
@@ -53,6 +57,7 @@ class _Observed:
     values: list[torch.Tensor] = field(default_factory=list)
     weights: list[torch.Tensor] = field(default_factory=list)
     matches: int = 0
+    is_module: bool = False
 
 
 class WeightAverages:
@@ -68,6 +73,7 @@ class WeightAverages:
         self._observed: dict[str, _Observed] = {}
         self._buffers = UntrackedBuffers()
         self._counters = StepCounters()
+        self._generators = UntrackedGenerators()
 
     def call(self, function: Any, arguments: Sequence[object], named: Mapping[str, object]) -> None:
         """Search what run.retry's function can reach."""
@@ -82,7 +88,7 @@ class WeightAverages:
         self._callbacks.append(callback)
 
     def step_begins(self) -> None:
-        """Called before each step. Raises TrainingError for an untracked average."""
+        """Called before each step. Raises TrainingError for an untracked average or copy."""
         self._steps += 1
         if self._is_off:
             return
@@ -94,7 +100,9 @@ class WeightAverages:
             return
         try:
             if self._steps == 1:
+                refuse_copies(self._modules, self._call, sys._getframe(1))
                 warn_of_decays(sys._getframe(1))
+                warn_of_local_state(sys._getframe(1))
             self._observe()
         except TrainingError:
             raise
@@ -102,27 +110,44 @@ class WeightAverages:
             self._is_off = True
             get_logger().info("untracked averages are not searched for", exc_info=True)
 
+    def copies(self) -> dict[str, str]:
+        """Digests of the untracked modules that resemble a wrapped one, by name: a frozen copy must
+        be the same on all ranks."""
+        return {
+            path: hashlib.sha256(observed.values[-1].numpy().tobytes()).hexdigest()[:16]
+            for path, observed in self._observed.items()
+            if observed.is_module and observed.values
+        }
+
     def _observe(self) -> None:
         job = self._job
         if job.is_sharded or job.built is not None or not job.modules:
             return
-        modules = [module.module for module in job.modules.values()]
+        modules = self._modules
         references = [r for module in modules for r in _references(module)]
         found: dict[str, _Observed] = {}
         assigned = assigned_globals(sys._getframe(1))
         for path, one in reachable(self._all_roots(), without=self._known(modules)):
             self._buffers.observe(path, one)
             self._counters.observe(path, one, assigned)
+            self._generators.observe(path, one)
             pairs = _paired(one, references)
             if not pairs:
                 continue
             observed = found[path] = self._observed.get(path, _Observed())
+            observed.is_module = isinstance(one, nn.Module)
             observed.matches += _matches(observed, *_sampled(pairs))
             if observed.matches >= _MATCHES:
                 raise _refusal(path, one, self._owner(path))
             if observed.matches:
                 self._until = max(self._until, self._steps + _AFTER_A_MATCH)
         self._observed = found
+        for name, tracked in job.tracked.items():
+            self._counters.observe_tracked(name, tracked)
+
+    @property
+    def _modules(self) -> list[nn.Module]:
+        return [module.module for module in self._job.modules.values()]
 
     def _all_roots(self) -> list[Named]:
         found = [*variables(sys._getframe(1)), self._callbacks]

@@ -18,16 +18,21 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
-from elastic.errors import ConfigError, TrainingError
+from elastic.errors import TrainingError
 from elastic.hangs.facts import OPTIMIZER, SCRIPT
 from elastic.hangs.phases import phases
 from elastic.process_group import pending_works
-from elastic.training.gradients.sharding import refusal, refuse_module, sharded_parameter
-from elastic.training.gradients.wrap import Wrapped
+from elastic.training.gradients.sharding import (
+    created_too_early,
+    refusal,
+    refuse_module,
+    sharded_parameter,
+)
+from elastic.training.gradients.wrap import Wrapped, hint_of_unreduced
 from elastic.training.state.change_watch import versions
 from elastic.training.state.job_state import JobState
 from elastic.training.state.rollback import NESTED, SEVERAL, Rollback
-from elastic.training.state.untracked import Companions, lbfgs, not_tracked
+from elastic.training.state.untracked import Companions, groups_added, lbfgs, not_tracked
 from elastic.training.step import Step
 
 Closure = Callable[[], Any]
@@ -148,8 +153,9 @@ class OptimizerWatch:
         is_masked = step is not None and name is not None and step.is_masked(name)
         if name is not None and self._updates and self.rollback is not None:
             self.rollback.copy_weights(NESTED)
-        # A closure runs inside the step: if it fails, the weights may be unchanged.
-        version = _version(optimizer) if closure is not None else None
+        # A closure, and the script's own hooks, run inside the step: if one fails, the weights may
+        # be unchanged.
+        version = _version(optimizer) if closure is not None or known.has_hooks else None
         update = _Update(optimizer, name, is_masked, version)
         if closure is None:
             self._prepare(update, known, step)
@@ -181,7 +187,7 @@ class OptimizerWatch:
             self._unwrapped[id(optimizer)] = known
             is_unknown = known.name is None and not touched
             if is_unknown and _predates_sharding(known, self._modules):
-                raise _created_too_early(optimizer, step)
+                raise created_too_early(optimizer, step.number)
         if known.name is not None and step is not None:
             self._companions.require_tracked(known.name, optimizer, self._objects, self._modules)
         if known.name is not None and step is not None and self.on_update is not None:
@@ -232,6 +238,8 @@ class OptimizerWatch:
         for group in optimizer.param_groups:
             count += len(group["params"])
         if known.count != count:
+            if known.name is not None and known.count is not None and known.count < count:
+                raise groups_added(known.name)
             known.scan(optimizer, self._modules)
             known.count = count
         return known.touched
@@ -258,12 +266,20 @@ class _Known:
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self.optimizer = weakref.ref(optimizer)
+        handle = optimizer.register_step_pre_hook(lambda *_: None)
+        handle.remove()
+        self._hooks: Callable[[], object] = handle.hooks_dict_ref  # the script's, weakly held
         self.name: str | None = None  # None: not tracked
         self.is_built = False  # created by run.build
         self.count: int | None = None  # number of its parameters at the last scan
         self.touched: list[Wrapped] = []  # modules that contain some of its parameters
         self.own: list[torch.Tensor] = []  # parameters in no wrapped module
         self.sharded = ""  # a description of its first sharded parameter
+
+    @property
+    def has_hooks(self) -> bool:
+        """Whether the script has registered hooks that run before the optimizer's update."""
+        return bool(self._hooks())
 
     @property
     def label(self) -> str:
@@ -317,15 +333,6 @@ def _predates_sharding(known: _Known, modules: Sequence[Wrapped]) -> bool:
     )
 
 
-def _created_too_early(optimizer: torch.optim.Optimizer, step: Step) -> ConfigError:
-    return ConfigError(
-        f"{type(optimizer).__name__}.step() at step {step.number}: the optimizer has the "
-        "parameters from before fully_shard, which get no gradients, so nothing is trained",
-        hint="create the optimizer after fully_shard: torch.optim.AdamW(model.parameters()), and "
-        "run.track(optimizer=optimizer)",
-    )
-
-
 def _check(
     optimizer: torch.optim.Optimizer, name: str | None, step: Step | None, module: Wrapped
 ) -> None:
@@ -357,7 +364,7 @@ def _check(
         raise TrainingError(
             f"{kind}.step() at step {step.number} with gradients that were not reduced over "
             "the world",
-            hint=reduction.hint_of_unreduced,
+            hint=hint_of_unreduced(module),
         )
     if reduction.is_late:
         raise TrainingError(
@@ -379,8 +386,9 @@ def _has_gradient(module: Wrapped) -> bool:
 
 
 def _version(optimizer: torch.optim.Optimizer) -> int:
-    """A number that grows with every change of the optimizer's parameters."""
-    return versions(_parameters(optimizer))
+    """A number that grows with every change of the optimizer's parameters and state."""
+    states = (v for state in optimizer.state.values() for v in state.values())
+    return versions([*_parameters(optimizer), *(v for v in states if torch.is_tensor(v))])
 
 
 def _parameters(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:

@@ -163,11 +163,14 @@ class Differing(NamedTuple):
 
     state: list[str]  # values in ``run.state``
     tracked: list[str]  # objects of run.track, by their tensors
+    copies: list[str]  # untracked copies of the model
 
 
-def differing_names(state: Mapping[str, Any], tracked: Mapping[str, Any]) -> Differing:
-    """The values in ``run.state``, and the tracked objects, that differ between ranks. Every rank
-    must call it.
+def differing_names(
+    state: Mapping[str, Any], tracked: Mapping[str, Any], copies: Mapping[str, str]
+) -> Differing:
+    """The values in ``run.state``, the tracked objects, and the untracked copies of the model,
+    given by their digests, that differ between ranks. Every rank must call it.
 
     Optimizers are compared with the weights. Statistics of BatchNorm are those of a rank's samples,
     as in plain DDP.
@@ -175,14 +178,30 @@ def differing_names(state: Mapping[str, Any], tracked: Mapping[str, Any]) -> Dif
     own = [
         {key: _digest(value) for key, value in state.items()},
         {name: _digest(contents(_tensors(one))) for name, one in tracked.items()},
+        dict(copies),
     ]
-    of_state, of_tracked = zip(*all_gather_json(own), strict=True)
-    return Differing(_unequal(of_state), _unequal(of_tracked))
+    of_state, of_tracked, of_copies = zip(*all_gather_json(own), strict=True)
+    common = set.intersection(*map(set, of_copies))
+    shared = [{name: found[name] for name in common} for found in of_copies]
+    return Differing(_unequal(of_state), _unequal(of_tracked), _unequal(shared))
 
 
 def _unequal(gathered: Sequence[Mapping[str, str]]) -> list[str]:
     names = {name for digests in gathered for name in digests}
     return sorted(n for n in names if len({digests.get(n) for digests in gathered}) > 1)
+
+
+def warn_of_copies(names: Sequence[str]) -> None:
+    """Warn about untracked copies of the model that were made before ranks had the same weights."""
+    name = names[0]
+    get_logger().warning(
+        "%s has other weights on each rank: it was made before the ranks had the same ones. If the "
+        "training uses it, call run.track(%s=%s), or torch.manual_seed(0) before the model is "
+        "created",
+        name,
+        name.rpartition(".")[2],
+        name,
+    )
 
 
 def _tensors(tracked: Any) -> list[torch.Tensor]:

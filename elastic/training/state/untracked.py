@@ -193,5 +193,17 @@ def not_tracked(optimizer: torch.optim.Optimizer) -> TrainingError:
         return lbfgs("LBFGS.step() of a wrapped model")
     return TrainingError(
         f"{type(optimizer).__name__} is about to change wrapped parameters, but is not tracked",
-        hint="call run.track(optimizer=optimizer): a restart would lose an untracked state",
+        hint="call run.track(optimizer=optimizer) before run.retry: a restart would lose an "
+        "untracked state. If the script creates optimizers during training, create all of them "
+        "before run.retry, and track each under its own name",
+    )
+
+
+def groups_added(name: str) -> TrainingError:
+    """The error for a tracked optimizer that got more parameters during training."""
+    return TrainingError(
+        f"{name} got more parameters during training, by add_param_group: neither a joining node "
+        "nor a checkpoint could restore its state",
+        hint="create all groups before run.retry, with lr=0 until they are used, or with "
+        "requires_grad_(False) on their parameters",
     )

@@ -1,0 +1,245 @@
+"""Counters and random generators in local variables of the training function."""
+
+from __future__ import annotations
+
+import runpy
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from elastic.telemetry.log import get_logger
+from elastic.training.misuse import frames, ways_out
+from elastic.training.misuse.source.local_state import warn_of_local_state
+
+HEAD = """
+import random
+import numpy as np
+import torch
+
+"""
+
+
+class Loader:
+    """Calls the check when the first step begins, as the loop over steps does."""
+
+    def __iter__(self) -> Iterator[int]:
+        warn_of_local_state()
+        yield from range(4)
+
+
+def retry(function: Callable[[], Any]) -> None:
+    function()
+
+
+@pytest.fixture
+def warnings(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> Callable[[str], str]:
+    """The warnings of a script whose loops over ``loader`` are steps."""
+    own = {retry.__code__, Loader.__iter__.__code__}
+    original = ways_out.is_own
+    monkeypatch.setattr(frames, "is_own", lambda code: code in own or original(code))
+    monkeypatch.setattr(get_logger(), "propagate", True)
+
+    def run(text: str) -> str:
+        path = tmp_path / "script.py"
+        path.write_text(HEAD + text)
+        runpy.run_path(str(path), init_globals={"retry": retry, "loader": Loader(), "limit": 3})
+        return caplog.text
+
+    return run
+
+
+COUNTS = {
+    "a limit of steps": """
+def train():
+    n = 0
+    for epoch in range(2):
+        for batch in loader:
+            n += 1
+            if n >= limit:
+                break
+        if n >= limit:
+            break
+retry(train)
+""",
+    "a limit of updates": """
+def train():
+    n = 0
+    for i, batch in enumerate(loader):
+        if i % 2 == 1:
+            n += 1
+        if n == limit:
+            return
+retry(train)
+""",
+    "a while loop": """
+def train():
+    n = 0
+    while n < limit:
+        for batch in loader:
+            n += 1
+retry(train)
+""",
+    "patience": """
+def train():
+    n = 0
+    for epoch in range(5):
+        for batch in loader:
+            pass
+        if epoch < 2:
+            n = 0
+        else:
+            n += 1
+        if n > 1:
+            break
+retry(train)
+""",
+    "a limit in each epoch": """
+def train():
+    for epoch in range(2):
+        n = 0
+        for batch in loader:
+            n += 1
+            if n >= limit:
+                break
+retry(train)
+""",
+    "a sequence length": """
+def train():
+    n = 0
+    for batch in loader:
+        length = min(8, 2 + n // 2)
+        n += 1
+retry(train)
+""",
+    "a condition": """
+def train():
+    n = 0
+    for batch in loader:
+        if n > limit:
+            average = batch
+        n += 1
+retry(train)
+""",
+}
+HARMLESS = {
+    "printed": """
+def train():
+    n = 0
+    for batch in loader:
+        n += 1
+        if n % 2 == 0:
+            print(n, f"{n / 3}", "%d" % (n + 1))
+retry(train)
+""",
+    "a mean": """
+def train():
+    n, total = 0, 0.0
+    n = 0
+    for batch in loader:
+        n += 1
+        total += batch
+        mean = total / n
+retry(train)
+""",
+    "an accumulation": """
+def train():
+    n = 0
+    for batch in loader:
+        n += 1
+        if n % 2 == 0:
+            step = batch
+retry(train)
+""",
+    "an accumulation that is reset": """
+def train():
+    n = 0
+    for batch in loader:
+        n += 1
+        if n >= 2:
+            n = 0
+retry(train)
+""",
+    "from the state": """
+state = {"n": 0}
+def train():
+    n = state["n"]
+    for batch in loader:
+        n += 1
+        state["n"] = n
+        if n >= limit:
+            break
+retry(train)
+""",
+    "within a step": """
+def train():
+    for batch in loader:
+        n = 0
+        while n < limit:
+            n += 1
+retry(train)
+""",
+    "without run.retry": """
+def train():
+    n = 0
+    for batch in loader:
+        n += 1
+        if n >= limit:
+            break
+train()
+""",
+}
+GENERATORS = {
+    "random": ("random.Random(0)", "draws.random()"),
+    "NumPy": ("np.random.default_rng(0)", "draws.choice(2)"),
+    "NumPy's old one": ("np.random.RandomState(0)", "draws.rand()"),
+    "torch": ("torch.Generator().manual_seed(0)", "torch.rand(1, generator=draws)"),
+}
+
+
+@pytest.mark.parametrize("text", COUNTS.values(), ids=COUNTS)
+def test_a_count_that_training_depends_on_causes_a_warning(
+    warnings: Callable[[str], str], text: str
+) -> None:
+    assert "n counts from 0 again when run.retry calls its function again" in warnings(text)
+
+
+@pytest.mark.parametrize("text", HARMLESS.values(), ids=HARMLESS)
+def test_other_counts_cause_no_warning(warnings: Callable[[str], str], text: str) -> None:
+    assert not warnings(text)
+
+
+LOOP = """
+def train():
+    draws = {created}
+    for batch in loader:
+        {body}
+retry(train)
+"""
+
+
+@pytest.mark.parametrize("generator", GENERATORS)
+def test_a_generator_of_the_function_causes_a_warning(
+    warnings: Callable[[str], str], generator: str
+) -> None:
+    created, body = GENERATORS[generator]
+    assert "draws begins anew when run.retry calls train again" in warnings(
+        LOOP.format(created=created, body=body)
+    )
+
+
+@pytest.mark.parametrize(
+    ("created", "body"),
+    [
+        ("torch.Generator()", "torch.rand(1, generator=draws.manual_seed(batch))"),
+        ("random.Random(0)", "pass"),
+        ("None", "draws = random.Random(batch).random()"),
+    ],
+)
+def test_a_generator_of_a_step_causes_no_warning(
+    warnings: Callable[[str], str], created: str, body: str
+) -> None:
+    assert not warnings(LOOP.format(created=created, body=body))
