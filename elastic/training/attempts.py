@@ -100,6 +100,9 @@ class Attempts:
         self._listeners.begin_attempt(is_again=is_again)
         self._modes.begin_attempt(is_again=is_again)
         self._scope.passes = 0
+        if is_again:
+            for loader in self._job.loaders.values():
+                loader.resume()
         if not is_again:
             self._warn_of_meetings()
             self._outside = self._job.registered()
@@ -141,6 +144,8 @@ class Attempts:
         self._strategies.active.training_returned()
         self._loop.finish()
         self._strategies.active.end_attempt()
+        if self._lifecycle.is_restored and self._strategies.active.can_roll_back:
+            self._progress.attempt_ended()
 
     def begin_own_step(self) -> Step:
         """Begin a step of the script's own loop, in which each rank has the same share."""

@@ -18,14 +18,13 @@ from elastic import arguments
 from elastic.errors import ConfigError, TrainingError
 from elastic.training.data.data_workers import DataWorkers
 from elastic.training.data.following import Following
+from elastic.training.data.micro_batches import DrivenSampler, MicroBatches
 from elastic.training.data.plan import Position
 from elastic.training.data.randomness import derive_seed
-from elastic.training.data.sampler import ElasticSampler, MicroShare, RankStep
-from elastic.training.data.seeding import SeededBatch, draws_nothing, preserved_generators
+from elastic.training.data.sampler import RankStep
+from elastic.training.data.seeding import draws_nothing, preserved_generators
 from elastic.training.data.source import (
     Collation,
-    DataSource,
-    ReplacedBatches,
     describe,
     over_batches,
 )
@@ -150,7 +149,7 @@ class ElasticLoader:
             micro_batch = 1
         if global_batch is None:
             global_batch = source.global_batch or source.batch_size * largest_world
-        self.sampler = _DrivenSampler(
+        self.sampler = DrivenSampler(
             source.dataset,
             num_replicas=1,
             rank=0,
@@ -168,12 +167,14 @@ class ElasticLoader:
         self.has_item_batches = source.collation is Collation.ITEM
         self.following = Following(self.sampler)
         self.index_was_read = False  # since the last pass began
+        # The position was restored at the end of a pass, and none has begun since.
+        self.resumes_at_end = False
         self.micro_batch = micro_batch
         self._seed = seed
         inner = loader if dataloader is None else dataloader
         assert isinstance(inner, DataLoader)
         self._draws = dataloader is not None or not draws_nothing(inner)
-        self._batches = _MicroBatches(
+        self._batches = MicroBatches(
             source, self.sampler, micro_batch, seed if self._draws else None
         )
         self._inner = over_batches(
@@ -234,8 +235,23 @@ class ElasticLoader:
 
         Raises ConfigError if it is negative.
         """
+        self.resumes_at_end = False
         if epoch != self.position.epoch:
             self.seek(Position(epoch, 0))
+
+    def resume(self) -> None:
+        """The script is called again, at this position."""
+        self.resumes_at_end = self.position.step == len(self)
+
+    def begin_pass(self) -> None:
+        """Begin a pass whose epochs nobody counts: the next epoch, if this one is complete.
+
+        A complete pass that was restored is repeated from its end, without a batch: the code after
+        it, such as an evaluation, was interrupted.
+        """
+        if self.position.step == len(self) and not self.resumes_at_end:
+            self.begin_epoch(self.position.epoch + 1)
+        self.resumes_at_end = False
 
     def state_dict(self) -> dict[str, Any]:
         """The position, and everything that it depends on, as JSON values."""
@@ -244,6 +260,7 @@ class ElasticLoader:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Resume where :meth:`state_dict` was taken. Raises ConfigError for other data."""
         self.sampler.load_state_dict(state)
+        self.resume()
         self.following.reset()
         self.following.follows = state.get("follows", False)
 
@@ -351,48 +368,3 @@ def _alone(loader: ElasticLoader) -> Iterator[Any]:
         yield batch
         if info.is_last_micro_batch:
             loader.advance()
-
-
-class _DrivenSampler(ElasticSampler):
-    """The sampler of a loader whose epochs a run drives."""
-
-    def set_epoch(self, epoch: int) -> None:
-        """Do nothing: ``run.epochs`` sets the epoch, and scripts may keep their call."""
-
-
-class _MicroBatches(ReplacedBatches):
-    """The batch sampler in the user's DataLoader: this rank's micro-batches.
-
-    With a ``seed`` each sample is read with its own random state.
-    """
-
-    def __init__(
-        self, source: DataSource, sampler: ElasticSampler, micro_batch: int | None, seed: int | None
-    ) -> None:
-        super().__init__(source)
-        self.sampler = sampler
-        self.times_read = 0
-        self._micro_batch = micro_batch
-        self._seed = seed
-
-    def __iter__(self) -> Iterator[list[int]]:
-        self.times_read += 1
-        steps = self.sampler.steps(
-            self._micro_batch
-        )  # read the position now: data workers read ahead
-        return (self._batch(micro, part.epoch) for part in steps for micro in part.micro_batches)
-
-    def _batch(self, micro: MicroShare, epoch: int) -> list[int]:
-        indices = micro.indices or (micro.filler,)
-        if self._seed is None:
-            return list(indices)
-        first = micro.first if self.sampler.draw.repeats else None
-        return SeededBatch(indices, self._seed, epoch, first)
-
-    def __len__(self) -> int:
-        """The number of batches of a complete epoch in the current world."""
-        plan, world = self.sampler.plan, self.sampler.num_replicas
-        return sum(
-            plan.micro_batch_count(*plan.span(step), world, self._micro_batch) * times
-            for step, times in ((0, plan.steps - 1), (plan.steps - 1, 1))
-        )

@@ -168,4 +168,4 @@ def index(loop: StepLoop, loader: ElasticLoader) -> int:
         )  # committed when the next loop begins
     if loop.scope.owns_epochs:
         return position.step if position.epoch == loop.epoch else 0
-    return position.step % len(loader)
+    return position.step if loader.resumes_at_end else position.step % len(loader)

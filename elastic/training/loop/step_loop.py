@@ -113,8 +113,7 @@ class StepLoop:
                 "job trains too long. Use `for epoch in run.epochs(n)`, or keep the count in "
                 "run.state"
             )
-        if loader.position.step == len(loader):
-            loader.begin_epoch(loader.position.epoch + 1)
+        loader.begin_pass()
         self._job.progress.epoch = loader.position.epoch
 
     def counted_rates(self) -> CountedRates:
@@ -301,6 +300,9 @@ class StepLoop:
         if not self.lifecycle.is_restored or self.current.step is not None:
             return
         self._commits.finish()
+        if self.scope.passes:  # the code after the last pass has run
+            for loader in self._job.loaders.values():
+                loader.begin_pass()
         if not self._progress.is_catching_up:
             self._boundary.finish()
 

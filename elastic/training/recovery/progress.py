@@ -119,6 +119,11 @@ class RankProgress:
         if self.tag is not None:
             self.tag = Tag(self.tag.generation, progress.step, callbacks=left)
 
+    def attempt_ended(self) -> None:
+        """The training function has returned: a fault after it does not repeat its end."""
+        if not self._is_fresh:
+            self._take()
+
     def _take(self) -> None:
         self.rollback.take()
         self._is_fresh, self._is_entering = True, False
