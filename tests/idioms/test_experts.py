@@ -176,9 +176,7 @@ def test_a_death_on_streams_does_not_change_the_result(tmp_path: Path, experts: 
     """Gradients are summed by collectives that are queued and aborted like NCCL's."""
     with SmallWorld(on_stream=True) as world:
         on_stream = ExpertRuns(world, tmp_path)
-        worker = on_stream.undisturbed(LOOP).workers[2]
-        experts.assert_same(on_stream.undisturbed(LOOP), LOOP)
-        death = Death(rank=2, event=worker.lines // 2)
+        death = Death(rank=2, event=experts.undisturbed(LOOP).workers[2].lines // 2)
         on_stream.with_death(LOOP, death, is_replaced=True)
 
 

@@ -116,7 +116,9 @@ def pipelines(runs: IdiomRuns, tmp_path_factory: pytest.TempPathFactory) -> Pipe
     return PipelineRuns(runs.world, tmp_path_factory.mktemp("pipelines"))
 
 
-@pytest.mark.parametrize(("layout", "rank"), [(EXPERTS, 6), (TOGETHER, 1)], ids=str)
+@pytest.mark.parametrize(
+    ("layout", "rank"), [(EXPERTS, 6), pytest.param(TOGETHER, 1, marks=pytest.mark.soak)], ids=str
+)
 def test_a_death_does_not_change_the_result(
     pipelines: PipelineRuns, layout: Layout, rank: int
 ) -> None:

@@ -41,9 +41,13 @@ class StepFlags:
 
 
 _NOTHING = StepFlags()
+SKIP_TOGETHER = (
+    "skip a step on all ranks or on none, with a call that every rank makes: "
+    "`if run.mean(1.0, bad=float(is_bad))['bad'] > 0: continue`"
+)
 MODULES_ON_ALL_RANKS = (
-    "compute every wrapped module, and every part with its own fully_shard, on all ranks in each "
-    "step; where its output is not needed, add it to the loss times zero: "
+    f"{SKIP_TOGETHER}; compute every wrapped module, and every part with its own fully_shard, on "
+    "all ranks in each step; where its output is not needed, add it to the loss times zero: "
     "loss = loss + 0.0 * other(x).sum(). Without a mesh, wrap modules that take turns as one, "
     "whose forward chooses: run.wrap(Both(first, second), find_unused_parameters=True) "
     "(docs/how-to/sharded.md, “Modules without gradients”)"
@@ -133,15 +137,16 @@ class ControlFlags:
             raise TrainingError(
                 f"at step {number}, gradients of different steps were summed: a rank left a "
                 "step without a backward pass, by `continue` or after an exception",
-                hint="skip a step on all ranks or on none, with a call that every rank makes: "
-                "`if run.mean(1.0, bad=float(is_bad))['bad'] > 0: continue`",
+                hint=SKIP_TOGETHER,
             )
 
 
 def others_without(name: str, place: str = "") -> TrainingError:
     """The error on a rank that reduces ``name``, which others do not."""
     return TrainingError(
-        f"{place}this rank reduces {name}, but other ranks do not", hint=MODULES_ON_ALL_RANKS
+        f"{place}this rank reduces {name}, but other ranks do not: they have left the step without "
+        "a backward pass, by `continue` or after an exception, or use other modules",
+        hint=MODULES_ON_ALL_RANKS,
     )
 
 

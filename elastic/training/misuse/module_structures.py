@@ -81,14 +81,10 @@ class _Structure:
 
 def _entries(module: nn.Module) -> Iterator[tuple[str, object]]:
     """The names of the module's state, with the parameters, or None for a buffer."""
-    for path, part in module.named_modules(remove_duplicate=False):
-        prefix = f"{path}." if path else ""
-        for name, parameter in part._parameters.items():
-            if parameter is not None:
-                yield prefix + name, id(parameter)
-        for name, buffer in part._buffers.items():
-            if buffer is not None and name not in part._non_persistent_buffers_set:
-                yield prefix + name, None
+    parameters = dict(module.named_parameters(remove_duplicate=False))
+    yield from ((name, id(parameter)) for name, parameter in parameters.items())
+    # Without buffers that are not part of the state, such as a cache.
+    yield from ((n, None) for n in module.state_dict(keep_vars=True) if n not in parameters)
 
 
 def _refusal(expected: dict[str, object], found: dict[str, object]) -> TrainingError:

@@ -342,18 +342,15 @@ def _resizes(module: nn.Module, key: str, saved: Mapping[str, Any]) -> bool:
     of torch's quantisation are empty until their first batch, and resize buffers to load them."""
     path, _, name = key.rpartition(".")
     owner, prefix = module.get_submodule(path), f"{path}." if path else ""
-    load = type(owner)._load_from_state_dict
-    if load is nn.Module._load_from_state_dict or name not in owner._buffers:
+    if name not in dict(owner.named_buffers(recurse=False)):
         return False
-    errors: list[str] = []
+    own = {k.removeprefix(prefix): v for k, v in saved.items() if k.startswith(prefix)}
     try:
         trial = copy.deepcopy(owner)
-        own = {k: v for k, v in saved.items() if k.startswith(prefix)}
-        load(trial, own, prefix, {}, True, [], [], errors)
-    except Exception:  # noqa: BLE001  a module of the script's own: it cannot load this
+        trial.load_state_dict({k: v for k, v in own.items() if "." not in k}, strict=False)
+    except Exception:  # noqa: BLE001  of another shape, or a module of the script's own
         return False
-    loaded = trial._buffers[name]
-    return not errors and loaded is not None and loaded.shape == saved[key].shape
+    return trial.get_buffer(name).shape == saved[key].shape
 
 
 def _differing_groups(name: str, tracked: Stateful, saved: Mapping[str, Any]) -> list[str]:

@@ -14,7 +14,7 @@ if run.mean(1.0, bad=float(loss is None))["bad"] > 0:      # the same decision o
 loss.backward()
 ```
 
-Refused: a rank left a step without a backward pass
+Refused: skip a step on all ranks or on none
 Workers: 3
 """
 

@@ -9,7 +9,7 @@ if is_bad:                             # the same decision on all ranks
     continue
 ```
 
-Refused: a rank left a step without a backward pass
+Refused: skip a step on all ranks or on none
 Workers: 3
 """
 

@@ -228,9 +228,9 @@ class ReductionOrder:
 
 def _without(step: int, name: str, own: str, kind: str) -> TrainingError:
     """The error on a rank that does not reduce ``name``, but ``own``, or ends the step."""
-    instead = f"reduces {own}" if own else "ends the step"
+    instead = f"reduces {own}" if own else "ends the step without it, by `continue` for example"
     return TrainingError(
-        f"at step {step}, this {kind} {instead}, but other {kind}s reduce {name}",
+        f"at step {step}, other {kind}s reduce {name}, but this {kind} {instead}",
         hint=MODULES_ON_ALL_RANKS,
     )
 
