@@ -350,7 +350,7 @@ def _resizes(module: nn.Module, key: str, saved: Mapping[str, Any]) -> bool:
         trial.load_state_dict({k: v for k, v in own.items() if "." not in k}, strict=False)
     except Exception:  # noqa: BLE001  of another shape, or a module of the script's own
         return False
-    return trial.get_buffer(name).shape == saved[key].shape
+    return bool(trial.get_buffer(name).shape == saved[key].shape)
 
 
 def _differing_groups(name: str, tracked: Stateful, saved: Mapping[str, Any]) -> list[str]:
