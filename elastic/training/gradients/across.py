@@ -37,7 +37,7 @@ from elastic.torch_private import (
 from elastic.training.gradients.control_flags import (
     COUNT,
     Room,
-    is_any_absent,
+    absent,
     others_without,
     write_present,
 )
@@ -265,8 +265,9 @@ class AcrossReduction(Reduction):
             self._end.copy_(room.end)
         ends, self._ends = self._ends, []
         if self._fault is None:
-            absent = [unit.name for unit, end in ends if is_any_absent(end)]
-            self._fault = others_without(absent[0]) if absent else None
+            is_absent = absent([end for _, end in ends])
+            names = [unit.name for (unit, _), lacks in zip(ends, is_absent, strict=True) if lacks]
+            self._fault = others_without(names[0]) if names else None
 
     def _room_with_flags(self, gradients: torch.Tensor, unit: Unit | None) -> Room | None:
         """A step's first bucket, followed by this rank's flags."""

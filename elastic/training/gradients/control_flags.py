@@ -19,6 +19,7 @@ The last one is set on ranks that have no gradients of this module and send zero
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -171,6 +172,14 @@ def are_all_absent(summed: torch.Tensor) -> bool:
 def is_any_absent(end: torch.Tensor) -> bool:
     """Whether a rank had no gradients for the sum that ``end`` follows."""
     return bool(end[_ABSENT] > 0)
+
+
+def absent(ends: Sequence[torch.Tensor]) -> list[bool]:
+    """The same for several sums, with one read of the device."""
+    flags = [end[_ABSENT] for end in ends]
+    if len({flag.dtype for flag in flags}) > 1:
+        flags = [flag.double() for flag in flags]
+    return [value > 0 for value in torch.stack(flags).tolist()] if flags else []
 
 
 class Room:

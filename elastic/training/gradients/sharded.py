@@ -20,7 +20,7 @@ from elastic.errors import ConfigError, TrainingError
 from elastic.hangs.facts import COMPUTE, Phase
 from elastic.hangs.phases import phases
 from elastic.mesh import ReplicaProcessGroup
-from elastic.torch_fsdp import fsdp_originals
+from elastic.torch_fsdp import fsdp_holds_gradients, fsdp_originals
 from elastic.training.gradients.across import AcrossReduction
 from elastic.training.gradients.coverage import check_coverage, exchanged_dims
 from elastic.training.gradients.fingerprints import GradientFingerprints, HeldParts
@@ -113,7 +113,7 @@ class ShardedModule:
                     name,
                     label,
                     functools.partial(self._trains, parameters),
-                    self._holds_gradients,
+                    functools.partial(fsdp_holds_gradients, part),
                 )
             )
 

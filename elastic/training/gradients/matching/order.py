@@ -180,9 +180,9 @@ class ReductionOrder:
         an earlier step. ``together``: the ranks of a replica leave that context together.
         """
         self._is_in_step = False
-        if self._groups is None or any(unit.accumulates() for unit in self._units):
+        if self._groups is None or not (self._next or self._lacks_modules):
             return
-        if self._next or self._lacks_modules:
+        if not any(unit.accumulates() for unit in self._units):
             with together():
                 self._agree(_END)
             self._next.setdefault(_END, {})
