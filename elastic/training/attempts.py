@@ -100,16 +100,16 @@ class Attempts:
         self._listeners.begin_attempt(is_again=is_again)
         self._modes.begin_attempt(is_again=is_again)
         self._scope.passes = 0
-        if is_again:
-            for loader in self._job.loaders.values():
-                loader.resume()
         if not is_again:
             self._warn_of_meetings()
             self._outside = self._job.registered()
             if self._registry.has_data:
                 self._scope.generators.note()
-        elif self._has_registered:
-            self._register_again()
+        else:
+            for loader in self._job.loaders.values():
+                loader.resume()
+            if self._has_registered:
+                self._register_again()
         if not self._lifecycle.is_restored:
             self._strategies.begin_retry()
         self._has_outer_data = self._registry.has_data and not self._job.is_rebuilt

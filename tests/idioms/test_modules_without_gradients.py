@@ -2,7 +2,8 @@
 
 Experts take turns, a head belongs to one task, a step is skipped. If all ranks do the same, the
 result is that of one process. If only some do, their collectives would be summed with those of
-another module, or wait for ever: all ranks that can know it raise an error that names the module.
+another module, or wait indefinitely: all ranks that can know it raise an error that names the
+module.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 Collectives are matched by their order alone. If a rank has no gradients of a whole module (a head
 for another task, an expert that a router has not chosen), it skips the module's collectives. Its
 next ones are then summed with those of the skipped module: with a wrong result if they have the
-same size, else gloo ends the process, or ranks wait for each other for ever.
+same size, else gloo ends the process, or ranks wait for each other indefinitely.
 
 A rank cannot know whether the others have such gradients. But all ranks know which modules followed
 each other in earlier steps of this world. While a rank follows the only known order, nothing is
@@ -83,7 +83,7 @@ class _Groups:
 
     gradients: RankGroup
     control: RankGroup
-    kind: str  # of what each of them stands for: "rank" or "replica"
+    kind: str  # what a member of the groups represents: "rank" or "replica"
 
 
 @dataclass
@@ -114,8 +114,8 @@ class ReductionOrder:
         self._forget()
 
     def enter_world(self, gradients: RankGroup, control: RankGroup, *, kind: str) -> None:
-        """Begin a world, in which no order is known. ``kind``: what each rank of the groups stands
-        for, "rank" or "replica"."""
+        """Begin a world, in which no order is known. ``kind``: what a member of the groups
+        represents, "rank" or "replica"."""
         self._groups = _Groups(gradients, control, kind) if gradients.size > 1 else None
         self._forget()
 
