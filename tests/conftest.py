@@ -6,7 +6,9 @@ import gc
 import hashlib
 import os
 import re
+import shutil
 import sys
+import tempfile
 from collections.abc import Generator, Iterator
 from pathlib import Path
 
@@ -77,6 +79,32 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    _hide_gpus(config)
+    if not hasattr(config, "workerinput"):  # not in a process of xdist, which inherits it
+        _use_own_temporary_folder(config)
+
+
+def _use_own_temporary_folder(config: pytest.Config) -> None:
+    """Remove temporary files with the run: killed processes leave thousands of folders, and
+    torchrun leaves one in each of its runs. pytest's own folders (``tmp_path``) stay where they
+    are."""
+    os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", tempfile.gettempdir())
+    before = os.environ.get("TMPDIR")
+    folder = tempfile.mkdtemp(prefix="tests-")
+    os.environ["TMPDIR"] = tempfile.tempdir = folder
+
+    def remove() -> None:
+        tempfile.tempdir = before
+        if before is None:
+            del os.environ["TMPDIR"]
+        else:
+            os.environ["TMPDIR"] = before
+        shutil.rmtree(folder, ignore_errors=True)
+
+    config.add_cleanup(remove)
+
+
+def _hide_gpus(config: pytest.Config) -> None:
     """Hide GPUs from tests that are not about them: their scripts use the CPU.
 
     Otherwise all ranks of a machine would take its first GPUs, which NCCL refuses to share.
