@@ -267,7 +267,8 @@ class AcrossReduction(Reduction):
         if self._fault is None:
             is_absent = absent([end for _, end in ends])
             names = [unit.name for (unit, _), lacks in zip(ends, is_absent, strict=True) if lacks]
-            self._fault = others_without(names[0]) if names else None
+            if names and self.order is not None:
+                self._fault = others_without(names[0], self.order.step)
 
     def _room_with_flags(self, gradients: torch.Tensor, unit: Unit | None) -> Room | None:
         """A step's first bucket, followed by this rank's flags."""

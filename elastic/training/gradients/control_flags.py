@@ -133,7 +133,7 @@ class ControlFlags:
                 )
         for (name, _), summed in zip(self._ends, sums, strict=True):
             if summed[_ABSENT] > 0:
-                raise others_without(name, f"at step {number}, ")
+                raise others_without(name, number)
         if any(min(summed[_PARITY:_PRESENT]) > 0 for summed in sums):
             raise TrainingError(
                 f"at step {number}, gradients of different steps were summed: a rank left a "
@@ -142,11 +142,11 @@ class ControlFlags:
             )
 
 
-def others_without(name: str, place: str = "") -> TrainingError:
+def others_without(name: str, step: int) -> TrainingError:
     """The error on a rank that reduces ``name``, which others do not."""
     return TrainingError(
-        f"{place}this rank reduces {name}, but other ranks do not: they have left the step without "
-        "a backward pass, by `continue` or after an exception, or use other modules",
+        f"at step {step}, this rank reduces {name}, but other ranks do not: they have left the "
+        "step without a backward pass, by `continue` or after an exception, or use other modules",
         hint=MODULES_ON_ALL_RANKS,
     )
 

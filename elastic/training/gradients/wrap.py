@@ -298,7 +298,7 @@ class ElasticDDP(DDP):
         order.before(self._buffers_unit, Sent.of(both))
         complete(group.all_reduce(both), flat.device, group)
         if is_any_absent(end):
-            raise others_without(self._buffers_unit.name)
+            raise others_without(self._buffers_unit.name, order.step)
         flat.copy_(values)
 
     @property

@@ -94,7 +94,7 @@ class ReductionOrder:
     _groups: _Groups | None = None
     _known: _Known = field(default_factory=dict)  # from the beginning of a step
     _next: _Known = field(default_factory=dict)  # from here
-    _step: int = 0
+    step: int = 0  # the current one
     _is_in_step: bool = False
     _values: Unit = field(
         default_factory=lambda: Unit("", "the values of run.mean()", _never, _never, _VALUES)
@@ -131,7 +131,7 @@ class ReductionOrder:
 
     def begin_step(self, number: int) -> None:
         """Begin step ``number``."""
-        self._step, self._is_in_step = number, True
+        self.step, self._is_in_step = number, True
         self.begin_again()
 
     def begin_again(self) -> None:
@@ -170,7 +170,7 @@ class ReductionOrder:
         self.before(self._values, Sent.of(both))
         complete(world_group().all_reduce(both), device)
         if is_any_absent(both[-COUNT:]):
-            raise others_without(self._values.name)
+            raise others_without(self._values.name, self.step)
         return [float(value) for value in both[:-COUNT].tolist()]
 
     def end_step(self, together: Callable[[], AbstractContextManager[None]]) -> None:
@@ -205,11 +205,11 @@ class ReductionOrder:
         assert self._groups is not None
         expected = self._expected()
         if expected is not None and not self._are_all_without(expected):
-            raise _without(self._step, expected.name, self._name_of(number), self._groups.kind)
+            raise _without(self.step, expected.name, self._name_of(number), self._groups.kind)
         found: list[int] = all_gather_json(number, self._groups.control)
         if any(other != number for other in found):
             names = [self._name_of(other) for other in found]
-            raise _different(self._step, names, self._groups.kind)
+            raise _different(self.step, names, self._groups.kind)
 
     def _are_all_without(self, expected: Unit) -> bool:
         """Send zeros in place of this unit's gradients, and a flag. Whether all ranks did."""
