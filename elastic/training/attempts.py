@@ -9,7 +9,7 @@ from elastic.telemetry.log import get_logger
 from elastic.training.lifecycle import Lifecycle
 from elastic.training.listeners import Listeners
 from elastic.training.loop.callbacks import StepCallbacks
-from elastic.training.loop.scope import Scope
+from elastic.training.loop.scope import CallEnded, Scope
 from elastic.training.loop.step_loop import StepLoop
 from elastic.training.loop.training_modes import TrainingModes
 from elastic.training.misuse.source.counted_epochs import refuse_range
@@ -141,6 +141,7 @@ class Attempts:
     def end(self) -> None:
         """Called after the training function."""
         self._lifecycle.settle()
+        self._loop.refuse_swallowed()
         self._strategies.active.training_returned()
         self._loop.finish()
         self._strategies.active.end_attempt()
@@ -201,7 +202,7 @@ class Attempt:
             self.succeeded = error is None
             return False
         try:
-            if error is None:
+            if error is None or isinstance(error, CallEnded):
                 self._attempts.end()
                 self.succeeded = True
                 return True

@@ -220,10 +220,11 @@ class Run(BuildsInWorlds, ReducesStages, RunLogging):
         """
         arguments.function("run.retry", fn, hint="pass the function itself: run.retry(train)")
         self._parts.loop.averages.call(fn, args, kwargs)
+        result: Any = None  # of the last call that has returned
         for attempt in self.attempts():
             with attempt:
                 result = fn(*args, **kwargs)
-        return result
+        return cast("T", result)
 
     def attempts(self) -> Iterator[Attempt]:
         """Inline form of :meth:`retry`: ``for attempt in run.attempts(): with attempt: …``."""

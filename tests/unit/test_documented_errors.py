@@ -22,6 +22,7 @@ import pytest
 
 import checkpoints
 import elastic
+from elastic.training.loop.scope import CallEnded
 
 REPOSITORY = Path(__file__).parents[2]
 SITE = runpy.run_path(str(REPOSITORY / "scripts" / "docs_site.py"))
@@ -31,8 +32,8 @@ public_names: Callable[[str], list[str]] = SITE["public_names"]
 PACKAGES = ("elastic", "checkpoints")
 SAME_AS = re.compile(r"the\s+same\s+errors\s+as\s+:(?:func|meth):`(?:checkpoints\.)?(\w+)`")
 DEPTH = 2
-# Internal errors of this project, and methods of abstract classes.
-INTERNAL = frozenset({AssertionError, NotImplementedError})
+# Internal errors of this project, methods of abstract classes, and what run.retry catches.
+INTERNAL = frozenset({AssertionError, NotImplementedError, CallEnded})
 
 
 @dataclass(frozen=True)

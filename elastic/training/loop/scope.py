@@ -7,6 +7,13 @@ from dataclasses import dataclass, field
 from elastic.training.loop.generators import EarlierGenerators
 
 
+class CallEnded(BaseException):
+    """Ends a call of the training function that has returned on another rank: no step is left.
+
+    Not an Exception, which the script may catch.
+    """
+
+
 @dataclass
 class Scope:
     """The script's scope. One per process."""

@@ -18,7 +18,7 @@ from elastic.training.loop.boundary import StepBoundary
 from elastic.training.loop.commits import Commits
 from elastic.training.loop.counted_rates import CountedRates
 from elastic.training.loop.reading_ahead import ReadingAhead
-from elastic.training.loop.scope import Scope
+from elastic.training.loop.scope import CallEnded, Scope
 from elastic.training.misuse.early_leave import EarlyLeave
 from elastic.training.misuse.module_structures import ModuleStructures
 from elastic.training.misuse.source.counted_epochs import refuse_range
@@ -168,14 +168,18 @@ class StepLoop:
         Raises a fault of the world again if the script has caught it in the loop.
         """
         self.early_leave.settle()
+        self.refuse_swallowed()
+        if self.current.step is not None:
+            self.lifecycle.settle()
+        self._settle_left()
+
+    def refuse_swallowed(self) -> None:
+        """Raise the end of this world again if the script has caught it."""
         if self._ended is not None and self._ended is self.lifecycle.world:
             raise WorldChanged(
                 "the script caught the exception that ended this world",
                 hint="do not catch it: run.retry continues in the next world",
             )
-        if self.current.step is not None:
-            self.lifecycle.settle()
-        self._settle_left()
 
     def _settle_left(self) -> None:
         loader = self.current.take_left_loader()
@@ -202,7 +206,12 @@ class StepLoop:
     def begin(
         self, loader: ElasticLoader | None, first: tuple[StepBatch, Any], rest: Batches
     ) -> Step:
-        """Begin a step. Saves first if a save is due: everything before is committed."""
+        """Begin a step. Saves first if a save is due: everything before is committed.
+
+        Raises CallEnded if other ranks' functions have returned.
+        """
+        if self._progress.has_returned:
+            raise CallEnded
         if self.current.step is not None:
             raise _second_step(self.current.step, loader)
         number, strategy = self._job.progress.step, self._strategies.active

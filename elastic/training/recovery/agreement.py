@@ -36,6 +36,7 @@ class RankState:
     begun: bool = False  # whether it is inside a step
     is_torn: bool = False  # it has trained, but its weights no longer belong to a step
     retries: int = 0  # completed calls of run.retry
+    returned: int = 0  # calls whose function has returned on this rank, with all steps committed
 
 
 @dataclass(frozen=True)
@@ -47,6 +48,7 @@ class Agreement:
     receivers: tuple[int, ...]  # ranks that need the source's weights
     is_torn: bool = False  # some rank's weights are neither the initial ones nor of a step
     retries: int = 0  # calls of run.retry that some rank has completed
+    returned: int = 0  # calls whose function has returned on a rank with the source's state
     # Replicas with that state, the source's first. Derived from the other fields.
     holders: tuple[int, ...] = field(default=(), compare=False)
 
@@ -91,7 +93,8 @@ def choose(states: list[RankState], replica_size: int = 1) -> Agreement:
         rank for rank in range(len(states)) if by_replica[rank // replica_size].tag != best.tag
     )
     holders = tuple(replica for replica, s in known if _order(s) == _order(best))
-    return Agreement(source * replica_size, best.tag, others, is_torn, retries, holders)
+    returned = max(s.returned for s in states if s.tag is not None and _order(s) == _order(best))
+    return Agreement(source * replica_size, best.tag, others, is_torn, retries, returned, holders)
 
 
 def _order(state: RankState) -> tuple[int, int, int, int, int, bool]:
@@ -118,5 +121,10 @@ def _parse(data: dict[str, Any]) -> RankState:
             int(generation), int(step), tuple(map(str, stepped)), int(iteration), int(callbacks)
         )
     return RankState(
-        str(data["nonce"]), parsed, bool(data["begun"]), bool(data["is_torn"]), int(data["retries"])
+        str(data["nonce"]),
+        parsed,
+        bool(data["begun"]),
+        bool(data["is_torn"]),
+        int(data["retries"]),
+        int(data["returned"]),
     )

@@ -317,9 +317,9 @@ class InProcess:
     def training_returned(self) -> None:
         """Wait until the function has returned on all ranks.
 
-        If a rank fails before, the last step is repeated. Had it been committed, a function that
-        counts its steps in ``run.state`` and compares the count after a step would train another.
+        If a rank fails before, the last step is repeated, unless it was committed already.
         """
+        self._progress.function_returned()
         if self._ends_with_others:
             self._early_leave.end()
             self._meet_all()

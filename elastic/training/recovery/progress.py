@@ -6,7 +6,7 @@ import dataclasses
 
 from elastic.errors import TrainingError
 from elastic.training.current_step import CurrentStep
-from elastic.training.recovery.agreement import RankState, Tag
+from elastic.training.recovery.agreement import Agreement, RankState, Tag
 from elastic.training.recovery.redone_rates import RedoneRates, rates_of
 from elastic.training.state.job_state import JobState
 from elastic.training.state.optimizers import OptimizerWatch
@@ -28,6 +28,7 @@ class RankProgress:
         self._is_torn = False  # the weights are neither the initial ones nor of a step
         self.retries = 0  # calls of run.retry that this rank has completed
         self.retries_of_others = 0  # the maximum over this world's ranks at its beginning
+        self._returned = 0  # calls whose function has returned here or, by agreement, elsewhere
         self.tag: Tag | None = None  # of this rank's weights
         self.begun = False  # a step was begun
         self._masked: tuple[str, ...] = ()  # optimizers to mask in a repeated step
@@ -53,6 +54,21 @@ class RankProgress:
         """Whether other ranks have completed this rank's current call of run.retry: there is
         nothing to train in it, and no peer to save or synchronize with."""
         return self.retries < self.retries_of_others
+
+    @property
+    def has_returned(self) -> bool:
+        """Whether this rank's current call of run.retry has nothing left to train: its function
+        has returned, here or on another rank, and all steps are committed.
+
+        Another call of the function would train another step if it compares its count of steps
+        after each step only, or would never end.
+        """
+        return self.retries < max(self.retries_of_others, self._returned)
+
+    def function_returned(self) -> None:
+        """Record that the training function has returned on this rank. Its last step may not be
+        committed yet."""
+        self._returned = max(self._returned, self.retries + 1)
 
     # -- while training -----------------------------------------------------------------------
 
@@ -212,7 +228,12 @@ class RankProgress:
 
     def rank_state(self, nonce: str) -> RankState:
         """This rank's contribution to the agreement of the world ``nonce``."""
-        return RankState(nonce, self.tag, self.begun, self._is_torn, self.retries)
+        returned = self.retries if self.begun else self._returned
+        return RankState(nonce, self.tag, self.begun, self._is_torn, self.retries, returned)
+
+    def agreed_on_calls(self, agreement: Agreement) -> None:
+        """Record how many calls of run.retry other ranks have completed or left."""
+        self.retries_of_others, self._returned = agreement.retries, agreement.returned
 
     def begin_fresh(self) -> None:
         """Record that the state comes from a checkpoint, or is the initial one."""

@@ -71,7 +71,7 @@ class Reconfiguration:
         """
         began_s = SYSTEM_CLOCK.monotonic()
         agreement = agree(self._progress.rank_state(world.nonce), world.mesh.size)
-        self._progress.retries_of_others = agreement.retries
+        self._progress.agreed_on_calls(agreement)
         try:
             if agreement.is_fresh:
                 if self._job.is_sharded:
@@ -88,7 +88,7 @@ class Reconfiguration:
         """Verify that all ranks of the group are in one world, and that none has a state:
         :meth:`restore` loads the state once its objects are built."""
         agreement = agree(self._progress.rank_state(world.nonce))
-        self._progress.retries_of_others = agreement.retries
+        self._progress.agreed_on_calls(agreement)
         if not agreement.is_fresh:
             raise TrainingError(
                 f"rank {agreement.source} has a complete model, but this rank builds a sharded "
