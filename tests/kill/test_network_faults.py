@@ -183,7 +183,7 @@ def test_workers_of_an_isolated_node_stop_within_the_takeover_time(
         both(job, victim)
         job.wait_trains_without(victim, since_s=began_s)
         victim.wait_gone(workers, (TAKEOVER_S + LEASE_S) * slowness)
-        assert victim.exit_code not in (0, 75)
+        assert victim.wait(LEASE_S * slowness) not in (0, 75)
         assert "no contact with etcd" in victim.log_text()
         job.network.heal()
         job.start_node()
