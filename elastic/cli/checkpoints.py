@@ -21,6 +21,7 @@ from checkpoints.policies.retention import RetentionPolicy
 from checkpoints.storage.roots import storage_for
 from checkpoints.tools.interop import FORMATS
 from elastic.cli.command_parser import CommandParser
+from elastic.cli.observe.printable import table_console
 from elastic.clock import SYSTEM_CLOCK
 from elastic.errors import ConfigError, ElasticError
 
@@ -126,7 +127,8 @@ def _show(args: argparse.Namespace) -> int:
 def _headline(info: checkpoints.CheckpointInfo) -> str:
     return (
         f"{info.name}: step {info.step}, {age(SYSTEM_CLOCK.wall() - info.wall_time_s)} old, "
-        f"{size(info.size_bytes)}, written by {info.world_size} ranks"
+        f"{size(info.size_bytes)}, written by {info.world_size} "
+        f"rank{'' if info.world_size == 1 else 's'}"
     )
 
 
@@ -212,8 +214,8 @@ def _newest(folder: str) -> str:
 
 def _table(*columns: str, title: str | None = None) -> Table:
     table = Table(title=title, title_justify="left")
-    for column in columns:
-        table.add_column(column, overflow="fold")
+    for number, column in enumerate(columns):  # the first has the names, which are copied
+        table.add_column(column, overflow="fold", no_wrap=number == 0)
     return table
 
 
@@ -221,7 +223,7 @@ def _say(args: argparse.Namespace, data: object, shown: object) -> int:
     if args.output == "json":
         print(json.dumps(data, indent=1))
     else:
-        Console().print(shown)
+        table_console().print(shown)
     return 0
 
 
