@@ -19,8 +19,9 @@ class CommandParser(argparse.ArgumentParser):
         found, unknown = super().parse_known_args(args, namespace)
         if unknown:
             flag = unknown[0].partition("=")[0]
-            close = nearest(flag, self._option_string_actions)
-            self.error(f"unrecognized arguments: {' '.join(unknown)}{close}")
+            if not flag.startswith("-"):
+                self.error(f"unexpected argument {unknown[0]!r}")
+            self.error(f"unknown flag {flag}{nearest(flag, self._option_string_actions)}")
         return found, unknown
 
     def error(self, message: str) -> NoReturn:

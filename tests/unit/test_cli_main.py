@@ -80,5 +80,5 @@ def test_an_unknown_flag_of_a_subcommand_is_reported_by_that_subcommand(
     """Its parent's -h does not list the flags."""
     assert main(["kube", "render", "--gpu-per-node=8", "train.py"]) == 2
     shown = capsys.readouterr().err
-    assert "unrecognized arguments: --gpu-per-node=8, did you mean '--gpus-per-node'?" in shown
+    assert "unknown flag --gpu-per-node, did you mean '--gpus-per-node'?" in shown
     assert "`elastic kube render -h`" in shown
