@@ -17,9 +17,11 @@ from torch.utils.data import DataLoader
 
 import checkpoints
 from elastic.errors import CheckpointRequired, ConfigError, TrainingError
+from elastic.training.checkpointing.folder import CheckpointFolder
 from elastic.training.checkpointing.options import Checkpoints
 from elastic.training.components import start_components
 from elastic.training.run import Run
+from elastic.world.world import world_from_environment
 
 
 def train_some(folder: Path, steps: int | None = 8) -> None:
@@ -158,6 +160,20 @@ def test_a_failed_save_does_not_stop_training(tmp_path: Path) -> None:
         moved.rename(tmp_path)
     assert any("CheckpointSkipped" in text for text in events)
     assert [info.step for info in checkpoints.list_checkpoints(tmp_path)] == [3]
+
+
+def test_a_folder_that_the_nodes_do_not_share_causes_a_warning(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    first = CheckpointFolder(tmp_path / "a", lambda name, reason: None)
+    first.check_writable(0)  # creates it
+    found = first.resolve(world_from_environment({}), required=False)
+    first.check_shared(0, found.generation)
+    CheckpointFolder(tmp_path / "a", lambda name, reason: None).check_shared(1, found.generation)
+    assert "not shared" not in capfd.readouterr().err
+    CheckpointFolder(tmp_path / "b", lambda name, reason: None).check_shared(1, found.generation)
+    warning = capfd.readouterr().err
+    assert f"the checkpoint folder {tmp_path / 'b'} is not shared by all nodes: rank 1" in warning
 
 
 def test_an_empty_dataset_is_rejected() -> None:
