@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -21,6 +22,7 @@ from checkpoints.policies.retention import RetentionPolicy
 from checkpoints.storage.roots import storage_for
 from checkpoints.tools.interop import FORMATS
 from elastic.cli.command_parser import CommandParser
+from elastic.cli.observe.printable import printable, table_console
 from elastic.clock import SYSTEM_CLOCK
 from elastic.errors import ConfigError, ElasticError
 
@@ -95,8 +97,22 @@ def parser() -> argparse.ArgumentParser:
     return parser
 
 
+def _require_folder(folder: str) -> None:
+    """Raise ConfigError for a folder that does not exist: its name may be misspelled. Object stores
+    have no folders."""
+    if "://" not in folder and not os.path.exists(folder):
+        raise ConfigError(
+            f"there is no folder {printable(folder)}",
+            hint="give the folder that the script passes to elastic.join(checkpoints=…)",
+        )
+
+
 def _ls(args: argparse.Namespace) -> int:
+    _require_folder(args.folder)
     found = checkpoints.list_checkpoints(args.folder)
+    if not found and args.output != "json":
+        print(f"elastic: there is no checkpoint in {printable(args.folder)}", file=sys.stderr)
+        return 0
     table = _table("name", "step", "generation", "age", "size", "world", "tensors")
     for info in found:
         table.add_row(
@@ -126,15 +142,19 @@ def _show(args: argparse.Namespace) -> int:
 def _headline(info: checkpoints.CheckpointInfo) -> str:
     return (
         f"{info.name}: step {info.step}, {age(SYSTEM_CLOCK.wall() - info.wall_time_s)} old, "
-        f"{size(info.size_bytes)}, written by {info.world_size} ranks"
+        f"{size(info.size_bytes)}, written by {info.world_size} "
+        f"rank{'' if info.world_size == 1 else 's'}"
     )
 
 
 def _verify(args: argparse.Namespace) -> int:
+    _require_folder(args.folder)
     infos = {info.name: info.size_bytes for info in checkpoints.list_checkpoints(args.folder)}
     # All committed names: list_checkpoints() omits checkpoints with an unreadable manifest.
     every = (str(n) for n in committed_names(storage_for(args.folder)))
     names = [args.name] if args.name else list(every)
+    if not names:
+        raise checkpoints.CheckpointNotFound(f"there is no checkpoint in {args.folder}")
     table = _table("name", "result")
     results = []
     with _progress("verifying", sum(infos.get(name, 0) for name in names)) as advance:
@@ -212,8 +232,8 @@ def _newest(folder: str) -> str:
 
 def _table(*columns: str, title: str | None = None) -> Table:
     table = Table(title=title, title_justify="left")
-    for column in columns:
-        table.add_column(column, overflow="fold")
+    for number, column in enumerate(columns):  # the first has the names, which are copied
+        table.add_column(column, overflow="fold", no_wrap=number == 0)
     return table
 
 
@@ -221,7 +241,7 @@ def _say(args: argparse.Namespace, data: object, shown: object) -> int:
     if args.output == "json":
         print(json.dumps(data, indent=1))
     else:
-        Console().print(shown)
+        table_console().print(shown)
     return 0
 
 

@@ -5,13 +5,24 @@ from __future__ import annotations
 import argparse
 from collections.abc import Iterable
 from difflib import get_close_matches
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from elastic.errors import ConfigError
 
 
 class CommandParser(argparse.ArgumentParser):
     """Raises ConfigError where argparse would print its usage and exit."""
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """Refuse unknown arguments here: those of a subcommand are reported by its parent in
+        argparse, whose ``-h`` does not list the right ones."""
+        found, unknown = super().parse_known_args(args, namespace)
+        if unknown:
+            flag = unknown[0].partition("=")[0]
+            if not flag.startswith("-"):
+                self.error(f"unexpected argument {unknown[0]!r}")
+            self.error(f"unknown flag {flag}{nearest(flag, self._option_string_actions)}")
+        return found, unknown
 
     def error(self, message: str) -> NoReturn:
         raise ConfigError(message, hint=f"`{self.prog} -h` lists its arguments")

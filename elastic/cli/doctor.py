@@ -13,6 +13,7 @@ from typing import Any
 
 from elastic.cli.command_parser import CommandParser
 from elastic.cli.job_arguments import add_job_arguments, options_of
+from elastic.cli.observe.printable import table_console
 from elastic.doctor.collectives.outcomes import rate
 from elastic.doctor.examination import ExaminationPlan, Report, examine
 from elastic.doctor.findings import HEALTHY, Finding, Status, exit_code, summary
@@ -58,9 +59,7 @@ def _say(text: str) -> None:
 
 
 def _print_tables(report: Report) -> None:
-    from rich.console import Console  # not for -h
-
-    console = Console()
+    console = table_console()
     several = len(report.nodes) > 1
     console.print(_findings_table(report.findings, several=several))
     if report.speeds:

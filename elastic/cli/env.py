@@ -17,6 +17,7 @@ from typing import Any
 from elastic.cli.command_parser import CommandParser
 from elastic.cli.job_arguments import add_options_argument, options_of
 from elastic.cli.launch.flags import node_range
+from elastic.cli.observe.printable import table_console
 from elastic.errors import ConfigError
 from elastic.tuning.agent_options import AgentOptions
 from elastic.tuning.announced_address import configured_address
@@ -115,7 +116,6 @@ def _document(found: WorkerEnvironment) -> dict[str, Any]:
 
 
 def _print_table(found: WorkerEnvironment, *, is_wide: bool) -> None:
-    from rich.console import Console
     from rich.table import Table
 
     print(f"profile {found.profile.name}: {found.profile.reason}")
@@ -130,4 +130,4 @@ def _print_table(found: WorkerEnvironment, *, is_wide: bool) -> None:
     for variable in found.entries:
         row = [variable.name, variable.value, variable.origin, variable.reason]
         table.add_row(*row, *((variable.source,) if is_wide else ()))
-    Console(markup=False, highlight=False).print(table)
+    table_console().print(table)

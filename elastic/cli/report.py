@@ -28,7 +28,7 @@ _BY_SUFFIX = {".html": "html", ".htm": "html", ".md": "md", ".json": "json"}
 def main(argv: Sequence[str]) -> int:
     """Run ``elastic report ARGV``; returns the exit code."""
     args = parser().parse_args(list(argv))
-    output = Path(args.output) if args.output else None
+    output = Path(args.output) if args.output not in (None, "", "-") else None
     form = format_of(args.format, output, is_terminal=sys.stdout.isatty())
     if form == "html":
         require_matplotlib()  # fail before a minute of reading
@@ -86,7 +86,10 @@ def parser() -> argparse.ArgumentParser:
         help="output format (default: by FILE's extension; md on stdout)",
     )
     own.add_argument(
-        "-o", "--output", metavar="FILE", help="write to this file instead of stdout: report.html"
+        "-o",
+        "--output",
+        metavar="FILE",
+        help="write to this file: report.html (default: -, stdout)",
     )
     return own
 

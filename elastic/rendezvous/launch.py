@@ -359,7 +359,7 @@ class Launch:
             self._health.close()
 
     def _warn_of_no_restarts(self, parameters: RendezvousParameters, agent: CallingAgent) -> None:
-        if agent.max_restarts == 0 and parameters.min_nodes < parameters.max_nodes:
+        if agent.max_restarts == 0 and parameters.max_nodes > 1:
             self._log.warning(
                 "--max-restarts=0 with --nnodes=%d:%d: torchrun ends this node as soon as a "
                 "worker fails, and when a node dies the workers of all others fail in their "

@@ -29,9 +29,12 @@ _PACKAGES = (os.path.dirname(torch.__file__), os.path.dirname(os.path.dirname(__
 _OF_LIBRARIES = ("<frozen ", *(package + os.sep for package in _PACKAGES))
 # torch's error for DistributedSampler, dist.get_rank() and others at the top of a script.
 _NO_GROUP = "Default process group has not been initialized"
+# torch's error for init_process_group() under plain Python, after elastic.join().
+_NO_LAUNCHER = "Error initializing torch.distributed using env:// rendezvous"
 _NO_GROUP_YET = (
     "elastic: run.retry or the first loop creates the process group; do not call "
     "init_process_group before.\n"
+    "  run.wrap(model) replaces DistributedDataParallel(model);\n"
     "  DataLoader(dataset, shuffle=True) in run.loader(…) replaces DistributedSampler;\n"
     "  run.world.rank, run.world.size and run.is_main are the rank inside the training function\n"
 )
@@ -68,7 +71,7 @@ class FailureHook:
             self._next(kind, error, trace)
         else:
             self._report_lost_peers(error, self._journal)
-        if _NO_GROUP in str(error):
+        if _NO_GROUP in str(error) or _NO_LAUNCHER in str(error):
             sys.stderr.write(_NO_GROUP_YET)
         if isinstance(error, ElasticError):
             self._exit_code = error.exit_code

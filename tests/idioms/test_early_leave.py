@@ -121,6 +121,7 @@ def test_a_rank_that_leaves_the_loop_alone_is_named_by_all_ranks(
         assert worker.exit_code == 1, outcome.describe()
         assert f"rank 1 left the loop after step {done}, while rank" in worker.error
         assert 'if run.mean(1.0, late=is_late)["late"] > 0' in worker.error
+        assert "its arguments or data differ between nodes" in worker.error
     assert outcome.worlds == 1
 
 

@@ -303,6 +303,15 @@ def train():
 """,
         "replaces DistributedSampler",
     ),
+    "DistributedDataParallel before there is a process group": (
+        """
+from torch.nn.parallel import DistributedDataParallel
+model = DistributedDataParallel(network)
+def train():
+    pass
+""",
+        "run.wrap(model) replaces DistributedDataParallel(model)",
+    ),
     "noise that each rank draws for itself": (
         TRAINED
         + """

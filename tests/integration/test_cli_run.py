@@ -185,6 +185,8 @@ def test_a_node_that_cannot_reach_min_nodes_is_terminated(folder: Path) -> None:
     done = run(folder, *words, "fail_alone.py")
     assert done.returncode == 1, done.stderr
     assert "fewer than 2 nodes remain and none will join: ending 1" in done.stderr
+    warning = "--max-restarts=0 with --nnodes=2:2: torchrun ends this node as soon as"
+    assert warning in done.stdout + done.stderr, "of fixed sizes, too"
     assert "Traceback" not in done.stderr
 
 

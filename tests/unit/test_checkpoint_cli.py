@@ -41,6 +41,36 @@ def test_ls_and_show(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "tensors" in capsys.readouterr().out
 
 
+def test_names_are_not_broken_into_lines(
+    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They are copied, and searched for with grep."""
+    monkeypatch.setenv("COLUMNS", "40")
+    assert main(["checkpoints", "ls", str(folder)]) == 0
+    piped = capsys.readouterr().out
+    assert all(name_of(step) in piped for step in (10, 20, 30))
+    assert len(piped.splitlines()) == 7, "one line for each, three of the header, and the border"
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    monkeypatch.setenv("TERM", "dumb")
+    assert main(["checkpoints", "ls", str(folder)]) == 0
+    assert name_of(30) in capsys.readouterr().out
+
+
+def test_a_folder_without_checkpoints_is_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A misspelled folder must not look like one whose checkpoints are all valid."""
+    for command in ("ls", "verify"):
+        assert main(["checkpoints", command, str(tmp_path / "jbo")]) == 2
+        assert "there is no folder" in capsys.readouterr().err
+    assert main(["checkpoints", "verify", str(tmp_path)]) == 65
+    assert "there is no checkpoint in" in capsys.readouterr().err
+    assert main(["checkpoints", "ls", str(tmp_path)]) == 0
+    shown = capsys.readouterr()
+    assert (shown.out, "there is no checkpoint in" in shown.err) == ("", True)
+    assert as_json(capsys, "ls", tmp_path) == []
+
+
 def test_verify_lists_damaged_checkpoints(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert all(r["valid"] for r in as_json(capsys, "verify", folder))
     flip(folder / name_of(20) / "00001-of-00002.safetensors", -1)

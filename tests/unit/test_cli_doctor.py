@@ -132,7 +132,7 @@ def test_flags_and_environment_variables_define_the_plan(monkeypatch: pytest.Mon
         (["--rdzv-conf=prefx=/a"], "prefix"),
         (["--rdzv-endpoint=:::"], "etcd endpoint"),
         (["--rdzv-conf=prefix=a"], "must start with '/'"),
-        (["--nodes=2"], "unrecognized"),
+        (["--nodes=2"], "unknown flag --nodes, did you mean '--nnodes'?"),
     ],
 )
 def test_invalid_arguments_are_usage_errors(

@@ -64,6 +64,17 @@ def test_torchruns_flags_and_spellings_pass_through() -> None:
     assert args.nodes_local is None
 
 
+@pytest.mark.parametrize("words", [["--n", "480"], ["--no", "x"], ["--nnodes=9"], ["--zzz"]])
+def test_the_scripts_own_arguments_are_not_read_as_flags(words: list[str]) -> None:
+    args = flags.parse(["--nnodes=2", "--embedded-etcd", "train.py", "--lr", "3e-4", *words])
+    assert args.training_script_args == ["--lr", "3e-4", *words]
+    assert args.nnodes == "2"
+
+
+def test_an_abbreviation_is_accepted_if_it_fits_one_flag() -> None:
+    assert flags.parse(["--nproc-per=2", "--embedded", "train.py"]).nproc_per_node == "2"
+
+
 def test_torchruns_environment_variables_count_as_flags(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in (
         ("PET_NNODES", "2:5"),

@@ -72,3 +72,13 @@ def test_a_closed_output_pipe_causes_no_traceback() -> None:
     finally:
         os.close(writer)
     assert (done.returncode, done.stderr) == (128 + signal.SIGPIPE, "")
+
+
+def test_an_unknown_flag_of_a_subcommand_is_reported_by_that_subcommand(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Its parent's -h does not list the flags."""
+    assert main(["kube", "render", "--gpu-per-node=8", "train.py"]) == 2
+    shown = capsys.readouterr().err
+    assert "unknown flag --gpu-per-node, did you mean '--gpus-per-node'?" in shown
+    assert "`elastic kube render -h`" in shown

@@ -74,6 +74,18 @@ def test_markdown_escapes_text_from_journals(
     assert node.replace("\\|", "").count("|") == 5, "one row of four cells"
 
 
+def test_a_dash_is_stdout(
+    folder: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(["report", str(folder), "--format=json", "-o", "-"]) == 0
+    assert json.loads(capsys.readouterr().out)["steps"] == 11
+    assert not Path("-").exists()
+
+
 def test_a_missing_run_is_a_usage_error(
     folder: Path, tmp_path_factory: pytest.TempPathFactory, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -707,6 +707,13 @@ def test_an_invalid_wait_is_a_usage_error(cli: Callable[..., int], argv: tuple[s
     assert cli("wait", *argv) == 2
 
 
+def test_a_duration_without_a_unit_is_refused_with_the_units(
+    cli: Callable[..., int], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli("wait", "--for=done", "--timeout=300") == 2
+    assert "give a number and its unit, s, m, h or d: --timeout=90s" in capsys.readouterr().err
+
+
 def test_wait_continues_while_etcd_is_unreachable(training: Job) -> None:
     reads = 0
 

@@ -44,6 +44,11 @@ def test_one_invalid_endpoint_among_valid_ones_is_named() -> None:
         parse_endpoints("h1,h2:x,h3")
 
 
+def test_a_missing_endpoint_names_its_option() -> None:
+    with pytest.raises(ConfigError, match="no etcd endpoint in --rdzv-endpoint=''"):
+        parse_endpoints("")
+
+
 def test_an_endpoint_is_printed_as_it_is_written() -> None:
     assert str(Endpoint("::1", 1)) == "[::1]:1"
     assert str(Endpoint("h1")) == "h1:2379"

@@ -5,21 +5,23 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 import torch
 import torch.nn.functional as F
-from run_kit import SAMPLES, dataset, job, parts_of, process
+from run_kit import SAMPLES, dataset, job, network, parts_of, process
 from torch import nn
 from torch.utils.data import DataLoader
 
 import checkpoints
 from elastic.errors import CheckpointRequired, ConfigError, TrainingError
+from elastic.training.checkpointing.folder import CheckpointFolder
 from elastic.training.checkpointing.options import Checkpoints
 from elastic.training.components import start_components
 from elastic.training.run import Run
+from elastic.world.world import world_from_environment
 
 
 def train_some(folder: Path, steps: int | None = 8) -> None:
@@ -160,6 +162,20 @@ def test_a_failed_save_does_not_stop_training(tmp_path: Path) -> None:
     assert [info.step for info in checkpoints.list_checkpoints(tmp_path)] == [3]
 
 
+def test_a_folder_that_the_nodes_do_not_share_causes_a_warning(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    first = CheckpointFolder(tmp_path / "a", lambda name, reason: None)
+    first.check_writable(0)  # creates it
+    found = first.resolve(world_from_environment({}), required=False)
+    first.check_shared(0, found.generation)
+    CheckpointFolder(tmp_path / "a", lambda name, reason: None).check_shared(1, found.generation)
+    assert "not shared" not in capfd.readouterr().err
+    CheckpointFolder(tmp_path / "b", lambda name, reason: None).check_shared(1, found.generation)
+    warning = capfd.readouterr().err
+    assert f"the checkpoint folder {tmp_path / 'b'} is not shared by all nodes: rank 1" in warning
+
+
 def test_an_empty_dataset_is_rejected() -> None:
     with process() as run, pytest.raises(ConfigError, match="the dataset is empty"):
         run.loader(DataLoader(dataset(0), batch_size=10), global_batch=10)
@@ -173,6 +189,51 @@ def test_an_untracked_optimizer_on_wrapped_parameters_is_rejected() -> None:
             for x, y in script.loader:
                 F.mse_loss(script.model(x), y).backward()  # type: ignore[no-untyped-call]
                 other.step()
+
+
+class _SchedulerOfTimm:
+    """Like timm's schedulers: no LRScheduler, and its state excludes the optimizer."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.optimizer, self.t = optimizer, 0
+
+    def state_dict(self) -> dict[str, object]:
+        return {name: value for name, value in vars(self).items() if name != "optimizer"}
+
+    def load_state_dict(self, state: dict[str, object]) -> None:
+        vars(self).update(state)
+
+
+class _Wrapper(_SchedulerOfTimm):
+    """A wrapper of an optimizer, whose state includes the optimizer's."""
+
+    def state_dict(self) -> dict[str, object]:
+        return {"t": self.t, "inner": self.optimizer.state_dict()}
+
+
+def _train_with_tracked(wrap: Callable[[torch.optim.Optimizer], object]) -> None:
+    with process() as run:
+        model = run.wrap(network())
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        run.track(tracked=wrap(optimizer))
+        for x, y in run.loader(DataLoader(dataset(), batch_size=10), global_batch=10):
+            F.mse_loss(model(x), y).backward()  # type: ignore[no-untyped-call]
+            optimizer.step()
+
+
+@pytest.mark.parametrize(
+    "scheduler", [lambda o: torch.optim.lr_scheduler.ExponentialLR(o, 0.9), _SchedulerOfTimm]
+)
+def test_an_optimizer_is_not_tracked_by_its_scheduler(
+    scheduler: Callable[[torch.optim.Optimizer], object],
+) -> None:
+    """The scheduler's state has no momentum: a restart would lose it silently."""
+    with pytest.raises(TrainingError, match="SGD is about to change wrapped parameters"):
+        _train_with_tracked(scheduler)
+
+
+def test_an_optimizer_is_tracked_by_a_wrapper_whose_state_includes_it() -> None:
+    _train_with_tracked(_Wrapper)
 
 
 def test_an_optimizer_of_other_parameters_is_not_restricted() -> None:
@@ -299,8 +360,9 @@ def test_state_that_cannot_be_saved_is_named(tmp_path: Path) -> None:
 
 
 def test_an_object_without_state_dict_cannot_be_tracked() -> None:
-    with process() as run, pytest.raises(TrainingError, match="a int has no state_dict"):
+    with process() as run, pytest.raises(TrainingError, match="a int has no state_dict") as error:
         run.track(step=3)
+    assert 'run.state["step"]' in error.value.hint
 
 
 def test_a_debug_level_that_crashes_workers_is_rejected() -> None:

@@ -10,7 +10,7 @@ import uuid
 from collections.abc import Sequence
 from importlib.metadata import entry_points
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from elastic.cli.command_parser import CommandParser, nearest
 from elastic.cli.launch.torchrun_parser import torchrun_parser
@@ -21,7 +21,6 @@ STOCK_BACKENDS = ("c10d", "static", "etcd", "etcd-v2")
 # The failure budget ends jobs; torchrun's restart count is never reset.
 MAX_RESTARTS = 1_000_000
 _NNODES = re.compile(r"(\d+)(?::(\d+))?")
-_HELP = "`elastic run -h` lists the flags"
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
@@ -31,11 +30,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
         ConfigError: with the value, where it is set, and the remedy.
     """
     parser = build_parser()
-    flags = [s for action in parser._actions for s in action.option_strings]
-    args, unknown = parser.parse_known_args(list(argv))
-    for word in unknown:
-        name = word.partition("=")[0]
-        raise ConfigError(f"unknown flag {name}{nearest(name, flags)}", hint=_HELP)
+    args = parser.parse_args(list(argv))
     fill_defaults(args)
     check(args)
     return args
@@ -223,6 +218,13 @@ class _RunParser(CommandParser):
                 "no training script is given", hint="usage: elastic run FLAGS SCRIPT ..."
             )
         super().error(message)
+
+    def _get_option_tuples(self, option_string: str) -> list[Any]:
+        """The flags of which ``option_string`` is an abbreviation: none if it fits several. The
+        argparse of Python 3.11 refuses it then, even if it is an argument of the script."""
+        found: list[Any] = super()._get_option_tuples(option_string)
+        actions = {id(action) for action, *_ in found}
+        return found[:1] if len(actions) == 1 else []
 
 
 def _positive(text: str) -> int:

@@ -34,7 +34,7 @@ def parse_endpoints(text: str) -> tuple[Endpoint, ...]:
     parts = [part.strip() for part in text.split(",")]
     endpoints = tuple(dict.fromkeys(_parse_one(part, text) for part in parts if part))
     if not endpoints:
-        raise ConfigError(f"no etcd endpoint in {text!r}", hint=_HINT)
+        raise ConfigError(f"no etcd endpoint in --rdzv-endpoint={text!r}", hint=_HINT)
     return endpoints
 
 

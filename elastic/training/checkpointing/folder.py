@@ -9,23 +9,25 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
+import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import checkpoints
-from checkpoints import SaveError
+from checkpoints import CheckpointError, SaveError
 from checkpoints.catalog.manifests import read_manifest
 from checkpoints.format.names import parse_committed
 from checkpoints.storage.roots import storage_for
 from checkpoints.storage.small_files import read_record, write_record
 from elastic.errors import CheckpointRequired, ConfigError
+from elastic.telemetry.log import get_logger
 from elastic.training.checkpointing.memory_tier import everywhere
 from elastic.training.checkpointing.ownership import Ownership
 from elastic.training.rebuilding.loading import load_shards
 from elastic.training.state.job_state import JobState
 from elastic.training.state.shards import room_for
 from elastic.world.mesh import check_saved_stages
-from elastic.world.world import World
+from elastic.world.world import World, node_name
 
 GENERATION_FILE = ".generation"
 
@@ -114,6 +116,24 @@ class CheckpointFolder:
         write_record(self.storage, GENERATION_FILE, f"{generation}\n".encode())
         return generation
 
+    def check_shared(self, rank: int, generation: int) -> None:
+        """Warn if this rank does not see the generation that rank 0 has written: each of them then
+        saves its share into a folder of its own, and no checkpoint is ever complete.
+
+        Only a warning: some network file systems show a new file after a delay.
+        """
+        with contextlib.suppress(CheckpointError):  # reported by the saves
+            if _number(read_record(self.storage, GENERATION_FILE)) != [generation]:
+                get_logger().warning(
+                    "the checkpoint folder %s is not shared by all nodes: rank %d on node %s does "
+                    "not see what rank 0 has written there. No checkpoint of several ranks can be "
+                    "completed. Pass elastic.join(checkpoints=…) the absolute path of a folder on "
+                    "storage that all nodes share, or a URL such as s3://bucket/job",
+                    _absolute(self.storage.place),
+                    rank,
+                    node_name(),
+                )
+
     def load(self, name: str, job: JobState | None = None) -> checkpoints.LoadResult:
         """Read and verify a checkpoint into new memory: for sharded tensors this rank's shards,
         and in place for objects created by run.build."""
@@ -145,6 +165,10 @@ class CheckpointFolder:
             return
         with everywhere(self.storage, self._report) as storage:
             yield storage
+
+
+def _absolute(place: str) -> str:
+    return place if "://" in place else os.path.abspath(place)
 
 
 def _number(record: bytes | None) -> list[int]:

@@ -40,10 +40,10 @@ class Saver:
         self._policy = policy
         self._clock = clock
         self._outcomes = OutcomeLog(journal)
-        self._folder = None
+        self.folder = None
         self._memory: MemoryTier | None = None
         if policy is not None:
-            self._folder = CheckpointFolder(policy.folder, self._outcomes.skipped)
+            self.folder = CheckpointFolder(policy.folder, self._outcomes.skipped)
             if policy.memory:
                 self._keep_in_memory(policy)
         self.writers = WriterHistory()
@@ -58,9 +58,9 @@ class Saver:
         self._memory_limit = MemoryLimit()
         self.due = Due(policy.saving, clock) if policy else None  # None: closed, too
         self.engine: SupervisedEngine | None = None
-        if self._folder is not None:
+        if self.folder is not None:
             self.engine = SupervisedEngine(
-                self._folder.storage,
+                self.folder.storage,
                 _AmendableRetention(self),
                 report=self.report,
                 on_death=self._outcomes.writer_died,
@@ -85,8 +85,8 @@ class Saver:
         return self._memory.interval if self._memory is not None else None
 
     def _keep_in_memory(self, policy: Checkpoints) -> None:
-        assert self._folder is not None
-        self._folder.has_memory = True
+        assert self.folder is not None
+        self.folder.has_memory = True
         interval = MemoryInterval(
             policy.memory_steps,
             overhead=policy.memory_overhead,
@@ -124,8 +124,8 @@ class Saver:
 
     def check_writable(self, world: World) -> None:
         """Raise ConfigError if this worker cannot write to the folder."""
-        if self._folder is not None:
-            self._folder.check_writable(world.rank)
+        if self.folder is not None:
+            self.folder.check_writable(world.rank)
 
     def resolve(self, world: World) -> RestoreSource:
         """On rank 0: commit or remove leftovers, and choose the checkpoint to resume from.
@@ -133,16 +133,16 @@ class Saver:
         Raises CheckpointRequired if there is none and one is required, or if none is complete;
         ConfigError if another job saves to the folder.
         """
-        if self._folder is None or self._policy is None or self.due is None:
+        if self.folder is None or self._policy is None or self.due is None:
             return RestoreSource(None, world.generation)
-        if before := self._folder.ownership.claim():
+        if before := self.folder.ownership.claim():
             self.due.observed(before.running_s, before.failures)
-        return self._folder.resolve(world, required=self._policy.required)
+        return self.folder.resolve(world, required=self._policy.required)
 
     def load(self, name: str, job: JobState) -> checkpoints.LoadResult:
         """Read and verify this rank's part of a checkpoint."""
-        assert self._folder is not None
-        return self._folder.load(name, job)
+        assert self.folder is not None
+        return self.folder.load(name, job)
 
     # -- worlds -------------------------------------------------------------------------------
 
@@ -165,7 +165,7 @@ class Saver:
 
     def enter(self, world: World, job: JobState) -> None:
         """Save for ``world`` from now on: its state is restored."""
-        if self._folder is None or self.due is None or self.engine is None:
+        if self.folder is None or self.due is None or self.engine is None:
             return
         before = self.writers.present
         writes = self.writers.enter(world, job, self._may_commit)
@@ -177,8 +177,8 @@ class Saver:
             # save may be in the memory of one node only.
             self._memory.enter_world(world.size, saves_first=job.is_sharded)
         if world.rank == 0:
-            self._folder.ownership.failures = lambda: self.writers.broken_worlds
-            self._folder.ownership.hold()
+            self.folder.ownership.failures = lambda: self.writers.broken_worlds
+            self.folder.ownership.hold()
         if self.writers.is_writer:
             self.engine.reserve(job.saved_tree(), writes)
         if world.rank == 0 and before is not None and before.is_over:
@@ -199,9 +199,9 @@ class Saver:
 
     def _sweep(self, generation: int, nonce: str) -> None:
         """Commit or remove the broken world's leftovers. Called on the engine's thread."""
-        assert self._folder is not None
+        assert self.folder is not None
         try:
-            checkpoints.collect_garbage(self._folder.storage, generation=generation, nonce=nonce)
+            checkpoints.collect_garbage(self.folder.storage, generation=generation, nonce=nonce)
         except CheckpointError as error:
             self._outcomes.skipped("leftovers", str(error))
 
@@ -264,7 +264,7 @@ class Saver:
             return None
         if self.is_ahead():  # a repeated step follows: restored, its update would apply twice
             return None
-        if self._folder is None or self._folder.ownership.is_lost:
+        if self.folder is None or self.folder.ownership.is_lost:
             return None
         self._saved_step = step
         self.due.saved()
@@ -326,8 +326,8 @@ class Saver:
 
     def list_later(self, answer: Callable[[list[str]], object]) -> None:
         """Call ``answer`` with the names in the folder, on the engine's thread."""
-        assert self._folder is not None and self.engine is not None
-        storage = self._folder.storage
+        assert self.folder is not None and self.engine is not None
+        storage = self.folder.storage
 
         def list_names() -> None:
             try:
@@ -357,8 +357,8 @@ class Saver:
 
     def release(self) -> None:
         """Release the folder for another job: this one has ended."""
-        if self._folder is not None:
-            self._folder.ownership.close(release=True)
+        if self.folder is not None:
+            self.folder.ownership.close(release=True)
 
     def close(self, budget_s: float) -> None:
         """Wait up to ``budget_s`` for this rank's shares, then accept no more saves.
@@ -366,8 +366,8 @@ class Saver:
         Saves that wait for peers' shares are left to them or to the next start.
         """
         self.due = None
-        if self._folder is not None and self.engine is not None:
-            self._folder.ownership.close(release=False)
+        if self.folder is not None and self.engine is not None:
+            self.folder.ownership.close(release=False)
             self.engine.finish_writing(budget_s)
             self.engine.close(0.0)
         if self._memory is not None:

@@ -304,7 +304,8 @@ class EarlyLeave:
             hint="let all ranks decide together, after each step or after every few:\n"
             "    is_late = float(time.monotonic() > end)\n"
             '    if run.mean(1.0, late=is_late)["late"] > 0:\n'
-            "        return",
+            "        return\n"
+            "  If no rank decides alone, the script, its arguments or data differ between nodes",
         )
         if store.add(self._key("known"), 1) == self._lifecycle.world.size:
             store.set(self._key("known/all"), "1")

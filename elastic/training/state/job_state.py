@@ -96,11 +96,14 @@ class JobState:
         if not (hasattr(tracked, "state_dict") and hasattr(tracked, "load_state_dict")):
             raise TrainingError(
                 f"run.track({name}=…): a {type(tracked).__name__} has no state_dict and "
-                "load_state_dict"
+                "load_state_dict",
+                hint="keep numbers, strings and tensors in the dict run.state: "
+                f'run.state["{name}"] = …, the same on all ranks',
             )
         if any(tracked is module for module in self.modules.values()):
             raise TrainingError(
-                f"run.track({name}=…): a wrapped module is already part of the state"
+                f"run.track({name}=…): a wrapped module is already part of the state",
+                hint="remove it from the call",
             )
         if name in self.tracked and self.tracked[name] is not tracked:
             raise TrainingError(f"run.track({name}=…): the name is used by another object")

@@ -32,7 +32,13 @@ from elastic.training.gradients.wrap import Wrapped, hint_of_unreduced
 from elastic.training.state.change_watch import versions
 from elastic.training.state.job_state import JobState
 from elastic.training.state.rollback import NESTED, SEVERAL, Rollback
-from elastic.training.state.untracked import Companions, groups_added, lbfgs, not_tracked
+from elastic.training.state.untracked import (
+    Companions,
+    groups_added,
+    lbfgs,
+    not_tracked,
+    saved_optimizers,
+)
 from elastic.training.step import Step
 
 Closure = Callable[[], Any]
@@ -66,18 +72,17 @@ class OptimizerWatch:
             known.count = None
 
     def allow(self, name: str, tracked: object) -> None:
-        """Add a tracked object. Wrappers expose the real optimizer as ``.optimizer``."""
+        """Add a tracked object."""
         self._objects.append(tracked)
-        for candidate in (tracked, getattr(tracked, "optimizer", None)):
-            if isinstance(candidate, torch.optim.LBFGS):
+        for optimizer in saved_optimizers(tracked):
+            if isinstance(optimizer, torch.optim.LBFGS):
                 raise lbfgs(f"run.track({name}=…)")
-            if isinstance(candidate, torch.optim.Optimizer):
-                known = self._known_facts(candidate)
-                if known.is_built:  # a scheduler's optimizer
-                    continue
-                known.name = known.name or name
-                if known.name == name:
-                    self.tracked[name] = candidate
+            known = self._known_facts(optimizer)
+            if known.is_built:
+                continue
+            known.name = known.name or name
+            if known.name == name:
+                self.tracked[name] = optimizer
 
     def allow_built(self, name: str, optimizer: torch.optim.Optimizer) -> None:
         """Add an optimizer built for the current world, over sharded parameters. Its updates are
@@ -293,20 +298,6 @@ class _Known:
         self.own = [p for p in parameters if not any(id(p) in t for t in wrapped.values())]
         is_known = not self.own and any(isinstance(m, nn.Module) is False for m in self.touched)
         self.sharded = "" if is_known else sharded_parameter(optimizer)
-
-
-def inner_optimizers(tracked: object) -> dict[str, torch.optim.Optimizer]:
-    """Inner optimizers (SAM's ``base_optimizer``) by name, if the outer state excludes their
-    state."""
-    if not isinstance(tracked, torch.optim.Optimizer):
-        return {}
-    if type(tracked).state_dict is not torch.optim.Optimizer.state_dict:
-        return {}  # it includes them
-    return {
-        name: inner
-        for name, inner in vars(tracked).items()
-        if isinstance(inner, torch.optim.Optimizer)
-    }
 
 
 def _closure(args: Any, kwargs: Any) -> Closure | None:

@@ -17,7 +17,8 @@ from elastic.training.gradients.sharding import refuse_module
 from elastic.training.gradients.wrap import ElasticDDP, Wrapped
 from elastic.training.rebuilding.built import Built
 from elastic.training.state.job_state import JobState
-from elastic.training.state.optimizers import OptimizerWatch, inner_optimizers
+from elastic.training.state.optimizers import OptimizerWatch
+from elastic.training.state.untracked import inner_optimizers
 from elastic.training.step import Step
 from elastic.world.world import largest_world
 

@@ -75,6 +75,42 @@ class Companions:
             self._averages.add(module)
 
 
+def saved_optimizers(tracked: object) -> Iterator[torch.optim.Optimizer]:
+    """Return the optimizers whose state is saved with a tracked object: itself, and the one that a
+    wrapper exposes as ``.optimizer``.
+
+    A scheduler exposes its optimizer, too, but its state excludes it: torch's and timm's."""
+    if isinstance(tracked, torch.optim.Optimizer):
+        yield tracked
+    inner = getattr(tracked, "optimizer", None)
+    if not isinstance(inner, torch.optim.Optimizer) or isinstance(tracked, LRScheduler):
+        return
+    state_dict = getattr(tracked, "state_dict", dict)
+    if isinstance(tracked, torch.optim.Optimizer) or _has_groups(state_dict()):
+        yield inner
+
+
+def inner_optimizers(tracked: object) -> dict[str, torch.optim.Optimizer]:
+    """Inner optimizers (SAM's ``base_optimizer``) by name, if the outer state excludes their
+    state."""
+    if not isinstance(tracked, torch.optim.Optimizer):
+        return {}
+    if type(tracked).state_dict is not torch.optim.Optimizer.state_dict:
+        return {}  # it includes them
+    return {
+        name: inner
+        for name, inner in vars(tracked).items()
+        if isinstance(inner, torch.optim.Optimizer)
+    }
+
+
+def _has_groups(state: object) -> bool:
+    """Whether ``state`` contains the state of an optimizer, at any depth."""
+    if not isinstance(state, dict):
+        return False
+    return "param_groups" in state or any(_has_groups(part) for part in state.values())
+
+
 def _require(untracked: Callable[[], Companion | None], name: str) -> None:
     if untracked() is None:
         return
