@@ -4,6 +4,7 @@ Each sample is an episode: the dataset item is a seed, and all randomness in the
 generators with that seed. Episodes are therefore identical for any world size, and each one is used
 exactly once.
 
+Inexact: running to 0.1, because a repeated step may play with the updated weights
 Group: The loop
 """
 
