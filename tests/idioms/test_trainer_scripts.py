@@ -258,6 +258,16 @@ def test_a_death_anywhere_does_not_change_the_result(
     check(trainer, way, kind, seed)
 
 
+def test_optimizers_in_the_backward_pass_are_refused_in_replicas(trainer: TrainerRuns) -> None:
+    outcome = trainer.run("replicas", "in backward", 2)
+    assert not outcome.survivors
+    errors = [worker.error for worker in outcome.workers if worker.error]
+    assert errors
+    for error in errors:
+        assert error.startswith("TrainingError: AdamW.step() at step 0 during the backward pass")
+        assert "run.build supports optimizers in the backward pass" in error
+
+
 def test_a_step_that_is_counted_before_its_batch_is_refused_after_a_death(
     trainer: TrainerRuns,
 ) -> None:

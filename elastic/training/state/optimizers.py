@@ -21,6 +21,7 @@ from elastic.errors import TrainingError
 from elastic.hangs.facts import OPTIMIZER, SCRIPT
 from elastic.hangs.phases import phases
 from elastic.process_group import pending_works
+from elastic.torch_private import current_backward
 from elastic.training.gradients.sharding import (
     created_too_early,
     refusal,
@@ -36,6 +37,7 @@ from elastic.training.state.untracked import (
     Companions,
     groups_added,
     has_gradient,
+    in_backward,
     lbfgs,
     not_tracked,
     predates_sharding,
@@ -356,6 +358,8 @@ def _check(
     reduction = module.reduction
     if reduction.failure is not None:
         raise reduction.failure  # the script caught it
+    if not isinstance(module, nn.Module) and current_backward() >= 0:
+        raise in_backward(optimizer, step.number)
     reduction.wait()
     if reduction.flags is not None:
         reduction.flags.require_one_step(step.number)
