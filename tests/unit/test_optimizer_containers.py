@@ -6,8 +6,9 @@ from typing import Any
 
 import pytest
 import torch
-from run_kit import network, parts_of, process
+from run_kit import job, network, parts_of, process
 from torch import nn
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from torch.optim import SGD, Optimizer
 
 from elastic.errors import TrainingError
@@ -111,3 +112,16 @@ def test_the_optimizers_of_a_container_with_other_state_must_be_tracked() -> Non
         assert 'run.track(**{f"optimizer{i}": one for i, one in enumerate(both.optimizers)})' in (
             e.value.hint
         )
+
+
+def test_a_state_dict_that_initialises_the_optimizer_in_training_is_refused_by_name() -> None:
+    """torch calls optimizer.step() with a learning rate of 0."""
+    with process() as run:
+        script = job(run)
+
+        def train() -> None:
+            for _ in run.epochs(1):
+                get_optimizer_state_dict(script.model, script.optimizer)
+
+        with pytest.raises(TrainingError, match="get_state_dict and set_optimizer_state_dict call"):
+            run.retry(train)

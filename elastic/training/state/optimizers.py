@@ -40,6 +40,7 @@ from elastic.training.state.untracked import (
     in_backward,
     lbfgs,
     not_tracked,
+    outside_of_steps,
     predates_sharding,
 )
 from elastic.training.step import Step
@@ -344,11 +345,7 @@ def _check(
     if not module.in_world:
         return  # before the first world: all ranks will get rank 0's result
     if step is None:
-        raise TrainingError(
-            f"{kind}.step() outside of a step of the loop",
-            hint="call it inside `for … in loader`, where loader = run.loader(…), before the next "
-            "batch is requested; without a loader, between run.begin() and run.commit()",
-        )
+        raise outside_of_steps(optimizer)
     if not step.is_last_micro_batch:
         raise TrainingError(
             f"{kind}.step() at step {step.number} before the last of its {len(step)} micro-batches",

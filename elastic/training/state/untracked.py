@@ -221,6 +221,25 @@ def in_backward(optimizer: torch.optim.Optimizer, step: int) -> TrainingError:
     )
 
 
+def outside_of_steps(optimizer: torch.optim.Optimizer) -> TrainingError:
+    """The error for an update that belongs to no step."""
+    kind = type(optimizer).__name__
+    if not any(group.get("lr") for group in optimizer.param_groups):
+        # torch/distributed/checkpoint/state_dict.py, _init_optim_state
+        return TrainingError(
+            f"{kind}.step() with a learning rate of 0, outside of a step of the loop: "
+            "get_optimizer_state_dict, get_state_dict and set_optimizer_state_dict call it for an "
+            "optimizer without state",
+            hint="call them before run.retry, or after the first optimizer.step() of the loop; the "
+            "job's own state is saved and restored without them",
+        )
+    return TrainingError(
+        f"{kind}.step() outside of a step of the loop",
+        hint="call it inside `for … in loader`, where loader = run.loader(…), before the next "
+        "batch is requested; without a loader, between run.begin() and run.commit()",
+    )
+
+
 def groups_added(name: str) -> TrainingError:
     """The error for a tracked optimizer that got more parameters during training."""
     return TrainingError(
