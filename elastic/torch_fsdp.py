@@ -108,6 +108,11 @@ def _wait_for_event(stream: Any, event: Any) -> None:
         stream.wait_event(event)
 
 
+def fsdp_state(part: Any) -> object:
+    """The state of a call of ``fully_shard``: the same one for all modules of a list."""
+    return part._get_fsdp_state()
+
+
 def fsdp_settings(part: Any) -> list[str]:
     """The methods by which the script has changed how a module of ``fully_shard`` reduces."""
     changed = []

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
@@ -24,6 +24,8 @@ class Progress:
     # have not been called: a fault may end the world, or the process, before them.
     last: tuple[int, int, int] = (0, 0, 0)
     callbacks_left: int = 0
+    # Integers in the job's own state when the last step began: elastic.training.misuse.early_counts
+    counts: dict[str, list[int]] = field(default_factory=dict)
 
     def load(self, saved: Mapping[str, Any]) -> None:
         """Continue from saved progress; older checkpoints lack some of the fields."""

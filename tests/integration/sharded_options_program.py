@@ -87,6 +87,7 @@ class Option:
     dtype: torch.dtype = torch.float64
     before: Callable[[Net], object] = lambda model: None  # it is sharded
     blocks: bool = True  # sharded each by itself
+    together: bool = False  # the embedding and the head are sharded in one call
     after: Callable[[Any], object] = lambda model: None
     passes: int = 1
     sync: Callable[[Any, bool], object] = lambda model, is_last: None  # before each pass
@@ -138,6 +139,7 @@ def wrap_blocks(model: Net) -> None:
 MIXED = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
 OPTIONS = {
     "plain": Option(),
+    "several modules in one call": Option(together=True),
     "bf16 parameters": Option(
         shard={"mp_policy": MIXED},
         dtype=torch.float32,
@@ -272,6 +274,8 @@ def sharded(at: Rank, option: Option) -> Any:
     mesh = at.replica.device_mesh["shard"]
     model = build_net(option)
     option.before(model)
+    if option.together:
+        fully_shard([model.embed, model.head], mesh=mesh, **option.shard)
     for block in model.blocks if option.blocks else ():
         fully_shard(block, mesh=mesh, **option.shard)
     module = fully_shard(model, mesh=mesh, **(option.root or option.shard))

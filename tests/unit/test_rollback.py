@@ -17,11 +17,11 @@ from torch import nn
 from elastic.errors import TrainingError
 from elastic.telemetry.log import get_logger
 from elastic.training.gradients.wrap import ElasticDDP
+from elastic.training.rebuilding.containers import inner_optimizers
 from elastic.training.state.copies import WeightCopies
 from elastic.training.state.job_state import JobState
 from elastic.training.state.optimizers import OptimizerWatch
 from elastic.training.state.rollback import Rollback
-from elastic.training.state.untracked import inner_optimizers
 from elastic.training.step import Step
 
 

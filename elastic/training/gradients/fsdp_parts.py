@@ -36,13 +36,31 @@ _SETTINGS = {
 
 
 class FSDPParts:
-    """The FSDP parts of a module, in the order of ``modules()``; none without FSDP2."""
+    """The FSDP parts of a module, in the order of ``modules()``; none without FSDP2.
+
+    A part is what one call of ``fully_shard`` manages: several modules, as in
+    ``fully_shard([norm, head])``, are one part, represented by the first of them.
+    """
 
     def __init__(self, module: nn.Module) -> None:
         fsdp: Any = sys.modules.get("torch.distributed.fsdp")  # importing it takes a second
-        parts = () if fsdp is None else module.modules()
-        self.parts: list[Any] = [part for part in parts if isinstance(part, fsdp.FSDPModule)]
+        named = () if fsdp is None else module.named_modules()
+        self._modules: list[Any] = []
+        self._places: dict[int, list[str]] = {}  # by part
+        firsts: dict[int, Any] = {}  # by state, which the modules keep alive
+        for place, each in named:
+            if isinstance(each, fsdp.FSDPModule):
+                self._modules.append(each)
+                part = firsts.setdefault(id(torch_fsdp.fsdp_state(each)), each)
+                self._places.setdefault(id(part), []).append(place)
+        self.parts: list[Any] = list(firsts.values())
         self._names = {id(p): name for name, p in module.named_parameters()}
+
+    def label(self, part: Any, name: str) -> str:
+        """A part in an error: its places in the module that is called ``name``, and its kind."""
+        places = [f"{name}.{place}" if place else name for place in self._places[id(part)]]
+        kind = type(part).__name__.removeprefix("FSDP")
+        return f"{', '.join(places)} ({kind})" if len(places) == 1 else ", ".join(places)
 
     @property
     def holds_gradients(self) -> bool:
@@ -85,10 +103,10 @@ class FSDPParts:
 
     def refuse_settings(self, settings: Iterable[str] = tuple(_SETTINGS)) -> None:
         """From now on, these methods of the parts raise ConfigError."""
-        for part in self.parts:
+        for module in self._modules:
             for name in settings:
-                if hasattr(part, name):
-                    setattr(part, name, _refusing(name))
+                if hasattr(module, name):
+                    setattr(module, name, _refusing(name))
 
 
 class PartReduction:

@@ -102,12 +102,9 @@ class ShardedModule:
             self.reduction.match(order, Unit(name, label, lambda: self._trains(own), _never))
             return
         self.reduction.order = order
-        places = {id(part): place for place, part in self.module.named_modules()}
         for part, reduction in zip(self._fsdp, self._reductions, strict=True):
             parameters = tuple(p for p, _ in fsdp_originals(part))
-            place = places[id(part)]
-            kind = type(part).__name__.removeprefix("FSDP")
-            label = f"the gradients of {name}{'.' + place if place else ''} ({kind})"
+            label = f"the gradients of {self._parts.label(part, name)}"
             reduction.unit = order.add(
                 Unit(
                     name,

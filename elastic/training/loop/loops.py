@@ -88,6 +88,8 @@ def steps(loop: StepLoop, loader: ElasticLoader) -> Generator[Step]:
             if loader.position.step + 1 < len(loader):
                 loop.early_leave.begins(number + 1)
             loop.commit()
+            if loader.position.step < len(loader):
+                loop.observe_counts()
             phases.enter(DATA)
         phases.enter(SCRIPT)
         loop.leave_step()

@@ -19,6 +19,7 @@ from elastic.training.loop.commits import Commits
 from elastic.training.loop.counted_rates import CountedRates
 from elastic.training.loop.reading_ahead import ReadingAhead
 from elastic.training.loop.scope import CallEnded, Scope
+from elastic.training.misuse.early_counts import EarlyCounts, counts_in
 from elastic.training.misuse.early_leave import EarlyLeave
 from elastic.training.misuse.module_structures import ModuleStructures
 from elastic.training.misuse.source.counted_epochs import refuse_range
@@ -62,6 +63,7 @@ class StepLoop:
         commits.copies = self.averages.copies
         self._ledger = ledger
         self.reading_ahead = ReadingAhead()
+        self._early_counts = EarlyCounts()
         self._has_warned_of_counts = False
         self.left_held: Step | None = None  # its iterator ends if the script requests more
         self._ended: World | None = None  # the world whose end was raised in the script
@@ -221,6 +223,7 @@ class StepLoop:
         if self.current.accumulation.since is None:
             self.lifecycle.settle()  # work that the script queued since the last step
             self._commits.call_back_again()
+            self.observe_counts()
             self._boundary.cross()
             if strategy.can_roll_back:
                 self._progress.before_step(number)
@@ -247,6 +250,17 @@ class StepLoop:
                 samples=step.indices,
             )
         return step
+
+    def observe_counts(self) -> None:
+        """Observe the script's counters of steps: the next step begins, or has been requested."""
+        if self._strategies.active.can_roll_back and self.current.accumulation.since is None:
+            progress, values = self._job.progress, self._counts()
+            progress.counts = self._early_counts.begins(
+                self.lifecycle.world, progress.step, values, progress.counts
+            )
+
+    def _counts(self) -> dict[str, int]:
+        return counts_in(self._job.user, self._job.all_tracked)
 
     def _begin_micro_batch(self, step: Step) -> None:
         rank = self.lifecycle.world.data_rank
@@ -309,6 +323,12 @@ class StepLoop:
         if not self.lifecycle.is_restored or self.current.step is not None:
             return
         self._commits.finish()
+        if self.scope.in_retry and not self._progress.is_catching_up:
+            progress = self._job.progress
+            self._early_counts.ends(
+                self.lifecycle.world, progress.step, self._counts(), progress.counts
+            )
+            progress.counts = {}
         if self.scope.passes:  # the code after the last pass has run
             for loader in self._job.loaders.values():
                 loader.begin_pass()

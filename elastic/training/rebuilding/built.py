@@ -18,6 +18,7 @@ from elastic.telemetry.log import get_logger
 from elastic.training.gradients.fsdp_parts import FSDPParts
 from elastic.training.rebuilding import garbage
 from elastic.training.rebuilding.checks import check_sharding, forget_mesh
+from elastic.training.rebuilding.containers import optimizers_instead_of
 from elastic.training.rebuilding.shares import ShareWeight
 from elastic.tuning.worker_intervals import GARBAGE_SLICE_S
 
@@ -58,6 +59,10 @@ class Built:
     def _add(self, item: Any) -> None:
         if isinstance(item, nn.Module):
             self.modules[_free_name("model", self.modules)] = item
+            return
+        if contained := optimizers_instead_of(item):
+            for one in contained:
+                self._add(one)
             return
         if not (hasattr(item, "state_dict") and hasattr(item, "load_state_dict")):
             raise ConfigError(

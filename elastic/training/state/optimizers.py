@@ -6,8 +6,7 @@ The hook covers all of torch's optimizers, so that unregistered ones are detecte
 from __future__ import annotations
 
 import weakref
-from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,6 +21,7 @@ from elastic.errors import TrainingError
 from elastic.hangs.facts import OPTIMIZER, SCRIPT
 from elastic.hangs.phases import phases
 from elastic.process_group import pending_works
+from elastic.torch_private import current_backward
 from elastic.training.gradients.sharding import (
     created_too_early,
     refusal,
@@ -29,14 +29,19 @@ from elastic.training.gradients.sharding import (
     sharded_parameter,
 )
 from elastic.training.gradients.wrap import Wrapped, hint_of_unreduced
+from elastic.training.rebuilding.containers import only_passes_on
 from elastic.training.state.change_watch import versions
 from elastic.training.state.job_state import JobState
 from elastic.training.state.rollback import NESTED, SEVERAL, Rollback
 from elastic.training.state.untracked import (
     Companions,
     groups_added,
+    has_gradient,
+    in_backward,
     lbfgs,
     not_tracked,
+    outside_of_steps,
+    predates_sharding,
     saved_optimizers,
 )
 from elastic.training.step import Step
@@ -56,7 +61,7 @@ class OptimizerWatch:
         self._current_step = current_step
         self._modules: list[Wrapped] = []
         self._known: dict[int, _Known] = {}  # by id
-        self._objects: list[object] = []  # all tracked objects
+        self._objects: dict[str, object] = {}  # all tracked objects
         self._companions = Companions()
         self._updates: list[_Update] = []  # in progress, the outermost first
         self._unwrapped: dict[int, _Known] = {}  # by id: with parameters in no wrapped module
@@ -73,7 +78,7 @@ class OptimizerWatch:
 
     def allow(self, name: str, tracked: object) -> None:
         """Add a tracked object."""
-        self._objects.append(tracked)
+        self._objects[name] = tracked
         for optimizer in saved_optimizers(tracked):
             if isinstance(optimizer, torch.optim.LBFGS):
                 raise lbfgs(f"run.track({name}=…)")
@@ -153,6 +158,8 @@ class OptimizerWatch:
     ) -> tuple[Any, Any] | None:
         phases.enter(OPTIMIZER)
         known, step = self._known_facts(optimizer), self._current_step()
+        if known.is_container(optimizer):
+            return None
         self._forget_abandoned(optimizer)
         name, closure = known.name, _closure(args, kwargs)
         is_masked = step is not None and name is not None and step.is_masked(name)
@@ -167,7 +174,7 @@ class OptimizerWatch:
             self._updates.append(update)
             return None
         if name is None and self._touched(known, optimizer):
-            raise not_tracked(optimizer)
+            raise not_tracked(optimizer, self._objects)
         self._updates.append(update)
 
         def prepared_closure() -> Any:
@@ -191,18 +198,20 @@ class OptimizerWatch:
         if known.own and step is not None:
             self._unwrapped[id(optimizer)] = known
             is_unknown = known.name is None and not touched
-            if is_unknown and _predates_sharding(known, self._modules):
+            if is_unknown and predates_sharding(known.own, self._modules):
                 raise created_too_early(optimizer, step.number)
         if known.name is not None and step is not None:
-            self._companions.require_tracked(known.name, optimizer, self._objects, self._modules)
+            self._companions.require_tracked(
+                known.name, optimizer, self._objects.values(), self._modules
+            )
         if known.name is not None and step is not None and self.on_update is not None:
             self.on_update(step.number, known.name, optimizer)
         if update.is_masked:
             optimizer.zero_grad(set_to_none=True)  # without gradients the step updates nothing
             return
         for module in touched:
-            if _has_gradient(module):
-                _check(optimizer, known.name, step, module)
+            if has_gradient(module):
+                _check(optimizer, known.name, step, module, self._objects)
             elif step is not None:  # no gradients: sharding may have replaced its parameters
                 call = "the wrapped module was sharded after run.wrap"
                 stale = [known.name or type(optimizer).__name__]
@@ -215,6 +224,8 @@ class OptimizerWatch:
 
     def _after(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         phases.enter(SCRIPT)
+        if self._known_facts(optimizer).is_container(optimizer):
+            return
         update = self._updates.pop() if self._updates else None
         if update is None or update.name is None or update.is_masked:
             return
@@ -280,6 +291,7 @@ class _Known:
         self.touched: list[Wrapped] = []  # modules that contain some of its parameters
         self.own: list[torch.Tensor] = []  # parameters in no wrapped module
         self.sharded = ""  # a description of its first sharded parameter
+        self._only_passes_on: bool | None = None
 
     @property
     def has_hooks(self) -> bool:
@@ -289,6 +301,14 @@ class _Known:
     @property
     def label(self) -> str:
         return self.name or type(self.optimizer()).__name__
+
+    def is_container(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Whether it is an untracked container, whose optimizers are watched."""
+        if self.name is not None or self.is_built:
+            return False
+        if self._only_passes_on is None:
+            self._only_passes_on = only_passes_on(optimizer)
+        return self._only_passes_on
 
     def scan(self, optimizer: torch.optim.Optimizer, modules: Sequence[Wrapped]) -> None:
         parameters = list(_parameters(optimizer))
@@ -311,34 +331,21 @@ def _with_closure(args: Any, kwargs: Any, closure: Closure) -> tuple[Any, Any]:
     return (args[0], closure, *args[2:]), kwargs
 
 
-def _predates_sharding(known: _Known, modules: Sequence[Wrapped]) -> bool:
-    """Whether an optimizer has a sharded module's former parameters: the same shapes, but no
-    gradients, while the module has some. torch does not detect that, and nothing is trained."""
-    if any(p.grad is not None for p in known.own):
-        return False
-    shapes = Counter(p.shape for p in known.own)
-    return any(
-        shapes <= Counter(p.shape for p in m.module.parameters()) and _has_gradient(m)
-        for m in modules
-        if not isinstance(m, nn.Module)  # a module that the script has sharded
-    )
-
-
 def _check(
-    optimizer: torch.optim.Optimizer, name: str | None, step: Step | None, module: Wrapped
+    optimizer: torch.optim.Optimizer,
+    name: str | None,
+    step: Step | None,
+    module: Wrapped,
+    tracked: Mapping[str, object],
 ) -> None:
     """Raise TrainingError unless the module's gradients are the job's in this step."""
     kind = type(optimizer).__name__
     if name is None:
-        raise not_tracked(optimizer)
+        raise not_tracked(optimizer, tracked)
     if not module.in_world:
         return  # before the first world: all ranks will get rank 0's result
     if step is None:
-        raise TrainingError(
-            f"{kind}.step() outside of a step of the loop",
-            hint="call it inside `for … in loader`, where loader = run.loader(…), before the next "
-            "batch is requested; without a loader, between run.begin() and run.commit()",
-        )
+        raise outside_of_steps(optimizer)
     if not step.is_last_micro_batch:
         raise TrainingError(
             f"{kind}.step() at step {step.number} before the last of its {len(step)} micro-batches",
@@ -348,6 +355,8 @@ def _check(
     reduction = module.reduction
     if reduction.failure is not None:
         raise reduction.failure  # the script caught it
+    if not isinstance(module, nn.Module) and current_backward() >= 0:
+        raise in_backward(optimizer, step.number)
     reduction.wait()
     if reduction.flags is not None:
         reduction.flags.require_one_step(step.number)
@@ -370,10 +379,6 @@ def _check(
             f"{len(step)} micro-batches",
             hint="use step.backward(loss), or (loss * step.weight).backward()",
         )
-
-
-def _has_gradient(module: Wrapped) -> bool:
-    return any(parameter.grad is not None for parameter in module.all_parameters)
 
 
 def _version(optimizer: torch.optim.Optimizer) -> int:

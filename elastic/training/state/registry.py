@@ -16,9 +16,9 @@ from elastic.training.gradients.control_flags import ControlFlags
 from elastic.training.gradients.sharding import refuse_module
 from elastic.training.gradients.wrap import ElasticDDP, Wrapped
 from elastic.training.rebuilding.built import Built
+from elastic.training.rebuilding.containers import inner_optimizers, optimizers_instead_of
 from elastic.training.state.job_state import JobState
 from elastic.training.state.optimizers import OptimizerWatch
-from elastic.training.state.untracked import inner_optimizers
 from elastic.training.step import Step
 from elastic.world.world import largest_world
 
@@ -98,8 +98,12 @@ class Registry:
             self.optimizer_watch.allow_built(name, optimizer)
 
     def track(self, named: dict[str, Any]) -> None:
-        """Make objects with a state_dict part of the job's state."""
+        """Make objects with a state_dict part of the job's state. A container of optimizers is
+        replaced by these."""
         for name, tracked in named.items():
+            if contained := optimizers_instead_of(tracked):
+                self.track({f"{name}.{i}": one for i, one in enumerate(contained)})
+                continue
             self._refuse_scaler(name, tracked)
             self.job.track(name, tracked)
             self.optimizer_watch.allow(name, tracked)

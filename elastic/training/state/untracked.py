@@ -13,7 +13,7 @@ import re
 import sys
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from types import FrameType
 
 import torch
@@ -25,6 +25,7 @@ from torch.optim.swa_utils import AveragedModel
 
 from elastic.errors import TrainingError
 from elastic.training.gradients.wrap import Wrapped
+from elastic.training.rebuilding.containers import holder_of
 
 _DEPTH = 3  # levels of objects inside tracked ones: a SequentialLR in a user-defined wrapper
 _FRAMES = 12  # between an optimizer's hook and the scaler that called step()
@@ -53,7 +54,7 @@ class Companions:
         self,
         name: str,
         optimizer: torch.optim.Optimizer,
-        tracked: Sequence[object],
+        tracked: Collection[object],
         wrapped: Sequence[Wrapped],
     ) -> None:
         """Raise TrainingError for an untracked scheduler of ``optimizer``, for the scaler that
@@ -90,20 +91,6 @@ def saved_optimizers(tracked: object) -> Iterator[torch.optim.Optimizer]:
         yield inner
 
 
-def inner_optimizers(tracked: object) -> dict[str, torch.optim.Optimizer]:
-    """Inner optimizers (SAM's ``base_optimizer``) by name, if the outer state excludes their
-    state."""
-    if not isinstance(tracked, torch.optim.Optimizer):
-        return {}
-    if type(tracked).state_dict is not torch.optim.Optimizer.state_dict:
-        return {}  # it includes them
-    return {
-        name: inner
-        for name, inner in vars(tracked).items()
-        if isinstance(inner, torch.optim.Optimizer)
-    }
-
-
 def _has_groups(state: object) -> bool:
     """Whether ``state`` contains the state of an optimizer, at any depth."""
     if not isinstance(state, dict):
@@ -119,7 +106,7 @@ def _require(untracked: Callable[[], Companion | None], name: str) -> None:
         raise _refusal(name, one)
 
 
-def _untracked(optimizer: torch.optim.Optimizer, tracked: Sequence[object]) -> Companion | None:
+def _untracked(optimizer: torch.optim.Optimizer, tracked: Collection[object]) -> Companion | None:
     found: list[Companion] = [*_schedulers(optimizer), *_calling_scaler()]
     known = _ids(tracked, _DEPTH) if found else set()
     return next((one for one in found if id(one) not in known), None)
@@ -166,7 +153,7 @@ def _held(holder: object) -> Iterable[object]:
 
 
 def _untracked_average(
-    averages: Iterable[nn.Module], tracked: Sequence[object], wrapped: Sequence[nn.Module]
+    averages: Iterable[nn.Module], tracked: Collection[object], wrapped: Sequence[nn.Module]
 ) -> nn.Module | None:
     known = {id(m) for holder in (*tracked, *wrapped) for m in _modules_of(holder)}
     return next((one for one in averages if id(one) not in known and _copies(one, wrapped)), None)
@@ -223,15 +210,55 @@ def lbfgs(call: str) -> TrainingError:
     )
 
 
-def not_tracked(optimizer: torch.optim.Optimizer) -> TrainingError:
-    """The error for an optimizer of wrapped parameters that is not tracked."""
+def not_tracked(optimizer: torch.optim.Optimizer, tracked: Mapping[str, object]) -> TrainingError:
+    """The error for an optimizer of wrapped parameters that is not tracked. ``tracked``: the
+    objects that are."""
     if isinstance(optimizer, torch.optim.LBFGS):
         return lbfgs("LBFGS.step() of a wrapped model")
+    if (holder := holder_of(optimizer, tracked)) is not None:
+        name, expression = holder
+        return TrainingError(
+            f"{type(optimizer).__name__} is about to change wrapped parameters, but only the "
+            f"{type(tracked[name]).__name__} that contains it is tracked, as {name!r}",
+            hint='track each of its optimizers: run.track(**{f"optimizer{i}": one for i, one in '
+            f"enumerate({expression})}}), and {name!r} only if it has other state",
+        )
     return TrainingError(
         f"{type(optimizer).__name__} is about to change wrapped parameters, but is not tracked",
         hint="call run.track(optimizer=optimizer) before run.retry: a restart would lose an "
         "untracked state. If the script creates optimizers during training, create all of them "
         "before run.retry, and track each under its own name",
+    )
+
+
+def in_backward(optimizer: torch.optim.Optimizer, step: int) -> TrainingError:
+    """The error for an update of a module in replicas during the backward pass."""
+    return TrainingError(
+        f"{type(optimizer).__name__}.step() at step {step} during the backward pass: a hook "
+        "(register_post_accumulate_grad_hook) updates a parameter before the ranks of the replica "
+        "know that the gradients of all replicas are summed, which the end of the pass decides",
+        hint="without the hooks: loss.backward(), then step() and zero_grad() of each optimizer. "
+        "Where the memory of the gradients matters, run.build supports optimizers in the backward "
+        "pass",
+    )
+
+
+def outside_of_steps(optimizer: torch.optim.Optimizer) -> TrainingError:
+    """The error for an update that belongs to no step."""
+    kind = type(optimizer).__name__
+    if not any(group.get("lr") for group in optimizer.param_groups):
+        # torch/distributed/checkpoint/state_dict.py, _init_optim_state
+        return TrainingError(
+            f"{kind}.step() with a learning rate of 0, outside of a step of the loop: "
+            "get_optimizer_state_dict, get_state_dict and set_optimizer_state_dict call it for an "
+            "optimizer without state",
+            hint="call them before run.retry, or after the first optimizer.step() of the loop; the "
+            "job's own state is saved and restored without them",
+        )
+    return TrainingError(
+        f"{kind}.step() outside of a step of the loop",
+        hint="call it inside `for … in loader`, where loader = run.loader(…), before the next "
+        "batch is requested; without a loader, between run.begin() and run.commit()",
     )
 
 
@@ -243,3 +270,22 @@ def groups_added(name: str) -> TrainingError:
         hint="create all groups before run.retry, with lr=0 until they are used, or with "
         "requires_grad_(False) on their parameters",
     )
+
+
+def predates_sharding(parameters: Collection[torch.Tensor], modules: Sequence[Wrapped]) -> bool:
+    """Whether these parameters of an optimizer are a sharded module's former ones: of the same
+    shapes, but without gradients, while the module has some. torch does not detect that, and
+    nothing is trained."""
+    if any(p.grad is not None for p in parameters):
+        return False
+    shapes = Counter(p.shape for p in parameters)
+    return any(
+        shapes <= Counter(p.shape for p in m.module.parameters()) and has_gradient(m)
+        for m in modules
+        if not isinstance(m, nn.Module)  # a module that the script has sharded
+    )
+
+
+def has_gradient(module: Wrapped) -> bool:
+    """Whether a parameter has one."""
+    return any(parameter.grad is not None for parameter in module.all_parameters)
