@@ -21,7 +21,8 @@ class CommandParser(argparse.ArgumentParser):
             flag = unknown[0].partition("=")[0]
             if not flag.startswith("-"):
                 self.error(f"unexpected argument {unknown[0]!r}")
-            self.error(f"unknown flag {flag}{nearest(flag, self._option_string_actions)}")
+            known = [s for action in self._actions for s in action.option_strings]
+            self.error(f"unknown flag {flag}{nearest(flag, known)}")
         return found, unknown
 
     def error(self, message: str) -> NoReturn:

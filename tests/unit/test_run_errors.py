@@ -163,16 +163,16 @@ def test_a_failed_save_does_not_stop_training(tmp_path: Path) -> None:
 
 
 def test_a_folder_that_the_nodes_do_not_share_causes_a_warning(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     first = CheckpointFolder(tmp_path / "a", lambda name, reason: None)
     first.check_writable(0)  # creates it
     found = first.resolve(world_from_environment({}), required=False)
     first.check_shared(0, found.generation)
     CheckpointFolder(tmp_path / "a", lambda name, reason: None).check_shared(1, found.generation)
-    assert "not shared" not in capfd.readouterr().err
+    assert not caplog.messages
     CheckpointFolder(tmp_path / "b", lambda name, reason: None).check_shared(1, found.generation)
-    warning = capfd.readouterr().err
+    (warning,) = caplog.messages
     assert f"the checkpoint folder {tmp_path / 'b'} is not shared by all nodes: rank 1" in warning
 
 
