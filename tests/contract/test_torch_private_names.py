@@ -44,7 +44,7 @@ PLACES = {
 }
 # By file: names that are not torch's, or are read with a default.
 ELSEWHERE = {
-    "elastic/cli/launch/flags.py": {"_actions"},  # argparse
+    "elastic/cli/command_parser.py": {"_actions"},  # argparse
     "elastic/cli/kube/options.py": {"_ActionsContainer"},  # argparse
     "elastic/testing/forks/server.py": {"_devnull"},  # subprocess
     "elastic/testing/small_world/worker.py": {"_clear", "_run_exitfuncs"},  # atexit
