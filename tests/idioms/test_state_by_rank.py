@@ -44,6 +44,70 @@ def test_a_tracked_object_that_differs_between_ranks_causes_a_warning(
     assert outcome.describe().count(WARNING) == (3 if warns else 0), outcome.describe()
 
 
+AVERAGE_OF_SHARDS = """
+import torch
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.utils.data import DataLoader, TensorDataset
+import elastic
+
+
+class Average:
+    def __init__(self, model):
+        self.values = {name: p.SHARD.clone() for name, p in model.named_parameters()}
+
+    def update(self, model):
+        for name, parameter in model.named_parameters():
+            self.values[name].lerp_(parameter.SHARD, 0.1)
+
+    def state_dict(self):
+        return self.values
+
+    def load_state_dict(self, state):
+        self.values = dict(state)
+
+
+run = elastic.join(mesh={"shard": 2})
+torch.manual_seed(0)
+x = torch.randn(32, 4)
+model = run.wrap(fully_shard(nn.Linear(4, 4), mesh=run.mesh["shard"]))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+average = Average(model)
+run.track(optimizer=optimizer, average=average)
+loader = run.loader(DataLoader(TensorDataset(x, x), batch_size=8), global_batch=8)
+
+
+def train():
+    for epoch in run.epochs(1):
+        for inputs, targets in loader:
+            optimizer.zero_grad()
+            (model(inputs) - targets).square().mean().backward()
+            optimizer.step()
+            with torch.no_grad():
+                average.update(model)
+
+
+run.retry(train)
+result = {"none": torch.zeros(1)}
+"""
+
+
+@pytest.mark.parametrize(
+    ("shard", "warns"), [("detach().to_local()", True), ("detach().full_tensor()", False)]
+)
+def test_an_average_of_shards_causes_a_warning(
+    runs: IdiomRuns, tmp_path: Path, shard: str, warns: bool
+) -> None:
+    """A checkpoint has those of rank 0 only, with which every rank would resume."""
+    script = tmp_path / "script.py"
+    script.write_text(AVERAGE_OF_SHARDS.replace("SHARD", shard))
+    outcome = runs.world.run(script, tmp_path / "job", size=4, per_node=2)
+    outcome.assert_success(workers=4)
+    warning = "the tracked 'average' differs between ranks"
+    assert outcome.describe().count(warning) == (4 if warns else 0), outcome.describe()
+    assert ("ema = run.wrap(ema)" in outcome.describe()) is warns
+
+
 def test_batch_statistics_of_a_tracked_model_may_differ(runs: IdiomRuns, tmp_path: Path) -> None:
     """A teacher in train mode normalises by its rank's samples."""
     script = tmp_path / "script.py"

@@ -189,7 +189,7 @@ class Commits:
             # On all ranks, because it is a collective, and even after a warning: new ranks have
             # not warned yet.
             with self._lifecycle.replica.whole():
-                tracked = self._job.tracked if world.mesh.size == 1 else {}
+                tracked = self._job.tracked if world.mesh.stages == 1 else {}
                 differing = differing_names(self._job.user, tracked, self.copies())
             if (differing.state or differing.tracked) and not self._has_warned_of_state:
                 self._has_warned_of_state = True

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from checkpoints.tensors.dtensors import is_dtensor
 from elastic.errors import TrainingError
 from elastic.process_group import all_gather_json, broadcast_tensors, peer_group
 from elastic.telemetry.log import get_logger
@@ -210,7 +211,7 @@ def _tensors(tracked: Any) -> list[torch.Tensor]:
     state = tracked.state_dict()
     if isinstance(tracked, nn.Module):
         state = {n: v for n, v in state.items() if n.rpartition(".")[2] not in _OF_BATCHES}
-    return tensors_in(state)
+    return [tensor for tensor in tensors_in(state) if not is_dtensor(tensor)]
 
 
 def warn_of_differing(differing: Differing) -> None:
@@ -218,8 +219,10 @@ def warn_of_differing(differing: Differing) -> None:
     if names := differing.tracked:
         get_logger().warning(
             "the tracked %s differs between ranks: a rank's death loses its values, and a joining "
-            "node gets those of another rank. Write the same values on all ranks: gather what each "
-            "rank adds with dist.all_gather_object, or sum it with dist.all_reduce",
+            "node gets those of another rank; a checkpoint has only those of rank 0. Write the "
+            "same values on all ranks: gather what each rank adds with dist.all_gather_object, or "
+            "sum it with dist.all_reduce. An average of a sharded model's weights is a second "
+            "sharded model, ema = run.wrap(ema), or returned by the function of run.build",
             ", ".join(map(repr, names)),
         )
     if names := differing.state:
