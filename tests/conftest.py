@@ -91,6 +91,7 @@ def _use_own_temporary_folder(config: pytest.Config) -> None:
     os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", tempfile.gettempdir())
     before = os.environ.get("TMPDIR")
     folder = tempfile.mkdtemp(prefix="tests-")
+    os.chmod(folder, 0o1777)  # as /tmp: some tests become another user
     os.environ["TMPDIR"] = tempfile.tempdir = folder
 
     def remove() -> None:
