@@ -189,14 +189,18 @@ def test_another_user_is_refused(agent: Agent) -> None:
     said = frame(ClientHandshake(read_key(agent.server.path)).hello)
     pid = os.fork()
     if pid == 0:  # system calls only, since this forks a process with threads
-        os.setuid(65534)
-        with socket.socket(socket.AF_UNIX) as stranger:
-            stranger.connect(agent.server.path)
-            try:
+        code = 2
+        try:
+            os.setuid(65534)
+            with socket.socket(socket.AF_UNIX) as stranger:
+                stranger.connect(agent.server.path)
+                code = 0
                 stranger.sendall(said)
-                os._exit(len(stranger.recv(1)))
-            except OSError:
-                os._exit(0)
+                code = len(stranger.recv(1))
+        except OSError:
+            pass
+        finally:
+            os._exit(code)
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
     assert agent.server.workers() == ()
 
