@@ -70,14 +70,20 @@ def arrange(orders: Orders) -> None:
     finish_chunk, check = transfer.ChunkedTransfer.finish_chunk, transfer.check_hashes
     build = ProcessGroup.build
 
+    def is_joining() -> bool:
+        """Not a survivor, which receives the state, too, if it is a step behind."""
+        return orders.steps == 0
+
     def moving(self: Any, sent: Any) -> None:  # once a chunk is in transit
-        if self._flat:
+        if self._flat and (self._is_source or is_joining()):
             orders.obey("sending" if self._is_source else "receiving")
         finish_chunk(self, sent)
 
     def checking(digests: Any, route: transfer.TransferRoute, group: Any) -> None:
-        if group.rank in (*route.sources, *route.receivers):
-            orders.obey("sent" if group.rank in route.sources else "received")
+        if group.rank in route.sources:
+            orders.obey("sent")
+        elif group.rank in route.receivers and is_joining():
+            orders.obey("received")
         check(digests, route, group)
 
     def building(*args: Any, **kwargs: Any) -> None:
