@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 from catalogue import Idiom
 
+from checkpoints.memory.host import MemoryHost
 from elastic.testing.small_world.world import CALLS, LINES, Death, RunOutcome, SmallWorld
 
 SIZE = 3
@@ -48,6 +49,38 @@ class IdiomRuns:
         """Three workers, one of which dies."""
         folder = self.folder / idiom.name / f"death-{next(self._number)}"
         return self.world.run(idiom.path, folder, size=SIZE, death=death, is_replaced=is_replaced)
+
+    def sharded(
+        self,
+        script: str,
+        way: str,
+        variant: str,
+        size: int,
+        death: Death | None,
+        *,
+        is_replaced: bool,
+    ) -> RunOutcome:
+        """Run the text of a script of a sharded model, with a node's memory: replicas of two ranks,
+        or a node for each rank. Its arguments are ``way``, "replicas" or "build", ``variant``, the
+        memory's folder, that of checkpoints, and the size of a replica."""
+        folder = self.folder / f"sharded-{next(self._number)}"
+        folder.mkdir(parents=True)
+        path = folder / "script.py"
+        path.write_text(script)
+        shard = 2 if size > 1 else 1
+        host = MemoryHost(folder / "memory")
+        try:
+            return self.world.run(
+                path,
+                folder,
+                size=size,
+                per_node=shard if way == "replicas" else 1,
+                arguments=[way, variant, str(folder / "memory"), str(folder / "disk"), str(shard)],
+                death=death,
+                is_replaced=is_replaced,
+            )
+        finally:
+            host.close()
 
     def with_random_death(
         self, idiom: Idiom, seed: int, alone: RunOutcome, *, is_replaced: bool

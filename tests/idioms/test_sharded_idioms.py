@@ -7,7 +7,6 @@ others continue, alone or with another one. The final weights are those of one u
 
 from __future__ import annotations
 
-import itertools
 import random
 from dataclasses import dataclass, field
 
@@ -15,7 +14,6 @@ import pytest
 import torch
 from idiom_runs import IdiomRuns
 
-from checkpoints.memory.host import MemoryHost
 from elastic.testing.small_world.world import CALLS, LINES, Death, RunOutcome
 
 SCRIPT = """
@@ -200,7 +198,6 @@ class ShardedRuns:
 
     runs: IdiomRuns
     _known: dict[tuple[str, str, int], RunOutcome] = field(default_factory=dict)
-    _number: itertools.count[int] = field(default_factory=itertools.count)
 
     def undisturbed(self, way: str, idiom: str, size: int) -> RunOutcome:
         key = way, idiom, size
@@ -218,24 +215,7 @@ class ShardedRuns:
         *,
         is_replaced: bool = False,
     ) -> RunOutcome:
-        folder = self.runs.folder / f"sharded-{next(self._number)}"
-        folder.mkdir(parents=True)
-        script = folder / "script.py"
-        script.write_text(SCRIPT)
-        shard = 2 if size > 1 else 1
-        host = MemoryHost(folder / "memory")
-        try:
-            return self.runs.world.run(
-                script,
-                folder,
-                size=size,
-                per_node=shard if way == "replicas" else 1,
-                arguments=[way, idiom, str(folder / "memory"), str(folder / "disk"), str(shard)],
-                death=death,
-                is_replaced=is_replaced,
-            )
-        finally:
-            host.close()
+        return self.runs.sharded(SCRIPT, way, idiom, size, death, is_replaced=is_replaced)
 
 
 @pytest.fixture(scope="module")

@@ -7,7 +7,6 @@ undisturbed process.
 
 from __future__ import annotations
 
-import itertools
 import random
 from dataclasses import dataclass, field
 
@@ -15,7 +14,6 @@ import pytest
 import torch
 from idiom_runs import IdiomRuns
 
-from checkpoints.memory.host import MemoryHost
 from elastic.testing.small_world.world import CALLS, LINES, Death, RunOutcome
 
 SCRIPT = """
@@ -181,7 +179,6 @@ class TrainerRuns:
 
     runs: IdiomRuns
     _alone: dict[str, RunOutcome] = field(default_factory=dict)
-    _number: itertools.count[int] = field(default_factory=itertools.count)
 
     def alone(self, kind: str) -> RunOutcome:
         """In one process, which has no replicas: ``run.wrap`` and optimizers after the backward
@@ -200,24 +197,7 @@ class TrainerRuns:
         *,
         is_replaced: bool = False,
     ) -> RunOutcome:
-        folder = self.runs.folder / f"trainer-{next(self._number)}"
-        folder.mkdir(parents=True)
-        script = folder / "script.py"
-        script.write_text(SCRIPT)
-        shard = 2 if size > 1 else 1
-        host = MemoryHost(folder / "memory")
-        try:
-            return self.runs.world.run(
-                script,
-                folder,
-                size=size,
-                per_node=shard if way == "replicas" else 1,
-                arguments=[way, kind, str(folder / "memory"), str(folder / "disk"), str(shard)],
-                death=death,
-                is_replaced=is_replaced,
-            )
-        finally:
-            host.close()
+        return self.runs.sharded(SCRIPT, way, kind, size, death, is_replaced=is_replaced)
 
 
 @pytest.fixture(scope="module")

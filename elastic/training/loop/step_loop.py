@@ -252,12 +252,16 @@ class StepLoop:
         return step
 
     def observe_counts(self) -> None:
-        """Observe the script's counters of steps: the next step begins, or has been requested."""
-        if self._strategies.active.can_roll_back and self.current.accumulation.since is None:
-            progress, values = self._job.progress, self._counts()
-            progress.counts = self._early_counts.begins(
-                self.lifecycle.world, progress.step, values, progress.counts
-            )
+        """Observe the script's counters of steps: the next step begins, or has been requested. The
+        script does not run in between, so it is observed once."""
+        if not self._strategies.active.can_roll_back or self.current.accumulation.since is not None:
+            return
+        progress, world = self._job.progress, self.lifecycle.world
+        if self._early_counts.has_observed(world, progress.step):
+            return
+        progress.counts = self._early_counts.begins(
+            world, progress.step, self._counts(), progress.counts
+        )
 
     def _counts(self) -> dict[str, int]:
         return counts_in(self._job.user, self._job.all_tracked)

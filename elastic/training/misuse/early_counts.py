@@ -44,10 +44,15 @@ class EarlyCounts:
     """Observes the integers in the job's own state. One per process."""
 
     _world: object = None
+    _number: int = -1  # the last step that has begun in this world
     _counters: dict[str, _Counter] = field(default_factory=dict)  # in this world
     _before: Counts = field(default_factory=dict)  # at the last begin of a step before this world
     _rates: dict[str, tuple[int, int]] = field(default_factory=dict)  # in all worlds
     _last: Counts = field(default_factory=dict)  # at the last begin of a step in this process
+
+    def has_observed(self, world: object, number: int) -> bool:
+        """Whether :meth:`begins` was called for this step in this world."""
+        return self._world is world and self._number == number
 
     def begins(
         self, world: object, number: int, values: Mapping[str, int], restored: Counts
@@ -59,6 +64,7 @@ class EarlyCounts:
         """
         if self._world is not world:
             self._world, self._counters, self._before = world, {}, dict(restored)
+        self._number = number
         for name, value in values.items():
             counter = self._counters.get(name)
             if counter is None:
