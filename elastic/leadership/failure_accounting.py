@@ -169,8 +169,9 @@ class FailureAccounting:
         self._charge_joining_nodes(broken, now)
         self._charge_builds(broken, now)
         if not _is_job_failure(broken):
-            return self._remember(self._breakage(broken, None, step_rate, now), now)
-        breakage = self._breakage(broken, steps, step_rate, now)
+            lost = self._explaining(self._breakage(broken, None, step_rate, now))
+            return self._remember(lost, now)
+        breakage = self._explaining(self._breakage(broken, steps, step_rate, now))
         self._step_at_change = self._step
         origin = broken.origin
         if origin is not None and not budget.healthy(breakage, self._policy):
@@ -214,12 +215,18 @@ class FailureAccounting:
         breakage = replace(breakage, counts=budget.is_churn(breakage, self._policy))
         return replace(breakage, response=self._response(broken, ()))
 
+    def _explaining(self, breakage: budget.Breakage) -> budget.Breakage:
+        """The breakage to record; if it explains the last one, they count as one."""
+        if self._breakages and (pair := budget.explained(self._breakages[-1], breakage)):
+            self._breakages[-1], breakage = pair
+        return breakage
+
     def _remember(
         self, breakage: budget.Breakage, now: float, stop: budget.StopJob | None = None
     ) -> budget.StopJob | None:
         """Record a breakage. Returns the reason if the job must stop."""
         # Older ones are never evaluated.
-        most = max(self._policy.budget + 1, REMEMBERED)
+        most = max(self._policy.budget + 2, REMEMBERED)
         self._breakages = newest([*self._breakages, breakage], most)
         stop = stop or budget.verdict(self._breakages, now, self._policy)
         if stop is not None:

@@ -21,7 +21,7 @@ import itertools
 import re
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from elastic.failures.verdict import is_consequence
@@ -73,6 +73,11 @@ class Breakage:
         machine."""
         return self.counts and not self.churned and not self.excluded
 
+    @property
+    def is_unexplained(self) -> bool:
+        """Whether members reported a broken connection, but nobody had failed or was lost."""
+        return self.counts and not (self.failures or self.lost or self.left)
+
 
 @dataclass(frozen=True, kw_only=True)
 class FailureBudget:
@@ -123,6 +128,21 @@ def is_churn(breakage: Breakage, policy: FailureBudget) -> bool:
     if breakage.steps is None:
         return bool(breakage.churned) and breakage.lived_s < policy.healthy_s
     return bool(breakage.churned) and breakage.steps <= _LATE_STEPS
+
+
+def explained(unexplained: Breakage, cause: Breakage) -> tuple[Breakage, Breakage] | None:
+    """The two breakages counted as one, if the second one explains the first; otherwise None.
+
+    The peers of a dead worker report their broken connections at once; its own agent may be later
+    than ``FAILURE_SETTLE_S``. Then the next world still includes the dead worker, and breaks
+    before its first step.
+    """
+    follows = cause.generation == unexplained.generation + 1 and cause.steps == 0
+    if not (unexplained.is_unexplained and follows and (cause.failures or cause.lost)):
+        return None
+    steps = unexplained.steps
+    lived_s = unexplained.lived_s + cause.lived_s
+    return replace(unexplained, counts=False), replace(cause, steps=steps, lived_s=lived_s)
 
 
 def departed_again(
@@ -275,6 +295,8 @@ def _budget_spent(history: Sequence[Breakage], now: float, policy: FailureBudget
     if spent <= policy.budget or not history[-1].counts:
         return None
     last = history[-1]
+    if last.is_unexplained and spent == policy.budget + 1:
+        return None  # the next world may explain it, and is then the reason
     by_churn = f" ({churned} of them because nodes departed repeatedly)" if churned else ""
     reason = (
         f"{spent} worlds broke within {policy.failure_window_s:g} s{by_churn}, none of them lasted "

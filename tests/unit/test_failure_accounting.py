@@ -196,6 +196,59 @@ def test_losses_do_not_displace_the_records_of_failures() -> None:
     assert [r.generation for r in records if r.counts] == [1, 2]
 
 
+def in_world(
+    generation: int, *nodes: NodeView, reports: bool = False, lost: bool = False
+) -> Broken:
+    """n1 and n2 run that world; n3 is one of ``nodes``, or lost. n1 may report an error."""
+    group = world("n1", "n2", "n3", generation=generation, mode="in-process")
+    others = tuple(replace(n, node=replace(n.node, running=group)) for n in nodes)
+    report = FailureReport(node_id="id-n1", generation=generation, error="connection reset")
+    gone = [missing("n3", proved_dead=True)] if lost else []
+    v = view(group, runs("n1", group), runs("n2", group), *others, gone=gone)
+    return broken(replace(v, failure_reports=(report,) if reports else ()))
+
+
+def dies(generation: int) -> Broken:
+    group = world("n1", "n2", "n3", generation=generation, mode="in-process")
+    return broken(view(group, runs("n1", group), runs("n2", group), out("n3", group, -9)))
+
+
+@pytest.mark.parametrize("how", ["dies", "lost"])
+def test_a_broken_connection_and_its_late_cause_count_once(how: str) -> None:
+    """Its peers noticed n3's death in generation 8, its agent in generation 9."""
+    accounting = FailureAccounting(replace(OPTIONS, failure_budget=1))
+    for generation, step in ((8, 3), (11, 4)):
+        reported = in_world(generation, runs("n3", SEVEN), reports=True)
+        assert accounting.charge(reported, StepRate(generation, step, 0.1, NOW), NOW) is None
+        late = generation + 1
+        cause = dies(late) if how == "dies" else in_world(late, lost=True)
+        stop = accounting.charge(cause, StepRate(late, step, 0.1, NOW), NOW + 1)
+        assert (stop is not None) == (how == "dies" and generation == 11)
+        records = accounting.records(NOW + 1, 0.0)[-2:]
+        assert [r.counts for r in records] == [False, how == "dies" or generation == 11]  # or churn
+
+
+def test_a_failure_after_steps_does_not_explain_the_one_before() -> None:
+    accounting = FailureAccounting(replace(OPTIONS, failure_budget=1))
+    reported = in_world(8, runs("n3", SEVEN), reports=True)
+    assert accounting.charge(reported, StepRate(8, 3, 0.1, NOW), NOW) is None
+    stop = accounting.charge(dies(9), StepRate(9, 5, 0.1, NOW), NOW + 1)
+    assert stop is not None and stop.exit_code == 70
+
+
+def test_unexplained_failures_spend_the_budget() -> None:
+    accounting = FailureAccounting(OPTIONS)
+    stops = [
+        accounting.charge(
+            in_world(generation, runs("n3", SEVEN), reports=True),
+            StepRate(generation, 3, 0.1, NOW),
+            NOW,
+        )
+        for generation in range(8, 15)
+    ]
+    assert [stop is not None for stop in stops] == [False] * 6 + [True]
+
+
 def test_the_record_contains_verdict_and_response() -> None:
     accounting = FailureAccounting(OPTIONS)
     assert accounting.charge(failed_with("CUDA error: uncorrectable ECC error"), None, NOW) is None
