@@ -162,7 +162,8 @@ def _join(spec: GroupSpec, give_up: GiveUp, backoff: _Backoff, *, use_tcp_store:
                     f"rank 0 of generation {spec.generation} does not answer at "
                     f"{spec.store_host}:{spec.store_port}: {first_line(error)}",
                     missing=(0,),
-                    hint="check the log of its node, and whether a firewall blocks the port",
+                    hint="check the log of its node, whether its script calls elastic.join(), and "
+                    "whether a firewall blocks the port",
                 ) from None
         backoff.pause()
 
@@ -222,7 +223,7 @@ def meet(
         raise GroupBuildFailed(
             f"ranks {list(missing)} did not join generation {spec.generation}",
             missing=missing,
-            hint="check the logs of their nodes",
+            hint="check the logs of their nodes, and whether their scripts call elastic.join()",
         )
     if spec.rank == 0:
         meshes = [str(json.loads(store.get(mark))) for mark in marks]
