@@ -35,6 +35,7 @@ from elastic.training.state.job_state import JobState
 from elastic.training.state.rollback import NESTED, SEVERAL, Rollback
 from elastic.training.state.untracked import (
     Companions,
+    UnsavedParameters,
     groups_added,
     has_gradient,
     in_backward,
@@ -54,6 +55,7 @@ class OptimizerWatch:
 
     def __init__(self, current_step: Callable[[], Step | None]) -> None:
         self.tracked: dict[str, torch.optim.Optimizer] = {}
+        self.user: Mapping[str, object] = {}  # run.state
         self.has_stepped = False  # a tracked optimizer has stepped in this process
         self.rollback: Rollback | None = None  # notified of updates
         # Called before each update of a tracked optimizer, with the step's number and its name.
@@ -63,6 +65,7 @@ class OptimizerWatch:
         self._known: dict[int, _Known] = {}  # by id
         self._objects: dict[str, object] = {}  # all tracked objects
         self._companions = Companions()
+        self._unsaved = UnsavedParameters()
         self._updates: list[_Update] = []  # in progress, the outermost first
         self._unwrapped: dict[int, _Known] = {}  # by id: with parameters in no wrapped module
         self._handles: Sequence[Any] = (
@@ -200,6 +203,8 @@ class OptimizerWatch:
             is_unknown = known.name is None and not touched
             if is_unknown and predates_sharding(known.own, self._modules):
                 raise created_too_early(optimizer, step.number)
+            tracked = self._objects.values()
+            self._unsaved.refuse(known.name, optimizer, known.own, tracked, self.user, step.number)
         if known.name is not None and step is not None:
             self._companions.require_tracked(
                 known.name, optimizer, self._objects.values(), self._modules

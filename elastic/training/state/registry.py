@@ -32,6 +32,7 @@ class Registry:
         self._group = group if isinstance(group, ReplicaProcessGroup) else None
         self.job = JobState(seed=seed, is_sharded=self._group is not None)
         self.optimizer_watch = OptimizerWatch(inside)
+        self.optimizer_watch.user = self.job.user
         self._flags: ControlFlags | None = None
 
     @property

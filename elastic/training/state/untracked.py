@@ -24,8 +24,10 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.swa_utils import AveragedModel
 
 from elastic.errors import TrainingError
+from elastic.training.gradients.sharding import local_value
 from elastic.training.gradients.wrap import Wrapped
 from elastic.training.rebuilding.containers import holder_of
+from elastic.training.state.copies import tensors_in
 
 _DEPTH = 3  # levels of objects inside tracked ones: a SequentialLR in a user-defined wrapper
 _FRAMES = 12  # between an optimizer's hook and the scaler that called step()
@@ -197,6 +199,81 @@ def _refusal(name: str, untracked: Companion) -> TrainingError:
         hint="create it before the first loop, and run.track(optimizer=optimizer, "
         "scheduler=scheduler), each scheduler under a name of its own",
     )
+
+
+class UnsavedParameters:
+    """Refuses updates of parameters that only this process has."""
+
+    def __init__(self) -> None:
+        # Optimizers all of whose parameters are saved: the slow search is not repeated for them.
+        self._complete: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
+        self._began: weakref.WeakKeyDictionary[torch.optim.Optimizer, int]
+        self._began = weakref.WeakKeyDictionary()  # the step of the first update
+
+    def refuse(
+        self,
+        name: str | None,
+        optimizer: torch.optim.Optimizer,
+        own: Sequence[torch.Tensor],
+        tracked: Collection[object],
+        state: Mapping[str, object],
+        step: int,
+    ) -> None:
+        """Raise TrainingError if the optimizer updates parameters that are neither in a tracked
+        object nor in ``state``, the script's ``run.state``.
+
+        ``own``: its parameters in no wrapped module. ``name``: of a tracked optimizer. An untracked
+        one may update parameters that do not outlive the step.
+        """
+        is_first = self._began.setdefault(optimizer, step) == step
+        if optimizer in self._complete or (name is None and is_first):
+            return
+        if unsaved := _unsaved(own, tracked, state):
+            raise _not_saved(name, optimizer, unsaved, step)
+        if all(p.grad is not None for p in own):
+            self._complete.add(optimizer)
+
+
+def _unsaved(
+    own: Sequence[torch.Tensor], tracked: Collection[object], state: Mapping[str, object]
+) -> list[torch.Tensor]:
+    trained = [local_value(p) for p in own if p.grad is not None and p.numel()]
+    others = [one for one in tracked if not isinstance(one, torch.optim.Optimizer)]
+    modules = [m for one in others for m in _modules_of(one)]
+    saved = {local_value(p).data_ptr() for m in modules for p in m.parameters(recurse=False)}
+    unsaved = [p for p in trained if p.data_ptr() not in saved]
+    if not unsaved:
+        return []
+    # A state_dict may return copies.
+    values = [*tensors_in(dict(state)), *(v for one in others for v in _tensors_of(one))]
+    return [p for p in unsaved if not any(_is_equal(p, value) for value in values)]
+
+
+def _not_saved(
+    name: str | None, optimizer: torch.optim.Optimizer, unsaved: Sequence[torch.Tensor], step: int
+) -> TrainingError:
+    kind = type(optimizer).__name__
+    who = f"{name} ({kind})" if name is not None else f"{kind}, which is not tracked,"
+    shapes = ", ".join(str(list(p.shape)) for p in unsaved[:3]) + ", …" * (len(unsaved) > 3)
+    return TrainingError(
+        f"{who} updates parameters at step {step} that are in no wrapped or tracked module "
+        f"({len(unsaved)}, of shape {shapes}): no checkpoint has them, and a joining node does not "
+        "get them",
+        hint="before run.retry, run.wrap a module that has them as nn.Parameter; or, if all ranks "
+        "compute the same gradients of them, run.track(parameters=nn.ParameterList(parameters)), "
+        "and the optimizer, too",
+    )
+
+
+def _tensors_of(tracked: object) -> list[torch.Tensor]:
+    state_dict = getattr(tracked, "state_dict", dict)
+    return tensors_in(state_dict())
+
+
+def _is_equal(parameter: torch.Tensor, value: torch.Tensor) -> bool:
+    value = local_value(value)
+    is_alike = value.shape == parameter.shape and value.dtype == parameter.dtype
+    return is_alike and torch.equal(value.detach().cpu(), parameter.detach().cpu())
 
 
 def lbfgs(call: str) -> TrainingError:
