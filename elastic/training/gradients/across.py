@@ -161,8 +161,14 @@ class AcrossReduction(Reduction):
                 "a second backward pass adds to gradients already summed over the replicas: "
                 "without fully_shard they are reduced once per step",
                 hint="call optimizer.zero_grad() before each backward pass; for several passes per "
-                'step use fully_shard(model, mesh=run.mesh["shard"])',
+                f"step use elastic.join(mesh={{{self._dims_with_shard()}}}) and "
+                'fully_shard(model, mesh=run.mesh["shard"])',
             )
+
+    def _dims_with_shard(self) -> str:
+        """The mesh for ``fully_shard``, as it is written."""
+        dims = {"shard": 1, **dict(self._replica.mesh.dims)}
+        return ", ".join(f'"{name}": {size}' for name, size in dims.items())
 
     def _sum_all(self) -> None:
         """Sum the gradients of a module without FSDP."""
