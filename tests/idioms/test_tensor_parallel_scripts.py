@@ -214,18 +214,16 @@ else:
     model = Megatron() if "megatron" in kind else ToyModel()
     data = torch.randn(16, 6, generator=torch.Generator().manual_seed(1))
     dataset, dim = TensorDataset(data, data[:, :2].sin()), 0
-if is_whole:
-    pass
-elif kind in ("llama", "deep llama", "tied", "untied"):
+if not is_whole and kind in ("llama", "deep llama", "tied", "untied"):
     parallelize_llama(model, run.mesh["tp"])
     loss_context = loss_parallel
-elif kind == "sequence":  # each rank has a part of the samples
+elif not is_whole and kind == "sequence":  # each rank has a part of the samples
     parallelize_module(model, run.mesh["tp"], {
         "norm": SequenceParallel(sequence_dim=0, use_local_output=True),
         "in_proj": ColwiseParallel(input_layouts=Shard(0)),
         "out_proj": RowwiseParallel(output_layouts=Shard(0)),
     })
-elif kind == "distributed":  # samples are split in the model: the norm's gradient is partial
+elif not is_whole and kind == "distributed":  # it splits the samples
     model = distribute_module(
         model, run.mesh["tp"], shard_projections,
         input_fn=lambda _, inputs, mesh: distribute_tensor(inputs[0], mesh, [Shard(0)]),
@@ -241,7 +239,8 @@ if not is_whole and ("llama" in kind or kind == "context"):
 model = run.wrap(model)
 optimizer = torch.optim.AdamW(model.parameters(), lr=0.02, foreach=False)
 run.track(optimizer=optimizer)
-loader = run.loader(DataLoader(dataset, batch_size=8, shuffle=True), global_batch=8)
+batch = 3 if kind == "distributed" else 8  # a replica with one sample, and last without any
+loader = run.loader(DataLoader(dataset, batch_size=batch, shuffle=True), global_batch=batch)
 result = {}
 
 
