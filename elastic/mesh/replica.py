@@ -25,6 +25,7 @@ from torch.distributed import (  # type: ignore[attr-defined]
 
 from elastic.clock import SYSTEM_CLOCK
 from elastic.errors import ConfigError, GroupAborted, ReplicaLost, TrainingError
+from elastic.mesh.split_ties import SplitTies
 from elastic.process_group import (
     DEFAULT_BACKENDS,
     TorchExceptHook,
@@ -70,6 +71,7 @@ class ModelReplica:
         self.backend = backend  # of torch's default group, as in init_process_group
         self.size = self.mesh.size
         self.position = local_rank % self.size
+        self.split_ties = SplitTies() if self.mesh else None
         self._device_mesh: DeviceMesh | None = None
         self._store: OpenStore | None = None  # of a replica that spans nodes
         # For the sums below if the default group queues collectives on a device: the host needs

@@ -214,7 +214,7 @@ def test_an_unsharded_module_in_a_replica_trains_like_ddp(of_kind: OfKind) -> No
 def test_partial_gradients_of_sequence_parallelism_are_not_taken_for_different_ones(
     of_kind: OfKind,
 ) -> None:
-    """torch keeps a norm's gradient as a sum over the ranks, which the optimizer completes."""
+    """torch leaves a norm's gradient as the ranks' parts of a sum."""
     outcome = of_kind("sequence")
     outcome.assert_success(workers=4)
     expected = trained_alone(samples(), torch.ones(6).double(), norm=(nn.LayerNorm(4),))

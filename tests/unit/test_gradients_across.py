@@ -9,13 +9,12 @@ import torch
 import torch.distributed as dist
 from twin_group import TwinGroup
 
-from elastic.errors import GroupAborted, TrainingError
+from elastic.errors import GroupAborted
 from elastic.mesh import ModelReplica
 from elastic.process_group import PendingWorks
 from elastic.training.gradients.across import AcrossReduction
 from elastic.training.gradients.control_flags import COUNT, ControlFlags, StepFlags
 from elastic.training.gradients.fsdp_parts import PartReduction
-from elastic.training.gradients.matching.uncertain import UncertainGradients
 
 
 class BlockedWork(dist.Work):
@@ -110,14 +109,3 @@ def test_a_world_is_left_although_the_script_caught_the_exception() -> None:
     reduction = reduction_in(group, ControlFlags())
     with pytest.raises(GroupAborted):
         weight(reduction).sum().backward()  # type: ignore[no-untyped-call]
-
-
-def test_a_gradient_of_other_placements_is_not_created() -> None:
-    """Each rank has a part of a sum, which this rank does not know."""
-    parameter = torch.nn.Parameter(torch.zeros(2))
-    given = [parameter], [torch.ones(2)]
-    UncertainGradients(*given, torch.tensor([1.0, 0.0])).settle({})
-    assert parameter.grad is not None
-    parameter.grad = None
-    with pytest.raises(TrainingError, match="placement Partial"):
-        UncertainGradients(*given, torch.tensor([1.0, 1.0])).settle({})

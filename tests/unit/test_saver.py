@@ -425,6 +425,24 @@ def test_shares_from_before_and_after_a_callback_never_form_a_checkpoint(
     assert steps_of(storage_of(ranks[0])) == committed
 
 
+def test_ranks_that_write_nothing_end_with_a_step_of_an_earlier_generation(
+    ranks: list[Rank], short_timeouts: None
+) -> None:
+    """A rank dies after the last step was saved: the next world does not save it again."""
+    for rank in ranks:
+        rank.save(7)
+    assert all(rank.saver.wait(LONG_S) for rank in ranks)
+    ranks[0].saver.poll()
+    reader = Rank(storage_of(ranks[0]), 1, 2)
+    reader.job.progress.step = 7
+    reader.next_world(1, 2, broken=True)
+    reader.saver.writers.is_writer = False
+    assert LastSave(reader.saver, reader.job, LONG_S).together()
+    reader.job.progress.step = 8
+    assert not LastSave(reader.saver, reader.job, 0.1).together()
+    reader.saver.close(0.0)
+
+
 def test_the_last_save_waits_for_a_free_buffer() -> None:
     gate = threading.Event()
 

@@ -13,6 +13,7 @@ from enum import Enum
 
 import checkpoints
 from checkpoints import CheckpointName, SaveHandle, SaveStatus
+from checkpoints.format.lineage import why_abandoned
 from checkpoints.format.names import parse_attempt, parse_committed
 from elastic.clock import SYSTEM_CLOCK, Clock
 from elastic.training.checkpointing.saver import Saver
@@ -140,7 +141,8 @@ class LastSave:
         if not self._wait(lambda: bool(listings)):
             return _StepStatus.NO_RESPONSE
         target = (self._saver.writers.generation, self._step)
-        if any(_place(name) >= target for name in map(parse_committed, listings[0]) if name):
+        committed = [name for name in map(parse_committed, listings[0]) if name]
+        if any(_place(name) >= target or self._is_inherited(name) for name in committed):
             return _StepStatus.COMMITTED
         # This world's joint attempts do not count: they wait for ranks that have died.
         attempts = [name for name in map(parse_attempt, listings[0]) if name]
@@ -148,6 +150,12 @@ class LastSave:
         return (
             _StepStatus.BEGUN if any(_place(n) == target for n in others) else _StepStatus.NOTHING
         )
+
+    def _is_inherited(self, name: CheckpointName) -> bool:
+        """Whether an earlier generation has committed this step, with which later ones began: their
+        writers do not save it again."""
+        lineage = self._saver.writers.lineage
+        return name.step == self._step and why_abandoned(name, lineage) is None
 
     def _left_s(self) -> float:
         return max(0.0, self._until_s - self._clock.monotonic())

@@ -23,7 +23,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import torch
 
-from checkpoints.tensors.dtensors import is_dtensor
 from elastic.errors import GroupAborted, TrainingError
 from elastic.hangs.facts import SCRIPT
 from elastic.hangs.phases import phases
@@ -45,8 +44,8 @@ from elastic.training.gradients.matching.order import Sent, Unit
 from elastic.training.gradients.matching.uncertain import (
     UncertainGradients,
     gradient_dtype,
-    is_elsewhere,
     local_gradient,
+    place_like,
 )
 from elastic.training.gradients.reduction import NEARLY, Reduction
 from elastic.training.gradients.sharding import sharded_over
@@ -161,8 +160,14 @@ class AcrossReduction(Reduction):
                 "a second backward pass adds to gradients already summed over the replicas: "
                 "without fully_shard they are reduced once per step",
                 hint="call optimizer.zero_grad() before each backward pass; for several passes per "
-                'step use fully_shard(model, mesh=run.mesh["shard"])',
+                f"step use elastic.join(mesh={{{self._dims_with_shard()}}}) and "
+                'fully_shard(model, mesh=run.mesh["shard"])',
             )
+
+    def _dims_with_shard(self) -> str:
+        """The mesh for ``fully_shard``, as it is written."""
+        dims = {"shard": 1, **dict(self._replica.mesh.dims)}
+        return ", ".join(f'"{name}": {size}' for name, size in dims.items())
 
     def _sum_all(self) -> None:
         """Sum the gradients of a module without FSDP."""
@@ -182,6 +187,7 @@ class AcrossReduction(Reduction):
         assert self._across is not None
         by_dtype: dict[torch.dtype, list[torch.nn.Parameter]] = {}
         for parameter in parameters:
+            place_like(parameter)
             by_dtype.setdefault(gradient_dtype(parameter), []).append(parameter)
         self.reduced()
         if self._across.size == 1:
@@ -190,10 +196,9 @@ class AcrossReduction(Reduction):
         for same in by_dtype.values():
             gradients = [local_gradient(p) for p in same]
             is_used = [float(p.grad is not None and factor != 0.0) for p in same]
-            counted = [*is_used, *(float(is_elsewhere(p)) for p in same if is_dtensor(p))]
-            counts = torch.tensor(counted, device="cpu")
+            counts = torch.tensor(is_used, device="cpu")
             if self._is_whole or self._across.size > 1:
-                counts = self._sum_bucket(gradients, counted, factor, unit)
+                counts = self._sum_bucket(gradients, is_used, factor, unit)
             unit = None
             if not all(is_used):
                 self._uncertain.append(UncertainGradients(same, gradients, counts))

@@ -26,6 +26,11 @@ _PARTIAL = 0.1  # of the norm: far more than rounding, also in bfloat16
 _NOISE = 0.01  # of the root mean square of all gradients
 _FEWEST = 8  # elements; fewer may all be sums that almost cancel out
 
+_AS_PARTS = """\
+a part of a weight that each rank creates for itself (column and row layers as in Megatron) is a \
+sharded parameter: nn.Parameter(DTensor.from_local(own, run.mesh["tp"], [Shard(0)])), [Shard(1)] \
+in a row layer, and .to_local() in forward"""
+
 Weights = Mapping[str, Sequence[torch.Tensor]]
 
 
@@ -130,4 +135,6 @@ def _hint(world: World) -> str:
             "experts that each rank creates for itself are sharded parameters: nn.Parameter("
             'DTensor.from_local(own, run.mesh["ep"], [Shard(0)])), and .to_local() in forward',
         )
+    else:
+        lines.insert(0, _AS_PARTS)
     return ";\n      ".join(lines) + " (docs/how-to/sharded.md)"

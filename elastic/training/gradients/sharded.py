@@ -42,6 +42,8 @@ class ShardedModule:
         self._parts = FSDPParts(module)
         self._fsdp = self._parts.parts
         check_coverage(module, self._fsdp, mesh)
+        if group.replica.split_ties is not None:
+            group.replica.split_ties.check(module)
         self.module = module
         self.in_world = False
         self.require_backward_grad_sync = True  # each micro-batch is reduced: FSDP's default

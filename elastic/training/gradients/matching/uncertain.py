@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from elastic.errors import TrainingError
+from checkpoints.tensors.dtensors import is_dtensor
 from elastic.training.gradients.sharding import like, local_value
 
 
@@ -19,15 +19,13 @@ class UncertainGradients:
 
     parameters: Sequence[torch.nn.Parameter]
     sums: Sequence[torch.Tensor]  # of this rank's parts
-    # Once the sum has ended: ranks with a gradient, by parameter; and by DTensor, those with one of
-    # other placements than the parameter's.
-    counts: torch.Tensor
+    counts: torch.Tensor  # once the sum has ended: ranks with a gradient, by parameter
 
     @property
     def users(self) -> list[float]:
         """The numbers of ranks with a gradient."""
         counted: list[float] = self.counts.abs().tolist()  # abs: of complex numbers, too
-        return counted[: len(self.parameters)]
+        return counted
 
     def settle(self, in_replica: Mapping[int, float]) -> None:
         """Create missing gradients, unless no rank has any from its samples.
@@ -39,25 +37,19 @@ class UncertainGradients:
             if not in_replica.get(id(parameter), count):
                 parameter.grad = None
             elif parameter.grad is None:
-                if self.counts[len(self.parameters) :].any():
-                    raise _other_placements()
                 parameter.grad = like(parameter, total)
 
 
-def is_elsewhere(parameter: Any) -> bool:
-    """Whether a gradient has other placements than its parameter: the ranks' parts of a sum, of a
-    parameter that each holds whole (``SequenceParallel``)."""
+def place_like(parameter: Any) -> None:
+    """Give a gradient the placements of its parameter, by collectives of the replica.
+
+    torch leaves that to the optimizer: the gradient of a parameter that each rank holds whole may
+    be the ranks' parts of a sum (``SequenceParallel``). Whether it is depends on the number of
+    samples: with fewer than ranks, DTensors are not split. So replicas would sum parts with wholes.
+    """
     gradient = parameter.grad
-    return gradient is not None and gradient.placements != parameter.placements
-
-
-def _other_placements() -> TrainingError:
-    return TrainingError(
-        "some replicas got a gradient that is a sum over ranks (placement Partial), and others got "
-        "none: without fully_shard, they cannot be summed",
-        hint="use every layer with SequenceParallel in each backward pass, or "
-        'fully_shard(model, mesh=run.mesh["shard"]) with elastic.join(mesh={"shard": 1, …})',
-    )
+    if is_dtensor(gradient) and gradient.placements != parameter.placements:
+        parameter.grad = gradient.redistribute(placements=parameter.placements)
 
 
 def gradient_dtype(parameter: torch.Tensor) -> torch.dtype:
