@@ -13,6 +13,7 @@ from enum import Enum
 
 import checkpoints
 from checkpoints import CheckpointName, SaveHandle, SaveStatus
+from checkpoints.format.lineage import why_abandoned
 from checkpoints.format.names import parse_attempt, parse_committed
 from elastic.clock import SYSTEM_CLOCK, Clock
 from elastic.training.checkpointing.saver import Saver
@@ -140,7 +141,7 @@ class LastSave:
         if not self._wait(lambda: bool(listings)):
             return _StepStatus.NO_RESPONSE
         target = (self._saver.writers.generation, self._step)
-        if any(_place(name) >= target for name in map(parse_committed, listings[0]) if name):
+        if any(self._has_step(name) for name in map(parse_committed, listings[0]) if name):
             return _StepStatus.COMMITTED
         # This world's joint attempts do not count: they wait for ranks that have died.
         attempts = [name for name in map(parse_attempt, listings[0]) if name]
@@ -148,6 +149,13 @@ class LastSave:
         return (
             _StepStatus.BEGUN if any(_place(n) == target for n in others) else _StepStatus.NOTHING
         )
+
+    def _has_step(self, name: CheckpointName) -> bool:
+        """Whether a checkpoint has this job's step, or a later one. An earlier generation may have
+        committed it when the world had already broken, at its last step."""
+        writers = self._saver.writers
+        is_own = why_abandoned(name, writers.lineage) is None and name.step >= self._step
+        return is_own or _place(name) >= (writers.generation, self._step)
 
     def _left_s(self) -> float:
         return max(0.0, self._until_s - self._clock.monotonic())
