@@ -38,6 +38,7 @@ from elastic.training.state.untracked import (
     groups_added,
     has_gradient,
     in_backward,
+    initializes_state,
     lbfgs,
     not_tracked,
     outside_of_steps,
@@ -361,6 +362,8 @@ def _check(
     if reduction.flags is not None:
         reduction.flags.require_one_step(step.number)
     if not reduction.is_complete:
+        if initializes_state(optimizer):
+            raise outside_of_steps(optimizer)
         raise TrainingError(
             f"{kind}.step() at step {step.number} with gradients that were not reduced over "
             "the world",
