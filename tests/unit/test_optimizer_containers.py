@@ -114,14 +114,18 @@ def test_the_optimizers_of_a_container_with_other_state_must_be_tracked() -> Non
         )
 
 
-def test_a_state_dict_that_initialises_the_optimizer_in_training_is_refused_by_name() -> None:
+@pytest.mark.parametrize("is_in_step", [False, True])
+def test_a_state_dict_that_initialises_the_optimizer_in_training_is_refused_by_name(
+    is_in_step: bool,
+) -> None:
     """torch calls optimizer.step() with a learning rate of 0."""
     with process() as run:
         script = job(run)
 
         def train() -> None:
             for _ in run.epochs(1):
-                get_optimizer_state_dict(script.model, script.optimizer)
+                for _ in script.loader if is_in_step else range(1):
+                    get_optimizer_state_dict(script.model, script.optimizer)
 
         with pytest.raises(TrainingError, match="get_state_dict and set_optimizer_state_dict call"):
             run.retry(train)

@@ -397,6 +397,22 @@ def test_one_remaining_rank_writes_the_last_save(ranks: list[Rank], short_timeou
     assert steps_of(storage_of(ranks[0])) == [7]
 
 
+def test_a_replica_that_writes_nothing_accepts_the_last_step_of_an_earlier_generation(
+    ranks: list[Rank],
+) -> None:
+    """A rank died after the last step, while its save in generation 1 was being committed."""
+    for rank in ranks:
+        rank.save(5)
+    assert all(rank.saver.wait(LONG_S) for rank in ranks)
+    joined = ranks[1]
+    joined.next_world(1, 2, broken=True)
+    joined.saver.writers.is_writer = False
+    assert joined.job.progress.step == 5
+    assert LastSave(joined.saver, joined.job, 5.0).together()
+    joined.job.progress.step = 6
+    assert not LastSave(joined.saver, joined.job, 0.2).together()
+
+
 def test_all_ranks_write_their_shares_of_a_joint_last_save(ranks: list[Rank]) -> None:
     for rank in ranks:
         rank.job.progress.step = 7

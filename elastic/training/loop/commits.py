@@ -17,9 +17,14 @@ from elastic.training.data.loader import ElasticLoader
 from elastic.training.gradients.fingerprints import HeldParts
 from elastic.training.lifecycle import Lifecycle
 from elastic.training.loop.callbacks import StepCallbacks
+from elastic.training.misuse.optimizer_states import (
+    refuse_states_of_shards,
+    refuse_subclasses,
+)
 from elastic.training.observers.step_observers import Recorders
 from elastic.training.recovery.selection import Strategies
 from elastic.training.recovery.training_state import TrainingState
+from elastic.training.state.job_state import JobState
 from elastic.training.state.replicas import (
     compare,
     differing_names,
@@ -179,7 +184,11 @@ class Commits:
         """Compare replicas periodically, and after the first update of each world, in which a
         joining process that lacks some of the script's state differs."""
         world = self._lifecycle.world
-        if not step.optimizer_stepped or world.size == 1:
+        if not step.optimizer_stepped:
+            return
+        if is_compared_after(step.number):
+            self._check_optimizer_states(step, refuse_subclasses)
+        if world.size == 1:
             return
         weights: dict[str, Sequence[torch.Tensor]] = {}
         is_first = self._compared_in is not world and not step.replay
@@ -197,6 +206,8 @@ class Commits:
             if differing.copies and not self._has_warned_of_copies:
                 self._has_warned_of_copies = True
                 warn_of_copies(differing.copies)
+            if self._has_states_of_shards and self._checkpoints.is_on:
+                self._check_optimizer_states(step, refuse_states_of_shards)
             weights |= {name: m.local_parameters for name, m in self._job.modules.items()}
         if is_first:
             weights |= self._optimizer_watch.unwrapped
@@ -212,6 +223,20 @@ class Commits:
         if is_same:
             for module in self._job.modules.values():
                 module.gradients_compared()
+
+    @property
+    def _has_states_of_shards(self) -> bool:
+        return self._job.is_sharded or self._job.built is not None
+
+    def _check_optimizer_states(
+        self, step: Step, refuse: Callable[[JobState, World, int], None]
+    ) -> None:
+        try:
+            with self._lifecycle.replica.whole():
+                refuse(self._job, self._lifecycle.world, step.number)
+        except TrainingError:
+            self._checkpoints.stop()  # do not save this state
+            raise
 
     @property
     def _parts(self) -> dict[str, HeldParts]:

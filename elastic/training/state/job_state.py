@@ -33,6 +33,7 @@ from elastic.training.gradients.sharding import (
 )
 from elastic.training.gradients.wrap import Wrapped
 from elastic.training.rebuilding.built import Built, Remains
+from elastic.training.rebuilding.optimizer_state import layouts_of, load_tracked
 from elastic.training.state.copies import is_storable, placed_like, tensors_in
 from elastic.training.step import Progress
 from elastic.world.mesh import StagePlace, check_saved_stages
@@ -203,6 +204,7 @@ class JobState:
             "seed": self.seed,
             "loaders": {name: loader.state_dict() for name, loader in self.loaders.items()},
             "frozen": self._frozen(),
+            "layouts": layouts_of(self.all_tracked),
         }
 
     def saved_tree(self) -> dict[str, Any]:
@@ -282,7 +284,8 @@ class JobState:
         """Load everything except the modules' tensors."""
         linked = _shared_groups(self.all_tracked)
         for name, tracked in self.all_tracked.items():
-            tracked.load_state_dict(_placed(tree["tracked"][name], tracked))
+            saved, layouts = _placed(tree["tracked"][name], tracked), tree.get("layouts", {})
+            load_tracked(tracked, saved, layouts.get(name, {}))
         for follower, leader in linked:
             follower.param_groups = leader.param_groups  # torch created a separate list for each
         for name, indices in tree.get("frozen", {}).items():  # not in older checkpoints
@@ -314,8 +317,7 @@ class JobState:
 def _placed(saved: Any, tracked: Stateful) -> Any:
     """Tensors arrive on the CPU, from a checkpoint or another rank; an object that keeps those it
     loads continues on the device that it was created on, as with torch.load."""
-    does_it_itself = isinstance(tracked, (torch.optim.Optimizer, nn.Module))
-    if does_it_itself or not tensors_in(saved):
+    if isinstance(tracked, (torch.optim.Optimizer, nn.Module)) or not tensors_in(saved):
         return saved
     return placed_like(saved, tracked.state_dict())
 

@@ -39,6 +39,7 @@ from elastic.training.state.untracked import (
     groups_added,
     has_gradient,
     in_backward,
+    initializes_state,
     lbfgs,
     not_tracked,
     outside_of_steps,
@@ -366,6 +367,8 @@ def _check(
     if reduction.flags is not None:
         reduction.flags.require_one_step(step.number)
     if not reduction.is_complete:
+        if initializes_state(optimizer):
+            raise outside_of_steps(optimizer)
         raise TrainingError(
             f"{kind}.step() at step {step.number} with gradients that were not reduced over "
             "the world",

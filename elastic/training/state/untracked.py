@@ -320,13 +320,18 @@ def in_backward(optimizer: torch.optim.Optimizer, step: int) -> TrainingError:
     )
 
 
+def initializes_state(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether torch calls ``optimizer.step()`` to create its state, which then counts a step:
+    torch/distributed/checkpoint/state_dict.py, _init_optim_state."""
+    return not optimizer.state and not any(group.get("lr") for group in optimizer.param_groups)
+
+
 def outside_of_steps(optimizer: torch.optim.Optimizer) -> TrainingError:
     """The error for an update that belongs to no step."""
     kind = type(optimizer).__name__
-    if not any(group.get("lr") for group in optimizer.param_groups):
-        # torch/distributed/checkpoint/state_dict.py, _init_optim_state
+    if initializes_state(optimizer):
         return TrainingError(
-            f"{kind}.step() with a learning rate of 0, outside of a step of the loop: "
+            f"{kind}.step() with a learning rate of 0, before the first update of the loop: "
             "get_optimizer_state_dict, get_state_dict and set_optimizer_state_dict call it for an "
             "optimizer without state",
             hint="call them before run.retry, or after the first optimizer.step() of the loop; the "
