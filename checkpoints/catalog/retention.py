@@ -38,23 +38,76 @@ class PartStorage(Protocol):
         ...
 
 
+class OtherRuns:
+    """Detects that another run saves into the same folder.
+
+    Runs have different nonces. A checkpoint of another nonce in the same generation that appears
+    after this writer's first commit is of a run that is active at the same time; what is there
+    before may be of the run that this one resumes.
+    """
+
+    def __init__(self) -> None:
+        self._own: set[str] = set()
+        self._known: set[CheckpointName] | None = None
+
+    def than(self, nonce: str) -> OtherRuns:
+        """Note the nonce of one of this run's worlds; returns this object."""
+        self._own.add(nonce)
+        return self
+
+    def note(self, committed: Sequence[CheckpointName], name: CheckpointName) -> str:
+        """A note if another run has committed since the last call, else ``""``."""
+        others = {
+            other
+            for other in committed
+            if other.nonce not in (*self._own, name.nonce) and other.generation == name.generation
+        }
+        new = others - self._known if self._known is not None else None
+        self._known = others
+        if not new:
+            return ""
+        return (
+            f"{max(new, key=lambda other: other.step)} was saved by another run: runs that save "
+            "into one folder remove each other's checkpoints. Give each a folder of its own"
+        )
+
+
 def after_commit(
-    storage: Storage, name: CheckpointName, keep: RetentionFunction | None
+    storage: Storage,
+    name: CheckpointName,
+    keep: RetentionFunction | None,
+    others: OtherRuns | None = None,
 ) -> tuple[str, ...]:
     """Update LATEST, remove checkpoints that ``keep`` does not retain and superseded attempts;
-    returns notes."""
-    notes = []
+    returns notes.
+
+    The checkpoint that was just committed is retained, even if the folder has newer ones.
+    """
+    notes: list[str] = []
     try:
         names = committed_names(storage)
         _point_latest(storage, names[0])
+        found = (_newer_run(names[0], name), others.note(names, name) if others is not None else "")
+        notes += filter(None, found)
         for old in not_retained(storage, names, keep) if keep is not None else ():
-            remove_committed(storage, old)
+            if old != name:
+                remove_committed(storage, old)
         _remove_superseded(storage, name)
     except OSError as error:
         notes.append(
             f"{name} is committed, but removing older checkpoints failed: {error.strerror or error}"
         )
     return tuple(notes)
+
+
+def _newer_run(newest: CheckpointName, name: CheckpointName) -> str:
+    """A note if the folder's newest checkpoint is of another run of the same generation."""
+    if newest.nonce == name.nonce or newest.generation != name.generation:
+        return ""
+    return (
+        f"{newest} of another run counts as newer than {name}: latest() returns it, and only the "
+        "last checkpoint of this run is kept. Resume from it, or save into another folder"
+    )
 
 
 def not_retained(

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from checkpoints.catalog.commit import IncompleteAttempt, commit, is_committed, read_part
-from checkpoints.catalog.retention import PartStorage, after_commit
+from checkpoints.catalog.retention import OtherRuns, PartStorage, after_commit
 from checkpoints.format.checksummed_json import digest
 from checkpoints.format.manifest import Lineage, Part, SharedMetadata
 from checkpoints.format.names import CheckpointName, part_file, writer_file
@@ -61,6 +61,7 @@ class WriteAttempt:
     section: tuple[int, ...] | None  # the ranks with the same tensors; None: all
     pieces: Pieces
     data: Data  # reads the bytes of a chunk
+    others: OtherRuns | None = None
 
 
 def write_and_commit(
@@ -111,7 +112,7 @@ def commit_if_complete(
     elif isinstance(storage, PartStorage):
         notes = storage.part_written(name, keep)
     else:
-        notes = after_commit(storage, name, keep)
+        notes = after_commit(storage, name, keep, attempt.others)
     return SaveResult(
         name=str(name), step=name.step, bytes_written=written, committed=not why, notes=notes
     )

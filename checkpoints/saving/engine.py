@@ -24,6 +24,7 @@ from collections.abc import Callable
 from typing import Any, Literal
 
 from checkpoints.catalog.commit import is_committed
+from checkpoints.catalog.retention import OtherRuns
 from checkpoints.errors import CheckpointError, WriteFailed
 from checkpoints.format.names import CheckpointName
 from checkpoints.format.state_tree import flatten, spec_of
@@ -59,9 +60,8 @@ class Engine:
     until the deadline. By default a single writer skips, and several wait: if each rank decided by
     its own buffers, a save that some ranks skip could never be committed.
 
-    Raises :class:`ArgumentError` for a ``root`` that names no storage. Once the writer thread has
-    died, which is a bug, methods raise :class:`WriterThreadDied`; after :meth:`close`,
-    RuntimeError.
+    Raises :class:`ArgumentError` for a ``root`` that names no storage. Methods raise RuntimeError
+    after :meth:`close`, and :class:`WriterThreadDied` once the writer thread has died of a bug.
     """
 
     def __init__(
@@ -77,6 +77,7 @@ class Engine:
     ) -> None:
         self._storage: Storage = storage_for(root)
         self._keep = keep
+        self._others = OtherRuns()
         self._fence = fence
         self._deadline_s = deadline_s
         self._busy = busy
@@ -136,8 +137,8 @@ class Engine:
 
         Every rank of ``world`` calls it for the same steps. Once it returns, the tensors may
         change. ``wait_s`` limits the wait for a free buffer and overrides ``busy``. Raises
-        :class:`ArgumentError` or :class:`StateError` for caller mistakes, including
-        ``busy="skip"`` with several writers; every other failure is in the outcome of the handle.
+        :class:`ArgumentError` (``busy="skip"`` with several writers) or :class:`StateError` for
+        caller mistakes; every other failure is in the outcome of the handle.
         """
         self._check_alive()
         check_world(world.rank, world.size, world.section)
@@ -178,6 +179,7 @@ class Engine:
             section=world.section,
             pieces=pieces,
             data=data,
+            others=self._others.than(world.nonce),
         )
         now_s = self._monotonic()
         deadline_s = now_s + self._deadline_s
@@ -307,9 +309,8 @@ class Engine:
 
     def _work_once(self) -> bool:
         """Process one job, or poll those that wait for other writers; False at the end."""
-        waiting = self.in_flight > 0
         try:
-            job = self._jobs.get(timeout=PART_POLL_S if waiting else None)
+            job = self._jobs.get(timeout=PART_POLL_S if self.in_flight else None)
         except queue.Empty:
             self._poll_waiting()
             return True
@@ -347,8 +348,7 @@ class Engine:
             note_time()
             self._fail(job, error)
             return
-        job.bytes_written = saved.bytes_written
-        job.handle.is_written = True
+        job.bytes_written, job.handle.is_written = saved.bytes_written, True
         if saved.committed:
             self._finish(job, SaveStatus.COMMITTED, notes=saved.notes)
         elif not self._may_commit(job):

@@ -12,6 +12,7 @@ import json
 import os
 import secrets
 import shutil
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal
@@ -127,7 +128,10 @@ def _write_dcp(state: Any, path: Path) -> None:
         raise StateError("torch.distributed.checkpoint can only save a dict")
     # DCP turns dicts with int keys into lists and drops empty ones: the tree restores them.
     tree, _ = flatten(state)
-    dcp_save({**state, _TREE: json.dumps(tree)}, checkpoint_id=path, no_dist=True)
+    with warnings.catch_warnings():
+        # torch warns that it saves in a single process, also if no_dist asks for that.
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+        dcp_save({**state, _TREE: json.dumps(tree)}, checkpoint_id=path, no_dist=True)
 
 
 def _read_dcp(path: Path) -> Any:

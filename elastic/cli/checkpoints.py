@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from dataclasses import asdict
 from typing import Any
 
-from rich.console import Console
+from rich.console import Console, Group
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn
 from rich.table import Table
 
@@ -38,6 +38,8 @@ class DamagedCheckpoint(ElasticError):
 def main(argv: Sequence[str]) -> int:
     """Run ``elastic checkpoints ARGV``; returns the exit code."""
     args = parser().parse_args(argv)
+    if args.run is not _import:
+        _require_folder(args.folder)
     try:
         return int(args.run(args))
     except checkpoints.ArgumentError as error:
@@ -100,15 +102,17 @@ def parser() -> argparse.ArgumentParser:
 def _require_folder(folder: str) -> None:
     """Raise ConfigError for a folder that does not exist: its name may be misspelled. Object stores
     have no folders."""
-    if "://" not in folder and not os.path.exists(folder):
-        raise ConfigError(
-            f"there is no folder {printable(folder)}",
-            hint="give the folder that the script passes to elastic.join(checkpoints=…)",
-        )
+    if "://" in folder or os.path.isdir(folder):
+        return
+    raise ConfigError(
+        f"{printable(folder)} is not a folder"
+        if os.path.exists(folder)
+        else f"there is no folder {printable(folder)}",
+        hint="give the folder that the script passes to elastic.join(checkpoints=…)",
+    )
 
 
 def _ls(args: argparse.Namespace) -> int:
-    _require_folder(args.folder)
     found = checkpoints.list_checkpoints(args.folder)
     if not found and args.output != "json":
         print(f"elastic: there is no checkpoint in {printable(args.folder)}", file=sys.stderr)
@@ -130,13 +134,13 @@ def _ls(args: argparse.Namespace) -> int:
 def _show(args: argparse.Namespace) -> int:
     manifest = read_manifest(storage_for(args.folder), args.name or _newest(args.folder))
     info = info_of(manifest)
-    table = _table("tensor", "dtype", "shape", "size", title=_headline(info))
+    table = _table("tensor", "dtype", "shape", "size")
     tensors = []
     for name, tensor in manifest.tensors.items():
         spec = tensor.spec
         table.add_row(name, spec.dtype, str(list(spec.shape)), size(spec.size_bytes))
         tensors.append({"name": name, "dtype": spec.dtype, "shape": list(spec.shape)})
-    return _say(args, {**asdict(info), "tensors": tensors}, table)
+    return _say(args, {**asdict(info), "tensors": tensors}, Group(_headline(info), table))
 
 
 def _headline(info: checkpoints.CheckpointInfo) -> str:
@@ -148,7 +152,6 @@ def _headline(info: checkpoints.CheckpointInfo) -> str:
 
 
 def _verify(args: argparse.Namespace) -> int:
-    _require_folder(args.folder)
     infos = {info.name: info.size_bytes for info in checkpoints.list_checkpoints(args.folder)}
     # All committed names: list_checkpoints() omits checkpoints with an unreadable manifest.
     every = (str(n) for n in committed_names(storage_for(args.folder)))
@@ -199,7 +202,8 @@ def _prune(args: argparse.Namespace) -> int:
     table = _table("would be removed" if args.dry_run else "removed")
     for name in names:
         table.add_row(name)
-    return _say(args, {"removed": [] if args.dry_run else names, "chosen": names}, table)
+    shown = table if names else "there is nothing to remove"
+    return _say(args, {"removed": [] if args.dry_run else names, "chosen": names}, shown)
 
 
 def _export(args: argparse.Namespace) -> int:
@@ -210,6 +214,11 @@ def _export(args: argparse.Namespace) -> int:
 
 
 def _import(args: argparse.Namespace) -> int:
+    if not os.path.exists(args.source):
+        raise ConfigError(
+            f"there is no file or folder {printable(args.source)}",
+            hint="`elastic checkpoints import FOLDER SOURCE` reads SOURCE",
+        )
     with _progress("importing", None) as advance:
         state = checkpoints.import_from(args.source, args.form, trust=args.trust)
         saved = checkpoints.save(
@@ -230,8 +239,8 @@ def _newest(folder: str) -> str:
     return found[0].name
 
 
-def _table(*columns: str, title: str | None = None) -> Table:
-    table = Table(title=title, title_justify="left")
+def _table(*columns: str) -> Table:
+    table = Table()
     for number, column in enumerate(columns):  # the first has the names, which are copied
         table.add_column(column, overflow="fold", no_wrap=number == 0)
     return table

@@ -87,7 +87,8 @@ def request_profile(
     return (
         f"requested traces of the next {steps} from {ranks} of generation {world.generation}: each "
         "node writes gGENERATION-stepSTEP-rankRANK.pt.trace.json into ELASTIC_PROFILES, by default "
-        f"`profiles` in the folder of journals{_warning(store, keys)}"
+        "`profiles` in the folder of journals, without one its working directory"
+        f"{_warning(store, keys)}"
     )
 
 

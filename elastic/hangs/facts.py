@@ -123,8 +123,9 @@ class RankFacts:
 
     @property
     def name(self) -> str:
-        """The rank and its node, for sentences."""
-        return f"rank {self.rank} on {self.node}"
+        """The rank and its node, for sentences. A process has no rank before its first world."""
+        rank = f"rank {self.rank}" if self.rank >= 0 else f"local rank {self.local_rank}"
+        return f"{rank} on {self.node}"
 
 
 @dataclass(frozen=True)

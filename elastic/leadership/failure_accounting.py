@@ -95,6 +95,8 @@ class FailureAccounting:
         self._charged = 0  # the newest generation that was charged
         self._left = 0  # the newest generation whose leaving nodes were remembered
         self._has_trained = False  # workers of this job have made steps on some node
+        # A generation, and the nodes with which it was formed while the others ran without failure.
+        self._admitted: tuple[int, frozenset[str]] = (0, frozenset())
         self._verdict: tuple[Failed, FailureVerdict] | None = None
 
     def quarantined(self, now: float) -> dict[str, float]:
@@ -147,6 +149,9 @@ class FailureAccounting:
         self._joined_s = {n: t for n, t in self._joined_s.items() if t > horizon}
         if before is not None and before.members and world.mode == "in-process":
             self._joined_s |= {n: now for n in world.node_ids if n not in before.node_ids}
+        if before is not None and world.cause is Cause.JOINED:
+            admitted = frozenset(world.node_ids) - frozenset(before.node_ids)
+            self._admitted = world.generation, admitted
 
     def charge(
         self, broken: Broken, step_rate: StepRate | None, now: float
@@ -257,7 +262,10 @@ class FailureAccounting:
         if first is None or breakage.lost:
             return None
         has_trained = self._has_trained or budget.healthy(breakage, self._policy)
-        others = len(broken.members.world.members) > 1
+        world = broken.members.world
+        # Workers of restart mode report no steps.
+        has_trained |= world.generation == self._admitted[0] and first.node_id in self._admitted[1]
+        others = len(world.members) > 1
         verdict = judge_failure(
             FailureFacts(
                 text=first.text,

@@ -89,10 +89,9 @@ def _advice(done: Done, done_key: str) -> list[str]:
     if any(_lacks_checkpoint(failure) for failure in failures):
         advice += _without_checkpoint(counted)
     elif done.exit_code != 70:
-        advice.append(
-            "the script itself fails: reproduce it on one node from the last checkpoint before "
-            f"step {_known(_step(counted[-1]) if counted else None)}, and fix it"
-        )
+        step = _step(counted[-1]) if counted else None
+        checkpoint = f" from the last checkpoint before step {step}" if step is not None else ""
+        advice.append(f"the script itself fails: reproduce it on one node{checkpoint}, and fix it")
     if nodes := sorted({f.node for f in failures if f.is_oom_kill}):
         advice.append(
             f"give {', '.join(nodes)} more memory, or use fewer data workers or a smaller batch: "

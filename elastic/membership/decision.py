@@ -56,7 +56,10 @@ def decide(view: View, now: float, policy: Policy) -> Decision:
         return _first_world(view, now, policy)
     status = classify_members(view, view.world)
     if status.over:
-        return _success(status)
+        return _still_ending(view) or _success(status)
+    if status.unneeded:
+        reason = f"{'; '.join(status.sentences)}; the job ends"
+        return propose(view, view.world, (), Cause.PAUSED, reason)
     # Joining nodes that have not switched yet must not start together with leaving ones.
     only_joining = status.in_process and not any(n.node.running for n in status.running)
     if only_joining and (leaving := _still_stepping(view)) is not None:
@@ -66,6 +69,22 @@ def decide(view: View, now: float, policy: Policy) -> Decision:
     if not status.survivors:
         return _without_survivors(view, status, now, policy)
     return SurvivingWorld(view, status, now, policy).decide()
+
+
+def _still_ending(view: View) -> Wait | None:
+    """In a world without members, workers of restart mode that it ends: after the end of the job
+    they would continue, and wait for those that have finished."""
+    if view.world is None or view.world.members:
+        return None
+    ending = [
+        n.node.name
+        for n in view.nodes
+        if n.node.running is not None
+        and not n.node.in_process
+        and n.node.state is not NodeState.FINISHED
+        and n.liveness is not Liveness.DEAD
+    ]
+    return Wait(reason=f"{', '.join(ending)} still ending workers") if ending else None
 
 
 def adoptable(view: View) -> WorldRecord | None:

@@ -41,6 +41,7 @@ class MemberStatus:
     gone: tuple[Gone, ...]
     finished: tuple[str, ...]  # names; including nodes that finished an earlier world of the job
     peers: frozenset[str]  # the members that the finished ones ran with, if still reported
+    absent: tuple[str, ...]  # names of members that finished before they could enter this world
     failure_reports: tuple[FailureReport, ...]  # of running members, and not superseded yet
     alive: frozenset[str]  # ids of all present nodes, members or not
 
@@ -70,10 +71,18 @@ class MemberStatus:
         that had not switched when the others finished are no longer needed."""
         if not self.finished or any(n.node.running for n in self.running):
             return False
-        # (In restart mode a member starts with the world, not at a switch.)
-        peers_known = self.peers if self.world.mode == "in-process" else frozenset()
+        # (In restart mode a member starts with the world, not at a switch, unless no member can.)
+        is_known = self.world.mode == "in-process" or self.absent
+        peers_known = self.peers if is_known else frozenset()
         left = (n.node.node_id for n in self.running + self.out)
         return not any(node_id in peers_known or not peers_known for node_id in left)
+
+    @property
+    def unneeded(self) -> bool:
+        """No member can enter this world, because others finished before, and no member ran with
+        those: the job is over once the workers that wait for them have ended."""
+        left = {n.node.node_id for n in self.running + self.out}
+        return bool(self.absent and self.peers) and self.peers.isdisjoint(left)
 
     @property
     def survivors(self) -> tuple[NodeView, ...]:
@@ -110,12 +119,13 @@ class MemberStatus:
         """The world cannot continue unchanged."""
         if self.world.state is WorldState.PAUSED and not self.in_process:
             return bool(self.gone)  # its members wait for a restart: nothing can be broken
-        return bool(self.gone or self.out or self.failure_reports)
+        return bool(self.gone or self.out or self.failure_reports or self.absent)
 
     @property
     def sentences(self) -> tuple[str, ...]:
         """The problems, for users."""
         sentences = tuple(g.sentence for g in self.gone)
+        sentences += tuple(f"{name} had finished before" for name in self.absent)
         if self.world.state is WorldState.ACTIVE or self.in_process:
             name = {n.node.node_id: n.node.name for n in self.running}
             reports = self.failure_reports
@@ -151,7 +161,7 @@ def classify_members(view: View, world: WorldRecord) -> MemberStatus:
     """Classify the members of ``world``."""
     present = {n.node.node_id: n for n in view.nodes}
     missing = {m.member.node_id: m for m in view.missing}
-    running, out, gone = [], [], []
+    running, out, gone, absent = [], [], [], []
     oldest = _oldest_group(view, world)
     finished = [n.node.name for n in view.nodes if n.node.state is NodeState.FINISHED]
     for member in world.members:
@@ -162,10 +172,11 @@ def classify_members(view: View, world: WorldRecord) -> MemberStatus:
             )
             if m.finished:
                 finished.append(member.name)
+                absent += [member.name] * _is_absent(m.running, world)
             else:
                 gone.append(_lease_over(m))
         elif n.node.state is NodeState.FINISHED:
-            continue
+            absent += [member.name] * _is_absent(n.node.running, world)
         elif reason := _gone(n):
             gone.append(reason)
         elif _is_out(n.node, world, oldest):
@@ -179,9 +190,17 @@ def classify_members(view: View, world: WorldRecord) -> MemberStatus:
         gone=tuple(gone),
         finished=tuple(finished),
         peers=_peers_of_finished(view),
+        absent=tuple(absent),
         failure_reports=_failure_reports(view, world, running),
         alive=frozenset(n.node.node_id for n in view.nodes if n.liveness is not Liveness.DEAD),
     )
+
+
+def _is_absent(running: WorldRecord | None, world: WorldRecord) -> bool:
+    """Whether a member that finished in ``running`` will never enter ``world``, for which its
+    workers would have to restart: the other members would wait for it."""
+    is_older = running is not None and running.generation < world.generation
+    return is_older and world.mode == "restart"
 
 
 def _peers_of_finished(view: View) -> frozenset[str]:

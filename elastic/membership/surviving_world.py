@@ -197,6 +197,7 @@ class SurvivingWorld:
         if left_out:
             reason += f"; {names(left_out)} quarantined"
         causes = {g.cause for g in self.status.gone}
+        causes |= {Cause.LEFT} if self.status.absent else set()
         cause = next((c for c in (Cause.LOST, Cause.LEFT) if c in causes), Cause.FAILURE)
         planned = self._can_reach_boundary(rest)
         restarts = self._restarts(arrangement)

@@ -29,7 +29,7 @@ _TOGETHER = (
     ("world-entered", ENTERED_TOGETHER_S),
     ("job-ended", ENDED_TOGETHER_S),
 )
-_UNNAMED = ("", "none")  # torchrun's run id of a job without one is "none"
+UNNAMED_RUNS = ("", "none")  # torchrun's run id of a job without one is "none"
 _MAX_FOR_A_MEDIAN = 2000
 _LAST_LINES = frozenset({"journal-closed", "node-parked", "job-ended", "node-leaving"})
 
@@ -102,13 +102,13 @@ class RunJournal:
 def run_of(journal: MergedJournal, run_id: str | None = None) -> RunJournal:
     """Select ``run_id``, else the run that began last. A writer without a run id, such as a worker
     of a job whose name torchrun chose, belongs to each."""
-    known = list(dict.fromkeys(w.run_id for w in journal.writers if w.run_id not in _UNNAMED))
+    known = list(dict.fromkeys(w.run_id for w in journal.writers if w.run_id not in UNNAMED_RUNS))
     chosen = run_id if run_id is not None else (known[-1] if known else "")
     notes = list(journal.notes)
     if run_id is None and len(known) > 1:
         others = ", ".join(known[:-1][:5])
         notes.append(f"the folder holds {len(known)} runs: this is {chosen}; others: {others}")
-    writers = tuple(w for w in journal.writers if w.run_id == chosen or w.run_id in _UNNAMED)
+    writers = tuple(w for w in journal.writers if w.run_id == chosen or w.run_id in UNNAMED_RUNS)
     return RunJournal(chosen, writers, tuple(notes))
 
 

@@ -198,6 +198,9 @@ class Attempt:
     ) -> bool:
         self.is_over = True
         strategy = self._strategies.active
+        if isinstance(error, SystemExit) and error.code not in (None, 0):
+            # No excepthook is called for it: at exit, it would look like the end of training.
+            self._scope.failed_exit = f"the script called sys.exit({error.code!r:.200})"
         if self._is_inner:
             self.succeeded = error is None
             return False

@@ -51,6 +51,8 @@ class Shutdown:
     def close(self, *, clean: bool, error: str = "", is_of_the_world: bool = False) -> None:
         """End the job for this process. ``error`` is reported to the agent as the reason."""
         strategy = self._strategies.active
+        if clean and (failed_exit := self._loop.scope.failed_exit):
+            clean, error = False, failed_exit
         self._optimizer_watch.close()
         if clean and not self._halt.has_left:
             self._close_in_order()

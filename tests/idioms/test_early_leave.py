@@ -150,8 +150,18 @@ def test_a_rank_that_leaves_after_the_first_step_of_a_world_is_named(
         assert "rank 1 left the loop after step 0, while rank" in worker.error
 
 
-def test_an_error_of_one_rank_is_not_taken_for_leaving(runs: IdiomRuns, tmp_path: Path) -> None:
-    """Python closes the loop's iterator before it runs `finally`."""
+@pytest.mark.parametrize(
+    ("end", "error"),
+    [
+        ('raise ValueError("a bad sample")', "ValueError: a bad sample"),
+        ("sys.exit(3)", "SystemExit: 3"),
+    ],
+)
+def test_an_error_of_one_rank_is_not_taken_for_leaving(
+    runs: IdiomRuns, tmp_path: Path, end: str, error: str
+) -> None:
+    """Python closes the loop's iterator before it runs `finally`. No excepthook is called for
+    sys.exit(3)."""
     path = tmp_path / "script.py"
     path.write_text(f"""{HEAD}
 {TRAINED}
@@ -161,12 +171,12 @@ def train():
             for i, (inputs, targets) in enumerate(loader, start=loader.index):
                 {STEP}
                 if i == 5 and run.world.rank == 1:
-                    raise ValueError("a bad sample")
+                    import sys; {end}
     finally:
         print("closed the log")
 {TAIL}""")
     outcome = runs.world.run(path, tmp_path / "ranks", size=3)
-    assert outcome.workers[1].error == "ValueError: a bad sample", outcome.describe()
+    assert outcome.workers[1].error == error, outcome.describe()
     assert not any("left the loop" in worker.error for worker in outcome.workers)
 
 

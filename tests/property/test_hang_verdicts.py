@@ -246,6 +246,8 @@ def test_a_stopped_worker_is_the_culprit_after_its_grace() -> None:
         (1,),
     )
     assert judge_stopped(fact(1), 5.0, 1.0).action is HangAction.WAIT
+    before_its_world = fact(-1, local_rank=2, kernel=KernelFacts(state="T"))
+    assert judge_stopped(before_its_world, 1.0, 1.0).reason.startswith("local rank 2 on n")
 
 
 def test_of_two_hung_ranks_the_one_behind_is_killed_first() -> None:

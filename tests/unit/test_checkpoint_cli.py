@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import sys
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +38,8 @@ def test_ls_and_show(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     shown = as_json(capsys, "show", folder)
     assert shown["step"] == 30 and shown["world_size"] == 2
     assert {"name": "model/weight", "dtype": "F32", "shape": [7, 3]} in shown["tensors"]
+    assert main(["checkpoints", "show", str(folder)]) == 0
+    assert "written by 2 ranks\n" in capsys.readouterr().out, "not broken at the table's width"
     assert main(["checkpoints", "ls", str(folder)]) == 0
     assert "tensors" in capsys.readouterr().out
 
@@ -60,9 +63,14 @@ def test_a_folder_without_checkpoints_is_named(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """A misspelled folder must not look like one whose checkpoints are all valid."""
-    for command in ("ls", "verify"):
-        assert main(["checkpoints", command, str(tmp_path / "jbo")]) == 2
+    commands = ("ls", "show", "verify", "prune --keep 1 --yes", "diff a b", "export a b --to torch")
+    for command, *flags in map(str.split, commands):
+        assert main(["checkpoints", command, str(tmp_path / "jbo"), *flags]) == 2
         assert "there is no folder" in capsys.readouterr().err
+    (tmp_path / "file").touch()
+    assert main(["checkpoints", "ls", str(tmp_path / "file")]) == 2
+    assert "is not a folder" in capsys.readouterr().err
+    (tmp_path / "file").unlink()
     assert main(["checkpoints", "verify", str(tmp_path)]) == 65
     assert "there is no checkpoint in" in capsys.readouterr().err
     assert main(["checkpoints", "ls", str(tmp_path)]) == 0
@@ -103,6 +111,8 @@ def test_prune_requires_confirmation(folder: Path, capsys: pytest.CaptureFixture
     assert len(checkpoints.list_checkpoints(folder)) == 3
     as_json(capsys, "prune", folder, "--keep", 1, "--every", 20, "--yes")
     assert [c.step for c in checkpoints.list_checkpoints(folder)] == [30, 20]
+    assert main(["checkpoints", "prune", str(folder), "--keep", "2", "--yes"]) == 0
+    assert capsys.readouterr().out == "there is nothing to remove\n"
 
 
 @pytest.mark.parametrize("form", ["torch", "dcp", "safetensors"])
@@ -110,7 +120,9 @@ def test_export_and_import_round_trip(
     folder: Path, form: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     target = tmp_path / "exported"
-    as_json(capsys, "export", folder, name_of(20), target, "--to", form)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        as_json(capsys, "export", folder, name_of(20), target, "--to", form)
     trust = ["--trust"] if form == "dcp" else []
     info = as_json(capsys, "import", tmp_path / "new", target, "--from", form, "--step", 20, *trust)
     assert same(checkpoints.load(tmp_path / "new", info["name"]).state, small_state(20))
@@ -120,6 +132,11 @@ def test_usage_errors_are_explained(folder: Path, capsys: pytest.CaptureFixture[
     assert main(["checkpoints", "show", str(folder), name_of(99)]) == 65
     assert "there is no checkpoint" in capsys.readouterr().err
     assert main(["checkpoints", "shwo", str(folder)]) == 2
+    capsys.readouterr()
+    missing = str(folder / "missing.pt")
+    flags = ("--from", "torch", "--step", "1")
+    assert main(["checkpoints", "import", str(folder), missing, *flags]) == 2
+    assert "there is no file or folder" in capsys.readouterr().err
 
 
 class Terminal(io.StringIO):

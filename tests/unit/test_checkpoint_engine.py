@@ -206,6 +206,34 @@ def test_a_superseded_world_does_not_commit_and_the_next_one_does() -> None:
         )
 
 
+def test_another_run_that_saves_into_the_same_folder_is_reported() -> None:
+    """Each would silently remove the other's checkpoints."""
+    storage = MemoryStorage()
+    checkpoints.save(storage, small_state(1), step=1, nonce="older")
+    with Engine(storage) as first, Engine(storage) as second:
+        assert save(first, small_state(2), 2, WriterGroup(nonce="aa")).notes == ()
+        assert save(second, small_state(3), 3, WriterGroup(nonce="bb")).notes == ()
+        (note,) = save(first, small_state(4), 4, WriterGroup(nonce="aa")).notes
+        assert note.startswith("step-000000003.g0.bb was saved by another run")
+        assert save(first, small_state(5), 5, WriterGroup(nonce="cc")).notes == (), "its own world"
+        assert "another run" in save(second, small_state(6), 6, WriterGroup(nonce="bb")).notes[0]
+
+
+def test_a_run_that_starts_over_in_a_folder_keeps_its_last_checkpoint() -> None:
+    """Checkpoints of an earlier run with larger steps count as newer: without a note, none of this
+    run would be kept."""
+    storage = MemoryStorage()
+    for step in (100, 200, 300):
+        checkpoints.save(storage, small_state(step), step=step, nonce="older")
+    for step in (1, 2):
+        saved = checkpoints.save(storage, small_state(step), step=step, nonce="aa")
+        assert saved.name in [c.name for c in checkpoints.list_checkpoints(storage)]
+        (note,) = saved.notes
+        assert note.startswith("step-000000300.g0.older of another run counts as newer than")
+    assert [c.step for c in checkpoints.list_checkpoints(storage)] == [300, 200, 100, 2]
+    assert checkpoints.latest(storage).checkpoint == checkpoints.list_checkpoints(storage)[0]
+
+
 def test_a_save_waits_for_a_free_buffer_for_at_most_wait_s() -> None:
     gate = threading.Event()
 

@@ -117,6 +117,26 @@ def test_an_empty_folder_is_reported(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert f"there are no events in {tmp_path}" in err
 
 
+def test_a_run_is_selected_by_its_id(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Runs may share a folder. A misspelled run must not look like another one."""
+    for number, run_id in enumerate(("llama-6", "llama-7")):
+        clock = ManualClock(1769860900.0 + number)
+        identity = {"node": run_id}
+        journal = Journal(folder=folder, identity=identity, clock=clock, run_id=run_id)
+        journal.emit(Waiting(reason=run_id))
+        journal.close()
+    waiting = (folder, "--event=waiting")
+    assert len(run(capsys, *waiting)[0]) == 6
+    selected = run(capsys, *waiting, "--rdzv-id=llama-7")[0]
+    assert [line.split("reason=")[1] for line in selected[4:]] == ["llama-7"]
+    for path in folder.glob("node-*"):
+        path.unlink()
+    assert main(["events", str(folder), "--rdzv-id=lama-7"]) == 2
+    error = capsys.readouterr().err
+    assert "there are no events of run lama-7 in" in error
+    assert "it has those of llama-6, llama-7" in error
+
+
 def test_the_folder_may_come_from_the_environment(
     folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -8,8 +8,10 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import httpx
 import pytest
@@ -18,9 +20,12 @@ from made_up_run import write_run
 
 from elastic.cli.dashboard import command
 from elastic.cli.dashboard.access import is_loopback
+from elastic.cli.dashboard.feed.event_log import EventLog
+from elastic.cli.dashboard.feed.job_feed import JobFeed
 from elastic.cli.main import main
-from elastic.errors import ConfigError
+from elastic.errors import ConfigError, StoreUnreachable
 from elastic.events import NodeLost, Waiting
+from elastic.store.keyvalue import KeyValue
 from elastic.telemetry.journal import Journal
 from elastic.testing.waiting import PATIENCE_S, eventually
 from elastic.tuning.agent_intervals import DASHBOARD_ETCD_S, DASHBOARD_JOURNALS_S
@@ -246,8 +251,45 @@ def test_the_server_stops_while_pages_are_open(job: FakeJob) -> None:
     assert b"event: sections" in rest
     writer.close()
     loop.close()
-    names = {thread.name for thread in threading.enumerate()}
-    assert not {name for name in names if "dashboard" in name}
+    eventually(
+        lambda: not [t.name for t in threading.enumerate() if "dashboard" in t.name],
+        "the end of all threads",
+    )
+
+
+def test_the_server_does_not_wait_for_a_connection_attempt() -> None:
+    """Ctrl-C would otherwise take as long as connect_timeout_s, 10 s."""
+    is_connecting, may_end = threading.Event(), threading.Event()
+
+    @contextmanager
+    def silent_etcd() -> Iterator[KeyValue]:
+        is_connecting.set()
+        if may_end.wait():
+            raise StoreUnreachable("etcd does not answer")
+        yield Mock()
+
+    feed = JobFeed(KEYS, silent_etcd, None, EventLog(), on_change=Mock(), on_error=Mock())
+    feed.start()
+    assert is_connecting.wait(PATIENCE_S)
+    feed.close()
+    assert feed.is_alive, "closed before the attempt has ended"
+    may_end.set()
+    eventually(lambda: not feed.is_alive, "the end of its thread")
+
+
+def test_a_slow_etcd_is_reported_once_on_the_terminal(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    attempts: list[bool] = []
+
+    def connect(args: object, *, reports_delay: bool) -> None:
+        attempts.append(reports_delay)
+
+    monkeypatch.setattr(command, "job_store", connect)
+    open_store = command.StoreOpener(command.parser({}).parse_args([]))
+    for _ in range(3):
+        open_store()
+    assert attempts == [True, False, False]
 
 
 # What the feed survives --------------------------------------------------------------------------

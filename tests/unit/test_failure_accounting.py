@@ -12,7 +12,7 @@ from elastic.leadership.roster import Failed
 from elastic.membership.decision import NodeView
 from elastic.membership.failure_budget import StopJob
 from elastic.membership.member_status import classify_members
-from elastic.membership.records import FailureReport, NodeState, WorldRecord
+from elastic.membership.records import Cause, FailureReport, NodeState, WorldRecord
 from elastic.membership.step_rate import StepRate
 from elastic.membership.view import View
 from elastic.tuning.agent_options import AgentOptions
@@ -371,6 +371,20 @@ def test_a_module_that_is_missing_on_one_node_quarantines_it_once_the_job_has_tr
     later.observe(StepRate(8, 40, 0.1, NOW))
     assert later.charge(failed_with(text), StepRate(8, 41, 0.1, NOW), NOW) is None
     assert "id-n3" in later.quarantined(NOW)
+
+
+def test_a_module_that_is_missing_on_a_node_that_joins_does_not_end_the_job() -> None:
+    """Workers of restart mode, and those of unmodified scripts, report no steps."""
+    text = "ModuleNotFoundError: No module named 'flash_attn'"
+    seven = world("n1", "n2")
+    eight = replace(world("n1", "n2", "n3", generation=8), cause=Cause.JOINED)
+    accounting = FailureAccounting(OPTIONS)
+    accounting.formed(seven, eight, NOW - 4)
+    assert accounting.charge(failed_with(text, eight), None, NOW) is None
+    assert "id-n3" in accounting.quarantined(NOW)
+    restarted = FailureAccounting(OPTIONS)
+    restarted.formed(seven, replace(eight, cause=Cause.FAILURE), NOW - 4)
+    assert restarted.charge(failed_with(text, eight), None, NOW) is not None
 
 
 def test_an_error_of_a_survivor_has_no_verdict_if_a_node_was_lost() -> None:

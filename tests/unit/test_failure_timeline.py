@@ -60,6 +60,9 @@ def ended(*breakages: BreakageRecord, exit_code: int = 70) -> Done:
     )
 
 
+EARLY = FailureRecord(node="n2", text=None, exit_code=1, step=None)
+
+
 def page(done: Done) -> str:
     return render(done, "/elastic/job", done_key="/elastic/job/done")
 
@@ -99,6 +102,7 @@ def test_the_original_failure_precedes_its_consequences() -> None:
     ("breakages", "exit_code", "advice"),
     [
         ((breakage(1, NAN), breakage(2, NAN)), 1, "last checkpoint before step 120"),
+        ((breakage(1, EARLY, step=None),) * 3, 1, "reproduce it on one node, and fix it"),
         ((breakage(1, KILLED),), 70, "give n3 more memory"),
         ((breakage(1, lost=("n2",), churned=("n2",)),), 70, "find out why n2 departed"),
         ((breakage(1, RESET), breakage(2, RESET)), 70, "check the network between the nodes"),

@@ -520,6 +520,34 @@ def test_no_node_joins_and_finished_members_count_while_the_job_ends() -> None:
     assert "runs on n2" in wait(calm).reason
 
 
+def test_no_member_waits_for_one_that_finished_before_it_entered_the_world() -> None:
+    """n2 returns, or its workers fail, while the last steps of n1 are done."""
+    n1 = node("n1", NodeState.FINISHED, running=world("n1"))
+    returned = node("n2", arrived_for=6)
+    ended = decide(view(world("n1", "n2", generation=8), seen(n1), seen(returned)), NOW, POLICY)
+    assert isinstance(ended, End) and ended.outcome is Outcome.SUCCESS
+
+    waits_inside = replace(returned, running=world("n1", "n2", generation=8))
+    p = proposal(view(world("n1", "n2", generation=8), seen(n1), seen(waits_inside)))
+    assert (named(p), p.generation) == ([], 9)
+    assert p.reason == "n1 had finished before; the job ends"
+    w = wait(view(world(generation=9, state=PAUSED), seen(n1), seen(waits_inside)))
+    assert w.reason == "n2 still ending workers"
+    v = view(world(generation=9, state=PAUSED), seen(n1), seen(node("n2", arrived_for=8)))
+    assert isinstance(decide(v, NOW, POLICY), End)
+
+    n1 = replace(n1, running=world("n1", "n2"))
+    failed = node("n2", arrived_for=7)
+    v = view(world("n1", "n2", generation=8), seen(n1), seen(failed))
+    p = proposal(v)
+    assert (named(p), p.state, p.cause) == (["n2"], WorldState.ACTIVE, Cause.LEFT)
+    assert p.reason == "n1 had finished before"
+    exited = replace(missing("n1"), finished=True, running=world("n1", "n2"))
+    assert named(proposal(view(v.world, seen(failed), gone=[exited]))) == ["n2"]
+    calm = view(world("n2", generation=9), seen(n1), seen(failed))
+    assert "runs on n2" in wait(calm).reason
+
+
 def test_no_decision_after_the_end_of_the_job() -> None:
     done = Done(
         outcome=Outcome.SUCCESS,

@@ -74,13 +74,17 @@ def test_a_job_that_has_ended_releases_the_folder(claim: Callable[..., Ownership
     assert before is not None and before.failures == 0
 
 
-def test_the_folder_of_a_stopped_job_is_taken_over(claim: Callable[..., Ownership]) -> None:
+def test_the_folder_of_a_stopped_job_is_taken_over(
+    claim: Callable[..., Ownership], caplog: pytest.LogCaptureFixture
+) -> None:
     first = claim("one")
     first.claim()
     slept: list[None] = []
     second = claim("two", on_sleep=lambda: slept.append(None))
     second.claim()
     assert len(slept) * 0.25 >= OWNER_WATCH_S
+    assert "last used by job 'one', rank 0 on node node-of-one" in caplog.text
+    assert "waiting up to 30 s" in caplog.text, "the job seems to hang"
     first.hold()  # it was only stopped, and resumes
     first.heartbeat()
     assert first.is_lost

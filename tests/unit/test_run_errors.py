@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ from torch.utils.data import DataLoader
 
 import checkpoints
 from elastic.errors import CheckpointRequired, ConfigError, TrainingError
+from elastic.events import RunClosed
 from elastic.training.checkpointing.folder import CheckpointFolder
 from elastic.training.checkpointing.options import Checkpoints
 from elastic.training.components import start_components
@@ -375,3 +377,16 @@ def test_a_debug_level_that_crashes_workers_is_rejected() -> None:
     )
     assert done.returncode != 0
     assert "TORCH_DISTRIBUTED_DEBUG=DETAIL: torch then wraps process groups" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("code", "error"),
+    [(0, ""), (None, ""), (3, "the script called sys.exit(3)")],
+)
+def test_sys_exit_with_an_error_is_not_the_end_of_training(code: int | None, error: str) -> None:
+    """No excepthook is called for it, so at exit it looks like a script that has ended."""
+    journal = Mock()
+    with process(journal=journal) as run, pytest.raises(SystemExit):
+        run.retry(sys.exit, code)
+    closed = next(c.args[0] for c in journal.emit.mock_calls if isinstance(c.args[0], RunClosed))
+    assert (closed.clean, closed.error) == (not error, error)

@@ -5,7 +5,9 @@ from __future__ import annotations
 import argparse
 import os
 import secrets
+import sys
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 from elastic.cli.command_parser import CommandParser
@@ -17,7 +19,9 @@ from elastic.cli.dashboard.feed.snapshot import JobSnapshot
 from elastic.cli.job_arguments import add_job_arguments
 from elastic.cli.observe.connection import job_store, keys_of
 from elastic.cli.observe.events import folder_of
+from elastic.cli.observe.printable import printable
 from elastic.errors import ConfigError
+from elastic.store.keyvalue import KeyValue
 
 DEFAULT_PORT = 8630
 TOKEN_VARIABLE = "ELASTIC_DASHBOARD_TOKEN"
@@ -145,15 +149,34 @@ def _feed_of(
         run_id = keys.run_id if keys is not None else (args.rdzv_id or "")
         # A job that has not started has no journals yet: with etcd, the folder may appear later.
         folder = Path(args.journal) if uses_etcd else folder_of(args.journal)
+        if not folder.is_dir():
+            print(
+                f"elastic dashboard: there is no folder {printable(args.journal)} yet: events come "
+                "from etcd only, and there are no charts",
+                file=sys.stderr,
+            )
         journals = JournalFeed(folder, run_id, log)
     return JobFeed(
         keys,
-        (lambda: job_store(args)) if uses_etcd else None,
+        StoreOpener(args) if uses_etcd else None,
         journals,
         log,
         on_change=on_change,
         on_error=on_error,
     )
+
+
+class StoreOpener:
+    """Connects to the job's store. Only the first attempt is reported on stderr: the page shows
+    since when etcd is unreachable."""
+
+    def __init__(self, args: argparse.Namespace) -> None:
+        self._args = args
+        self._is_first = True
+
+    def __call__(self) -> AbstractContextManager[KeyValue]:
+        is_first, self._is_first = self._is_first, False
+        return job_store(self._args, reports_delay=is_first)
 
 
 def _address_line(host: str, port: int, policy: AccessPolicy) -> str:

@@ -6,7 +6,7 @@ import argparse
 import sys
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 
 from elastic.cli.job_arguments import endpoint_of, options_of, run_id_of
 from elastic.cli.observe.printable import printable
@@ -22,15 +22,19 @@ def keys_of(args: argparse.Namespace) -> Keys:
 
 
 @contextmanager
-def job_store(args: argparse.Namespace) -> Iterator[KeyValue]:
-    """Connect for the duration of the block. Raises ConfigError and CoordinationError."""
+def job_store(args: argparse.Namespace, *, reports_delay: bool = True) -> Iterator[KeyValue]:
+    """Connect for the duration of the block. Raises ConfigError and CoordinationError.
+
+    ``reports_delay``: print a line to stderr if etcd does not answer within SAY_CONNECTING_S.
+    """
     from elastic.store.etcd.store import EtcdStore
 
     endpoint, options = endpoint_of(args), options_of(args)
-    with _print_if_slow(
+    line = (
         f"elastic: etcd at {printable(endpoint, 200)} has not answered yet; waiting up to "
         f"{options.connect_timeout_s:g} s (connect_timeout_s in --rdzv-conf)"
-    ):
+    )
+    with _print_if_slow(line) if reports_delay else nullcontext():
         store = EtcdStore(etcd_config(endpoint, options))
     try:
         yield store

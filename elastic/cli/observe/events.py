@@ -24,11 +24,12 @@ from elastic.cli.observe.printable import age, printable, timestamp
 from elastic.clock import SYSTEM_CLOCK, Clock
 from elastic.errors import ConfigError, StoreUnreachable
 from elastic.telemetry.journal_reader import JournalFolder, JournalRecord
-from elastic.telemetry.merging import merge
+from elastic.telemetry.merging import UNNAMED_RUNS, merge
 from elastic.tuning.worker_intervals import FOLLOW_S
 
 # Fields that begin each line, or that are not useful to people.
 _ENVELOPE = frozenset({"event", "seq", "time", "monotonic", "writer", "node", "node_id"})
+_MAX_RUNS = 5  # in an error
 _PLACE = (("rank", "r"), ("generation", "g"), ("step", "s"))
 
 
@@ -54,10 +55,11 @@ def parser(environ: Mapping[str, str] = os.environ) -> argparse.ArgumentParser:
         prog="elastic events",
         description="Print the events of a run: the journals of all its processes, merged in order "
         "of time. The fields of each event: docs/reference/events.md. With --rdzv-endpoint, also "
-        "changes that etcd shows and no journal in FOLDER records: worlds, nodes, the job's end.",
+        "changes that etcd shows and no journal in FOLDER records: worlds, nodes, the job's end. "
+        "With --rdzv-id, only events of that run.",
         epilog="PET_RDZV_ENDPOINT is used only if neither FOLDER nor ELASTIC_JOURNAL is given. "
-        "exit codes: 0 success, 2 usage, 69 etcd denies access, or is unreachable and no FOLDER is "
-        "given",
+        "exit codes: 0 success, 2 usage, or no such run, 69 etcd denies access, or is unreachable "
+        "and no FOLDER is given",
     )
     add_job_arguments(own, {k: v for k, v in environ.items() if k != "PET_RDZV_ENDPOINT"})
     own.add_argument(
@@ -128,18 +130,25 @@ def _print_all(
     clock: Clock,
 ) -> None:
     journals = JournalFolder(folder) if folder is not None else None
-    merged = merge(journals.read_new(), journals.notes()) if journals is not None else merge([], [])
+    runs = RunSelection(args.rdzv_id)
+    read = journals.read_new() if journals is not None else []
+    merged = merge(runs.select(read), journals.notes() if journals is not None else [])
     notes = _Notes()
     of_etcd = _changes(changes, merged.records, notes, at_once=not args.follow)
     _print(_in_order([*merged.records, *of_etcd]), args, since_s)
     notes.print(merged.notes)
     if not merged.records and not of_etcd and not args.follow:
         where = printable(str(folder)) if folder is not None else "etcd"
+        if runs.others:
+            raise ConfigError(
+                f"there are no events of run {printable(args.rdzv_id)} in {where}",
+                hint=f"it has those of {', '.join(map(printable, runs.others[:_MAX_RUNS]))}",
+            )
         print(f"elastic: there are no events in {where}", file=sys.stderr)
     offsets = {r.writer: r.at_s - r.monotonic_s for r in merged.records}
     while args.follow:
         clock.sleep(FOLLOW_S)
-        records = journals.read_new() if journals is not None else []
+        records = runs.select(journals.read_new()) if journals is not None else []
         for record in records:
             known = offsets.setdefault(record.writer, record.time_s - record.monotonic_s)
             record.at_s = record.monotonic_s + known
@@ -147,6 +156,31 @@ def _print_all(
         _print(_in_order([*records, *of_etcd]), args, since_s)
         if journals is not None:
             notes.print(journals.notes(is_growing=True))
+
+
+class RunSelection:
+    """Selects the events of one run, and those of journals without a run id.
+
+    ``run_id``: None selects all runs.
+    """
+
+    def __init__(self, run_id: str | None) -> None:
+        self._run_id = run_id
+        self._runs: dict[str, str] = {}  # by writer
+
+    @property
+    def others(self) -> list[str]:
+        """The runs that were not selected, in the order of their first journal."""
+        ids = dict.fromkeys(self._runs.values())
+        return [run for run in ids if self._run_id and run not in (*UNNAMED_RUNS, self._run_id)]
+
+    def select(self, records: Sequence[JournalRecord]) -> list[JournalRecord]:
+        """The selected records. A writer's first record names its run."""
+        for record in records:
+            if record.name == "journal-opened":
+                self._runs[record.writer] = record.text("run_id")
+        others = set(self.others)
+        return [r for r in records if self._runs.get(r.writer, "") not in others]
 
 
 def _changes(

@@ -23,6 +23,7 @@ from checkpoints import CheckpointError, Storage
 from checkpoints.storage.small_files import read_record, write_record
 from elastic.clock import SYSTEM_CLOCK, Clock
 from elastic.errors import ConfigError
+from elastic.telemetry.log import get_logger
 from elastic.tuning.worker_intervals import (
     OWNER_HEARTBEAT_S,
     OWNER_JOIN_S,
@@ -148,6 +149,11 @@ class Ownership:
         return _is_alive(found) is not False
 
     def _watch(self, found: Owner) -> None:
+        get_logger().warning(
+            "%s was last used by %s, which has not reported its end: waiting up to %g s to see "
+            "whether it still saves there",
+            *(self._storage.place, _describe(found), OWNER_WATCH_S),
+        )
         until_s = self._clock.monotonic() + OWNER_WATCH_S
         while self._clock.monotonic() < until_s:
             self._clock.sleep(OWNER_LOOK_S)

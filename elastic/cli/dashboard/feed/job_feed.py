@@ -20,6 +20,7 @@ from elastic.membership.keys import Keys
 from elastic.store.keyvalue import KeyValue
 from elastic.telemetry.log import get_logger
 from elastic.tuning.agent_intervals import (
+    DASHBOARD_DRAIN_S,
     DASHBOARD_ETCD_S,
     DASHBOARD_JOURNALS_S,
     DASHBOARD_RECONNECT_S,
@@ -90,11 +91,16 @@ class JobFeed:
             thread.start()
 
     def close(self) -> None:
-        """Stop and join. Idempotent."""
+        """Stop, and wait for the threads for at most ``DASHBOARD_DRAIN_S``. Idempotent.
+
+        Drawing, and connecting to an etcd that does not answer, take longer than a user who
+        presses Ctrl-C waits. The threads are daemons.
+        """
         self._closing.set()
+        deadline_s = self._clock.monotonic() + DASHBOARD_DRAIN_S
         for thread in self._threads:
             if thread.ident is not None:
-                thread.join()
+                thread.join(max(0.0, deadline_s - self._clock.monotonic()))
 
     def _guarded(self, loop: Callable[[], None]) -> None:
         try:
@@ -105,6 +111,8 @@ class JobFeed:
             raise
 
     def _publish(self, **changes: object) -> None:
+        if self._closing.is_set():  # a thread that close() did not wait for
+            return
         with self._lock:
             self._snapshot = replace(self._snapshot, at_s=self._clock.wall(), **changes)  # type: ignore[arg-type]
             self._on_change(self._snapshot)

@@ -12,9 +12,9 @@ from elastic.cli.dashboard.feed.snapshot import RunCharts
 from elastic.cli.observe.last_known import last_known
 from elastic.clock import SYSTEM_CLOCK, Clock
 from elastic.telemetry.journal_reader import JournalFolder, JournalRecord
+from elastic.telemetry.merging import UNNAMED_RUNS
 from elastic.tuning.agent_intervals import DASHBOARD_CHARTS_S
 
-_UNNAMED = ("", "none")
 _MAX_NOTES = 10
 # A chart is redrawn immediately after these events.
 _URGENT = frozenset({"world-formed", "recovered", "job-ended"})
@@ -56,7 +56,7 @@ class JournalFeed:
     @property
     def run_id(self) -> str:
         """The requested run, or the run of the journal opened last."""
-        named = [run for run in self._runs.values() if run not in _UNNAMED]
+        named = [run for run in self._runs.values() if run not in UNNAMED_RUNS]
         return self._run_id or (named[-1] if named else "")
 
     @property
@@ -75,7 +75,7 @@ class JournalFeed:
         for record in found:
             if record.name == "journal-opened":
                 self._runs[record.writer] = record.text("run_id")
-        own = [r for r in found if self._runs.get(r.writer, "") in (*_UNNAMED, self.run_id)]
+        own = [r for r in found if self._runs.get(r.writer, "") in (*UNNAMED_RUNS, self.run_id)]
         self._log.add_records(own)
         notes = self._reader.notes(is_growing=True)
         with self._lock:
