@@ -262,7 +262,7 @@ def train():
     for inputs, targets in loader:
         STEP
 """,
-        "after step 0, rank 1 has different weights from rank 0",
+        "updates parameters at step 0 that are in no wrapped or tracked module",
     ),
     "weights are loaded by the function that is called again": (
         TRAINED

@@ -259,9 +259,9 @@ def _not_saved(
         f"{who} updates parameters at step {step} that are in no wrapped or tracked module "
         f"({len(unsaved)}, of shape {shapes}): no checkpoint has them, and a joining node does not "
         "get them",
-        hint="before run.retry, run.wrap a module that has them as nn.Parameter; or, if all ranks "
-        "compute the same gradients of them, run.track(parameters=nn.ParameterList(parameters)), "
-        "and the optimizer, too",
+        hint="model = run.wrap(model), before you create the optimizer; bare tensors become an "
+        "nn.Parameter of a module. Or, if all ranks compute the same gradients of them, "
+        "run.track(parameters=nn.ParameterList(parameters)), and the optimizer, too",
     )
 
 

@@ -1,13 +1,12 @@
 """An unwrapped model
 
-Every rank would train its own model.
+Every rank would train its own model, and a joining node would begin with its own.
 
 ```python
 model = run.wrap(network)
 ```
 
 Refused: run.wrap
-Workers: 3
 """
 
 import torch
