@@ -19,13 +19,22 @@ _BUFFER_BYTES = 1 << 20
 
 
 class LocalStorage:
-    """A local folder, or one on NFS (where rename and fsync are synchronous)."""
+    """A local folder, or one on NFS (where rename and fsync are synchronous).
+
+    A relative ``root`` is that of the current working directory now, also after ``os.chdir``.
+    """
 
     def __init__(self, root: str | os.PathLike[str]) -> None:
-        self._root = Path(root)
+        self._place = str(Path(root))
+        self._root = Path(os.path.abspath(root))
 
     @property
     def place(self) -> str:
+        return self._place
+
+    @property
+    def folder(self) -> str:
+        """The absolute path."""
         return str(self._root)
 
     def make_folder(self, path: str) -> None:

@@ -200,7 +200,7 @@ def test_a_failed_or_hung_check_prevents_the_join(
 @pytest.mark.parametrize(
     ("given", "folder"),
     [
-        ("ckpt", "ckpt"),
+        ("ckpt", str(Path("ckpt").absolute())),
         (Path("/shared/job"), "/shared/job"),
         ("file:///shared/job", "/shared/job"),
         ("s3://bucket/job", None),

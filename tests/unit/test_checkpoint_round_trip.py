@@ -228,3 +228,17 @@ def test_loading_a_missing_checkpoint_raises_not_found(tmp_path: Path) -> None:
             checkpoints.load(tmp_path, name)
     assert checkpoints.latest(tmp_path / "nowhere").checkpoint is None
     assert checkpoints.list_checkpoints(tmp_path / "nowhere") == ()
+
+
+def test_a_relative_folder_stays_the_same_after_chdir(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Hydra changes the working directory of a script."""
+    monkeypatch.chdir(tmp_path)
+    storage = checkpoints.LocalStorage("ckpt")
+    (tmp_path / "outputs").mkdir()
+    monkeypatch.chdir(tmp_path / "outputs")
+    saved = checkpoints.save(storage, {"weight": torch.ones(2)}, step=1, nonce="ab")
+    assert [i.name for i in checkpoints.list_checkpoints(tmp_path / "ckpt")] == [saved.name]
+    assert (storage.place, storage.folder) == ("ckpt", str(tmp_path / "ckpt"))
+    assert list((tmp_path / "outputs").iterdir()) == []

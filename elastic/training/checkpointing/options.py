@@ -50,7 +50,7 @@ class Checkpoints:
 
     @property
     def local_folder(self) -> str | None:
-        """The folder's path; None for an object store.
+        """The folder's absolute path; None for an object store.
 
         Raises :class:`checkpoints.ArgumentError` for an address that names no storage.
         """
@@ -59,7 +59,7 @@ class Checkpoints:
             return None
         if isinstance(storage, str | os.PathLike):
             storage = storage_for(storage)
-        return storage.place if isinstance(storage, LocalStorage) else None
+        return storage.folder if isinstance(storage, LocalStorage) else None
 
     def __post_init__(self) -> None:
         if not (isinstance(self.folder, str | os.PathLike) or hasattr(self.folder, "make_folder")):
