@@ -238,17 +238,29 @@ def test_an_optimizer_is_tracked_by_a_wrapper_whose_state_includes_it() -> None:
     _train_with_tracked(_Wrapper)
 
 
-def test_an_optimizer_of_other_parameters_is_not_restricted() -> None:
+def test_an_optimizer_of_parameters_within_a_step_is_not_restricted() -> None:
     with process() as run:
         script = job(run)
-        own = nn.Linear(1, 1)
-        other = torch.optim.SGD(own.parameters(), lr=0.1)
         for x, y in script.loader:
+            own = nn.Linear(1, 1)
+            other = torch.optim.SGD(own.parameters(), lr=0.1)
             own(torch.ones(1, 1)).sum().backward()
             before = own.weight.detach().clone()
             other.step()
             script.update(x, y)
             assert not torch.equal(own.weight, before)
+
+
+def test_an_untracked_optimizer_of_parameters_that_outlive_a_step_is_rejected() -> None:
+    with process() as run:
+        script = job(run)
+        own = nn.Linear(1, 1)
+        other = torch.optim.SGD(own.parameters(), lr=0.1)
+        with pytest.raises(TrainingError, match="SGD, which is not tracked, updates parameters"):
+            for x, y in script.loader:
+                own(torch.ones(1, 1)).sum().backward()
+                other.step()
+                script.update(x, y)
 
 
 def test_a_step_before_the_last_micro_batch_is_rejected() -> None:

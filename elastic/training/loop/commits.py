@@ -207,7 +207,8 @@ class Commits:
                 self._has_warned_of_copies = True
                 warn_of_copies(differing.copies)
             if self._has_states_of_shards and self._checkpoints.is_on:
-                self._check_optimizer_states(step, refuse_states_of_shards)
+                with self._lifecycle.replica.whole():
+                    self._check_optimizer_states(step, refuse_states_of_shards)
             weights |= {name: m.local_parameters for name, m in self._job.modules.items()}
         if is_first:
             weights |= self._optimizer_watch.unwrapped
@@ -232,8 +233,7 @@ class Commits:
         self, step: Step, refuse: Callable[[JobState, World, int], None]
     ) -> None:
         try:
-            with self._lifecycle.replica.whole():
-                refuse(self._job, self._lifecycle.world, step.number)
+            refuse(self._job, self._lifecycle.world, step.number)
         except TrainingError:
             self._checkpoints.stop()  # do not save this state
             raise
