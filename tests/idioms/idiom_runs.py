@@ -138,6 +138,17 @@ def assert_same(idiom: Idiom, outcome: RunOutcome, alone: RunOutcome) -> None:
         _assert_close(first.result, expected.result, idiom.tolerance_of, what, outcome)
 
 
+def assert_results(
+    outcome: RunOutcome, expected: dict[str, torch.Tensor], *, tolerance: float
+) -> None:
+    """All survivors have these results, up to an absolute tolerance."""
+    assert expected and outcome.survivors, outcome.describe()
+    for worker in outcome.survivors:
+        assert worker.result.keys() == expected.keys(), outcome.describe()
+        for name, value in expected.items():
+            torch.testing.assert_close(worker.result[name], value, rtol=0, atol=tolerance, msg=name)
+
+
 def assert_as_undisturbed(idiom: Idiom, outcome: RunOutcome, undisturbed: RunOutcome) -> None:
     """The result equals that of the same number of workers without a death."""
     first, expected = outcome.survivors[0], undisturbed.survivors[0]

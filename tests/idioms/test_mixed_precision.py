@@ -10,8 +10,7 @@ from __future__ import annotations
 import random
 
 import pytest
-import torch
-from idiom_runs import IdiomRuns
+from idiom_runs import IdiomRuns, assert_results
 
 from elastic.testing.small_world.world import CALLS, LINES, Death
 
@@ -285,11 +284,7 @@ def check(runs: IdiomRuns, way: str, kind: str, seed: int) -> None:
     outcome = runs.sharded(SCRIPT, way, kind, size, death, is_replaced=True)
     assert outcome.died_at, outcome.describe()
     outcome.assert_success(workers=size)
-    expected = undisturbed.survivors[0].result
-    for worker in outcome.survivors:
-        assert worker.result.keys() == expected.keys()
-        for name, value in expected.items():
-            torch.testing.assert_close(worker.result[name], value, rtol=0, atol=1e-6, msg=name)
+    assert_results(outcome, undisturbed.survivors[0].result, tolerance=1e-6)
 
 
 @pytest.mark.parametrize(("kind", "way"), [("nanogpt", "replicas")])

@@ -13,8 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
-import torch
-from idiom_runs import IdiomRuns
+from idiom_runs import IdiomRuns, assert_results
 
 from elastic.testing.small_world.world import Death, RunOutcome, SmallWorld
 
@@ -230,17 +229,9 @@ def test_modules_that_take_turns_on_all_ranks_train_like_one_process(
     alone.assert_success(workers=1)
     undisturbed = turns.run(way, NEVER, dims, size=size, per_node=per_node)
     undisturbed.assert_success(workers=size)
-    assert_same(undisturbed, alone.workers[0].result)
+    assert_results(undisturbed, alone.workers[0].result, tolerance=TOLERANCE)
     death = Death(rank=1, event=undisturbed.workers[1].lines // 2)
     killed = turns.run(way, NEVER, dims, size=size, per_node=per_node, death=death)
     assert killed.died_at, killed.describe()
     killed.assert_success(workers=size)
-    assert_same(killed, alone.workers[0].result)
-
-
-def assert_same(outcome: RunOutcome, expected: dict[str, torch.Tensor]) -> None:
-    assert expected
-    for worker in outcome.survivors:
-        assert worker.result.keys() == expected.keys()
-        for name, value in expected.items():
-            torch.testing.assert_close(worker.result[name], value, rtol=0, atol=TOLERANCE, msg=name)
+    assert_results(killed, alone.workers[0].result, tolerance=TOLERANCE)

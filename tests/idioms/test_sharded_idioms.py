@@ -11,8 +11,7 @@ import random
 from dataclasses import dataclass, field
 
 import pytest
-import torch
-from idiom_runs import IdiomRuns
+from idiom_runs import IdiomRuns, assert_results
 
 from elastic.testing.small_world.world import CALLS, LINES, Death, RunOutcome
 
@@ -239,15 +238,7 @@ def check(sharded: ShardedRuns, way: str, idiom: str, seed: int) -> None:
         outcome = sharded.run(way, idiom, size, death, is_replaced=is_replaced)
     assert outcome.died_at, outcome.describe()
     outcome.assert_success(workers=size if is_replaced else size - LOST[way])
-    assert_same(outcome, alone.result)
-
-
-def assert_same(outcome: RunOutcome, expected: dict[str, torch.Tensor]) -> None:
-    assert expected
-    for worker in outcome.survivors:
-        assert worker.result.keys() == expected.keys(), outcome.describe()
-        for name, value in expected.items():
-            torch.testing.assert_close(worker.result[name], value, rtol=0, atol=TOLERANCE, msg=name)
+    assert_results(outcome, alone.result, tolerance=TOLERANCE)
 
 
 @pytest.mark.parametrize(("idiom", "way"), IN_SHORT)
@@ -278,4 +269,4 @@ def test_a_death_does_not_change_the_result_of_mixed_precision(
     death = Death(rank=1, event=undisturbed.workers[1].calls // 2, counted=CALLS)
     outcome = sharded.run(way, idiom, size, death, is_replaced=True)
     outcome.assert_success(workers=size)
-    assert_same(outcome, undisturbed.survivors[0].result)
+    assert_results(outcome, undisturbed.survivors[0].result, tolerance=TOLERANCE)
