@@ -10,8 +10,6 @@ from pathlib import Path
 import checkpoints
 
 ROOT = Path(checkpoints.__file__).parent
-MAX_FILES = 12
-MAX_LINES = 400
 
 
 def module_of(path: Path) -> str:
@@ -53,23 +51,12 @@ def test_every_imported_name_is_exported() -> None:
     assert imported == set(checkpoints.__all__)
 
 
-def test_sub_packages_are_small_and_documented() -> None:
+def test_sub_packages_are_documented() -> None:
     for folder in {path.parent for path in MODULES.values()} - {ROOT}:
-        files = [path for path in folder.glob("*.py") if path.name != "__init__.py"]
-        assert len(files) <= MAX_FILES, folder
         text = ast.get_docstring(ast.parse((folder / "__init__.py").read_text())) or ""
         # What it is for, what it may import, where to start reading.
         assert "ay import" in text or "ay otherwise import" in text, folder
         assert "Start reading at" in text, folder
-
-
-def test_no_file_exceeds_the_line_limit() -> None:
-    long = {
-        name: lines
-        for name, path in MODULES.items()
-        if (lines := len(path.read_text().splitlines())) > MAX_LINES
-    }
-    assert long == {}
 
 
 def test_there_are_no_import_cycles() -> None:
