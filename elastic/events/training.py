@@ -25,7 +25,6 @@ class WorldJoined(Event):
     size: int  # number of workers
     step: int  # committed in the state
     source: int | None  # the rank that had the state; None: a checkpoint, or the initial state
-    replay: tuple[str, ...]  # optimizers that had stepped, masked when the step is repeated
     duration_s: float  # to agree, transfers included
 
 

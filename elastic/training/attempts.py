@@ -140,8 +140,8 @@ class Attempts:
 
     def end(self) -> None:
         """Called after the training function."""
-        self._lifecycle.settle()
-        self._loop.refuse_swallowed()
+        # Before any meeting, which may fail: a complete step is not repeated.
+        self._loop.settle_last()
         self._strategies.active.training_returned()
         self._loop.finish()
         self._strategies.active.end_attempt()
@@ -161,7 +161,7 @@ class Attempts:
                 self._own_steps, is_over_loader=False, has_own_state=self._job.has_own_state
             )
         info = OwnBatch(progress.epoch, progress.step, self._lifecycle.world.data_size)
-        self._progress.script_has_run()
+        self._loop.reach_own_step()
         step = self._loop.begin(None, (info, None), iter(()))
         step.only_micro_batch()
         return step

@@ -153,7 +153,6 @@ def assemble(
         state.job.stage = replica.mesh.stage_of(replica.position)
     if worlds is not None:
         checkpoints.fence(is_superseded=worlds.is_superseded, is_permitted=worlds.is_permitted)
-    checkpoints.pause_while(lambda: state.progress.is_ahead)
     state.registry.piggyback(checkpoints.flags)
     script = ScriptCalls(scope=Scope(), callbacks=StepCallbacks(), listeners=Listeners())
     reporting = _reporting(state, script.scope, ledger, journal)

@@ -161,12 +161,11 @@ class Preemption:
     def may_stop_here(self) -> bool:
         """Whether the state can be restored to the last commit. Called on the main thread, in the
         middle of the script."""
-        if self._lifecycle.is_changing or self._progress.is_torn or self._current.is_committing:
+        if self._lifecycle.is_changing or self._current.is_committing:
             return False
-        step = self._current.step
-        if step is None:
-            return self._strategies.active.has_snapshot_between_steps
-        return not step.optimizer_stepped
+        if self._current.step is None and not self._strategies.active.has_snapshot_between_steps:
+            return False
+        return self._progress.can_restore
 
     def _report_skipped(self, why: str) -> None:
         step = self._job.progress.step

@@ -36,6 +36,7 @@ from elastic.training.gradients.wrap import ElasticDDP
 from elastic.training.loop import loops
 from elastic.training.observers.values import WorldMean, weighted
 from elastic.training.run_logging import RunLogging
+from elastic.training.state.rollback import StepCopies, StepCopiesName, step_copies_from
 from elastic.training.step import Step
 from elastic.worker.node_first import node_first
 from elastic.worker.preflight import require_fit
@@ -344,6 +345,7 @@ def join(
     backend: str | None = None,
     preflight: bool = False,
     mesh: Mapping[str, int] | None = None,
+    step_copies: StepCopiesName = "auto",
 ) -> Run:
     """Join the job. Later calls return the same object, and may repeat the first one's arguments.
 
@@ -353,7 +355,10 @@ def join(
     the number of newest checkpoints to keep (3). ``seed`` determines the order of the data and
     every random number inside steps. ``backend``: torch.distributed's, by default ``gloo`` on CPUs
     and ``cpu:gloo,cuda:nccl`` on GPUs. ``mesh``: the dimensions of a replica, ``{"shard": 2}``
-    (docs/how-to/sharded.md).
+    (docs/how-to/sharded.md). ``step_copies``: whether weights and optimizer state are copied at the
+    beginning of each step, so that an interrupted step can be undone: ``"auto"``, where it costs at
+    most 1 % of a step, or where the script needs it; ``"always"``; ``"never"``, unless the script
+    needs it (docs/explanation/step.md).
 
     ``preflight`` first checks this node, in one to two seconds: ``/dev/shm``, limits and GPUs
     (unless its agent has done so: ``--rdzv-conf preflight=1``), and the checkpoint folder.
@@ -366,14 +371,16 @@ def join(
     global _run, _joined_with
     policies = {"checkpoints": checkpoints, "when": when, "keep": keep}
     given = {**policies, "seed": seed, "backend": backend, "mesh": mesh}
+    given["step_copies"] = step_copies
     if _run is not None:
         arguments.same_as_before("elastic.join", given, _joined_with)
     else:
         arguments.whole_number("elastic.join: seed=", seed, least=0)
         policy = checkpoints_from(checkpoints, when=when, keep=keep)
+        mode = step_copies_from(step_copies)
         if preflight:
             _require_fit(policy)
-        _run, _joined_with = _join(policy, seed, backend, mesh), given
+        _run, _joined_with = _join(policy, seed, backend, mesh, mode), given
     return _run
 
 
@@ -386,9 +393,14 @@ def _require_fit(policy: Checkpoints | None) -> None:
 
 
 def _join(
-    policy: Checkpoints | None, seed: int, backend: str | None, mesh: Mapping[str, int] | None
+    policy: Checkpoints | None,
+    seed: int,
+    backend: str | None,
+    mesh: Mapping[str, int] | None,
+    step_copies: StepCopies,
 ) -> Run:
     parts = components.start_components(policy, seed=seed, backend=backend, mesh=mesh)
+    parts.state.progress.step_copies = step_copies
     run = Run(parts)
     hook = FailureHook(parts.reporting.recorders.journal, parts.position)
     hook.install()

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -24,12 +23,14 @@ class Progress:
     # have not been called: a fault may end the world, or the process, before them.
     last: tuple[int, int, int] = (0, 0, 0)
     callbacks_left: int = 0
-    # Integers in the job's own state when the last step began: elastic.training.misuse.early_counts
-    counts: dict[str, list[int]] = field(default_factory=dict)
+    passes: int = 0  # over loaders, begun since the job began
+    # The loader over which the script's current pass is, or was the last one; empty: none.
+    place: str = ""
 
     def load(self, saved: Mapping[str, Any]) -> None:
-        """Continue from saved progress; older checkpoints lack some of the fields."""
-        vars(self).update(vars(Progress()) | dict(saved))
+        """Continue from saved progress; older checkpoints lack some of the fields, or have more."""
+        own = vars(Progress())
+        vars(self).update(own | {name: saved[name] for name in own.keys() & saved.keys()})
 
 
 class StepBatch(Protocol):
@@ -103,12 +104,9 @@ class Step:
         first: tuple[StepBatch, Any],
         rest: Batches,
         begin_micro_batch: Callable[[Step], object],
-        masked: tuple[str, ...] = (),
     ) -> None:
         self.number = number  # within the job, from 0
-        self.replay = bool(masked)  # repeated, with optimizers masked that had already stepped
-        self.stepped = list(masked)  # tracked optimizers whose update is in the weights, in order
-        self._masked = Counter(masked) if masked else None
+        self.stepped: list[str] = []  # tracked optimizers whose update is in the weights, in order
         self.is_weighted = False  # the script has read the weight
         self._info: StepBatch
         self._info, self._data = first
@@ -127,13 +125,6 @@ class Step:
     def optimizer_stepped(self) -> bool:
         """Whether the weights contain an update of this step."""
         return bool(self.stepped)
-
-    def is_masked(self, optimizer: str) -> bool:
-        """Whether this update is already in the weights. Call it once per update."""
-        if self._masked is None or not self._masked[optimizer]:
-            return False
-        self._masked[optimizer] -= 1
-        return True
 
     @property
     def epoch(self) -> int:

@@ -51,6 +51,68 @@ result = dict(model.state_dict())
 STEP = "optimizer.zero_grad(); F.mse_loss(model(inputs), targets).backward(); optimizer.step()"
 
 LOOPS = {
+    "an optimizer that counts its steps, and decays after the update": """
+class Counting(torch.optim.SGD):
+    @torch.no_grad()
+    def step(self, closure=None):
+        super().step(closure)
+        self.state["steps"] = self.state.get("steps", 0) + 1
+        for group in self.param_groups:
+            group["seen"] = group.get("seen", 0) + 1
+            for p in group["params"]:
+                p.mul_(1 - 0.001 * self.state["steps"] * group["seen"])
+optimizer = Counting(model.parameters(), lr=0.01, momentum=0.9)
+run.track(counting=optimizer)
+def train():
+    for epoch in run.epochs(2):
+        for i, (inputs, targets) in enumerate(loader, start=loader.index):
+            STEP
+            die(epoch * 8 + i, at)
+""",
+    "a rate that follows the mean loss": """
+scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.9, patience=0)
+run.track(scheduler=scheduler)
+def train():
+    for epoch in run.epochs(2):
+        for i, (inputs, targets) in enumerate(loader, start=loader.index):
+            optimizer.zero_grad()
+            loss = F.mse_loss(model(inputs), targets)
+            loss.backward()
+            optimizer.step()
+            die(epoch * 8 + i, at)
+            scheduler.step(run.mean(len(inputs), loss=loss.detach())["loss"])
+""",
+    "weights and rates that are set by the function that is called again": """
+before = copy.deepcopy(network.state_dict())
+scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
+run.track(scheduler=scheduler)
+def train():
+    for name, p in network.named_parameters():
+        p.data = before[name].clone()
+    for epoch in run.epochs(2):
+        if epoch:
+            scheduler.step()
+        for i, (inputs, targets) in enumerate(loader, start=loader.index):
+            STEP
+            die(epoch * 8 + i, at)
+""",
+    "averages in place of the weights in an evaluation": """
+shadow = copy.deepcopy(network)
+run.track(shadow=shadow)
+def swap():
+    for p, q in zip(network.parameters(), shadow.parameters()):
+        p.data, q.data = q.data, p.data
+def train():
+    for epoch in run.epochs(2):
+        for i, (inputs, targets) in enumerate(loader, start=loader.index):
+            STEP
+            for p, q in zip(network.parameters(), shadow.parameters()):
+                q.data.lerp_(p.data, 0.1)
+        swap()
+        die(epoch, at % 2)
+        run.mean(1.0, loss=F.mse_loss(network(x), x.sum(1, keepdim=True)).detach())
+        swap()
+""",
     "accumulation": """
 def train():
     for epoch in run.epochs(2):
@@ -264,20 +326,6 @@ def train():
 """,
         "updates parameters at step 0 that are in no wrapped or tracked module",
     ),
-    "weights are loaded by the function that is called again": (
-        TRAINED
-        + """
-before = copy.deepcopy(network.state_dict())
-at = 5
-def train():
-    network.load_state_dict(before)
-    for epoch in run.epochs(2):
-        for i, (inputs, targets) in enumerate(loader, start=loader.index):
-            STEP
-            die(epoch * 8 + i, at)
-""",
-        "weights were changed after they were restored for step 5",
-    ),
     "the next batch is fetched before the backward pass": (
         TRAINED
         + """
@@ -379,8 +427,9 @@ def test_loops_with_their_own_counters_cause_a_warning(
 def test_weights_torn_on_all_ranks_are_not_replaced_by_initial_ones(
     runs: IdiomRuns, tmp_path: Path
 ) -> None:
-    """All ranks are interrupted in the script's own first change of the weights."""
+    """All ranks are interrupted in the script's own first change of the weights, without copies."""
     script = tmp_path / "script.py"
+    head = HEAD.replace("elastic.join()", 'elastic.join(step_copies="never")')
     body = """
 def train():
     for epoch in run.epochs(2):
@@ -392,7 +441,7 @@ def train():
                 die(5, 5)
             STEP
 """
-    script.write_text(HEAD + TRAINED + body.replace("STEP", STEP) + TAIL)
+    script.write_text(head + TRAINED + body.replace("STEP", STEP) + TAIL)
     outcome = runs.world.run(script, tmp_path / "job", size=3, death=BY_ITSELF)
     assert not outcome.survivors, outcome.describe()
     assert "CheckpointRequired" in outcome.describe()
@@ -460,25 +509,33 @@ def train():
     assert {w.steps for w in outcome.survivors} == {16}
 
 
-def test_loading_weights_over_restored_ones_is_rejected_after_a_restart(
+def test_weights_that_the_function_loads_do_not_replace_restored_ones(
     runs: IdiomRuns, tmp_path: Path
 ) -> None:
+    """After a restart, and in a job that goes on for another epoch."""
     script = tmp_path / "script.py"
-    head = HEAD.replace("elastic.join()", f"elastic.join(checkpoints={str(tmp_path / 'saved')!r})")
     body = """
-import sys
 before = copy.deepcopy(network.state_dict())
 def train():
     network.load_state_dict(before)
-    for epoch in run.epochs(1 + (run.state.get("starts", 0) > 0)):
+    for epoch in run.epochs(EPOCHS):
         for inputs, targets in loader:
             STEP
-        run.state["starts"] = 1
 """
-    script.write_text(head + TRAINED + body.replace("STEP", STEP) + TAIL)
-    runs.world.run(script, tmp_path / "first", size=1).assert_success(workers=1)
-    outcome = runs.world.run(script, tmp_path / "second", size=1)
-    assert "weights were changed after they were restored for step 8" in outcome.describe()
+
+    def trained(folder: str, epochs: int) -> dict[str, torch.Tensor]:
+        saved = f"elastic.join(checkpoints={str(tmp_path / folder)!r})"
+        head = f"EPOCHS = {epochs}\n" + HEAD.replace("elastic.join()", saved)
+        script.write_text(head + TRAINED + body.replace("STEP", STEP) + TAIL)
+        outcome = runs.world.run(script, tmp_path / f"{folder}-{epochs}", size=1)
+        outcome.assert_success(workers=1)
+        return outcome.survivors[0].result
+
+    undisturbed = trained("one", 2)
+    trained("two", 1)
+    continued = trained("two", 2)
+    for name, value in undisturbed.items():
+        assert torch.equal(continued[name], value), name
 
 
 @pytest.mark.parametrize("loop", REFUSED)

@@ -125,7 +125,7 @@ def steps_of_job(run: Run) -> int:
 def undo_step(run: Run) -> None:
     """What an in-process recovery does to the state of a job, without another world."""
     parts = parts_of(run)
-    parts.state.progress.rollback.restore_non_parameters()
+    parts.state.progress.rollback.restore()
     parts.state.current.drop()
 
 

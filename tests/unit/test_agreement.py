@@ -23,11 +23,17 @@ def test_the_most_advanced_rank_sends_its_state_to_the_others() -> None:
     assert found == Agreement(1, ahead, (0, 2))
 
 
-def test_a_rank_whose_optimizer_has_stepped_is_more_advanced() -> None:
-    before, after = Tag(3, 10), Tag(3, 10, ("optimizer",))
-    assert choose([state(before, begun=True), state(after, begun=True)]) == Agreement(
-        1, after, (0,)
+def test_a_rank_that_has_begun_the_next_pass_is_more_advanced() -> None:
+    """The script has run since the last commit: a scheduler may have stepped."""
+    before, after = Tag(3, 10, passes=1), Tag(3, 10, passes=2)
+    assert choose([state(before), state(after, begun=True)]) == Agreement(
+        1, after, (0,), begun=True
     )
+
+
+def test_ranks_of_a_replica_may_be_in_different_passes() -> None:
+    first, second = Tag(3, 10, passes=1), Tag(3, 10, passes=2)
+    assert choose([state(second), state(first)], 2) == Agreement(0, first, ())
 
 
 def test_a_rank_of_an_older_generation_is_not_the_source() -> None:

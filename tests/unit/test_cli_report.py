@@ -31,9 +31,7 @@ def folder(tmp_path: Path) -> Path:
         journal.emit(RankTimes(**given))
 
     clock.advance(10.0)
-    joined = WorldJoined(
-        generation=1, rank=0, size=1, step=0, source=None, replay=(), duration_s=0.0
-    )
+    joined = WorldJoined(generation=1, rank=0, size=1, step=0, source=None, duration_s=0.0)
     journal.emit(joined)
     window(5.0, step=1, steps=1, productive_s=5.0, ended="first-step")
     window(12.0, step=11, steps=10, productive_s=10.0, data_s=2.0, ended="close")

@@ -11,7 +11,7 @@ from elastic.training.data import seeding
 from elastic.training.data.seeding import SeededBatch, preserved_generators
 from elastic.training.state.copies import placed_like
 from elastic.training.state.job_state import JobState
-from elastic.training.state.snapshot import WholeObject
+from elastic.training.state.snapshot import BoundaryState
 
 
 class Average:
@@ -58,8 +58,11 @@ def test_data_drawn_on_a_gpu_depends_on_the_sample(monkeypatch: pytest.MonkeyPat
 
 
 def test_a_snapshot_of_another_rank_is_restored_on_the_device_of_the_object() -> None:
-    average = Average("meta")
-    taken = {"shadow": {"weight": torch.ones(2)}, "history": [], "count": 4}
-    WholeObject(average).restore(taken)
+    job, average = JobState(seed=0), Average("meta")
+    job.track("average", average)
+    boundary = BoundaryState(job)
+    taken = boundary.take()
+    taken["tracked"]["average"]["state"]["shadow"]["weight"] = arrived = torch.ones(2)
+    boundary.restore(taken)
     assert average.shadow["weight"].device.type == "meta"
-    assert taken["shadow"]["weight"].device.type == "cpu"  # type: ignore[index]
+    assert arrived.device.type == "cpu"

@@ -121,4 +121,4 @@ def test_a_joining_rank_receives_into_its_reserve(
     spec = spec_of(weights()[0])
     taken = room({"shards": {}, "tree": {}}, {"exp_avg": spec, "exp_avg_sq": spec, "more": spec})
     assert list(taken) == (["exp_avg", "exp_avg_sq"] if joins else [])
-    assert not progress.is_torn  # the handed-out memory is not the model's
+    assert not progress.rank_state("world").is_torn  # the handed-out memory is not the model's

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import copy
 import logging
-import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -14,6 +13,7 @@ import torch.nn.functional as F
 from run_kit import dataset, job, network, parts_of, process, steps_of_job
 from torch import nn
 
+from elastic import torch_private
 from elastic.errors import TrainingError
 from elastic.telemetry.log import get_logger
 from elastic.training.gradients.wrap import ElasticDDP
@@ -21,7 +21,7 @@ from elastic.training.rebuilding.containers import inner_optimizers
 from elastic.training.state.copies import WeightCopies
 from elastic.training.state.job_state import JobState
 from elastic.training.state.optimizers import OptimizerWatch
-from elastic.training.state.rollback import Rollback
+from elastic.training.state.rollback import CopyCosts, Rollback, StepCopies
 from elastic.training.step import Step
 
 
@@ -76,119 +76,131 @@ def clip(script: Script) -> None:
             p.clamp_(-0.1, 0.1)
 
 
-def test_an_optimizer_update_is_kept_and_masked(script: Script) -> None:
-    script.update()
-    after = script.weights()
-    done = script.rollback.restore(is_torn=False)
-    assert (done.is_torn, done.has_updates) == (False, True)
-    assert torch.equal(script.weights(), after)
+def state_of(script: Script) -> str:
+    return repr([script.weights(), script.optimizer.state_dict(), script.average.state_dict()])
 
 
-def test_a_step_with_several_updates_is_undone(script: Script) -> None:
-    """As in PPO: its rollout has been played with the weights before the first update."""
-    script.step = Step.past(1, 0, 1, 1)
-    script.update()
-    script.update()
-    script.commit()
-    before = script.weights()
-    script.step = Step.past(2, 0, 2, 1)
-    script.update()
-    done = script.rollback.restore(is_torn=False)
-    assert (done.is_torn, done.has_updates) == (False, False)
-    assert torch.equal(script.weights(), before)
+@pytest.mark.parametrize(
+    "change", [Script.update, clip, lambda s: (s.update(), clip(s), s.update())]
+)
+def test_an_interrupted_step_is_undone(script: Script, change: Callable[[Script], object]) -> None:
+    before = state_of(script)
+    change(script)
+    assert script.rollback.can_restore and script.rollback.restore()
+    assert state_of(script) == before
 
 
-def test_a_change_outside_the_optimizer_is_torn_once_and_then_undone(
-    script: Script,
-) -> None:
-    script.update()
-    clip(script)
-    assert script.rollback.restore(is_torn=False).is_torn
-    script.commit()  # as after receiving the state of a peer
-    script.update()
-    clip(script)
-    script.commit()
-    before = script.weights()
-    momenta = copy.deepcopy(script.optimizer.state_dict()["state"])
-    script.update()
-    clip(script)
-    done = script.rollback.restore(is_torn=True)
-    assert (done.is_torn, done.has_updates) == (False, False)
-    assert torch.equal(script.weights(), before)
-    assert repr(script.optimizer.state_dict()["state"]) == repr(momenta)
+def test_changes_through_data_are_undone(script: Script) -> None:
+    before = state_of(script)
+    script.model.module[0].weight.data.zero_()
+    script.average[-1].weight.data.zero_()  # type: ignore[operator]
+    assert script.rollback.restore()
+    assert state_of(script) == before
 
 
-def test_a_change_between_optimizer_steps_is_detected(script: Script) -> None:
-    clip(script)
-    script.update()
-    assert script.rollback.restore(is_torn=False).is_torn
+@pytest.fixture
+def lean(script: Script) -> Script:
+    """A script whose state is not copied in each step."""
+    script.rollback = Rollback(script.job, script.optimizer_watch.tracked, StepCopies.NEVER)
+    script.optimizer_watch.rollback = script.rollback
+    script.rollback.take()
+    for _ in range(5):
+        script.update()
+        script.commit()
+    return script
 
 
-def test_a_changed_large_object_is_torn_once_and_then_undone(
-    script: Script,
-) -> None:
-    last = script.average[-1]
-    assert isinstance(last, nn.Linear)
+def test_without_copies_a_step_is_undone_before_its_update(lean: Script) -> None:
+    lean.job.user["before"] = 1
+    lean.commit()
+    before = state_of(lean)
+    lean.job.user["before"] = 2
+    assert lean.rollback.restore()
+    assert state_of(lean) == before and lean.job.user["before"] == 1
+
+
+def test_without_copies_a_changed_state_belongs_to_no_boundary(lean: Script) -> None:
+    lean.update()
+    assert not lean.rollback.can_restore and not lean.rollback.restore()
+    lean.commit()  # as after receiving the state of a peer
+    clip(lean)
+    assert not lean.rollback.restore()
+    lean.commit()
     with torch.no_grad():
-        last.weight.add_(1)
-    assert script.rollback.restore(is_torn=False).is_torn
-    script.commit()
-    before = last.weight.detach().clone()
-    with torch.no_grad():
-        last.weight.add_(1)
-    assert not script.rollback.restore(is_torn=False).is_torn
-    assert torch.equal(last.weight, before)
+        lean.average[-1].weight.add_(1)  # type: ignore[operator]
+    assert not lean.rollback.restore()
 
 
-def test_the_first_step_is_always_undone() -> None:
-    made = Script()
-    try:
-        made.rollback.take()
-        before = made.weights()
-        made.update()
-        clip(made)
-        made.average.requires_grad_(False)[-1].weight.zero_()
-        assert not made.rollback.restore(is_torn=True).is_torn
-        assert torch.equal(made.weights(), before)
-        assert made.optimizer.state_dict()["state"] == {}
-        assert made.average[-1].weight.abs().sum() > 0
-    finally:
-        made.optimizer_watch.close()
+def test_a_script_that_changes_weights_itself_gets_copies(lean: Script) -> None:
+    clip(lean)
+    lean.update()
+    lean.commit()
+    before = state_of(lean)
+    lean.update()
+    assert lean.rollback.restore()
+    assert state_of(lean) == before
+    assert lean.rollback.needs_copies == "weights change outside of optimizer.step()"
 
 
-def test_joining_ranks_adopt_the_known_habits_of_the_script(script: Script) -> None:
-    script.update()
-    clip(script)
-    script.commit()
-    assert script.rollback.habits["weights"] == "weights change outside of optimizer.step()"
+def test_a_script_that_communicates_after_an_update_gets_copies(
+    lean: Script, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    counts = {"world": 0}
+    monkeypatch.setattr(torch_private, "collectives_of_groups", lambda: counts)
+    lean.update()
+    lean.commit()
+    lean.update()
+    counts["world"] += 1  # a mean of the loss
+    lean.commit()
+    before = state_of(lean)
+    lean.update()
+    assert lean.rollback.restore()
+    assert state_of(lean) == before
+
+
+def test_joining_ranks_learn_that_the_script_needs_copies(lean: Script) -> None:
+    clip(lean)
+    lean.update()
+    lean.commit()
     new = Script()
     try:
-        new.rollback.adopt(script.rollback.habits, script.rollback.snapshot)
-        new.rollback.take()
+        new.rollback = Rollback(new.job, new.optimizer_watch.tracked, StepCopies.NEVER)
+        new.rollback.adopt(lean.rollback.needs_copies, lean.rollback.snapshot)
+        for _ in range(5):
+            new.commit()
         before = new.weights()
         clip(new)
-        assert not new.rollback.restore(is_torn=False).is_torn
+        assert new.rollback.restore()
         assert torch.equal(new.weights(), before)
     finally:
         new.optimizer_watch.close()
 
 
 def test_without_memory_for_copies_an_interrupted_step_is_torn(
-    script: Script, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    script: Script, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def full(*_: object) -> None:
         raise torch.OutOfMemoryError("no room")
 
     monkeypatch.setattr(WeightCopies, "take", full)
     script.update()
-    clip(script)
-    with caplog.at_level(logging.WARNING, "elastic"):
-        monkeypatch.setattr(get_logger(), "propagate", True)
-        script.commit()
-    assert "not enough memory for a copy of the weights" in caplog.text
+    script.commit()
     script.update()
-    clip(script)
-    assert script.rollback.restore(is_torn=False).is_torn
+    assert not script.rollback.restore()
+
+
+def test_copies_are_affordable_in_relation_to_a_step() -> None:
+    def costs(copy_s: float, step_s: float, size_bytes: int = 1000) -> CopyCosts:
+        made = CopyCosts()
+        for number in range(5):
+            made.copied(took_s=copy_s, size_bytes=size_bytes, is_measured=True)
+            made.step_ended(number * step_s)
+        return made
+
+    assert costs(copy_s=100e-6, step_s=1e-3).are_affordable
+    assert costs(copy_s=5e-3, step_s=1.0).are_affordable
+    assert not costs(copy_s=5e-3, step_s=0.1).are_affordable
+    assert not costs(copy_s=100e-6, step_s=1e-3, size_bytes=1 << 50).are_affordable
 
 
 def test_copies_restore_added_removed_and_replaced_state() -> None:
@@ -290,46 +302,3 @@ def test_a_second_begin_without_a_commit_is_rejected(tmp_path: Path) -> None:
             TrainingError, match=r"run\.begin\(\) was called while step 0 is not committed"
         ):
             run.begin()
-
-
-class Interrupted(RuntimeError):
-    """Stands for a fault of the world."""
-
-
-def test_a_fault_in_a_hook_before_the_update_tears_nothing(script: Script) -> None:
-    """As in mixtures of experts: the hook sums the loads of the experts over all ranks. If a peer
-    dies there, all other ranks are in the hook, and none of them has updated anything."""
-
-    def sum_over_ranks(*_: object) -> None:
-        raise Interrupted
-
-    script.optimizer.register_step_pre_hook(sum_over_ranks)
-    with pytest.raises(Interrupted):
-        script.update()
-    assert not script.optimizer_watch.is_torn
-
-
-def test_a_fault_in_a_hook_that_has_changed_the_optimizer_tears_it(script: Script) -> None:
-    def change(*_: object) -> None:
-        for state in script.optimizer.state.values():
-            state["exp_avg"].zero_()
-        raise Interrupted
-
-    script.optimizer.register_step_pre_hook(change)
-    with pytest.raises(Interrupted):
-        script.update()
-    assert script.optimizer_watch.is_torn
-
-
-def test_a_fault_within_an_update_tears_the_weights(
-    script: Script, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Without hooks, it is not counted how much has changed."""
-
-    def fail(*_: object, **__: object) -> None:
-        raise Interrupted
-
-    monkeypatch.setattr(sys.modules[torch.optim.Adam.__module__], "adam", fail)
-    with pytest.raises(Interrupted):
-        script.update()
-    assert script.optimizer_watch.is_torn

@@ -214,7 +214,7 @@ def test_steps_report_their_number_epoch_and_index() -> None:
             for step in run.steps(script.loader):
                 for x, y in step:
                     script.update(x, y)
-                    assert (step.is_last_micro_batch, step.weight, step.replay) == (True, 1, False)
+                    assert (step.is_last_micro_batch, step.weight) == (True, 1)
                 seen.append((step.number, step.epoch, step.index, step.samples))
         assert seen[5:7] == [(5, 0, 5, 2), (6, 1, 0, 10)]
 
@@ -298,6 +298,8 @@ def test_checkpoints_contain_only_json_and_tensors(tmp_path: Path) -> None:
     newest = checkpoints.list_checkpoints(tmp_path)[0]
     state = checkpoints.load(tmp_path, newest.name).state
     last = (STEPS_PER_EPOCH - 1, 0, STEPS_PER_EPOCH - 1)
-    assert state["progress"] == vars(Progress(step=STEPS_PER_EPOCH, epoch=1, last=last))
+    assert state["progress"] == vars(
+        Progress(step=STEPS_PER_EPOCH, epoch=1, last=last, passes=1, place="data")
+    )
     assert set(state["tracked"]["optimizer"]["state"]) == {0, 1, 2, 3}  # integer keys survive
     json.loads((tmp_path / newest.name / "manifest.json").read_text())

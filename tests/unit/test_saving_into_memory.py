@@ -172,16 +172,6 @@ def test_another_replica_saves_from_its_first_boundary_as_the_first_one(host: Me
     assert saved_steps(host) == [8, 10, 10]
 
 
-def test_a_save_that_is_not_possible_is_made_at_the_next_boundary(host: MemoryHost) -> None:
-    memory = tier([])
-    memory.enter_world(2, saves_first=False)
-    save(memory, range(5, 6), is_ahead=True)
-    assert saved_steps(host) == []
-    save(memory, range(6, 9))
-    memory.close()
-    assert saved_steps(host) == [6]
-
-
 @pytest.mark.parametrize(("rank", "steps"), [(0, [1, 2]), (1, [])])
 def test_only_the_first_replica_writes(
     host: MemoryHost, tmp_path: Path, rank: int, steps: list[int]

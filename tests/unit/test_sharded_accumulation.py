@@ -102,12 +102,12 @@ def test_weight_changes_by_the_script_are_detected_in_any_step(
         def loop() -> None:
             for _ in run.epochs(1):
                 for number, (x, y) in enumerate(loader):
-                    learned.append(parts.state.progress.rollback.habits["weights"])
+                    learned.append(parts.state.progress.rollback.needs_copies)
+                    if number == 3:
+                        change(model)
                     optimizer.zero_grad()
                     F.mse_loss(model(x), y).backward()  # type: ignore[no-untyped-call]
                     optimizer.step()
-                    if number == 3:
-                        change(model)
 
         run.retry(loop)
     assert learned == [*[""] * 4, *["weights change outside of optimizer.step()"] * 2]

@@ -84,7 +84,7 @@ def test_a_commit_is_not_interrupted_between_an_update_and_its_snapshot() -> Non
     assert rank.answers == {
         "between steps": True,
         "before the update": True,
-        "after the update": False,
+        "after the update": True,
         "dropped": False,
         "committing": False,
         "noting": False,

@@ -65,7 +65,6 @@ class CheckpointManager:
         self._clock = clock
         self._is_superseded: Callable[[], bool] = lambda: False
         self._is_permitted: Callable[[], bool] = lambda: True
-        self._is_ahead: Callable[[], bool] = lambda: False
         self._flags = ControlFlags()
         self._sent = StepFlags()
         self._has_stepped = False  # in this world, since the last boundary
@@ -96,11 +95,6 @@ class CheckpointManager:
         self._is_superseded, self._is_permitted = is_superseded, is_permitted
         self._saver.is_superseded, self._saver.is_permitted = is_superseded, is_permitted
 
-    def pause_while(self, is_ahead: Callable[[], bool]) -> None:
-        """Save nothing while the weights contain an update of a step that is repeated: in a process
-        that restores it, nothing would mask that update."""
-        self._is_ahead = self._saver.is_ahead = is_ahead
-
     def amend(
         self,
         given: Checkpoints | Root | None,
@@ -127,7 +121,6 @@ class CheckpointManager:
         policy = checkpoints_from(given, when=when, keep=keep)
         self._saver = Saver(policy, self._journal, clock=self._clock)
         self.fence(is_superseded=self._is_superseded, is_permitted=self._is_permitted)
-        self.pause_while(self._is_ahead)
 
     # -- worlds -------------------------------------------------------------------------------
 
@@ -254,7 +247,7 @@ class CheckpointManager:
         Returns whether it is known to be committed; for ``Peers.CONTINUE``, whether this
         rank's share is written.
         """
-        if not self.is_open or self._is_ahead():
+        if not self.is_open:
             return False
         last = LastSave(self._saver, job, deadline_s)
         if peers is Peers.CONTINUE:

@@ -84,13 +84,11 @@ class MemoryTier:
         world: checkpoints.WriterGroup,
         *,
         is_writer: bool = True,
-        is_ahead: bool = False,
     ) -> None:
         """Save between two steps if a save is due and a buffer is free. Waits only if
         :attr:`waits` is set, until the share of an earlier boundary is written.
 
         ``is_writer``: whether this rank writes a share; the others only follow the interval.
-        ``is_ahead``: the state cannot be saved at this boundary, and is saved at the next one.
         """
         step = job.progress.step
         self.interval.meter.reached(step)
@@ -98,9 +96,8 @@ class MemoryTier:
             self._engine.poll()
             if self.waits:
                 self._engine.finish_writing(MEMORY_WAIT_S)
-        is_due = self.interval.is_due(step) or self._is_owed
-        self._is_owed = is_due and is_ahead
-        saves = is_due and not is_ahead
+        saves = self.interval.is_due(step) or self._is_owed
+        self._is_owed = False
         if saves and step != self._saved_step:
             self._saved_step = step
             if is_writer:

@@ -49,7 +49,6 @@ class Saver:
         self.writers = WriterHistory()
         self.is_superseded: Callable[[], bool] = lambda: False  # a newer world is known
         self.is_permitted: Callable[[], bool] = lambda: True  # this node's agent permits commits
-        self.is_ahead: Callable[[], bool] = lambda: False  # weights contain an uncommitted update
         self.is_resumed = False  # the state comes from a checkpoint
         self._saved_step = 0  # the last step that this world need not save again
         self._latest: SaveHandle | None = None  # of the current world
@@ -222,15 +221,14 @@ class Saver:
             reason = "the disk of a rank hangs: no rank saves until it responds"
             self._outcomes.skipped(f"step {job.progress.step}", reason)
         self._others_are_stuck = is_stuck
-        is_ahead = self.is_ahead()
         is_due = self.due.is_due(job.progress.step, self._saved_step, received, in_flight)
         is_due |= self._is_owed
-        self._is_owed = is_due and (is_ahead or is_stuck)
+        self._is_owed = is_due and is_stuck
         if is_due and not is_stuck:
             self.save(job)
         if self._memory is not None and (group := self._group) is not None:
             is_writer = self.writers.is_writer
-            self._memory.at_boundary(job, group, is_writer=is_writer, is_ahead=is_ahead)
+            self._memory.at_boundary(job, group, is_writer=is_writer)
 
     def before_leaving(self, job: JobState) -> None:
         """At the boundary at which nodes leave: save on all ranks if the policy saves on the
@@ -261,8 +259,6 @@ class Saver:
         """
         step = job.progress.step
         if self.due is None or self.writers.present is None or step <= self._saved_step:
-            return None
-        if self.is_ahead():  # a repeated step follows: restored, its update would apply twice
             return None
         if self.folder is None or self.folder.ownership.is_lost:
             return None

@@ -18,7 +18,6 @@ class Accumulation:
 
     def __init__(self) -> None:
         self._steps: list[Step] = []
-        self.has_updates = False  # an optimizer stepped while another one accumulates
         self._lengths: deque[int] = deque(maxlen=2)  # iterations of the last groups
         self._interrupted: int | None = None  # the first step of a group to be repeated
 
@@ -30,7 +29,6 @@ class Accumulation:
     def add(self, step: Step) -> None:
         """Add a finished iteration whose gradients are still unused."""
         self._steps.append(step)
-        self.has_updates = self.has_updates or step.optimizer_stepped
 
     def end(self, step: Step) -> list[Step]:
         """Optimizers have used all gradients: returns the steps to commit, ``step`` last."""
@@ -68,4 +66,3 @@ class Accumulation:
     def drop(self) -> None:
         """Drop the iterations: they are repeated, or their gradients are never used."""
         self._steps = []
-        self.has_updates = False

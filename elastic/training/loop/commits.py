@@ -32,7 +32,6 @@ from elastic.training.state.replicas import (
     warn_of_copies,
     warn_of_differing,
 )
-from elastic.training.state.rollback import PARTIAL
 from elastic.training.step import Step
 from elastic.world.world import World
 
@@ -117,15 +116,13 @@ class Commits:
         if not waiting or self._optimizer_watch.has_stepped:
             return waiting
         # The script may use gradients without an optimizer.
-        return [] if self._progress.rollback.script_changes_weights else waiting
+        return [] if self._progress.rollback.changes_by_script else waiting
 
     def _commit(self, last: Step) -> None:
         """Commit the iterations up to ``last``: optimizers have used all gradients."""
         self._progress.has_committed = True
-        if self._current.accumulation.has_updates:
-            self._progress.rollback.copy_weights(PARTIAL)
         if unwrapped := self._optimizer_watch.unwrapped_and_tracked:
-            self._progress.rollback.watch_also(unwrapped)
+            self._progress.rollback.copy_also(unwrapped)
         for module in self._job.modules.values():
             module.reduction.forget_gradients()
         for step in self._current.accumulation.end(last):
@@ -191,7 +188,7 @@ class Commits:
         if world.size == 1:
             return
         weights: dict[str, Sequence[torch.Tensor]] = {}
-        is_first = self._compared_in is not world and not step.replay
+        is_first = self._compared_in is not world
         if is_first:
             self._compared_in = world
         if is_first or is_compared_after(step.number):

@@ -33,6 +33,7 @@ def epochs(loop: StepLoop, count: int) -> Iterator[int]:
     loop.bootstrap.enter_loop()
     loop.scope.owns_epochs, loop.scope.epochs = True, count
     loop.scope.epoch_steps.clear()
+    loop.begin_epochs()
     try:
         while loop.epoch < count:
             yield loop.epoch
@@ -88,8 +89,6 @@ def steps(loop: StepLoop, loader: ElasticLoader) -> Generator[Step]:
             if loader.position.step + 1 < len(loader):
                 loop.early_leave.begins(number + 1)
             loop.commit()
-            if loader.position.step < len(loader):
-                loop.observe_counts()
             phases.enter(DATA)
         phases.enter(SCRIPT)
         loop.leave_step()

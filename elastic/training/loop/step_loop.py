@@ -19,7 +19,6 @@ from elastic.training.loop.commits import Commits
 from elastic.training.loop.counted_rates import CountedRates
 from elastic.training.loop.reading_ahead import ReadingAhead
 from elastic.training.loop.scope import CallEnded, Scope
-from elastic.training.misuse.early_counts import EarlyCounts, counts_in
 from elastic.training.misuse.early_leave import EarlyLeave
 from elastic.training.misuse.module_structures import ModuleStructures
 from elastic.training.misuse.source.counted_epochs import refuse_range
@@ -29,6 +28,9 @@ from elastic.training.recovery.selection import Strategies
 from elastic.training.recovery.training_state import TrainingState
 from elastic.training.step import Batches, Step, StepBatch
 from elastic.world.world import World
+
+EPOCHS = "run.epochs"  # the place between two epochs
+OWN_LOOP = "run.begin"  # the place of steps in the script's own loop
 
 
 class StepLoop:
@@ -63,7 +65,6 @@ class StepLoop:
         commits.copies = self.averages.copies
         self._ledger = ledger
         self.reading_ahead = ReadingAhead()
-        self._early_counts = EarlyCounts()
         self._has_warned_of_counts = False
         self.left_held: Step | None = None  # its iterator ends if the script requests more
         self._ended: World | None = None  # the world whose end was raised in the script
@@ -85,6 +86,11 @@ class StepLoop:
         self._leave_held()
         self.settle()
         self._job.progress.epoch += 1
+        self._job.progress.place = EPOCHS
+
+    def begin_epochs(self) -> None:
+        """The script begins to count epochs: it may resume here, with a new epoch."""
+        self._progress.reach(EPOCHS)
 
     @property
     def is_peek(self) -> bool:
@@ -95,10 +101,10 @@ class StepLoop:
     def begin_pass(self, loader: ElasticLoader) -> None:
         """Begin a loop over ``loader``: in the run's epoch, or in the loader's next epoch."""
         self.settle()
+        self._progress.begin_pass(self._job.name_of(loader))
         # Not only before the next step: at the end of an epoch, an evaluation comes before it.
         self._commits.call_back_again()
         self.current.last_left = None
-        self._progress.script_has_run()
         if self.scope.owns_epochs:
             phases.plan_steps(self.scope.plan(id(loader), len(loader)))
             loader.begin_epoch(self._job.progress.epoch)
@@ -117,6 +123,13 @@ class StepLoop:
             )
         loader.begin_pass()
         self._job.progress.epoch = loader.position.epoch
+
+    def reach_own_step(self) -> None:
+        """Begin a step of the script's own loop: it may resume here."""
+        if self._job.progress.place == OWN_LOOP and not self._progress.is_before_place:
+            self._progress.script_has_run()
+        else:
+            self._progress.begin_pass(OWN_LOOP)
 
     def counted_rates(self) -> CountedRates:
         """A watch over the learning rates, for a pass whose batches the script counts itself."""
@@ -223,11 +236,10 @@ class StepLoop:
         if self.current.accumulation.since is None:
             self.lifecycle.settle()  # work that the script queued since the last step
             self._commits.call_back_again()
-            self.observe_counts()
             self._boundary.cross()
             if strategy.can_roll_back:
-                self._progress.before_step(number)
-        step = Step(number, first, rest, self._begin_micro_batch, self._progress.masked(number))
+                self._progress.before_step()
+        step = Step(number, first, rest, self._begin_micro_batch)
         self._boundary.begin_step(number)
         self._job.order.begin_step(number)
         for module in self._job.modules.values():
@@ -250,21 +262,6 @@ class StepLoop:
                 samples=step.indices,
             )
         return step
-
-    def observe_counts(self) -> None:
-        """Observe the script's counters of steps: the next step begins, or has been requested. The
-        script does not run in between, so it is observed once."""
-        if not self._strategies.active.can_roll_back or self.current.accumulation.since is not None:
-            return
-        progress, world = self._job.progress, self.lifecycle.world
-        if self._early_counts.has_observed(world, progress.step):
-            return
-        progress.counts = self._early_counts.begins(
-            world, progress.step, self._counts(), progress.counts
-        )
-
-    def _counts(self) -> dict[str, int]:
-        return counts_in(self._job.user, self._job.all_tracked)
 
     def _begin_micro_batch(self, step: Step) -> None:
         rank = self.lifecycle.world.data_rank
@@ -318,6 +315,15 @@ class StepLoop:
 
     # -- the end ------------------------------------------------------------------------------
 
+    def settle_last(self) -> None:
+        """The training function has returned: commit the step in which it left its last loop."""
+        self.lifecycle.settle()
+        self.refuse_swallowed()
+        self._leave_held()
+        self.settle()
+        if not self._progress.is_catching_up:
+            self._progress.end_function()
+
     def finish(self) -> None:
         """At the end of training: save the state unless it is already saved."""
         self._leave_held()
@@ -326,13 +332,9 @@ class StepLoop:
             self.lifecycle.settle()
         if not self.lifecycle.is_restored or self.current.step is not None:
             return
+        if self._progress.is_before_place:  # at the end of an earlier phase, which is complete
+            return
         self._commits.finish()
-        if self.scope.in_retry and not self._progress.is_catching_up:
-            progress = self._job.progress
-            self._early_counts.ends(
-                self.lifecycle.world, progress.step, self._counts(), progress.counts
-            )
-            progress.counts = {}
         if self.scope.passes:  # the code after the last pass has run
             for loader in self._job.loaders.values():
                 loader.begin_pass()

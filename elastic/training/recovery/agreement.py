@@ -22,8 +22,7 @@ class Tag:
 
     generation: int  # in which all ranks last agreed
     step: int  # steps committed since the job began
-    stepped: tuple[str, ...] = ()  # optimizers that have stepped since, in order
-    iteration: int = 0  # index in the accumulation of the iteration in which they stepped
+    passes: int = 0  # over loaders, begun since the job began
     callbacks: int = 0  # outstanding run.after_step callbacks of the last committed step
 
 
@@ -49,6 +48,7 @@ class Agreement:
     is_torn: bool = False  # some rank's weights are neither the initial ones nor of a step
     retries: int = 0  # calls of run.retry that some rank has completed
     returned: int = 0  # calls whose function has returned on a rank with the source's state
+    begun: bool = False  # a rank with the source's state had begun the next step
     # Replicas with that state, the source's first. Derived from the other fields.
     holders: tuple[int, ...] = field(default=(), compare=False)
 
@@ -77,12 +77,8 @@ def choose(states: list[RankState], replica_size: int = 1) -> Agreement:
             f"ranks of different worlds are in one group: {[s.nonce for s in states]}",
             hint="this is a bug: report it with the journals of all nodes",
         )
-    by_replica = [
-        states[first]
-        if len({s.tag for s in states[first : first + replica_size]}) == 1
-        else replace(states[first], tag=None)
-        for first in range(0, len(states), replica_size)
-    ]
+    firsts = range(0, len(states), replica_size)
+    by_replica = [_of_replica(states[first : first + replica_size]) for first in firsts]
     known = [(replica, s) for replica, s in enumerate(by_replica) if s.tag is not None]
     is_torn = any(s.is_torn for s in states)
     retries = max(s.retries for s in states)
@@ -94,21 +90,33 @@ def choose(states: list[RankState], replica_size: int = 1) -> Agreement:
     )
     holders = tuple(replica for replica, s in known if _order(s) == _order(best))
     returned = max(s.returned for s in states if s.tag is not None and _order(s) == _order(best))
-    return Agreement(source * replica_size, best.tag, others, is_torn, retries, returned, holders)
+    return Agreement(
+        source * replica_size, best.tag, others, is_torn, retries, returned, best.begun, holders
+    )
 
 
-def _order(state: RankState) -> tuple[int, int, int, int, int, bool]:
+def _of_replica(states: list[RankState]) -> RankState:
+    """The state of a replica's first rank, without a tag unless its ranks are at one step."""
+    tags = [s.tag for s in states if s.tag is not None]
+    if len(tags) < len(states):
+        return replace(states[0], tag=None)
+    # One rank may have begun the next pass while another one evaluates.
+    passes = min(tag.passes for tag in tags)
+    distinct = {replace(tag, passes=passes) for tag in tags}
+    return replace(states[0], tag=distinct.pop() if len(distinct) == 1 else None)
+
+
+def _order(state: RankState) -> tuple[int, int, int, int, bool]:
     assert state.tag is not None
     tag = state.tag
-    done = (len(tag.stepped), tag.iteration, -tag.callbacks)
-    return tag.generation, tag.step, *done, state.begun
+    return tag.generation, tag.step, tag.passes, -tag.callbacks, state.begun
 
 
 def _to_json(state: RankState) -> dict[str, Any]:
     tag = state.tag
     encoded = None
     if tag is not None:
-        encoded = [tag.generation, tag.step, list(tag.stepped), tag.iteration, tag.callbacks]
+        encoded = [tag.generation, tag.step, tag.passes, tag.callbacks]
     return {**vars(state), "tag": encoded}
 
 
@@ -116,10 +124,8 @@ def _parse(data: dict[str, Any]) -> RankState:
     tag = data["tag"]
     parsed = None
     if tag is not None:
-        generation, step, stepped, iteration, callbacks = tag
-        parsed = Tag(
-            int(generation), int(step), tuple(map(str, stepped)), int(iteration), int(callbacks)
-        )
+        generation, step, passes, callbacks = tag
+        parsed = Tag(int(generation), int(step), int(passes), int(callbacks))
     return RankState(
         str(data["nonce"]),
         parsed,

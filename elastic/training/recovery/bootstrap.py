@@ -64,4 +64,4 @@ class Bootstrap:
         self._job.apply(tree)
         self._inherited = None
         self._lifecycle.registered_again()
-        self._progress.expect_weights()
+        self._progress.enter_world()

@@ -278,8 +278,7 @@ class InProcess:
             self._lifecycle.formed(world)  # the state is restored once the objects are built
             return
         self._lifecycle.begin(world)
-        if self._progress.has_committed or self._job.progress.step:
-            self._progress.expect_weights()
+        self._progress.enter_world()
 
     def _enter(self, message: WorldMessage) -> World:
         worlds = self._worlds
@@ -361,14 +360,13 @@ class InProcess:
         return self._worlds.nodes > 1
 
     def roll_back(self, *, is_stopped: bool) -> bool:
-        """Whether the state is the last commit's, unless an update was interrupted in its middle.
+        """Whether the state is that of the last boundary.
 
         Called while the main thread waits for a world, or is stopped (``is_stopped``).
         """
         if is_stopped:
             self._progress.interrupt()
-        tag = self._progress.tag
-        return tag is not None and not tag.stepped
+        return self._progress.tag is not None
 
 
 def _is_switch(error: BaseException) -> bool:

@@ -1,4 +1,11 @@
-"""Tracks the step to which a rank's weights belong, and undoes an interrupted step."""
+"""Tracks the boundary between two steps to which a rank's state belongs, and returns to it.
+
+A boundary belongs to a place in the script: the pass over a loader in which the next step begins,
+or which has just ended. After a recovery, the training function is called from its beginning, and
+what it changes before that place has happened before the boundary, too: initial weights, the
+``scheduler.step()`` at the beginning of an epoch, a counter. So the boundary is restored again
+where the function reaches the place, and such changes take effect once.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +17,8 @@ from elastic.training.recovery.agreement import Agreement, RankState, Tag
 from elastic.training.recovery.redone_rates import RedoneRates, rates_of
 from elastic.training.state.job_state import JobState
 from elastic.training.state.optimizers import OptimizerWatch
-from elastic.training.state.rollback import Rollback
+from elastic.training.state.rollback import Rollback, StepCopies
+from elastic.training.step import Progress
 
 
 class RankProgress:
@@ -20,19 +28,20 @@ class RankProgress:
         self._job = job
         self._optimizer_watch = watch
         self._current = current
+        self.step_copies = StepCopies.AUTO
         self.has_committed = False  # a step was committed in this process
         self._rollback: Rollback | None = None
         self._replaced: Rollback | None = None  # of the objects that the script has replaced
         self._is_fresh = False  # the script has not run since the last snapshot
-        self._is_entering = False  # no step has begun in the current world
         self._is_torn = False  # the weights are neither the initial ones nor of a step
         self.retries = 0  # calls of run.retry that this rank has completed
         self.retries_of_others = 0  # the maximum over this world's ranks at its beginning
         self._returned = 0  # calls whose function has returned here or, by agreement, elsewhere
         self.tag: Tag | None = None  # of this rank's weights
         self.begun = False  # a step was begun
-        self._masked: tuple[str, ...] = ()  # optimizers to mask in a repeated step
-        self._masked_at = 0  # that step's number
+        self._place = ""  # of the boundary with which this world began
+        self.is_before_place = False  # the function runs towards the boundary's place
+        self._is_step_missing = False  # some rank had begun the step after the boundary
         self._rates = RedoneRates()
         watch.on_update = self._rates.stepping
 
@@ -41,11 +50,10 @@ class RankProgress:
         """The rollback, created at its first use, once the job's objects are registered."""
         if self._rollback is None:
             self._rollback = self._optimizer_watch.rollback = Rollback(
-                self._job, self._optimizer_watch.tracked
+                self._job, self._optimizer_watch.tracked, self.step_copies
             )
             if (replaced := self._replaced) is not None:
-                self._rollback.adopt(replaced.habits, replaced.snapshot)
-                self._rollback.final_buffers = replaced.final_buffers
+                self._rollback.adopt(replaced.needs_copies, replaced.snapshot)
                 self._replaced = None
         return self._rollback
 
@@ -72,27 +80,64 @@ class RankProgress:
 
     # -- while training -----------------------------------------------------------------------
 
-    def before_step(self, number: int) -> None:
-        """Take a snapshot before a step, outside of an accumulation.
-
-        Raises TrainingError if the script has overwritten the world's initial state.
-        """
-        if self._is_fresh:
-            return
-        if self._is_entering and number > 0 and self.rollback.weights_have_changed:
+    def reach(self, place: str) -> bool:
+        """The script has reached ``place``. If the state was restored at this place, undo what the
+        script has changed since, and return True."""
+        if not self.is_before_place or self._place != place:
+            return False
+        self.is_before_place = self._is_step_missing = False
+        if not self.rollback.restore():
             raise TrainingError(
-                f"weights were changed after they were restored for step {number}: "
-                "run.retry calls its function again in each new world",
+                f"weights were changed after they were restored for step {self._job.progress.step},"
+                " and there is no copy of them: run.retry calls its function again in each new "
+                "world",
                 hint="initialize weights, or load pretrained weights, before run.retry(train), not "
                 "in train",
             )
-        self.rollback.script_has_run()
-        self._take()
+        return True
 
-    def expect_weights(self) -> None:
-        """Begin a world with the current weights, which only training may change."""
-        self._is_entering = True
-        self.rollback.expect_weights()
+    def begin_pass(self, place: str) -> None:
+        """The script begins a pass over a loader, or a step of its own loop."""
+        progress = self._job.progress
+        if not self.reach(place):
+            self.script_has_run()
+            if self._rollback is not None:
+                self._rollback.script_has_run()
+            progress.passes += 1
+        progress.place = place
+
+    def before_step(self) -> None:
+        """Take the boundary before a step, outside of an accumulation."""
+        if not self._is_fresh:
+            self._take()
+
+    def enter_world(self) -> None:
+        """Begin a world at the boundary to which the state of all ranks belongs."""
+        self._place = self._job.progress.place
+        self.is_before_place = bool(self._place)
+        # Only this copy can undo what the script changes before it reaches the boundary's place.
+        self.rollback.take(with_copies=True)
+        self._is_fresh = True
+
+    def end_function(self) -> None:
+        """Called when the function has returned.
+
+        Raises TrainingError if it has not repeated the step that a fault interrupted.
+        """
+        if not self.is_before_place:
+            return
+        if self._is_step_missing and not self.has_returned:
+            raise TrainingError(
+                f"step {self._job.progress.step} was interrupted, and the function that run.retry "
+                "calls again has returned without it: its condition counts the step before the "
+                "step's batch is requested, so the job would train one step less",
+                hint="count a step at its end, not at its beginning: batch = next(batches); …; "
+                'optimizer.step(); run.state["step"] += 1',
+            )
+        # Nothing was left to train. The code after the loop is repeated, but not initial weights.
+        self.is_before_place = False
+        if self.rollback.weights_have_changed:
+            self.rollback.restore()
 
     def register_again(self) -> None:
         """Prepare for new objects that replace the job's objects of the same kind."""
@@ -110,20 +155,10 @@ class RankProgress:
         """Record that the script has run, and may have changed any object."""
         self._is_fresh = False
 
-    @property
-    def is_ahead(self) -> bool:
-        """Whether the weights contain updates of a step that is not committed, and is repeated."""
-        return self.tag is not None and bool(self.tag.stepped)
-
-    def masked(self, number: int) -> tuple[str, ...]:
-        """The optimizers whose update in step ``number`` is already in the weights."""
-        return self._masked if number == self._masked_at else ()
-
     def committed(self, step: tuple[int, int, int], callbacks: int = 0) -> None:
         """Commit ``step`` (number, epoch, index), which ``callbacks`` callbacks follow."""
         self.rollback.committed()
         self.begun = False
-        self._masked = ()
         self._job.progress.last = step
         self.called_back(callbacks)
 
@@ -132,47 +167,41 @@ class RankProgress:
         progress = self._job.progress
         progress.callbacks_left = left  # saved with the state, which lacks their changes
         self._take()
-        if self.tag is not None:
-            self.tag = Tag(self.tag.generation, progress.step, callbacks=left)
 
     def attempt_ended(self) -> None:
         """The training function has returned: a fault after it does not repeat its end."""
-        if not self._is_fresh:
-            self._take()
+        self._job.progress.place = ""
+        self.is_before_place = False
+        self._take()
 
     def _take(self) -> None:
         self.rollback.take()
-        self._is_fresh, self._is_entering = True, False
+        self._is_fresh = True
+        if self.tag is not None:
+            self.tag = tag_of(self.tag.generation, self._job.progress)
 
     # -- after a fault ------------------------------------------------------------------------
 
     @property
-    def is_torn(self) -> bool:
-        """Whether the weights belong to no step: an update has begun but not ended, or optimizers
-        have stepped in the middle of an accumulation."""
-        return self._optimizer_watch.is_torn or self._has_partial_updates
-
-    @property
-    def _has_partial_updates(self) -> bool:
-        accumulation, step = self._current.accumulation, self._current.step
-        if accumulation.since is None:
-            return False
-        is_partial = step is not None and step.stepped and self._optimizer_watch.accumulating(step)
-        return accumulation.has_updates or bool(is_partial)
+    def can_restore(self) -> bool:
+        """Whether this rank can return to the last boundary by itself."""
+        return self.rollback.can_restore
 
     def interrupt(self) -> None:
-        """Undo the changes of the current step, and set :attr:`tag` to the step to which the
-        weights then belong."""
+        """Undo the changes of the current step, and set :attr:`tag` to the boundary to which the
+        state then belongs."""
         step, watch = self._current.step, self._optimizer_watch
         rates = rates_of(watch.tracked)
-        self._interrupted(
-            number=step.number if step is not None else None,
-            stepped=tuple(step.stepped) if step is not None else (),
-            is_torn=self.is_torn,
-        )
+        if self.tag is not None:
+            self._is_fresh = False
+            self.begun = step is not None
+            if self.rollback.restore():
+                progress = self._job.progress
+                self.tag = tag_of(self.tag.generation, progress)
+            else:
+                self.tag, self._is_torn = None, True
         if step is not None:
-            committed = rates_of(watch.tracked)
-            self._rates.interrupted(step.number, step.stepped, rates, committed)
+            self._rates.interrupted(step.number, step.stepped, rates, rates_of(watch.tracked))
         watch.reset()
         self._current.drop_uncommitted()
         for optimizer in watch.tracked.values():
@@ -183,46 +212,20 @@ class RankProgress:
             module.reduction.begin(1.0)
 
     def roll_back(self) -> bool:
-        """Roll back to the last commit. Returns False if the weights may contain later updates.
+        """Return to the last boundary. Returns False if that is impossible, or if the current step
+        may be complete.
 
         A loop left by `break` looks like one left by an exception, and its step counts if an
         optimizer stepped. But after an exception, the script's code after the update (a scheduler
         step) has not run.
         """
-        step, last_left = self._current.step, self._current.last_left
+        last_left = self._current.last_left
         if last_left is not None and last_left.optimizer_stepped:
             return False
-        done = self.rollback.restore(is_torn=self.is_torn)
-        if done.is_torn or (done.has_updates and step is not None and step.optimizer_stepped):
+        if not self.rollback.restore():
             return False
         self._current.drop_uncommitted()
         return True
-
-    def _interrupted(self, *, number: int | None, stepped: tuple[str, ...], is_torn: bool) -> None:
-        """Restore the non-parameter state of the last commit, and set :attr:`tag`.
-
-        Args:
-            number: the step that had begun; None between two steps.
-            stepped: the optimizers whose updates in that step are in the weights.
-            is_torn: whether an update had begun but not ended.
-        """
-        if self.tag is None:
-            return
-        self._is_fresh = False
-        self.begun = number is not None
-        if number is None or (self._masked and number < self._masked_at):
-            stepped, number = self._masked, self._masked_at
-        is_updated = bool(stepped) and stepped != self._masked
-        done = self.rollback.restore(is_torn=is_torn, is_updated=is_updated)
-        if done.is_torn:
-            self.tag, self._is_torn = None, True
-            return
-        if not done.has_updates:
-            stepped, number = self._masked, self._masked_at  # they were in the weights before
-        progress = self._job.progress
-        step, left = progress.step, progress.callbacks_left
-        iteration = number - step if stepped else 0
-        self.tag = Tag(self.tag.generation, step, stepped, iteration, left)
 
     # -- in a new world -----------------------------------------------------------------------
 
@@ -232,13 +235,10 @@ class RankProgress:
         return RankState(nonce, self.tag, self.begun, self._is_torn, self.retries, returned)
 
     def agreed_on_calls(self, agreement: Agreement) -> None:
-        """Record how many calls of run.retry other ranks have completed or left."""
+        """Record how many calls of run.retry other ranks have completed or left, and whether a
+        step was interrupted."""
         self.retries_of_others, self._returned = agreement.retries, agreement.returned
-
-    def begin_fresh(self) -> None:
-        """Record that the state comes from a checkpoint, or is the initial one."""
-        self._take()
-        self.rollback.forget()
+        self._is_step_missing = agreement.begun
 
     def can_spare_weights(self, other: Tag) -> bool:
         """Whether no rank can need this rank's weights while it receives the state ``other``: they
@@ -257,5 +257,9 @@ class RankProgress:
     def agreed(self, tag: Tag, *, generation: int) -> None:
         """Record that all ranks of the world have the state of ``tag``."""
         self.tag = dataclasses.replace(tag, generation=generation)
-        self._masked, self._masked_at = tag.stepped, tag.step + tag.iteration
-        self._is_fresh, self._is_entering, self._is_torn = False, True, False
+        self._is_fresh, self._is_torn = False, False
+
+
+def tag_of(generation: int, progress: Progress) -> Tag:
+    """The position of a rank whose state is that of a boundary with this progress."""
+    return Tag(generation, progress.step, progress.passes, progress.callbacks_left)

@@ -22,7 +22,7 @@ from elastic.process_group import all_gather_json, peer_group
 from elastic.telemetry.journal import EventSink
 from elastic.training.checkpointing.manager import CheckpointManager
 from elastic.training.recovery.agreement import Agreement, Tag, agree
-from elastic.training.recovery.progress import RankProgress
+from elastic.training.recovery.progress import RankProgress, tag_of
 from elastic.training.recovery.transfer import Room, Specs, broadcast_blob, transfer
 from elastic.training.state.all_ranks import on_all_ranks
 from elastic.training.state.job_state import JobState
@@ -120,7 +120,7 @@ class Reconfiguration:
         all_gather_json(True)  # no rank continues before all ranks have received everything
         job = self._job
         if tag is None:
-            tag = Tag(0, job.progress.step, callbacks=job.progress.callbacks_left)
+            tag = tag_of(0, job.progress)
         self._progress.agreed(tag, generation=world.generation)
         self._journal.emit(
             WorldJoined(
@@ -129,7 +129,6 @@ class Reconfiguration:
                 size=world.size,
                 step=job.progress.step,
                 source=source,
-                replay=tag.stepped,
                 duration_s=round(SYSTEM_CLOCK.monotonic() - began_s, 4),
             ),
             level=logging.DEBUG,
@@ -145,7 +144,6 @@ class Reconfiguration:
                 hint="pass elastic.join(checkpoints=…) a folder that all nodes share; to start "
                 "from step 0 again, use another --rdzv-id",
             )
-        self._progress.begin_fresh()
         return dataclasses.replace(world, generation=generation)
 
     def _continue(self, world: World, agreement: Agreement) -> World:
@@ -161,9 +159,7 @@ class Reconfiguration:
         if agreement.receivers:
             self._transfer(world, agreement)
         state = unpack(node, tensors, self._job)
-        rollback = self._progress.rollback
-        rollback.adopt(state["habits"], state["small"])
-        rollback.final_buffers = state["final_buffers"]
+        self._progress.rollback.adopt(state["needs_copies"], state["small"])
         if not is_source:
             self._progress.tag = tag  # equal weights: from here on, a fault loses nothing
         generation = max(world.generation, state["generation"] + 1)
@@ -180,8 +176,7 @@ class Reconfiguration:
         return pack(
             {
                 "small": rollback.snapshot,
-                "habits": rollback.habits,
-                "final_buffers": rollback.final_buffers,
+                "needs_copies": rollback.needs_copies,
                 "lineage": [[a.generation, a.began_at_step] for a in lineage],
                 "generation": generation,
                 "saved_step": saved_step,

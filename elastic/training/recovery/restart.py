@@ -74,7 +74,7 @@ class Restart:
         generation = self._checkpoints.restore(world, self._job)
         self._lifecycle.begin(dataclasses.replace(world, generation=generation))
         if self._job.progress.step and not self._job.is_rebuilt:
-            self._progress.expect_weights()
+            self._progress.enter_world()
 
     def is_fault(self, error: BaseException) -> bool:
         """Always False: the process cannot recover from any exception."""

@@ -11,6 +11,7 @@ import torch
 from elastic.torch_private import copy_each
 from elastic.training.gradients.sharding import local_value
 
+_NOTHING: Mapping[Any, torch.Tensor] = {}
 _PLAIN = frozenset({type(None), bool, int, float, str})
 
 
@@ -76,6 +77,14 @@ class TensorCopies:
         """A new tensor with the copied value."""
         return self._copies[key].clone()
 
+    def has(self, key: Any) -> bool:
+        """Whether there is a copy."""
+        return key in self._copies
+
+    def fits(self, key: Any, own: Any) -> bool:
+        """Whether ``own`` is a tensor that can hold the copied value."""
+        return isinstance(own, torch.Tensor) and can_hold(self._copies.get(key), own)
+
     @property
     def size_bytes(self) -> int:
         """Total size of all copies."""
@@ -121,16 +130,22 @@ class WeightCopies:
         return self._tensors.size_bytes
 
     def take(
-        self, parameters: Sequence[torch.Tensor], optimizers: Sequence[torch.optim.Optimizer]
+        self,
+        parameters: Sequence[torch.Tensor],
+        optimizers: Sequence[torch.optim.Optimizer],
+        others: Mapping[Any, torch.Tensor] = _NOTHING,
     ) -> None:
-        """Copy the current values."""
+        """Copy the current values. ``others``: more tensors, by any key but a plain number."""
         self._entries = _entries(optimizers)
         self._values = {e.place: copied(e.value) for e in self._entries if not e.is_tensor}
         tensors = {e.place: e.value for e in self._entries if e.is_tensor}
-        self._tensors.take(tensors | dict(enumerate(parameters)))
+        self._tensors.take(tensors | dict(enumerate(parameters)) | dict(others))
 
     def restore(
-        self, parameters: Sequence[torch.Tensor], optimizers: Sequence[torch.optim.Optimizer]
+        self,
+        parameters: Sequence[torch.Tensor],
+        optimizers: Sequence[torch.optim.Optimizer],
+        others: Mapping[Any, torch.Tensor] = _NOTHING,
     ) -> None:
         """Restore everything in place: references to these tensors stay valid."""
         known = {entry.place for entry in self._entries}
@@ -138,15 +153,22 @@ class WeightCopies:
             if entry.place not in known:
                 entry.remove()  # created by the step that is undone
         tensors: dict[Any, torch.Tensor] = dict(enumerate(parameters))
+        tensors |= {key: own for key, own in others.items() if self._tensors.fits(key, own)}
         for entry in self._entries:
             if not entry.is_tensor:
                 entry.value = copied(self._values[entry.place])
                 continue
             current = entry.value
-            if not isinstance(current, torch.Tensor):
+            if not self._tensors.fits(entry.place, current):
                 current = entry.value = self._tensors.clone(entry.place)
             tensors[entry.place] = current
         self._tensors.restore(tensors)
+
+    def tensor(self, key: Any, own: torch.Tensor | None) -> torch.Tensor | None:
+        """``own``, restored, if it can hold the copied value; otherwise a new tensor with it."""
+        if self._tensors.fits(key, own) or not self._tensors.has(key):
+            return own
+        return self._tensors.clone(key)
 
 
 class _Entry:

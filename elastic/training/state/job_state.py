@@ -154,6 +154,10 @@ class JobState:
             and any(id(p) not in known for group in tracked.param_groups for p in group["params"])
         ]
 
+    def name_of(self, loader: ElasticLoader) -> str:
+        """The name under which a loader is registered."""
+        return next((name for name, one in self.loaders.items() if one is loader), "")
+
     def registered(self) -> JobState:
         """A copy of the current registrations, for :meth:`restore_registrations`."""
         return dataclasses.replace(

@@ -30,9 +30,8 @@ from elastic.training.gradients.sharding import (
 )
 from elastic.training.gradients.wrap import Wrapped, hint_of_unreduced
 from elastic.training.rebuilding.containers import only_passes_on
-from elastic.training.state.change_watch import versions
 from elastic.training.state.job_state import JobState
-from elastic.training.state.rollback import NESTED, SEVERAL, Rollback
+from elastic.training.state.rollback import Rollback
 from elastic.training.state.untracked import (
     Companions,
     UnsavedParameters,
@@ -95,7 +94,7 @@ class OptimizerWatch:
 
     def allow_built(self, name: str, optimizer: torch.optim.Optimizer) -> None:
         """Add an optimizer built for the current world, over sharded parameters. Its updates are
-        recorded, but never undone or masked."""
+        recorded, but never undone."""
         known = self._known_facts(optimizer)
         known.name, known.is_built = name, True
 
@@ -108,15 +107,6 @@ class OptimizerWatch:
         self._unwrapped.clear()
         for name, tracked in job.tracked.items():
             self.allow(name, tracked)
-
-    @property
-    def is_torn(self) -> bool:
-        """Whether an update has begun but not ended, so that the weights belong to no step."""
-        return any(
-            update.version is None or update.version != _version(update.optimizer)
-            for update in self._updates
-            if update.name is not None and not update.is_masked
-        )
 
     def reset(self) -> None:
         """Begin a new attempt: forget interrupted updates."""
@@ -166,13 +156,7 @@ class OptimizerWatch:
             return None
         self._forget_abandoned(optimizer)
         name, closure = known.name, _closure(args, kwargs)
-        is_masked = step is not None and name is not None and step.is_masked(name)
-        if name is not None and self._updates and self.rollback is not None:
-            self.rollback.copy_weights(NESTED)
-        # A closure, and the script's own hooks, run inside the step: if one fails, the weights may
-        # be unchanged.
-        version = _version(optimizer) if closure is not None or known.has_hooks else None
-        update = _Update(optimizer, name, is_masked, version)
+        update = _Update(optimizer, name)
         if closure is None:
             self._prepare(update, known, step)
             self._updates.append(update)
@@ -212,9 +196,6 @@ class OptimizerWatch:
             )
         if known.name is not None and step is not None and self.on_update is not None:
             self.on_update(step.number, known.name, optimizer)
-        if update.is_masked:
-            optimizer.zero_grad(set_to_none=True)  # without gradients the step updates nothing
-            return
         for module in touched:
             if has_gradient(module):
                 _check(optimizer, known.name, step, module, self._objects)
@@ -225,22 +206,18 @@ class OptimizerWatch:
                     refuse_module(call, module, stale=stale)
         if self.rollback is not None and known.name is not None:
             self.rollback.before_update()
-            if step is not None and step.stepped:  # earlier data may depend on earlier weights
-                self.rollback.copy_weights(SEVERAL)
 
     def _after(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         phases.enter(SCRIPT)
         if self._known_facts(optimizer).is_container(optimizer):
             return
         update = self._updates.pop() if self._updates else None
-        if update is None or update.name is None or update.is_masked:
+        if update is None or update.name is None:
             return
         self.has_stepped = True
         step = self._current_step()
         if step is not None:
             step.stepped.append(update.name)
-        if self.rollback is not None:
-            self.rollback.after_update()
 
     def _forget_abandoned(self, optimizer: torch.optim.Optimizer) -> None:
         """Forget an update that ended with an exception that the script caught."""
@@ -279,8 +256,6 @@ class _Update:
 
     optimizer: torch.optim.Optimizer
     name: str | None  # None: not tracked
-    is_masked: bool
-    version: int | None  # of the parameters before the closure; None: no closure
 
 
 class _Known:
@@ -288,9 +263,6 @@ class _Known:
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self.optimizer = weakref.ref(optimizer)
-        handle = optimizer.register_step_pre_hook(lambda *_: None)
-        handle.remove()
-        self._hooks: Callable[[], object] = handle.hooks_dict_ref  # the script's, weakly held
         self.name: str | None = None  # None: not tracked
         self.is_built = False  # created by run.build
         self.count: int | None = None  # number of its parameters at the last scan
@@ -298,11 +270,6 @@ class _Known:
         self.own: list[torch.Tensor] = []  # parameters in no wrapped module
         self.sharded = ""  # a description of its first sharded parameter
         self._only_passes_on: bool | None = None
-
-    @property
-    def has_hooks(self) -> bool:
-        """Whether the script has registered hooks that run before the optimizer's update."""
-        return bool(self._hooks())
 
     @property
     def label(self) -> str:
@@ -387,12 +354,6 @@ def _check(
             f"{len(step)} micro-batches",
             hint="use step.backward(loss), or (loss * step.weight).backward()",
         )
-
-
-def _version(optimizer: torch.optim.Optimizer) -> int:
-    """A number that grows with every change of the optimizer's parameters and state."""
-    states = (v for state in optimizer.state.values() for v in state.values())
-    return versions([*_parameters(optimizer), *(v for v in states if torch.is_tensor(v))])
 
 
 def _parameters(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:

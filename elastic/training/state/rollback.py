@@ -1,66 +1,85 @@
-"""Rolls back an interrupted step: to the exact state of the last commit, or not at all.
+"""Returns a rank to the last boundary between two steps, bit for bit, or reports that it cannot.
 
-Non-parameter state is copied at every commit (:mod:`elastic.training.state.snapshot`). Weights and
-large tracked objects are not copied while the script changes them only in ways that are detected
-and need not be undone: weights by ``optimizer.step()`` (a repeated step masks it, see
-:class:`elastic.training.step.Step`), and large objects in ``run.after_step``. They are watched, and
-a step that is interrupted after any other change leaves this rank's state torn: it is restored from
-a peer or a checkpoint. Scripts that make other changes (hand-written SGD, SAM, weight clipping, an
-EMA updated in the loop) do so in every step. So after the first such change copies are kept, at the
-cost of one copy of the affected state per step, and interrupted steps are repeated exactly.
+The small state of a boundary is copied at each boundary (:mod:`elastic.training.state.snapshot`).
+Its large tensors are weights, optimizer state, and averages. A copy of them makes every interrupted
+step undoable, whatever the script does in it. It is taken at each boundary where it costs little,
+or where the script needs it: where a step changes weights before its last collective, so that a
+fault can interrupt the step after the change. Otherwise a rank that has begun to change weights
+completes the step, because nothing can interrupt it, and the boundary at its end is the one to
+which all ranks go (docs/decisions/0032).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+import os
+from collections.abc import Mapping, Sequence
+from enum import Enum
+from typing import Literal
 
 import torch
-from torch import nn
 
+from elastic import torch_private
+from elastic.clock import SYSTEM_CLOCK
+from elastic.errors import ConfigError
 from elastic.telemetry.log import get_logger
 from elastic.training.state.change_watch import ChangeWatch, compares_content
-from elastic.training.state.copies import WeightCopies, tensors_in
-from elastic.training.state.job_state import JobState, Stateful
-from elastic.training.state.snapshot import NonParameterState, Snapshot, WholeObject
+from elastic.training.state.copies import WeightCopies
+from elastic.training.state.job_state import JobState
+from elastic.training.state.random_state import RandomState
+from elastic.training.state.snapshot import BoundaryState, Path, Snapshot
 
-OUTSIDE = "weights change outside of optimizer.step()"
-NESTED = "an optimizer steps inside another optimizer's step()"
-UNWRAPPED = "an optimizer updates parameters that are in no wrapped module"
-SEVERAL = "a step makes several updates"
-PARTIAL = "an optimizer steps while another one accumulates gradients"
+# Copies are affordable if they cost this fraction of a step, or less than this time.
+AFFORDABLE_FRACTION = 0.01
+AFFORDABLE_S = 250e-6
+AFFORDABLE_MEMORY = 0.1  # of the memory that is available
+FIRST_STEPS = 3  # of a process: always copied, while the cost and the script are not known yet
 
 
-@dataclass(frozen=True)
-class RolledBack:
-    """The result of a rollback of this rank's state."""
+StepCopiesName = Literal["auto", "always", "never"]
 
-    is_torn: bool  # the state belongs to no step
-    has_updates: bool  # the weights still contain the step's optimizer updates
+
+class StepCopies(Enum):
+    """Whether the large state is copied at each boundary: ``elastic.join(step_copies=…)``."""
+
+    AUTO = "auto"
+    ALWAYS = "always"
+    NEVER = "never"  # unless the script changes weights before the last collective of a step
+
+
+def step_copies_from(name: str) -> StepCopies:
+    """Parse the argument of ``elastic.join``. Raises ConfigError for another value."""
+    values = [mode.value for mode in StepCopies]
+    if name not in values:
+        raise ConfigError(
+            f"elastic.join: step_copies={name!r} is not one of {', '.join(map(repr, values))}"
+        )
+    return StepCopies(name)
 
 
 class Rollback:
-    """Takes snapshots, and rolls back. One per process, created once all objects are registered."""
+    """Takes the state of boundaries, and returns to the last one. One per process, created once all
+    objects are registered."""
 
-    def __init__(self, job: JobState, optimizers: Mapping[str, torch.optim.Optimizer]) -> None:
+    def __init__(
+        self,
+        job: JobState,
+        optimizers: Mapping[str, torch.optim.Optimizer],
+        mode: StepCopies = StepCopies.AUTO,
+    ) -> None:
         self._job = job
         self._optimizers = optimizers
-        self._non_parameters = NonParameterState(job)
-        self._large = {name: _Large(name, t) for name, t in self._non_parameters.large.items()}
-        self._watch = ChangeWatch(self._weights, self._counted)
-        self._copies: WeightCopies | None = None
-        self._has_logged = False  # whether copies were logged
-        self._why_copies = ""  # empty: weights are watched
-        self._copies_between_loops = False
-        self._has_copies = False  # copies of the last commit, or of the end of the last loop, exist
-        self._has_changed = False  # weights changed outside of optimizers since the last commit
-        self._steps = 0  # committed in this process
-        self._has_adopted = False  # facts learned by other ranks were adopted
-        # Set if a step is repeated while its updates stay in the weights: the repeated forward
-        # passes see updated weights, so their batch statistics are discarded at the commit.
-        self.final_buffers: dict[str, Any] | None = None
+        self._mode = mode
+        self._state = BoundaryState(job)
+        self._watch = ChangeWatch(self._tensors, self._counted)
+        self._copies = WeightCopies()
+        self._costs = CopyCosts()
+        self._has_copies = False  # of the last boundary
+        self._changes_between_loops = False
+        self._needs_copies = ""  # why the script needs them; empty: it does not, as far as known
+        self._has_changed = False  # weights changed before an optimizer's update in this step
+        self._updated_at: int | None = None  # collectives begun before the step's first update
         self._own: tuple[torch.Tensor, ...] = ()
+        self._random = RandomState()
         self.snapshot: Snapshot = {}
 
     def _weights(self) -> Sequence[torch.Tensor]:
@@ -69,215 +88,206 @@ class Rollback:
             return modules[0].local_parameters
         return [*(p for module in modules for p in module.local_parameters), *self._own]
 
+    def _tensors(self) -> Sequence[torch.Tensor]:
+        """The tensors that only updates may change within a step, for copies that do not exist."""
+        large = self._state.large()
+        return [*self._weights(), *large.values()] if large else self._weights()
+
     def _counted(self) -> Sequence[torch.Tensor]:
         modules = list(self._job.modules.values())
-        if len(modules) == 1 and not self._own:
-            return modules[0].counted_parameters
-        return [*(p for module in modules for p in module.counted_parameters), *self._own]
+        counted = [p for module in modules for p in module.counted_parameters]
+        return [*counted, *self._own, *self._state.large().values()]
 
     # -- while training -----------------------------------------------------------------------
 
-    def take(self) -> None:
-        """Take a snapshot of the current state, which is a commit's or a step's initial state."""
-        self.snapshot = self._non_parameters.take()
-        self._has_changed = False
-        by_content = compares_content(self._steps)
-        self._has_copies = self._is_copying and self._copy_weights()
-        if not self._has_copies or not self._why_copies:
-            self._watch.expect(by_content=by_content)
-        for large in self._large.values():
-            large.take(by_content=by_content, is_first=self._is_learning)
+    def take(self, *, with_copies: bool = False) -> None:
+        """Make the current state that of the last boundary.
 
-    @property
-    def _is_learning(self) -> bool:
-        """Whether the first step follows, so that it is unknown which state the script changes."""
-        return self._steps == 0 and not self._has_adopted
-
-    @property
-    def _is_copying(self) -> bool:
-        return bool(self._why_copies) or self._is_learning
-
-    def committed(self) -> None:
-        """Commit a step and record its changes. :meth:`take` must follow."""
-        self._steps += 1
-        if self.final_buffers is not None:
-            self._non_parameters.restore_buffers(self.final_buffers)
-            self.final_buffers = None
-        if not self._is_copying:
-            self._copies = None  # they were needed for the first step only
-        if not self._why_copies and (self._has_changed or self._watch.has_changed):
-            self.copy_weights(OUTSIDE)
-        for large in self._large.values():
-            large.learn()
-
-    def leave_step(self) -> None:
-        """Called at the end of a loop: later changes by the script belong to no step."""
-        if self._copies_between_loops and not self._why_copies:
-            self._has_copies = self._copy_weights()
-
-    def script_has_run(self) -> None:
-        """Called at the beginning of a loop; :meth:`take` must follow."""
-        if not self._copies_between_loops and self._watch.has_changed:
-            self._copies_between_loops = True  # for example, weights swapped for evaluation
-
-    def before_update(self) -> None:
-        """Called before an optimizer changes weights."""
-        if not self._why_copies and not self._has_changed:
-            self._has_changed = self._watch.has_changed
-
-    def after_update(self) -> None:
-        """Called after an optimizer has changed weights."""
-        if not self._why_copies:
-            self._watch.expect(by_content=compares_content(self._steps))
-
-    def watch_also(self, parameters: Sequence[torch.Tensor]) -> None:
-        """Watch weights of the job that are in no wrapped module, too."""
-        self._own = tuple(parameters)
-        self._watch.forget()
-        self.copy_weights(UNWRAPPED)
-
-    @property
-    def script_changes_weights(self) -> bool:
-        """Whether weights change outside of optimizers, in this step or in earlier ones."""
-        return self._why_copies == OUTSIDE or self._has_changed or self._watch.has_changed
-
-    def copy_weights(self, why: str) -> None:
-        """Keep a copy of the weights and of the optimizers' states from the next commit on."""
-        if not self._why_copies:
-            self._why_copies = why
-
-    # -- other ranks --------------------------------------------------------------------------
-
-    @property
-    def habits(self) -> dict[str, Any]:
-        """Facts learned about the script, as JSON values, for joining ranks."""
-        return {
-            "weights": self._why_copies,
-            "between_loops": self._copies_between_loops,
-            "large": sorted(name for name, large in self._large.items() if large.is_copied),
-        }
-
-    def adopt(self, habits: Mapping[str, Any], snapshot: Snapshot) -> None:
-        """Load the non-parameter state and the habits of the rank with whose state the job
-        continues."""
-        self.copy_weights(str(habits["weights"]))
-        self._copies_between_loops |= bool(habits["between_loops"])
-        self._has_adopted = True
-        for name in habits["large"]:
-            if name in self._large:
-                self._large[name].is_copied = True
-        self._non_parameters.restore(snapshot)
-        self.snapshot = snapshot
-        self.forget()
-
-    def forget(self) -> None:
-        """Forget the expected state, which was replaced; :meth:`take` sets it again."""
-        self._watch.forget()
-        self._has_copies = self._has_changed = False
-        for large in self._large.values():
-            large.forget()
-
-    def expect_weights(self) -> None:
-        """Begin a world with the current weights, which only training may change."""
-        self._watch.expect(by_content=False)
-
-    @property
-    def weights_have_changed(self) -> bool:
-        """Whether weights have changed, by any means, since they were expected."""
-        return self._watch.has_changed
-
-    # -- after a fault ------------------------------------------------------------------------
-
-    def restore_non_parameters(self) -> None:
-        """Undo a step's changes of the non-parameter state."""
-        if self.snapshot:
-            self._non_parameters.restore(self.snapshot)
-
-    def restore(self, *, is_torn: bool, is_updated: bool = False) -> RolledBack:
-        """Undo the changes of the current step.
-
-        Args:
-            is_torn: whether an update has begun but not ended.
-            is_updated: whether an optimizer has stepped for the first time in this step.
+        ``with_copies``: copy it completely, whatever that costs, if there is enough memory.
         """
-        buffers = self._non_parameters.buffers() if is_updated else None
-        self.restore_non_parameters()
-        if self._has_copies and self._copies is not None:
-            self._copies.restore(self._weights(), list(self._optimizers.values()))
-            is_torn = has_updates = False
-        else:
-            has_updates = True
-            is_torn = is_torn or self._has_changed or self._watch.has_changed
-        for large in self._large.values():
-            is_torn = not large.restore() or is_torn
-        if buffers is not None and has_updates and self.final_buffers is None:
-            self.final_buffers = buffers
-        return RolledBack(is_torn=is_torn, has_updates=has_updates and not is_torn)
+        self.snapshot = self._state.take()
+        self._random.forget()
+        self._has_changed, self._updated_at = False, None
+        self._has_copies = (with_copies or self._copies_steps) and self._copy()
+        self._watch.expect(by_content=with_copies or compares_content(self._costs.steps))
 
-    def _copy_weights(self) -> bool:
-        """Copy weights and optimizer state. Returns whether there was enough memory."""
-        if self._why_copies and not self._has_logged:
-            self._has_logged = True
-            get_logger().info(
-                "%s: from now on the weights are copied in each step, so that an interrupted step "
-                "can be repeated exactly",
-                self._why_copies,
-            )
-        if self._copies is None:
-            self._copies = WeightCopies()
+    @property
+    def _copies_steps(self) -> bool:
+        if self._needs_copies or self._mode is StepCopies.ALWAYS:
+            return True
+        if self._costs.steps < FIRST_STEPS:
+            return True
+        return self._mode is StepCopies.AUTO and self._costs.are_affordable
+
+    def _copy(self) -> bool:
+        """Copy the large state. Returns whether there was enough memory."""
+        began_s = SYSTEM_CLOCK.monotonic()
         try:
-            self._copies.take(self._weights(), list(self._optimizers.values()))
-        except torch.OutOfMemoryError:
-            self._copies = None
-            if not self._is_learning:
+            self._copies.take(self._weights(), list(self._optimizers.values()), self._state.large())
+        except (torch.OutOfMemoryError, MemoryError):
+            self._copies = WeightCopies()
+            if self._needs_copies:
                 get_logger().warning(
                     "not enough memory for a copy of the weights: after an interrupted step, the "
                     "state is restored from a peer or a checkpoint"
                 )
             return False
+        is_on_host = all(p.device.type == "cpu" for p in self._weights()[:1])
+        self._costs.copied(
+            took_s=SYSTEM_CLOCK.monotonic() - began_s,
+            size_bytes=self._copies.size_bytes,
+            is_measured=is_on_host,
+        )
         return True
 
+    def committed(self) -> None:
+        """End a step; :meth:`take` must follow. Learns what the script does in its steps."""
+        self._costs.step_ended(SYSTEM_CLOCK.monotonic())
+        if not self._needs_copies:
+            if self._has_changed:
+                self._need_copies("weights change outside of optimizer.step()")
+            elif self._is_followed_by_collectives:
+                self._need_copies("ranks communicate after an update")
+        if not self._copies_steps:
+            self._copies = WeightCopies()  # frees the memory
 
-class _Large:
-    """A tracked object that is too large to copy at every commit without need."""
+    def leave_step(self) -> None:
+        """Called at the end of a loop: later changes by the script belong to no step."""
+        self._random.take()
+        if self._changes_between_loops and not self._has_copies:
+            self._has_copies = self._copy()
 
-    def __init__(self, name: str, tracked: Stateful) -> None:
-        self.is_copied = False
-        self._name = name
-        self._tracked = tracked
-        self._object = WholeObject(tracked)
-        self._taken: Any = None
-        self._tensors = _finder(tracked)
-        self._watch = ChangeWatch(self._tensors)
+    def script_has_run(self) -> None:
+        """Called at the beginning of a loop; :meth:`take` must follow."""
+        # For example, weights that are exchanged for an evaluation.
+        self._changes_between_loops |= self._watch.has_changed
 
-    def take(self, *, by_content: bool, is_first: bool) -> None:
-        self._taken = self._object.take() if self.is_copied or is_first else None
-        if not self.is_copied:
-            self._watch.expect(by_content=by_content)
-
-    def learn(self) -> None:
-        if not self.is_copied and self._watch.has_changed:
-            self.is_copied = True
+    def _need_copies(self, why: str) -> None:
+        self._needs_copies = why
+        if not (self._costs.are_affordable or self._mode is StepCopies.ALWAYS):
             get_logger().info(
-                "%s changes within steps: from now on it is copied in each step, so that an "
-                "interrupted step can be repeated exactly; run.after_step(update) needs no copies",
-                self._name,
+                "%s: from now on the weights are copied at the beginning of each step, so that an "
+                "interrupted step is undone exactly. run.commit() directly after the update makes "
+                "the copies unnecessary.",
+                why,
             )
 
-    def restore(self) -> bool:
-        """Restore the object. Returns whether its state is the commit's."""
-        if self._taken is not None:
-            self._object.restore(self._taken)
-            return True
-        return not self._watch.has_changed
+    @property
+    def _is_followed_by_collectives(self) -> bool:
+        """Whether this rank has communicated since the step's first update, so that a fault could
+        have interrupted the step after it."""
+        return self._updated_at is not None and _communications() != self._updated_at
 
-    def forget(self) -> None:
-        self._taken = None
+    def before_update(self) -> None:
+        """Called before an optimizer changes weights."""
+        if self._updated_at is None:
+            self._has_changed = self._has_changed or self._watch.has_changed
+            self._updated_at = _communications()
+
+    def copy_also(self, parameters: Sequence[torch.Tensor]) -> None:
+        """Include weights of the job that are in no wrapped module."""
+        self._own = tuple(parameters)
+        self._has_copies = False
         self._watch.forget()
 
+    @property
+    def changes_by_script(self) -> bool:
+        """Whether the script changes weights in its steps, other than by an optimizer."""
+        if self._has_changed:
+            return True
+        return self._updated_at is None and self._watch.has_changed
 
-def _finder(tracked: Stateful) -> Callable[[], Sequence[torch.Tensor]]:
-    if isinstance(tracked, nn.Module):
-        module = tracked  # without its state_dict, which takes a third of a millisecond
-        return lambda: [*module.parameters(), *module.buffers()]
-    return lambda: tensors_in(tracked.state_dict())
+    @property
+    def weights_have_changed(self) -> bool:
+        """Whether weights have changed since the last boundary, by any means that is noticed."""
+        return self._watch.has_changed
+
+    # -- other ranks --------------------------------------------------------------------------
+
+    @property
+    def needs_copies(self) -> str:
+        """Why the script needs copies, for ranks that join."""
+        return self._needs_copies
+
+    def adopt(self, needs_copies: str, snapshot: Snapshot) -> None:
+        """Load the small state of the rank with whose state the job continues."""
+        self._needs_copies = self._needs_copies or needs_copies
+        self._state.restore(snapshot)
+        self.snapshot = snapshot
+        self.forget()
+
+    def forget(self) -> None:
+        """Forget the last boundary's tensors, which were replaced; :meth:`take` must follow."""
+        self._watch.forget()
+        self._has_copies = self._has_changed = False
+        self._updated_at = None
+
+    # -- after a fault ------------------------------------------------------------------------
+
+    @property
+    def can_restore(self) -> bool:
+        """Whether :meth:`restore` will return True."""
+        if self._has_copies:
+            return True
+        return self._updated_at is None and not self._has_changed and not self._watch.has_changed
+
+    def restore(self) -> bool:
+        """Return to the last boundary. Returns False if that is impossible without the state of
+        another rank or a checkpoint; then only the small state is that of the boundary."""
+        is_exact = self.can_restore
+        if self._has_copies:
+            self._copies.restore(
+                self._weights(), list(self._optimizers.values()), self._state.large()
+            )
+        if self.snapshot:
+            self._state.restore(self.snapshot, self._kept if self._has_copies else None)
+            self._random.restore()
+        return is_exact
+
+    def _kept(self, path: Path, own: torch.Tensor | None) -> torch.Tensor | None:
+        return self._copies.tensor(path, own)
+
+
+class CopyCosts:
+    """What a copy of the large state costs, in relation to a step."""
+
+    def __init__(self) -> None:
+        self.steps = 0  # committed in this process
+        self._copy_s: float | None = None  # the shortest of recent copies; None: not measurable
+        self._step_s = 0.0  # the shortest of recent steps, including the copy
+        self._fits = True
+        self._last_end_s: float | None = None
+        self.are_affordable = True
+
+    def copied(self, *, took_s: float, size_bytes: int, is_measured: bool) -> None:
+        """Record a copy. ``is_measured``: it was complete after that time."""
+        if self._copy_s is None:
+            self._fits = size_bytes <= AFFORDABLE_MEMORY * available_bytes()
+        self._copy_s = min(took_s, self._copy_s or took_s) if is_measured else None
+
+    def step_ended(self, now_s: float) -> None:
+        """Record the end of a step; decides anew whether copies are affordable at the third step,
+        and at each power of two."""
+        self.steps += 1
+        if self._last_end_s is not None:
+            took_s = now_s - self._last_end_s
+            self._step_s = min(took_s, self._step_s or took_s)
+        self._last_end_s = now_s
+        is_decided = self.steps == FIRST_STEPS or self.steps & (self.steps - 1) == 0
+        if self.are_affordable and self.steps >= FIRST_STEPS and is_decided:
+            limit_s = max(AFFORDABLE_S, AFFORDABLE_FRACTION * self._step_s)
+            # The cost on a device is not measured, and its memory is the script's.
+            self.are_affordable = self._fits and (self._copy_s or float("inf")) <= limit_s
+            if self.steps > FIRST_STEPS:
+                self._step_s = 0.0
+
+
+def available_bytes() -> int:
+    """The memory of this machine that no process uses."""
+    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+def _communications() -> int:
+    """A number that changes with every collective of any group that counts them."""
+    counts = torch_private.collectives_of_groups()
+    return sum(counts.values()) if counts is not None else 0

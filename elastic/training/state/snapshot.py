@@ -1,48 +1,57 @@
-"""Copies the non-parameter state that a step may change, at its beginning and at its commit.
+"""The state of a step boundary, without the large tensors: taken at each boundary, restored later.
 
-This includes schedulers, the gradient scaler, hyperparameters, ``run.state``, buffers and
-positions: everything except weights and optimizer state, which change only when an optimizer steps.
-After a fault it is restored, so that a repeated step starts from the same state.
+A boundary's state is everything that the job tracks: each key of each ``state_dict``, modules'
+buffers (those that are not persistent, too) and extra state, ``run.state`` and positions. Its large
+tensors (weights, optimizer state, averages) are kept by :mod:`elastic.training.state.rollback`.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, Protocol
 
 import torch
+from torch import nn
 from torch.amp.grad_scaler import GradScaler
 
 from elastic import torch_private
 from elastic.training.data.plan import Position
 from elastic.training.gradients.sharding import local_value
+from elastic.training.rebuilding.containers import inner_optimizers
 from elastic.training.state.copies import can_hold, copied, placed_like, tensors_in
 from elastic.training.state.job_state import JobState, Stateful
 
-SMALL_BYTES = 64 << 10  # larger tracked objects (an EMA) are copied on demand: rollback.py
+SMALL_BYTES = 64 << 10  # the tensors of an object of more bytes are not copied with its values
 
 Snapshot = dict[str, Any]
 """Only plain values and tensors, so that it can be sent to other ranks."""
+Path = tuple[Any, ...]
+"""Keys and indices that lead to a value in plain containers."""
+KeptTensor = Callable[[Path, torch.Tensor | None], torch.Tensor | None]
+"""The tensor to load at a place, given the one that is there now."""
+_TENSOR = "\0tensor"  # in place of a large tensor
 
 
 class Keeper(Protocol):
-    """Copies and restores one object's non-parameter state."""
+    """Copies and restores one object's state, except for its large tensors."""
 
     def take(self) -> Any: ...
-    def restore(self, taken: Any) -> None: ...
+    def restore(self, taken: Any, kept: KeptTensor) -> None: ...
+    def large(self) -> Mapping[Path, torch.Tensor]:
+        """The object's large tensors, by their place in it."""
 
 
-class NonParameterState:
-    """Takes snapshots of a job. Created when its objects are complete."""
+class BoundaryState:
+    """Takes and restores the state of a boundary. Created when the job's objects are complete."""
 
     def __init__(self, job: JobState) -> None:
         self._job = job
+        optimizers = _optimizers(job.tracked.values())
         self._keepers: dict[str, Keeper] = {
-            name: keeper
-            for name, tracked in job.tracked.items()
-            if (keeper := _keeper(tracked)) is not None
+            name: _keeper(tracked, optimizers) for name, tracked in job.tracked.items()
         }
-        self.large = {name: t for name, t in job.tracked.items() if _keeper(t) is None}
-        self._buffers = {name: _Buffers(m.module) for name, m in job.modules.items()}
+        self._modules = {name: _Module(m.module) for name, m in job.modules.items()}
 
     def take(self) -> Snapshot:
         """A copy of the current state, valid until the next copy is taken."""
@@ -52,48 +61,66 @@ class NonParameterState:
             "state": copied(job.user),
             "loaders": {n: [x.sampler.epoch, x.sampler.step] for n, x in job.loaders.items()},
             "tracked": {name: keeper.take() for name, keeper in self._keepers.items()},
-            "buffers": {name: buffers.take() for name, buffers in self._buffers.items()},
+            "buffers": {name: module.take() for name, module in self._modules.items()},
+            "extra": {name: module.take_extra() for name, module in self._modules.items()},
             "frozen": {name: module.frozen_indices() for name, module in job.modules.items()},
         }
 
-    def buffers(self) -> dict[str, dict[str, torch.Tensor]]:
-        """Copies of the modules' current buffers, for :meth:`restore_buffers`."""
-        return {name: buffers.copies() for name, buffers in self._buffers.items()}
+    def large(self) -> dict[Path, torch.Tensor]:
+        """The large tensors of tracked objects other than optimizers."""
+        return {
+            (name, *path): tensor
+            for name, keeper in self._keepers.items()
+            for path, tensor in keeper.large().items()
+        }
 
-    def restore_buffers(self, taken: dict[str, dict[str, torch.Tensor]]) -> None:
-        """Restore the modules' buffers."""
-        for name, buffers in self._buffers.items():
-            buffers.restore(taken[name])
+    def restore(self, snapshot: Snapshot, kept: KeptTensor | None = None) -> None:
+        """Restore the state. The snapshot stays valid.
 
-    def restore(self, snapshot: Snapshot) -> None:
-        """Restore the state. The snapshot stays valid."""
+        ``kept``: the large tensors of tracked objects, by their place in :meth:`large`; by default
+        the objects' own.
+        """
         job = self._job
-        job.progress.load(snapshot["progress"])
+        job.progress.load(copied(snapshot["progress"]))
         user = placed_like(copied(snapshot["state"]), job.user)
         job.user.clear()
         job.user.update(user)
         for name, (epoch, step) in snapshot["loaders"].items():
             if name in job.loaders:
                 job.loaders[name].seek(Position(epoch, step))
-        for name, keeper in self._keepers.items():
-            keeper.restore(snapshot["tracked"][name])
-        for name, buffers in self._buffers.items():
-            buffers.restore(snapshot["buffers"][name])
-        for name, module in job.modules.items():
-            module.set_frozen(snapshot["frozen"][name])
+        # Objects that hold an optimizer load into it, so the optimizers come last.
+        for name, keeper in sorted(
+            self._keepers.items(), key=lambda item: isinstance(item[1], _Optimizer)
+        ):
+            keeper.restore(snapshot["tracked"][name], _below(name, kept))
+        for name, module in self._modules.items():
+            module.restore(snapshot["buffers"][name])
+            module.restore_extra(snapshot["extra"][name])
+        for name, wrapped in job.modules.items():
+            wrapped.set_frozen(snapshot["frozen"][name])
 
 
-def _keeper(tracked: Stateful) -> Keeper | None:
+def _below(name: str, kept: KeptTensor | None) -> KeptTensor:
+    if kept is None:
+        return lambda path, own: own
+    return lambda path, own: kept((name, *path), own)
+
+
+def _optimizers(tracked: Iterable[object]) -> list[torch.optim.Optimizer]:
+    found: list[torch.optim.Optimizer] = []
+    for item in tracked:
+        inner = getattr(item, "optimizer", None)
+        found += [o for o in (item, inner) if isinstance(o, torch.optim.Optimizer)]
+        found += inner_optimizers(item).values()
+    return found
+
+
+def _keeper(tracked: Stateful, optimizers: Sequence[torch.optim.Optimizer]) -> Keeper:
     if isinstance(tracked, torch.optim.Optimizer):
-        return _HyperParameters(tracked)
+        return _Optimizer(tracked)
     if isinstance(tracked, GradScaler) and tracked.is_enabled():  # a disabled one has no state
         return _Scaler(tracked)
-    inner = getattr(tracked, "optimizer", None)
-    if not isinstance(tracked, torch.optim.lr_scheduler.LRScheduler) and isinstance(
-        inner, torch.optim.Optimizer
-    ):
-        return _HyperParameters(inner)  # a wrapper around an optimizer
-    return WholeObject(tracked) if size_bytes(tracked.state_dict()) <= SMALL_BYTES else None
+    return _Object(tracked, optimizers)
 
 
 def size_bytes(value: Any) -> int:
@@ -101,41 +128,145 @@ def size_bytes(value: Any) -> int:
     return sum(t.numel() * t.element_size() for t in tensors_in(value))
 
 
-class WholeObject:
-    """An object that is copied as its complete state_dict: schedulers, counters, averages."""
+@contextmanager
+def kept_groups(optimizers: Sequence[torch.optim.Optimizer]) -> Iterator[None]:
+    """Keep the identity of ``param_groups`` and of each group, which the script may hold:
+    ``load_state_dict`` replaces them."""
+    before = [(o, o.param_groups, list(o.param_groups)) for o in optimizers]
+    yield
+    for optimizer, groups, members in before:
+        if optimizer.param_groups is groups:
+            continue
+        loaded = list(optimizer.param_groups)
+        for group, values in zip(members, loaded, strict=False):
+            group.clear()
+            group.update(values)
+        groups[:] = [*members[: len(loaded)], *loaded[len(members) :]]
+        optimizer.param_groups = groups
 
-    def __init__(self, tracked: Stateful) -> None:
+
+class _Object:
+    """Any tracked object, by its ``state_dict``.
+
+    Large tensors are not copied here: they are read from the object again when its state is loaded.
+    """
+
+    def __init__(self, tracked: Stateful, optimizers: Sequence[torch.optim.Optimizer]) -> None:
         self._tracked = tracked
+        self._has_large = size_bytes(tracked.state_dict()) > SMALL_BYTES
+        inner = _optimizers([tracked])
+        self._optimizers = [o for o in optimizers if any(o is own for own in inner)]
+        self._buffers = _Module(tracked) if isinstance(tracked, nn.Module) else None
 
     def take(self) -> Any:
-        return copied(self._tracked.state_dict())
+        state: Any = self._tracked.state_dict()
+        if not isinstance(state, dict):
+            return {"whole": copied(state)}
+        values = copied(_without_tensors(state) if self._has_large else state)
+        transient = self._buffers.take(is_transient=True) if self._buffers is not None else {}
+        return {"state": values, "large": self._has_large, "buffers": transient}
 
-    def restore(self, taken: Any) -> None:
+    def large(self) -> Mapping[Path, torch.Tensor]:
+        if not self._has_large:
+            return {}
+        tracked = self._tracked
+        if isinstance(tracked, nn.Module):
+            # Without its state_dict, which takes a third of a millisecond.
+            return {
+                (name,): tensor
+                for name, tensor in (*tracked.named_parameters(), *tracked.named_buffers())
+            }
+        return dict(_leaves(tracked.state_dict()))
+
+    def restore(self, taken: Any, kept: KeptTensor) -> None:
         """``taken`` may be another rank's, which arrives on the CPU."""
-        own = self._tracked.state_dict() if tensors_in(taken) else None
-        self._tracked.load_state_dict(placed_like(copied(taken), own))
+        with kept_groups(self._optimizers):
+            self._tracked.load_state_dict(self._state(taken, kept))
+        if self._buffers is not None:
+            self._buffers.restore(taken.get("buffers", {}))
+
+    def _state(self, taken: Any, kept: KeptTensor) -> Any:
+        if "whole" in taken:
+            return copied(taken["whole"])
+        values = copied(taken["state"])
+        if not taken["large"]:
+            return placed_like(values, self._tracked.state_dict()) if tensors_in(values) else values
+        return _with_tensors(values, self._tracked.state_dict(), (), kept)
 
 
-class _HyperParameters:
-    """An optimizer's groups without their parameters: learning rates, momentum factors, …"""
+def _without_tensors(value: Any) -> Any:
+    """``value`` with a mark in place of its tensors."""
+    if isinstance(value, torch.Tensor):
+        return _TENSOR
+    if isinstance(value, dict):
+        return {key: _without_tensors(item) for key, item in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(map(_without_tensors, value))
+    return value
+
+
+def _with_tensors(value: Any, own: Any, path: Path, kept: KeptTensor) -> Any:
+    """The inverse, with the tensors that ``own`` has at the same places."""
+    if type(value) is str and value == _TENSOR:
+        return kept(path, own if isinstance(own, torch.Tensor) else None)
+    if isinstance(value, dict):
+        by_key = own if isinstance(own, Mapping) else {}
+        return {k: _with_tensors(v, by_key.get(k), (*path, k), kept) for k, v in value.items()}
+    if type(value) in (list, tuple):
+        owned = own if isinstance(own, (list, tuple)) else ()
+        items = enumerate(zip(value, [*owned, *[None] * len(value)], strict=False))
+        return type(value)(_with_tensors(v, o, (*path, i), kept) for i, (v, o) in items)
+    return value
+
+
+def _leaves(value: Any, path: Path = ()) -> Iterator[tuple[Path, torch.Tensor]]:
+    if isinstance(value, torch.Tensor):
+        yield path, value
+    elif isinstance(value, dict):
+        for key, item in value.items():
+            yield from _leaves(item, (*path, key))
+    elif isinstance(value, (list, tuple)):
+        for index, item in enumerate(value):
+            yield from _leaves(item, (*path, index))
+
+
+class _Optimizer:
+    """An optimizer's groups without their parameters, and the values that a subclass adds to its
+    ``state_dict``. Its state is large: :class:`elastic.training.state.copies.WeightCopies`."""
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self._optimizer = optimizer
+        kind = type(optimizer)
+        self._has_more = kind.state_dict is not torch.optim.Optimizer.state_dict or bool(
+            optimizer._optimizer_state_dict_post_hooks
+        )
 
     def take(self) -> Any:
-        groups: list[dict[str, Any]] = [dict(group) for group in self._optimizer.param_groups]
-        for group in groups:
-            del group["params"]
-            for name, value in group.items():
-                if isinstance(value, torch.Tensor):
-                    group[name] = value.detach().clone()
-        return groups
+        groups = [
+            {name: copied(value) for name, value in group.items() if name != "params"}
+            for group in self._optimizer.param_groups
+        ]
+        return {"groups": groups, "more": copied(self._more()) if self._has_more else {}}
 
-    def restore(self, taken: Any) -> None:
-        del self._optimizer.param_groups[len(taken) :]  # added by the undone step
-        for group, values in zip(self._optimizer.param_groups, taken, strict=True):
+    def _more(self) -> dict[str, Any]:
+        state = self._optimizer.state_dict()
+        return {k: v for k, v in state.items() if k not in ("state", "param_groups")}
+
+    def large(self) -> Mapping[Path, torch.Tensor]:
+        return {}
+
+    def restore(self, taken: Any, kept: KeptTensor) -> None:
+        if taken["more"]:
+            with kept_groups([self._optimizer]):
+                own = self._optimizer.state_dict()
+                self._optimizer.load_state_dict({**own, **copied(taken["more"])})
+        groups: list[dict[str, Any]] = self._optimizer.param_groups
+        del groups[len(taken["groups"]) :]  # added by the undone step
+        for group, values in zip(groups, taken["groups"], strict=True):
+            for name in [name for name in group if name != "params" and name not in values]:
+                del group[name]
             for name, value in values.items():
-                current = group.get(name)
+                current: Any = group.get(name)
                 if isinstance(value, torch.Tensor) and isinstance(current, torch.Tensor):
                     current.copy_(value)  # compiled code may refer to a tensor learning rate
                 else:
@@ -157,40 +288,44 @@ class _Scaler:
             name: copied(value) for name, value in torch_private.scales_of(self._scaler).items()
         }
 
-    def restore(self, taken: Any) -> None:
+    def large(self) -> Mapping[Path, torch.Tensor]:
+        return {}
+
+    def restore(self, taken: Any, kept: KeptTensor) -> None:
         torch_private.set_scales(self._scaler, taken)
 
 
-class _Buffers:
-    """A module's buffers, copied into the same memory each time.
+class _Module:
+    """A module's buffers, copied into the same memory each time, and its extra state.
 
-    All of them are copied, changed or not, because batch norm updates its statistics without
+    All buffers are copied, changed or not, because batch norm updates its statistics without
     incrementing their version [measured, torch 2.13]. The list of modules is computed once, as in
     DDP: traversing a large model in every step would cost more than the copies.
     """
 
-    def __init__(self, module: torch.nn.Module) -> None:
+    def __init__(self, module: nn.Module) -> None:
         self._modules = [
             (f"{path}." if path else "", part) for path, part in module.named_modules()
         ]
+        plain = nn.Module.get_extra_state
+        self._with_extra = [
+            (path, part) for path, part in self._modules if type(part).get_extra_state is not plain
+        ]
         self._copies: dict[str, torch.Tensor] = {}
 
-    def _current_buffers(self) -> dict[str, torch.Tensor]:
+    def _buffers(self, *, is_transient: bool) -> dict[str, torch.Tensor]:
         """The current buffers, by name: the script may have replaced tensors."""
         return {
             f"{path}{name}": buffer
             for path, part in self._modules
             if (own := torch_private.buffers_of(part))
             for name, buffer in own.items()
-            if buffer is not None
+            if buffer is not None and (not is_transient or name in part._non_persistent_buffers_set)
         }
 
-    def copies(self) -> dict[str, torch.Tensor]:
-        """New copies of the current values."""
-        return {name: buffer.detach().clone() for name, buffer in self._current_buffers().items()}
-
-    def take(self) -> dict[str, torch.Tensor]:
-        buffers = self._current_buffers()
+    def take(self, *, is_transient: bool = False) -> dict[str, torch.Tensor]:
+        """Copies of the buffers. ``is_transient``: only of those that are not in a state_dict."""
+        buffers = self._buffers(is_transient=is_transient)
         if any(not can_hold(self._copies.get(name), buffer) for name, buffer in buffers.items()):
             self._copies = {name: torch.empty_like(buffer) for name, buffer in buffers.items()}
         if buffers:
@@ -199,12 +334,20 @@ class _Buffers:
                 torch_private.copy_each(copies, map(local_value, buffers.values()))
         return self._copies
 
-    def restore(self, taken: dict[str, torch.Tensor]) -> None:
+    def restore(self, taken: Mapping[str, torch.Tensor]) -> None:
         with torch.no_grad():
-            for name, buffer in self._current_buffers().items():
+            for name, buffer in self._buffers(is_transient=False).items():
                 before = taken.get(name)
-                if before is None:  # registered within the step
+                if before is None:  # registered within the step, or copied elsewhere
                     continue
                 if buffer.shape != before.shape:
                     buffer.resize_(before.shape)
                 buffer.copy_(before)
+
+    def take_extra(self) -> dict[str, Any]:
+        return {path: copied(part.get_extra_state()) for path, part in self._with_extra}
+
+    def restore_extra(self, taken: Mapping[str, Any]) -> None:
+        for path, part in self._with_extra:
+            if path in taken:
+                part.set_extra_state(copied(taken[path]))
