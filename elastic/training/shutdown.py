@@ -72,7 +72,7 @@ class Shutdown:
 
     def _close_in_order(self) -> None:
         """Save the last state after training has completed."""
-        self._loop.finish()
+        self._loop.finish(is_last=True)
         self._observers.end_world("close")
         if self._lifecycle.is_restored and self._ledger.is_on:
             self._ledger.end(

@@ -324,10 +324,15 @@ class StepLoop:
         if not self._progress.is_catching_up:
             self._progress.end_function()
 
-    def finish(self) -> None:
-        """At the end of training: save the state unless it is already saved."""
+    def finish(self, *, is_last: bool = False) -> None:
+        """At the end of training: save the state unless it is already saved.
+
+        ``is_last``: the process ends, and no other loop follows.
+        """
         self._leave_held()
         self.settle()
+        if is_last:
+            self._progress.end_function()
         if self.scope.in_retry:
             self.lifecycle.settle()
         if not self.lifecycle.is_restored or self.current.step is not None:
