@@ -68,7 +68,7 @@ REPLACED = {
         "sys.stdout",
     },
 }
-OF_PYTHON = {"_exit", "_getframe", "_asdict"}  # os, sys, namedtuple: documented there
+OF_PYTHON = {"_exit", "_getframe", "_asdict", "_make"}  # os, sys, namedtuple: documented there
 
 
 # Attributes of torch's objects: on anything but ``self`` these are torch's, even if this project

@@ -2,69 +2,85 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch import nn
 
 from elastic.torch_private import copy_each
 from elastic.training.gradients.sharding import local_value
+from elastic.training.state.typed_values import PLAIN, is_array, items_of, like
 
 _NOTHING: Mapping[Any, torch.Tensor] = {}
-_PLAIN = frozenset({type(None), bool, int, float, str})
 
 
 def copied(value: Any) -> Any:
-    """A deep copy of plain containers and tensors; anything else is shared."""
+    """A deep copy of containers, tensors and arrays, of the same types; anything else is shared."""
+    kind = type(value)
+    if kind in PLAIN:
+        return value
     if isinstance(value, torch.Tensor):
-        return value.detach().clone()
-    if type(value) is dict or isinstance(value, (dict, defaultdict)):
+        copy = value.detach().clone()
+        if kind is nn.Parameter:
+            return nn.Parameter(copy, requires_grad=value.requires_grad)
+        return copy.requires_grad_() if value.requires_grad and value.is_leaf else copy
+    if kind is dict:
         return {key: copied(item) for key, item in value.items()}
-    if isinstance(value, list):
+    if kind is list:
         return [copied(item) for item in value]
-    if type(value) is tuple:
-        return tuple(copied(item) for item in value)
-    return value
+    if isinstance(value, (set, bytearray)):
+        return type(value)(value)
+    return value.copy() if is_array(value) else rebuilt(value, lambda _, item: copied(item))
 
 
-def is_storable(value: Any) -> bool:
-    """Whether checkpoints and messages to other ranks can hold it, except for rare tensors and huge
-    integers (:func:`checkpoints.format.state_tree.flatten` has all rules). Fast, for each step."""
-    if isinstance(value, Mapping):
-        if not all(isinstance(key, (str, int)) and not isinstance(key, bool) for key in value):
+def rebuilt(value: Any, item: Callable[[Any, Any], Any]) -> Any:
+    """A container of the same type, with ``item(key or position, item)`` for each of its items; any
+    other value as it is."""
+    if (items := items_of(value)) is None:
+        return value
+    is_dict = isinstance(value, dict)
+    return like(value, [(k, item(k, v)) if is_dict else item(k, v) for k, v in items])
+
+
+def is_plain(value: Any) -> bool:
+    """Whether checkpoints and messages to other ranks hold it as it is, except for rare tensors and
+    huge integers (:mod:`elastic.training.state.typed_values` has all rules). Fast, for each step.
+    """
+    kind = type(value)
+    if kind is dict:
+        if not all(type(key) is str or type(key) is int for key in value):
             return False
         items: Collection[Any] = value.values()
-    elif isinstance(value, (list, tuple)):
+    elif kind is list or kind is tuple:
         items = value
     else:
-        return value is None or isinstance(value, (str, int, float, torch.Tensor))
-    return _PLAIN.issuperset(map(type, items)) or all(map(is_storable, items))
+        return kind in PLAIN or kind is torch.Tensor
+    return PLAIN.issuperset(map(type, items)) or all(map(is_plain, items))
 
 
 def tensors_in(value: Any) -> list[torch.Tensor]:
-    """All tensors in plain containers, in order."""
+    """All tensors in containers, in order."""
     if isinstance(value, torch.Tensor):
         return [value]
-    if isinstance(value, dict):
-        value = list(value.values())
-    if not isinstance(value, (list, tuple)):
-        return []
-    return [tensor for item in value for tensor in tensors_in(item)]
+    items = items_of(value)
+    return [] if items is None else [t for _, item in items for t in tensors_in(item)]
 
 
 def placed_like(value: Any, own: Any) -> Any:
     """``value`` with each tensor on the device of the tensor at the same place in ``own``; others
-    stay where they are. Plain containers."""
+    stay where they are."""
     if isinstance(value, torch.Tensor):
         return value.to(own.device) if isinstance(own, torch.Tensor) else value
-    if isinstance(value, dict):
-        by_key = own if isinstance(own, Mapping) else {}
-        return {key: placed_like(item, by_key.get(key)) for key, item in value.items()}
-    if type(value) in (list, tuple):
-        owned = own if isinstance(own, (list, tuple)) else ()
-        return type(value)(map(placed_like, value, [*owned, *[None] * len(value)]))
-    return value
+    owned = dict(items_of(own) or ())
+    return rebuilt(value, lambda key, item: placed_like(item, owned.get(key)))
+
+
+def placed_on(device: torch.device, value: Any) -> Any:
+    """``value`` with all of its tensors on ``device``."""
+    if isinstance(value, torch.Tensor):
+        return value.to(device)
+    return rebuilt(value, lambda _, item: placed_on(device, item))
 
 
 class TensorCopies:

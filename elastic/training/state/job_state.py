@@ -33,8 +33,10 @@ from elastic.training.gradients.sharding import (
 )
 from elastic.training.gradients.wrap import Wrapped
 from elastic.training.rebuilding.built import Built, Remains
-from elastic.training.rebuilding.optimizer_state import layouts_of, load_tracked
-from elastic.training.state.copies import is_storable, placed_like, tensors_in
+from elastic.training.state.copies import is_plain
+from elastic.training.state.in_place import Writing
+from elastic.training.state.optimizer_state import layouts_of, load_tracked
+from elastic.training.state.typed_values import plain_form, typed_form
 from elastic.training.step import Progress
 from elastic.world.mesh import StagePlace, check_saved_stages
 
@@ -109,6 +111,11 @@ class JobState:
         if name in self.tracked and self.tracked[name] is not tracked:
             raise TrainingError(f"run.track({name}=…): the name is used by another object")
         self._refuse_sharded(name, tracked)
+        if isinstance(tracked, torch.optim.Optimizer):
+            settings = [{k: v for k, v in g.items() if k != "params"} for g in tracked.param_groups]
+            _require_storable(f"run.track({name}=…)", {"param_groups": settings})
+        elif not isinstance(tracked, nn.Module):
+            _require_storable(f"run.track({name}=…)", tracked.state_dict())
         self.tracked[name] = tracked
 
     def check_unsharded(self) -> None:
@@ -200,10 +207,11 @@ class JobState:
         if self.built is not None:
             modules |= {name: m.state_dict() for name, m in self.built.modules.items()}
             tracked |= {name: t.state_dict() for name, t in self.built.tracked.items()}
+        # Modules' extra state may have any types.
+        plain, types = plain_form({"model": modules, "tracked": tracked, "state": self.user})
         return {
-            "model": modules,
-            "tracked": tracked,
-            "state": self.user,
+            **plain,
+            "types": types,
             "progress": vars(self.progress),
             "seed": self.seed,
             "loaders": {name: loader.state_dict() for name, loader in self.loaders.items()},
@@ -228,16 +236,8 @@ class JobState:
     def check_user(self) -> None:
         """Raise TrainingError for a value in ``run.state`` that checkpoints and messages to other
         ranks cannot hold: otherwise the first save, or the first recovery, would fail."""
-        if is_storable(self.user):
-            return
-        try:
-            flatten(self.user)
-        except StateError as error:
-            raise TrainingError(
-                f"run.state: {error.message}",
-                hint="float(value) for a NumPy number, torch.from_numpy(array), sorted(a_set), "
-                "list(a_deque)",
-            ) from None
+        if not is_plain(self.user):
+            _require_storable("run.state", self.user)
 
     def data_position(self) -> dict[str, Any]:
         """The position of each loader, for the inspection of checkpoints."""
@@ -280,29 +280,33 @@ class JobState:
 
     def apply(self, tree: Mapping[str, Any]) -> None:
         """Load a state that :meth:`check` has accepted."""
+        modules = _typed(tree, "model")
         for name, module in self.all_modules.items():
-            module.load_state_dict(tree["model"][name])
+            module.load_state_dict(modules[name])
         self.apply_non_parameters(tree)
 
     def apply_non_parameters(self, tree: Mapping[str, Any]) -> None:
         """Load everything except the modules' tensors."""
-        linked = _shared_groups(self.all_tracked)
-        for name, tracked in self.all_tracked.items():
-            saved, layouts = _placed(tree["tracked"][name], tracked), tree.get("layouts", {})
-            load_tracked(tracked, saved, layouts.get(name, {}))
-        for follower, leader in linked:
-            follower.param_groups = leader.param_groups  # torch created a separate list for each
+        saved, layouts = _typed(tree, "tracked"), tree.get("layouts", {})
+        writing = Writing(self.tensors_of_modules())
+        with writing.keeping(*self.all_tracked.values()):
+            for name, tracked in self.all_tracked.items():
+                load_tracked(tracked, saved[name], layouts.get(name, {}))
         for name, indices in tree.get("frozen", {}).items():  # not in older checkpoints
             if name in self.modules:
                 self.modules[name].set_frozen(indices)
             elif self.built is not None:
                 self.built.set_frozen(name, indices)
-        user = placed_like(tree["state"], self.user)
-        self.user.clear()
-        self.user.update(user)
+        writing.write(self.user, _typed(tree, "state"))
         self.progress.load(tree["progress"])
         for name in self.loaders.keys() & tree["loaders"].keys():
             self.loaders[name].load_state_dict(tree["loaders"][name])
+
+    def tensors_of_modules(self) -> list[torch.Tensor]:
+        """The tensors of all modules, which load them in place."""
+        tracked = [t for t in self.all_tracked.values() if isinstance(t, nn.Module)]
+        modules = [*self.all_modules.values(), *tracked]
+        return [t for m in modules for t in (*m.parameters(), *m.buffers())]
 
     def weights_sha256(self) -> str:
         """A hash of all wrapped modules' tensors: equal if and only if the weights are equal."""
@@ -318,12 +322,18 @@ class JobState:
         return digest.hexdigest()
 
 
-def _placed(saved: Any, tracked: Stateful) -> Any:
-    """Tensors arrive on the CPU, from a checkpoint or another rank; an object that keeps those it
-    loads continues on the device that it was created on, as with torch.load."""
-    if isinstance(tracked, (torch.optim.Optimizer, nn.Module)) or not tensors_in(saved):
-        return saved
-    return placed_like(saved, tracked.state_dict())
+def _typed(tree: Mapping[str, Any], key: str) -> Any:
+    """A part of the state, with the types that its values had. Older checkpoints have none."""
+    types = [entry for entry in tree.get("types", []) if entry[0][0] == key]
+    return typed_form({key: tree[key]}, types)[key]
+
+
+def _require_storable(owner: str, state: Any) -> None:
+    """Raise TrainingError for a value that checkpoints and messages to other ranks cannot hold."""
+    try:
+        flatten(plain_form(state)[0])
+    except StateError as error:
+        raise TrainingError(f"{owner}: {error.message}", hint=error.hint) from None
 
 
 def _differing_names(kind: str, live: Mapping[str, Any], saved: Mapping[str, Any]) -> list[str]:
@@ -375,20 +385,6 @@ def _differing_groups(name: str, tracked: Stateful, saved: Mapping[str, Any]) ->
         f"{name}: parameter groups have sizes {other}, here {own}; groups added during training "
         "cannot be restored: create all groups before run.retry, with lr=0 until they are used"
     ]
-
-
-def _shared_groups(
-    tracked: Mapping[str, Stateful],
-) -> list[tuple[torch.optim.Optimizer, torch.optim.Optimizer]]:
-    """Pairs of optimizers that share parameter groups (SAM and its base optimizer)."""
-    first: dict[int, torch.optim.Optimizer] = {}
-    linked = []
-    for optimizer in tracked.values():
-        if isinstance(optimizer, torch.optim.Optimizer):
-            leader = first.setdefault(id(optimizer.param_groups), optimizer)
-            if leader is not optimizer:
-                linked.append((optimizer, leader))
-    return linked
 
 
 def _shape(shape: Any) -> str:

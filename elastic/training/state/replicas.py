@@ -23,6 +23,7 @@ from elastic.training.gradients.fingerprints import HeldParts
 from elastic.training.gradients.same_parts import compare_same_parts
 from elastic.training.state.change_watch import compares_content, contents
 from elastic.training.state.copies import tensors_in
+from elastic.training.state.typed_values import plain_form
 from elastic.world.world import World
 
 _OF_BATCHES = ("running_mean", "running_var", "num_batches_tracked")
@@ -177,7 +178,7 @@ def differing_names(
     as in plain DDP.
     """
     own = [
-        {key: _digest(value) for key, value in state.items()},
+        {str(key): _digest(plain_form(value)) for key, value in state.items()},
         {name: _digest(contents(_tensors(one))) for name, one in tracked.items()},
         dict(copies),
     ]

@@ -19,16 +19,18 @@ from checkpoints.tensors.dtypes import BY_NAME
 from elastic.errors import ElasticError, TrainingError
 from elastic.torch_private import strided_shard
 from elastic.training.state.job_state import JobState
+from elastic.training.state.typed_values import plain_form, typed_form
 
 Tensors = dict[str, torch.Tensor]
 
 
 def pack(state: object) -> tuple[dict[str, Any], Tensors]:
     """JSON and plain tensors, from which :func:`unpack` creates the state on another rank."""
-    node, tensors = flatten(state)
+    plain, types = plain_form(state)
+    node, tensors = flatten(plain)
     shards = {name: _description(t) for name, t in tensors.items() if is_dtensor(t)}
     local = {name: local_of(t) if name in shards else t for name, t in tensors.items()}
-    return {"tree": node, "shards": shards}, local
+    return {"tree": node, "types": types, "shards": shards}, local
 
 
 def unpack(packed: Mapping[str, Any], tensors: Mapping[str, torch.Tensor], job: JobState) -> Any:
@@ -40,7 +42,7 @@ def unpack(packed: Mapping[str, Any], tensors: Mapping[str, torch.Tensor], job: 
         for name, tensor in tensors.items()
     }
     tree: Node = packed["tree"]
-    return unflatten(tree, lambda path, name: restored[name])
+    return typed_form(unflatten(tree, lambda path, name: restored[name]), packed["types"])
 
 
 def own_memory(packed: Mapping[str, Any], specs: Mapping[str, list[Any]], job: JobState) -> Tensors:

@@ -7,8 +7,7 @@ tensors (weights, optimizer state, averages) are kept by :mod:`elastic.training.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Protocol
 
 import torch
@@ -18,9 +17,11 @@ from torch.amp.grad_scaler import GradScaler
 from elastic import torch_private
 from elastic.training.data.plan import Position
 from elastic.training.gradients.sharding import local_value
-from elastic.training.rebuilding.containers import inner_optimizers
-from elastic.training.state.copies import can_hold, copied, placed_like, tensors_in
+from elastic.training.state.copies import can_hold, copied, rebuilt, tensors_in
+from elastic.training.state.in_place import Writing, write_into
 from elastic.training.state.job_state import JobState, Stateful
+from elastic.training.state.optimizer_state import load_tracked
+from elastic.training.state.typed_values import items_of
 
 SMALL_BYTES = 64 << 10  # the tensors of an object of more bytes are not copied with its values
 
@@ -47,10 +48,7 @@ class BoundaryState:
 
     def __init__(self, job: JobState) -> None:
         self._job = job
-        optimizers = _optimizers(job.tracked.values())
-        self._keepers: dict[str, Keeper] = {
-            name: _keeper(tracked, optimizers) for name, tracked in job.tracked.items()
-        }
+        self._keepers: dict[str, Keeper] = {n: _keeper(t) for n, t in job.tracked.items()}
         self._modules = {name: _Module(m.module) for name, m in job.modules.items()}
 
     def take(self) -> Snapshot:
@@ -82,16 +80,13 @@ class BoundaryState:
         """
         job = self._job
         job.progress.load(copied(snapshot["progress"]))
-        user = placed_like(copied(snapshot["state"]), job.user)
-        job.user.clear()
-        job.user.update(user)
+        Writing(job.tensors_of_modules()).write(job.user, copied(snapshot["state"]))
         for name, (epoch, step) in snapshot["loaders"].items():
             if name in job.loaders:
                 job.loaders[name].seek(Position(epoch, step))
         # Objects that hold an optimizer load into it, so the optimizers come last.
-        for name, keeper in sorted(
-            self._keepers.items(), key=lambda item: isinstance(item[1], _Optimizer)
-        ):
+        keepers = sorted(self._keepers.items(), key=lambda item: isinstance(item[1], _Optimizer))
+        for name, keeper in keepers:
             keeper.restore(snapshot["tracked"][name], _below(name, kept))
         for name, module in self._modules.items():
             module.restore(snapshot["buffers"][name])
@@ -106,43 +101,17 @@ def _below(name: str, kept: KeptTensor | None) -> KeptTensor:
     return lambda path, own: kept((name, *path), own)
 
 
-def _optimizers(tracked: Iterable[object]) -> list[torch.optim.Optimizer]:
-    found: list[torch.optim.Optimizer] = []
-    for item in tracked:
-        inner = getattr(item, "optimizer", None)
-        found += [o for o in (item, inner) if isinstance(o, torch.optim.Optimizer)]
-        found += inner_optimizers(item).values()
-    return found
-
-
-def _keeper(tracked: Stateful, optimizers: Sequence[torch.optim.Optimizer]) -> Keeper:
+def _keeper(tracked: Stateful) -> Keeper:
     if isinstance(tracked, torch.optim.Optimizer):
         return _Optimizer(tracked)
     if isinstance(tracked, GradScaler) and tracked.is_enabled():  # a disabled one has no state
         return _Scaler(tracked)
-    return _Object(tracked, optimizers)
+    return _Object(tracked)
 
 
 def size_bytes(value: Any) -> int:
     """Total size of all tensors in plain containers."""
     return sum(t.numel() * t.element_size() for t in tensors_in(value))
-
-
-@contextmanager
-def kept_groups(optimizers: Sequence[torch.optim.Optimizer]) -> Iterator[None]:
-    """Keep the identity of ``param_groups`` and of each group, which the script may hold:
-    ``load_state_dict`` replaces them."""
-    before = [(o, o.param_groups, list(o.param_groups)) for o in optimizers]
-    yield
-    for optimizer, groups, members in before:
-        if optimizer.param_groups is groups:
-            continue
-        loaded = list(optimizer.param_groups)
-        for group, values in zip(members, loaded, strict=False):
-            group.clear()
-            group.update(values)
-        groups[:] = [*members[: len(loaded)], *loaded[len(members) :]]
-        optimizer.param_groups = groups
 
 
 class _Object:
@@ -151,11 +120,9 @@ class _Object:
     Large tensors are not copied here: they are read from the object again when its state is loaded.
     """
 
-    def __init__(self, tracked: Stateful, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+    def __init__(self, tracked: Stateful) -> None:
         self._tracked = tracked
         self._has_large = size_bytes(tracked.state_dict()) > SMALL_BYTES
-        inner = _optimizers([tracked])
-        self._optimizers = [o for o in optimizers if any(o is own for own in inner)]
         self._buffers = _Module(tracked) if isinstance(tracked, nn.Module) else None
 
     def take(self) -> Any:
@@ -180,8 +147,8 @@ class _Object:
 
     def restore(self, taken: Any, kept: KeptTensor) -> None:
         """``taken`` may be another rank's, which arrives on the CPU."""
-        with kept_groups(self._optimizers):
-            self._tracked.load_state_dict(self._state(taken, kept))
+        with Writing().keeping(self._tracked):
+            load_tracked(self._tracked, self._state(taken, kept), {})
         if self._buffers is not None:
             self._buffers.restore(taken.get("buffers", {}))
 
@@ -189,45 +156,33 @@ class _Object:
         if "whole" in taken:
             return copied(taken["whole"])
         values = copied(taken["state"])
-        if not taken["large"]:
-            return placed_like(values, self._tracked.state_dict()) if tensors_in(values) else values
-        return _with_tensors(values, self._tracked.state_dict(), (), kept)
+        return (
+            _with_tensors(values, self._tracked.state_dict(), (), kept)
+            if taken["large"]
+            else values
+        )
 
 
 def _without_tensors(value: Any) -> Any:
     """``value`` with a mark in place of its tensors."""
     if isinstance(value, torch.Tensor):
         return _TENSOR
-    if isinstance(value, dict):
-        return {key: _without_tensors(item) for key, item in value.items()}
-    if type(value) in (list, tuple):
-        return type(value)(map(_without_tensors, value))
-    return value
+    return rebuilt(value, lambda _, item: _without_tensors(item))
 
 
 def _with_tensors(value: Any, own: Any, path: Path, kept: KeptTensor) -> Any:
     """The inverse, with the tensors that ``own`` has at the same places."""
     if type(value) is str and value == _TENSOR:
         return kept(path, own if isinstance(own, torch.Tensor) else None)
-    if isinstance(value, dict):
-        by_key = own if isinstance(own, Mapping) else {}
-        return {k: _with_tensors(v, by_key.get(k), (*path, k), kept) for k, v in value.items()}
-    if type(value) in (list, tuple):
-        owned = own if isinstance(own, (list, tuple)) else ()
-        items = enumerate(zip(value, [*owned, *[None] * len(value)], strict=False))
-        return type(value)(_with_tensors(v, o, (*path, i), kept) for i, (v, o) in items)
-    return value
+    owned = dict(items_of(own) or ())
+    return rebuilt(value, lambda key, item: _with_tensors(item, owned.get(key), (*path, key), kept))
 
 
 def _leaves(value: Any, path: Path = ()) -> Iterator[tuple[Path, torch.Tensor]]:
     if isinstance(value, torch.Tensor):
         yield path, value
-    elif isinstance(value, dict):
-        for key, item in value.items():
-            yield from _leaves(item, (*path, key))
-    elif isinstance(value, (list, tuple)):
-        for index, item in enumerate(value):
-            yield from _leaves(item, (*path, index))
+    for key, item in items_of(value) or ():
+        yield from _leaves(item, (*path, key))
 
 
 class _Optimizer:
@@ -257,20 +212,14 @@ class _Optimizer:
 
     def restore(self, taken: Any, kept: KeptTensor) -> None:
         if taken["more"]:
-            with kept_groups([self._optimizer]):
-                own = self._optimizer.state_dict()
-                self._optimizer.load_state_dict({**own, **copied(taken["more"])})
+            own = self._optimizer.state_dict()
+            with Writing().keeping(self._optimizer):
+                load_tracked(self._optimizer, {**own, **copied(taken["more"])}, {})
         groups: list[dict[str, Any]] = self._optimizer.param_groups
         del groups[len(taken["groups"]) :]  # added by the undone step
         for group, values in zip(groups, taken["groups"], strict=True):
-            for name in [name for name in group if name != "params" and name not in values]:
-                del group[name]
-            for name, value in values.items():
-                current: Any = group.get(name)
-                if isinstance(value, torch.Tensor) and isinstance(current, torch.Tensor):
-                    current.copy_(value)  # compiled code may refer to a tensor learning rate
-                else:
-                    group[name] = copied(value)
+            # In place: compiled code may refer to a tensor learning rate.
+            write_into(group, {"params": group["params"], **copied(values)})
 
 
 class _Scaler:

@@ -1,4 +1,4 @@
-"""`SequentialLR`: warm-up, then cosine
+"""`SequentialLR`: warm-up, then milestones
 
 Group: Optimizers and learning rates
 """
@@ -19,8 +19,8 @@ run = elastic.join()
 model = run.wrap(nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1)))
 optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
 warmup = torch.optim.lr_scheduler.LinearLR(optimizer, start_factor=0.1, total_iters=5)
-cosine = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=11)
-scheduler = torch.optim.lr_scheduler.SequentialLR(optimizer, [warmup, cosine], milestones=[5])
+decay = torch.optim.lr_scheduler.MultiStepLR(optimizer, milestones=[4, 4, 8], gamma=0.5)
+scheduler = torch.optim.lr_scheduler.SequentialLR(optimizer, [warmup, decay], milestones=[5])
 run.track(optimizer=optimizer, scheduler=scheduler)
 loader = run.loader(DataLoader(dataset, batch_size=8, shuffle=True), global_batch=12)
 

@@ -1,7 +1,10 @@
 """Restores optimizer state as it was, where ``load_state_dict`` changes it.
 
 - torch casts every floating-point parameter's state to the parameter's dtype: moments in bfloat16
-  would continue in float32, and 8-bit codes, too.
+  would continue in float32, and 8-bit codes, too. It builds nested containers from a generator,
+  which fails for a namedtuple, and turns a str into the description of that generator.
+- torch replaces the list and the dicts of the parameter groups, and all state: a reference that a
+  script keeps, or a compiled update, would see the earlier values.
 - A checkpoint restores DTensors of their parameter's shape by shards. Those of other shapes (one
   scale for each row, the factors of Adafactor) are read as a whole, and sharded by the placements
   that were saved with them.
@@ -9,12 +12,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import nn
 
 from checkpoints.tensors.dtensors import is_dtensor
+from elastic.training.state.copies import placed_like, placed_on, tensors_in
 
 Layouts = dict[str, dict[str, list[int | None]]]
 """For the index of a parameter and a key of its state, the dimension that each dimension of the
@@ -44,7 +50,22 @@ def load_tracked(tracked: Any, saved: Mapping[str, Any], layouts: Layouts) -> No
     if isinstance(tracked, torch.optim.Optimizer) and "state" in saved:
         _load_optimizer(tracked, saved, layouts)
     else:
-        tracked.load_state_dict(saved)
+        tracked.load_state_dict(_on_its_device(saved, tracked))
+
+
+def _on_its_device(saved: Any, tracked: Any) -> Any:
+    """Tensors arrive on the CPU, from a checkpoint or another rank; an object that keeps those it
+    loads continues on the device that it was created on, as with torch.load."""
+    if isinstance(tracked, (torch.optim.Optimizer, nn.Module)) or not tensors_in(saved):
+        return saved
+    return placed_like(saved, tracked.state_dict())
+
+
+@dataclass(frozen=True)
+class _Unconverted:
+    """A value that torch must not convert. Not iterable."""
+
+    value: Any
 
 
 def _load_optimizer(
@@ -60,17 +81,33 @@ def _load_optimizer(
         else entries
         for index, entries in saved["state"].items()
     }
-    optimizer.load_state_dict({**saved, "state": state})
     if type(optimizer).load_state_dict is not torch.optim.Optimizer.load_state_dict:
-        return  # it converts what it loads for itself
+        optimizer.load_state_dict({**saved, "state": state})  # it converts what it loads itself
+        return
+    for_torch = {
+        index: {key: _for_torch(value) for key, value in entries.items()}
+        if _is_of_parameter(index, entries, parameters)
+        else entries
+        for index, entries in state.items()
+    }
+    optimizer.load_state_dict({**saved, "state": for_torch})
     for index, entries in state.items():
         if _is_of_parameter(index, entries, parameters):
-            _restore_dtypes(optimizer.state[parameters[index]], entries)
+            parameter = parameters[index]
+            _restore_values(optimizer.state[parameter], entries, parameter.device)
 
 
-def _restore_dtypes(own: dict[Any, Any], saved: Mapping[Any, Any]) -> None:
-    for key, value in saved.items():
-        loaded = own.get(key)
+def _for_torch(value: Any) -> Any:
+    is_iterable = isinstance(value, Iterable) and not isinstance(value, torch.Tensor)
+    return _Unconverted(value) if is_iterable else value
+
+
+def _restore_values(own: dict[Any, Any], saved: Mapping[Any, Any], device: torch.device) -> None:
+    for key, loaded in list(own.items()):
+        if isinstance(loaded, _Unconverted):
+            own[key] = placed_on(device, loaded.value)
+            continue
+        value = saved.get(key)
         if key == "step" or not isinstance(value, torch.Tensor):
             continue
         if isinstance(loaded, torch.Tensor) and loaded.dtype != value.dtype:
