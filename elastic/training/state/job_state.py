@@ -212,6 +212,7 @@ class JobState:
         return {
             **plain,
             "types": types,
+            "transient": {n: transient_buffers(m) for n, m in self._named_modules().items()},
             "progress": vars(self.progress),
             "seed": self.seed,
             "loaders": {name: loader.state_dict() for name, loader in self.loaders.items()},
@@ -297,10 +298,21 @@ class JobState:
                 self.modules[name].set_frozen(indices)
             elif self.built is not None:
                 self.built.set_frozen(name, indices)
+        modules = self._named_modules()
+        for name, saved_buffers in tree.get("transient", {}).items():  # not in older checkpoints
+            if name in modules:
+                _load_transient(modules[name], saved_buffers)
         writing.write(self.user, _typed(tree, "state"))
         self.progress.load(tree["progress"])
         for name in self.loaders.keys() & tree["loaders"].keys():
             self.loaders[name].load_state_dict(tree["loaders"][name])
+
+    def _named_modules(self) -> dict[str, nn.Module]:
+        """All modules of the job, wrapped, built or tracked, by distinct names."""
+        tracked = {
+            f"tracked.{n}": t for n, t in self.all_tracked.items() if isinstance(t, nn.Module)
+        }
+        return {f"model.{name}": module for name, module in self.all_modules.items()} | tracked
 
     def tensors_of_modules(self) -> list[torch.Tensor]:
         """The tensors of all modules, which load them in place."""
@@ -320,6 +332,27 @@ class JobState:
                     digest.update(f"{name}.{key} {value.dtype} {tuple(value.shape)}\n".encode())
                     digest.update(data.numpy().tobytes())
         return digest.hexdigest()
+
+
+def transient_buffers(module: nn.Module) -> dict[str, torch.Tensor]:
+    """The buffers that are not in the module's ``state_dict``, by name. They are state of the job
+    all the same: a running statistic decides later weights wherever it is saved."""
+    return {
+        f"{path}.{name}" if path else name: buffer
+        for path, part in module.named_modules()
+        for name, buffer in part.named_buffers(recurse=False)
+        if name in part._non_persistent_buffers_set
+    }
+
+
+def _load_transient(module: nn.Module, saved: Mapping[str, torch.Tensor]) -> None:
+    own = transient_buffers(module)
+    with torch.no_grad():
+        for name in own.keys() & saved.keys():
+            if (
+                own[name].shape == saved[name].shape
+            ):  # otherwise computed by the script, like a mask
+                own[name].copy_(saved[name])
 
 
 def _typed(tree: Mapping[str, Any], key: str) -> Any:
