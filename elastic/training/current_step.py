@@ -47,6 +47,12 @@ class CurrentStep:
         """The step that the script is in; None outside of steps."""
         return self.step if self._left_loader is None else None
 
+    @property
+    def lacks_samples(self) -> bool:
+        """Whether the script is in a step that has no sample of this rank, but a filler."""
+        step = self.inside
+        return step is not None and self._loader is not None and step.samples == 0
+
     def left_step(self, loader: ElasticLoader) -> Step | None:
         """The step in which a loop over ``loader`` was left, until it is committed or dropped."""
         return self.step if self._left_loader is loader else None

@@ -299,10 +299,13 @@ class Run(BuildsInWorlds, ReducesStages, RunLogging):
         """The weighted mean of each value over the world; NaN if all weights are 0.
 
         Call it on every rank, with the same names. Values of a rank with weight 0 are ignored, even
-        NaN. Raises NoWorld after :meth:`close`, ConfigError for a negative weight or no number, and
+        NaN. So are those of a rank that has no sample in the current step, whatever their weight:
+        its batch is a filler. Raises NoWorld after :meth:`close`, ConfigError for a negative weight or no number, and
         TrainingError in a call of :meth:`retry` that other ranks have completed.
         """
         names = sorted(values)
+        if self._parts.state.current.lacks_samples:
+            weight = 0.0
         numbers = weighted(weight, [(name, values[name]) for name in names])
         self._parts.recovery.bootstrap.enter_world()
         self._parts.attempts.meets()
