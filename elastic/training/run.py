@@ -300,8 +300,8 @@ class Run(BuildsInWorlds, ReducesStages, RunLogging):
 
         Call it on every rank, with the same names. Values of a rank with weight 0 are ignored, even
         NaN. So are those of a rank that has no sample in the current step, whatever their weight:
-        its batch is a filler. Raises NoWorld after :meth:`close`, ConfigError for a negative weight or no number, and
-        TrainingError in a call of :meth:`retry` that other ranks have completed.
+        its batch is a filler. Raises NoWorld after :meth:`close`, ConfigError for a negative weight
+        or no number, and TrainingError in a call of :meth:`retry` that other ranks have completed.
         """
         names = sorted(values)
         if self._parts.state.current.lacks_samples:

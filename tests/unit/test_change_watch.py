@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from elastic.training.state.change_watch import ChangeWatch, contents
+from elastic.training.state.change_watch import ChangeWatch, contents, digest_on_device
 
 
 def weights() -> list[torch.nn.Parameter]:
@@ -74,6 +74,17 @@ def test_contents_differ_after_a_change_for_any_dtype(dtype: torch.dtype) -> Non
     before = contents([tensor])
     tensor[3] = 0
     assert contents([tensor]) != before
+
+
+@pytest.mark.parametrize("digest", [lambda t: contents([t]), lambda t: int(digest_on_device(t))])
+def test_exchanged_values_and_signs_change_the_digest(
+    digest: Callable[[torch.Tensor], object],
+) -> None:
+    tensor = torch.arange(1.0, 9.0)
+    flipped = tensor.clone()
+    flipped[:2].neg_()
+    assert len({digest(t) for t in (tensor, tensor.flip(0), flipped, -tensor)}) == 4
+    assert digest(tensor.clone()) == digest(tensor)
 
 
 def test_contents_of_no_elements_are_empty() -> None:

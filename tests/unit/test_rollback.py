@@ -302,3 +302,27 @@ def test_a_second_begin_without_a_commit_is_rejected(tmp_path: Path) -> None:
             TrainingError, match=r"run\.begin\(\) was called while step 0 is not committed"
         ):
             run.begin()
+
+
+def test_exchanged_memory_is_given_back(script: Script) -> None:
+    """As in an evaluation of averages, with ``parameter.data = average``."""
+    average = {n: p.detach().clone() for n, p in script.model.module.named_parameters()}
+    script.job.user["average"] = average
+    script.commit()
+    before, values = state_of(script), repr(average)
+    memory = [p.data_ptr() for p in script.model.parameters()]
+    for name, parameter in script.model.module.named_parameters():
+        average[name].mul_(2)
+        parameter.data = average[name]
+    assert script.rollback.restore()
+    assert state_of(script) == before and repr(script.job.user["average"]) == values
+    assert [p.data_ptr() for p in script.model.parameters()] == memory
+
+
+def test_memory_that_two_modules_exchange_is_given_back(script: Script) -> None:
+    before = state_of(script)
+    pairs = list(zip(script.model.module.parameters(), script.average.parameters(), strict=False))
+    for own, other in pairs:
+        own.data, other.data = other.data, own.data
+    assert script.rollback.restore()
+    assert state_of(script) == before

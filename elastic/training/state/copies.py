@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
+from checkpoints.tensors.dtensors import is_dtensor
 from elastic.torch_private import copy_each
 from elastic.training.gradients.sharding import local_value
 from elastic.training.state.typed_values import PLAIN, is_array, items_of, like
@@ -139,6 +140,9 @@ class WeightCopies:
         self._tensors = TensorCopies()
         self._entries: list[_Entry] = []
         self._values: dict[Any, Any] = {}  # entries other than tensors
+        self._memory: list[tuple[torch.Tensor, torch.Tensor]] = []  # of tensors of modules
+        self._addresses: dict[Any, int] = {}  # of all tensors, when they were copied
+        self._replaced: set[Any] = set()  # tensors that could not be restored in place
 
     @property
     def size_bytes(self) -> int:
@@ -150,12 +154,21 @@ class WeightCopies:
         parameters: Sequence[torch.Tensor],
         optimizers: Sequence[torch.optim.Optimizer],
         others: Mapping[Any, torch.Tensor] = _NOTHING,
+        modules: Iterable[torch.Tensor] = (),
     ) -> None:
-        """Copy the current values. ``others``: more tensors, by any key but a plain number."""
+        """Copy the current values.
+
+        ``others``: more tensors, by any key but a plain number; ``modules``: tensors of modules
+        whose memory a script may exchange, as ``parameter.data = average`` does.
+        """
+        self._memory = [(t, t.data) for t in modules if not is_dtensor(t)]
         self._entries = _entries(optimizers)
         self._values = {e.place: copied(e.value) for e in self._entries if not e.is_tensor}
-        tensors = {e.place: e.value for e in self._entries if e.is_tensor}
-        self._tensors.take(tensors | dict(enumerate(parameters)) | dict(others))
+        tensors: dict[Any, torch.Tensor] = dict(enumerate(parameters))
+        tensors |= others
+        tensors |= {e.place: e.value for e in self._entries if e.is_tensor}
+        self._addresses = {key: _address(tensor) for key, tensor in tensors.items()}
+        self._tensors.take(tensors)
 
     def restore(
         self,
@@ -163,28 +176,52 @@ class WeightCopies:
         optimizers: Sequence[torch.optim.Optimizer],
         others: Mapping[Any, torch.Tensor] = _NOTHING,
     ) -> None:
-        """Restore everything in place: references to these tensors stay valid."""
+        """Restore everything in place: references to these tensors stay valid.
+
+        A tensor that has come to share memory with another one cannot be restored in place; it is
+        replaced.
+        """
+        for tensor, memory in self._memory:
+            if tensor.data_ptr() != memory.data_ptr():
+                tensor.data = memory
         known = {entry.place for entry in self._entries}
         for entry in _entries(optimizers):
             if entry.place not in known:
                 entry.remove()  # created by the step that is undone
         tensors: dict[Any, torch.Tensor] = dict(enumerate(parameters))
-        tensors |= {key: own for key, own in others.items() if self._tensors.fits(key, own)}
+        taken = {_address(tensor): key for key, tensor in tensors.items()}
+
+        def is_usable(key: Any, own: Any) -> bool:
+            if not self._tensors.fits(key, own):
+                return False
+            other = taken.setdefault(_address(own), key)
+            return self._addresses[other] == self._addresses[key]
+
+        self._replaced = {key for key, own in others.items() if not is_usable(key, own)}
+        tensors |= {key: own for key, own in others.items() if key not in self._replaced}
         for entry in self._entries:
             if not entry.is_tensor:
                 entry.value = copied(self._values[entry.place])
                 continue
             current = entry.value
-            if not self._tensors.fits(entry.place, current):
+            if not is_usable(entry.place, current):
                 current = entry.value = self._tensors.clone(entry.place)
             tensors[entry.place] = current
         self._tensors.restore(tensors)
 
     def tensor(self, key: Any, own: torch.Tensor | None) -> torch.Tensor | None:
         """``own``, restored, if it can hold the copied value; otherwise a new tensor with it."""
-        if self._tensors.fits(key, own) or not self._tensors.has(key):
+        if not self._tensors.has(key):
+            return own
+        if key not in self._replaced and self._tensors.fits(key, own):
             return own
         return self._tensors.clone(key)
+
+
+def _address(tensor: torch.Tensor) -> int:
+    """Where the tensor's memory begins; distinct for tensors without memory."""
+    local = local_value(tensor.detach())
+    return local.data_ptr() or -id(tensor)
 
 
 class _Entry:

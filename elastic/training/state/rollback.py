@@ -73,6 +73,7 @@ class Rollback:
         self._watch = ChangeWatch(self._tensors, self._counted)
         self._copies = WeightCopies()
         self._costs = CopyCosts()
+        self._digests = CopyCosts()  # of the large state, where it is not copied
         self._has_copies = False  # of the last boundary
         self._changes_between_loops = False
         self._needs_copies = ""  # why the script needs them; empty: it does not, as far as known
@@ -109,7 +110,21 @@ class Rollback:
         self._random.forget()
         self._has_changed, self._updated_at = False, None
         self._has_copies = (with_copies or self._copies_steps) and self._copy()
-        self._watch.expect(by_content=with_copies or compares_content(self._costs.steps))
+        self._expect(by_content=with_copies or compares_content(self._costs.steps))
+
+    def _expect(self, *, by_content: bool) -> None:
+        """Note the current tensors, to notice changes: by their contents in some steps, and in each
+        one that has no copy where that is affordable."""
+        is_measured = not self._has_copies and self._digests.are_affordable
+        began_s = SYSTEM_CLOCK.monotonic()
+        self._watch.expect(by_content=by_content or is_measured)
+        if is_measured:
+            took_s = SYSTEM_CLOCK.monotonic() - began_s
+            self._digests.copied(took_s=took_s, size_bytes=0, is_measured=self._is_on_host)
+
+    @property
+    def _is_on_host(self) -> bool:
+        return all(p.device.type == "cpu" for p in self._weights()[:1])
 
     @property
     def _copies_steps(self) -> bool:
@@ -123,7 +138,12 @@ class Rollback:
         """Copy the large state. Returns whether there was enough memory."""
         began_s = SYSTEM_CLOCK.monotonic()
         try:
-            self._copies.take(self._weights(), list(self._optimizers.values()), self._state.large())
+            self._copies.take(
+                self._weights(),
+                list(self._optimizers.values()),
+                self._state.large(),
+                self._job.tensors_of_modules(),
+            )
         except (torch.OutOfMemoryError, MemoryError):
             self._copies = WeightCopies()
             if self._needs_copies:
@@ -132,17 +152,17 @@ class Rollback:
                     "state is restored from a peer or a checkpoint"
                 )
             return False
-        is_on_host = all(p.device.type == "cpu" for p in self._weights()[:1])
         self._costs.copied(
             took_s=SYSTEM_CLOCK.monotonic() - began_s,
             size_bytes=self._copies.size_bytes,
-            is_measured=is_on_host,
+            is_measured=self._is_on_host,
         )
         return True
 
     def committed(self) -> None:
         """End a step; :meth:`take` must follow. Learns what the script does in its steps."""
-        self._costs.step_ended(SYSTEM_CLOCK.monotonic())
+        for costs in (self._costs, self._digests):
+            costs.step_ended(SYSTEM_CLOCK.monotonic())
         if not self._needs_copies:
             if self._has_changed:
                 self._need_copies("weights change outside of optimizer.step()")
@@ -154,8 +174,12 @@ class Rollback:
     def leave_step(self) -> None:
         """Called at the end of a loop: later changes by the script belong to no step."""
         self._random.take()
-        if self._changes_between_loops and not self._has_copies:
-            self._has_copies = self._copy()
+        if self._has_copies:
+            return
+        # The step has ended without a change that belongs to none.
+        self._has_copies = self._changes_between_loops and self._copy()
+        if not self._has_copies and not self._watch.has_changed:
+            self._watch.expect(by_content=True)
 
     def script_has_run(self) -> None:
         """Called at the beginning of a loop; :meth:`take` must follow."""
@@ -249,7 +273,7 @@ class Rollback:
 
 
 class CopyCosts:
-    """What a copy of the large state costs, in relation to a step."""
+    """What a copy or a digest of the large state costs, in relation to a step."""
 
     def __init__(self) -> None:
         self.steps = 0  # committed in this process

@@ -38,7 +38,7 @@ class Keeper(Protocol):
     """Copies and restores one object's state, except for its large tensors."""
 
     def take(self) -> Any: ...
-    def restore(self, taken: Any, kept: KeptTensor) -> None: ...
+    def restore(self, taken: Any, kept: KeptTensor, writing: Writing) -> None: ...
     def large(self) -> Mapping[Path, torch.Tensor]:
         """The object's large tensors, by their place in it."""
 
@@ -80,14 +80,15 @@ class BoundaryState:
         """
         job = self._job
         job.progress.load(copied(snapshot["progress"]))
-        Writing(job.tensors_of_modules()).write(job.user, copied(snapshot["state"]))
+        writing = Writing(job.tensors_of_modules())
+        writing.write(job.user, copied(snapshot["state"]))
         for name, (epoch, step) in snapshot["loaders"].items():
             if name in job.loaders:
                 job.loaders[name].seek(Position(epoch, step))
         # Objects that hold an optimizer load into it, so the optimizers come last.
         keepers = sorted(self._keepers.items(), key=lambda item: isinstance(item[1], _Optimizer))
         for name, keeper in keepers:
-            keeper.restore(snapshot["tracked"][name], _below(name, kept))
+            keeper.restore(snapshot["tracked"][name], _below(name, kept), writing)
         for name, module in self._modules.items():
             module.restore(snapshot["buffers"][name])
             module.restore_extra(snapshot["extra"][name])
@@ -145,9 +146,9 @@ class _Object:
             }
         return dict(_leaves(tracked.state_dict()))
 
-    def restore(self, taken: Any, kept: KeptTensor) -> None:
+    def restore(self, taken: Any, kept: KeptTensor, writing: Writing) -> None:
         """``taken`` may be another rank's, which arrives on the CPU."""
-        with Writing().keeping(self._tracked):
+        with writing.keeping(self._tracked):
             load_tracked(self._tracked, self._state(taken, kept), {})
         if self._buffers is not None:
             self._buffers.restore(taken.get("buffers", {}))
@@ -210,10 +211,10 @@ class _Optimizer:
     def large(self) -> Mapping[Path, torch.Tensor]:
         return {}
 
-    def restore(self, taken: Any, kept: KeptTensor) -> None:
+    def restore(self, taken: Any, kept: KeptTensor, writing: Writing) -> None:
         if taken["more"]:
             own = self._optimizer.state_dict()
-            with Writing().keeping(self._optimizer):
+            with writing.keeping(self._optimizer):
                 load_tracked(self._optimizer, {**own, **copied(taken["more"])}, {})
         groups: list[dict[str, Any]] = self._optimizer.param_groups
         del groups[len(taken["groups"]) :]  # added by the undone step
@@ -240,7 +241,7 @@ class _Scaler:
     def large(self) -> Mapping[Path, torch.Tensor]:
         return {}
 
-    def restore(self, taken: Any, kept: KeptTensor) -> None:
+    def restore(self, taken: Any, kept: KeptTensor, writing: Writing) -> None:
         torch_private.set_scales(self._scaler, taken)
 
 
