@@ -392,8 +392,11 @@ def test_a_checkpoint_is_loaded_by_the_unsharded_model_and_back(
 @pytest.mark.parametrize("kind", REFUSED)
 def test_scripts_that_would_train_other_weights_are_refused(scripts: ScriptRuns, kind: str) -> None:
     message, hint = REFUSED[kind]
-    ended = [w for w in scripts.run(kind).workers if w.exit_code not in (0, None)]
+    workers = scripts.run(kind).workers
+    ended = [w for w in workers if message in w.error]
     assert ended
     for worker in ended:
-        assert message in worker.error
         assert hint in worker.log
+    # A rank that is slower may lose its peers in the collective before the refused call.
+    for worker in workers:
+        assert worker in ended or worker.exit_code is None or "closed by peer" in worker.error
