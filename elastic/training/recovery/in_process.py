@@ -298,6 +298,7 @@ class InProcess:
         with self._lap("agree_s"):
             world = self._reconfiguration.restore(self._lifecycle.world, self._committed_step)
         self._lifecycle.begin(world)
+        self._progress.enter_world()
         self._worlds.entered(self._job.progress.step)
         self._recovered()
 

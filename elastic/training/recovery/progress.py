@@ -116,7 +116,7 @@ class RankProgress:
         self._place = self._job.progress.place
         self.is_before_place = bool(self._place)
         # Only this copy can undo what the script changes before it reaches the boundary's place.
-        self.rollback.take(with_copies=True)
+        self.rollback.take(with_copies=not self._job.is_rebuilt)
         self._is_fresh = True
 
     def end_function(self) -> None:

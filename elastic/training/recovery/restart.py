@@ -73,7 +73,7 @@ class Restart:
         world = self._lifecycle.world
         generation = self._checkpoints.restore(world, self._job)
         self._lifecycle.begin(dataclasses.replace(world, generation=generation))
-        if self._job.progress.step and not self._job.is_rebuilt:
+        if self._job.progress.step:
             self._progress.enter_world()
 
     def is_fault(self, error: BaseException) -> bool:

@@ -178,6 +178,8 @@ class OptimizerWatch:
         optimizer = update.optimizer
         pending_works().raise_failure()  # gradients may be missing or partial
         if known.is_built:
+            if self.rollback is not None:
+                self.rollback.before_update()
             return
         touched = self._touched(known, optimizer)
         if known.sharded and step is not None:

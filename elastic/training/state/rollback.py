@@ -128,6 +128,8 @@ class Rollback:
 
     @property
     def _copies_steps(self) -> bool:
+        if self._job.is_rebuilt:  # after a fault, the state comes from the nodes' memory
+            return False
         if self._needs_copies or self._mode is StepCopies.ALWAYS:
             return True
         if self._costs.steps < FIRST_STEPS:
