@@ -22,7 +22,6 @@ from elastic.training.observers.device_reads import DeviceReads
 from elastic.training.observers.history import Row
 from elastic.training.observers.metrics_log import MetricsLog
 from elastic.training.observers.tensorboard import WRITTEN, TensorBoard
-from elastic.training.observers.values import WorldMean
 from elastic.training.observers.writer import Rows
 from elastic.tuning.worker_intervals import METRICS_EVENT_S
 from elastic.world.world import World
@@ -168,7 +167,7 @@ def test_a_journal_does_not_grow_with_the_steps() -> None:
     rank_0.enter(0, 0)
     for _ in range(2000):
         rank_0.at += 1
-        rank_0.log.log({"loss": WorldMean(1 / rank_0.at)})
+        rank_0.log.log({"loss": rank_0.log.means.add(1 / rank_0.at)})
         if rank_0.at == 30:
             rank_0.log.log({"accuracy": 0.25})
         rank_0.clock.advance(0.02)

@@ -284,6 +284,7 @@ def test_mean_ignores_ranks_without_weight() -> None:
     with process() as run:
         assert run.mean(4, loss=torch.tensor(0.5), accuracy=1) == {"loss": 0.5, "accuracy": 1.0}
         assert math.isnan(run.mean(0, loss=math.nan)["loss"])
+        assert type(run.mean(1, loss=0.5)["loss"]) is float, "torch.load refuses other types"
 
 
 def test_shard_in_a_world_of_one_is_the_whole_dataset() -> None:

@@ -20,7 +20,7 @@ from elastic.telemetry.journal import EventSink
 from elastic.telemetry.log import get_logger
 from elastic.training.observers.device_reads import DeviceReads
 from elastic.training.observers.history import History, Row
-from elastic.training.observers.values import Loggable, Scalar, WorldMean, scalar_of
+from elastic.training.observers.values import Loggable, RecentMeans, Scalar, WorldMean, scalar_of
 from elastic.training.observers.writer import MetricsWriter
 from elastic.training.observers.writer_thread import WriterThread
 from elastic.tuning.worker_intervals import (
@@ -57,6 +57,7 @@ class MetricsLog:
         self._journal = journal
         self._position = position
         self._default_writers = default_writers
+        self.means = RecentMeans()
         self._writers: list[MetricsWriter] | None = None  # None: the default writers
         self._is_open = False  # values were logged
         self._logged: list[tuple[int, dict[str, Scalar]]] = []  # not yet in the history
@@ -96,6 +97,8 @@ class MetricsLog:
                     values[name] = value = scalar_of(name, value)
             if not (type(value) is float and type(name) is str and name):
                 values[name] = scalar_of(name, value)
+            elif self.means.has(value):
+                values[name] = WorldMean(value)
         if values:
             self._logged.append((self._position(), values))  # type: ignore[arg-type]
             if len(self._logged) >= _MAX_LOGGED:

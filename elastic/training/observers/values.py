@@ -11,15 +11,38 @@ from elastic import arguments
 from elastic.errors import ConfigError
 
 Loggable = SupportsFloat | torch.Tensor
+_RECENT_MEANS = 1000
 Scalar = float | torch.Tensor
 """A number, or its pending copy from a device: see
 :mod:`~elastic.training.observers.device_reads`."""
 
 
 class WorldMean(float):
-    """A mean over all ranks, as returned by ``run.mean``; other values are one rank's."""
+    """A logged mean over all ranks; other values are one rank's."""
 
     __slots__ = ()
+
+
+class RecentMeans:
+    """The last means of ``run.mean``, by their identity.
+
+    They are plain floats: ``torch.load`` refuses a file with an object of a class of ours.
+    """
+
+    def __init__(self) -> None:
+        self._by_id: dict[int, float] = {}  # refers to them, so that no id is used again
+
+    def add(self, mean: float) -> float:
+        """Record a mean, and return it."""
+        mean = mean * 1.0  # an object that nothing else refers to, unlike math.nan
+        self._by_id[id(mean)] = mean
+        if len(self._by_id) > _RECENT_MEANS:
+            del self._by_id[next(iter(self._by_id))]
+        return mean
+
+    def has(self, value: object) -> bool:
+        """Whether it is one of them."""
+        return id(value) in self._by_id
 
 
 def weighted(weight: object, values: Iterable[tuple[str, object]]) -> list[float]:
@@ -42,7 +65,7 @@ def scalar_of(name: object, value: object) -> Scalar:
     Raises ConfigError, which names the value, for anything else.
     """
     kind = type(value)
-    if kind is float or kind is WorldMean:
+    if kind is float:
         scalar: Scalar = value  # type: ignore[assignment]
     elif isinstance(value, torch.Tensor):
         scalar = _scalar_of_tensor(name, value)
