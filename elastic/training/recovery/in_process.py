@@ -118,7 +118,7 @@ class InProcess:
     def committed(self) -> None:
         """Measure the step's time, and report a slow step immediately: the switch step of a planned
         world is computed from the last report, which would otherwise be one step old."""
-        self._timer.committed()
+        self._timer.committed(self._job.progress.step)
         if self._timer.is_slow:
             self._worlds.report_position()
 
