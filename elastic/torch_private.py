@@ -394,3 +394,13 @@ def exclude_from_dynamo(code: CodeType, *, is_recursive: bool) -> None:
         called = action.SKIP if is_recursive else action.DEFAULT
         strategy = eval_frame._FrameExecStrategy(action.SKIP, called)
         eval_frame.set_code_exec_strategy(code, strategy)
+
+
+def end_dynamo_graph(function: Callable[..., Any], reason: str) -> None:
+    """Have ``torch.compile`` end its graph where a compiled function calls this one, instead of
+    tracing the call. ``reason`` is shown with ``fullgraph=True``, which allows no end.
+
+    Like ``torch.compiler.disable`` without the wrapper, which imports Dynamo.
+    """
+    function._torchdynamo_disable = True  # type: ignore[attr-defined]
+    function._torchdynamo_disable_msg = reason  # type: ignore[attr-defined]

@@ -19,6 +19,7 @@ from torch.utils.data import DataLoader
 
 from checkpoints import Root
 from elastic import arguments
+from elastic.compiling import not_compiled_methods
 from elastic.errors import NodeUnfit
 from elastic.training import components
 from elastic.training.attempts import Attempt
@@ -34,7 +35,7 @@ from elastic.training.data.evaluation import shard_by
 from elastic.training.data.loader import ElasticLoader
 from elastic.training.gradients.wrap import ElasticDDP
 from elastic.training.loop import loops
-from elastic.training.observers.values import WorldMean, weighted
+from elastic.training.observers.values import weighted
 from elastic.training.run_logging import RunLogging
 from elastic.training.state.rollback import StepCopies, StepCopiesName, step_copies_from
 from elastic.training.step import Step
@@ -49,6 +50,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 
+@not_compiled_methods
 class Run(BuildsInWorlds, ReducesStages, RunLogging):
     """A worker's interface to its job. Created by :func:`join`."""
 
@@ -74,8 +76,9 @@ class Run(BuildsInWorlds, ReducesStages, RunLogging):
     def state(self) -> dict[str, Any]:
         """Values that are part of the job's state: saved, and restored on all ranks.
 
-        Numbers, strings, None, tensors, and dicts, lists and tuples of them; anything else raises
-        TrainingError at the end of the step. Set the same on all ranks. If ranks differ, a warning
+        Numbers, strings, None, tensors, arrays, enumerations, and containers of them, which stay
+        the same objects; anything else raises TrainingError at the end of the step. Set the same on
+        all ranks. If ranks differ, a warning
         is logged, and a new world uses the lowest rank's. Raises the same errors as :meth:`epochs`.
         """
         self._parts.attempts.restore_if_complete()
@@ -312,7 +315,8 @@ class Run(BuildsInWorlds, ReducesStages, RunLogging):
         with self._parts.lifecycle.replica.whole():
             total, *sums = self._parts.job.order.sum_values(numbers)
         means = [s / total if total else math.nan for s in sums]
-        return {n: WorldMean(m) for n, m in zip(names, means, strict=True)}
+        known = self._parts.reporting.metrics.means
+        return {name: known.add(mean) for name, mean in zip(names, means, strict=True)}
 
     def node_first(self) -> AbstractContextManager[None]:
         """Run the body on one worker of each node first, then on the others, for example to

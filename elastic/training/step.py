@@ -8,6 +8,7 @@ from typing import Any, Protocol
 
 import torch
 
+from elastic.compiling import not_compiled_methods
 from elastic.errors import TrainingError
 from elastic.hangs.facts import DATA
 from elastic.hangs.phases import phases
@@ -91,6 +92,7 @@ class OwnBatch:
 Batches = Iterator[tuple[StepBatch, Any]]
 
 
+@not_compiled_methods
 class Step:
     """A step of ``run.steps(loader)``: iterate over it for this rank's micro-batches.
 

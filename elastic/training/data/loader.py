@@ -15,6 +15,7 @@ from typing import Any
 from torch.utils.data import DataLoader
 
 from elastic import arguments
+from elastic.compiling import not_compiled_methods
 from elastic.errors import ConfigError, TrainingError
 from elastic.training.data.data_workers import DataWorkers
 from elastic.training.data.following import Following
@@ -97,6 +98,7 @@ def _size(name: str, value: object, unit: str) -> int | None:
     return None if value is None else arguments.whole_number(f"{name}=", value, least=1, hint=hint)
 
 
+@not_compiled_methods
 class ElasticLoader:
     """The loader that ``run.loader(…)`` returns.
 

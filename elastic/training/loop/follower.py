@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+from elastic.compiling import not_compiled
 from elastic.errors import TrainingError
 from elastic.training.data import following
 from elastic.training.data.following import Pass
@@ -15,6 +16,7 @@ from elastic.training.step import Step
 from elastic.world.world import World
 
 
+@not_compiled
 def follow(loop: StepLoop, loader: ElasticLoader, passed: Pass) -> Iterator[Any]:
     """The batches of ``loader`` within the steps of another loader."""
     following = loader.following

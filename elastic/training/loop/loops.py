@@ -7,6 +7,7 @@ from collections.abc import Generator, Iterator
 from contextlib import closing
 from typing import Any
 
+from elastic.compiling import not_compiled
 from elastic.errors import TrainingError
 from elastic.hangs.facts import DATA, SCRIPT
 from elastic.hangs.phases import phases
@@ -24,6 +25,7 @@ from elastic.training.step import Step
 from elastic.world.world import world_from_environment
 
 
+@not_compiled
 def epochs(loop: StepLoop, count: int) -> Iterator[int]:
     """The remaining epochs of ``count``; the first one may resume in its middle.
 
@@ -60,6 +62,7 @@ def steps_left(scope: Scope, job: JobState) -> int | None:
     return max(0, (scope.epochs - epoch) * len(loader) - done)
 
 
+@not_compiled
 def steps(loop: StepLoop, loader: ElasticLoader) -> Generator[Step]:
     """The remaining steps of the loader's epoch.
 
@@ -98,6 +101,7 @@ def steps(loop: StepLoop, loader: ElasticLoader) -> Generator[Step]:
         raise
 
 
+@not_compiled
 def batches(loop: StepLoop, loader: ElasticLoader) -> Iterator[Any]:
     """The batches of steps with one micro-batch: what iterating over a loader yields.
 
@@ -109,6 +113,7 @@ def batches(loop: StepLoop, loader: ElasticLoader) -> Iterator[Any]:
     return iterator
 
 
+@not_compiled
 def _batches(loop: StepLoop, loader: ElasticLoader, passed: Pass) -> Iterator[Any]:
     consumer = Consumer()
     if passed.is_first or not loader.following.follows:  # a follower may begin a pass in each step
@@ -156,6 +161,7 @@ def _batches(loop: StepLoop, loader: ElasticLoader, passed: Pass) -> Iterator[An
                 rates.step_ended(step.number)
 
 
+@not_compiled
 def index(loop: StepLoop, loader: ElasticLoader) -> int:
     """The index within the epoch of the loader's current step; between steps, of the next one."""
     if not loop.is_peek:

@@ -17,6 +17,7 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
+from elastic.compiling import not_compiled, not_compiled_itself
 from elastic.errors import TrainingError
 from elastic.hangs.facts import OPTIMIZER, SCRIPT
 from elastic.hangs.phases import phases
@@ -147,6 +148,7 @@ class OptimizerWatch:
 
     # Both hooks run in every step, with cold caches.
 
+    @not_compiled
     def _before(
         self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any
     ) -> tuple[Any, Any] | None:
@@ -165,6 +167,7 @@ class OptimizerWatch:
             raise not_tracked(optimizer, self._objects)
         self._updates.append(update)
 
+        @not_compiled_itself
         def prepared_closure() -> Any:
             with torch.enable_grad():
                 loss = closure()
@@ -209,6 +212,7 @@ class OptimizerWatch:
         if self.rollback is not None and known.name is not None:
             self.rollback.before_update()
 
+    @not_compiled
     def _after(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         phases.enter(SCRIPT)
         if self._known_facts(optimizer).is_container(optimizer):
