@@ -92,7 +92,8 @@ class Lifecycle:
         if self._world is None:
             raise NoWorld(
                 "there is no world yet: it begins with run.retry or the first loop",
-                hint="read run.world inside the training function; run.is_main is False until then",
+                hint="read run.world and run.is_main inside the training function; "
+                "run.on_main(function) calls a function on rank 0 as soon as there is one",
             )
         return self._world
 

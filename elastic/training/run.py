@@ -35,6 +35,7 @@ from elastic.training.data.evaluation import shard_by
 from elastic.training.data.loader import ElasticLoader
 from elastic.training.gradients.wrap import ElasticDDP
 from elastic.training.loop import loops
+from elastic.training.misuse.child_processes import refuse_child_process
 from elastic.training.observers.values import weighted
 from elastic.training.run_logging import RunLogging
 from elastic.training.state.rollback import StepCopies, StepCopiesName, step_copies_from
@@ -95,10 +96,12 @@ class Run(BuildsInWorlds, ReducesStages, RunLogging):
 
     @property
     def is_main(self) -> bool:
-        """Whether this is rank 0 of a world. Raises the same errors as :meth:`epochs`."""
-        self._parts.attempts.enter_if_complete()
-        lifecycle = self._parts.lifecycle
-        return lifecycle.has_world and lifecycle.world.rank == 0
+        """Whether this is rank 0 of the world.
+
+        Raises NoWorld before the first world, where :meth:`on_main` helps, and the same errors as
+        :meth:`epochs`.
+        """
+        return self.world.rank == 0
 
     @property
     def mesh(self) -> DeviceMesh:
@@ -370,12 +373,14 @@ def join(
     ``preflight`` first checks this node, in one to two seconds: ``/dev/shm``, limits and GPUs
     (unless its agent has done so: ``--rdzv-conf preflight=1``), and the checkpoint folder.
 
-    Raises ConfigError for contradictory options, arguments that differ from those of the first
-    call, or an unsupported torch; NodeUnfit (exit code 71)
-    if the node fails the preflight checks, before this worker contacts another node; and LinkError
-    if this node's agent refuses the worker or does not answer.
+    Raises ConfigError in a child process of a worker, for contradictory options, arguments that
+    differ from those of the first call, or an unsupported torch; NodeUnfit (exit code 71) if the
+    node fails the preflight checks, before this worker contacts another node; and LinkError if this
+    node's agent refuses the worker or does not answer.
     """
     global _run, _joined_with
+    if _run is None:
+        refuse_child_process()
     policies = {"checkpoints": checkpoints, "when": when, "keep": keep}
     given = {**policies, "seed": seed, "backend": backend, "mesh": mesh}
     given["step_copies"] = step_copies

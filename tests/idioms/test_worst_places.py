@@ -388,17 +388,6 @@ def train():
 """,
         "this is the second pass over the loader without run.epochs",
     ),
-    "islice": (
-        """
-import itertools
-def train():
-    for epoch in run.epochs(2):
-        for i, (inputs, targets) in enumerate(itertools.islice(loader, 6)):
-            STEP
-            die(epoch * 6 + i, 3)
-""",
-        "use run.loader(…, max_steps=n)",
-    ),
     "enumerate from 0": (
         """
 def train():

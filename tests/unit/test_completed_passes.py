@@ -23,7 +23,7 @@ def failed_after_a_pass(folder: Path, passes: int = 1) -> None:
     policy = Checkpoints(folder=folder, when=100)
     with run_of(policy, clean=False, error="ValueError: in the evaluation") as run:
         script = job(run)
-        for _ in range(passes):
+        for _ in [None] * passes:
             train(script)
 
 

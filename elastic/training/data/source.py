@@ -93,6 +93,13 @@ def describe(loader: object) -> DataSource:
             hint="define `__len__` and `__getitem__(index)` in the dataset "
             f"(torch.utils.data.Dataset), {_OWN_LOOP}",
         )
+    if type(loader).__module__.partition(".")[0] == "torchdata":
+        raise ConfigError(
+            f"a {type(loader).__name__} keeps its own position, which does not follow a change of "
+            "the world",
+            hint="pass torch.utils.data.DataLoader with the same arguments: run.loader saves and "
+            "restores the position",
+        )
     for replaced in (loader.batch_sampler, loader.sampler):
         if isinstance(replaced, ReplacedBatches):
             return replaced.source  # the loader was changed in place before, and is passed again

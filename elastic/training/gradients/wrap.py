@@ -159,6 +159,17 @@ class ElasticDDP(DDP):
         self.reduction.speak_again()
         super()._match_all_reduce_for_bwd_pass()  # type: ignore[no-untyped-call]
 
+    def join_hook(self, **kwargs: Any) -> Any:
+        """Called by ``torch.distributed.algorithms.join.Join([model])``. Raises TrainingError
+        before the first world, since a new world needs another hook."""
+        if not self.in_world:
+            raise TrainingError(
+                "Join([model]) was entered before there is a world",
+                hint="with run.loader all ranks have the same number of steps, so Join is not "
+                "needed; otherwise enter it in the function that run.retry calls",
+            )
+        return super().join_hook(**kwargs)  # type: ignore[no-untyped-call]
+
     def register_comm_hook(self, state: object, hook: object) -> None:
         """Raise ConfigError: gradients would bypass the weights of uneven shares."""
         raise _refusal("register_comm_hook", hook)

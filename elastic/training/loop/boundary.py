@@ -30,6 +30,11 @@ class StepBoundary:
         self._halt = halt
         self._worlds = worlds
 
+    @property
+    def saves(self) -> bool:
+        """Whether the job saves checkpoints, from which a restarted job resumes."""
+        return self._checkpoints.is_on
+
     def cross(self) -> None:
         """Before the next step: save if a save is due. Does not return if the process ends here.
 

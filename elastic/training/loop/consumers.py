@@ -1,7 +1,7 @@
 """Detects the consumer of a loader's iterator: ``enumerate``, ``itertools.islice`` or ``cycle``.
 
-``enumerate`` and ``islice`` count from 0 even if a pass begins in the middle of an epoch, and
-``cycle`` never starts a second pass.
+``enumerate``, ``islice`` and ``zip(range(n), …)`` count from 0 even if a pass begins in the middle
+of an epoch, and ``cycle`` never starts a second pass.
 The iterator is not notified, but Python's garbage collector can list its referrers.
 """
 
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import gc
 import itertools
+import operator
 import sys
 from dataclasses import dataclass
 from types import FrameType, GeneratorType
@@ -20,6 +21,8 @@ from elastic.telemetry.log import get_logger
 # `enumerate(tqdm(loader))` reads the loader's generator through the progress bar's generator.
 _PROGRESS_BARS = ("tqdm", "rich")
 
+_RANGE_ITERATOR = type(iter(range(0)))
+
 _warned: set[str] = set()
 
 
@@ -30,6 +33,7 @@ class Consumer:
     counts_from: int | None = None  # start value of enumerate
     is_cycle: bool = False
     is_slice: bool = False
+    range_left: int | None = None  # of a range in a zip with the loader, with the first batch
 
     def refuse_cycle(self) -> None:
         """Raise TrainingError for ``itertools.cycle``, which stores every batch and repeats them.
@@ -43,16 +47,21 @@ class Consumer:
                 hint="def endless(loader):\n    while True:\n        yield from loader",
             )
 
+    def refuse_slice(self, batches_left: int) -> None:
+        """Raise TrainingError if the consumer ends the pass after a number of batches, which it
+        would count again where a loop resumes. ``batches_left``: in the pass."""
+        ends_early = self.range_left is not None and self.range_left < batches_left
+        if self.is_slice or ends_early:
+            call = "itertools.islice(loader, n)" if self.is_slice else "zip(range(n), loader)"
+            raise TrainingError(
+                f"{call} counts from the step at which a loop resumes: after a recovery or a "
+                "restart, the epoch would have more than n steps",
+                hint="run.loader(…, max_steps=n), whose epochs end at the same step, or "
+                f"{call.replace('n)', 'n - loader.index)', 1)}",
+            )
+
     def warn_of_count(self, index: int) -> None:
         """Warn, once per process, if a count from 0 or 1 begins at step ``index``."""
-        if self.is_slice and index and "slice" not in _warned:
-            _warned.add("slice")
-            get_logger().warning(
-                "this loop resumes at step %d of its epoch, but itertools.islice(loader, n) "
-                "counts from there: use run.loader(…, max_steps=n), whose epochs end at the same "
-                "step",
-                index,
-            )
         start = self.counts_from
         if start not in (0, 1) or start >= index or "count" in _warned:
             return
@@ -81,6 +90,7 @@ def consumer_of(iterator: object, *, everywhere: bool) -> Consumer:
         found = gc.get_objects() if frames else _holders(iterator)
     counts_from: int | None = None
     is_cycle = is_slice = False
+    range_left: int | None = None
     for holder in found:
         if type(holder) is enumerate:
             read, count = cast(tuple[object, int], holder.__reduce__()[1])
@@ -90,7 +100,20 @@ def consumer_of(iterator: object, *, everywhere: bool) -> Consumer:
             is_cycle = is_cycle or any(read is iterator for read in gc.get_referents(holder))
         elif type(holder) is itertools.islice:
             is_slice = is_slice or any(read is iterator for read in gc.get_referents(holder))
-    return Consumer(counts_from, is_cycle, is_slice)
+        elif type(holder) is zip:
+            range_left = _range_beside(holder, iterator, range_left)
+    return Consumer(counts_from, is_cycle, is_slice, range_left)
+
+
+def _range_beside(zipped: object, iterator: object, found: int | None) -> int | None:
+    """The length of a range in a ``zip`` with the iterator, of which the first is being read."""
+    for parts in gc.get_referents(zipped):
+        if type(parts) is tuple and any(part is iterator for part in parts):
+            at = [part is iterator for part in parts].index(True)
+            for place, part in enumerate(parts):
+                if type(part) is _RANGE_ITERATOR:
+                    return operator.length_hint(part) + (place < at)
+    return found
 
 
 def _holders(iterator: object) -> list[Any]:
@@ -102,7 +125,7 @@ def _holders(iterator: object) -> list[Any]:
     found = gc.get_referrers(iterator)
     parts = [holder for holder in found if type(holder) is tuple]
     zips = [holder for holder in gc.get_referrers(*parts) if type(holder) is zip] if parts else []
-    return found + gc.get_referrers(*zips) if zips else found
+    return found + zips + gc.get_referrers(*zips) if zips else found
 
 
 def _reads(reader: object, iterator: object, frames: list[Any]) -> bool:

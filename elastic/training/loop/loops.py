@@ -20,6 +20,7 @@ from elastic.training.loop.follower import follow
 from elastic.training.loop.generators import created_too_early
 from elastic.training.loop.scope import Scope
 from elastic.training.loop.step_loop import StepLoop
+from elastic.training.misuse.source.counted_epochs import refuse_break
 from elastic.training.state.job_state import JobState
 from elastic.training.step import Step
 from elastic.world.world import world_from_environment
@@ -127,6 +128,9 @@ def _batches(loop: StepLoop, loader: ElasticLoader, passed: Pass) -> Iterator[An
             yield data
         return
     consumer.refuse_cycle()
+    knows_index, loader.index_was_read = loader.index_was_read, False
+    if loop.resumes and not knows_index:
+        consumer.refuse_slice(len(loader) - loader.position.step)
     if loop.current.leading(loader) is not None:
         yield from follow(loop, loader, passed)
         return
@@ -142,8 +146,9 @@ def _batches(loop: StepLoop, loader: ElasticLoader, passed: Pass) -> Iterator[An
             "        step.backward(loss_of(batch))\n"
             "    optimizer.step()",
         )
-    knows_index, loader.index_was_read = loader.index_was_read, False
     counts = consumer.counts_from in (0, 1) and not knows_index
+    if counts and loop.resumes:
+        refuse_break()
     rates: CountedRates | None = None
     with closing(steps(loop, loader)) as left:
         for step in left:

@@ -98,6 +98,12 @@ class StepLoop:
         is_set_up = self.lifecycle.is_restored or self.scope.in_retry or self._job.tracked
         return not is_set_up
 
+    @property
+    def resumes(self) -> bool:
+        """Whether loops may resume, in the next world or from a checkpoint, while the script counts
+        from its beginning."""
+        return self.scope.in_retry or self._boundary.saves
+
     def begin_pass(self, loader: ElasticLoader) -> None:
         """Begin a loop over ``loader``: in the run's epoch, or in the loader's next epoch."""
         self.settle()
@@ -110,16 +116,19 @@ class StepLoop:
             loader.begin_epoch(self._job.progress.epoch)
             return
         self.scope.passes += 1
-        if self.scope.in_retry and self.scope.passes <= 2:
-            refuse_range(self.scope.passes, has_own_state=self._job.has_own_state)
-        if self.scope.passes == 1 and self.scope.in_retry and not self._job.user:
+        if self.resumes and self.scope.passes <= 2:
+            refuse_range(
+                self.scope.passes,
+                has_own_state=self._job.has_own_state,
+                is_in_retry=self.scope.in_retry,
+            )
+        if self.scope.passes == 1 and self.resumes and not self._job.user:
             self._warn_of_counts()
-        if self.scope.passes == 2 and self.scope.in_retry and not self._job.user:
+        if self.scope.passes == 2 and self.resumes and not self._job.user:
             get_logger().warning(
-                "this is the second pass over the loader without run.epochs: after a fault, "
-                "run.retry calls its function again, `for epoch in range(n)` begins at 0, and the "
-                "job trains too long. Use `for epoch in run.epochs(n)`, or keep the count in "
-                "run.state"
+                "this is the second pass over the loader without run.epochs: after a fault, the "
+                "loop resumes, but `for epoch in range(n)` begins at 0, and the job trains too "
+                "long. Use `for epoch in run.epochs(n)`, or keep the count in run.state"
             )
         loader.begin_pass()
         self._job.progress.epoch = loader.position.epoch

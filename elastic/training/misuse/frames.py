@@ -15,7 +15,7 @@ from types import CodeType, FrameType
 
 from elastic.training.misuse.ways_out import is_own
 
-_LIBRARIES = f"{sep}site-packages{sep}"
+LIBRARIES = f"{sep}site-packages{sep}"
 
 
 def frames_of_script(frame: FrameType | None) -> Iterator[FrameType | None]:
@@ -40,7 +40,7 @@ def variables(frame: FrameType) -> Iterator[dict[str, object]]:
     """
     modules: set[int] = set()
     for one in frames_of_script(frame):
-        if one is None or _LIBRARIES in one.f_code.co_filename:
+        if one is None or LIBRARIES in one.f_code.co_filename:
             continue
         if sys.version_info >= (3, 13) and one.f_code.co_flags & inspect.CO_OPTIMIZED:
             yield dict(one.f_locals)

@@ -1,8 +1,11 @@
-"""Refuses ``for epoch in range(n)`` around a loader, in the function of run.retry.
+"""Refuses ``for epoch in range(n)`` around a loader, in a job that resumes.
 
-After a death, the function is called again and counts from 0, but the loader resumes: the job
-trains too long. It is certain from the source if nothing in the loop's body can leave it early or
-skip an epoch, and if it makes more than one pass. Other counts are only warned of.
+After a death, the function of run.retry is called again, or a restarted script resumes from its
+checkpoint. It counts from 0, but the loader resumes: the job trains too long. It is certain from
+the source if nothing in the loop's body can leave it early or skip an epoch, and if it makes more
+than one pass. Other counts are only warned of.
+
+The same applies to ``if i == 9: break`` with the count of ``enumerate(loader)``.
 """
 
 from __future__ import annotations
@@ -14,23 +17,32 @@ from types import FrameType
 from typing import Any
 
 from elastic.errors import TrainingError
-from elastic.training.misuse.frames import frames_of_script, tree_of
+from elastic.training.misuse.frames import LIBRARIES, frames_of_script, tree_of
 
 _RANGES = ("range", "trange")
 _WAYS_OUT = (ast.Break, ast.Continue)
 _ENDS = (ast.Return, ast.Raise, ast.Yield, ast.YieldFrom)
 
 
-def refuse_range(passes: int, *, is_over_loader: bool = True, has_own_state: bool = False) -> None:
+def refuse_range(
+    passes: int,
+    *,
+    is_over_loader: bool = True,
+    has_own_state: bool = False,
+    is_in_retry: bool = True,
+) -> None:
     """Raise TrainingError if a range counts the passes over loaders, or without one
     (``is_over_loader=False``) the calls of run.begin. ``passes``: so far in this call of the
     function, including the one that begins. ``has_own_state``: the script keeps values in the job's
-    state, from which it may compute how many epochs remain."""
+    state, from which it may compute how many epochs remain. ``is_in_retry``: the function of
+    run.retry is called again; otherwise the script, in a restarted job."""
     found: list[tuple[FrameType, ast.For]] = []
     is_innermost = True
     for frame in frames_of_script(sys._getframe(1)):
         if frame is None:  # the call of run.retry
             break
+        if LIBRARIES in frame.f_code.co_filename:
+            continue
         tree, line = tree_of(frame), frame.f_lineno
         attempt = max((n.lineno for n in _attempts_around(tree, line)), default=0)
         if any(_is_in_body(line, n) and n.lineno > attempt for n in _whiles(tree)):
@@ -44,12 +56,59 @@ def refuse_range(passes: int, *, is_over_loader: bool = True, has_own_state: boo
         if attempt:
             break
     else:
-        return  # not called again
+        if is_in_retry:
+            return  # not called again
     for frame, loop in found:
         count = _arguments(loop)[-1]
         is_given = not has_own_state and _is_name(_without_constant(count))
         if (passes > 1 and is_given) or _value(count, frame) > 1 + _start(loop):
-            raise _refusal(loop, ast.unparse(count), is_over_loader=is_over_loader)
+            raise _refusal(
+                loop, ast.unparse(count), is_over_loader=is_over_loader, is_in_retry=is_in_retry
+            )
+
+
+def refuse_break() -> None:
+    """Raise TrainingError if the loop whose iterator begins is left by a count of ``enumerate``
+    that begins at 0 or 1."""
+    for frame in frames_of_script(sys._getframe(1)):
+        if frame is None:
+            return
+        for node in ast.walk(tree_of(frame)):
+            if not (isinstance(node, ast.For) and _is_head(frame.f_lineno, node)):
+                continue
+            target = node.target.elts[0] if isinstance(node.target, ast.Tuple) else node.target
+            called = node.iter.func if isinstance(node.iter, ast.Call) else None
+            if not (isinstance(target, ast.Name) and called and _is_named(called, "enumerate")):
+                continue
+            for inner in _within(node.body):
+                if isinstance(inner, ast.If) and _breaks_by(inner, target.id):
+                    raise _refusal_of_break(ast.unparse(inner.test))
+        return  # the loop is in the innermost frame
+
+
+def _within(body: Iterable[ast.AST]) -> Iterator[ast.AST]:
+    """Statements of a loop, without those of loops and functions inside."""
+    for node in body:
+        if not isinstance(node, (ast.For, ast.While, ast.FunctionDef, ast.Lambda)):
+            yield node
+            yield from _within(ast.iter_child_nodes(node))
+
+
+def _breaks_by(node: ast.If, count: str) -> bool:
+    """Whether ``if`` compares this count, and leaves the loop."""
+    test = node.test
+    if not (isinstance(test, ast.Compare) and isinstance(node.body[-1], ast.Break)):
+        return False
+    return any(isinstance(n, ast.Name) and n.id == count for n in (test.left, *test.comparators))
+
+
+def _refusal_of_break(test: str) -> TrainingError:
+    return TrainingError(
+        f"`if {test}: break` counts from the step at which a loop resumes: after a recovery or a "
+        "restart, the epoch would have more steps",
+        hint="run.loader(…, max_steps=n), whose epochs end at the same step, or "
+        "enumerate(loader, start=loader.index)",
+    )
 
 
 def _whiles(tree: ast.AST) -> Iterator[ast.While]:
@@ -180,7 +239,9 @@ def _value(expression: ast.expr, frame: FrameType) -> int:
     return value if isinstance(value, int) else 0
 
 
-def _refusal(loop: ast.For, count: str, *, is_over_loader: bool) -> TrainingError:
+def _refusal(
+    loop: ast.For, count: str, *, is_over_loader: bool, is_in_retry: bool
+) -> TrainingError:
     target, counted = ast.unparse(loop.target), ast.unparse(loop.iter)
     what = "the loader" if is_over_loader else "run.begin()"
     first = _start(loop)
@@ -192,8 +253,13 @@ def _refusal(loop: ast.For, count: str, *, is_over_loader: bool) -> TrainingErro
             f'while run.state.setdefault("{target}", {_start(loop)}) < {count}:\n'
             f'    … run.state["{target}"] += 1, before the last run.commit() of an iteration'
         )
+    again = (
+        "in the next world run.retry calls its function again, which"
+        if is_in_retry
+        else "a restarted job resumes from its last checkpoint, but the range"
+    )
     return TrainingError(
-        f"`for {target} in {counted}` around {what}: in the next world run.retry calls its "
-        f"function again, which would count from {_start(loop)} and train too long",
+        f"`for {target} in {counted}` around {what}: {again} would count from {_start(loop)} and "
+        "train too long",
         hint=hint,
     )

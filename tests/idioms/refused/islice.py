@@ -1,0 +1,40 @@
+"""`itertools.islice(loader, n)`, or `if i == n: break`, for an epoch of n steps
+
+A loop may resume in the middle of an epoch, where both count from 0 again.
+
+```python
+loader = run.loader(DataLoader(…), max_steps=n)
+```
+
+Refused: itertools.islice(loader, n) counts from the step at which a loop resumes
+"""
+
+import itertools
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import elastic
+
+torch.manual_seed(0)
+x = torch.randn(96, 4)
+dataset = TensorDataset(x, x.sin().sum(1, keepdim=True))
+
+run = elastic.join()
+model = run.wrap(nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1)))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+run.track(optimizer=optimizer)
+loader = run.loader(DataLoader(dataset, batch_size=8, shuffle=True), global_batch=12)
+
+
+def train():
+    for epoch in run.epochs(4):
+        for inputs, targets in itertools.islice(loader, 6):
+            optimizer.zero_grad()
+            F.mse_loss(model(inputs), targets).backward()
+            optimizer.step()
+
+
+run.retry(train)
