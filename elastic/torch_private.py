@@ -87,7 +87,7 @@ _HOOK_TABLES = (
     "_load_state_dict_pre_hooks",
     "_load_state_dict_post_hooks",
 )
-_OF_A_MODULE = (*_HOOK_TABLES, "_buffers")
+_OF_A_MODULE = (*_HOOK_TABLES, "_buffers", "_non_persistent_buffers_set")
 _OF_A_SCALER = ("_device", "_growth_tracker", "_per_optimizer_states", "_scale")
 _SCALES = ("_scale", "_growth_tracker")
 
@@ -299,6 +299,16 @@ def hook_tables(module: torch.nn.Module) -> dict[str, Any]:
 def buffers_of(module: torch.nn.Module) -> dict[str, torch.Tensor | None]:
     """A module's own buffers, without those of its submodules."""
     return module._buffers
+
+
+def transient_buffers_of(module: torch.nn.Module) -> set[str]:
+    """The names of a module's own buffers that are not in its ``state_dict``."""
+    return module._non_persistent_buffers_set
+
+
+def changes_saved_state(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether hooks add to the optimizer's ``state_dict``."""
+    return bool(optimizer._optimizer_state_dict_post_hooks)
 
 
 def count_of_changes(tensors: Iterable[torch.Tensor]) -> int:

@@ -20,6 +20,7 @@ from torch import nn
 
 from checkpoints.errors import StateError
 from checkpoints.format.state_tree import flatten
+from elastic import torch_private
 from elastic.errors import ConfigError, TrainingError
 from elastic.training.data.loader import ElasticLoader
 from elastic.training.gradients.matching.order import ReductionOrder
@@ -341,7 +342,7 @@ def transient_buffers(module: nn.Module) -> dict[str, torch.Tensor]:
         f"{path}.{name}" if path else name: buffer
         for path, part in module.named_modules()
         for name, buffer in part.named_buffers(recurse=False)
-        if name in part._non_persistent_buffers_set
+        if name in torch_private.transient_buffers_of(part)
     }
 
 

@@ -207,8 +207,9 @@ class _Optimizer:
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self._optimizer = optimizer
         kind = type(optimizer)
-        self._has_more = kind.state_dict is not torch.optim.Optimizer.state_dict or bool(
-            optimizer._optimizer_state_dict_post_hooks
+        self._has_more = (
+            kind.state_dict is not torch.optim.Optimizer.state_dict
+            or torch_private.changes_saved_state(optimizer)
         )
 
     def take(self) -> Any:
@@ -284,7 +285,8 @@ class _Module:
             for path, part in self._modules
             if (own := torch_private.buffers_of(part))
             for name, buffer in own.items()
-            if buffer is not None and (not is_transient or name in part._non_persistent_buffers_set)
+            if buffer is not None
+            and (not is_transient or name in torch_private.transient_buffers_of(part))
         }
 
     def take(self, *, is_transient: bool = False) -> dict[str, torch.Tensor]:
