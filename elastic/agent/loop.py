@@ -29,7 +29,8 @@ from elastic.agent.registration import Registration
 from elastic.agent.store_events import StoreEvents, watch_job
 from elastic.agent.supervision.supervisor import WorkerSupervisor
 from elastic.errors import CoordinationError, RecordError
-from elastic.leadership.leader import Leadership, NodesEvent
+from elastic.leadership.leader import Leadership
+from elastic.leadership.node_records import NodesEvent
 from elastic.leadership.prober import Probed
 from elastic.leadership.progress_writer import ProgressWriter
 from elastic.leadership.succession import LeaderProbed, Succession
@@ -212,9 +213,9 @@ class NodeLoop:
         match message:
             case BaseEvent(event):
                 self.store_events.handle(event)
-            case NodesEvent(event):
+            case NodesEvent():
                 if term is not None:
-                    term.on_nodes(event, self._at.status.world.world)
+                    term.on_nodes(message, self._at.status.world.world)
             case Probed():
                 if term is not None:
                     term.on_probed(message)

@@ -78,11 +78,16 @@ class WorldWait:
     def _members_keep_workers(self, world: WorldRecord) -> bool:
         """Whether all members of a first world have reported that their workers are ready."""
         try:
+            # Asked twice a second, by every spare: of a script that keeps no workers, the first
+            # member alone says so.
+            first = self._store.get(self._keys.node(world.node_ids[0])) if world.members else None
+            if first is not None and not decode(Node, first.key, first.value).in_process:
+                return False
             entries = self._store.list(self._keys.nodes).entries
             nodes = [decode(Node, entry.key, entry.value) for entry in entries]
         except CoordinationError:
             return False
-        members = [n for n in nodes if n.node_id in world.node_ids]
+        members = [n for n in nodes if n.node_id in world.id_set]
         return len(members) > 0 and all(n.in_process for n in members)
 
     def _is_spare(self, world: WorldRecord | None) -> bool:

@@ -32,6 +32,7 @@ from elastic.leadership.roster import Failed
 from elastic.membership import failure_budget as budget
 from elastic.membership.escalation import FailedBuilds
 from elastic.membership.member_status import MemberStatus
+from elastic.membership.proposal import listed
 from elastic.membership.records import (
     BreakageRecord,
     Cause,
@@ -248,8 +249,8 @@ class FailureAccounting:
         nodes = [
             n.name for n in proposal.nodes if n.name not in out and n.node_id not in quarantined
         ]
-        parts = [f"quarantined {', '.join(out)}"] if out else []
-        world = f"generation {proposal.generation} with {', '.join(nodes) or 'no nodes'}"
+        parts = [f"quarantined {listed(out)}"] if out else []
+        world = f"generation {proposal.generation} with {listed(nodes) or 'no nodes'}"
         parts.append(f"{'paused' if proposal.state is WorldState.PAUSED else 'formed'} {world}")
         return ", ".join(parts)
 

@@ -10,7 +10,7 @@ import json
 from dataclasses import dataclass
 
 from elastic.errors import RecordError
-from elastic.membership.records import RECORD_VERSION
+from elastic.membership.records import RECORD_VERSION, packed, unpacked
 from elastic.messages import typed_json
 
 
@@ -45,13 +45,15 @@ class JobProgress:
 
 def encode_progress(progress: JobProgress) -> bytes:
     """As JSON."""
-    return json.dumps(typed_json.to_json(progress), sort_keys=True, allow_nan=False).encode()
+    return packed(
+        json.dumps(typed_json.to_json(progress), sort_keys=True, allow_nan=False).encode()
+    )
 
 
 def decode_progress(key: str, value: bytes) -> JobProgress:
     """Parse strictly. Raises RecordError."""
     try:
-        return typed_json.convert(JobProgress, typed_json.parse(value))
+        return typed_json.convert(JobProgress, typed_json.parse(unpacked(key, value)))
     except typed_json.DecodeError as error:
         raise RecordError(
             f"{key}: the record {error}",

@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from elastic.errors import RecordError
 from elastic.events import FailureJudged, NodeFound, NodeLost, NodeSuspected, StoreProblem, Waiting
 from elastic.leadership.failure_accounting import Broken, FailureAccounting
 from elastic.leadership.judges.hang_judge import HangJudge
 from elastic.leadership.judges.straggler_judge import StragglerJudge
+from elastic.leadership.node_records import NodeRecord, NodesEvent, decoded, watched_prefixes
 from elastic.leadership.prober import Probed, Prober
 from elastic.leadership.roster import Roster
 from elastic.leadership.world_writer import WorldWriter
@@ -33,25 +34,22 @@ from elastic.membership.decision import (
 from elastic.membership.member_status import classify_members
 from elastic.membership.records import (
     Done,
+    FailureReport,
+    HangFacts,
+    Node,
     NodeState,
+    NodeStepTimes,
     Outcome,
     WorldRecord,
     WorldState,
 )
 from elastic.node.context import NodeContext
 from elastic.node.status import WorldEntry
-from elastic.store.keyvalue import Deleted, Put, Reset, Watch, WatchEvent
+from elastic.store.keyvalue import Deleted, Entry, Put, Reset, Watch
 from elastic.tuning.agent_intervals import LEADER_IDLE_S, LEADER_UNLISTED_S, RECHECK_S
 
 # A node in such a state is expected to close its connection.
 _EXITING = (NodeState.LEAVING, NodeState.FAILED, NodeState.FINISHED)
-
-
-@dataclass(frozen=True)
-class NodesEvent:
-    """Something changed under ``nodes/``, ``failure_reports/``, ``hangs/`` or ``step_times/``."""
-
-    event: WatchEvent
 
 
 class Leadership:
@@ -75,8 +73,8 @@ class Leadership:
         self._stragglers = StragglerJudge(context)
         keys = context.keys
         self._watch: Watch = context.store.watch(
-            [keys.nodes, keys.failure_reports, keys.hangs, keys.step_times],
-            lambda event: context.post(NodesEvent(event)),
+            watched_prefixes(keys),
+            lambda event: context.post(decoded(keys, event)),
             name="elastic-watch-nodes",
         )
 
@@ -87,42 +85,50 @@ class Leadership:
 
     # ── events ───────────────────────────────────────────────────────────────────────────
 
-    def on_nodes(self, event: WatchEvent, world: WorldRecord | None) -> None:
+    def on_nodes(self, change: NodesEvent, world: WorldRecord | None) -> None:
         """An event of the watch on ``nodes/`` and on the nodes' records about themselves."""
-        now = self._at.clock.monotonic()
-        match event:
+        now, records, keys = self._at.clock.monotonic(), change.records, self._at.keys
+        match change.event:
             case Reset(snapshot, reason):
                 if reason == "wiped":
                     self._since_s = now
                 self._listed = True
-                hangs = [e for e in snapshot.entries if e.key.startswith(self._at.keys.hangs)]
-                times = [e for e in snapshot.entries if e.key.startswith(self._at.keys.step_times)]
-                nodes = [e for e in snapshot.entries if e not in hangs and e not in times]
-                errors = self.roster.reset(nodes, now) + self._hangs.reset(hangs)
-                for error in errors + self._stragglers.reset(times):
-                    self._report_record(error)
+                self._hangs.reset()
+                self._stragglers.reset()
+                self.roster.reset((e.key for e in snapshot.entries), now)
+                for entry in snapshot.entries:
+                    self._put(entry, records[entry.key], now)
                 self._suspect_all(world, now)
-            case Put(entry) if entry.key.startswith(self._at.keys.hangs):
-                if (error_or_none := self._hangs.put(entry)) is not None:
-                    self._report_record(error_or_none)
-            case Deleted(key) if key.startswith(self._at.keys.hangs):
-                self._hangs.delete(key)
-            case Put(entry) if entry.key.startswith(self._at.keys.step_times):
-                if (error_or_none := self._stragglers.put(entry)) is not None:
-                    self._report_record(error_or_none)
-            case Deleted(key) if key.startswith(self._at.keys.step_times):
-                self._stragglers.delete(key)
             case Put(entry):
-                error_or_none = self.roster.put(entry, now)
-                if error_or_none is not None:
-                    self._report_record(error_or_none)
-                self._suspect_after_failure(entry.key, world, now)
-            case Deleted(key) if key.startswith(self._at.keys.failure_reports):
-                self.roster.delete_failure_report(key.removeprefix(self._at.keys.failure_reports))
+                self._put(entry, records[entry.key], now)
+                if not entry.key.startswith((keys.hangs, keys.step_times)):
+                    self._suspect_after_failure(entry.key, world, now)
+            case Deleted(key) if key.startswith(keys.hangs):
+                self._hangs.delete(key)
+            case Deleted(key) if key.startswith(keys.step_times):
+                self._stragglers.delete(key)
+            case Deleted(key) if key.startswith(keys.failure_reports):
+                self.roster.delete_failure_report(key.removeprefix(keys.failure_reports))
             case Deleted(key):
-                self.roster.delete(key.removeprefix(self._at.keys.nodes), now)
+                self.roster.delete(key.removeprefix(keys.nodes), now)
             case _:
                 pass
+
+    def _put(self, entry: Entry, record: NodeRecord | RecordError, now: float) -> None:
+        """A key was written. An invalid record does not affect the others."""
+        match record:
+            case RecordError():
+                self._hangs.delete(entry.key)
+                self._stragglers.delete(entry.key)
+                self._report_record(record)
+            case HangFacts():
+                self._hangs.put(entry.key, record)
+            case NodeStepTimes():
+                self._stragglers.put(entry.key, record)
+            case FailureReport():
+                self.roster.put_failure_report(entry.key, record, now)
+            case Node():
+                self.roster.put(record, entry.lease_id, now)
 
     def on_closed(self, node_id: str) -> None:
         """A follower's connection closed, or this node's connection to a former leader."""
@@ -197,6 +203,7 @@ class Leadership:
         now = self._at.clock.monotonic()
         if not self._listed:
             return None, now + LEADER_UNLISTED_S
+        self.roster.learn_worlds(self._at.status.known_worlds)
         entry_or_wait = self.writer.adopt(entry, now, since_s=self._since_s)
         if isinstance(entry_or_wait, float):
             return None, entry_or_wait

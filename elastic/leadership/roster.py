@@ -11,7 +11,6 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
-from elastic.errors import RecordError
 from elastic.liveness.connections import Connections
 from elastic.liveness.probe import Verdict
 from elastic.membership.decision import Liveness, MissingMember, NodeView, View
@@ -23,9 +22,8 @@ from elastic.membership.records import (
     Node,
     NodeState,
     WorldRecord,
-    decode,
+    WorldReference,
 )
-from elastic.store.keyvalue import Entry
 
 
 @dataclass(frozen=True)
@@ -66,36 +64,49 @@ class Roster:
         # node_id -> report, since when
         self._failure_reports: dict[str, tuple[FailureReport, float]] = {}
         self._failures: dict[int, dict[str, Failed]] = {}
+        # By generation and nonce: those that nodes may run.
+        self.worlds: dict[tuple[int, str], WorldRecord] = {}
 
-    def reset(self, entries: Iterable[Entry], now: float) -> list[RecordError]:
-        """Replace all of ``nodes/`` and ``failure_reports/``. Returns the unreadable records."""
-        present = {e.key for e in entries}
+    def reset(self, keys: Iterable[str], now: float) -> None:
+        """Only these keys exist; their records follow."""
+        present = set(keys)
         self._failure_reports = {}
         for node_id in list(self._known):
             if self._keys.node(node_id) not in present:
                 self.delete(node_id, now)
-        return [e for entry in entries if (e := self.put(entry, now)) is not None]
 
-    def put(self, entry: Entry, now: float) -> RecordError | None:
-        """A key was written. An invalid record does not affect the others."""
-        try:
-            if entry.key.startswith(self._keys.failure_reports):
-                report = decode(FailureReport, entry.key, entry.value)
-                # The key identifies the node: a record is only about its writer.
-                node_id = entry.key.removeprefix(self._keys.failure_reports)
-                self._failure_reports[node_id] = replace(report, node_id=node_id), now
-            else:
-                self._put_node(entry, now)
-        except RecordError as error:
-            return error
-        return None
+    def put_failure_report(self, key: str, report: FailureReport, now: float) -> None:
+        """A node has reported a failure."""
+        # The key identifies the node: a record is only about its writer.
+        node_id = key.removeprefix(self._keys.failure_reports)
+        self._failure_reports[node_id] = replace(report, node_id=node_id), now
 
-    def _put_node(self, entry: Entry, now: float) -> None:
-        node = decode(Node, entry.key, entry.value)
+    def learn_worlds(self, worlds: Iterable[WorldRecord]) -> None:
+        """Worlds that this agent has seen, for the nodes that name them as what they run."""
+        new = {(w.generation, w.nonce): w for w in worlds}
+        if new.keys() <= self.worlds.keys():
+            return
+        # Of the earlier ones, those that nodes still run.
+        running = (known.node.running for known in self._known.values())
+        kept = {(w.generation, w.nonce): w for w in running if isinstance(w, WorldRecord)}
+        self.worlds = kept | new
+        for node_id, known in self._known.items():
+            self._known[node_id] = replace(known, node=self._with_world(known.node))
+
+    def _with_world(self, node: Node) -> Node:
+        running = node.running
+        if running is None or isinstance(running, WorldRecord):
+            return node
+        world = self.worlds.get((running.generation, running.nonce))
+        return replace(node, running=world) if world is not None else node
+
+    def put(self, node: Node, lease_id: int, now: float) -> None:
+        """A node's key was written."""
+        node = self._with_world(node)
         before = self._known.get(node.node_id)
         same_state = before is not None and before.present and before.node.state == node.state
         since = before.state_since_s if before is not None and same_state else now
-        self._known[node.node_id] = Known(node, entry.lease_id, since, now, True)
+        self._known[node.node_id] = Known(node, lease_id, since, now, True)
         self._missing_since.pop(node.node_id, None)
         # A record is not proof of life: it may have been sent before its writer died.
         self._liveness.setdefault(node.node_id, Liveness.ALIVE)
@@ -253,7 +264,7 @@ class Roster:
 
     def forget_non_members(self, world: WorldRecord | None) -> None:
         """Drop nodes that have no key and are not in the world."""
-        members = world.node_ids if world is not None else ()
+        members = world.id_set if world is not None else frozenset()
         for node_id in [n for n in self._missing_since if n not in members]:
             for table in (
                 self._known,
@@ -266,7 +277,17 @@ class Roster:
                 table.pop(node_id, None)
             self._connections.forget(node_id)
 
-    def highest_running(self) -> WorldRecord | None:
+    def nodes_that_run(self, world: WorldReference) -> tuple[str, ...]:
+        """The nodes with a key that report to run this world."""
+        return tuple(
+            node_id
+            for node_id, known in self._known.items()
+            if known.present
+            and (running := known.node.running) is not None
+            and (running.generation, running.nonce) == (world.generation, world.nonce)
+        )
+
+    def highest_running(self) -> WorldReference | None:
         """The newest world that any node reports to run."""
         running = [
             k.node.running for k in self._known.values() if k.present and k.node.running is not None

@@ -73,6 +73,8 @@ class Succession:
             self._hand_over_if_outside(self.term)
         if self.term is not None:
             self._hand_over_if_cut_off(self.term, now)
+        if self.term is not None:
+            self._hand_over_if_unknown(self.term)
         if self._follow_at_s is not None and now >= self._follow_at_s:
             self._follow_at_s = None
             if self._entry is not None:
@@ -152,6 +154,16 @@ class Succession:
         unresponsive = term.roster.unresponsive(world, since_s=now - self._at.options.lease_s)
         if 2 * len(unresponsive) > len(world.node_ids):
             self._hand_over(term, entry, unresponsive)
+
+    def _hand_over_if_unknown(self, term: Leadership) -> None:
+        """A leader that has never seen the world which the store has lost cannot write it back: a
+        node that runs it can."""
+        world, entry = term.writer.unknown_world, self._entry
+        if world is None or entry is None:
+            return
+        # (Not yet probed: a dead one loses the key with its lease.)
+        running = term.roster.nodes_that_run(world)
+        self._hand_over(term, entry, (i for i in running if not term.roster.is_dead(i)))
 
     def _hand_over(self, term: Leadership, entry: LeaderEntry, candidates: Iterable[str]) -> None:
         """Hand over to the first candidate that is not departing."""

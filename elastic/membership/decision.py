@@ -12,9 +12,16 @@ survives; otherwise this module does.
 from __future__ import annotations
 
 from elastic.membership.joining_nodes import find_joining_nodes, first_node, refusal
-from elastic.membership.member_status import MemberStatus, classify_members
-from elastic.membership.proposal import also, count, names, propose, verb, world_of
-from elastic.membership.records import Cause, Node, NodeState, Outcome, WorldRecord
+from elastic.membership.member_status import MemberStatus, classify_members, ids_in
+from elastic.membership.proposal import also, count, listed, names, propose, verb, world_of
+from elastic.membership.records import (
+    Cause,
+    Node,
+    NodeState,
+    Outcome,
+    WorldRecord,
+    WorldReference,
+)
 from elastic.membership.replicas import arrange, incomplete, waiting_for_others
 from elastic.membership.surviving_world import SurvivingWorld
 from elastic.membership.view import (
@@ -87,7 +94,7 @@ def _still_ending(view: View) -> Wait | None:
     return Wait(reason=f"{', '.join(ending)} still ending workers") if ending else None
 
 
-def adoptable(view: View) -> WorldRecord | None:
+def adoptable(view: View) -> WorldReference | None:
     """The world to write back into a store that was wiped or restored: the newest one that a node
     still runs, if the store has none that is as new."""
     running = (n.node.running for n in view.nodes if n.liveness is not Liveness.DEAD)
@@ -107,7 +114,7 @@ def _replacing(status: MemberStatus, now: float, policy: Policy) -> Wait | None:
 
 
 def _success(status: MemberStatus) -> End:
-    sentences = [f"{', '.join(status.finished)} finished", *status.sentences]
+    sentences = [f"{listed(status.finished)} finished", *status.sentences]
     return End(outcome=Outcome.SUCCESS, reason="; ".join(sentences), exit_code=0)
 
 
@@ -160,7 +167,8 @@ def _can_reach_boundary(view: View) -> bool:
         and n.node.state in (NodeState.LEAVING, NodeState.READY)
     }
     oldest = min((group.generation for group in stepping.values()), default=0)
-    is_complete = all(i in stepping for group in stepping.values() for i in group.node_ids)
+    ids = ids_in(stepping.values())
+    is_complete = ids is not None and ids <= stepping.keys()
     is_broken = any(report.generation >= oldest for report in view.failure_reports)
     return bool(stepping) and is_complete and not is_broken
 

@@ -3,6 +3,7 @@ whether to wait for the cause of a failure."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from elastic.failures.verdict import is_consequence
@@ -12,11 +13,14 @@ from elastic.membership.records import (
     Node,
     NodeState,
     WorldRecord,
+    WorldReference,
     WorldState,
+    group_of,
 )
 from elastic.membership.view import Liveness, MissingMember, NodeView, Policy, View
 
 MAX_FAILURE_CHARS = 300  # a reason is shown in every node's log
+MAX_SENTENCES = 12
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,7 +32,7 @@ class Gone:
     sentence: str
     proved: bool  # it certainly makes no more progress
     last_sign_s: float
-    running: WorldRecord | None = None  # if not proved: the group in which it may still step
+    running: WorldReference | None = None  # if not proved: the group in which it may still step
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -123,7 +127,7 @@ class MemberStatus:
 
     @property
     def sentences(self) -> tuple[str, ...]:
-        """The problems, for users."""
+        """The problems, for users: all of a few, and the first of many."""
         sentences = tuple(g.sentence for g in self.gone)
         sentences += tuple(f"{name} had finished before" for name in self.absent)
         if self.world.state is WorldState.ACTIVE or self.in_process:
@@ -131,6 +135,9 @@ class MemberStatus:
             reports = self.failure_reports
             sentences += tuple(_failure(n.node) for n in self.out)
             sentences += tuple(f"{name[r.node_id]} reports: {r.error}" for r in reports)
+        if len(sentences) > MAX_SENTENCES + 1:
+            more = len(sentences) - MAX_SENTENCES
+            return (*sentences[:MAX_SENTENCES], f"and {more} other nodes like these")
         return sentences
 
     @property
@@ -142,15 +149,29 @@ class MemberStatus:
             return False
         broken = {n.node.node_id for n in self.out}
         broken |= {g.node_id for g in self.gone if g.cause is Cause.LOST}
+        ids = ids_in(groups)
+        if ids is None:
+            return False
         # The loss of a node that was to leave with a pending plan ended the steps of the old group.
-        left = {i for group in groups for i in group.node_ids} - {*self.world.node_ids, *self.alive}
-        return not left and all(broken.isdisjoint(group.node_ids) for group in groups)
+        left = ids - self.world.id_set - self.alive
+        return not left and broken.isdisjoint(ids)
 
-    def _taken_up(self, groups: list[WorldRecord]) -> bool:
+    def _taken_up(self, groups: list[WorldReference]) -> bool:
         """All members have entered this world: none is still building it with a node that was
         evicted since."""
         entered = all(group.generation >= self.world.generation for group in groups)
         return entered and len(groups) == len(self.running)
+
+
+def ids_in(groups: Iterable[WorldReference]) -> set[str] | None:
+    """The nodes in any of these groups; None if one of them is only known by its name."""
+    distinct = {(group.generation, group.nonce): group_of(group) for group in groups}
+    ids: set[str] = set()
+    for group in distinct.values():
+        if group is None:
+            return None
+        ids.update(group)
+    return ids
 
 
 def _is_ready(n: NodeView) -> bool:
@@ -196,7 +217,7 @@ def classify_members(view: View, world: WorldRecord) -> MemberStatus:
     )
 
 
-def _is_absent(running: WorldRecord | None, world: WorldRecord) -> bool:
+def _is_absent(running: WorldReference | None, world: WorldRecord) -> bool:
     """Whether a member that finished in ``running`` will never enter ``world``, for which its
     workers would have to restart: the other members would wait for it."""
     is_older = running is not None and running.generation < world.generation
@@ -205,7 +226,8 @@ def _is_absent(running: WorldRecord | None, world: WorldRecord) -> bool:
 
 def _peers_of_finished(view: View) -> frozenset[str]:
     finished = (n.node for n in view.nodes if n.node.state is NodeState.FINISHED)
-    return frozenset(i for node in finished if node.running for i in node.running.node_ids)
+    groups = (node.running for node in finished if group_of(node.running) is not None)
+    return frozenset(ids_in(group for group in groups if group is not None) or ())
 
 
 def _lease_over(m: MissingMember) -> Gone:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from elastic.membership.joining_nodes import JoiningNodes
 from elastic.membership.records import (
@@ -12,11 +12,13 @@ from elastic.membership.records import (
     NodeState,
     WorldRecord,
     WorldState,
+    group_of,
 )
 from elastic.membership.view import Liveness, NodeView, Proposal, View
 from elastic.messages.world import MemoryLocation
 
 LINEAGE_LENGTH = 32
+_LISTED = 12  # names, or sentences about nodes
 
 
 def propose(
@@ -72,22 +74,20 @@ def _have_met(nodes: Sequence[NodeView], per_replica: int) -> bool:
     if per_replica == 1:
         return True
     replicas = (nodes[i : i + per_replica] for i in range(0, len(nodes), per_replica))
-    return all(_has_met(replica) for replica in replicas)
+    groups = {id(n.node.running): group_of(n.node.running) or () for n in nodes}
+    formed = {
+        key: {ids[i : i + per_replica] for i in range(0, len(ids), per_replica)}
+        for key, ids in groups.items()
+    }
+    return all(_has_met(replica, formed) for replica in replicas)
 
 
-def _has_met(replica: Sequence[NodeView]) -> bool:
+def _has_met(replica: Sequence[NodeView], formed: Mapping[int, set[tuple[str, ...]]]) -> bool:
+    """``formed``: the replicas of each world, by the identity of its record."""
     ids = tuple(n.node.node_id for n in replica)
-    return all(_runs_in(n.node.running, ids) for n in replica) or all(
+    return all(ids in formed[id(n.node.running)] for n in replica) or all(
         n.node.replica == ids for n in replica
     )
-
-
-def _runs_in(running: WorldRecord | None, ids: tuple[str, ...]) -> bool:
-    """Whether the nodes ``ids`` are a replica of this world."""
-    if running is None:
-        return False
-    members = running.node_ids
-    return any(members[i : i + len(ids)] == ids for i in range(0, len(members), len(ids)))
 
 
 def _newest_generation(view: View) -> int:
@@ -151,7 +151,20 @@ def _floor(before: int | None, now: int | None) -> int | None:
 
 def names(nodes: Iterable[NodeView]) -> str:
     """``n1, n2``"""
-    return ", ".join(n.node.name for n in nodes) or "nobody"
+    return listed([n.node.name for n in nodes]) or "nobody"
+
+
+def listed(texts: Sequence[str], separator: str = ", ") -> str:
+    """All of a few, and the first of many: records and log lines of large jobs stay short.
+
+    >>> listed(["n1", "n2"])
+    'n1, n2'
+    >>> listed([f"n{i}" for i in range(1, 1001)])
+    'n1, n2, n3, n4, n5, n6, n7, n8, n9, n10, n11, n12 and 988 more'
+    """
+    if len(texts) <= _LISTED + 1:
+        return separator.join(texts)
+    return f"{separator.join(texts[:_LISTED])} and {len(texts) - _LISTED} more"
 
 
 def verb(nodes: Sequence[NodeView], stem: str) -> str:
@@ -166,4 +179,5 @@ def count(nodes: Sequence[NodeView]) -> str:
 
 def also(reason: str, candidates: JoiningNodes) -> str:
     """The reason, and why waiting nodes are not admitted."""
-    return "; ".join([reason, *candidates.skipped_reasons])
+    skipped = listed(candidates.skipped_reasons, "; ")
+    return f"{reason}; {skipped}" if skipped else reason

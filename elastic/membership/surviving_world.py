@@ -8,7 +8,15 @@ from dataclasses import dataclass
 from elastic.membership.joining_nodes import JoiningNodes, find_joining_nodes, quarantined_until
 from elastic.membership.member_status import MemberStatus, accused, settling_until_s
 from elastic.membership.proposal import also, count, names, propose, verb
-from elastic.membership.records import Cause, Node, NodeState, Outcome, WorldRecord, WorldState
+from elastic.membership.records import (
+    Cause,
+    Node,
+    NodeState,
+    Outcome,
+    WorldRecord,
+    WorldState,
+    group_of,
+)
 from elastic.membership.replicas import (
     Arrangement,
     arrange,
@@ -88,14 +96,15 @@ class SurvivingWorld:
             first = tuple(n for n in survivors if n.node.running is not None)
         else:
             first = self._left_behind(found, survivors)
-        others = tuple(n for n in survivors if n not in first)
+        others = without(survivors, first)
         return self._arrange(first, others + waiting) if first else found
 
     def _left_behind(self, arrangement: Arrangement, survivors: Nodes) -> Nodes:
         """Survivors of a group that may still step with a lost member, none of them in the next
         world: one must leave that group for it (docs/explanation/protocol.md, section 3)."""
         chosen = {n.node.node_id for n in arrangement.nodes}
-        groups = [g.running.node_ids for g in self.status.gone if not g.proved and g.running]
+        silent = (group_of(g.running) for g in self.status.gone if not g.proved)
+        groups = {group for group in silent if group is not None}
         bound = {i for group in groups if chosen.isdisjoint(group) for i in group}
         return tuple(n for n in survivors if n.node.node_id in bound)
 
@@ -131,7 +140,7 @@ class SurvivingWorld:
         suspects = tuple(n for n in survivors if n.liveness is Liveness.SUSPECT)
         if not suspects:
             return survivors
-        others = tuple(n for n in survivors if n not in suspects)
+        others = without(survivors, suspects)
         reason = f"{names(suspects)} may be dead: the lease decides"
         since = [n.suspect_since_s for n in suspects if n.suspect_since_s is not None]
         suffice = self._enough(self._arranged(others, NO_CANDIDATES).nodes)
@@ -153,7 +162,9 @@ class SurvivingWorld:
         alone = [
             g
             for g in self.status.gone
-            if not g.proved and g.running is not None and survivors.isdisjoint(g.running.node_ids)
+            if not g.proved
+            and g.running is not None
+            and survivors.isdisjoint(group_of(g.running) or ())
         ]
         until_s = max((g.last_sign_s for g in alone), default=-math.inf) + self.policy.takeover_s
         if self.now >= until_s:
@@ -186,7 +197,7 @@ class SurvivingWorld:
 
     def _after_change(self, survivors: Nodes, candidates: JoiningNodes) -> Proposal:
         rest = self._without_quarantined(survivors, candidates)
-        left_out = tuple(n for n in survivors if n not in rest)
+        left_out = without(survivors, rest)
         if self._is_last_replica_leaving(rest):
             reason = f"{self._why(())}; no complete replica remains"
             return self._next((), Cause.PAUSED, reason, planned=True)
@@ -230,7 +241,7 @@ class SurvivingWorld:
         """Only joining nodes, and no failure: there is time to admit several together."""
         arrangement = self._arranged(survivors, candidates)
         nodes = arrangement.nodes
-        joining = tuple(n for n in nodes if n not in survivors)
+        joining = without(nodes, survivors)
         if not joining and self._is_full(survivors):
             return self._replace_stragglers(survivors, candidates)
         if not joining:
@@ -261,7 +272,7 @@ class SurvivingWorld:
             replica for replica in replicas if any(n.node.node_id in stragglers for n in replica)
         ][: len(others)]
         slow = tuple(n for replica in slow_replicas for n in replica)
-        rest = tuple(n for n in survivors if n not in slow)
+        rest = without(survivors, slow)
         if not slow or not rest:
             return Wait(reason=f"{self._waiting(candidates.eligible)}: the world is full")
         joining = tuple(n for replica in others[: len(slow_replicas)] for n in replica)
@@ -341,11 +352,11 @@ class SurvivingWorld:
     def _why_arranged(self, arrangement: Arrangement, candidates: JoiningNodes) -> str:
         """The reason, including the changes to replicas over several nodes."""
         survivors, nodes = self.status.survivors, arrangement.nodes
-        reason = self._why(tuple(n for n in nodes if n not in survivors))
+        reason = self._why(without(nodes, survivors))
         if self.world.nodes_per_replica == 1:
             return reason
-        waiting = tuple(n for n in candidates.eligible if n not in nodes)
-        left = tuple(n for n in survivors if n not in nodes and not self._is_quarantined(n.node))
+        waiting = without(candidates.eligible, nodes)
+        left = tuple(n for n in without(survivors, nodes) if not self._is_quarantined(n.node))
         if not self.status.in_process or self._restarts(arrangement):
             waiting += left
         elif left:
@@ -370,6 +381,12 @@ class SurvivingWorld:
     @staticmethod
     def _waiting(nodes: Nodes) -> str:
         return f"{names(nodes)} {verb(nodes, 'wait')}"
+
+
+def without(nodes: Nodes, others: Nodes) -> Nodes:
+    """Those that are not among the others, in their order."""
+    ids = {n.node.node_id for n in others}
+    return tuple(n for n in nodes if n.node.node_id not in ids)
 
 
 def _hold_the_state(arrangement: Arrangement) -> bool:

@@ -17,6 +17,7 @@ from elastic.membership.records import (
     Node,
     Outcome,
     WorldRecord,
+    WorldReference,
     WorldState,
 )
 from elastic.tuning.agent_intervals import CUT_OFF_S, FAILURE_SETTLE_S, ORIGIN_SETTLE_S, SUSPECT_S
@@ -50,7 +51,7 @@ class MissingMember:
     proved_dead: bool  # refused, or its host reports so; False: silent
     last_sign_s: float  # the last answer, key or event from it
     finished: bool = False  # the last state it was seen in was FINISHED
-    running: WorldRecord | None = None  # the world that its workers ran when it was seen last
+    running: WorldReference | None = None  # the world that its workers ran when it was seen last
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -137,3 +137,18 @@ def test_random_histories_match_a_plain_dictionary(store: KeyValue, root: str) -
                 del model[key]
         listed = {e.key: (e.value, e.mod_revision) for e in store.list(root).entries}
         assert listed == model
+
+
+def test_a_long_prefix_is_read_in_pages(
+    open_store: Callable[[], KeyValue], root: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A reply of etcd is limited in size, and a job's nodes are not."""
+    monkeypatch.setattr("elastic.store.etcd.store.PAGE_KEYS", 2)
+    store = open_store()
+    for number in range(5):
+        store.put(f"{root}nodes/{number}", b"%d" % number)
+    last = store.put(f"{root}other", b"")
+    snapshot = store.list(f"{root}nodes/")
+    assert [e.value for e in snapshot.entries] == [b"0", b"1", b"2", b"3", b"4"]
+    assert snapshot.revision >= last
+    assert store.list(f"{root}nothing/").entries == ()

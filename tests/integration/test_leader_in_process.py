@@ -25,7 +25,7 @@ from elastic.agent.messages import ChangeNode
 from elastic.agent.supervision.workers import LinkEvent
 from elastic.clock import SYSTEM_CLOCK
 from elastic.events import StragglerFound
-from elastic.leadership.leader import NodesEvent
+from elastic.leadership.node_records import NodesEvent
 from elastic.link.protocol import StepReport
 from elastic.membership.records import (
     Cause,
@@ -34,6 +34,7 @@ from elastic.membership.records import (
     Node,
     NodeState,
     WorldRecord,
+    WorldReference,
     WorldState,
     decode,
     encode,
@@ -126,7 +127,8 @@ def members_run(server: MemoryServer, nodes: list[InProcess], world: WorldRecord
     """All members enter ``world``, and the store shows it."""
     for node in nodes:
         node.run(world)
-    eventually(lambda: all(node_in(server, node).running == world for node in nodes))
+    named = WorldReference(generation=world.generation, nonce=world.nonce)
+    eventually(lambda: all(node_in(server, node).running == named for node in nodes))
 
 
 def node_in(server: MemoryServer, node: InProcess) -> Node:
@@ -215,16 +217,17 @@ def test_a_leader_whose_workers_die_knows_of_earlier_deaths_first(
     leader, other, survivor = nodes
     term = leader.service.loop.succession.term
     assert term is not None
-    held: list[WatchEvent] = []
-    monkeypatch.setattr(term, "on_nodes", lambda event, world: held.append(event))
+    held: list[NodesEvent] = []
+    monkeypatch.setattr(term, "on_nodes", lambda change, world: held.append(change))
     for node in (other, leader):
         node.workers_die(1)
-        eventually(lambda node=node: KEYS.node(node.id) in {key_of(event) for event in held})  # type: ignore[misc]
+        key = KEYS.node(node.id)
+        eventually(lambda key=key: key in {key_of(c.event) for c in held})  # type: ignore[misc]
     with pytest.raises(AssertionError, match=r"not within 0\.2 s"):
         eventually(lambda: world_in(server).generation > 1, within_s=0.2)
     monkeypatch.undo()
-    for event in held:
-        leader.context.post(NodesEvent(event))
+    for change in held:
+        leader.context.post(change)
     assert generation(server, 2).node_ids == (survivor.id,)
 
 
@@ -315,7 +318,7 @@ def test_a_late_report_after_the_switch_causes_no_new_world(
     nodes = trio(server, start)
     joining_node, world = joining(server, start, nodes)
     nodes[0].run(world)
-    eventually(lambda: node_in(server, nodes[0]).running == world)
+    eventually(lambda: (r := node_in(server, nodes[0]).running) and r.nonce == world.nonce)
     nodes[1].report(1)
     members_run(server, [*nodes[1:], joining_node], world)
     assert generation(server, 2) == world

@@ -37,6 +37,7 @@ from elastic.events import (
     Waiting,
 )
 from elastic.failures.kernel_log import KernelLog
+from elastic.leadership import election
 from elastic.liveness import probe as probes
 from elastic.liveness.probe import Verdict
 from elastic.membership.decision import Liveness, Policy
@@ -622,6 +623,27 @@ def test_the_running_world_is_restored_into_a_wiped_store(
     assert world.generation == 3
     assert world.node_ids == (a.id, b.id, joining_node.id)
     assert a.follow() == b.follow() == world
+
+
+def test_a_leader_that_has_never_seen_the_lost_world_hands_over_to_a_node_that_runs_it(
+    start: Callable[..., TestNode], server: MemoryServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The nodes' keys only name the world that they run."""
+    a, b, c = trio(start)
+    world = a.service.running
+    assert world is not None
+    # The members are slower than a node that arrives after the wipe.
+    candidates: list[str] = []
+    monkeypatch.setattr(election, "may_campaign", lambda of, node_id, **more: node_id in candidates)
+    server.wipe()
+    joining_node = start(max_nodes=3)
+    candidates.append(joining_node.id)
+    joining_node.arrive()
+    eventually(lambda: joining_node.service.loop.succession.term is not None)
+    entry = eventually(lambda: MemoryStore(server).get(KEYS.world))
+    assert decode(WorldRecord, entry.key, entry.value) == world
+    leader = eventually(lambda: MemoryStore(server).get(KEYS.leader))
+    assert decode(Leader, leader.key, leader.value).node_id in {a.id, b.id, c.id}
 
 
 def test_an_outage_of_the_store_forms_no_new_world(

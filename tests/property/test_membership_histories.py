@@ -37,6 +37,7 @@ from elastic.membership.records import (
     Outcome,
     WorldRecord,
     WorldState,
+    group_of,
 )
 
 POLICY = Policy(min_nodes=2, max_nodes=4, join_timeout_s=1e9)
@@ -153,7 +154,7 @@ class Histories(RuleBasedStateMachine):
                 assert m.proved_dead or m.finished or silent_s >= self.policy.takeover_s
         for m in view.missing:
             # Members whose workers may still train, in a group without a survivor.
-            alone = m.running is not None and not {*m.running.node_ids} & {*chosen}
+            alone = m.running is not None and not {*(group_of(m.running) or ())} & {*chosen}
             if chosen and alone and not (m.proved_dead or m.finished):
                 assert self.now - m.last_sign_s >= self.policy.takeover_s, "two worlds in progress"
         if proposal.state is WorldState.ACTIVE:
@@ -395,7 +396,7 @@ def check_replicas(proposal: Proposal, view: View, per_replica: int, max_nodes: 
     before = replicas_of(view.world.node_ids, per_replica) if view.world else []
     intact = [r for r in before if len(r) == per_replica and set(r) <= going]
     # Unless the others may still step with a lost node: then one of them has to be in the world.
-    groups = [m.running.node_ids for m in view.missing if m.running and not m.proved_dead]
+    groups = [group_of(m.running) or () for m in view.missing if m.running and not m.proved_dead]
     kept = {i for replica in intact for i in replica}
     if not any(kept.isdisjoint(group) for group in groups):
         assert replicas[: len(intact)] == intact, "an intact replica is broken up, or moved"

@@ -47,6 +47,7 @@ from elastic.membership.records import (
     ReplicaSeat,
     WorldRecord,
     WorldState,
+    group_of,
 )
 from elastic.membership.replicas import take_seat
 
@@ -205,8 +206,7 @@ class InProcessHistories(RuleBasedStateMachine):
                 continue
             assert machine.alive, "the boundary needs a dead node"
         for generation, machine in groups.items():
-            assert machine.record.running is not None
-            for node_id in machine.record.running.node_ids:
+            for node_id in group_of(machine.record.running) or ():
                 other = self.machines[node_id]
                 in_it = other.record.running is not None or (
                     other.record.state is NodeState.FINISHED
@@ -485,7 +485,7 @@ class InProcessHistories(RuleBasedStateMachine):
         if machine is None or machine.record.running is None:
             return
         group = machine.record.running
-        others = [self.machines[i] for i in group.node_ids]
+        others = [self.machines[i] for i in group_of(group) or ()]
         for m in [machine] if only else [m for m in others if m.steps]:
             self.put(m, state=NodeState.FINISHED)
 
@@ -504,7 +504,7 @@ class InProcessHistories(RuleBasedStateMachine):
             group = machine.record.running
             if group is None or not machine.alive:
                 continue
-            inside = (self.machines[i] for i in group.node_ids)
+            inside = (self.machines[i] for i in group_of(group) or ())
             if all(m.alive and m.record.running == group for m in inside):
                 whole.add((group.generation, group.nonce))
         assert len(whole) <= 1, f"two worlds make progress: {whole}"

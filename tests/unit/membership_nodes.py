@@ -22,6 +22,7 @@ from elastic.membership.records import (
     NodeState,
     ProcessIdentity,
     WorldRecord,
+    WorldReference,
     WorldState,
 )
 
@@ -36,7 +37,7 @@ def node(
     joined_at_s: float | None = None,
     arrived_for: int = 0,
     in_process: bool = False,
-    running: WorldRecord | None = None,
+    running: WorldReference | None = None,
     failure: str | None = None,
     exit_code: int | None = None,
     library: str = "0.1.0",

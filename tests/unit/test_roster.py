@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from membership_nodes import node, world
 
 from elastic.leadership.roster import Roster
@@ -9,8 +11,7 @@ from elastic.liveness.connections import Connections
 from elastic.liveness.probe import Verdict
 from elastic.membership.decision import Liveness
 from elastic.membership.failure_budget import FlapTracker
-from elastic.membership.records import Keys, NodeState, encode
-from elastic.store.keyvalue import Entry
+from elastic.membership.records import Keys, NodeState, WorldReference, group_of
 
 KEYS = Keys.of("/elastic", "job")
 NODE = node("n1", NodeState.READY)
@@ -32,7 +33,7 @@ class Leader:
         self.registers()
 
     def registers(self) -> None:
-        assert self.roster.put(Entry(KEYS.node(ID), encode(NODE), 1, 7), now=1.0) is None
+        self.roster.put(NODE, 7, now=1.0)
 
     def hangs_up(self) -> None:
         self.connections.closed(ID, False)
@@ -196,3 +197,36 @@ def test_a_verdict_on_a_former_member_is_ignored() -> None:
     assert leader.roster.settle(ID, GONE, 3.0) is Liveness.DEAD
     leader.roster.forget_non_members(world("n2"))
     assert leader.roster.settle(ID, GONE, 4.0) is None
+
+
+def test_a_node_names_a_world_that_the_leader_learns_before_or_after() -> None:
+    roster = Roster(KEYS, Connections())
+    named = WorldReference(generation=WORLD.generation, nonce=WORLD.nonce)
+    roster.put(replace(NODE, running=named), 7, now=1.0)
+    (unknown,) = roster.view(WORLD, 0.0, done=None, quarantined={}).nodes
+    assert group_of(unknown.node.running) is None
+    roster.learn_worlds([WORLD])
+    roster.put(replace(NODE, node_id="id-n2", running=named), 8, now=2.0)
+    for known in roster.view(WORLD, 0.0, done=None, quarantined={}).nodes:
+        assert known.node.running is WORLD, "one record for all nodes that run it"
+
+
+def test_another_world_of_the_same_generation_is_not_the_one_that_a_node_runs() -> None:
+    """Two leaders may propose the same generation."""
+    roster = Roster(KEYS, Connections())
+    roster.learn_worlds([replace(WORLD, nonce="ef")])
+    named = WorldReference(generation=WORLD.generation, nonce=WORLD.nonce)
+    roster.put(replace(NODE, running=named), 7, now=1.0)
+    assert roster.highest_running() == named
+    assert roster.nodes_that_run(WORLD) == (ID,)
+
+
+def test_worlds_that_no_node_runs_are_dropped() -> None:
+    roster = Roster(KEYS, Connections())
+    old = replace(WORLD, generation=1)
+    roster.learn_worlds([old])
+    roster.put(replace(NODE, running=WorldReference(generation=1, nonce=WORLD.nonce)), 7, now=1.0)
+    for generation in range(2, 1000):
+        roster.learn_worlds([replace(WORLD, generation=generation)])
+    assert len(roster.worlds) == 2, "the newest one, and the one that a node runs"
+    assert roster.highest_running() is old

@@ -6,15 +6,11 @@ the store, and the acting one checks its worker once more before it acts.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
-from elastic.errors import RecordError
 from elastic.hangs.budgets import BudgetPolicy
 from elastic.hangs.facts import RankFacts
 from elastic.hangs.verdict import HangAction, judge
-from elastic.membership.records import HangFacts, HangVerdict, WorldRecord, decode, encode
+from elastic.membership.records import HangFacts, HangVerdict, WorldRecord, encode
 from elastic.node.context import NodeContext
-from elastic.store.keyvalue import Entry
 
 
 class HangJudge:
@@ -29,20 +25,13 @@ class HangJudge:
         self._facts: dict[str, HangFacts] = {}
         self._announced: HangVerdict | None = None
 
-    def reset(self, entries: Iterable[Entry]) -> list[RecordError]:
-        """Replace all data. Returns the unreadable records."""
+    def reset(self) -> None:
+        """Drop all data; the current records follow."""
         self._facts.clear()
-        return [e for entry in entries if (e := self.put(entry)) is not None]
 
-    def put(self, entry: Entry) -> RecordError | None:
+    def put(self, key: str, facts: HangFacts) -> None:
         """Store the facts of a node. The key identifies it: a record is only about its writer."""
-        node_id = entry.key.removeprefix(self._at.keys.hangs)
-        try:
-            self._facts[node_id] = decode(HangFacts, entry.key, entry.value)
-        except RecordError as error:
-            self._facts.pop(node_id, None)
-            return error
-        return None
+        self._facts[key.removeprefix(self._at.keys.hangs)] = facts
 
     def delete(self, key: str) -> None:
         """All ranks of a node make progress, or it is gone."""
@@ -81,7 +70,7 @@ class HangJudge:
 
     def _running(self, world: WorldRecord) -> WorldRecord:
         """A planned world does not run before a member has switched to it."""
-        running = self._at.status.node.running
+        running = self._at.status.running
         if world.switch_at_step is None or running is None:
             return world
         generations = (r.generation for facts in self._facts.values() for r in facts.ranks)

@@ -18,7 +18,7 @@ from elastic.store.etcd.calls import Calls, Observer, Reply
 from elastic.store.etcd.compat import load_rpc
 from elastic.store.etcd.connection import EtcdConnection, EtcdConnections
 from elastic.store.etcd.endpoints import Endpoint, EtcdConfig, parse_endpoints
-from elastic.store.etcd.keys import bytes_of, entry_of, range_of
+from elastic.store.etcd.keys import PAGE_KEYS, bytes_of, entry_of, key_after, range_of
 from elastic.store.etcd.lease import EtcdLease
 from elastic.store.etcd.watch import EtcdWatch
 from elastic.store.keyvalue import Entry, Lease, Snapshot, Watch, WatchEvent
@@ -89,10 +89,19 @@ class EtcdStore:
         return entry_of(kvs[0]) if kvs else None
 
     def list(self, prefix: str) -> Snapshot:
+        """In pages, all of the first page's revision."""
         key, end = range_of(prefix)
-        request = self._rpc.RangeRequest(key=key, range_end=end)
-        message = self._call(f"list {prefix}", lambda c: c.kv.Range, request).message
-        return Snapshot(message.header.revision, tuple(map(entry_of, message.kvs)))
+        revision, kvs = 0, []
+        while True:
+            request = self._rpc.RangeRequest(
+                key=key, range_end=end, limit=PAGE_KEYS, revision=revision
+            )
+            message = self._call(f"list {prefix}", lambda c: c.kv.Range, request).message
+            revision = revision or message.header.revision
+            kvs += message.kvs
+            if not message.more:
+                return Snapshot(revision, tuple(map(entry_of, kvs)))
+            key = key_after(message.kvs[-1].key)
 
     def put(self, key: str, value: bytes, *, lease: Lease | None = None) -> int:
         request = self._put_request(key, value, lease)
