@@ -17,7 +17,7 @@ from pathlib import Path
 
 from elastic.errors import ConfigError
 from elastic.hangs import flight, stacks
-from elastic.hangs.facts import Phase, RankFacts, StackGroup
+from elastic.hangs.facts import MAX_SHOWN_RANKS, Phase, RankFacts, StackGroup
 from elastic.hangs.flight import MAX_ENTRIES, FlightEntry
 from elastic.hangs.verdict import Judgment
 
@@ -199,9 +199,12 @@ def _table(report: HangReport) -> list[str]:
     widths = [max(len(row[column]) for row in rows) for column in range(len(head))]
     lines = ["  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)) for row in rows]
     known = {r.rank for r in report.ranks}
-    missing = [str(rank) for rank in range(report.size) if rank not in known]
+    missing = [rank for rank in range(report.size) if rank not in known]
     if missing:
-        lines.append(f"making progress, or unknown: rank {', '.join(missing)}")
+        why = "making progress, or unknown"
+        if len(known) >= MAX_SHOWN_RANKS:
+            why = f"not shown, or {why}"
+        lines.append(f"{why}: {_named(missing)}")
     return ["Ranks that make no progress", *(line.rstrip() for line in lines), ""]
 
 

@@ -210,8 +210,6 @@ class Leadership:
         if entry_or_wait is not entry:
             return entry_or_wait, now
         world = entry.world
-        self._hangs.judge(world)
-        self._stragglers.judge(world, self.roster.with_keys())
         self.roster.suspect_members_without_key(world, now)
         self.roster.forget_non_members(world)
         self._prober.start_probes(world, now)
@@ -227,6 +225,12 @@ class Leadership:
             # The charge may have quarantined a node, which is then excluded at once.
             decision = decide(self._view(entry, done, now), now, self._policy)
         return self._act(decision, entry, now)
+
+    def judge(self, world: WorldRecord | None) -> None:
+        """Judge ranks without progress, and stragglers. Raises CoordinationError."""
+        if self._listed:
+            self._stragglers.judge(world, self.roster.with_keys())
+            self._hangs.judge(world)
 
     def _view(self, entry: WorldEntry, done: Done | None, now: float) -> View:
         quarantined = self._accounting.quarantined(now)

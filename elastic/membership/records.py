@@ -287,7 +287,7 @@ class HangVerdict:
     culprits: tuple[int, ...]  # ranks
     culprit: RankFacts | None  # the first of them
     node_id: str  # the acting node: that of the first culprit, or of rank 0
-    ranks: tuple[RankFacts, ...]  # the facts from which it was judged
+    ranks: tuple[RankFacts, ...]  # the facts from which it was judged, of a sample of many
     size: int  # of the world
     version: int = RECORD_VERSION
 

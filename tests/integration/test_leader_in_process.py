@@ -24,6 +24,7 @@ from test_node_service import (
 from elastic.agent.messages import ChangeNode
 from elastic.agent.supervision.workers import LinkEvent
 from elastic.clock import SYSTEM_CLOCK
+from elastic.errors import CoordinationError
 from elastic.events import StragglerFound
 from elastic.leadership.node_records import NodesEvent
 from elastic.link.protocol import StepReport
@@ -170,6 +171,27 @@ def test_a_failure_with_all_nodes_alive_leads_to_the_same_members(
     world = generation(server, 2)
     assert (world.node_ids, world.cause) == ((a.id, b.id, c.id), Cause.FAILURE)
     assert (world.mode, world.switch_at_step) == ("in-process", None)
+
+
+def test_a_record_that_the_store_refuses_does_not_keep_the_leader_from_deciding(
+    server: MemoryServer, start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As it refused the verdict on a hang of 360 nodes, which was too large."""
+    nodes = trio(server, start)
+    nodes.sort(key=lambda n: n.id != eventually(lambda: leader_in(server)))
+    leader, other, victim = nodes
+
+    def refuse(*ignored: object) -> None:
+        raise CoordinationError("put: etcdserver: request is too large")
+
+    term = leader.service.loop.succession.term
+    assert term is not None
+    monkeypatch.setattr(term, "judge", refuse)
+    monkeypatch.setattr(leader.service.loop.supervisor, "publish", refuse)
+    victim.workers_die(1)
+    world = generation(server, 2)
+    assert set(world.node_ids) == {leader.id, other.id}
+    assert "too large" in leader.status.store_problem
 
 
 def test_two_reports_of_one_failure_form_one_world(server: MemoryServer, start: Start) -> None:

@@ -19,6 +19,7 @@ from elastic.membership.records import (
     NodeState,
     WorldRecord,
     decode,
+    encode,
 )
 from elastic.node.context import NodeContext
 from elastic.node.run_secret import RunSecret
@@ -134,6 +135,29 @@ def test_a_planned_world_is_judged_without_its_joining_nodes() -> None:
     verdict = leader.verdict(planned)
     assert verdict is not None
     assert (verdict.action, verdict.size) == (HangAction.ABORT_AND_REFORM, 3)
+
+
+def test_the_verdict_on_a_large_hang_is_a_small_record() -> None:
+    """etcd accepts 1.5 MiB: the facts of all ranks of 360 such nodes are more."""
+    names = [f"n{number}" for number in range(1, 1001)]
+    large = world(*names, limits=(2, 2000))
+    members = tuple(replace(member, nproc=8) for member in large.members)
+    large = replace(large, members=members, generation=7)
+    leader = Leader(large)
+    for index, name in enumerate(names):
+        ranks = tuple(
+            replace(rank(8 * index + local), node=name, local_rank=local) for local in range(8)
+        )
+        if name == "n4":
+            ranks = (*ranks[:3], replace(ranks[3], phase=Phase.COMPUTE), *ranks[4:])
+        facts = HangFacts(node_id=f"id-{name}", generation=7, ranks=ranks)
+        leader.judge.put(KEYS.hang(f"id-{name}"), facts)
+    verdict = leader.verdict(large)
+    assert verdict is not None
+    assert (verdict.action, verdict.culprits, verdict.node_id) == (HangAction.KILL, (27,), "id-n4")
+    assert 27 in {facts.rank for facts in verdict.ranks}
+    assert len({facts.phase for facts in verdict.ranks}) == 2
+    assert len(encode(verdict)) < 64 << 10
 
 
 def test_a_reset_replaces_the_facts_with_those_of_the_store() -> None:

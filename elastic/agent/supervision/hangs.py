@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from elastic.hangs import stacks
 from elastic.hangs.budgets import BudgetPolicy
-from elastic.hangs.facts import RankFacts, StackGroup
+from elastic.hangs.facts import MAX_SHOWN_RANKS, RankFacts, StackGroup
 from elastic.hangs.report import ReportFolder, Share
 from elastic.hangs.response import HangResponse, Judged
 from elastic.hangs.stacks import StackSource
@@ -220,7 +220,10 @@ class Hangs:
     def _take_stacks(self, record: HangVerdict) -> None:
         """Take the distinct stacks of this node's ranks for another node's report."""
         is_wanted = record.action in (HangAction.KILL, HangAction.ABORT_AND_REFORM)
-        if not is_wanted or not self._nodes:
+        # Every node watches the stacks: of a large job, those of the verdict's ranks are enough.
+        name = self._at.status.node.name
+        is_shown = any(r.node == name for r in record.ranks) or len(record.ranks) < MAX_SHOWN_RANKS
+        if not is_wanted or not self._nodes or not is_shown:
             return
         share = Share.of(self._nodes, record.size)
 

@@ -7,9 +7,14 @@ the store, and the acting one checks its worker once more before it acts.
 from __future__ import annotations
 
 from elastic.hangs.budgets import BudgetPolicy
-from elastic.hangs.facts import RankFacts
+from elastic.hangs.facts import MAX_SHOWN_RANKS, RankFacts
 from elastic.hangs.verdict import HangAction, judge
-from elastic.membership.records import HangFacts, HangVerdict, WorldRecord, encode
+from elastic.membership.records import (
+    HangFacts,
+    HangVerdict,
+    WorldRecord,
+    encode,
+)
 from elastic.node.context import NodeContext
 
 
@@ -57,10 +62,10 @@ class HangJudge:
             kind=verdict.kind,
             confidence=verdict.confidence,
             reason=verdict.reason,
-            culprits=verdict.culprits,
+            culprits=verdict.culprits[:MAX_SHOWN_RANKS],
             culprit=verdict.culprit,
             node_id=_acting_node(verdict.culprit, known, world),
-            ranks=ranks,
+            ranks=_sample(ranks, verdict.culprits),
             size=world.size,
         )
         if self._is_announced(record):
@@ -85,6 +90,17 @@ def _identity(record: HangVerdict) -> tuple[object, ...]:
     culprit = record.culprit
     at = (culprit.pid, culprit.generation, culprit.progress) if culprit is not None else ()
     return record.generation, record.kind, record.node_id, record.culprits, at
+
+
+def _sample(ranks: tuple[RankFacts, ...], culprits: tuple[int, ...]) -> tuple[RankFacts, ...]:
+    """At most MAX_SHOWN_RANKS of them: those at fault, one of each place in which ranks wait, and
+    the first of the others. In a large job thousands wait at one place."""
+    at_fault = set(culprits)
+    places = {(r.phase, r.call): r for r in reversed(ranks)}
+    chosen = [r for r in ranks if r.rank in at_fault][: MAX_SHOWN_RANKS // 2]
+    chosen += list(places.values())[: MAX_SHOWN_RANKS // 4]
+    first = {id(r): r for r in (*chosen, *ranks)}
+    return tuple(sorted(list(first.values())[:MAX_SHOWN_RANKS], key=lambda r: r.rank))
 
 
 def _acting_node(
