@@ -252,8 +252,7 @@ def _why(facts: RankFacts) -> str:
     kernel = facts.kernel
     at = f" in {kernel.wait_channel}" if kernel.wait_channel else ""
     if kernel.state == "D" or kernel.file_system:
-        what = kernel.file_system or "a file system or device"
-        return f"blocked in the kernel{at}: {what} does not answer"
+        return describe_wait(facts)
     if facts.phase is Phase.COLLECTIVE:
         return f"in {_call(facts)} of generation {facts.generation}, which is over"
     if kernel.cpu_share > IDLE_SHARE:
@@ -262,6 +261,14 @@ def _why(facts: RankFacts) -> str:
     if facts.phase is Phase.DATA and kernel.data_workers:
         return f"asleep{at}{on}: its data loader returns no batch ({_of_data_workers(kernel)})"
     return f"asleep{at}{on}: {_what_it_waits_for(kernel.wait_channel)}"
+
+
+def describe_wait(facts: RankFacts) -> str:
+    """What a process waits for that is blocked in the kernel."""
+    kernel = facts.kernel
+    at = f" in {kernel.wait_channel}" if kernel.wait_channel else ""
+    what = kernel.file_system or "a file system or device"
+    return f"blocked in the kernel{at}: {what} does not answer"
 
 
 def _of_data_workers(kernel: KernelFacts) -> str:

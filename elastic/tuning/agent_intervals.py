@@ -242,6 +242,10 @@ STACKS_PY_SPY_S = 5.0
 # To write a report, or to query the free space of a disk. The worker may hang because of that file
 # system, so the agent waits no longer.
 HANG_REPORT_WRITTEN_S = 5.0
+# A killed worker that still exists after this time is blocked in the kernel (a dead NFS server, a
+# GPU driver), perhaps for good: the others continue without its node. Freeing the memory of a large
+# process takes less.
+HANG_KILL_S = 3.0
 # The report contains lines of the kernel's log up to this age: older ones are unrelated to the
 # hang.
 KERNEL_LOG_S = 600.0

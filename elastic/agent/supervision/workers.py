@@ -247,6 +247,10 @@ class Workers:
         """A worker is about to be ended."""
         self._known.hung[pid] = reason
 
+    def is_unkillable(self, pid: int, reason: str) -> None:
+        """A worker still exists although it was killed."""
+        self._deaths.on_unkillable(pid, reason)
+
     def world_is_hung(self, generation: int, reason: str) -> None:
         """The workers wait for each other, and all are alive: the same ranks form another world."""
         if self.world is None or self.world.generation > generation:
