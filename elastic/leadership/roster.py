@@ -10,6 +10,7 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
 from elastic.liveness.connections import Connections
 from elastic.liveness.probe import Verdict
@@ -263,19 +264,22 @@ class Roster:
         )
 
     def forget_non_members(self, world: WorldRecord | None) -> None:
-        """Drop nodes that have no key and are not in the world."""
+        """Drop nodes that have no key and are not in the world, also where the last that was heard
+        of one is the end of its connection: nodes come and go for the life of a job."""
         members = world.id_set if world is not None else frozenset()
-        for node_id in [n for n in self._missing_since if n not in members]:
-            for table in (
-                self._known,
-                self._liveness,
-                self._unsettled,
-                self._missing_since,
-                self._suspect_since,
-                self._failure_reports,
-            ):
-                table.pop(node_id, None)
-            self._connections.forget(node_id)
+        kept = members | {node_id for node_id, known in self._known.items() if known.present}
+        tables: tuple[dict[str, Any], ...] = (
+            self._known,
+            self._liveness,
+            self._unsettled,
+            self._missing_since,
+            self._suspect_since,
+            self._failure_reports,
+        )
+        for table in tables:
+            for node_id in table.keys() - kept:
+                del table[node_id]
+        self._connections.retain_only(kept)
 
     def nodes_that_run(self, world: WorldReference) -> tuple[str, ...]:
         """The nodes with a key that report to run this world."""

@@ -8,6 +8,8 @@ newer evidence, and revokes the proof.
 
 from __future__ import annotations
 
+from collections.abc import Container
+
 
 class Connections:
     """Kept across all terms: a node that becomes leader knows which connections it lost as a
@@ -55,6 +57,6 @@ class Connections:
         """Whether an open connection to this node was lost, and it has not responded since."""
         return node_id in self._lost
 
-    def forget(self, node_id: str) -> None:
-        """Drop the record of a node that is no longer relevant."""
-        self._lost.discard(node_id)
+    def retain_only(self, node_ids: Container[str]) -> None:
+        """Drop the lost connections of all other nodes, which are no longer relevant."""
+        self._lost = {node_id for node_id in self._lost if node_id in node_ids}

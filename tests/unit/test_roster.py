@@ -230,3 +230,27 @@ def test_worlds_that_no_node_runs_are_dropped() -> None:
         roster.learn_worlds([replace(WORLD, generation=generation)])
     assert len(roster.worlds) == 2, "the newest one, and the one that a node runs"
     assert roster.highest_running() is old
+
+
+def test_nodes_that_come_and_go_leave_nothing_behind() -> None:
+    """A node that leaves deletes its key first; its connection closes after the leader's turn."""
+    connections = Connections()
+    roster = Roster(KEYS, connections)
+    for name in ("n1", "n2"):
+        roster.put(replace(NODE, node_id=f"id-{name}"), 7, now=1.0)
+    for number in range(200):
+        pod = f"pod-{number}"
+        connections.opened(pod, False)
+        roster.put(replace(NODE, node_id=pod), 8, now=2.0)
+        roster.delete(pod, 2.0)
+        roster.forget_non_members(WORLD)
+        connections.closed(pod, False)
+        roster.suspect(pod, 3.0)
+        roster.forget_non_members(WORLD)
+        roster.settle(pod, REFUSED, 4.0)  # of a probe in flight
+    assert roster.silent() == ()
+    assert roster.unsettled() == frozenset()
+    assert roster.with_keys() == ("id-n1", "id-n2")
+    assert not connections.is_lost("pod-0")
+    tables = [table for table in vars(roster).values() if isinstance(table, dict)]
+    assert max(map(len, tables)) == 2

@@ -79,6 +79,10 @@ class EtcdLease:
     def renewed_s(self) -> float:
         return self._renewed_s
 
+    @property
+    def closed(self) -> bool:
+        return self._closed.is_set()
+
     def renew_now(self) -> None:
         """The lease may have expired: check with etcd at once."""
         self._wake.set()

@@ -158,7 +158,8 @@ class EtcdStore:
         self._refuse_when_closing("grant a lease")
         lease = EtcdLease(self._connections, self._calls, self._clock, ttl_s, on_lost, self._guard)
         with self._lock:
-            self._leases = [kept for kept in self._leases if not kept.lost]
+            # (Terms of leadership and lost leases come and go for the life of the process.)
+            self._leases = [kept for kept in self._leases if not (kept.lost or kept.closed)]
             self._leases.append(lease)
         return lease
 
@@ -168,6 +169,7 @@ class EtcdStore:
         self._refuse_when_closing(f"watch {', '.join(prefixes)}")
         watch = EtcdWatch(self._connections, self._clock, prefixes, callback, name, self._guard)
         with self._lock:
+            self._watches = [kept for kept in self._watches if not kept.closed]
             self._watches.append(watch)
         return watch
 

@@ -75,6 +75,10 @@ class EtcdWatch:
         )
         self._thread.start()
 
+    @property
+    def closed(self) -> bool:
+        return self._closed.is_set()
+
     def close(self) -> None:
         self._closed.set()
         with self._lock:
