@@ -9,6 +9,7 @@ from concurrent import futures
 
 import pytest
 from etcd_fixtures import PATIENCE_S, elastic_threads
+from etcd_proxy import CuttingProxy
 
 from elastic.errors import StoreTooOld, StoreUnreachable
 from elastic.store.embedded.etcd import EmbeddedEtcd
@@ -64,6 +65,18 @@ def test_the_store_waits_for_an_etcd_that_is_starting(connect: Connect) -> None:
         etcd.launch()
         store = connect(etcd.endpoint, connect_timeout_s=PATIENCE_S)
         assert store.list("/").entries == ()
+
+
+def test_an_etcd_whose_handshake_takes_longer_than_a_second_is_reached(
+    connect: Connect, black_hole: str, shared_etcd: EmbeddedEtcd, root: str
+) -> None:
+    """With five round trips of 0.3 s, or on a busy machine: the attempt goes on while the other
+    endpoints are tried, and is not begun again each time."""
+    with CuttingProxy(shared_etcd.endpoint, handshake_s=1.5) as far:
+        store = connect(f"{far.endpoint},{black_hole}", connect_timeout_s=PATIENCE_S)
+        assert store.put(f"{root}a", b"1") > 0
+        assert str(store.endpoint) == far.endpoint
+        store.close()
 
 
 @pytest.fixture
