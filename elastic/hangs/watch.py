@@ -183,10 +183,15 @@ class HangWatch:
         return tuple(self._workers.values())
 
     def _enter_world(self, generation: int, first_rank: int | None) -> None:
-        """A rank that was quiet in the last world now waits for this one: its time restarts."""
+        """The time of ranks that waited for others restarts: they wait for this world now.
+
+        That of a rank in its own code does not: a hung one never enters a world, and as long as
+        other failures form new ones it would never have used up its budget.
+        """
         self._generation, self._first_rank = generation, first_rank
         for worker in self._workers.values():
-            worker.quiet_s, worker.level = 0.0, 0
+            if worker.reading is None or _may_wait_for_others(worker.reading):
+                worker.quiet_s, worker.level = 0.0, 0
 
     def _add(self, pid: int, local_rank: int, page_fd: int, stacks: StackSource) -> None:
         worker = self._open(pid, local_rank)
@@ -257,7 +262,11 @@ class HangWatch:
         for worker in list(self._workers.values()):
             self._check(worker, passed_s)
         stuck = [worker for worker in self._workers.values() if worker.level]
-        state = tuple((w.pid, w.level, w.reading and w.reading.flags, w.tracer_pid) for w in stuck)
+        # (Facts are about a generation: those about an earlier one are superseded.)
+        state = tuple(
+            (self._generation, w.pid, w.level, w.reading and w.reading.flags, w.tracer_pid)
+            for w in stuck
+        )
         if state != self._published:
             self._published = state
             self._on_facts(self._generation, tuple(self.facts(worker) for worker in stuck))
@@ -357,6 +366,13 @@ class HangWatch:
             checkpoint_step=-1 if reading is None else reading.checkpoint_step,
             kernel=of_kernel,
         )
+
+
+def _may_wait_for_others(reading: Reading) -> bool:
+    """Whether other ranks may be the reason why this one makes no progress."""
+    waits = (Phase.COLLECTIVE, Phase.FORMING, Phase.NO_WORLD, Phase.STARTING)
+    on_device = bool(reading.flags & Flag.ON_STREAM) and reading.phase is not Phase.DATA
+    return reading.phase in waits or on_device
 
 
 def _flags(reading: Reading) -> Flag:

@@ -39,6 +39,7 @@ from elastic.link.protocol import (
     SigtermAsk,
 )
 from elastic.link.server import LinkServer, Worker, WorkerDeath
+from elastic.membership.proposal import listed
 from elastic.membership.records import Node, NodeState, Profile, WorldRecord
 from elastic.membership.step_rate import StepRate
 from elastic.metrics.counting import NodeMetrics
@@ -241,6 +242,10 @@ class Workers:
             *nodes_of(newest, generation, failure.missing),
             *nodes_at(newest, generation, failure.unreachable),
         )
+        if failure.missing and newest is not None:
+            # Ranks differ from world to world, and a node that never arrives stays the same.
+            names = [m.name for m in newest.members if m.node_id in accused]
+            error = f"{error} ({listed(names)})" if names else error
         self.reporter.report(generation, error, accused=accused)
 
     def is_hung(self, pid: int, reason: str) -> None:
