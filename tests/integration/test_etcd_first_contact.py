@@ -11,7 +11,7 @@ import pytest
 from etcd_fixtures import PATIENCE_S, elastic_threads
 from etcd_proxy import CuttingProxy
 
-from elastic.errors import StoreTooOld, StoreUnreachable
+from elastic.errors import CoordinationError, StoreTooOld, StoreUnreachable
 from elastic.store.embedded.etcd import EmbeddedEtcd
 from elastic.store.embedded.process import reserve_port
 from elastic.store.etcd.compat import load_grpc, load_rpc
@@ -118,3 +118,29 @@ def test_an_etcd_before_3_4_is_refused(
     assert endpoint in caught.value.message
     assert version in caught.value.message
     assert "3.4" in caught.value.hint
+
+
+class SmallEtcd(EmbeddedEtcd):
+    """Is full after a few writes."""
+
+    def _command(self) -> list[str]:
+        return [*super()._command(), f"--quota-backend-bytes={1 << 20}"]
+
+
+def test_a_full_etcd_is_named_at_once_with_the_commands_that_free_it(connect: Connect) -> None:
+    """It was retried for the whole limit of a call, and then "did not answer"."""
+    with SmallEtcd() as etcd:
+        store = connect(etcd.endpoint, connect_timeout_s=PATIENCE_S, request_timeout_s=PATIENCE_S)
+
+        def fill() -> None:
+            for number in range(100):
+                store.put(f"/fill/{number}", b"x" * (128 << 10))
+
+        with pytest.raises(CoordinationError, match=r"put /fill/.* etcd is full") as caught:
+            fill()
+        assert not isinstance(caught.value, StoreUnreachable)
+        assert "etcdctl alarm disarm" in caught.value.hint
+        with pytest.raises(CoordinationError, match="grant a lease: etcd is full"):
+            store.lease(5)
+        assert store.get("/fill/0") is not None
+        store.close()
