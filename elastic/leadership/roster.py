@@ -336,5 +336,6 @@ class Roster:
             proved_dead=self._liveness.get(member.node_id) is Liveness.DEAD,
             last_sign_s=self._missing_since.get(member.node_id, world_since_s),
             finished=known is not None and known.node.state is NodeState.FINISHED,
+            is_known=known is not None,
             running=known.node.running if known is not None else None,
         )

@@ -3,7 +3,7 @@ whether to wait for the cause of a failure."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from elastic.failures.verdict import is_consequence
 from elastic.membership.records import (
@@ -28,7 +28,9 @@ class Gone:
     sentence: str
     proved: bool  # it certainly makes no more progress
     last_sign_s: float
-    running: WorldRecord | None = None  # if not proved: the group in which it may still step
+    # If not proved: the node ids of each group in which it may still step.
+    groups: tuple[frozenset[str], ...] = ()
+    is_overdue: bool = False  # it renews its lease, but has been silent for too long
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -168,13 +170,16 @@ def classify_members(view: View, world: WorldRecord) -> MemberStatus:
         n = present.get(member.node_id)
         if n is None:
             m = missing.get(member.node_id) or MissingMember(
-                member=member, proved_dead=False, last_sign_s=view.world_since_s
+                member=member,
+                proved_dead=False,
+                last_sign_s=view.world_since_s,
+                is_known=False,
             )
             if m.finished:
                 finished.append(member.name)
                 absent += [member.name] * _is_absent(m.running, world)
             else:
-                gone.append(_lease_over(m))
+                gone.append(_lease_over(m, _groups(m, view, world)))
         elif n.node.state is NodeState.FINISHED:
             absent += [member.name] * _is_absent(n.node.running, world)
         elif reason := _gone(n):
@@ -196,6 +201,54 @@ def classify_members(view: View, world: WorldRecord) -> MemberStatus:
     )
 
 
+def overdue_as_missing(view: View, now: float, policy: Policy) -> View:
+    """The view in which members that have been silent for too long count as missing.
+
+    A suspect usually loses its lease within seconds, and no node is excluded for a slow response.
+    But one that keeps renewing its lease, while the leader cannot reach it, would block a broken or
+    paused world, or the end of the job, indefinitely.
+    """
+    if view.world is None:
+        return view
+    status = classify_members(view, view.world)
+    is_waited_for = status.changed or status.finished or status.world.state is WorldState.PAUSED
+    overdue = {
+        n.node.node_id
+        for n in (*status.running, *status.out)
+        if is_waited_for
+        and n.liveness is Liveness.SUSPECT
+        and now >= silent_until_s(n, view, status, policy)
+    }
+    if not overdue:
+        return view
+    missing = tuple(
+        MissingMember(
+            member=n.node.as_member(),
+            proved_dead=False,
+            last_sign_s=n.suspect_since_s or view.world_since_s,
+            running=n.node.running,
+            is_overdue=True,
+        )
+        for n in view.nodes
+        if n.node.node_id in overdue
+    )
+    nodes = tuple(n for n in view.nodes if n.node.node_id not in overdue)
+    return replace(view, nodes=nodes, missing=view.missing + missing)
+
+
+def silent_until_s(n: NodeView, view: View, status: MemberStatus, policy: Policy) -> float:
+    """Until when a decision waits for the lease of a suspect. (If it is not known when it fell
+    silent, it was not before the time used here.)"""
+    since_s = n.suspect_since_s
+    if since_s is None:
+        since_s = max(n.state_since_s, view.world_since_s)
+    if not (status.changed or status.world.state is WorldState.PAUSED):
+        return since_s + policy.takeover_s  # its workers may train without being reached
+    # Neither its agent nor its workers respond: two independent signs of a partition.
+    is_cut_off = n.node.node_id in accused(status)
+    return since_s + (policy.cut_off_s if is_cut_off else policy.suspect_s)
+
+
 def _is_absent(running: WorldRecord | None, world: WorldRecord) -> bool:
     """Whether a member that finished in ``running`` will never enter ``world``, for which its
     workers would have to restart: the other members would wait for it."""
@@ -208,16 +261,53 @@ def _peers_of_finished(view: View) -> frozenset[str]:
     return frozenset(i for node in finished if node.running for i in node.running.node_ids)
 
 
-def _lease_over(m: MissingMember) -> Gone:
-    how = "its process is dead" if m.proved_dead else "silent, and its lease has expired"
+def _lease_over(m: MissingMember, groups: tuple[frozenset[str], ...]) -> Gone:
+    how = "silent, and its lease has expired"
+    if m.is_overdue:
+        how = "silent, although its lease is renewed"
+    if m.proved_dead:
+        how = "its process is dead"
     return Gone(
         node_id=m.member.node_id,
         cause=Cause.LOST,
         sentence=f"{m.member.name} is lost ({how})",
         proved=m.proved_dead,
         last_sign_s=m.last_sign_s,
-        running=m.running,
+        groups=groups,
+        is_overdue=m.is_overdue,
     )
+
+
+def _groups(m: MissingMember, view: View, world: WorldRecord) -> tuple[frozenset[str], ...]:
+    """The groups in which the workers of a missing member may still step.
+
+    If this leader has never seen its key, they are the current world, and the one that it ran when
+    that was written.
+    """
+    current = frozenset(world.node_ids)
+    if m.is_known and m.running is None:
+        return ()
+    if m.proved_dead:
+        return ()
+    if _is_entered(view, world):
+        return (current,)
+    if m.is_known and m.running is not None:
+        return (frozenset(m.running.node_ids),)
+    ran = m.member.ran_generation
+    if ran is None:
+        return (current, frozenset((m.member.node_id,)))
+    if not ran:
+        return (current,)
+    return (current, frozenset(o.node_id for o in world.members if o.ran_generation == ran))
+
+
+def _is_entered(view: View, world: WorldRecord) -> bool:
+    """Whether a member runs this world, and so all have entered it: in process, they agree before
+    they report it. (Workers of restart mode are only about to start when their node reports it.)"""
+    if world.mode != "in-process":
+        return False
+    groups = (n.node.running for n in view.nodes if n.node.node_id in world.node_ids)
+    return any(group is not None and group.generation >= world.generation for group in groups)
 
 
 def _gone(n: NodeView) -> Gone | None:

@@ -78,6 +78,10 @@ class Member:
     process: ProcessIdentity
     memory_port: _Port = 0  # where its memory for checkpoints is served; 0: it has none
     replica_port: _Port = 0  # where the ranks of a replica connect if this is its first node
+    # The last generation that its workers had run when this world was written; 0 if it joined with
+    # this world, None: not known. It outlives the node's key: from it, a leader that has never seen
+    # the key knows in which older group the node may still train, and with whom.
+    ran_generation: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

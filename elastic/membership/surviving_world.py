@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 
 from elastic.membership.joining_nodes import JoiningNodes, find_joining_nodes, quarantined_until
-from elastic.membership.member_status import MemberStatus, accused, settling_until_s
+from elastic.membership.member_status import MemberStatus, settling_until_s, silent_until_s
 from elastic.membership.proposal import also, count, names, propose, verb
 from elastic.membership.records import Cause, Node, NodeState, Outcome, WorldRecord, WorldState
 from elastic.membership.replicas import (
@@ -95,7 +95,7 @@ class SurvivingWorld:
         """Survivors of a group that may still step with a lost member, none of them in the next
         world: one must leave that group for it (docs/explanation/protocol.md, section 3)."""
         chosen = {n.node.node_id for n in arrangement.nodes}
-        groups = [g.running.node_ids for g in self.status.gone if not g.proved and g.running]
+        groups = [group for g in self.status.gone for group in g.groups]
         bound = {i for group in groups if chosen.isdisjoint(group) for i in group}
         return tuple(n for n in survivors if n.node.node_id in bound)
 
@@ -122,26 +122,17 @@ class SurvivingWorld:
     def _reachable(self) -> Nodes | Wait:
         """The survivors, unless one is suspect: then its lease decides, within seconds.
 
-        Building a world with a node that is probably dead costs more than that wait, and no node is
-        excluded for a slow response. But a suspect that keeps renewing its lease while the leader
-        cannot reach it would block a broken job indefinitely: after ``suspect_s`` it is excluded,
-        if the others suffice. A joining node alone is no reason to do so.
+        Building a world with a node that is probably dead costs more than that wait. A suspect that
+        keeps renewing its lease is missing after a while (``overdue_as_missing``). It does not
+        delay joining nodes for longer either if its world is intact: then it stays a member.
         """
         survivors = self.status.survivors
         suspects = tuple(n for n in survivors if n.liveness is Liveness.SUSPECT)
-        if not suspects:
+        limits = (silent_until_s(n, self.view, self.status, self.policy) for n in suspects)
+        until_s = max(limits, default=-math.inf)
+        if self.now >= until_s:
             return survivors
-        others = tuple(n for n in survivors if n not in suspects)
-        reason = f"{names(suspects)} may be dead: the lease decides"
-        since = [n.suspect_since_s for n in suspects if n.suspect_since_s is not None]
-        suffice = self._enough(self._arranged(others, NO_CANDIDATES).nodes)
-        evictable = self.status.changed and bool(others) and suffice
-        if len(since) < len(suspects) or not evictable:
-            return Wait(reason=reason)
-        is_cut_off = {n.node.node_id for n in suspects} <= accused(self.status)
-        # Neither its agent nor its workers respond: two independent signs of a partition.
-        until = max(since) + (self.policy.cut_off_s if is_cut_off else self.policy.suspect_s)
-        return others if self.now >= until else Wait(reason=reason, until_s=until)
+        return Wait(reason=f"{names(suspects)} may be dead: the lease decides", until_s=until_s)
 
     def _may_step_alone(self) -> Wait | None:
         """Wait for members that fell silent in a group without a survivor, which nothing stops.
@@ -153,7 +144,7 @@ class SurvivingWorld:
         alone = [
             g
             for g in self.status.gone
-            if not g.proved and g.running is not None and survivors.isdisjoint(g.running.node_ids)
+            if any(survivors.isdisjoint(group) for group in g.groups)
         ]
         until_s = max((g.last_sign_s for g in alone), default=-math.inf) + self.policy.takeover_s
         if self.now >= until_s:

@@ -50,7 +50,9 @@ class MissingMember:
     proved_dead: bool  # refused, or its host reports so; False: silent
     last_sign_s: float  # the last answer, key or event from it
     finished: bool = False  # the last state it was seen in was FINISHED
+    is_known: bool = True  # False: this leader has never seen its key, and knows no more of it
     running: WorldRecord | None = None  # the world that its workers ran when it was seen last
+    is_overdue: bool = False  # its key exists, but it has been silent for too long
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,6 +89,14 @@ class Policy:
     origin_settle_s: float = ORIGIN_SETTLE_S
     suspect_s: float = SUSPECT_S
     cut_off_s: float = CUT_OFF_S
+    leave_grace_s: float = Timeouts.leave_grace_s
+
+    @property
+    def leave_s(self) -> float:
+        """The longest time that nodes are waited for whose workers leave or are ended. Their agents
+        kill them after ``leave_grace_s``; if an agent is frozen, their permission to train has
+        expired by ``takeover_s``."""
+        return self.takeover_s + self.leave_grace_s
 
     @classmethod
     def of(cls, node: Node, options: AgentOptions) -> Policy:
@@ -98,6 +108,7 @@ class Policy:
             join_window_s=options.join_window_s,
             join_timeout_s=options.join_timeout_s,
             takeover_s=options.takeover_s,
+            leave_grace_s=options.leave_grace_s,
         )
 
 

@@ -107,7 +107,7 @@ def in_state(name: str, state: NodeState) -> NodeView:
     return seen(node(name, state))
 
 
-def suspect(n: NodeView, since_s: float | None = None) -> NodeView:
+def suspect(n: NodeView, since_s: float | None = NOW) -> NodeView:
     return replace(n, liveness=Liveness.SUSPECT, suspect_since_s=since_s)
 
 
@@ -142,6 +142,12 @@ def world(
         library="0.1.0",
         replica_size=replica_size,
     )
+
+
+def ran(last: WorldRecord, *generations: int | None) -> WorldRecord:
+    """The same world, with the last generation that each member had run when it was written."""
+    pairs = zip(last.members, generations, strict=True)
+    return replace(last, members=tuple(replace(m, ran_generation=g) for m, g in pairs))
 
 
 def missing(name: str, *, proved_dead: bool = False, last_sign_s: float = NOW - 5) -> MissingMember:
