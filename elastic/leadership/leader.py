@@ -8,7 +8,7 @@ dead member costs a restart of all nodes.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 
 from elastic.errors import RecordError
@@ -147,6 +147,8 @@ class Leadership:
         if changed is None:
             return
         name = self._name(probed.node_id)
+        if (known := self.roster.find(probed.node_id)) and known.node.state is NodeState.FINISHED:
+            return  # it may end at any time: it is not lost
         if was_dead:
             self._at.journal.emit(NodeFound(found=name, reason=reason), level=logging.WARNING)
             self._accounting.found(name)
@@ -210,6 +212,8 @@ class Leadership:
         self._prober.start_probes(world, now)
         if self.roster.unsettled() or self.roster.unregistered(world):
             return None, now + RECHECK_S
+        if world is None or world.members:  # (one without members has not gone on without them)
+            self._delete_finished(world.node_ids if world is not None else ())
         self._accounting.observe(self._at.status.step_rate)
         view = self._view(entry, done, now)
         decision = decide(view, now, self._policy)
@@ -220,6 +224,13 @@ class Leadership:
             # The charge may have quarantined a node, which is then excluded at once.
             decision = decide(self._view(entry, done, now), now, self._policy)
         return self._act(decision, entry, now)
+
+    def _delete_finished(self, needed: Collection[str] = ()) -> None:
+        """Delete the records of finished nodes that are gone, which have no lease, unless a
+        decision needs them."""
+        for node_id in self.roster.finished_and_gone():
+            if node_id not in needed:
+                self._at.store.delete(self._at.keys.node(node_id))
 
     def _view(self, entry: WorldEntry, done: Done | None, now: float) -> View:
         quarantined = self._accounting.quarantined(now)
@@ -241,9 +252,7 @@ class Leadership:
                 # written, so that a later start under the same id continues the job.
                 return None, now + RECHECK_S
             case End():
-                ended = self.writer.end(
-                    decision.outcome, decision.reason, decision.exit_code, entry
-                )
+                ended = self._end(decision.outcome, decision.reason, decision.exit_code, entry)
                 return ended, now + RECHECK_S
             case Wait():
                 if decision.reason != self._waiting_reason:
@@ -280,6 +289,12 @@ class Leadership:
                     evidence=verdict.evidence,
                 )
             )
-        return (
-            self.writer.end(Outcome.FAILURE, stop.reason, stop.exit_code, entry) if stop else None
-        )
+        return self._end(Outcome.FAILURE, stop.reason, stop.exit_code, entry) if stop else None
+
+    def _end(
+        self, outcome: Outcome, reason: str, exit_code: int, entry: WorldEntry
+    ) -> Done | None:
+        ended = self.writer.end(outcome, reason, exit_code, entry)
+        if ended is not None:
+            self._delete_finished()
+        return ended

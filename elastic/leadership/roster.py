@@ -205,13 +205,32 @@ class Roster:
         return frozenset(self._unsettled)
 
     def silent(self) -> tuple[str, ...]:
-        """Nodes to probe periodically: silent, alive without a key, or dead with one."""
+        """Nodes to probe periodically: silent, alive without a key, or dead with one. Not finished
+        ones, whose keys outlive them."""
         return tuple(
             node_id
             for node_id, liveness in self._liveness.items()
-            if liveness is Liveness.SUSPECT
-            or (liveness is Liveness.ALIVE and node_id in self._missing_since)
-            or (liveness is Liveness.DEAD and node_id not in self._missing_since)
+            if (
+                liveness is Liveness.SUSPECT
+                or (liveness is Liveness.ALIVE and node_id in self._missing_since)
+                or (liveness is Liveness.DEAD and node_id not in self._missing_since)
+            )
+            and not self._has_finished(node_id)
+        )
+
+    def _has_finished(self, node_id: str) -> bool:
+        known = self._known.get(node_id)
+        return known is not None and known.node.state is NodeState.FINISHED
+
+    def finished_and_gone(self) -> tuple[str, ...]:
+        """Finished nodes that do not respond, and whose records remain."""
+        return tuple(
+            node_id
+            for node_id, known in self._known.items()
+            if known.present
+            and self._has_finished(node_id)
+            and node_id not in self._unsettled
+            and self._liveness.get(node_id) is not Liveness.ALIVE
         )
 
     @property

@@ -22,7 +22,8 @@ from elastic.node.run_secret import LIVENESS
 from elastic.store.keyvalue import Entry, Lease
 from elastic.tuning.agent_intervals import FOLLOW_AGAIN_S
 
-_DEPARTING = (NodeState.LEAVING, NodeState.FAILED)
+# (The record of a finished node has no lease to which the leader's key could be attached.)
+_DEPARTING = (NodeState.LEAVING, NodeState.FAILED, NodeState.FINISHED)
 
 
 @dataclass(frozen=True)

@@ -55,15 +55,16 @@ def decide(view: View, now: float, policy: Policy) -> Decision:
         return Wait(reason=f"the job is over: {view.done.reason}")
     if (running := adoptable(view)) is not None:
         return Wait(reason=f"generation {running.generation} runs, but the store has lost it")
-    if view.world is None:
+    world = view.world
+    if world is None:
         return _first_world(view, now, policy)
     view = overdue_as_missing(view, now, policy)
-    status = classify_members(view, view.world)
+    status = classify_members(view, world)
     if status.over:
         return _still_ending(view, now, policy) or _success(status)
     if status.unneeded:
         reason = f"{'; '.join(status.sentences)}; the job ends"
-        return propose(view, view.world, (), Cause.PAUSED, reason)
+        return propose(view, world, (), Cause.PAUSED, reason)
     # Joining nodes that have not switched yet must not start together with leaving ones.
     only_joining = status.in_process and not any(n.node.running for n in status.running)
     if only_joining and (leaving := _still_stepping(view, now, policy)) is not None:
@@ -80,8 +81,9 @@ def _still_ending(view: View, now: float, policy: Policy) -> Wait | None:
     they would continue, and wait for those that have finished."""
     if view.world is None or view.world.members:
         return None
+    finished = NodeState.FINISHED
     ending = tuple(
-        n for n in _running(view) if not n.node.in_process and n.node.state is not NodeState.FINISHED
+        n for n in _running(view) if not n.node.in_process and n.node.state is not finished
     )
     return _wait_for_workers(view, ending, "ending workers", now, policy)
 
@@ -124,7 +126,7 @@ def _replacing(status: MemberStatus, now: float, policy: Policy) -> Wait | None:
 
 
 def _success(status: MemberStatus) -> End:
-    sentences = [f"{', '.join(status.finished)} finished", *status.sentences]
+    sentences = [f"{', '.join(status.finished or status.ended)} finished", *status.sentences]
     return End(outcome=Outcome.SUCCESS, reason="; ".join(sentences), exit_code=0)
 
 

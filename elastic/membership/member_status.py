@@ -41,7 +41,11 @@ class MemberStatus:
     running: tuple[NodeView, ...]  # run this generation, or are about to
     out: tuple[NodeView, ...]  # left it: their workers failed or were stopped
     gone: tuple[Gone, ...]
-    finished: tuple[str, ...]  # names; including nodes that finished an earlier world of the job
+    # Names of the nodes that finished, in this or an earlier world of the job, and still respond;
+    # and of members that finished and then left.
+    finished: tuple[str, ...]
+    ended: tuple[str, ...]  # names of all members that finished
+    ended_before_s: tuple[float, ...]  # since when the finished nodes that are not members have
     peers: frozenset[str]  # the members that the finished ones ran with, if still reported
     absent: tuple[str, ...]  # names of members that finished before they could enter this world
     failure_reports: tuple[FailureReport, ...]  # of running members, and not superseded yet
@@ -71,7 +75,8 @@ class MemberStatus:
     def over(self) -> bool:
         """A member has finished, and no member remains that was stepping with it. Joining nodes
         that had not switched when the others finished are no longer needed."""
-        if not self.finished or any(n.node.running for n in self.running):
+        are_all_ended = len(self.ended) == len(self.world.members) > 0
+        if not (self.finished or are_all_ended) or any(n.node.running for n in self.running):
             return False
         # (In restart mode a member starts with the world, not at a switch, unless no member can.)
         is_known = self.world.mode == "in-process" or self.absent
@@ -165,7 +170,11 @@ def classify_members(view: View, world: WorldRecord) -> MemberStatus:
     missing = {m.member.node_id: m for m in view.missing}
     running, out, gone, absent = [], [], [], []
     oldest = _oldest_group(view, world)
-    finished = [n.node.name for n in view.nodes if n.node.state is NodeState.FINISHED]
+    # The record of a finished node outlives it, so that a later leader does not take it for lost.
+    # A node that is gone cannot end the job in the name of others that were interrupted, however.
+    ended_nodes = [n for n in view.nodes if n.node.state is NodeState.FINISHED]
+    finished = [n.node.name for n in ended_nodes if n.liveness is Liveness.ALIVE]
+    ended: list[str] = []
     for member in world.members:
         n = present.get(member.node_id)
         if n is None:
@@ -177,10 +186,12 @@ def classify_members(view: View, world: WorldRecord) -> MemberStatus:
             )
             if m.finished:
                 finished.append(member.name)
+                ended.append(member.name)
                 absent += [member.name] * _is_absent(m.running, world)
             else:
                 gone.append(_lease_over(m, _groups(m, view, world)))
         elif n.node.state is NodeState.FINISHED:
+            ended.append(member.name)
             absent += [member.name] * _is_absent(n.node.running, world)
         elif reason := _gone(n):
             gone.append(reason)
@@ -194,6 +205,10 @@ def classify_members(view: View, world: WorldRecord) -> MemberStatus:
         out=tuple(out),
         gone=tuple(gone),
         finished=tuple(finished),
+        ended=tuple(ended),
+        ended_before_s=tuple(
+            n.state_since_s for n in ended_nodes if n.node.node_id not in world.node_ids
+        ),
         peers=_peers_of_finished(view),
         absent=tuple(absent),
         failure_reports=_failure_reports(view, world, running),
@@ -211,7 +226,8 @@ def overdue_as_missing(view: View, now: float, policy: Policy) -> View:
     if view.world is None:
         return view
     status = classify_members(view, view.world)
-    is_waited_for = status.changed or status.finished or status.world.state is WorldState.PAUSED
+    is_ending = bool(status.finished or status.ended)
+    is_waited_for = status.changed or is_ending or status.world.state is WorldState.PAUSED
     overdue = {
         n.node.node_id
         for n in (*status.running, *status.out)

@@ -65,7 +65,7 @@ class SurvivingWorld:
     # ── nodes ────────────────────────────────────────────────────────────────────────────
 
     def _candidates(self) -> JoiningNodes:
-        if self.status.finished:  # the job is ending
+        if self.status.ended:  # the job is ending
             return NO_CANDIDATES
         in_process = self.status.in_process
         return find_joining_nodes(self.view, self.world, self.now, in_process=in_process)
@@ -116,8 +116,12 @@ class SurvivingWorld:
         return is_split and not _hold_the_state(arrangement)
 
     def _enough(self, nodes: Nodes) -> bool:
-        # Finished nodes count: the job is ending, and no node would replace them.
-        return len(nodes) + len(self.status.finished) >= self.world.min_nodes
+        # Finished members count: the job is ending, and no node would replace them. Others do so
+        # for a while, in case the last ones fail again. If the job has gone on since, those nodes
+        # had ended early.
+        since_s = self.now - self.policy.join_timeout_s
+        recently = sum(ended_s > since_s for ended_s in self.status.ended_before_s)
+        return len(nodes) + len(self.status.ended) + recently >= self.world.min_nodes
 
     def _reachable(self) -> Nodes | Wait:
         """The survivors, unless one is suspect: then its lease decides, within seconds.

@@ -641,6 +641,34 @@ def test_no_node_joins_and_finished_members_count_while_the_job_ends() -> None:
     assert "runs on n2" in wait(calm).reason
 
 
+def test_a_node_that_ended_early_neither_blocks_nor_counts() -> None:
+    """The job went on without it: n1 and n2 have run a later world."""
+    ended = seen(node("n3", NodeState.FINISHED, running=world("n1", "n2", "n3", generation=6)))
+    v = view(world("n1", "n2"), runs("n1"), runs("n2"), ended, arrived("n4"))
+    assert named(proposal(v)) == ["n1", "n2", "n4"]
+    paused = view(world("n1", state=PAUSED), out("n1"), ended, world_since_s=NOW)
+    assert named(proposal(paused)) == ["n1"]  # perhaps the job is about to end
+    later = NOW + POLICY.join_timeout_s - 50
+    assert "paused with 1 (n1)" in wait(paused, now=later).reason
+    enough = replace(paused, nodes=(*paused.nodes, arrived("n4")))
+    assert named(proposal(enough, now=later)) == ["n1", "n4"]
+
+
+def test_a_finished_node_that_is_gone_does_not_end_the_job_of_others() -> None:
+    """Its record remains in the store: they were interrupted, and return."""
+    group = world("n1", "n2")
+    departed = suspect(seen(node("n1", NodeState.FINISHED, running=group)))
+    lost = missing("n2", proved_dead=True)
+    v = view(group, departed, arrived("n3"), arrived("n4"), gone=[lost])
+    assert named(proposal(v)) == ["n3", "n4"]
+    empty = view(world(generation=8, state=PAUSED), departed, arrived("n3"), arrived("n4"))
+    assert named(proposal(empty)) == ["n3", "n4"]
+    both = view(group, departed, suspect(seen(node("n2", NodeState.FINISHED, running=group))))
+    assert isinstance(decide(both, NOW, POLICY), End)
+    goes_on = view(group, departed, seen(node("n2", NodeState.STARTING, running=group)))
+    assert "runs on n2" in wait(goes_on, now=NOW + 1e6).reason
+
+
 def test_no_member_waits_for_one_that_finished_before_it_entered_the_world() -> None:
     """n2 returns, or its workers fail, while the last steps of n1 are done."""
     n1 = node("n1", NodeState.FINISHED, running=world("n1"))
