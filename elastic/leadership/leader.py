@@ -291,9 +291,7 @@ class Leadership:
             )
         return self._end(Outcome.FAILURE, stop.reason, stop.exit_code, entry) if stop else None
 
-    def _end(
-        self, outcome: Outcome, reason: str, exit_code: int, entry: WorldEntry
-    ) -> Done | None:
+    def _end(self, outcome: Outcome, reason: str, exit_code: int, entry: WorldEntry) -> Done | None:
         ended = self.writer.end(outcome, reason, exit_code, entry)
         if ended is not None:
             self._delete_finished()

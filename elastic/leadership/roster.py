@@ -50,6 +50,7 @@ class Failed:
     step: int | None = None  # steps committed by the worker that failed
     is_oom_kill: bool = False
     kernel_log: tuple[str, ...] = ()  # of its node, since its workers had started
+    generation: int | None = None  # that they left; None: not known
 
 
 class Roster:
@@ -114,6 +115,7 @@ class Roster:
                 node.failure_step,
                 node.failure_is_oom_kill,
                 node.failure_kernel_log,
+                node.arrived_for,
             )
             self._failures.setdefault(node.arrived_for, {}).setdefault(node.node_id, failed)
 
@@ -293,14 +295,10 @@ class Roster:
         return max(running, key=lambda world: world.generation, default=None)
 
     def failures_since(self, generation: int) -> tuple[Failed, ...]:
-        """The failures of workers in this and later generations, one per node, the first to fail
-        first. Failures of earlier generations are dropped."""
-        self._failures = {g: found for g, found in self._failures.items() if g >= generation}
-        first: dict[str, Failed] = {}
-        for generation in sorted(self._failures):
-            for node_id, failed in self._failures[generation].items():
-                first.setdefault(node_id, failed)
-        return tuple(first.values())
+        """The failures of workers in this and later generations, one per node and generation, the
+        first to fail first. Failures of earlier generations are dropped."""
+        self._failures = {g: failed for g, failed in self._failures.items() if g >= generation}
+        return tuple(f for g in sorted(self._failures) for f in self._failures[g].values())
 
     def view(
         self,

@@ -90,9 +90,7 @@ def _still_ending(view: View, now: float, policy: Policy) -> Wait | None:
 
 def _running(view: View) -> Iterator[NodeView]:
     """Nodes whose workers may be in a group."""
-    return (
-        n for n in view.nodes if n.node.running is not None and n.liveness is not Liveness.DEAD
-    )
+    return (n for n in view.nodes if n.node.running is not None and n.liveness is not Liveness.DEAD)
 
 
 def _wait_for_workers(

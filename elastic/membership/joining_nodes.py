@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from elastic.membership.records import Node, NodeState, WorldRecord
@@ -94,7 +94,7 @@ def find_joining_nodes(
     members = set(view.world.node_ids) if view.world else set()
     eligible, skipped_reasons, ends = [], [], []
     for n in by_seniority(n for n in view.nodes if n.node.node_id not in members):
-        until = quarantined_until(n.node, view.quarantined)
+        until = quarantined_until(n.node, view)
         if n.liveness is Liveness.DEAD or not _can_join(n.node, in_process):
             continue
         if sentence := refusal(n.node, reference):
@@ -113,10 +113,21 @@ def find_joining_nodes(
     )
 
 
-def quarantined_until(node: Node, quarantined: Mapping[str, float]) -> float | None:
-    """When the quarantine of this node's id or name ends, if there is one."""
-    ends = [quarantined[key] for key in (node.node_id, node.name) if key in quarantined]
+def quarantined_until(node: Node, view: View) -> float | None:
+    """When the quarantine of this node ends, if there is one: of its id, or of its name.
+
+    Agents of one machine may share a name, which then identifies none of them.
+    """
+    quarantined = view.quarantined
+    ends = [quarantined[node.node_id]] if node.node_id in quarantined else []
+    if node.name in quarantined and not any(_is_namesake(n, node) for n in view.nodes):
+        ends.append(quarantined[node.name])
     return max(ends, default=None)
+
+
+def _is_namesake(other: NodeView, node: Node) -> bool:
+    is_here = other.liveness is not Liveness.DEAD and other.node.state is not NodeState.FINISHED
+    return is_here and other.node.name == node.name and other.node.node_id != node.node_id
 
 
 def _can_join(node: Node, in_process: bool) -> bool:

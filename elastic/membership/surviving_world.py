@@ -146,9 +146,7 @@ class SurvivingWorld:
         """
         survivors = {n.node.node_id for n in self.status.survivors}
         alone = [
-            g
-            for g in self.status.gone
-            if any(survivors.isdisjoint(group) for group in g.groups)
+            g for g in self.status.gone if any(survivors.isdisjoint(group) for group in g.groups)
         ]
         until_s = max((g.last_sign_s for g in alone), default=-math.inf) + self.policy.takeover_s
         if self.now >= until_s:
@@ -168,7 +166,7 @@ class SurvivingWorld:
         return rest if enough else survivors
 
     def _is_quarantined(self, node: Node) -> bool:
-        until = quarantined_until(node, self.view.quarantined)
+        until = quarantined_until(node, self.view)
         return until is not None and self.now < until
 
     # ── decisions ────────────────────────────────────────────────────────────────────────
