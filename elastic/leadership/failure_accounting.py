@@ -10,6 +10,7 @@ repeats ends the job.
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
@@ -30,7 +31,7 @@ from elastic.leadership.breakage_records import (
 )
 from elastic.leadership.roster import Failed
 from elastic.membership import failure_budget as budget
-from elastic.membership.escalation import FailedBuilds
+from elastic.membership.escalation import IN_A_ROW, FailedBuilds
 from elastic.membership.member_status import MemberStatus
 from elastic.membership.records import (
     BreakageRecord,
@@ -40,6 +41,7 @@ from elastic.membership.records import (
 )
 from elastic.membership.step_rate import StepRate
 from elastic.membership.view import Proposal
+from elastic.tuning.agent_intervals import BUILD_BACKOFF_CAP_S
 from elastic.tuning.agent_options import AgentOptions
 
 _VERDICT_CHARS = 200
@@ -128,6 +130,16 @@ class FailureAccounting:
         """The records for the next world's record."""
         latest = newest(self._breakages, REMEMBERED)
         return tuple(to_record(b, wall_s - (now - b.at_s)) for b in latest)
+
+    @property
+    def retry_at_s(self) -> float | None:
+        """When the next group is attempted, if several could not be built in a row."""
+        row = itertools.takewhile(lambda b: b.is_failed_build, reversed(self._breakages))
+        in_a_row = len(list(row))
+        if in_a_row < IN_A_ROW:
+            return None
+        pause_s = min(BUILD_BACKOFF_CAP_S, 2.0 ** (in_a_row - IN_A_ROW))
+        return self._breakages[-1].at_s + pause_s
 
     @property
     def verdict(self) -> tuple[Failed, FailureVerdict] | None:

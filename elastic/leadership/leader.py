@@ -235,8 +235,11 @@ class Leadership:
     def _view(self, entry: WorldEntry, done: Done | None, now: float) -> View:
         quarantined = self._accounting.quarantined(now)
         view = self.roster.view(entry.world, entry.since_s, done=done, quarantined=quarantined)
-        stragglers = self._stragglers.stragglers()
-        return replace(view, stragglers=stragglers) if stragglers else view
+        return replace(
+            view,
+            stragglers=self._stragglers.stragglers(),
+            retry_at_s=self._accounting.retry_at_s,
+        )
 
     def _act(
         self, decision: Decision, entry: WorldEntry, now: float

@@ -9,7 +9,8 @@ A job stops for one of four reasons:
 - The same error broke three worlds in a row without progress. An error that occurs at a later step
   each time is progress.
 - Worlds keep breaking without a healthy one in between: the budget is spent. Churn uses it up, too:
-  nodes that are lost or leave repeatedly while the job makes no progress.
+  nodes that are lost or leave repeatedly while the job makes no progress. Groups of live members
+  that cannot be built do not: the network may return, and further attempts wait longer.
 
 A healthy world resets everything: one that made ``healthy_steps``, or lasted ``healthy_s`` if steps
 are not known (restart mode).
@@ -72,6 +73,12 @@ class Breakage:
         """Whether it is attributed to the script, rather than to departing nodes or to a
         machine."""
         return self.counts and not self.churned and not self.excluded
+
+    @property
+    def is_failed_build(self) -> bool:
+        """Whether live members only could not connect to each other: nobody's fault, as far as is
+        known."""
+        return not (self.counts or self.failures or self.lost or self.left)
 
     @property
     def is_unexplained(self) -> bool:

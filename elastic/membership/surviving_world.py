@@ -55,12 +55,23 @@ class SurvivingWorld:
             return self._steady(candidates)
         if (until_s := settling_until_s(self.view, self.status, self.now, self.policy)) is not None:
             return Wait(reason="; ".join(self.status.sentences), until_s=until_s)
+        if (pause := self._until_next_attempt(candidates)) is not None:
+            return pause
         survivors = self._reachable()
         if isinstance(survivors, Wait):
             return survivors
         if self.status.changed:
             return self._after_change(survivors, candidates)
         return self._join(survivors, candidates)
+
+    def _until_next_attempt(self, candidates: JoiningNodes) -> Wait | None:
+        """Wait if the same members could not connect to each other several times."""
+        status, until_s = self.status, self.view.retry_at_s
+        is_same = not (status.gone or status.out or status.absent or candidates.eligible)
+        if until_s is None or self.now >= until_s or not is_same:
+            return None
+        why = "; ".join(status.sentences)
+        return Wait(reason=f"{why}; the next attempt begins after a pause", until_s=until_s)
 
     # ── nodes ────────────────────────────────────────────────────────────────────────────
 

@@ -69,6 +69,8 @@ class View:
     # Node ids of stragglers, and why; only if they may be excluded.
     stragglers: Mapping[str, str] = field(default_factory=dict)
     failing_since_s: float | None = None  # when the leader saw the first report of this world
+    # The next attempt of the same members, after several of whose groups none could be built.
+    retry_at_s: float | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

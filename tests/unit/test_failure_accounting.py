@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from membership_nodes import NOW, missing, node, proposal, seen, view, world
+from membership_nodes import NOW, missing, node, proposal, seen, view, wait, world
 
 from elastic.leadership.failure_accounting import Broken, FailureAccounting
 from elastic.leadership.roster import Failed
@@ -15,6 +15,7 @@ from elastic.membership.member_status import classify_members
 from elastic.membership.records import Cause, FailureReport, NodeState, WorldRecord
 from elastic.membership.step_rate import StepRate
 from elastic.membership.view import View
+from elastic.tuning.agent_intervals import BUILD_BACKOFF_CAP_S
 from elastic.tuning.agent_options import AgentOptions
 
 ECC = "RuntimeError: CUDA error: uncorrectable ECC error encountered"
@@ -467,6 +468,7 @@ def test_a_failure_is_charged_once_while_the_others_cannot_connect() -> None:
 def test_groups_that_cannot_be_built_do_not_use_up_the_budget() -> None:
     """The network between the nodes fails for minutes: no node, and no script, is at fault."""
     accounting = FailureAccounting(OPTIONS)
+    pauses: list[float] = []
     for generation in range(9, 9 + 3 * OPTIONS.failure_budget):
         group = replace(EIGHT, generation=generation)
         nodes = [runs(n, EIGHT) for n in ("n1", "n2", "n3")]
@@ -476,6 +478,15 @@ def test_groups_that_cannot_be_built_do_not_use_up_the_budget() -> None:
         )
         v = view(group, *nodes, failure_reports=reports)
         assert accounting.charge(broken(v), None, NOW) is None
+        pauses.append((accounting.retry_at_s or NOW) - NOW)
+        waiting = replace(v, failing_since_s=NOW - 9, retry_at_s=accounting.retry_at_s)
+        assert proposal(waiting, now=NOW + pauses[-1])
+        if pauses[-1]:
+            assert wait(waiting, now=NOW).until_s == accounting.retry_at_s
+            newcomer = seen(node("n4", NodeState.READY, in_process=True))
+            assert proposal(replace(waiting, nodes=(*waiting.nodes, newcomer)))
+    assert pauses[:5] == [0.0, 0.0, 1.0, 2.0, 4.0]
+    assert max(pauses) == pauses[-1] == BUILD_BACKOFF_CAP_S
 
 
 def test_old_breakages_stay_old_for_a_leader_whose_clock_is_behind() -> None:
