@@ -205,7 +205,7 @@ class Leadership:
         if entry_or_wait is not entry:
             return entry_or_wait, now
         world = entry.world
-        self._hangs.judge(world)
+        self._hangs.judge(entry)
         self._stragglers.judge(world, self.roster.with_keys())
         self.roster.suspect_members_without_key(world, now)
         self.roster.forget_non_members(world)

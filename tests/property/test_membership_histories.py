@@ -24,7 +24,7 @@ from hypothesis.stateful import (
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "unit"))
 
-from membership_nodes import assert_waits_are_bounded, node, world
+from membership_nodes import assert_waits_are_bounded, node
 
 from elastic.membership.decision import (
     Decision,
@@ -223,8 +223,12 @@ class Histories(RuleBasedStateMachine):
             assert self.now - self.world_since_s >= self.policy.join_timeout_s
             return
         present = {n.node.node_id: n for n in view.nodes}
+        ended = [n.node.running for n in view.nodes if n.node.state is NodeState.FINISHED]
+        peers = {i for group in ended if group is not None for i in group.node_ids}
         for node_id in view.world.node_ids:
             seen = present.get(node_id)
+            if seen is not None and seen.node.running is None and node_id not in peers:
+                continue  # it returned while the others did the last steps
             since_s = seen.suspect_since_s if seen is not None else None
             is_silent = since_s is not None and self.now - since_s >= self.policy.takeover_s
             if seen is not None and seen.liveness is not Liveness.DEAD and not is_silent:
@@ -331,6 +335,7 @@ class Histories(RuleBasedStateMachine):
         takes = current.state is WorldState.ACTIVE and record.node_id in current.node_ids
         if takes and record.running is None and record.arrived_for < current.generation:
             record = replace(record, state=NodeState.STARTING, running=current, failure=None)
+            machine.permitted_until_s = math.inf
         self.set(machine, record)
 
     @rule(number=st.integers(0, 8))
@@ -438,7 +443,10 @@ class Histories(RuleBasedStateMachine):
             if machine.process_lives:
                 machine.reachable = machine.answers = True
                 machine.is_frozen = machine.writes_late = False
-                machine.silent_since_s, machine.permitted_until_s = None, math.inf
+                machine.silent_since_s = None
+                # The workers of an excluded node get no permission: it reads the world first.
+                if self.world is None or machine.record.node_id in self.world.node_ids:
+                    machine.permitted_until_s = math.inf
                 self.write_key(machine)
 
     @rule(number=st.integers(0, 8))
