@@ -41,7 +41,12 @@ from elastic.membership.records import (
 from elastic.node.context import NodeContext
 from elastic.node.status import WorldEntry
 from elastic.store.keyvalue import Deleted, Put, Reset, Watch, WatchEvent
-from elastic.tuning.agent_intervals import LEADER_IDLE_S, LEADER_UNLISTED_S, RECHECK_S
+from elastic.tuning.agent_intervals import (
+    ADOPTION_WAIT_S,
+    LEADER_IDLE_S,
+    LEADER_UNLISTED_S,
+    RECHECK_S,
+)
 
 # A node in such a state is expected to close its connection.
 _EXITING = (NodeState.LEAVING, NodeState.FAILED, NodeState.FINISHED)
@@ -210,7 +215,7 @@ class Leadership:
         self.roster.suspect_members_without_key(world, now)
         self.roster.forget_non_members(world)
         self._prober.start_probes(world, now)
-        if self.roster.unsettled() or self.roster.unregistered(world):
+        if self.roster.unsettled() or self._waits_for_registration(world, now):
             return None, now + RECHECK_S
         if world is None or world.members:  # (one without members has not gone on without them)
             self._delete_finished(world.node_ids if world is not None else ())
@@ -224,6 +229,12 @@ class Leadership:
             # The charge may have quarantined a node, which is then excluded at once.
             decision = decide(self._view(entry, done, now), now, self._policy)
         return self._act(decision, entry, now)
+
+    def _waits_for_registration(self, world: WorldRecord | None, now: float) -> bool:
+        """Members that respond will register, unless they cannot reach the store: then the others
+        do not wait for longer than for a lease."""
+        limit_s = self._since_s + max(self._at.options.lease_s, ADOPTION_WAIT_S)
+        return now < limit_s and bool(self.roster.unregistered(world))
 
     def _delete_finished(self, needed: Collection[str] = ()) -> None:
         """Delete the records of finished nodes that are gone, which have no lease, unless a

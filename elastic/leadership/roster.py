@@ -62,6 +62,7 @@ class Roster:
         self._known: dict[str, Known] = {}
         self._liveness: dict[str, Liveness] = {}
         self._unsettled: dict[str, float] = {}  # node_id -> time of the next probe; suspected
+        self._unreached: set[str] = set()  # nodes that have not been probed yet
         self._missing_since: dict[str, float] = {}
         self._suspect_since: dict[str, float] = {}
         # node_id -> report, since when
@@ -98,9 +99,12 @@ class Roster:
         since = before.state_since_s if before is not None and same_state else now
         self._known[node.node_id] = Known(node, entry.lease_id, since, now, True)
         self._missing_since.pop(node.node_id, None)
-        # A record is not proof of life: it may have been sent before its writer died.
-        self._liveness.setdefault(node.node_id, Liveness.ALIVE)
-        if self._liveness[node.node_id] is not Liveness.ALIVE:
+        # A record is not proof of life: it may have been sent before its writer died, or the leader
+        # cannot reach it. Until it has answered once, it is not admitted.
+        if node.node_id not in self._liveness:
+            self._liveness[node.node_id] = Liveness.SUSPECT
+            self._unreached.add(node.node_id)
+        elif self._liveness[node.node_id] is not Liveness.ALIVE:
             self._unsettled[node.node_id] = now  # newer than the verdict: probe again
         self._remember_failure(node)
 
@@ -152,6 +156,8 @@ class Roster:
         before = self._liveness.get(node_id, Liveness.ALIVE)
         liveness = self._judge(node_id, verdict, before)
         self._liveness[node_id] = liveness
+        is_first = node_id in self._unreached
+        self._unreached.discard(node_id)
         if liveness is Liveness.SUSPECT:
             self._suspect_since.setdefault(node_id, now)
         else:
@@ -160,7 +166,7 @@ class Roster:
         if liveness is Liveness.ALIVE:
             self._connections.answered(node_id)
             self._touch(node_id, now)
-        return liveness if liveness is not before else None
+        return liveness if liveness is not before or is_first else None
 
     def _judge(self, node_id: str, verdict: Verdict, before: Liveness) -> Liveness:
         """A refusal proves a death if the lease or the connection is lost, too. Silence after such
@@ -173,8 +179,9 @@ class Roster:
 
     def _touch(self, node_id: str, now: float) -> None:
         known = self._known.get(node_id)
-        if known is not None:
-            self._known[node_id] = replace(known, last_sign_s=now)
+        if known is None:
+            return  # a member without a lease: its workers' permission to train ends regardless
+        self._known[node_id] = replace(known, last_sign_s=now)
         if node_id in self._missing_since:
             self._missing_since[node_id] = now
 
@@ -201,6 +208,10 @@ class Roster:
     def is_dead(self, node_id: str) -> bool:
         """Whether the current evidence proves that it is dead."""
         return self._liveness.get(node_id) is Liveness.DEAD
+
+    def unreached(self) -> frozenset[str]:
+        """New nodes, to be probed at once. Decisions do not wait for them."""
+        return frozenset(self._unreached)
 
     def unsettled(self) -> frozenset[str]:
         """Suspected nodes; nothing is decided before they are settled."""
@@ -285,6 +296,7 @@ class Roster:
                 self._failure_reports,
             ):
                 table.pop(node_id, None)
+            self._unreached.discard(node_id)
             self._connections.forget(node_id)
 
     def highest_running(self) -> WorldRecord | None:

@@ -79,7 +79,7 @@ def by_seniority(nodes: Iterable[NodeView]) -> tuple[NodeView, ...]:
 def first_node(view: View) -> Node | None:
     """The node that sets min, max and version of a job that has no world yet."""
     arrived = (
-        n for n in view.nodes if _can_join(n.node, False) and n.liveness is not Liveness.DEAD
+        n for n in view.nodes if _can_join(n.node, False) and n.liveness is Liveness.ALIVE
     )
     return next((n.node for n in by_seniority(arrived)), None)
 
@@ -100,7 +100,8 @@ def find_joining_nodes(
         if sentence := refusal(n.node, reference):
             skipped_reasons.append(sentence)
         elif n.liveness is Liveness.SUSPECT:
-            skipped_reasons.append(f"{n.node.name} does not answer")
+            if n.suspect_since_s is not None:  # otherwise it has just arrived, and is being probed
+                skipped_reasons.append(f"the leader cannot reach {n.node.name}")
         elif until is not None and now < until:
             skipped_reasons.append(f"{n.node.name} is quarantined")
             ends.append(until)

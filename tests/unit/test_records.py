@@ -98,6 +98,7 @@ MEMBER = {
     "liveness_port": 1,
     "memory_port": 2,
     "replica_port": 3,
+    "ran_generation": 6,
     "process": {
         "host": "h",
         "machine_id": "m",
@@ -374,6 +375,15 @@ def test_invalid_run_ids_are_rejected(run_id: str) -> None:
     with pytest.raises(ConfigError) as caught:
         Keys.of("/elastic", run_id)
     assert repr(run_id) in caught.value.message and "--rdzv-id" in caught.value.hint
+
+
+@pytest.mark.parametrize(
+    ("prefix", "run_id"), [("/elastic/team", "nodes"), ("/elastic/team/hangs", "job")]
+)
+def test_no_job_is_among_the_keys_of_another_one(prefix: str, run_id: str) -> None:
+    with pytest.raises(ConfigError, match="another job"):
+        Keys.of(prefix, run_id)
+    assert Keys.of("/nodes", "job").root == "/nodes/job/"
 
 
 @pytest.mark.parametrize("prefix", ["", "elastic", "/a\nb", "/\udcff"])
