@@ -83,6 +83,7 @@ class NodeLoop:
             lambda: self.supervisor.checkpoint_step,
             lambda: self.supervisor.planned_steps,
             self._heartbeats.by_node,
+            lambda: term.waiting if (term := self.succession.term) is not None else {},
         )
         self.store_events = StoreEvents(
             context,

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
 from elastic.failures.rules import Action, Confidence
@@ -100,6 +100,7 @@ class FailureAccounting:
         # Nodes that joined a running job -> the first generation with them.
         self._joined_in: dict[str, int] = {}
         self._verdict: tuple[Failed, FailureVerdict] | None = None
+        self._quarantine_reasons: dict[str, str] = {}
 
     def quarantined(self, now: float) -> dict[str, float]:
         """Node id or name -> the time until which it is excluded."""
@@ -130,6 +131,11 @@ class FailureAccounting:
         """The records for the next world's record."""
         latest = newest(self._breakages, REMEMBERED)
         return tuple(to_record(b, wall_s - (now - b.at_s)) for b in latest)
+
+    @property
+    def quarantine_reasons(self) -> Mapping[str, str]:
+        """Node id -> the failure for which it was quarantined last."""
+        return self._quarantine_reasons
 
     @property
     def retry_at_s(self) -> float | None:
@@ -313,6 +319,10 @@ class FailureAccounting:
         self._verdict = first, verdict
         if verdict.action is Action.EXCLUDE_NODE:
             self._flaps.quarantine(first.node_id, now)
+            self._quarantine_reasons = {
+                **{n: why for n, why in self._quarantine_reasons.items() if n in self._flaps},
+                first.node_id: str(verdict)[:_VERDICT_CHARS],
+            }
         if verdict.action is Action.STOP and verdict.confidence is Confidence.HIGH:
             return budget.StopJob(
                 reason=f"the script failed on {first.node}, and would fail again: {verdict}",

@@ -29,6 +29,7 @@ from elastic.membership.decision import (
     View,
     Wait,
     decide,
+    waiting_nodes,
 )
 from elastic.membership.member_status import classify_members
 from elastic.membership.records import (
@@ -75,6 +76,7 @@ class Leadership:
         self._rechecked_generation = 0  # the generation whose failure made every member suspect
         self.writer = WorldWriter(context, self.roster, self._accounting, announce)
         self._waiting_reason = ""
+        self.waiting: dict[str, str] = {}  # id of each node that is not admitted -> why
         self._prober = Prober(context, self.roster)
         self._hangs = HangJudge(context)
         self._stragglers = StragglerJudge(context)
@@ -221,6 +223,7 @@ class Leadership:
             self._delete_finished(world.node_ids if world is not None else ())
         self._accounting.observe(self._at.status.step_rate)
         view = self._view(entry, done, now)
+        self.waiting = waiting_nodes(view, now, self._policy)
         decision = decide(view, now, self._policy)
         if isinstance(decision, Proposal) and world is not None:
             ended = self._charge(decision, view, entry, now)
@@ -250,6 +253,7 @@ class Leadership:
             view,
             stragglers=self._stragglers.stragglers(),
             retry_at_s=self._accounting.retry_at_s,
+            quarantine_reasons=self._accounting.quarantine_reasons,
         )
 
     def _act(

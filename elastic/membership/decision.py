@@ -45,6 +45,7 @@ __all__ = [
     "adoptable",
     "decide",
     "refusal",
+    "waiting_nodes",
     "world_of",
 ]
 
@@ -74,6 +75,19 @@ def decide(view: View, now: float, policy: Policy) -> Decision:
     if not status.survivors:
         return _without_survivors(view, status, now, policy)
     return SurvivingWorld(view, status, now, policy).decide()
+
+
+def waiting_nodes(view: View, now: float, policy: Policy) -> dict[str, str]:
+    """The ids of the nodes that are not admitted -> why, for users. Not those that are about to
+    join."""
+    reference = view.world or first_node(view)
+    if view.done is not None or reference is None:
+        return {}
+    if view.world is not None:
+        status = classify_members(view, view.world)
+        if status.survivors:
+            return SurvivingWorld(view, status, now, policy).waiting()
+    return dict(find_joining_nodes(view, reference, now, in_process=False).skipped)
 
 
 def _still_ending(view: View, now: float, policy: Policy) -> Wait | None:

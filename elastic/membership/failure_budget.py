@@ -379,6 +379,10 @@ class FlapTracker:
             self.quarantine(node, now)
             self._accusations = []
 
+    def __contains__(self, node: str) -> bool:
+        """Whether this name or id is, or was a moment ago, quarantined."""
+        return node in self._until
+
     def quarantined(self, now: float) -> dict[str, float]:
         """Name or id -> until when."""
         return {node: until for node, until in self._until.items() if now < until}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from elastic.membership.records import Node, NodeState, WorldRecord
@@ -17,7 +17,7 @@ class JoiningNodes:
 
     eligible: tuple[NodeView, ...]  # oldest first
     quarantine_ends_s: float | None  # when the first of those in quarantine is eligible again
-    skipped_reasons: tuple[str, ...]  # a sentence for each live node that is not admitted
+    skipped: Mapping[str, str]  # id of each live node that is not admitted -> why, in a sentence
 
 
 def refusal(node: Node, reference: WorldRecord | Node) -> str | None:
@@ -78,9 +78,7 @@ def by_seniority(nodes: Iterable[NodeView]) -> tuple[NodeView, ...]:
 
 def first_node(view: View) -> Node | None:
     """The node that sets min, max and version of a job that has no world yet."""
-    arrived = (
-        n for n in view.nodes if _can_join(n.node, False) and n.liveness is Liveness.ALIVE
-    )
+    arrived = (n for n in view.nodes if _can_join(n.node, False) and n.liveness is Liveness.ALIVE)
     return next((n.node for n in by_seniority(arrived)), None)
 
 
@@ -92,25 +90,27 @@ def find_joining_nodes(
     ``in_process``: the members keep their processes, so a joining node must be ready first.
     """
     members = set(view.world.node_ids) if view.world else set()
-    eligible, skipped_reasons, ends = [], [], []
+    eligible, ends = [], []
+    skipped: dict[str, str] = {}
     for n in by_seniority(n for n in view.nodes if n.node.node_id not in members):
         until = quarantined_until(n.node, view)
         if n.liveness is Liveness.DEAD or not _can_join(n.node, in_process):
             continue
         if sentence := refusal(n.node, reference):
-            skipped_reasons.append(sentence)
+            skipped[n.node.node_id] = sentence
         elif n.liveness is Liveness.SUSPECT:
             if n.suspect_since_s is not None:  # otherwise it has just arrived, and is being probed
-                skipped_reasons.append(f"the leader cannot reach {n.node.name}")
+                skipped[n.node.node_id] = f"the leader cannot reach {n.node.name}"
         elif until is not None and now < until:
-            skipped_reasons.append(f"{n.node.name} is quarantined")
+            why = view.quarantine_reasons.get(n.node.node_id, "")
+            skipped[n.node.node_id] = f"{n.node.name} is quarantined" + f": {why}" * bool(why)
             ends.append(until)
         else:
             eligible.append(n)
     return JoiningNodes(
         eligible=tuple(eligible),
         quarantine_ends_s=min(ends, default=None),
-        skipped_reasons=tuple(skipped_reasons),
+        skipped=skipped,
     )
 
 

@@ -175,4 +175,4 @@ def count(nodes: Sequence[NodeView]) -> str:
 
 def also(reason: str, candidates: JoiningNodes) -> str:
     """The reason, and why waiting nodes are not admitted."""
-    return "; ".join([reason, *candidates.skipped_reasons])
+    return "; ".join([reason, *candidates.skipped.values()])

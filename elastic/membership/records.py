@@ -192,6 +192,8 @@ class Node:
     replica_start: str = ""
     replica: tuple[str, ...] = ()
     mesh: str = ""  # of a replica, as passed to elastic.join; "": not known, or none
+    # The largest world among whose ranks the script's batches can be split; 0: not known.
+    max_ranks: Annotated[int, Meta(ge=0)] = 0
     version: int = RECORD_VERSION
 
     @property

@@ -28,7 +28,7 @@ from elastic.membership.view import (
 )
 
 Nodes = tuple[NodeView, ...]
-NO_CANDIDATES = JoiningNodes(eligible=(), quarantine_ends_s=None, skipped_reasons=())
+NO_CANDIDATES = JoiningNodes(eligible=(), quarantine_ends_s=None, skipped={})
 
 
 @dataclass(frozen=True)
@@ -72,6 +72,18 @@ class SurvivingWorld:
             return None
         why = "; ".join(status.sentences)
         return Wait(reason=f"{why}; the next attempt begins after a pause", until_s=until_s)
+
+    def waiting(self) -> dict[str, str]:
+        """The ids of the nodes that wait outside the world -> why, in words."""
+        candidates = self._candidates()
+        waiting = dict(candidates.skipped)
+        if self.status.ended:
+            why = "the job is ending"
+        elif self._is_full(self.status.survivors):
+            why = self.full_reason
+        else:
+            return waiting
+        return waiting | {n.node.node_id: why for n in candidates.eligible}
 
     # ── nodes ────────────────────────────────────────────────────────────────────────────
 
@@ -117,8 +129,33 @@ class SurvivingWorld:
             survivors,
             waiting,
             per_replica=world.nodes_per_replica,
-            max_nodes=world.max_nodes,
+            max_nodes=self._max_nodes,
             repairs=repairs,
+        )
+
+    @property
+    def _max_nodes(self) -> int:
+        """The limit of the job, or of its script: batches cannot be split among any number of
+        ranks."""
+        limit = self._max_ranks
+        if not limit:
+            return self.world.max_nodes
+        nproc = max(m.nproc for m in self.world.members)
+        return max(min(self.world.max_nodes, limit // nproc), len(self.status.survivors))
+
+    @property
+    def _max_ranks(self) -> int:
+        """As the workers report it: the smallest limit; 0: none is known."""
+        return min((n.node.max_ranks for n in self.view.nodes if n.node.max_ranks), default=0)
+
+    @property
+    def full_reason(self) -> str:
+        """Why the world has no room for further nodes."""
+        if self._max_nodes == self.world.max_nodes:
+            return "the world is full"
+        return (
+            f"the global batch can be split among at most {self._max_ranks} ranks: it has no room "
+            "for more nodes"
         )
 
     def _restarts(self, arrangement: Arrangement) -> bool:
@@ -252,7 +289,7 @@ class SurvivingWorld:
         return self._next(nodes, Cause.JOINED, reason, planned=True)
 
     def _is_full(self, nodes: Nodes) -> bool:
-        return len(nodes) + self.world.nodes_per_replica > self.world.max_nodes
+        return len(nodes) + self.world.nodes_per_replica > self._max_nodes
 
     def _replace_stragglers(self, survivors: Nodes, candidates: JoiningNodes) -> Proposal | Wait:
         """In a full world, let waiting nodes replace a straggler and the nodes of its replica. The
@@ -267,7 +304,7 @@ class SurvivingWorld:
         slow = tuple(n for replica in slow_replicas for n in replica)
         rest = tuple(n for n in survivors if n not in slow)
         if not slow or not rest:
-            return Wait(reason=f"{self._waiting(candidates.eligible)}: the world is full")
+            return Wait(reason=f"{self._waiting(candidates.eligible)}: {self.full_reason}")
         joining = tuple(n for replica in others[: len(slow_replicas)] for n in replica)
         if (late := self._until_all_run(survivors, joining)) is not None:
             return late

@@ -65,6 +65,7 @@ class View:
     missing: tuple[MissingMember, ...]  # members of `world` without a node key
     done: Done | None = None
     quarantined: Mapping[str, float] = field(default_factory=dict)  # node_id or name -> until
+    quarantine_reasons: Mapping[str, str] = field(default_factory=dict)  # node_id -> in words
     failure_reports: tuple[FailureReport, ...] = ()  # of running workers (in-process mode)
     # Node ids of stragglers, and why; only if they may be excluded.
     stragglers: Mapping[str, str] = field(default_factory=dict)

@@ -38,6 +38,7 @@ meanings: dict[str, st.SearchStrategy[Any]] = {
     "nproc": st.integers(1, 16),
     "replica_size": st.integers(1, 64),
     "generation": st.integers(1, 1 << 62),
+    "max_ranks": st.integers(0, 1 << 40),
     "memory_port": st.integers(0, 65535),
     "replica_port": st.integers(0, 65535),
     "ports": st.lists(st.integers(0, 65535), min_size=1, max_size=3).map(tuple),
