@@ -207,6 +207,8 @@ class FailureAccounting:
             lost = self._explaining(self._breakage(broken, None, step_rate, now))
             return self._remember(lost, now)
         breakage = self._explaining(self._breakage(broken, steps, step_rate, now))
+        if broken.failures and all(map(self._is_late, broken.failures)):
+            breakage = replace(breakage, counts=False)
         self._step_at_change = self._step
         origin = broken.origin
         if origin is not None and not budget.healthy(breakage, self._policy):
@@ -355,6 +357,14 @@ class FailureAccounting:
             if not self._is_charged(failed):
                 first.setdefault(failed.node_id, failed)
         return tuple(first.values())
+
+    def _is_late(self, failed: Failed) -> bool:
+        """Whether a node failed in a world that has been charged for another node's failure: all
+        nodes may fail in the same way, and are observed one after the other."""
+        return any(
+            b.generation == failed.generation and b.counts and bool(b.failures)
+            for b in self._breakages
+        )
 
     def _is_charged(self, failed: Failed) -> bool:
         generation, failure = failed.generation, remembered(failed)

@@ -465,6 +465,19 @@ def test_a_failure_is_charged_once_while_the_others_cannot_connect() -> None:
     assert sum(bool(b.failures) for b in accounting.records(NOW, NOW)) == 1
 
 
+def test_the_same_failure_of_all_nodes_counts_once_per_world() -> None:
+    """They are observed one after the other, each when the next world has been written."""
+    accounting = FailureAccounting(OPTIONS)
+    for generation, name in ((8, "n1"), (9, "n2"), (10, "n3")):
+        group = replace(EIGHT, generation=generation)
+        failure = Failed(f"id-{name}", name, "ConfigError: x", 2, 0, generation=8)
+        others = [runs(n, EIGHT) for n in ("n1", "n2", "n3") if n != name]
+        v = view(group, *others, out(name, EIGHT, 2))
+        charged = replace(broken(v), failures=(failure,))
+        assert accounting.charge(charged, None, NOW) is None
+    assert [b.counts for b in accounting.records(NOW, NOW)] == [True, False, False]
+
+
 def test_groups_that_cannot_be_built_do_not_use_up_the_budget() -> None:
     """The network between the nodes fails for minutes: no node, and no script, is at fault."""
     accounting = FailureAccounting(OPTIONS)
