@@ -26,6 +26,7 @@ from elastic.agent.supervision.workers import LinkEvent
 from elastic.clock import SYSTEM_CLOCK
 from elastic.events import StragglerFound
 from elastic.leadership import prober
+from elastic.leadership.job_progress import decode_progress
 from elastic.leadership.leader import NodesEvent
 from elastic.link.protocol import StepReport
 from elastic.liveness.probe import Verdict
@@ -499,6 +500,25 @@ def test_a_new_leader_does_not_train_beside_a_silent_member_of_an_older_world(
     eventually(lambda: [e for e in b.events if "may still run" in getattr(e, "reason", "")])
     assert world_in(server) == planned
     a.service.loop.close()
+
+
+def test_a_node_for_which_the_batch_has_no_room_waits_and_learns_why(
+    server: MemoryServer, start: Start
+) -> None:
+    nodes = trio(server, start)
+    for node in nodes:
+        node.change(max_ranks=3)
+        node.step(10, 1)
+    fourth = start()
+    fourth.change(in_process=True, state=NodeState.READY, max_ranks=3)
+
+    def reason() -> str:
+        entry = MemoryStore(server).get(KEYS.progress)
+        waiting = decode_progress(entry.key, entry.value).waiting if entry is not None else ()
+        return next((w.reason for w in waiting if w.node_id == fourth.id), "")
+
+    assert "at most 3 ranks" in eventually(reason)
+    assert world_in(server).generation == 1
 
 
 def test_a_planned_joining_node_does_not_delay_the_end_of_the_job(

@@ -244,7 +244,28 @@ class InProcessHistories(RuleBasedStateMachine):
                     "workers are gone"
                 )
 
+    def groups(self) -> list[WorldRecord]:
+        """The worlds that make progress."""
+        groups = {
+            m.record.running.nonce: m.record.running
+            for m in self.machines.values()
+            if m.record.running is not None
+        }
+        return [
+            group
+            for group in groups.values()
+            if all(
+                m.steps and m.record.running == group and self.now < m.permitted_until_s
+                for m in (self.machines[i] for i in group.node_ids)
+            )
+        ]
+
     def write(self, proposal: Proposal) -> None:
+        chosen = {n.node_id for n in proposal.nodes}
+        for group in self.groups():
+            assert not chosen or chosen & set(group.node_ids), (
+                f"generation {group.generation} may make progress besides"
+            )
         step = self.world.switch_at_step if self.world else None
         world = world_of(
             proposal,
@@ -335,10 +356,28 @@ class InProcessHistories(RuleBasedStateMachine):
         """Its lease ends; its workers may train for a while."""
         machine = self.pick(number, steps=True)
         if machine is not None:
-            machine.silent_since_s, machine.is_isolated, machine.has_key = self.now, True, False
-            machine.permitted_until_s = self.now + permission_s(self.policy.takeover_s)
+            self.isolate(machine)
             if elects:
                 self.a_new_leader_is_elected()
+
+    def isolate(self, machine: Machine) -> None:
+        machine.silent_since_s, machine.is_isolated, machine.has_key = self.now, True, False
+        machine.permitted_until_s = self.now + permission_s(self.policy.takeover_s)
+
+    @precondition(lambda self: self.ended is None and len(self.machines) < 10)
+    @rule(elects=st.booleans())
+    def a_node_joins_and_the_others_are_isolated(self, elects: bool) -> None:
+        """They may still run the previous world, which does not contain the joining node."""
+        self.the_job_proceeds(seconds=2.0, enters=True)
+        self.a_node_arrives(warm=True)
+        self.all_nodes_get_ready()
+        self.the_job_proceeds(seconds=2.0, enters=False)
+        for machine in self.machines.values():
+            if machine.acts and machine.steps:
+                self.isolate(machine)
+        if elects:
+            self.a_new_leader_is_elected()
+        self.the_leader_decides()
 
     @rule()
     def silent_nodes_die(self) -> None:
@@ -560,18 +599,8 @@ class InProcessHistories(RuleBasedStateMachine):
     def at_most_one_world_makes_progress(self) -> None:
         """A group steps only while all its members are in it. Two such groups share no node, so
         that there must be at most one."""
-        whole = set()
-        for machine in self.machines.values():
-            group = machine.record.running
-            if group is None or not machine.alive:
-                continue
-            inside = (self.machines[i] for i in group.node_ids)
-            if all(m.steps and m.record.running == group and self.is_permitted(m) for m in inside):
-                whole.add((group.generation, group.nonce))
+        whole = {(group.generation, group.nonce) for group in self.groups()}
         assert len(whole) <= 1, f"two worlds make progress: {whole}"
-
-    def is_permitted(self, machine: Machine) -> bool:
-        return self.now < machine.permitted_until_s
 
     @invariant()
     def no_wait_is_without_a_limit(self) -> None:
