@@ -169,6 +169,7 @@ def classify_members(view: View, world: WorldRecord) -> MemberStatus:
     present = {n.node.node_id: n for n in view.nodes}
     missing = {m.member.node_id: m for m in view.missing}
     running, out, gone, absent = [], [], [], []
+    groups, members = _Groups(view, world), frozenset(world.node_ids)
     oldest = _oldest_group(view, world)
     # The record of a finished node outlives it, so that a later leader does not take it for lost.
     # A node that is gone cannot end the job in the name of others that were interrupted, however.
@@ -189,7 +190,7 @@ def classify_members(view: View, world: WorldRecord) -> MemberStatus:
                 ended.append(member.name)
                 absent += [member.name] * _is_absent(m.running, world)
             else:
-                gone.append(_lease_over(m, _groups(m, view, world)))
+                gone.append(_lease_over(m, groups.possible_for(m)))
         elif n.node.state is NodeState.FINISHED:
             ended.append(member.name)
             absent += [member.name] * _is_absent(n.node.running, world)
@@ -206,9 +207,7 @@ def classify_members(view: View, world: WorldRecord) -> MemberStatus:
         gone=tuple(gone),
         finished=tuple(finished),
         ended=tuple(ended),
-        ended_before_s=tuple(
-            n.state_since_s for n in ended_nodes if n.node.node_id not in world.node_ids
-        ),
+        ended_before_s=tuple(n.state_since_s for n in ended_nodes if n.node.node_id not in members),
         peers=_peers_of_finished(view),
         absent=tuple(absent),
         failure_reports=_failure_reports(view, world, running),
@@ -294,36 +293,39 @@ def _lease_over(m: MissingMember, groups: tuple[frozenset[str], ...]) -> Gone:
     )
 
 
-def _groups(m: MissingMember, view: View, world: WorldRecord) -> tuple[frozenset[str], ...]:
-    """The groups in which the workers of a missing member may still step.
+class _Groups:
+    """The groups in which the workers of missing members of ``world`` may still step."""
 
-    If this leader has never seen its key, they are the current world, and the one that it ran when
-    that was written.
-    """
-    current = frozenset(world.node_ids)
-    if m.is_known and m.running is None:
-        return ()
-    if m.proved_dead:
-        return ()
-    if _is_entered(view, world):
-        return (current,)
-    if m.is_known and m.running is not None:
-        return (frozenset(m.running.node_ids),)
-    ran = m.member.ran_generation
-    if ran is None:
-        return (current, frozenset((m.member.node_id,)))
-    if not ran:
-        return (current,)
-    return (current, frozenset(o.node_id for o in world.members if o.ran_generation == ran))
+    def __init__(self, view: View, world: WorldRecord) -> None:
+        self._current = frozenset(world.node_ids)
+        ran: dict[int, set[str]] = {}
+        for member in world.members:
+            if member.ran_generation:
+                ran.setdefault(member.ran_generation, set()).add(member.node_id)
+        self._ran = {generation: frozenset(ids) for generation, ids in ran.items()}
+        # In process, members agree before they report a world: all have entered it if one has.
+        # (Workers of restart mode are only about to start when their node reports it.)
+        self._is_entered = world.mode == "in-process" and any(
+            n.node.running is not None
+            and n.node.running.generation >= world.generation
+            and n.node.node_id in self._current
+            for n in view.nodes
+        )
 
-
-def _is_entered(view: View, world: WorldRecord) -> bool:
-    """Whether a member runs this world, and so all have entered it: in process, they agree before
-    they report it. (Workers of restart mode are only about to start when their node reports it.)"""
-    if world.mode != "in-process":
-        return False
-    groups = (n.node.running for n in view.nodes if n.node.node_id in world.node_ids)
-    return any(group is not None and group.generation >= world.generation for group in groups)
+    def possible_for(self, m: MissingMember) -> tuple[frozenset[str], ...]:
+        """If this leader has never seen its key, they are the current world, and the one that it
+        ran when that was written."""
+        if m.proved_dead or (m.is_known and m.running is None):
+            return ()
+        if self._is_entered:
+            return (self._current,)
+        if m.is_known and m.running is not None:
+            return (frozenset(m.running.node_ids),)
+        ran = m.member.ran_generation
+        if ran == 0:
+            return (self._current,)
+        alone = frozenset((m.member.node_id,))
+        return (self._current, alone if ran is None else self._ran.get(ran, alone))
 
 
 def _gone(n: NodeView) -> Gone | None:
