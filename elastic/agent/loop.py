@@ -84,6 +84,7 @@ class NodeLoop:
             lambda: self.supervisor.checkpoint_step,
             lambda: self.supervisor.planned_steps,
             self._heartbeats.by_node,
+            lambda: term.waiting if (term := self.succession.term) is not None else {},
         )
         self.store_events = StoreEvents(
             context,
@@ -280,7 +281,7 @@ class NodeLoop:
 
     def _judge(self) -> None:
         if (term := self.succession.term) is not None and self._at.status.done is None:
-            term.judge(self._at.status.world.world)
+            term.judge(self._at.status.world)
 
     def _lead(self) -> None:
         term = self.succession.term

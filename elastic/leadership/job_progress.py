@@ -13,6 +13,9 @@ from elastic.errors import RecordError
 from elastic.membership.records import RECORD_VERSION, packed, unpacked
 from elastic.messages import typed_json
 
+MAX_WAITING = 64  # nodes whose reason is recorded
+MAX_REASON_CHARS = 300
+
 
 @dataclass(frozen=True, kw_only=True)
 class RecordedHeartbeat:
@@ -23,6 +26,14 @@ class RecordedHeartbeat:
     step: int | None  # committed, as its workers reported; None: not known
     heard_at_s: float  # wall clock of the leader
     has_joined: bool | None = False  # a worker has called elastic.join(); None: unknown to agents
+
+
+@dataclass(frozen=True, kw_only=True)
+class WaitingNode:
+    """A node that is not admitted to the world."""
+
+    node_id: str
+    reason: str  # in words
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,6 +51,7 @@ class JobProgress:
     goodput: float | None = None  # 0 to 1, an estimate: elastic/telemetry/progress_account.py
     goodput_since_s: float | None = None  # wall clock: what it covers
     heartbeats: tuple[RecordedHeartbeat, ...] = ()  # of the nodes, the leader's own included
+    waiting: tuple[WaitingNode, ...] = ()  # of at most MAX_WAITING nodes
     version: int = RECORD_VERSION
 
 

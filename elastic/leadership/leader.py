@@ -8,7 +8,7 @@ dead member costs a restart of all nodes.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import replace
 
 from elastic.errors import RecordError
@@ -30,6 +30,7 @@ from elastic.membership.decision import (
     View,
     Wait,
     decide,
+    waiting_nodes,
 )
 from elastic.membership.member_status import classify_members
 from elastic.membership.records import (
@@ -46,7 +47,12 @@ from elastic.membership.records import (
 from elastic.node.context import NodeContext
 from elastic.node.status import WorldEntry
 from elastic.store.keyvalue import Deleted, Entry, Put, Reset, Watch
-from elastic.tuning.agent_intervals import LEADER_IDLE_S, LEADER_UNLISTED_S, RECHECK_S
+from elastic.tuning.agent_intervals import (
+    ADOPTION_WAIT_S,
+    LEADER_IDLE_S,
+    LEADER_UNLISTED_S,
+    RECHECK_S,
+)
 
 # A node in such a state is expected to close its connection.
 _EXITING = (NodeState.LEAVING, NodeState.FAILED, NodeState.FINISHED)
@@ -68,6 +74,7 @@ class Leadership:
         self._rechecked_generation = 0  # the generation whose failure made every member suspect
         self.writer = WorldWriter(context, self.roster, self._accounting, announce)
         self._waiting_reason = ""
+        self.waiting: dict[str, str] = {}  # id of each node that is not admitted -> why
         self._prober = Prober(context, self.roster)
         self._hangs = HangJudge(context)
         self._stragglers = StragglerJudge(context)
@@ -153,6 +160,8 @@ class Leadership:
         if changed is None:
             return
         name = self._name(probed.node_id)
+        if (known := self.roster.find(probed.node_id)) and known.node.state is NodeState.FINISHED:
+            return  # it may end at any time: it is not lost
         if was_dead:
             self._at.journal.emit(NodeFound(found=name, reason=reason), level=logging.WARNING)
             self._accounting.found(name)
@@ -213,10 +222,13 @@ class Leadership:
         self.roster.suspect_members_without_key(world, now)
         self.roster.forget_non_members(world)
         self._prober.start_probes(world, now)
-        if self.roster.unsettled() or self.roster.unregistered(world):
+        if self.roster.unsettled() or self._waits_for_registration(world, now):
             return None, now + RECHECK_S
+        if world is None or world.members:  # (one without members has not gone on without them)
+            self._delete_finished(world.node_ids if world is not None else ())
         self._accounting.observe(self._at.status.step_rate)
         view = self._view(entry, done, now)
+        self.waiting = waiting_nodes(view, now, self._policy)
         decision = decide(view, now, self._policy)
         if isinstance(decision, Proposal) and world is not None:
             ended = self._charge(decision, view, entry, now)
@@ -226,17 +238,34 @@ class Leadership:
             decision = decide(self._view(entry, done, now), now, self._policy)
         return self._act(decision, entry, now)
 
-    def judge(self, world: WorldRecord | None) -> None:
+    def judge(self, entry: WorldEntry) -> None:
         """Judge ranks without progress, and stragglers. Raises CoordinationError."""
         if self._listed:
-            self._stragglers.judge(world, self.roster.with_keys())
-            self._hangs.judge(world)
+            self._stragglers.judge(entry.world, self.roster.with_keys())
+            self._hangs.judge(entry)
+
+    def _waits_for_registration(self, world: WorldRecord | None, now: float) -> bool:
+        """Members that respond will register, unless they cannot reach the store: then the others
+        do not wait for longer than for a lease."""
+        limit_s = self._since_s + max(self._at.options.lease_s, ADOPTION_WAIT_S)
+        return now < limit_s and bool(self.roster.unregistered(world))
+
+    def _delete_finished(self, needed: Collection[str] = ()) -> None:
+        """Delete the records of finished nodes that are gone, which have no lease, unless a
+        decision needs them."""
+        for node_id in self.roster.finished_and_gone():
+            if node_id not in needed:
+                self._at.store.delete(self._at.keys.node(node_id))
 
     def _view(self, entry: WorldEntry, done: Done | None, now: float) -> View:
         quarantined = self._accounting.quarantined(now)
         view = self.roster.view(entry.world, entry.since_s, done=done, quarantined=quarantined)
-        stragglers = self._stragglers.stragglers()
-        return replace(view, stragglers=stragglers) if stragglers else view
+        return replace(
+            view,
+            stragglers=self._stragglers.stragglers(),
+            retry_at_s=self._accounting.retry_at_s,
+            quarantine_reasons=self._accounting.quarantine_reasons,
+        )
 
     def _act(
         self, decision: Decision, entry: WorldEntry, now: float
@@ -252,9 +281,7 @@ class Leadership:
                 # written, so that a later start under the same id continues the job.
                 return None, now + RECHECK_S
             case End():
-                ended = self.writer.end(
-                    decision.outcome, decision.reason, decision.exit_code, entry
-                )
+                ended = self._end(decision.outcome, decision.reason, decision.exit_code, entry)
                 return ended, now + RECHECK_S
             case Wait():
                 if decision.reason != self._waiting_reason:
@@ -291,6 +318,10 @@ class Leadership:
                     evidence=verdict.evidence,
                 )
             )
-        return (
-            self.writer.end(Outcome.FAILURE, stop.reason, stop.exit_code, entry) if stop else None
-        )
+        return self._end(Outcome.FAILURE, stop.reason, stop.exit_code, entry) if stop else None
+
+    def _end(self, outcome: Outcome, reason: str, exit_code: int, entry: WorldEntry) -> Done | None:
+        ended = self.writer.end(outcome, reason, exit_code, entry)
+        if ended is not None:
+            self._delete_finished()
+        return ended

@@ -46,7 +46,7 @@ class Prober:
 
     def start_probes(self, world: WorldRecord | None, now: float) -> None:
         """Probe the suspected nodes, and periodically also those without a connection."""
-        due = set(self._roster.unsettled())
+        due = set(self._roster.unsettled() | self._roster.unreached())
         if now >= self._next_recheck_s:
             due.update(self._roster.silent())
             self._next_recheck_s = now + RECHECK_S

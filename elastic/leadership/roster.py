@@ -49,6 +49,7 @@ class Failed:
     step: int | None = None  # steps committed by the worker that failed
     is_oom_kill: bool = False
     kernel_log: tuple[str, ...] = ()  # of its node, since its workers had started
+    generation: int | None = None  # that they left; None: not known
 
 
 class Roster:
@@ -60,6 +61,7 @@ class Roster:
         self._known: dict[str, Known] = {}
         self._liveness: dict[str, Liveness] = {}
         self._unsettled: dict[str, float] = {}  # node_id -> time of the next probe; suspected
+        self._unreached: set[str] = set()  # nodes that have not been probed yet
         self._missing_since: dict[str, float] = {}
         self._suspect_since: dict[str, float] = {}
         # node_id -> report, since when
@@ -109,9 +111,12 @@ class Roster:
         since = before.state_since_s if before is not None and same_state else now
         self._known[node.node_id] = Known(node, lease_id, since, now, True)
         self._missing_since.pop(node.node_id, None)
-        # A record is not proof of life: it may have been sent before its writer died.
-        self._liveness.setdefault(node.node_id, Liveness.ALIVE)
-        if self._liveness[node.node_id] is not Liveness.ALIVE:
+        # A record is not proof of life: it may have been sent before its writer died, or the leader
+        # cannot reach it. Until it has answered once, it is not admitted.
+        if node.node_id not in self._liveness:
+            self._liveness[node.node_id] = Liveness.SUSPECT
+            self._unreached.add(node.node_id)
+        elif self._liveness[node.node_id] is not Liveness.ALIVE:
             self._unsettled[node.node_id] = now  # newer than the verdict: probe again
         self._remember_failure(node)
 
@@ -126,6 +131,7 @@ class Roster:
                 node.failure_step,
                 node.failure_is_oom_kill,
                 node.failure_kernel_log,
+                node.arrived_for,
             )
             self._failures.setdefault(node.arrived_for, {}).setdefault(node.node_id, failed)
 
@@ -162,6 +168,8 @@ class Roster:
         before = self._liveness.get(node_id, Liveness.ALIVE)
         liveness = self._judge(node_id, verdict, before)
         self._liveness[node_id] = liveness
+        is_first = node_id in self._unreached
+        self._unreached.discard(node_id)
         if liveness is Liveness.SUSPECT:
             self._suspect_since.setdefault(node_id, now)
         else:
@@ -170,7 +178,7 @@ class Roster:
         if liveness is Liveness.ALIVE:
             self._connections.answered(node_id)
             self._touch(node_id, now)
-        return liveness if liveness is not before else None
+        return liveness if liveness is not before or is_first else None
 
     def _judge(self, node_id: str, verdict: Verdict, before: Liveness) -> Liveness:
         """A refusal proves a death if the lease or the connection is lost, too. Silence after such
@@ -183,8 +191,9 @@ class Roster:
 
     def _touch(self, node_id: str, now: float) -> None:
         known = self._known.get(node_id)
-        if known is not None:
-            self._known[node_id] = replace(known, last_sign_s=now)
+        if known is None:
+            return  # a member without a lease: its workers' permission to train ends regardless
+        self._known[node_id] = replace(known, last_sign_s=now)
         if node_id in self._missing_since:
             self._missing_since[node_id] = now
 
@@ -212,18 +221,41 @@ class Roster:
         """Whether the current evidence proves that it is dead."""
         return self._liveness.get(node_id) is Liveness.DEAD
 
+    def unreached(self) -> frozenset[str]:
+        """New nodes, to be probed at once. Decisions do not wait for them."""
+        return frozenset(self._unreached)
+
     def unsettled(self) -> frozenset[str]:
         """Suspected nodes; nothing is decided before they are settled."""
         return frozenset(self._unsettled)
 
     def silent(self) -> tuple[str, ...]:
-        """Nodes to probe periodically: silent, alive without a key, or dead with one."""
+        """Nodes to probe periodically: silent, alive without a key, or dead with one. Not finished
+        ones, whose keys outlive them."""
         return tuple(
             node_id
             for node_id, liveness in self._liveness.items()
-            if liveness is Liveness.SUSPECT
-            or (liveness is Liveness.ALIVE and node_id in self._missing_since)
-            or (liveness is Liveness.DEAD and node_id not in self._missing_since)
+            if (
+                liveness is Liveness.SUSPECT
+                or (liveness is Liveness.ALIVE and node_id in self._missing_since)
+                or (liveness is Liveness.DEAD and node_id not in self._missing_since)
+            )
+            and not self._has_finished(node_id)
+        )
+
+    def _has_finished(self, node_id: str) -> bool:
+        known = self._known.get(node_id)
+        return known is not None and known.node.state is NodeState.FINISHED
+
+    def finished_and_gone(self) -> tuple[str, ...]:
+        """Finished nodes that do not respond, and whose records remain."""
+        return tuple(
+            node_id
+            for node_id, known in self._known.items()
+            if known.present
+            and self._has_finished(node_id)
+            and node_id not in self._unsettled
+            and self._liveness.get(node_id) is not Liveness.ALIVE
         )
 
     @property
@@ -279,6 +311,7 @@ class Roster:
         for table in tables:
             for node_id in table.keys() - kept:
                 del table[node_id]
+        self._unreached &= kept
         self._connections.retain_only(kept)
 
     def nodes_that_run(self, world: WorldReference) -> tuple[str, ...]:
@@ -299,14 +332,10 @@ class Roster:
         return max(running, key=lambda world: world.generation, default=None)
 
     def failures_since(self, generation: int) -> tuple[Failed, ...]:
-        """The failures of workers in this and later generations, one per node, the first to fail
-        first. Failures of earlier generations are dropped."""
-        self._failures = {g: found for g, found in self._failures.items() if g >= generation}
-        first: dict[str, Failed] = {}
-        for generation in sorted(self._failures):
-            for node_id, failed in self._failures[generation].items():
-                first.setdefault(node_id, failed)
-        return tuple(first.values())
+        """The failures of workers in this and later generations, one per node and generation, the
+        first to fail first. Failures of earlier generations are dropped."""
+        self._failures = {g: failed for g, failed in self._failures.items() if g >= generation}
+        return tuple(f for g in sorted(self._failures) for f in self._failures[g].values())
 
     def view(
         self,
@@ -361,5 +390,6 @@ class Roster:
             proved_dead=self._liveness.get(member.node_id) is Liveness.DEAD,
             last_sign_s=self._missing_since.get(member.node_id, world_since_s),
             finished=known is not None and known.node.state is NodeState.FINISHED,
+            is_known=known is not None,
             running=known.node.running if known is not None else None,
         )

@@ -22,7 +22,8 @@ from elastic.node.run_secret import LIVENESS
 from elastic.store.keyvalue import Entry, Lease
 from elastic.tuning.agent_intervals import FOLLOW_AGAIN_S
 
-_DEPARTING = (NodeState.LEAVING, NodeState.FAILED)
+# (The record of a finished node has no lease to which the leader's key could be attached.)
+_DEPARTING = (NodeState.LEAVING, NodeState.FAILED, NodeState.FINISHED)
 
 
 @dataclass(frozen=True)
@@ -192,17 +193,22 @@ class Succession:
         self, node_id: str, was_leader: bool, *, fell_silent: bool = False
     ) -> None:
         """A liveness connection closed: a suspicion, to be probed."""
-        self.connections.closed(node_id, was_leader, fell_silent=fell_silent)
+        # Nobody needs to follow a node that does not lead: a follower that leaves it is not lost.
+        is_expected = not was_leader and self.term is None
+        self.connections.closed(node_id, was_leader, is_lost=not (fell_silent or is_expected))
         if self.term is not None:
             self.term.on_closed(node_id)
         entry = self._entry
         if not was_leader or entry is None or entry.leader.node_id != node_id:
             return
-        if self._probing is None or not self._probing.is_alive():
-            self._probing = threading.Thread(
-                target=self._probe, args=(entry,), name="elastic-probe-leader", daemon=True
-            )
-            self._probing.start()
+        if self._probing is not None and self._probing.is_alive():
+            # Perhaps of a former leader, whose verdict says nothing about this one.
+            self._follow_at_s = self._at.clock.monotonic() + FOLLOW_AGAIN_S
+            return
+        self._probing = threading.Thread(
+            target=self._probe, args=(entry,), name="elastic-probe-leader", daemon=True
+        )
+        self._probing.start()
 
     def _probe(self, entry: LeaderEntry) -> None:
         leader, world = entry.leader, self._at.status.world.world

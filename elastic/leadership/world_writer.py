@@ -174,7 +174,8 @@ class WorldWriter:
         return step_rate
 
     def end(self, outcome: Outcome, reason: str, exit_code: int, entry: WorldEntry) -> Done | None:
-        """Write the job's outcome; None if it is already written."""
+        """Write the job's outcome; None if it is already written, or if another leader has written
+        a world since: the job goes on in that."""
         step_rate = self._at.status.step_rate
         done = Done(
             outcome=outcome,
@@ -186,7 +187,10 @@ class WorldWriter:
             breakages=self._breakages() if outcome is Outcome.FAILURE else (),
         )
         revision = self._at.store.compare_and_swap(
-            self._at.keys.done, encode(done), expected_revision=0
+            self._at.keys.done,
+            encode(done),
+            expected_revision=0,
+            basis=(self._at.keys.world, entry.mod_revision),
         )
         return done if revision is not None else None
 

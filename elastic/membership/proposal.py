@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 
 from elastic.membership.joining_nodes import JoiningNodes
 from elastic.membership.records import (
     BreakageRecord,
     Cause,
+    Member,
     Node,
     NodeState,
     WorldRecord,
@@ -117,7 +119,7 @@ def world_of(
     lineage = (*last.lineage, last.generation) if last else ()
     return WorldRecord(
         generation=proposal.generation,
-        members=tuple(n.as_member() for n in proposal.nodes),
+        members=tuple(_member_of(n, last) for n in proposal.nodes),
         store_host=host.address if host else "",
         store_port=host.ports[proposal.generation % len(host.ports)] if host else 0,
         nonce=nonce,
@@ -137,6 +139,13 @@ def world_of(
         breakages=breakages,
         committed_step=_floor(last.committed_step if last else None, committed_step),
     )
+
+
+def _member_of(node: Node, last: WorldRecord | None) -> Member:
+    ran = 0  # the workers of a joining node run no world
+    if last is not None and node.node_id in last.node_ids:
+        ran = node.running.generation if node.running is not None else node.arrived_for
+    return replace(node.as_member(), ran_generation=ran)
 
 
 def _memory_of(node: Node) -> MemoryLocation:
@@ -179,5 +188,5 @@ def count(nodes: Sequence[NodeView]) -> str:
 
 def also(reason: str, candidates: JoiningNodes) -> str:
     """The reason, and why waiting nodes are not admitted."""
-    skipped = listed(candidates.skipped_reasons, "; ")
+    skipped = listed([*candidates.skipped.values()], "; ")
     return f"{reason}; {skipped}" if skipped else reason

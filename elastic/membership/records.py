@@ -109,6 +109,10 @@ class Member:
     process: ProcessDigest
     memory_port: _Port = 0  # where its memory for checkpoints is served; 0: it has none
     replica_port: _Port = 0  # where the ranks of a replica connect if this is its first node
+    # The last generation that its workers had run when this world was written; 0 if it joined with
+    # this world, None: not known. It outlives the node's key: from it, a leader that has never seen
+    # the key knows in which older group the node may still train, and with whom.
+    ran_generation: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -227,6 +231,8 @@ class Node:
     replica_start: str = ""
     replica: tuple[str, ...] = ()
     mesh: str = ""  # of a replica, as passed to elastic.join; "": not known, or none
+    # The largest world among whose ranks the script's batches can be split; 0: not known.
+    max_ranks: Annotated[int, Meta(ge=0)] = 0
     version: int = RECORD_VERSION
 
     @property

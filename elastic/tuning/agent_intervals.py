@@ -201,6 +201,9 @@ SUSPECT_S = 15.0
 # The same if connections of other members' workers to that node have timed out as well: a few
 # probes are then sufficient.
 CUT_OFF_S = 3.0
+# If the group of the same members repeatedly cannot be built, each further attempt waits twice as
+# long, from a second up to this: a network that returns is used soon.
+BUILD_BACKOFF_CAP_S = 30.0
 # Failures within this time count towards the failure budget (failure_window_s): with the default
 # budget, one restart per minute.
 FAILURE_WINDOW_S = 600.0

@@ -62,6 +62,17 @@ def test_a_swap_succeeds_only_on_the_expected_revision(store: KeyValue, root: st
     assert entry is not None and (entry.value, entry.mod_revision) == (b"2", second)
 
 
+def test_a_swap_succeeds_only_while_its_basis_is_unchanged(store: KeyValue, root: str) -> None:
+    key, world = f"{root}done", f"{root}world"
+    assert store.compare_and_swap(key, b"1", expected_revision=0, basis=(world, 1)) is None
+    absent = store.compare_and_swap(key, b"1", expected_revision=0, basis=(world, 0))
+    assert absent is not None
+    revision = store.put(world, b"8")
+    assert store.compare_and_swap(key, b"2", expected_revision=None, basis=(world, 0)) is None
+    second = store.compare_and_swap(key, b"2", expected_revision=None, basis=(world, revision))
+    assert second is not None and second > absent
+
+
 def test_one_of_two_swaps_with_the_same_bytes_succeeds(
     open_store: Callable[[], KeyValue], root: str
 ) -> None:

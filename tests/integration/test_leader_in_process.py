@@ -26,8 +26,12 @@ from elastic.agent.supervision.workers import LinkEvent
 from elastic.clock import SYSTEM_CLOCK
 from elastic.errors import CoordinationError
 from elastic.events import StragglerFound
+from elastic.leadership import prober
+from elastic.leadership.job_progress import decode_progress
 from elastic.leadership.node_records import NodesEvent
 from elastic.link.protocol import StepReport
+from elastic.liveness.probe import Verdict
+from elastic.membership.decision import Liveness
 from elastic.membership.records import (
     Cause,
     Done,
@@ -489,6 +493,57 @@ def test_below_min_nodes_the_survivors_pause_and_resume_without_restart(
     world = generation(server, 3)
     assert (world.state, world.mode) == (WorldState.ACTIVE, "in-process")
     assert (world.node_ids, world.switch_at_step) == ((a.id, b.id, c.id), None)
+
+
+def test_a_new_leader_does_not_train_beside_a_silent_member_of_an_older_world(
+    server: MemoryServer, start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """a trains alone in generation 1 until the step at which b joins. It falls silent before, and
+    its lease ends: the keys tell b nothing of it, only the world does."""
+    a = start(min_nodes=1, options=replace(OPTIONS, takeover_s=300.0))
+    first = a.enter()
+    a.ready()
+    a.run(first)
+    a.step(100, 1, step_time_s=30.0)
+    b = start(min_nodes=1, options=replace(OPTIONS, takeover_s=300.0))
+    b.ready()
+    planned = generation(server, 2)
+    assert planned.node_ids == (a.id, b.id) and planned.switch_at_step is not None
+    eventually(lambda: b.status.world.world == planned)
+    probe = prober.probe
+
+    def probe_unless_silent(host: str, port: int, node_id: str, **more: Any) -> Verdict:
+        if node_id == a.id:
+            return Verdict(Liveness.SUSPECT, "silent")
+        return probe(host, port, node_id, **more)
+
+    monkeypatch.setattr(prober, "probe", probe_unless_silent)
+    lease = a.lease_id()
+    a.stop()
+    server.expire(lease)
+    eventually(lambda: leader_in(server) == b.id)
+    eventually(lambda: [e for e in b.events if "may still run" in getattr(e, "reason", "")])
+    assert world_in(server) == planned
+    a.service.loop.close()
+
+
+def test_a_node_for_which_the_batch_has_no_room_waits_and_learns_why(
+    server: MemoryServer, start: Start
+) -> None:
+    nodes = trio(server, start)
+    for node in nodes:
+        node.change(max_ranks=3)
+        node.step(10, 1)
+    fourth = start()
+    fourth.change(in_process=True, state=NodeState.READY, max_ranks=3)
+
+    def reason() -> str:
+        entry = MemoryStore(server).get(KEYS.progress)
+        waiting = decode_progress(entry.key, entry.value).waiting if entry is not None else ()
+        return next((w.reason for w in waiting if w.node_id == fourth.id), "")
+
+    assert "at most 3 ranks" in eventually(reason)
+    assert world_in(server).generation == 1
 
 
 def test_a_planned_joining_node_does_not_delay_the_end_of_the_job(

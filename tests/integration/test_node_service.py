@@ -238,6 +238,11 @@ def leader_in(server: MemoryServer) -> str | None:
     return decode(Leader, entry.key, entry.value).node_id if entry else None
 
 
+def state_of(server: MemoryServer, node: TestNode) -> NodeState | None:
+    entry = MemoryStore(server).get(KEYS.node(node.id))
+    return decode(Node, entry.key, entry.value).state if entry else None
+
+
 def trio(start: Callable[..., TestNode], **more: Any) -> list[TestNode]:
     # The third node may be slow on a busy machine: the last call waits for it.
     options = replace(more.pop("options", OPTIONS), last_call_s=60.0, join_timeout_s=120.0)
@@ -590,6 +595,26 @@ def test_a_new_leader_unaware_of_the_end_of_the_job_evicts_no_node(
     eventually(lambda: successor.status.done)
     assert not [event for event in successor.events if isinstance(event, NodeLost)]
     assert world_in(server).generation == 1
+
+
+@pytest.mark.parametrize("is_leader", [True, False], ids=["leader", "follower"])
+def test_a_node_that_has_finished_may_leave_before_the_others_have(
+    start: Callable[..., TestNode], server: MemoryServer, is_leader: bool
+) -> None:
+    """A later leader counts it as finished, too: its record outlives its lease."""
+    a, b = start(max_nodes=2).arrive(), start(max_nodes=2).arrive()
+    a.enter(), b.enter()
+    first, last = (a, b) if (a.id == leader_in(server)) == is_leader else (b, a)
+    first.service.finished()
+    eventually(lambda: state_of(server, first) is NodeState.FINISHED)
+    first.service.close()
+    eventually(lambda: leader_in(server) == last.id)
+    eventually(lambda: [e for e in last.events if isinstance(e, Waiting)])
+    end = last.service.finish()
+    assert end is not None and end.outcome is Outcome.SUCCESS
+    assert world_in(server).generation == 1
+    assert not [event for event in last.events if isinstance(event, NodeLost)]
+    assert MemoryStore(server).get(KEYS.node(first.id)) is None  # nothing remains of it
 
 
 def test_a_node_joining_a_finished_job_gets_its_outcome(start: Callable[..., TestNode]) -> None:

@@ -23,7 +23,7 @@ from elastic.membership.records import (
 )
 from elastic.node.context import NodeContext
 from elastic.node.run_secret import RunSecret
-from elastic.node.status import NodeStatus
+from elastic.node.status import NodeStatus, WorldEntry
 from elastic.secure_channel.keys import SecretKey
 from elastic.testing.doubles.manual_clock import ManualClock
 from elastic.testing.doubles.memory_store import MemoryStore
@@ -41,6 +41,7 @@ class Journal:
 class Leader:
     def __init__(self, running: WorldRecord = WORLD) -> None:
         self.store = MemoryStore()
+        self.world_revision = 0  # as this leader knows it
         record = node("n1", NodeState.READY, in_process=True, running=running)
         self.judge = HangJudge(
             NodeContext(
@@ -62,7 +63,7 @@ class Leader:
             self.judge.put(KEYS.hang(node_id), record)
 
     def verdict(self, of: WorldRecord = WORLD) -> HangVerdict | None:
-        self.judge.judge(of)
+        self.judge.judge(WorldEntry(of, self.world_revision, 0.0))
         entry = self.store.get(KEYS.hang_verdict)
         return decode(HangVerdict, entry.key, entry.value) if entry is not None else None
 
@@ -106,6 +107,16 @@ def test_no_verdict_before_every_node_has_published_facts() -> None:
     verdict = leader.verdict()
     assert verdict is not None
     assert (verdict.action, verdict.node_id) == (HangAction.ABORT_AND_REFORM, "id-n1")
+
+
+def test_a_former_leader_writes_no_verdict() -> None:
+    leader = Leader()
+    leader.receives_facts(*(rank(n, quiet_s=60.0) for n in range(3)))
+    leader.world_revision = leader.store.put(KEYS.world, b"7")
+    successors = leader.store.put(KEYS.world, b"8")
+    assert leader.verdict() is None
+    leader.world_revision = successors
+    assert leader.verdict() is not None
 
 
 def test_facts_of_an_earlier_world_are_ignored() -> None:

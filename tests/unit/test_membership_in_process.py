@@ -20,7 +20,14 @@ from membership_nodes import (
     world,
 )
 
-from elastic.membership.decision import End, MissingMember, NodeView, View, decide
+from elastic.membership.decision import (
+    End,
+    MissingMember,
+    NodeView,
+    View,
+    decide,
+    waiting_nodes,
+)
 from elastic.membership.records import (
     Cause,
     FailureReport,
@@ -269,6 +276,34 @@ def test_the_death_of_a_joining_node_cancels_the_switch_without_abort() -> None:
     v = view(PENDING, *members("n1", "n2", "n3"), gone=[missing("n4", proved_dead=True)])
     p = proposal(v)
     assert (named(p), p.cause, p.planned) == (["n1", "n2", "n3"], Cause.LOST, True)
+
+
+def test_a_world_does_not_grow_beyond_what_the_batch_can_be_split_among() -> None:
+    def with_limit(n: NodeView, ranks: int) -> NodeView:
+        return replace(n, node=replace(n.node, max_ranks=ranks))
+
+    nodes = [with_limit(n, 4) for n in (*members("n1", "n2", "n3"), ready("n4", None))]
+    assert named(proposal(view(SEVEN, *nodes))) == ["n1", "n2", "n3", "n4"]
+    few = [with_limit(n, 3) for n in nodes]
+    w = wait(view(SEVEN, *few))
+    assert "n4 waits: the global batch can be split among at most 3 ranks" in w.reason
+    reasons = waiting_nodes(view(SEVEN, *few), NOW, POLICY)
+    assert list(reasons) == ["id-n4"] and "at most 3 ranks" in reasons["id-n4"]
+    lost = view(SEVEN, *few[:2], few[3], gone=[missing("n3", proved_dead=True)])
+    assert named(proposal(lost)) == ["n1", "n2", "n4"]
+    unknown = [with_limit(n, 0) for n in nodes]
+    assert named(proposal(view(SEVEN, *unknown))) == ["n1", "n2", "n3", "n4"]
+
+
+def test_waiting_nodes_learn_why() -> None:
+    silent = suspect(ready("n4", None))
+    excluded = ready("n5", None)
+    v = view(SEVEN, *members("n1", "n2", "n3"), silent, excluded, quarantined={"id-n5": NOW + 9})
+    v = replace(v, quarantine_reasons={"id-n5": "no module named 'apex'"})
+    assert waiting_nodes(v, NOW, POLICY) == {
+        "id-n4": "the leader cannot reach n4",
+        "id-n5": "n5 is quarantined: no module named 'apex'",
+    }
 
 
 def test_a_pause_in_process_resumes_in_process() -> None:

@@ -45,6 +45,7 @@ meanings: dict[str, st.SearchStrategy[Any]] = {
     "nproc": st.integers(1, 16),
     "replica_size": st.integers(1, 64),
     "generation": st.integers(1, 1 << 62),
+    "max_ranks": st.integers(0, 1 << 40),
     "memory_port": st.integers(0, 65535),
     "replica_port": st.integers(0, 65535),
     "ports": st.lists(st.integers(0, 65535), min_size=1, max_size=3).map(tuple),
@@ -105,6 +106,7 @@ MEMBER = {
     "liveness_port": 1,
     "memory_port": 2,
     "replica_port": 3,
+    "ran_generation": 6,
     "process": {"table": "5f", "pid": 2, "start_ticks": 3},
 }
 WORLD = {
@@ -435,6 +437,15 @@ def test_invalid_run_ids_are_rejected(run_id: str) -> None:
     with pytest.raises(ConfigError) as caught:
         Keys.of("/elastic", run_id)
     assert repr(run_id) in caught.value.message and "--rdzv-id" in caught.value.hint
+
+
+@pytest.mark.parametrize(
+    ("prefix", "run_id"), [("/elastic/team", "nodes"), ("/elastic/team/hangs", "job")]
+)
+def test_no_job_is_among_the_keys_of_another_one(prefix: str, run_id: str) -> None:
+    with pytest.raises(ConfigError, match="another job"):
+        Keys.of(prefix, run_id)
+    assert Keys.of("/nodes", "job").root == "/nodes/job/"
 
 
 @pytest.mark.parametrize("prefix", ["", "elastic", "/a\nb", "/\udcff"])

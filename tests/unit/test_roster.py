@@ -9,7 +9,7 @@ from membership_nodes import node, world
 from elastic.leadership.roster import Roster
 from elastic.liveness.connections import Connections
 from elastic.liveness.probe import Verdict
-from elastic.membership.decision import Liveness
+from elastic.membership.decision import Liveness, Policy, Proposal, decide
 from elastic.membership.failure_budget import FlapTracker
 from elastic.membership.records import Keys, NodeState, WorldReference, group_of
 
@@ -24,13 +24,14 @@ GONE = Verdict(Liveness.DEAD, "its process no longer exists")
 
 
 class Leader:
-    """A roster that knows one node, which is registered and connected."""
+    """A roster that knows one node, which is registered and connected, and has been probed."""
 
     def __init__(self) -> None:
         self.connections = Connections()
         self.connections.opened(ID, False)
         self.roster = Roster(KEYS, self.connections)
         self.registers()
+        self.roster.settle(ID, ALIVE, 1.0)
 
     def registers(self) -> None:
         self.roster.put(NODE, 7, now=1.0)
@@ -74,6 +75,42 @@ def test_a_refusal_and_a_lost_lease_prove_a_death() -> None:
     leader.loses_its_lease()
     assert ID in leader.roster.unsettled()
     assert leader.answers(REFUSED) is Liveness.DEAD
+
+
+def test_a_new_node_is_not_admitted_before_it_has_answered() -> None:
+    """It may have a certificate that this leader does not accept."""
+    roster = Roster(KEYS, Connections())
+    for i, name in enumerate(("n1", "n2"), 1):
+        roster.put(node(name, limits=(1, 2)), i, now=1.0)
+    assert roster.unreached() == {"id-n1", "id-n2"}
+    assert not roster.unsettled(), "decisions do not wait for it"
+    assert roster.settle("id-n2", SILENT, 2.0) is Liveness.SUSPECT
+    roster.settle("id-n1", ALIVE, 2.0)
+    assert not roster.unreached()
+    view = roster.view(None, 0.0, done=None, quarantined={})
+    decision = decide(view, 100.0, Policy(min_nodes=1, max_nodes=2))
+    assert isinstance(decision, Proposal)
+    assert [n.name for n in decision.nodes] == ["n1"]
+    assert roster.silent() == ("id-n2",)
+
+
+def test_the_record_of_a_finished_node_is_not_polled() -> None:
+    roster = Roster(KEYS, Connections())
+    ended = node("n1", NodeState.FINISHED, running=WORLD)
+    roster.put(ended, 0, now=1.0)
+    roster.settle(ID, REFUSED, 2.0)
+    assert roster.silent() == ()
+    assert roster.finished_and_gone() == (ID,)
+
+
+def test_answers_without_a_key_are_no_sign_of_permitted_workers() -> None:
+    """A member that this leader has never seen is cut off from the store: its workers stop."""
+    roster = Roster(KEYS, Connections())
+    roster.suspect_members_without_key(WORLD, 1.0)
+    for now in (2.0, 3.0):
+        roster.settle(ID, ALIVE, now)
+    (missing, _) = roster.view(WORLD, 0.0, done=None, quarantined={}).missing
+    assert (missing.last_sign_s, missing.is_known) == (1.0, False)
 
 
 def test_silence_proves_no_death() -> None:
@@ -174,7 +211,7 @@ def test_a_node_found_alive_is_not_charged_with_a_failure() -> None:
 def test_a_silent_connection_is_not_lost() -> None:
     """Neither end closed it: the process may live behind a firewall that sends refusals."""
     leader = Leader()
-    leader.connections.closed(ID, False, fell_silent=True)
+    leader.connections.closed(ID, False, is_lost=False)
     assert not leader.connections.is_lost(ID)
     assert leader.answers(REFUSED) is Liveness.SUSPECT
 
@@ -238,6 +275,7 @@ def test_nodes_that_come_and_go_leave_nothing_behind() -> None:
     roster = Roster(KEYS, connections)
     for name in ("n1", "n2"):
         roster.put(replace(NODE, node_id=f"id-{name}"), 7, now=1.0)
+        roster.settle(f"id-{name}", ALIVE, 1.0)
     for number in range(200):
         pod = f"pod-{number}"
         connections.opened(pod, False)

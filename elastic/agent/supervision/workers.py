@@ -134,8 +134,8 @@ class Workers:
                 if self._at.status.to_replace:
                     self._at.status.undecided.add(worker.pid)
                 self._welcome(worker)
-            case Ready():
-                self._on_ready(worker)
+            case Ready(max_ranks=max_ranks):
+                self._on_ready(worker, max_ranks)
             case ReplicaJoin():
                 self.replicas.join(worker, message)
             case ReplicaMet():
@@ -173,14 +173,17 @@ class Workers:
             self._server.send(CountEvents(), worker)
         self._announced.welcome(worker)
 
-    def _on_ready(self, worker: Worker) -> None:
+    def _on_ready(self, worker: Worker, max_ranks: int) -> None:
         self._known.ready.add(worker.pid)
         self._at.status.undecided.add(worker.pid)
         if len(self._known.ready & self._known.present) < self._node.nproc:
             return
         if self._node.state is NodeState.STARTING:
             self._at.status.to_replace.clear()
-            publish_change(self._at, lambda n: replace(n, in_process=True, state=NodeState.READY))
+            publish_change(
+                self._at,
+                lambda n: replace(n, in_process=True, state=NodeState.READY, max_ranks=max_ranks),
+            )
 
     def _on_heartbeat(self, worker: Worker, heartbeat: Heartbeat) -> None:
         if worker.local_rank == 0 and (heartbeat.phase == IN_STEP or heartbeat.step_time_s > 0):

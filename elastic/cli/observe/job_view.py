@@ -159,7 +159,11 @@ class JobView:
         return heartbeats_by_node(self.progress, self.at_s)
 
     def why_waiting(self, node: Node) -> str:
-        """``1 of 2 nodes of a replica`` if that is why the node is not in the world."""
+        """Why the node is not in the world, such as ``1 of 2 nodes of a replica``; empty if it is,
+        or if it is about to join."""
+        for waiting in self.progress.waiting if self.progress is not None else ():
+            if waiting.node_id == node.node_id:
+                return waiting.reason
         if node.nodes_per_replica == 1:
             return ""
         from elastic.membership.replicas import why_waiting  # slow to import, and rarely needed

@@ -16,6 +16,7 @@ from elastic.membership.records import (
     encode,
 )
 from elastic.node.context import NodeContext
+from elastic.node.status import WorldEntry
 
 
 class HangJudge:
@@ -42,8 +43,9 @@ class HangJudge:
         """All ranks of a node make progress, or it is gone."""
         self._facts.pop(key.removeprefix(self._at.keys.hangs), None)
 
-    def judge(self, world: WorldRecord | None) -> None:
+    def judge(self, entry: WorldEntry) -> None:
         """Write a verdict if there is a new one."""
+        world = entry.world
         if world is None or not self._facts:
             return
         # Facts about the last world are superseded by this one.
@@ -70,8 +72,13 @@ class HangJudge:
         )
         if self._is_announced(record):
             return
-        self._at.store.put(self._at.keys.hang_verdict, encode(record))
-        self._announced = record
+        # A former leader must not replace the verdict of its successor.
+        basis = (self._at.keys.world, entry.mod_revision)
+        written = self._at.store.compare_and_swap(
+            self._at.keys.hang_verdict, encode(record), expected_revision=None, basis=basis
+        )
+        if written is not None:
+            self._announced = record
 
     def _running(self, world: WorldRecord) -> WorldRecord:
         """A planned world does not run before a member has switched to it."""

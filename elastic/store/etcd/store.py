@@ -109,10 +109,18 @@ class EtcdStore:
         return int(reply.message.header.revision)
 
     def compare_and_swap(
-        self, key: str, value: bytes, *, expected_revision: int, lease: Lease | None = None
+        self,
+        key: str,
+        value: bytes,
+        *,
+        expected_revision: int | None,
+        lease: Lease | None = None,
+        basis: tuple[str, int] | None = None,
     ) -> int | None:
         write = self._rpc.RequestOp(request_put=self._put_request(key, value, lease))
-        reply = self._if_unchanged(f"swap {key}", key, expected_revision, write, lease)
+        expected = [] if expected_revision is None else [(key, expected_revision)]
+        expected += [] if basis is None else [basis]
+        reply = self._if_unchanged(f"swap {key}", key, expected, write, lease)
         if reply.message.succeeded:
             return int(reply.message.header.revision)
         kvs = reply.message.responses[0].response_range.kvs
@@ -127,7 +135,8 @@ class EtcdStore:
         write = self._rpc.RequestOp(
             request_delete_range=self._rpc.DeleteRangeRequest(key=bytes_of(key))
         )
-        reply = self._if_unchanged(f"delete {key}", key, expected_revision, write, None)
+        expected = [(key, expected_revision)]
+        reply = self._if_unchanged(f"delete {key}", key, expected, write, None)
         if reply.message.succeeded:
             return bool(reply.message.responses[0].response_delete_range.deleted)
         # After a lost reply, the version to delete no longer exists: report success.
@@ -229,18 +238,26 @@ class EtcdStore:
         return self._rpc.PutRequest(key=bytes_of(key), value=value, lease=lease_id)
 
     def _if_unchanged(
-        self, what: str, key: str, expected_revision: int, write: Any, lease: Lease | None
+        self,
+        what: str,
+        key: str,
+        expected: Sequence[tuple[str, int]],
+        write: Any,
+        lease: Lease | None,
     ) -> Reply:
-        """Execute ``write`` if the key's mod revision is the expected one, else read the key."""
+        """Execute ``write`` if the expected keys have these mod revisions, else read ``key``."""
         rpc = self._rpc
-        condition = rpc.Compare(
-            key=bytes_of(key),
-            target=rpc.Compare.MOD,
-            result=rpc.Compare.EQUAL,
-            mod_revision=expected_revision,
-        )
+        conditions = [
+            rpc.Compare(
+                key=bytes_of(expected_key),
+                target=rpc.Compare.MOD,
+                result=rpc.Compare.EQUAL,
+                mod_revision=revision,
+            )
+            for expected_key, revision in expected
+        ]
         read = rpc.RequestOp(request_range=rpc.RangeRequest(key=bytes_of(key)))
-        request = rpc.TxnRequest(compare=[condition], success=[write], failure=[read])
+        request = rpc.TxnRequest(compare=conditions, success=[write], failure=[read])
         return self._call(what, lambda c: c.kv.Txn, request, lease=lease)
 
     def _watch_silence(self) -> None:
