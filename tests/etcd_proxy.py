@@ -5,12 +5,15 @@ from __future__ import annotations
 import contextlib
 import socket
 import threading
+import time
 
 
 class CuttingProxy:
     """Forwards ``endpoint`` (host:port) until told otherwise. ``with CuttingProxy(e) as p``."""
 
-    def __init__(self, endpoint: str, listen: str = "127.0.0.1") -> None:
+    def __init__(
+        self, endpoint: str, listen: str = "127.0.0.1", *, handshake_s: float = 0.0
+    ) -> None:
         host, port = endpoint.split(":")
         self._target = (host, int(port))
         self._listener = socket.create_server((listen, 0))
@@ -18,6 +21,7 @@ class CuttingProxy:
         self._lock = threading.Lock()
         self._pairs: list[tuple[socket.socket, socket.socket]] = []
         self._threads: list[threading.Thread] = []
+        self._handshake_s = handshake_s  # the first bytes of a connection arrive so much later
         self._mute = False  # drop what the server says
         self._closed_door = False  # cut whoever connects
 
@@ -79,6 +83,8 @@ class CuttingProxy:
             self._spawn(self._forward, server, client, True)
 
     def _forward(self, source: socket.socket, sink: socket.socket, is_reply: bool) -> None:
+        if is_reply:
+            time.sleep(self._handshake_s)
         with contextlib.suppress(OSError):
             while data := source.recv(65536):
                 if not (is_reply and self._mute):

@@ -9,7 +9,7 @@ import math
 from elastic.errors import CoordinationError, NodeRefused, RecordError
 from elastic.events import Waiting
 from elastic.membership.decision import refusal
-from elastic.membership.records import Keys, Node, WorldRecord, decode
+from elastic.membership.records import Keys, Node, NodeState, WorldRecord, decode
 from elastic.membership.replicas import why_waiting
 from elastic.node.context import NodeContext
 from elastic.store.keyvalue import Entry, KeyValue
@@ -43,6 +43,8 @@ def _reference(
             nodes.append(decode(Node, entry.key, entry.value))
         except RecordError:
             continue
+    # The record of a finished node remains after its end.
+    nodes = [n for n in nodes if n.state is not NodeState.FINISHED]
     if world is not None and any(n.node_id in world.node_ids for n in nodes):
         return world
     others = (n for n in nodes if n.node_id != but)

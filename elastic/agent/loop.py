@@ -28,8 +28,9 @@ from elastic.agent.permission import Permission
 from elastic.agent.registration import Registration
 from elastic.agent.store_events import StoreEvents, watch_job
 from elastic.agent.supervision.supervisor import WorkerSupervisor
-from elastic.errors import CoordinationError, RecordError
-from elastic.leadership.leader import Leadership, NodesEvent
+from elastic.errors import CoordinationError, LeaseGone, RecordError, StoreUnreachable
+from elastic.leadership.leader import Leadership
+from elastic.leadership.node_records import NodesEvent
 from elastic.leadership.prober import Probed
 from elastic.leadership.progress_writer import ProgressWriter
 from elastic.leadership.succession import LeaderProbed, Succession
@@ -83,6 +84,7 @@ class NodeLoop:
             lambda: self.supervisor.checkpoint_step,
             lambda: self.supervisor.planned_steps,
             self._heartbeats.by_node,
+            lambda: term.waiting if (term := self.succession.term) is not None else {},
         )
         self.store_events = StoreEvents(
             context,
@@ -212,9 +214,9 @@ class NodeLoop:
         match message:
             case BaseEvent(event):
                 self.store_events.handle(event)
-            case NodesEvent(event):
+            case NodesEvent():
                 if term is not None:
-                    term.on_nodes(event, self._at.status.world.world)
+                    term.on_nodes(message, self._at.status.world.world)
             case Probed():
                 if term is not None:
                     term.on_probed(message)
@@ -248,15 +250,41 @@ class NodeLoop:
         self.isolation.require()
         if not self.registration.is_current and self._at.status.node.nproc > 0:
             self._register()
+        refused: CoordinationError | None = None
+        for duty in (
+            self._publish,
+            lambda: self._look_for_replica(now),
+            lambda: self.succession.duties(self.registration.current_lease, now),
+            self._lead,
+            self._judge,
+        ):
+            # A store that refuses one record must not keep the leader from deciding.
+            try:
+                duty()
+            except (StoreUnreachable, LeaseGone):
+                raise
+            except CoordinationError as error:
+                refused = refused or error
+        if (wake_s := self.succession.wake_s) is not None:
+            self._next_wake_s = min(self._next_wake_s, max(wake_s, now))
+        if refused is not None:
+            raise refused
+
+    def _publish(self) -> None:
         if (lease := self.registration.lease) is not None:
             self.supervisor.publish(lease)
+
+    def _look_for_replica(self, now: float) -> None:
         if self.registration.is_current:
             self._next_wake_s = min(self._next_wake_s, self._replica_wait.look(now))
             self._next_wake_s = min(self._next_wake_s, self.supervisor.look_for_replica(now))
-        self.succession.duties(self.registration.current_lease, now)
-        term, wake_s = self.succession.term, self.succession.wake_s
-        if wake_s is not None:
-            self._next_wake_s = min(self._next_wake_s, max(wake_s, now))
+
+    def _judge(self) -> None:
+        if (term := self.succession.term) is not None and self._at.status.done is None:
+            term.judge(self._at.status.world)
+
+    def _lead(self) -> None:
+        term = self.succession.term
         if term is not None and term is not self._end_read_in:
             read_end(self._at)
             self._end_read_in = term

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from elastic.agent.messages import LeaseEnded
 from elastic.errors import LeaseGone
 from elastic.events import LeaseLost
-from elastic.membership.records import encode
+from elastic.membership.records import NodeState, encode
 from elastic.node.context import NodeContext
 from elastic.store.keyvalue import Entry, Lease
 
@@ -54,11 +54,14 @@ class Registration:
             # With a new lease the store may be a new one, too.
             self._at.secret.restore(self._at.store, self._at.keys)
         node = self._at.status.node
+        # The record of a finished node outlives its lease: a later leader would otherwise take the
+        # node for lost, and interrupt the others.
+        lease = None if node.state is NodeState.FINISHED else self._lease
         try:
-            self._at.store.put(self._at.keys.node(node.node_id), encode(node), lease=self._lease)
+            self._at.store.put(self._at.keys.node(node.node_id), encode(node), lease=lease)
         except LeaseGone:  # the store detected it before the renewal did
-            lease, self._lease = self._lease, None
-            lease.close(revoke=False)
+            gone, self._lease = self._lease, None
+            gone.close(revoke=False)
             raise
         world = None if self._knows_world else self._at.store.get(self._at.keys.world)
         self._knows_world = self.is_current = True
@@ -75,8 +78,11 @@ class Registration:
         self.is_current = False
 
     def delete(self) -> None:
-        """Delete the node's key. Raises :class:`CoordinationError`."""
-        if self.is_current:
+        """Delete the node's key, unless it records for the others that this node has finished.
+        Raises :class:`CoordinationError`."""
+        status = self._at.status
+        is_needed = status.node.state is NodeState.FINISHED and status.done is None
+        if self.is_current and not is_needed:
             self._at.store.delete(self._at.keys.node(self._at.status.node.node_id))
 
     def end_lease(self, *, revoke: bool) -> None:

@@ -70,13 +70,13 @@ class NodeService:
     @property
     def running(self) -> WorldRecord | None:
         """The world that this node's workers run."""
-        return self._status.node.running
+        return self._status.running
 
     @property
     def announced_world(self) -> WorldRecord | None:
         """The newest world with this node that was announced to its workers: they run it, or are
         about to."""
-        return self._status.announced_world or self._status.node.running
+        return self._status.announced_world or self._status.running
 
     def before_announcing(self, act: Callable[[], object]) -> None:
         """Call ``act`` before a new world is announced to workers, on the node's thread."""
@@ -286,7 +286,7 @@ class NodeService:
     @property
     def has_first_rank(self) -> bool:
         """Whether rank 0 of the current world is one of this node's workers."""
-        running = self._status.node.running
+        running = self._status.running
         return running is not None and running.node_ids[:1] == (self.node_id,)
 
     @property

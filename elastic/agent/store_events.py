@@ -137,7 +137,10 @@ class StoreEvents:
         elif not isinstance(error, StoreUnreachable) and self._at.status.node.running is None:
             self._at.status.fail(error)
             return False
-        self.report(error, "training continues; trying again")
+        consequence = "training continues; trying again"
+        if error.hint and not isinstance(error, StoreUnreachable):
+            consequence += f"; {error.hint}"
+        self.report(error, consequence)
         return True
 
     def report(self, error: ElasticError, consequence: str) -> None:

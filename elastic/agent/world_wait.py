@@ -5,6 +5,7 @@ from __future__ import annotations
 from elastic.agent.loop import NodeLoop
 from elastic.agent.supervision.world_message import IN_PROCESS
 from elastic.errors import CoordinationError, JoinTimeout
+from elastic.leadership.job_progress import decode_progress
 from elastic.membership.records import Node, NodeState, WorldRecord, WorldState, decode
 from elastic.node.context import NodeContext
 from elastic.tuning.agent_intervals import ASK_MEMBERS_S, MAIN_THREAD_SLICE_S
@@ -47,9 +48,9 @@ class WorldWait:
                 now = self._clock.monotonic()
                 if self._is_spare(world):
                     deadline = now + self._options.join_timeout_s
-                if now >= deadline:
-                    raise self._join_timeout(world)
             # Not under the lock: this calls the store.
+            if now >= deadline:
+                raise self._join_timeout(world)
             if world is not None and now >= ask_at_s:
                 if self._is_to_be_joined(world):
                     return None
@@ -78,11 +79,16 @@ class WorldWait:
     def _members_keep_workers(self, world: WorldRecord) -> bool:
         """Whether all members of a first world have reported that their workers are ready."""
         try:
+            # Asked twice a second, by every spare: of a script that keeps no workers, the first
+            # member alone says so.
+            first = self._store.get(self._keys.node(world.node_ids[0])) if world.members else None
+            if first is not None and not decode(Node, first.key, first.value).in_process:
+                return False
             entries = self._store.list(self._keys.nodes).entries
             nodes = [decode(Node, entry.key, entry.value) for entry in entries]
         except CoordinationError:
             return False
-        members = [n for n in nodes if n.node_id in world.node_ids]
+        members = [n for n in nodes if n.node_id in world.id_set]
         return len(members) > 0 and all(n.in_process for n in members)
 
     def _is_spare(self, world: WorldRecord | None) -> bool:
@@ -99,13 +105,25 @@ class WorldWait:
         node = self._status.node
         members = f"the last world: {world.reason}" if world else "no world was ever formed"
         report = f"; the store: {self._status.store_problem}" if self._status.store_problem else ""
+        why = self._why_waiting()
         return JoinTimeout(
             f"no world with this node within join_timeout_s={self._options.join_timeout_s:g} "
             f"under {self._keys.root} (min {node.min_nodes}, max {node.max_nodes}; "
-            f"{members}{report})",
+            f"{f'not admitted: {why}; ' if why else ''}{members}{report})",
             hint="start more nodes with the same --rdzv-id, lower the minimum of --nnodes, "
             "or raise join_timeout_s",
         )
+
+    def _why_waiting(self) -> str:
+        """The leader's reason not to admit this node; empty if there is none."""
+        try:
+            entry = self._store.get(self._keys.progress)
+            progress = decode_progress(entry.key, entry.value) if entry is not None else None
+        except CoordinationError:
+            return ""
+        mine = self._status.node.node_id
+        waiting = progress.waiting if progress is not None else ()
+        return next((w.reason for w in waiting if w.node_id == mine), "")
 
     def must_restart(self, world: WorldRecord, node: Node, since_s: float) -> bool:
         """Whether workers that could change worlds in process cannot enter this one."""

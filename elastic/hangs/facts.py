@@ -49,6 +49,8 @@ _LABELS = {
 }
 
 
+# In a verdict: with 0.6 KiB each, the facts of all ranks of 360 nodes exceed etcd's limit.
+MAX_SHOWN_RANKS = 64
 IDLE_SHARE = 0.05  # of a core: below it, a process counts as idle
 
 

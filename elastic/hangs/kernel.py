@@ -11,6 +11,7 @@ import os
 import platform
 import re
 import shutil
+import signal
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -53,6 +54,7 @@ class ProcessTimes:
     state: str
     cpu_s: float  # user and system, of all threads
     major_faults: int  # pages that had to be read from disk, swap included
+    threads: int
 
 
 def process_times(pid: int) -> ProcessTimes | None:
@@ -67,6 +69,7 @@ def process_times(pid: int) -> ProcessTimes | None:
         state=fields[0],
         major_faults=int(fields[12 - _AFTER_NAME]),
         cpu_s=(int(fields[14 - _AFTER_NAME]) + int(fields[15 - _AFTER_NAME])) / _TICKS_PER_S,
+        threads=int(fields[20 - _AFTER_NAME]),
     )
 
 
@@ -74,6 +77,17 @@ def is_stopped(pid: int) -> bool:
     """Whether it is in state T: all of its threads are stopped, and no signal handler runs."""
     times = process_times(pid)
     return times is not None and times.state == "T"
+
+
+def is_doomed(pid: int, times: ProcessTimes) -> bool:
+    """Whether it has got SIGKILL and cannot end, because one of its threads is blocked in the
+    kernel. The main thread is a zombie if it is another one."""
+    if times.state in "ZX":
+        return times.threads > 1
+    if times.state != "D":
+        return False
+    pending = int(_status(pid, "SigPnd") or "0", 16) | int(_status(pid, "ShdPnd") or "0", 16)
+    return bool(pending & 1 << signal.SIGKILL - 1)
 
 
 def starved_s(pid: int) -> float:

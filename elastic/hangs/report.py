@@ -1,7 +1,7 @@
 """The hang report: all facts at the moment of a verdict, as text for users and as JSON.
 
 The text of a rank's last hang replaces the previous one, so that its path can be part of an error
-that is compared with the next one; the JSON file of each is kept.
+that is compared with the next one; the JSON files of the last ones are kept.
 """
 
 from __future__ import annotations
@@ -11,13 +11,13 @@ import json
 import os
 import re
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from elastic.errors import ConfigError
 from elastic.hangs import flight, stacks
-from elastic.hangs.facts import Phase, RankFacts, StackGroup
+from elastic.hangs.facts import MAX_SHOWN_RANKS, Phase, RankFacts, StackGroup
 from elastic.hangs.flight import MAX_ENTRIES, FlightEntry
 from elastic.hangs.verdict import Judgment
 
@@ -26,6 +26,7 @@ MAX_CHARACTERS = 512 << 10
 _MIN_PER_NODE, _MAX_PER_NODE = 4 << 10, 48 << 10
 _MAX_FLIGHT_ENTRIES, _MIN_PER_RANK = 2048, 4
 
+_KEPT_REPORTS = 50  # of each rank, as JSON
 _UNSAFE = re.compile(r"[^A-Za-z0-9_.-]")
 
 
@@ -111,6 +112,7 @@ class ReportFolder:
             _replace(path, render(report))
             name = f"{path.stem}-generation{report.generation}.json"
             _replace(path.with_name(name), as_json(report))
+            _remove_oldest(path.parent.glob(f"{path.stem}-generation*.json"))
         except OSError as error:
             return f"{path} cannot be written: {error}"
         return ""
@@ -121,6 +123,13 @@ def _replace(path: Path, text: str) -> None:
     staged = path.with_name(f".{path.name}.new")
     staged.write_text(text, encoding="utf-8", errors="replace")
     staged.replace(path)
+
+
+def _remove_oldest(paths: Iterable[Path]) -> None:
+    """Keep the newest: a job that hangs every hour for months fills no disk."""
+    by_age = sorted(paths, key=lambda path: path.stat().st_mtime, reverse=True)
+    for path in by_age[_KEPT_REPORTS:]:
+        path.unlink(missing_ok=True)
 
 
 def check_folder(folder: str | None) -> None:
@@ -199,9 +208,12 @@ def _table(report: HangReport) -> list[str]:
     widths = [max(len(row[column]) for row in rows) for column in range(len(head))]
     lines = ["  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)) for row in rows]
     known = {r.rank for r in report.ranks}
-    missing = [str(rank) for rank in range(report.size) if rank not in known]
+    missing = [rank for rank in range(report.size) if rank not in known]
     if missing:
-        lines.append(f"making progress, or unknown: rank {', '.join(missing)}")
+        why = "making progress, or unknown"
+        if len(known) >= MAX_SHOWN_RANKS:
+            why = f"not shown, or {why}"
+        lines.append(f"{why}: {_named(missing)}")
     return ["Ranks that make no progress", *(line.rstrip() for line in lines), ""]
 
 

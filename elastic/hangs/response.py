@@ -31,6 +31,7 @@ from elastic.tuning.agent_intervals import HANG_REPORT_WRITTEN_S
 
 T = TypeVar("T")
 
+_HANDLED = 100  # verdicts: an old one is only received again if the watch starts over
 _MAX_STACKS = 4  # number of data workers whose stacks are taken
 _SILENT = f"the file system did not answer within {HANG_REPORT_WRITTEN_S:g} s"
 
@@ -69,7 +70,7 @@ class HangResponse:
         self._before_kill = before_kill
         self._abort = abort
         self._clock = clock
-        self._handled: set[tuple[object, ...]] = set()
+        self._handled: dict[tuple[object, ...], None] = {}  # the last ones, oldest first
         self._last: tuple[Path, HangReport] | None = None
         self._has_more = False  # other nodes' stacks are to be written into it
 
@@ -92,7 +93,9 @@ class HangResponse:
             key += (culprit and culprit.progress,)
         if key in self._handled:
             return
-        self._handled.add(key)
+        self._handled[key] = None
+        if len(self._handled) > _HANDLED:
+            del self._handled[next(iter(self._handled))]
         worker = watch.worker(culprit.pid) if culprit is not None else None
         if verdict.action is HangAction.KILL:
             if worker is None or culprit is None:

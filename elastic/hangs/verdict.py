@@ -89,8 +89,11 @@ def judge(ranks: Sequence[RankFacts], size: int, policy: BudgetPolicy) -> Judgme
     if debugged := [r for r in ranks if r.is_traced]:
         return _leave_alone(debugged)
     unknown = size - len({r.rank for r in ranks})
-    waiting = [r for r in ranks if _is_waiting(r, ranks, unknown)]
-    working = [r for r in ranks if r not in waiting]
+    summary = _Summary.of(ranks)
+    waiting: list[RankFacts] = []
+    working: list[RankFacts] = []
+    for r in ranks:
+        (waiting if _is_waiting(r, summary, unknown) else working).append(r)
     if not any(r.quiet_s >= suspicion_s(r, policy) for r in waiting):
         return _wait("no rank has waited for long")
     if over := [r for r in working if r.quiet_s >= budget_s(r, policy)]:
@@ -119,45 +122,68 @@ def judge_stopped(facts: RankFacts, stopped_s: float, grace_s: float) -> Judgmen
     )
 
 
-def _is_waiting(facts: RankFacts, ranks: Sequence[RankFacts], unknown: int) -> bool:
+@dataclass(frozen=True)
+class _Summary:
+    """What the decision about a rank needs to know of all others: comparing each with every other
+    one took 20 s for eight thousand ranks, on the thread that renews permissions."""
+
+    newest: int  # generation
+    in_collective: frozenset[int]  # generations in which a rank waits in a collective
+    outside: frozenset[int]  # generations in which a rank is not in a collective
+    first_collective: dict[int, int]  # by generation: the lowest number that a rank has begun
+    last_on_device: int | None  # the highest number in which a rank visibly waits for a device
+
+    @classmethod
+    def of(cls, ranks: Sequence[RankFacts]) -> _Summary:
+        first: dict[int, int] = {}
+        for r in ranks:
+            first[r.generation] = min(r.collective, first.get(r.generation, r.collective))
+        waiting = [r for r in ranks if r.phase is Phase.COLLECTIVE]
+        return cls(
+            newest=max((r.generation for r in ranks), default=0),
+            in_collective=frozenset(r.generation for r in waiting),
+            outside=frozenset(r.generation for r in ranks if r.phase is not Phase.COLLECTIVE),
+            first_collective=first,
+            # A collective of the host does not wait for what others have queued on their devices.
+            last_on_device=max(
+                (r.collective for r in waiting if not r.flags & Flag.ON_HOST), default=None
+            ),
+        )
+
+    def is_ahead(self, facts: RankFacts) -> bool:
+        """Whether another rank of its world has not begun its last collective."""
+        return self.first_collective[facts.generation] < facts.collective
+
+
+def _is_waiting(facts: RankFacts, ranks: _Summary, unknown: int) -> bool:
     """Whether a rank waits for others. While a world forms, ranks also wait for each other outside
     of collectives, until the first is in one. From then on, the others transfer their state."""
     if facts.phase is Phase.FORMING:
-        return not any(_is_in_world_with(facts, r) for r in ranks)
-    if facts.generation != max(r.generation for r in ranks):
+        return facts.generation not in ranks.in_collective
+    if facts.generation != ranks.newest:
         return _is_waiting_in_former_world(facts, ranks, unknown)
     return facts.phase is Phase.COLLECTIVE or _may_wait_for_device(facts, ranks)
 
 
-def _is_waiting_in_former_world(facts: RankFacts, ranks: Sequence[RankFacts], unknown: int) -> bool:
+def _is_waiting_in_former_world(facts: RankFacts, ranks: _Summary, unknown: int) -> bool:
     """Whether a rank waits in a world that a joining node has already left for the next one. A
     collective waits for ranks of its world that may still enter it. Without such ranks it has
     ended: a rank that is still in it was not released, and delays the others."""
-    others = [r for r in ranks if r.generation == facts.generation and r.rank != facts.rank]
     if facts.phase is Phase.COLLECTIVE:
-        return unknown > 0 or any(r.phase is not Phase.COLLECTIVE for r in others)
+        return unknown > 0 or facts.generation in ranks.outside
     is_on_stream = bool(facts.flags & Flag.ON_STREAM) and facts.phase is not Phase.DATA
-    return is_on_stream and any(r.collective < facts.collective for r in others)
+    return is_on_stream and ranks.is_ahead(facts)
 
 
-def _is_in_world_with(facts: RankFacts, other: RankFacts) -> bool:
-    return other.phase is Phase.COLLECTIVE and other.generation == facts.generation
-
-
-def _may_wait_for_device(facts: RankFacts, ranks: Sequence[RankFacts]) -> bool:
+def _may_wait_for_device(facts: RankFacts, ranks: _Summary) -> bool:
     """Whether a rank may wait for collectives queued on a device, as in ``loss.item()``. It waits
     for others if it has queued as many collectives as any waiting rank, or one that another rank
     has not begun (``dist.all_reduce(t)`` is queued, and returns)."""
     if not facts.flags & Flag.ON_STREAM or facts.phase is Phase.DATA:
         return False
-    in_world = (r for r in ranks if r.generation == facts.generation)
-    if any(r.collective < facts.collective for r in in_world):
+    if ranks.is_ahead(facts):
         return True
-    # A collective of the host does not wait for what others have queued on their devices.
-    in_collective = [
-        r.collective for r in ranks if r.phase is Phase.COLLECTIVE and not r.flags & Flag.ON_HOST
-    ]
-    return bool(in_collective) and facts.collective >= max(in_collective)
+    return ranks.last_on_device is not None and facts.collective >= ranks.last_on_device
 
 
 def _wait(reason: str) -> Judgment:
@@ -226,8 +252,7 @@ def _why(facts: RankFacts) -> str:
     kernel = facts.kernel
     at = f" in {kernel.wait_channel}" if kernel.wait_channel else ""
     if kernel.state == "D" or kernel.file_system:
-        what = kernel.file_system or "a file system or device"
-        return f"blocked in the kernel{at}: {what} does not answer"
+        return describe_wait(facts)
     if facts.phase is Phase.COLLECTIVE:
         return f"in {_call(facts)} of generation {facts.generation}, which is over"
     if kernel.cpu_share > IDLE_SHARE:
@@ -236,6 +261,14 @@ def _why(facts: RankFacts) -> str:
     if facts.phase is Phase.DATA and kernel.data_workers:
         return f"asleep{at}{on}: its data loader returns no batch ({_of_data_workers(kernel)})"
     return f"asleep{at}{on}: {_what_it_waits_for(kernel.wait_channel)}"
+
+
+def describe_wait(facts: RankFacts) -> str:
+    """What a process waits for that is blocked in the kernel."""
+    kernel = facts.kernel
+    at = f" in {kernel.wait_channel}" if kernel.wait_channel else ""
+    what = kernel.file_system or "a file system or device"
+    return f"blocked in the kernel{at}: {what} does not answer"
 
 
 def _of_data_workers(kernel: KernelFacts) -> str:

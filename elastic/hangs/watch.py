@@ -24,6 +24,7 @@ from elastic.hangs.flight import FlightEntry
 from elastic.hangs.page import PageReader, Reading
 from elastic.hangs.phases import is_on_host, operation_name
 from elastic.hangs.stacks import StackSource
+from elastic.tuning.agent_intervals import HANG_KILL_S
 
 _SMOOTHING = 0.3  # of the CPU share, over about a second
 _MAX_TICKS = 2  # the most that one tick may count for
@@ -62,6 +63,7 @@ class WatchedWorker:
     major_faults: int = 0
     starved_s: float = 0.0
     tracer_pid: int = 0
+    doomed_s: float = 0.0  # for which the kernel has not carried out a SIGKILL
     flight: tuple[FlightEntry, ...] = ()  # of the newest generation
     flight_generation: int = 0
 
@@ -97,6 +99,8 @@ class HangWatch:
     ``on_facts`` receives the newest generation and the facts of all ranks of this node that make no
     progress, whenever a verdict on them may change, and no facts once all make progress.
     ``on_stopped`` receives each stopped worker, also one stopped by a debugger, with every tick.
+    ``on_unkillable`` receives a worker that got SIGKILL, whoever sent it, and still exists after
+    ``HANG_KILL_S``, once.
     """
 
     def __init__(
@@ -108,6 +112,7 @@ class HangWatch:
         on_facts: Callable[[int, tuple[RankFacts, ...]], object],
         on_stopped: Callable[[WatchedWorker, RankFacts, float], object],
         on_error: Callable[[BaseException], object],
+        on_unkillable: Callable[[WatchedWorker, RankFacts], object] = lambda worker, facts: None,
         clock: Clock = SYSTEM_CLOCK,
     ) -> None:
         self._policy = policy
@@ -116,6 +121,7 @@ class HangWatch:
         self._on_facts = on_facts
         self._on_stopped = on_stopped
         self._on_error = on_error
+        self._on_unkillable = on_unkillable
         self._clock = clock
         self._workers: dict[int, WatchedWorker] = {}  # of this thread
         self._tasks: queue.SimpleQueue[Callable[[], object]] = queue.SimpleQueue()
@@ -177,10 +183,15 @@ class HangWatch:
         return tuple(self._workers.values())
 
     def _enter_world(self, generation: int, first_rank: int | None) -> None:
-        """A rank that was quiet in the last world now waits for this one: its time restarts."""
+        """The time of ranks that waited for others restarts: they wait for this world now.
+
+        That of a rank in its own code does not: a hung one never enters a world, and as long as
+        other failures form new ones it would never have used up its budget.
+        """
         self._generation, self._first_rank = generation, first_rank
         for worker in self._workers.values():
-            worker.quiet_s, worker.level = 0.0, 0
+            if worker.reading is None or _may_wait_for_others(worker.reading):
+                worker.quiet_s, worker.level = 0.0, 0
 
     def _add(self, pid: int, local_rank: int, page_fd: int, stacks: StackSource) -> None:
         worker = self._open(pid, local_rank)
@@ -251,13 +262,19 @@ class HangWatch:
         for worker in list(self._workers.values()):
             self._check(worker, passed_s)
         stuck = [worker for worker in self._workers.values() if worker.level]
-        state = tuple((w.pid, w.level, w.reading and w.reading.flags, w.tracer_pid) for w in stuck)
+        # (Facts are about a generation: those about an earlier one are superseded.)
+        state = tuple(
+            (self._generation, w.pid, w.level, w.reading and w.reading.flags, w.tracer_pid)
+            for w in stuck
+        )
         if state != self._published:
             self._published = state
             self._on_facts(self._generation, tuple(self.facts(worker) for worker in stuck))
 
     def _check(self, worker: WatchedWorker, passed_s: float) -> None:
         times = kernel.process_times(worker.pid)
+        if times is not None:
+            self._check_doomed(worker, times, passed_s)
         if times is None or times.state in "ZX":
             worker.level = 0
             return
@@ -291,6 +308,17 @@ class HangWatch:
         worker.level = sum(worker.quiet_s >= limit_s for limit_s in limits_s)
         if worker.level:
             worker.tracer_pid = kernel.tracer_pid(worker.pid)
+
+    def _check_doomed(
+        self, worker: WatchedWorker, times: kernel.ProcessTimes, passed_s: float
+    ) -> None:
+        before_s = worker.doomed_s
+        worker.doomed_s += passed_s
+        if not kernel.is_doomed(worker.pid, times):
+            worker.doomed_s = 0.0
+        elif before_s < HANG_KILL_S <= worker.doomed_s:
+            worker.state = times.state
+            self._on_unkillable(worker, self.facts(worker))
 
     def _starved_s(self, worker: WatchedWorker) -> float:
         """How long it has waited for a core since the last tick."""
@@ -338,6 +366,13 @@ class HangWatch:
             checkpoint_step=-1 if reading is None else reading.checkpoint_step,
             kernel=of_kernel,
         )
+
+
+def _may_wait_for_others(reading: Reading) -> bool:
+    """Whether other ranks may be the reason why this one makes no progress."""
+    waits = (Phase.COLLECTIVE, Phase.FORMING, Phase.NO_WORLD, Phase.STARTING)
+    on_device = bool(reading.flags & Flag.ON_STREAM) and reading.phase is not Phase.DATA
+    return reading.phase in waits or on_device
 
 
 def _flags(reading: Reading) -> Flag:

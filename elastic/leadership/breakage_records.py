@@ -9,6 +9,7 @@ from elastic.membership.records import BreakageRecord, FailureRecord
 # Enough to detect three failures in a row; bounds the size of the record.
 REMEMBERED = 16
 _TEXT_CHARS = 300
+_NAMES = 64  # of nodes that were lost, or left, together: only a few are looked for again
 
 
 def remembered(failed: Failed) -> budget.Failure:
@@ -40,10 +41,10 @@ def to_record(breakage: budget.Breakage, time_s: float) -> BreakageRecord:
             )
             for f in breakage.failures
         ),
-        lost=breakage.lost,
+        lost=breakage.lost[:_NAMES],
         time_s=time_s,
-        left=breakage.left,
-        churned=breakage.churned,
+        left=breakage.left[:_NAMES],
+        churned=breakage.churned[:_NAMES],
         counts=breakage.counts,
         step=breakage.step,
         excluded=breakage.excluded,

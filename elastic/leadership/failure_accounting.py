@@ -10,8 +10,9 @@ repeats ends the job.
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
 from elastic.failures.rules import Action, Confidence
@@ -30,8 +31,9 @@ from elastic.leadership.breakage_records import (
 )
 from elastic.leadership.roster import Failed
 from elastic.membership import failure_budget as budget
-from elastic.membership.escalation import FailedBuilds
+from elastic.membership.escalation import IN_A_ROW, FailedBuilds
 from elastic.membership.member_status import MemberStatus
+from elastic.membership.proposal import listed
 from elastic.membership.records import (
     BreakageRecord,
     Cause,
@@ -40,6 +42,7 @@ from elastic.membership.records import (
 )
 from elastic.membership.step_rate import StepRate
 from elastic.membership.view import Proposal
+from elastic.tuning.agent_intervals import BUILD_BACKOFF_CAP_S
 from elastic.tuning.agent_options import AgentOptions
 
 _VERDICT_CHARS = 200
@@ -95,9 +98,10 @@ class FailureAccounting:
         self._charged = 0  # the newest generation that was charged
         self._left = 0  # the newest generation whose leaving nodes were remembered
         self._has_trained = False  # workers of this job have made steps on some node
-        # A generation, and the nodes with which it was formed while the others ran without failure.
-        self._admitted: tuple[int, frozenset[str]] = (0, frozenset())
+        # Nodes that joined a running job -> the first generation with them.
+        self._joined_in: dict[str, int] = {}
         self._verdict: tuple[Failed, FailureVerdict] | None = None
+        self._quarantine_reasons: dict[str, str] = {}
 
     def quarantined(self, now: float) -> dict[str, float]:
         """Node id or name -> the time until which it is excluded."""
@@ -106,10 +110,18 @@ class FailureAccounting:
     def remember(self, world: WorldRecord | None, now: float, wall_s: float) -> None:
         """Begin a term with the last leader's records. (A leader whose own workers fail hands over
         leadership: otherwise their failures would never add up.)"""
-        self._breakages = [
-            from_record(record, now - max(0.0, wall_s - record.time_s))
-            for record in (world.breakages if world is not None else ())
-        ]
+        records = world.breakages if world is not None else ()
+        # The clocks of two leaders may differ by days: no record is newer than the newest one.
+        newest_s = max([wall_s, *(r.time_s for r in records)])
+        if world is not None:
+            newest_s = max(newest_s, world.time_s)
+        self._breakages = [from_record(r, now - (newest_s - r.time_s)) for r in records]
+        for breakage in self._breakages:
+            if breakage.excluded:
+                self._flaps.quarantine(breakage.excluded, breakage.at_s)
+        if world is not None and world.cause is Cause.JOINED:
+            joined = (m.node_id for m in world.members if m.ran_generation == 0)
+            self._joined_in = dict.fromkeys(joined, world.generation)
         # Steps are counted from the last breakage: counted from the beginning of this term, there
         # would be none at the failure that began it.
         if steps := [b.step for b in self._breakages if b.step is not None]:
@@ -120,6 +132,21 @@ class FailureAccounting:
         """The records for the next world's record."""
         latest = newest(self._breakages, REMEMBERED)
         return tuple(to_record(b, wall_s - (now - b.at_s)) for b in latest)
+
+    @property
+    def quarantine_reasons(self) -> Mapping[str, str]:
+        """Node id -> the failure for which it was quarantined last."""
+        return self._quarantine_reasons
+
+    @property
+    def retry_at_s(self) -> float | None:
+        """When the next group is attempted, if several could not be built in a row."""
+        row = itertools.takewhile(lambda b: b.is_failed_build, reversed(self._breakages))
+        in_a_row = len(list(row))
+        if in_a_row < IN_A_ROW:
+            return None
+        pause_s = min(BUILD_BACKOFF_CAP_S, 2.0 ** (in_a_row - IN_A_ROW))
+        return self._breakages[-1].at_s + pause_s
 
     @property
     def verdict(self) -> tuple[Failed, FailureVerdict] | None:
@@ -147,11 +174,14 @@ class FailureAccounting:
         """A world was written: record which nodes joined a running job."""
         horizon = now - self._quarantine_s
         self._joined_s = {n: t for n, t in self._joined_s.items() if t > horizon}
-        if before is not None and before.members and world.mode == "in-process":
-            self._joined_s |= {n: now for n in world.node_ids if n not in before.node_ids}
-        if before is not None and world.cause is Cause.JOINED:
-            admitted = frozenset(world.node_ids) - frozenset(before.node_ids)
-            self._admitted = world.generation, admitted
+        ids = frozenset(world.node_ids)
+        self._joined_in = {n: g for n, g in self._joined_in.items() if n in ids}
+        if before is None or ids.isdisjoint(before.node_ids):
+            return
+        joined = ids.difference(before.node_ids)
+        self._joined_in |= dict.fromkeys(joined, world.generation)
+        if world.mode == "in-process":
+            self._joined_s |= dict.fromkeys(joined, now)
 
     def charge(
         self, broken: Broken, step_rate: StepRate | None, now: float
@@ -159,6 +189,7 @@ class FailureAccounting:
         """Charge a broken world, once regardless of how often its successor is proposed. Returns
         the reason if the job must stop."""
         self._verdict = None
+        broken = replace(broken, failures=self._uncharged(broken.failures))
         world = broken.members.world
         left = broken.gone(Cause.LEFT)
         if not broken.is_broken:
@@ -177,6 +208,8 @@ class FailureAccounting:
             lost = self._explaining(self._breakage(broken, None, step_rate, now))
             return self._remember(lost, now)
         breakage = self._explaining(self._breakage(broken, steps, step_rate, now))
+        if broken.failures and all(map(self._is_late, broken.failures)):
+            breakage = replace(breakage, counts=False)
         self._step_at_change = self._step
         origin = broken.origin
         if origin is not None and not budget.healthy(breakage, self._policy):
@@ -186,7 +219,9 @@ class FailureAccounting:
             failed, verdict = judged
             text = f"{verdict.action.value}: {verdict.reason}"[:_VERDICT_CHARS]
             excluded = failed.node if verdict.action is Action.EXCLUDE_NODE else ""
-            breakage = replace(breakage, verdict=text, excluded=excluded)
+            # A node that has just joined is not the job: its failures do not use up the budget.
+            counts = breakage.counts and not (excluded and self._has_joined(failed, breakage))
+            breakage = replace(breakage, verdict=text, excluded=excluded, counts=counts)
         out = [n for n in self._flaps.quarantined(now) if n not in already_out]
         return self._remember(replace(breakage, response=self._response(broken, out)), now, stop)
 
@@ -206,6 +241,8 @@ class FailureAccounting:
             lost=lost if is_own else broken.gone(Cause.LOST),
             left=left,
             at_s=now,
+            # A group that could not be built is an attempt, not a fault of a node or the script.
+            counts=not _is_failed_build(broken),
             steps=steps if is_own else self._steps_since_change(step_rate),
             step=step_rate.step if step_rate is not None else None,
         )
@@ -248,8 +285,8 @@ class FailureAccounting:
         nodes = [
             n.name for n in proposal.nodes if n.name not in out and n.node_id not in quarantined
         ]
-        parts = [f"quarantined {', '.join(out)}"] if out else []
-        world = f"generation {proposal.generation} with {', '.join(nodes) or 'no nodes'}"
+        parts = [f"quarantined {listed(out)}"] if out else []
+        world = f"generation {proposal.generation} with {listed(nodes) or 'no nodes'}"
         parts.append(f"{'paused' if proposal.state is WorldState.PAUSED else 'formed'} {world}")
         return ", ".join(parts)
 
@@ -263,27 +300,78 @@ class FailureAccounting:
             return None
         has_trained = self._has_trained or budget.healthy(breakage, self._policy)
         world = broken.members.world
-        # Workers of restart mode report no steps.
-        has_trained |= world.generation == self._admitted[0] and first.node_id in self._admitted[1]
-        others = len(world.members) > 1
+        # Workers of restart mode report no steps. The others ran without failure when it joined.
+        is_first = self._joined_in.get(first.node_id) == world.generation
+        has_trained |= is_first and world.cause is Cause.JOINED
+        works_elsewhere = has_trained and len(world.members) > 1
         verdict = judge_failure(
             FailureFacts(
                 text=first.text,
                 exit_code=first.exit_code,
                 is_oom_kill=first.is_oom_kill,
                 kernel_log=first.kernel_log,
-                works_elsewhere=has_trained and others,
+                works_elsewhere=works_elsewhere,
             )
         )
+        ends_job = verdict.action is Action.STOP and verdict.confidence is Confidence.HIGH
+        ends_job |= first.exit_code == budget.NO_STATE
+        is_new = self._has_joined(first, breakage) and not _was_killed(first)
+        if works_elsewhere and (ends_job or is_new) and self._is_alone(first, broken):
+            # The others train with the same script: an error that only this node has is its own.
+            verdict = replace(verdict, action=Action.EXCLUDE_NODE, reason=_only_here(verdict))
         self._verdict = first, verdict
         if verdict.action is Action.EXCLUDE_NODE:
             self._flaps.quarantine(first.node_id, now)
+            self._quarantine_reasons = {
+                **{n: why for n, why in self._quarantine_reasons.items() if n in self._flaps},
+                first.node_id: str(verdict)[:_VERDICT_CHARS],
+            }
         if verdict.action is Action.STOP and verdict.confidence is Confidence.HIGH:
             return budget.StopJob(
                 reason=f"the script failed on {first.node}, and would fail again: {verdict}",
                 exit_code=budget.exit_code_of((first.exit_code,)),
             )
         return None
+
+    def _has_joined(self, failed: Failed, breakage: budget.Breakage) -> bool:
+        """Whether the node joined the running job with the broken world, which made no progress
+        with it."""
+        is_first = self._joined_in.get(failed.node_id) == breakage.generation
+        return is_first and not budget.healthy(breakage, self._policy)
+
+    def _is_alone(self, first: Failed, broken: Broken) -> bool:
+        """Whether no other node has failed in this way, and the others can continue without it."""
+        same = budget.comparable(remembered(first))
+        known = (f for b in self._breakages for f in b.failures)
+        others = (f for f in (*map(remembered, broken.failures), *known) if f.node != first.node)
+        rest = [n for n in broken.proposal.nodes if n.node_id != first.node_id]
+        per_replica = broken.members.world.nodes_per_replica
+        whole = len(rest) - len(rest) % per_replica
+        suffice = whole >= max(1, broken.proposal.min_nodes)
+        return suffice and all(budget.comparable(f) != same for f in others)
+
+    def _uncharged(self, failures: tuple[Failed, ...]) -> tuple[Failed, ...]:
+        """The first failure of each node that no breakage contains yet. A node's record keeps its
+        failure until its next workers start, while the others may break further worlds."""
+        first: dict[str, Failed] = {}
+        for failed in failures:
+            if not self._is_charged(failed):
+                first.setdefault(failed.node_id, failed)
+        return tuple(first.values())
+
+    def _is_late(self, failed: Failed) -> bool:
+        """Whether a node failed in a world that has been charged for another node's failure: all
+        nodes may fail in the same way, and are observed one after the other."""
+        return any(
+            b.generation == failed.generation and b.counts and bool(b.failures)
+            for b in self._breakages
+        )
+
+    def _is_charged(self, failed: Failed) -> bool:
+        generation, failure = failed.generation, remembered(failed)
+        return generation is not None and any(
+            generation <= b.generation and failure in b.failures for b in self._breakages
+        )
 
     def _steps_made(self, step_rate: StepRate | None) -> int | None:
         """Steps made since the last breakage. A restart from a checkpoint that does not get beyond
@@ -318,9 +406,7 @@ class FailureAccounting:
             if joined_s is None or now - joined_s >= self._quarantine_s:
                 continue
             failure = failed.get(node_id)
-            by_itself = failure is not None and (
-                failure.is_oom_kill or failure.exit_code not in _FROM_OUTSIDE
-            )
+            by_itself = failure is not None and not _was_killed(failure)
             if members.pending or by_itself:
                 # A dead agent returns with another id, under the same name.
                 self._flaps.quarantine(node_id if node_id in out else names[node_id], now)
@@ -331,6 +417,23 @@ class FailureAccounting:
         nodes, has_run = members.world.node_ids, members.has_run
         for node_id in self._builds.failed(nodes, reports, has_run=has_run):
             self._flaps.quarantine(node_id, now)
+
+
+def _was_killed(failed: Failed) -> bool:
+    """From outside: that may happen to any node."""
+    return failed.exit_code in _FROM_OUTSIDE and not failed.is_oom_kill
+
+
+def _only_here(verdict: FailureVerdict) -> str:
+    here = "but not on other nodes of this job"
+    return verdict.reason if here in verdict.reason else f"{verdict.reason}, {here}"
+
+
+def _is_failed_build(broken: Broken) -> bool:
+    """Whether live members only could not connect to each other."""
+    members = broken.members
+    is_built = members.has_run or not members.failure_reports
+    return not (is_built or members.out or members.gone or broken.failures)
 
 
 def _is_job_failure(broken: Broken) -> bool:

@@ -10,8 +10,11 @@ import json
 from dataclasses import dataclass
 
 from elastic.errors import RecordError
-from elastic.membership.records import RECORD_VERSION
+from elastic.membership.records import RECORD_VERSION, packed, unpacked
 from elastic.messages import typed_json
+
+MAX_WAITING = 64  # nodes whose reason is recorded
+MAX_REASON_CHARS = 300
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,6 +26,14 @@ class RecordedHeartbeat:
     step: int | None  # committed, as its workers reported; None: not known
     heard_at_s: float  # wall clock of the leader
     has_joined: bool | None = False  # a worker has called elastic.join(); None: unknown to agents
+
+
+@dataclass(frozen=True, kw_only=True)
+class WaitingNode:
+    """A node that is not admitted to the world."""
+
+    node_id: str
+    reason: str  # in words
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,18 +51,21 @@ class JobProgress:
     goodput: float | None = None  # 0 to 1, an estimate: elastic/telemetry/progress_account.py
     goodput_since_s: float | None = None  # wall clock: what it covers
     heartbeats: tuple[RecordedHeartbeat, ...] = ()  # of the nodes, the leader's own included
+    waiting: tuple[WaitingNode, ...] = ()  # of at most MAX_WAITING nodes
     version: int = RECORD_VERSION
 
 
 def encode_progress(progress: JobProgress) -> bytes:
     """As JSON."""
-    return json.dumps(typed_json.to_json(progress), sort_keys=True, allow_nan=False).encode()
+    return packed(
+        json.dumps(typed_json.to_json(progress), sort_keys=True, allow_nan=False).encode()
+    )
 
 
 def decode_progress(key: str, value: bytes) -> JobProgress:
     """Parse strictly. Raises RecordError."""
     try:
-        return typed_json.convert(JobProgress, typed_json.parse(value))
+        return typed_json.convert(JobProgress, typed_json.parse(unpacked(key, value)))
     except typed_json.DecodeError as error:
         raise RecordError(
             f"{key}: the record {error}",

@@ -8,14 +8,15 @@ dead member costs a restart of all nodes.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Collection
+from dataclasses import replace
 
 from elastic.errors import RecordError
 from elastic.events import FailureJudged, NodeFound, NodeLost, NodeSuspected, StoreProblem, Waiting
 from elastic.leadership.failure_accounting import Broken, FailureAccounting
 from elastic.leadership.judges.hang_judge import HangJudge
 from elastic.leadership.judges.straggler_judge import StragglerJudge
+from elastic.leadership.node_records import NodeRecord, NodesEvent, decoded, watched_prefixes
 from elastic.leadership.prober import Probed, Prober
 from elastic.leadership.roster import Roster
 from elastic.leadership.world_writer import WorldWriter
@@ -29,29 +30,32 @@ from elastic.membership.decision import (
     View,
     Wait,
     decide,
+    waiting_nodes,
 )
 from elastic.membership.member_status import classify_members
 from elastic.membership.records import (
     Done,
+    FailureReport,
+    HangFacts,
+    Node,
     NodeState,
+    NodeStepTimes,
     Outcome,
     WorldRecord,
     WorldState,
 )
 from elastic.node.context import NodeContext
 from elastic.node.status import WorldEntry
-from elastic.store.keyvalue import Deleted, Put, Reset, Watch, WatchEvent
-from elastic.tuning.agent_intervals import LEADER_IDLE_S, LEADER_UNLISTED_S, RECHECK_S
+from elastic.store.keyvalue import Deleted, Entry, Put, Reset, Watch
+from elastic.tuning.agent_intervals import (
+    ADOPTION_WAIT_S,
+    LEADER_IDLE_S,
+    LEADER_UNLISTED_S,
+    RECHECK_S,
+)
 
 # A node in such a state is expected to close its connection.
 _EXITING = (NodeState.LEAVING, NodeState.FAILED, NodeState.FINISHED)
-
-
-@dataclass(frozen=True)
-class NodesEvent:
-    """Something changed under ``nodes/``, ``failure_reports/``, ``hangs/`` or ``step_times/``."""
-
-    event: WatchEvent
 
 
 class Leadership:
@@ -70,13 +74,14 @@ class Leadership:
         self._rechecked_generation = 0  # the generation whose failure made every member suspect
         self.writer = WorldWriter(context, self.roster, self._accounting, announce)
         self._waiting_reason = ""
+        self.waiting: dict[str, str] = {}  # id of each node that is not admitted -> why
         self._prober = Prober(context, self.roster)
         self._hangs = HangJudge(context)
         self._stragglers = StragglerJudge(context)
         keys = context.keys
         self._watch: Watch = context.store.watch(
-            [keys.nodes, keys.failure_reports, keys.hangs, keys.step_times],
-            lambda event: context.post(NodesEvent(event)),
+            watched_prefixes(keys),
+            lambda event: context.post(decoded(keys, event)),
             name="elastic-watch-nodes",
         )
 
@@ -87,42 +92,50 @@ class Leadership:
 
     # ── events ───────────────────────────────────────────────────────────────────────────
 
-    def on_nodes(self, event: WatchEvent, world: WorldRecord | None) -> None:
+    def on_nodes(self, change: NodesEvent, world: WorldRecord | None) -> None:
         """An event of the watch on ``nodes/`` and on the nodes' records about themselves."""
-        now = self._at.clock.monotonic()
-        match event:
+        now, records, keys = self._at.clock.monotonic(), change.records, self._at.keys
+        match change.event:
             case Reset(snapshot, reason):
                 if reason == "wiped":
                     self._since_s = now
                 self._listed = True
-                hangs = [e for e in snapshot.entries if e.key.startswith(self._at.keys.hangs)]
-                times = [e for e in snapshot.entries if e.key.startswith(self._at.keys.step_times)]
-                nodes = [e for e in snapshot.entries if e not in hangs and e not in times]
-                errors = self.roster.reset(nodes, now) + self._hangs.reset(hangs)
-                for error in errors + self._stragglers.reset(times):
-                    self._report_record(error)
+                self._hangs.reset()
+                self._stragglers.reset()
+                self.roster.reset((e.key for e in snapshot.entries), now)
+                for entry in snapshot.entries:
+                    self._put(entry, records[entry.key], now)
                 self._suspect_all(world, now)
-            case Put(entry) if entry.key.startswith(self._at.keys.hangs):
-                if (error_or_none := self._hangs.put(entry)) is not None:
-                    self._report_record(error_or_none)
-            case Deleted(key) if key.startswith(self._at.keys.hangs):
-                self._hangs.delete(key)
-            case Put(entry) if entry.key.startswith(self._at.keys.step_times):
-                if (error_or_none := self._stragglers.put(entry)) is not None:
-                    self._report_record(error_or_none)
-            case Deleted(key) if key.startswith(self._at.keys.step_times):
-                self._stragglers.delete(key)
             case Put(entry):
-                error_or_none = self.roster.put(entry, now)
-                if error_or_none is not None:
-                    self._report_record(error_or_none)
-                self._suspect_after_failure(entry.key, world, now)
-            case Deleted(key) if key.startswith(self._at.keys.failure_reports):
-                self.roster.delete_failure_report(key.removeprefix(self._at.keys.failure_reports))
+                self._put(entry, records[entry.key], now)
+                if not entry.key.startswith((keys.hangs, keys.step_times)):
+                    self._suspect_after_failure(entry.key, world, now)
+            case Deleted(key) if key.startswith(keys.hangs):
+                self._hangs.delete(key)
+            case Deleted(key) if key.startswith(keys.step_times):
+                self._stragglers.delete(key)
+            case Deleted(key) if key.startswith(keys.failure_reports):
+                self.roster.delete_failure_report(key.removeprefix(keys.failure_reports))
             case Deleted(key):
-                self.roster.delete(key.removeprefix(self._at.keys.nodes), now)
+                self.roster.delete(key.removeprefix(keys.nodes), now)
             case _:
                 pass
+
+    def _put(self, entry: Entry, record: NodeRecord | RecordError, now: float) -> None:
+        """A key was written. An invalid record does not affect the others."""
+        match record:
+            case RecordError():
+                self._hangs.delete(entry.key)
+                self._stragglers.delete(entry.key)
+                self._report_record(record)
+            case HangFacts():
+                self._hangs.put(entry.key, record)
+            case NodeStepTimes():
+                self._stragglers.put(entry.key, record)
+            case FailureReport():
+                self.roster.put_failure_report(entry.key, record, now)
+            case Node():
+                self.roster.put(record, entry.lease_id, now)
 
     def on_closed(self, node_id: str) -> None:
         """A follower's connection closed, or this node's connection to a former leader."""
@@ -147,6 +160,8 @@ class Leadership:
         if changed is None:
             return
         name = self._name(probed.node_id)
+        if (known := self.roster.find(probed.node_id)) and known.node.state is NodeState.FINISHED:
+            return  # it may end at any time: it is not lost
         if was_dead:
             self._at.journal.emit(NodeFound(found=name, reason=reason), level=logging.WARNING)
             self._accounting.found(name)
@@ -197,21 +212,23 @@ class Leadership:
         now = self._at.clock.monotonic()
         if not self._listed:
             return None, now + LEADER_UNLISTED_S
+        self.roster.learn_worlds(self._at.status.known_worlds)
         entry_or_wait = self.writer.adopt(entry, now, since_s=self._since_s)
         if isinstance(entry_or_wait, float):
             return None, entry_or_wait
         if entry_or_wait is not entry:
             return entry_or_wait, now
         world = entry.world
-        self._hangs.judge(world)
-        self._stragglers.judge(world, self.roster.with_keys())
         self.roster.suspect_members_without_key(world, now)
         self.roster.forget_non_members(world)
         self._prober.start_probes(world, now)
-        if self.roster.unsettled() or self.roster.unregistered(world):
+        if self.roster.unsettled() or self._waits_for_registration(world, now):
             return None, now + RECHECK_S
+        if world is None or world.members:  # (one without members has not gone on without them)
+            self._delete_finished(world.node_ids if world is not None else ())
         self._accounting.observe(self._at.status.step_rate)
         view = self._view(entry, done, now)
+        self.waiting = waiting_nodes(view, now, self._policy)
         decision = decide(view, now, self._policy)
         if isinstance(decision, Proposal) and world is not None:
             ended = self._charge(decision, view, entry, now)
@@ -221,11 +238,34 @@ class Leadership:
             decision = decide(self._view(entry, done, now), now, self._policy)
         return self._act(decision, entry, now)
 
+    def judge(self, entry: WorldEntry) -> None:
+        """Judge ranks without progress, and stragglers. Raises CoordinationError."""
+        if self._listed:
+            self._stragglers.judge(entry.world, self.roster.with_keys())
+            self._hangs.judge(entry)
+
+    def _waits_for_registration(self, world: WorldRecord | None, now: float) -> bool:
+        """Members that respond will register, unless they cannot reach the store: then the others
+        do not wait for longer than for a lease."""
+        limit_s = self._since_s + max(self._at.options.lease_s, ADOPTION_WAIT_S)
+        return now < limit_s and bool(self.roster.unregistered(world))
+
+    def _delete_finished(self, needed: Collection[str] = ()) -> None:
+        """Delete the records of finished nodes that are gone, which have no lease, unless a
+        decision needs them."""
+        for node_id in self.roster.finished_and_gone():
+            if node_id not in needed:
+                self._at.store.delete(self._at.keys.node(node_id))
+
     def _view(self, entry: WorldEntry, done: Done | None, now: float) -> View:
         quarantined = self._accounting.quarantined(now)
         view = self.roster.view(entry.world, entry.since_s, done=done, quarantined=quarantined)
-        stragglers = self._stragglers.stragglers()
-        return replace(view, stragglers=stragglers) if stragglers else view
+        return replace(
+            view,
+            stragglers=self._stragglers.stragglers(),
+            retry_at_s=self._accounting.retry_at_s,
+            quarantine_reasons=self._accounting.quarantine_reasons,
+        )
 
     def _act(
         self, decision: Decision, entry: WorldEntry, now: float
@@ -241,9 +281,7 @@ class Leadership:
                 # written, so that a later start under the same id continues the job.
                 return None, now + RECHECK_S
             case End():
-                ended = self.writer.end(
-                    decision.outcome, decision.reason, decision.exit_code, entry
-                )
+                ended = self._end(decision.outcome, decision.reason, decision.exit_code, entry)
                 return ended, now + RECHECK_S
             case Wait():
                 if decision.reason != self._waiting_reason:
@@ -280,6 +318,10 @@ class Leadership:
                     evidence=verdict.evidence,
                 )
             )
-        return (
-            self.writer.end(Outcome.FAILURE, stop.reason, stop.exit_code, entry) if stop else None
-        )
+        return self._end(Outcome.FAILURE, stop.reason, stop.exit_code, entry) if stop else None
+
+    def _end(self, outcome: Outcome, reason: str, exit_code: int, entry: WorldEntry) -> Done | None:
+        ended = self.writer.end(outcome, reason, exit_code, entry)
+        if ended is not None:
+            self._delete_finished()
+        return ended

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from elastic.leadership.roster import Roster
 from elastic.liveness.probe import Verdict, probe
 from elastic.membership.decision import Liveness
-from elastic.membership.records import ProcessIdentity, WorldRecord
+from elastic.membership.records import ProcessDigest, WorldRecord
 from elastic.node.context import NodeContext
 from elastic.node.identity import proved_gone
 from elastic.node.run_secret import LIVENESS
@@ -46,7 +46,7 @@ class Prober:
 
     def start_probes(self, world: WorldRecord | None, now: float) -> None:
         """Probe the suspected nodes, and periodically also those without a connection."""
-        due = set(self._roster.unsettled())
+        due = set(self._roster.unsettled() | self._roster.unreached())
         if now >= self._next_recheck_s:
             due.update(self._roster.silent())
             self._next_recheck_s = now + RECHECK_S
@@ -62,7 +62,7 @@ class Prober:
                 self._probe, node_id, member.liveness_host, member.liveness_port, member.process
             )
 
-    def _probe(self, node_id: str, host: str, port: int, process: ProcessIdentity) -> None:
+    def _probe(self, node_id: str, host: str, port: int, process: ProcessDigest) -> None:
         if proved_gone(process, self._at.status.node.process):
             verdict = Verdict(Liveness.DEAD, f"its process {process.pid} no longer exists")
         else:

@@ -12,7 +12,14 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 from elastic.errors import CoordinationError
-from elastic.leadership.job_progress import JobProgress, RecordedHeartbeat, encode_progress
+from elastic.leadership.job_progress import (
+    MAX_REASON_CHARS,
+    MAX_WAITING,
+    JobProgress,
+    RecordedHeartbeat,
+    WaitingNode,
+    encode_progress,
+)
 from elastic.liveness.heartbeats import ReceivedHeartbeat
 from elastic.node.context import NodeContext
 from elastic.store.keyvalue import Lease
@@ -22,7 +29,8 @@ from elastic.tuning.agent_intervals import PROGRESS_IDLE_S, PROGRESS_S
 
 class ProgressWriter:
     """One per node. ``lease`` is the node's while it leads, else None; ``checkpoint_step`` and
-    ``planned_steps`` are reported by its workers; ``heartbeats`` returns each node's last one."""
+    ``planned_steps`` are reported by its workers; ``heartbeats`` returns each node's last one,
+    ``waiting`` why nodes are not admitted."""
 
     def __init__(
         self,
@@ -31,12 +39,14 @@ class ProgressWriter:
         checkpoint_step: Callable[[], int | None] = lambda: None,
         planned_steps: Callable[[], int | None] = lambda: None,
         heartbeats: Callable[[], Mapping[str, ReceivedHeartbeat]] = dict,
+        waiting: Callable[[], Mapping[str, str]] = dict,
     ) -> None:
         self._at = context
         self._lease = lease
         self._checkpoint_step = checkpoint_step
         self._planned_steps = planned_steps
         self._heartbeats = heartbeats
+        self._waiting = waiting
         self._account = ProgressAccount(context.clock.wall())
         self._written: JobProgress | None = None
         self._written_s = -math.inf
@@ -100,6 +110,10 @@ class ProgressWriter:
             goodput=round(goodput, 4) if goodput is not None else None,
             goodput_since_s=account.start_s if goodput is not None else None,
             heartbeats=self._recorded_heartbeats(now_s),
+            waiting=tuple(
+                WaitingNode(node_id=node_id, reason=reason[:MAX_REASON_CHARS])
+                for node_id, reason in sorted(self._waiting().items())[:MAX_WAITING]
+            ),
         )
 
     def _recorded_heartbeats(self, now_s: float) -> tuple[RecordedHeartbeat, ...]:

@@ -10,8 +10,8 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
-from elastic.errors import RecordError
 from elastic.liveness.connections import Connections
 from elastic.liveness.probe import Verdict
 from elastic.membership.decision import Liveness, MissingMember, NodeView, View
@@ -23,9 +23,8 @@ from elastic.membership.records import (
     Node,
     NodeState,
     WorldRecord,
-    decode,
+    WorldReference,
 )
-from elastic.store.keyvalue import Entry
 
 
 @dataclass(frozen=True)
@@ -50,6 +49,7 @@ class Failed:
     step: int | None = None  # steps committed by the worker that failed
     is_oom_kill: bool = False
     kernel_log: tuple[str, ...] = ()  # of its node, since its workers had started
+    generation: int | None = None  # that they left; None: not known
 
 
 class Roster:
@@ -61,45 +61,62 @@ class Roster:
         self._known: dict[str, Known] = {}
         self._liveness: dict[str, Liveness] = {}
         self._unsettled: dict[str, float] = {}  # node_id -> time of the next probe; suspected
+        self._unreached: set[str] = set()  # nodes that have not been probed yet
         self._missing_since: dict[str, float] = {}
         self._suspect_since: dict[str, float] = {}
         # node_id -> report, since when
         self._failure_reports: dict[str, tuple[FailureReport, float]] = {}
         self._failures: dict[int, dict[str, Failed]] = {}
+        # By generation and nonce: those that nodes may run.
+        self.worlds: dict[tuple[int, str], WorldRecord] = {}
 
-    def reset(self, entries: Iterable[Entry], now: float) -> list[RecordError]:
-        """Replace all of ``nodes/`` and ``failure_reports/``. Returns the unreadable records."""
-        present = {e.key for e in entries}
+    def reset(self, keys: Iterable[str], now: float) -> None:
+        """Only these keys exist; their records follow."""
+        present = set(keys)
         self._failure_reports = {}
         for node_id in list(self._known):
             if self._keys.node(node_id) not in present:
                 self.delete(node_id, now)
-        return [e for entry in entries if (e := self.put(entry, now)) is not None]
 
-    def put(self, entry: Entry, now: float) -> RecordError | None:
-        """A key was written. An invalid record does not affect the others."""
-        try:
-            if entry.key.startswith(self._keys.failure_reports):
-                report = decode(FailureReport, entry.key, entry.value)
-                # The key identifies the node: a record is only about its writer.
-                node_id = entry.key.removeprefix(self._keys.failure_reports)
-                self._failure_reports[node_id] = replace(report, node_id=node_id), now
-            else:
-                self._put_node(entry, now)
-        except RecordError as error:
-            return error
-        return None
+    def put_failure_report(self, key: str, report: FailureReport, now: float) -> None:
+        """A node has reported a failure."""
+        # The key identifies the node: a record is only about its writer.
+        node_id = key.removeprefix(self._keys.failure_reports)
+        self._failure_reports[node_id] = replace(report, node_id=node_id), now
 
-    def _put_node(self, entry: Entry, now: float) -> None:
-        node = decode(Node, entry.key, entry.value)
+    def learn_worlds(self, worlds: Iterable[WorldRecord]) -> None:
+        """Worlds that this agent has seen, for the nodes that name them as what they run."""
+        new = {(w.generation, w.nonce): w for w in worlds}
+        if new.keys() <= self.worlds.keys():
+            return
+        # Of the earlier ones, those that nodes still run.
+        running = (known.node.running for known in self._known.values())
+        kept = {(w.generation, w.nonce): w for w in running if isinstance(w, WorldRecord)}
+        self.worlds = kept | new
+        for node_id, known in self._known.items():
+            self._known[node_id] = replace(known, node=self._with_world(known.node))
+
+    def _with_world(self, node: Node) -> Node:
+        running = node.running
+        if running is None or isinstance(running, WorldRecord):
+            return node
+        world = self.worlds.get((running.generation, running.nonce))
+        return replace(node, running=world) if world is not None else node
+
+    def put(self, node: Node, lease_id: int, now: float) -> None:
+        """A node's key was written."""
+        node = self._with_world(node)
         before = self._known.get(node.node_id)
         same_state = before is not None and before.present and before.node.state == node.state
         since = before.state_since_s if before is not None and same_state else now
-        self._known[node.node_id] = Known(node, entry.lease_id, since, now, True)
+        self._known[node.node_id] = Known(node, lease_id, since, now, True)
         self._missing_since.pop(node.node_id, None)
-        # A record is not proof of life: it may have been sent before its writer died.
-        self._liveness.setdefault(node.node_id, Liveness.ALIVE)
-        if self._liveness[node.node_id] is not Liveness.ALIVE:
+        # A record is not proof of life: it may have been sent before its writer died, or the leader
+        # cannot reach it. Until it has answered once, it is not admitted.
+        if node.node_id not in self._liveness:
+            self._liveness[node.node_id] = Liveness.SUSPECT
+            self._unreached.add(node.node_id)
+        elif self._liveness[node.node_id] is not Liveness.ALIVE:
             self._unsettled[node.node_id] = now  # newer than the verdict: probe again
         self._remember_failure(node)
 
@@ -114,6 +131,7 @@ class Roster:
                 node.failure_step,
                 node.failure_is_oom_kill,
                 node.failure_kernel_log,
+                node.arrived_for,
             )
             self._failures.setdefault(node.arrived_for, {}).setdefault(node.node_id, failed)
 
@@ -150,6 +168,8 @@ class Roster:
         before = self._liveness.get(node_id, Liveness.ALIVE)
         liveness = self._judge(node_id, verdict, before)
         self._liveness[node_id] = liveness
+        is_first = node_id in self._unreached
+        self._unreached.discard(node_id)
         if liveness is Liveness.SUSPECT:
             self._suspect_since.setdefault(node_id, now)
         else:
@@ -158,7 +178,7 @@ class Roster:
         if liveness is Liveness.ALIVE:
             self._connections.answered(node_id)
             self._touch(node_id, now)
-        return liveness if liveness is not before else None
+        return liveness if liveness is not before or is_first else None
 
     def _judge(self, node_id: str, verdict: Verdict, before: Liveness) -> Liveness:
         """A refusal proves a death if the lease or the connection is lost, too. Silence after such
@@ -171,8 +191,9 @@ class Roster:
 
     def _touch(self, node_id: str, now: float) -> None:
         known = self._known.get(node_id)
-        if known is not None:
-            self._known[node_id] = replace(known, last_sign_s=now)
+        if known is None:
+            return  # a member without a lease: its workers' permission to train ends regardless
+        self._known[node_id] = replace(known, last_sign_s=now)
         if node_id in self._missing_since:
             self._missing_since[node_id] = now
 
@@ -200,18 +221,41 @@ class Roster:
         """Whether the current evidence proves that it is dead."""
         return self._liveness.get(node_id) is Liveness.DEAD
 
+    def unreached(self) -> frozenset[str]:
+        """New nodes, to be probed at once. Decisions do not wait for them."""
+        return frozenset(self._unreached)
+
     def unsettled(self) -> frozenset[str]:
         """Suspected nodes; nothing is decided before they are settled."""
         return frozenset(self._unsettled)
 
     def silent(self) -> tuple[str, ...]:
-        """Nodes to probe periodically: silent, alive without a key, or dead with one."""
+        """Nodes to probe periodically: silent, alive without a key, or dead with one. Not finished
+        ones, whose keys outlive them."""
         return tuple(
             node_id
             for node_id, liveness in self._liveness.items()
-            if liveness is Liveness.SUSPECT
-            or (liveness is Liveness.ALIVE and node_id in self._missing_since)
-            or (liveness is Liveness.DEAD and node_id not in self._missing_since)
+            if (
+                liveness is Liveness.SUSPECT
+                or (liveness is Liveness.ALIVE and node_id in self._missing_since)
+                or (liveness is Liveness.DEAD and node_id not in self._missing_since)
+            )
+            and not self._has_finished(node_id)
+        )
+
+    def _has_finished(self, node_id: str) -> bool:
+        known = self._known.get(node_id)
+        return known is not None and known.node.state is NodeState.FINISHED
+
+    def finished_and_gone(self) -> tuple[str, ...]:
+        """Finished nodes that do not respond, and whose records remain."""
+        return tuple(
+            node_id
+            for node_id, known in self._known.items()
+            if known.present
+            and self._has_finished(node_id)
+            and node_id not in self._unsettled
+            and self._liveness.get(node_id) is not Liveness.ALIVE
         )
 
     @property
@@ -252,21 +296,35 @@ class Roster:
         )
 
     def forget_non_members(self, world: WorldRecord | None) -> None:
-        """Drop nodes that have no key and are not in the world."""
-        members = world.node_ids if world is not None else ()
-        for node_id in [n for n in self._missing_since if n not in members]:
-            for table in (
-                self._known,
-                self._liveness,
-                self._unsettled,
-                self._missing_since,
-                self._suspect_since,
-                self._failure_reports,
-            ):
-                table.pop(node_id, None)
-            self._connections.forget(node_id)
+        """Drop nodes that have no key and are not in the world, also where the last that was heard
+        of one is the end of its connection: nodes come and go for the life of a job."""
+        members = world.id_set if world is not None else frozenset()
+        kept = members | {node_id for node_id, known in self._known.items() if known.present}
+        tables: tuple[dict[str, Any], ...] = (
+            self._known,
+            self._liveness,
+            self._unsettled,
+            self._missing_since,
+            self._suspect_since,
+            self._failure_reports,
+        )
+        for table in tables:
+            for node_id in table.keys() - kept:
+                del table[node_id]
+        self._unreached &= kept
+        self._connections.retain_only(kept)
 
-    def highest_running(self) -> WorldRecord | None:
+    def nodes_that_run(self, world: WorldReference) -> tuple[str, ...]:
+        """The nodes with a key that report to run this world."""
+        return tuple(
+            node_id
+            for node_id, known in self._known.items()
+            if known.present
+            and (running := known.node.running) is not None
+            and (running.generation, running.nonce) == (world.generation, world.nonce)
+        )
+
+    def highest_running(self) -> WorldReference | None:
         """The newest world that any node reports to run."""
         running = [
             k.node.running for k in self._known.values() if k.present and k.node.running is not None
@@ -274,14 +332,10 @@ class Roster:
         return max(running, key=lambda world: world.generation, default=None)
 
     def failures_since(self, generation: int) -> tuple[Failed, ...]:
-        """The failures of workers in this and later generations, one per node, the first to fail
-        first. Failures of earlier generations are dropped."""
-        self._failures = {g: found for g, found in self._failures.items() if g >= generation}
-        first: dict[str, Failed] = {}
-        for generation in sorted(self._failures):
-            for node_id, failed in self._failures[generation].items():
-                first.setdefault(node_id, failed)
-        return tuple(first.values())
+        """The failures of workers in this and later generations, one per node and generation, the
+        first to fail first. Failures of earlier generations are dropped."""
+        self._failures = {g: failed for g, failed in self._failures.items() if g >= generation}
+        return tuple(f for g in sorted(self._failures) for f in self._failures[g].values())
 
     def view(
         self,
@@ -336,5 +390,6 @@ class Roster:
             proved_dead=self._liveness.get(member.node_id) is Liveness.DEAD,
             last_sign_s=self._missing_since.get(member.node_id, world_since_s),
             finished=known is not None and known.node.state is NodeState.FINISHED,
+            is_known=known is not None,
             running=known.node.running if known is not None else None,
         )

@@ -22,7 +22,8 @@ from elastic.node.run_secret import LIVENESS
 from elastic.store.keyvalue import Entry, Lease
 from elastic.tuning.agent_intervals import FOLLOW_AGAIN_S
 
-_DEPARTING = (NodeState.LEAVING, NodeState.FAILED)
+# (The record of a finished node has no lease to which the leader's key could be attached.)
+_DEPARTING = (NodeState.LEAVING, NodeState.FAILED, NodeState.FINISHED)
 
 
 @dataclass(frozen=True)
@@ -73,6 +74,8 @@ class Succession:
             self._hand_over_if_outside(self.term)
         if self.term is not None:
             self._hand_over_if_cut_off(self.term, now)
+        if self.term is not None:
+            self._hand_over_if_unknown(self.term)
         if self._follow_at_s is not None and now >= self._follow_at_s:
             self._follow_at_s = None
             if self._entry is not None:
@@ -153,6 +156,16 @@ class Succession:
         if 2 * len(unresponsive) > len(world.node_ids):
             self._hand_over(term, entry, unresponsive)
 
+    def _hand_over_if_unknown(self, term: Leadership) -> None:
+        """A leader that has never seen the world which the store has lost cannot write it back: a
+        node that runs it can."""
+        world, entry = term.writer.unknown_world, self._entry
+        if world is None or entry is None:
+            return
+        # (Not yet probed: a dead one loses the key with its lease.)
+        running = term.roster.nodes_that_run(world)
+        self._hand_over(term, entry, (i for i in running if not term.roster.is_dead(i)))
+
     def _hand_over(self, term: Leadership, entry: LeaderEntry, candidates: Iterable[str]) -> None:
         """Hand over to the first candidate that is not departing."""
         for node_id in candidates:
@@ -180,17 +193,22 @@ class Succession:
         self, node_id: str, was_leader: bool, *, fell_silent: bool = False
     ) -> None:
         """A liveness connection closed: a suspicion, to be probed."""
-        self.connections.closed(node_id, was_leader, fell_silent=fell_silent)
+        # Nobody needs to follow a node that does not lead: a follower that leaves it is not lost.
+        is_expected = not was_leader and self.term is None
+        self.connections.closed(node_id, was_leader, is_lost=not (fell_silent or is_expected))
         if self.term is not None:
             self.term.on_closed(node_id)
         entry = self._entry
         if not was_leader or entry is None or entry.leader.node_id != node_id:
             return
-        if self._probing is None or not self._probing.is_alive():
-            self._probing = threading.Thread(
-                target=self._probe, args=(entry,), name="elastic-probe-leader", daemon=True
-            )
-            self._probing.start()
+        if self._probing is not None and self._probing.is_alive():
+            # Perhaps of a former leader, whose verdict says nothing about this one.
+            self._follow_at_s = self._at.clock.monotonic() + FOLLOW_AGAIN_S
+            return
+        self._probing = threading.Thread(
+            target=self._probe, args=(entry,), name="elastic-probe-leader", daemon=True
+        )
+        self._probing.start()
 
     def _probe(self, entry: LeaderEntry) -> None:
         leader, world = entry.leader, self._at.status.world.world

@@ -13,7 +13,15 @@ from elastic.events import StoreProblem, WorldFormed
 from elastic.leadership.failure_accounting import FailureAccounting
 from elastic.leadership.roster import Roster
 from elastic.membership.decision import Proposal, world_of
-from elastic.membership.records import BreakageRecord, Cause, Done, Outcome, WorldRecord, encode
+from elastic.membership.records import (
+    BreakageRecord,
+    Cause,
+    Done,
+    Outcome,
+    WorldRecord,
+    WorldReference,
+    encode,
+)
 from elastic.membership.step_rate import StepRate, switch_step
 from elastic.node.context import NodeContext
 from elastic.node.status import WorldEntry
@@ -50,6 +58,8 @@ class WorldWriter:
         self._accounting = accounting
         self._announce = announce
         self.planned_since_s: float | None = None  # a plan waits for a step rate
+        # To be written back into the store, and this node has never seen its record.
+        self.unknown_world: WorldReference | None = None
 
     def adopt(self, entry: WorldEntry, now: float, *, since_s: float) -> WorldEntry | float:
         """After a wipe of the store, write back the highest world that any node runs.
@@ -57,6 +67,7 @@ class WorldWriter:
         ``since_s`` is when the nodes began to register. Returns the current world, or the time of
         the next call.
         """
+        self.unknown_world = None
         highest = self._roster.highest_running()
         generation = entry.world.generation if entry.world is not None else 0
         if highest is not None and entry.world is not None and highest.generation < generation:
@@ -65,6 +76,13 @@ class WorldWriter:
             return entry
         if now < since_s + ADOPTION_WAIT_S:
             return since_s + ADOPTION_WAIT_S
+        if not isinstance(highest, WorldRecord):
+            # A node that runs it has its record, and is to lead (leadership/succession.py), unless
+            # this node's watch is only late.
+            stored = self._at.store.get(self._at.keys.world)
+            if (stored.mod_revision if stored is not None else 0) == entry.mod_revision:
+                self.unknown_world = highest
+            return now + RECHECK_S
         revision = self._at.store.compare_and_swap(
             self._at.keys.world, encode(highest), expected_revision=entry.mod_revision
         )
@@ -156,7 +174,8 @@ class WorldWriter:
         return step_rate
 
     def end(self, outcome: Outcome, reason: str, exit_code: int, entry: WorldEntry) -> Done | None:
-        """Write the job's outcome; None if it is already written."""
+        """Write the job's outcome; None if it is already written, or if another leader has written
+        a world since: the job goes on in that."""
         step_rate = self._at.status.step_rate
         done = Done(
             outcome=outcome,
@@ -168,7 +187,10 @@ class WorldWriter:
             breakages=self._breakages() if outcome is Outcome.FAILURE else (),
         )
         revision = self._at.store.compare_and_swap(
-            self._at.keys.done, encode(done), expected_revision=0
+            self._at.keys.done,
+            encode(done),
+            expected_revision=0,
+            basis=(self._at.keys.world, entry.mod_revision),
         )
         return done if revision is not None else None
 

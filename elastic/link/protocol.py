@@ -19,7 +19,7 @@ from elastic.secure_channel import strict_json
 from elastic.secure_channel.tls import TlsFiles
 from elastic.stragglers.facts import StepDurations
 
-PROTOCOL_VERSION = 6
+PROTOCOL_VERSION = 7
 MAX_MESSAGE = 256 << 10
 MAX_TEXT = 4000  # characters of one text, up to 12 bytes each in JSON
 IN_STEP = "step"  # the phase of a heartbeat while the worker is within a step
@@ -47,7 +47,11 @@ class Heartbeat:
 
 @dataclass(frozen=True, kw_only=True)
 class Ready:
-    """Worker: it has reached its training loop, and changes worlds without a restart."""
+    """Worker: it has reached its training loop, and changes worlds without a restart.
+
+    ``max_ranks``: the largest world among whose ranks its batches can be split; 0: not known."""
+
+    max_ranks: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)

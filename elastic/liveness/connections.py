@@ -8,6 +8,8 @@ newer evidence, and revokes the proof.
 
 from __future__ import annotations
 
+from collections.abc import Container
+
 
 class Connections:
     """Kept across all terms: a node that becomes leader knows which connections it lost as a
@@ -26,10 +28,10 @@ class Connections:
             self.followers[node_id] = self.followers.get(node_id, 0) + 1
         self._lost.discard(node_id)
 
-    def closed(self, node_id: str, is_leader: bool, *, fell_silent: bool = False) -> None:
+    def closed(self, node_id: str, is_leader: bool, *, is_lost: bool = True) -> None:
         """A connection has ended. It does not count as lost if it was never open, if it was one of
-        several, or if it fell silent: the peer's kernel did not close it, so its process may
-        live."""
+        several, or without ``is_lost``: if it fell silent, the peer's kernel did not close it, and
+        its process may live; a peer may close it because it follows another node now."""
         if is_leader:
             was_open = node_id in self.leaders
             self.leaders.discard(node_id)
@@ -38,7 +40,7 @@ class Connections:
             was_open = count > 0
             if count > 1:
                 self.followers[node_id] = count - 1
-        if fell_silent:
+        if not is_lost:
             return
         if was_open and node_id not in self.followers and node_id not in self.leaders:
             self._lost.add(node_id)
@@ -55,6 +57,6 @@ class Connections:
         """Whether an open connection to this node was lost, and it has not responded since."""
         return node_id in self._lost
 
-    def forget(self, node_id: str) -> None:
-        """Drop the record of a node that is no longer relevant."""
-        self._lost.discard(node_id)
+    def retain_only(self, node_ids: Container[str]) -> None:
+        """Drop the lost connections of all other nodes, which are no longer relevant."""
+        self._lost = {node_id for node_id in self._lost if node_id in node_ids}

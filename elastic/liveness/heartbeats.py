@@ -68,7 +68,7 @@ class Heartbeats:
         self._node_id = node_id
         self._clock = clock
         self._latest: dict[str, ReceivedHeartbeat] = {}
-        self._next_s = -math.inf
+        self._next_s = self._prune_s = -math.inf
         self._sent: NodeHeartbeat | None = None
 
     def send_if_due(self, heartbeat: NodeHeartbeat, send: Callable[[bytes], object]) -> None:
@@ -85,6 +85,9 @@ class Heartbeats:
         """Record a node's heartbeat, and drop those of nodes that were lost long ago."""
         now = self._clock.monotonic()
         self._latest[node_id] = ReceivedHeartbeat(heartbeat, now)
+        if now < self._prune_s:  # not at each one: there are as many heartbeats as nodes
+            return
+        self._prune_s = now + RECENT_LOSS_S / 10
         for known, last in self._latest.copy().items():
             if now - last.at_s > RECENT_LOSS_S:
                 self._latest.pop(known, None)

@@ -11,10 +11,25 @@ survives; otherwise this module does.
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterator, Sequence
+
 from elastic.membership.joining_nodes import find_joining_nodes, first_node, refusal
-from elastic.membership.member_status import MemberStatus, classify_members
-from elastic.membership.proposal import also, count, names, propose, verb, world_of
-from elastic.membership.records import Cause, Node, NodeState, Outcome, WorldRecord
+from elastic.membership.member_status import (
+    MemberStatus,
+    classify_members,
+    ids_in,
+    overdue_as_missing,
+)
+from elastic.membership.proposal import also, count, listed, names, propose, verb, world_of
+from elastic.membership.records import (
+    Cause,
+    Node,
+    NodeState,
+    Outcome,
+    WorldRecord,
+    WorldReference,
+)
 from elastic.membership.replicas import arrange, incomplete, waiting_for_others
 from elastic.membership.surviving_world import SurvivingWorld
 from elastic.membership.view import (
@@ -42,6 +57,7 @@ __all__ = [
     "adoptable",
     "decide",
     "refusal",
+    "waiting_nodes",
     "world_of",
 ]
 
@@ -52,17 +68,19 @@ def decide(view: View, now: float, policy: Policy) -> Decision:
         return Wait(reason=f"the job is over: {view.done.reason}")
     if (running := adoptable(view)) is not None:
         return Wait(reason=f"generation {running.generation} runs, but the store has lost it")
-    if view.world is None:
+    world = view.world
+    if world is None:
         return _first_world(view, now, policy)
-    status = classify_members(view, view.world)
+    view = overdue_as_missing(view, now, policy)
+    status = classify_members(view, world)
     if status.over:
-        return _still_ending(view) or _success(status)
+        return _still_ending(view, now, policy) or _success(status)
     if status.unneeded:
         reason = f"{'; '.join(status.sentences)}; the job ends"
-        return propose(view, view.world, (), Cause.PAUSED, reason)
+        return propose(view, world, (), Cause.PAUSED, reason)
     # Joining nodes that have not switched yet must not start together with leaving ones.
     only_joining = status.in_process and not any(n.node.running for n in status.running)
-    if only_joining and (leaving := _still_stepping(view)) is not None:
+    if only_joining and (leaving := _still_stepping(view, now, policy)) is not None:
         return leaving
     if (replacing := _replacing(status, now, policy)) is not None:
         return replacing
@@ -71,23 +89,48 @@ def decide(view: View, now: float, policy: Policy) -> Decision:
     return SurvivingWorld(view, status, now, policy).decide()
 
 
-def _still_ending(view: View) -> Wait | None:
+def waiting_nodes(view: View, now: float, policy: Policy) -> dict[str, str]:
+    """The ids of the nodes that are not admitted -> why, for users. Not those that are about to
+    join."""
+    reference = view.world or first_node(view)
+    if view.done is not None or reference is None:
+        return {}
+    if view.world is not None:
+        status = classify_members(view, view.world)
+        if status.survivors:
+            return SurvivingWorld(view, status, now, policy).waiting()
+    return dict(find_joining_nodes(view, reference, now, in_process=False).skipped)
+
+
+def _still_ending(view: View, now: float, policy: Policy) -> Wait | None:
     """In a world without members, workers of restart mode that it ends: after the end of the job
     they would continue, and wait for those that have finished."""
     if view.world is None or view.world.members:
         return None
-    ending = [
-        n.node.name
-        for n in view.nodes
-        if n.node.running is not None
-        and not n.node.in_process
-        and n.node.state is not NodeState.FINISHED
-        and n.liveness is not Liveness.DEAD
-    ]
-    return Wait(reason=f"{', '.join(ending)} still ending workers") if ending else None
+    finished = NodeState.FINISHED
+    ending = tuple(
+        n for n in _running(view) if not n.node.in_process and n.node.state is not finished
+    )
+    return _wait_for_workers(view, ending, "ending workers", now, policy)
 
 
-def adoptable(view: View) -> WorldRecord | None:
+def _running(view: View) -> Iterator[NodeView]:
+    """Nodes whose workers may be in a group."""
+    return (n for n in view.nodes if n.node.running is not None and n.liveness is not Liveness.DEAD)
+
+
+def _wait_for_workers(
+    view: View, nodes: Sequence[NodeView], what: str, now: float, policy: Policy
+) -> Wait | None:
+    """Wait until the workers of these nodes have ended: for as long as that can take."""
+    since_s = view.world_since_s if view.world is not None and not view.world.members else -math.inf
+    until_s = max((max(n.state_since_s, since_s) for n in nodes), default=0.0) + policy.leave_s
+    if not nodes or now >= until_s:
+        return None
+    return Wait(reason=f"{names(nodes)} still {what}", until_s=until_s)
+
+
+def adoptable(view: View) -> WorldReference | None:
     """The world to write back into a store that was wiped or restored: the newest one that a node
     still runs, if the store has none that is as new."""
     running = (n.node.running for n in view.nodes if n.liveness is not Liveness.DEAD)
@@ -107,7 +150,8 @@ def _replacing(status: MemberStatus, now: float, policy: Policy) -> Wait | None:
 
 
 def _success(status: MemberStatus) -> End:
-    sentences = [f"{', '.join(status.finished)} finished", *status.sentences]
+    who = listed(status.finished or status.ended)
+    sentences = [f"{who} finished", *status.sentences]
     return End(outcome=Outcome.SUCCESS, reason="; ".join(sentences), exit_code=0)
 
 
@@ -125,6 +169,10 @@ def _without_survivors(
     """Section 2: without a survivor, the old world must be proved dead, or silent for
     ``takeover_s``."""
     silent = [g for g in status.gone if not g.proved]
+    if silent and all(g.is_overdue for g in silent):
+        # They renew their leases: a world without members ends their workers.
+        why = "; ".join(status.sentences)
+        return propose(view, status.world, (), Cause.PAUSED, why)
     until = max((g.last_sign_s for g in silent), default=now) + policy.takeover_s
     if silent and now < until:
         who = "; ".join(g.sentence for g in silent)
@@ -137,7 +185,7 @@ def _without_survivors(
     # No member remains: as in a first world, the limits of the first node apply.
     reference = first_node(view) or status.world
     decision = _gather(view, reference, now, policy, Cause.TAKEOVER, f"{why}; ")
-    stepping = _still_stepping(view)
+    stepping = _still_stepping(view, now, policy)
     is_waiting = isinstance(decision, Wait) or stepping is not None
     if is_waiting and not silent and _leaving(view, status):
         # (Also together with waiting nodes: the step must be announced to the leaving ones.)
@@ -160,26 +208,25 @@ def _can_reach_boundary(view: View) -> bool:
         and n.node.state in (NodeState.LEAVING, NodeState.READY)
     }
     oldest = min((group.generation for group in stepping.values()), default=0)
-    is_complete = all(i in stepping for group in stepping.values() for i in group.node_ids)
+    ids = ids_in(stepping.values())
+    is_complete = ids is not None and ids <= stepping.keys()
     is_broken = any(report.generation >= oldest for report in view.failure_reports)
     return bool(stepping) and is_complete and not is_broken
 
 
-def _still_stepping(view: View) -> Wait | None:
+def _still_stepping(view: View, now: float, policy: Policy) -> Wait | None:
     """Nodes that leave save the step at which they do, in-process workers at a boundary. In a world
-    without members, so do nodes that were not asked to leave, but share a replica with one that
-    was. Until then they make progress, and others would begin without it."""
+    without members, so do nodes that were not asked to leave: they share a replica with one that
+    was, or have not received that world yet. Until then they make progress, and others would begin
+    without it."""
     is_empty = view.world is not None and not view.world.members
-    states = (NodeState.LEAVING, NodeState.READY) if is_empty else (NodeState.LEAVING,)
-    leavers = [
-        n.node.name
-        for n in view.nodes
-        if n.node.state in states
-        and (n.node.in_process or n.node.state is NodeState.LEAVING)
-        and n.node.running is not None
-        and n.liveness is not Liveness.DEAD
-    ]
-    return Wait(reason=f"{', '.join(leavers)} still leaving") if leavers else None
+    ending = (NodeState.FINISHED, NodeState.FAILED)
+    leavers = tuple(
+        n
+        for n in _running(view)
+        if n.node.state is NodeState.LEAVING or (is_empty and n.node.state not in ending)
+    )
+    return _wait_for_workers(view, leavers, "leaving", now, policy)
 
 
 def _leaving(view: View, status: MemberStatus) -> bool:

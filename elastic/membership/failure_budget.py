@@ -9,7 +9,8 @@ A job stops for one of four reasons:
 - The same error broke three worlds in a row without progress. An error that occurs at a later step
   each time is progress.
 - Worlds keep breaking without a healthy one in between: the budget is spent. Churn uses it up, too:
-  nodes that are lost or leave repeatedly while the job makes no progress.
+  nodes that are lost or leave repeatedly while the job makes no progress. Groups of live members
+  that cannot be built do not: the network may return, and further attempts wait longer.
 
 A healthy world resets everything: one that made ``healthy_steps``, or lasted ``healthy_s`` if steps
 are not known (restart mode).
@@ -28,8 +29,8 @@ from elastic.failures.verdict import is_consequence
 from elastic.tuning.agent_intervals import FAILURE_WINDOW_S, FLAP_WINDOW_S, HEALTHY_S, QUARANTINE_S
 
 _KILLED = (-9, -15)  # SIGKILL, SIGTERM: from outside
-_NO_STATE = 65  # elastic.errors.CheckpointRequired, which all ranks of a world raise together
-_PRESERVED = {2, _NO_STATE}  # exit codes of workers with which the job ends, too; 2: usage
+NO_STATE = 65  # elastic.errors.CheckpointRequired, which all ranks of a world raise together
+_PRESERVED = {2, NO_STATE}  # exit codes of workers with which the job ends, too; 2: usage
 _RANK = re.compile(r"^\s*\[rank\s*\d+\]:?\s*", re.IGNORECASE | re.MULTILINE)
 _ADDRESS = re.compile(r"\b0x[0-9a-f]+\b", re.IGNORECASE)
 # By how much a rank may be ahead of the reporting one: ranks differ by one step at most.
@@ -72,6 +73,12 @@ class Breakage:
         """Whether it is attributed to the script, rather than to departing nodes or to a
         machine."""
         return self.counts and not self.churned and not self.excluded
+
+    @property
+    def is_failed_build(self) -> bool:
+        """Whether live members only could not connect to each other: nobody's fault, as far as is
+        known."""
+        return not (self.counts or self.failures or self.lost or self.left)
 
     @property
     def is_unexplained(self) -> bool:
@@ -169,11 +176,11 @@ def verdict(history: Sequence[Breakage], now: float, policy: FailureBudget) -> S
 
 
 def _no_state_left(history: Sequence[Breakage]) -> StopJob | None:
-    failures = history[-1].failures if history else ()
+    failures = history[-1].failures if history and not history[-1].excluded else ()
     for failure in failures:
-        if failure.exit_code == _NO_STATE:
+        if failure.exit_code == NO_STATE:
             error = f"{error_line(failure)} (on {failure.node})"
-            return StopJob(reason=f"no node has the state of the job: {error}", exit_code=_NO_STATE)
+            return StopJob(reason=f"no node has the state of the job: {error}", exit_code=NO_STATE)
     return None
 
 
@@ -256,7 +263,7 @@ def _script_errors(breakage: Breakage) -> dict[str, _ScriptError]:
         errors: dict[str, _ScriptError] = {}
         for f in own:
             text = f"{(f.text or '').strip()} (on {f.node})"
-            errors.setdefault(_key(f), _at_step(text, f, breakage))
+            errors.setdefault(comparable(f), _at_step(text, f, breakage))
         return errors
     if any(f.exit_code is None or f.exit_code <= 0 for f in failures):
         return {}
@@ -276,10 +283,12 @@ def _at_step(text: str, failure: Failure, breakage: Breakage) -> _ScriptError:
     return _ScriptError(text, failure.step if is_exact else breakage.step, is_exact)
 
 
-def _key(failure: Failure) -> str:
+def comparable(failure: Failure) -> str:
     """The text without parts that differ between occurrences of the same error."""
     if failure.is_oom_kill:
         return "out of memory"  # the rest of its text is a pid
+    if not failure.text:
+        return f"exit {failure.exit_code}"
     return " ".join(_ADDRESS.sub("0x", _RANK.sub("", failure.text or "")).split())
 
 
@@ -369,6 +378,10 @@ class FlapTracker:
         if len(self._accusations) >= self._policy.accusations:
             self.quarantine(node, now)
             self._accusations = []
+
+    def __contains__(self, node: str) -> bool:
+        """Whether this name or id is, or was a moment ago, quarantined."""
+        return node in self._until
 
     def quarantined(self, now: float) -> dict[str, float]:
         """Name or id -> until when."""

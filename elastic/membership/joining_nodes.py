@@ -17,7 +17,7 @@ class JoiningNodes:
 
     eligible: tuple[NodeView, ...]  # oldest first
     quarantine_ends_s: float | None  # when the first of those in quarantine is eligible again
-    skipped_reasons: tuple[str, ...]  # a sentence for each live node that is not admitted
+    skipped: Mapping[str, str]  # id of each live node that is not admitted -> why, in a sentence
 
 
 def refusal(node: Node, reference: WorldRecord | Node) -> str | None:
@@ -78,9 +78,7 @@ def by_seniority(nodes: Iterable[NodeView]) -> tuple[NodeView, ...]:
 
 def first_node(view: View) -> Node | None:
     """The node that sets min, max and version of a job that has no world yet."""
-    arrived = (
-        n for n in view.nodes if _can_join(n.node, False) and n.liveness is not Liveness.DEAD
-    )
+    arrived = (n for n in view.nodes if _can_join(n.node, False) and n.liveness is Liveness.ALIVE)
     return next((n.node for n in by_seniority(arrived)), None)
 
 
@@ -92,31 +90,45 @@ def find_joining_nodes(
     ``in_process``: the members keep their processes, so a joining node must be ready first.
     """
     members = set(view.world.node_ids) if view.world else set()
-    eligible, skipped_reasons, ends = [], [], []
+    eligible, ends = [], []
+    skipped: dict[str, str] = {}
     for n in by_seniority(n for n in view.nodes if n.node.node_id not in members):
-        until = quarantined_until(n.node, view.quarantined)
+        until = quarantined_until(n.node, view)
         if n.liveness is Liveness.DEAD or not _can_join(n.node, in_process):
             continue
         if sentence := refusal(n.node, reference):
-            skipped_reasons.append(sentence)
+            skipped[n.node.node_id] = sentence
         elif n.liveness is Liveness.SUSPECT:
-            skipped_reasons.append(f"{n.node.name} does not answer")
+            if n.suspect_since_s is not None:  # otherwise it has just arrived, and is being probed
+                skipped[n.node.node_id] = f"the leader cannot reach {n.node.name}"
         elif until is not None and now < until:
-            skipped_reasons.append(f"{n.node.name} is quarantined")
+            why = view.quarantine_reasons.get(n.node.node_id, "")
+            skipped[n.node.node_id] = f"{n.node.name} is quarantined" + f": {why}" * bool(why)
             ends.append(until)
         else:
             eligible.append(n)
     return JoiningNodes(
         eligible=tuple(eligible),
         quarantine_ends_s=min(ends, default=None),
-        skipped_reasons=tuple(skipped_reasons),
+        skipped=skipped,
     )
 
 
-def quarantined_until(node: Node, quarantined: Mapping[str, float]) -> float | None:
-    """When the quarantine of this node's id or name ends, if there is one."""
-    ends = [quarantined[key] for key in (node.node_id, node.name) if key in quarantined]
+def quarantined_until(node: Node, view: View) -> float | None:
+    """When the quarantine of this node ends, if there is one: of its id, or of its name.
+
+    Agents of one machine may share a name, which then identifies none of them.
+    """
+    quarantined = view.quarantined
+    ends = [quarantined[node.node_id]] if node.node_id in quarantined else []
+    if node.name in quarantined and not any(_is_namesake(n, node) for n in view.nodes):
+        ends.append(quarantined[node.name])
     return max(ends, default=None)
+
+
+def _is_namesake(other: NodeView, node: Node) -> bool:
+    is_here = other.liveness is not Liveness.DEAD and other.node.state is not NodeState.FINISHED
+    return is_here and other.node.name == node.name and other.node.node_id != node.node_id
 
 
 def _can_join(node: Node, in_process: bool) -> bool:

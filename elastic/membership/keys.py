@@ -13,6 +13,10 @@ _FORBIDDEN_IN_RUN_ID = re.compile(f"[/{_UNPRINTABLE}]")
 _FORBIDDEN_IN_PREFIX = re.compile(f"[{_UNPRINTABLE}]")
 
 
+# Parts of a job's keys under which there are further ones: another job there would be in its lists.
+_FOLDERS = frozenset({"nodes", "failure_reports", "hangs", "hang_stacks", "step_times"})
+
+
 @dataclass(frozen=True)
 class Keys:
     """The names under ``{prefix}/{run_id}/``."""
@@ -33,7 +37,15 @@ class Keys:
                 f"prefix {prefix!r} must start with '/' and contain no control characters",
                 hint="set prefix in --rdzv-conf, or ELASTIC_PREFIX",
             )
-        return Keys(f"{prefix.rstrip('/')}/{run_id}/")
+        root = f"{prefix.rstrip('/')}/{run_id}/"
+        # (The first part cannot be in another job: a job's keys have at least one part before.)
+        if reserved := _FOLDERS.intersection(root.split("/")[2:]):
+            raise ConfigError(
+                f"{root!r} may be among the keys of another job: it contains {min(reserved)!r}",
+                hint="use another --rdzv-id or prefix, without "
+                f"{', '.join(sorted(_FOLDERS))} as a part",
+            )
+        return Keys(root)
 
     @property
     def run_id(self) -> str:

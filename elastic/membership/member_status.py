@@ -3,7 +3,8 @@ whether to wait for the cause of a failure."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
 
 from elastic.failures.verdict import is_consequence
 from elastic.membership.records import (
@@ -12,11 +13,14 @@ from elastic.membership.records import (
     Node,
     NodeState,
     WorldRecord,
+    WorldReference,
     WorldState,
+    group_of,
 )
 from elastic.membership.view import Liveness, MissingMember, NodeView, Policy, View
 
 MAX_FAILURE_CHARS = 300  # a reason is shown in every node's log
+MAX_SENTENCES = 12
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,7 +32,9 @@ class Gone:
     sentence: str
     proved: bool  # it certainly makes no more progress
     last_sign_s: float
-    running: WorldRecord | None = None  # if not proved: the group in which it may still step
+    # If not proved: the node ids of each group in which it may still step.
+    groups: tuple[frozenset[str], ...] = ()
+    is_overdue: bool = False  # it renews its lease, but has been silent for too long
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,7 +45,11 @@ class MemberStatus:
     running: tuple[NodeView, ...]  # run this generation, or are about to
     out: tuple[NodeView, ...]  # left it: their workers failed or were stopped
     gone: tuple[Gone, ...]
-    finished: tuple[str, ...]  # names; including nodes that finished an earlier world of the job
+    # Names of the nodes that finished, in this or an earlier world of the job, and still respond;
+    # and of members that finished and then left.
+    finished: tuple[str, ...]
+    ended: tuple[str, ...]  # names of all members that finished
+    ended_before_s: tuple[float, ...]  # since when the finished nodes that are not members have
     peers: frozenset[str]  # the members that the finished ones ran with, if still reported
     absent: tuple[str, ...]  # names of members that finished before they could enter this world
     failure_reports: tuple[FailureReport, ...]  # of running members, and not superseded yet
@@ -69,7 +79,8 @@ class MemberStatus:
     def over(self) -> bool:
         """A member has finished, and no member remains that was stepping with it. Joining nodes
         that had not switched when the others finished are no longer needed."""
-        if not self.finished or any(n.node.running for n in self.running):
+        are_all_ended = len(self.ended) == len(self.world.members) > 0
+        if not (self.finished or are_all_ended) or any(n.node.running for n in self.running):
             return False
         # (In restart mode a member starts with the world, not at a switch, unless no member can.)
         is_known = self.world.mode == "in-process" or self.absent
@@ -123,7 +134,7 @@ class MemberStatus:
 
     @property
     def sentences(self) -> tuple[str, ...]:
-        """The problems, for users."""
+        """The problems, for users: all of a few, and the first of many."""
         sentences = tuple(g.sentence for g in self.gone)
         sentences += tuple(f"{name} had finished before" for name in self.absent)
         if self.world.state is WorldState.ACTIVE or self.in_process:
@@ -131,6 +142,9 @@ class MemberStatus:
             reports = self.failure_reports
             sentences += tuple(_failure(n.node) for n in self.out)
             sentences += tuple(f"{name[r.node_id]} reports: {r.error}" for r in reports)
+        if len(sentences) > MAX_SENTENCES + 1:
+            more = len(sentences) - MAX_SENTENCES
+            return (*sentences[:MAX_SENTENCES], f"and {more} other nodes like these")
         return sentences
 
     @property
@@ -142,15 +156,29 @@ class MemberStatus:
             return False
         broken = {n.node.node_id for n in self.out}
         broken |= {g.node_id for g in self.gone if g.cause is Cause.LOST}
+        ids = ids_in(groups)
+        if ids is None:
+            return False
         # The loss of a node that was to leave with a pending plan ended the steps of the old group.
-        left = {i for group in groups for i in group.node_ids} - {*self.world.node_ids, *self.alive}
-        return not left and all(broken.isdisjoint(group.node_ids) for group in groups)
+        left = ids - self.world.id_set - self.alive
+        return not left and broken.isdisjoint(ids)
 
-    def _taken_up(self, groups: list[WorldRecord]) -> bool:
+    def _taken_up(self, groups: list[WorldReference]) -> bool:
         """All members have entered this world: none is still building it with a node that was
         evicted since."""
         entered = all(group.generation >= self.world.generation for group in groups)
         return entered and len(groups) == len(self.running)
+
+
+def ids_in(groups: Iterable[WorldReference]) -> set[str] | None:
+    """The nodes in any of these groups; None if one of them is only known by its name."""
+    distinct = {(group.generation, group.nonce): group_of(group) for group in groups}
+    ids: set[str] = set()
+    for group in distinct.values():
+        if group is None:
+            return None
+        ids.update(group)
+    return ids
 
 
 def _is_ready(n: NodeView) -> bool:
@@ -162,20 +190,30 @@ def classify_members(view: View, world: WorldRecord) -> MemberStatus:
     present = {n.node.node_id: n for n in view.nodes}
     missing = {m.member.node_id: m for m in view.missing}
     running, out, gone, absent = [], [], [], []
+    groups, members = _Groups(view, world), frozenset(world.node_ids)
     oldest = _oldest_group(view, world)
-    finished = [n.node.name for n in view.nodes if n.node.state is NodeState.FINISHED]
+    # The record of a finished node outlives it, so that a later leader does not take it for lost.
+    # A node that is gone cannot end the job in the name of others that were interrupted, however.
+    ended_nodes = [n for n in view.nodes if n.node.state is NodeState.FINISHED]
+    finished = [n.node.name for n in ended_nodes if n.liveness is Liveness.ALIVE]
+    ended: list[str] = []
     for member in world.members:
         n = present.get(member.node_id)
         if n is None:
             m = missing.get(member.node_id) or MissingMember(
-                member=member, proved_dead=False, last_sign_s=view.world_since_s
+                member=member,
+                proved_dead=False,
+                last_sign_s=view.world_since_s,
+                is_known=False,
             )
             if m.finished:
                 finished.append(member.name)
+                ended.append(member.name)
                 absent += [member.name] * _is_absent(m.running, world)
             else:
-                gone.append(_lease_over(m))
+                gone.append(_lease_over(m, groups.possible_for(m)))
         elif n.node.state is NodeState.FINISHED:
+            ended.append(member.name)
             absent += [member.name] * _is_absent(n.node.running, world)
         elif reason := _gone(n):
             gone.append(reason)
@@ -189,6 +227,8 @@ def classify_members(view: View, world: WorldRecord) -> MemberStatus:
         out=tuple(out),
         gone=tuple(gone),
         finished=tuple(finished),
+        ended=tuple(ended),
+        ended_before_s=tuple(n.state_since_s for n in ended_nodes if n.node.node_id not in members),
         peers=_peers_of_finished(view),
         absent=tuple(absent),
         failure_reports=_failure_reports(view, world, running),
@@ -196,7 +236,56 @@ def classify_members(view: View, world: WorldRecord) -> MemberStatus:
     )
 
 
-def _is_absent(running: WorldRecord | None, world: WorldRecord) -> bool:
+def overdue_as_missing(view: View, now: float, policy: Policy) -> View:
+    """The view in which members that have been silent for too long count as missing.
+
+    A suspect usually loses its lease within seconds, and no node is excluded for a slow response.
+    But one that keeps renewing its lease, while the leader cannot reach it, would block a broken or
+    paused world, or the end of the job, indefinitely.
+    """
+    if view.world is None:
+        return view
+    status = classify_members(view, view.world)
+    is_ending = bool(status.finished or status.ended)
+    is_waited_for = status.changed or is_ending or status.world.state is WorldState.PAUSED
+    overdue = {
+        n.node.node_id
+        for n in (*status.running, *status.out)
+        if is_waited_for
+        and n.liveness is Liveness.SUSPECT
+        and now >= silent_until_s(n, view, status, policy)
+    }
+    if not overdue:
+        return view
+    missing = tuple(
+        MissingMember(
+            member=n.node.as_member(),
+            proved_dead=False,
+            last_sign_s=n.suspect_since_s or view.world_since_s,
+            running=n.node.running,
+            is_overdue=True,
+        )
+        for n in view.nodes
+        if n.node.node_id in overdue
+    )
+    nodes = tuple(n for n in view.nodes if n.node.node_id not in overdue)
+    return replace(view, nodes=nodes, missing=view.missing + missing)
+
+
+def silent_until_s(n: NodeView, view: View, status: MemberStatus, policy: Policy) -> float:
+    """Until when a decision waits for the lease of a suspect. (If it is not known when it fell
+    silent, it was not before the time used here.)"""
+    since_s = n.suspect_since_s
+    if since_s is None:
+        since_s = max(n.state_since_s, view.world_since_s)
+    if not (status.changed or status.world.state is WorldState.PAUSED):
+        return since_s + policy.takeover_s  # its workers may train without being reached
+    # Neither its agent nor its workers respond: two independent signs of a partition.
+    is_cut_off = n.node.node_id in accused(status)
+    return since_s + (policy.cut_off_s if is_cut_off else policy.suspect_s)
+
+
+def _is_absent(running: WorldReference | None, world: WorldRecord) -> bool:
     """Whether a member that finished in ``running`` will never enter ``world``, for which its
     workers would have to restart: the other members would wait for it."""
     is_older = running is not None and running.generation < world.generation
@@ -205,19 +294,60 @@ def _is_absent(running: WorldRecord | None, world: WorldRecord) -> bool:
 
 def _peers_of_finished(view: View) -> frozenset[str]:
     finished = (n.node for n in view.nodes if n.node.state is NodeState.FINISHED)
-    return frozenset(i for node in finished if node.running for i in node.running.node_ids)
+    groups = (node.running for node in finished if group_of(node.running) is not None)
+    return frozenset(ids_in(group for group in groups if group is not None) or ())
 
 
-def _lease_over(m: MissingMember) -> Gone:
-    how = "its process is dead" if m.proved_dead else "silent, and its lease has expired"
+def _lease_over(m: MissingMember, groups: tuple[frozenset[str], ...]) -> Gone:
+    how = "silent, and its lease has expired"
+    if m.is_overdue:
+        how = "silent, although its lease is renewed"
+    if m.proved_dead:
+        how = "its process is dead"
     return Gone(
         node_id=m.member.node_id,
         cause=Cause.LOST,
         sentence=f"{m.member.name} is lost ({how})",
         proved=m.proved_dead,
         last_sign_s=m.last_sign_s,
-        running=m.running,
+        groups=groups,
+        is_overdue=m.is_overdue,
     )
+
+
+class _Groups:
+    """The groups in which the workers of missing members of ``world`` may still step."""
+
+    def __init__(self, view: View, world: WorldRecord) -> None:
+        self._current = frozenset(world.node_ids)
+        ran: dict[int, set[str]] = {}
+        for member in world.members:
+            if member.ran_generation:
+                ran.setdefault(member.ran_generation, set()).add(member.node_id)
+        self._ran = {generation: frozenset(ids) for generation, ids in ran.items()}
+        # In process, members agree before they report a world: all have entered it if one has.
+        # (Workers of restart mode are only about to start when their node reports it.)
+        self._is_entered = world.mode == "in-process" and any(
+            n.node.running is not None
+            and n.node.running.generation >= world.generation
+            and n.node.node_id in self._current
+            for n in view.nodes
+        )
+
+    def possible_for(self, m: MissingMember) -> tuple[frozenset[str], ...]:
+        """If this leader has never seen its key, they are the current world, and the one that it
+        ran when that was written."""
+        if m.proved_dead or (m.is_known and m.running is None):
+            return ()
+        if self._is_entered:
+            return (self._current,)
+        if (ids := group_of(m.running)) is not None:
+            return (frozenset(ids),)
+        ran = m.running.generation if m.running is not None else m.member.ran_generation
+        if ran == 0:
+            return (self._current,)
+        alone = frozenset((m.member.node_id,))
+        return (self._current, alone if ran is None else self._ran.get(ran, alone))
 
 
 def _gone(n: NodeView) -> Gone | None:

@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 
 from elastic.membership.joining_nodes import JoiningNodes
 from elastic.membership.records import (
     BreakageRecord,
     Cause,
+    Member,
     Node,
     NodeState,
     WorldRecord,
     WorldState,
+    group_of,
 )
 from elastic.membership.view import Liveness, NodeView, Proposal, View
 from elastic.messages.world import MemoryLocation
 
 LINEAGE_LENGTH = 32
+_LISTED = 12  # names, or sentences about nodes
 
 
 def propose(
@@ -72,22 +76,20 @@ def _have_met(nodes: Sequence[NodeView], per_replica: int) -> bool:
     if per_replica == 1:
         return True
     replicas = (nodes[i : i + per_replica] for i in range(0, len(nodes), per_replica))
-    return all(_has_met(replica) for replica in replicas)
+    groups = {id(n.node.running): group_of(n.node.running) or () for n in nodes}
+    formed = {
+        key: {ids[i : i + per_replica] for i in range(0, len(ids), per_replica)}
+        for key, ids in groups.items()
+    }
+    return all(_has_met(replica, formed) for replica in replicas)
 
 
-def _has_met(replica: Sequence[NodeView]) -> bool:
+def _has_met(replica: Sequence[NodeView], formed: Mapping[int, set[tuple[str, ...]]]) -> bool:
+    """``formed``: the replicas of each world, by the identity of its record."""
     ids = tuple(n.node.node_id for n in replica)
-    return all(_runs_in(n.node.running, ids) for n in replica) or all(
+    return all(ids in formed[id(n.node.running)] for n in replica) or all(
         n.node.replica == ids for n in replica
     )
-
-
-def _runs_in(running: WorldRecord | None, ids: tuple[str, ...]) -> bool:
-    """Whether the nodes ``ids`` are a replica of this world."""
-    if running is None:
-        return False
-    members = running.node_ids
-    return any(members[i : i + len(ids)] == ids for i in range(0, len(members), len(ids)))
 
 
 def _newest_generation(view: View) -> int:
@@ -117,7 +119,7 @@ def world_of(
     lineage = (*last.lineage, last.generation) if last else ()
     return WorldRecord(
         generation=proposal.generation,
-        members=tuple(n.as_member() for n in proposal.nodes),
+        members=tuple(_member_of(n, last) for n in proposal.nodes),
         store_host=host.address if host else "",
         store_port=host.ports[proposal.generation % len(host.ports)] if host else 0,
         nonce=nonce,
@@ -139,6 +141,13 @@ def world_of(
     )
 
 
+def _member_of(node: Node, last: WorldRecord | None) -> Member:
+    ran = 0  # the workers of a joining node run no world
+    if last is not None and node.node_id in last.node_ids:
+        ran = node.running.generation if node.running is not None else node.arrived_for
+    return replace(node.as_member(), ran_generation=ran)
+
+
 def _memory_of(node: Node) -> MemoryLocation:
     return MemoryLocation(
         node_id=node.node_id, name=node.name, host=node.address, port=node.memory_port
@@ -151,7 +160,20 @@ def _floor(before: int | None, now: int | None) -> int | None:
 
 def names(nodes: Iterable[NodeView]) -> str:
     """``n1, n2``"""
-    return ", ".join(n.node.name for n in nodes) or "nobody"
+    return listed([n.node.name for n in nodes]) or "nobody"
+
+
+def listed(texts: Sequence[str], separator: str = ", ") -> str:
+    """All of a few, and the first of many: records and log lines of large jobs stay short.
+
+    >>> listed(["n1", "n2"])
+    'n1, n2'
+    >>> listed([f"n{i}" for i in range(1, 1001)])
+    'n1, n2, n3, n4, n5, n6, n7, n8, n9, n10, n11, n12 and 988 more'
+    """
+    if len(texts) <= _LISTED + 1:
+        return separator.join(texts)
+    return f"{separator.join(texts[:_LISTED])} and {len(texts) - _LISTED} more"
 
 
 def verb(nodes: Sequence[NodeView], stem: str) -> str:
@@ -166,4 +188,5 @@ def count(nodes: Sequence[NodeView]) -> str:
 
 def also(reason: str, candidates: JoiningNodes) -> str:
     """The reason, and why waiting nodes are not admitted."""
-    return "; ".join([reason, *candidates.skipped_reasons])
+    skipped = listed([*candidates.skipped.values()], "; ")
+    return f"{reason}; {skipped}" if skipped else reason

@@ -9,9 +9,12 @@ library's record must stop an older agent with an error message, not in a crash 
 
 from __future__ import annotations
 
+import hashlib
 import json
-from dataclasses import dataclass, field
+import zlib
+from dataclasses import dataclass, field, replace
 from enum import Enum
+from functools import cached_property
 from typing import Annotated, Any, TypeVar
 
 from msgspec import Meta
@@ -26,14 +29,21 @@ from elastic.messages.world import Cause as Cause
 from elastic.messages.world import MemoryLocation, WorldSpec, derive, nodes_per_replica
 from elastic.messages.world import NodeReplica as NodeReplica
 from elastic.messages.world import ReplicaSeat as ReplicaSeat
+from elastic.messages.world import WorldReference as WorldReference
 from elastic.messages.world import WorldState as WorldState
 from elastic.stragglers.facts import RankStepTimes
 
-RECORD_VERSION = 1
+RECORD_VERSION = 2
+
+# etcd accepts values up to 1.5 MiB, and so do proxies and the liveness connection up to 1 MiB. Ids
+# and addresses shrink to about a tenth: the world of 10,000 nodes takes half a megabyte.
+COMPRESSED_FROM_BYTES = 32 << 10
+MAX_RECORD_BYTES = 64 << 20  # of a record once it is decompressed: bounds what a value can cost
 
 # Checked when a record is read.
 _Port = Annotated[int, Meta(ge=0, le=65535)]
 _Positive = Annotated[int, Meta(ge=1)]
+_ZLIB = b"\x78"  # the first byte of its streams; that of a JSON object is another one
 
 
 class NodeState(str, Enum):
@@ -64,6 +74,27 @@ class ProcessIdentity:
     pid: int
     start_ticks: int
 
+    @property
+    def digest(self) -> ProcessDigest:
+        """Equal tables have equal digests. Without a boot id or a pid namespace, none is proved to
+        be the same."""
+        ids = (self.boot_id, self.machine_id, self.pod_uid, self.host, str(self.pid_namespace))
+        is_known = bool(self.boot_id and self.pid_namespace)
+        digest = hashlib.blake2b("\0".join(ids).encode(), digest_size=8).hexdigest()
+        return ProcessDigest(
+            table=digest if is_known else "", pid=self.pid, start_ticks=self.start_ticks
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProcessDigest:
+    """A process identity, reduced to what a comparison on the same machine needs: a world has one
+    per member, and four random ids each would be most of its record."""
+
+    table: str  # of the ids that name the process table; "": they prove nothing
+    pid: int
+    start_ticks: int
+
 
 @dataclass(frozen=True, kw_only=True)
 class Member:
@@ -75,9 +106,13 @@ class Member:
     role: str
     liveness_host: str
     liveness_port: int
-    process: ProcessIdentity
+    process: ProcessDigest
     memory_port: _Port = 0  # where its memory for checkpoints is served; 0: it has none
     replica_port: _Port = 0  # where the ranks of a replica connect if this is its first node
+    # The last generation that its workers had run when this world was written; 0 if it joined with
+    # this world, None: not known. It outlives the node's key: from it, a leader that has never seen
+    # the key knows in which older group the node may still train, and with whom.
+    ran_generation: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -132,9 +167,14 @@ class WorldRecord(WorldSpec):
         """Number of workers."""
         return sum(m.nproc for m in self.members)
 
-    @property
+    @cached_property
     def node_ids(self) -> tuple[str, ...]:
         return tuple(m.node_id for m in self.members)
+
+    @cached_property
+    def id_set(self) -> frozenset[str]:
+        """For lookups: a search in ``node_ids`` for every node is quadratic."""
+        return frozenset(self.node_ids)
 
     @property
     def nodes_per_replica(self) -> int:
@@ -170,7 +210,10 @@ class Node:
     max_nodes: int
     library: str  # torch-elastic-harness version
     torch: str
-    running: WorldRecord | None  # the world record its workers run, for a wiped etcd
+    # The world that its workers run. The key only names it: with the record of N nodes in each of N
+    # keys, a listing would be quadratic. In memory it is the complete WorldRecord where that is
+    # known: in the node's own agent, and to a leader (leadership/roster.py).
+    running: WorldReference | None
     arrived_for: int  # the last generation that this node has left, when it arrived
     failure: str | None  # the error of its workers, if it arrived after a failure
     failure_exit_code: int | None
@@ -188,6 +231,8 @@ class Node:
     replica_start: str = ""
     replica: tuple[str, ...] = ()
     mesh: str = ""  # of a replica, as passed to elastic.join; "": not known, or none
+    # The largest world among whose ranks the script's batches can be split; 0: not known.
+    max_ranks: Annotated[int, Meta(ge=0)] = 0
     version: int = RECORD_VERSION
 
     @property
@@ -196,7 +241,7 @@ class Node:
         return nodes_per_replica(self.replica_size, self.nproc)
 
     def as_member(self) -> Member:
-        return derive(Member, self, liveness_host=self.address)
+        return derive(Member, self, liveness_host=self.address, process=self.process.digest)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -248,7 +293,7 @@ class HangVerdict:
     culprits: tuple[int, ...]  # ranks
     culprit: RankFacts | None  # the first of them
     node_id: str  # the acting node: that of the first culprit, or of rank 0
-    ranks: tuple[RankFacts, ...]  # the facts from which it was judged
+    ranks: tuple[RankFacts, ...]  # the facts from which it was judged, of a sample of many
     size: int  # of the world
     version: int = RECORD_VERSION
 
@@ -342,19 +387,46 @@ R = TypeVar("R", bound=Record)
 
 
 def encode(record: Record) -> bytes:
-    """The record as JSON with sorted keys: equal records give equal bytes."""
-    return json.dumps(
-        typed_json.to_json(record), sort_keys=True, separators=(",", ":"), allow_nan=False
-    ).encode()
+    """The record as JSON with sorted keys, compressed if it is large: equal records give equal
+    bytes."""
+    if isinstance(record, Node) and record.running is not None:
+        record = replace(record, running=derive(WorldReference, record.running))
+    return packed(
+        json.dumps(
+            typed_json.to_json(record), sort_keys=True, separators=(",", ":"), allow_nan=False
+        ).encode()
+    )
+
+
+def packed(text: bytes) -> bytes:
+    """The JSON text as a value for the store."""
+    return zlib.compress(text) if len(text) >= COMPRESSED_FROM_BYTES else text
+
+
+def unpacked(key: str, value: bytes) -> bytes:
+    """The JSON text of a value. Raises RecordError."""
+    if not value.startswith(_ZLIB):
+        return value
+    stream = zlib.decompressobj()
+    try:
+        text = stream.decompress(value, MAX_RECORD_BYTES)
+    except zlib.error as error:
+        raise _broken(key, f"is damaged: {error}") from None
+    if not stream.eof:
+        raise _broken(key, f"is incomplete, or has more than {MAX_RECORD_BYTES >> 20} MiB")
+    return text
+
+
+def group_of(running: WorldReference | None) -> tuple[str, ...] | None:
+    """The ids of the nodes in this world; None if only its name is known."""
+    return running.node_ids if isinstance(running, WorldRecord) else None
 
 
 def decode(cls: type[R], key: str, value: bytes) -> R:
     """Parse strictly. Raises RecordError naming ``key`` and the field, and nothing else."""
     try:
-        data = typed_json.parse(value)
-        for part in (data, data.get("running")):
-            if isinstance(part, dict):
-                _check_version(key, part)
+        data = typed_json.parse(unpacked(key, value))
+        _check_version(key, data)
         record = typed_json.convert(cls, data)
     except typed_json.DecodeError as error:
         raise _broken(key, str(error)) from None
@@ -393,6 +465,6 @@ def _contradiction(record: Record) -> str | None:
             return f"has generation={generation}, expected at least 1"
         case WorldRecord() if len(set(record.node_ids)) < len(record.members):
             return "has a member twice in the world"
-        case Node(running=WorldRecord() as running):
-            return _contradiction(running)
+        case Node(running=WorldReference(generation=generation)) if generation < 1:
+            return f"has running.generation={generation}, expected at least 1"
     return None

@@ -6,9 +6,16 @@ import math
 from dataclasses import dataclass
 
 from elastic.membership.joining_nodes import JoiningNodes, find_joining_nodes, quarantined_until
-from elastic.membership.member_status import MemberStatus, accused, settling_until_s
+from elastic.membership.member_status import MemberStatus, settling_until_s, silent_until_s
 from elastic.membership.proposal import also, count, names, propose, verb
-from elastic.membership.records import Cause, Node, NodeState, Outcome, WorldRecord, WorldState
+from elastic.membership.records import (
+    Cause,
+    Node,
+    NodeState,
+    Outcome,
+    WorldRecord,
+    WorldState,
+)
 from elastic.membership.replicas import (
     Arrangement,
     arrange,
@@ -28,7 +35,7 @@ from elastic.membership.view import (
 )
 
 Nodes = tuple[NodeView, ...]
-NO_CANDIDATES = JoiningNodes(eligible=(), quarantine_ends_s=None, skipped_reasons=())
+NO_CANDIDATES = JoiningNodes(eligible=(), quarantine_ends_s=None, skipped={})
 
 
 @dataclass(frozen=True)
@@ -55,6 +62,8 @@ class SurvivingWorld:
             return self._steady(candidates)
         if (until_s := settling_until_s(self.view, self.status, self.now, self.policy)) is not None:
             return Wait(reason="; ".join(self.status.sentences), until_s=until_s)
+        if (pause := self._until_next_attempt(candidates)) is not None:
+            return pause
         survivors = self._reachable()
         if isinstance(survivors, Wait):
             return survivors
@@ -62,10 +71,31 @@ class SurvivingWorld:
             return self._after_change(survivors, candidates)
         return self._join(survivors, candidates)
 
+    def _until_next_attempt(self, candidates: JoiningNodes) -> Wait | None:
+        """Wait if the same members could not connect to each other several times."""
+        status, until_s = self.status, self.view.retry_at_s
+        is_same = not (status.gone or status.out or status.absent or candidates.eligible)
+        if until_s is None or self.now >= until_s or not is_same:
+            return None
+        why = "; ".join(status.sentences)
+        return Wait(reason=f"{why}; the next attempt begins after a pause", until_s=until_s)
+
+    def waiting(self) -> dict[str, str]:
+        """The ids of the nodes that wait outside the world -> why, in words."""
+        candidates = self._candidates()
+        waiting = dict(candidates.skipped)
+        if self.status.ended:
+            why = "the job is ending"
+        elif self._is_full(self.status.survivors):
+            why = self.full_reason
+        else:
+            return waiting
+        return waiting | {n.node.node_id: why for n in candidates.eligible}
+
     # ── nodes ────────────────────────────────────────────────────────────────────────────
 
     def _candidates(self) -> JoiningNodes:
-        if self.status.finished:  # the job is ending
+        if self.status.ended:  # the job is ending
             return NO_CANDIDATES
         in_process = self.status.in_process
         return find_joining_nodes(self.view, self.world, self.now, in_process=in_process)
@@ -88,14 +118,14 @@ class SurvivingWorld:
             first = tuple(n for n in survivors if n.node.running is not None)
         else:
             first = self._left_behind(found, survivors)
-        others = tuple(n for n in survivors if n not in first)
+        others = without(survivors, first)
         return self._arrange(first, others + waiting) if first else found
 
     def _left_behind(self, arrangement: Arrangement, survivors: Nodes) -> Nodes:
         """Survivors of a group that may still step with a lost member, none of them in the next
         world: one must leave that group for it (docs/explanation/protocol.md, section 3)."""
         chosen = {n.node.node_id for n in arrangement.nodes}
-        groups = [g.running.node_ids for g in self.status.gone if not g.proved and g.running]
+        groups = {group for g in self.status.gone for group in g.groups}
         bound = {i for group in groups if chosen.isdisjoint(group) for i in group}
         return tuple(n for n in survivors if n.node.node_id in bound)
 
@@ -106,8 +136,33 @@ class SurvivingWorld:
             survivors,
             waiting,
             per_replica=world.nodes_per_replica,
-            max_nodes=world.max_nodes,
+            max_nodes=self._max_nodes,
             repairs=repairs,
+        )
+
+    @property
+    def _max_nodes(self) -> int:
+        """The limit of the job, or of its script: batches cannot be split among any number of
+        ranks."""
+        limit = self._max_ranks
+        if not limit:
+            return self.world.max_nodes
+        nproc = max(m.nproc for m in self.world.members)
+        return max(min(self.world.max_nodes, limit // nproc), len(self.status.survivors))
+
+    @property
+    def _max_ranks(self) -> int:
+        """As the workers report it: the smallest limit; 0: none is known."""
+        return min((n.node.max_ranks for n in self.view.nodes if n.node.max_ranks), default=0)
+
+    @property
+    def full_reason(self) -> str:
+        """Why the world has no room for further nodes."""
+        if self._max_nodes == self.world.max_nodes:
+            return "the world is full"
+        return (
+            f"the global batch can be split among at most {self._max_ranks} ranks: it has no room "
+            "for more nodes"
         )
 
     def _restarts(self, arrangement: Arrangement) -> bool:
@@ -116,32 +171,27 @@ class SurvivingWorld:
         return is_split and not _hold_the_state(arrangement)
 
     def _enough(self, nodes: Nodes) -> bool:
-        # Finished nodes count: the job is ending, and no node would replace them.
-        return len(nodes) + len(self.status.finished) >= self.world.min_nodes
+        # Finished members count: the job is ending, and no node would replace them. Others do so
+        # for a while, in case the last ones fail again. If the job has gone on since, those nodes
+        # had ended early.
+        since_s = self.now - self.policy.join_timeout_s
+        recently = sum(ended_s > since_s for ended_s in self.status.ended_before_s)
+        return len(nodes) + len(self.status.ended) + recently >= self.world.min_nodes
 
     def _reachable(self) -> Nodes | Wait:
         """The survivors, unless one is suspect: then its lease decides, within seconds.
 
-        Building a world with a node that is probably dead costs more than that wait, and no node is
-        excluded for a slow response. But a suspect that keeps renewing its lease while the leader
-        cannot reach it would block a broken job indefinitely: after ``suspect_s`` it is excluded,
-        if the others suffice. A joining node alone is no reason to do so.
+        Building a world with a node that is probably dead costs more than that wait. A suspect that
+        keeps renewing its lease is missing after a while (``overdue_as_missing``). It does not
+        delay joining nodes for longer either if its world is intact: then it stays a member.
         """
         survivors = self.status.survivors
         suspects = tuple(n for n in survivors if n.liveness is Liveness.SUSPECT)
-        if not suspects:
+        limits = (silent_until_s(n, self.view, self.status, self.policy) for n in suspects)
+        until_s = max(limits, default=-math.inf)
+        if self.now >= until_s:
             return survivors
-        others = tuple(n for n in survivors if n not in suspects)
-        reason = f"{names(suspects)} may be dead: the lease decides"
-        since = [n.suspect_since_s for n in suspects if n.suspect_since_s is not None]
-        suffice = self._enough(self._arranged(others, NO_CANDIDATES).nodes)
-        evictable = self.status.changed and bool(others) and suffice
-        if len(since) < len(suspects) or not evictable:
-            return Wait(reason=reason)
-        is_cut_off = {n.node.node_id for n in suspects} <= accused(self.status)
-        # Neither its agent nor its workers respond: two independent signs of a partition.
-        until = max(since) + (self.policy.cut_off_s if is_cut_off else self.policy.suspect_s)
-        return others if self.now >= until else Wait(reason=reason, until_s=until)
+        return Wait(reason=f"{names(suspects)} may be dead: the lease decides", until_s=until_s)
 
     def _may_step_alone(self) -> Wait | None:
         """Wait for members that fell silent in a group without a survivor, which nothing stops.
@@ -151,9 +201,7 @@ class SurvivingWorld:
         """
         survivors = {n.node.node_id for n in self.status.survivors}
         alone = [
-            g
-            for g in self.status.gone
-            if not g.proved and g.running is not None and survivors.isdisjoint(g.running.node_ids)
+            g for g in self.status.gone if any(survivors.isdisjoint(group) for group in g.groups)
         ]
         until_s = max((g.last_sign_s for g in alone), default=-math.inf) + self.policy.takeover_s
         if self.now >= until_s:
@@ -173,7 +221,7 @@ class SurvivingWorld:
         return rest if enough else survivors
 
     def _is_quarantined(self, node: Node) -> bool:
-        until = quarantined_until(node, self.view.quarantined)
+        until = quarantined_until(node, self.view)
         return until is not None and self.now < until
 
     # ── decisions ────────────────────────────────────────────────────────────────────────
@@ -186,7 +234,7 @@ class SurvivingWorld:
 
     def _after_change(self, survivors: Nodes, candidates: JoiningNodes) -> Proposal:
         rest = self._without_quarantined(survivors, candidates)
-        left_out = tuple(n for n in survivors if n not in rest)
+        left_out = without(survivors, rest)
         if self._is_last_replica_leaving(rest):
             reason = f"{self._why(())}; no complete replica remains"
             return self._next((), Cause.PAUSED, reason, planned=True)
@@ -230,7 +278,7 @@ class SurvivingWorld:
         """Only joining nodes, and no failure: there is time to admit several together."""
         arrangement = self._arranged(survivors, candidates)
         nodes = arrangement.nodes
-        joining = tuple(n for n in nodes if n not in survivors)
+        joining = without(nodes, survivors)
         if not joining and self._is_full(survivors):
             return self._replace_stragglers(survivors, candidates)
         if not joining:
@@ -248,7 +296,7 @@ class SurvivingWorld:
         return self._next(nodes, Cause.JOINED, reason, planned=True)
 
     def _is_full(self, nodes: Nodes) -> bool:
-        return len(nodes) + self.world.nodes_per_replica > self.world.max_nodes
+        return len(nodes) + self.world.nodes_per_replica > self._max_nodes
 
     def _replace_stragglers(self, survivors: Nodes, candidates: JoiningNodes) -> Proposal | Wait:
         """In a full world, let waiting nodes replace a straggler and the nodes of its replica. The
@@ -261,9 +309,9 @@ class SurvivingWorld:
             replica for replica in replicas if any(n.node.node_id in stragglers for n in replica)
         ][: len(others)]
         slow = tuple(n for replica in slow_replicas for n in replica)
-        rest = tuple(n for n in survivors if n not in slow)
+        rest = without(survivors, slow)
         if not slow or not rest:
-            return Wait(reason=f"{self._waiting(candidates.eligible)}: the world is full")
+            return Wait(reason=f"{self._waiting(candidates.eligible)}: {self.full_reason}")
         joining = tuple(n for replica in others[: len(slow_replicas)] for n in replica)
         if (late := self._until_all_run(survivors, joining)) is not None:
             return late
@@ -341,11 +389,11 @@ class SurvivingWorld:
     def _why_arranged(self, arrangement: Arrangement, candidates: JoiningNodes) -> str:
         """The reason, including the changes to replicas over several nodes."""
         survivors, nodes = self.status.survivors, arrangement.nodes
-        reason = self._why(tuple(n for n in nodes if n not in survivors))
+        reason = self._why(without(nodes, survivors))
         if self.world.nodes_per_replica == 1:
             return reason
-        waiting = tuple(n for n in candidates.eligible if n not in nodes)
-        left = tuple(n for n in survivors if n not in nodes and not self._is_quarantined(n.node))
+        waiting = without(candidates.eligible, nodes)
+        left = tuple(n for n in without(survivors, nodes) if not self._is_quarantined(n.node))
         if not self.status.in_process or self._restarts(arrangement):
             waiting += left
         elif left:
@@ -370,6 +418,12 @@ class SurvivingWorld:
     @staticmethod
     def _waiting(nodes: Nodes) -> str:
         return f"{names(nodes)} {verb(nodes, 'wait')}"
+
+
+def without(nodes: Nodes, others: Nodes) -> Nodes:
+    """Those that are not among the others, in their order."""
+    ids = {n.node.node_id for n in others}
+    return tuple(n for n in nodes if n.node.node_id not in ids)
 
 
 def _hold_the_state(arrangement: Arrangement) -> bool:

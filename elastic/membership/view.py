@@ -17,6 +17,7 @@ from elastic.membership.records import (
     Node,
     Outcome,
     WorldRecord,
+    WorldReference,
     WorldState,
 )
 from elastic.tuning.agent_intervals import CUT_OFF_S, FAILURE_SETTLE_S, ORIGIN_SETTLE_S, SUSPECT_S
@@ -50,7 +51,9 @@ class MissingMember:
     proved_dead: bool  # refused, or its host reports so; False: silent
     last_sign_s: float  # the last answer, key or event from it
     finished: bool = False  # the last state it was seen in was FINISHED
-    running: WorldRecord | None = None  # the world that its workers ran when it was seen last
+    is_known: bool = True  # False: this leader has never seen its key, and knows no more of it
+    running: WorldReference | None = None  # the world that its workers ran when it was seen last
+    is_overdue: bool = False  # its key exists, but it has been silent for too long
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,10 +66,13 @@ class View:
     missing: tuple[MissingMember, ...]  # members of `world` without a node key
     done: Done | None = None
     quarantined: Mapping[str, float] = field(default_factory=dict)  # node_id or name -> until
+    quarantine_reasons: Mapping[str, str] = field(default_factory=dict)  # node_id -> in words
     failure_reports: tuple[FailureReport, ...] = ()  # of running workers (in-process mode)
     # Node ids of stragglers, and why; only if they may be excluded.
     stragglers: Mapping[str, str] = field(default_factory=dict)
     failing_since_s: float | None = None  # when the leader saw the first report of this world
+    # The next attempt of the same members, after several of whose groups none could be built.
+    retry_at_s: float | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,6 +93,14 @@ class Policy:
     origin_settle_s: float = ORIGIN_SETTLE_S
     suspect_s: float = SUSPECT_S
     cut_off_s: float = CUT_OFF_S
+    leave_grace_s: float = Timeouts.leave_grace_s
+
+    @property
+    def leave_s(self) -> float:
+        """The longest time that nodes are waited for whose workers leave or are ended. Their agents
+        kill them after ``leave_grace_s``; if an agent is frozen, their permission to train has
+        expired by ``takeover_s``."""
+        return self.takeover_s + self.leave_grace_s
 
     @classmethod
     def of(cls, node: Node, options: AgentOptions) -> Policy:
@@ -98,6 +112,7 @@ class Policy:
             join_window_s=options.join_window_s,
             join_timeout_s=options.join_timeout_s,
             takeover_s=options.takeover_s,
+            leave_grace_s=options.leave_grace_s,
         )
 
 

@@ -32,11 +32,18 @@ class Cause(str, Enum):
 
 
 @dataclass(frozen=True, kw_only=True)
-class WorldIdentity:
-    """Identifies one of a job's worlds."""
+class WorldReference:
+    """Names one of a job's worlds. Two leaders may have proposed the same generation, so the nonce
+    is part of it."""
 
     generation: int  # never decreases over the life of a job
     nonce: str  # hex, the same on all ranks, new for every world
+
+
+@dataclass(frozen=True, kw_only=True)
+class WorldIdentity(WorldReference):
+    """Identifies one of a job's worlds, and those before it."""
+
     lineage: tuple[int, ...]  # earlier generations, oldest first, at most 32
 
 

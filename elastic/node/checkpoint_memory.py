@@ -153,7 +153,7 @@ def sweep(me: ProcessIdentity, parent: Path = PARENT) -> None:
             namespace, pid, start_ticks = map(int, match.groups())
             # (A tmpfs belongs to one boot of one host.)
             owner = replace(me, pid_namespace=namespace, pid=pid, start_ticks=start_ticks)
-            if proved_gone(owner, me):
+            if proved_gone(owner.digest, me):
                 shutil.rmtree(entry.path, ignore_errors=True)
 
 

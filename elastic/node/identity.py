@@ -26,7 +26,7 @@ import os
 import socket
 from pathlib import Path
 
-from elastic.membership.records import ProcessIdentity
+from elastic.membership.records import ProcessDigest, ProcessIdentity
 
 _MACHINE_ID = Path("/etc/machine-id")
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
@@ -47,28 +47,14 @@ def current_process(pod_uid: str = "") -> ProcessIdentity:
     )
 
 
-def proved_gone(process: ProcessIdentity, me: ProcessIdentity) -> bool:
+def proved_gone(process: ProcessDigest, me: ProcessIdentity) -> bool:
     """True if this machine can prove that ``process`` no longer runs; False proves nothing."""
-    if not _shares_process_table(process, me):
+    if not process.table or process.table != me.digest.table:
         return False
     stat = _stat(process.pid)
     if stat is None:
         return not _exists(process.pid)
     return stat[0] in "ZX" or (process.start_ticks > 0 and stat[1] != process.start_ticks)
-
-
-def _shares_process_table(process: ProcessIdentity, me: ProcessIdentity) -> bool:
-    return bool(process.boot_id and process.pid_namespace) and _table(process) == _table(me)
-
-
-def _table(process: ProcessIdentity) -> tuple[object, ...]:
-    return (
-        process.boot_id,
-        process.machine_id,
-        process.pod_uid,
-        process.host,
-        process.pid_namespace,
-    )
 
 
 def _pid_namespace() -> int:

@@ -19,6 +19,8 @@ from elastic.membership.step_rate import StepRate
 from elastic.node.watchdog import Watchdog
 from elastic.store.keyvalue import Entry
 
+_KNOWN_WORLDS = 4
+
 
 @dataclass(frozen=True)
 class WorldEntry:
@@ -41,6 +43,8 @@ class NodeStatus:
         self._keys = keys
         self.node = node
         self.world = WorldEntry(None, 0, now)
+        # The last ones, newest last: nodes name the world that they run, and this one may lead.
+        self.known_worlds: tuple[WorldRecord, ...] = ()
         self.done: Done | None = None
         self.timeline = ""  # of a job that failed: what broke when, for its last error
         self.step_rate: StepRate | None = None  # last reported by this node's workers
@@ -67,6 +71,13 @@ class NodeStatus:
         self.replica_is_lost = False  # a node of this one's replica is lost
         self.waits_for = ""  # why this node has no place in the world, if known
         self.parked = False  # the job has ended; this agent keeps running for its launcher
+
+    @property
+    def running(self) -> WorldRecord | None:
+        """The world that this node's workers run."""
+        running = self.node.running
+        assert running is None or isinstance(running, WorldRecord), "only other nodes' is a name"
+        return running
 
     @property
     def has_workers_in_a_world(self) -> bool:
@@ -100,6 +111,8 @@ class NodeStatus:
     def set_world(self, entry: WorldEntry) -> None:
         with self.changed:
             self.world = entry
+            if entry.world is not None and entry.world not in self.known_worlds[-1:]:
+                self.known_worlds = (*self.known_worlds, entry.world)[-_KNOWN_WORLDS:]
             self.changed.notify_all()
 
     def set_world_revision(self, mod_revision: int) -> None:

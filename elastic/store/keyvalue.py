@@ -132,9 +132,16 @@ class KeyValue(Protocol):
         ...
 
     def compare_and_swap(
-        self, key: str, value: bytes, *, expected_revision: int, lease: Lease | None = None
+        self,
+        key: str,
+        value: bytes,
+        *,
+        expected_revision: int | None,
+        lease: Lease | None = None,
+        basis: tuple[str, int] | None = None,
     ) -> int | None:
-        """Write only if the key's ``mod_revision`` is ``expected_revision`` (0: absent).
+        """Write only if the key's ``mod_revision`` is ``expected_revision`` (0: absent, None: any),
+        and ``basis``, another key from which the value was derived, still has its revision.
 
         Returns the new revision, or None if another writer was faster. A retry after a lost
         reply must not report failure for a swap that this call has performed: the

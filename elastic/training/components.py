@@ -153,6 +153,7 @@ def assemble(
         state.job.stage = replica.mesh.stage_of(replica.position)
     if worlds is not None:
         checkpoints.fence(is_superseded=worlds.is_superseded, is_permitted=worlds.is_permitted)
+        worlds.max_ranks = state.registry.max_ranks
     state.registry.piggyback(checkpoints.flags)
     script = ScriptCalls(scope=Scope(), callbacks=StepCallbacks(), listeners=Listeners())
     reporting = _reporting(state, script.scope, ledger, journal)

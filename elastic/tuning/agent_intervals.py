@@ -63,6 +63,9 @@ FIRST_CONTACT_S = 2 * STORE_CALL_S
 STORE_BACKOFF_CAP_S = 1.0
 # The first pause between two attempts; each further one is twice as long, with jitter.
 STORE_RETRY_S = 0.05
+# gRPC's limit for one attempt to connect. The store's own limits end attempts earlier, and it tries
+# an unanswered connection again: TCP, TLS and HTTP/2 take up to five round trips.
+STORE_CONNECTING_S = 20.0
 # The first pause between two connections to a member.
 STORE_FIRST_BACKOFF_S = 0.1
 # A connection to etcd is pinged after this much silence: etcd closes connections that are pinged
@@ -198,6 +201,9 @@ SUSPECT_S = 15.0
 # The same if connections of other members' workers to that node have timed out as well: a few
 # probes are then sufficient.
 CUT_OFF_S = 3.0
+# If the group of the same members repeatedly cannot be built, each further attempt waits twice as
+# long, from a second up to this: a network that returns is used soon.
+BUILD_BACKOFF_CAP_S = 30.0
 # Failures within this time count towards the failure budget (failure_window_s): with the default
 # budget, one restart per minute.
 FAILURE_WINDOW_S = 600.0
@@ -242,6 +248,10 @@ STACKS_PY_SPY_S = 5.0
 # To write a report, or to query the free space of a disk. The worker may hang because of that file
 # system, so the agent waits no longer.
 HANG_REPORT_WRITTEN_S = 5.0
+# A killed worker that still exists after this time is blocked in the kernel (a dead NFS server, a
+# GPU driver), perhaps for good: the others continue without its node. Freeing the memory of a large
+# process takes less.
+HANG_KILL_S = 3.0
 # The report contains lines of the kernel's log up to this age: older ones are unrelated to the
 # hang.
 KERNEL_LOG_S = 600.0

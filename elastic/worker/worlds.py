@@ -85,6 +85,8 @@ class Worlds:
         self._client: ToAgent | None = None
         self.on_profile: Callable[[ProfileSteps], object] = lambda request: None
         self.on_heartbeat: Callable[[], object] = lambda: None
+        # The largest world with which the script can train, as far as is known; 0: no limit.
+        self.max_ranks: Callable[[], int] = lambda: 0
         self._flights = FlightRecorder(self.send, clock)
         self._counts_events = False  # the agent has metrics
         self._meeting: ReplicaMeet | None = None  # where this worker's replica meets
@@ -211,7 +213,7 @@ class Worlds:
         with self._changed:
             if not self._sent_ready:
                 self._sent_ready = True
-                self.send(Ready())
+                self.send(Ready(max_ranks=self.max_ranks()))
             while True:
                 newest = self._newest
                 if newest is not None and newest.world.generation > self._entering:

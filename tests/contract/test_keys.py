@@ -62,6 +62,17 @@ def test_a_swap_succeeds_only_on_the_expected_revision(store: KeyValue, root: st
     assert entry is not None and (entry.value, entry.mod_revision) == (b"2", second)
 
 
+def test_a_swap_succeeds_only_while_its_basis_is_unchanged(store: KeyValue, root: str) -> None:
+    key, world = f"{root}done", f"{root}world"
+    assert store.compare_and_swap(key, b"1", expected_revision=0, basis=(world, 1)) is None
+    absent = store.compare_and_swap(key, b"1", expected_revision=0, basis=(world, 0))
+    assert absent is not None
+    revision = store.put(world, b"8")
+    assert store.compare_and_swap(key, b"2", expected_revision=None, basis=(world, 0)) is None
+    second = store.compare_and_swap(key, b"2", expected_revision=None, basis=(world, revision))
+    assert second is not None and second > absent
+
+
 def test_one_of_two_swaps_with_the_same_bytes_succeeds(
     open_store: Callable[[], KeyValue], root: str
 ) -> None:
@@ -137,3 +148,18 @@ def test_random_histories_match_a_plain_dictionary(store: KeyValue, root: str) -
                 del model[key]
         listed = {e.key: (e.value, e.mod_revision) for e in store.list(root).entries}
         assert listed == model
+
+
+def test_a_long_prefix_is_read_in_pages(
+    open_store: Callable[[], KeyValue], root: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A reply of etcd is limited in size, and a job's nodes are not."""
+    monkeypatch.setattr("elastic.store.etcd.store.PAGE_KEYS", 2)
+    store = open_store()
+    for number in range(5):
+        store.put(f"{root}nodes/{number}", b"%d" % number)
+    last = store.put(f"{root}other", b"")
+    snapshot = store.list(f"{root}nodes/")
+    assert [e.value for e in snapshot.entries] == [b"0", b"1", b"2", b"3", b"4"]
+    assert snapshot.revision >= last
+    assert store.list(f"{root}nothing/").entries == ()

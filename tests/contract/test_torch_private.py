@@ -29,7 +29,7 @@ from torch.distributed.elastic.utils import store as store_util
 
 from elastic.errors import ConfigError
 from elastic.events import Event
-from elastic.membership.records import Cause, Member, ProcessIdentity, WorldRecord, WorldState
+from elastic.membership.records import Cause, Member, ProcessDigest, WorldRecord, WorldState
 from elastic.rendezvous import torch_private
 from elastic.rendezvous.entrypoint import create_handler
 from elastic.rendezvous.error_files import tolerate_unreadable_error_files
@@ -37,9 +37,7 @@ from elastic.rendezvous.replacement import Replacement
 from elastic.testing.forks.server import run_forked
 from elastic.testing.waiting import PATIENCE_S
 
-PROCESS = ProcessIdentity(
-    host="h", machine_id="m", boot_id="b", pod_uid="", pid_namespace=1, pid=1, start_ticks=1
-)
+PROCESS = ProcessDigest(table="t", pid=1, start_ticks=1)
 
 
 def world(*nprocs: int) -> WorldRecord:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 
+import pytest
 from etcd_fixtures import PATIENCE_S, Recorder, elastic_threads
 from store_kinds import Backend
 
@@ -154,3 +155,25 @@ def test_a_closed_store_leaves_no_thread_behind(backend: Backend, root: str) -> 
     assert elastic_threads() > before
     store.close()
     assert elastic_threads() == before
+
+
+def test_a_watch_begins_and_resumes_with_more_keys_than_a_page_holds(
+    backend: Backend,
+    open_store: Callable[[], KeyValue],
+    root: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("elastic.store.etcd.watch.PAGE_KEYS", 2)
+    writing, watching = open_store(), open_store()
+    for number in range(5):
+        writing.put(f"{root}a/{number}", b"")
+    writing.put(f"{root}b/1", b"")
+    recorder = follow(watching, f"{root}a/", f"{root}b/")
+    first = recorder.events[0]
+    assert isinstance(first, Reset)
+    assert len(first.snapshot.entries) == 6
+    backend.interrupt(watching)
+    writing.put(f"{root}a/5", b"")
+    recorder.wait_for(lambda r: r.changes)
+    assert [reset.reason for reset in recorder.resets] == ["started"]
+    assert recorder.changes == [(f"{root}a/5", b"")]

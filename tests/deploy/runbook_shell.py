@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
 
-from control_plane import ControlPlane, Key, key_of
+from kube_control_plane import ControlPlane, Key, key_of
 from manifests import DEPLOY, Object, kustomize
 
 from elastic.cli import main as elastic

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
-from control_plane import ControlPlane
+from kube_control_plane import ControlPlane
 from manifests import COMPONENT, DEPLOY, NAMESPACES, Object
 from runbook_shell import (
     NEEDS_A_CLUSTER,

@@ -10,7 +10,7 @@ import json
 from collections.abc import Callable, Iterable
 
 import pytest
-from control_plane import ControlPlane, key_of
+from kube_control_plane import ControlPlane, key_of
 from manifests import NAMESPACES, Object, Rendered
 from statefulset_controller import StatefulSetController
 

@@ -9,8 +9,9 @@ from concurrent import futures
 
 import pytest
 from etcd_fixtures import PATIENCE_S, elastic_threads
+from etcd_proxy import CuttingProxy
 
-from elastic.errors import StoreTooOld, StoreUnreachable
+from elastic.errors import CoordinationError, StoreTooOld, StoreUnreachable
 from elastic.store.embedded.etcd import EmbeddedEtcd
 from elastic.store.embedded.process import reserve_port
 from elastic.store.etcd.compat import load_grpc, load_rpc
@@ -66,6 +67,18 @@ def test_the_store_waits_for_an_etcd_that_is_starting(connect: Connect) -> None:
         assert store.list("/").entries == ()
 
 
+def test_an_etcd_whose_handshake_takes_longer_than_a_second_is_reached(
+    connect: Connect, black_hole: str, shared_etcd: EmbeddedEtcd, root: str
+) -> None:
+    """With five round trips of 0.3 s, or on a busy machine: the attempt goes on while the other
+    endpoints are tried, and is not begun again each time."""
+    with CuttingProxy(shared_etcd.endpoint, handshake_s=1.5) as far:
+        store = connect(f"{far.endpoint},{black_hole}", connect_timeout_s=PATIENCE_S)
+        assert store.put(f"{root}a", b"1") > 0
+        assert str(store.endpoint) == far.endpoint
+        store.close()
+
+
 @pytest.fixture
 def etcd_of_version() -> Iterator[Callable[[str], str]]:
     """``start(version)``: a gRPC server that only answers Status, with that version."""
@@ -105,3 +118,29 @@ def test_an_etcd_before_3_4_is_refused(
     assert endpoint in caught.value.message
     assert version in caught.value.message
     assert "3.4" in caught.value.hint
+
+
+class SmallEtcd(EmbeddedEtcd):
+    """Is full after a few writes."""
+
+    def _command(self) -> list[str]:
+        return [*super()._command(), f"--quota-backend-bytes={1 << 20}"]
+
+
+def test_a_full_etcd_is_named_at_once_with_the_commands_that_free_it(connect: Connect) -> None:
+    """It was retried for the whole limit of a call, and then "did not answer"."""
+    with SmallEtcd() as etcd:
+        store = connect(etcd.endpoint, connect_timeout_s=PATIENCE_S, request_timeout_s=PATIENCE_S)
+
+        def fill() -> None:
+            for number in range(100):
+                store.put(f"/fill/{number}", b"x" * (128 << 10))
+
+        with pytest.raises(CoordinationError, match=r"put /fill/.* etcd is full") as caught:
+            fill()
+        assert not isinstance(caught.value, StoreUnreachable)
+        assert "etcdctl alarm disarm" in caught.value.hint
+        with pytest.raises(CoordinationError, match="grant a lease: etcd is full"):
+            store.lease(5)
+        assert store.get("/fill/0") is not None
+        store.close()

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import threading
+import weakref
 from collections.abc import Callable
 
 import psutil
@@ -37,6 +39,31 @@ def test_a_closed_store_releases_its_threads_and_descriptors(
     eventually(lambda: process.num_fds() <= descriptors + 2, "descriptors are closed")
     eventually(lambda: threading.active_count() <= threads, "threads have ended")
     assert elastic_threads() <= before
+
+
+def test_closed_watches_and_leases_are_not_kept(shared_etcd: EmbeddedEtcd, root: str) -> None:
+    """Each term of leadership has a watch of all nodes, and each lost lease a successor."""
+    store = EtcdStore(
+        EtcdConfig(endpoints=parse_endpoints(shared_etcd.endpoint), connect_timeout_s=PATIENCE_S)
+    )
+    closed: list[weakref.ref[object]] = []
+    for _ in range(5):
+        recorder = Recorder()
+        watch, lease = store.watch([root], recorder, name="term"), store.lease(5)
+        recorder.wait_for(lambda r: r.resets)
+        watch.close()
+        lease.close(revoke=False)
+        closed += [weakref.ref(watch), weakref.ref(lease)]
+        del watch, lease
+    store.watch([root], Recorder(), name="last")
+    store.lease(5)
+
+    def released() -> bool:
+        gc.collect()
+        return not any(reference() is not None for reference in closed)
+
+    eventually(released)
+    store.close()
 
 
 def test_a_store_closes_while_etcd_is_frozen(own_etcd: EmbeddedEtcd) -> None:

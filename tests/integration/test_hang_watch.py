@@ -104,6 +104,7 @@ class Agent:
 
     def __init__(self, folder: Path, *, acts: bool = True, clock: Any = None) -> None:
         self.facts: queue.Queue[tuple[RankFacts, ...]] = queue.Queue()
+        self.generations: list[int] = []  # about which facts were published
         self.killed: list[tuple[int, str]] = []
         self.aborted: list[tuple[int, str]] = []
         self.errors: list[BaseException] = []
@@ -122,12 +123,16 @@ class Agent:
             policy=POLICY,
             node="node0",
             tick_s=TICK_S,
-            on_facts=lambda generation, ranks: self.facts.put(ranks),
+            on_facts=self._publish,
             on_stopped=self._stopped,
             on_error=self.errors.append,
             **more,
         )
         self.watch.enter_world(3, 0)
+
+    def _publish(self, generation: int, ranks: tuple[RankFacts, ...]) -> None:
+        self.generations.append(generation)
+        self.facts.put(ranks)
 
     def _stopped(self, worker: WatchedWorker, facts: RankFacts, stopped_s: float) -> None:
         self.response.on_stopped(self.watch, worker, facts, stopped_s)
@@ -309,11 +314,19 @@ def test_a_paused_machine_has_no_hung_workers(worker: Worker, tmp_path: Path, ga
     agent.watch.close()
 
 
-def test_a_newer_world_resets_all_clocks(worker: Worker, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("phase", "restarts"),
+    [(Phase.COLLECTIVE, True), (Phase.FORMING, True), (Phase.DATA, False), (Phase.COMPUTE, False)],
+)
+def test_a_newer_world_restarts_the_time_of_ranks_that_wait_for_others(
+    worker: Worker, tmp_path: Path, phase: Phase, restarts: bool
+) -> None:
+    """A hung data loader enters no world: with a new world for each other failure it was never
+    found."""
     clock = ManualClock()
     agent = Agent(tmp_path, clock=clock)
     agent.add(worker)
-    worker.enter(Phase.COMPUTE)
+    worker.enter(phase)
     agent.watch.run_tasks()
     while (watched := agent.watch.worker(worker.pid)) is None or watched.quiet_s < LONG_S * TICK_S:
         clock.advance(TICK_S)
@@ -321,8 +334,29 @@ def test_a_newer_world_resets_all_clocks(worker: Worker, tmp_path: Path) -> None
     agent.watch.enter_world(4, 1)
     clock.advance(TICK_S)
     agent.watch.run_tasks()
-    assert watched.quiet_s == 0.0
+    assert watched.quiet_s == (0.0 if restarts else pytest.approx(LONG_S * TICK_S))
     assert agent.watch.facts(watched).rank == 1
+    agent.watch.close()
+
+
+def test_the_facts_of_a_hung_rank_are_published_again_for_a_newer_world(
+    worker: Worker, tmp_path: Path
+) -> None:
+    """The leader ignores those about an earlier one."""
+    clock = ManualClock()
+    agent = Agent(tmp_path, clock=clock)
+    agent.add(worker)
+    worker.enter(Phase.COMPUTE)
+    agent.watch.run_tasks()
+    while not agent.generations:
+        clock.advance(TICK_S)
+        agent.watch.tick()
+    for generation in (4, 5):
+        agent.watch.enter_world(generation, 1)
+        clock.advance(TICK_S)
+        agent.watch.run_tasks()
+        agent.watch.tick()
+        assert agent.generations[-1] == generation
     agent.watch.close()
 
 

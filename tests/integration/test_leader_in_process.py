@@ -24,9 +24,14 @@ from test_node_service import (
 from elastic.agent.messages import ChangeNode
 from elastic.agent.supervision.workers import LinkEvent
 from elastic.clock import SYSTEM_CLOCK
+from elastic.errors import CoordinationError
 from elastic.events import StragglerFound
-from elastic.leadership.leader import NodesEvent
+from elastic.leadership import prober
+from elastic.leadership.job_progress import decode_progress
+from elastic.leadership.node_records import NodesEvent
 from elastic.link.protocol import StepReport
+from elastic.liveness.probe import Verdict
+from elastic.membership.decision import Liveness
 from elastic.membership.records import (
     Cause,
     Done,
@@ -34,6 +39,7 @@ from elastic.membership.records import (
     Node,
     NodeState,
     WorldRecord,
+    WorldReference,
     WorldState,
     decode,
     encode,
@@ -126,7 +132,8 @@ def members_run(server: MemoryServer, nodes: list[InProcess], world: WorldRecord
     """All members enter ``world``, and the store shows it."""
     for node in nodes:
         node.run(world)
-    eventually(lambda: all(node_in(server, node).running == world for node in nodes))
+    named = WorldReference(generation=world.generation, nonce=world.nonce)
+    eventually(lambda: all(node_in(server, node).running == named for node in nodes))
 
 
 def node_in(server: MemoryServer, node: InProcess) -> Node:
@@ -168,6 +175,27 @@ def test_a_failure_with_all_nodes_alive_leads_to_the_same_members(
     world = generation(server, 2)
     assert (world.node_ids, world.cause) == ((a.id, b.id, c.id), Cause.FAILURE)
     assert (world.mode, world.switch_at_step) == ("in-process", None)
+
+
+def test_a_record_that_the_store_refuses_does_not_keep_the_leader_from_deciding(
+    server: MemoryServer, start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As it refused the verdict on a hang of 360 nodes, which was too large."""
+    nodes = trio(server, start)
+    nodes.sort(key=lambda n: n.id != eventually(lambda: leader_in(server)))
+    leader, other, victim = nodes
+
+    def refuse(*ignored: object) -> None:
+        raise CoordinationError("put: etcdserver: request is too large")
+
+    term = leader.service.loop.succession.term
+    assert term is not None
+    monkeypatch.setattr(term, "judge", refuse)
+    monkeypatch.setattr(leader.service.loop.supervisor, "publish", refuse)
+    victim.workers_die(1)
+    world = generation(server, 2)
+    assert set(world.node_ids) == {leader.id, other.id}
+    assert "too large" in leader.status.store_problem
 
 
 def test_two_reports_of_one_failure_form_one_world(server: MemoryServer, start: Start) -> None:
@@ -215,16 +243,17 @@ def test_a_leader_whose_workers_die_knows_of_earlier_deaths_first(
     leader, other, survivor = nodes
     term = leader.service.loop.succession.term
     assert term is not None
-    held: list[WatchEvent] = []
-    monkeypatch.setattr(term, "on_nodes", lambda event, world: held.append(event))
+    held: list[NodesEvent] = []
+    monkeypatch.setattr(term, "on_nodes", lambda change, world: held.append(change))
     for node in (other, leader):
         node.workers_die(1)
-        eventually(lambda node=node: KEYS.node(node.id) in {key_of(event) for event in held})  # type: ignore[misc]
+        key = KEYS.node(node.id)
+        eventually(lambda key=key: key in {key_of(c.event) for c in held})  # type: ignore[misc]
     with pytest.raises(AssertionError, match=r"not within 0\.2 s"):
         eventually(lambda: world_in(server).generation > 1, within_s=0.2)
     monkeypatch.undo()
-    for event in held:
-        leader.context.post(NodesEvent(event))
+    for change in held:
+        leader.context.post(change)
     assert generation(server, 2).node_ids == (survivor.id,)
 
 
@@ -315,7 +344,7 @@ def test_a_late_report_after_the_switch_causes_no_new_world(
     nodes = trio(server, start)
     joining_node, world = joining(server, start, nodes)
     nodes[0].run(world)
-    eventually(lambda: node_in(server, nodes[0]).running == world)
+    eventually(lambda: (r := node_in(server, nodes[0]).running) and r.nonce == world.nonce)
     nodes[1].report(1)
     members_run(server, [*nodes[1:], joining_node], world)
     assert generation(server, 2) == world
@@ -464,6 +493,57 @@ def test_below_min_nodes_the_survivors_pause_and_resume_without_restart(
     world = generation(server, 3)
     assert (world.state, world.mode) == (WorldState.ACTIVE, "in-process")
     assert (world.node_ids, world.switch_at_step) == ((a.id, b.id, c.id), None)
+
+
+def test_a_new_leader_does_not_train_beside_a_silent_member_of_an_older_world(
+    server: MemoryServer, start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """a trains alone in generation 1 until the step at which b joins. It falls silent before, and
+    its lease ends: the keys tell b nothing of it, only the world does."""
+    a = start(min_nodes=1, options=replace(OPTIONS, takeover_s=300.0))
+    first = a.enter()
+    a.ready()
+    a.run(first)
+    a.step(100, 1, step_time_s=30.0)
+    b = start(min_nodes=1, options=replace(OPTIONS, takeover_s=300.0))
+    b.ready()
+    planned = generation(server, 2)
+    assert planned.node_ids == (a.id, b.id) and planned.switch_at_step is not None
+    eventually(lambda: b.status.world.world == planned)
+    probe = prober.probe
+
+    def probe_unless_silent(host: str, port: int, node_id: str, **more: Any) -> Verdict:
+        if node_id == a.id:
+            return Verdict(Liveness.SUSPECT, "silent")
+        return probe(host, port, node_id, **more)
+
+    monkeypatch.setattr(prober, "probe", probe_unless_silent)
+    lease = a.lease_id()
+    a.stop()
+    server.expire(lease)
+    eventually(lambda: leader_in(server) == b.id)
+    eventually(lambda: [e for e in b.events if "may still run" in getattr(e, "reason", "")])
+    assert world_in(server) == planned
+    a.service.loop.close()
+
+
+def test_a_node_for_which_the_batch_has_no_room_waits_and_learns_why(
+    server: MemoryServer, start: Start
+) -> None:
+    nodes = trio(server, start)
+    for node in nodes:
+        node.change(max_ranks=3)
+        node.step(10, 1)
+    fourth = start()
+    fourth.change(in_process=True, state=NodeState.READY, max_ranks=3)
+
+    def reason() -> str:
+        entry = MemoryStore(server).get(KEYS.progress)
+        waiting = decode_progress(entry.key, entry.value).waiting if entry is not None else ()
+        return next((w.reason for w in waiting if w.node_id == fourth.id), "")
+
+    assert "at most 3 ranks" in eventually(reason)
+    assert world_in(server).generation == 1
 
 
 def test_a_planned_joining_node_does_not_delay_the_end_of_the_job(

@@ -37,6 +37,7 @@ from elastic.events import (
     Waiting,
 )
 from elastic.failures.kernel_log import KernelLog
+from elastic.leadership import election
 from elastic.liveness import probe as probes
 from elastic.liveness.probe import Verdict
 from elastic.membership.decision import Liveness, Policy
@@ -235,6 +236,11 @@ def world_in(server: MemoryServer) -> WorldRecord:
 def leader_in(server: MemoryServer) -> str | None:
     entry = MemoryStore(server).get(KEYS.leader)
     return decode(Leader, entry.key, entry.value).node_id if entry else None
+
+
+def state_of(server: MemoryServer, node: TestNode) -> NodeState | None:
+    entry = MemoryStore(server).get(KEYS.node(node.id))
+    return decode(Node, entry.key, entry.value).state if entry else None
 
 
 def trio(start: Callable[..., TestNode], **more: Any) -> list[TestNode]:
@@ -591,6 +597,26 @@ def test_a_new_leader_unaware_of_the_end_of_the_job_evicts_no_node(
     assert world_in(server).generation == 1
 
 
+@pytest.mark.parametrize("is_leader", [True, False], ids=["leader", "follower"])
+def test_a_node_that_has_finished_may_leave_before_the_others_have(
+    start: Callable[..., TestNode], server: MemoryServer, is_leader: bool
+) -> None:
+    """A later leader counts it as finished, too: its record outlives its lease."""
+    a, b = start(max_nodes=2).arrive(), start(max_nodes=2).arrive()
+    a.enter(), b.enter()
+    first, last = (a, b) if (a.id == leader_in(server)) == is_leader else (b, a)
+    first.service.finished()
+    eventually(lambda: state_of(server, first) is NodeState.FINISHED)
+    first.service.close()
+    eventually(lambda: leader_in(server) == last.id)
+    eventually(lambda: [e for e in last.events if isinstance(e, Waiting)])
+    end = last.service.finish()
+    assert end is not None and end.outcome is Outcome.SUCCESS
+    assert world_in(server).generation == 1
+    assert not [event for event in last.events if isinstance(event, NodeLost)]
+    assert MemoryStore(server).get(KEYS.node(first.id)) is None  # nothing remains of it
+
+
 def test_a_node_joining_a_finished_job_gets_its_outcome(start: Callable[..., TestNode]) -> None:
     a = start(min_nodes=1).arrive()
     a.enter()
@@ -622,6 +648,27 @@ def test_the_running_world_is_restored_into_a_wiped_store(
     assert world.generation == 3
     assert world.node_ids == (a.id, b.id, joining_node.id)
     assert a.follow() == b.follow() == world
+
+
+def test_a_leader_that_has_never_seen_the_lost_world_hands_over_to_a_node_that_runs_it(
+    start: Callable[..., TestNode], server: MemoryServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The nodes' keys only name the world that they run."""
+    a, b, c = trio(start)
+    world = a.service.running
+    assert world is not None
+    # The members are slower than a node that arrives after the wipe.
+    candidates: list[str] = []
+    monkeypatch.setattr(election, "may_campaign", lambda of, node_id, **more: node_id in candidates)
+    server.wipe()
+    joining_node = start(max_nodes=3)
+    candidates.append(joining_node.id)
+    joining_node.arrive()
+    eventually(lambda: joining_node.service.loop.succession.term is not None)
+    entry = eventually(lambda: MemoryStore(server).get(KEYS.world))
+    assert decode(WorldRecord, entry.key, entry.value) == world
+    leader = eventually(lambda: MemoryStore(server).get(KEYS.leader))
+    assert decode(Leader, leader.key, leader.value).node_id in {a.id, b.id, c.id}
 
 
 def test_an_outage_of_the_store_forms_no_new_world(

@@ -6,6 +6,7 @@ compare-and-swap, leaders that may use an outdated view, and time that advances 
 
 from __future__ import annotations
 
+import math
 import re
 import sys
 from collections.abc import Sequence
@@ -13,11 +14,17 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+)
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "unit"))
 
-from membership_nodes import node, world
+from membership_nodes import assert_waits_are_bounded, node
 
 from elastic.membership.decision import (
     Decision,
@@ -29,6 +36,7 @@ from elastic.membership.decision import (
     Proposal,
     View,
     decide,
+    world_of,
 )
 from elastic.membership.records import (
     Cause,
@@ -37,7 +45,9 @@ from elastic.membership.records import (
     Outcome,
     WorldRecord,
     WorldState,
+    group_of,
 )
+from elastic.tuning.timeouts import permission_s
 
 POLICY = Policy(min_nodes=2, max_nodes=4, join_timeout_s=1e9)
 LEASE_S = 4.0
@@ -48,15 +58,25 @@ class Machine:
     """The actual state of a node, and its record in the store."""
 
     record: Node
+    key: Node  # as last written
     process_lives: bool = True
-    reachable: bool = True  # answers probes and renews its lease
+    reachable: bool = True  # renews its lease, and learns of new worlds
+    answers: bool = True  # probes by the leader
+    is_frozen: bool = False  # only the thread that renews its lease runs
+    writes_late: bool = False
     proved_dead: bool = False  # its port refuses connections
     key_until_s: float = 0.0  # the end of its lease, once it is not renewed
     since_s: float = 0.0
+    silent_since_s: float | None = None
+    permitted_until_s: float = math.inf  # to train
 
     @property
     def renews(self) -> bool:
         return self.process_lives and self.reachable
+
+    @property
+    def acts(self) -> bool:
+        return self.renews and not self.is_frozen
 
 
 class Histories(RuleBasedStateMachine):
@@ -74,7 +94,8 @@ class Histories(RuleBasedStateMachine):
         self.worlds: list[WorldRecord] = []
         self.ended: End | None = None
         self.stale: tuple[View, int] | None = None  # another leader's view, and its revision
-        self.last_sign_s: dict[str, float] = {}
+        self.elected_s = self.now
+        self.known: dict[str, Node] = {}  # the last keys that the current leader has seen
         self.count = 0
 
     @property
@@ -84,25 +105,34 @@ class Histories(RuleBasedStateMachine):
     # ── the leader's view ────────────────────────────────────────────────────────────────
 
     def has_key(self, machine: Machine) -> bool:
-        return machine.renews or self.now < machine.key_until_s
+        is_permanent = machine.key.state is NodeState.FINISHED
+        return is_permanent or machine.renews or self.now < machine.key_until_s
 
     def view(self) -> View:
         nodes = [
-            NodeView(node=m.record, liveness=self.liveness(m), state_since_s=m.since_s)
+            NodeView(
+                node=m.key,
+                liveness=self.liveness(m),
+                state_since_s=m.since_s,
+                suspect_since_s=self.silent_since_s(m),
+            )
             for m in self.machines.values()
             if self.has_key(m)
         ]
+        self.known |= {n.node.node_id: n.node for n in nodes}
         missing = []
         for member in self.world.members if self.world else ():
             machine = self.machines[member.node_id]
             if not self.has_key(machine):
+                known = self.known.get(member.node_id)
                 missing.append(
                     MissingMember(
                         member=member,
                         proved_dead=machine.proved_dead,
-                        last_sign_s=self.last_sign_s.get(member.node_id, self.world_since_s),
-                        finished=machine.record.state is NodeState.FINISHED,
-                        running=machine.record.running,
+                        last_sign_s=self.silent_since_s(machine) or self.elected_s,
+                        finished=known is not None and known.state is NodeState.FINISHED,
+                        is_known=known is not None,
+                        running=known.running if known is not None else None,
                     )
                 )
         return View(
@@ -112,10 +142,40 @@ class Histories(RuleBasedStateMachine):
             missing=tuple(missing),
         )
 
+    def silent_since_s(self, machine: Machine) -> float | None:
+        """As the current leader knows it."""
+        since_s = machine.silent_since_s
+        return None if since_s is None else max(since_s, self.elected_s)
+
     def liveness(self, machine: Machine) -> Liveness:
         if machine.proved_dead:
             return Liveness.DEAD
-        return Liveness.ALIVE if machine.renews else Liveness.SUSPECT
+        return Liveness.SUSPECT if machine.silent_since_s is not None else Liveness.ALIVE
+
+    def trains(self, machine: Machine) -> bool:
+        """Whether its workers may be in a group, and step."""
+        return (
+            machine.process_lives
+            and machine.record.running is not None
+            and machine.record.state is NodeState.STARTING
+            and self.now < machine.permitted_until_s
+        )
+
+    def groups(self) -> list[WorldRecord]:
+        """The worlds that make progress: all their members are in them."""
+        worlds = {
+            m.record.running.generation: m.record.running
+            for m in self.machines.values()
+            if m.record.running is not None
+        }
+        return [
+            w
+            for w in worlds.values()
+            if all(
+                self.trains(self.machines[i]) and self.machines[i].record.running == w
+                for i in w.node_ids
+            )
+        ]
 
     # ── the leader's actions ─────────────────────────────────────────────────────────────
 
@@ -151,16 +211,11 @@ class Histories(RuleBasedStateMachine):
             for m in view.missing:
                 silent_s = self.now - m.last_sign_s
                 assert m.proved_dead or m.finished or silent_s >= self.policy.takeover_s
-        for m in view.missing:
-            # Members whose workers may still train, in a group without a survivor.
-            alone = m.running is not None and not {*m.running.node_ids} & {*chosen}
-            if chosen and alone and not (m.proved_dead or m.finished):
-                assert self.now - m.last_sign_s >= self.policy.takeover_s, "two worlds in progress"
         if proposal.state is WorldState.ACTIVE:
             finished = {n.node.node_id for n in view.nodes if n.node.state is NodeState.FINISHED}
             finished |= {m.member.node_id for m in view.missing if m.finished}
-            ready = len(chosen) + len(finished & set(before))
-            assert chosen and ready >= self.policy.min_nodes
+            # (Of those that finished before the last world, all may count for a while.)
+            assert chosen and len(chosen) + len(finished) >= self.policy.min_nodes
 
     def check_end(self, end: End, view: View) -> None:
         assert view.world is not None
@@ -169,9 +224,15 @@ class Histories(RuleBasedStateMachine):
             assert self.now - self.world_since_s >= self.policy.join_timeout_s
             return
         present = {n.node.node_id: n for n in view.nodes}
+        ended = [n.node.running for n in view.nodes if n.node.state is NodeState.FINISHED]
+        peers = {i for group in ended if group is not None for i in group.node_ids}
         for node_id in view.world.node_ids:
             seen = present.get(node_id)
-            if seen is not None and seen.liveness is not Liveness.DEAD:
+            if seen is not None and seen.node.running is None and node_id not in peers:
+                continue  # it returned while the others did the last steps
+            since_s = seen.suspect_since_s if seen is not None else None
+            is_silent = since_s is not None and self.now - since_s >= self.policy.takeover_s
+            if seen is not None and seen.liveness is not Liveness.DEAD and not is_silent:
                 assert seen.node.state in (
                     NodeState.FINISHED,
                     NodeState.LEAVING,
@@ -179,35 +240,52 @@ class Histories(RuleBasedStateMachine):
                 ), f"ended while {node_id} is {seen.node.state}"
 
     def write(self, proposal: Proposal) -> None:
-        names = [n.name for n in proposal.nodes]
+        chosen = {n.node_id for n in proposal.nodes}
+        for group in self.groups():
+            assert not chosen or chosen & set(group.node_ids), (
+                f"generation {group.generation} may make progress besides"
+            )
+        written = world_of(proposal, self.world, nonce="ab", time_s=0.0)
         generation = self.world.generation + 1 if self.world else 1
-        self.world = replace(
-            world(
-                *names,
-                generation=generation,
-                state=proposal.state,
-                limits=self.limits,
-                replica_size=proposal.replica_size,
-            ),
-            cause=proposal.cause,
-        )
+        self.world = replace(written, generation=generation)
         self.worlds.append(self.world)
         self.world_since_s = self.now
 
     def set(self, machine: Machine, record: Node) -> None:
-        if record.state is not machine.record.state:
-            machine.since_s = self.now
         machine.record = record
+        if not machine.writes_late:
+            self.write_key(machine)
+
+    def write_key(self, machine: Machine) -> None:
+        if machine.key.state is not machine.record.state:
+            machine.since_s = self.now
+        machine.key = machine.record
 
     def pick(self, number: int, *, running: bool | None = None) -> Machine | None:
         found = [
             m
             for m in self.machines.values()
-            if m.renews and (running is None or (m.record.running is not None) == running)
+            if m.acts and (running is None or (m.record.running is not None) == running)
         ]
         return found[number % len(found)] if found else None
 
     # ── events ───────────────────────────────────────────────────────────────────────────
+
+    @initialize(members=st.integers(0, 4), steps=st.integers(0, 2))
+    def a_job_begins(self, members: int, steps: int) -> None:
+        """Most histories begin with a job: few random ones form a world."""
+        for _ in range(members):
+            self.a_node_arrives()
+        for _ in range(steps):
+            self.the_job_proceeds(seconds=self.policy.last_call_s, adopts=True)
+
+    @rule(seconds=st.sampled_from([0.0, 3.0, 20.0]), adopts=st.booleans())
+    def the_job_proceeds(self, seconds: float, adopts: bool) -> None:
+        self.now += seconds
+        self.the_leader_decides()
+        for machine in self.machines.values():
+            if machine.acts and adopts:
+                self.adopt_world(machine)
 
     @precondition(lambda self: len(self.machines) < 12)
     @rule()
@@ -219,12 +297,18 @@ class Histories(RuleBasedStateMachine):
             limits=self.limits,
             replica_size=self.per_replica,
         )
-        self.machines[record.node_id] = Machine(record, since_s=self.now)
+        self.machines[record.node_id] = Machine(record, record, since_s=self.now)
 
     @rule()
     def the_leader_decides(self) -> None:
         if self.ended is None:
             self.decide(self.view(), len(self.worlds))
+
+    @rule()
+    def a_new_leader_is_elected(self) -> None:
+        """It knows only the keys that exist."""
+        self.known = {}
+        self.elected_s = self.now
 
     @rule()
     def another_leader_reads_a_view(self) -> None:
@@ -252,6 +336,7 @@ class Histories(RuleBasedStateMachine):
         takes = current.state is WorldState.ACTIVE and record.node_id in current.node_ids
         if takes and record.running is None and record.arrived_for < current.generation:
             record = replace(record, state=NodeState.STARTING, running=current, failure=None)
+            machine.permitted_until_s = math.inf
         self.set(machine, record)
 
     @rule(number=st.integers(0, 8))
@@ -285,9 +370,40 @@ class Histories(RuleBasedStateMachine):
             self.silence(machine)
             machine.reachable = False
 
+    @rule(number=st.integers(0, 8))
+    def the_leader_cannot_reach_a_node(self, number: int) -> None:
+        """It still renews its lease, and learns of new worlds."""
+        machine = self.pick(number)
+        if machine is not None:
+            machine.answers = False
+            machine.silent_since_s = self.now
+
+    @rule(number=st.integers(0, 8))
+    def an_agent_freezes(self, number: int) -> None:
+        """Except for the thread that renews its lease."""
+        machine = self.pick(number)
+        if machine is not None:
+            machine.is_frozen = True
+            machine.silent_since_s = self.now
+            machine.permitted_until_s = self.now + permission_s(self.policy.takeover_s)
+
+    @rule(number=st.integers(0, 8))
+    def a_node_writes_its_key_late(self, number: int) -> None:
+        machine = self.pick(number)
+        if machine is not None:
+            machine.writes_late = True
+
+    @rule()
+    def keys_are_written(self) -> None:
+        for machine in self.machines.values():
+            if machine.renews:
+                machine.writes_late = False
+                self.write_key(machine)
+
     def silence(self, machine: Machine) -> None:
         machine.key_until_s = self.now + LEASE_S
-        self.last_sign_s[machine.record.node_id] = self.now
+        machine.silent_since_s = self.now
+        machine.permitted_until_s = self.now + permission_s(self.policy.takeover_s)
 
     @precondition(lambda self: self.world is not None and self.world.members)
     @rule(die=st.booleans(), candidates=st.integers(0, 3))
@@ -304,11 +420,11 @@ class Histories(RuleBasedStateMachine):
 
     @precondition(lambda self: self.world is not None and self.ended is None)
     @precondition(lambda self: len(self.machines) < 12)
-    @rule(die=st.booleans())
-    def a_node_joins_and_the_others_fall_silent(self, die: bool) -> None:
+    @rule(die=st.booleans(), elects=st.booleans())
+    def a_node_joins_and_the_others_fall_silent(self, die: bool, elects: bool) -> None:
         """They may still run the previous world, which does not contain the joining node."""
         for machine in self.machines.values():
-            if machine.renews:
+            if machine.acts:
                 self.adopt_world(machine)
         self.a_node_arrives()
         self.now += self.policy.last_call_s
@@ -318,12 +434,21 @@ class Histories(RuleBasedStateMachine):
                 self.silence(machine)
                 machine.process_lives, machine.reachable = not die, die
         self.now += LEASE_S + 1
+        if elects:
+            self.a_new_leader_is_elected()
         self.the_leader_decides()
 
     @rule()
     def isolated_nodes_reconnect(self) -> None:
         for machine in self.machines.values():
-            machine.reachable = True
+            if machine.process_lives:
+                machine.reachable = machine.answers = True
+                machine.is_frozen = machine.writes_late = False
+                machine.silent_since_s = None
+                # The workers of an excluded node get no permission: it reads the world first.
+                if self.world is None or machine.record.node_id in self.world.node_ids:
+                    machine.permitted_until_s = math.inf
+                self.write_key(machine)
 
     @rule(number=st.integers(0, 8))
     def a_node_receives_sigterm(self, number: int) -> None:
@@ -344,6 +469,15 @@ class Histories(RuleBasedStateMachine):
     # ── invariants ───────────────────────────────────────────────────────────────────────
 
     @invariant()
+    def at_most_one_world_makes_progress(self) -> None:
+        assert len(self.groups()) <= 1, [w.generation for w in self.groups()]
+
+    @invariant()
+    def no_wait_is_without_a_limit(self) -> None:
+        if self.ended is None:
+            assert_waits_are_bounded(self.view(), self.now, self.policy)
+
+    @invariant()
     def generations_only_grow(self) -> None:
         assert [w.generation for w in self.worlds] == list(range(1, len(self.worlds) + 1))
 
@@ -355,7 +489,7 @@ class Histories(RuleBasedStateMachine):
                 return
             self.decide(self.view(), len(self.worlds))
             for machine in self.machines.values():
-                if machine.renews:
+                if machine.acts:
                     self.adopt_world(machine)
             self.now += self.policy.takeover_s
         live = [
@@ -368,8 +502,7 @@ class Histories(RuleBasedStateMachine):
             for m in self.machines.values()
             if self.world
             and m.record.state is NodeState.FINISHED
-            # Also one that finished in an earlier world, while its record exists.
-            and (self.has_key(m) or m.record.node_id in self.world.node_ids)
+            and m.record.node_id in self.world.node_ids
         ]
         whole = len(live) - len(live) % self.per_replica
         if finished or whole < self.policy.min_nodes:
@@ -395,7 +528,7 @@ def check_replicas(proposal: Proposal, view: View, per_replica: int, max_nodes: 
     before = replicas_of(view.world.node_ids, per_replica) if view.world else []
     intact = [r for r in before if len(r) == per_replica and set(r) <= going]
     # Unless the others may still step with a lost node: then one of them has to be in the world.
-    groups = [m.running.node_ids for m in view.missing if m.running and not m.proved_dead]
+    groups = [group_of(m.running) or () for m in view.missing if m.running and not m.proved_dead]
     kept = {i for replica in intact for i in replica}
     if not any(kept.isdisjoint(group) for group in groups):
         assert replicas[: len(intact)] == intact, "an intact replica is broken up, or moved"
@@ -419,6 +552,18 @@ def replicas_of(node_ids: Sequence[str], per_replica: int) -> list[tuple[str, ..
     return [tuple(node_ids[i : i + per_replica]) for i in range(0, len(node_ids), per_replica)]
 
 
+class SingleNodeHistories(Histories):
+    """Histories in which one node may train alone: others join it and continue without it."""
+
+    policy = replace(POLICY, min_nodes=1)
+
+
+class FullHistories(Histories):
+    """Histories of a job of a fixed size, with spares."""
+
+    policy = replace(POLICY, min_nodes=2, max_nodes=2)
+
+
 class ReplicaHistories(Histories):
     """Histories with replicas of two nodes."""
 
@@ -435,5 +580,7 @@ class LargeReplicaHistories(Histories):
 
 
 TestHistories = Histories.TestCase
+TestSingleNodeHistories = SingleNodeHistories.TestCase
+TestFullHistories = FullHistories.TestCase
 TestReplicaHistories = ReplicaHistories.TestCase
 TestLargeReplicaHistories = LargeReplicaHistories.TestCase

@@ -8,6 +8,7 @@ in the model at every moment.
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -24,7 +25,7 @@ from hypothesis.stateful import (
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "unit"))
 
-from membership_nodes import node
+from membership_nodes import assert_waits_are_bounded, node
 
 from elastic.membership.decision import (
     End,
@@ -47,8 +48,10 @@ from elastic.membership.records import (
     ReplicaSeat,
     WorldRecord,
     WorldState,
+    group_of,
 )
 from elastic.membership.replicas import take_seat
+from elastic.tuning.timeouts import permission_s
 
 POLICY = Policy(min_nodes=2, max_nodes=4, join_timeout_s=1e9)
 NUMBER = st.integers(0, 8)
@@ -64,11 +67,19 @@ class Machine:
     since_s: float = 0.0
     report: FailureReport | None = None
     told: int = 0  # the newest generation that its workers are in or build
+    silent_since_s: float | None = None  # does not answer the leader
+    is_isolated: bool = False  # neither renews its lease nor learns of new worlds
+    is_frozen: bool = False  # only the thread that renews its lease runs
+    permitted_until_s: float = math.inf  # to train
 
     @property
     def steps(self) -> bool:
         """Whether its workers are in a group."""
         return self.alive and self.record.running is not None
+
+    @property
+    def acts(self) -> bool:
+        return self.alive and not (self.is_isolated or self.is_frozen)
 
 
 class InProcessHistories(RuleBasedStateMachine):
@@ -89,6 +100,8 @@ class InProcessHistories(RuleBasedStateMachine):
         self.seats: tuple[NodeReplica, ...] = ()  # the nodes of each replica
         self.count_of_starts = 0
         self.slow: set[str] = set()  # node ids of stragglers, which may be left out
+        self.elected_s = self.now
+        self.known: dict[str, Node] = {}  # the last keys that the current leader has seen
 
     # ── the leader's view ────────────────────────────────────────────────────────────────
 
@@ -96,30 +109,47 @@ class InProcessHistories(RuleBasedStateMachine):
         nodes = [
             NodeView(
                 node=m.record,
-                liveness=Liveness.ALIVE if m.alive else Liveness.DEAD,
+                liveness=self.liveness(m),
                 state_since_s=m.since_s,
+                suspect_since_s=self.silent_since_s(m),
             )
             for m in self.machines.values()
             if m.has_key
         ]
+        self.known |= {n.node.node_id: n.node for n in nodes}
         gone = [m for m in self.members if not m.has_key]
         return View(
             world=self.world,
             world_since_s=self.world_since_s,
             nodes=tuple(nodes),
-            missing=tuple(
-                MissingMember(
-                    member=m.record.as_member(),
-                    proved_dead=True,
-                    last_sign_s=self.now,
-                    finished=m.record.state is NodeState.FINISHED,
-                )
-                for m in gone
-            ),
+            missing=tuple(self.missing(m) for m in gone),
             failure_reports=tuple(
                 m.report for m in self.machines.values() if m.report and m.has_key
             ),
             stragglers=dict.fromkeys(self.slow, "slow"),
+        )
+
+    def liveness(self, machine: Machine) -> Liveness:
+        if not machine.alive:
+            return Liveness.DEAD
+        return Liveness.ALIVE if machine.silent_since_s is None else Liveness.SUSPECT
+
+    def silent_since_s(self, machine: Machine) -> float | None:
+        """As the current leader knows it."""
+        since_s = machine.silent_since_s
+        return None if since_s is None else max(since_s, self.elected_s)
+
+    def missing(self, machine: Machine) -> MissingMember:
+        assert self.world is not None
+        node_id = machine.record.node_id
+        known = self.known.get(node_id)
+        return MissingMember(
+            member=next(m for m in self.world.members if m.node_id == node_id),
+            proved_dead=not machine.alive,
+            last_sign_s=self.silent_since_s(machine) or self.now,
+            finished=machine.record.state is NodeState.FINISHED,
+            is_known=known is not None,
+            running=known.running if known is not None else None,
         )
 
     @property
@@ -205,8 +235,7 @@ class InProcessHistories(RuleBasedStateMachine):
                 continue
             assert machine.alive, "the boundary needs a dead node"
         for generation, machine in groups.items():
-            assert machine.record.running is not None
-            for node_id in machine.record.running.node_ids:
+            for node_id in group_of(machine.record.running) or ():
                 other = self.machines[node_id]
                 in_it = other.record.running is not None or (
                     other.record.state is NodeState.FINISHED
@@ -215,7 +244,28 @@ class InProcessHistories(RuleBasedStateMachine):
                     "workers are gone"
                 )
 
+    def groups(self) -> list[WorldRecord]:
+        """The worlds that make progress."""
+        groups = {
+            m.record.running.nonce: m.record.running
+            for m in self.machines.values()
+            if m.record.running is not None
+        }
+        return [
+            group
+            for group in groups.values()
+            if all(
+                m.steps and m.record.running == group and self.now < m.permitted_until_s
+                for m in (self.machines[i] for i in group.node_ids)
+            )
+        ]
+
     def write(self, proposal: Proposal) -> None:
+        chosen = {n.node_id for n in proposal.nodes}
+        for group in self.groups():
+            assert not chosen or chosen & set(group.node_ids), (
+                f"generation {group.generation} may make progress besides"
+            )
         step = self.world.switch_at_step if self.world else None
         world = world_of(
             proposal,
@@ -234,7 +284,7 @@ class InProcessHistories(RuleBasedStateMachine):
             machine.since_s = self.now
 
     def pick(self, number: int, *, steps: bool) -> Machine | None:
-        found = [m for m in self.machines.values() if m.alive and (m.steps or not steps)]
+        found = [m for m in self.machines.values() if m.acts and (m.steps or not steps)]
         found = [m for m in found if m.record.state not in (NodeState.FINISHED, NodeState.LEAVING)]
         return found[number % len(found)] if found else None
 
@@ -255,7 +305,7 @@ class InProcessHistories(RuleBasedStateMachine):
     @rule()
     def all_nodes_get_ready(self) -> None:
         for machine in self.machines.values():
-            if machine.alive:
+            if machine.acts:
                 self.warm_up(machine)
 
     @rule(seconds=st.sampled_from([0.0, 2.0]), enters=st.booleans())
@@ -284,6 +334,56 @@ class InProcessHistories(RuleBasedStateMachine):
     def the_leader_decides(self) -> None:
         if self.ended is None:
             self.lead()
+
+    @rule()
+    def a_new_leader_is_elected(self) -> None:
+        """It knows only the keys that exist."""
+        self.known = {}
+        self.elected_s = self.now
+
+    @rule(number=NUMBER, freezes=st.booleans())
+    def a_node_falls_silent_with_its_lease(self, number: int, freezes: bool) -> None:
+        """The leader cannot reach it, or its agent is frozen except for one thread."""
+        machine = self.pick(number, steps=False)
+        if machine is not None:
+            machine.silent_since_s = self.now
+            machine.is_frozen = freezes
+            if freezes:
+                machine.permitted_until_s = self.now + permission_s(self.policy.takeover_s)
+
+    @rule(number=NUMBER, elects=st.booleans())
+    def a_node_is_isolated(self, number: int, elects: bool) -> None:
+        """Its lease ends; its workers may train for a while."""
+        machine = self.pick(number, steps=True)
+        if machine is not None:
+            self.isolate(machine)
+            if elects:
+                self.a_new_leader_is_elected()
+
+    def isolate(self, machine: Machine) -> None:
+        machine.silent_since_s, machine.is_isolated, machine.has_key = self.now, True, False
+        machine.permitted_until_s = self.now + permission_s(self.policy.takeover_s)
+
+    @precondition(lambda self: self.ended is None and len(self.machines) < 10)
+    @rule(elects=st.booleans())
+    def a_node_joins_and_the_others_are_isolated(self, elects: bool) -> None:
+        """They may still run the previous world, which does not contain the joining node."""
+        self.the_job_proceeds(seconds=2.0, enters=True)
+        self.a_node_arrives(warm=True)
+        self.all_nodes_get_ready()
+        self.the_job_proceeds(seconds=2.0, enters=False)
+        for machine in self.machines.values():
+            if machine.acts and machine.steps:
+                self.isolate(machine)
+        if elects:
+            self.a_new_leader_is_elected()
+        self.the_leader_decides()
+
+    @rule()
+    def silent_nodes_die(self) -> None:
+        for machine in self.machines.values():
+            if machine.silent_since_s is not None:
+                machine.alive, machine.has_key = False, False
 
     @rule()
     def another_leader_reads_a_view(self) -> None:
@@ -361,7 +461,7 @@ class InProcessHistories(RuleBasedStateMachine):
         if world.mode != "in-process":
             return
         waiting = [m for m in self.members if m.record.running != world]
-        ready = all(m.alive and m.record.state is NodeState.READY for m in waiting)
+        ready = all(m.acts and m.record.state is NodeState.READY for m in waiting)
         # (A finished or leaving member of a pending plan never reaches the boundary.)
         if ready and all(m.record.arrived_for < world.generation for m in waiting):
             for machine in waiting:
@@ -370,7 +470,7 @@ class InProcessHistories(RuleBasedStateMachine):
 
     def leave_or_restart(self, machine: Machine, world: WorldRecord) -> None:
         record = machine.record
-        if not machine.alive or record.state not in (NodeState.STARTING, NodeState.READY):
+        if not machine.acts or record.state not in (NodeState.STARTING, NodeState.READY):
             return
         newest = record.running.generation if record.running else record.arrived_for
         excluded = record.running is not None and record.node_id not in world.node_ids
@@ -485,11 +585,11 @@ class InProcessHistories(RuleBasedStateMachine):
         if machine is None or machine.record.running is None:
             return
         group = machine.record.running
-        others = [self.machines[i] for i in group.node_ids]
+        others = [self.machines[i] for i in group_of(group) or ()]
         for m in [machine] if only else [m for m in others if m.steps]:
             self.put(m, state=NodeState.FINISHED)
 
-    @rule(seconds=st.sampled_from([0.1, 1.0, 5.0]))
+    @rule(seconds=st.sampled_from([0.1, 1.0, 5.0, 400.0]))
     def time_passes(self, seconds: float) -> None:
         self.now += seconds
 
@@ -499,19 +599,18 @@ class InProcessHistories(RuleBasedStateMachine):
     def at_most_one_world_makes_progress(self) -> None:
         """A group steps only while all its members are in it. Two such groups share no node, so
         that there must be at most one."""
-        whole = set()
-        for machine in self.machines.values():
-            group = machine.record.running
-            if group is None or not machine.alive:
-                continue
-            inside = (self.machines[i] for i in group.node_ids)
-            if all(m.alive and m.record.running == group for m in inside):
-                whole.add((group.generation, group.nonce))
+        whole = {(group.generation, group.nonce) for group in self.groups()}
         assert len(whole) <= 1, f"two worlds make progress: {whole}"
+
+    @invariant()
+    def no_wait_is_without_a_limit(self) -> None:
+        if self.ended is None:
+            assert_waits_are_bounded(self.view(), self.now, self.policy)
 
     def teardown(self) -> None:
         """Finally every live node is in the world, or too few are alive, or the job has ended."""
         self.leaving_nodes_have_left()
+        self.silent_nodes_die()
         for turn in range(30):
             if self.ended is not None:
                 return
@@ -537,6 +636,12 @@ class InProcessHistories(RuleBasedStateMachine):
         assert all(m.record.running == self.world for m in inside)
 
 
+class SingleNodeHistories(InProcessHistories):
+    """Histories in which one node may train alone: others join it and continue without it."""
+
+    policy = replace(POLICY, min_nodes=1)
+
+
 class ReplicaHistories(InProcessHistories):
     """Histories with replicas of two nodes."""
 
@@ -545,6 +650,7 @@ class ReplicaHistories(InProcessHistories):
 
 
 TestInProcessHistories = InProcessHistories.TestCase
+TestSingleNodeHistories = SingleNodeHistories.TestCase
 TestReplicaHistories = ReplicaHistories.TestCase
 
 

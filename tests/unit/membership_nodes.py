@@ -13,8 +13,11 @@ from elastic.membership.decision import (
     Proposal,
     View,
     Wait,
+    adoptable,
     decide,
 )
+from elastic.membership.joining_nodes import find_joining_nodes, first_node
+from elastic.membership.member_status import classify_members, overdue_as_missing
 from elastic.membership.records import (
     Cause,
     FailureReport,
@@ -22,6 +25,7 @@ from elastic.membership.records import (
     NodeState,
     ProcessIdentity,
     WorldRecord,
+    WorldReference,
     WorldState,
 )
 
@@ -36,7 +40,7 @@ def node(
     joined_at_s: float | None = None,
     arrived_for: int = 0,
     in_process: bool = False,
-    running: WorldRecord | None = None,
+    running: WorldReference | None = None,
     failure: str | None = None,
     exit_code: int | None = None,
     library: str = "0.1.0",
@@ -107,7 +111,7 @@ def in_state(name: str, state: NodeState) -> NodeView:
     return seen(node(name, state))
 
 
-def suspect(n: NodeView, since_s: float | None = None) -> NodeView:
+def suspect(n: NodeView, since_s: float | None = NOW) -> NodeView:
     return replace(n, liveness=Liveness.SUSPECT, suspect_since_s=since_s)
 
 
@@ -142,6 +146,12 @@ def world(
         library="0.1.0",
         replica_size=replica_size,
     )
+
+
+def ran(last: WorldRecord, *generations: int | None) -> WorldRecord:
+    """The same world, with the last generation that each member had run when it was written."""
+    pairs = zip(last.members, generations, strict=True)
+    return replace(last, members=tuple(replace(m, ran_generation=g) for m, g in pairs))
 
 
 def missing(name: str, *, proved_dead: bool = False, last_sign_s: float = NOW - 5) -> MissingMember:
@@ -183,3 +193,43 @@ def wait(v: View, now: float = NOW, policy: Policy = POLICY) -> Wait:
 def named(p: Proposal) -> list[str]:
     """Names in rank order."""
     return [n.name for n in p.nodes]
+
+
+# ── liveness ─────────────────────────────────────────────────────────────────────────────────
+
+
+def assert_waits_are_bounded(v: View, now: float, policy: Policy) -> None:
+    """If nothing further happens, the leader acts after a limited time, unless nothing is wrong, or
+    too few nodes are there."""
+    began_s = now
+    for _ in range(10):
+        decision = decide(v, now, policy)
+        if not isinstance(decision, Wait) or _may_wait(v, now, policy):
+            return
+        assert decision.until_s is not None, f"waits without a limit: {decision.reason}"
+        assert now < decision.until_s, f"waits for the past: {decision.reason}"
+        now = decision.until_s
+        assert now - began_s <= 2 * policy.leave_s, f"waits for too long: {decision.reason}"
+    raise AssertionError(f"waits again and again: {decision.reason}")
+
+
+def _may_wait(v: View, now: float, policy: Policy) -> bool:
+    if v.done is not None or adoptable(v) is not None:
+        return True
+    v = overdue_as_missing(v, now, policy)
+    reference = v.world or first_node(v)
+    if reference is None:
+        return True
+    status = classify_members(v, v.world) if v.world is not None else None
+    survivors = status.survivors if status is not None else ()
+    in_process = status is not None and status.in_process and bool(survivors)
+    waiting = find_joining_nodes(v, reference, now, in_process=in_process).eligible
+    if status is None or not survivors or status.world.state is WorldState.PAUSED:
+        per_replica = reference.nodes_per_replica
+        reached = [n for n in (*survivors, *waiting) if n.liveness is Liveness.ALIVE]
+        if survivors and v.world is not None:
+            reached += [n for n in v.nodes if n.node.state is NodeState.FINISHED]
+        whole = len(reached) - len(reached) % per_replica
+        few = whole < max(1, reference.min_nodes)
+        return few or (in_process and per_replica > 1)  # the replicas may not have met
+    return not status.changed or bool(status.replacing)

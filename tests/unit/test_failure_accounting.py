@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from membership_nodes import NOW, missing, node, proposal, seen, view, world
+from membership_nodes import NOW, missing, node, proposal, seen, view, wait, world
 
 from elastic.leadership.failure_accounting import Broken, FailureAccounting
 from elastic.leadership.roster import Failed
@@ -15,6 +15,7 @@ from elastic.membership.member_status import classify_members
 from elastic.membership.records import Cause, FailureReport, NodeState, WorldRecord
 from elastic.membership.step_rate import StepRate
 from elastic.membership.view import View
+from elastic.tuning.agent_intervals import BUILD_BACKOFF_CAP_S
 from elastic.tuning.agent_options import AgentOptions
 
 ECC = "RuntimeError: CUDA error: uncorrectable ECC error encountered"
@@ -54,8 +55,9 @@ def joined_s_ago(seconds: float) -> FailureAccounting:
     return accounting
 
 
-def with_n3_out(code: int = 1) -> Broken:
-    return broken(view(EIGHT, runs("n1", EIGHT), runs("n2", EIGHT), out("n3", EIGHT, code)))
+def with_n3_out(code: int = 1, *, since_s: float = NOW - 5) -> Broken:
+    v = view(EIGHT, runs("n1", EIGHT), runs("n2", EIGHT), out("n3", EIGHT, code))
+    return broken(v, since_s=since_s)
 
 
 def test_a_joining_node_that_fails_by_itself_is_quarantined() -> None:
@@ -65,10 +67,10 @@ def test_a_joining_node_that_fails_by_itself_is_quarantined() -> None:
     assert accounting.quarantined(NOW + 30.0) == {}
 
 
-@pytest.mark.parametrize(("code", "seconds"), [(-9, 10.0), (-15, 10.0), (1, 40.0)])
+@pytest.mark.parametrize(("code", "seconds"), [(-9, 10.0), (-15, 10.0), (1, 70.0)])
 def test_a_node_killed_or_failed_later_is_not_quarantined(code: int, seconds: float) -> None:
     accounting = joined_s_ago(seconds)
-    accounting.charge(with_n3_out(code), None, NOW)
+    accounting.charge(with_n3_out(code, since_s=NOW - seconds), None, NOW)
     assert accounting.quarantined(NOW) == {}
 
 
@@ -383,8 +385,136 @@ def test_a_module_that_is_missing_on_a_node_that_joins_does_not_end_the_job() ->
     assert accounting.charge(failed_with(text, eight), None, NOW) is None
     assert "id-n3" in accounting.quarantined(NOW)
     restarted = FailureAccounting(OPTIONS)
-    restarted.formed(seven, replace(eight, cause=Cause.FAILURE), NOW - 4)
+    eight = replace(eight, cause=Cause.FAILURE)
+    restarted.formed(seven, eight, NOW - 4)
     assert restarted.charge(failed_with(text, eight), None, NOW) is not None
+
+
+@pytest.mark.parametrize("mode", ["restart", "in-process"])
+@pytest.mark.parametrize(
+    ("text", "code"),
+    [
+        ("requests.exceptions.HTTPError: 401 Client Error: Unauthorized", 1),
+        ("botocore ClientError: An error occurred (AccessDenied) when calling GetObject", 1),
+        ("NameError: name 'foo' is not defined", 1),
+        ("RuntimeError: Error(s) in loading state_dict for Net: size mismatch for a", 1),
+        ("train.py: error: unrecognized arguments: --x", 2),
+        ("boom", 1),
+        (None, 65),
+    ],
+)
+def test_no_failure_of_a_joining_node_ends_the_job_of_others(
+    text: str | None, code: int, mode: str
+) -> None:
+    seven = world("n1", "n2", mode=mode)
+    eight = replace(world("n1", "n2", "n3", generation=8, mode=mode), cause=Cause.JOINED)
+    accounting = FailureAccounting(OPTIONS)
+    now = NOW
+    for _ in range(OPTIONS.failure_budget + 2):  # it returns after each quarantine
+        accounting.formed(seven, eight, now)
+        failed = seen(node("n3", arrived_for=eight.generation, failure=text, exit_code=code))
+        others = [
+            runs(n, eight)
+            if mode == "in-process"
+            else seen(node(n, NodeState.STARTING, running=eight))
+            for n in ("n1", "n2")
+        ]
+        facts = Failed("id-n3", "n3", text, code, generation=eight.generation)
+        v = view(eight, *others, failed)
+        failure = replace(broken(v, since_s=now - 5), failures=(facts,))
+        assert accounting.charge(failure, None, now) is None
+        assert "id-n3" in accounting.quarantined(now)
+        now += OPTIONS.quarantine_s
+        seven = replace(seven, generation=eight.generation + 1)
+        eight = replace(eight, generation=eight.generation + 2)
+
+
+def test_an_error_that_other_nodes_have_had_too_ends_the_job() -> None:
+    text = "NameError: name 'foo' is not defined"
+    eight = replace(EIGHT, members=(*EIGHT.members, node("n4").as_member()))
+    accounting = FailureAccounting(OPTIONS)
+    accounting.observe(StepRate(8, 10, 1.0, NOW))
+    accounting.observe(StepRate(8, 100, 1.0, NOW))
+    for generation, name in ((8, "n4"), (9, "n3")):
+        group = replace(eight, generation=generation)
+        others = [runs(n, group) for n in ("n1", "n2", "n3", "n4") if n != name]
+        failed = seen(node(name, arrived_for=generation, failure=text, exit_code=1))
+        stop = accounting.charge(broken(view(group, *others, failed)), None, NOW)
+        assert (stop is not None) == (name == "n3")
+
+
+def test_a_failure_is_charged_once_while_the_others_cannot_connect() -> None:
+    """The record of n3 keeps its failure until its next workers start; the groups of the others
+    are not built meanwhile. A new leader has the same records."""
+    accounting = FailureAccounting(OPTIONS)
+    failure = Failed("id-n3", "n3", "ValueError: bad sample", 1, 500, generation=8)
+    first = broken(view(EIGHT, runs("n1", EIGHT), runs("n2", EIGHT), out("n3", EIGHT)))
+    assert accounting.charge(replace(first, failures=(failure,)), None, NOW) is None
+    for generation in (9, 10, 11):
+        group = replace(SEVEN, generation=generation)
+        reports = tuple(
+            FailureReport(node_id=f"id-{n}", generation=generation, error="GroupBuildFailed")
+            for n in ("n1", "n2")
+        )
+        v = view(group, runs("n1", EIGHT), runs("n2", EIGHT), failure_reports=reports)
+        if generation == 10:
+            records = accounting.records(NOW, NOW)
+            accounting = FailureAccounting(OPTIONS)
+            accounting.remember(replace(group, breakages=records), NOW, NOW)
+        assert accounting.charge(replace(broken(v), failures=(failure,)), None, NOW) is None
+    assert sum(bool(b.failures) for b in accounting.records(NOW, NOW)) == 1
+
+
+def test_the_same_failure_of_all_nodes_counts_once_per_world() -> None:
+    """They are observed one after the other, each when the next world has been written."""
+    accounting = FailureAccounting(OPTIONS)
+    for generation, name in ((8, "n1"), (9, "n2"), (10, "n3")):
+        group = replace(EIGHT, generation=generation)
+        failure = Failed(f"id-{name}", name, "ConfigError: x", 2, 0, generation=8)
+        others = [runs(n, EIGHT) for n in ("n1", "n2", "n3") if n != name]
+        v = view(group, *others, out(name, EIGHT, 2))
+        charged = replace(broken(v), failures=(failure,))
+        assert accounting.charge(charged, None, NOW) is None
+    assert [b.counts for b in accounting.records(NOW, NOW)] == [True, False, False]
+
+
+def test_groups_that_cannot_be_built_do_not_use_up_the_budget() -> None:
+    """The network between the nodes fails for minutes: no node, and no script, is at fault."""
+    accounting = FailureAccounting(OPTIONS)
+    pauses: list[float] = []
+    for generation in range(9, 9 + 3 * OPTIONS.failure_budget):
+        group = replace(EIGHT, generation=generation)
+        nodes = [runs(n, EIGHT) for n in ("n1", "n2", "n3")]
+        reports = tuple(
+            FailureReport(node_id=n.node.node_id, generation=generation, error="timed out")
+            for n in nodes
+        )
+        v = view(group, *nodes, failure_reports=reports)
+        assert accounting.charge(broken(v), None, NOW) is None
+        pauses.append((accounting.retry_at_s or NOW) - NOW)
+        waiting = replace(v, failing_since_s=NOW - 9, retry_at_s=accounting.retry_at_s)
+        assert proposal(waiting, now=NOW + pauses[-1])
+        if pauses[-1]:
+            assert wait(waiting, now=NOW).until_s == accounting.retry_at_s
+            newcomer = seen(node("n4", NodeState.READY, in_process=True))
+            assert proposal(replace(waiting, nodes=(*waiting.nodes, newcomer)))
+    assert pauses[:5] == [0.0, 0.0, 1.0, 2.0, 4.0]
+    assert max(pauses) == pauses[-1] == BUILD_BACKOFF_CAP_S
+
+
+def test_old_breakages_stay_old_for_a_leader_whose_clock_is_behind() -> None:
+    day_s = 86400.0
+    accounting = FailureAccounting(OPTIONS)
+    for i in range(OPTIONS.failure_budget + 1):
+        group = replace(EIGHT, generation=8 + i)
+        v = view(group, runs("n1", group), runs("n2", group), out("n3", group))
+        accounting.charge(replace(broken(v), failures=()), None, NOW + i * day_s)
+    end_s = NOW + OPTIONS.failure_budget * day_s
+    last = replace(EIGHT, generation=20, time_s=end_s, breakages=accounting.records(end_s, end_s))
+    successor = FailureAccounting(OPTIONS)
+    successor.remember(last, NOW, end_s - 30 * day_s)
+    v = view(last, runs("n1", last), runs("n2", last), out("n3", last))
+    assert successor.charge(replace(broken(v), failures=()), None, NOW) is None
 
 
 def test_an_error_of_a_survivor_has_no_verdict_if_a_node_was_lost() -> None:

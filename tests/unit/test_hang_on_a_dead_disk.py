@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,9 @@ from test_hang_judge import Journal
 
 from elastic.doctor.examination import shared_folder
 from elastic.events import Event, HangFound
+from elastic.hangs import kernel
 from elastic.hangs import response as response_module
+from elastic.hangs import watch as watch_module
 from elastic.hangs.budgets import BudgetPolicy
 from elastic.hangs.report import HangReport, ReportFolder
 from elastic.hangs.response import HangResponse, Judged
@@ -143,3 +146,42 @@ def test_the_doctor_leaves_no_files_in_an_unshared_folder(tmp_path: Path) -> Non
 
     assert shared_folder(str(tmp_path), "s", 0, alone, 1.0) is None
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_killed_worker_that_the_kernel_does_not_end_is_reported_until_it_has_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(watch_module, "HANG_KILL_S", 0.2)
+    with mounted(tmp_path / "shared", takes_requests=True) as folder:
+        code = f"import os; print('begins', flush=True); os.stat({str(folder / 'data')!r})"
+        process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE)
+        assert process.stdout is not None
+        process.stdout.readline()
+        unkillable: list[int] = []
+        watch = HangWatch(
+            policy=BudgetPolicy(hang_timeout_s=60.0),
+            node="n1",
+            tick_s=0.05,
+            on_facts=lambda generation, ranks: None,
+            on_stopped=lambda worker, facts, stopped_s: None,
+            on_error=lambda error: None,
+            on_unkillable=lambda worker, facts: unkillable.append(worker.pid),
+        )
+        watch.start()
+        try:
+            watch.supervise((Supervised(process.pid, 0, ""),))
+            eventually(lambda: kernel.waits_for_fuse(kernel.wait_channel(process.pid)))
+            process.kill()
+            eventually(lambda: unkillable)
+            assert process.poll() is None, "it still exists"
+        finally:
+            watch.close()
+    assert process.wait(PATIENCE_S) == -signal.SIGKILL
+    assert unkillable == [process.pid], "reported once"
+
+
+def test_a_process_whose_other_thread_is_blocked_has_not_ended() -> None:
+    """Its main thread is a zombie: a checkpoint was being written by another one."""
+    ended = kernel.ProcessTimes(state="Z", cpu_s=0.0, major_faults=0, threads=0)
+    assert not kernel.is_doomed(1 << 22, ended)
+    assert kernel.is_doomed(1 << 22, replace(ended, threads=2))

@@ -18,18 +18,18 @@ ME = current_process()
 
 
 def test_a_live_process_is_not_proved_dead() -> None:
-    assert not proved_gone(ME, ME)
+    assert not proved_gone(ME.digest, ME)
 
 
 def test_a_reused_pid_is_recognised_by_its_start_time() -> None:
-    assert proved_gone(replace(ME, start_ticks=ME.start_ticks - 1), ME)
+    assert proved_gone(replace(ME, start_ticks=ME.start_ticks - 1).digest, ME)
 
 
 DEAD = replace(ME, pid=2**22 + 1)
 
 
 def test_a_missing_pid_on_the_same_machine_proves_death() -> None:
-    assert proved_gone(DEAD, ME)
+    assert proved_gone(DEAD.digest, ME)
 
 
 @pytest.mark.parametrize(
@@ -43,25 +43,25 @@ def test_a_missing_pid_on_the_same_machine_proves_death() -> None:
     ],
 )
 def test_death_is_not_proved_if_any_identity_field_differs(other: dict[str, Any]) -> None:
-    assert not proved_gone(replace(DEAD, **other), ME)
+    assert not proved_gone(replace(DEAD, **other).digest, ME)
 
 
 def test_death_is_proved_in_containers_without_a_machine_id() -> None:
     here = replace(ME, machine_id="", pod_uid="7c6e")
-    assert proved_gone(replace(here, pid=DEAD.pid), here)
+    assert proved_gone(replace(here, pid=DEAD.pid).digest, here)
 
 
 @pytest.mark.parametrize("unknown", [{"boot_id": ""}, {"pid_namespace": 0}])
 def test_fields_unknown_on_both_sides_do_not_match(unknown: dict[str, Any]) -> None:
     here = replace(ME, **unknown)
-    assert not proved_gone(replace(here, pid=DEAD.pid), here)
+    assert not proved_gone(replace(here, pid=DEAD.pid).digest, here)
 
 
 def test_a_process_hidden_in_proc_is_not_proved_dead(monkeypatch: pytest.MonkeyPatch) -> None:
     """As with hidepid, for another user's process."""
     monkeypatch.setattr("elastic.node.identity._stat", lambda pid: None)
-    assert not proved_gone(ME, ME)
-    assert proved_gone(DEAD, ME)
+    assert not proved_gone(ME.digest, ME)
+    assert proved_gone(DEAD.digest, ME)
 
 
 def test_proc_of_another_pid_namespace_proves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -90,5 +90,5 @@ def test_a_zombie_process_is_dead() -> None:
         ticks = int(stat.read().rsplit(")", 1)[1].split()[19])
     # The pipe closes a moment before the process turns into a zombie.
     dead = replace(ME, pid=child.pid, start_ticks=ticks)
-    eventually(lambda: proved_gone(dead, ME))
+    eventually(lambda: proved_gone(dead.digest, ME))
     child.wait()

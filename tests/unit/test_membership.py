@@ -17,6 +17,7 @@ from membership_nodes import (
     node,
     out,
     proposal,
+    ran,
     runs,
     seen,
     suspect,
@@ -25,12 +26,23 @@ from membership_nodes import (
     world,
 )
 
-from elastic.membership.decision import End, Proposal, View, decide, refusal, world_of
+from elastic.membership.decision import (
+    End,
+    MissingMember,
+    NodeView,
+    Proposal,
+    View,
+    Wait,
+    decide,
+    refusal,
+    world_of,
+)
 from elastic.membership.records import (
     Cause,
     Done,
     NodeState,
     Outcome,
+    WorldRecord,
     WorldState,
 )
 
@@ -75,7 +87,7 @@ def test_too_few_nodes_for_a_first_world_wait_without_a_deadline() -> None:
 def test_dead_suspect_and_leaving_nodes_do_not_count_for_a_first_world() -> None:
     others = (dead(arrived("n1")), suspect(arrived("n2")), in_state("n3", NodeState.LEAVING))
     w = wait(view(None, *others, arrived("n4")))
-    assert "1 (n4)" in w.reason and "n2 does not answer" in w.reason
+    assert "1 (n4)" in w.reason and "the leader cannot reach n2" in w.reason
 
 
 def test_generations_continue_after_a_wipe_without_a_running_world() -> None:
@@ -176,7 +188,8 @@ def test_an_incompatible_joining_node_does_not_affect_the_job() -> None:
             "n2 failed: OSError: disk full",
         ),
         (
-            view(world("n1", "n2", "n3"), runs("n1"), runs("n3")),  # never seen, not missing
+            # Never seen, not missing.
+            view(ran(world("n1", "n2", "n3"), 6, 6, 6), runs("n1"), runs("n3")),
             Cause.LOST,
             "n2 is lost",
         ),
@@ -226,6 +239,56 @@ def test_joining_nodes_are_limited_to_max_nodes() -> None:
     assert named(proposal(v)) == ["n1", "n2", "n3", "n5"]
 
 
+# ── section 3: what a new leader knows of silent members ─────────────────────────────────────
+
+
+def unseen(name: str, *, of: WorldRecord) -> MissingMember:
+    """A member whose key ended before this leader was elected."""
+    member = next(m for m in of.members if m.name == name)
+    return replace(missing(name), member=member, is_known=False)
+
+
+@pytest.mark.parametrize("mode", ["restart", "in-process"])
+def test_a_member_that_nobody_has_joined_may_still_train_unseen(mode: str) -> None:
+    """n1 alone runs generation 7, and falls silent before it enters 8 together with n3."""
+    last = ran(world("n1", "n3", mode=mode, limits=(1, 4), generation=8), 7, 0)
+    state, in_process = (
+        (NodeState.READY, True) if mode == "in-process" else (NodeState.STARTING, False)
+    )
+    n3 = seen(node("n3", state, in_process=in_process, limits=(1, 4)))
+    v = view(last, n3, gone=[unseen("n1", of=last)])
+    assert wait(v).until_s == NOW - 5 + POLICY.takeover_s
+    without_knowledge = ran(last, None, None)
+    assert isinstance(decide(replace(v, world=without_knowledge), NOW, POLICY), Wait)
+    proved = replace(v, missing=(replace(v.missing[0], proved_dead=True),))
+    assert named(proposal(proved)) == ["n3"]
+
+
+def test_a_member_that_others_ran_with_cannot_train_without_them() -> None:
+    last = ran(world("n1", "n2", "n3", generation=8), 7, 7, 0)
+    v = view(last, runs("n2"), runs("n3"), gone=[unseen("n1", of=last)])
+    assert named(proposal(v)) == ["n2", "n3"]
+    joined_with_it = ran(last, 0, 7, 7)
+    assert named(proposal(replace(v, world=joined_with_it))) == ["n2", "n3"]
+
+
+def test_a_world_that_a_member_has_entered_was_entered_by_all() -> None:
+    last = ran(world("n1", "n3", mode="in-process", limits=(1, 4), generation=8), 7, 0)
+    n3 = seen(node("n3", NodeState.READY, in_process=True, running=last, limits=(1, 4)))
+    v = view(last, n3, gone=[unseen("n1", of=last)])
+    assert named(proposal(v)) == ["n3"]
+
+
+def test_a_world_records_what_its_members_ran() -> None:
+    last = world("n1", "n2", "n3")
+    still = seen(node("n1", NodeState.STARTING, running=last))
+    ended = seen(node("n2", arrived_for=7, failure="boom"))
+    joining = seen(node("n4", arrived_for=5))
+    p = proposal(view(last, still, ended, joining, gone=[missing("n3", proved_dead=True)]))
+    record = world_of(p, last, nonce="x", time_s=0.0)
+    assert [m.ran_generation for m in record.members] == [7, 7, 0]
+
+
 # ── suspects ─────────────────────────────────────────────────────────────────────────────────
 
 
@@ -235,28 +298,86 @@ def test_a_suspect_alone_does_not_change_the_world() -> None:
 
 
 @pytest.mark.parametrize(
-    "others",
-    [(out("n2"),), (dead(runs("n2")),), (runs("n2"), arrived("n4"))],
-    ids=["trouble", "lost", "joining node"],
+    ("others", "limit_s"),
+    [
+        ((out("n2"),), POLICY.suspect_s),
+        ((dead(runs("n2")),), POLICY.suspect_s),
+        ((runs("n2"), arrived("n4")), POLICY.takeover_s),
+    ],
+    ids=["failed", "lost", "joining node"],
 )
-def test_a_change_waits_for_the_lease_of_a_suspect(others: tuple) -> None:  # type: ignore[type-arg]
+def test_a_change_waits_for_the_lease_of_a_suspect(
+    others: tuple[NodeView, ...], limit_s: float
+) -> None:
     v = view(world("n1", "n2", "n3"), runs("n1"), *others, suspect(runs("n3")))
     w = wait(v)
     assert "n3 may be dead: the lease decides" in w.reason
-    assert w.until_s is None
+    assert w.until_s == NOW + limit_s
+    assert isinstance(decide(v, NOW + limit_s, POLICY), Proposal)
 
 
-def test_a_suspect_with_an_endless_lease_is_evicted_if_the_others_suffice() -> None:
+def test_a_suspect_with_an_endless_lease_is_evicted_from_a_broken_world() -> None:
     v = view(world("n1", "n2", "n3"), out("n1"), runs("n2"), suspect(runs("n3"), NOW - 5))
     assert wait(v).until_s == NOW + 10
-    assert named(proposal(v, now=NOW + 10)) == ["n1", "n2"]
-    too_few = view(world("n1", "n3"), out("n1"), suspect(runs("n3"), NOW - 500))
-    assert wait(too_few).until_s is None
+    p = proposal(v, now=NOW + 10)
+    assert named(p) == ["n1", "n2"]
+    assert "n3 is lost (silent, although its lease is renewed)" in p.reason
 
 
-def test_a_suspect_is_not_evicted_for_a_joining_node() -> None:
-    v = view(world("n1", "n2"), runs("n1"), suspect(runs("n2"), NOW - 500), arrived("n3"))
-    assert "n2 may be dead" in wait(v).reason
+def test_waiting_nodes_replace_a_suspect_with_an_endless_lease() -> None:
+    limits = (2, 2)
+    silent = seen(node("n2", NodeState.STARTING, limits=limits))
+    nodes = (seen(node("n1", arrived_for=7, limits=limits)), suspect(silent, NOW - 500))
+    last = world("n1", "n2", limits=limits)
+    p = proposal(view(last, *nodes, seen(node("n3", limits=limits))))
+    assert (named(p), p.state) == (["n1", "n3"], WorldState.ACTIVE)
+    few = proposal(view(last, *nodes))
+    assert (named(few), few.state) == (["n1"], WorldState.PAUSED)
+
+
+def test_a_suspect_of_an_intact_world_delays_a_joining_node_and_stays_a_member() -> None:
+    v = view(world("n1", "n2"), runs("n1"), suspect(runs("n2"), NOW - 200), arrived("n3"))
+    assert wait(v).until_s == NOW + 100
+    assert named(proposal(v, now=NOW + 100)) == ["n1", "n2", "n3"]
+
+
+def test_silent_members_that_renew_their_leases_are_ended_before_others_start() -> None:
+    """Nobody reached them: only a world that they read in the store ends their workers."""
+    last = world("n1", "n2")
+    group = world("n1", "n2", generation=7)
+    silent = [
+        suspect(seen(node(name, NodeState.STARTING, running=group)), NOW - 15)
+        for name in ("n1", "n2")
+    ]
+    failed = dead(runs("n9"))
+    v = view(replace(last, members=(*last.members, failed.node.as_member())), *silent, failed)
+    v = replace(v, nodes=(*v.nodes, arrived("n3"), arrived("n4")))
+    p = proposal(v)
+    assert (named(p), p.state) == ([], WorldState.PAUSED)
+    empty = world_of(p, v.world, nonce="x", time_s=0.0)
+    waiting = replace(v, world=empty, world_since_s=NOW, nodes=(*silent, *v.nodes[3:]))
+    assert wait(waiting).until_s == NOW + POLICY.leave_s
+    assert named(proposal(waiting, now=NOW + POLICY.leave_s)) == ["n3", "n4"]
+
+
+def test_a_leaving_node_is_not_waited_for_indefinitely() -> None:
+    """Its agent may be frozen while a thread of it renews its lease."""
+    group = world("n1", limits=(1, 4))
+    leaves = seen(node("n1", NodeState.LEAVING, running=group, limits=(1, 4)), since_s=NOW)
+    waiting = [seen(node(name, limits=(1, 4))) for name in ("n2", "n3")]
+    v = view(world(generation=8, limits=(1, 4), state=PAUSED), leaves, *waiting, world_since_s=NOW)
+    assert wait(v).until_s == NOW + POLICY.leave_s
+    assert named(proposal(v, now=NOW + POLICY.leave_s)) == ["n2", "n3"]
+
+
+def test_a_finished_job_does_not_wait_indefinitely_for_a_silent_member() -> None:
+    group = world("n1", "n2")
+    ended = seen(node("n1", NodeState.FINISHED, running=group))
+    silent = suspect(seen(node("n2", NodeState.STARTING, running=group)), NOW)
+    v = view(group, ended, silent)
+    assert isinstance(decide(v, NOW + POLICY.takeover_s - 1, POLICY), Wait)
+    end = decide(v, NOW + POLICY.takeover_s, POLICY)
+    assert isinstance(end, End) and end.outcome is Outcome.SUCCESS
 
 
 def test_a_leaving_or_finished_suspect_does_not_delay_a_change() -> None:
@@ -472,7 +593,7 @@ def test_a_world_without_members_needs_no_proof() -> None:
 
 def test_a_suspect_with_a_valid_key_is_a_survivor() -> None:
     v = view(world("n1"), suspect(runs("n1")), arrived("n3"), arrived("n4"))
-    assert "n1 may be dead" in wait(v, now=NOW + 1e6).reason
+    assert "n1 may be dead" in wait(v, now=NOW + POLICY.suspect_s).reason
 
 
 def test_leaving_members_prove_nothing_about_silent_ones() -> None:
@@ -518,6 +639,34 @@ def test_no_node_joins_and_finished_members_count_while_the_job_ends() -> None:
     assert (named(again), again.state) == (["n2"], WorldState.ACTIVE)
     calm = view(world("n1", "n2"), finished, runs("n2"), arrived("n3"))
     assert "runs on n2" in wait(calm).reason
+
+
+def test_a_node_that_ended_early_neither_blocks_nor_counts() -> None:
+    """The job went on without it: n1 and n2 have run a later world."""
+    ended = seen(node("n3", NodeState.FINISHED, running=world("n1", "n2", "n3", generation=6)))
+    v = view(world("n1", "n2"), runs("n1"), runs("n2"), ended, arrived("n4"))
+    assert named(proposal(v)) == ["n1", "n2", "n4"]
+    paused = view(world("n1", state=PAUSED), out("n1"), ended, world_since_s=NOW)
+    assert named(proposal(paused)) == ["n1"]  # perhaps the job is about to end
+    later = NOW + POLICY.join_timeout_s - 50
+    assert "paused with 1 (n1)" in wait(paused, now=later).reason
+    enough = replace(paused, nodes=(*paused.nodes, arrived("n4")))
+    assert named(proposal(enough, now=later)) == ["n1", "n4"]
+
+
+def test_a_finished_node_that_is_gone_does_not_end_the_job_of_others() -> None:
+    """Its record remains in the store: they were interrupted, and return."""
+    group = world("n1", "n2")
+    departed = suspect(seen(node("n1", NodeState.FINISHED, running=group)))
+    lost = missing("n2", proved_dead=True)
+    v = view(group, departed, arrived("n3"), arrived("n4"), gone=[lost])
+    assert named(proposal(v)) == ["n3", "n4"]
+    empty = view(world(generation=8, state=PAUSED), departed, arrived("n3"), arrived("n4"))
+    assert named(proposal(empty)) == ["n3", "n4"]
+    both = view(group, departed, suspect(seen(node("n2", NodeState.FINISHED, running=group))))
+    assert isinstance(decide(both, NOW, POLICY), End)
+    goes_on = view(group, departed, seen(node("n2", NodeState.STARTING, running=group)))
+    assert "runs on n2" in wait(goes_on, now=NOW + 1e6).reason
 
 
 def test_no_member_waits_for_one_that_finished_before_it_entered_the_world() -> None:
@@ -569,7 +718,8 @@ def test_no_world_is_formed_while_another_still_runs() -> None:
     v = view(None, running, arrived("n3"), arrived("n4"))
     assert "generation 7 runs" in wait(v).reason
     assert "generation 7 runs" in wait(replace(v, world=world("n3", generation=3))).reason
-    assert isinstance(decide(replace(v, world=world("n1", "n2")), NOW, POLICY), Proposal)
+    last = ran(world("n1", "n2"), 6, 6)
+    assert isinstance(decide(replace(v, world=last), NOW, POLICY), Proposal)
 
 
 # ── the record ───────────────────────────────────────────────────────────────────────────────

@@ -141,12 +141,11 @@ def test_a_world_without_a_complete_replica_pauses_with_its_members() -> None:
     assert (p.cause, named(p)) == (Cause.RESUMED, ["n1", "n3"])
 
 
-def test_a_suspect_is_not_evicted_if_no_complete_replica_would_remain() -> None:
+def test_without_a_suspect_of_the_last_replica_the_job_pauses() -> None:
     failed = seen(node("n1", arrived_for=7, failure="boom", limits=LIMITS, replica_size=2))
     silent = suspect(runs("n2"), NOW - 1000)
-    assert (
-        "n2 may be dead: the lease decides" in wait(view(pairs("n1", "n2"), failed, silent)).reason
-    )
+    paused = proposal(view(pairs("n1", "n2"), failed, silent))
+    assert (named(paused), paused.state) == (["n1"], WorldState.PAUSED)
     p = proposal(view(FOUR, failed, silent, runs("n3"), runs("n4")))
     assert named(p) == ["n3", "n4"]
 

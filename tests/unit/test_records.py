@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import os
-from dataclasses import fields, is_dataclass
+import zlib
+from dataclasses import fields, is_dataclass, replace
+from random import Random
 from typing import Any, cast, get_args, get_origin, get_type_hints
 
 import pytest
@@ -13,16 +15,21 @@ from hypothesis import strategies as st
 
 from elastic.errors import ConfigError, RecordError
 from elastic.membership.records import (
+    COMPRESSED_FROM_BYTES,
+    MAX_RECORD_BYTES,
+    RECORD_VERSION,
     Done,
     FailureReport,
     Keys,
     Leader,
     Member,
     Node,
+    ProcessIdentity,
     Record,
     ReplicaSeats,
     Secret,
     WorldRecord,
+    WorldReference,
     decode,
     encode,
 )
@@ -38,10 +45,11 @@ meanings: dict[str, st.SearchStrategy[Any]] = {
     "nproc": st.integers(1, 16),
     "replica_size": st.integers(1, 64),
     "generation": st.integers(1, 1 << 62),
+    "max_ranks": st.integers(0, 1 << 40),
     "memory_port": st.integers(0, 65535),
     "replica_port": st.integers(0, 65535),
     "ports": st.lists(st.integers(0, 65535), min_size=1, max_size=3).map(tuple),
-    "version": st.just(1),
+    "version": st.just(RECORD_VERSION),
 }
 
 
@@ -88,7 +96,7 @@ def test_round_trip(record: Record) -> None:
     assert decode(type(record), KEY, encode(record)) == record
 
 
-LEADER = {"node_id": "a", "address": "h", "liveness_port": 1, "version": 1}
+LEADER = {"node_id": "a", "address": "h", "liveness_port": 1, "version": RECORD_VERSION}
 MEMBER = {
     "node_id": "a",
     "name": "n1",
@@ -98,15 +106,8 @@ MEMBER = {
     "liveness_port": 1,
     "memory_port": 2,
     "replica_port": 3,
-    "process": {
-        "host": "h",
-        "machine_id": "m",
-        "boot_id": "b",
-        "pod_uid": "",
-        "pid_namespace": 1,
-        "pid": 2,
-        "start_ticks": 3,
-    },
+    "ran_generation": 6,
+    "process": {"table": "5f", "pid": 2, "start_ticks": 3},
 }
 WORLD = {
     "generation": 7,
@@ -147,7 +148,7 @@ WORLD = {
             "response": "formed generation 7 with n1",
         }
     ],
-    "version": 1,
+    "version": RECORD_VERSION,
 }
 
 
@@ -249,26 +250,88 @@ def test_a_node_without_valid_ports_is_rejected(node: Node, ports: list[int]) ->
     assert "has ports" in message and str(ports[0] if ports else ports) in message
 
 
-@pytest.mark.parametrize("version", [0, 2, "1", None, [1]])
+@pytest.mark.parametrize("version", [0, RECORD_VERSION + 1, str(RECORD_VERSION), None, [1]])
 def test_another_version_is_rejected(version: Any) -> None:
     message = rejection(WorldRecord, changed(WORLD, "version", version))
-    assert f"record version {version!r}, this library reads 1" in message
+    assert f"record version {version!r}, this library reads {RECORD_VERSION}" in message
 
 
 def test_the_version_is_checked_before_unknown_fields() -> None:
-    newer = json.dumps(LEADER | {"version": 2, "colour": "red"}).encode()
-    assert "record version 2" in rejection(Leader, newer)
+    newer = json.dumps(LEADER | {"version": RECORD_VERSION + 1, "colour": "red"}).encode()
+    assert f"record version {RECORD_VERSION + 1}" in rejection(Leader, newer)
+
+
+@pytest.mark.parametrize("version", [float(RECORD_VERSION), True])
+def test_a_version_that_is_not_an_integer_is_rejected(version: Any) -> None:
+    assert "version" in rejection(WorldRecord, changed(WORLD, "version", version))
 
 
 @given(records(Node), records(WorldRecord))
-def test_another_version_of_a_nested_record_is_rejected(node: Node, world: WorldRecord) -> None:
-    data = json.loads(encode(node)) | {"running": json.loads(encode(world)) | {"version": 2}}
-    assert "record version 2" in rejection(Node, json.dumps(data).encode())
+def test_a_nodes_record_only_names_the_world_that_it_runs(node: Node, world: WorldRecord) -> None:
+    """With the world's members in each of its members' keys, a listing would be quadratic."""
+    running = WorldReference(generation=world.generation, nonce=world.nonce)
+    record = encode(replace(node, running=world))
+    assert record == encode(replace(node, running=running))
+    assert decode(Node, KEY, record).running == running
 
 
-@pytest.mark.parametrize("version", [1.0, True])
-def test_a_version_that_is_not_an_integer_is_rejected(version: Any) -> None:
-    assert "version=" in rejection(WorldRecord, changed(WORLD, "version", version))
+NODES = 10_000
+
+
+def large_world() -> WorldRecord:
+    """Of nodes with random ids, as on machines that were not cloned from each other."""
+    random = Random(7)
+
+    def identifier(digits: int) -> str:
+        return f"{random.getrandbits(4 * digits):0{digits}x}"
+
+    def member(number: int) -> Member:
+        name = f"gpu-cluster-a-worker-{number:05d}"
+        process = ProcessIdentity(
+            host=name,
+            machine_id=identifier(32),
+            boot_id=identifier(36),
+            pod_uid=identifier(36),
+            pid_namespace=4026531836,
+            pid=random.randrange(1 << 22),
+            start_ticks=random.randrange(1 << 30),
+        )
+        return Member(
+            node_id=identifier(16),
+            name=name,
+            nproc=8,
+            role="default",
+            liveness_host=f"10.{number >> 16}.{number >> 8 & 255}.{number & 255}",
+            liveness_port=random.randrange(32768, 61000),
+            process=process.digest,
+            memory_port=random.randrange(32768, 61000),
+            replica_port=random.randrange(32768, 61000),
+        )
+
+    members = tuple(member(number) for number in range(NODES))
+    return replace(decode(WorldRecord, KEY, json.dumps(WORLD).encode()), members=members)
+
+
+def test_the_world_of_ten_thousand_nodes_is_far_below_etcds_limit() -> None:
+    """etcd refuses values of more than 1.5 MiB, and the liveness connection those of 1 MiB."""
+    world = large_world()
+    record = encode(world)
+    assert len(record) < 640 << 10
+    assert decode(WorldRecord, KEY, record) == world
+
+
+def test_small_records_stay_legible() -> None:
+    assert json.loads(encode(decode(WorldRecord, KEY, json.dumps(WORLD).encode()))) == WORLD
+
+
+def test_a_damaged_or_endless_compressed_record_is_rejected() -> None:
+    reason = "n1 starts".ljust(COMPRESSED_FROM_BYTES)
+    record = encode(decode(WorldRecord, KEY, changed(WORLD, "reason", reason)))
+    assert decode(WorldRecord, KEY, record).reason == reason
+    assert "is damaged" in rejection(WorldRecord, record[:40] + b"?" + record[41:])
+    assert "is incomplete" in rejection(WorldRecord, record[:-1])
+    bomb = zlib.compress(b" " * (MAX_RECORD_BYTES + 1))
+    assert "more than 64 MiB" in rejection(WorldRecord, bomb)
 
 
 @pytest.mark.parametrize("value", [b"[]", b"3", b'"x"', b"null", b"true"])
@@ -374,6 +437,15 @@ def test_invalid_run_ids_are_rejected(run_id: str) -> None:
     with pytest.raises(ConfigError) as caught:
         Keys.of("/elastic", run_id)
     assert repr(run_id) in caught.value.message and "--rdzv-id" in caught.value.hint
+
+
+@pytest.mark.parametrize(
+    ("prefix", "run_id"), [("/elastic/team", "nodes"), ("/elastic/team/hangs", "job")]
+)
+def test_no_job_is_among_the_keys_of_another_one(prefix: str, run_id: str) -> None:
+    with pytest.raises(ConfigError, match="another job"):
+        Keys.of(prefix, run_id)
+    assert Keys.of("/nodes", "job").root == "/nodes/job/"
 
 
 @pytest.mark.parametrize("prefix", ["", "elastic", "/a\nb", "/\udcff"])

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from membership_nodes import node, world
 
 from elastic.leadership.roster import Roster
 from elastic.liveness.connections import Connections
 from elastic.liveness.probe import Verdict
-from elastic.membership.decision import Liveness
+from elastic.membership.decision import Liveness, Policy, Proposal, decide
 from elastic.membership.failure_budget import FlapTracker
-from elastic.membership.records import Keys, NodeState, encode
-from elastic.store.keyvalue import Entry
+from elastic.membership.records import Keys, NodeState, WorldReference, group_of
 
 KEYS = Keys.of("/elastic", "job")
 NODE = node("n1", NodeState.READY)
@@ -23,16 +24,17 @@ GONE = Verdict(Liveness.DEAD, "its process no longer exists")
 
 
 class Leader:
-    """A roster that knows one node, which is registered and connected."""
+    """A roster that knows one node, which is registered and connected, and has been probed."""
 
     def __init__(self) -> None:
         self.connections = Connections()
         self.connections.opened(ID, False)
         self.roster = Roster(KEYS, self.connections)
         self.registers()
+        self.roster.settle(ID, ALIVE, 1.0)
 
     def registers(self) -> None:
-        assert self.roster.put(Entry(KEYS.node(ID), encode(NODE), 1, 7), now=1.0) is None
+        self.roster.put(NODE, 7, now=1.0)
 
     def hangs_up(self) -> None:
         self.connections.closed(ID, False)
@@ -73,6 +75,42 @@ def test_a_refusal_and_a_lost_lease_prove_a_death() -> None:
     leader.loses_its_lease()
     assert ID in leader.roster.unsettled()
     assert leader.answers(REFUSED) is Liveness.DEAD
+
+
+def test_a_new_node_is_not_admitted_before_it_has_answered() -> None:
+    """It may have a certificate that this leader does not accept."""
+    roster = Roster(KEYS, Connections())
+    for i, name in enumerate(("n1", "n2"), 1):
+        roster.put(node(name, limits=(1, 2)), i, now=1.0)
+    assert roster.unreached() == {"id-n1", "id-n2"}
+    assert not roster.unsettled(), "decisions do not wait for it"
+    assert roster.settle("id-n2", SILENT, 2.0) is Liveness.SUSPECT
+    roster.settle("id-n1", ALIVE, 2.0)
+    assert not roster.unreached()
+    view = roster.view(None, 0.0, done=None, quarantined={})
+    decision = decide(view, 100.0, Policy(min_nodes=1, max_nodes=2))
+    assert isinstance(decision, Proposal)
+    assert [n.name for n in decision.nodes] == ["n1"]
+    assert roster.silent() == ("id-n2",)
+
+
+def test_the_record_of_a_finished_node_is_not_polled() -> None:
+    roster = Roster(KEYS, Connections())
+    ended = node("n1", NodeState.FINISHED, running=WORLD)
+    roster.put(ended, 0, now=1.0)
+    roster.settle(ID, REFUSED, 2.0)
+    assert roster.silent() == ()
+    assert roster.finished_and_gone() == (ID,)
+
+
+def test_answers_without_a_key_are_no_sign_of_permitted_workers() -> None:
+    """A member that this leader has never seen is cut off from the store: its workers stop."""
+    roster = Roster(KEYS, Connections())
+    roster.suspect_members_without_key(WORLD, 1.0)
+    for now in (2.0, 3.0):
+        roster.settle(ID, ALIVE, now)
+    (missing, _) = roster.view(WORLD, 0.0, done=None, quarantined={}).missing
+    assert (missing.last_sign_s, missing.is_known) == (1.0, False)
 
 
 def test_silence_proves_no_death() -> None:
@@ -173,7 +211,7 @@ def test_a_node_found_alive_is_not_charged_with_a_failure() -> None:
 def test_a_silent_connection_is_not_lost() -> None:
     """Neither end closed it: the process may live behind a firewall that sends refusals."""
     leader = Leader()
-    leader.connections.closed(ID, False, fell_silent=True)
+    leader.connections.closed(ID, False, is_lost=False)
     assert not leader.connections.is_lost(ID)
     assert leader.answers(REFUSED) is Liveness.SUSPECT
 
@@ -196,3 +234,61 @@ def test_a_verdict_on_a_former_member_is_ignored() -> None:
     assert leader.roster.settle(ID, GONE, 3.0) is Liveness.DEAD
     leader.roster.forget_non_members(world("n2"))
     assert leader.roster.settle(ID, GONE, 4.0) is None
+
+
+def test_a_node_names_a_world_that_the_leader_learns_before_or_after() -> None:
+    roster = Roster(KEYS, Connections())
+    named = WorldReference(generation=WORLD.generation, nonce=WORLD.nonce)
+    roster.put(replace(NODE, running=named), 7, now=1.0)
+    (unknown,) = roster.view(WORLD, 0.0, done=None, quarantined={}).nodes
+    assert group_of(unknown.node.running) is None
+    roster.learn_worlds([WORLD])
+    roster.put(replace(NODE, node_id="id-n2", running=named), 8, now=2.0)
+    for known in roster.view(WORLD, 0.0, done=None, quarantined={}).nodes:
+        assert known.node.running is WORLD, "one record for all nodes that run it"
+
+
+def test_another_world_of_the_same_generation_is_not_the_one_that_a_node_runs() -> None:
+    """Two leaders may propose the same generation."""
+    roster = Roster(KEYS, Connections())
+    roster.learn_worlds([replace(WORLD, nonce="ef")])
+    named = WorldReference(generation=WORLD.generation, nonce=WORLD.nonce)
+    roster.put(replace(NODE, running=named), 7, now=1.0)
+    assert roster.highest_running() == named
+    assert roster.nodes_that_run(WORLD) == (ID,)
+
+
+def test_worlds_that_no_node_runs_are_dropped() -> None:
+    roster = Roster(KEYS, Connections())
+    old = replace(WORLD, generation=1)
+    roster.learn_worlds([old])
+    roster.put(replace(NODE, running=WorldReference(generation=1, nonce=WORLD.nonce)), 7, now=1.0)
+    for generation in range(2, 1000):
+        roster.learn_worlds([replace(WORLD, generation=generation)])
+    assert len(roster.worlds) == 2, "the newest one, and the one that a node runs"
+    assert roster.highest_running() is old
+
+
+def test_nodes_that_come_and_go_leave_nothing_behind() -> None:
+    """A node that leaves deletes its key first; its connection closes after the leader's turn."""
+    connections = Connections()
+    roster = Roster(KEYS, connections)
+    for name in ("n1", "n2"):
+        roster.put(replace(NODE, node_id=f"id-{name}"), 7, now=1.0)
+        roster.settle(f"id-{name}", ALIVE, 1.0)
+    for number in range(200):
+        pod = f"pod-{number}"
+        connections.opened(pod, False)
+        roster.put(replace(NODE, node_id=pod), 8, now=2.0)
+        roster.delete(pod, 2.0)
+        roster.forget_non_members(WORLD)
+        connections.closed(pod, False)
+        roster.suspect(pod, 3.0)
+        roster.forget_non_members(WORLD)
+        roster.settle(pod, REFUSED, 4.0)  # of a probe in flight
+    assert roster.silent() == ()
+    assert roster.unsettled() == frozenset()
+    assert roster.with_keys() == ("id-n1", "id-n2")
+    assert not connections.is_lost("pod-0")
+    tables = [table for table in vars(roster).values() if isinstance(table, dict)]
+    assert max(map(len, tables)) == 2

@@ -8,7 +8,7 @@ from functools import partial
 from typing import Any, cast
 
 import pytest
-from membership_nodes import node
+from membership_nodes import named, node, proposal, seen, view, world
 
 from elastic.agent.supervision.workers import Workers
 from elastic.events import CheckpointSaved, Event, Waiting
@@ -23,6 +23,7 @@ from elastic.link.protocol import (
     Ready,
 )
 from elastic.link.server import LinkServer, Worker, WorkerDeath
+from elastic.membership.decision import Policy
 from elastic.membership.records import Keys, NodeState
 from elastic.metrics.counting import NodeMetrics
 from elastic.node.context import NodeContext
@@ -30,6 +31,8 @@ from elastic.node.status import NodeStatus
 from elastic.testing.doubles.manual_clock import ManualClock
 from elastic.tuning.agent_options import AgentOptions
 from elastic.worker.worlds import Worlds
+
+ALONE = Policy(min_nodes=1, max_nodes=4)
 
 
 class Silent:
@@ -230,3 +233,27 @@ def test_a_step_has_begun_when_the_first_worker_reports_it() -> None:
     ):
         workers.on_message(worker, heartbeat)
         assert context.status.stepping_generation == begun
+
+
+def test_a_node_whose_worker_cannot_be_ended_is_out_of_every_world_until_it_has() -> None:
+    """It is blocked in the kernel: the others must neither wait for its end nor for its restart."""
+    context = Context()
+    workers = Workers(cast(NodeContext, context))
+    worker = Worker(pid=1 << 22, local_rank=0, token=1)
+    workers.on_message(
+        worker, ClientHandshakeRequest(version=1, pid=worker.pid, local_rank=0, library="0.1.0")
+    )
+    workers.on_message(worker, Ready())
+    context.status.change_node(lambda n: replace(n, running=world("n1", "n2")))
+    context.status.stopping = True  # torchrun has sent SIGKILL and waits
+    workers.is_hung(worker.pid, "rank 0 hangs in a checkpoint")
+    workers.is_unkillable(worker.pid, "SIGKILL has had no effect")
+    record = context.status.node
+    assert (record.state, record.running, record.arrived_for) == (NodeState.FAILED, None, 7)
+    assert record.failure == "rank 0 hangs in a checkpoint; SIGKILL has had no effect"
+    group = world("n1", "n2", mode="in-process")
+    others = seen(node("n2", NodeState.READY, in_process=True, running=group))
+    next_world = proposal(view(group, seen(replace(record, in_process=True)), others), policy=ALONE)
+    assert named(next_world) == ["n2"]
+    workers.on_ended(worker, WorkerDeath(worker.pid, None, 9, None))
+    assert context.status.node.state is NodeState.FAILED, "torchrun restarts the workers now"

@@ -25,20 +25,20 @@ class AnnouncedWorlds:
     @property
     def current(self) -> WorldRecord | None:
         """The newest world that they have received: by an announcement, or at their start."""
-        return self.newest or self._at.status.node.running
+        return self.newest or self._at.status.running
 
     @property
     def last_generation(self) -> int:
         """The newest generation that this node was in."""
         node = self._at.status.node
-        worlds = [w for w in (node.running, self.newest) if w is not None]
+        worlds = [w for w in (self._at.status.running, self.newest) if w is not None]
         known = [w.generation for w in worlds if node.node_id in w.node_ids]
         return max([*known, node.arrived_for])
 
     def welcome(self, worker: Worker) -> None:
         """Send a worker that has just connected its first world, or a newer one if it was formed
         since the worker started."""
-        running, newest = self._at.status.node.running, self.newest
+        running, newest = self._at.status.running, self.newest
         if newest is not None and (running is None or newest.generation > running.generation):
             self._send(newest, worker)
         elif running is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 
 from elastic.membership.records import FailureReport, WorldRecord, encode
@@ -9,6 +10,7 @@ from elastic.node.context import NodeContext
 from elastic.store.keyvalue import Lease
 
 _ERROR_CHARACTERS = 500
+_ACCUSED = 64  # every node may report as many: half of a large job may be unreachable
 
 
 class FailureReporter:
@@ -29,7 +31,7 @@ class FailureReporter:
             node_id=self._at.status.node.node_id,
             generation=generation,
             error=error[:_ERROR_CHARACTERS],
-            accused=accused,
+            accused=accused[:_ACCUSED],
         )
         self._is_written = False
 
@@ -58,10 +60,11 @@ def nodes_of(world: WorldRecord | None, generation: int, ranks: tuple[int, ...])
     """The nodes that run these ranks of that generation."""
     if world is None or world.generation != generation:
         return ()
+    firsts = itertools.accumulate((m.nproc for m in world.members), initial=0)
     return tuple(
         m.node_id
-        for m in world.members
-        if any(0 <= rank - world.first_rank_of(m.node_id) < m.nproc for rank in ranks)
+        for m, first in zip(world.members, firsts, strict=False)
+        if any(0 <= rank - first < m.nproc for rank in ranks)
     )
 
 

@@ -13,11 +13,11 @@ from dataclasses import dataclass
 
 from elastic.hangs import stacks
 from elastic.hangs.budgets import BudgetPolicy
-from elastic.hangs.facts import RankFacts, StackGroup
+from elastic.hangs.facts import MAX_SHOWN_RANKS, RankFacts, StackGroup
 from elastic.hangs.report import ReportFolder, Share
 from elastic.hangs.response import HangResponse, Judged
 from elastic.hangs.stacks import StackSource
-from elastic.hangs.verdict import HangAction, Judgment
+from elastic.hangs.verdict import HangAction, Judgment, describe_wait
 from elastic.hangs.watch import HangWatch, Supervised
 from elastic.link.protocol import FlightTrace, ProgressPage
 from elastic.link.server import Worker
@@ -33,6 +33,7 @@ from elastic.membership.records import (
 from elastic.node.context import NodeContext
 from elastic.store.keyvalue import Entry, Lease
 from elastic.tuning import timeouts
+from elastic.tuning.agent_intervals import HANG_KILL_S
 from elastic.tuning.agent_options import AgentOptions
 
 
@@ -62,6 +63,14 @@ class WorkerHung:
 
 
 @dataclass(frozen=True)
+class WorkerUnkillable:
+    """A worker still exists although it was killed."""
+
+    pid: int
+    reason: str
+
+
+@dataclass(frozen=True)
 class WorldHung:
     """The ranks of this generation must form another world."""
 
@@ -73,6 +82,13 @@ def policy_of(options: AgentOptions) -> BudgetPolicy:
     """The budgets that follow from the options."""
     return BudgetPolicy(
         hang_timeout_s=options.hang_timeout_s, outside_step_s=options.hang_script_timeout_s
+    )
+
+
+def _unkillable(pid: int, facts: RankFacts) -> str:
+    return (
+        f"SIGKILL has had no effect on pid {pid} for {HANG_KILL_S:g} s ({describe_wait(facts)}): "
+        "this node cannot be used until that process has ended"
     )
 
 
@@ -103,6 +119,9 @@ class Hangs:
                 self._watch, worker, facts, stopped_s
             ),
             on_error=context.status.fail,
+            on_unkillable=lambda worker, facts: context.post(
+                WorkerUnkillable(worker.pid, _unkillable(worker.pid, facts))
+            ),
             clock=context.clock,
         )
         self._generation = 0
@@ -220,7 +239,10 @@ class Hangs:
     def _take_stacks(self, record: HangVerdict) -> None:
         """Take the distinct stacks of this node's ranks for another node's report."""
         is_wanted = record.action in (HangAction.KILL, HangAction.ABORT_AND_REFORM)
-        if not is_wanted or not self._nodes:
+        # Every node watches the stacks: of a large job, those of the verdict's ranks are enough.
+        name = self._at.status.node.name
+        is_shown = any(r.node == name for r in record.ranks) or len(record.ranks) < MAX_SHOWN_RANKS
+        if not is_wanted or not self._nodes or not is_shown:
             return
         share = Share.of(self._nodes, record.size)
 

@@ -73,8 +73,8 @@ class ReplicaMeetings:
             for one in workers:
                 self._known.meeting_left_s[one.pid] = _time_to_meet_s(request)
                 self._server.send(ReplicaMeet(nonce=nonce, rank=one.local_rank % size), one)
-        elif node.running is not None:
-            self._meet_in_world(node.running)
+        elif (running := self._at.status.running) is not None:
+            self._meet_in_world(running)
         else:
             start = secrets.token_hex(8)
             publish_change(self._at, lambda n: replace(n, replica_start=start, replica=()))

@@ -15,8 +15,10 @@ from elastic.agent.supervision.hangs import (
     RanksAreQuiet,
     StacksTaken,
     WorkerHung,
+    WorkerUnkillable,
     WorldHung,
 )
+from elastic.agent.supervision.worker_deaths import publish_unkillable
 from elastic.agent.supervision.workers import LinkEvent, WorkerEnded, Workers
 from elastic.hangs.watch import Supervised
 from elastic.link.protocol import FlightTrace, ProgressPage, StepReport
@@ -123,6 +125,12 @@ class WorkerSupervisor:
             case WorkerHung(pid, reason):
                 if self.workers is not None:
                     self.workers.is_hung(pid, reason)
+            case WorkerUnkillable(pid, reason):
+                if self.workers is not None:
+                    self.workers.is_unkillable(pid, reason)
+                elif (running := self._at.status.node.running) is not None:
+                    failure = f"a worker (pid {pid}) was ended by SIGKILL; {reason}"
+                    publish_unkillable(self._at, failure, running.generation)
             case WorldHung(generation, reason):
                 if self.workers is not None:
                     self.workers.world_is_hung(generation, reason)

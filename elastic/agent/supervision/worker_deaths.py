@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from elastic.agent.messages import ReplacementEnded, publish_change
 from elastic.agent.supervision.announced_worlds import AnnouncedWorlds
 from elastic.agent.supervision.known_workers import KnownWorkers
-from elastic.events import WorkerDied
+from elastic.events import Waiting, WorkerDied
 from elastic.link.server import Worker, WorkerDeath
 from elastic.membership.records import NodeState
 from elastic.node.context import NodeContext
@@ -112,6 +112,11 @@ class WorkerDeaths:
             failure = WorkerFailed(text, exit_code, is_oom_kill, kernel_log.lines)
             self._publish_failure(worker, siblings, failure)
 
+    def on_unkillable(self, pid: int, reason: str) -> None:
+        """A killed worker is blocked in the kernel."""
+        hung = self._known.hung.get(pid, f"a worker (pid {pid}) was ended by SIGKILL")
+        publish_unkillable(self._at, f"{hung}; {reason}", self._announced.last_generation)
+
     def on_ended_unconnected(self, ended: ReplacementEnded) -> None:
         """Replace a replacement that was killed before it had connected to the link."""
         signum = -ended.exit_code if ended.exit_code < 0 else None
@@ -190,6 +195,33 @@ class WorkerDeaths:
             self._at.status.to_replace.add(worker.pid)
             with contextlib.suppress(ProcessLookupError):
                 os.kill(worker.pid, signal.SIGKILL)
+
+
+def publish_unkillable(context: NodeContext, failure: str, generation: int) -> None:
+    """Publish that this node has failed although a killed worker still exists, blocked in the
+    kernel: it makes no more progress, but its end, for which torchrun waits, may never come.
+
+    The state excludes the node from worlds, also from those that restart all workers. Once the
+    process has ended, torchrun restarts the workers, and the node arrives again.
+    """
+    status = context.status
+    if status.node.state in (NodeState.FAILED, NodeState.FINISHED):
+        return
+    publish_change(
+        context,
+        lambda n: replace(
+            n,
+            state=NodeState.FAILED,
+            in_process=False,
+            running=None,
+            replica_start="",
+            replica=(),
+            arrived_for=generation,
+            failure=failure,
+            failure_exit_code=HUNG_EXIT_CODE,
+        ),
+    )
+    context.journal.emit(Waiting(reason=f"{status.node.name} waits: {failure}"))
 
 
 def kill_group(pid: int) -> None:

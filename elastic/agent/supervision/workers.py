@@ -39,6 +39,7 @@ from elastic.link.protocol import (
     SigtermAsk,
 )
 from elastic.link.server import LinkServer, Worker, WorkerDeath
+from elastic.membership.proposal import listed
 from elastic.membership.records import Node, NodeState, Profile, WorldRecord
 from elastic.membership.step_rate import StepRate
 from elastic.metrics.counting import NodeMetrics
@@ -133,8 +134,8 @@ class Workers:
                 if self._at.status.to_replace:
                     self._at.status.undecided.add(worker.pid)
                 self._welcome(worker)
-            case Ready():
-                self._on_ready(worker)
+            case Ready(max_ranks=max_ranks):
+                self._on_ready(worker, max_ranks)
             case ReplicaJoin():
                 self.replicas.join(worker, message)
             case ReplicaMet():
@@ -172,14 +173,17 @@ class Workers:
             self._server.send(CountEvents(), worker)
         self._announced.welcome(worker)
 
-    def _on_ready(self, worker: Worker) -> None:
+    def _on_ready(self, worker: Worker, max_ranks: int) -> None:
         self._known.ready.add(worker.pid)
         self._at.status.undecided.add(worker.pid)
         if len(self._known.ready & self._known.present) < self._node.nproc:
             return
         if self._node.state is NodeState.STARTING:
             self._at.status.to_replace.clear()
-            publish_change(self._at, lambda n: replace(n, in_process=True, state=NodeState.READY))
+            publish_change(
+                self._at,
+                lambda n: replace(n, in_process=True, state=NodeState.READY, max_ranks=max_ranks),
+            )
 
     def _on_heartbeat(self, worker: Worker, heartbeat: Heartbeat) -> None:
         if worker.local_rank == 0 and (heartbeat.phase == IN_STEP or heartbeat.step_time_s > 0):
@@ -241,11 +245,19 @@ class Workers:
             *nodes_of(newest, generation, failure.missing),
             *nodes_at(newest, generation, failure.unreachable),
         )
+        if failure.missing and newest is not None:
+            # Ranks differ from world to world, and a node that never arrives stays the same.
+            names = [m.name for m in newest.members if m.node_id in accused]
+            error = f"{error} ({listed(names)})" if names else error
         self.reporter.report(generation, error, accused=accused)
 
     def is_hung(self, pid: int, reason: str) -> None:
         """A worker is about to be ended."""
         self._known.hung[pid] = reason
+
+    def is_unkillable(self, pid: int, reason: str) -> None:
+        """A worker still exists although it was killed."""
+        self._deaths.on_unkillable(pid, reason)
 
     def world_is_hung(self, generation: int, reason: str) -> None:
         """The workers wait for each other, and all are alive: the same ranks form another world."""

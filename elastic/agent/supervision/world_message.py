@@ -23,16 +23,14 @@ def world_message(at: NodeContext, world: WorldRecord, worker: Worker) -> WorldM
         assignment=_assignment(world, node, worker) if is_member else None,
         node_rank=world.node_ids.index(node.node_id) if is_member else 0,
         nodes=len(world.members),
-        nodes_leaving=_nodes_leaving(node, world),
+        nodes_leaving=_nodes_leaving(at.status.running, world),
         store_key=at.secret.key(STORE).text,
         store_tls=at.tls.files if at.tls is not None else None,
     )
 
 
-def _nodes_leaving(node: Node, world: WorldRecord) -> int:
-    if node.running is None:
-        return 0
-    return len(set(node.running.node_ids) - set(world.node_ids))
+def _nodes_leaving(running: WorldRecord | None, world: WorldRecord) -> int:
+    return len(running.id_set - world.id_set) if running is not None else 0
 
 
 def _assignment(world: WorldRecord, node: Node, worker: Worker) -> RankAssignment:

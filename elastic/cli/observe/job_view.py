@@ -100,13 +100,16 @@ class JobView:
         """
         if node.running is None:
             return False
-        is_restarted = node.running.mode != "in-process" or node.state is not NodeState.READY
+        world = self._running_world(node)
+        # (Only the name of the world before a planned one is known: its workers make steps.)
+        is_restart = world is not None and world.mode != "in-process"
+        is_restarted = is_restart or node.state is not NodeState.READY
         if not is_restarted or self.is_progress_hidden or self.leader is None:
             return True
         heartbeat = self.heartbeat_of(node)
         if heartbeat.has_joined is None or heartbeat.generation >= node.running.generation:
             return True
-        return not heartbeat.has_joined and self._ran_s(node.running) > SILENT_SCRIPT_S
+        return not heartbeat.has_joined and self._ran_s(world) > SILENT_SCRIPT_S
 
     def is_lost(self, node: Node) -> bool:
         """Whether the leader has declared the node dead: its record outlives it by its lease."""
@@ -125,9 +128,20 @@ class JobView:
         is_training = is_active and may_train and node.node_id in self._training_ids
         return JobCondition.TRAINING.value if is_training else node.state.value
 
-    def _ran_s(self, world: WorldRecord) -> float:
+    def _running_world(self, node: Node) -> WorldRecord | None:
+        """The world that the node's workers run, if it is the newest one."""
+        is_newest = (
+            self.world is not None
+            and node.running is not None
+            and node.running.generation == self.world.generation
+        )
+        return self.world if is_newest else None
+
+    def _ran_s(self, world: WorldRecord | None) -> float:
         """How long a world has run, by the leader's clock."""
-        return self.progress.time_s - world.time_s if self.progress is not None else 0.0
+        if world is None or self.progress is None:
+            return 0.0
+        return self.progress.time_s - world.time_s
 
     @property
     def joining(self) -> tuple[Node, ...]:
@@ -145,7 +159,11 @@ class JobView:
         return heartbeats_by_node(self.progress, self.at_s)
 
     def why_waiting(self, node: Node) -> str:
-        """``1 of 2 nodes of a replica`` if that is why the node is not in the world."""
+        """Why the node is not in the world, such as ``1 of 2 nodes of a replica``; empty if it is,
+        or if it is about to join."""
+        for waiting in self.progress.waiting if self.progress is not None else ():
+            if waiting.node_id == node.node_id:
+                return waiting.reason
         if node.nodes_per_replica == 1:
             return ""
         from elastic.membership.replicas import why_waiting  # slow to import, and rarely needed

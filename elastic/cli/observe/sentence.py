@@ -133,7 +133,7 @@ def _joining(view: JobView) -> list[str]:
 
 
 def _incomplete_replicas(view: JobView) -> list[str]:
-    few = [node for node in view.nodes if view.why_waiting(node)]
+    few = [n for n in view.nodes if n.nodes_per_replica > 1 and view.why_waiting(n)]
     if not few:
         return []
     from elastic.membership.replicas import waiting_for_others  # not cheap to import

@@ -6,15 +6,17 @@ the store, and the acting one checks its worker once more before it acts.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
-from elastic.errors import RecordError
 from elastic.hangs.budgets import BudgetPolicy
-from elastic.hangs.facts import RankFacts
+from elastic.hangs.facts import MAX_SHOWN_RANKS, RankFacts
 from elastic.hangs.verdict import HangAction, judge
-from elastic.membership.records import HangFacts, HangVerdict, WorldRecord, decode, encode
+from elastic.membership.records import (
+    HangFacts,
+    HangVerdict,
+    WorldRecord,
+    encode,
+)
 from elastic.node.context import NodeContext
-from elastic.store.keyvalue import Entry
+from elastic.node.status import WorldEntry
 
 
 class HangJudge:
@@ -29,27 +31,21 @@ class HangJudge:
         self._facts: dict[str, HangFacts] = {}
         self._announced: HangVerdict | None = None
 
-    def reset(self, entries: Iterable[Entry]) -> list[RecordError]:
-        """Replace all data. Returns the unreadable records."""
+    def reset(self) -> None:
+        """Drop all data; the current records follow."""
         self._facts.clear()
-        return [e for entry in entries if (e := self.put(entry)) is not None]
 
-    def put(self, entry: Entry) -> RecordError | None:
+    def put(self, key: str, facts: HangFacts) -> None:
         """Store the facts of a node. The key identifies it: a record is only about its writer."""
-        node_id = entry.key.removeprefix(self._at.keys.hangs)
-        try:
-            self._facts[node_id] = decode(HangFacts, entry.key, entry.value)
-        except RecordError as error:
-            self._facts.pop(node_id, None)
-            return error
-        return None
+        self._facts[key.removeprefix(self._at.keys.hangs)] = facts
 
     def delete(self, key: str) -> None:
         """All ranks of a node make progress, or it is gone."""
         self._facts.pop(key.removeprefix(self._at.keys.hangs), None)
 
-    def judge(self, world: WorldRecord | None) -> None:
+    def judge(self, entry: WorldEntry) -> None:
         """Write a verdict if there is a new one."""
+        world = entry.world
         if world is None or not self._facts:
             return
         # Facts about the last world are superseded by this one.
@@ -68,20 +64,25 @@ class HangJudge:
             kind=verdict.kind,
             confidence=verdict.confidence,
             reason=verdict.reason,
-            culprits=verdict.culprits,
+            culprits=verdict.culprits[:MAX_SHOWN_RANKS],
             culprit=verdict.culprit,
             node_id=_acting_node(verdict.culprit, known, world),
-            ranks=ranks,
+            ranks=_sample(ranks, verdict.culprits),
             size=world.size,
         )
         if self._is_announced(record):
             return
-        self._at.store.put(self._at.keys.hang_verdict, encode(record))
-        self._announced = record
+        # A former leader must not replace the verdict of its successor.
+        basis = (self._at.keys.world, entry.mod_revision)
+        written = self._at.store.compare_and_swap(
+            self._at.keys.hang_verdict, encode(record), expected_revision=None, basis=basis
+        )
+        if written is not None:
+            self._announced = record
 
     def _running(self, world: WorldRecord) -> WorldRecord:
         """A planned world does not run before a member has switched to it."""
-        running = self._at.status.node.running
+        running = self._at.status.running
         if world.switch_at_step is None or running is None:
             return world
         generations = (r.generation for facts in self._facts.values() for r in facts.ranks)
@@ -96,6 +97,17 @@ def _identity(record: HangVerdict) -> tuple[object, ...]:
     culprit = record.culprit
     at = (culprit.pid, culprit.generation, culprit.progress) if culprit is not None else ()
     return record.generation, record.kind, record.node_id, record.culprits, at
+
+
+def _sample(ranks: tuple[RankFacts, ...], culprits: tuple[int, ...]) -> tuple[RankFacts, ...]:
+    """At most MAX_SHOWN_RANKS of them: those at fault, one of each place in which ranks wait, and
+    the first of the others. In a large job thousands wait at one place."""
+    at_fault = set(culprits)
+    places = {(r.phase, r.call): r for r in reversed(ranks)}
+    chosen = [r for r in ranks if r.rank in at_fault][: MAX_SHOWN_RANKS // 2]
+    chosen += list(places.values())[: MAX_SHOWN_RANKS // 4]
+    first = {id(r): r for r in (*chosen, *ranks)}
+    return tuple(sorted(list(first.values())[:MAX_SHOWN_RANKS], key=lambda r: r.rank))
 
 
 def _acting_node(

@@ -8,13 +8,11 @@ world has completed another window. Actions on a straggler are decided together 
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Mapping
 
-from elastic.errors import RecordError
 from elastic.events import StragglerFound, StragglerRecovered
-from elastic.membership.records import NodeStepTimes, WorldRecord, decode
+from elastic.membership.records import NodeStepTimes, WorldRecord
 from elastic.node.context import NodeContext
-from elastic.store.keyvalue import Entry
 from elastic.stragglers.detector import (
     Comparison,
     RankKey,
@@ -40,21 +38,14 @@ class StragglerJudge:
         self._streaks: Mapping[RankKey, Streak] = {}
         self._excludable: dict[RankKey, str] = {}  # with the reason
 
-    def reset(self, entries: Iterable[Entry]) -> list[RecordError]:
-        """Replace all data. Returns the unreadable records."""
+    def reset(self) -> None:
+        """Drop all data; the current records follow."""
         self._times.clear()
-        return [e for entry in entries if (e := self.put(entry)) is not None]
 
-    def put(self, entry: Entry) -> RecordError | None:
+    def put(self, key: str, times: NodeStepTimes) -> None:
         """Store a window of a node. The key identifies it: a record is only about its writer."""
-        node_id = entry.key.removeprefix(self._at.keys.step_times)
-        try:
-            self._times[node_id] = decode(NodeStepTimes, entry.key, entry.value)
-            self._has_news = True
-        except RecordError as error:
-            self._times.pop(node_id, None)
-            return error
-        return None
+        self._times[key.removeprefix(self._at.keys.step_times)] = times
+        self._has_news = True
 
     def delete(self, key: str) -> None:
         """A node is gone."""

@@ -133,6 +133,14 @@ class Calls:
                 f"{what}: etcd refused: {failure.reason}",
                 hint="check user and password, and the user's role in etcd",
             )
+        if failure.remedy is Remedy.FULL:
+            return CoordinationError(
+                f"{what}: etcd is full, and refuses all writes ({failure.reason})",
+                hint="free it: `etcdctl compact REVISION` with the revision in `etcdctl endpoint "
+                "status -w json`, then `etcdctl defrag --cluster` and `etcdctl alarm disarm`; "
+                "raise its --quota-backend-bytes, and let it compact by itself "
+                "(--auto-compaction-retention)",
+            )
         if failure.remedy in _AGAIN or failure.remedy is Remedy.NOT_ETCD:
             return self._connections.error(what, failure)
         return CoordinationError(f"{what}: {failure.reason}")

@@ -20,6 +20,7 @@ from elastic.store.etcd.endpoints import Endpoint, EtcdConfig, read_pem
 from elastic.store.etcd.failures import CallFailure, Remedy, classify, explain
 from elastic.tuning.agent_intervals import (
     STORE_BACKOFF_CAP_S,
+    STORE_CONNECTING_S,
     STORE_FIRST_BACKOFF_S,
     STORE_KEEPALIVE_ANSWER_S,
     STORE_KEEPALIVE_S,
@@ -29,13 +30,16 @@ from elastic.tuning.agent_intervals import (
 )
 
 _OLDEST = (3, 4)
+ROUND_TRIPS = 3  # a response may take as many times the round trip of a quiet connection
 
 # gRPC sets TCP_USER_TIMEOUT to the keep-alive's timeout where it sends pings (gRFC A18).
 _OPTIONS = (
     ("grpc.keepalive_time_ms", round(STORE_KEEPALIVE_S * 1000)),
     ("grpc.keepalive_timeout_ms", round(STORE_KEEPALIVE_ANSWER_S * 1000)),
     ("grpc.initial_reconnect_backoff_ms", round(STORE_FIRST_BACKOFF_S * 1000)),
-    ("grpc.min_reconnect_backoff_ms", round(STORE_BACKOFF_CAP_S * 1000)),
+    # (Also the limit of the first attempt: with a second, no member at a distance of more than half
+    # a second's round trip was ever reached.)
+    ("grpc.min_reconnect_backoff_ms", round(STORE_CONNECTING_S * 1000)),
     ("grpc.max_reconnect_backoff_ms", round(STORE_BACKOFF_CAP_S * 1000)),
     ("grpc.enable_http_proxy", 0),  # etcd is never accessed through a web proxy
     ("grpc.use_local_subchannel_pool", 1),  # a closed channel really closes its sockets
@@ -70,6 +74,7 @@ class EtcdConnections:
     def __init__(self, config: EtcdConfig, clock: Clock = SYSTEM_CLOCK) -> None:
         self.config = config
         self.last_contact_s = clock.monotonic()
+        self.round_trip_s = 0.0  # to the current member, if it takes long
         self._clock = clock
         self._rpc = load_rpc()
         self._credentials = _credentials(config)
@@ -80,6 +85,8 @@ class EtcdConnections:
         self._rounds = 0  # failed rounds so far
         self._failed_in_a_row = 0
         self._reasons: dict[Endpoint, CallFailure] = {}
+        # That did not answer in time, and may still be connecting: each is tried once more.
+        self._unanswered: dict[Endpoint, EtcdConnection] = {}
         self._closed = False
 
     # -- for callers -----------------------------------------------------------------------
@@ -137,12 +144,18 @@ class EtcdConnections:
         """Check that the member is alive and has a leader; drop it if not."""
         alone = len(self.config.endpoints) == 1  # no other member to use: wait longer
         try:
-            self._status(connection, 2 * STORE_PROBE_S if alone else STORE_PROBE_S)
+            self._status(connection, 2 * self._probe_s if alone else self._probe_s)
         except CallFailure as failure:
             self.drop(connection, failure)
             return False
         self.touch()
         return True
+
+    @property
+    def _probe_s(self) -> float:
+        """The time in which a member must respond: limits for one site would find no member at the
+        other end of the world alive."""
+        return max(STORE_PROBE_S, ROUND_TRIPS * self.round_trip_s)
 
     def drop(self, connection: EtcdConnection, failure: CallFailure) -> None:
         """Close the connection and let the next user try the next endpoint."""
@@ -167,6 +180,13 @@ class EtcdConnections:
             self._closed = True
             connection, self._current = self._current, None
         if connection is not None:
+            connection.channel.close()
+        self._close_unanswered()
+
+    def _close_unanswered(self) -> None:
+        with self._state:
+            unanswered, self._unanswered = self._unanswered, {}
+        for connection in unanswered.values():
             connection.channel.close()
 
     # -- errors, for users -----------------------------------------------------------------
@@ -229,6 +249,7 @@ class EtcdConnections:
                 self._current = connection
                 self._failed_in_a_row = 0
                 self._reasons.pop(endpoint, None)
+            self._close_unanswered()
             return connection
         with self._state:
             self._rounds += 1
@@ -248,13 +269,28 @@ class EtcdConnections:
         return CallFailure(Remedy.MOVE, reasons or "no endpoint answers")
 
     def _try(self, endpoint: Endpoint, timeout_s: float) -> EtcdConnection:
-        connection = EtcdConnection(endpoint, self._open_channel(str(endpoint)))
+        with self._state:
+            connection = self._unanswered.pop(endpoint, None)
+        is_first = connection is None
+        if connection is None:
+            connection = EtcdConnection(endpoint, self._open_channel(str(endpoint)))
         try:
+            begun_s = self._clock.monotonic()
             self._status(connection, timeout_s)
+            connected_s = self._clock.monotonic()
+            self.round_trip_s = 0.0
+            if connected_s - begun_s > STORE_PROBE_S / 4:  # that includes the handshakes
+                self._status(connection, STORE_SLOWEST_PROBE_S)
+                self.round_trip_s = self._clock.monotonic() - connected_s
             if self.config.user:
                 self._log_in(connection, timeout_s)
         except CallFailure as failure:
-            connection.channel.close()
+            with self._state:
+                is_kept = is_first and failure.remedy is Remedy.DOUBT and not self._closed
+                if is_kept:
+                    self._unanswered[endpoint] = connection
+            if not is_kept:
+                connection.channel.close()
             raise explain(failure, endpoint, tls=self.config.tls, timeout_s=timeout_s) from None
         self.touch()
         return connection

@@ -29,6 +29,7 @@ class Remedy(Enum):
     COMPACTED = "compacted"
     FUTURE = "future"  # a revision that this store has not reached
     NOT_ETCD = "not etcd"
+    FULL = "full"  # etcd reads, renews and deletes, and refuses all writes until it has been freed
     FATAL = "fatal"  # etcd rejects the request
 
 
@@ -52,6 +53,7 @@ _BY_TEXT = (
     ("user name is empty", Remedy.REFUSED),
     ("user name not found", Remedy.REFUSED),
     ("permission denied", Remedy.REFUSED),
+    ("database space exceeded", Remedy.FULL),
     ("no leader", Remedy.MOVE),
     ("server stopped", Remedy.MOVE),
     ("not capable", Remedy.MOVE),

@@ -34,6 +34,14 @@ def range_of(prefix: str) -> tuple[bytes, bytes]:
     return start, end[:-1] + bytes((end[-1] + 1,)) if end else b"\0"
 
 
+PAGE_KEYS = 500  # a reply is limited to 64 MiB, and a record to 1.5
+
+
+def key_after(key: bytes) -> bytes:
+    """The start of the page after the one that ends with ``key``."""
+    return key + b"\0"
+
+
 def entry_of(kv: Any) -> Entry:
     """An ``mvccpb.KeyValue`` as an Entry."""
     return Entry(key_of(kv.key), kv.value, kv.mod_revision, kv.lease)

@@ -18,7 +18,7 @@ from elastic.errors import CoordinationError
 from elastic.store.etcd.backoff import pause_s
 from elastic.store.etcd.calls import Calls, Reply
 from elastic.store.etcd.compat import load_grpc, load_rpc
-from elastic.store.etcd.connection import EtcdConnections
+from elastic.store.etcd.connection import ROUND_TRIPS, EtcdConnections
 from elastic.store.etcd.failures import CallFailure, Remedy, classify
 from elastic.tuning.agent_intervals import (
     STORE_LONGEST_RENEWAL_S,
@@ -55,9 +55,6 @@ class EtcdLease:
         self._stream: Any = None
         self._renewed_s = clock.boottime()
         self._id, self._ttl_s = self._grant(ttl_s)
-        self._timeout_s = min(
-            max(self._ttl_s / _TIMEOUTS_PER_TTL, STORE_SHORTEST_RENEWAL_S), STORE_LONGEST_RENEWAL_S
-        )
         self._thread = threading.Thread(
             target=guard(self._keep), name=f"elastic-lease-{self._id:x}", daemon=True
         )
@@ -78,6 +75,17 @@ class EtcdLease:
     @property
     def renewed_s(self) -> float:
         return self._renewed_s
+
+    @property
+    def closed(self) -> bool:
+        return self._closed.is_set()
+
+    @property
+    def _timeout_s(self) -> float:
+        """Of one renewal."""
+        timeout_s = max(self._ttl_s / _TIMEOUTS_PER_TTL, STORE_SHORTEST_RENEWAL_S)
+        far_s = min(ROUND_TRIPS * self._connections.round_trip_s, self._ttl_s / 3)
+        return max(min(timeout_s, STORE_LONGEST_RENEWAL_S), far_s)
 
     def renew_now(self) -> None:
         """The lease may have expired: check with etcd at once."""

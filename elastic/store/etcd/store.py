@@ -18,7 +18,7 @@ from elastic.store.etcd.calls import Calls, Observer, Reply
 from elastic.store.etcd.compat import load_rpc
 from elastic.store.etcd.connection import EtcdConnection, EtcdConnections
 from elastic.store.etcd.endpoints import Endpoint, EtcdConfig, parse_endpoints
-from elastic.store.etcd.keys import bytes_of, entry_of, range_of
+from elastic.store.etcd.keys import PAGE_KEYS, bytes_of, entry_of, key_after, range_of
 from elastic.store.etcd.lease import EtcdLease
 from elastic.store.etcd.watch import EtcdWatch
 from elastic.store.keyvalue import Entry, Lease, Snapshot, Watch, WatchEvent
@@ -89,10 +89,19 @@ class EtcdStore:
         return entry_of(kvs[0]) if kvs else None
 
     def list(self, prefix: str) -> Snapshot:
+        """In pages, all of the first page's revision."""
         key, end = range_of(prefix)
-        request = self._rpc.RangeRequest(key=key, range_end=end)
-        message = self._call(f"list {prefix}", lambda c: c.kv.Range, request).message
-        return Snapshot(message.header.revision, tuple(map(entry_of, message.kvs)))
+        revision, kvs = 0, []
+        while True:
+            request = self._rpc.RangeRequest(
+                key=key, range_end=end, limit=PAGE_KEYS, revision=revision
+            )
+            message = self._call(f"list {prefix}", lambda c: c.kv.Range, request).message
+            revision = revision or message.header.revision
+            kvs += message.kvs
+            if not message.more:
+                return Snapshot(revision, tuple(map(entry_of, kvs)))
+            key = key_after(message.kvs[-1].key)
 
     def put(self, key: str, value: bytes, *, lease: Lease | None = None) -> int:
         request = self._put_request(key, value, lease)
@@ -100,10 +109,18 @@ class EtcdStore:
         return int(reply.message.header.revision)
 
     def compare_and_swap(
-        self, key: str, value: bytes, *, expected_revision: int, lease: Lease | None = None
+        self,
+        key: str,
+        value: bytes,
+        *,
+        expected_revision: int | None,
+        lease: Lease | None = None,
+        basis: tuple[str, int] | None = None,
     ) -> int | None:
         write = self._rpc.RequestOp(request_put=self._put_request(key, value, lease))
-        reply = self._if_unchanged(f"swap {key}", key, expected_revision, write, lease)
+        expected = [] if expected_revision is None else [(key, expected_revision)]
+        expected += [] if basis is None else [basis]
+        reply = self._if_unchanged(f"swap {key}", key, expected, write, lease)
         if reply.message.succeeded:
             return int(reply.message.header.revision)
         kvs = reply.message.responses[0].response_range.kvs
@@ -118,7 +135,8 @@ class EtcdStore:
         write = self._rpc.RequestOp(
             request_delete_range=self._rpc.DeleteRangeRequest(key=bytes_of(key))
         )
-        reply = self._if_unchanged(f"delete {key}", key, expected_revision, write, None)
+        expected = [(key, expected_revision)]
+        reply = self._if_unchanged(f"delete {key}", key, expected, write, None)
         if reply.message.succeeded:
             return bool(reply.message.responses[0].response_delete_range.deleted)
         # After a lost reply, the version to delete no longer exists: report success.
@@ -149,7 +167,8 @@ class EtcdStore:
         self._refuse_when_closing("grant a lease")
         lease = EtcdLease(self._connections, self._calls, self._clock, ttl_s, on_lost, self._guard)
         with self._lock:
-            self._leases = [kept for kept in self._leases if not kept.lost]
+            # (Terms of leadership and lost leases come and go for the life of the process.)
+            self._leases = [kept for kept in self._leases if not (kept.lost or kept.closed)]
             self._leases.append(lease)
         return lease
 
@@ -159,6 +178,7 @@ class EtcdStore:
         self._refuse_when_closing(f"watch {', '.join(prefixes)}")
         watch = EtcdWatch(self._connections, self._clock, prefixes, callback, name, self._guard)
         with self._lock:
+            self._watches = [kept for kept in self._watches if not kept.closed]
             self._watches.append(watch)
         return watch
 
@@ -218,18 +238,26 @@ class EtcdStore:
         return self._rpc.PutRequest(key=bytes_of(key), value=value, lease=lease_id)
 
     def _if_unchanged(
-        self, what: str, key: str, expected_revision: int, write: Any, lease: Lease | None
+        self,
+        what: str,
+        key: str,
+        expected: Sequence[tuple[str, int]],
+        write: Any,
+        lease: Lease | None,
     ) -> Reply:
-        """Execute ``write`` if the key's mod revision is the expected one, else read the key."""
+        """Execute ``write`` if the expected keys have these mod revisions, else read ``key``."""
         rpc = self._rpc
-        condition = rpc.Compare(
-            key=bytes_of(key),
-            target=rpc.Compare.MOD,
-            result=rpc.Compare.EQUAL,
-            mod_revision=expected_revision,
-        )
+        conditions = [
+            rpc.Compare(
+                key=bytes_of(expected_key),
+                target=rpc.Compare.MOD,
+                result=rpc.Compare.EQUAL,
+                mod_revision=revision,
+            )
+            for expected_key, revision in expected
+        ]
         read = rpc.RequestOp(request_range=rpc.RangeRequest(key=bytes_of(key)))
-        request = rpc.TxnRequest(compare=[condition], success=[write], failure=[read])
+        request = rpc.TxnRequest(compare=conditions, success=[write], failure=[read])
         return self._call(what, lambda c: c.kv.Txn, request, lease=lease)
 
     def _watch_silence(self) -> None:

@@ -34,7 +34,7 @@ from elastic.store.etcd.followed_prefix import (
     revision_of,
     without_covered,
 )
-from elastic.store.etcd.keys import range_of
+from elastic.store.etcd.keys import PAGE_KEYS, key_after, range_of
 from elastic.store.keyvalue import (
     Disconnected,
     Entry,
@@ -74,6 +74,10 @@ class EtcdWatch:
             target=guard(self._run), name=f"elastic-watch-{name}", daemon=True
         )
         self._thread.start()
+
+    @property
+    def closed(self) -> bool:
+        return self._closed.is_set()
 
     def close(self) -> None:
         self._closed.set()
@@ -152,15 +156,15 @@ class EtcdWatch:
             return "started"
         for followed in self._followed:
             try:
-                reply = self._range(connection, followed.prefix, revision=followed.revision)
+                header, kvs = self._range(connection, followed.prefix, revision=followed.revision)
             except CallFailure as failure:
                 if failure.remedy is Remedy.FUTURE:
                     return "wiped"
                 if failure.remedy is Remedy.COMPACTED:
                     return "compacted"
                 raise
-            same = entries_of(reply.kvs) == followed.entries
-            if reply.header.cluster_id != self._cluster_id or not same:
+            same = entries_of(kvs) == followed.entries
+            if header.cluster_id != self._cluster_id or not same:
                 return "wiped"
         return None
 
@@ -184,22 +188,42 @@ class EtcdWatch:
     def _read_all(
         self, connection: EtcdConnection, *, revision: int = 0
     ) -> tuple[Any, list[dict[str, Entry]]]:
-        """All prefixes at one revision: now, or an earlier one that this member has delivered."""
-        rpc, reads = self._rpc, []
-        for followed in self._followed:
-            key, end = range_of(followed.prefix)
-            read = rpc.RangeRequest(
-                key=key, range_end=end, revision=revision, serializable=revision > 0
-            )
-            reads.append(rpc.RequestOp(request_range=read))
-        request = rpc.TxnRequest(success=reads)
-        reply = self._connections.invoke(connection, connection.kv.Txn, request, STORE_READ_S)
-        return reply.header, [entries_of(r.response_range.kvs) for r in reply.responses]
+        """All prefixes at one revision: now, or an earlier one that this member has delivered.
 
-    def _range(self, connection: EtcdConnection, prefix: str, *, revision: int) -> Any:
+        Of an earlier revision only the keys' revisions are needed: values are left out.
+        """
+        is_past, listed, header = revision > 0, [], None
+        for followed in self._followed:
+            first, kvs = self._range(
+                connection,
+                followed.prefix,
+                revision=revision,
+                serializable=is_past,
+                keys_only=is_past,
+            )
+            header = header or first
+            revision = revision or first.revision
+            listed.append(entries_of(kvs))
+        return header, listed
+
+    def _range(
+        self, connection: EtcdConnection, prefix: str, *, revision: int, **more: bool
+    ) -> tuple[Any, list[Any]]:
+        """A prefix at one revision (0: now), in pages, and the header of the first reply."""
         key, end = range_of(prefix)
-        request = self._rpc.RangeRequest(key=key, range_end=end, revision=revision)
-        return self._connections.invoke(connection, connection.kv.Range, request, STORE_READ_S)
+        kvs: list[Any] = []
+        header = None
+        while True:
+            request = self._rpc.RangeRequest(
+                key=key, range_end=end, revision=revision, limit=PAGE_KEYS, **more
+            )
+            reply = self._connections.invoke(connection, connection.kv.Range, request, STORE_READ_S)
+            header = header or reply.header
+            revision = revision or header.revision
+            kvs += reply.kvs
+            if not reply.more:
+                return header, kvs
+            key = key_after(reply.kvs[-1].key)
 
     # -- following -------------------------------------------------------------------------
 

@@ -149,11 +149,19 @@ class MemoryStore:
             return self.server.put(key, value, lease.id if lease is not None else 0)
 
     def compare_and_swap(
-        self, key: str, value: bytes, *, expected_revision: int, lease: Lease | None = None
+        self,
+        key: str,
+        value: bytes,
+        *,
+        expected_revision: int | None,
+        lease: Lease | None = None,
+        basis: tuple[str, int] | None = None,
     ) -> int | None:
         with self.server.changed:
             self._check(f"swap {key}")
-            if self._revision_of(key) != expected_revision:
+            if expected_revision is not None and self._revision_of(key) != expected_revision:
+                return None
+            if basis is not None and self._revision_of(basis[0]) != basis[1]:
                 return None
             return self.server.put(key, value, lease.id if lease is not None else 0)
 

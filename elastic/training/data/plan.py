@@ -100,6 +100,11 @@ class EpochPlan:
             raise ConfigError(f"step {step} is outside the epoch of {self.steps} steps")
         return step * self.global_batch, min((step + 1) * self.global_batch, self.n)
 
+    @property
+    def max_world(self) -> int:
+        """The largest world of which each rank has a part of a full step."""
+        return self.global_batch if self.shards is None else min(self.global_batch, self.shards)
+
     def check_world(self, rank: int, world: int) -> None:
         """Raise ConfigError unless each of ``world`` ranks has a part of a full step."""
         check_world(rank, world)

@@ -135,6 +135,15 @@ class Registry:
             self.job.open_batch.add(name)
         return registered
 
+    def max_ranks(self) -> int:
+        """The size of the largest world among whose ranks all global batches can be split; 0: there
+        are no loaders."""
+        shares = min((loader.plan.max_world for loader in self.job.loaders.values()), default=0)
+        if self._group is None:
+            return shares
+        mesh = self._group.replica.mesh
+        return shares // mesh.data_size * mesh.size
+
     def _most_shares(self) -> int:
         """The number of parts into which the largest world splits a global batch."""
         if self._group is None:

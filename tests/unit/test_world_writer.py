@@ -1,0 +1,51 @@
+"""The leader's writes: none replaces what another leader has decided since."""
+
+from __future__ import annotations
+
+import logging
+
+from membership_nodes import node, world
+
+from elastic.events import Event
+from elastic.leadership.failure_accounting import FailureAccounting
+from elastic.leadership.roster import Roster
+from elastic.leadership.world_writer import WorldWriter
+from elastic.liveness.connections import Connections
+from elastic.membership.records import Keys, Outcome, encode
+from elastic.node.context import NodeContext
+from elastic.node.run_secret import RunSecret
+from elastic.node.status import NodeStatus, WorldEntry
+from elastic.secure_channel.keys import SecretKey
+from elastic.testing.doubles.manual_clock import ManualClock
+from elastic.testing.doubles.memory_store import MemoryStore
+from elastic.tuning.agent_options import AgentOptions
+
+KEYS = Keys.of("/elastic", "job")
+
+
+class Journal:
+    def emit(self, event: Event, *, level: int = logging.INFO) -> None:
+        """Ignored."""
+
+
+def test_a_former_leader_does_not_end_the_job() -> None:
+    """Its successor has formed a world since; only the decision of the former one is obsolete."""
+    store = MemoryStore()
+    context = NodeContext(
+        store=store,
+        keys=KEYS,
+        secret=RunSecret(SecretKey.generate(), KEYS.root),
+        options=AgentOptions(),
+        status=NodeStatus(node("n1"), KEYS, 0.0),
+        clock=ManualClock(),
+        journal=Journal(),
+    )
+    accounting = FailureAccounting(context.options)
+    writer = WorldWriter(context, Roster(KEYS, Connections()), accounting, lambda record: None)
+    seven, eight = world("n1", "n2", "n3"), world("n2", "n3", generation=8)
+    former = WorldEntry(seven, store.put(KEYS.world, encode(seven)), 0.0)
+    current = WorldEntry(eight, store.put(KEYS.world, encode(eight)), 0.0)
+    assert writer.end(Outcome.FAILURE, "the budget is spent", 70, former) is None
+    assert store.get(KEYS.done) is None
+    assert writer.end(Outcome.SUCCESS, "all finished", 0, current) is not None
+    assert store.get(KEYS.done) is not None
