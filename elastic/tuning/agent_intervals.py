@@ -63,8 +63,8 @@ FIRST_CONTACT_S = 2 * STORE_CALL_S
 STORE_BACKOFF_CAP_S = 1.0
 # The first pause between two attempts; each further one is twice as long, with jitter.
 STORE_RETRY_S = 0.05
-# gRPC's limit for one attempt to connect. The store's own limits end attempts earlier, and it tries
-# an unanswered connection again: TCP, TLS and HTTP/2 take up to five round trips.
+# The limit of gRPC for one attempt to connect. The store's own limits end attempts earlier, and it
+# tries an unanswered connection again: TCP, TLS and HTTP/2 take up to five round trips.
 STORE_CONNECTING_S = 20.0
 # The first pause between two connections to a member.
 STORE_FIRST_BACKOFF_S = 0.1

@@ -137,9 +137,8 @@ class Calls:
             return CoordinationError(
                 f"{what}: etcd is full, and refuses all writes ({failure.reason})",
                 hint="free it: `etcdctl compact REVISION` with the revision in `etcdctl endpoint "
-                "status -w json`, then `etcdctl defrag --cluster` and `etcdctl alarm disarm`; "
-                "raise its --quota-backend-bytes, and let it compact by itself "
-                "(--auto-compaction-retention)",
+                "status -w json`, then `etcdctl defrag` on each member and `etcdctl alarm disarm`; "
+                "raise its --quota-backend-bytes",
             )
         if failure.remedy in _AGAIN or failure.remedy is Remedy.NOT_ETCD:
             return self._connections.error(what, failure)
