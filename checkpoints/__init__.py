@@ -16,7 +16,6 @@ tensor. :mod:`checkpoints.errors` has the exceptions; start reading at
 """
 
 from checkpoints.catalog.garbage import GarbageCollectionResult, RetainedAttempt, collect_garbage
-from checkpoints.catalog.retention import prune
 from checkpoints.errors import (
     ArgumentError,
     CheckpointError,
@@ -24,6 +23,7 @@ from checkpoints.errors import (
     CorruptCheckpoint,
     DiskFull,
     LoadError,
+    NameTaken,
     NotWritable,
     ReadFailed,
     SaveError,
@@ -67,6 +67,7 @@ from checkpoints.storage.protocol import Storage
 from checkpoints.storage.roots import Root
 from checkpoints.tools.compare import Difference, compare
 from checkpoints.tools.interop import export_to, import_from
+from checkpoints.tools.prune import prune
 
 __all__ = [
     "Ancestor",
@@ -92,6 +93,7 @@ __all__ = [
     "LoadError",
     "LoadResult",
     "LocalStorage",
+    "NameTaken",
     "NodeMemory",
     "NotWritable",
     "OnPreemption",

@@ -6,6 +6,7 @@
     ├── SaveError                   a save failed; older checkpoints are unchanged
     │   ├── NotWritable             the folder is not writable (permission, read-only, not a folder)
     │   ├── DiskFull                no space: ENOSPC, EDQUOT, or a limit on file size
+    │   ├── NameTaken               another state is already saved under this name
     │   └── WriteFailed             any other failure of the storage
     ├── StateError (TypeError)      the state contains a value that cannot be saved
     ├── LoadError                   a load failed; live tensors are unchanged
@@ -53,6 +54,10 @@ class NotWritable(SaveError):
 
 class DiskFull(SaveError):
     """There is no space for the checkpoint."""
+
+
+class NameTaken(SaveError):
+    """Another state is already saved under this step, generation and nonce. Nothing was written."""
 
 
 class WriteFailed(SaveError):

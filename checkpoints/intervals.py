@@ -5,12 +5,23 @@ docs/timeouts.md is generated from this file, too (scripts/timeouts_table.py).
 
 from __future__ import annotations
 
+# Checkpoints: reading --------------------------------------------------------------------------
+
+# A read that fails transiently is repeated for this long: a network file system that fails over, or
+# a stale handle, recovers within seconds.
+STORAGE_PATIENCE_S = 3.0
+# The pause before the first repetition; every further one doubles it.
+STORAGE_FIRST_BACKOFF_S = 0.05
+
 # Checkpoints: saving ---------------------------------------------------------------------------
 
 # A save that is not committed by then is abandoned: one of its writers or the disk has failed.
 SAVE_DEADLINE_S = 600.0
-# The committing rank lists the parts of the other writers this often.
+# The committing rank lists the parts of the other writers this often at first, then less often the
+# longer it waits.
 PART_POLL_S = 0.1
+# The longest of these pauses.
+MAX_PART_POLL_S = 2.0
 # If a written save is not committed by then, another rank failed to write its part. Policies that
 # save when none is in flight stop waiting for it.
 COMMIT_PATIENCE_S = 60.0

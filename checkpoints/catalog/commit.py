@@ -10,21 +10,35 @@ from __future__ import annotations
 import contextlib
 import errno
 import secrets
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 
 from checkpoints.catalog.manifests import read_document
 from checkpoints.errors import LoadError
 from checkpoints.format.manifest import Chunk, Manifest, Part, SharedMetadata, TensorEntry
 from checkpoints.format.manifest_parser import parse_manifest, parse_part
-from checkpoints.format.names import MANIFEST, CheckpointName, parse_part_file, part_file
+from checkpoints.format.names import (
+    MANIFEST,
+    CheckpointName,
+    parse_failure_file,
+    parse_part_file,
+    part_file,
+)
 from checkpoints.format.state_tree import Node
 from checkpoints.storage.protocol import Storage
-from checkpoints.storage.small_files import write_durably
+from checkpoints.storage.small_files import removed_on_failure, sync_folder, write_durably
 from checkpoints.tensors.regions import Region
 
 
 class IncompleteAttempt(Exception):
-    """An attempt cannot be committed yet; the message has the reason."""
+    """An attempt cannot be committed; the message has the reason."""
+
+
+class MissingParts(IncompleteAttempt):
+    """Other writers may still complete the attempt."""
+
+
+class WriterFailed(IncompleteAttempt):
+    """Another writer has recorded that it could not write its part."""
 
 
 def is_committed(storage: Storage, name: CheckpointName) -> bool:
@@ -57,18 +71,44 @@ def commit(storage: Storage, name: CheckpointName, world_size: int) -> None:
         # Another committer has renamed the folder in the meantime.
         if not is_committed(storage, name):
             raise
-    storage.sync_folder("")
+    sync_folder(storage, "")
     _remove_leftovers(storage, name)
 
 
 def read_parts(storage: Storage, name: CheckpointName, world_size: int) -> list[Part]:
     """All parts of an attempt, by rank. Raises :class:`IncompleteAttempt` if one is missing."""
-    present = set(storage.list(name.attempt))
+    files = storage.list(name.attempt)
+    check_no_writer_failed(files)
+    check_all_parts(files, world_size)
+    return [read_part(storage, name, rank, world_size) for rank in range(world_size)]
+
+
+def is_waiting(files: Collection[str], world_size: int) -> bool:
+    """Whether writers may still complete an attempt that holds these files."""
+    try:
+        check_no_writer_failed(files)
+        check_all_parts(files, world_size)
+    except MissingParts:
+        return True
+    except WriterFailed:
+        pass
+    return False
+
+
+def check_all_parts(files: Collection[str], world_size: int) -> None:
+    """Raise :class:`MissingParts` if the files of an attempt lack a part."""
+    present = set(files)
     missing = [rank for rank in range(world_size) if part_file(rank, world_size) not in present]
     if missing:
         ranks = ", ".join(map(str, missing[:8])) + (" …" if len(missing) > 8 else "")
-        raise IncompleteAttempt(f"waiting for {len(missing)} of {world_size} writers: {ranks}")
-    return [read_part(storage, name, rank, world_size) for rank in range(world_size)]
+        raise MissingParts(f"waiting for {len(missing)} of {world_size} writers: {ranks}")
+
+
+def check_no_writer_failed(files: Collection[str]) -> None:
+    """Raise :class:`WriterFailed` if the files of an attempt include a failure record."""
+    failed = sorted(ranks[0] for ranks in map(parse_failure_file, files) if ranks is not None)
+    if failed:
+        raise WriterFailed(f"writer {failed[0]} could not write its part")
 
 
 def read_part(storage: Storage, name: CheckpointName, rank: int, world_size: int) -> Part:
@@ -208,9 +248,10 @@ def _check_sizes(storage: Storage, manifest: Manifest) -> None:
 
 def _put_manifest(storage: Storage, name: CheckpointName, data: bytes) -> None:
     private = f"{name.attempt}/.manifest-{secrets.token_hex(4)}.json"
-    write_durably(storage, private, data)
-    storage.rename(private, f"{name.attempt}/{MANIFEST}")
-    storage.sync_folder(name.attempt)
+    with removed_on_failure(storage, private):
+        write_durably(storage, private, data)
+        storage.rename(private, f"{name.attempt}/{MANIFEST}")
+    sync_folder(storage, name.attempt)
 
 
 def _publish(storage: Storage, name: CheckpointName) -> None:

@@ -1,30 +1,33 @@
 """Updates LATEST and removes old checkpoints after a commit.
 
-Nothing here fails a save: the checkpoint is committed already. A checkpoint is renamed before its
-removal, so that a partly removed one is never listed.
+Nothing here fails a save: the checkpoint is committed already, and each failure is a note. What
+could not be removed is removed after a later commit. A checkpoint is renamed before its removal, so
+that a partly removed one is never listed.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import secrets
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Protocol, runtime_checkable
 
 from checkpoints.catalog.manifests import committed_names, read_manifest
-from checkpoints.errors import LoadError
+from checkpoints.errors import LoadError, ReadFailed, UnsupportedFormat
 from checkpoints.format.manifest import Manifest
 from checkpoints.format.names import (
     LATEST,
     LATEST_PREFIX,
+    REMOVED_PREFIX,
     CheckpointName,
     parse_attempt,
 )
-from checkpoints.policies.retention import RetentionFunction, to_remove
-from checkpoints.storage.failures import writing
+from checkpoints.policies.retention import RetentionFunction, Validity, to_remove
+from checkpoints.storage.failures import reason_of
+from checkpoints.storage.patient import patient
 from checkpoints.storage.protocol import Storage
-from checkpoints.storage.roots import Root, storage_for
-from checkpoints.storage.small_files import write_durably
+from checkpoints.storage.small_files import removed_on_failure, write_durably
 
 
 @runtime_checkable
@@ -32,30 +35,41 @@ class PartStorage(Protocol):
     """A storage that holds parts but commits nothing; readers merge the parts of several
     storages."""
 
+    def make_room(self, name: CheckpointName, size_bytes: int) -> None:
+        """Called before a part is added: remove older parts while it does not fit."""
+        ...
+
+    def remove_if_empty(self, name: CheckpointName) -> None:
+        """Called after a failed write: remove the folder, unless another writer has parts there.
+        Raises nothing."""
+        ...
+
     def part_written(self, name: CheckpointName, keep: RetentionFunction | None) -> tuple[str, ...]:
         """Called after a part is added: remove parts that ``keep`` does not retain; returns
         notes."""
         ...
 
 
-class OtherRuns:
-    """Detects that another run saves into the same folder.
+class FolderHistory:
+    """What a writer knows about a folder from its earlier commits.
 
-    Runs have different nonces. A checkpoint of another nonce in the same generation that appears
-    after this writer's first commit is of a run that is active at the same time; what is there
-    before may be of the run that this one resumes.
+    It detects that another run saves into the same folder. Runs have different nonces. A checkpoint
+    of another nonce in the same generation that appears after this writer's first commit is of a
+    run that is active at the same time; what is there before may be of the run that this one
+    resumes.
     """
 
     def __init__(self) -> None:
+        self.valid: set[CheckpointName] = set()  # those that it has committed, or checked before
         self._own: set[str] = set()
         self._known: set[CheckpointName] | None = None
 
-    def than(self, nonce: str) -> OtherRuns:
+    def of(self, nonce: str) -> FolderHistory:
         """Note the nonce of one of this run's worlds; returns this object."""
         self._own.add(nonce)
         return self
 
-    def note(self, committed: Sequence[CheckpointName], name: CheckpointName) -> str:
+    def note_other_runs(self, committed: Sequence[CheckpointName], name: CheckpointName) -> str:
         """A note if another run has committed since the last call, else ``""``."""
         others = {
             other
@@ -76,27 +90,37 @@ def after_commit(
     storage: Storage,
     name: CheckpointName,
     keep: RetentionFunction | None,
-    others: OtherRuns | None = None,
+    history: FolderHistory | None = None,
 ) -> tuple[str, ...]:
     """Update LATEST, remove checkpoints that ``keep`` does not retain and superseded attempts;
     returns notes.
 
     The checkpoint that was just committed is retained, even if the folder has newer ones.
     """
+    history = history or FolderHistory()
+    history.valid.add(name)
     notes: list[str] = []
-    try:
-        names = committed_names(storage)
-        _point_latest(storage, names[0])
-        found = (_newer_run(names[0], name), others.note(names, name) if others is not None else "")
-        notes += filter(None, found)
-        for old in not_retained(storage, names, keep) if keep is not None else ():
+
+    @contextlib.contextmanager
+    def noted(what: str) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            notes.append(f"{name} is committed, but {what} failed: {reason_of(error)}")
+
+    with noted("listing older checkpoints"):
+        names = committed_names(patient(storage))
+        with noted(f"writing {LATEST}"):
+            _point_latest(storage, names[0])
+        notes += filter(None, (_newer_run(names[0], name), history.note_other_runs(names, name)))
+        for old in not_retained(storage, names, keep, history) if keep is not None else ():
             if old != name:
-                remove_committed(storage, old)
-        _remove_superseded(storage, name)
-    except OSError as error:
-        notes.append(
-            f"{name} is committed, but removing older checkpoints failed: {error.strerror or error}"
-        )
+                with noted(f"removing {old}"):
+                    remove_committed(storage, old)
+        history.valid &= set(names)
+        for folder in _superseded(patient(storage).list(""), name):
+            with noted(f"removing {folder}"):
+                storage.remove_folder(folder)
     return tuple(notes)
 
 
@@ -111,34 +135,41 @@ def _newer_run(newest: CheckpointName, name: CheckpointName) -> str:
 
 
 def not_retained(
-    storage: Storage, newest_first: Sequence[CheckpointName], keep: RetentionFunction
+    storage: Storage,
+    newest_first: Sequence[CheckpointName],
+    keep: RetentionFunction,
+    history: FolderHistory,
 ) -> tuple[CheckpointName, ...]:
-    """The committed checkpoints that ``keep`` does not retain, oldest first."""
+    """The committed checkpoints that ``keep`` does not retain, oldest first. A checkpoint counts as
+    valid if its manifest is intact and its files have the right sizes."""
 
     @functools.cache
-    def manifest_of(name: CheckpointName) -> Manifest | None:
+    def look(name: CheckpointName) -> Manifest | LoadError:
         try:
-            return read_manifest(storage, str(name))
-        except LoadError:
-            return None
+            return read_manifest(patient(storage), str(name))
+        except LoadError as error:
+            return error
 
-    return to_remove(newest_first, keep, manifest_of)
+    def manifest_of(name: CheckpointName) -> Manifest | None:
+        found = look(name)
+        return None if isinstance(found, LoadError) else found
+
+    def validity(name: CheckpointName) -> Validity:
+        if name in history.valid:
+            return Validity.VALID
+        found = look(name)
+        if isinstance(found, LoadError):
+            return validity_of(found)
+        history.valid.add(name)
+        return Validity.VALID
+
+    return to_remove(newest_first, keep, manifest_of, validity)
 
 
-def prune(root: Root, keep: RetentionFunction, *, dry_run: bool = False) -> tuple[str, ...]:
-    """Remove the committed checkpoints that ``keep`` does not retain; returns their names.
-
-    The newest is always retained.
-
-    Raises :class:`SaveError` if the storage fails, :class:`ArgumentError` for a ``root`` that names
-    no storage.
-    """
-    storage = storage_for(root)
-    with writing(storage.place):
-        old = not_retained(storage, committed_names(storage), keep)
-        for name in () if dry_run else old:
-            remove_committed(storage, name)
-    return tuple(map(str, old))
+def validity_of(error: LoadError) -> Validity:
+    """What a failed read says about a checkpoint."""
+    is_unknown = isinstance(error, (ReadFailed, UnsupportedFormat))
+    return Validity.UNKNOWN if is_unknown else Validity.DAMAGED
 
 
 def remove_committed(storage: Storage, name: CheckpointName) -> None:
@@ -151,19 +182,33 @@ def remove_committed(storage: Storage, name: CheckpointName) -> None:
 
 
 def _point_latest(storage: Storage, newest: CheckpointName) -> None:
-    """Write LATEST, for users and scripts; this package never reads it."""
+    """Write LATEST, for users and scripts; this package never loads by it."""
     temporary = f"{LATEST_PREFIX}{secrets.token_hex(4)}"
-    write_durably(storage, temporary, f"{newest}\n".encode("ascii"))
-    storage.rename(temporary, LATEST)
+    with removed_on_failure(storage, temporary):
+        write_durably(storage, temporary, f"{newest}\n".encode("ascii"))
+        storage.rename(temporary, LATEST)
 
 
-def _remove_superseded(storage: Storage, name: CheckpointName) -> None:
-    """Remove attempts of the same world at earlier steps: none can be completed any more."""
-    for folder in storage.list(""):
-        attempt = parse_attempt(folder)
-        if (
+def free_space(storage: Storage, name: CheckpointName) -> bool:
+    """Remove what a save of ``name`` supersedes, for a full disk; returns whether it did."""
+    removed = False
+    with contextlib.suppress(OSError):
+        for folder in _superseded(storage.list(""), name):
+            with contextlib.suppress(OSError):
+                storage.remove_folder(folder)
+                removed = True
+    return removed
+
+
+def _superseded(entries: Sequence[str], name: CheckpointName) -> Iterator[str]:
+    """Attempts of the same world at earlier steps, which will not be completed, and interrupted
+    removals."""
+    for entry in entries:
+        attempt = parse_attempt(entry)
+        is_earlier = (
             attempt is not None
             and (attempt.generation, attempt.nonce) == (name.generation, name.nonce)
             and attempt.step < name.step
-        ):
-            storage.remove_folder(folder)
+        )
+        if is_earlier or entry.startswith(REMOVED_PREFIX):
+            yield entry

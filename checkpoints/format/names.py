@@ -7,6 +7,7 @@
     .tmp-removed-step-000000900.g6.77aa       a committed one being removed
     00000-of-00004.safetensors                one writer's tensors
     part-00000-of-00004.json                  one writer's record that its file is complete
+    failed-00000-of-00004.json                one writer's record that it could not write its file
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ _NONCE = re.compile(r"[0-9A-Za-z]{1,64}")
 _FOLDER = re.compile(r"step-(\d{9,16})\.g(\d{1,16})\.([0-9A-Za-z]{1,64})")
 _WRITER_FILE = re.compile(r"(\d{5})-of-(\d{5})\.safetensors")
 _PART_FILE = re.compile(r"part-(\d{5})-of-(\d{5})\.json")
+_FAILURE_FILE = re.compile(r"failed-(\d{5})-of-(\d{5})\.json")
 
 
 def new_nonce() -> str:
@@ -117,6 +119,10 @@ def part_file(rank: int, world_size: int) -> str:
     return f"part-{rank:05d}-of-{world_size:05d}.json"
 
 
+def failure_file(rank: int, world_size: int) -> str:
+    return f"failed-{rank:05d}-of-{world_size:05d}.json"
+
+
 def parse_writer_file(file: str) -> tuple[int, int] | None:
     """(rank, world size) of a writer's file, or None for any other name."""
     return _ranks(_WRITER_FILE.fullmatch(file))
@@ -125,6 +131,11 @@ def parse_writer_file(file: str) -> tuple[int, int] | None:
 def parse_part_file(file: str) -> tuple[int, int] | None:
     """(rank, world size) of a part, or None for any other name."""
     return _ranks(_PART_FILE.fullmatch(file))
+
+
+def parse_failure_file(file: str) -> tuple[int, int] | None:
+    """(rank, world size) of a failure record, or None for any other name."""
+    return _ranks(_FAILURE_FILE.fullmatch(file))
 
 
 def _ranks(match: re.Match[str] | None) -> tuple[int, int] | None:

@@ -75,13 +75,17 @@ def tensor_leaves(node: Node) -> dict[str, str]:
 
 
 def live_tensors(state: object) -> dict[str, torch.Tensor]:
-    """Every tensor in a live state, by path. Leaves of other types are ignored."""
+    """Every tensor in a live state, by path. Leaves of other types are ignored.
+
+    Raises :class:`StateError` if two tensors have one path.
+    """
     found: dict[str, torch.Tensor] = {}
 
     def visit(item: object, path: tuple[object, ...]) -> None:
         _check_depth(path)
         if isinstance(item, torch.Tensor):
-            found[path_name(path)] = item
+            if found.setdefault(path_name(path), item) is not item:
+                raise StateError(_same_path(path))
         elif isinstance(item, Mapping):
             for key, value in item.items():
                 visit(value, (*path, key))
@@ -106,6 +110,7 @@ class _Flattening:
     def __init__(self) -> None:
         self.tensors: dict[str, torch.Tensor] = {}
         self._names: dict[tuple[object, ...], str] = {}
+        self._paths: set[str] = set()
 
     def node(self, item: object, path: tuple[object, ...]) -> Node:
         _check_depth(path)
@@ -135,6 +140,9 @@ class _Flattening:
 
     def _tensor(self, tensor: torch.Tensor, path: tuple[object, ...]) -> str:
         _check_tensor(tensor, path)
+        if path_name(path) in self._paths:
+            raise StateError(_same_path(path))
+        self._paths.add(path_name(path))
         # self.tensors keeps the tensor alive, so its address cannot be reused.
         sharded = is_dtensor(tensor)
         memory = tensor_identity(tensor) if sharded else _memory(tensor)
@@ -142,7 +150,7 @@ class _Flattening:
             return self._names[memory]
         wanted = name = path_name(path) or "tensor"
         count = 1
-        while name in self.tensors or name == "__metadata__":  # {0: a, "0": b}; a reserved name
+        while name in self.tensors or name == "__metadata__":  # a reserved name
             count += 1
             name = f"{wanted}~{count}"
         self.tensors[name] = tensor if sharded else tensor.detach()
@@ -166,12 +174,42 @@ def _check_tensor(tensor: torch.Tensor, path: tuple[object, ...]) -> None:
     if is_dtensor(tensor):
         local_regions(tensor, _where(path))
         tensor = local_of(tensor)
-    if tensor.layout != torch.strided or tensor.is_quantized or tensor.is_meta:
+    if not has_plain_bytes(tensor):
         raise StateError(
-            f"{_where(path)} is a sparse, quantized or meta tensor: it has no plain bytes to save"
+            f"{_where(path)} is a {_kind(tensor)} tensor: it has no plain bytes to save",
+            hint="Save the plain tensors that it consists of.",
         )
     if tensor.dtype not in BY_DTYPE:
         raise StateError(f"{_where(path)} has the type {tensor.dtype}, which cannot be saved")
+
+
+def has_plain_bytes(tensor: torch.Tensor) -> bool:
+    """Whether the elements of a tensor, or of a DTensor's local tensor, are in memory of its own.
+
+    Not so for sparse, quantized, nested and meta tensors, and for wrapper subclasses, which hold
+    other tensors: their data_ptr() is 0, so that two different ones look like one.
+    """
+    if tensor.layout != torch.strided or tensor.is_quantized or tensor.is_meta or tensor.is_nested:
+        return False
+    if tensor.numel() == 0:
+        return True
+    try:
+        return tensor.data_ptr() != 0
+    except RuntimeError:  # it has no storage
+        return False
+
+
+def _kind(tensor: torch.Tensor) -> str:
+    if type(tensor) not in (torch.Tensor, torch.nn.Parameter):
+        return f"{type(tensor).__module__}.{type(tensor).__qualname__}"
+    return "sparse, quantized, nested or meta"
+
+
+def _same_path(path: tuple[object, ...]) -> str:
+    return (
+        f"two tensors have the path {path_name(path)!r}: a dict has an int key and a str key of "
+        "the same text"
+    )
 
 
 def _value(item: object, path: tuple[object, ...]) -> Node:

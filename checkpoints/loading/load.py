@@ -25,9 +25,10 @@ from checkpoints.loading.reader import (
     read_chunks,
     scratch,
 )
+from checkpoints.loading.tiered_storage import readable
 from checkpoints.storage.page_cache import page_cache_identity
 from checkpoints.storage.protocol import Storage
-from checkpoints.storage.roots import Root, storage_for
+from checkpoints.storage.roots import Root
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -76,13 +77,15 @@ def load(
 
     ``progress`` is called, from several threads, with the number of bytes of each chunk read.
 
-    Raises :class:`ArgumentError` for a ``root`` that names no storage;
-    :class:`CheckpointNotFound`, :class:`CorruptCheckpoint`, :class:`UnsupportedFormat`,
-    :class:`ReadFailed`, :class:`StateMismatch`; with ``group`` also :class:`LoadError`, if the
-    group itself fails. Files on a memory file system are verified and copied from a mapping;
+    Raises :class:`ArgumentError` for a ``root`` that names no storage; :class:`StateError` if
+    ``into`` has two tensors of one path (``{0: a, "0": b}``); :class:`CheckpointNotFound`,
+    :class:`CorruptCheckpoint`, :class:`UnsupportedFormat`, :class:`ReadFailed`,
+    :class:`StateMismatch`, also for live tensors that cannot be written (on the meta device, or
+    expanded); with ``group`` also :class:`LoadError`, if the group itself fails. Files on a memory
+    file system are verified and copied from a mapping;
     if they change in between, :class:`TornRead`.
     """
-    storage = storage_for(root)
+    storage = readable(root)
     if group is not None:
         return _load_in_group(storage, name, into, strict, only, Exchange(group), progress)
     plan = prepare(storage, name, into, strict, only)
@@ -209,7 +212,7 @@ def verify(root: Root, name: str, *, progress: Progress | None = None) -> Checkp
 
     ``progress`` is called, from several threads, with the number of bytes of each chunk.
     """
-    storage = storage_for(root)
+    storage = readable(root)
     manifest = read_manifest(storage, name)
     files = MappedCheckpoint.of(storage, manifest)
     if files is not None:

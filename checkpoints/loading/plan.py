@@ -15,11 +15,16 @@ from checkpoints.catalog.manifests import read_manifest
 from checkpoints.errors import StateMismatch
 from checkpoints.format.checksummed_json import digest
 from checkpoints.format.manifest import Manifest
-from checkpoints.format.state_tree import live_tensors, tensor_leaves
+from checkpoints.format.state_tree import (
+    has_plain_bytes,
+    live_tensors,
+    tensor_leaves,
+    unflatten,
+)
 from checkpoints.loading.buffers import TensorBuffer
 from checkpoints.loading.mapped_checkpoint import MappedCheckpoint
 from checkpoints.storage.protocol import Storage
-from checkpoints.tensors.dtensors import is_dtensor, local_regions
+from checkpoints.tensors.dtensors import is_dtensor, local_of, local_regions
 from checkpoints.tensors.dtypes import BY_NAME
 from checkpoints.tensors.regions import Region, full_region
 
@@ -68,11 +73,14 @@ class LoadPlan:
         """The tensors that this rank needs in full, by name: all but those that it loads only into
         DTensors."""
         fitting = set(self.match.fitting)
-        return frozenset(
-            name
-            for path, name in self.leaves.items()
-            if path not in fitting or not is_dtensor(self.live[path])
-        )
+        needed: set[str] = set()
+
+        def visit(path: str, name: str) -> None:
+            if path not in fitting or not is_dtensor(self.live[path]):
+                needed.add(name)
+
+        unflatten(self.manifest.tree, visit)
+        return frozenset(needed)
 
     def buffers(self) -> dict[str, TensorBuffer]:
         """Fresh memory for the needed part of each tensor."""
@@ -111,6 +119,8 @@ def prepare(
     if only is not None:
         manifest = _part_of(manifest, only)
     leaves = tensor_leaves(manifest.tree)
+    if into is not None and len(set(leaves.values())) < len(manifest.tensors):
+        _check_paths(manifest)
     live = {} if into is None else live_tensors(into)
     match = _match(manifest, leaves, live)
     differs = into is not None and bool(match.missing or match.extra or match.mismatched)
@@ -130,6 +140,19 @@ def _part_of(manifest: Manifest, key: str) -> Manifest:
     needed = set(tensor_leaves(tree).values())
     tensors = {name: entry for name, entry in manifest.tensors.items() if name in needed}
     return dataclasses.replace(manifest, tree=tree, tensors=tensors)
+
+
+def _check_paths(manifest: Manifest) -> None:
+    """Raise StateMismatch if two saved tensors have one path. Earlier versions saved such states:
+    a dict with an int key and a str key of the same text."""
+    seen: dict[str, str] = {}
+
+    def visit(path: str, name: str) -> None:
+        if seen.setdefault(path, name) != name:
+            both = f"{path} (two saved tensors have this path: load without into)"
+            raise StateMismatch(str(manifest.name), missing=(), extra=(), mismatched=(both,))
+
+    unflatten(manifest.tree, visit)
 
 
 def live_regions(live: torch.Tensor, path: str) -> Sequence[tuple[Region, torch.Tensor]]:
@@ -154,7 +177,9 @@ def _match(
             continue
         spec = manifest.tensors[leaves[path]].spec
         saved = (spec.shape, BY_NAME[spec.dtype].torch)
-        if (tuple(tensor.shape), tensor.dtype) == saved:
+        if why := _why_unwritable(tensor):
+            mismatched.append(f"{path} ({why}: it cannot be loaded into)")
+        elif (tuple(tensor.shape), tensor.dtype) == saved:
             fitting.append(path)
         else:
             mismatched.append(
@@ -166,6 +191,20 @@ def _match(
         extra=tuple(path for path in leaves if path not in live),
         mismatched=tuple(mismatched),
     )
+
+
+def _why_unwritable(tensor: torch.Tensor) -> str:
+    """Why values cannot be copied into a live tensor; "" if they can."""
+    local = local_of(tensor) if is_dtensor(tensor) else tensor
+    if local.is_meta:
+        return "on the meta device"
+    if not has_plain_bytes(local):
+        return f"a {type(local).__qualname__} without memory of its own"
+    steps = list(zip(local.shape, local.stride(), strict=True))
+    span = 1 + sum((size - 1) * step for size, step in steps)
+    if local.numel() and (span < local.numel() or any(n > 1 and not step for n, step in steps)):
+        return "expanded, several elements share memory"
+    return ""
 
 
 def _shape(shape: tuple[int, ...], dtype: torch.dtype) -> str:

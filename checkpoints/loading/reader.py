@@ -17,6 +17,7 @@ from checkpoints.format.checksummed_json import Hasher, digest
 from checkpoints.format.manifest import Chunk, Manifest, TensorEntry, WriterEntry
 from checkpoints.format.names import CheckpointName
 from checkpoints.loading.buffers import TensorBuffer
+from checkpoints.loading.replicas import ReplicatedFile
 from checkpoints.storage.failures import reading
 from checkpoints.storage.protocol import ReadableFile, Storage
 from checkpoints.tensors.dtypes import BY_NAME
@@ -59,13 +60,10 @@ def read_chunks(
     def work(batch: Batch) -> None:
         with open_verified_size(storage, manifest.name, batch.writer) as source:
             if batch.with_header:
-                # Bounded by the size of the file, which was checked.
-                data = bytearray(batch.writer.header_bytes)
-                source.read_at(0, memoryview(data))
-                check_header(data, manifest.name, batch.writer)
+                _read_header(source, manifest.name, batch.writer)
             for tensor, chunk in batch.items:
                 into = target(tensor, chunk)
-                check_chunk(*_read_hashed(source, chunk, into), manifest.name, tensor, chunk)
+                _read_verified(source, manifest.name, tensor, chunk, into)
                 if done is not None:
                     done(tensor, chunk, into)
 
@@ -186,6 +184,34 @@ def check_chunk(
             file=f"{name}/{chunk.file}",
             tensor=tensor.spec.name,
         )
+
+
+def _read_header(source: ReadableFile, name: CheckpointName, writer: WriterEntry) -> None:
+    # Bounded by the size of the file, which was checked.
+    data = bytearray(writer.header_bytes)
+    while True:
+        source.read_at(0, memoryview(data))
+        try:
+            return check_header(data, name, writer)
+        except CorruptCheckpoint:
+            if not _has_another_replica(source, 0, writer.header_bytes):
+                raise
+
+
+def _read_verified(
+    source: ReadableFile, name: CheckpointName, tensor: TensorEntry, chunk: Chunk, into: memoryview
+) -> None:
+    """Read a chunk from the first replica whose bytes match its hash."""
+    while True:
+        try:
+            return check_chunk(*_read_hashed(source, chunk, into), name, tensor, chunk)
+        except CorruptCheckpoint:
+            if not _has_another_replica(source, chunk.begin, chunk.end):
+                raise
+
+
+def _has_another_replica(source: ReadableFile, begin: int, end: int) -> bool:
+    return isinstance(source, ReplicatedFile) and source.reject(begin, end)
 
 
 def _read_hashed(source: ReadableFile, chunk: Chunk, into: memoryview) -> tuple[int, str]:

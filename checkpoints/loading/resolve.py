@@ -11,9 +11,10 @@ from checkpoints.format.lineage import as_lineage, why_abandoned
 from checkpoints.format.manifest import Ancestor, CheckpointInfo, Lineage, info_of
 from checkpoints.format.names import CheckpointName
 from checkpoints.loading.load import verify
+from checkpoints.loading.tiered_storage import readable
 from checkpoints.storage.failures import reading
 from checkpoints.storage.protocol import Storage
-from checkpoints.storage.roots import Root, storage_for
+from checkpoints.storage.roots import Root
 
 
 @dataclass(frozen=True)
@@ -41,7 +42,7 @@ def list_checkpoints(root: Root) -> tuple[CheckpointInfo, ...]:
     :class:`ReadFailed` if the folder cannot be listed, :class:`ArgumentError` for a ``root`` that
     names no storage.
     """
-    storage = storage_for(root)
+    storage = readable(root)
     found = []
     for name in _names(storage):
         try:
@@ -64,7 +65,7 @@ def latest(
     Raises :class:`ReadFailed` if the folder cannot be listed; a missing folder has no checkpoints.
     Raises :class:`ArgumentError` for a ``root`` that names no storage, or an invalid ``lineage``.
     """
-    storage = storage_for(root)
+    storage = readable(root)
     names = _names(storage)
     follow = _newest_lineage(storage, names) if lineage is None else as_lineage(lineage)
     off_lineage = {name: why for name in names if (why := why_abandoned(name, follow)) is not None}

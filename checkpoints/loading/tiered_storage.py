@@ -7,9 +7,12 @@ committer would have written.
 
 :class:`TieredStorage` is a storage for reading, so :func:`~checkpoints.latest`,
 :func:`~checkpoints.load`, :func:`~checkpoints.verify` and :func:`~checkpoints.list_checkpoints`
-accept one as their root. Each chunk is read from the first tier whose bytes match its hash. A tier
-that fails is not used again; damaged bytes are read from another tier.
-:attr:`TieredStorage.failures` has the reasons. To retry, create a new instance.
+accept one as their root. Each chunk is read from the first tier whose bytes match its hash.
+
+A tier that cannot be read is not an empty tier. The memory of a node may be gone for good, so the
+other tiers replace it, and it is not used again. The content of any other tier outlives its
+failure: a root that cannot be listed raises, and a file that cannot be read is read from another
+tier, or raises. :attr:`TieredStorage.failures` has the reasons. To retry, create a new instance.
 """
 
 from __future__ import annotations
@@ -36,11 +39,25 @@ from checkpoints.format.names import (
     parse_writer_file,
     part_file,
 )
-from checkpoints.loading.replicas import Replica, ReplicatedFile, hashes_of
-from checkpoints.storage.protocol import ClosableStorage, ReadableFile, Storage, WritableFile
+from checkpoints.loading.replicas import Replica, ReplicatedFile
+from checkpoints.storage.failures import ABSENT, reason_of
+from checkpoints.storage.patient import patient
+from checkpoints.storage.protocol import (
+    ClosableStorage,
+    ReadableFile,
+    Storage,
+    VolatileStorage,
+    WritableFile,
+)
 from checkpoints.storage.roots import Root, storage_for
 
 T = TypeVar("T")
+
+
+def readable(root: Root) -> Storage:
+    """The storage of a root, for reading: reads that fail transiently are repeated."""
+    storage = storage_for(root)
+    return storage if isinstance(storage, TieredStorage) else patient(storage)
 
 
 @dataclass(frozen=True)
@@ -59,16 +76,18 @@ class TieredStorage:
     """
 
     def __init__(self, roots: Sequence[Root]) -> None:
-        self._all = [storage_for(root) for root in roots]
-        self._failed: dict[int, TierFailure] = {}
+        self._roots = [storage_for(root) for root in roots]
+        self._all = [patient(storage) for storage in self._roots]
+        self._gone: dict[int, TierFailure] = {}
         self._damaged: builtins.list[TierFailure] = []
+        self._unreadable: dict[CheckpointName, OSError] = {}
         self._known: dict[CheckpointName, builtins.list[_TierFolder]] = {}
         self._manifests: dict[CheckpointName, tuple[bytes, Manifest]] = {}
 
     @property
     def failures(self) -> tuple[TierFailure, ...]:
-        """The tiers that failed, then damaged files that another tier replaced."""
-        return (*self._failed.values(), *self._damaged)
+        """The tiers that are gone, then files that another tier replaced."""
+        return (*self._gone.values(), *self._damaged)
 
     @property
     def place(self) -> str:
@@ -108,15 +127,15 @@ class TieredStorage:
         for folder in self._folders(name):
             if file in folder.files:
                 path = f"{folder.path}/{file}"
-                changed = self._try(folder.storage, lambda s, p=path: s.modified_s(p))  # type: ignore[misc]
+                changed = self._try_file(name, folder, file, lambda s, p: s.modified_s(p))
                 times += [] if changed is None else [changed]
         if not times:
-            raise _missing(path)
+            raise self._nothing(name, path)
         return max(times)
 
     def close(self) -> None:
         """Close the connections to peers."""
-        for storage in self._all:
+        for storage in self._roots:
             if isinstance(storage, ClosableStorage):
                 storage.close()
 
@@ -124,22 +143,52 @@ class TieredStorage:
 
     def _reachable(self) -> Iterator[Storage]:
         for index, storage in enumerate(self._all):
-            if index not in self._failed:
+            if index not in self._gone:
                 yield storage
 
     def _try(self, storage: Storage, operation: Callable[[Storage], T]) -> T | None:
-        """The result of an operation; None if the file is missing or the tier failed."""
+        """The result of an operation; None if the file does not exist, or its memory is gone."""
         try:
             return operation(storage)
-        except (FileNotFoundError, NotADirectoryError):
+        except ABSENT:
             return None
         except OSError as error:
-            self._fail(storage, error)
+            if not isinstance(storage, VolatileStorage):
+                raise
+            self._lose(storage, error)
             return None
 
-    def _fail(self, storage: Storage, error: OSError) -> None:
-        reason = error.strerror or str(error) or type(error).__name__
-        self._failed[self._all.index(storage)] = TierFailure(storage.place, reason)
+    def _try_file(
+        self,
+        name: CheckpointName,
+        folder: _TierFolder,
+        file: str,
+        operation: Callable[[Storage, str], T],
+    ) -> T | None:
+        """As :meth:`_try`, for a file of a checkpoint; None, too, if it cannot be read here:
+        another tier may have it."""
+        path = f"{folder.path}/{file}"
+        try:
+            return self._try(folder.storage, lambda storage: operation(storage, path))
+        except OSError as error:
+            self._note_unreadable(name, folder.storage, path, error)
+            return None
+
+    def _lose(self, storage: Storage, error: OSError) -> None:
+        self._gone[self._all.index(storage)] = TierFailure(storage.place, reason_of(error))
+
+    def _note_unreadable(
+        self, name: CheckpointName, storage: Storage, path: str, error: OSError
+    ) -> None:
+        if isinstance(storage, VolatileStorage):
+            self._lose(storage, error)
+            return
+        self._unreadable[name] = error
+        self._note_damage(storage, path, reason_of(error))
+
+    def _nothing(self, name: CheckpointName, path: str) -> OSError:
+        """The error for a file that no tier has: that of a tier that cannot tell, if any."""
+        return self._unreadable.get(name) or _missing(path)
 
     def _note_damage(self, storage: Storage, path: str, what: str) -> None:
         self._damaged.append(TierFailure(storage.place, f"{path}: {what}"))
@@ -156,9 +205,18 @@ class TieredStorage:
                 _TierFolder(storage, folder, frozenset(files))
                 for storage in self._reachable()
                 for folder in (str(name), name.attempt)
-                if (files := self._try(storage, lambda s, f=folder: s.list(f)))  # type: ignore[misc]
+                if (files := self._list_folder(name, storage, folder))
             ]
-        return [f for f in self._known[name] if self._all.index(f.storage) not in self._failed]
+        return [f for f in self._known[name] if self._all.index(f.storage) not in self._gone]
+
+    def _list_folder(
+        self, name: CheckpointName, storage: Storage, folder: str
+    ) -> builtins.list[str]:
+        try:
+            return self._try(storage, lambda s: s.list(folder)) or []
+        except OSError as error:
+            self._note_unreadable(name, storage, folder, error)
+            return []
 
     def _world_size(self, name: CheckpointName) -> int | None:
         """The number of writers, if the parts of all exist (judged by their names); else None."""
@@ -185,7 +243,7 @@ class TieredStorage:
             if folder.path != str(name) or MANIFEST not in folder.files:
                 continue
             try:
-                data = self._try(folder.storage, lambda s: _read(s, file))
+                data = self._try_file(name, folder, MANIFEST, _read)
                 if data is not None:
                     return data, parse_manifest(data, file)
             except LoadError as error:
@@ -196,9 +254,9 @@ class TieredStorage:
 
     def _merged(self, name: CheckpointName) -> tuple[bytes, Manifest]:
         world_size = self._world_size(name)
-        if world_size is None:
-            raise _missing(f"{name}/{MANIFEST}")
         file = f"{name}/{MANIFEST}"
+        if world_size is None:
+            raise self._nothing(name, file)
         try:
             parts = [self._part(name, rank, world_size) for rank in range(world_size)]
             data = merge_parts(parts).to_bytes()
@@ -210,17 +268,22 @@ class TieredStorage:
 
     def _part(self, name: CheckpointName, rank: int, world_size: int) -> Part:
         why: Exception | None = None
+        file = part_file(rank, world_size)
         for folder in self._folders(name):
-            if folder.path != name.attempt or part_file(rank, world_size) not in folder.files:
+            if folder.path != name.attempt or file not in folder.files:
                 continue
             try:
-                part = self._try(folder.storage, lambda s: read_part(s, name, rank, world_size))
+                part = self._try_file(
+                    name, folder, file, lambda s, _: read_part(s, name, rank, world_size)
+                )
             except IncompleteAttempt as problem:
                 why = problem
                 continue
             if part is not None:
                 return part
-        raise IncompleteAttempt(str(why or f"{part_file(rank, world_size)} was removed")) from why
+        if why is None and name in self._unreadable:
+            raise self._unreadable[name]
+        raise IncompleteAttempt(str(why or f"{file} was removed")) from why
 
     # --- tensors
 
@@ -228,23 +291,21 @@ class TieredStorage:
         """A writer's file, from all tiers that hold it."""
         _, manifest = self._manifest(name)
         sizes = {writer.file: writer.size_bytes for writer in manifest.writers}
-        copies = ReplicatedFile(
-            self._opened(name, file), sizes.get(file), hashes_of(manifest, file)
-        )
+        copies = ReplicatedFile(self._opened(name, file), sizes.get(file))
         if copies.is_empty:
-            raise _missing(f"{name}/{file}")
+            raise self._nothing(name, f"{name}/{file}")
         return copies
 
     def _opened(self, name: CheckpointName, file: str) -> Iterator[Replica]:
         for folder in self._folders(name):
             if file not in folder.files:
                 continue
-            path = f"{folder.path}/{file}"
-            source = self._try(folder.storage, lambda s, p=path: s.open(p))  # type: ignore[misc]
+            source = self._try_file(name, folder, file, lambda s, path: s.open(path))
             if source is not None:
+                path = f"{folder.path}/{file}"
                 yield Replica(
                     source,
-                    fail=partial(self._fail, folder.storage),
+                    fail=partial(self._note_unreadable, name, folder.storage, path),
                     damaged=partial(self._note_damage, folder.storage, path),
                 )
 

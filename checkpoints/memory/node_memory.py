@@ -21,8 +21,9 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 
-from checkpoints.format.names import CheckpointName, parse_attempt
+from checkpoints.format.names import CheckpointName, parse_attempt, parse_part_file
 from checkpoints.policies.retention import RetentionFunction, to_remove
+from checkpoints.storage.failures import reason_of
 from checkpoints.storage.local import LocalStorage
 from checkpoints.storage.protocol import WritableFile
 
@@ -41,7 +42,7 @@ class NodeMemory(LocalStorage):
     bytes may be added, and what limits them.
     """
 
-    keeps_parts = True
+    is_volatile = True
 
     def __init__(
         self,
@@ -63,21 +64,60 @@ class NodeMemory(LocalStorage):
         return self._room(self._folder, self._limit_bytes)
 
     def names(self) -> list[CheckpointName]:
-        """The checkpoints that have parts here, newest first."""
+        """The checkpoints that have complete parts here, newest first."""
+        found = [name for name in self._attempts() if self._has_part(name)]
+        return sorted(found, key=lambda name: name.age_order, reverse=True)
+
+    def make_room(self, name: CheckpointName, size_bytes: int) -> None:
+        """Remove older parts, oldest first, until ``size_bytes`` more fit; none if they never fit.
+
+        The newest older part is spared, unless the limit leaves no room for a second one: after a
+        shrink of the world, the memory would otherwise stay full of parts that nothing completes.
+        """
+        older = sorted(
+            (other for other in self._attempts() if other.age_order < name.age_order),
+            key=lambda other: other.age_order,
+        )
+        sizes = {other: used_bytes(self._folder / other.attempt) for other in older}
+        if self._limit_bytes is None or size_bytes + sum(sizes.values()) <= self._limit_bytes:
+            older = older[:-1]
+        left_bytes, _ = self.room()
+        if left_bytes + sum(sizes[other] for other in older) < size_bytes:
+            return
+        for other in older:
+            if self.room()[0] >= size_bytes:
+                return
+            self.remove_folder(other.attempt)
+
+    def remove_if_empty(self, name: CheckpointName) -> None:
+        """Remove the folder of a checkpoint, unless it has files."""
+        with contextlib.suppress(OSError):
+            os.rmdir(self._folder / name.attempt)
+
+    def _attempts(self) -> list[CheckpointName]:
         with contextlib.suppress(FileNotFoundError):
-            found = [name for name in map(parse_attempt, self.list("")) if name is not None]
-            return sorted(found, key=lambda name: name.age_order, reverse=True)
+            return [name for name in map(parse_attempt, self.list("")) if name is not None]
         return []
+
+    def _has_part(self, name: CheckpointName) -> bool:
+        with contextlib.suppress(FileNotFoundError):
+            return any(parse_part_file(file) is not None for file in self.list(name.attempt))
+        return False
 
     def part_written(self, name: CheckpointName, keep: RetentionFunction | None) -> tuple[str, ...]:
         """Remove the parts that ``keep`` does not retain; returns notes."""
         try:
-            for old in to_remove(self.names(), keep) if keep is not None else ():
-                self.remove_folder(old.attempt)
+            kept = self.names()
+            for old in to_remove(kept, keep) if keep is not None else ():
+                if old != name:
+                    self.remove_folder(old.attempt)
+                    kept.remove(old)
+            oldest = kept[-1].age_order if kept else name.age_order
+            for other in self._attempts():  # the rest of failed writes
+                if other.age_order < oldest:
+                    self.remove_folder(other.attempt)
         except OSError as error:
-            return (
-                f"{name} is stored, but removing older parts failed: {error.strerror or error}",
-            )
+            return (f"{name} is stored, but removing older parts failed: {reason_of(error)}",)
         return ()
 
 

@@ -221,6 +221,7 @@ class PeerServer(Handler):
         is_part = parse_part_file(file) is not None
         if name is None or file in ("", MANIFEST) or (is_part and size > MAX_DOCUMENT_BYTES):
             raise OSError(errno.EINVAL, "only parts of attempts are accepted")
+        self._copies.make_room(name, size)
         left, bound = self._copies.room()
         if size > left:
             raise OSError(errno.ENOSPC, f"{bound} allows {max(left, 0)} of {size} bytes")

@@ -43,6 +43,8 @@ class PeerAddress:
 class PeerStorage:
     """A read-only storage with :meth:`put`. Safe for concurrent use; its owner closes it once."""
 
+    is_volatile = True
+
     def __init__(
         self,
         address: PeerAddress,

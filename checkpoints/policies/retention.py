@@ -1,8 +1,10 @@
 """Retention policies: which committed checkpoints to keep. Policies compose with ``|``.
 
-A policy receives the names of all committed checkpoints, newest first. One that needs more than the
-name calls ``read_manifest``, which returns None for a manifest that cannot be read; an unreadable
-checkpoint is never a reason to remove another one.
+A policy receives the names of committed checkpoints, newest first. One that needs more than the
+name calls ``read_manifest``, which returns None for a manifest that cannot be read.
+
+:func:`to_remove` applies a policy. Only valid checkpoints count, so a damaged one never displaces
+another one, and a checkpoint that cannot be read now is never removed.
 """
 
 from __future__ import annotations
@@ -10,10 +12,12 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
+from enum import Enum
 from typing import Any
 
 from checkpoints.errors import ArgumentError
-from checkpoints.format.manifest import Manifest
+from checkpoints.format.lineage import why_abandoned
+from checkpoints.format.manifest import Lineage, Manifest
 from checkpoints.format.names import CheckpointName
 from checkpoints.format.state_tree import unflatten
 
@@ -79,9 +83,15 @@ class LatestN(RetentionPolicy):
 
 @dataclass(frozen=True)
 class EveryNSteps(RetentionPolicy):
-    """Keep checkpoints whose step is a multiple of ``count``.
+    """Keep the first checkpoint at or after each multiple of ``count`` steps: the one that
+    :class:`~checkpoints.EverySteps` of the same count saves.
 
-    Raises :class:`ArgumentError` if ``count`` is below 1.
+    >>> names = [CheckpointName(step, 0, "n") for step in (2001, 1500, 1002, 500)]
+    >>> [name.step for name in EveryNSteps(1000)(names)]
+    [2001, 1002]
+
+    Checkpoints that the newest one's lineage abandoned are kept only at exact multiples. Raises
+    :class:`ArgumentError` if ``count`` is below 1.
     """
 
     count: int
@@ -93,7 +103,20 @@ class EveryNSteps(RetentionPolicy):
     def select(
         self, newest_first: CommittedNames, read_manifest: ManifestReader
     ) -> Collection[CheckpointName]:
-        return [name for name in newest_first if name.step % self.count == 0]
+        exact = {name for name in newest_first if name.step % self.count == 0}
+        blocks: dict[int, list[CheckpointName]] = {}
+        for name in sorted(newest_first, key=lambda name: (name.step, name.generation)):
+            if name.step >= self.count:
+                blocks.setdefault(name.step // self.count, []).append(name)
+        lineage: Lineage = ()
+        if any(len({name.generation for name in block}) > 1 for block in blocks.values()):
+            manifest = read_manifest(newest_first[0])  # which of them continue the same history
+            lineage = manifest.lineage if manifest is not None else ()
+        first = {
+            next((name for name in block if why_abandoned(name, lineage) is None), None)
+            for block in blocks.values()
+        }
+        return [name for name in newest_first if name in exact or name in first]
 
 
 @dataclass(frozen=True)
@@ -165,16 +188,47 @@ class BestN(RetentionPolicy):
         return float(item) if isinstance(item, (int, float)) else None
 
 
+class Validity(Enum):
+    """What is known about a committed checkpoint."""
+
+    VALID = "valid"
+    DAMAGED = "damaged"
+    UNKNOWN = "unknown"  # it cannot be read now, or only by a newer version
+
+
 def to_remove(
     newest_first: CommittedNames,
     keep: RetentionFunction,
     read_manifest: ManifestReader = lambda name: None,
+    validity: Callable[[CheckpointName], Validity] = lambda name: Validity.VALID,
 ) -> tuple[CheckpointName, ...]:
-    """The checkpoints that a policy does not keep, oldest first. The newest is always kept."""
-    chosen = (
-        keep.select(newest_first, read_manifest)
-        if isinstance(keep, RetentionPolicy)
-        else keep(newest_first)
+    """The checkpoints that a policy does not keep, oldest first.
+
+    ``validity`` is called for those that the policy keeps and for those to remove. Always kept are
+    the newest valid one, those of unknown validity, and damaged ones that would be kept if they
+    were valid.
+    """
+    kept: set[CheckpointName] = set()
+    counted = list(newest_first)
+    while True:
+        chosen = {*_chosen(keep, counted, read_manifest), *counted[:1]}
+        kept |= chosen
+        if kept.issuperset(newest_first):
+            return ()
+        invalid = {name for name in chosen if validity(name) is not Validity.VALID}
+        if not invalid:
+            break
+        counted = [name for name in counted if name not in invalid]
+    return tuple(
+        name
+        for name in reversed(newest_first)
+        if name not in kept and validity(name) is not Validity.UNKNOWN
     )
-    kept = {*chosen, *newest_first[:1]}
-    return tuple(name for name in reversed(newest_first) if name not in kept)
+
+
+def _chosen(
+    keep: RetentionFunction, newest_first: CommittedNames, read_manifest: ManifestReader
+) -> Collection[CheckpointName]:
+    if isinstance(keep, RetentionPolicy):
+        return keep.select(newest_first, read_manifest)
+    return keep(newest_first)

@@ -16,18 +16,33 @@ from typing import Any
 
 import torch
 
-from checkpoints.catalog.commit import IncompleteAttempt, commit, is_committed, read_part
-from checkpoints.catalog.retention import OtherRuns, PartStorage, after_commit
+from checkpoints.catalog.commit import (
+    IncompleteAttempt,
+    WriterFailed,
+    check_no_writer_failed,
+    commit,
+    is_committed,
+    read_part,
+)
+from checkpoints.catalog.manifests import read_manifest
+from checkpoints.catalog.retention import FolderHistory, PartStorage, after_commit, free_space
+from checkpoints.errors import LoadError, NameTaken, WriteFailed
 from checkpoints.format.checksummed_json import digest
-from checkpoints.format.manifest import Lineage, Part, SharedMetadata
-from checkpoints.format.names import CheckpointName, part_file, writer_file
+from checkpoints.format.manifest import Lineage, Manifest, Part, SharedMetadata
+from checkpoints.format.names import (
+    CheckpointName,
+    failure_file,
+    part_file,
+    writer_file,
+)
 from checkpoints.format.state_tree import Node
 from checkpoints.policies.retention import RetentionFunction
-from checkpoints.saving.tensor_file import Data, Pieces, write_share
-from checkpoints.storage.failures import writing
+from checkpoints.saving.tensor_file import Data, Pieces, WrittenFile, write_share
+from checkpoints.storage.failures import ABSENT, is_full, writing
 from checkpoints.storage.protocol import Storage
-from checkpoints.storage.small_files import write_durably
-from checkpoints.tensors.partition import TensorSpec
+from checkpoints.storage.small_files import sync_folder, write_durably
+from checkpoints.tensors.partition import TensorSpec, chunks_of
+from checkpoints.tensors.regions import Extent
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,7 +76,12 @@ class WriteAttempt:
     section: tuple[int, ...] | None  # the ranks with the same tensors; None: all
     pieces: Pieces
     data: Data  # reads the bytes of a chunk
-    others: OtherRuns | None = None
+    history: FolderHistory | None = None
+
+    @property
+    def size_bytes(self) -> int:
+        """The size of the tensors."""
+        return sum(place.count * spec.element_bytes for spec, place in self.pieces)
 
 
 def write_and_commit(
@@ -81,6 +101,7 @@ def write_and_commit(
     name = attempt.name
     with writing(storage.place):
         if is_committed(storage, name):
+            _check_same(attempt, _manifest_of(storage, name))
             return SaveResult(name=str(name), step=name.step, bytes_written=0, committed=True)
         written = write_once(storage, attempt, clock)
     return commit_if_complete(
@@ -103,7 +124,10 @@ def commit_if_complete(
     if not why and not isinstance(storage, PartStorage):
         with writing(storage.place):
             try:
-                commit(storage, name, attempt.world_size)
+                _commit(storage, attempt)
+            except WriterFailed as failure:
+                remove_share(storage, name, attempt.rank, attempt.world_size)
+                raise _of_other_writer(name, failure) from failure
             except IncompleteAttempt as problem:
                 why = str(problem)
     on_committed()
@@ -112,10 +136,21 @@ def commit_if_complete(
     elif isinstance(storage, PartStorage):
         notes = storage.part_written(name, keep)
     else:
-        notes = after_commit(storage, name, keep, attempt.others)
+        notes = after_commit(storage, name, keep, attempt.history)
     return SaveResult(
         name=str(name), step=name.step, bytes_written=written, committed=not why, notes=notes
     )
+
+
+def _commit(storage: Storage, attempt: WriteAttempt) -> None:
+    """Commit. If that fails, earlier attempts are removed: only one is kept for a later try."""
+    try:
+        commit(storage, attempt.name, attempt.world_size)
+    except OSError as error:
+        is_freed = free_space(storage, attempt.name)
+        if not is_full(error) or not is_freed:
+            raise
+        commit(storage, attempt.name, attempt.world_size)
 
 
 def write_once(storage: Storage, attempt: WriteAttempt, clock: Callable[[], float]) -> int:
@@ -123,19 +158,15 @@ def write_once(storage: Storage, attempt: WriteAttempt, clock: Callable[[], floa
     name, rank, world_size = attempt.name, attempt.rank, attempt.world_size
     storage.make_folder("")
     storage.make_folder(name.attempt)
-    with contextlib.suppress(IncompleteAttempt, FileNotFoundError):
-        read_part(storage, name, rank, world_size)
-        return 0  # written before by this world; a committer may be reading it
-    with _removed_on_failure(storage, name, rank, world_size):
-        written = write_share(
-            storage,
-            name.attempt,
-            attempt.pieces,
-            attempt.data,
-            rank=rank,
-            world_size=world_size,
-            wall_time_s=clock(),
-        )
+    part = _written_before(storage, attempt)
+    if part is not None:
+        _check_same(attempt, part)
+        return 0  # a committer may be reading it
+    with _freed_on_failure(storage, name, rank, world_size):
+        _check_others(storage, name, rank, world_size)
+        if isinstance(storage, PartStorage):
+            storage.make_room(name, attempt.size_bytes)
+        written = _write_share(storage, attempt, clock())
         part = Part(
             name=name,
             world_size=world_size,
@@ -150,8 +181,137 @@ def write_once(storage: Storage, attempt: WriteAttempt, clock: Callable[[], floa
         write_durably(storage, f"{final}.tmp", data)
         storage.rename(f"{final}.tmp", final)
     with contextlib.suppress(FileNotFoundError):  # committed by another writer meanwhile
-        storage.sync_folder(name.attempt)
+        sync_folder(storage, name.attempt)
     return written.writer.size_bytes + len(data)
+
+
+def _write_share(storage: Storage, attempt: WriteAttempt, wall_time_s: float) -> WrittenFile:
+    """Write the tensors. On a full disk, earlier attempts make room first."""
+    write = functools.partial(
+        write_share,
+        storage,
+        attempt.name.attempt,
+        attempt.pieces,
+        attempt.data,
+        rank=attempt.rank,
+        world_size=attempt.world_size,
+        wall_time_s=wall_time_s,
+    )
+    try:
+        return write()
+    except OSError as error:
+        if isinstance(storage, PartStorage) or not is_full(error):
+            raise
+        if not free_space(storage, attempt.name):
+            raise
+    return write()
+
+
+def _written_before(storage: Storage, attempt: WriteAttempt) -> Part | None:
+    """The part that this writer has written in an earlier call, if it is intact."""
+    with contextlib.suppress(IncompleteAttempt, *ABSENT):
+        part = read_part(storage, attempt.name, attempt.rank, attempt.world_size)
+        if storage.size(f"{attempt.name.attempt}/{part.writer.file}") == part.writer.size_bytes:
+            return part
+    return None
+
+
+def _manifest_of(storage: Storage, name: CheckpointName) -> Manifest:
+    try:
+        return read_manifest(storage, str(name))
+    except LoadError as error:
+        raise NameTaken(
+            f"{name} is already saved, but cannot be read: {error.message}",
+            hint="Remove its folder, or save with a new nonce.",
+        ) from error
+
+
+def _check_same(attempt: WriteAttempt, saved: Manifest | Part) -> None:
+    """Raise :class:`NameTaken` unless this writer has saved the same state under this name.
+
+    Otherwise, a run that goes back to an older step would keep the states of its abandoned steps,
+    or mix them with new ones.
+    """
+    is_first = attempt.rank == (attempt.section or (0,))[0]  # its tree is saved, others' are not
+    if isinstance(saved, Manifest):
+        chunks = {name: tensor.chunks for name, tensor in saved.tensors.items()}
+        specs = {name: tensor.spec for name, tensor in saved.tensors.items()}
+        differs = saved.world_size != attempt.world_size
+        differs |= any(specs.get(spec.name) != spec for spec in attempt.specs)
+        if is_first and attempt.section is None:
+            differs |= (saved.tree, saved.data_position) != (attempt.tree, attempt.data_position)
+    else:
+        chunks = dict(saved.chunks)
+        differs = saved.specs_xxh3_128 != _digest_of(attempt.specs)
+        if is_first and saved.shared is not None:
+            before = (saved.shared.tree, saved.shared.data_position)
+            differs |= before != (attempt.tree, attempt.data_position)
+    file = writer_file(attempt.rank, attempt.world_size)
+    hashes = {(n, c.place): c.xxh3_128 for n, cs in chunks.items() for c in cs if c.file == file}
+    if differs or any(hashes.get(key, hashed) != hashed for key, hashed in _hashes(attempt)):
+        raise NameTaken(
+            f"{attempt.name} is already saved with another state",
+            hint="A run that goes back to an older step saves as a new generation, with a new "
+            "nonce: checkpoints.derive_lineage(origin, generation), checkpoints.new_nonce().",
+        )
+
+
+def _hashes(attempt: WriteAttempt) -> Iterator[tuple[tuple[str, Extent], str]]:
+    for spec, place in attempt.pieces:
+        for piece in chunks_of(place, spec.element_bytes):
+            yield (spec.name, piece), digest(attempt.data(spec, piece))
+
+
+def _check_others(storage: Storage, name: CheckpointName, rank: int, world_size: int) -> None:
+    """Raise :class:`WriteFailed` if another writer has failed. This writer's own record, of an
+    earlier try, is removed."""
+    try:
+        files = storage.list(name.attempt) if world_size > 1 else []
+    except ABSENT:
+        return  # an empty folder of an object store
+    own = failure_file(rank, world_size)
+    if own in files:
+        storage.remove(f"{name.attempt}/{own}")
+    try:
+        check_no_writer_failed([file for file in files if file != own])
+    except WriterFailed as failure:
+        raise _of_other_writer(name, failure) from failure
+
+
+def _of_other_writer(name: CheckpointName, failure: WriterFailed) -> WriteFailed:
+    return WriteFailed(
+        f"{name} cannot be completed: {failure}",
+        hint="That writer reports the reason; the next save starts over.",
+    )
+
+
+def remove_share(storage: Storage, name: CheckpointName, rank: int, world_size: int) -> None:
+    """Remove this writer's files from an attempt. Raises nothing."""
+    part = part_file(rank, world_size)
+    for file in (part, f"{part}.tmp", writer_file(rank, world_size)):
+        with contextlib.suppress(OSError):
+            storage.remove(f"{name.attempt}/{file}")
+
+
+def discard(storage: Storage, name: CheckpointName, rank: int, world_size: int) -> None:
+    """Free the space of an attempt that will not be completed, and tell the other writers. Raises
+    nothing.
+
+    Their shares would otherwise stay until the end of this world: on a full disk, the next attempt
+    needs their space. Removing the folder is atomic, so nobody commits a part of it.
+    """
+    with contextlib.suppress(OSError):
+        if is_committed(storage, name):
+            return
+        storage.remove_folder(name.attempt)
+    _record_failure(storage, name, rank, world_size)
+
+
+def _record_failure(storage: Storage, name: CheckpointName, rank: int, world_size: int) -> None:
+    if world_size > 1 and not isinstance(storage, PartStorage):
+        with contextlib.suppress(OSError):  # the others then wait for their deadline
+            storage.make_folder(name.attempt)
+            storage.create(f"{name.attempt}/{failure_file(rank, world_size)}").close()
 
 
 def _digest_of(specs: tuple[TensorSpec, ...]) -> str:
@@ -170,20 +330,28 @@ def _shared(attempt: WriteAttempt) -> SharedMetadata:
 
 
 @contextlib.contextmanager
-def _removed_on_failure(
+def _freed_on_failure(
     storage: Storage, name: CheckpointName, rank: int, world_size: int
 ) -> Iterator[None]:
-    """Free the space of a failed attempt: on a full disk, the next attempt needs it."""
+    """Free the space of a failed attempt, and of earlier ones: at most one is left.
+
+    After a lack of space nothing of it is left. Otherwise the other writers' shares are, so that
+    this writer can try again.
+    """
     try:
         yield
-    except BaseException:
-        part = part_file(rank, world_size)
-        for file in (part, f"{part}.tmp", writer_file(rank, world_size)):
-            with contextlib.suppress(OSError):  # report the first failure
-                storage.remove(f"{name.attempt}/{file}")
-        if world_size == 1:
-            with contextlib.suppress(OSError):
-                storage.remove_folder(name.attempt)
+    except WriteFailed:
+        raise  # another writer has recorded its failure
+    except BaseException as error:
+        remove_share(storage, name, rank, world_size)
+        if isinstance(storage, PartStorage):
+            storage.remove_if_empty(name)
+            raise
+        free_space(storage, name)
+        if world_size == 1 or (isinstance(error, OSError) and is_full(error)):
+            discard(storage, name, rank, world_size)
+        else:
+            _record_failure(storage, name, rank, world_size)
         raise
 
 

@@ -23,14 +23,14 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any, Literal
 
-from checkpoints.catalog.commit import is_committed
-from checkpoints.catalog.retention import OtherRuns
+from checkpoints.catalog.commit import is_committed, is_waiting
+from checkpoints.catalog.retention import FolderHistory
 from checkpoints.errors import CheckpointError, WriteFailed
 from checkpoints.format.names import CheckpointName
 from checkpoints.format.state_tree import flatten, spec_of
-from checkpoints.intervals import PART_POLL_S, SAVE_DEADLINE_S
+from checkpoints.intervals import MAX_PART_POLL_S, PART_POLL_S, SAVE_DEADLINE_S
 from checkpoints.policies.retention import LatestN, RetentionFunction
-from checkpoints.saving.attempt import WriteAttempt, commit_if_complete, write_and_commit
+from checkpoints.saving.attempt import WriteAttempt, commit_if_complete, discard, write_and_commit
 from checkpoints.saving.job import SaveJob
 from checkpoints.saving.outcome import (
     SaveHandle,
@@ -41,7 +41,8 @@ from checkpoints.saving.outcome import (
 )
 from checkpoints.saving.save import buffer_wait_s, check_json, check_world, lineage_of
 from checkpoints.saving.staging import StagingPool
-from checkpoints.storage.failures import writing
+from checkpoints.storage.failures import ABSENT, is_permanent, writing
+from checkpoints.storage.patient import patient
 from checkpoints.storage.protocol import Storage
 from checkpoints.storage.roots import Root, storage_for
 from checkpoints.tensors.partition import share_of
@@ -75,9 +76,9 @@ class Engine:
         clock: Callable[[], float] = time.time,
         monotonic: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._storage: Storage = storage_for(root)
+        self._storage: Storage = patient(storage_for(root))
         self._keep = keep
-        self._others = OtherRuns()
+        self._history = FolderHistory()
         self._fence = fence
         self._deadline_s = deadline_s
         self._busy = busy
@@ -87,6 +88,7 @@ class Engine:
         self._buffers = StagingPool(2)
         self._jobs: queue.Queue[SaveJob | Callable[[], object] | None] = queue.Queue()
         self._open: list[SaveJob] = []  # neither committed nor abandoned
+        self._overdue: list[SaveJob] = []  # their files are not removed yet
         self._ended: deque[SaveOutcome] = deque()
         self._died: BaseException | None = None
         self._closed = False
@@ -179,7 +181,7 @@ class Engine:
             section=world.section,
             pieces=pieces,
             data=data,
-            others=self._others.than(world.nonce),
+            history=self._history.of(world.nonce),
         )
         now_s = self._monotonic()
         deadline_s = now_s + self._deadline_s
@@ -261,13 +263,17 @@ class Engine:
 
     def _abandon_overdue(self) -> None:
         now_s, reason = self._monotonic(), f"not committed within {self._deadline_s:g} s"
-        self._abandon(lambda job: now_s > job.deadline_s, reason)
+        overdue = self._abandon(lambda job: now_s > job.deadline_s, reason)
+        with self._lock:
+            self._overdue += overdue
 
-    def _abandon(self, which: Callable[[SaveJob], bool], reason: str) -> None:
+    def _abandon(self, which: Callable[[SaveJob], bool], reason: str) -> list[SaveJob]:
         with self._lock:
             jobs = [job for job in self._open if which(job)]
         for job in jobs:
-            self._finish(job, SaveStatus.ABANDONED, reason=reason)
+            problem = f": {job.problem}" if job.problem else ""
+            self._finish(job, SaveStatus.ABANDONED, reason=f"{reason}{problem}")
+        return jobs
 
     # -- either thread ------------------------------------------------------------------------
 
@@ -315,6 +321,7 @@ class Engine:
             self._poll_waiting()
             return True
         if job is None:
+            self._discard_overdue()
             return False
         if not isinstance(job, SaveJob):
             job()
@@ -323,6 +330,7 @@ class Engine:
             self._write(job)
         finally:
             self._buffers.release(job.buffer)
+        job.written_s = self._monotonic()
         self._poll_waiting()
         return True
 
@@ -356,27 +364,38 @@ class Engine:
 
     def _poll_waiting(self) -> None:
         """Check whether saves that wait for other writers are committed, or can be."""
+        now_s = self._monotonic()
         with self._lock:
-            jobs = list(self._open)
-        for job in jobs:
-            if job.bytes_written is None:
-                continue  # still queued
+            waiting = [job for job in self._open if job.bytes_written is not None]
+        for job in waiting:
+            if now_s < job.poll_at_s:
+                continue
+            job.poll_at_s = now_s + poll_pause_s(now_s - job.written_s)
             try:
                 self._poll(job)
             except Exception as error:  # noqa: BLE001  reported as the outcome
-                self._fail(job, error)
+                if _is_transient(error):
+                    job.problem = str(error)  # the share is written: it may succeed later
+                else:
+                    self._fail(job, error)
         self._abandon_overdue()
+        self._discard_overdue()
 
     def _poll(self, job: SaveJob) -> None:
         name, storage = job.attempt.name, self._storage
         with writing(storage.place):
-            if is_committed(storage, name):
-                self._finish(job, SaveStatus.COMMITTED)
+            try:
+                files = storage.list(name.attempt)
+            except ABSENT:
+                if is_committed(storage, name):
+                    self._finish(job, SaveStatus.COMMITTED)
+                else:
+                    reason = "another process removed its folder"
+                    self._finish(job, SaveStatus.ABANDONED, reason=reason)
                 return
-            folders = storage.list("")
-        if name.attempt not in folders:
-            if str(name) not in folders:
-                self._finish(job, SaveStatus.ABANDONED, reason="another process removed its folder")
+        if is_waiting(files, job.attempt.world_size):
+            if not self._may_commit(job):
+                self._finish(job, SaveStatus.STALE, reason="its world ended")
             return
         written, may_commit = job.bytes_written or 0, functools.partial(self._may_commit, job)
         saved = commit_if_complete(storage, job.attempt, written, keep=self._keep, fence=may_commit)
@@ -384,6 +403,15 @@ class Engine:
             self._finish(job, SaveStatus.COMMITTED, notes=saved.notes)
         elif not self._may_commit(job):
             self._finish(job, SaveStatus.STALE, reason=saved.notes[0])
+        else:
+            job.problem = saved.notes[0]
+
+    def _discard_overdue(self) -> None:
+        """Free the space of saves that were not committed in time."""
+        with self._lock:
+            overdue, self._overdue = self._overdue, []
+        for job in overdue:
+            discard(self._storage, job.attempt.name, job.attempt.rank, job.attempt.world_size)
 
     def _fail(self, job: SaveJob, error: Exception) -> None:
         if not isinstance(error, CheckpointError):
@@ -398,3 +426,14 @@ class Engine:
 
     def _may_commit(self, job: SaveJob) -> bool:
         return all(fence is None or fence() for fence in (self._fence, job.fence))
+
+
+def poll_pause_s(waited_s: float) -> float:
+    """The pause before other writers' parts are listed again: long for those that are far behind,
+    since an object store bills each request."""
+    return min(max(waited_s / 2, PART_POLL_S), MAX_PART_POLL_S)
+
+
+def _is_transient(error: Exception) -> bool:
+    cause = error.__cause__
+    return isinstance(cause, OSError) and not is_permanent(cause)

@@ -23,3 +23,6 @@ class SaveJob:
     deadline_s: float  # on the monotonic clock
     write_s: float = 0.0
     bytes_written: int | None = None  # None: not written yet
+    written_s: float = 0.0  # on the monotonic clock
+    poll_at_s: float = 0.0  # when to look for other writers' parts
+    problem: str = ""  # why it could not be committed yet

@@ -7,7 +7,6 @@ import time
 from collections.abc import Callable, Iterable
 from typing import Any, Literal
 
-from checkpoints.catalog.commit import is_committed
 from checkpoints.errors import ArgumentError, StateError
 from checkpoints.format.lineage import as_lineage
 from checkpoints.format.manifest import Ancestor, Lineage
@@ -15,7 +14,6 @@ from checkpoints.format.names import MAX_WORLD_SIZE, CheckpointName
 from checkpoints.format.state_tree import flatten, spec_of
 from checkpoints.policies.retention import LatestN, RetentionFunction
 from checkpoints.saving.attempt import SaveResult, WriteAttempt, write_and_commit
-from checkpoints.storage.failures import writing
 from checkpoints.storage.roots import Root, storage_for
 from checkpoints.tensors.elements import bytes_of
 from checkpoints.tensors.partition import TensorSpec, share_of
@@ -55,19 +53,18 @@ def save(
     before it: False means that this world is stale, and the attempt stays uncommitted. ``progress``
     is called with the number of bytes of each chunk before it is written.
 
-    Saving a committed step again writes nothing and returns ``committed=True``.
+    Saving a committed step again writes nothing and returns ``committed=True``; with another state
+    it raises :class:`NameTaken`: a run that goes back to an older step needs a new nonce.
 
     Raises :class:`ArgumentError` and :class:`StateError` before anything is written, and
-    :class:`SaveError` if the storage fails; older checkpoints are unchanged in every case.
+    :class:`SaveError` if the storage fails; older checkpoints are unchanged in every case, and a
+    failed attempt leaves nothing that takes space.
     """
     check_world(rank, world_size, section)
     name = CheckpointName(step, generation, nonce)
     check_json(data_position)
     ancestors = lineage_of(name, lineage)
     storage = storage_for(root)
-    with writing(storage.place):
-        if is_committed(storage, name):
-            return SaveResult(name=str(name), step=step, bytes_written=0, committed=True)
     tree, tensors = flatten(state)
     specs = tuple(spec_of(key, tensor) for key, tensor in tensors.items())
 
@@ -124,9 +121,14 @@ def check_world(rank: int, world_size: int, section: tuple[int, ...] | None = No
 
 def check_json(data_position: Any) -> None:
     try:
-        json.dumps(data_position, allow_nan=False)
+        text = json.dumps(data_position, allow_nan=False)
     except (TypeError, ValueError, RecursionError) as error:
         raise StateError(f"data_position is not strict JSON: {error}") from error
+    if json.loads(text) != data_position:
+        raise StateError(
+            f"data_position would be loaded as another value: {text[:200]}",
+            hint="Use lists instead of tuples, and strings as the keys of dicts.",
+        )
 
 
 def lineage_of(name: CheckpointName, pairs: Iterable[Ancestor | tuple[int, int]]) -> Lineage:

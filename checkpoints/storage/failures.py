@@ -1,4 +1,15 @@
-"""Translates the ``OSError`` of a storage into an error with a cause and a remedy."""
+"""Classifies the failures of a storage, and translates them into errors with a remedy.
+
+Each call of a storage (:mod:`checkpoints.storage.protocol`) that fails raises one of three kinds of
+``OSError``:
+
+- :data:`ABSENT`: the storage was reached, and there is no such file or folder;
+- *permanent* (:func:`is_permanent`): repeating the call has the same result, e.g. no permission;
+- *transient*, any other: the call may succeed later, e.g. EIO, ESTALE or a timeout.
+
+Only the first one says that something does not exist. A transient failure of a read is repeated by
+:class:`~checkpoints.storage.patient.PatientStorage`.
+"""
 
 from __future__ import annotations
 
@@ -8,10 +19,33 @@ from collections.abc import Iterator
 
 from checkpoints.errors import DiskFull, NotWritable, ReadFailed, WriteFailed
 
+ABSENT = (FileNotFoundError, NotADirectoryError)
+
 _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
-
-
 _REFUSED = {errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EEXIST, errno.ELOOP}
+# File systems over object stores respond with these to operations that they do not have.
+_UNSUPPORTED = {errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOTSUP, errno.ENOTTY}
+_PERMANENT = _FULL | _REFUSED | _UNSUPPORTED | {errno.EISDIR, errno.ENAMETOOLONG}
+
+
+def is_permanent(error: OSError) -> bool:
+    """Whether repeating the call has the same result, until someone intervenes."""
+    return isinstance(error, ABSENT) or error.errno in _PERMANENT
+
+
+def is_full(error: OSError) -> bool:
+    """Whether there is no space."""
+    return error.errno in _FULL
+
+
+def is_unsupported(error: OSError) -> bool:
+    """Whether the file system lacks the operation."""
+    return error.errno in _UNSUPPORTED
+
+
+def reason_of(error: OSError) -> str:
+    """The failure in words."""
+    return error.strerror or str(error) or type(error).__name__
 
 
 @contextlib.contextmanager
@@ -20,7 +54,7 @@ def writing(place: str) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        reason = error.strerror or str(error)
+        reason = reason_of(error)
         if error.errno in _FULL:
             raise DiskFull(
                 f"no space to save into {place}: {reason}",
@@ -44,6 +78,6 @@ def reading(place: str) -> Iterator[None]:
         yield
     except OSError as error:
         raise ReadFailed(
-            f"reading {place} failed: {error.strerror or error}",
+            f"reading {place} failed: {reason_of(error)}",
             hint="Check the disk or the mount; latest() finds the newest readable checkpoint.",
         ) from error

@@ -11,6 +11,7 @@ import stat
 from pathlib import Path
 
 from checkpoints.format.names import parse_attempt
+from checkpoints.storage.failures import is_unsupported
 from checkpoints.storage.mapped_files import MappedFile, is_memory_file_system
 from checkpoints.storage.protocol import ReadableFile, WritableFile
 
@@ -43,7 +44,11 @@ class LocalStorage:
         folder.mkdir(parents=True, exist_ok=True)
         if not path:
             for made in missing:
-                _sync_folder(made.parent)
+                try:
+                    _sync_folder(made.parent)
+                except OSError as error:
+                    if not is_unsupported(error):
+                        raise
 
     def list(self, path: str) -> list[str]:
         return os.listdir(self._root / path)
@@ -71,7 +76,7 @@ class LocalStorage:
 
     def remove_folder(self, path: str) -> None:
         with contextlib.suppress(FileNotFoundError):
-            shutil.rmtree(self._root / self._renamed_for_removal(path))
+            _remove_tree(self._root / self._renamed_for_removal(path))
 
     def _renamed_for_removal(self, path: str) -> str:
         """Rename an attempt before its removal: a committer that was paused before its rename
@@ -80,7 +85,7 @@ class LocalStorage:
         if attempt is None:
             return path
         with contextlib.suppress(FileNotFoundError):  # left by an interrupted removal
-            shutil.rmtree(self._root / attempt.removed)
+            _remove_tree(self._root / attempt.removed)
         os.rename(self._root / path, self._root / attempt.removed)
         return attempt.removed
 
@@ -98,7 +103,11 @@ class _LocalSink:
 
     def sync(self) -> None:
         self._file.flush()  # before the fsync, which does not cover our own buffer
-        os.fsync(self._file.fileno())
+        try:
+            os.fsync(self._file.fileno())
+        except OSError as error:
+            if not is_unsupported(error):
+                raise
 
     def close(self) -> None:
         try:
@@ -141,6 +150,14 @@ class _LocalSource:
 
     def close(self) -> None:
         os.close(self._fd)
+
+
+def _remove_tree(path: Path) -> None:
+    """Remove a folder; of a symbolic link (an archived checkpoint) the link only."""
+    if path.is_symlink():
+        path.unlink()
+    else:
+        shutil.rmtree(path)
 
 
 def _sync_folder(path: Path) -> None:

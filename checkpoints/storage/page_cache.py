@@ -6,6 +6,7 @@ import os
 from pathlib import Path
 
 from checkpoints.storage.local import LocalStorage
+from checkpoints.storage.patient import PatientStorage
 from checkpoints.storage.protocol import Storage
 
 _BOOT = Path("/proc/sys/kernel/random/boot_id")
@@ -17,6 +18,8 @@ def page_cache_identity(storage: Storage, name: str) -> str | None:
 
     Virtual machines started from one snapshot share a boot id, so the host name is part of it.
     """
+    if isinstance(storage, PatientStorage):
+        storage = storage.inner
     if not isinstance(storage, LocalStorage):
         return None
     try:

@@ -1,8 +1,10 @@
 """The storage protocol: every operation that this package uses to store checkpoints.
 
 Paths are relative to the storage's root, with ``/``; they are built by
-:mod:`checkpoints.format.names`, never taken from a manifest unchecked. Failures are ``OSError``;
-callers turn them into the errors that users see (:mod:`checkpoints.storage.failures`).
+:mod:`checkpoints.format.names`, never taken from a manifest unchecked. Failures are ``OSError``, of
+the three kinds of :mod:`checkpoints.storage.failures`: FileNotFoundError and NotADirectoryError say
+that a file or folder does not exist, every other one that this call cannot tell. Callers turn them
+into the errors that users see.
 """
 
 from __future__ import annotations
@@ -96,3 +98,14 @@ class ClosableStorage(Protocol):
     """A storage that holds connections; its owner closes it."""
 
     def close(self) -> None: ...
+
+
+@runtime_checkable
+class VolatileStorage(Protocol):
+    """A storage whose content ends with a process or a node: the memory of a node.
+
+    A reader treats one that cannot be reached as gone, and uses the other tiers. Any other storage
+    that cannot be read may still hold the newest checkpoint: reading from it raises.
+    """
+
+    is_volatile: bool

@@ -38,3 +38,35 @@ def load_dcp(path: Path) -> dict[str, Any]:
         no_dist=True,
     )
     return state
+
+
+def load_dcp_leaves(path: Path, key: str) -> tuple[Any, dict[tuple[object, ...], torch.Tensor]]:
+    """One top-level value of a state that ``torch.distributed.checkpoint`` saved, and all tensors
+    by path; None if there is no such value.
+
+    Unlike :func:`load_dcp`, it does not rebuild the containers: DCP cannot read back some that it
+    writes, such as a list with an empty dict.
+    """
+    from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+    from torch.distributed.checkpoint.filesystem import FileSystemReader
+    from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+    from torch.distributed.checkpoint.state_dict_loader import load
+
+    entries = FileSystemReader(path).read_metadata()
+    if key not in entries.state_dict_metadata:
+        return None, {}
+    flat: dict[str, Any] = {
+        name: torch.empty(entry.size, dtype=entry.properties.dtype, device="cpu")
+        for name, entry in entries.state_dict_metadata.items()
+        if isinstance(entry, TensorStorageMetadata)
+    }
+    names = list(flat)
+    flat[key] = ""
+    load(
+        flat,
+        checkpoint_id=path,
+        planner=DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False),
+        no_dist=True,
+    )
+    paths = entries.planner_data or {}
+    return flat[key], {tuple(paths.get(name, (name,))): flat[name] for name in names}

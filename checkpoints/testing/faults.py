@@ -104,6 +104,8 @@ class _Faulty(Generic[_Inner]):
     ) -> None:
         self._inner = inner
         self._plan = _FaultSchedule(at, fault, before, [])
+        if getattr(inner, "is_volatile", False):
+            self.is_volatile = True
 
     @property
     def calls(self) -> list[str]:

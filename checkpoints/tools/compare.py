@@ -12,8 +12,9 @@ from checkpoints.format.manifest import Manifest, TensorEntry
 from checkpoints.format.state_tree import tensor_leaves
 from checkpoints.loading.buffers import TensorBuffer
 from checkpoints.loading.reader import into_buffers, read_chunks
+from checkpoints.loading.tiered_storage import readable
 from checkpoints.storage.protocol import Storage
-from checkpoints.storage.roots import Root, storage_for
+from checkpoints.storage.roots import Root
 
 
 @dataclass(frozen=True)
@@ -33,7 +34,7 @@ def compare(
     called with the number of bytes processed; their sum is the size of both checkpoints.
     Raises the same errors as :func:`checkpoints.load`.
     """
-    storage = storage_for(root)
+    storage = readable(root)
     sides = tuple(_Side(storage, read_manifest(storage, name)) for name in (old, new))
     before, after = sides
     found = []

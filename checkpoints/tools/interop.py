@@ -13,7 +13,7 @@ import os
 import secrets
 import shutil
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Literal
 
@@ -29,11 +29,11 @@ from checkpoints.errors import (
     StateError,
     WriteFailed,
 )
-from checkpoints.format.state_tree import check_tree, flatten, live_tensors, unflatten
+from checkpoints.format.state_tree import check_tree, flatten, path_name, unflatten
 from checkpoints.loading.load import load
 from checkpoints.storage.failures import reading, writing
 from checkpoints.storage.roots import Root
-from checkpoints.tensors.torch_private import load_dcp
+from checkpoints.tensors.torch_private import load_dcp, load_dcp_leaves
 
 Format = Literal["torch", "dcp", "safetensors"]
 FORMATS: tuple[Format, ...] = ("torch", "dcp", "safetensors")
@@ -131,13 +131,29 @@ def _write_dcp(state: Any, path: Path) -> None:
     with warnings.catch_warnings():
         # torch warns that it saves in a single process, also if no_dist asks for that.
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-        dcp_save({**state, _TREE: json.dumps(tree)}, checkpoint_id=path, no_dist=True)
+        with _dcp_errors():
+            dcp_save({**state, _TREE: json.dumps(tree)}, checkpoint_id=path, no_dist=True)
 
 
 def _read_dcp(path: Path) -> Any:
-    state = load_dcp(path)
-    text = state.pop(_TREE, None)
-    return state if text is None else _in_tree(text, path, live_tensors(state), by_path=True)
+    with warnings.catch_warnings(), _dcp_errors():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+        text, tensors = load_dcp_leaves(path, _TREE)
+        if text is None:
+            return load_dcp(path)
+    return _in_tree(text, path, {path_name(p): t for p, t in tensors.items()}, by_path=True)
+
+
+@contextlib.contextmanager
+def _dcp_errors() -> Iterator[None]:
+    """DCP's exception is a BaseException, which would end programs that catch every Exception."""
+    from torch.distributed.checkpoint.api import CheckpointException
+
+    try:
+        yield
+    except CheckpointException as error:
+        failures = "; ".join(str(failure[0]) for failure in error.failures.values())
+        raise RuntimeError(failures or str(error)) from error
 
 
 def _write_safetensors(state: Any, path: Path) -> None:

@@ -15,6 +15,7 @@ from elastic.store.keyvalue import KeyValue
 from elastic.telemetry.log import get_logger
 
 LIVENESS, STORE, MEMORY = "liveness", "store", "memory"
+INSTANCE = "instance"  # identifies the run, among those with the same run id; no key
 
 
 class RunSecret:

@@ -39,7 +39,7 @@ from elastic.node.checkpoint_memory import host_memory
 from elastic.node.context import NodeContext
 from elastic.node.orphan_reaper import MARK, OrphanReaper, end_strays, kill_marked
 from elastic.node.ports import PortReserve
-from elastic.node.run_secret import MEMORY, RunSecret
+from elastic.node.run_secret import INSTANCE, MEMORY, RunSecret
 from elastic.rendezvous.endings import why_left
 from elastic.rendezvous.node_record import describe_node
 from elastic.rendezvous.replacement import Replacement
@@ -176,6 +176,7 @@ class Launch:
             "ELASTIC_REPLICA_SIZE": str(options.replica_size),
             "ELASTIC_ENDING": str(self._ending),
             "ELASTIC_NODE_MEMORY": self.memory.folder or None,
+            "ELASTIC_RUN_INSTANCE": secret.key(INSTANCE).text[:22],
             "ELASTIC_LINK": self.service.link_path or None,
             "ELASTIC_PREFLIGHT_PASSED": "1" if options.preflight else None,
             "ELASTIC_COLLECTIVE_TIMEOUT_S": f"{options.collective_timeout_s:g}",

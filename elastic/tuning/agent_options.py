@@ -72,6 +72,7 @@ OTHER_VARIABLES = frozenset(
         "PREFLIGHT_PASSED",
         "PROFILES",
         "PROGRESS",
+        "RUN_INSTANCE",
         "STOCK_ETCD",
         "TENSORBOARD",
         "TUNED",

@@ -180,6 +180,8 @@ LAST_SAVE_S = 600.0
 LAST_SAVE_PEERS_S = 10.0
 # Delay between the checks of the folder by consecutive ranks.
 LAST_SAVE_TURN_S = 0.25
+# A last save that takes longer is announced in the log.
+LAST_SAVE_QUIET_S = 2.0
 # How often it is checked whether a save is committed.
 SAVE_SLICE_S = 0.02
 # A disk that is slower than the policy slows training down to its rate. A disk that hangs does not:
@@ -196,6 +198,9 @@ OWNER_HEARTBEAT_S = 5.0
 # Six renewals: restarted workers are back within seconds, and their job must not lose its folder in
 # the meantime.
 OWNER_WATCH_S = 6 * OWNER_HEARTBEAT_S
+# A job with the same run id waits less: without agents that share an etcd it is usually the same
+# job, whose rank 0 has ended. Three renewals, of which one may be late.
+OWNER_SILENCE_S = 3 * OWNER_HEARTBEAT_S
 # How often renewals by another owner are checked.
 OWNER_LOOK_S = 0.25
 # For the renewing thread to end: a disk may hang.

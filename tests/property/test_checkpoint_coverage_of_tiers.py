@@ -18,7 +18,15 @@ STEPS = (1, 2, 3)
 
 
 class Parts(MemoryStorage):
-    """A storage with uncommitted parts."""
+    """A storage with uncommitted parts, as the memory of a node."""
+
+    is_volatile = True
+
+    def make_room(self, name: CheckpointName, size_bytes: int) -> None:
+        pass
+
+    def remove_if_empty(self, name: CheckpointName) -> None:
+        pass
 
     def part_written(
         self, name: CheckpointName, keep: checkpoints.RetentionFunction | None

@@ -53,8 +53,10 @@ def test_an_uncommitted_attempt_is_not_listed(tmp_path: Path) -> None:
 
 def test_saving_a_committed_step_again_changes_nothing(tmp_path: Path) -> None:
     name = save_all(tmp_path, small_state(5), step=5)
-    again = checkpoints.save(tmp_path, small_state(6), step=5, nonce="aa")
+    again = checkpoints.save(tmp_path, small_state(5), step=5, nonce="aa")
     assert (again.committed, again.bytes_written) == (True, 0)
+    with pytest.raises(checkpoints.NameTaken, match="another state"):
+        checkpoints.save(tmp_path, small_state(6), step=5, nonce="aa")
     assert same(checkpoints.load(tmp_path, name).state, small_state(5))
 
 

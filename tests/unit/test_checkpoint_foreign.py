@@ -10,6 +10,7 @@ import torch
 from checkpoint_states import odd_state, same, save_all, small_state
 from safetensors.torch import load_file
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
+from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
 import checkpoints
 from checkpoints.tools.interop import Format
@@ -38,6 +39,25 @@ def test_unusual_states_survive_export_and_import(root: Path, form: Format) -> N
     state = odd_state()
     del state["complex128"]
     assert same(round_trip(root, state, form), state)
+
+
+@pytest.mark.parametrize(
+    "state",
+    [
+        {"x": [(), {}]},
+        {"w": torch.ones(1), "h": [{}, torch.ones(1)], "e": [[], ({}, None)]},
+        {"opt": torch.optim.AdamW(torch.nn.Linear(2, 2).parameters()).state_dict(), "l": [[]]},
+    ],
+)
+def test_empty_containers_survive_dcp(root: Path, state: Any) -> None:
+    """torch's own reader cannot read the first two."""
+    assert same(round_trip(root, state, "dcp"), state)
+
+
+def test_a_failure_of_dcp_is_a_load_error(root: Path, tmp_path: Path) -> None:
+    dcp_save({"x": [(), {}]}, checkpoint_id=tmp_path / "foreign", no_dist=True)
+    with pytest.raises(checkpoints.ReadFailed, match="Missing key"):
+        checkpoints.import_from(tmp_path / "foreign", "dcp", trust=True)
 
 
 def test_dcp_loads_an_export_into_live_tensors(root: Path) -> None:

@@ -15,8 +15,9 @@ from fsspec.implementations.memory import MemoryFileSystem
 from run_kit import job, process
 
 import checkpoints
-from checkpoints.catalog.commit import commit
+from checkpoints.catalog.commit import commit, is_waiting
 from checkpoints.format.names import CheckpointName
+from checkpoints.saving.engine import poll_pause_s
 from checkpoints.storage.fsspec_store import FsspecObjects
 from checkpoints.storage.local import LocalStorage
 from checkpoints.storage.object_storage import ObjectStorage
@@ -312,6 +313,35 @@ def test_urls_and_paths_are_distinguished(tmp_path: Path) -> None:
     for path in (str(tmp_path), tmp_path, "a:b/c", "./s3:/x"):
         assert isinstance(storage_for(path), LocalStorage)
     assert storage_for("memory://jobs/one").place == "memory://jobs/one"
+
+
+def test_a_path_that_people_write_is_the_folder_that_they_mean(tmp_path: Path) -> None:
+    for root, folder in (
+        ("~/runs", Path.home() / "runs"),
+        (Path("~/runs"), Path.home() / "runs"),
+        ("file://localhost/runs/a", Path("/runs/a")),
+        ("file:///runs/a%20b", Path("/runs/a b")),
+    ):
+        storage = storage_for(root)
+        assert isinstance(storage, LocalStorage) and storage.folder == str(folder)
+    for url in (Path("s3://bucket/job"), "s3:/bucket/job", "file://other-host/runs"):
+        with pytest.raises(checkpoints.ArgumentError):
+            storage_for(url)
+
+
+def test_a_writer_that_waits_for_others_sends_few_requests() -> None:
+    waited_s, polls = 0.0, 0
+    while waited_s < 60:
+        waited_s += poll_pause_s(waited_s)
+        polls += 1
+    assert polls < 45
+    lists: list[str] = []
+    storage = ObjectStorage(FaultyObjects(prepared(), before=lists.append))
+    name = CheckpointName(9, 0, "aa")
+    checkpoints.save(storage, small_state(9), step=9, nonce="aa", rank=0, world_size=2)
+    lists.clear()
+    assert is_waiting(storage.list(name.attempt), 2)  # a poll
+    assert len(lists) == 1, "regardless of the number of checkpoints"
 
 
 def test_a_url_scheme_without_a_driver_is_rejected_by_name() -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import shutil
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -160,3 +162,85 @@ def test_a_tensor_of_six_gib_is_restored(tmp_path: Path) -> None:
     for value, place in enumerate(places, start=1):
         assert int(live["large"][place]) == value
     assert torch.equal(live["large"], large)
+
+
+def test_a_wrapper_subclass_is_refused_before_anything_is_written(tmp_path: Path) -> None:
+    """Its own data_ptr() is 0: two different ones would count as tied."""
+    from torch.testing._internal.two_tensor import TwoTensor
+
+    parts = {"a": torch.full((3,), 1.0), "b": torch.full((3,), 2.0)}
+    wrapped = {key: TwoTensor(part, part) for key, part in parts.items()}  # type: ignore[no-untyped-call]
+    with pytest.raises(checkpoints.StateError, match="TwoTensor"):
+        checkpoints.save(tmp_path, wrapped, step=1, nonce="aa")
+    with checkpoints.Engine(tmp_path) as engine, pytest.raises(checkpoints.StateError):
+        engine.save_async(wrapped, step=1, world=ALONE)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("base", [None, "/dev/shm"])
+@pytest.mark.parametrize(
+    ("unwritable", "why"),
+    [
+        (lambda: torch.zeros(3, device="meta"), "on the meta device"),
+        (lambda: torch.zeros(1).expand(3), "share memory"),
+        (lambda: torch.zeros(4).as_strided((2, 3), (1, 1)), "share memory"),
+    ],
+)
+def test_a_tensor_that_cannot_be_loaded_into_is_refused_before_any_is_changed(
+    base: str | None, unwritable: Any, why: str
+) -> None:
+    with tempfile.TemporaryDirectory(dir=base) as root:
+        live = {"a": torch.zeros(3), "b": unwritable(), "z": torch.zeros(3)}
+        saved = {key: torch.ones(value.shape) for key, value in live.items()}
+        name = save_all(Path(root), saved, step=1)
+        with pytest.raises(checkpoints.StateMismatch, match=why) as refused:
+            checkpoints.load(root, name, into=live)
+        assert len(refused.value.mismatched) == 1
+        assert same(live["a"], torch.zeros(3)) and same(live["z"], torch.zeros(3))
+        loaded = checkpoints.load(root, name, into=live, strict=False)
+        assert [why in line for line in loaded.unmatched] == [True]
+        assert same(live["z"], torch.ones(3))
+
+
+def test_keys_with_the_same_text_are_refused_for_tensors_and_exact_for_values() -> None:
+    root = MemoryStorage()
+    with pytest.raises(checkpoints.StateError, match="'x/0'"):
+        checkpoints.save(root, {"x": {0: torch.ones(1), "0": torch.zeros(1)}}, step=1, nonce="aa")
+    assert root.list("") == []
+    values = {"x": {0: 1, "0": 2}}
+    name = checkpoints.save(root, values, step=1, nonce="aa").name
+    assert checkpoints.load(root, name).state == values
+
+
+@pytest.mark.parametrize("position", [(1, 2), {"epoch": (1,)}, {1: 2}])
+def test_a_data_position_that_json_changes_is_refused(position: Any) -> None:
+    root = MemoryStorage()
+    with pytest.raises(checkpoints.StateError, match="another value"):
+        checkpoints.save(root, {}, step=1, nonce="aa", data_position=position)
+    assert root.list("") == []
+
+
+def test_a_rolled_back_run_does_not_report_old_states_as_saved(tmp_path: Path) -> None:
+    def save(step: int, value: float) -> checkpoints.SaveOutcome:
+        state = {"w": torch.full((2,), value)}
+        outcome = engine.save_async(state, step=step, world=ALONE).wait(60)
+        assert outcome is not None
+        return outcome
+
+    with checkpoints.Engine(tmp_path) as engine:
+        for step in (10, 20):
+            assert save(step, step).status is checkpoints.SaveStatus.COMMITTED
+        again = save(20, 20)
+        assert (again.status, again.bytes_written) == (checkpoints.SaveStatus.COMMITTED, 0)
+        other = save(20, -20)
+    assert other.status is checkpoints.SaveStatus.FAILED
+    assert isinstance(other.error, checkpoints.NameTaken) and "new nonce" in other.reason
+
+
+def test_the_share_of_an_abandoned_step_is_never_completed_with_a_new_one() -> None:
+    root = MemoryStorage()
+    save = functools.partial(checkpoints.save, root, step=1, nonce="aa", world_size=2)
+    save(small_state(1), rank=0)
+    with pytest.raises(checkpoints.NameTaken):
+        save(small_state(2), rank=0)
+    assert save(small_state(1), rank=1).committed

@@ -8,14 +8,15 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from checkpoints import LocalStorage
 from elastic.errors import ConfigError
 from elastic.testing.doubles.manual_clock import ManualClock
-from elastic.training.checkpointing.ownership import OWNER_FILE, Ownership
-from elastic.tuning.worker_intervals import OWNER_WATCH_S
+from elastic.training.checkpointing.ownership import INSTANCE, OWNER_FILE, Ownership, _process
+from elastic.tuning.worker_intervals import OWNER_SILENCE_S, OWNER_WATCH_S
 
 
 @pytest.fixture
@@ -63,6 +64,106 @@ def test_the_same_run_id_is_accepted_at_once(claim: Callable[..., Ownership]) ->
     again = claim("one", on_sleep=lambda: pytest.fail("it waits"))
     before = again.claim()
     assert before is not None and before.failures == 1, "it was never released"
+
+
+def record_of(tmp_path: Path, **changes: Any) -> None:
+    """Change the record, as if it were of another process or machine."""
+    record = json.loads((tmp_path / OWNER_FILE).read_text())
+    (tmp_path / OWNER_FILE).write_text(json.dumps({**record, **changes}))
+
+
+def test_two_jobs_with_one_run_id_never_share_a_folder(
+    claim: Callable[..., Ownership], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Started by mistake, with separate etcds."""
+    monkeypatch.setenv(INSTANCE, "etcd-1")
+    claim("one").claim()
+
+    def heartbeat() -> None:
+        counter = json.loads((tmp_path / OWNER_FILE).read_text())["counter"]
+        record_of(tmp_path, counter=counter + 1)
+
+    monkeypatch.setenv(INSTANCE, "etcd-2")
+    record_of(tmp_path, writer="another machine", node="n7")
+    with pytest.raises(ConfigError, match="'one', rank 0 on node n7"):
+        claim("one", on_sleep=heartbeat).claim()
+    with subprocess.Popen(["sleep", "60"]) as rank_0:  # on this machine
+        record_of(tmp_path, writer=_process(rank_0.pid))
+        with pytest.raises(ConfigError, match="another job saves"):
+            claim("one", on_sleep=heartbeat).claim()
+        rank_0.kill()
+
+
+def test_a_continued_job_claims_its_folder_without_a_wait(
+    claim: Callable[..., Ownership], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def waits() -> None:
+        pytest.fail("it waits")
+
+    monkeypatch.setenv(INSTANCE, "etcd-1")
+    claim("one").claim()
+    record_of(tmp_path, writer="another machine")
+    claim("one", on_sleep=waits).claim()  # the next rank 0, of the same etcd
+    monkeypatch.setenv(INSTANCE, "etcd-2")  # wiped
+    with subprocess.Popen(["sleep", "60"]) as rank_0:
+        dead = _process(rank_0.pid)
+        rank_0.kill()
+    record_of(tmp_path, writer=dead)
+    claim("one", on_sleep=waits).claim()
+    record_of(tmp_path, writer="another machine", instance="etcd-1")  # requeued elsewhere
+    status = os.stat(tmp_path / OWNER_FILE)
+    os.utime(tmp_path / OWNER_FILE, (status.st_atime, status.st_mtime - OWNER_SILENCE_S - 1))
+    claim("one", on_sleep=waits).claim()
+
+
+def test_a_job_of_the_same_run_id_waits_for_a_silent_owner_of_another_machine(
+    claim: Callable[..., Ownership], tmp_path: Path
+) -> None:
+    claim("one").claim()
+    record_of(tmp_path, writer="another machine")
+    slept: list[None] = []
+    claim("one", on_sleep=lambda: slept.append(None)).claim()
+    assert 0 < len(slept) * 0.25 <= OWNER_SILENCE_S + 1
+
+
+def test_an_owner_that_was_replaced_commits_nothing_more(
+    claim: Callable[..., Ownership], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(INSTANCE, "etcd-1")
+    first = claim("one")
+    first.claim()
+    first.hold()
+    assert first.may_commit()
+    record_of(tmp_path, writer="another machine", instance="etcd-2")  # it was stopped meanwhile
+    first._clock.sleep(1.0)
+    assert not first.may_commit() and first.is_lost
+    first.close(release=True)
+    assert json.loads((tmp_path / OWNER_FILE).read_text())["instance"] == "etcd-2"
+
+
+def test_the_next_rank_0_of_a_running_job_succeeds_without_a_claim(
+    claim: Callable[..., Ownership], tmp_path: Path
+) -> None:
+    claim("one").claim()
+    record_of(tmp_path, writer="another machine")
+    successor = claim("one", on_sleep=lambda: pytest.fail("it waits"))
+    successor.hold()
+    while json.loads((tmp_path / OWNER_FILE).read_text())["writer"] != _process(os.getpid()):
+        assert successor.may_commit()
+    successor.close(release=False)
+    assert successor.may_commit()
+
+
+def test_a_record_of_an_earlier_version_is_read(
+    claim: Callable[..., Ownership], tmp_path: Path
+) -> None:
+    claim("one").claim()
+    record = json.loads((tmp_path / OWNER_FILE).read_text())
+    del record["writer"], record["instance"]
+    (tmp_path / OWNER_FILE).write_text(json.dumps(record))
+    slept: list[None] = []
+    before = claim("two", on_sleep=lambda: slept.append(None)).claim()
+    assert before is not None and len(slept) * 0.25 >= OWNER_WATCH_S
 
 
 def test_a_job_that_has_ended_releases_the_folder(claim: Callable[..., Ownership]) -> None:

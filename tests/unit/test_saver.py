@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import threading
 import time
@@ -20,6 +21,7 @@ from torch.utils.data import DataLoader
 import checkpoints
 from checkpoints import EverySeconds, EverySteps, LatestN, LocalStorage, SaveOutcome, SaveStatus
 from checkpoints.saving import supervised
+from checkpoints.storage.patient import PatientStorage
 from checkpoints.testing.faults import FaultyStorage, SimulatedCrash
 from checkpoints.testing.memory_storage import MemoryStorage
 from elastic.errors import ConfigError, TrainingError
@@ -457,6 +459,35 @@ def test_ranks_that_write_nothing_end_with_a_step_of_an_earlier_generation(
     reader.job.progress.step = 8
     assert not LastSave(reader.saver, reader.job, 0.1).together()
     reader.saver.close(0.0)
+
+
+@pytest.mark.parametrize("number", [errno.ESTALE, errno.EACCES, errno.ENOTDIR])
+def test_a_folder_that_cannot_be_listed_ends_the_wait(ranks: list[Rank], number: int) -> None:
+    def fail(label: str) -> None:
+        if label == "list ":
+            raise OSError(number, "injected", label)
+
+    storage = FaultyStorage(storage_of(ranks[0]), before=fail)
+    reader = Rank(PatientStorage(storage, patience_s=0.1), 1, 2)
+    reader.saver.writers.is_writer = False
+    reader.job.progress.step = 7
+    assert not LastSave(reader.saver, reader.job, LONG_S).together()
+    assert "cannot be listed: injected" in reader.journal.skipped[-1]
+    reader.saver.close(0.0)
+
+
+def test_a_long_wait_for_the_last_checkpoint_is_announced(
+    ranks: list[Rank], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(last_save, "LAST_SAVE_QUIET_S", 0.0)
+    monkeypatch.setattr(get_logger(), "propagate", True)
+    reader = ranks[1]
+    reader.saver.writers.is_writer = False
+    reader.job.progress.step = 7
+    with caplog.at_level(logging.INFO, "elastic"):
+        assert not LastSave(reader.saver, reader.job, 0.3).together()
+    (line,) = {message for message in caplog.messages if "waiting for" in message}
+    assert "the checkpoint of step 7" in line and "UTC" in line
 
 
 def test_the_last_save_waits_for_a_free_buffer() -> None:

@@ -10,13 +10,16 @@ import contextlib
 import dataclasses
 import json
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 import checkpoints
 from checkpoints import CheckpointError, SaveError
 from checkpoints.catalog.manifests import read_manifest
-from checkpoints.format.names import parse_committed
+from checkpoints.format.names import LATEST, REMOVED_PREFIX, parse_attempt, parse_committed
+from checkpoints.storage.failures import is_full, is_unsupported, reading, reason_of
+from checkpoints.storage.local import LocalStorage
+from checkpoints.storage.patient import PatientStorage, patient
 from checkpoints.storage.roots import storage_for
 from checkpoints.storage.small_files import read_record, write_record
 from elastic.errors import CheckpointRequired, ConfigError
@@ -38,6 +41,7 @@ class RestoreSource:
 
     name: str | None = None  # None: no checkpoint, start with rank 0's initial state
     generation: int = 0  # of the next checkpoints
+    is_recorded: bool = True  # the generation is recorded in the folder
 
 
 class CheckpointFolder:
@@ -51,70 +55,126 @@ class CheckpointFolder:
         memory: bool = False,
     ) -> None:
         self.storage = storage_for(root)
+        self._reads = patient(self.storage)
         self.has_memory = memory  # also read the nodes' memory
         self._report = report
         self.ownership = Ownership(self.storage, lambda reason: report("folder", reason))
 
     def check_writable(self, rank: int) -> None:
-        """Raise ConfigError if this worker cannot write to the folder."""
-        name = f".writable-{rank}"
+        """Raise ConfigError if this worker cannot save to the folder.
+
+        A lack of space is only reported: it may end, and the job can load.
+        """
+        place = self.storage.place
         try:
-            self.storage.make_folder("")
-            write_record(self.storage, name, b"")
-            self.storage.remove(name)
-        except (OSError, SaveError) as error:
-            cause = error.__cause__ or error
-            reason = getattr(cause, "strerror", None) or str(cause)
+            PatientStorage(self.storage).repeated(lambda: self._try_to_write(rank))
+        except OSError as error:
+            if is_full(error):
+                self._report("folder", f"{place} has no space: {reason_of(error)}")
+                return
             raise ConfigError(
-                f"checkpoints cannot be written to {self.storage.place}: {reason}",
+                f"checkpoints cannot be written to {place}: {reason_of(error)}",
                 hint="use a folder that every worker can write to, on storage shared by all nodes",
             ) from error
+        if rank == 0 and isinstance(self.storage, LocalStorage):
+            self._check_renames()
+
+    def _try_to_write(self, rank: int) -> None:
+        name = f".writable-{rank}"
+        self.storage.make_folder("")
+        self.storage.create(name).close()
+        self.storage.remove(name)
+
+    def _check_renames(self) -> None:
+        """Raise ConfigError if the file system cannot rename a folder, as a commit does."""
+        before, after = f"{REMOVED_PREFIX}probe", f"{REMOVED_PREFIX}probe-renamed"
+        try:
+            self.storage.remove_folder(after)
+            self.storage.make_folder(before)
+            self.storage.rename(before, after)
+        except OSError as error:
+            if is_unsupported(error):
+                raise ConfigError(
+                    f"checkpoints cannot be written to {self.storage.place}: its file system "
+                    f"cannot rename folders ({reason_of(error)})",
+                    hint="use another file system; for a bucket, its URL, such as s3://bucket/job",
+                ) from error
+        for folder in (before, after):
+            with contextlib.suppress(OSError):  # the next garbage collection removes it
+                self.storage.remove_folder(folder)
 
     def resolve(self, world: World, *, required: bool) -> RestoreSource:
         """Commit or remove the leftovers of a dead world, and choose the checkpoint to resume from.
 
-        Raises CheckpointRequired if there is none and one is required, or if checkpoints exist and
-        none is complete: a silent start from step 0 would discard the work.
+        Nothing here must be written: a job on a full disk loads and trains. Raises
+        CheckpointRequired if there is none and one is required, or if an earlier world has saved
+        and none of its checkpoints can be loaded: a silent start from step 0 would discard the
+        work. Raises checkpoints.ReadFailed if the folder or a tier cannot be read.
         """
-        checkpoints.collect_garbage(self.storage, generation=world.generation, nonce=world.nonce)
+        with self._readable() as storage, reading(self.storage.place):
+            entries = self._list(self._reads)
+            entries += self._list(storage) if self.has_memory else []
+        generation = self._next_generation(world, entries)
+        collected = checkpoints.collect_garbage(
+            self.storage, generation=generation, nonce=world.nonce
+        )
+        for leftover in collected.failed:
+            self._report(leftover.folder, leftover.reason)
         with self._readable() as storage:
             found = checkpoints.latest(storage)
-            seen = checkpoints.list_checkpoints(storage)
-        place = self.storage.place
         for passed in found.skipped:
             self._report(passed.name, passed.reason)
-        if found.checkpoint is None and found.skipped:
+        if found.checkpoint is None:
+            self._check_may_begin(found, required=required)
+        name = found.checkpoint.name if found.checkpoint else None
+        return RestoreSource(name, generation, self._record(generation))
+
+    def _list(self, storage: checkpoints.Storage) -> list[str]:
+        try:
+            return storage.list("")
+        except FileNotFoundError:
+            return []
+
+    def _check_may_begin(self, found: checkpoints.Resolution, *, required: bool) -> None:
+        """Raise CheckpointRequired if a start from step 0 would discard work."""
+        place = self.storage.place
+        if found.skipped:
             raise CheckpointRequired(
                 f"none of the {len(found.skipped)} checkpoints in {place} can be loaded; "
                 f"the newest: {found.skipped[0].name}: {found.skipped[0].reason}",
                 hint="repair the folder, or use another one to start from step 0",
             )
-        if found.checkpoint is None and required:
+        if required:
             raise CheckpointRequired(
                 f"there is no checkpoint in {place}, but one is required",
                 hint="use the folder of the job to resume, or required=False",
             )
-        name = found.checkpoint.name if found.checkpoint else None
-        return RestoreSource(name, self._next_generation(world, found, seen))
+        newest = (read_record(self._reads, LATEST) or b"").decode("ascii", "replace").strip()
+        if parse_committed(newest) is not None:
+            raise CheckpointRequired(
+                f"there is no checkpoint in {place}, but its file {LATEST} names {newest}",
+                hint=f"restore that checkpoint, or remove {LATEST} to start from step 0",
+            )
 
-    def _next_generation(
-        self,
-        world: World,
-        found: checkpoints.Resolution,
-        listed: tuple[checkpoints.CheckpointInfo, ...],
-    ) -> int:
+    def _next_generation(self, world: World, entries: Iterable[str]) -> int:
         """The world's generation, or the next unused one if the folder already contains it.
 
         Launchers that restart at generation 1 (plain python, stock backends, an emptied etcd) must
         neither save below existing generations, nor reuse that of a world that died before saving.
         """
-        seen = [info.generation for info in listed]
-        passed = [parse_committed(p.name) for p in found.skipped]
-        seen += [name.generation for name in passed if name]
-        seen += _number(read_record(self.storage, GENERATION_FILE))
-        generation = max([world.generation, *(g + 1 for g in seen)])
-        write_record(self.storage, GENERATION_FILE, f"{generation}\n".encode())
-        return generation
+        names = [parse_committed(entry) or parse_attempt(entry) for entry in entries]
+        seen = [name.generation for name in names if name is not None]
+        seen += _number(read_record(self._reads, GENERATION_FILE))
+        return max([world.generation, *(g + 1 for g in seen)])
+
+    def _record(self, generation: int) -> bool:
+        """Record the generation; returns whether that succeeded."""
+        try:
+            write_record(self.storage, GENERATION_FILE, f"{generation}\n".encode())
+        except SaveError as error:
+            self._report("folder", f"its generation cannot be recorded: {error.message}")
+            return False
+        return True
 
     def check_shared(self, rank: int, generation: int) -> None:
         """Warn if this rank does not see the generation that rank 0 has written: each of them then
@@ -123,7 +183,7 @@ class CheckpointFolder:
         Only a warning: some network file systems show a new file after a delay.
         """
         with contextlib.suppress(CheckpointError):  # reported by the saves
-            if _number(read_record(self.storage, GENERATION_FILE)) != [generation]:
+            if _number(read_record(self._reads, GENERATION_FILE)) != [generation]:
                 get_logger().warning(
                     "the checkpoint folder %s is not shared by all nodes: rank %d on node %s does "
                     "not see what rank 0 has written there. No checkpoint of several ranks can be "
@@ -161,7 +221,7 @@ class CheckpointFolder:
     def _readable(self) -> Iterator[checkpoints.Storage]:
         """The folder, combined with all nodes' memory if that is enabled."""
         if not self.has_memory:
-            yield self.storage
+            yield self._reads
             return
         with everywhere(self.storage, self._report) as storage:
             yield storage

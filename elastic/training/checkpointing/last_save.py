@@ -9,6 +9,7 @@ the folder in the order of their ranks, and the first one that finds no other at
 from __future__ import annotations
 
 from collections.abc import Callable
+from datetime import datetime, timezone
 from enum import Enum
 
 import checkpoints
@@ -16,9 +17,15 @@ from checkpoints import CheckpointName, SaveHandle, SaveStatus
 from checkpoints.format.lineage import why_abandoned
 from checkpoints.format.names import parse_attempt, parse_committed
 from elastic.clock import SYSTEM_CLOCK, Clock
+from elastic.telemetry.log import get_logger
 from elastic.training.checkpointing.saver import Saver
 from elastic.training.state.job_state import JobState
-from elastic.tuning.worker_intervals import LAST_SAVE_PEERS_S, LAST_SAVE_TURN_S, SAVE_SLICE_S
+from elastic.tuning.worker_intervals import (
+    LAST_SAVE_PEERS_S,
+    LAST_SAVE_QUIET_S,
+    LAST_SAVE_TURN_S,
+    SAVE_SLICE_S,
+)
 
 # How much longer a rank waits for other ranks' shares than for its own.
 PEERS_FACTOR = 2.0
@@ -31,7 +38,7 @@ class _StepStatus(Enum):
     COMMITTED = "it is committed"
     BEGUN = "another rank is writing it"
     NOTHING = "no rank is writing it"
-    NO_RESPONSE = "the disk does not respond"
+    UNKNOWN = "the folder cannot be listed, or the disk does not respond"
 
 
 class LastSave:
@@ -43,7 +50,9 @@ class LastSave:
         self._saver = saver
         self._job = job
         self._clock = clock
-        self._until_s = clock.monotonic() + budget_s
+        self._began_s = clock.monotonic()
+        self._until_s = self._began_s + budget_s
+        self._is_announced = False
         self._step = job.progress.step
 
     def together(self) -> bool:
@@ -85,7 +94,7 @@ class LastSave:
             status = self._list()
             if status is _StepStatus.NOTHING and self._clock.monotonic() >= turn_s:
                 return self._write_all()
-            if status in (_StepStatus.COMMITTED, _StepStatus.NO_RESPONSE):
+            if status in (_StepStatus.COMMITTED, _StepStatus.UNKNOWN):
                 return status is _StepStatus.COMMITTED
             if status is _StepStatus.BEGUN:
                 self._wait(lambda: False, at_most_s=LAST_SAVE_TURN_S)
@@ -95,7 +104,7 @@ class LastSave:
         """Wait until another replica has committed the state."""
         while self._left_s() > 0:
             status = self._list()
-            if status in (_StepStatus.COMMITTED, _StepStatus.NO_RESPONSE):
+            if status in (_StepStatus.COMMITTED, _StepStatus.UNKNOWN):
                 return status is _StepStatus.COMMITTED
             self._wait(lambda: False, at_most_s=LAST_SAVE_TURN_S)
         return False
@@ -135,17 +144,21 @@ class LastSave:
         return self._saver.has_committed(self._step)
 
     def _list(self) -> _StepStatus:
-        """List the folder on the engine's thread, because a disk may hang."""
-        listings: list[list[str]] = []
+        """List the folder on the engine's thread, because a disk may hang.
+
+        A failure that the storage's own repetitions do not overcome ends the wait: the folder is
+        unlikely to come back while this process waits, and it holds no state that others need.
+        """
+        listings: list[list[str] | None] = []
         self._saver.list_later(listings.append)
-        if not self._wait(lambda: bool(listings)):
-            return _StepStatus.NO_RESPONSE
+        if not self._wait(lambda: bool(listings)) or (listing := listings[0]) is None:
+            return _StepStatus.UNKNOWN
         target = (self._saver.writers.generation, self._step)
-        committed = [name for name in map(parse_committed, listings[0]) if name]
+        committed = [name for name in map(parse_committed, listing) if name]
         if any(_place(name) >= target or self._is_inherited(name) for name in committed):
             return _StepStatus.COMMITTED
         # This world's joint attempts do not count: they wait for ranks that have died.
-        attempts = [name for name in map(parse_attempt, listings[0]) if name]
+        attempts = [name for name in map(parse_attempt, listing) if name]
         others = [name for name in attempts if name.nonce != self._saver.writers.nonce]
         return (
             _StepStatus.BEGUN if any(_place(n) == target for n in others) else _StepStatus.NOTHING
@@ -169,9 +182,21 @@ class LastSave:
         while not done():
             if self._clock.monotonic() >= until_s:
                 return False
+            self._announce()
             self._saver.poll()  # detects a hung disk or a dead engine
             self._clock.sleep(SAVE_SLICE_S)
         return True
+
+    def _announce(self) -> None:
+        """Log once what this process waits for, if that takes long."""
+        if self._is_announced or self._clock.monotonic() - self._began_s < LAST_SAVE_QUIET_S:
+            return
+        self._is_announced = True
+        end = datetime.fromtimestamp(self._clock.wall() + self._left_s(), timezone.utc)
+        get_logger().info(
+            "waiting for the checkpoint of step %d in %s, for at most %.0f s, until %s UTC",
+            *(self._step, self._saver.place, self._left_s(), end.strftime("%H:%M:%S")),
+        )
 
 
 def _was_skipped(handle: SaveHandle) -> bool:

@@ -1,25 +1,35 @@
 """The owner of a checkpoint folder: one job at a time; a second one is refused.
 
-Rank 0 keeps a record in the folder and increments its counter every few seconds. A job with
-another run id watches the counter: if it changes, its owner is alive. Clocks are never compared,
-neither between machines nor over time, so a clock that jumps has no effect.
+Rank 0 keeps a record in the folder and increments its counter every few seconds. Another job that
+finds a record watches the counter: if it changes, its owner is alive, and the job is refused. A run
+id alone proves nothing, since two jobs may be started with one by mistake.
 
-A job with the same run id may continue. A released record is free, and so is the record of a job
-on one node whose process (the launcher, or a plain ``python train.py``) has ended. If that process
-is alive, it is another job, even with the same run id (torchrun's default is "none" for all). Any
-other record is replaced once it has not changed for :data:`OWNER_WATCH_S`.
+There is no wait where the owner is known to have ended, or to be this job:
+
+- it has released the folder;
+- it is a job of the same run id in the same etcd (:data:`INSTANCE`), where agents see to it that
+  there is one rank 0;
+- a process whose end ends its heartbeat has ended on this machine: that of rank 0, or the one that
+  a job on one node cannot outlive (the launcher, or a plain ``python train.py``);
+- it has the same run id, and its record has not changed for :data:`OWNER_SILENCE_S`, by the clock
+  of the storage.
+
+Before it commits, rank 0 reads the record again: a job that was stopped, and replaced in the
+meantime, saves nothing more.
 """
 
 from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import threading
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, fields, replace
 
 from checkpoints import CheckpointError, Storage
+from checkpoints.storage.patient import patient
 from checkpoints.storage.small_files import read_record, write_record
 from elastic.clock import SYSTEM_CLOCK, Clock
 from elastic.errors import ConfigError
@@ -28,11 +38,14 @@ from elastic.tuning.worker_intervals import (
     OWNER_HEARTBEAT_S,
     OWNER_JOIN_S,
     OWNER_LOOK_S,
+    OWNER_SILENCE_S,
     OWNER_WATCH_S,
 )
 from elastic.world.world import is_launched, node_name
 
 OWNER_FILE = ".owner.json"
+INSTANCE = "ELASTIC_RUN_INSTANCE"  # set by agents: the same for all that share a run and an etcd
+_PROBE_FILE = ".owner-clock"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,6 +56,8 @@ class Owner:
     node: str  # the node of rank 0
     # The process that the job cannot outlive: boot id, pid namespace, pid, start time; "" if none.
     process: str
+    writer: str = ""  # the process of rank 0, in the same form
+    instance: str = ""  # of the run, among those with the same run id; "" if unknown
     counter: int = 0
     is_released: bool = False
     running_s: float = 0.0  # how long the job has run, over all its processes
@@ -58,12 +73,19 @@ class Ownership:
         report: Callable[[str], object],
         clock: Clock = SYSTEM_CLOCK,
     ) -> None:
-        self._storage = storage
+        self._storage = patient(storage)
         self._report = report
         self._clock = clock
         self._process = _job_process()
         self._run_id = os.environ.get("TORCHELASTIC_RUN_ID") or f"local {self._process}"
-        self._before = Owner(run_id=self._run_id, node=node_name(), process=self._process)
+        self._before = Owner(
+            run_id=self._run_id,
+            node=node_name(),
+            process=self._process,
+            writer=_process(os.getpid()),
+            instance=os.environ.get(INSTANCE, ""),
+        )
+        self._checked_s = -math.inf
         self._began_s = clock.monotonic()
         self._has_claimed = False
         self._stop = threading.Event()
@@ -77,14 +99,16 @@ class Ownership:
         Raises ConfigError if another job saves to it, after at most OWNER_WATCH_S.
         """
         found = self._read()
-        if found is not None and self._belongs_to_another_job(found):
-            self._watch(found)
+        if found is not None and (watch_s := self._watch_s(found)) > 0:
+            if watch_s == OWNER_SILENCE_S:
+                watch_s -= self._unchanged_s()
+            self._watch(found, watch_s)
         self._adopt(found)
+        self._has_claimed = True
         self.heartbeat()
         return self._before if found is not None else None
 
     def _adopt(self, found: Owner | None) -> None:
-        self._has_claimed = True
         if found is not None:
             self._before = replace(
                 self._before,
@@ -103,27 +127,43 @@ class Ownership:
         """Increment the record's counter. The saves report a folder that is not writable."""
         try:
             found = self._read()
-            if (
-                found is not None
-                and self._thread is not None
-                and self._belongs_to_another_job(found)
-            ):
-                self.is_lost = True
-                self._report(
-                    f"{self._storage.place} was taken over by {_describe(found)}: this job no "
-                    "longer saves to it"
-                )
-                return
-            owner = replace(
-                self._before,
-                counter=(found.counter if found is not None else 0) + 1,
-                is_released=release,
-                running_s=self._before.running_s + self._clock.monotonic() - self._began_s,
-                failures=self._before.failures + self.failures(),
-            )
-            write_record(self._storage, OWNER_FILE, json.dumps(asdict(owner)).encode())
+            if self._still_owns(found):
+                self._write(found, release=release)
         except (CheckpointError, OSError):
             return
+
+    def _write(self, found: Owner | None, *, release: bool) -> None:
+        owner = replace(
+            self._before,
+            counter=(found.counter if found is not None else 0) + 1,
+            is_released=release,
+            running_s=self._before.running_s + self._clock.monotonic() - self._began_s,
+            failures=self._before.failures + self.failures(),
+        )
+        write_record(self._storage, OWNER_FILE, json.dumps(asdict(owner)).encode())
+
+    def may_commit(self) -> bool:
+        """Whether the folder is still this job's. Called before each commit, on rank 0: without its
+        share, the other ranks commit nothing."""
+        now_s = self._clock.monotonic()
+        is_due = self._has_claimed and now_s - self._checked_s > OWNER_LOOK_S
+        if self._thread is not None and not self.is_lost and is_due:
+            with contextlib.suppress(CheckpointError):  # unknown: the heartbeats check it, too
+                self._still_owns(self._read())
+            self._checked_s = now_s
+        return not self.is_lost
+
+    def _still_owns(self, found: Owner | None) -> bool:
+        """Whether the record is this job's. Reports once if it is not."""
+        if found is None or self._thread is None or not self._is_of_another_job(found):
+            return not self.is_lost
+        if not self.is_lost:
+            self.is_lost = True
+            self._report(
+                f"{self._storage.place} was taken over by {_describe(found)}: this job no "
+                "longer saves to it"
+            )
+        return False
 
     def close(self, *, release: bool) -> None:
         """Stop updating. ``release``: the job has ended, and the folder is free."""
@@ -137,45 +177,84 @@ class Ownership:
     def _run(self) -> None:
         if not self._has_claimed:  # an earlier rank 0 of this job has
             with contextlib.suppress(CheckpointError):  # reported by the saves
-                self._adopt(self._read())
+                self._succeed(self._read())
         while not self.is_lost and not self._stop.wait(OWNER_HEARTBEAT_S):
             self.heartbeat()
 
-    def _belongs_to_another_job(self, found: Owner) -> bool:
+    def _succeed(self, found: Owner | None) -> None:
+        """Take the record over from the rank 0 of an earlier world, in which this process was."""
+        own = self._before
+        if found is not None and (found.run_id, found.instance) != (own.run_id, own.instance):
+            self._still_owns(found)
+        else:
+            self._adopt(found)
+            self._write(found, release=False)
+            self._has_claimed = True
+
+    def _is_of_another_job(self, found: Owner) -> bool:
+        """Whether another job has written the record, which may have ended."""
+        own = self._before
         if found.is_released:
             return False
-        if found.run_id == self._run_id:
-            return found.process != self._process != "" and _is_alive(found) is True
-        return _is_alive(found) is not False
+        if found.run_id != own.run_id:
+            return True
+        if found.process != own.process != "" and _is_alive(found.process) is True:
+            return True
+        is_own = found.writer == own.writer != "" or found.instance == own.instance != ""
+        return not is_own
 
-    def _watch(self, found: Owner) -> None:
+    def _watch_s(self, found: Owner) -> float:
+        """How long the record must stay unchanged before this job may claim the folder."""
+        if not self._is_of_another_job(found):
+            return 0.0
+        if found.run_id != self._run_id:
+            return 0.0 if _is_alive(found.process) is False else OWNER_WATCH_S
+        has_ended = False in (_is_alive(found.process), _is_alive(found.writer))
+        is_restart = found.process == self._process != ""  # by the same launcher
+        return 0.0 if has_ended or is_restart else OWNER_SILENCE_S
+
+    def _unchanged_s(self) -> float:
+        """How long ago the record was written, by the clock of the storage; 0 if unknown."""
+        try:
+            write_record(self._storage, _PROBE_FILE, b"")
+            now_s = self._storage.modified_s(_PROBE_FILE)
+            self._storage.remove(_PROBE_FILE)
+            return max(0.0, now_s - self._storage.modified_s(OWNER_FILE))
+        except (CheckpointError, OSError):
+            return 0.0
+
+    def _watch(self, found: Owner, watch_s: float) -> None:
+        if watch_s <= 0:
+            return
         get_logger().warning(
             "%s was last used by %s, which has not reported its end: waiting up to %g s to see "
             "whether it still saves there",
-            *(self._storage.place, _describe(found), OWNER_WATCH_S),
+            *(self._storage.place, _describe(found), watch_s),
         )
-        until_s = self._clock.monotonic() + OWNER_WATCH_S
+        until_s = self._clock.monotonic() + watch_s
         while self._clock.monotonic() < until_s:
             self._clock.sleep(OWNER_LOOK_S)
             now = self._read()
-            if now is None or not self._belongs_to_another_job(now):
+            if now is None or self._watch_s(now) <= 0:
                 return
             if now.counter != found.counter:
                 raise ConfigError(
                     f"another job saves to {self._storage.place}: {_describe(now)}",
-                    hint="use a separate folder for each job; to continue that job, end it first, "
-                    "or start with its run id",
+                    hint="use a separate folder for each job; to continue that job, end it first",
                 )
 
     def _read(self) -> Owner | None:
         data = read_record(self._storage, OWNER_FILE)
         try:
             values = json.loads(data or b"")
+            # Earlier versions wrote no writer and no instance.
+            values = {"writer": "", "instance": "", **values}
             known = {field.name: values[field.name] for field in fields(Owner)}
         except (ValueError, KeyError, TypeError):
             return None  # no record yet, or unreadable
         owner = Owner(**known)
-        texts, counts = (owner.run_id, owner.node, owner.process), (owner.counter, owner.failures)
+        texts = (owner.run_id, owner.node, owner.process, owner.writer, owner.instance)
+        counts = (owner.counter, owner.failures)
         is_sane = all(isinstance(text, str) for text in texts)
         is_sane = is_sane and all(type(count) is int and count >= 0 for count in counts)
         return owner if is_sane and isinstance(owner.running_s, (int, float)) else None
@@ -233,10 +312,10 @@ def _read_bytes(path: str) -> bytes:
         return b""
 
 
-def _is_alive(owner: Owner) -> bool | None:
-    """Whether the process that the job cannot outlive is alive; None if unknown on this node."""
-    *place, pid, _ = ["", "", *owner.process.split()]
+def _is_alive(process: str) -> bool | None:
+    """Whether a process of an owner is alive; None if that is unknown on this node."""
+    *place, pid, _ = ["", "", *process.split()]
     here = _process(os.getpid()).split()[:2]
     if place[2:] != here or not pid.isdigit():
         return None
-    return _process(int(pid)) == owner.process
+    return _process(int(pid)) == process

@@ -40,7 +40,7 @@ def restore(
     on_all_ranks(world, lambda: saver.check_writable(world))
     found = on_all_ranks(world, lambda: saver.resolve(world) if world.rank == 0 else None)
     source = RestoreSource(**broadcast_json(vars(found) if found is not None else None))
-    if saver.folder is not None:
+    if saver.folder is not None and source.is_recorded:
         saver.folder.check_shared(world.rank, source.generation)
     origin = None
     if source.name is None:

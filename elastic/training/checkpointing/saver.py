@@ -13,6 +13,8 @@ from collections.abc import Callable
 import checkpoints
 from checkpoints import CheckpointError, RetentionPolicy, SaveHandle, SaveOutcome, SaveStatus
 from checkpoints.saving.supervised import SupervisedEngine
+from checkpoints.storage.failures import reason_of
+from checkpoints.storage.patient import patient
 from elastic.clock import SYSTEM_CLOCK, Clock
 from elastic.hangs.facts import CHECKPOINT
 from elastic.hangs.phases import phases
@@ -194,15 +196,22 @@ class Saver:
         thread."""
         is_present = writers is self.writers.present
         is_stale = writers.is_over or (is_present and self.is_superseded())
-        return not is_stale and self.is_permitted()
+        if is_stale or not self.is_permitted():
+            return False
+        return self.folder is None or self.folder.ownership.may_commit()
 
     def _sweep(self, generation: int, nonce: str) -> None:
         """Commit or remove the broken world's leftovers. Called on the engine's thread."""
         assert self.folder is not None
         try:
-            checkpoints.collect_garbage(self.folder.storage, generation=generation, nonce=nonce)
+            collected = checkpoints.collect_garbage(
+                self.folder.storage, generation=generation, nonce=nonce
+            )
         except CheckpointError as error:
             self._outcomes.skipped("leftovers", str(error))
+            return
+        for leftover in collected.failed:
+            self._outcomes.skipped(leftover.folder, leftover.reason)
 
     # -- steps --------------------------------------------------------------------------------
 
@@ -218,7 +227,10 @@ class Saver:
         in_flight = int(self.engine.is_busy)
         is_stuck = received is not None and received.stuck
         if is_stuck and not self._others_are_stuck:
-            reason = "the disk of a rank hangs: no rank saves until it responds"
+            reason = (
+                "the disk of a rank hangs, or its folder belongs to another job: no rank saves "
+                "until that ends"
+            )
             self._outcomes.skipped(f"step {job.progress.step}", reason)
         self._others_are_stuck = is_stuck
         is_due = self.due.is_due(job.progress.step, self._saved_step, received, in_flight)
@@ -248,7 +260,8 @@ class Saver:
         """The control flags that this rank sends in ``step``."""
         assert self.due is not None and self.engine is not None
         wants = self.due.wants(step + 1, self._saved_step, int(self.engine.is_busy))
-        return StepFlags(save=wants, leaving=leaving, stuck=self.engine.is_stuck)
+        is_lost = self.folder is not None and self.folder.ownership.is_lost
+        return StepFlags(save=wants, leaving=leaving, stuck=self.engine.is_stuck or is_lost)
 
     def save(self, job: JobState, *, wait_s: float | None = None) -> SaveHandle | None:
         """Begin to write this rank's share, unless this step is already saved. Never blocks
@@ -320,18 +333,25 @@ class Saver:
         """The save of that step in the current world, if any."""
         return self._latest if self._latest is not None and self._latest.step == step else None
 
-    def list_later(self, answer: Callable[[list[str]], object]) -> None:
-        """Call ``answer`` with the names in the folder, on the engine's thread."""
+    @property
+    def place(self) -> str:
+        """The checkpoint folder, for messages."""
+        return self.folder.storage.place if self.folder is not None else ""
+
+    def list_later(self, answer: Callable[[list[str] | None], object]) -> None:
+        """Call ``answer`` with the names in the folder, on the engine's thread; with None if the
+        folder cannot be listed for STORAGE_PATIENCE_S, which is reported."""
         assert self.folder is not None and self.engine is not None
-        storage = self.folder.storage
+        storage = patient(self.folder.storage)
 
         def list_names() -> None:
             try:
                 answer(storage.list(""))
             except OSError as error:
                 self._outcomes.skipped(
-                    "last checkpoint", f"{storage.place} cannot be listed: {error}"
+                    "last checkpoint", f"{storage.place} cannot be listed: {reason_of(error)}"
                 )
+                answer(None)
 
         self.engine.submit(list_names)
 
