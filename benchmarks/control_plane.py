@@ -59,11 +59,17 @@ class CountingStore(EtcdStore):
         return super().put(key, value, lease=lease)
 
     def compare_and_swap(
-        self, key: str, value: bytes, *, expected_revision: int, lease: Lease | None = None
+        self,
+        key: str,
+        value: bytes,
+        *,
+        expected_revision: int | None,
+        lease: Lease | None = None,
+        basis: tuple[str, int] | None = None,
     ) -> int | None:
         self.bytes["written"] += len(value)
         return super().compare_and_swap(
-            key, value, expected_revision=expected_revision, lease=lease
+            key, value, expected_revision=expected_revision, lease=lease, basis=basis
         )
 
     def list(self, prefix: str) -> Snapshot:

@@ -30,6 +30,7 @@ from elastic.leadership import prober
 from elastic.leadership.job_progress import decode_progress
 from elastic.leadership.node_records import NodesEvent
 from elastic.link.protocol import StepReport
+from elastic.liveness import probe as probes
 from elastic.liveness.probe import Verdict
 from elastic.membership.decision import Liveness
 from elastic.membership.records import (
@@ -510,7 +511,7 @@ def test_a_new_leader_does_not_train_beside_a_silent_member_of_an_older_world(
     planned = generation(server, 2)
     assert planned.node_ids == (a.id, b.id) and planned.switch_at_step is not None
     eventually(lambda: b.status.world.world == planned)
-    probe = prober.probe
+    probe = probes.probe
 
     def probe_unless_silent(host: str, port: int, node_id: str, **more: Any) -> Verdict:
         if node_id == a.id:

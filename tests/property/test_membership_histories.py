@@ -166,7 +166,7 @@ class Histories(RuleBasedStateMachine):
         worlds = {
             m.record.running.generation: m.record.running
             for m in self.machines.values()
-            if m.record.running is not None
+            if isinstance(m.record.running, WorldRecord)
         }
         return [
             w
@@ -225,7 +225,7 @@ class Histories(RuleBasedStateMachine):
             return
         present = {n.node.node_id: n for n in view.nodes}
         ended = [n.node.running for n in view.nodes if n.node.state is NodeState.FINISHED]
-        peers = {i for group in ended if group is not None for i in group.node_ids}
+        peers = {i for group in ended if group is not None for i in group_of(group) or ()}
         for node_id in view.world.node_ids:
             seen = present.get(node_id)
             if seen is not None and seen.node.running is None and node_id not in peers:

@@ -249,7 +249,7 @@ class InProcessHistories(RuleBasedStateMachine):
         groups = {
             m.record.running.nonce: m.record.running
             for m in self.machines.values()
-            if m.record.running is not None
+            if isinstance(m.record.running, WorldRecord)
         }
         return [
             group
