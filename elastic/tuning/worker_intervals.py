@@ -205,3 +205,6 @@ OWNER_SILENCE_S = 3 * OWNER_HEARTBEAT_S
 OWNER_LOOK_S = 0.25
 # For the renewing thread to end: a disk may hang.
 OWNER_JOIN_S = 1.0
+# A copy of the weights at each step that takes less is not worth a decision: a thousandth of a step of
+# a quarter of a second, and less than a gradient reduction over any network.
+COPY_IS_CHEAP_S = 250e-6

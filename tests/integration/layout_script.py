@@ -102,13 +102,14 @@ if options.kind != "build":
 
 def train() -> None:
     model, adam = run.build(built) if options.kind == "build" else (wrapped, optimizer)
-    # A fused step takes DTensors or plain tensors, not both; the setting is part of a checkpoint.
-    adam.param_groups[0]["fused"] = options.kind != "tp"
     result["resumed"] = torch.tensor(run.state.get("epochs", 0))
     for epoch in run.epochs(options.epochs):
         for x, y in loader:
             adam.zero_grad()
             F.mse_loss(model(x), y).backward()  # type: ignore[no-untyped-call]
+            # A fused step takes DTensors or plain tensors, not both; the setting is part of a
+            # checkpoint, and is restored where the loop resumes.
+            adam.param_groups[0]["fused"] = options.kind != "tp"
             adam.step()
         run.state["epochs"] = epoch + 1
     for name, parameter in model.named_parameters():

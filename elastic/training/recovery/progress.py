@@ -12,6 +12,7 @@ from __future__ import annotations
 import dataclasses
 
 from elastic.errors import TrainingError
+from elastic.telemetry.log import get_logger
 from elastic.training.current_step import CurrentStep
 from elastic.training.recovery.agreement import Agreement, RankState, Tag
 from elastic.training.recovery.redone_rates import RedoneRates, rates_of
@@ -86,6 +87,7 @@ class RankProgress:
         if not self.is_before_place or self._place != place:
             return False
         self.is_before_place = self._is_step_missing = False
+        given = rates_of(self._optimizer_watch.tracked)
         if not self.rollback.restore():
             raise TrainingError(
                 f"weights were changed after they were restored for step {self._job.progress.step},"
@@ -93,6 +95,13 @@ class RankProgress:
                 "world",
                 hint="initialize weights, or load pretrained weights, before run.retry(train), not "
                 "in train",
+            )
+        restored = rates_of(self._optimizer_watch.tracked)
+        if given != restored:
+            get_logger().info(
+                "lr=%s, which was set before the loop, is replaced by that of step %d, lr=%s: the "
+                "loop resumes there. To change rates of a resumed job, set them in run.on_world",
+                *(list(given.values()), self._job.progress.step, list(restored.values())),
             )
         return True
 

@@ -27,10 +27,10 @@ from elastic.training.state.copies import WeightCopies
 from elastic.training.state.job_state import JobState
 from elastic.training.state.random_state import RandomState
 from elastic.training.state.snapshot import BoundaryState, Path, Snapshot
+from elastic.tuning.worker_intervals import COPY_IS_CHEAP_S
 
-# Copies are affordable if they cost this fraction of a step, or less than this time.
+# Copies are affordable if they cost this fraction of a step, or less than COPY_IS_CHEAP_S.
 AFFORDABLE_FRACTION = 0.01
-AFFORDABLE_S = 250e-6
 AFFORDABLE_MEMORY = 0.1  # of the memory that is available
 FIRST_STEPS = 3  # of a process: always copied, while the cost and the script are not known yet
 
@@ -301,7 +301,7 @@ class CopyCosts:
         self._last_end_s = now_s
         is_decided = self.steps == FIRST_STEPS or self.steps & (self.steps - 1) == 0
         if self.are_affordable and self.steps >= FIRST_STEPS and is_decided:
-            limit_s = max(AFFORDABLE_S, AFFORDABLE_FRACTION * self._step_s)
+            limit_s = max(COPY_IS_CHEAP_S, AFFORDABLE_FRACTION * self._step_s)
             # The cost on a device is not measured, and its memory is the script's.
             self.are_affordable = self._fits and (self._copy_s or float("inf")) <= limit_s
             if self.steps > FIRST_STEPS:
