@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import os
 import secrets
-import signal
 import socket
 import sys
 import weakref
@@ -123,11 +122,9 @@ def _require_passed_preflight(failure: torch_private.WorkerFailure | None) -> No
         raise NodeUnfit(reason)
 
 
-def leave_on_sigterm(launcher: Launcher) -> Callable[[], BaseException]:
-    """Creates the exception that ends a launch whose node was asked to leave."""
-    if launcher is Launcher.PROGRAM:
-        return lambda: torch_private.signal_exception(signal.SIGTERM)
-    return preemption_exit
+def exit_on_signal(launcher: Launcher) -> Callable[[int], BaseException]:
+    """Creates the exception that ends a launch whose node was asked to leave by a signal."""
+    return torch_private.signal_exception if launcher is Launcher.PROGRAM else preemption_exit
 
 
 def _run_id(parameters: RendezvousParameters) -> str:
@@ -234,7 +231,7 @@ class EtcdRendezvousHandler(RendezvousHandler):
             launcher=self._launcher,
             signals=self._signals,
             agent=agent,
-            exit_on_leave=leave_on_sigterm(self._launcher),
+            exit_on_leave=exit_on_signal(self._launcher),
         )
         self._launches.append(launch)
         torch_private.attach(
