@@ -11,6 +11,8 @@ survives; otherwise this module does.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from elastic.membership.joining_nodes import find_joining_nodes, first_node, refusal
 from elastic.membership.member_status import MemberStatus, classify_members
 from elastic.membership.proposal import also, count, names, propose, verb, world_of
@@ -134,6 +136,8 @@ def _without_survivors(
         )
         return Wait(reason=reason, until_s=until)
     why = "; ".join(status.sentences) or "the last world has no members"
+    if status.world.left_in_order and status.world.committed_step:
+        why += f" (all nodes had left, after step {status.world.committed_step})"
     # No member remains: as in a first world, the limits of the first node apply.
     reference = first_node(view) or status.world
     decision = _gather(view, reference, now, policy, Cause.TAKEOVER, f"{why}; ")
@@ -142,7 +146,9 @@ def _without_survivors(
     if is_waiting and not silent and _leaving(view, status):
         # (Also together with waiting nodes: the step must be announced to the leaving ones.)
         planned, why = _can_reach_boundary(view), f"{why}; no member remains"
-        return propose(view, status.world, (), Cause.PAUSED, why, planned=planned)
+        empty = propose(view, status.world, (), Cause.PAUSED, why, planned=planned)
+        has_left = status.world.left_in_order or all(g.cause is Cause.LEFT for g in status.gone)
+        return replace(empty, left_in_order=has_left)
     if isinstance(decision, Proposal) and stepping is not None:
         return stepping
     return decision

@@ -16,7 +16,11 @@ from typing import NoReturn, Protocol
 
 from elastic.clock import SYSTEM_CLOCK, Clock
 from elastic.errors import Preempted
+from elastic.membership.records import NodeState, WorldRecord
+from elastic.node.context import NodeContext
 from elastic.telemetry.log import get_logger
+from elastic.tuning.agent_intervals import UNANNOUNCED_S
+from elastic.tuning.timeouts import ANNOUNCE_S
 
 INTERRUPTED_EXIT_CODE = 128 + signal.SIGINT
 
@@ -36,6 +40,38 @@ def leave_at_once(end: Callable[[int], BaseException] = preemption_exit) -> Sign
         raise end(signum)
 
     return raise_end
+
+
+class UnannouncedLeave:
+    """Asks the workers of a leaving node to leave if no world without it is announced to them, as
+    the leader cannot write one to an etcd that is unreachable or full. Called on every iteration
+    of the node's thread."""
+
+    def __init__(
+        self,
+        context: NodeContext,
+        announced: Callable[[], WorldRecord | None],
+        ask_to_leave: Callable[[str], object],
+        store_fails: Callable[[], bool],
+    ) -> None:
+        self._at = context
+        self._announced = announced
+        self._ask_to_leave = ask_to_leave
+        self._store_fails = store_fails
+        self._since_s: float | None = None
+
+    def check(self) -> None:
+        node, now_s = self._at.status.node, self._at.clock.monotonic()
+        if node.state is not NodeState.LEAVING or not node.in_process or node.running is None:
+            self._since_s = None
+            return
+        self._since_s = now_s if self._since_s is None else self._since_s
+        world = self._announced()
+        if world is None or node.node_id not in world.node_ids:
+            return
+        wait_s = ANNOUNCE_S if self._store_fails() else UNANNOUNCED_S
+        if now_s - self._since_s >= min(wait_s, self._at.options.leave_grace_s / 2):
+            self._ask_to_leave("this node leaves, and no world without it was announced")
 
 
 class LauncherPhase(Enum):
@@ -135,14 +171,16 @@ class Leaving:
 
     @property
     def was_kept_from_launcher(self) -> bool:
-        """Whether a signal arrived but did not end the launch, whose workers had ended or failed."""
+        """Whether a signal did not end the launch, because its workers had ended or failed."""
         return self.is_requested and not self._has_raised
 
     def end_if_left(self) -> None:
         """Raise :meth:`end` once the workers have left, or their time has expired."""
         if not self._has_left_job:  # the signal arrived while torch started the workers
             self._leave()
-        if self._in_order and not self._node.has_left:
+        # (In WAITING, torch's agent has found that they have ended by themselves.)
+        is_running = self.phase is not LauncherPhase.WAITING
+        if self._in_order and is_running and not self._node.has_left:
             if self._clock.monotonic() <= self._by_s:
                 return
             get_logger().warning(
