@@ -147,8 +147,9 @@ def _without_survivors(
         # (Also together with waiting nodes: the step must be announced to the leaving ones.)
         planned, why = _can_reach_boundary(view), f"{why}; no member remains"
         empty = propose(view, status.world, (), Cause.PAUSED, why, planned=planned)
-        has_left = status.world.left_in_order or all(g.cause is Cause.LEFT for g in status.gone)
-        return replace(empty, left_in_order=has_left)
+        causes = {gone.cause for gone in status.gone}
+        in_order = status.world.left_in_order or causes == {Cause.LEFT}
+        return replace(empty, left_in_order=in_order)
     if isinstance(decision, Proposal) and stepping is not None:
         return stepping
     return decision
