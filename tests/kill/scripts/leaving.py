@@ -62,7 +62,7 @@ class Data(TensorDataset):
     def __getitem__(self, index: Any) -> Any:
         if run_step() == 2 * STEPS + 5:
             block("data")
-        return super().__getitem__(index)
+        return super().__getitem__(index)  # type: ignore[no-untyped-call]
 
 
 class Net(nn.Module):
@@ -127,7 +127,8 @@ def train() -> None:
     for epoch in epochs():
         for inputs, targets in loader:
             optimizer.zero_grad()
-            nn.functional.mse_loss(model(inputs), targets).backward()
+            loss = nn.functional.mse_loss(model(inputs), targets)
+            loss.backward()  # type: ignore[no-untyped-call]
             optimizer.step()
             run.state["steps"] += 1
             if epoch == EPOCHS - 1 and loader.index == STEPS - 1:
