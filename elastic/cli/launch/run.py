@@ -16,6 +16,7 @@ import traceback
 from collections.abc import Iterator, Sequence
 from types import FrameType
 
+from elastic.child_interpreters import module_command
 from elastic.cli import exit_codes
 from elastic.cli.launch import flags
 from elastic.cli.launch.local_nodes import LocalNodes
@@ -132,7 +133,7 @@ def stop_on_signals() -> Iterator[StopRequest]:
 
 def agent_command(args: argparse.Namespace) -> list[str]:
     """The command line of one agent that runs with exactly these flags."""
-    return [sys.executable, "-m", "elastic.cli.launch.local_agent", json.dumps(vars(args))]
+    return module_command("elastic.cli.launch.local_agent", [json.dumps(vars(args))])
 
 
 def run_local(args: argparse.Namespace) -> int:
