@@ -71,7 +71,7 @@ class LocalStorage:
 
     def remove_folder(self, path: str) -> None:
         with contextlib.suppress(FileNotFoundError):
-            shutil.rmtree(self._root / self._renamed_for_removal(path))
+            _remove_tree(self._root / self._renamed_for_removal(path))
 
     def _renamed_for_removal(self, path: str) -> str:
         """Rename an attempt before its removal: a committer that was paused before its rename
@@ -80,7 +80,7 @@ class LocalStorage:
         if attempt is None:
             return path
         with contextlib.suppress(FileNotFoundError):  # left by an interrupted removal
-            shutil.rmtree(self._root / attempt.removed)
+            _remove_tree(self._root / attempt.removed)
         os.rename(self._root / path, self._root / attempt.removed)
         return attempt.removed
 
@@ -141,6 +141,16 @@ class _LocalSource:
 
     def close(self) -> None:
         os.close(self._fd)
+
+
+def _remove_tree(path: Path) -> None:
+    """Remove a folder, or what was planted under its name: rmtree would wait for a writer of a
+    FIFO. (It refuses a symbolic link.)"""
+    mode = os.lstat(path).st_mode
+    if stat.S_ISDIR(mode) or stat.S_ISLNK(mode):
+        shutil.rmtree(path)
+    else:
+        os.unlink(path)
 
 
 def _sync_folder(path: Path) -> None:

@@ -38,6 +38,8 @@ DASHBOARD_JOURNALS_S = 0.5
 DASHBOARD_CHARTS_S = 15.0
 # Pause before `elastic dashboard` connects to etcd again after a failed attempt.
 DASHBOARD_RECONNECT_S = 1.0
+# A request to the dashboard must arrive completely within this: its few headers fit one packet.
+DASHBOARD_REQUEST_S = 10.0
 # The dashboard's server sends a message to an idle page this often: proxies close silent streams.
 DASHBOARD_PING_S = 15.0
 # A page that has lost its server reconnects after this.
