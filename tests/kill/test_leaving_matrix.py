@@ -29,8 +29,10 @@ COMMITTED: dict[str, int | None] = {
     "callback": 25,
     "evaluation": 30,
     "evaluation on rank 0": 30,
-    "evaluation of averaged weights": None,
-    "last step": None,
+    "evaluation of averaged weights": 30,
+    "averaged weights without copies": None,
+    "last step": 39,
+    "last step without copies": None,
 }
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1)
 CELLS = (
@@ -44,6 +46,8 @@ CELLS = (
     (signal.SIGINT, "evaluation", 3),
     (signal.SIGTERM, "evaluation on rank 0", 3),
     (signal.SIGTERM, "evaluation of averaged weights", 1),
+    (signal.SIGTERM, "averaged weights without copies", 1),
+    (signal.SIGINT, "last step", 1),
 )
 REST = [
     (number, moment, nodes)

@@ -94,22 +94,10 @@ def test_contents_of_no_elements_are_empty() -> None:
 def test_a_change_that_was_undone_is_none_where_contents_are_compared() -> None:
     parameters = weights()
     watch = ChangeWatch(lambda: parameters)
-    watch.expect(by_content=False)
-    watch.note_content()
+    watch.expect(by_content=True)
     before = parameters[0].detach().clone()
     in_place(parameters)
     assert watch.has_changed
     with torch.no_grad():
         parameters[0].copy_(before)
     assert not watch.has_changed
-
-
-def test_contents_are_not_noted_after_a_change() -> None:
-    parameters = weights()
-    watch = ChangeWatch(lambda: parameters)
-    watch.note_content()
-    assert not watch.knows_content, "nothing is expected yet"
-    watch.expect(by_content=False)
-    in_place(parameters)
-    watch.note_content()
-    assert not watch.knows_content and watch.has_changed

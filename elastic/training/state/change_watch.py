@@ -50,11 +50,6 @@ class ChangeWatch:
         self._version = versions(self._counted())
         self._content = contents(self._tensors()) if by_content else None
 
-    def note_content(self) -> None:
-        """Compare contents as well from now on, unless the values have changed already."""
-        if self._content is None and self._version is not None and not self.has_changed:
-            self._content = contents(self._tensors())
-
     @property
     def knows_content(self) -> bool:
         """Whether contents are compared, so that no change remains undetected."""

@@ -30,7 +30,9 @@ MOMENTS = (
     "evaluation on rank 0",
     "evaluation of averaged weights",
     "callback",
+    "averaged weights without copies",
     "last step",
+    "last step without copies",
 )
 EPOCHS, STEPS = 4, 10
 BLOCKED_S = 300.0
@@ -53,7 +55,12 @@ def block(moment: str) -> None:
 
 block("import")
 torch.manual_seed(0)
-run = elastic.join(checkpoints=options.folder / "checkpoints", when=EverySteps(100_000), seed=7)
+run = elastic.join(
+    checkpoints=options.folder / "checkpoints",
+    when=EverySteps(100_000),
+    seed=7,
+    step_copies="never" if options.moment.endswith("without copies") else "always",
+)
 
 
 class Data(TensorDataset):
@@ -112,6 +119,7 @@ def evaluate(epoch: int) -> None:
     for weight in weights:
         weight.data.mul_(0.5)  # torch does not count this change
     block("evaluation of averaged weights")
+    block("averaged weights without copies")
     for weight, copy in zip(weights, copies, strict=True):
         weight.data.copy_(copy)
 
@@ -133,6 +141,7 @@ def train() -> None:
             run.state["steps"] += 1
             if epoch == EPOCHS - 1 and loader.index == STEPS - 1:
                 block("last step")
+                block("last step without copies")
 
 
 if options.moment == "join":
