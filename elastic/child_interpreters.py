@@ -2,7 +2,7 @@
 
 ``python -m`` and ``python -c`` put the current folder in front of ``sys.path``: a module of the
 user's that is called like one of this package, of its dependencies or of the standard library
-(``queue.py``) would be imported instead. ``python -P`` prevents that from Python 3.11 on only.
+would be imported instead. ``python -P`` prevents that from Python 3.11 on only.
 """
 
 from __future__ import annotations

@@ -41,20 +41,16 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
         fill_defaults(args)
         check(args)
     except ConfigError as error:
-        raise _naming_variables(error, parser, argv) from None
+        raise _naming_variables(error, argv) from None
     return args
 
 
-def _naming_variables(
-    error: ConfigError, parser: argparse.ArgumentParser, argv: Sequence[str]
-) -> ConfigError:
+def _naming_variables(error: ConfigError, argv: Sequence[str]) -> ConfigError:
     """The same error; if it names a flag that only a ``PET_*`` variable sets, with the variable."""
     given = {argument.partition("=")[0].replace("_", "-") for argument in argv}
-    for action in parser._actions:
-        variable = f"PET_{action.dest.upper()}"
-        flags = [flag for flag in action.option_strings if flag.startswith("--")]
-        is_named = any(re.search(rf"{flag}(?![\w-])", error.message) for flag in flags)
-        if is_named and variable in os.environ and not given & {f.replace("_", "-") for f in flags}:
+    for flag in re.findall(r"--[a-z][a-z_-]*", error.message):
+        variable = f"PET_{flag.removeprefix('--').replace('-', '_').upper()}"
+        if variable in os.environ and flag.replace("_", "-") not in given:
             value = os.environ[variable]
             return ConfigError(
                 f"{error.message} (set by {variable}={value} in the environment)", hint=error.hint

@@ -24,8 +24,8 @@ from elastic.clock import SYSTEM_CLOCK, Clock
 from elastic.errors import ConfigError
 from elastic.tuning.agent_intervals import CLI_POLL_S, CLI_TOO_FEW_S
 
-_TORCHRUN = os.path.join("torch", "distributed", "run.py")
-_AGENT = os.path.join("agent", "server", "api.py")
+_TORCHRUN = "torch.distributed.run"
+_AGENT = "torch.distributed.elastic.agent.server.api"
 
 
 def main(argv: Sequence[str]) -> int:
@@ -112,9 +112,11 @@ def _wrong_flag(error: BaseException) -> ConfigError | None:
         return None
     if exit_codes.elastic_cause(error) is not None:
         return None
-    codes = [frame.f_code for frame, _ in traceback.walk_tb(error.__traceback__)]
-    has_run = any(c.co_name == "run" and c.co_filename.endswith(_AGENT) for c in codes)
-    if has_run or not any(c.co_filename.endswith(_TORCHRUN) for c in codes):
+    calls = {
+        (frame.f_globals.get("__name__"), frame.f_code.co_name)
+        for frame, _ in traceback.walk_tb(error.__traceback__)
+    }
+    if (_AGENT, "run") in calls or not any(module == _TORCHRUN for module, _ in calls):
         return None
     return ConfigError(
         f"torchrun refuses the value of a flag: {type(error).__name__}: {error}",
