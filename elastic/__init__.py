@@ -7,6 +7,8 @@ at :mod:`elastic.training.run`.
 from __future__ import annotations
 
 from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -59,8 +61,24 @@ def __getattr__(name: str) -> Any:
     home = _HOMES.get(name)
     if home is None:
         raise AttributeError(f"module 'elastic' has no attribute {name!r}")
+    _refuse_another_checkpoints()
     value = globals()[name] = getattr(import_module(home), name)
     return value
+
+
+def _refuse_another_checkpoints() -> None:
+    """Raise ConfigError if a script's own ``checkpoints.py`` hides the package of that name."""
+    spec = find_spec("checkpoints")
+    found = spec.origin if spec is not None else None
+    own = Path(__file__).parent.with_name("checkpoints") / "__init__.py"
+    if found is not None and own.exists() and not own.samefile(found):
+        from elastic.errors import ConfigError
+
+        raise ConfigError(
+            f"{found} hides the package checkpoints, which is a part of torch-elastic-harness "
+            f"({own.parent})",
+            hint="rename the script's module",
+        )
 
 
 def __dir__() -> list[str]:

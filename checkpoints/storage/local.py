@@ -153,11 +153,12 @@ class _LocalSource:
 
 
 def _remove_tree(path: Path) -> None:
-    """Remove a folder; of a symbolic link (an archived checkpoint) the link only."""
-    if path.is_symlink():
-        path.unlink()
-    else:
+    """Remove a folder, or what has its name: of a symbolic link (an archived checkpoint) the
+    link only, and of a FIFO, for whose writer rmtree would wait, the name."""
+    if stat.S_ISDIR(os.lstat(path).st_mode):
         shutil.rmtree(path)
+    else:
+        path.unlink()
 
 
 def _sync_folder(path: Path) -> None:

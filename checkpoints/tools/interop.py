@@ -1,4 +1,4 @@
-"""Interoperability: torch.save, torch.distributed.checkpoint (DCP), a single safetensors file.
+"""Interoperability: torch.save, torch.distributed.checkpoint (DCP), safetensors.
 
 An export appears under its final name only once it is complete and durable. An import reads tensors
 and JSON values; torch.save files are read with ``weights_only=True``. DCP stores its metadata as a
@@ -10,6 +10,8 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import pickle
+import re
 import secrets
 import shutil
 import warnings
@@ -37,6 +39,7 @@ from checkpoints.tensors.torch_private import load_dcp, load_dcp_leaves
 
 Format = Literal["torch", "dcp", "safetensors"]
 FORMATS: tuple[Format, ...] = ("torch", "dcp", "safetensors")
+_INDEX = "model.safetensors.index.json"  # of Hugging Face's sharded models
 _TREE = "checkpoints.tree"  # our key in the header of a safetensors file
 
 
@@ -118,7 +121,18 @@ def _write_torch(state: Any, path: Path) -> None:
 
 
 def _read_torch(path: Path) -> Any:
-    return torch.load(path, map_location="cpu", weights_only=True)
+    try:
+        return torch.load(path, map_location="cpu", weights_only=True)
+    except pickle.UnpicklingError as error:
+        # torch's own text advises options of torch.load, which are not available here.
+        refused = re.search(r"GLOBAL ([\w.]+)", str(error))
+        what = f"objects of {refused[1]}" if refused else "objects other than tensors"
+        raise ReadFailed(
+            f"{path} contains {what}: only tensors and plain values are imported, because "
+            "loading other objects can execute code",
+            hint="If you trust the file, load it with torch.load(…, weights_only=False), and save "
+            "its tensors again: torch.save(loaded['model'], …).",
+        ) from error
 
 
 def _write_dcp(state: Any, path: Path) -> None:
@@ -172,6 +186,35 @@ def _write_safetensors(state: Any, path: Path) -> None:
 
 
 def _read_safetensors(path: Path) -> Any:
+    if path.is_dir():
+        return _read_hugging_face(path)
+    return _read_safetensors_file(path)
+
+
+def _read_hugging_face(folder: Path) -> Any:
+    """The tensors of a folder as ``save_pretrained`` writes it: one file, or several and an
+    index."""
+    if not (folder / _INDEX).exists():
+        files = sorted(folder.glob("*.safetensors"))
+        if len(files) != 1:
+            raise ReadFailed(
+                f"{folder} has {len(files)} safetensors files and no {_INDEX}",
+                hint="Give one file, or a folder that save_pretrained has written.",
+            )
+        return _read_safetensors_file(files[0])
+    index = json.loads((folder / _INDEX).read_bytes())
+    names: dict[str, str] = index["weight_map"]
+    tensors: dict[str, Any] = {}
+    for file in sorted(set(names.values())):
+        if Path(file).name != file:
+            raise CorruptCheckpoint(f"{file!r} is no name of a file", file=str(folder / _INDEX))
+        tensors |= _read_safetensors_file(folder / file)
+    if missing := sorted(names.keys() - tensors.keys()):
+        raise CorruptCheckpoint(f"no file has the tensor {missing[0]}", file=str(folder / _INDEX))
+    return {name: tensors[name] for name in names}
+
+
+def _read_safetensors_file(path: Path) -> Any:
     from safetensors import safe_open
 
     with safe_open(path, framework="pt") as file:

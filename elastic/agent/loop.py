@@ -12,6 +12,7 @@ from dataclasses import replace
 
 from elastic.agent.admission import ReplicaWait
 from elastic.agent.ending.job_end import read_end, record_end
+from elastic.agent.ending.leaving import UnannouncedLeave
 from elastic.agent.isolation import IsolationDetector
 from elastic.agent.messages import (
     BaseEvent,
@@ -78,6 +79,14 @@ class NodeLoop:
         self._replica_wait = ReplicaWait(self._at)
         self.isolation = IsolationDetector(self._at, self.supervisor.workers, last_contact_s)
         self.permission = Permission(self._at, self.supervisor.workers)
+        self._unannounced_leave = None
+        if (workers := self.supervisor.workers) is not None:
+            self._unannounced_leave = UnannouncedLeave(
+                self._at,
+                lambda: workers.world,
+                workers.ask_to_leave,
+                lambda: self.isolation.watch_is_cut or bool(status.store_problem),
+            )
         self._progress = ProgressWriter(
             self._at,
             lambda: self.registration.current_lease if self.succession.term else None,
@@ -188,6 +197,8 @@ class NodeLoop:
         self.permission.renew(self.registration.current_lease)
         self._heartbeats.send_if_due(self.supervisor.heartbeat, self._liveness.report)
         self.isolation.check()
+        if self._unannounced_leave is not None:
+            self._unannounced_leave.check()
         self.supervisor.check()
 
     def _guarded(self, work: Callable[[], None]) -> bool:

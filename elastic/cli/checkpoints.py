@@ -138,7 +138,9 @@ def _show(args: argparse.Namespace) -> int:
     tensors = []
     for name, tensor in manifest.tensors.items():
         spec = tensor.spec
-        table.add_row(name, spec.dtype, str(list(spec.shape)), size(spec.size_bytes))
+        table.add_row(
+            printable(name), printable(spec.dtype), str(list(spec.shape)), size(spec.size_bytes)
+        )
         tensors.append({"name": name, "dtype": spec.dtype, "shape": list(spec.shape)})
     return _say(args, {**asdict(info), "tensors": tensors}, Group(_headline(info), table))
 
@@ -167,7 +169,7 @@ def _verify(args: argparse.Namespace) -> int:
                 reason = ""
             except checkpoints.LoadError as error:
                 reason = error.message
-            table.add_row(name, reason or "valid")
+            table.add_row(printable(name), printable(reason or "valid"))
             results.append({"name": name, "valid": not reason, "reason": reason})
     _say(args, results, table)
     return DAMAGED if any(not result["valid"] for result in results) else 0
@@ -180,7 +182,7 @@ def _diff(args: argparse.Namespace) -> int:
         found = checkpoints.compare(args.folder, args.old, args.new, progress=advance)
     table = _table("tensor", "difference")
     for difference in found:
-        table.add_row(difference.tensor, difference.what)
+        table.add_row(printable(difference.tensor), printable(difference.what))
     rows = [{"tensor": d.tensor, "difference": d.what} for d in found]
     return _say(args, rows, table if rows else "no tensor differs")
 
@@ -201,7 +203,7 @@ def _prune(args: argparse.Namespace) -> int:
     names = checkpoints.prune(args.folder, keep, dry_run=args.dry_run)
     table = _table("would be removed" if args.dry_run else "removed")
     for name in names:
-        table.add_row(name)
+        table.add_row(printable(name))
     shown = table if names else "there is nothing to remove"
     return _say(args, {"removed": [] if args.dry_run else names, "chosen": names}, shown)
 

@@ -18,6 +18,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from elastic.child_interpreters import code_command
 from elastic.clock import SYSTEM_CLOCK
 from elastic.doctor import machine
 from elastic.tuning.doctor_intervals import DOCTOR_KILLED_S, DOCTOR_MIN_WAIT_S
@@ -49,7 +50,7 @@ class Probe:
         self._deadline_s = deadline_s
         self._ends_s = SYSTEM_CLOCK.monotonic() + deadline_s
         self._process = subprocess.Popen(
-            [sys.executable, "-c", _CODE, str(os.getpid()), name, json.dumps(arguments)],
+            code_command(_CODE, [str(os.getpid()), name, json.dumps(arguments)]),
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,

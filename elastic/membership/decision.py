@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 from elastic.membership.joining_nodes import find_joining_nodes, first_node, refusal
 from elastic.membership.member_status import (
@@ -182,6 +183,8 @@ def _without_survivors(
         )
         return Wait(reason=reason, until_s=until)
     why = "; ".join(status.sentences) or "the last world has no members"
+    if status.world.left_in_order and status.world.committed_step:
+        why += f" (all nodes had left, after step {status.world.committed_step})"
     # No member remains: as in a first world, the limits of the first node apply.
     reference = first_node(view) or status.world
     decision = _gather(view, reference, now, policy, Cause.TAKEOVER, f"{why}; ")
@@ -190,7 +193,10 @@ def _without_survivors(
     if is_waiting and not silent and _leaving(view, status):
         # (Also together with waiting nodes: the step must be announced to the leaving ones.)
         planned, why = _can_reach_boundary(view), f"{why}; no member remains"
-        return propose(view, status.world, (), Cause.PAUSED, why, planned=planned)
+        empty = propose(view, status.world, (), Cause.PAUSED, why, planned=planned)
+        causes = {gone.cause for gone in status.gone}
+        in_order = status.world.left_in_order or causes == {Cause.LEFT}
+        return replace(empty, left_in_order=in_order)
     if isinstance(decision, Proposal) and stepping is not None:
         return stepping
     return decision

@@ -113,8 +113,9 @@ def world_of(
     """The record that replaces ``last``. The first node hosts the group's store.
 
     ``committed_step`` is the known progress of the job, if any: the record's lower bound never
-    decreases.
+    decreases, unless all nodes have left in order: a job that saved nothing can then start over.
     """
+    known = last.committed_step if last is not None and not last.left_in_order else None
     host = proposal.nodes[0] if proposal.nodes else None
     lineage = (*last.lineage, last.generation) if last else ()
     return WorldRecord(
@@ -137,7 +138,8 @@ def world_of(
         reason=proposal.reason,
         time_s=time_s,
         breakages=breakages,
-        committed_step=_floor(last.committed_step if last else None, committed_step),
+        committed_step=_floor(known, committed_step),
+        left_in_order=proposal.left_in_order,
     )
 
 

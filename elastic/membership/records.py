@@ -160,6 +160,8 @@ class WorldRecord(WorldSpec):
     outside: tuple[MemoryLocation, ...] = ()  # of nodes that were alive, and are not members
     breakages: tuple[BreakageRecord, ...] = ()  # the last ones, newest last
     replica_size: _Positive = 1
+    # Without members: all nodes were asked to leave, and have saved or reported the lost steps.
+    left_in_order: bool = False
     version: int = RECORD_VERSION
 
     @property

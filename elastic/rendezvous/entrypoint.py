@@ -29,16 +29,16 @@ def create_handler(parameters: Any) -> Any:
     sentence instead, and its exit code indicates whether a launcher should retry. A program that
     calls ``elastic_launch`` gets one of torch's rendezvous errors.
     """
-    from elastic.agent.ending.leaving import leave_at_once_on_sigterm
+    from elastic.agent.ending.leaving import leave_at_once
     from elastic.errors import ElasticError
     from elastic.rendezvous import torch_private
     from elastic.rendezvous.endings import ending
-    from elastic.rendezvous.handler import create, leave_on_sigterm
+    from elastic.rendezvous.handler import create, exit_on_signal
     from elastic.rendezvous.signals import ProgramSignals
 
     launcher, signals = torch_private.launcher(), ProgramSignals()
     # Until the launch has its own: reaching etcd may take a while.
-    leave_at_once_on_sigterm(leave_on_sigterm(launcher))
+    signals.handle(leave_at_once(exit_on_signal(launcher)))
     handler = None
     try:
         handler = create(parameters, launcher, signals)

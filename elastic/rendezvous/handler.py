@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import os
 import secrets
-import signal
 import socket
 import sys
 import weakref
@@ -51,6 +50,8 @@ from elastic.tuning.option_sources import read_options
 
 # torchrun's run id of a job without one.
 NO_RUN_ID = "none"
+# A name of a file has 255 bytes, and torch appends nine (DefaultLogsSpecs, torch 2.11 to 2.15).
+LONGEST_RUN_ID_BYTES = 246
 
 
 def create(
@@ -123,16 +124,20 @@ def _require_passed_preflight(failure: torch_private.WorkerFailure | None) -> No
         raise NodeUnfit(reason)
 
 
-def leave_on_sigterm(launcher: Launcher) -> Callable[[], BaseException]:
-    """Creates the exception that ends a launch whose node was asked to leave."""
-    if launcher is Launcher.PROGRAM:
-        return lambda: torch_private.signal_exception(signal.SIGTERM)
-    return preemption_exit
+def exit_on_signal(launcher: Launcher) -> Callable[[int], BaseException]:
+    """Creates the exception that ends a launch whose node was asked to leave by a signal."""
+    return torch_private.signal_exception if launcher is Launcher.PROGRAM else preemption_exit
 
 
 def _run_id(parameters: RendezvousParameters) -> str:
     """The id of the job; a new one for a job of one node without an id."""
     if parameters.run_id != NO_RUN_ID:
+        if len(parameters.run_id.encode(errors="replace")) > LONGEST_RUN_ID_BYTES:
+            raise ConfigError(
+                f"the run id {parameters.run_id[:40]}… is longer than {LONGEST_RUN_ID_BYTES} "
+                "bytes: torch creates a folder for logs with this name",
+                hint="use a shorter --rdzv-id",
+            )
         return parameters.run_id
     if parameters.max_nodes > 1:
         raise ConfigError(
@@ -234,7 +239,7 @@ class EtcdRendezvousHandler(RendezvousHandler):
             launcher=self._launcher,
             signals=self._signals,
             agent=agent,
-            exit_on_leave=leave_on_sigterm(self._launcher),
+            exit_on_leave=exit_on_signal(self._launcher),
         )
         self._launches.append(launch)
         torch_private.attach(

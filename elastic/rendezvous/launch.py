@@ -46,7 +46,7 @@ from elastic.rendezvous.replacement import Replacement
 from elastic.rendezvous.scripts.restart_notice import RestartNotice, drop_signal_warnings
 from elastic.rendezvous.scripts.starting_over import StartingOver, places
 from elastic.rendezvous.signals import ProgramSignals
-from elastic.rendezvous.torch_private import CallingAgent, Launcher, Supervision, keep_our_handler
+from elastic.rendezvous.torch_private import CallingAgent, Launcher, Supervision
 from elastic.secure_channel import private_files
 from elastic.secure_channel.tls import Tls
 from elastic.store.etcd.store import EtcdStore
@@ -82,7 +82,7 @@ class Launch:
         launcher: Launcher,
         signals: ProgramSignals,
         agent: CallingAgent,
-        exit_on_leave: Callable[[], BaseException],
+        exit_on_leave: Callable[[int], BaseException],
     ) -> None:
         options, keys, store, tls = job.options, job.keys, job.store, job.tls
         self._options = options
@@ -158,7 +158,7 @@ class Launch:
                 self.service,
                 options.leave_grace_s,
                 lambda: kill_marked(self._node_id, self._reaper.forked),
-                claim_signal=keep_our_handler,
+                handle_signals=signals.handle,
                 notify_workers=self.mark_final_shutdown,
                 end=exit_on_leave,
             )
@@ -342,7 +342,8 @@ class Launch:
             return  # the process ends now: a signal must not change its exit code
         self._signals.restore()
         if self.leaving.was_kept_from_launcher and self._launcher is Launcher.PROGRAM:
-            signal.raise_signal(signal.SIGTERM)  # for the program's own handler
+            assert self.leaving.signum is not None
+            signal.raise_signal(self.leaving.signum)  # for the program's own handler
 
     # ── the beginning ────────────────────────────────────────────────────────────────────
 

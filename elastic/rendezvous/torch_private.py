@@ -15,8 +15,7 @@ which the handler calls first, names what is missing.
 - ``torch.distributed.run`` on the call stack: torchrun gets exit codes, a program exceptions;
 - the keys that ``_assign_worker_ranks`` and the exit barrier use in their store. Prefilled in a
   private in-process store, no peer can fail rank assignment or delay the exit;
-- the environment variable by which torch decides which signals it handles, and its handler of
-  them, which waits while it forks workers;
+- the environment variable by which torch decides which signals it handles: none;
 - the class ``ProcessFailure`` where its supervision of processes looks it up, which raises for an
   error file that it cannot parse;
 - the processes that a ``SubprocessContext`` supervises, and how it looks for failed ones: so that
@@ -25,13 +24,12 @@ which the handler calls first, names what is missing.
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from enum import Enum
@@ -105,8 +103,6 @@ def check() -> None:
     )
     if "".join(map(str, barrier)) != _EXIT_BARRIER_MEMBERS:
         missing.append(f"the exit barrier's key {_EXIT_BARRIER_MEMBERS}")
-    if not hasattr(multiprocessing_api, "_terminate_process_handler"):
-        missing.append("multiprocessing.api._terminate_process_handler")
     if missing:
         raise _differs(", ".join(missing))
     if not torch_versions.is_supported(torch.__version__):
@@ -153,15 +149,15 @@ def signal_exception(signum: int) -> SignalException:
     return SignalException(f"Process {os.getpid()} got signal: {signum}", signal.Signals(signum))
 
 
-def keep_our_handler(name: str) -> None:
-    """Have torch's next ``PContext.start`` keep the handler of the signal ``name``."""
-    rest = [handled for handled in handled_signals() if handled != name]
-    os.environ[SIGNALS_VARIABLE] = ",".join(rest)
+def install_no_handlers() -> None:
+    """Have torch's next ``PContext.start`` keep all handlers of signals."""
+    os.environ[SIGNALS_VARIABLE] = ""
 
 
 def handled_signals() -> list[str]:
     """The names of the signals for which torch installs handlers that it never removes."""
-    handled = os.environ.get(SIGNALS_VARIABLE, SIGNALS_BY_DEFAULT)
+    # (Empty: this process was started by an agent, in which torch handles none.)
+    handled = os.environ.get(SIGNALS_VARIABLE) or SIGNALS_BY_DEFAULT
     return [name.strip() for name in handled.split(",") if name.strip()]
 
 
@@ -196,7 +192,7 @@ def attach(
         raise _differs(str(error)) from error
 
     def start_inside(*args: Any, **kwargs: Any) -> Any:
-        with around_start() as environment, signals_deferred():
+        with around_start() as environment:
             if agent._start_method != "forkserver" or not callable(spec.entrypoint):
                 return start_workers(*args, **kwargs)
             # Forked by a process that has the environment of the program's first such launch.
@@ -210,6 +206,9 @@ def attach(
     def shut_down_and_notify(*args: Any, **kwargs: Any) -> None:
         ended_by = sys.exc_info()[1]
         try:
+            if isinstance(ended_by, SignalException):
+                # Workers save on SIGTERM; Ctrl-C would interrupt them in the middle of a step.
+                args = (signal.SIGTERM, *args[1:])
             shut_down(*args, **kwargs)
         finally:
             if isinstance(ended_by, SignalException) and ended_by is not outer:
@@ -217,33 +216,6 @@ def attach(
 
     outer = sys.exc_info()[1]  # an exception that the program handles while it launches
     agent._start_workers, agent._shutdown = start_inside, shut_down_and_notify
-
-
-@contextlib.contextmanager
-def signals_deferred() -> Iterator[None]:
-    """Signals that torch's handlers turn into an exception are raised at the end of the block.
-
-    In the block torch may fork workers: an exception that a handler raises in one of CPython's
-    hooks of ``os.fork()`` (``PyOS_AfterFork_Parent``) is printed and lost, and the signal with it.
-    """
-    raise_signal = multiprocessing_api._terminate_process_handler
-    pid, is_deferring = os.getpid(), True
-    deferred: list[int] = []
-
-    def handle(signum: int, frame: FrameType | None) -> None:
-        if is_deferring and os.getpid() == pid:
-            deferred.append(signum)
-        else:
-            raise_signal(signum, frame)
-
-    multiprocessing_api._terminate_process_handler = handle
-    try:
-        yield
-    finally:
-        is_deferring = False
-        multiprocessing_api._terminate_process_handler = raise_signal
-    if deferred:
-        raise_signal(deferred[0], None)
 
 
 def _find_agent() -> tuple[Any, Any]:

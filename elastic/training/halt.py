@@ -36,6 +36,7 @@ class Halt:
         self.has_left = False  # this process has saved and is about to exit
         self._is_requested = threading.Event()
         self._may_interrupt: Callable[[], bool] | None = None
+        self._unanswered_since_s: float | None = None  # an interrupt that no handler has seen
         self._saving = threading.Lock()
 
     # -- the thread that saves ----------------------------------------------------------------
@@ -54,9 +55,23 @@ class Halt:
     def interrupt(self, may_stop: Callable[[], bool]) -> None:
         """Make the main thread check, at its next Python instruction, whether it may stop."""
         self._may_interrupt = may_stop
+        if self._unanswered_since_s is None:
+            self._unanswered_since_s = SYSTEM_CLOCK.monotonic()
         main = threading.main_thread().ident
         assert main is not None
         signal.pthread_kill(main, signal.SIGTERM)
+
+    @property
+    def unanswered_s(self) -> float:
+        """How long the main thread has not executed the handler of an interrupt."""
+        since_s = self._unanswered_since_s
+        return 0.0 if since_s is None else SYSTEM_CLOCK.monotonic() - since_s
+
+    def freeze(self) -> None:
+        """Count the main thread as stopped: an interrupt is pending, which it handles before it
+        executes any more Python."""
+        self._may_interrupt = lambda: True
+        self.place = Place.STEP
 
     # -- the main thread ----------------------------------------------------------------------
 
@@ -68,8 +83,9 @@ class Halt:
     def on_signal(self) -> bool:
         """Whether :meth:`interrupt` sent this SIGTERM. Does not return if the thread stops here."""
         may_stop = self._may_interrupt
-        if may_stop is None:
+        if may_stop is None or self._unanswered_since_s is None:
             return False
+        self._unanswered_since_s = None
         if may_stop():
             self._stop(Place.STEP)
         return True

@@ -38,6 +38,8 @@ DASHBOARD_JOURNALS_S = 0.5
 DASHBOARD_CHARTS_S = 15.0
 # Pause before `elastic dashboard` connects to etcd again after a failed attempt.
 DASHBOARD_RECONNECT_S = 1.0
+# A request to the dashboard must arrive completely within this: its few headers fit one packet.
+DASHBOARD_REQUEST_S = 10.0
 # The dashboard's server sends a message to an idle page this often: proxies close silent streams.
 DASHBOARD_PING_S = 15.0
 # A page that has lost its server reconnects after this.
@@ -117,6 +119,9 @@ NODE_IDLE_S = 1.0
 # A leaving node waits this long for the world without it; otherwise the others detect the end of
 # its lease.
 LEAVING_WORLD_S = 2.0
+# The workers of a leaving node are asked to leave without a world if none is announced within this:
+# the share of leave_grace_s before the last save. If the store is known to fail, after ANNOUNCE_S.
+UNANNOUNCED_S = 4.0
 # The store counts as unreachable after twice the silence after which its watch is checked.
 STORE_AWAY_S = 2 * STORE_SILENCE_S
 # The node's thread runs every second (NODE_IDLE_S). After a longer pause than this, the process may

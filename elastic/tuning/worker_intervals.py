@@ -164,6 +164,9 @@ STOPPED_BY_TORCHRUN_S = 24.0
 # The main thread has this long to reach a step boundary, or to detect that peers are gone; then it
 # is interrupted. Without the dead rank the current step cannot be completed in any case.
 BOUNDARY_S = 4.0
+# A main thread that has not executed the handler of an interrupt for this long runs native code. If
+# it only waits for a core, nothing is lost: the handler is the next Python that it executes.
+NATIVE_CODE_S = 1.0
 # Beyond the budget of a last save: the interrupted main thread may never release a lock.
 PREEMPTION_LIMIT_S = 2.0
 # How often it is checked whether the main thread has reached a boundary.
@@ -205,6 +208,6 @@ OWNER_SILENCE_S = 3 * OWNER_HEARTBEAT_S
 OWNER_LOOK_S = 0.25
 # For the renewing thread to end: a disk may hang.
 OWNER_JOIN_S = 1.0
-# A copy of the weights at each step that takes less is not worth a decision: a thousandth of a step of
-# a quarter of a second, and less than a gradient reduction over any network.
+# A copy of the weights at each step that takes less is not worth a decision: a thousandth of a step
+# of a quarter of a second, and less than a gradient reduction over any network.
 COPY_IS_CHEAP_S = 250e-6

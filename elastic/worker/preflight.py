@@ -9,10 +9,10 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from elastic.child_interpreters import module_command
 from elastic.clock import SYSTEM_CLOCK
 from elastic.errors import NodeUnfit
 from elastic.telemetry.log import get_logger
@@ -52,7 +52,7 @@ def require_fit(folder: str | None, env: Mapping[str, str] = os.environ) -> None
 
 
 def _examine(folder: str | None, *, machine_is_checked: bool) -> list[dict[str, Any]]:
-    command = [sys.executable, "-m", _MODULE, f"--parent={os.getpid()}"]
+    command = module_command(_MODULE, [f"--parent={os.getpid()}"])
     command += [] if folder is None else [f"--folder={folder}"]
     command += ["--machine-is-checked"] if machine_is_checked else []
     try:

@@ -1,5 +1,5 @@
-"""Handles SIGTERM in a worker: its node drains, its job is over, or torchrun only ends the
-siblings of a dead worker.
+"""Handles the signals that end a worker: its node drains, its job is over, or torchrun only ends
+the siblings of a dead worker.
 
 Only the agent knows which. On a draining node, workers continue to the next step boundary. In the
 other cases they end, and may save first: whether another rank has their state depends on which
@@ -18,6 +18,7 @@ from elastic.clock import SYSTEM_CLOCK
 from elastic.telemetry.log import get_logger
 from elastic.tuning.worker_intervals import SIGTERM_ASK_S
 from elastic.worker.worlds import Worlds
+from elastic.world.world import is_launched
 
 EXIT_CODE = 128 + signal.SIGTERM
 # The agent creates this file when it ends its workers permanently: it works without a link, too.
@@ -66,17 +67,38 @@ def end_on_sigterm(
     *,
     unless: Callable[[], bool] = lambda: False,
 ) -> None:
-    """End at SIGTERM, after ``shutdown_hook``, unless ``unless()`` is true.
+    """End at a signal, after ``shutdown_hook``, unless ``unless()`` is true.
 
     ``shutdown_hook`` runs on a separate thread; its argument is true if this process will not be
     started again. ``is_own_signal`` runs on the interrupted main thread; if it returns true, the
-    process sent the signal itself, which is ignored. A script's own handler is kept.
+    process sent the signal itself, which is ignored. A script's own handler is kept, and so is an
+    ignored signal.
     """
     if threading.current_thread() is not threading.main_thread():
         return
-    if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
-        handler = _Handler(shutdown_hook, is_for_good, is_own_signal, unless)
-        signal.signal(signal.SIGTERM, handler)
+    handler = _Handler(shutdown_hook, is_for_good, is_own_signal, unless)
+    for number in _ending_signals():
+        if signal.getsignal(number) in (signal.SIG_DFL, signal.default_int_handler):
+            signal.signal(number, handler)
+
+
+def is_handled() -> bool:
+    """Whether SIGTERM has the handler of :func:`end_on_sigterm`. From any thread."""
+    return isinstance(signal.getsignal(signal.SIGTERM), _Handler)
+
+
+def _ending_signals() -> set[signal.Signals]:
+    """The signals that end this process: those that a launcher passes on, or a terminal's.
+
+    Without a launcher, Ctrl-C raises KeyboardInterrupt, as scripts expect.
+    """
+    found = {signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT}
+    if is_launched():
+        found.add(signal.SIGINT)
+        names = os.environ.get("TORCHELASTIC_SIGNALS_TO_HANDLE", "").split(",")
+        listed = {getattr(signal, name.strip(), None) for name in names}
+        found |= {number for number in listed if isinstance(number, signal.Signals)}
+    return found - {signal.SIGKILL, signal.SIGSTOP}
 
 
 class _Handler:
@@ -96,7 +118,7 @@ class _Handler:
     def __call__(self, signum: int, frame: FrameType | None) -> None:
         if os.getpid() != self._pid:  # a forked data worker has inherited the handler
             os._exit(EXIT_CODE)
-        if self._is_own_signal():
+        if signum == signal.SIGTERM and self._is_own_signal():
             return
         # On another thread: the interrupted main thread may hold the link's lock.
         threading.Thread(target=self._end, name="elastic-sigterm", daemon=True).start()

@@ -79,6 +79,8 @@ class Worlds:
         self._forming_at: int | None = None  # the switch step of the world that is being formed
         self._sent_ready = False
         self.has_left = False  # this worker only waits to be ended
+        self.is_job_left = False  # the next world has no members: all nodes leave
+        self.on_job_left: Callable[[], object] = lambda: None  # called once, by the link's thread
         self.is_waiting = False  # the main thread waits for a world
         self._permitted_until_s = math.inf  # by clock.boottime(); no agent has set a limit yet
         self._leaving_answer: bool | None = None
@@ -364,6 +366,10 @@ class Worlds:
             if self._entering and self._must_abort(message):
                 self._abort()
             self._changed.notify_all()
+            is_first = not self.is_job_left
+            self.is_job_left = message.assignment is None and message.nodes == 0
+        if self.is_job_left and is_first:
+            self.on_job_left()
 
     def _must_abort(self, message: WorldMessage) -> bool:
         world = message.world

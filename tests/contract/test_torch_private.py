@@ -306,48 +306,30 @@ def test_the_backends_etcd_and_etcd_v3_are_registered() -> None:
     assert registry["etcd"] is create_handler
 
 
-def test_torch_does_not_handle_sigterm(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_torch_installs_no_handlers_of_signals(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(torch_private.SIGNALS_VARIABLE, "SIGTERM,SIGINT")
-    torch_private.keep_our_handler("SIGTERM")
-    assert os.environ[torch_private.SIGNALS_VARIABLE] == "SIGINT"
+    assert torch_private.handled_signals() == ["SIGTERM", "SIGINT"]
+    done = run_forked([sys.executable, "-c", START], timeout_s=PATIENCE_S)
+    assert done.stdout.split() == ["True"], done.stderr
+    assert done.stderr == "", "torch warns in other words that it handles no signal"
 
 
-def test_a_signal_that_arrives_while_workers_are_forked_is_not_lost() -> None:
-    """CPython drops an exception that a signal handler raises in a hook of ``os.fork()``."""
-    done = run_forked([sys.executable, "-c", SIGNAL_IN_A_FORK], timeout_s=PATIENCE_S)
-    assert done.stdout.split() == ["SIGINT", "None", "SIGINT"], done.stderr
-
-
-SIGNAL_IN_A_FORK = """
-import os, signal
+START = """
+import signal
 from torch.distributed.elastic.multiprocessing import api
-from elastic.rendezvous.torch_private import signals_deferred
+from elastic.rendezvous import torch_private
+from elastic.rendezvous.scripts.restart_notice import drop_signal_warnings
 
-is_wanted = True
-os.register_at_fork(after_in_parent=lambda: is_wanted and os.kill(os.getpid(), signal.SIGINT))
-original = api._terminate_process_handler
+class Context(api.MultiprocessContext):
+    def _start(self):
+        pass
 
-def start_workers():
-    signal.signal(signal.SIGINT, api._terminate_process_handler)
-    if os.fork() == 0:
-        os._exit(0)
-    os.wait()
-
-def ended_by(block):
-    try:
-        with block():
-            start_workers()
-    except api.SignalException as error:
-        return error.sigval.name
-
-print(ended_by(signals_deferred), flush=True)
-assert api._terminate_process_handler is original
-is_wanted = False
-print(ended_by(signals_deferred), flush=True)
-try:
-    signal.raise_signal(signal.SIGINT)
-except api.SignalException as error:
-    print(error.sigval.name, flush=True)
+handled = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
+before = [signal.getsignal(number) for number in handled]
+torch_private.install_no_handlers()
+drop_signal_warnings()
+Context.start(type("Job", (Context,), {"__init__": lambda self: None, "_tail_logs": []})())
+print(before == [signal.getsignal(number) for number in handled])
 """
 
 

@@ -22,7 +22,7 @@ STUB = """#!{python}
 import os, runpy, sys
 assert sys.argv[1] == "-n", sys.argv
 size, program = int(sys.argv[2]), sys.argv[3:]
-assert program[1:3] == ["-m", "elastic.doctor.collectives.operations"], program
+assert program[3] == "elastic.doctor.collectives.operations", program
 if os.path.exists({folder!r} + "/refuses"):
     sys.exit("There are not enough slots available in the system")
 import elastic.doctor.collectives.operations  # and torch, which takes seconds: once for all ranks
@@ -31,7 +31,7 @@ for rank in range(size):
     ranks.append(os.fork())
     if ranks[rank] == 0:
         os.environ.update(OMPI_COMM_WORLD_RANK=str(rank), OMPI_COMM_WORLD_SIZE=str(size))
-        sys.argv[1:] = program[3:]
+        sys.argv[1:] = program[4:]
         runpy.run_path({folder!r} + "/rank.py", run_name="__main__")
         sys.exit(0)
 sys.exit(max(abs(os.waitstatus_to_exitcode(os.waitpid(rank, 0)[1])) for rank in ranks))

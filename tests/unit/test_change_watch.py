@@ -89,3 +89,15 @@ def test_exchanged_values_and_signs_change_the_digest(
 
 def test_contents_of_no_elements_are_empty() -> None:
     assert contents([]) == contents([torch.empty(0)]) == ()
+
+
+def test_a_change_that_was_undone_is_none_where_contents_are_compared() -> None:
+    parameters = weights()
+    watch = ChangeWatch(lambda: parameters)
+    watch.expect(by_content=True)
+    before = parameters[0].detach().clone()
+    in_place(parameters)
+    assert watch.has_changed
+    with torch.no_grad():
+        parameters[0].copy_(before)
+    assert not watch.has_changed

@@ -185,3 +185,17 @@ def test_diff_of_a_damaged_checkpoint_names_the_file(
     flip(folder / name_of(20) / "00001-of-00002.safetensors", -1)
     assert main(["checkpoints", "diff", str(folder), name_of(10), name_of(20)]) == 65
     assert "00001-of-00002.safetensors" in capsys.readouterr().err
+
+
+def test_control_characters_in_names_of_tensors_do_not_reach_the_terminal(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    names = []
+    for step, value in ((1, 1.0), (2, 2.0)):
+        state = {"weight\x1b]0;title\x07": torch.full((2,), value)}
+        names.append(save_all(tmp_path, state, step=step, keep=None))
+    assert main(["checkpoints", "show", str(tmp_path)]) == 0
+    assert main(["checkpoints", "diff", str(tmp_path), *names]) in (0, 1)
+    output = capsys.readouterr()
+    assert "\x1b" not in output.out + output.err
+    assert "\\x1b]0;title" in output.out

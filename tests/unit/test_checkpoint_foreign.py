@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import json
+from argparse import Namespace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from checkpoint_states import odd_state, same, save_all, small_state
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
@@ -99,3 +101,30 @@ def test_export_overwrites_nothing_and_leaves_no_partial_files(root: Path, tmp_p
         checkpoints.export_to(root, name, tmp_path / "no" / "folder", "torch")
     assert (tmp_path / "there").read_text() == "mine"
     assert {p.name for p in tmp_path.iterdir()} == {"there", "checkpoints"}
+
+
+def test_a_sharded_model_of_hugging_face_is_imported(tmp_path: Path) -> None:
+    """One file for each part of the model, and an index of the tensors' files."""
+    folder, state = tmp_path / "model", {"a": torch.arange(3.0), "b": torch.ones(2, 2)}
+    folder.mkdir()
+    files = {"a": "model-00001-of-00002.safetensors", "b": "model-00002-of-00002.safetensors"}
+    for name, file in files.items():
+        save_file({name: state[name]}, folder / file)
+    index = folder / "model.safetensors.index.json"
+    index.write_text(json.dumps({"metadata": {}, "weight_map": files}))
+    assert same(checkpoints.import_from(folder, "safetensors"), state)
+    index.write_text(json.dumps({"weight_map": {"a": "../outside.safetensors"}}))
+    with pytest.raises(checkpoints.LoadError, match="no name of a file"):
+        checkpoints.import_from(folder, "safetensors")
+    index.unlink()
+    with pytest.raises(checkpoints.LoadError, match=r"2 safetensors files and no model\."):
+        checkpoints.import_from(folder, "safetensors")
+
+
+def test_a_file_with_other_objects_is_refused_with_a_way_to_convert_it(tmp_path: Path) -> None:
+    torch.save({"args": Namespace(lr=0.1), "model": torch.ones(2)}, tmp_path / "saved.pt")
+    with pytest.raises(checkpoints.LoadError) as refused:
+        checkpoints.import_from(tmp_path / "saved.pt", "torch")
+    assert "objects of argparse.Namespace" in str(refused.value)
+    assert "torch.save(loaded['model']" in str(refused.value)
+    assert "add_safe_globals" not in str(refused.value)

@@ -15,6 +15,7 @@ from checkpoint_states import flip, save_all
 
 import checkpoints
 from checkpoints.format.checksummed_json import digest
+from checkpoints.storage.local import LocalStorage
 
 Fields = dict[str, Any]
 
@@ -256,3 +257,12 @@ def test_a_corrupt_part_is_never_committed(tmp_path: Path) -> None:
     )
     assert not saved.committed
     assert "part-00000-of-00002.json" in saved.notes[0]
+
+
+@pytest.mark.timeout(60)
+def test_a_pipe_with_the_name_of_an_old_checkpoint_is_removed(tmp_path: Path) -> None:
+    """Opening it, as rmtree does, would wait for a writer."""
+    for old in (f"step-{1:09d}.g0.aa", f".tmp-step-{2:09d}.g0.aa"):
+        os.mkfifo(tmp_path / old)
+        LocalStorage(tmp_path).remove_folder(old)
+    assert os.listdir(tmp_path) == []

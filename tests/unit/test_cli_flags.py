@@ -115,6 +115,9 @@ def test_another_backend_keeps_torchruns_count_of_restarts(monkeypatch: pytest.M
         ("--embedded-etcd --rdzv-endpoint h:1 train.py", ["h:1"]),
         ("--etcd-data /x --rdzv-endpoint h:1 train.py", ["--etcd-data=/x"]),
         ("--embedded-etcd --rdzv-backend c10d train.py", ["c10d"]),
+        ("--embedded-etcd --nproc-per-node 0 train.py", ["--nproc-per-node=0"]),
+        ("--embedded-etcd --monitor-interval -1 train.py", ["--monitor-interval=-1"]),
+        ("--embedded-etcd --nodes-local 1000000 train.py", ["memory of this machine"]),
     ],
 )
 def test_usage_errors_name_the_value_and_the_remedy(line: str, named: list[str]) -> None:
@@ -128,3 +131,30 @@ def test_a_usage_error_exits_with_2_and_no_traceback(capsys: pytest.CaptureFixtu
     assert main(["run", "train.py"]) == 2
     error_output = capsys.readouterr().err
     assert error_output.startswith("elastic: no etcd") and "Traceback" not in error_output
+
+
+def test_the_most_local_nodes_follow_from_the_memory() -> None:
+    args = flags.parse(["--embedded-etcd", "--nproc-per-node", "3", "train.py"])
+    assert flags.most_local_nodes(args, memory_bytes=4 << 30) == 8
+    assert flags.most_local_nodes(args, memory_bytes=1) == 1
+
+
+def test_a_wrong_variable_is_not_blamed_on_a_flag(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PET_NNODES", "two")
+    monkeypatch.setenv("PET_MONITOR_INTERVAL", "soon")
+    with pytest.raises(ConfigError, match="PET_MONITOR_INTERVAL=soon in the environment"):
+        flags.parse(["--embedded-etcd", "train.py"])
+    with pytest.raises(ConfigError, match="PET_NNODES=two in the environment"):
+        flags.parse(["--embedded-etcd", "--monitor_interval=1", "train.py"])
+    with pytest.raises(ConfigError) as given:
+        flags.parse(["--embedded-etcd", "--monitor-interval=1", "--nnodes=three", "train.py"])
+    assert "PET_NNODES" not in str(given.value)
+
+
+@pytest.mark.parametrize("flag", ["--redirects=5", "--logs-specs=nope", "--rdzv-conf=lease_s"])
+def test_a_value_that_torch_refuses_is_a_usage_error(
+    flag: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["run", "--rdzv-endpoint=127.0.0.1:1", flag, "train.py"]) == 2
+    written = capsys.readouterr().err
+    assert "torchrun refuses the value of a flag" in written and "Traceback" not in written

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
+import socket
 import subprocess
 import sys
 import threading
@@ -18,7 +20,7 @@ import pytest
 from dashboard_kit import KEYS, DashboardUnderTest, FakeJob
 from made_up_run import write_run
 
-from elastic.cli.dashboard import command
+from elastic.cli.dashboard import command, server
 from elastic.cli.dashboard.access import is_loopback
 from elastic.cli.dashboard.feed.event_log import EventLog
 from elastic.cli.dashboard.feed.job_feed import JobFeed
@@ -415,3 +417,33 @@ def test_the_command_serves_until_it_is_interrupted_and_imports_no_torch(tmp_pat
     _, errors = process.communicate(timeout=PATIENCE_S)
     assert process.returncode == 130, errors
     assert "Traceback" not in errors and KEYS.run_id not in errors
+
+
+def test_requests_that_are_never_completed_do_not_block_others(
+    job: FakeJob, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(server, "_MOST_UNFINISHED", 8)
+    with DashboardUnderTest(job).served() as port, contextlib.ExitStack() as opened:
+        strangers = [
+            opened.enter_context(socket.create_connection(("127.0.0.1", port))) for _ in range(40)
+        ]
+        for stranger in strangers:
+            with contextlib.suppress(OSError):  # closed already
+                stranger.sendall(b"GET / HTTP/1.1\r\nHost: lo")
+        assert httpx.get(f"http://127.0.0.1:{port}/", timeout=PATIENCE_S).status_code == 200
+        strangers[0].settimeout(PATIENCE_S)
+        with contextlib.suppress(ConnectionError):
+            assert strangers[0].recv(1) == b"", "the oldest are closed"
+
+
+def test_a_request_that_is_never_completed_is_closed_in_time(
+    job: FakeJob, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(server, "DASHBOARD_REQUEST_S", 0.2)
+    with (
+        DashboardUnderTest(job).served() as port,
+        socket.create_connection(("127.0.0.1", port)) as stranger,
+    ):
+        stranger.settimeout(PATIENCE_S)
+        stranger.sendall(b"GET / HTTP/1.1\r\nHost: lo")
+        assert stranger.recv(1) == b""

@@ -38,14 +38,14 @@ class SignalledNode:
             GRACE_S,
             lambda: self.node.calls.append("killed"),
             self.clock,
-            claim_signal=lambda name: None,
+            handle_signals=lambda handler: None,
         )
         self.leaving.phase = phase
 
-    def sigterm(self) -> int | None:
+    def sigterm(self, number: signal.Signals = signal.SIGTERM) -> int | None:
         """The exit code, if the handler exits at once."""
         try:
-            self.leaving(signal.SIGTERM, None)
+            self.leaving(number, None)
         except SystemExit as end:
             assert isinstance(end.code, int)
             return end.code
@@ -120,6 +120,18 @@ def test_a_closing_or_parked_agent_only_records_the_signal(phase: LauncherPhase)
     assert signalled.node.calls == []
 
 
+@pytest.mark.parametrize(
+    ("number", "code"),
+    [(signal.SIGINT, 130), (signal.SIGHUP, 75), (signal.SIGQUIT, 75), (signal.SIGUSR1, 75)],
+)
+def test_every_signal_lets_the_workers_leave_gracefully(number: signal.Signals, code: int) -> None:
+    signalled = SignalledNode(LauncherPhase.RUNNING)
+    assert signalled.sigterm(number) is None
+    assert signalled.node.calls == [f"leave: {number.name}"]
+    signalled.node.has_left = True
+    assert signalled.poll() == code
+
+
 def test_a_second_signal_has_no_effect() -> None:
     signalled = SignalledNode(LauncherPhase.RUNNING)
     signalled.sigterm()
@@ -138,12 +150,12 @@ def test_the_exception_of_an_embedding_program_is_raised(phase: LauncherPhase) -
         Node(in_order=False),
         GRACE_S,
         lambda: None,
-        claim_signal=lambda name: None,
-        end=lambda: ValueError("signalled"),
+        handle_signals=lambda handler: None,
+        end=lambda signum: ValueError(f"signalled by {signum}"),
     )
     leaving.phase = phase
-    with pytest.raises(ValueError, match="signalled"):
-        leaving(signal.SIGTERM, None)
+    with pytest.raises(ValueError, match="signalled by 1"):
+        leaving(signal.SIGHUP, None)
 
 
 def test_a_signal_that_did_not_end_the_launch_is_recorded() -> None:

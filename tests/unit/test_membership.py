@@ -757,3 +757,21 @@ def test_a_failure_caused_by_a_peer_waits_for_the_peers_own_error() -> None:
     assert proposal(own, now=until_s - 0.01).cause is Cause.FAILURE
     lost = replace(v, nodes=v.nodes[:2], missing=(missing("n3", proved_dead=True),))
     assert proposal(lost, now=until_s - 0.01).cause is Cause.LOST
+
+
+def test_a_job_that_all_nodes_have_left_in_order_may_start_over() -> None:
+    """They have saved, or have reported what is lost: otherwise every start would end with 65."""
+    last = replace(world("n1"), committed_step=40)
+    left = proposal(view(last, in_state("n1", NodeState.LEAVING)))
+    empty = world_of(left, last, nonce="0", time_s=0.0)
+    assert (empty.left_in_order, empty.committed_step) == (True, 40)
+    again = proposal(view(empty, arrived("n1"), arrived("n2")), now=NOW + 60)
+    assert "all nodes had left, after step 40" in again.reason
+    record = world_of(again, empty, nonce="1", time_s=0.0)
+    assert (record.left_in_order, record.committed_step) == (False, None)
+
+
+def test_a_job_whose_nodes_have_failed_does_not_start_over() -> None:
+    last = replace(world("n1", "n2"), committed_step=40)
+    failed = in_state("n1", NodeState.FAILED), in_state("n2", NodeState.LEAVING)
+    assert not proposal(view(last, *failed)).left_in_order

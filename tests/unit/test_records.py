@@ -44,6 +44,7 @@ limits = st.tuples(st.integers(1, 9), st.integers(0, 9)).map(lambda t: (t[0], t[
 meanings: dict[str, st.SearchStrategy[Any]] = {
     "nproc": st.integers(1, 16),
     "replica_size": st.integers(1, 64),
+    "left_in_order": st.booleans(),
     "generation": st.integers(1, 1 << 62),
     "max_ranks": st.integers(0, 1 << 40),
     "memory_port": st.integers(0, 65535),
@@ -126,6 +127,7 @@ WORLD = {
     "time_s": 1.5,
     "committed_step": None,
     "replica_size": 2,
+    "left_in_order": False,
     "library": "0.1.0",
     "tls": True,
     "outside": [{"node_id": "cd", "name": "n2", "host": "10.0.0.2", "port": 4712}],

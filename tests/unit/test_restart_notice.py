@@ -29,6 +29,7 @@ def test_torch_warnings_about_restarted_workers_are_dropped(
         warning = "Sending process %s closing signal %s"
         assert f'"{warning}"' in source, "torch says it in other words now"
         logger.warning(warning, 1, "SIGTERM")
+        logger.warning("Failed to register signal handler for %s", "")
         logger.warning("Unable to shutdown process %s", 1)
     finally:
         logger.filters[:] = before

@@ -21,7 +21,7 @@ from elastic.training.rebuilding.containers import inner_optimizers
 from elastic.training.state.copies import WeightCopies
 from elastic.training.state.job_state import JobState
 from elastic.training.state.optimizers import OptimizerWatch
-from elastic.training.state.rollback import CopyCosts, Rollback, StepCopies
+from elastic.training.state.rollback import FIRST_STEPS, CopyCosts, Rollback, StepCopies
 from elastic.training.step import Step
 
 
@@ -326,3 +326,27 @@ def test_memory_that_two_modules_exchange_is_given_back(script: Script) -> None:
         own.data, other.data = other.data, own.data
     assert script.rollback.restore()
     assert state_of(script) == before
+
+
+def test_weights_that_an_evaluation_exchanges_are_not_those_of_the_boundary() -> None:
+    """torch does not count a change through ``.data``: only the contents show it."""
+    script = Script()
+    rollback = Rollback(script.job, script.optimizer_watch.tracked, StepCopies.NEVER)
+    script.rollback = script.optimizer_watch.rollback = rollback
+    rollback.take()
+    for _ in range(FIRST_STEPS + 3):  # neither copied nor compared by contents after these
+        script.update()
+        script.commit()
+    rollback._watch.expect(by_content=False)  # as with digests that cost too much
+    surely = rollback.can_restore_surely
+    assert surely(by_content=False)
+    assert not surely(by_content=True), "nothing is known of the contents within a loop"
+    rollback.leave_step()
+    assert surely(by_content=True)
+    weight = next(script.model.parameters())
+    trained = weight.detach().clone()
+    weight.data.zero_()
+    assert not surely(by_content=False)
+    weight.data.copy_(trained)
+    assert surely(by_content=True), "they were exchanged back"
+    script.optimizer_watch.close()

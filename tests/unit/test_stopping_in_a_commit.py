@@ -29,7 +29,6 @@ class Rank:
         self.state = TrainingState(registry, current, progress)
         active = SimpleNamespace(
             can_roll_back=True,
-            has_snapshot_between_steps=True,
             committed=lambda: self.ask("committed"),
         )
         lifecycle = SimpleNamespace(

@@ -1,14 +1,14 @@
-"""SIGTERM to an agent: its node leaves the job, gracefully where possible.
+"""A signal that ends an agent: its node leaves the job, gracefully where possible.
 
 Torch's own handler would raise an exception anywhere in the main thread, and torchrun would exit
 with 1 even if the workers succeed. The right action depends on what the main thread is doing, which
-it records in :attr:`Leaving.phase` for the handler.
+it records in :attr:`Leaving.phase` for the handler. It is the same for every signal on which torch
+closes (``--signals-to-handle``): SIGTERM, Ctrl-C, the end of a terminal.
 """
 
 from __future__ import annotations
 
 import signal
-import threading
 from collections.abc import Callable
 from enum import Enum
 from types import FrameType
@@ -16,22 +16,62 @@ from typing import NoReturn, Protocol
 
 from elastic.clock import SYSTEM_CLOCK, Clock
 from elastic.errors import Preempted
+from elastic.membership.records import NodeState, WorldRecord
+from elastic.node.context import NodeContext
 from elastic.telemetry.log import get_logger
+from elastic.tuning.agent_intervals import UNANNOUNCED_S
+from elastic.tuning.timeouts import ANNOUNCE_S
+
+INTERRUPTED_EXIT_CODE = 128 + signal.SIGINT
+
+SignalHandler = Callable[[int, FrameType | None], object]
 
 
-def preemption_exit() -> BaseException:
+def preemption_exit(signum: int) -> BaseException:
     """The exception that ends torchrun with an exit code that does not indicate a failure."""
-    return SystemExit(Preempted.exit_code)
+    interrupted = signum == signal.SIGINT
+    return SystemExit(INTERRUPTED_EXIT_CODE if interrupted else Preempted.exit_code)
 
 
-def leave_at_once_on_sigterm(end: Callable[[], BaseException] = preemption_exit) -> None:
-    """Install a handler for an agent that has neither a node nor workers yet."""
+def leave_at_once(end: Callable[[int], BaseException] = preemption_exit) -> SignalHandler:
+    """The handler of an agent that has neither a node nor workers yet."""
 
-    def leave_at_once(signum: int, frame: FrameType | None) -> NoReturn:
-        raise end()
+    def raise_end(signum: int, frame: FrameType | None) -> NoReturn:
+        raise end(signum)
 
-    if threading.current_thread() is threading.main_thread():
-        signal.signal(signal.SIGTERM, leave_at_once)
+    return raise_end
+
+
+class UnannouncedLeave:
+    """Asks the workers of a leaving node to leave if no world without it is announced to them, as
+    the leader cannot write one to an etcd that is unreachable or full. Called on every iteration
+    of the node's thread."""
+
+    def __init__(
+        self,
+        context: NodeContext,
+        announced: Callable[[], WorldRecord | None],
+        ask_to_leave: Callable[[str], object],
+        store_fails: Callable[[], bool],
+    ) -> None:
+        self._at = context
+        self._announced = announced
+        self._ask_to_leave = ask_to_leave
+        self._store_fails = store_fails
+        self._since_s: float | None = None
+
+    def check(self) -> None:
+        node, now_s = self._at.status.node, self._at.clock.monotonic()
+        if node.state is not NodeState.LEAVING or not node.in_process or node.running is None:
+            self._since_s = None
+            return
+        self._since_s = now_s if self._since_s is None else self._since_s
+        world = self._announced()
+        if world is None or node.node_id not in world.node_ids:
+            return
+        wait_s = ANNOUNCE_S if self._store_fails() else UNANNOUNCED_S
+        if now_s - self._since_s >= min(wait_s, self._at.options.leave_grace_s / 2):
+            self._ask_to_leave("this node leaves, and no world without it was announced")
 
 
 class LauncherPhase(Enum):
@@ -60,7 +100,8 @@ class LeavingNode(Protocol):
 
 
 class Leaving:
-    """The agent's handler of SIGTERM. Created once; only the first signal has an effect.
+    """The agent's handler of the signals that end it. Created once; only the first signal has an
+    effect.
 
     ``end`` creates the exception to raise: torchrun's SystemExit, or one that a program expects.
     """
@@ -72,38 +113,39 @@ class Leaving:
         kill_workers: Callable[[], object],
         clock: Clock = SYSTEM_CLOCK,
         *,
-        claim_signal: Callable[[str], object],
+        handle_signals: Callable[[SignalHandler], object],
         notify_workers: Callable[[], object] = lambda: None,
-        end: Callable[[], BaseException] = preemption_exit,
+        end: Callable[[int], BaseException] = preemption_exit,
     ) -> None:
         self.phase = LauncherPhase.WAITING
-        self.is_requested = False
+        self.signum: int | None = None  # of the first signal
         self._end = end
         self._has_raised = False
         self._node = node
         self._grace_s = grace_s
         self._kill_workers = kill_workers
-        self._claim_signal = claim_signal  # torchrun installs no handler for it
+        self._handle_signals = handle_signals
         self._notify_workers = notify_workers  # that torchrun's SIGTERM is final
         self._clock = clock
         self._has_left_job = False
         self._in_order = False
         self._by_s = 0.0
 
+    @property
+    def is_requested(self) -> bool:
+        """Whether a signal has arrived."""
+        return self.signum is not None
+
     def install(self) -> None:
-        """Keep our handler of SIGTERM installed. Called with every poll, for torch versions that
-        install their own with each start of workers. (Signals belong to the main thread.)"""
-        if threading.current_thread() is not threading.main_thread():
-            return
-        self._claim_signal("SIGTERM")
-        if signal.getsignal(signal.SIGTERM) != self:
-            signal.signal(signal.SIGTERM, self)
+        """Keep this handler installed. Called with every poll, for a library in a program that
+        installs its own."""
+        self._handle_signals(self)
 
     def __call__(self, signum: int, frame: FrameType | None) -> None:
-        """Handle SIGTERM. Raises :meth:`end` if the main thread can simply stop."""
-        if self.is_requested:
+        """Handle a signal. Raises :meth:`end` if the main thread can simply stop."""
+        if self.signum is not None:
             return
-        self.is_requested = True
+        self.signum = signum
         if self.phase in (LauncherPhase.CLOSING, LauncherPhase.PARKED):
             return
         if self.phase is LauncherPhase.FINISHING:  # no effect: the others count it as finished
@@ -114,7 +156,8 @@ class Leaving:
     def _leave(self) -> None:
         self._has_left_job = True
         self._in_order = self.phase is LauncherPhase.RUNNING and self._node.can_leave_gracefully
-        self._node.leave("SIGTERM")
+        assert self.signum is not None
+        self._node.leave(signal.Signals(self.signum).name)
         if not self._in_order:
             self._stop()
         # The workers leave at a step boundary; torchrun's next poll detects that they have.
@@ -122,19 +165,22 @@ class Leaving:
 
     def end(self) -> BaseException:
         """The exception that ends this launch, now that its node was asked to leave."""
+        assert self.signum is not None
         self._has_raised = True
-        return self._end()
+        return self._end(self.signum)
 
     @property
     def was_kept_from_launcher(self) -> bool:
-        """Whether SIGTERM arrived but did not end the launch, whose workers had ended or failed."""
+        """Whether a signal did not end the launch, because its workers had ended or failed."""
         return self.is_requested and not self._has_raised
 
     def end_if_left(self) -> None:
         """Raise :meth:`end` once the workers have left, or their time has expired."""
         if not self._has_left_job:  # the signal arrived while torch started the workers
             self._leave()
-        if self._in_order and not self._node.has_left:
+        # (In WAITING, torch's agent has found that they have ended by themselves.)
+        is_running = self.phase is not LauncherPhase.WAITING
+        if self._in_order and is_running and not self._node.has_left:
             if self._clock.monotonic() <= self._by_s:
                 return
             get_logger().warning(

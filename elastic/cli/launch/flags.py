@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import re
 import shutil
@@ -15,11 +16,16 @@ from typing import Any, NoReturn
 from elastic.cli.command_parser import CommandParser, nearest
 from elastic.cli.launch.torchrun_parser import torchrun_parser
 from elastic.errors import ConfigError
+from elastic.node.memory import machine_memory_bytes
+from elastic.tuning.memory import human
 
 OUR_BACKENDS = ("etcd-v3", "etcd")
 STOCK_BACKENDS = ("c10d", "static", "etcd", "etcd-v2")
 # The failure budget ends jobs; torchrun's restart count is never reset.
 MAX_RESTARTS = 1_000_000
+# What an agent or a worker that has imported torch allocates for itself, without its shared pages
+# (measured: 120 to 250 MiB).
+_PROCESS_BYTES = 128 << 20
 _NNODES = re.compile(r"(\d+)(?::(\d+))?")
 
 
@@ -30,10 +36,26 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
         ConfigError: with the value, where it is set, and the remedy.
     """
     parser = build_parser()
-    args = parser.parse_args(list(argv))
-    fill_defaults(args)
-    check(args)
+    try:
+        args = parser.parse_args(list(argv))
+        fill_defaults(args)
+        check(args)
+    except ConfigError as error:
+        raise _naming_variables(error, argv) from None
     return args
+
+
+def _naming_variables(error: ConfigError, argv: Sequence[str]) -> ConfigError:
+    """The same error; if it names a flag that only a ``PET_*`` variable sets, with the variable."""
+    given = {argument.partition("=")[0].replace("_", "-") for argument in argv}
+    for flag in re.findall(r"--[a-z][a-z_-]*", error.message):
+        variable = f"PET_{flag.removeprefix('--').replace('-', '_').upper()}"
+        if variable in os.environ and flag.replace("_", "-") not in given:
+            value = os.environ[variable]
+            return ConfigError(
+                f"{error.message} (set by {variable}={value} in the environment)", hint=error.hint
+            )
+    return error
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -121,6 +143,7 @@ def node_range(nnodes: str, flag: str = "--nnodes") -> tuple[int, int]:
 def check(args: argparse.Namespace) -> None:
     """Refuse contradictory flags before anything is started. Raises ConfigError."""
     _check_backend(args)
+    _check_workers(args)
     _check_nodes(args)
     _check_etcd(args)
     _check_script(args)
@@ -140,11 +163,44 @@ def _check_backend(args: argparse.Namespace) -> None:
         )
 
 
+def _check_workers(args: argparse.Namespace) -> None:
+    workers = str(args.nproc_per_node)
+    if re.fullmatch(r"-?\d+", workers) and int(workers) < 1:  # torch refuses other texts
+        raise ConfigError(
+            f"--nproc-per-node={workers} is less than one worker",
+            hint="give a number, or `gpu` for one worker for each GPU",
+        )
+    if not (math.isfinite(args.monitor_interval) and args.monitor_interval > 0):
+        raise ConfigError(
+            f"--monitor-interval={args.monitor_interval:g} is not a number of seconds above 0",
+            hint="omit it, or give a number such as 0.1",
+        )
+    timeout_s = getattr(args, "shutdown_timeout", None)  # not in torch 2.11
+    if timeout_s is not None and timeout_s < 0:
+        raise ConfigError(
+            f"--shutdown-timeout={timeout_s} is negative", hint="give a number of seconds"
+        )
+
+
+def most_local_nodes(args: argparse.Namespace, memory_bytes: int | None = None) -> int:
+    """How many nodes of these flags fit into the memory of this machine; at least 1."""
+    memory_bytes = machine_memory_bytes() if memory_bytes is None else memory_bytes
+    workers = int(args.nproc_per_node) if str(args.nproc_per_node).isdecimal() else 1
+    return max(1, memory_bytes // (_PROCESS_BYTES * (1 + workers)))
+
+
 def _check_nodes(args: argparse.Namespace) -> None:
     low, high = node_range(args.nnodes)
     local = args.nodes_local
     if local is None:
         return
+    if local > (most := most_local_nodes(args)):
+        raise ConfigError(
+            f"--nodes-local={local} does not fit into the memory of this machine "
+            f"({human(machine_memory_bytes())})",
+            hint=f"each process needs {human(_PROCESS_BYTES)} or more: use at most "
+            f"--nodes-local={most}",
+        )
     if args.standalone:
         raise ConfigError(
             "--standalone starts one agent, --nodes-local several",
@@ -164,7 +220,8 @@ def _check_nodes(args: argparse.Namespace) -> None:
         raise ConfigError(
             f"--nnodes={args.nnodes} waits for {low} nodes, and only the {local} of "
             "--nodes-local can reach the embedded etcd",
-            hint=f"use --nodes-local={low}, or an external etcd with --rdzv-endpoint",
+            hint=(f"use --nodes-local={low}, or " if low <= most else "use ")
+            + "an external etcd with --rdzv-endpoint",
         )
 
 

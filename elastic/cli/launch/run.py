@@ -16,11 +16,16 @@ import traceback
 from collections.abc import Iterator, Sequence
 from types import FrameType
 
+from elastic.child_interpreters import module_command
 from elastic.cli import exit_codes
 from elastic.cli.launch import flags
 from elastic.cli.launch.local_nodes import LocalNodes
 from elastic.clock import SYSTEM_CLOCK, Clock
+from elastic.errors import ConfigError
 from elastic.tuning.agent_intervals import CLI_POLL_S, CLI_TOO_FEW_S
+
+_TORCHRUN = "torch.distributed.run"
+_AGENT = "torch.distributed.elastic.agent.server.api"
 
 
 def main(argv: Sequence[str]) -> int:
@@ -84,6 +89,9 @@ def _report(error: BaseException) -> int:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
     ours = exit_codes.elastic_cause(error)
+    if (wrong := _wrong_flag(error)) is not None:
+        say(str(wrong))
+        return wrong.exit_code
     if isinstance(error, SystemExit):
         if isinstance(error.code, str):
             say(error.code)
@@ -96,6 +104,24 @@ def _report(error: BaseException) -> int:
     else:
         traceback.print_exception(error)
     return exit_codes.of_agent(error)
+
+
+def _wrong_flag(error: BaseException) -> ConfigError | None:
+    """The error of a flag whose value torch has refused, before its agent ran."""
+    if not isinstance(error, ValueError | KeyError | AssertionError | OSError):
+        return None
+    if exit_codes.elastic_cause(error) is not None:
+        return None
+    calls = {
+        (frame.f_globals.get("__name__"), frame.f_code.co_name)
+        for frame, _ in traceback.walk_tb(error.__traceback__)
+    }
+    if (_AGENT, "run") in calls or not any(module == _TORCHRUN for module, _ in calls):
+        return None
+    return ConfigError(
+        f"torchrun refuses the value of a flag: {type(error).__name__}: {error}",
+        hint="`elastic run -h` lists the flags and their values",
+    )
 
 
 # Several agents: children of this process.
@@ -114,13 +140,17 @@ class StopRequest:
 
 
 @contextlib.contextmanager
-def stop_on_signals() -> Iterator[StopRequest]:
-    """Turn SIGINT, SIGTERM and SIGHUP into a StopRequest within the block.
+def stop_on_signals(names: Sequence[str] = ()) -> Iterator[StopRequest]:
+    """Turn SIGINT, SIGTERM, SIGHUP and the signals called ``names`` into a StopRequest within the
+    block.
 
     Signals ignored on entry (SIGHUP under nohup) stay ignored.
     """
     stop = StopRequest()
-    handled = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    listed = {getattr(signal, name.strip(), None) for name in names}
+    handled = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP}
+    handled |= {number for number in listed if isinstance(number, signal.Signals)}
+    handled -= {signal.SIGKILL, signal.SIGSTOP}
     signums = [signum for signum in handled if signal.getsignal(signum) != signal.SIG_IGN]
     before = [signal.signal(signum, stop) for signum in signums]
     try:
@@ -132,13 +162,16 @@ def stop_on_signals() -> Iterator[StopRequest]:
 
 def agent_command(args: argparse.Namespace) -> list[str]:
     """The command line of one agent that runs with exactly these flags."""
-    return [sys.executable, "-m", "elastic.cli.launch.local_agent", json.dumps(vars(args))]
+    return module_command("elastic.cli.launch.local_agent", [json.dumps(vars(args))])
 
 
 def run_local(args: argparse.Namespace) -> int:
     """Run ``args.nodes_local`` agents until the last has ended."""
-    with stop_on_signals() as stop, LocalNodes(_print_line) as nodes:
+    names = str(args.signals_to_handle).split(",")
+    with stop_on_signals(names) as stop, LocalNodes(_print_line) as nodes:
         for index in range(args.nodes_local):
+            if stop.signum is not None:
+                break
             name = f"local-{index}"
             environment = {**os.environ, "ELASTIC_NODE_NAME": name}
             nodes.start(name, agent_command(args), environment)

@@ -12,11 +12,11 @@ import os
 import shutil
 import signal
 import subprocess
-import sys
 import tempfile
 from dataclasses import replace
 from pathlib import Path
 
+from elastic.child_interpreters import module_command
 from elastic.clock import SYSTEM_CLOCK, Clock
 from elastic.doctor.collectives import outcomes
 from elastic.doctor.collectives.outcomes import ENDED, RUNNING, RankOutcome
@@ -53,7 +53,7 @@ def examine(
     """Run all operations on ``ranks`` ranks of this machine and return the findings."""
     with tempfile.TemporaryDirectory(prefix="elastic-doctor-mpi-") as folder:
         config = json.dumps({"backend": "mpi", "folder": folder})
-        program = [sys.executable, "-m", "elastic.doctor.collectives.operations", config]
+        program = module_command("elastic.doctor.collectives.operations", [config])
         with open(Path(folder) / "log", "wb") as log:
             process = subprocess.Popen(
                 [MPIRUN, "-n", str(ranks), *program],

@@ -8,7 +8,6 @@ import os
 import queue
 import signal
 import subprocess
-import sys
 import tempfile
 import threading
 from collections.abc import Mapping, Sequence
@@ -16,6 +15,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import IO, Any
 
+from elastic.child_interpreters import module_command
 from elastic.clock import SYSTEM_CLOCK
 from elastic.doctor.collectives.outcomes import ENDED, RUNNING, STOPPED, RankOutcome, Result, Speed
 from elastic.tuning.doctor_intervals import (
@@ -135,7 +135,7 @@ class Ranks:
         }
         log = tempfile.TemporaryFile("w+", errors="replace")  # noqa: SIM115 (closed by close)
         process = subprocess.Popen(
-            [sys.executable, "-m", "elastic.doctor.collectives.operations", json.dumps(config)],
+            module_command("elastic.doctor.collectives.operations", [json.dumps(config)]),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=log,

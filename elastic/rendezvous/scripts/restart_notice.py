@@ -28,20 +28,23 @@ UNMODIFIED = (
 )
 
 
-# torch 2.11 to 2.15, PContext._close: one warning for each worker in each recovery by a restart.
 _TORCHS_LOGGER = "torch.distributed.elastic.multiprocessing.api"
-_TORCHS_WARNING = "Sending process %s closing signal %s"
+# torch 2.11 to 2.15, PContext._close: one warning for each worker in each recovery by a restart.
+_ENDED_WORKER = "Sending process %s closing signal %s"
+# PContext.start, for each name in an empty list of signals: this package handles all of them.
+_NO_SIGNAL = ("Failed to register signal handler for %s", ("",))
 
 
 def drop_signal_warnings() -> None:
-    """Drop torch's warning for each ended worker: the leader logs the reason. Idempotent."""
+    """Drop torch's warnings for each ended worker, whose reason the leader logs, and for signals
+    that it does not handle. Idempotent."""
     logger = logging.getLogger(_TORCHS_LOGGER)
-    if _is_not_a_closing_signal not in logger.filters:
-        logger.addFilter(_is_not_a_closing_signal)
+    if _is_worth_reading not in logger.filters:
+        logger.addFilter(_is_worth_reading)
 
 
-def _is_not_a_closing_signal(record: logging.LogRecord) -> bool:
-    return record.msg != _TORCHS_WARNING
+def _is_worth_reading(record: logging.LogRecord) -> bool:
+    return record.msg != _ENDED_WORKER and (record.msg, record.args) != _NO_SIGNAL
 
 
 class RestartNotice:

@@ -83,6 +83,11 @@ class CheckpointManager:
         return self._saver.due is not None
 
     @property
+    def committed_step(self) -> int:
+        """The step of the newest checkpoint that is known to be on disk."""
+        return self._saver.committed_step
+
+    @property
     def flags(self) -> ControlFlags:
         """The control flags to piggyback on each step's gradients."""
         return self._flags

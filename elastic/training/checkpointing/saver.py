@@ -325,6 +325,11 @@ class Saver:
         present = self.writers.present
         return present.group if present is not None and not present.is_over else None
 
+    @property
+    def committed_step(self) -> int:
+        """The newest step that is known to be on disk."""
+        return self._outcomes.committed_step
+
     def has_committed(self, step: int) -> bool:
         """Whether the step is known to be on disk."""
         return self._outcomes.committed_step >= step

@@ -38,7 +38,6 @@ class InProcess:
 
     waits_for_registration = True
     settles_left_loops = False
-    has_snapshot_between_steps = True
     can_roll_back = True
 
     def __init__(

@@ -26,7 +26,6 @@ class Restart:
     waits_for_registration = False
     settles_left_loops = True
     is_state_held_elsewhere = False
-    has_snapshot_between_steps = False
 
     def __init__(
         self,
@@ -112,9 +111,10 @@ class Restart:
         if is_received and not self._halt.is_preempted:
             self._checkpoints.save(self._job)
         if self._halt.is_preempted and (is_received or self._checkpoints.world_size == 1):
-            self._checkpoints.flush(self._job, leaving_s())
-            self._checkpoints.release()
-            self._halt.has_left = True
+            with self._halt.own_save():
+                self._checkpoints.flush(self._job, leaving_s())
+                self._checkpoints.release()
+                self._halt.has_left = True
             raise SystemExit(EXIT_CODE)
 
     # -- the end of the process ---------------------------------------------------------------

@@ -78,10 +78,6 @@ class RecoveryStrategy(Protocol):
     def is_state_held_elsewhere(self) -> bool:
         """Whether other nodes continue with the state when this process is restarted."""
 
-    @property
-    def has_snapshot_between_steps(self) -> bool:
-        """Whether the state can be rolled back to the last commit while no step has begun."""
-
     def roll_back(self, *, is_stopped: bool) -> bool:
         """Roll back to the last commit. Returns False if the weights may contain later updates.
 

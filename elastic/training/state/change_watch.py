@@ -50,6 +50,11 @@ class ChangeWatch:
         self._version = versions(self._counted())
         self._content = contents(self._tensors()) if by_content else None
 
+    @property
+    def knows_content(self) -> bool:
+        """Whether contents are compared, so that no change remains undetected."""
+        return self._content is not None
+
     def forget(self) -> None:
         """Stop expecting values."""
         self._version = self._content = None
@@ -59,9 +64,9 @@ class ChangeWatch:
         """Whether the values differ from the expected ones."""
         if self._version is None:
             return False
-        if versions(self._counted()) != self._version:
-            return True
-        return self._content is not None and contents(self._tensors()) != self._content
+        if self._content is not None:  # equal contents after a change, too: it was undone
+            return contents(self._tensors()) != self._content
+        return versions(self._counted()) != self._version
 
 
 def versions(tensors: Iterable[torch.Tensor]) -> int:

@@ -257,6 +257,12 @@ class Rollback:
             return True
         return self._updated_at is None and not self._has_changed and not self._watch.has_changed
 
+    def can_restore_surely(self, *, by_content: bool) -> bool:
+        """The same; ``by_content``: only if no change of the tensors can have remained unnoticed,
+        for a script that may just have exchanged them."""
+        is_sure = self._has_copies or self._watch.knows_content or not by_content
+        return is_sure and self.can_restore
+
     def restore(self) -> bool:
         """Return to the last boundary. Returns False if that is impossible without the state of
         another rank or a checkpoint; then only the small state is that of the boundary."""

@@ -1,0 +1,159 @@
+"""The signals that end agents, at every moment of a job's life: the newest committed step is on
+disk when the agents have left, or the job says how many steps are lost; the next start goes on.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+from training_job import SCRIPTS, TrainingJob, Workload
+
+import checkpoints
+from elastic.store.embedded.etcd import EmbeddedEtcd
+from elastic.testing.waiting import PATIENCE_S, eventually
+
+pytestmark = pytest.mark.cluster
+
+SCRIPT = SCRIPTS / "leaving.py"
+# The committed steps at each moment; None: the state of the last commit cannot be restored.
+COMMITTED: dict[str, int | None] = {
+    "import": 0,
+    "join": 0,
+    "data": 25,
+    "forward": 25,
+    "compile": 25,
+    "callback": 25,
+    "evaluation": 30,
+    "evaluation on rank 0": 30,
+    "evaluation of averaged weights": 30,
+    "averaged weights without copies": None,
+    "last step": 39,
+    "last step without copies": None,
+}
+SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1)
+CELLS = (
+    (signal.SIGTERM, "import", 3),
+    (signal.SIGTERM, "join", 1),
+    (signal.SIGINT, "data", 1),
+    (signal.SIGHUP, "forward", 1),
+    (signal.SIGUSR1, "compile", 1),
+    (signal.SIGQUIT, "callback", 1),
+    (signal.SIGTERM, "evaluation", 1),
+    (signal.SIGINT, "evaluation", 3),
+    (signal.SIGTERM, "evaluation on rank 0", 3),
+    (signal.SIGTERM, "evaluation of averaged weights", 1),
+    (signal.SIGTERM, "averaged weights without copies", 1),
+    (signal.SIGINT, "last step", 1),
+)
+REST = [
+    (number, moment, nodes)
+    for number in SIGNALS
+    for moment in COMMITTED
+    for nodes in (1, 3)
+    if (number, moment, nodes) not in CELLS
+]
+
+
+def started(etcd: EmbeddedEtcd, folder: Path, moment: str, nodes: int) -> TrainingJob:
+    """A job that is not entered yet. Its nodes form a world once all of them have arrived."""
+    return TrainingJob(
+        [etcd.endpoint],
+        folder,
+        script=SCRIPT,
+        workload=Workload(extra=(f"--moment={moment}",)),
+        min_nodes=nodes,
+        max_nodes=nodes,
+        env={"PET_SIGNALS_TO_HANDLE": ",".join(number.name for number in SIGNALS)},
+    )
+
+
+def reach(job: TrainingJob, moment: str, nodes: int) -> None:
+    for _ in range(nodes):
+        job.start_node()
+    ranks = range(1 if moment.endswith("on rank 0") else nodes)
+    eventually(lambda: all((job.folder / f"at-{r}").exists() for r in ranks), moment)
+
+
+def leave(job: TrainingJob, number: signal.Signals, *, repeats: int = 1) -> None:
+    """Send the signal to all agents, and wait until they have left in order."""
+    nodes = job.running
+    for _ in range(repeats):
+        for node in nodes:
+            os.kill(node.pid, number)
+    codes = {node.wait(PATIENCE_S) for node in nodes}
+    assert codes == {130 if number is signal.SIGINT else 75}, job.report()
+
+
+def newest_step(job: TrainingJob) -> int:
+    found = checkpoints.list_checkpoints(job.folder / "checkpoints")
+    return max((info.step for info in found), default=0)
+
+
+def assert_saved_or_reported(job: TrainingJob, moment: str) -> None:
+    committed = COMMITTED[moment]
+    if committed is not None:
+        assert newest_step(job) == committed, job.report()
+        return
+    assert newest_step(job) == 0, "never weights that the script has changed since"
+    reasons = [event["reason"] for event in job.journaled("checkpoint-skipped")]
+    assert any("steps since the checkpoint of step 0 are lost" in r for r in reasons), reasons
+
+
+def assert_the_next_start_goes_on(job: TrainingJob, nodes: int) -> None:
+    at = newest_step(job)
+    before = len(job.ledger().starts)
+    started_nodes = [job.start_node() for _ in range(nodes)]
+    assert {node.wait(PATIENCE_S) for node in started_nodes} == {0}, job.report()
+    resumed: Sequence[int] = [start.step for start in job.ledger().starts[before:]]
+    assert set(resumed) == {at}
+
+
+@pytest.mark.parametrize(("number", "moment", "nodes"), CELLS)
+def test_nothing_is_lost_without_a_word(
+    etcd: EmbeddedEtcd, tmp_path: Path, number: signal.Signals, moment: str, nodes: int
+) -> None:
+    check_cell(etcd, tmp_path, number, moment, nodes)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize(("number", "moment", "nodes"), REST)
+def test_nothing_is_lost_in_any_other_cell(
+    etcd: EmbeddedEtcd, tmp_path: Path, number: signal.Signals, moment: str, nodes: int
+) -> None:
+    check_cell(etcd, tmp_path, number, moment, nodes)
+
+
+def check_cell(
+    etcd: EmbeddedEtcd, folder: Path, number: signal.Signals, moment: str, nodes: int
+) -> None:
+    with started(etcd, folder, moment, nodes) as job:
+        reach(job, moment, nodes)
+        leave(job, number)
+        assert_saved_or_reported(job, moment)
+        assert_the_next_start_goes_on(job, nodes)
+
+
+def test_further_signals_do_not_interrupt_the_last_save(etcd: EmbeddedEtcd, tmp_path: Path) -> None:
+    with started(etcd, tmp_path, "evaluation", 1) as job:
+        reach(job, "evaluation", 1)
+        leave(job, signal.SIGTERM, repeats=3)
+        assert newest_step(job) == 30
+
+
+def test_an_etcd_that_does_not_answer_does_not_prevent_the_last_save(tmp_path: Path) -> None:
+    with (
+        EmbeddedEtcd(data_dir=tmp_path / "etcd") as etcd,
+        started(etcd, tmp_path, "evaluation", 1) as job,
+    ):
+        reach(job, "evaluation", 1)
+        etcd.pause()
+        try:
+            leave(job, signal.SIGTERM)
+        finally:
+            etcd.resume()
+        assert newest_step(job) == 30
+        assert_the_next_start_goes_on(job, 1)

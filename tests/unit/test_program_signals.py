@@ -1,0 +1,76 @@
+"""The signals that a launch handles, and the handlers of the program that launches."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Iterator
+from types import FrameType
+from unittest.mock import Mock
+
+import pytest
+
+from elastic.rendezvous import signals
+from elastic.rendezvous.signals import ProgramSignals
+from elastic.rendezvous.torch_private import SIGNALS_VARIABLE
+
+USED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1)
+
+
+@pytest.fixture(autouse=True)
+def handlers_are_restored() -> Iterator[None]:
+    before = {number: signal.getsignal(number) for number in USED}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+def ours(signum: int, frame: FrameType | None) -> None:
+    """The handler of a launch."""
+
+
+def of_the_program(signum: int, frame: FrameType | None) -> None:
+    """The handler of the program."""
+
+
+def test_every_signal_on_which_torch_closes_is_handled(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(SIGNALS_VARIABLE, "SIGTERM,SIGINT,SIGUSR1")
+    before = signal.getsignal(signal.SIGHUP)
+    ProgramSignals().handle(ours)
+    handled = [number for number in USED if signal.getsignal(number) is ours]
+    assert handled == [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1]
+    assert signal.getsignal(signal.SIGHUP) is before
+
+
+def test_an_ignored_signal_stays_ignored(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As SIGHUP under nohup."""
+    monkeypatch.delenv(SIGNALS_VARIABLE, raising=False)
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    of_launch = ProgramSignals()
+    of_launch.handle(ours)
+    assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    assert signal.getsignal(signal.SIGQUIT) is ours
+    of_launch.restore()
+    assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+
+
+def test_the_programs_handlers_and_torchs_list_are_restored(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.delenv(SIGNALS_VARIABLE, raising=False)
+    signal.signal(signal.SIGINT, of_the_program)
+    of_launch = ProgramSignals()
+    of_launch.handle(ours)
+    of_launch.restore()
+    assert signal.getsignal(signal.SIGINT) is of_the_program
+    with pytest.raises(KeyError):
+        monkeypatch.delenv(SIGNALS_VARIABLE)
+
+
+def test_a_name_that_is_no_signal_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    logger = Mock()
+    monkeypatch.setattr(signals, "get_logger", lambda: logger)
+    monkeypatch.setenv(SIGNALS_VARIABLE, "SIGKILL,SIGNONE")
+    ProgramSignals().handle(ours)
+    assert signal.getsignal(signal.SIGTERM) is ours
+    named = [call.args[1] for call in logger.warning.call_args_list]
+    assert sorted(named) == ["SIGKILL", "SIGNONE"]
