@@ -17,6 +17,7 @@ from elastic.training.recovery.bootstrap import Bootstrap
 from elastic.training.recovery.selection import Strategies
 from elastic.training.recovery.training_state import TrainingState
 from elastic.training.state.job_state import JobState
+from elastic.training.state.random_state import RandomState
 from elastic.training.step import OwnBatch, Step
 
 
@@ -47,6 +48,7 @@ class Attempts:
         self._listeners = listeners
         self._own_steps = 0  # begun by run.begin: the first two
         self._modes = TrainingModes(state.job)
+        self._random = RandomState()
         self._has_registered = False  # the function that retry calls registered an object
         self._has_outer_data = False  # a loader was registered before that function was called
         self._outside: JobState | None = None  # objects registered before that function was called
@@ -101,11 +103,13 @@ class Attempts:
         self._modes.begin_attempt(is_again=is_again)
         self._scope.passes = 0
         if not is_again:
+            self._random.take()
             self._warn_of_meetings()
             self._outside = self._job.registered()
             if self._registry.has_data:
                 self._scope.generators.note()
         else:
+            self._random.restore()
             for loader in self._job.loaders.values():
                 loader.resume()
             if self._has_registered:

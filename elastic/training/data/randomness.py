@@ -12,6 +12,7 @@ import sys
 import torch
 
 _MASK = (1 << 64) - 1
+_BETWEEN = _MASK  # in place of a step's number
 
 
 def derive_seed(*parts: int) -> int:
@@ -30,6 +31,13 @@ def derive_seed(*parts: int) -> int:
         mixed = (mixed ^ mixed >> 27) * 0x94D049BB133111EB & _MASK
         mixed ^= mixed >> 31
     return mixed
+
+
+def seed_between_steps(seed: int, epoch: int, step: int) -> None:
+    """Seed the code of the script between two steps: at the beginning of an epoch, and after a
+    pass. All ranks draw the same numbers there, whenever they resume, as in a script that seeds
+    torch on all ranks alike."""
+    seed_all(derive_seed(seed, _BETWEEN, epoch, step))
 
 
 def seed_all(seed: int) -> None:

@@ -108,8 +108,6 @@ class Commits:
 
     def _waiting(self, step: Step) -> list[str]:
         """The optimizers that keep gradients of this step for later ones."""
-        if not self._strategies.active.can_roll_back:
-            return []
         if self._job.built is not None:
             return self._job.built.accumulating(step.stepped)
         waiting = self._optimizer_watch.accumulating(step)

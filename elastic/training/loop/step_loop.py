@@ -12,7 +12,7 @@ from elastic.hangs.phases import phases
 from elastic.telemetry.ledger import Ledger
 from elastic.telemetry.log import get_logger
 from elastic.training.data.loader import ElasticLoader
-from elastic.training.data.randomness import derive_seed, seed_all
+from elastic.training.data.randomness import derive_seed, seed_all, seed_between_steps
 from elastic.training.lifecycle import Lifecycle
 from elastic.training.loop.boundary import StepBoundary
 from elastic.training.loop.commits import Commits
@@ -224,6 +224,8 @@ class StepLoop:
         is_accumulating = self.current.accumulation.since is not None
         if self._strategies.active.can_roll_back and not is_accumulating:
             self._progress.rollback.leave_step()
+        if not is_accumulating:
+            self.seed_between_steps()
 
     # -- steps --------------------------------------------------------------------------------
 
@@ -246,8 +248,7 @@ class StepLoop:
             self.lifecycle.settle()  # work that the script queued since the last step
             self._commits.call_back_again()
             self._boundary.cross()
-            if strategy.can_roll_back:
-                self._progress.before_step()
+            self._progress.before_step(can_undo=strategy.can_roll_back)
         step = Step(number, first, rest, self._begin_micro_batch)
         self._boundary.begin_step(number)
         self._job.order.begin_step(number)
@@ -271,6 +272,11 @@ class StepLoop:
                 samples=step.indices,
             )
         return step
+
+    def seed_between_steps(self) -> None:
+        """Seed the code that follows, in which the script is in no step."""
+        progress = self._job.progress
+        seed_between_steps(self._job.seed, progress.epoch, progress.step)
 
     def _begin_micro_batch(self, step: Step) -> None:
         rank = self.lifecycle.world.data_rank

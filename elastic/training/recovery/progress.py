@@ -115,9 +115,12 @@ class RankProgress:
             progress.passes += 1
         progress.place = place
 
-    def before_step(self) -> None:
-        """Take the boundary before a step, outside of an accumulation."""
-        if not self._is_fresh:
+    def before_step(self, *, can_undo: bool) -> None:
+        """Take the boundary before a step, outside of an accumulation; only note the weights if the
+        step cannot be undone."""
+        if not can_undo:
+            self.rollback.note_weights()
+        elif not self._is_fresh:
             self._take()
 
     def enter_world(self) -> None:

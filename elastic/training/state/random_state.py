@@ -1,7 +1,8 @@
-"""The states of the generators that each step seeds (:mod:`elastic.training.data.randomness`).
+"""The states of the random generators where the function of ``run.retry`` begins.
 
-A step draws from its own seed. Code between two steps draws after it, so a repetition of that code
-continues from the states at the boundary.
+Steps, and the code between them, are seeded by their place:
+:mod:`elastic.training.data.randomness`.
+What the function draws before them must be the same whenever it is called again.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import torch
 
 
 class RandomState:
-    """This rank's states at a boundary; other ranks have others."""
+    """This rank's states before the first call of the function."""
 
     def __init__(self) -> None:
         self._torch: torch.Tensor | None = None
@@ -30,10 +31,6 @@ class RandomState:
         self._python = random.getstate()
         if "numpy" in sys.modules:
             self._numpy = sys.modules["numpy"].random.get_state()
-
-    def forget(self) -> None:
-        """The next step, which seeds all generators, begins at the boundary."""
-        self._torch = None
 
     def restore(self) -> None:
         """Restore the states that were taken, if any."""

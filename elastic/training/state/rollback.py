@@ -25,7 +25,6 @@ from elastic.telemetry.log import get_logger
 from elastic.training.state.change_watch import ChangeWatch, compares_content
 from elastic.training.state.copies import WeightCopies
 from elastic.training.state.job_state import JobState
-from elastic.training.state.random_state import RandomState
 from elastic.training.state.snapshot import BoundaryState, Path, Snapshot
 from elastic.tuning.worker_intervals import COPY_IS_CHEAP_S
 
@@ -80,7 +79,6 @@ class Rollback:
         self._has_changed = False  # weights changed before an optimizer's update in this step
         self._updated_at: int | None = None  # collectives begun before the step's first update
         self._own: tuple[torch.Tensor, ...] = ()
-        self._random = RandomState()
         self.snapshot: Snapshot = {}
 
     def _weights(self) -> Sequence[torch.Tensor]:
@@ -107,10 +105,14 @@ class Rollback:
         ``with_copies``: copy it completely, whatever that costs, if there is enough memory.
         """
         self.snapshot = self._state.take()
-        self._random.forget()
         self._has_changed, self._updated_at = False, None
         self._has_copies = (with_copies or self._copies_steps) and self._copy()
         self._expect(by_content=with_copies or compares_content(self._costs.steps))
+
+    def note_weights(self) -> None:
+        """Note the current weights, without a way back to them."""
+        self._has_changed, self._updated_at = False, None
+        self._watch.expect(by_content=False)
 
     def _expect(self, *, by_content: bool) -> None:
         """Note the current tensors, to notice changes: by their contents in some steps, and in each
@@ -175,7 +177,6 @@ class Rollback:
 
     def leave_step(self) -> None:
         """Called at the end of a loop: later changes by the script belong to no step."""
-        self._random.take()
         if self._has_copies:
             return
         # The step has ended without a change that belongs to none.
@@ -273,7 +274,6 @@ class Rollback:
             )
         if self.snapshot:
             self._state.restore(self.snapshot, self._kept if self._has_copies else None)
-            self._random.restore()
         return is_exact
 
     def _kept(self, path: Path, own: torch.Tensor | None) -> torch.Tensor | None:
