@@ -1,0 +1,119 @@
+"""Runs generated scripts, and prints a table of what fails.
+
+python tests/generator/run.py --seeds 0:1000
+python tests/generator/run.py --seed 17          # one, with its script and its logs' folder
+python tests/generator/run.py --seed 17 --shrink # to the fewest parts that fail alike
+python tests/generator/run.py --seeds 0:1000 --shrink
+python tests/generator/run.py --seed 17 --show   # only print the script
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import tempfile
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from queue import SimpleQueue
+
+from scenarios import Runner, Scenario, Verdict, draw_scenario, plain
+from shrinking import shrunk
+
+from elastic.testing.small_world.world import SmallWorld
+
+
+def seeds_of(text: str) -> range:
+    """``3:10`` or ``7``."""
+    first, _, last = text.partition(":")
+    return range(int(first), int(last) if last else int(first) + 1)
+
+
+def verdicts(
+    seeds: Sequence[int], folder: Path, *, processes: int, is_shrunk: bool, limit_s: float
+) -> Iterator[Verdict]:
+    """Of each seed, in their order; each process is a small world."""
+    runners: SimpleQueue[Runner] = SimpleQueue()
+    worlds = [SmallWorld() for _ in range(processes)]
+    for world in worlds:
+        runners.put(Runner(world, folder, limit_s))
+
+    def one(seed: int) -> Verdict:
+        runner = runners.get()
+        try:
+            verdict = runner.run(draw_scenario(seed))
+            return shrunk(runner, verdict) if is_shrunk and verdict.failed else verdict
+        finally:
+            runners.put(runner)
+
+    try:
+        with ThreadPoolExecutor(processes) as pool:
+            yield from pool.map(one, seeds)
+    finally:
+        for world in worlds:
+            world.close()
+
+
+def describe(verdict: Verdict) -> str:
+    """A failure in a few lines."""
+    scenario = verdict.scenario
+    return "\n".join(
+        [
+            f"seed {scenario.seed}: {verdict.kind.upper()}: {verdict.what[:400]}",
+            f"  {scenario.script.recovery}, {scenario.description}",
+            f"  parts: {', '.join(scenario.script.added) or 'none'}",
+            f"  died at {verdict.died_at or 'no line'}",
+            f"  {verdict.path}",
+        ]
+    )
+
+
+def table(failed: Sequence[Verdict], number: int) -> str:
+    """Failures by kind and combination of parts, the most frequent first."""
+    kinds = Counter(verdict.kind for verdict in failed)
+    rows = [f"{number} seeds, {len(failed)} failures: {dict(kinds)}"]
+    by_part: Counter[tuple[str, str]] = Counter()
+    for verdict in failed:
+        combination = " + ".join(verdict.scenario.script.added) or "none"
+        by_part[verdict.kind, f"{verdict.scenario.way}: {combination}"] += 1
+    rows += [f"{count:5d} {kind:8s} {parts}" for (kind, parts), count in by_part.most_common()]
+    return "\n".join(rows)
+
+
+def main(arguments: Sequence[str]) -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
+    parser.add_argument("--seeds", "--seed", type=seeds_of, default=range(100))
+    parser.add_argument("--shrink", action="store_true", help="to the fewest parts that fail alike")
+    parser.add_argument("--show", action="store_true", help="only print the script of the first")
+    parser.add_argument("--processes", type=int, default=2)
+    parser.add_argument("--limit-s", type=float, default=40.0, help="of a run, before it is a hang")
+    parser.add_argument("--folder", type=Path, help="for scripts and logs; default: temporary")
+    given = parser.parse_args(arguments)
+    if given.show:
+        scenario: Scenario = draw_scenario(given.seeds[0])
+        print(scenario.script.text(plain(scenario).description))
+        return 0
+    folder = given.folder or Path(tempfile.mkdtemp(prefix="generated-"))
+    failed: list[Verdict] = []
+    reached = 0
+    for verdict in verdicts(
+        given.seeds,
+        folder,
+        processes=min(given.processes, len(given.seeds)),
+        is_shrunk=given.shrink,
+        limit_s=given.limit_s,
+    ):
+        reached += bool(verdict.died_at)
+        if verdict.failed:
+            failed.append(verdict)
+            print(describe(verdict), flush=True)
+        elif len(given.seeds) == 1:
+            print(f"seed {verdict.scenario.seed}: as alone; died at {verdict.died_at or 'no line'}")
+    print(f"{reached} of {len(given.seeds)} with a death")
+    print(table(failed, len(given.seeds)))
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

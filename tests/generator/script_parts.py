@@ -1,0 +1,1327 @@
+"""The parts of generated training scripts.
+
+A part is what a user adds to a plain loop: a kind of model, a scheduler, an average, a log. Its
+fields are lines of the script, by the place where they go (:mod:`composer`). Names that all parts
+share: ``run``, ``x``, ``dataset``, ``network`` (the plain module), ``model`` (wrapped),
+``optimizer``, ``loader``; in a step ``epoch``, ``i``, ``inputs``, ``targets``, ``prediction`` and
+``loss``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from textwrap import dedent
+
+
+@dataclass(frozen=True, kw_only=True)
+class Part:
+    """Lines of a script, by their place."""
+
+    kind: str
+    name: str
+    needs: tuple[str, ...] = ()  # all of these properties, given by other parts
+    gives: tuple[str, ...] = ()
+    excludes: tuple[str, ...] = ()  # names, kinds or properties
+    imports: str = ""
+    define: str = ""  # classes and functions, before the job is joined
+    build: str = ""  # models and optimizers, after it
+    tracked: str = ""  # keyword arguments of run.track
+    loader: str = ""
+    train_start: str = ""
+    epoch_start: str = ""
+    step_start: str = ""
+    loss: str = ""
+    gradients: str = ""
+    step: str = ""
+    body: str = ""  # of a step; LOSS, GRADIENTS, STEP and AFTER are replaced
+    after_update: str = ""
+    epoch_end: str = ""
+    result: str = ""  # entries of a dict
+    draws_by_rank: bool = field(default=False)  # random numbers that depend on the number of ranks
+
+    @property
+    def label(self) -> str:
+        """Kind and name, as in the note of a script and on the command line."""
+        return f"{self.kind}:{self.name}"
+
+    def lines(self, place: str) -> list[str]:
+        """The lines of a place, without common indentation."""
+        text: str = getattr(self, place)
+        return dedent(text).strip("\n").splitlines()
+
+
+NET = """
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.body, self.head = nn.Linear(4, 8), nn.Linear(8, 1)
+"""
+
+
+def _net(forward: str, *, init: str = "", more: str = "") -> str:
+    """The class Net with a forward method, further lines of its constructor, and methods."""
+    text = NET.strip("\n") + "\n"
+    for line in dedent(init).strip("\n").splitlines():
+        text += f"        {line}\n"
+    for line in dedent(more).strip("\n").splitlines():
+        text += f"    {line}\n" if line else "\n"
+    text += "\n    def forward(self, inputs):\n"
+    for line in dedent(forward).strip("\n").splitlines():
+        text += f"        {line}\n"
+    return text
+
+
+PLAIN_LOSS = """
+prediction = model(inputs)
+loss = F.mse_loss(prediction, targets)
+"""
+WRAPPED = "network = Net()\nmodel = run.wrap(network)"
+
+MODELS = (
+    Part(
+        kind="model",
+        name="plain",
+        define=_net("return self.head(torch.tanh(self.body(inputs)))"),
+        build=WRAPPED,
+        loss=PLAIN_LOSS,
+    ),
+    Part(
+        kind="model",
+        name="two outputs",
+        define=_net(
+            """
+            hidden = torch.tanh(self.body(inputs))
+            return self.head(hidden), hidden
+            """
+        ),
+        build=WRAPPED,
+        loss="""
+        prediction, hidden = model(inputs)
+        loss = F.mse_loss(prediction, targets) + 0.01 * hidden.pow(2).mean()
+        """,
+    ),
+    Part(
+        kind="model",
+        name="loss inside",
+        define=_net(
+            """
+            prediction = self.head(torch.tanh(self.body(inputs)))
+            if targets is None:
+                return prediction
+            return {"prediction": prediction, "loss": F.mse_loss(prediction, targets)}
+            """
+        ).replace("def forward(self, inputs)", "def forward(self, inputs, targets=None)"),
+        build=WRAPPED,
+        loss="""
+        output = model(inputs, targets)
+        prediction, loss = output["prediction"], output["loss"]
+        """,
+    ),
+    Part(
+        kind="model",
+        name="tied",
+        define=_net(
+            """
+            hidden = torch.tanh(self.body(inputs))
+            return self.head(torch.tanh(self.again(F.linear(hidden, self.body.weight.t()))))
+            """,
+            init="""
+            self.again = nn.Linear(4, 8)
+            self.again.weight = self.body.weight
+            """,
+        ),
+        build=WRAPPED,
+        loss=PLAIN_LOSS,
+    ),
+    Part(
+        kind="model",
+        name="unfrozen later",
+        define=_net("return self.head(torch.tanh(self.body(inputs)))"),
+        build="""
+        network = Net()
+        network.body.requires_grad_(False)
+        model = run.wrap(network)
+        """,
+        epoch_start="network.body.requires_grad_(epoch >= 1)",
+        loss=PLAIN_LOSS,
+    ),
+    Part(
+        kind="model",
+        name="frozen head",
+        define=_net("return self.head(torch.tanh(self.body(inputs)))"),
+        build="""
+        network = Net()
+        network.head.requires_grad_(False)
+        model = run.wrap(network)
+        """,
+        loss=PLAIN_LOSS,
+    ),
+    Part(
+        kind="model",
+        name="encoder and decoder",
+        define="""
+        class Encoder(nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.body = nn.Linear(4, 8)
+
+            def forward(self, inputs):
+                return torch.tanh(self.body(inputs))
+        """,
+        build="""
+        model = nn.ModuleDict({"encoder": Encoder(), "decoder": nn.Linear(8, 1)})
+        network = model
+        encoder, decoder = run.wrap(model["encoder"]), run.wrap(model["decoder"])
+        """,
+        loss="""
+        prediction = decoder(encoder(inputs))
+        loss = F.mse_loss(prediction, targets)
+        """,
+        gives=("several wraps",),
+    ),
+    Part(
+        kind="model",
+        name="counting buffer",
+        define=_net(
+            """
+            if self.training:
+                self.calls += 1
+            return self.head(torch.tanh(self.body(inputs))) / (1 + 0.01 * self.calls)
+            """,
+            init='self.register_buffer("calls", torch.zeros(()))',
+        ),
+        build=WRAPPED,
+        loss=PLAIN_LOSS,
+    ),
+    Part(
+        kind="model",
+        name="non-persistent buffer",
+        define=_net(
+            """
+            if self.training:
+                self.scale.mul_(0.9).add_(self.head.weight.detach().abs().mean(), alpha=0.1)
+            return self.head(torch.tanh(self.body(inputs))) * self.scale
+            """,
+            init='self.register_buffer("scale", torch.ones(()), persistent=False)',
+        ),
+        build=WRAPPED,
+        loss=PLAIN_LOSS,
+        result='"scale": network.scale',
+    ),
+    Part(
+        kind="model",
+        name="extra state",
+        define=_net(
+            """
+            if self.training:
+                self.temperature = 0.9 * self.temperature + 0.05
+            return self.head(torch.tanh(self.body(inputs))) * self.temperature
+            """,
+            init="self.temperature = 1.0",
+            more="""
+
+            def get_extra_state(self):
+                return {"temperature": self.temperature}
+
+            def set_extra_state(self, state):
+                self.temperature = state["temperature"]
+            """,
+        ),
+        build=WRAPPED,
+        loss=PLAIN_LOSS,
+        result='"temperature": network.temperature',
+        gives=("extra state",),
+    ),
+    Part(
+        kind="model",
+        name="weight norm",
+        imports="from torch.nn.utils.parametrizations import weight_norm",
+        define=_net("return self.head(torch.tanh(self.body(inputs)))"),
+        build="""
+        network = Net()
+        network.body = weight_norm(network.body)
+        model = run.wrap(network)
+        """,
+        loss=PLAIN_LOSS,
+    ),
+    Part(
+        kind="model",
+        name="spectral norm",
+        imports="from torch.nn.utils.parametrizations import spectral_norm",
+        define=_net("return self.head(torch.tanh(self.body(inputs)))"),
+        build="""
+        network = Net()
+        network.body = spectral_norm(network.body)
+        model = run.wrap(network)
+        """,
+        loss=PLAIN_LOSS,
+    ),
+    Part(
+        kind="model",
+        name="forward hook",
+        define=_net("return self.head(torch.tanh(self.body(inputs)))", init="self.gain = Gain()")
+        + '''
+
+class Gain(nn.Module):
+    """Scales the hidden layer by a factor that it adapts in every forward pass."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("gain", torch.ones(()))
+
+    def hook(self, module, args, output):
+        if module.training:
+            self.gain.mul_(0.98)
+        return output * self.gain
+''',
+        build="""
+        network = Net()
+        network.body.register_forward_hook(network.gain.hook)
+        model = run.wrap(network)
+        """,
+        loss=PLAIN_LOSS,
+    ),
+    Part(
+        kind="model",
+        name="gradient hooks",
+        define=_net("return self.head(torch.tanh(self.body(inputs)))"),
+        build="""
+        network = Net()
+        network.head.weight.register_hook(lambda gradient: 0.5 * gradient)
+        model = run.wrap(network)
+        """,
+        loss=PLAIN_LOSS,
+    ),
+    Part(
+        kind="model",
+        name="dropout",
+        define=_net(
+            """
+            return self.head(F.dropout(torch.tanh(self.body(inputs)), 0.2, self.training))
+            """
+        ),
+        build=WRAPPED,
+        loss=PLAIN_LOSS,
+        draws_by_rank=True,
+    ),
+)
+
+
+def _torch_optimizer(name: str, made: str) -> Part:
+    return Part(
+        kind="optimizer",
+        name=name,
+        build=f"optimizer = {made}",
+        step="optimizer.step()",
+        gives=("torch optimizer", "torch closure"),
+    )
+
+
+OPTIMIZERS = (
+    _torch_optimizer("sgd", "torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)"),
+    _torch_optimizer(
+        "nesterov",
+        "torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9, nesterov=True, foreach=True)",
+    ),
+    _torch_optimizer("adam", "torch.optim.Adam(model.parameters(), lr=0.02)"),
+    _torch_optimizer(
+        "amsgrad", "torch.optim.Adam(model.parameters(), lr=0.02, amsgrad=True, foreach=True)"
+    ),
+    _torch_optimizer("adamw", "torch.optim.AdamW(model.parameters(), lr=0.02, weight_decay=0.1)"),
+    _torch_optimizer("nadam", "torch.optim.NAdam(model.parameters(), lr=0.02)"),
+    _torch_optimizer("rmsprop", "torch.optim.RMSprop(model.parameters(), lr=0.005)"),
+    _torch_optimizer("adagrad", "torch.optim.Adagrad(model.parameters(), lr=0.05)"),
+    Part(
+        kind="optimizer",
+        name="two groups",
+        build="""
+        last = list(model.parameters())[-2:]
+        first = list(model.parameters())[:-2]
+        optimizer = torch.optim.AdamW([{"params": first}, {"params": last, "lr": 0.03}], lr=0.01)
+        """,
+        step="optimizer.step()",
+        gives=("torch optimizer", "torch closure"),
+    ),
+    Part(
+        kind="optimizer",
+        name="two optimizers",
+        build="""
+        last = list(model.parameters())[-2:]
+        first = list(model.parameters())[:-2]
+        optimizer = torch.optim.Adam(first, lr=0.01)
+        head_optimizer = torch.optim.SGD(last, lr=0.05, momentum=0.9)
+        """,
+        tracked="head_optimizer=head_optimizer",
+        step="""
+        optimizer.step()
+        head_optimizer.step()
+        head_optimizer.zero_grad()
+        """,
+        result='**leaves("head_optimizer", head_optimizer.state_dict())',
+        gives=("torch optimizer",),
+    ),
+    Part(
+        kind="optimizer",
+        name="decay after super",
+        define="""
+        class DecayingSGD(torch.optim.SGD):
+            @torch.no_grad()
+            def step(self, closure=None):
+                super().step()
+                for group in self.param_groups:
+                    for parameter in group["params"]:
+                        parameter.mul_(1 - 0.02)
+        """,
+        build="optimizer = DecayingSGD(model.parameters(), lr=0.05, momentum=0.9)",
+        step="optimizer.step()",
+        gives=("torch optimizer",),
+    ),
+    Part(
+        kind="optimizer",
+        name="step hook decays",
+        define="""
+        def decay(optimizer, args, kwargs):
+            with torch.no_grad():
+                for group in optimizer.param_groups:
+                    for parameter in group["params"]:
+                        parameter.mul_(0.98)
+        """,
+        build="""
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        optimizer.register_step_post_hook(decay)
+        """,
+        step="optimizer.step()",
+        gives=("torch optimizer",),
+    ),
+    Part(
+        kind="optimizer",
+        name="counts in state",
+        define="""
+        class Warming(torch.optim.Optimizer):
+            def __init__(self, parameters, lr):
+                super().__init__(parameters, {"lr": lr})
+
+            @torch.no_grad()
+            def step(self, closure=None):
+                for group in self.param_groups:
+                    for parameter in group["params"]:
+                        state = self.state[parameter]
+                        state["step"] = state.get("step", 0) + 1
+                        if parameter.grad is not None:
+                            rate = group["lr"] * min(1, state["step"] / 8)
+                            parameter.sub_(parameter.grad, alpha=rate)
+        """,
+        build="optimizer = Warming(model.parameters(), lr=0.2)",
+        step="optimizer.step()",
+        gives=("torch optimizer",),
+    ),
+    Part(
+        kind="optimizer",
+        name="writes to groups",
+        define="""
+        class Adapting(torch.optim.Optimizer):
+            def __init__(self, parameters, lr):
+                super().__init__(parameters, {"lr": lr, "d": 0.0, "k": 0})
+
+            @torch.no_grad()
+            def step(self, closure=None):
+                for group in self.param_groups:
+                    used = [p for p in group["params"] if p.grad is not None]
+                    squares = sum(float(p.grad.pow(2).sum()) for p in used)
+                    if squares == 0:
+                        return
+                    group["d"] = 0.9 * group["d"] + 0.1 * squares
+                    group["k"] += 1
+                    for parameter in used:
+                        parameter.sub_(parameter.grad, alpha=group["lr"] / (1 + group["d"]))
+        """,
+        build="optimizer = Adapting(model.parameters(), lr=0.1)",
+        step="optimizer.step()",
+        gives=("torch optimizer",),
+    ),
+    Part(
+        kind="optimizer",
+        name="values of its own",
+        define="""
+        class Normalized(torch.optim.SGD):
+            # Divides gradients by a running mean of their norm, which it saves beside its state.
+            scale = 1.0
+
+            @torch.no_grad()
+            def step(self, closure=None):
+                used = [p for g in self.param_groups for p in g["params"] if p.grad is not None]
+                norm = float(torch.stack([p.grad.norm() for p in used]).norm())
+                self.scale = 0.8 * self.scale + 0.2 * norm
+                for parameter in used:
+                    parameter.grad.div_(self.scale)
+                super().step()
+
+            def state_dict(self):
+                return {**super().state_dict(), "scale": self.scale}
+
+            def load_state_dict(self, state):
+                state = dict(state)
+                self.scale = state.pop("scale")
+                super().load_state_dict(state)
+        """,
+        build="optimizer = Normalized(model.parameters(), lr=0.05, momentum=0.5)",
+        step="optimizer.step()",
+        gives=("torch optimizer",),
+        excludes=("update:accumulated over batches",),
+    ),
+    Part(
+        kind="optimizer",
+        name="noam",
+        define="""
+        class NoamOpt:
+            # Of the Annotated Transformer: counts steps and sets the rate.
+            def __init__(self, size, factor, warmup, optimizer):
+                self.optimizer, self.size, self.factor = optimizer, size, factor
+                self.warmup, self._step = warmup, 0
+
+            def step(self):
+                self._step += 1
+                for group in self.optimizer.param_groups:
+                    group["lr"] = self.rate()
+                self.optimizer.step()
+
+            def rate(self):
+                least = min(self._step**-0.5, self._step * self.warmup**-1.5)
+                return self.factor * self.size**-0.5 * least
+
+            def state_dict(self):
+                return {"step": self._step, "optimizer": self.optimizer.state_dict()}
+
+            def load_state_dict(self, state):
+                self._step = state["step"]
+                self.optimizer.load_state_dict(state["optimizer"])
+        """,
+        build="""
+        optimizer = torch.optim.Adam(model.parameters(), lr=0.0)
+        noam = NoamOpt(64, 0.5, 8, optimizer)
+        """,
+        tracked="noam=noam",
+        step="noam.step()",
+        result='"noam": noam._step',
+        gives=("wrapper",),
+        excludes=("scheduler",),
+    ),
+    Part(
+        kind="optimizer",
+        name="schedule-free",
+        define="""
+        class ScheduleFree(torch.optim.Optimizer):
+            def __init__(self, parameters, lr=0.1, momentum=0.9):
+                super().__init__(parameters, {"lr": lr, "momentum": momentum, "k": 0, "on": False})
+
+            @torch.no_grad()
+            def eval(self):
+                for group in self.param_groups:
+                    if group["on"]:
+                        for p in group["params"]:
+                            if "z" in self.state[p]:
+                                p.lerp_(end=self.state[p]["z"], weight=1 - 1 / group["momentum"])
+                        group["on"] = False
+
+            @torch.no_grad()
+            def train(self):
+                for group in self.param_groups:
+                    if not group["on"]:
+                        for p in group["params"]:
+                            if "z" in self.state[p]:
+                                p.lerp_(end=self.state[p]["z"], weight=1 - group["momentum"])
+                        group["on"] = True
+
+            @torch.no_grad()
+            def step(self, closure=None):
+                for group in self.param_groups:
+                    part = 1 / (group["k"] + 1)
+                    for p in group["params"]:
+                        if p.grad is None:
+                            continue
+                        if "z" not in self.state[p]:
+                            self.state[p]["z"] = p.clone()
+                        z = self.state[p]["z"]
+                        p.lerp_(end=z, weight=part)
+                        p.add_(p.grad, alpha=group["lr"] * (group["momentum"] * (1 - part) - 1))
+                        z.sub_(p.grad, alpha=group["lr"])
+                    group["k"] += 1
+        """,
+        build="optimizer = ScheduleFree(model.parameters())",
+        epoch_start="optimizer.train()",
+        step="optimizer.step()",
+        epoch_end="optimizer.eval()",
+        gives=("torch optimizer", "swaps"),
+        excludes=("scheduler",),
+    ),
+)
+
+SCHEDULERS = (
+    Part(
+        kind="scheduler",
+        name="step by epoch",
+        build="scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=1, gamma=0.5)",
+        tracked="scheduler=scheduler",
+        epoch_end="scheduler.step()",
+    ),
+    Part(
+        kind="scheduler",
+        name="at the epoch's beginning",
+        build="scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, gamma=0.5)",
+        tracked="scheduler=scheduler",
+        epoch_start="scheduler.step()",
+        gives=("changes at the epoch's beginning",),
+    ),
+    Part(
+        kind="scheduler",
+        name="lambda by step",
+        build="""
+        scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda n: min(1, (n + 1) / 8))
+        """,
+        tracked="scheduler=scheduler",
+        after_update="scheduler.step()",
+    ),
+    Part(
+        kind="scheduler",
+        name="sequential",
+        imports="from torch.optim.lr_scheduler import CosineAnnealingLR, LinearLR, SequentialLR",
+        build="""
+        warmup = LinearLR(optimizer, start_factor=0.1, total_iters=4)
+        cosine = CosineAnnealingLR(optimizer, T_max=20)
+        scheduler = SequentialLR(optimizer, [warmup, cosine], milestones=[4])
+        """,
+        tracked="scheduler=scheduler",
+        after_update="scheduler.step()",
+    ),
+    Part(
+        kind="scheduler",
+        name="plateau by step",
+        build="""
+        scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(
+            optimizer, factor=0.8, patience=1, threshold=0.05
+        )
+        """,
+        tracked="scheduler=scheduler",
+        after_update="""
+        scheduler.step(run.mean(len(inputs), loss=loss.detach())["loss"])
+        """,
+        gives=("collective after the update",),
+    ),
+    Part(
+        kind="scheduler",
+        name="plateau by epoch",
+        build="""
+        scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(
+            optimizer, factor=0.5, patience=0, threshold=0.3
+        )
+        """,
+        tracked="scheduler=scheduler",
+        epoch_end="""
+        with torch.no_grad():
+            error = (sum(p.pow(2).sum() for p in model.parameters())).item()
+        scheduler.step(run.mean(1, error=error)["error"])
+        """,
+        gives=("collective at the epoch's end",),
+    ),
+    Part(
+        kind="scheduler",
+        name="own",
+        define="""
+        class Warmup:
+            def __init__(self, optimizer, steps):
+                self.optimizer, self.steps, self.count = optimizer, steps, 0
+                self.rates = [group["lr"] for group in optimizer.param_groups]
+
+            def step(self):
+                self.count += 1
+                for group, rate in zip(self.optimizer.param_groups, self.rates):
+                    group["lr"] = rate * min(1, self.count / self.steps)
+
+            def state_dict(self):
+                return {"count": self.count}
+
+            def load_state_dict(self, state):
+                self.count = state["count"]
+        """,
+        build="warmup = Warmup(optimizer, steps=10)",
+        tracked="warmup=warmup",
+        after_update="warmup.step()",
+        result='"warmup": warmup.count',
+    ),
+    Part(
+        kind="scheduler",
+        name="own by metric",
+        define="""
+        class HalveOnRise:
+            # Lowers the rate when the running mean of the loss does not fall.
+            def __init__(self, optimizer):
+                self.optimizer, self.mean, self.least = optimizer, None, float("inf")
+
+            def step(self, loss):
+                self.mean = loss if self.mean is None else 0.7 * self.mean + 0.3 * loss
+                if self.mean > 0.97 * self.least:
+                    for group in self.optimizer.param_groups:
+                        group["lr"] *= 0.9
+                self.least = min(self.least, self.mean)
+
+            def state_dict(self):
+                return {"mean": self.mean, "least": self.least}
+
+            def load_state_dict(self, state):
+                self.mean, self.least = state["mean"], state["least"]
+        """,
+        build="halving = HalveOnRise(optimizer)",
+        tracked="halving=halving",
+        after_update='halving.step(run.mean(len(inputs), loss=loss.detach())["loss"])',
+        result='"least": halving.least',
+        gives=("collective after the update",),
+    ),
+    Part(
+        kind="scheduler",
+        name="by hand",
+        train_start='run.state.setdefault("updates", 0)',
+        step_start="""
+        for group in optimizer.param_groups:
+            group["lr"] = 0.02 * 0.95 ** run.state["updates"]
+        """,
+        after_update='run.state["updates"] += 1',
+        gives=("sets rates",),
+    ),
+)
+
+AVERAGES = (
+    Part(
+        kind="average",
+        name="ema module",
+        imports="import copy",
+        build="ema = copy.deepcopy(network).requires_grad_(False)",
+        tracked="ema=ema",
+        after_update="""
+        with torch.no_grad():
+            for average, parameter in zip(ema.parameters(), network.parameters()):
+                average.lerp_(parameter, 0.1)
+        """,
+        result='**leaves("ema", ema.state_dict())',
+        excludes=("model:weight norm", "model:spectral norm", "model:forward hook"),
+    ),
+    Part(
+        kind="average",
+        name="averaged model",
+        imports="from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn",
+        build="ema = AveragedModel(network, multi_avg_fn=get_ema_multi_avg_fn(0.9))",
+        tracked="ema=ema",
+        after_update="ema.update_parameters(network)",
+        result='**leaves("ema", ema.state_dict())',
+        excludes=("model:weight norm", "model:spectral norm", "model:forward hook", "extra state"),
+    ),
+    Part(
+        kind="average",
+        name="ema by data, swapped in for evaluation",
+        define="""
+        class EMA:
+            def __init__(self, model):
+                self.model, self.backup = model, {}
+                self.shadow = {n: p.data.clone() for n, p in model.named_parameters()}
+
+            def update(self):
+                for name, parameter in self.model.named_parameters():
+                    self.shadow[name] = 0.1 * parameter.data + 0.9 * self.shadow[name]
+
+            def apply_shadow(self):
+                for name, parameter in self.model.named_parameters():
+                    self.backup[name] = parameter.data
+                    parameter.data = self.shadow[name]
+
+            def restore(self):
+                for name, parameter in self.model.named_parameters():
+                    parameter.data = self.backup[name]
+                self.backup = {}
+
+            def state_dict(self):
+                return {"shadow": self.shadow}
+
+            def load_state_dict(self, state):
+                self.shadow = dict(state["shadow"])
+        """,
+        build="ema = EMA(network)",
+        tracked="ema=ema",
+        after_update="ema.update()",
+        epoch_end="""
+        ema.apply_shadow()
+        with torch.no_grad():
+            norm = sum(p.abs().sum() for p in network.parameters())
+        run.mean(1, norm=norm)
+        ema.restore()
+        """,
+        result='**leaves("ema", ema.state_dict())',
+        gives=("swaps", "collective at the epoch's end"),
+        excludes=("optimizer:schedule-free",),
+    ),
+    Part(
+        kind="average",
+        name="lookahead",
+        imports="import copy",
+        build="slow = [p.detach().clone() for p in network.parameters()]",
+        define="""
+        class Tensors:
+            # A list of tensors as something to track.
+            def __init__(self, tensors):
+                self.tensors = tensors
+
+            def state_dict(self):
+                return {"tensors": self.tensors}
+
+            def load_state_dict(self, state):
+                for mine, other in zip(self.tensors, state["tensors"]):
+                    mine.copy_(other)
+        """,
+        tracked="slow=Tensors(slow)",
+        train_start='run.state.setdefault("fast steps", 0)',
+        after_update="""
+        run.state["fast steps"] += 1
+        if run.state["fast steps"] % 3 == 0:
+            with torch.no_grad():
+                for mine, parameter in zip(slow, network.parameters()):
+                    mine.lerp_(parameter, 0.5)
+                    parameter.copy_(mine)
+        """,
+        result='**leaves("slow", slow)',
+    ),
+    Part(
+        kind="average",
+        name="after_step callback",
+        imports="import copy",
+        build="""
+        ema = copy.deepcopy(network).requires_grad_(False)
+
+
+        def update_average(step):
+            with torch.no_grad():
+                for average, parameter in zip(ema.parameters(), network.parameters()):
+                    average.lerp_(parameter, 0.1)
+
+
+        run.after_step(update_average)
+        """,
+        tracked="ema=ema",
+        result='**leaves("ema", ema.state_dict())',
+        excludes=("model:weight norm", "model:spectral norm", "model:forward hook"),
+    ),
+)
+
+UPDATES = (
+    Part(
+        kind="update",
+        name="plain",
+        body="""
+        optimizer.zero_grad()
+        LOSS
+        loss.backward()
+        GRADIENTS
+        STEP
+        AFTER
+        """,
+    ),
+    Part(
+        kind="update",
+        name="zero_grad at the end",
+        body="""
+        LOSS
+        loss.backward()
+        GRADIENTS
+        STEP
+        optimizer.zero_grad()
+        AFTER
+        """,
+    ),
+    Part(
+        kind="update",
+        name="accumulated over batches",
+        body="""
+        LOSS
+        (loss / 2).backward()
+        if (i + 1) % 2 == 0 or i + 1 == len(loader):
+            GRADIENTS
+            STEP
+            optimizer.zero_grad()
+            AFTER
+        """,
+        excludes=("draws in the step",),
+    ),
+    Part(
+        kind="update",
+        name="two losses, gradients kept by reference",
+        body="""
+        optimizer.zero_grad()
+        LOSS
+        loss.backward()
+        first_pass = [p.grad for p in model.parameters()]
+        optimizer.zero_grad()
+        LOSS
+        (0.5 * loss + 0.1 * prediction.pow(2).mean()).backward()
+        for parameter, gradient in zip(model.parameters(), first_pass):
+            if gradient is not None:
+                parameter.grad += 0.3 * gradient
+        GRADIENTS
+        STEP
+        AFTER
+        """,
+    ),
+    Part(
+        kind="update",
+        name="sam",
+        body="""
+        optimizer.zero_grad()
+        LOSS
+        loss.backward()
+        moved = [p for p in model.parameters() if p.grad is not None]
+        before = [p.detach().clone() for p in moved]
+        with torch.no_grad():
+            norm = torch.stack([p.grad.norm() for p in moved]).norm()
+            for parameter in moved:
+                parameter.add_(parameter.grad * (0.05 / norm))
+        optimizer.zero_grad()
+        LOSS
+        loss.backward()
+        for parameter, value in zip(moved, before):
+            parameter.data = value
+        GRADIENTS
+        STEP
+        AFTER
+        """,
+        gives=("assigns data",),
+    ),
+    Part(
+        kind="update",
+        name="gan",
+        build="""
+        critic = run.wrap(nn.Sequential(nn.Linear(1, 4), nn.Tanh(), nn.Linear(4, 1)))
+        critic_optimizer = torch.optim.Adam(critic.parameters(), lr=0.01, betas=(0.5, 0.9))
+        """,
+        tracked="critic_optimizer=critic_optimizer",
+        body="""
+        LOSS
+        critic_optimizer.zero_grad()
+        (critic(prediction.detach()).mean() - critic(targets).mean()).backward()
+        critic_optimizer.step()
+        optimizer.zero_grad()
+        loss = loss - 0.1 * critic(prediction).mean()
+        loss.backward()
+        GRADIENTS
+        STEP
+        AFTER
+        """,
+        result="""
+        **leaves("critic", critic.state_dict()),
+        **leaves("critic_optimizer", critic_optimizer.state_dict())
+        """,
+    ),
+    Part(
+        kind="update",
+        name="closure",
+        body="""
+        LOSS
+
+
+        def closure():
+            optimizer.zero_grad()
+            loss.backward()
+            GRADIENTS
+            return loss
+
+
+        optimizer.step(closure)
+        AFTER
+        """,
+        needs=("torch closure",),
+    ),
+)
+
+GRADIENTS = (
+    Part(
+        kind="gradients",
+        name="clip norm",
+        gradients="nn.utils.clip_grad_norm_(model.parameters(), 0.5)",
+    ),
+    Part(
+        kind="gradients",
+        name="clip by history",
+        train_start='run.state.setdefault("norms", [])',
+        gradients="""
+        limit = sorted(run.state["norms"])[len(run.state["norms"]) // 2] if i else 10.0
+        norm = nn.utils.clip_grad_norm_(model.parameters(), limit)
+        run.state["norms"].append(norm.item())
+        """,
+        result='"norms": sum(run.state["norms"])',
+        excludes=("update:accumulated over batches",),
+    ),
+    Part(
+        kind="gradients",
+        name="clip by running norm",
+        define="""
+        class RunningClip:
+            def __init__(self):
+                self.norm = 0.0
+
+            def __call__(self, parameters):
+                parameters = list(parameters)
+                norm = nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
+                self.norm = 0.9 * self.norm + 0.1 * float(norm) if self.norm else float(norm)
+                nn.utils.clip_grad_norm_(parameters, 0.8 * self.norm)
+
+            def state_dict(self):
+                return {"norm": self.norm}
+
+            def load_state_dict(self, state):
+                self.norm = state["norm"]
+        """,
+        build="clip = RunningClip()",
+        tracked="clip=clip",
+        gradients="clip(model.parameters())",
+        result='"clip": clip.norm',
+    ),
+    Part(
+        kind="gradients",
+        name="centralised",
+        gradients="""
+        for parameter in model.parameters():
+            if parameter.grad is not None and parameter.grad.dim() > 1:
+                parameter.grad -= parameter.grad.mean(1, keepdim=True)
+        """,
+    ),
+    Part(
+        kind="gradients",
+        name="mean before the update",
+        train_start='run.state.setdefault("running loss", 1.0)',
+        gradients="""
+        mean = run.mean(len(inputs), loss=loss.detach())["loss"]
+        run.state["running loss"] = 0.9 * run.state["running loss"] + 0.1 * mean
+        """,
+        result='"running loss": run.state["running loss"]',
+        excludes=("update:closure",),
+    ),
+)
+
+LOGS = (
+    Part(
+        kind="log",
+        name="mean after every update",
+        after_update="run.mean(len(inputs), loss=loss.detach())",
+        gives=("collective after the update",),
+    ),
+    Part(
+        kind="log",
+        name="mean every third step",
+        after_update="""
+        if i % 3 == 0:
+            run.mean(len(inputs), loss=loss.detach())
+        """,
+        gives=("collective after the update",),
+        excludes=("update:accumulated over batches",),
+    ),
+    Part(
+        kind="log",
+        name="running mean of the loss",
+        train_start='run.state.setdefault("average loss", 0.0)',
+        after_update="""
+        mean = run.mean(len(inputs), loss=loss.detach())["loss"]
+        run.state["average loss"] = 0.8 * run.state["average loss"] + 0.2 * mean
+        """,
+        result='"average loss": run.state["average loss"]',
+        gives=("collective after the update",),
+    ),
+    Part(
+        kind="log",
+        name="barrier after the update",
+        imports="import torch.distributed as dist",
+        after_update="""
+        if dist.is_initialized():
+            dist.barrier()
+        """,
+        gives=("collective after the update",),
+    ),
+    Part(
+        kind="log",
+        name="run.log",
+        after_update="run.log(loss=loss.detach())",
+    ),
+)
+
+STATES = (
+    Part(
+        kind="state",
+        name="counter",
+        train_start='run.state.setdefault("steps", 0)',
+        after_update='run.state["steps"] += 1',
+        result='"counted": run.state["steps"]',
+    ),
+    Part(
+        kind="state",
+        name="nested values kept outside",
+        build="""
+        history = run.state.setdefault("history", {"seen": 0, "norms": []})
+        norms = history["norms"]
+        """,
+        after_update="""
+        history["seen"] += 1
+        norms.append(sum(p.detach().pow(2).sum().item() for p in model.parameters()))
+        """,
+        result="""
+        "seen": run.state["history"]["seen"],
+        "kept": history["seen"],
+        "last": sum(run.state["history"]["norms"][-3:])
+        """,
+    ),
+    Part(
+        kind="state",
+        name="group kept outside",
+        build="head_group = optimizer.param_groups[-1]",
+        after_update='head_group["lr"] *= 0.97',
+        needs=("torch optimizer",),
+        excludes=("scheduler",),
+    ),
+    Part(
+        kind="state",
+        name="groups kept outside",
+        build="groups = optimizer.param_groups",
+        after_update="""
+        for group in groups:
+            group["lr"] = max(0.001, group["lr"] - 0.002)
+        """,
+        needs=("torch optimizer",),
+        excludes=("scheduler", "state:group kept outside"),
+    ),
+    Part(
+        kind="state",
+        name="large tracked object",
+        define="""
+        class Adaptive:
+            # A coefficient beside a frozen reference of 160 KB.
+            def __init__(self, network):
+                self.coefficient, self.reference = 1.0, torch.ones(20_000)
+
+            def step(self):
+                self.coefficient *= 0.95
+
+            def state_dict(self):
+                return {"coefficient": self.coefficient, "reference": self.reference}
+
+            def load_state_dict(self, state):
+                self.coefficient = state["coefficient"]
+                self.reference.copy_(state["reference"])
+        """,
+        build="adaptive = Adaptive(network)",
+        tracked="adaptive=adaptive",
+        after_update="adaptive.step()",
+        gradients="""
+        for parameter in model.parameters():
+            if parameter.grad is not None:
+                parameter.grad *= adaptive.coefficient
+        """,
+        result='"coefficient": adaptive.coefficient',
+    ),
+    Part(
+        kind="state",
+        name="non-persistent buffer of a tracked module",
+        define="""
+        class Meter(nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.register_buffer("total", torch.zeros(()), persistent=False)
+                self.register_buffer("count", torch.zeros(()))
+        """,
+        build="meter = Meter()",
+        tracked="meter=meter",
+        after_update="""
+        meter.count += 1
+        meter.total += sum(p.detach().sum() for p in model.parameters())
+        """,
+        result='"total": meter.total, "count": meter.count',
+    ),
+)
+
+CHANGES = (
+    Part(
+        kind="change",
+        name="initialised in the training function",
+        train_start="""
+        torch.manual_seed(1)
+        for module in model.modules():
+            if isinstance(module, nn.Linear):
+                nn.init.normal_(module.bias.data, 0.0, 0.1)
+        """,
+    ),
+    Part(
+        kind="change",
+        name="clamped by data",
+        after_update="""
+        for parameter in model.parameters():
+            parameter.data.clamp_(-0.8, 0.8)
+        """,
+    ),
+    Part(
+        kind="change",
+        name="scaled by data every fifth step",
+        after_update="""
+        if i == 4:
+            for parameter in model.parameters():
+                parameter.data = parameter.data * 0.9
+        """,
+        excludes=("update:accumulated over batches",),
+    ),
+    Part(
+        kind="change",
+        name="permuted by data",
+        after_update="""
+        bias = next(p for p in network.parameters() if p.dim() == 1)
+        bias.data = bias.data.roll(1)
+        """,
+    ),
+    Part(
+        kind="change",
+        name="optimizer state damped",
+        after_update="""
+        for state in optimizer.state.values():
+            for value in state.values():
+                if torch.is_tensor(value) and value.dim() > 0:
+                    value.mul_(0.7)
+        """,
+        excludes=("optimizer:schedule-free",),
+    ),
+    Part(
+        kind="change",
+        name="in place without data",
+        after_update="""
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.mul_(0.99)
+        """,
+    ),
+)
+
+EVALUATIONS = (
+    Part(
+        kind="evaluation",
+        name="each epoch",
+        build="""
+        held_out = TensorDataset(x[:17], targets_of(x[:17]))
+        test_loader = run.shard(DataLoader(held_out, batch_size=4))
+        """,
+        epoch_end="""
+        model.eval()
+        error, seen = 0.0, 0
+        with torch.no_grad():
+            for inputs, targets in test_loader:
+                LOSS
+                error, seen = error + loss.item() * len(inputs), seen + len(inputs)
+        model.train()
+        run.state[f"error {epoch}"] = run.mean(seen, error=error / max(1, seen))["error"]
+        """,
+        result='"last error": run.state[f"error {EPOCHS - 1}"]',
+        gives=("collective at the epoch's end",),
+    ),
+    Part(
+        kind="evaluation",
+        name="within the epoch",
+        build="""
+        held_out = TensorDataset(x[:17], targets_of(x[:17]))
+        test_loader = run.shard(DataLoader(held_out, batch_size=4))
+        """,
+        after_update="""
+        if i == 2:
+            model.eval()
+            error, seen = 0.0, 0
+            with torch.no_grad():
+                for some, expected in test_loader:
+                    error = error + F.mse_loss(network(some), expected).item() * len(some)
+                    seen = seen + len(some)
+            model.train()
+            run.state["error"] = run.mean(seen, error=error / max(1, seen))["error"]
+        """,
+        result='"error": run.state["error"]',
+        gives=("collective after the update",),
+        excludes=(
+            "several wraps",
+            "model:two outputs",
+            "update:accumulated over batches",
+        ),
+    ),
+)
+
+DATA = (
+    Part(
+        kind="data",
+        name="shuffled",
+        loader="""
+        loader = run.loader(DataLoader(dataset, batch_size=8, shuffle=True), global_batch=12)
+        """,
+    ),
+    Part(
+        kind="data",
+        name="uneven shares",
+        loader="""
+        loader = run.loader(DataLoader(dataset, batch_size=8, shuffle=True), global_batch=11)
+        """,
+    ),
+    Part(
+        kind="data",
+        name="in order, last step dropped",
+        loader="""
+        loader = run.loader(DataLoader(dataset, batch_size=8, drop_last=True), global_batch=10)
+        """,
+    ),
+    Part(
+        kind="data",
+        name="noise of the data set",
+        define="""
+        class Noisy(torch.utils.data.Dataset):
+            def __len__(self):
+                return len(x)
+
+            def __getitem__(self, index):
+                return x[index] + 0.1 * torch.randn(4), targets_of(x[index : index + 1])[0]
+        """,
+        loader="""
+        loader = run.loader(DataLoader(Noisy(), batch_size=8, shuffle=True), global_batch=12)
+        """,
+    ),
+    Part(
+        kind="data",
+        name="max_steps",
+        loader="""
+        loader = run.loader(
+            DataLoader(dataset, batch_size=8, shuffle=True), global_batch=9, max_steps=4
+        )
+        """,
+    ),
+)
+
+# How often a script has none, one or two parts of each kind.
+OPTIONAL: dict[str, tuple[tuple[Part, ...], tuple[float, float, float]]] = {
+    "scheduler": (SCHEDULERS, (0.45, 0.55, 0.0)),
+    "average": (AVERAGES, (0.6, 0.4, 0.0)),
+    "gradients": (GRADIENTS, (0.55, 0.4, 0.05)),
+    "log": (LOGS, (0.5, 0.45, 0.05)),
+    "state": (STATES, (0.45, 0.45, 0.1)),
+    "change": (CHANGES, (0.65, 0.35, 0.0)),
+    "evaluation": (EVALUATIONS, (0.7, 0.3, 0.0)),
+}
+REQUIRED: dict[str, tuple[Part, ...]] = {
+    "model": MODELS,
+    "optimizer": OPTIMIZERS,
+    "update": UPDATES,
+    "data": DATA,
+}
+DEFAULTS = {kind: parts[0] for kind, parts in REQUIRED.items()}
+
+
+def all_parts() -> Iterator[Part]:
+    """Every part, the required kinds first."""
+    for parts in REQUIRED.values():
+        yield from parts
+    for parts, _ in OPTIONAL.values():
+        yield from parts
+
+
+BY_LABEL = {part.label: part for part in all_parts()}
