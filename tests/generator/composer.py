@@ -40,10 +40,41 @@ def leaves(name, value):
     elif isinstance(value, (list, tuple)):
         items = enumerate(value)
     else:
-        return {name: value} if torch.is_tensor(value) or type(value) in (int, float) else {}
+        if hasattr(value, "full_tensor"):
+            value = value.full_tensor()
+        is_number = torch.is_tensor(value) or type(value) in (int, float)
+        return {name: value.clone() if torch.is_tensor(value) else value} if is_number else {}
     return {k: v for key, item in items for k, v in leaves(f"{name}.{key}", item).items()}
 """
 RETRY, ATTEMPTS, RESTART = "run.retry", "run.attempts", "restart"
+WHOLE, REPLICAS, MESH, BUILD = "", "replicas", "mesh", "build"
+SHARDED = {
+    REPLICAS: """
+def sharded(module, mesh):
+    if isinstance(module, nn.ModuleDict):
+        for part in module.values():
+            fully_shard(part, mesh=mesh)
+        return module
+    return fully_shard(module, mesh=mesh)
+""",
+    MESH: """
+def sharded(module, mesh):
+    plan = {"body": ColwiseParallel(), "head": RowwiseParallel()}
+    return parallelize_module(module, mesh, plan)
+""",
+}
+SHARDED[BUILD] = SHARDED[REPLICAS]
+_FSDP = "from torch.distributed.fsdp import fully_shard"
+_PARALLEL = (
+    "from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, "
+    "parallelize_module"
+)
+PROPERTIES = {
+    WHOLE: set[str](),
+    REPLICAS: {"sharded", "fsdp"},
+    MESH: {"sharded", "tensor parallel"},
+    BUILD: {"sharded", "fsdp", "build"},
+}
 
 
 @dataclass(frozen=True)
@@ -53,6 +84,7 @@ class Script:
     parts: tuple[Part, ...]
     recovery: str = RETRY  # or ATTEMPTS, or RESTART: neither
     has_checkpoints: bool = False  # in the folder that is its first argument
+    sharding: str = WHOLE  # or REPLICAS (FSDP), MESH (tensor parallel), or BUILD: over the world
 
     @property
     def labels(self) -> tuple[str, ...]:
@@ -69,6 +101,11 @@ class Script:
         """Whether its result depends on the number of ranks."""
         return any(part.draws_by_rank for part in self.parts)
 
+    @property
+    def is_in_float32(self) -> bool:
+        """Whether another order of sums changes its result by more than 1e-10."""
+        return any("float32" in part.gives for part in self.parts)
+
     def smaller(self) -> Iterable[Script]:
         """The valid scripts with one part less, or with one of the plainest instead."""
         for part in self.parts:
@@ -77,7 +114,7 @@ class Script:
                 if plainest is part:
                     continue
                 rest.append(plainest)
-            if is_valid(rest):
+            if is_valid(rest, self.sharding):
                 yield replace(self, parts=_ordered(self.parts, rest))
         if self.recovery == ATTEMPTS:
             yield replace(self, recovery=RETRY)
@@ -88,26 +125,32 @@ class Script:
 
 
 def draw_script(
-    draw: random.Random, recovery: str = "", *, has_checkpoints: bool = False
+    draw: random.Random, recovery: str = "", *, has_checkpoints: bool = False, sharding: str = WHOLE
 ) -> Script:
     """A valid combination of parts."""
     while True:
-        parts = [draw.choice(kind) for kind in REQUIRED.values()]
+        parts = [draw.choice(_shardable(kind, sharding)) for kind in REQUIRED.values()]
         for choices, weights in OPTIONAL.values():
-            number = draw.choices(range(3), weights)[0]
-            parts += draw.sample(choices, number)
-        if is_valid(parts):
+            possible = _shardable(choices, sharding)
+            number = min(draw.choices(range(3), weights)[0], len(possible))
+            parts += draw.sample(possible, number)
+        if is_valid(parts, sharding):
             optional = [part for part in parts if part.kind not in REQUIRED]
             draw.shuffle(optional)  # the order of their lines
             parts = [part for part in parts if part.kind in REQUIRED] + optional
             chosen = recovery or draw.choice([RETRY, RETRY, RETRY, ATTEMPTS])
-            return Script(tuple(parts), chosen, has_checkpoints)
+            return Script(tuple(parts), chosen, has_checkpoints, sharding)
 
 
-def is_valid(parts: Sequence[Part]) -> bool:
+def _shardable(parts: Sequence[Part], sharding: str) -> list[Part]:
+    return [part for part in parts if part.is_shardable or not sharding]
+
+
+def is_valid(parts: Sequence[Part], sharding: str = WHOLE) -> bool:
     """Whether these parts can be combined in one script."""
     for part in parts:
         others = {name for other in parts if other is not part for name in _names(other)}
+        others |= PROPERTIES[sharding]
         if not set(part.needs) <= others or set(part.excludes) & others:
             return False
     return True
@@ -135,47 +178,127 @@ class _Composition:
 
     def __init__(self, script: Script) -> None:
         self._script = script
+        self._sharding = script.sharding
         self._parts = script.parts
         self._by_kind = {part.kind: part for part in script.parts}
 
     def text(self, note: str) -> str:
-        kinds = {part.kind for part in self._parts}
-        modules = [
-            *(["import sys"] if self._script.has_checkpoints else []),
-            *sorted(dict.fromkeys(self._all("imports"))),
-        ]
-        head = f'"""{note.strip()}\n"""\n\n'
-        plain = [line for line in modules if line.startswith("import ")]
-        named = [line for line in modules if line.startswith("from ")]
-        head += "\n".join([*plain, IMPORTS.rstrip(), *named]) + "\n\n" + DATA + "\n"
-        definitions = [lines for part in self._parts if (lines := part.lines("define"))]
-        blocks = [head, *("\n".join(lines) for lines in definitions), self._setup()]
-        assert {"model", "optimizer", "update", "data"} <= kinds
-        blocks.append(self._train())
-        blocks.append(self._end())
+        """The script, with ``note`` as its docstring."""
+        blocks = [f'"""{note.strip()}\n"""\n\n{self._imports()}\n\n{DATA}']
+        blocks += [text for part in self._parts if (text := "\n".join(part.lines("define")))]
+        if self._sharding:
+            blocks.append(SHARDED[self._sharding])
+        blocks += [self._setup(), self._train(), self._end()]
         return "\n\n\n".join(block.strip("\n") for block in blocks) + "\n"
+
+    def _imports(self) -> str:
+        modules = set(self._all("imports"))
+        if self._script.has_checkpoints or self._sharding:
+            modules.add("import sys")
+        if self._sharding == BUILD:
+            modules.add("import os")
+        if self._sharding:
+            modules.add(_PARALLEL if self._sharding == MESH else _FSDP)
+        plain = sorted(line for line in modules if line.startswith("import "))
+        named = sorted(line for line in modules if line.startswith("from "))
+        return "\n".join([*plain, *IMPORTS.splitlines()[:-2], *named, "", "import elastic\n"])
 
     def _all(self, place: str) -> list[str]:
         return [line for part in self._parts for line in part.lines(place)]
 
-    def _setup(self) -> str:
-        join = "run = elastic.join()"
-        if self._script.has_checkpoints:
-            join = "run = elastic.join(checkpoints=sys.argv[1], when=2)"
-        tracked = ["optimizer=optimizer"] if "noam" not in self._tracked() else []
-        tracked += [line for part in self._parts for line in part.lines("tracked")]
-        lines = [join, *self._all("build"), f"run.track({', '.join(tracked)})"]
-        return "\n".join([*lines, *self._all("loader")])
+    # -- before training ----------------------------------------------------------------------
 
-    def _tracked(self) -> str:
-        return " ".join(self._all("tracked"))
+    def _setup(self) -> str:
+        lines = self._join()
+        tracked = self._tracked()
+        if self._sharding == BUILD:
+            objects = "".join(f', "{n}": {v}' for n, v in (entry.split("=") for entry in tracked))
+            made = f'return {{"model": model{objects}}}'
+            built = [*self._built("mesh"), made]
+            lines += ["", "", "def create(mesh):", *_indented(built), "", ""]
+        else:
+            built = self._built(f'run.mesh["{self._dimension}"]')
+            lines += [*built, f"run.track({', '.join(e for e in tracked if e != 'ema=ema')})"]
+            if not self._sharding and "ema=ema" in tracked:
+                lines[-1] = f"run.track({', '.join(tracked)})"
+        return "\n".join([*lines, *self._late(), *self._all("loader")])
+
+    @property
+    def _dimension(self) -> str:
+        return "tp" if self._sharding == MESH else "shard"
+
+    def _join(self) -> list[str]:
+        if self._sharding == BUILD:
+            return [
+                'os.environ["ELASTIC_NODE_MEMORY"] = sys.argv[2]',
+                "run = elastic.join(",
+                "    checkpoints=elastic.Checkpoints(sys.argv[1], when=1000, memory=2)",
+                ")",
+            ]
+        arguments = []
+        if self._sharding:
+            arguments.append(f'mesh={{"{self._dimension}": int(sys.argv[3])}}')
+        if self._script.has_checkpoints:
+            arguments.append("checkpoints=sys.argv[1], when=2")
+        return [f"run = elastic.join({', '.join(arguments)})"]
+
+    def _built(self, mesh: str) -> list[str]:
+        """Model, optimizer and what else is tracked."""
+        model = self._by_kind["model"]
+        lines = model.lines("build")
+        if not self._sharding:
+            lines += model.lines("wrap")
+        else:
+            lines = [*lines, f"sharded(network, {mesh})", *model.lines("sharded_wrap")]
+            lines.append("model = " + self._wrapped("network"))
+            if "ema=ema" in self._all("tracked"):
+                other = "\n".join(model.lines("build")).replace("network", "ema").splitlines()
+                lines += [*other, f"ema = sharded(ema, {mesh}).requires_grad_(False)"]
+                lines += ["ema.load_state_dict(model.state_dict())"]
+                lines += [] if self._sharding == BUILD else ["run.wrap(ema)"]
+        if self._sharding == BUILD:
+            lines.insert(0, "torch.manual_seed(1)")
+        late = ("evaluation",)
+        others = [part for part in self._parts if part.kind not in ("model", *late)]
+        return lines + [line for part in others for line in part.lines("build")]
+
+    def _late(self) -> list[str]:
+        """What is not in ``create``."""
+        return (
+            [*self._by_kind["evaluation"].lines("build")] if "evaluation" in self._by_kind else []
+        )
+
+    def _wrapped(self, module: str) -> str:
+        return module if self._sharding == BUILD else f"run.wrap({module})"
+
+    def _tracked(self) -> list[str]:
+        tracked = [line for part in self._parts for line in part.lines("tracked")]
+        is_wrapped = "wrapper" in self._by_kind["optimizer"].gives
+        return tracked if is_wrapped else ["optimizer=optimizer", *tracked]
+
+    # -- training -----------------------------------------------------------------------------
 
     def _train(self) -> str:
-        steps = ["for i, (inputs, targets) in enumerate(loader, start=loader.index):"]
-        steps += _indented([*self._all("step_start"), *self._filled(self._by_kind["update"])])
+        update = self._by_kind["update"]
+        if "steps" in update.gives:
+            head = ["for step in run.steps(loader):", "    i = step.index"]
+        else:
+            head = ["for i, (inputs, targets) in enumerate(loader, start=loader.index):"]
+        steps = [*head, *_indented([*self._all("step_start"), *self._filled(update)])]
         epochs = ["for epoch in run.epochs(EPOCHS):"]
         epochs += _indented([*self._all("epoch_start"), *steps, *self._all_filled("epoch_end")])
-        return "\n".join(["def train():", *_indented([*self._all("train_start"), *epochs])])
+        body = [*self._unpacked(), *self._all("train_start"), *epochs]
+        if self._sharding:
+            body += [f"result.update({self._result()})"]
+        return "\n".join(["def train():", *_indented(body)])
+
+    def _unpacked(self) -> list[str]:
+        if self._sharding != BUILD:
+            return []
+        lines = ["objects = run.build(create)", 'model = network = objects["model"]']
+        for name, _, value in (entry.partition("=") for entry in self._tracked()):
+            lines.append(f'{value} = objects["{name}"]')
+        return lines
 
     def _all_filled(self, place: str) -> list[str]:
         return [line for line in self._all(place) for line in self._fill(line)]
@@ -198,15 +321,20 @@ class _Composition:
             ATTEMPTS: "for attempt in run.attempts():\n    with attempt:\n        train()",
             RESTART: "train()",
         }[self._script.recovery]
-        entries = ["**leaves('model', network.state_dict())"]
-        entries += ["**leaves('optimizer', optimizer.state_dict())"]
-        entries += self._entries()
-        rows = "".join(f"    {entry.replace(chr(39), chr(34))},\n" for entry in entries)
-        return f"{call}\nresult = {{\n{rows}}}"
+        if self._sharding:
+            return f"result = {{}}\n{call}"
+        return f"{call}\nresult = {self._result()}"
 
-    def _entries(self) -> list[str]:
-        return [line.strip().rstrip(",") for line in self._all("result")]
+    def _result(self) -> str:
+        entries = [
+            '**leaves("model", network.state_dict())',
+            '**leaves("optimizer", optimizer.state_dict())',
+            *(line.strip().rstrip(",") for line in self._all("result")),
+        ]
+        margin = "    " if self._sharding else ""
+        rows = "".join(f"{margin}    {entry},\n" for entry in entries)
+        return f"{{\n{rows}{margin}}}"
 
 
 def _indented(lines: Sequence[str]) -> list[str]:
-    return [indent(line, "    ") for line in lines]
+    return [indent(line, "    ") if "\n" not in line else f"    {line}" for line in lines]

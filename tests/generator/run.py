@@ -10,6 +10,7 @@ python tests/generator/run.py --seed 17 --show   # only print the script
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 import tempfile
 from collections import Counter
@@ -18,7 +19,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from queue import SimpleQueue
 
-from scenarios import Runner, Scenario, Verdict, draw_scenario, plain
+from scenarios import Runner, Scenario, Verdict, draw_scenario, from_json, plain
 from shrinking import shrunk
 
 from elastic.testing.small_world.world import SmallWorld
@@ -31,25 +32,25 @@ def seeds_of(text: str) -> range:
 
 
 def verdicts(
-    seeds: Sequence[int], folder: Path, *, processes: int, is_shrunk: bool, limit_s: float
+    scenarios: Sequence[Scenario], folder: Path, *, processes: int, is_shrunk: bool, limit_s: float
 ) -> Iterator[Verdict]:
-    """Of each seed, in their order; each process is a small world."""
+    """Of each scenario, in their order; each process is a small world."""
     runners: SimpleQueue[Runner] = SimpleQueue()
     worlds = [SmallWorld() for _ in range(processes)]
     for world in worlds:
         runners.put(Runner(world, folder, limit_s))
 
-    def one(seed: int) -> Verdict:
+    def one(scenario: Scenario) -> Verdict:
         runner = runners.get()
         try:
-            verdict = runner.run(draw_scenario(seed))
+            verdict = runner.run(scenario)
             return shrunk(runner, verdict) if is_shrunk and verdict.failed else verdict
         finally:
             runners.put(runner)
 
     try:
         with ThreadPoolExecutor(processes) as pool:
-            yield from pool.map(one, seeds)
+            yield from pool.map(one, scenarios)
     finally:
         for world in worlds:
             world.close()
@@ -61,7 +62,7 @@ def describe(verdict: Verdict) -> str:
     return "\n".join(
         [
             f"seed {scenario.seed}: {verdict.kind.upper()}: {verdict.what[:400]}",
-            f"  {scenario.script.recovery}, {scenario.description}",
+            f"  {scenario.script.sharding} {scenario.script.recovery}, {scenario.description}",
             f"  parts: {', '.join(scenario.script.added) or 'none'}",
             f"  died at {verdict.died_at or 'no line'}",
             f"  {verdict.path}",
@@ -76,7 +77,8 @@ def table(failed: Sequence[Verdict], number: int) -> str:
     by_part: Counter[tuple[str, str]] = Counter()
     for verdict in failed:
         combination = " + ".join(verdict.scenario.script.added) or "none"
-        by_part[verdict.kind, f"{verdict.scenario.way}: {combination}"] += 1
+        way = f"{verdict.scenario.script.sharding} {verdict.scenario.way}".strip()
+        by_part[verdict.kind, f"{way}: {combination}"] += 1
     rows += [f"{count:5d} {kind:8s} {parts}" for (kind, parts), count in by_part.most_common()]
     return "\n".join(rows)
 
@@ -84,23 +86,28 @@ def table(failed: Sequence[Verdict], number: int) -> str:
 def main(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument("--seeds", "--seed", type=seeds_of, default=range(100))
+    parser.add_argument("--again", type=Path, nargs="+", help="kept scenarios, instead of seeds")
     parser.add_argument("--shrink", action="store_true", help="to the fewest parts that fail alike")
     parser.add_argument("--show", action="store_true", help="only print the script of the first")
     parser.add_argument("--processes", type=int, default=2)
     parser.add_argument("--limit-s", type=float, default=40.0, help="of a run, before it is a hang")
     parser.add_argument("--folder", type=Path, help="for scripts and logs; default: temporary")
     given = parser.parse_args(arguments)
+    if given.again:
+        scenarios = [from_json(json.loads(path.read_text())) for path in given.again]
+    else:
+        scenarios = [draw_scenario(seed) for seed in given.seeds]
     if given.show:
-        scenario: Scenario = draw_scenario(given.seeds[0])
+        scenario = scenarios[0]
         print(scenario.script.text(plain(scenario).description))
         return 0
     folder = given.folder or Path(tempfile.mkdtemp(prefix="generated-"))
     failed: list[Verdict] = []
     reached = 0
     for verdict in verdicts(
-        given.seeds,
+        scenarios,
         folder,
-        processes=min(given.processes, len(given.seeds)),
+        processes=min(given.processes, len(scenarios)),
         is_shrunk=given.shrink,
         limit_s=given.limit_s,
     ):
@@ -108,10 +115,10 @@ def main(arguments: Sequence[str]) -> int:
         if verdict.failed:
             failed.append(verdict)
             print(describe(verdict), flush=True)
-        elif len(given.seeds) == 1:
+        elif len(scenarios) == 1:
             print(f"seed {verdict.scenario.seed}: as alone; died at {verdict.died_at or 'no line'}")
-    print(f"{reached} of {len(given.seeds)} with a death")
-    print(table(failed, len(given.seeds)))
+    print(f"{reached} of {len(scenarios)} with a death")
+    print(table(failed, len(scenarios)))
     return 1 if failed else 0
 
 

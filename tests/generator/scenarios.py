@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import itertools
+import json
 import random
 import shutil
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import torch
-from composer import RESTART, Script, draw_script
+from composer import BUILD, MESH, REPLICAS, RESTART, WHOLE, Script, draw_script
+from script_parts import BY_LABEL
 
+from checkpoints.memory.host import MemoryHost
 from elastic.testing.small_world.world import (
     CALLS,
     LINES,
@@ -22,7 +26,7 @@ from elastic.testing.small_world.world import (
     SmallWorld,
 )
 
-TOLERANCE = 1e-10
+TOLERANCE, FLOAT32_TOLERANCE = 1e-10, 1e-4
 SILENT, REFUSED, HANG, ERROR, NOTHING = "silent", "refused", "hang", "error", ""
 RECOVERED, REPLACED, RESUMED, RESTARTED = "survivors", "replaced", "resumed", "restarted"
 LIMIT_S = 40.0
@@ -44,8 +48,9 @@ class Scenario:
     line: str = ""
     number: int = 0  # of equal lines before it
     execution: int = 0
-    call: int = 0  # instead of a line: any function's
-    second: Death | None = None
+    is_in_call: bool = False  # of any function, instead of at a line of the script
+    call: int = 0
+    later: tuple[Death, ...] = ()  # of other workers, or of replacements
     resumed_size: int = 0
 
     @property
@@ -55,8 +60,8 @@ class Scenario:
             return f"{self.size} ranks, nobody dies"
         place = f"at `{self.line}` ({self.execution})" if self.line else f"in call {self.call}"
         text = f"{self.size} ranks, rank {self.rank} dies {place}, {self.way}"
-        if self.second:
-            text += f", then worker {self.second.rank} in call {self.second.event} of the recovery"
+        for death in self.later:
+            text += f", then worker {death.rank} ({death.counted} {death.event} of a later world)"
         if self.resumed_size:
             text += f" by {self.resumed_size} ranks"
         return text
@@ -80,38 +85,55 @@ class Verdict:
 def draw_scenario(seed: int) -> Scenario:
     """The script and the way of a seed; its place is drawn after the run alone."""
     draw = random.Random(seed)
-    way = draw.choices([RECOVERED, REPLACED, RESUMED, RESTARTED], [50, 30, 10, 10])[0]
-    recovery = RESTART if way == RESTARTED else ""
-    script = draw_script(draw, recovery, has_checkpoints=way in (RESUMED, RESTARTED))
-    size = draw.choice([2, 3, 3])
-    if script.draws_by_rank:
-        way = REPLACED if script.recovery != RESTART else way
-        script = replace(script, has_checkpoints=script.recovery == RESTART)
+    sharding = draw.choices([WHOLE, REPLICAS, MESH, BUILD], [88, 4, 4, 4])[0]
+    ways = [RECOVERED, REPLACED] if sharding else [RECOVERED, REPLACED, RESUMED, RESTARTED]
+    way = draw.choices(ways, [50, 30, 10, 10][: len(ways)])[0]
+    script = draw_script(
+        draw,
+        RESTART if way == RESTARTED else "",
+        has_checkpoints=way in (RESUMED, RESTARTED),
+        sharding=sharding,
+    )
+    size = {WHOLE: draw.choice([2, 3, 3]), BUILD: 3}.get(sharding, 4)
+    if script.draws_by_rank and way == RECOVERED:
+        way = REPLACED  # fewer ranks would draw other numbers
     resumed = 0
     if way in (RESUMED, RESTARTED):
         resumed = size if script.draws_by_rank else draw.choice([1, 2, 3])
-    second = None
-    if way in (RECOVERED, REPLACED) and draw.random() < 0.2:
-        others = [rank for rank in range(size + (way == REPLACED)) if rank]
-        second = Death(
-            rank=draw.choice(others),
-            event=int(10 ** draw.uniform(0, 3.5)),
-            counted=CALLS,
-            is_in_recovery=True,
-        )
+    number = draw.choices([1, 2, 3], [65, 25, 10])[0]
+    if number > 1 and not sharding:
         size = 3
-    rank = draw.randrange(size)
-    if second and second.rank == rank:
-        rank = 0
-    return Scenario(
+    scenario = Scenario(
         seed=seed,
         script=script,
         way=way,
         size=size,
-        rank=rank,
-        second=second,
+        rank=draw.randrange(size),
+        is_in_call=draw.random() < 0.15,
         resumed_size=resumed,
     )
+    if way in (RECOVERED, REPLACED) and not sharding:
+        scenario = replace(scenario, later=_later_deaths(scenario, draw, number - 1))
+    return scenario
+
+
+def _later_deaths(scenario: Scenario, draw: random.Random, number: int) -> tuple[Death, ...]:
+    """Half of them in the recovery from the one before, half at any line of the next world. The
+    victims are other workers, or replacements."""
+    living = sorted({0, 1, 2} - {scenario.rank})
+    deaths: list[Death] = []
+    for world in range(2, 2 + number):
+        if scenario.way == REPLACED:
+            living.append(world + 1)
+        elif len(living) == 1:
+            break
+        rank = draw.choice(living)
+        living.remove(rank)
+        event, counted = int(10 ** draw.uniform(0, 3.5)), CALLS  # a recovery: a few thousand calls
+        if draw.random() < 0.5:
+            event, counted = int(10 ** draw.uniform(0, 2.2)), LINES
+        deaths.append(Death(rank=rank, event=event, counted=counted, world=world))
+    return tuple(deaths)
 
 
 @dataclass
@@ -134,6 +156,7 @@ class Runner:
             return self._verdict(scenario, alone, path, *_failure(alone, "alone: "))
         scenario = drawn_place(scenario, alone, path)
         path.write_text(scenario.script.text(_note(scenario)))
+        (folder / "scenario.json").write_text(json.dumps(to_json(scenario), indent=1))
         reference = alone
         if scenario.script.draws_by_rank:
             reference = self._train(scenario, path, folder / "undisturbed", scenario.size)
@@ -170,19 +193,27 @@ class Runner:
         on_death: str = "",
         checkpoints: str = "",
     ) -> RunOutcome:
-        death = _death(scenario, path) if on_death else None
+        sharding = scenario.script.sharding
+        per_node = 2 if sharding in (REPLICAS, MESH) and size > 1 else 1
+        memory = folder.parent / f"memory-of-{folder.name}"
         saved = folder.parent / f"checkpoints-of-{checkpoints or folder.name}"
-        return self.world.run(
-            path,
-            folder,
-            size=size,
-            arguments=[str(saved)] if scenario.script.has_checkpoints else [],
-            death=death,
-            second_death=scenario.second if on_death else None,
-            is_replaced=scenario.way == REPLACED,
-            on_death=on_death or RECOVER,
-            limit_s=self.limit_s,
-        )
+        host = MemoryHost(memory) if sharding else None
+        try:
+            return self.world.run(
+                path,
+                folder,
+                size=size,
+                per_node=per_node,
+                arguments=[str(saved), str(memory), str(per_node)],
+                death=_death(scenario, path) if on_death else None,
+                later_deaths=scenario.later if on_death else (),
+                is_replaced=scenario.way == REPLACED,
+                on_death=on_death or RECOVER,
+                limit_s=self.limit_s,
+            )
+        finally:
+            if host is not None:
+                host.close()
 
     def _verdict(
         self, scenario: Scenario, outcome: RunOutcome, path: Path, kind: str, what: str
@@ -203,6 +234,8 @@ def drawn_place(scenario: Scenario, alone: RunOutcome, path: Path) -> Scenario:
         return scenario
     draw = random.Random(f"place of {scenario.seed}")
     worker = alone.survivors[0]
+    if scenario.is_in_call:
+        return replace(scenario, call=draw.randint(1, int(0.9 * worker.calls)))
     lines = path.read_text().splitlines()
     number = draw.choice(sorted(worker.executions))
     text = lines[number - 1].strip()
@@ -241,7 +274,8 @@ def judge(scenario: Scenario, outcome: RunOutcome, reference: RunOutcome) -> tup
     for other in others:
         if different := unequal(other.result, first.result):
             return SILENT, f"{other.name} and {first.name} differ: {different}"
-    if different := distant(first.result, expected.result):
+    tolerance = FLOAT32_TOLERANCE if scenario.script.is_in_float32 else TOLERANCE
+    if different := distant(first.result, expected.result, tolerance):
         return SILENT, f"differs from the run alone: {different}"
     return NOTHING, ""
 
@@ -258,7 +292,9 @@ def unequal(result: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) 
     return ", ".join(names[:6])
 
 
-def distant(result: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> str:
+def distant(
+    result: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], tolerance: float
+) -> str:
     """The largest differences, if they exceed those of another order of sums."""
     if result.keys() != expected.keys():
         return f"entries {sorted(result.keys() ^ expected.keys())}"
@@ -270,7 +306,7 @@ def distant(result: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) 
             continue
         scale = 1 + (float(wanted.abs().max()) if wanted.numel() else 0.0)
         distance = float((got - wanted).abs().max()) / scale if wanted.numel() else 0.0
-        if not distance <= TOLERANCE:
+        if not distance <= tolerance:
             found.append((distance, name))
     found.sort(reverse=True)
     return ", ".join(f"{name} by {distance:.1e}" for distance, name in found[:4])
@@ -296,6 +332,20 @@ REFUSALS = (
 )
 
 
+def to_json(scenario: Scenario) -> dict[str, Any]:
+    """What :func:`from_json` reads: parts by their names."""
+    script = {**vars(scenario.script), "parts": list(scenario.script.labels)}
+    return {**vars(scenario), "script": script, "later": [asdict(d) for d in scenario.later]}
+
+
+def from_json(written: dict[str, Any]) -> Scenario:
+    """A scenario that was kept, at any later state of the generator that has its parts."""
+    parts = tuple(BY_LABEL[label] for label in written["script"]["parts"])
+    script = Script(**{**written["script"], "parts": parts})
+    later = tuple(Death(**death) for death in written["later"])
+    return Scenario(**{**written, "script": script, "later": later})
+
+
 def plain(scenario: Scenario) -> Scenario:
     """The same without a death."""
-    return replace(scenario, rank=-1, line="", call=0, second=None)
+    return replace(scenario, rank=-1, line="", call=0, later=())

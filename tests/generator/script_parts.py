@@ -10,7 +10,7 @@ share: ``run``, ``x``, ``dataset``, ``network`` (the plain module), ``model`` (w
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from textwrap import dedent
 
 
@@ -38,7 +38,10 @@ class Part:
     after_update: str = ""
     epoch_end: str = ""
     result: str = ""  # entries of a dict
-    draws_by_rank: bool = field(default=False)  # random numbers that depend on the number of ranks
+    draws_by_rank: bool = False  # random numbers that depend on the number of ranks
+    is_shardable: bool = False  # works on DTensors, too
+    wrap: str = "model = run.wrap(network)"  # of a model; of a sharded one, if there is no other
+    sharded_wrap: str = ""
 
     @property
     def label(self) -> str:
@@ -76,26 +79,27 @@ PLAIN_LOSS = """
 prediction = model(inputs)
 loss = F.mse_loss(prediction, targets)
 """
-WRAPPED = "network = Net()\nmodel = run.wrap(network)"
 
 MODELS = (
     Part(
         kind="model",
         name="plain",
+        is_shardable=True,
         define=_net("return self.head(torch.tanh(self.body(inputs)))"),
-        build=WRAPPED,
+        build="network = Net()",
         loss=PLAIN_LOSS,
     ),
     Part(
         kind="model",
         name="two outputs",
+        is_shardable=True,
         define=_net(
             """
             hidden = torch.tanh(self.body(inputs))
             return self.head(hidden), hidden
             """
         ),
-        build=WRAPPED,
+        build="network = Net()",
         loss="""
         prediction, hidden = model(inputs)
         loss = F.mse_loss(prediction, targets) + 0.01 * hidden.pow(2).mean()
@@ -104,6 +108,7 @@ MODELS = (
     Part(
         kind="model",
         name="loss inside",
+        is_shardable=True,
         define=_net(
             """
             prediction = self.head(torch.tanh(self.body(inputs)))
@@ -112,7 +117,7 @@ MODELS = (
             return {"prediction": prediction, "loss": F.mse_loss(prediction, targets)}
             """
         ).replace("def forward(self, inputs)", "def forward(self, inputs, targets=None)"),
-        build=WRAPPED,
+        build="network = Net()",
         loss="""
         output = model(inputs, targets)
         prediction, loss = output["prediction"], output["loss"]
@@ -121,6 +126,7 @@ MODELS = (
     Part(
         kind="model",
         name="tied",
+        is_shardable=True,
         define=_net(
             """
             hidden = torch.tanh(self.body(inputs))
@@ -131,17 +137,17 @@ MODELS = (
             self.again.weight = self.body.weight
             """,
         ),
-        build=WRAPPED,
+        build="network = Net()",
         loss=PLAIN_LOSS,
     ),
     Part(
         kind="model",
         name="unfrozen later",
+        is_shardable=True,
         define=_net("return self.head(torch.tanh(self.body(inputs)))"),
         build="""
         network = Net()
         network.body.requires_grad_(False)
-        model = run.wrap(network)
         """,
         epoch_start="network.body.requires_grad_(epoch >= 1)",
         loss=PLAIN_LOSS,
@@ -149,11 +155,11 @@ MODELS = (
     Part(
         kind="model",
         name="frozen head",
+        is_shardable=True,
         define=_net("return self.head(torch.tanh(self.body(inputs)))"),
         build="""
         network = Net()
         network.head.requires_grad_(False)
-        model = run.wrap(network)
         """,
         loss=PLAIN_LOSS,
     ),
@@ -170,8 +176,10 @@ MODELS = (
                 return torch.tanh(self.body(inputs))
         """,
         build="""
-        model = nn.ModuleDict({"encoder": Encoder(), "decoder": nn.Linear(8, 1)})
-        network = model
+        network = nn.ModuleDict({"encoder": Encoder(), "decoder": nn.Linear(8, 1)})
+        """,
+        wrap="""
+        model = network
         encoder, decoder = run.wrap(model["encoder"]), run.wrap(model["decoder"])
         """,
         loss="""
@@ -183,6 +191,7 @@ MODELS = (
     Part(
         kind="model",
         name="counting buffer",
+        is_shardable=True,
         define=_net(
             """
             if self.training:
@@ -191,7 +200,7 @@ MODELS = (
             """,
             init='self.register_buffer("calls", torch.zeros(()))',
         ),
-        build=WRAPPED,
+        build="network = Net()",
         loss=PLAIN_LOSS,
     ),
     Part(
@@ -205,7 +214,7 @@ MODELS = (
             """,
             init='self.register_buffer("scale", torch.ones(()), persistent=False)',
         ),
-        build=WRAPPED,
+        build="network = Net()",
         loss=PLAIN_LOSS,
         result='"scale": network.scale',
     ),
@@ -228,7 +237,7 @@ MODELS = (
                 self.temperature = state["temperature"]
             """,
         ),
-        build=WRAPPED,
+        build="network = Net()",
         loss=PLAIN_LOSS,
         result='"temperature": network.temperature',
         gives=("extra state",),
@@ -241,7 +250,6 @@ MODELS = (
         build="""
         network = Net()
         network.body = weight_norm(network.body)
-        model = run.wrap(network)
         """,
         loss=PLAIN_LOSS,
     ),
@@ -253,7 +261,6 @@ MODELS = (
         build="""
         network = Net()
         network.body = spectral_norm(network.body)
-        model = run.wrap(network)
         """,
         loss=PLAIN_LOSS,
     ),
@@ -278,7 +285,6 @@ class Gain(nn.Module):
         build="""
         network = Net()
         network.body.register_forward_hook(network.gain.hook)
-        model = run.wrap(network)
         """,
         loss=PLAIN_LOSS,
     ),
@@ -289,9 +295,82 @@ class Gain(nn.Module):
         build="""
         network = Net()
         network.head.weight.register_hook(lambda gradient: 0.5 * gradient)
-        model = run.wrap(network)
         """,
         loss=PLAIN_LOSS,
+    ),
+    Part(
+        kind="model",
+        name="loss in an attribute",
+        is_shardable=True,
+        define=_net(
+            """
+            hidden = torch.tanh(self.body(inputs))
+            self.auxiliary = hidden.pow(2).mean()
+            return self.head(hidden)
+            """
+        ),
+        build="network = Net()",
+        loss="""
+        prediction = model(inputs)
+        loss = F.mse_loss(prediction, targets) + 0.1 * network.auxiliary
+        """,
+    ),
+    Part(
+        kind="model",
+        name="loss by a method",
+        is_shardable=True,
+        needs=("fsdp",),
+        imports="from torch.distributed.fsdp import register_fsdp_forward_method",
+        define=_net(
+            "return self.head(torch.tanh(self.body(inputs)))",
+            more="""
+
+            def training_step(self, inputs, targets):
+                prediction = self(inputs)
+                return prediction, F.mse_loss(prediction, targets)
+            """,
+        ),
+        build="network = Net()",
+        sharded_wrap='register_fsdp_forward_method(network, "training_step")',
+        loss="prediction, loss = model.training_step(inputs, targets)",
+    ),
+    Part(
+        kind="model",
+        name="container of sharded modules",
+        is_shardable=True,
+        needs=("build",),
+        build="""
+        network = nn.ModuleDict({"body": nn.Linear(4, 8), "head": nn.Linear(8, 1)})
+        """,
+        loss="""
+        prediction = model["head"](torch.tanh(model["body"](inputs)))
+        loss = F.mse_loss(prediction, targets)
+        """,
+    ),
+    Part(
+        kind="model",
+        name="statistics over all ranks",
+        define=_net(
+            "return self.head(torch.tanh(self.body(inputs - self.center)))",
+            init='self.register_buffer("center", torch.zeros(()))',
+        ),
+        build="network = Net()",
+        step_start="""
+        center = run.mean(len(inputs), center=inputs.mean())["center"]
+        network.center.lerp_(torch.tensor(center), 0.2)
+        """,
+        loss=PLAIN_LOSS,
+    ),
+    Part(
+        kind="model",
+        name="parameters of two widths",
+        define=_net(
+            "return self.head(torch.tanh(self.body(inputs.float())).double())",
+            init="self.body.float()",
+        ),
+        build="network = Net()",
+        loss=PLAIN_LOSS,
+        gives=("float32",),
     ),
     Part(
         kind="model",
@@ -301,7 +380,7 @@ class Gain(nn.Module):
             return self.head(F.dropout(torch.tanh(self.body(inputs)), 0.2, self.training))
             """
         ),
-        build=WRAPPED,
+        build="network = Net()",
         loss=PLAIN_LOSS,
         draws_by_rank=True,
     ),
@@ -315,11 +394,15 @@ def _torch_optimizer(name: str, made: str) -> Part:
         build=f"optimizer = {made}",
         step="optimizer.step()",
         gives=("torch optimizer", "torch closure"),
+        is_shardable=True,
     )
 
 
 OPTIMIZERS = (
-    _torch_optimizer("sgd", "torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)"),
+    replace(
+        _torch_optimizer("sgd", "torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)"),
+        gives=("torch optimizer", "torch closure", "momentum"),
+    ),
     _torch_optimizer(
         "nesterov",
         "torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9, nesterov=True, foreach=True)",
@@ -331,10 +414,16 @@ OPTIMIZERS = (
     _torch_optimizer("adamw", "torch.optim.AdamW(model.parameters(), lr=0.02, weight_decay=0.1)"),
     _torch_optimizer("nadam", "torch.optim.NAdam(model.parameters(), lr=0.02)"),
     _torch_optimizer("rmsprop", "torch.optim.RMSprop(model.parameters(), lr=0.005)"),
+    _torch_optimizer("radam", "torch.optim.RAdam(model.parameters(), lr=0.02)"),
+    _torch_optimizer("adamax", "torch.optim.Adamax(model.parameters(), lr=0.02)"),
+    _torch_optimizer("adadelta", "torch.optim.Adadelta(model.parameters(), lr=1.0)"),
+    _torch_optimizer("asgd", "torch.optim.ASGD(model.parameters(), lr=0.05, t0=3)"),
+    _torch_optimizer("fused adam", "torch.optim.Adam(model.parameters(), lr=0.02, fused=True)"),
     _torch_optimizer("adagrad", "torch.optim.Adagrad(model.parameters(), lr=0.05)"),
     Part(
         kind="optimizer",
         name="two groups",
+        is_shardable=True,
         build="""
         last = list(model.parameters())[-2:]
         first = list(model.parameters())[:-2]
@@ -364,6 +453,7 @@ OPTIMIZERS = (
     Part(
         kind="optimizer",
         name="decay after super",
+        is_shardable=True,
         define="""
         class DecayingSGD(torch.optim.SGD):
             @torch.no_grad()
@@ -380,6 +470,7 @@ OPTIMIZERS = (
     Part(
         kind="optimizer",
         name="step hook decays",
+        is_shardable=True,
         define="""
         def decay(optimizer, args, kwargs):
             with torch.no_grad():
@@ -397,6 +488,7 @@ OPTIMIZERS = (
     Part(
         kind="optimizer",
         name="counts in state",
+        is_shardable=True,
         define="""
         class Warming(torch.optim.Optimizer):
             def __init__(self, parameters, lr):
@@ -469,6 +561,44 @@ OPTIMIZERS = (
         step="optimizer.step()",
         gives=("torch optimizer",),
         excludes=("update:accumulated over batches",),
+    ),
+    Part(
+        kind="optimizer",
+        name="wrapper with an average",
+        define="""
+        class Averaging:
+            # Wraps any optimizer and keeps its own average of the weights and a count.
+            def __init__(self, optimizer):
+                self.optimizer, self.count = optimizer, 0
+                self.parameters = [p for g in optimizer.param_groups for p in g["params"]]
+                self.average = [p.detach().clone() for p in self.parameters]
+
+            @torch.no_grad()
+            def step(self):
+                self.optimizer.step()
+                self.count += 1
+                for average, parameter in zip(self.average, self.parameters):
+                    average.lerp_(parameter, 1 / self.count)
+                    parameter.lerp_(average, 0.1)
+
+            def state_dict(self):
+                own = {"count": self.count, "average": self.average}
+                return {"base": self.optimizer.state_dict(), **own}
+
+            def load_state_dict(self, state):
+                self.optimizer.load_state_dict(state["base"])
+                self.count = state["count"]
+                for average, value in zip(self.average, state["average"]):
+                    average.copy_(value)
+        """,
+        build="""
+        optimizer = torch.optim.Adam(model.parameters(), lr=0.02)
+        averaging = Averaging(optimizer)
+        """,
+        tracked="averaging=averaging",
+        step="averaging.step()",
+        result='**leaves("averaging", averaging.state_dict())',
+        gives=("wrapper",),
     ),
     Part(
         kind="optimizer",
@@ -561,6 +691,7 @@ SCHEDULERS = (
     Part(
         kind="scheduler",
         name="step by epoch",
+        is_shardable=True,
         build="scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=1, gamma=0.5)",
         tracked="scheduler=scheduler",
         epoch_end="scheduler.step()",
@@ -568,6 +699,7 @@ SCHEDULERS = (
     Part(
         kind="scheduler",
         name="at the epoch's beginning",
+        is_shardable=True,
         build="scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, gamma=0.5)",
         tracked="scheduler=scheduler",
         epoch_start="scheduler.step()",
@@ -576,6 +708,7 @@ SCHEDULERS = (
     Part(
         kind="scheduler",
         name="lambda by step",
+        is_shardable=True,
         build="""
         scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda n: min(1, (n + 1) / 8))
         """,
@@ -585,6 +718,7 @@ SCHEDULERS = (
     Part(
         kind="scheduler",
         name="sequential",
+        is_shardable=True,
         imports="from torch.optim.lr_scheduler import CosineAnnealingLR, LinearLR, SequentialLR",
         build="""
         warmup = LinearLR(optimizer, start_factor=0.1, total_iters=4)
@@ -596,7 +730,55 @@ SCHEDULERS = (
     ),
     Part(
         kind="scheduler",
+        name="one cycle",
+        is_shardable=True,
+        build="""
+        scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.05, total_steps=20)
+        """,
+        tracked="scheduler=scheduler",
+        after_update="scheduler.step()",
+        needs=("momentum",),
+    ),
+    Part(
+        kind="scheduler",
+        name="warm restarts by fraction",
+        is_shardable=True,
+        build="""
+        scheduler = torch.optim.lr_scheduler.CosineAnnealingWarmRestarts(optimizer, T_0=2)
+        """,
+        tracked="scheduler=scheduler",
+        after_update="scheduler.step(epoch + i / len(loader))",
+    ),
+    Part(
+        kind="scheduler",
+        name="own before the update",
+        define="""
+        class Decay:
+            # Sets the rate of the coming update.
+            def __init__(self, optimizer):
+                self.optimizer, self.count = optimizer, 0
+                self.rate = optimizer.param_groups[0]["lr"]
+
+            def step(self):
+                self.count += 1
+                for group in self.optimizer.param_groups:
+                    group["lr"] = self.rate * 0.9**self.count
+
+            def state_dict(self):
+                return {"count": self.count}
+
+            def load_state_dict(self, state):
+                self.count = state["count"]
+        """,
+        build="decay_rate = Decay(optimizer)",
+        tracked="decay_rate=decay_rate",
+        gradients="decay_rate.step()",
+        result='"decay": decay_rate.count',
+    ),
+    Part(
+        kind="scheduler",
         name="plateau by step",
+        is_shardable=True,
         build="""
         scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(
             optimizer, factor=0.8, patience=1, threshold=0.05
@@ -627,6 +809,7 @@ SCHEDULERS = (
     Part(
         kind="scheduler",
         name="own",
+        is_shardable=True,
         define="""
         class Warmup:
             def __init__(self, optimizer, steps):
@@ -652,6 +835,7 @@ SCHEDULERS = (
     Part(
         kind="scheduler",
         name="own by metric",
+        is_shardable=True,
         define="""
         class HalveOnRise:
             # Lowers the rate when the running mean of the loss does not fall.
@@ -680,6 +864,7 @@ SCHEDULERS = (
     Part(
         kind="scheduler",
         name="by hand",
+        is_shardable=True,
         train_start='run.state.setdefault("updates", 0)',
         step_start="""
         for group in optimizer.param_groups:
@@ -760,6 +945,49 @@ AVERAGES = (
     ),
     Part(
         kind="average",
+        name="second sharded model",
+        is_shardable=True,
+        needs=("sharded",),
+        build="",
+        tracked="ema=ema",
+        after_update="""
+        with torch.no_grad():
+            for average, parameter in zip(ema.parameters(), model.parameters()):
+                average.lerp_(parameter, 0.1)
+        """,
+        result='**leaves("ema", ema.state_dict())',
+    ),
+    Part(
+        kind="average",
+        name="swa at epochs' ends",
+        imports="from torch.optim.swa_utils import AveragedModel",
+        build="swa = AveragedModel(model)",
+        tracked="swa=swa",
+        epoch_end="swa.update_parameters(model)",
+        result='**leaves("swa", swa.state_dict())',
+        excludes=("model:weight norm", "model:spectral norm", "model:forward hook", "extra state"),
+    ),
+    Part(
+        kind="average",
+        name="best weights",
+        imports="import copy",
+        build="""
+        best = copy.deepcopy(network).requires_grad_(False)
+        """,
+        tracked="best=best",
+        train_start='run.state.setdefault("best loss", 1e9)',
+        after_update="""
+        mean = run.mean(len(inputs), loss=loss.detach())["loss"]
+        if mean < run.state["best loss"]:
+            run.state["best loss"] = mean
+            best.load_state_dict(network.state_dict())
+        """,
+        result='**leaves("best", best.state_dict()), "best loss": run.state["best loss"]',
+        gives=("collective after the update",),
+        excludes=("model:weight norm", "model:spectral norm", "model:forward hook"),
+    ),
+    Part(
+        kind="average",
         name="lookahead",
         imports="import copy",
         build="slow = [p.detach().clone() for p in network.parameters()]",
@@ -814,6 +1042,7 @@ UPDATES = (
     Part(
         kind="update",
         name="plain",
+        is_shardable=True,
         body="""
         optimizer.zero_grad()
         LOSS
@@ -826,6 +1055,7 @@ UPDATES = (
     Part(
         kind="update",
         name="zero_grad at the end",
+        is_shardable=True,
         body="""
         LOSS
         loss.backward()
@@ -838,6 +1068,7 @@ UPDATES = (
     Part(
         kind="update",
         name="accumulated over batches",
+        is_shardable=True,
         body="""
         LOSS
         (loss / 2).backward()
@@ -919,6 +1150,99 @@ UPDATES = (
     ),
     Part(
         kind="update",
+        name="scaled loss",
+        build="""
+        scaler = torch.amp.GradScaler("cpu", init_scale=64.0, growth_interval=3)
+        """,
+        tracked="scaler=scaler",
+        body="""
+        optimizer.zero_grad()
+        LOSS
+        scaler.scale(loss).backward()
+        scaler.unscale_(optimizer)
+        GRADIENTS
+        scaler.step(optimizer)
+        scaler.update()
+        AFTER
+        """,
+        result='"scale": scaler.get_scale()',
+        needs=("torch optimizer",),
+        excludes=("optimizer:two optimizers", "optimizer:decay after super"),
+    ),
+    Part(
+        kind="update",
+        name="critic twice as often",
+        build="""
+        critic = run.wrap(nn.Sequential(nn.Linear(1, 4), nn.Tanh(), nn.Linear(4, 1)))
+        critic_optimizer = torch.optim.RMSprop(critic.parameters(), lr=0.005)
+        """,
+        tracked="critic_optimizer=critic_optimizer",
+        body="""
+        optimizer.zero_grad()
+        LOSS
+        for _ in range(2):
+            critic_optimizer.zero_grad()
+            (critic(prediction.detach()).mean() - critic(targets).mean()).backward()
+            critic_optimizer.step()
+            with torch.no_grad():
+                for parameter in critic.parameters():
+                    parameter.clamp_(-0.3, 0.3)
+        (loss - 0.1 * critic(prediction).mean()).backward()
+        GRADIENTS
+        STEP
+        AFTER
+        """,
+        result="""
+        **leaves("critic", critic.state_dict()),
+        **leaves("critic_optimizer", critic_optimizer.state_dict())
+        """,
+    ),
+    Part(
+        kind="update",
+        name="two updates in a step",
+        body="""
+        for _ in range(2):
+            optimizer.zero_grad()
+            LOSS
+            loss.backward()
+            GRADIENTS
+            STEP
+        AFTER
+        """,
+    ),
+    Part(
+        kind="update",
+        name="micro-batches",
+        body="""
+        optimizer.zero_grad()
+        for inputs, targets in step:
+            LOSS
+            step.backward(loss)
+        GRADIENTS
+        STEP
+        AFTER
+        """,
+        gives=("steps",),
+        excludes=("gradients:mean before the update", "scheduler:warm restarts by fraction"),
+    ),
+    Part(
+        kind="update",
+        name="mixup",
+        body="""
+        optimizer.zero_grad()
+        weight, order = torch.rand(()), torch.randperm(len(inputs))
+        inputs = weight * inputs + (1 - weight) * inputs[order]
+        targets = weight * targets + (1 - weight) * targets[order]
+        LOSS
+        loss.backward()
+        GRADIENTS
+        STEP
+        AFTER
+        """,
+        draws_by_rank=True,
+    ),
+    Part(
+        kind="update",
         name="closure",
         body="""
         LOSS
@@ -942,6 +1266,7 @@ GRADIENTS = (
     Part(
         kind="gradients",
         name="clip norm",
+        is_shardable=True,
         gradients="nn.utils.clip_grad_norm_(model.parameters(), 0.5)",
     ),
     Part(
@@ -992,7 +1317,24 @@ GRADIENTS = (
     ),
     Part(
         kind="gradients",
+        name="noise from a generator of the step",
+        gradients="""
+        generator = torch.Generator().manual_seed(1000 * epoch + i)
+        for parameter in model.parameters():
+            if parameter.grad is not None:
+                parameter.grad += 0.01 * torch.randn(parameter.shape, generator=generator)
+        """,
+        excludes=("float32",),
+    ),
+    Part(
+        kind="gradients",
+        name="clip value",
+        gradients="nn.utils.clip_grad_value_(model.parameters(), 0.05)",
+    ),
+    Part(
+        kind="gradients",
         name="mean before the update",
+        is_shardable=True,
         train_start='run.state.setdefault("running loss", 1.0)',
         gradients="""
         mean = run.mean(len(inputs), loss=loss.detach())["loss"]
@@ -1007,12 +1349,14 @@ LOGS = (
     Part(
         kind="log",
         name="mean after every update",
+        is_shardable=True,
         after_update="run.mean(len(inputs), loss=loss.detach())",
         gives=("collective after the update",),
     ),
     Part(
         kind="log",
         name="mean every third step",
+        is_shardable=True,
         after_update="""
         if i % 3 == 0:
             run.mean(len(inputs), loss=loss.detach())
@@ -1023,6 +1367,7 @@ LOGS = (
     Part(
         kind="log",
         name="running mean of the loss",
+        is_shardable=True,
         train_start='run.state.setdefault("average loss", 0.0)',
         after_update="""
         mean = run.mean(len(inputs), loss=loss.detach())["loss"]
@@ -1034,6 +1379,7 @@ LOGS = (
     Part(
         kind="log",
         name="barrier after the update",
+        is_shardable=True,
         imports="import torch.distributed as dist",
         after_update="""
         if dist.is_initialized():
@@ -1043,7 +1389,29 @@ LOGS = (
     ),
     Part(
         kind="log",
+        name="all_reduce after the update",
+        imports="import torch.distributed as dist",
+        after_update="""
+        total = loss.detach().clone()
+        if dist.is_initialized():
+            dist.all_reduce(total)
+        """,
+        gives=("collective after the update",),
+    ),
+    Part(
+        kind="log",
+        name="run.log of means every second step",
+        after_update="""
+        if i % 2 == 0:
+            run.log(**run.mean(len(inputs), loss=loss.detach()))
+        """,
+        gives=("collective after the update",),
+        excludes=("update:accumulated over batches",),
+    ),
+    Part(
+        kind="log",
         name="run.log",
+        is_shardable=True,
         after_update="run.log(loss=loss.detach())",
     ),
 )
@@ -1052,6 +1420,7 @@ STATES = (
     Part(
         kind="state",
         name="counter",
+        is_shardable=True,
         train_start='run.state.setdefault("steps", 0)',
         after_update='run.state["steps"] += 1',
         result='"counted": run.state["steps"]',
@@ -1072,6 +1441,64 @@ STATES = (
         "kept": history["seen"],
         "last": sum(run.state["history"]["norms"][-3:])
         """,
+    ),
+    Part(
+        kind="state",
+        name="types of the standard library",
+        imports="from collections import Counter, defaultdict",
+        define="""
+        class Statistics:
+            def __init__(self):
+                self.counts, self.sums = Counter(), defaultdict(float)
+
+            def add(self, name, value):
+                self.counts[name] += 1
+                self.sums[name] += value
+
+            def state_dict(self):
+                return {"counts": self.counts, "sums": self.sums}
+
+            def load_state_dict(self, state):
+                self.counts, self.sums = state["counts"], state["sums"]
+        """,
+        build="statistics = Statistics()",
+        tracked="statistics=statistics",
+        after_update="""
+        statistics.add(f"epoch {epoch}", sum(float(p.sum()) for p in network.parameters()))
+        """,
+        result='**leaves("statistics", statistics.state_dict())',
+    ),
+    Part(
+        kind="state",
+        name="window of weights",
+        imports="from collections import deque",
+        define="""
+        class Window:
+            # The last three weights of a layer, and the damping that it derives from them.
+            def __init__(self):
+                self.tensors = deque(maxlen=3)
+
+            def add(self, tensor):
+                self.tensors.append(tensor.detach().clone())
+
+            def mean(self):
+                return torch.stack(list(self.tensors)).mean(0)
+
+            def state_dict(self):
+                return {"tensors": list(self.tensors)}
+
+            def load_state_dict(self, state):
+                self.tensors = deque(state["tensors"], maxlen=3)
+        """,
+        build="window = Window()",
+        tracked="window=window",
+        after_update="""
+        bias = next(p for p in network.parameters() if p.dim() == 1)
+        window.add(bias)
+        with torch.no_grad():
+            bias.lerp_(window.mean(), 0.3)
+        """,
+        result='**leaves("window", window.state_dict())',
     ),
     Part(
         kind="state",
@@ -1162,9 +1589,9 @@ CHANGES = (
     ),
     Part(
         kind="change",
-        name="scaled by data every fifth step",
+        name="scaled by data once in an epoch",
         after_update="""
-        if i == 4:
+        if i == 3:
             for parameter in model.parameters():
                 parameter.data = parameter.data * 0.9
         """,
@@ -1176,6 +1603,44 @@ CHANGES = (
         after_update="""
         bias = next(p for p in network.parameters() if p.dim() == 1)
         bias.data = bias.data.roll(1)
+        """,
+    ),
+    Part(
+        kind="change",
+        name="noise from a generator of the step",
+        after_update="""
+        generator = torch.Generator().manual_seed(1000 * epoch + i)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.add_(0.01 * torch.randn(parameter.shape, generator=generator))
+        """,
+        excludes=("float32",),
+    ),
+    Part(
+        kind="change",
+        name="sign flipped by data",
+        after_update="""
+        if i % 2:
+            bias = next(p for p in network.parameters() if p.dim() == 1)
+            bias.data = -bias.data
+        """,
+        excludes=("update:accumulated over batches",),
+    ),
+    Part(
+        kind="change",
+        name="through numpy",
+        after_update="""
+        for parameter in model.parameters():
+            parameter.detach().numpy()[...] *= 0.98
+        """,
+    ),
+    Part(
+        kind="change",
+        name="initialised in the training function, all weights",
+        train_start="""
+        torch.manual_seed(2)
+        for parameter in network.parameters():
+            nn.init.normal_(parameter, 0.0, 0.3)
         """,
     ),
     Part(
@@ -1192,6 +1657,7 @@ CHANGES = (
     Part(
         kind="change",
         name="in place without data",
+        is_shardable=True,
         after_update="""
         with torch.no_grad():
             for parameter in model.parameters():
@@ -1204,6 +1670,7 @@ EVALUATIONS = (
     Part(
         kind="evaluation",
         name="each epoch",
+        is_shardable=True,
         build="""
         held_out = TensorDataset(x[:17], targets_of(x[:17]))
         test_loader = run.shard(DataLoader(held_out, batch_size=4))
@@ -1253,6 +1720,7 @@ DATA = (
     Part(
         kind="data",
         name="shuffled",
+        is_shardable=True,
         loader="""
         loader = run.loader(DataLoader(dataset, batch_size=8, shuffle=True), global_batch=12)
         """,
@@ -1260,6 +1728,7 @@ DATA = (
     Part(
         kind="data",
         name="uneven shares",
+        is_shardable=True,
         loader="""
         loader = run.loader(DataLoader(dataset, batch_size=8, shuffle=True), global_batch=11)
         """,
@@ -1267,8 +1736,26 @@ DATA = (
     Part(
         kind="data",
         name="in order, last step dropped",
+        is_shardable=True,
         loader="""
         loader = run.loader(DataLoader(dataset, batch_size=8, drop_last=True), global_batch=10)
+        """,
+    ),
+    Part(
+        kind="data",
+        name="two samples in the last step",
+        is_shardable=True,
+        loader="""
+        loader = run.loader(DataLoader(dataset, batch_size=8, shuffle=True), global_batch=14)
+        """,
+    ),
+    Part(
+        kind="data",
+        name="weighted sampler",
+        imports="from torch.utils.data import WeightedRandomSampler",
+        loader="""
+        sampler = WeightedRandomSampler([1.0 + n % 3 for n in range(44)], num_samples=40)
+        loader = run.loader(DataLoader(dataset, batch_size=8, sampler=sampler), global_batch=10)
         """,
     ),
     Part(
@@ -1289,6 +1776,7 @@ DATA = (
     Part(
         kind="data",
         name="max_steps",
+        is_shardable=True,
         loader="""
         loader = run.loader(
             DataLoader(dataset, batch_size=8, shuffle=True), global_batch=9, max_steps=4

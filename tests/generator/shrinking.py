@@ -21,11 +21,11 @@ def shrunk(runner: Runner, failing: Verdict) -> Verdict:
 
 
 def _smaller(scenario: Scenario) -> Iterator[Scenario]:
-    if scenario.second:
-        yield replace(scenario, second=None)
+    for number in reversed(range(len(scenario.later))):
+        yield replace(scenario, later=scenario.later[:number])
     if scenario.rank >= 0:
         yield plain(scenario)
     for script in scenario.script.smaller():
         yield replace(scenario, script=script)
-    if scenario.size > 2 and scenario.rank < 2:
+    if scenario.size > 2 and scenario.rank < 2 and not scenario.script.sharding:
         yield replace(scenario, size=2)

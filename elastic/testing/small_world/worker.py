@@ -164,7 +164,7 @@ class _Events:
         self._has_retry = "run.retry(" in (text := Path(script).read_text()) or "attempts()" in text
         self._death = death if death and death.counted == LINES else None
         self._last_call = death.event if death and death.counted == CALLS else 0
-        self._is_in_recovery = death is not None and death.is_in_recovery
+        self._world = death.world if death is not None else 1
         self._at = 0  # the current line of the script
         self._before_death = 0  # events at lines
         self.executions: Counter[int] = Counter()
@@ -196,11 +196,9 @@ class _Events:
         if parts is None or (self._has_retry and not parts.script.scope.in_retry):
             return False
         lifecycle = parts.lifecycle
-        if not self._is_in_recovery:
-            return lifecycle.has_world
-        if not lifecycle.has_world:
-            return self._is_joining
-        return lifecycle.is_changing or lifecycle.world.generation > 1
+        if self._world == 1 or not lifecycle.has_world:
+            return lifecycle.has_world or self._is_joining
+        return lifecycle.world.generation + lifecycle.is_changing >= self._world
 
     def _die(self, where: str) -> None:
         sys.settrace(None)

@@ -47,7 +47,7 @@ class Death:
     event: int
     counted: str = LINES
     line: int = 0  # count only executions of this line of the script
-    is_in_recovery: bool = False  # count from the end of the first world on
+    world: int = 1  # count from this world on; a later one begins with the end of its predecessor
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -144,7 +144,7 @@ class SmallWorld:
         per_node: int = 1,
         arguments: Sequence[str] = (),
         death: Death | None = None,
-        second_death: Death | None = None,
+        later_deaths: Sequence[Death] = (),
         is_replaced: bool = False,
         on_death: str = RECOVER,
         limit_s: float = 120.0,
@@ -165,7 +165,7 @@ class SmallWorld:
             "size": size,
             "per_node": per_node,
             "arguments": list(arguments),
-            "deaths": [asdict(d) for d in (death, second_death) if d is not None],
+            "deaths": [asdict(d) for d in (death, *later_deaths) if d is not None],
             "is_replaced": is_replaced,
             "on_death": on_death,
             "limit_s": limit_s,
