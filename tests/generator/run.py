@@ -56,20 +56,6 @@ def verdicts(
             world.close()
 
 
-def describe(verdict: Verdict) -> str:
-    """A failure in a few lines."""
-    scenario = verdict.scenario
-    return "\n".join(
-        [
-            f"seed {scenario.seed}: {verdict.kind.upper()}: {verdict.what[:400]}",
-            f"  {scenario.script.sharding} {scenario.script.recovery}, {scenario.description}",
-            f"  parts: {', '.join(scenario.script.added) or 'none'}",
-            f"  died at {verdict.died_at or 'no line'}",
-            f"  {verdict.path}",
-        ]
-    )
-
-
 def table(failed: Sequence[Verdict], number: int) -> str:
     """Failures by kind and combination of parts, the most frequent first."""
     kinds = Counter(verdict.kind for verdict in failed)
@@ -88,6 +74,9 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--seeds", "--seed", type=seeds_of, default=range(100))
     parser.add_argument("--again", type=Path, nargs="+", help="kept scenarios, instead of seeds")
     parser.add_argument("--shrink", action="store_true", help="to the fewest parts that fail alike")
+    parser.add_argument(
+        "--without", nargs="+", default=(), metavar="PART", help="skip scripts with these parts"
+    )
     parser.add_argument("--show", action="store_true", help="only print the script of the first")
     parser.add_argument("--processes", type=int, default=2)
     parser.add_argument("--limit-s", type=float, default=40.0, help="of a run, before it is a hang")
@@ -96,7 +85,8 @@ def main(arguments: Sequence[str]) -> int:
     if given.again:
         scenarios = [from_json(json.loads(path.read_text())) for path in given.again]
     else:
-        scenarios = [draw_scenario(seed) for seed in given.seeds]
+        drawn = [draw_scenario(seed) for seed in given.seeds]
+        scenarios = [s for s in drawn if not set(given.without) & set(s.script.labels)]
     if given.show:
         scenario = scenarios[0]
         print(scenario.script.text(plain(scenario).description))
@@ -114,7 +104,7 @@ def main(arguments: Sequence[str]) -> int:
         reached += bool(verdict.died_at)
         if verdict.failed:
             failed.append(verdict)
-            print(describe(verdict), flush=True)
+            print(verdict.describe(), flush=True)
         elif len(scenarios) == 1:
             print(f"seed {verdict.scenario.seed}: as alone; died at {verdict.died_at or 'no line'}")
     print(f"{reached} of {len(scenarios)} with a death")

@@ -81,6 +81,19 @@ class Verdict:
     def failed(self) -> bool:
         return self.kind != NOTHING
 
+    def describe(self) -> str:
+        """A few lines, with what reproduces it."""
+        scenario, script = self.scenario, self.scenario.script
+        return "\n".join(
+            [
+                f"seed {scenario.seed}: {self.kind.upper()}: {self.what[:400]}",
+                f"  {script.sharding} {script.recovery}, {scenario.description}".rstrip(),
+                f"  parts: {', '.join(script.added) or 'none'}",
+                f"  died at {self.died_at or 'no line'}",
+                f"  {self.path}",
+            ]
+        )
+
 
 def draw_scenario(seed: int) -> Scenario:
     """The script and the way of a seed; its place is drawn after the run alone."""

@@ -11,7 +11,7 @@ from scenarios import Runner, Scenario, Verdict, plain
 def shrunk(runner: Runner, failing: Verdict) -> Verdict:
     """The verdict on the smallest scenario that has the same kind of failure."""
     while True:
-        for candidate in _smaller(failing.scenario):
+        for candidate in smaller(failing.scenario):
             verdict = runner.run(candidate)
             if verdict.kind == failing.kind:
                 failing = verdict
@@ -20,7 +20,8 @@ def shrunk(runner: Runner, failing: Verdict) -> Verdict:
             return failing
 
 
-def _smaller(scenario: Scenario) -> Iterator[Scenario]:
+def smaller(scenario: Scenario) -> Iterator[Scenario]:
+    """The scenarios with one part, death or rank less."""
     for number in reversed(range(len(scenario.later))):
         yield replace(scenario, later=scenario.later[:number])
     if scenario.rank >= 0:
