@@ -56,17 +56,26 @@ def verdicts(
             world.close()
 
 
-def table(failed: Sequence[Verdict], number: int) -> str:
-    """Failures by kind and combination of parts, the most frequent first."""
-    kinds = Counter(verdict.kind for verdict in failed)
-    rows = [f"{number} seeds, {len(failed)} failures: {dict(kinds)}"]
-    by_part: Counter[tuple[str, str]] = Counter()
-    for verdict in failed:
-        combination = " + ".join(verdict.scenario.script.added) or "none"
-        way = f"{verdict.scenario.script.sharding} {verdict.scenario.way}".strip()
-        by_part[verdict.kind, f"{way}: {combination}"] += 1
-    rows += [f"{count:5d} {kind:8s} {parts}" for (kind, parts), count in by_part.most_common()]
-    return "\n".join(rows)
+def table(judged: Sequence[Verdict], *, is_shrunk: bool) -> str:
+    """Failures by combination of parts if they are shrunk, else by single part."""
+    failed = [verdict for verdict in judged if verdict.failed]
+    kinds = dict(Counter(verdict.kind for verdict in failed))
+    rows = [f"{len(judged)} scenarios, {len(failed)} failures: {kinds}"]
+    if is_shrunk:
+        combinations = Counter((verdict.kind, _combination(verdict)) for verdict in failed)
+        rows += [f"{n:5d} {kind:8s} {parts}" for (kind, parts), n in combinations.most_common()]
+        return "\n".join(rows)
+    drawn = Counter(label for verdict in judged for label in verdict.scenario.script.labels)
+    bad = Counter(label for verdict in failed for label in verdict.scenario.script.labels)
+    by_share = sorted(bad, key=lambda label: (-bad[label] / drawn[label], label))
+    return "\n".join(rows + [f"{bad[label]:5d} of {drawn[label]:4d} {label}" for label in by_share])
+
+
+def _combination(verdict: Verdict) -> str:
+    scenario = verdict.scenario
+    way = "nobody dies" if scenario.rank < 0 else scenario.way
+    how = f"{scenario.script.sharding} {way}".strip() + (", again" if scenario.later else "")
+    return f"{how}: {' + '.join(scenario.script.added) or 'none'}"
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -92,8 +101,7 @@ def main(arguments: Sequence[str]) -> int:
         print(scenario.script.text(plain(scenario).description))
         return 0
     folder = given.folder or Path(tempfile.mkdtemp(prefix="generated-"))
-    failed: list[Verdict] = []
-    reached = 0
+    judged: list[Verdict] = []
     for verdict in verdicts(
         scenarios,
         folder,
@@ -101,15 +109,15 @@ def main(arguments: Sequence[str]) -> int:
         is_shrunk=given.shrink,
         limit_s=given.limit_s,
     ):
-        reached += bool(verdict.died_at)
+        judged.append(verdict)
         if verdict.failed:
-            failed.append(verdict)
             print(verdict.describe(), flush=True)
         elif len(scenarios) == 1:
             print(f"seed {verdict.scenario.seed}: as alone; died at {verdict.died_at or 'no line'}")
-    print(f"{reached} of {len(scenarios)} with a death")
-    print(table(failed, len(scenarios)))
-    return 1 if failed else 0
+    deaths = sum(len(verdict.died_at.split("; ")) for verdict in judged if verdict.died_at)
+    print(f"{deaths} deaths")
+    print(table(judged, is_shrunk=given.shrink))
+    return int(any(verdict.failed for verdict in judged))
 
 
 if __name__ == "__main__":
