@@ -30,6 +30,7 @@ TOLERANCE, FLOAT32_TOLERANCE = 1e-10, 1e-4
 SILENT, REFUSED, HANG, ERROR, NOTHING = "silent", "refused", "hang", "error", ""
 RECOVERED, REPLACED, RESUMED, RESTARTED = "survivors", "replaced", "resumed", "restarted"
 LIMIT_S = 40.0
+SEEDS_OF_A_SCRIPT = 3
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,9 +97,9 @@ class Verdict:
 
 
 def draw_scenario(seed: int) -> Scenario:
-    """The script and the way of a seed; its place is drawn after the run alone."""
-    draw = random.Random(seed)
-    sharding = draw.choices([WHOLE, REPLICAS, MESH, BUILD], [88, 4, 4, 4])[0]
+    """The scenario of a seed. Its place is drawn after the run alone, which three seeds share."""
+    draw = random.Random(f"script {seed // SEEDS_OF_A_SCRIPT}")
+    sharding = draw.choices([WHOLE, REPLICAS, MESH, BUILD], [91, 3, 3, 3])[0]
     ways = [RECOVERED, REPLACED] if sharding else [RECOVERED, REPLACED, RESUMED, RESTARTED]
     way = draw.choices(ways, [50, 30, 10, 10][: len(ways)])[0]
     script = draw_script(
@@ -107,15 +108,11 @@ def draw_scenario(seed: int) -> Scenario:
         has_checkpoints=way in (RESUMED, RESTARTED),
         sharding=sharding,
     )
-    size = {WHOLE: draw.choice([2, 3, 3]), BUILD: 3}.get(sharding, 4)
     if script.draws_by_rank and way == RECOVERED:
         way = REPLACED  # fewer ranks would draw other numbers
-    resumed = 0
-    if way in (RESUMED, RESTARTED):
-        resumed = size if script.draws_by_rank else draw.choice([1, 2, 3])
-    number = draw.choices([1, 2, 3], [65, 25, 10])[0]
-    if number > 1 and not sharding:
-        size = 3
+    draw = random.Random(f"deaths {seed}")
+    deaths = draw.choices([1, 2, 3], [70, 20, 10])[0] if way in (RECOVERED, REPLACED) else 1
+    size = {WHOLE: 3 if deaths > 1 else draw.choice([2, 2, 3]), BUILD: 3}.get(sharding, 4)
     scenario = Scenario(
         seed=seed,
         script=script,
@@ -123,11 +120,13 @@ def draw_scenario(seed: int) -> Scenario:
         size=size,
         rank=draw.randrange(size),
         is_in_call=draw.random() < 0.15,
-        resumed_size=resumed,
     )
-    if way in (RECOVERED, REPLACED) and not sharding:
-        scenario = replace(scenario, later=_later_deaths(scenario, draw, number - 1))
-    return scenario
+    if way in (RESUMED, RESTARTED):
+        resumed_size = size if script.draws_by_rank else draw.choice([1, 2, 3])
+        return replace(scenario, resumed_size=resumed_size)
+    if sharding:
+        return scenario
+    return replace(scenario, later=_later_deaths(scenario, draw, deaths - 1))
 
 
 def _later_deaths(scenario: Scenario, draw: random.Random, number: int) -> tuple[Death, ...]:
@@ -157,6 +156,7 @@ class Runner:
     folder: Path
     limit_s: float = LIMIT_S
     _numbers: itertools.count[int] = field(default_factory=itertools.count)
+    _references: dict[tuple[str, int], RunOutcome] = field(default_factory=dict)
 
     def run(self, scenario: Scenario) -> Verdict:
         """Train alone and as in the scenario, and compare."""
@@ -164,7 +164,7 @@ class Runner:
         folder.mkdir(parents=True)
         path = folder / "script.py"
         path.write_text(scenario.script.text(_note(scenario)))
-        alone = self._train(scenario, path, folder / "alone", 1)
+        alone = self._reference(scenario, path, 1)
         if not alone.survivors or alone.problem:
             return self._verdict(scenario, alone, path, *_failure(alone, "alone: "))
         scenario = drawn_place(scenario, alone, path)
@@ -172,7 +172,7 @@ class Runner:
         (folder / "scenario.json").write_text(json.dumps(to_json(scenario), indent=1))
         reference = alone
         if scenario.script.draws_by_rank:
-            reference = self._train(scenario, path, folder / "undisturbed", scenario.size)
+            reference = self._reference(scenario, path, scenario.size)
             if len(reference.survivors) != scenario.size:
                 kind, what = _failure(reference, "undisturbed: ")
                 return self._verdict(scenario, reference, path, kind, what)
@@ -182,6 +182,16 @@ class Runner:
         if not verdict.failed:
             shutil.rmtree(folder)
         return verdict
+
+    def _reference(self, scenario: Scenario, path: Path, size: int) -> RunOutcome:
+        """The undisturbed run, which the next seeds may share."""
+        key = scenario.script.text(""), size
+        if key not in self._references:
+            if len(self._references) > 2 * SEEDS_OF_A_SCRIPT:
+                self._references.clear()
+            folder = path.parent / ("alone" if size == 1 else "undisturbed")
+            self._references[key] = self._train(scenario, path, folder, size)
+        return self._references[key]
 
     def _disturbed(self, scenario: Scenario, path: Path, folder: Path) -> RunOutcome:
         on_death = {RESUMED: STOP, RESTARTED: WAIT}.get(scenario.way, RECOVER)

@@ -1078,7 +1078,7 @@ UPDATES = (
             optimizer.zero_grad()
             AFTER
         """,
-        excludes=("draws in the step",),
+        excludes=("tensor parallel",),  # refused: its gradients are summed once in a step
     ),
     Part(
         kind="update",
