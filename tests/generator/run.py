@@ -86,6 +86,9 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument(
         "--without", nargs="+", default=(), metavar="PART", help="skip scripts with these parts"
     )
+    parser.add_argument(
+        "--with", nargs="+", default=(), metavar="PART", dest="having", help="only scripts with one"
+    )
     parser.add_argument("--show", action="store_true", help="only print the script of the first")
     parser.add_argument("--processes", type=int, default=2)
     parser.add_argument("--limit-s", type=float, default=40.0, help="of a run, before it is a hang")
@@ -96,6 +99,8 @@ def main(arguments: Sequence[str]) -> int:
     else:
         drawn = [draw_scenario(seed) for seed in given.seeds]
         scenarios = [s for s in drawn if not set(given.without) & set(s.script.labels)]
+        if given.having:
+            scenarios = [s for s in scenarios if set(given.having) & set(s.script.labels)]
     if given.show:
         scenario = scenarios[0]
         print(scenario.script.text(plain(scenario).description))

@@ -126,6 +126,7 @@ MODELS = (
     Part(
         kind="model",
         name="tied",
+        excludes=("tensor parallel",),  # refused: parallelize_module unties it
         is_shardable=True,
         define=_net(
             """
