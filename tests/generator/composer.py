@@ -85,6 +85,7 @@ class Script:
     recovery: str = RETRY  # or ATTEMPTS, or RESTART: neither
     has_checkpoints: bool = False  # in the folder that is its first argument
     sharding: str = WHOLE  # or REPLICAS (FSDP), MESH (tensor parallel), or BUILD: over the world
+    is_inside: bool = False  # model, optimizer and loader are created in the training function
 
     @property
     def labels(self) -> tuple[str, ...]:
@@ -95,6 +96,12 @@ class Script:
         """The parts that are not those of the plainest script."""
         plainest = {part.label for part in DEFAULTS.values()}
         return tuple(label for label in self.labels if label not in plainest)
+
+    @property
+    def way(self) -> str:
+        """How it is sharded, and how it recovers."""
+        words = [self.sharding, self.recovery, "all in the function" if self.is_inside else ""]
+        return " ".join(word for word in words if word)
 
     @property
     def draws_by_rank(self) -> bool:
@@ -118,6 +125,8 @@ class Script:
                 yield replace(self, parts=_ordered(self.parts, rest))
         if self.recovery == ATTEMPTS:
             yield replace(self, recovery=RETRY)
+        if self.is_inside:
+            yield replace(self, is_inside=False)
 
     def text(self, note: str) -> str:
         """The script, with ``note`` as its docstring."""
@@ -139,7 +148,8 @@ def draw_script(
             draw.shuffle(optional)  # the order of their lines
             parts = [part for part in parts if part.kind in REQUIRED] + optional
             chosen = recovery or draw.choice([RETRY, RETRY, RETRY, ATTEMPTS])
-            return Script(tuple(parts), chosen, has_checkpoints, sharding)
+            is_inside = not sharding and draw.random() < 0.15
+            return Script(tuple(parts), chosen, has_checkpoints, sharding, is_inside)
 
 
 def _shardable(parts: Sequence[Part], sharding: str) -> list[Part]:
@@ -208,20 +218,32 @@ class _Composition:
 
     # -- before training ----------------------------------------------------------------------
 
+    @property
+    def _has_inner_result(self) -> bool:
+        """Whether results are read in the training function: only there the objects are known, or
+        their shards can be gathered."""
+        return bool(self._sharding) or self._script.is_inside
+
     def _setup(self) -> str:
         lines = self._join()
-        tracked = self._tracked()
+        if self._script.is_inside:
+            return "\n".join(lines)
         if self._sharding == BUILD:
-            objects = "".join(f', "{n}": {v}' for n, v in (entry.split("=") for entry in tracked))
-            made = f'return {{"model": model{objects}}}'
-            built = [*self._built("mesh"), made]
+            tracked = [entry.split("=") for entry in self._tracked()]
+            objects = "".join(f', "{name}": {value}' for name, value in tracked)
+            built = [*self._built("mesh"), f'return {{"model": model{objects}}}']
             lines += ["", "", "def create(mesh):", *_indented(built), "", ""]
-        else:
-            built = self._built(f'run.mesh["{self._dimension}"]')
-            lines += [*built, f"run.track({', '.join(e for e in tracked if e != 'ema=ema')})"]
-            if not self._sharding and "ema=ema" in tracked:
-                lines[-1] = f"run.track({', '.join(tracked)})"
-        return "\n".join([*lines, *self._late(), *self._all("loader")])
+            return "\n".join([*lines, *self._late(), *self._all("loader")])
+        return "\n".join([*lines, *self._registered()])
+
+    def _registered(self) -> list[str]:
+        """Everything that is created and registered outside of run.build."""
+        tracked = self._tracked()
+        if self._sharding:  # it is wrapped
+            tracked = [entry for entry in tracked if entry != "ema=ema"]
+        built = self._built(f'run.mesh["{self._dimension}"]')
+        tracking = f"run.track({', '.join(tracked)})"
+        return [*built, tracking, *self._late(), *self._all("loader")]
 
     @property
     def _dimension(self) -> str:
@@ -279,16 +301,16 @@ class _Composition:
     # -- training -----------------------------------------------------------------------------
 
     def _train(self) -> str:
-        update = self._by_kind["update"]
-        if "steps" in update.gives:
-            head = ["for step in run.steps(loader):", "    i = step.index"]
-        else:
-            head = ["for i, (inputs, targets) in enumerate(loader, start=loader.index):"]
-        steps = [*head, *_indented([*self._all("step_start"), *self._filled(update)])]
+        body = [*self._all("step_start"), *self._filled(self._by_kind["update"])]
+        steps = []
+        for line in self._by_kind["loop"].lines("head"):
+            steps += _indented(body) if line.strip() == "BODY" else [line]
         epochs = ["for epoch in run.epochs(EPOCHS):"]
         epochs += _indented([*self._all("epoch_start"), *steps, *self._all_filled("epoch_end")])
         body = [*self._unpacked(), *self._all("train_start"), *epochs]
-        if self._sharding:
+        if self._script.is_inside:
+            body = [*self._registered(), *body]
+        if self._has_inner_result:
             body += [f"result.update({self._result()})"]
         return "\n".join(["def train():", *_indented(body)])
 
@@ -321,7 +343,7 @@ class _Composition:
             ATTEMPTS: "for attempt in run.attempts():\n    with attempt:\n        train()",
             RESTART: "train()",
         }[self._script.recovery]
-        if self._sharding:
+        if self._has_inner_result:
             return f"result = {{}}\n{call}"
         return f"{call}\nresult = {self._result()}"
 
@@ -331,7 +353,7 @@ class _Composition:
             '**leaves("optimizer", optimizer.state_dict())',
             *(line.strip().rstrip(",") for line in self._all("result")),
         ]
-        margin = "    " if self._sharding else ""
+        margin = "    " if self._has_inner_result else ""
         rows = "".join(f"{margin}    {entry},\n" for entry in entries)
         return f"{{\n{rows}{margin}}}"
 

@@ -88,7 +88,7 @@ class Verdict:
         return "\n".join(
             [
                 f"seed {scenario.seed}: {self.kind.upper()}: {self.what[:400]}",
-                f"  {script.sharding} {script.recovery}, {scenario.description}".rstrip(),
+                f"  {script.way}, {scenario.description}",
                 f"  parts: {', '.join(script.added) or 'none'}",
                 f"  died at {self.died_at or 'no line'}",
                 f"  {self.path}",

@@ -34,6 +34,7 @@ class Part:
     loss: str = ""
     gradients: str = ""
     step: str = ""
+    head: str = ""  # of the loop over steps; BODY is replaced
     body: str = ""  # of a step; LOSS, GRADIENTS, STEP and AFTER are replaced
     after_update: str = ""
     epoch_end: str = ""
@@ -242,6 +243,42 @@ MODELS = (
         loss=PLAIN_LOSS,
         result='"temperature": network.temperature',
         gives=("extra state",),
+    ),
+    Part(
+        kind="model",
+        name="branch of every second step",
+        define=_net(
+            """
+            hidden = torch.tanh(self.body(inputs))
+            if self.has_branch:
+                hidden = hidden + torch.tanh(self.branch(inputs))
+            return self.head(hidden)
+            """,
+            init="self.branch, self.has_branch = nn.Linear(4, 8), True",
+        ),
+        build="network = Net()",
+        wrap="model = run.wrap(network, find_unused_parameters=True)",
+        step_start="network.has_branch = (epoch + i) % 2 == 0",
+        loss=PLAIN_LOSS,
+        excludes=("update:accumulated over batches",),
+    ),
+    Part(
+        kind="model",
+        name="embedding",
+        is_shardable=True,
+        define="""
+        class Net(nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.table, self.head = nn.Embedding(16, 8), nn.Linear(8, 1)
+
+            def forward(self, inputs):
+                tokens = (inputs * 4).long().clamp(-8, 7) + 8
+                return self.head(torch.tanh(self.table(tokens).sum(1)))
+        """,
+        build="network = Net()",
+        loss=PLAIN_LOSS,
+        excludes=("tensor parallel",),
     ),
     Part(
         kind="model",
@@ -1223,7 +1260,7 @@ UPDATES = (
         STEP
         AFTER
         """,
-        gives=("steps",),
+        needs=("steps",),
         excludes=("gradients:mean before the update", "scheduler:warm restarts by fraction"),
     ),
     Part(
@@ -1260,6 +1297,40 @@ UPDATES = (
         AFTER
         """,
         needs=("torch closure",),
+    ),
+)
+
+LOOPS = (
+    Part(
+        kind="loop",
+        name="enumerate",
+        is_shardable=True,
+        head="""
+        for i, (inputs, targets) in enumerate(loader, start=loader.index):
+            BODY
+        """,
+    ),
+    Part(
+        kind="loop",
+        name="next",
+        is_shardable=True,
+        head="""
+        batches = iter(loader)
+        for i in range(loader.index, len(loader)):
+            inputs, targets = next(batches)
+            BODY
+        """,
+    ),
+    Part(
+        kind="loop",
+        name="run.steps",
+        head="""
+        for step in run.steps(loader):
+            i = step.index
+            BODY
+        """,
+        gives=("steps",),
+        needs=("update:micro-batches",),
     ),
 )
 
@@ -1715,6 +1786,21 @@ EVALUATIONS = (
             "update:accumulated over batches",
         ),
     ),
+    Part(
+        kind="evaluation",
+        name="early stopping",
+        train_start='run.state.setdefault("least norm", 1e9)',
+        epoch_end="""
+        norm = sum(float(p.detach().abs().max()) for p in network.parameters())
+        norm = run.mean(1, norm=norm)["norm"]
+        if norm > 1.02 * run.state["least norm"]:
+            break
+        run.state["least norm"] = min(norm, run.state["least norm"])
+        """,
+        result='"least norm": run.state["least norm"]',
+        gives=("collective at the epoch's end",),
+        excludes=("swaps",),
+    ),
 )
 
 DATA = (
@@ -1801,6 +1887,7 @@ REQUIRED: dict[str, tuple[Part, ...]] = {
     "optimizer": OPTIMIZERS,
     "update": UPDATES,
     "data": DATA,
+    "loop": LOOPS,
 }
 DEFAULTS = {kind: parts[0] for kind, parts in REQUIRED.items()}
 
