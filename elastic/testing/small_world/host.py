@@ -55,6 +55,7 @@ from elastic.testing.small_world.world import RECOVER, STOP, Death
 _WARM = (
     "checkpoints",
     "elastic",
+    "encodings.ascii",
     "encodings.idna",  # of the first connection
     "numpy.ctypeslib",
     "numpy.ma",  # of the first look at all of numpy
@@ -66,6 +67,8 @@ _WARM = (
     "torch.utils.checkpoint",
     "torch.utils.data",
 )
+# Of the first profiled region, which a training step is; not in every version of torch.
+_WARM_IF_PRESENT = ("torch.profiler._cupti_monitor",)
 _ALONE = {"ELASTIC_MAX_NODES": "3"}  # the default global batch is that of a world of three
 _SLICE_S = 0.02
 _HEARD_WITHIN_S = 2.0  # after a failure: the time until the death that caused it is detected
@@ -363,6 +366,9 @@ def main() -> None:
     torch.set_num_threads(1)
     for name in _WARM:
         importlib.import_module(name)
+    for name in _WARM_IF_PRESENT:
+        with contextlib.suppress(ImportError):
+            importlib.import_module(name)
     gc.collect()
     gc.freeze()  # children share existing objects
     for line in sys.stdin:
