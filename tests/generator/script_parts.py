@@ -282,6 +282,24 @@ MODELS = (
     ),
     Part(
         kind="model",
+        name="recomputed",
+        imports="from torch.utils.checkpoint import checkpoint",
+        define=_net(
+            """
+            hidden = checkpoint(self.hidden, inputs, use_reentrant=False)
+            return self.head(hidden)
+            """,
+            more="""
+
+            def hidden(self, inputs):
+                return torch.tanh(self.body(inputs))
+            """,
+        ),
+        build="network = Net()",
+        loss=PLAIN_LOSS,
+    ),
+    Part(
+        kind="model",
         name="weight norm",
         imports="from torch.nn.utils.parametrizations import weight_norm",
         define=_net("return self.head(torch.tanh(self.body(inputs)))"),
@@ -1026,6 +1044,27 @@ AVERAGES = (
     ),
     Part(
         kind="average",
+        name="swapped in by load_state_dict",
+        imports="import copy",
+        build="ema = copy.deepcopy(network).requires_grad_(False)",
+        tracked="ema=ema",
+        after_update="""
+        with torch.no_grad():
+            for average, parameter in zip(ema.parameters(), network.parameters()):
+                average.lerp_(parameter, 0.2)
+        """,
+        epoch_end="""
+        kept = copy.deepcopy(network.state_dict())
+        network.load_state_dict(ema.state_dict())
+        run.mean(1, norm=sum(p.detach().abs().sum() for p in network.parameters()))
+        network.load_state_dict(kept)
+        """,
+        result='**leaves("ema", ema.state_dict())',
+        gives=("swaps", "collective at the epoch's end"),
+        excludes=("model:weight norm", "model:spectral norm", "model:forward hook"),
+    ),
+    Part(
+        kind="average",
         name="lookahead",
         imports="import copy",
         build="slow = [p.detach().clone() for p in network.parameters()]",
@@ -1281,6 +1320,50 @@ UPDATES = (
     ),
     Part(
         kind="update",
+        name="gradients decayed instead of zeroed",
+        body="""
+        for parameter in model.parameters():
+            if parameter.grad is not None:
+                parameter.grad.mul_(0.5)
+        LOSS
+        loss.backward()
+        GRADIENTS
+        STEP
+        AFTER
+        """,
+        excludes=("optimizer:two optimizers", "several wraps"),
+    ),
+    Part(
+        kind="update",
+        name="every third step skipped",
+        body="""
+        optimizer.zero_grad()
+        LOSS
+        if (epoch + i) % 3 == 2:
+            continue
+        loss.backward()
+        GRADIENTS
+        STEP
+        AFTER
+        """,
+    ),
+    Part(
+        kind="update",
+        name="factors of python's and numpy's generators",
+        imports="import random\nimport numpy",
+        body="""
+        optimizer.zero_grad()
+        inputs = inputs * (1 + 0.1 * random.random()) + 0.1 * numpy.random.rand()
+        LOSS
+        loss.backward()
+        GRADIENTS
+        STEP
+        AFTER
+        """,
+        draws_by_rank=True,
+    ),
+    Part(
+        kind="update",
         name="closure",
         body="""
         LOSS
@@ -1397,6 +1480,22 @@ GRADIENTS = (
                 parameter.grad += 0.01 * torch.randn(parameter.shape, generator=generator)
         """,
         excludes=("float32",),
+    ),
+    Part(
+        kind="gradients",
+        name="rate set by a hook of the optimizer",
+        build="""
+        def follow_norm(optimizer, args, kwargs):
+            used = [p.grad for g in optimizer.param_groups for p in g["params"]]
+            norm = nn.utils.get_total_norm([g for g in used if g is not None])
+            for group in optimizer.param_groups:
+                group["lr"] = 0.9 * group["lr"] + 0.1 * 0.05 / (1 + float(norm))
+
+
+        optimizer.register_step_pre_hook(follow_norm)
+        """,
+        needs=("torch optimizer",),
+        excludes=("scheduler", "optimizer:two optimizers"),
     ),
     Part(
         kind="gradients",
@@ -1574,6 +1673,30 @@ STATES = (
     ),
     Part(
         kind="state",
+        name="factor drawn at the epoch's beginning",
+        epoch_start="factor = 1 + 0.2 * torch.rand(()).item()",
+        gradients="""
+        for parameter in model.parameters():
+            if parameter.grad is not None:
+                parameter.grad *= factor
+        """,
+    ),
+    Part(
+        kind="state",
+        name="tensors in run.state",
+        train_start="""
+        if "total" not in run.state:
+            run.state["total"] = torch.zeros(8)
+        """,
+        after_update="""
+        largest = max(network.parameters(), key=lambda p: p.numel())
+        run.state["total"] += largest.detach().reshape(-1)[:8]
+        """,
+        result='"total of weights": run.state["total"]',
+        excludes=("float32",),
+    ),
+    Part(
+        kind="state",
         name="group kept outside",
         build="head_group = optimizer.param_groups[-1]",
         after_update='head_group["lr"] *= 0.97',
@@ -1717,6 +1840,42 @@ CHANGES = (
     ),
     Part(
         kind="change",
+        name="from one vector",
+        imports="from torch.nn.utils import parameters_to_vector, vector_to_parameters",
+        after_update="""
+        vector = parameters_to_vector(model.parameters())
+        vector_to_parameters(0.99 * vector.detach(), model.parameters())
+        """,
+        excludes=("float32", "model:tied"),
+    ),
+    Part(
+        kind="change",
+        name="averaged over ranks by hand",
+        imports="import torch.distributed as dist",
+        after_update="""
+        if i % 3 == 1 and dist.is_initialized():
+            for parameter in model.parameters():
+                dist.all_reduce(parameter.data)
+                parameter.data /= dist.get_world_size()
+        """,
+        excludes=("update:accumulated over batches",),
+        gives=("collective after the update",),
+    ),
+    Part(
+        kind="change",
+        name="views of one buffer",
+        build="""
+        flat = torch.cat([p.detach().reshape(-1) for p in network.parameters()])
+        offset = 0
+        for parameter in network.parameters():
+            parameter.data = flat[offset : offset + parameter.numel()].view_as(parameter)
+            offset += parameter.numel()
+        """,
+        after_update="flat.mul_(0.99)",
+        excludes=("float32", "sam", "swaps", "assigns data", "model:tied", "change"),
+    ),
+    Part(
+        kind="change",
         name="optimizer state damped",
         after_update="""
         for state in optimizer.state.values():
@@ -1843,6 +2002,15 @@ DATA = (
         loader="""
         sampler = WeightedRandomSampler([1.0 + n % 3 for n in range(44)], num_samples=40)
         loader = run.loader(DataLoader(dataset, batch_size=8, sampler=sampler), global_batch=10)
+        """,
+    ),
+    Part(
+        kind="data",
+        name="data workers",
+        loader="""
+        loader = run.loader(
+            DataLoader(dataset, batch_size=8, shuffle=True, num_workers=1), global_batch=12
+        )
         """,
     ),
     Part(
