@@ -1675,11 +1675,9 @@ STATES = (
         kind="state",
         name="factor drawn at the epoch's beginning",
         epoch_start="factor = 1 + 0.2 * torch.rand(()).item()",
-        gradients="""
-        for parameter in model.parameters():
-            if parameter.grad is not None:
-                parameter.grad *= factor
-        """,
+        step_start="inputs = factor * inputs",
+        draws_by_rank=True,
+        excludes=("update:micro-batches",),
     ),
     Part(
         kind="state",
