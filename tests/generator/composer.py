@@ -134,13 +134,18 @@ class Script:
 
 
 def draw_script(
-    draw: random.Random, recovery: str = "", *, has_checkpoints: bool = False, sharding: str = WHOLE
+    draw: random.Random,
+    recovery: str = "",
+    *,
+    has_checkpoints: bool = False,
+    sharding: str = WHOLE,
+    with_open: bool = True,
 ) -> Script:
-    """A valid combination of parts."""
+    """A valid combination of parts. ``with_open``: also those that are known not to be exact."""
     while True:
-        parts = [draw.choice(_shardable(kind, sharding)) for kind in REQUIRED.values()]
+        parts = [draw.choice(_possible(kind, sharding, with_open)) for kind in REQUIRED.values()]
         for choices, weights in OPTIONAL.values():
-            possible = _shardable(choices, sharding)
+            possible = _possible(choices, sharding, with_open)
             number = min(draw.choices(range(3), weights)[0], len(possible))
             parts += draw.sample(possible, number)
         if is_valid(parts, sharding):
@@ -152,8 +157,9 @@ def draw_script(
             return Script(tuple(parts), chosen, has_checkpoints, sharding, is_inside)
 
 
-def _shardable(parts: Sequence[Part], sharding: str) -> list[Part]:
-    return [part for part in parts if part.is_shardable or not sharding]
+def _possible(parts: Sequence[Part], sharding: str, with_open: bool) -> list[Part]:
+    possible = [part for part in parts if part.is_shardable or not sharding]
+    return [part for part in possible if with_open or sharding not in part.open_in]
 
 
 def is_valid(parts: Sequence[Part], sharding: str = WHOLE) -> bool:

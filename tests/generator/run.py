@@ -87,6 +87,9 @@ def main(arguments: Sequence[str]) -> int:
         "--without", nargs="+", default=(), metavar="PART", help="skip scripts with these parts"
     )
     parser.add_argument(
+        "--open", action="store_true", help="also parts that are known not to be exact yet"
+    )
+    parser.add_argument(
         "--with", nargs="+", default=(), metavar="PART", dest="having", help="only scripts with one"
     )
     parser.add_argument("--show", action="store_true", help="only print the script of the first")
@@ -97,7 +100,7 @@ def main(arguments: Sequence[str]) -> int:
     if given.again:
         scenarios = [from_json(json.loads(path.read_text())) for path in given.again]
     else:
-        drawn = [draw_scenario(seed) for seed in given.seeds]
+        drawn = [draw_scenario(seed, with_open=given.open) for seed in given.seeds]
         scenarios = [s for s in drawn if not set(given.without) & set(s.script.labels)]
         if given.having:
             scenarios = [s for s in scenarios if set(given.having) & set(s.script.labels)]

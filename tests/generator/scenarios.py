@@ -96,8 +96,11 @@ class Verdict:
         )
 
 
-def draw_scenario(seed: int) -> Scenario:
-    """The scenario of a seed. Its place is drawn after the run alone, which three seeds share."""
+def draw_scenario(seed: int, *, with_open: bool = False) -> Scenario:
+    """The scenario of a seed. Its place is drawn after the run alone, which three seeds share.
+
+    ``with_open``: also with parts that are known not to be exact yet.
+    """
     draw = random.Random(f"script {seed // SEEDS_OF_A_SCRIPT}")
     sharding = draw.choices([WHOLE, REPLICAS, MESH, BUILD], [91, 3, 3, 3])[0]
     ways = [RECOVERED, REPLACED] if sharding else [RECOVERED, REPLACED, RESUMED, RESTARTED]
@@ -107,6 +110,7 @@ def draw_scenario(seed: int) -> Scenario:
         RESTART if way == RESTARTED else "",
         has_checkpoints=way in (RESUMED, RESTARTED),
         sharding=sharding,
+        with_open=with_open,
     )
     if script.draws_by_rank and way == RECOVERED:
         way = REPLACED  # fewer ranks would draw other numbers

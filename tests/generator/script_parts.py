@@ -41,6 +41,7 @@ class Part:
     result: str = ""  # entries of a dict
     draws_by_rank: bool = False  # random numbers that depend on the number of ranks
     is_shardable: bool = False  # works on DTensors, too
+    open_in: tuple[str, ...] = ()  # ways of sharding in which its results are not exact yet
     wrap: str = "model = run.wrap(network)"  # of a model; of a sharded one, if there is no other
     sharded_wrap: str = ""
 
@@ -93,6 +94,7 @@ MODELS = (
     Part(
         kind="model",
         name="two outputs",
+        open_in=("build",),
         is_shardable=True,
         define=_net(
             """
@@ -109,6 +111,7 @@ MODELS = (
     Part(
         kind="model",
         name="loss inside",
+        open_in=("build",),
         is_shardable=True,
         define=_net(
             """
@@ -145,6 +148,7 @@ MODELS = (
     Part(
         kind="model",
         name="unfrozen later",
+        open_in=("mesh",),
         is_shardable=True,
         define=_net("return self.head(torch.tanh(self.body(inputs)))"),
         build="""
@@ -357,6 +361,7 @@ class Gain(nn.Module):
     Part(
         kind="model",
         name="loss in an attribute",
+        open_in=("build",),
         is_shardable=True,
         define=_net(
             """
@@ -393,6 +398,7 @@ class Gain(nn.Module):
     Part(
         kind="model",
         name="container of sharded modules",
+        open_in=("build",),
         is_shardable=True,
         needs=("build",),
         build="""
@@ -1160,6 +1166,7 @@ UPDATES = (
     Part(
         kind="update",
         name="two losses, gradients kept by reference",
+        open_in=("",),
         body="""
         optimizer.zero_grad()
         LOSS
@@ -1321,6 +1328,7 @@ UPDATES = (
     Part(
         kind="update",
         name="gradients decayed instead of zeroed",
+        open_in=("",),
         body="""
         for parameter in model.parameters():
             if parameter.grad is not None:
@@ -1674,6 +1682,7 @@ STATES = (
     Part(
         kind="state",
         name="factor drawn at the epoch's beginning",
+        open_in=("",),
         epoch_start="factor = 1 + 0.2 * torch.rand(()).item()",
         step_start="inputs = factor * inputs",
         draws_by_rank=True,
@@ -1899,6 +1908,7 @@ EVALUATIONS = (
     Part(
         kind="evaluation",
         name="each epoch",
+        open_in=("replicas", "mesh", "build"),
         is_shardable=True,
         build="""
         held_out = TensorDataset(x[:17], targets_of(x[:17]))
