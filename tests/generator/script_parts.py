@@ -94,6 +94,7 @@ MODELS = (
     Part(
         kind="model",
         name="two outputs",
+        excludes=("tensor parallel",),  # a rank has a part of the hidden layer
         open_in=("build",),
         is_shardable=True,
         define=_net(
@@ -361,6 +362,7 @@ class Gain(nn.Module):
     Part(
         kind="model",
         name="loss in an attribute",
+        excludes=("tensor parallel",),  # a rank has a part of the hidden layer
         open_in=("build",),
         is_shardable=True,
         define=_net(
@@ -1117,7 +1119,12 @@ AVERAGES = (
         """,
         tracked="ema=ema",
         result='**leaves("ema", ema.state_dict())',
-        excludes=("model:weight norm", "model:spectral norm", "model:forward hook"),
+        excludes=(
+            "model:weight norm",
+            "model:spectral norm",
+            "model:forward hook",
+            "update:accumulated over batches",  # alone, it is called after each batch: not exact yet
+        ),
     ),
 )
 
