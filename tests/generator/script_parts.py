@@ -1123,7 +1123,7 @@ AVERAGES = (
             "model:weight norm",
             "model:spectral norm",
             "model:forward hook",
-            "update:accumulated over batches",  # alone, it is called after each batch: not exact yet
+            "update:accumulated over batches",  # alone, called after each batch: open
         ),
     ),
 )
