@@ -49,12 +49,13 @@ from elastic.messages.world import (
 from elastic.node.ports import PortReserve
 from elastic.secure_channel.keys import SecretKey
 from elastic.testing.small_world.worker import become_worker
-from elastic.testing.small_world.world import Death
+from elastic.testing.small_world.world import RECOVER, STOP, Death
 
 # Modules that scripts import eventually: creating an optimizer imports _dynamo.
 _WARM = (
     "checkpoints",
     "elastic",
+    "encodings.ascii",
     "encodings.idna",  # of the first connection
     "numpy.ctypeslib",
     "numpy.ma",  # of the first look at all of numpy
@@ -66,6 +67,8 @@ _WARM = (
     "torch.utils.checkpoint",
     "torch.utils.data",
 )
+# Of the first profiled region, which a training step is; not in every version of torch.
+_WARM_IF_PRESENT = ("torch.profiler._cupti_monitor",)
 _ALONE = {"ELASTIC_MAX_NODES": "3"}  # the default global batch is that of a world of three
 _SLICE_S = 0.02
 _HEARD_WITHIN_S = 2.0  # after a failure: the time until the death that caused it is detected
@@ -101,7 +104,8 @@ class SmallJob:
         self._size = int(order["size"])
         self._per_node = int(order["per_node"])
         self._arguments = list(order["arguments"])
-        self._death = Death(**order["death"]) if order["death"] is not None else None
+        self._deaths = {death["rank"]: Death(**death) for death in order["deaths"]}
+        self._on_death = str(order["on_death"])
         self._is_replaced = bool(order["is_replaced"])
         self._is_on_stream, self._is_on_gpu = bool(order["on_stream"]), bool(order["on_gpu"])
         self._until_s = time.monotonic() + float(order["limit_s"])
@@ -137,12 +141,12 @@ class SmallJob:
     def _start_all(self) -> None:
         self._generation, self._nonce = 1, secrets.token_hex(4)
         for rank in range(self._size):
-            dies = self._death if self._death and self._death.rank == rank else None
-            self._start(rank, dies)
+            self._start(rank)
         self._members = list(self._processes)
 
-    def _start(self, rank: int, death: Death | None, *, is_joining: bool = False) -> None:
-        name = f"worker-{len(self._processes)}"
+    def _start(self, rank: int, *, is_joining: bool = False) -> None:
+        number = len(self._processes)
+        name = f"worker-{number}"
         local_rank = rank % self._per_node
         server = self._processes[-1].server if local_rank else self._server()
         environment = _ALONE
@@ -156,8 +160,9 @@ class SmallJob:
                 name,
                 environment,
                 arguments=self._arguments,
-                death=death,
-                counts=self._death is None,
+                death=self._deaths.get(number),
+                counts=not self._deaths,
+                is_joining=is_joining,
                 on_stream=self._is_on_stream,
                 on_gpu=self._is_on_gpu,
             )
@@ -227,11 +232,18 @@ class SmallJob:
     def _on_end(self, process: _Process) -> None:
         if process.exit_code == 0:
             return
-        victim = self._members[self._death.rank] if self._death and self._generation == 1 else None
-        if victim is not None and process is not victim and self._is_lost_with(process, victim):
-            process = victim
-        if process is not victim or process.exit_code is not None:
-            self._problem = f"{process.name} has failed"
+        victim = self._victim_of(process)
+        if victim is None:
+            has_died = any(p.has_ended and p.exit_code is None for p in self._processes)
+            if self._on_death == RECOVER or not has_died:
+                self._problem = f"{process.name} has failed"
+            return
+        process = victim
+        if self._on_death == STOP:
+            for other in self._processes:
+                if not other.has_ended:
+                    os.kill(other.pid, signal.SIGKILL)
+        if self._on_death != RECOVER:
             return
         for other in self._processes:
             if other.server is process.server and not other.has_ended:
@@ -239,8 +251,17 @@ class SmallJob:
                 self._reap(other, options=0)
         if self._is_replaced:
             for local_rank in range(self._per_node):
-                self._start(local_rank, None, is_joining=True)
+                self._start(local_rank, is_joining=True)
         self._form_next()
+
+    def _victim_of(self, process: _Process) -> _Process | None:
+        """The worker that killed itself: ``process``, or the one that it has ended with."""
+        for number in self._deaths:
+            if number < len(self._processes):
+                victim = self._processes[number]
+                if process is victim or self._is_lost_with(process, victim):
+                    return victim if victim.exit_code is None else None
+        return None
 
     def _is_lost_with(self, process: _Process, victim: _Process) -> bool:
         """Whether a part of the victim's replica has ended because the victim did: a dying process
@@ -345,6 +366,9 @@ def main() -> None:
     torch.set_num_threads(1)
     for name in _WARM:
         importlib.import_module(name)
+    for name in _WARM_IF_PRESENT:
+        with contextlib.suppress(ImportError):
+            importlib.import_module(name)
     gc.collect()
     gc.freeze()  # children share existing objects
     for line in sys.stdin:

@@ -15,6 +15,7 @@ import runpy
 import signal
 import sys
 import traceback
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import FrameType
@@ -41,6 +42,7 @@ def become_worker(
     arguments: Sequence[str],
     death: Death | None,
     counts: bool,
+    is_joining: bool,
     on_stream: bool,
     on_gpu: bool,
 ) -> NoReturn:
@@ -55,7 +57,8 @@ def become_worker(
             torch.set_default_device("cuda")
         _watch_start()
         sys.argv = [str(script), *arguments]
-        code = _run(script, folder, name, death, counts)
+        events = _Events(str(script), death, folder / f"death-{name}.json", is_joining, counts)
+        code = _run(script, folder, name, events)
     except BaseException:  # noqa: BLE001  printed, and the process ends with 1
         traceback.print_exc()
     finally:
@@ -104,9 +107,8 @@ def _components_of_script() -> components.Components | None:
     return _started[-1] if _started else None
 
 
-def _run(script: Path, folder: Path, name: str, death: Death | None, counts: bool) -> int:
+def _run(script: Path, folder: Path, name: str, events: _Events) -> int:
     sys.path.insert(0, str(script.parent))
-    events = _Events(str(script), death, folder / "death.json", are_wanted=counts)
     try:
         if events.are_wanted:
             sys.settrace(events.trace)
@@ -132,7 +134,12 @@ def _write(left: dict[str, Any], path: Path, events: _Events) -> None:
     os.replace(f"{path}.part", f"{path}.safetensors")
     parts = _components_of_script()
     steps = parts.job.progress.step if parts is not None else 0
-    numbers = {"steps": steps, LINES: events.lines, CALLS: events.calls}
+    numbers = {
+        "steps": steps,
+        LINES: sum(events.executions.values()),
+        CALLS: events.calls,
+        "executions": events.executions,
+    }
     _write_json(Path(f"{path}.json"), numbers)
 
 
@@ -146,22 +153,28 @@ def _write_json(path: Path, content: Mapping[str, Any]) -> None:
 class _Events:
     """Counts what the script runs within retry, and ends the process at the given event."""
 
-    def __init__(self, script: str, death: Death | None, note: Path, *, are_wanted: bool) -> None:
+    def __init__(
+        self, script: str, death: Death | None, note: Path, is_joining: bool, are_wanted: bool
+    ) -> None:
         self.are_wanted = are_wanted or death is not None  # tracing costs a tenth of the time
         self._script = script
         self._note = note
         self._pid = os.getpid()
-        self._last_line = last_line = death.event if death and death.counted == LINES else 0
-        self._last_call = death.event if death and not last_line else 0
+        self._is_joining = is_joining
+        self._has_retry = "run.retry(" in (text := Path(script).read_text()) or "attempts()" in text
+        self._death = death if death and death.counted == LINES else None
+        self._last_call = death.event if death and death.counted == CALLS else 0
+        self._world = death.world if death is not None else 1
         self._at = 0  # the current line of the script
-        self.lines = 0
+        self._before_death = 0  # events at lines
+        self.executions: Counter[int] = Counter()
         self.calls = 0
 
     def trace(self, frame: FrameType, event: str, arg: object) -> Any:
         """The function for ``sys.settrace``, called for each function call."""
         if os.getpid() != self._pid:  # a data worker, forked from here
             return None
-        if not self._last_line and _is_within_retry():
+        if not self._death and self._counts():
             self.calls += 1
             if self.calls == self._last_call:
                 self._die(f"line {self._at}, in {frame.f_code.co_name}")
@@ -170,11 +183,22 @@ class _Events:
     def _line(self, frame: FrameType, event: str, arg: object) -> Any:
         if event == "line" and os.getpid() == self._pid:
             self._at = frame.f_lineno
-            if _is_within_retry():
-                self.lines += 1
-                if self.lines == self._last_line:
-                    self._die(f"line {self._at}")
+            if self._counts():
+                self.executions[self._at] += 1
+                if self._death and self._death.line in (0, self._at):
+                    self._before_death += 1
+                    if self._before_death == self._death.event:
+                        self._die(f"line {self._at}")
         return self._line
+
+    def _counts(self) -> bool:
+        parts = _components_of_script()
+        if parts is None or (self._has_retry and not parts.script.scope.in_retry):
+            return False
+        lifecycle = parts.lifecycle
+        if self._world == 1 or not lifecycle.has_world:
+            return lifecycle.has_world or self._is_joining
+        return lifecycle.world.generation + lifecycle.is_changing >= self._world
 
     def _die(self, where: str) -> None:
         sys.settrace(None)
@@ -183,8 +207,3 @@ class _Events:
         step = parts.job.progress.step if parts is not None else 0
         self._note.write_text(json.dumps(f"{where} ({line}), {step} steps committed"))
         os.kill(os.getpid(), signal.SIGKILL)
-
-
-def _is_within_retry() -> bool:
-    parts = _components_of_script()
-    return parts is not None and parts.script.scope.in_retry and parts.lifecycle.has_world

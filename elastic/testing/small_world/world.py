@@ -31,19 +31,23 @@ from safetensors.torch import load_file
 from elastic.testing.forks.program import start_python
 
 LINES, CALLS = "lines", "calls"
+RECOVER, STOP, WAIT = "recover", "stop", "wait"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Death:
-    """The place where one of the first workers kills itself with SIGKILL.
+    """The place where a worker kills itself with SIGKILL.
 
     Events are lines of the script, or calls of any Python function, that run within ``run.retry``
-    (or an attempt), outside of which a fault ends the process. Counted from 1.
+    (or an attempt), outside of which a fault ends the process. Counted from 1. A script without
+    ``run.retry`` has events from its first world on.
     """
 
-    rank: int
+    rank: int  # in the first world; a replacement has the next free number
     event: int
     counted: str = LINES
+    line: int = 0  # count only executions of this line of the script
+    world: int = 1  # count from this world on; a later one begins with the end of its predecessor
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,6 +60,7 @@ class WorkerResult:
     steps: int  # committed; -1 if it failed
     lines: int  # of the script that ran within retry; counted only without a death
     calls: int
+    executions: dict[int, int]  # of each line, likewise
     result: dict[str, torch.Tensor]
     error: str  # the exception that ended it, with its type
     log: str
@@ -139,7 +144,9 @@ class SmallWorld:
         per_node: int = 1,
         arguments: Sequence[str] = (),
         death: Death | None = None,
+        later_deaths: Sequence[Death] = (),
         is_replaced: bool = False,
+        on_death: str = RECOVER,
         limit_s: float = 120.0,
     ) -> RunOutcome:
         """Run ``script`` to its end.
@@ -147,7 +154,9 @@ class SmallWorld:
         ``size`` 1 is plain ``python script``: no agent, no link. ``per_node``: workers of a node;
         if one of several dies, the others of its node die with it, as the ranks of a replica do.
         ``arguments`` are the script's. After a death the other nodes continue alone, or with a
-        replacement of the dead one. ``folder``: for logs and results.
+        replacement of the dead one. ``on_death``: RECOVER, or STOP, which kills all workers at
+        once, or WAIT, which waits until all have ended, as in restart mode. ``folder``: for logs
+        and results.
         """
         folder.mkdir(parents=True, exist_ok=True)
         order = {
@@ -156,8 +165,9 @@ class SmallWorld:
             "size": size,
             "per_node": per_node,
             "arguments": list(arguments),
-            "death": asdict(death) if death is not None else None,
+            "deaths": [asdict(d) for d in (death, *later_deaths) if d is not None],
             "is_replaced": is_replaced,
+            "on_death": on_death,
             "limit_s": limit_s,
             "on_stream": self._on_stream,
             "on_gpu": self._on_gpu,
@@ -173,8 +183,8 @@ class SmallWorld:
 
 
 def _outcome(answer: dict[str, Any], folder: Path) -> RunOutcome:
-    death = folder / "death.json"
-    died_at = json.loads(death.read_text()) if death.exists() else ""
+    notes = sorted(folder.glob("death-*.json"), key=lambda note: note.stat().st_mtime_ns)
+    died_at = "; ".join(json.loads(note.read_text()) for note in notes)
     workers = tuple(_worker(w, folder) for w in answer["workers"])
     return RunOutcome(
         workers=workers, worlds=answer["worlds"], problem=answer["problem"], died_at=died_at
@@ -192,6 +202,7 @@ def _worker(facts: dict[str, Any], folder: Path) -> WorkerResult:
         steps=numbers.get("steps", -1),
         lines=numbers.get(LINES, 0),
         calls=numbers.get(CALLS, 0),
+        executions={int(line): count for line, count in numbers.get("executions", {}).items()},
         result=load_file(result) if result.exists() else {},
         error=numbers.get("error", ""),
         log=log.read_text(errors="replace") if log.exists() else "",

@@ -1,0 +1,132 @@
+"""Scripts drawn from parts train like one undisturbed process, whoever dies at whatever line.
+
+A failure names the script, the line and the difference; ``python tests/generator/run.py --seed N
+--shrink`` drops the parts that it does not need.
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+import random
+from pathlib import Path
+
+import pytest
+import torch
+from composer import BUILD, MESH, REPLICAS, WHOLE, Script, draw_script
+from scenarios import (
+    RECOVERED,
+    SILENT,
+    TOLERANCE,
+    Runner,
+    Scenario,
+    distant,
+    draw_scenario,
+    from_json,
+    plain,
+    to_json,
+    unequal,
+)
+from script_parts import BY_LABEL, DEFAULTS, Part, all_parts
+from shrinking import shrunk, smaller
+
+SEEDS = range(150)  # with about 200 deaths
+SOAK_SEEDS = range(1000, 3000)
+
+
+def check(runner: Runner, seed: int) -> None:
+    verdict = runner.run(draw_scenario(seed))
+    assert not verdict.failed, verdict.describe()
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_a_death_at_any_line_does_not_change_the_result(runner: Runner, seed: int) -> None:
+    check(runner, seed)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("seed", SOAK_SEEDS)
+def test_a_death_at_any_line_of_more_scripts(runner: Runner, seed: int) -> None:
+    check(runner, seed)
+
+
+def test_a_wrong_result_is_found_and_shrunk_to_its_part(runner: Runner) -> None:
+    untracked = Part(
+        kind="state",
+        name="untracked factor",
+        build="factor = [1.0]",
+        gradients="""
+        for parameter in model.parameters():
+            parameter.grad *= factor[0]
+        """,
+        after_update="""
+        factor[0] *= 0.9
+        run.mean(1, one=1.0)
+        """,
+    )
+    parts = (*DEFAULTS.values(), BY_LABEL["log:run.log"], untracked, BY_LABEL["state:counter"])
+    scenario = Scenario(
+        seed=0,
+        script=Script(parts),
+        way=RECOVERED,
+        size=3,
+        rank=1,
+        line="run.mean(1, one=1.0)",
+        execution=5,
+    )
+    verdict = runner.run(scenario)
+    assert verdict.kind == SILENT, verdict.describe()
+    assert "run.mean(1, one=1.0)" in verdict.died_at
+    smallest = shrunk(runner, verdict)
+    assert smallest.scenario.script.added == ("state:untracked factor",)
+    assert (smallest.scenario.size, smallest.scenario.rank) == (2, 1)
+    assert "scenario.json" in {path.name for path in Path(smallest.path).parent.iterdir()}
+
+
+# -- the generator itself -------------------------------------------------------------------------
+
+
+def test_a_seed_determines_the_script() -> None:
+    assert draw_scenario(7) == draw_scenario(7)
+    assert draw_scenario(7).script.text("") == draw_scenario(7).script.text("")
+
+
+@pytest.mark.parametrize("sharding", [WHOLE, REPLICAS, MESH, BUILD])
+def test_every_script_is_valid_python(sharding: str) -> None:
+    for seed in range(200):
+        ast.parse(draw_script(random.Random(seed), sharding=sharding).text(""))
+
+
+def test_every_part_is_drawn() -> None:
+    drawn = {
+        label
+        for seed in range(0, 9000, 3)
+        for label in draw_scenario(seed, with_open=True).script.labels
+    }
+    assert drawn == {part.label for part in all_parts()}
+    assert len(BY_LABEL) == len(list(all_parts()))
+
+
+def test_a_kept_scenario_is_read_again() -> None:
+    for seed in range(50):
+        scenario = draw_scenario(seed)
+        assert from_json(json.loads(json.dumps(to_json(scenario)))) == scenario
+
+
+def test_shrinking_never_repeats_a_scenario() -> None:
+    for seed in range(50):
+        scenario = draw_scenario(seed)
+        sizes = [len(other.script.added) for other in smaller(scenario)]
+        assert max(sizes, default=0) <= len(scenario.script.added)
+        assert scenario not in list(smaller(scenario))
+        assert plain(scenario).later == ()
+
+
+def test_results_are_equal_up_to_the_order_of_sums() -> None:
+    one = {"w": torch.tensor([1.0, 2.0], dtype=torch.float64)}
+    other = {"w": one["w"] + 1e-13}
+    assert unequal(one, other) == "w"
+    assert not distant(one, other, TOLERANCE)
+    assert distant(one, {"w": one["w"] + 1e-9}, TOLERANCE).startswith("w by")
+    assert distant(one, {"w": one["w"] * float("nan")}, TOLERANCE)
+    assert distant(one, {}, TOLERANCE) == "entries ['w']"
