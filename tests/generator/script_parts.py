@@ -1123,7 +1123,6 @@ AVERAGES = (
             "model:weight norm",
             "model:spectral norm",
             "model:forward hook",
-            "update:accumulated over batches",  # alone, called after each batch: open
         ),
     ),
 )
@@ -1689,7 +1688,6 @@ STATES = (
     Part(
         kind="state",
         name="factor drawn at the epoch's beginning",
-        open_in=("",),
         epoch_start="factor = 1 + 0.2 * torch.rand(()).item()",
         step_start="inputs = factor * inputs",
         draws_by_rank=True,
