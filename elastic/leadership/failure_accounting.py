@@ -303,7 +303,9 @@ class FailureAccounting:
         # Workers of restart mode report no steps. The others ran without failure when it joined.
         is_first = self._joined_in.get(first.node_id) == world.generation
         has_trained |= is_first and world.cause is Cause.JOINED
-        works_elsewhere = has_trained and len(world.members) > 1
+        error = budget.comparable(remembered(first))
+        alike = {f.node_id for f in broken.failures if budget.comparable(remembered(f)) == error}
+        works_elsewhere = has_trained and not alike.issuperset(world.node_ids)
         verdict = judge_failure(
             FailureFacts(
                 text=first.text,
@@ -314,7 +316,7 @@ class FailureAccounting:
             )
         )
         ends_job = verdict.action is Action.STOP and verdict.confidence is Confidence.HIGH
-        ends_job |= first.exit_code == budget.NO_STATE
+        ends_job |= budget.has_no_state(remembered(first))
         is_new = self._has_joined(first, breakage) and not _was_killed(first)
         if works_elsewhere and (ends_job or is_new) and self._is_alone(first, broken):
             # The others train with the same script: an error that only this node has is its own.

@@ -375,6 +375,23 @@ def test_a_module_that_is_missing_on_one_node_quarantines_it_once_the_job_has_tr
     assert "id-n3" in later.quarantined(NOW)
 
 
+def test_a_refusal_by_all_nodes_ends_a_job_that_has_trained() -> None:
+    text = "TrainingError: Adam is not tracked\n  call run.track(optimizer=optimizer)"
+
+    def refuses(name: str) -> NodeView:
+        return seen(node(name, arrived_for=8, failure=text, exit_code=1))
+
+    def charge(*nodes: NodeView) -> StopJob | None:
+        accounting = FailureAccounting(OPTIONS)
+        accounting.observe(StepRate(8, 40, 0.1, NOW))
+        return accounting.charge(broken(view(EIGHT, *nodes)), StepRate(8, 41, 0.1, NOW), NOW)
+
+    assert charge(runs("n1", EIGHT), runs("n2", EIGHT), refuses("n3")) is None
+    stop = charge(refuses("n1"), refuses("n2"), refuses("n3"))
+    assert stop is not None
+    assert stop.reason.splitlines()[-1] == "  call run.track(optimizer=optimizer)"
+
+
 def test_a_module_that_is_missing_on_a_node_that_joins_does_not_end_the_job() -> None:
     """Workers of restart mode, and those of unmodified scripts, report no steps."""
     text = "ModuleNotFoundError: No module named 'flash_attn'"
