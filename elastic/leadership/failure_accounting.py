@@ -208,7 +208,8 @@ class FailureAccounting:
             lost = self._explaining(self._breakage(broken, None, step_rate, now))
             return self._remember(lost, now)
         breakage = self._explaining(self._breakage(broken, steps, step_rate, now))
-        if broken.failures and all(map(self._is_late, broken.failures)):
+        is_late = bool(broken.failures) and all(map(self._is_late, broken.failures))
+        if is_late or self._continues_last(broken, breakage):
             breakage = replace(breakage, counts=False)
         self._step_at_change = self._step
         origin = broken.origin
@@ -262,6 +263,15 @@ class FailureAccounting:
         if self._breakages and (pair := budget.explained(self._breakages[-1], breakage)):
             self._breakages[-1], breakage = pair
         return breakage
+
+    def _continues_last(self, broken: Broken, breakage: budget.Breakage) -> bool:
+        """Whether members failed before they had entered this world: one statement has failed on
+        several nodes, on some of them only after the world without the first was formed. Counted
+        separately, one incident would look like a failure that repeats."""
+        world, last = broken.members.world, next(iter(self._breakages[-1:]), None)
+        is_next = last is not None and last.generation == world.generation - 1 and last.failures
+        is_entered = world.mode != "in-process" or broken.members.has_run
+        return bool(is_next and breakage.failures and not is_entered and not breakage.steps)
 
     def _remember(
         self, breakage: budget.Breakage, now: float, stop: budget.StopJob | None = None

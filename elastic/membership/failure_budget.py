@@ -27,7 +27,7 @@ from typing import NamedTuple
 from elastic.errors import CheckpointRequired
 from elastic.failures.verdict import is_consequence
 from elastic.membership.records import FailureRecord
-from elastic.tracebacks import exception_line, exception_type, normalize
+from elastic.tracebacks import exception_line, exception_type, innermost_place, normalize
 from elastic.tuning.agent_intervals import FAILURE_WINDOW_S, FLAP_WINDOW_S, HEALTHY_S, QUARANTINE_S
 
 _KILLED = (-9, -15)  # SIGKILL, SIGTERM: from outside
@@ -271,7 +271,8 @@ def _script_errors(breakage: Breakage) -> dict[str, _ScriptError]:
     if own:
         errors: dict[str, _ScriptError] = {}
         for f in own:
-            text = f"{(f.text or '').strip()} (on {f.node})"
+            place = innermost_place(f.text or "")
+            text = f"{error_line(f)} (on {f.node}{place and f', {place}'})"
             errors.setdefault(comparable(f), _at_step(text, f, breakage))
         return errors
     if any(f.exit_code is None or f.exit_code <= 0 for f in failures):
