@@ -149,7 +149,8 @@ class NodeService:
                 replica=(),
                 mesh="",
                 arrived_for=after,
-                failure=failure,
+                # A worker without an error file, as after sys.exit(), has announced its error.
+                failure=failure if failure_exit_code is None else failure or node.failure,
                 failure_exit_code=failure_exit_code,
                 failure_step=self._status.failure_step if failure_exit_code is not None else None,
                 failure_is_oom_kill=is_oom_kill,

@@ -59,7 +59,7 @@ def main(argv: Sequence[str]) -> int:
     done = _wait(endpoint, options, keys)
     say(f"the job under {keys.root} has ended: {done.outcome.value}: {done.reason}")
     if failure_timeline.is_wanted(done):
-        say(failure_timeline.render(done, keys.root, done_key=keys.done))
+        say(failure_timeline.render(done, keys))
     if done.outcome is Outcome.FAILURE and args.keep_failed:
         say(f"statefulset/{args.statefulset} is not changed (--keep-failed)")
         return _exit_code(done)

@@ -11,6 +11,7 @@ import re
 from dataclasses import dataclass
 from enum import Enum
 
+REFUSED = "refused"
 _NO_MATCH = r"(?!)"  # a pattern that matches nowhere
 
 
@@ -39,6 +40,10 @@ class Rule:
     matched against the worker's error, ``kernel_pattern`` against the kernel's log. ``is_local``:
     the cause may be specific to one node, or common to all. Which one applies depends on whether
     the job has worked elsewhere (:func:`elastic.failures.verdict.judge_failure`).
+    ``restarts_if_others_work``: it ends the job only if no other node works.
+
+    Patterns are for what the program, its libraries and the kernel write: the agent's own sentences
+    about a worker's end are judged by what the agent knows.
     """
 
     name: str
@@ -49,6 +54,7 @@ class Rule:
     kernel_pattern: re.Pattern[str]
     is_local: bool = False
     is_consequence: bool = False
+    restarts_if_others_work: bool = False
 
     @property
     def reads_kernel_log(self) -> bool:
@@ -65,6 +71,7 @@ def _rule(
     kernel: tuple[str, ...] = (),
     is_local: bool = False,
     is_consequence: bool = False,
+    restarts_if_others_work: bool = False,
 ) -> Rule:
     return Rule(
         name=name,
@@ -75,6 +82,7 @@ def _rule(
         kernel_pattern=_any_of(kernel),
         is_local=is_local,
         is_consequence=is_consequence,
+        restarts_if_others_work=restarts_if_others_work,
     )
 
 
@@ -89,6 +97,24 @@ def _any_of(patterns: tuple[str, ...]) -> re.Pattern[str]:
 _XID_OF_HARDWARE = r"\bxid \([^)]*\): *(48|62|63|64|74|79|94|95|119|120|140)\b"
 
 RULES: tuple[Rule, ...] = (
+    # -- this library ----------------------------------------------------------------------------
+    _rule(
+        "left-loop",
+        Action.STOP,
+        Confidence.HIGH,
+        "a rank leaves the loop by its own decision, and would do so again",
+        r"left the loop (after|before) step \d+, while rank",
+    ),
+    _rule(
+        REFUSED,
+        Action.STOP,
+        Confidence.HIGH,
+        "this library refuses the script as it is, and would do so again",
+        # (The ranks of a replica that have not met within their time: another one may have died.)
+        r"^(?!.*did not call elastic\.join\(mesh=…\))(training|config)error: ",
+        r"^noworld: ",
+        restarts_if_others_work=True,
+    ),
     # -- machines ------------------------------------------------------------------------------
     _rule(
         "gpu-hardware",
@@ -120,7 +146,7 @@ RULES: tuple[Rule, ...] = (
         Confidence.HIGH,
         "the GPU driver of this node does not work",
         r"driver/library version mismatch",
-        r"system not yet initialized|cuda_?error_?system_?not_?ready|\berror 802\b",
+        r"error \(?802\)? ?: system not yet initialized|cuda_?error_?system_?not_?ready",
         r"no cuda-capable device is detected",
         r"cuda driver version is insufficient",
         r"all cuda-capable devices are busy or unavailable",
@@ -138,6 +164,7 @@ RULES: tuple[Rule, ...] = (
         r"transport endpoint is not connected",
         r"stale (nfs )?file handle",
         r"\[errno 5\] input/output error",
+        is_local=True,
     ),
     _rule(
         "disk",
@@ -160,6 +187,7 @@ RULES: tuple[Rule, ...] = (
         Confidence.MEDIUM,
         "a disk of this node is full",
         r"no space left on device",
+        is_local=True,
     ),
     _rule(
         "quota",
@@ -183,8 +211,8 @@ RULES: tuple[Rule, ...] = (
         Action.RESTART,
         Confidence.MEDIUM,
         "a GPU's memory is exhausted: lower the batch size, or find what else uses that GPU",
-        r"cuda out of memory",
-        r"outofmemoryerror",
+        r"\b(cuda|hip|xpu|mps)( backend)? out of memory",
+        r"\btorch\.(cuda\.)?outofmemoryerror",
         r"cublas_status_alloc_failed",
         r"cuda error: out of memory",
     ),
@@ -196,8 +224,14 @@ RULES: tuple[Rule, ...] = (
         r"defaultcpuallocator: (can't|not enough) (allocate )?memory",
         r"\[errno 12\] cannot allocate memory",
         r"^memoryerror\b",
-        r"killed by signal: killed",
         kernel=(r"out of memory: killed process", r"\boom-kill:"),
+    ),
+    _rule(
+        "data-worker-killed",
+        Action.RESTART,
+        Confidence.MEDIUM,
+        "a process of a data loader was killed, from outside or because memory was exhausted",
+        r"dataloader worker \(pid.*\) (is killed by signal|exited unexpectedly)",
     ),
     # -- the script's data, seen by the GPU ----------------------------------------------------
     _rule(
@@ -300,13 +334,6 @@ RULES: tuple[Rule, ...] = (
         r"error: (unrecognized arguments|the following arguments are required)",
         r"error: argument .*: invalid",
         r"can't open file '.*': \[errno 2\]",
-    ),
-    _rule(
-        "left-loop",
-        Action.STOP,
-        Confidence.HIGH,
-        "a rank leaves the loop by its own decision, and would do so again",
-        r"left the loop (after|before) step \d+, while rank",
     ),
     _rule(
         "missing-software",

@@ -10,13 +10,32 @@ error, an invalid flag): every attempt on any node fails again, so the job stops
 from __future__ import annotations
 
 import functools
+import re
 import signal
 from dataclasses import dataclass
 
-from elastic.failures.rules import RULES, Action, Confidence, Rule
+from elastic.failures.rules import REFUSED, RULES, Action, Confidence, Rule
+from elastic.tracebacks import exception_of, exception_type
 
 _EVIDENCE = 200  # characters of the line that a rule matched
+_REFUSAL = 1000  # characters of a message of this library with its hint
 _WRONG_USAGE = 2  # argparse's exit code
+HANG = "hang: "  # begins an agent's sentence about a worker that it has ended for a hang
+# Sentences of this library about a worker's end. They name no cause that a rule could find.
+_OURS = re.compile(
+    rf"{HANG}|the script called sys\.exit\("
+    r"|local rank \d+ \(pid \d+\) (was ended|ended|disappeared)"
+)
+# Never raised by a broken connection, whatever the message.
+_OF_THE_SCRIPT = frozenset(
+    kind.__name__
+    for kind in (
+        ArithmeticError, AssertionError, AttributeError, ImportError, IndexError, KeyError,
+        LookupError, NameError, NotImplementedError, OverflowError, RecursionError, TypeError,
+        UnboundLocalError, UnicodeDecodeError, ValueError, ZeroDivisionError,
+    )
+) | {"FileNotFoundError", "ModuleNotFoundError"}  # fmt: skip
+_OOM_KILL = re.compile(r"(?:killed process |\boom-kill:.*\bpid=)(\d+)", re.IGNORECASE)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,8 +45,8 @@ class FailureFacts:
     ``text`` is its error, or the end of its log. ``exit_code`` is negative for a signal, as in
     Python's subprocess module. ``is_oom_kill``: the kernel killed a process of its cgroup for lack
     of memory at that time. ``works_elsewhere``: workers of this job have trained on another node,
-    so a missing resource is not missing everywhere. ``kernel_log``: lines since the workers of its
-    node were started.
+    so a missing resource is not missing everywhere; False if all of them fail like this one.
+    ``kernel_log``: lines since the workers of its node were started.
     """
 
     text: str | None = None
@@ -48,6 +67,8 @@ class FailureVerdict:
     evidence: str
 
     def __str__(self) -> str:
+        if self.rule == REFUSED:  # its last line is the hint
+            return f"{self.reason}: {self.evidence}"
         return f"{self.reason} ({self.evidence})" if self.evidence else self.reason
 
 
@@ -57,23 +78,33 @@ def judge_failure(facts: FailureFacts) -> FailureVerdict:
     The first matching rule of :data:`~elastic.failures.rules.RULES` applies, and within it the last
     matching line of the text: the last line of a traceback is the exception itself.
     """
-    if facts.is_oom_kill and facts.exit_code == -signal.SIGKILL:
+    if facts.is_oom_kill:
         return _verdict(
             Action.RESTART,
             "host-out-of-memory",
             Confidence.HIGH,
-            "the kernel killed it because its memory limit was reached; raise the limit, or lower "
-            "the number of data workers",
+            "the kernel killed it, or a process of its data loader, because its memory limit was "
+            "reached; raise the limit, or lower the number of data workers",
             _exit_evidence(facts),
         )
     text = facts.text or ""
+    if text.startswith(HANG):
+        return _verdict(
+            Action.RESTART,
+            "hang",
+            Confidence.MEDIUM,
+            "it made no progress, and was ended",
+            text.removeprefix(HANG)[:_EVIDENCE],
+        )
     matched = _first_match(text)
     if (found := _in_kernel_log(facts, matched)) is not None:
         rule, line = found
         return _by_rule(rule, facts, f"kernel log: {line}"[:_EVIDENCE])
     if matched is not None:
         rule, line = matched
-        return _by_rule(rule, facts, line[:_EVIDENCE])
+        # The hint of a refusal states what to do.
+        evidence = exception_of(text)[:_REFUSAL] if rule.name == REFUSED else line[:_EVIDENCE]
+        return _by_rule(rule, facts, evidence)
     return _by_exit_code(facts)
 
 
@@ -96,7 +127,7 @@ def _in_kernel_log(
         if rule is by_text:
             return None  # the worker's text states the same cause
         for line in reversed(facts.kernel_log):
-            if not rule.kernel_pattern.search(line):
+            if not rule.kernel_pattern.search(line) or _is_about_another(line, facts):
                 continue
             is_machine = rule.action is Action.EXCLUDE_NODE
             if is_machine and (is_unexplained or rule.confidence is Confidence.HIGH):
@@ -106,14 +137,28 @@ def _in_kernel_log(
     return None
 
 
+def _is_about_another(line: str, facts: FailureFacts) -> bool:
+    """Whether a line reports an OOM kill of a process that the worker's text does not name: that of
+    another job on the machine. (In a container, the log has other process ids. There, the count of
+    the cgroup is evidence.)"""
+    killed = _OOM_KILL.search(line)
+    return killed is not None and f"(pid {killed[1]})" not in (facts.text or "")
+
+
 def _has_own_error(facts: FailureFacts) -> bool:
     """Whether the process ended on its own: with an error that is not a peer's."""
     is_signal = facts.exit_code is not None and facts.exit_code < 0
-    return not is_signal and bool(facts.text) and not is_consequence(facts.text)
+    has_text = bool(facts.text) and not _is_ours(facts.text)
+    return not is_signal and has_text and not is_consequence(facts.text)
 
 
 def _is_wrong_usage(facts: FailureFacts) -> bool:
-    return facts.exit_code == _WRONG_USAGE and not (facts.text or "").strip()
+    has_text = bool((facts.text or "").strip()) and not _is_ours(facts.text)
+    return facts.exit_code == _WRONG_USAGE and not has_text
+
+
+def _is_ours(text: str | None) -> bool:
+    return _OURS.match(exception_of(text or "")) is not None
 
 
 def is_consequence(text: str | None, kernel_log: tuple[str, ...] = ()) -> bool:
@@ -137,8 +182,13 @@ def is_consequence(text: str | None, kernel_log: tuple[str, ...] = ()) -> bool:
 # Evaluated again in every iteration of a waiting leader.
 @functools.lru_cache(maxsize=128)
 def _first_match(text: str) -> tuple[Rule, str] | None:
-    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    if _is_ours(text):
+        return None
+    lines = [line.strip() for line in exception_of(text).splitlines() if line.strip()]
+    is_of_script = exception_type(text) in _OF_THE_SCRIPT
     for rule in RULES:
+        if rule.is_consequence and is_of_script:
+            continue
         for line in reversed(lines):
             if rule.pattern.search(line):
                 return rule, line
@@ -147,7 +197,9 @@ def _first_match(text: str) -> tuple[Rule, str] | None:
 
 def _by_rule(rule: Rule, facts: FailureFacts, line: str) -> FailureVerdict:
     action, reason = rule.action, rule.reason
-    if rule.is_local and action is Action.STOP and facts.works_elsewhere:
+    if rule.restarts_if_others_work and facts.works_elsewhere:
+        action = Action.RESTART
+    elif rule.is_local and action is Action.STOP and facts.works_elsewhere:
         # The same script runs on other nodes: this one differs from them.
         action = Action.EXCLUDE_NODE
         reason = f"{reason}, but not on other nodes of this job"
@@ -174,6 +226,16 @@ def _by_exit_code(facts: FailureFacts) -> FailureVerdict:
             "illegal-instruction",
             Confidence.MEDIUM,
             "its processor lacks an instruction that the binaries use, or is faulty",
+            evidence,
+        )
+    if code == -signal.SIGABRT:
+        # gloo/transport/tcp/pair.cc: the message is larger than the one expected.
+        return _verdict(
+            Action.RESTART,
+            "abort",
+            Confidence.MEDIUM,
+            "an assertion in C++ failed, whose text is on its stderr; on gloo also a collective "
+            "that other ranks call with another size, or not at all",
             evidence,
         )
     if code == -signal.SIGBUS:

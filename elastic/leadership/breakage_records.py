@@ -5,6 +5,7 @@ from __future__ import annotations
 from elastic.leadership.roster import Failed
 from elastic.membership import failure_budget as budget
 from elastic.membership.records import BreakageRecord, FailureRecord
+from elastic.tracebacks import condense
 
 # Enough to detect three failures in a row; bounds the size of the record.
 REMEMBERED = 16
@@ -15,7 +16,7 @@ _NAMES = 64  # of nodes that were lost, or left, together: only a few are looked
 def remembered(failed: Failed) -> budget.Failure:
     """A failure with its text shortened as in a record, so that texts of two leaders compare
     equal."""
-    text = failed.text and failed.text[-_TEXT_CHARS:]
+    text = failed.text and condense(failed.text, _TEXT_CHARS)
     return budget.Failure(
         node=failed.node,
         text=text,

@@ -208,7 +208,8 @@ class FailureAccounting:
             lost = self._explaining(self._breakage(broken, None, step_rate, now))
             return self._remember(lost, now)
         breakage = self._explaining(self._breakage(broken, steps, step_rate, now))
-        if broken.failures and all(map(self._is_late, broken.failures)):
+        is_late = bool(broken.failures) and all(map(self._is_late, broken.failures))
+        if is_late or self._continues_last(broken, breakage):
             breakage = replace(breakage, counts=False)
         self._step_at_change = self._step
         origin = broken.origin
@@ -263,6 +264,15 @@ class FailureAccounting:
             self._breakages[-1], breakage = pair
         return breakage
 
+    def _continues_last(self, broken: Broken, breakage: budget.Breakage) -> bool:
+        """Whether members failed before they had entered this world: one statement has failed on
+        several nodes, on some of them only after the world without the first was formed. Counted
+        separately, one incident would look like a failure that repeats."""
+        world, last = broken.members.world, next(iter(self._breakages[-1:]), None)
+        is_next = last is not None and last.generation == world.generation - 1 and last.failures
+        is_entered = world.mode != "in-process" or broken.members.has_run
+        return bool(is_next and breakage.failures and not is_entered and not breakage.steps)
+
     def _remember(
         self, breakage: budget.Breakage, now: float, stop: budget.StopJob | None = None
     ) -> budget.StopJob | None:
@@ -303,7 +313,9 @@ class FailureAccounting:
         # Workers of restart mode report no steps. The others ran without failure when it joined.
         is_first = self._joined_in.get(first.node_id) == world.generation
         has_trained |= is_first and world.cause is Cause.JOINED
-        works_elsewhere = has_trained and len(world.members) > 1
+        error = budget.comparable(remembered(first))
+        alike = {f.node_id for f in broken.failures if budget.comparable(remembered(f)) == error}
+        works_elsewhere = has_trained and not alike.issuperset(world.node_ids)
         verdict = judge_failure(
             FailureFacts(
                 text=first.text,
@@ -314,7 +326,7 @@ class FailureAccounting:
             )
         )
         ends_job = verdict.action is Action.STOP and verdict.confidence is Confidence.HIGH
-        ends_job |= first.exit_code == budget.NO_STATE
+        ends_job |= budget.has_no_state(remembered(first))
         is_new = self._has_joined(first, breakage) and not _was_killed(first)
         if works_elsewhere and (ends_job or is_new) and self._is_alone(first, broken):
             # The others train with the same script: an error that only this node has is its own.

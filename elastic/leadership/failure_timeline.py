@@ -8,9 +8,11 @@ from __future__ import annotations
 import time
 from collections import Counter
 
-from elastic.errors import CheckpointRequired
+from elastic.errors import BudgetSpent
 from elastic.failures.verdict import is_consequence
-from elastic.membership.records import BreakageRecord, Done, FailureRecord
+from elastic.membership.failure_budget import has_no_state
+from elastic.membership.records import BreakageRecord, Done, FailureRecord, Keys
+from elastic.tracebacks import exception_line, innermost_place
 
 _LINE = 160  # characters of an error
 _MAX_FAILURES = 4  # of one world: the first to fail are the most informative
@@ -22,11 +24,11 @@ def is_wanted(done: Done) -> bool:
     return done.exit_code == 70 or len(done.breakages) > 1
 
 
-def render(done: Done, job: str, *, done_key: str) -> str:
-    """The page. ``job``: the root of its keys; ``done_key``: the key that keeps it ended."""
+def render(done: Done, keys: Keys) -> str:
+    """The page. ``keys``: of the job."""
     breakages = done.breakages
     lines = [
-        f"Failure timeline of {job}",
+        f"Failure timeline of {keys.root}",
         "",
         f"ended    {_utc(done.time_s)}, generation {done.generation}, "
         f"step {_known(done.final_step)}, exit code {done.exit_code}",
@@ -38,7 +40,7 @@ def render(done: Done, job: str, *, done_key: str) -> str:
     ]
     for breakage in breakages:
         lines += _entry(breakage)
-    lines += ["", "What to do next", *(f"- {advice}" for advice in _advice(done, done_key))]
+    lines += ["", "What to do next", *(f"- {advice}" for advice in _advice(done, keys))]
     return "\n".join(lines)
 
 
@@ -76,19 +78,22 @@ def _step(breakage: BreakageRecord) -> int | None:
 
 
 def _error(failure: FailureRecord) -> str:
-    lines = (failure.text or "").strip().splitlines()
-    text = lines[-1].strip() if lines else f"exit code {failure.exit_code}"
-    return text[:_LINE]
+    text = exception_line(failure.text or "") or f"exit code {failure.exit_code}"
+    place = innermost_place(failure.text or "")
+    return f"{text[:_LINE]} ({place})" if place else text[:_LINE]
 
 
-def _advice(done: Done, done_key: str) -> list[str]:
+def _advice(done: Done, keys: Keys) -> list[str]:
     breakages = done.breakages
     counted = [b for b in breakages if b.counts]
     failures = [f for b in counted for f in b.failures]
+    is_script_error = done.exit_code != BudgetSpent.exit_code  # the same on every node
     advice: list[str] = []
-    if any(_lacks_checkpoint(failure) for failure in failures):
+    if any(has_no_state(failure) for failure in failures):
         advice += _without_checkpoint(counted)
-    elif done.exit_code != 70:
+    elif hint := done.reason.partition("\n")[2].strip():
+        advice.append(hint)
+    elif is_script_error:
         step = _step(counted[-1]) if counted else None
         checkpoint = f" from the last checkpoint before step {step}" if step is not None else ""
         advice.append(f"the script itself fails: reproduce it on one node{checkpoint}, and fix it")
@@ -103,7 +108,8 @@ def _advice(done: Done, done_key: str) -> list[str]:
             "machine's, and the scheduler's events (preemption, eviction, a drained node)"
         )
     first = Counter(_shown(b)[0].node for b in counted if b.failures)
-    if first and len(first) > 1 and (most := first.most_common(1)[0])[1] >= _FREQUENT:
+    most = first.most_common(1)[0] if len(first) > 1 and not is_script_error else ("", 0)
+    if most[1] >= _FREQUENT:
         advice.append(
             f"{most[1]} of {len(counted)} failures began on {most[0]}: run `elastic doctor` on it, "
             "or exclude it"
@@ -115,15 +121,8 @@ def _advice(done: Done, done_key: str) -> list[str]:
         )
     if not advice:
         advice.append("read the logs of these nodes at these times, and fix the errors")
-    advice.append(
-        "then start the job under another --rdzv-id from its last checkpoint, or delete "
-        f"{done_key} in etcd to let it continue"
-    )
+    advice.append(f"then {keys.how_to_continue}")
     return advice
-
-
-def _lacks_checkpoint(failure: FailureRecord) -> bool:
-    return CheckpointRequired.__name__ in (failure.text or "")
 
 
 def _without_checkpoint(counted: list[BreakageRecord]) -> list[str]:
@@ -133,7 +132,7 @@ def _without_checkpoint(counted: list[BreakageRecord]) -> list[str]:
         "all nodes share"
     ]
     for breakage in counted:
-        first = next((f for f in _shown(breakage) if not _lacks_checkpoint(f)), None)
+        first = next((f for f in _shown(breakage) if not has_no_state(f)), None)
         if first is not None:
             advice.append(
                 f"fix the first failure of generation {breakage.generation}, at step "

@@ -98,11 +98,16 @@ class Left:
 
 @dataclass(frozen=True, kw_only=True)
 class Exiting:
-    """Worker: the process is about to end, clean or with this error."""
+    """Worker: the process is about to end, clean or with this error.
+
+    If it is not clean, the worker takes no further part in the job: its node is excluded at once,
+    not when the process has ended.
+    """
 
     clean: bool
-    error: str
+    error: str  # of a clean end: an exception of the training function that the script has handled
     step: int | None = None  # steps committed
+    exit_code: int = 1  # that the process will have, if it is not clean
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -47,6 +47,7 @@ LIMITS = Limits(
     pending_connections=64,
     pending_per_address=16,
 )
+_BACKLOG = 512
 LONGEST_TEMP_FOLDER = 60  # bytes: a unix socket's path has at most 107
 
 
@@ -102,10 +103,10 @@ class LinkServer:
         self._folder = _fresh_folder()
         self.path = os.path.join(self._folder, "link")
         self._key = key = SecretKey.generate()
-        self.keep_key()
+        self._write_key()
         self._hub = Hub(
             "elastic-link",
-            listen_on_path(self.path, backlog=512),
+            listen_on_path(self.path, backlog=_BACKLOG),
             _LinkHandler(self),
             credentials=Credentials(key=lambda: key, identity=node_id),
             limits=limits,
@@ -122,15 +123,28 @@ class LinkServer:
         self._hub.start()
 
     def keep_key(self) -> None:
-        """Ensure that the key's file exists, before workers start: it is written again if it was
-        removed. (After days, systemd-tmpfiles removes untouched files, but keeps live sockets.)
+        """Ensure that starting workers find the key and the socket: what a cleaner of the folder
+        for temporary files has removed is created again. (After days, systemd-tmpfiles removes
+        untouched files, but keeps live sockets; others remove everything.)
 
-        Raises OSError if it cannot be written.
+        Raises LinkError if that is impossible.
         """
         try:
-            os.utime(key_path(self.path), follow_symlinks=False)
-        except FileNotFoundError:
-            private_files.write(key_path(self.path), self._key.text.encode())
+            try:
+                os.utime(key_path(self.path), follow_symlinks=False)
+            except FileNotFoundError:
+                private_files.make_folder_again(self._folder)
+                self._write_key()
+            if not os.path.exists(self.path):
+                self._hub.listen_on(listen_on_path(self.path, backlog=_BACKLOG))
+        except OSError as error:
+            raise LinkError(
+                f"the folder of the link to this node's workers cannot be restored: {error}",
+                hint=f"exclude {self._folder} from the cleaning of temporary files, or set TMPDIR",
+            ) from error
+
+    def _write_key(self) -> None:
+        private_files.write(key_path(self.path), self._key.text.encode())
 
     def close(self) -> None:
         """Stop, join, remove the socket. Idempotent."""

@@ -19,20 +19,19 @@ are not known (restart mode).
 from __future__ import annotations
 
 import itertools
-import re
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
+from elastic.errors import CheckpointRequired
 from elastic.failures.verdict import is_consequence
+from elastic.membership.records import FailureRecord
+from elastic.tracebacks import exception_line, exception_type, innermost_place, normalize
 from elastic.tuning.agent_intervals import FAILURE_WINDOW_S, FLAP_WINDOW_S, HEALTHY_S, QUARANTINE_S
 
 _KILLED = (-9, -15)  # SIGKILL, SIGTERM: from outside
-NO_STATE = 65  # elastic.errors.CheckpointRequired, which all ranks of a world raise together
-_PRESERVED = {2, NO_STATE}  # exit codes of workers with which the job ends, too; 2: usage
-_RANK = re.compile(r"^\s*\[rank\s*\d+\]:?\s*", re.IGNORECASE | re.MULTILINE)
-_ADDRESS = re.compile(r"\b0x[0-9a-f]+\b", re.IGNORECASE)
+_WRONG_USAGE = 2  # argparse's exit code
 # By how much a rank may be ahead of the reporting one: ranks differ by one step at most.
 _STEP_AHEAD = 1
 # One or two steps may only be a late report.
@@ -100,8 +99,8 @@ class FailureBudget:
 
 @dataclass(frozen=True, kw_only=True)
 class StopJob:
-    """The job must end. ``exit_code`` is 70 for a spent budget; for an error of the script, its
-    exit code if that is 2 or 65, else 1."""
+    """The job must end. ``exit_code`` is 70 for a spent budget, 65 if no node has the state; for an
+    error of the script 2 if that is its exit code, else 1."""
 
     reason: str
     exit_code: int
@@ -178,10 +177,20 @@ def verdict(history: Sequence[Breakage], now: float, policy: FailureBudget) -> S
 def _no_state_left(history: Sequence[Breakage]) -> StopJob | None:
     failures = history[-1].failures if history and not history[-1].excluded else ()
     for failure in failures:
-        if failure.exit_code == NO_STATE:
+        if has_no_state(failure):
             error = f"{error_line(failure)} (on {failure.node})"
-            return StopJob(reason=f"no node has the state of the job: {error}", exit_code=NO_STATE)
+            return StopJob(
+                reason=f"no node has the state of the job: {error}",
+                exit_code=CheckpointRequired.exit_code,
+            )
     return None
+
+
+def has_no_state(failure: Failure | FailureRecord) -> bool:
+    """Whether this library refused to begin without the job's state: all ranks of a world raise
+    that error. A script may exit with the same code for a reason of its own."""
+    is_ours = exception_type(failure.text or "") == CheckpointRequired.__name__
+    return is_ours and failure.exit_code == CheckpointRequired.exit_code
 
 
 def _same_error_at_one_step(history: Sequence[Breakage], policy: FailureBudget) -> StopJob | None:
@@ -244,13 +253,13 @@ def _moves_forward(places: Sequence[_ScriptError]) -> bool:
 
 
 def _stop(reason: str, breakage: Breakage) -> StopJob:
-    codes = (f.exit_code for f in breakage.failures)
-    return StopJob(reason=reason, exit_code=exit_code_of(codes))
+    return StopJob(reason=reason, exit_code=exit_code_of(f.exit_code for f in breakage.failures))
 
 
 def exit_code_of(codes: Iterable[int | None]) -> int:
-    """The exit code of a job that an error of the script ends: a worker's if 2 or 65, else 1."""
-    return next((code for code in codes if code in _PRESERVED), None) or 1
+    """The exit code of a job that an error of the script ends: a worker's 2, for wrong usage, or
+    1."""
+    return _WRONG_USAGE if _WRONG_USAGE in codes else 1
 
 
 def _script_errors(breakage: Breakage) -> dict[str, _ScriptError]:
@@ -262,7 +271,8 @@ def _script_errors(breakage: Breakage) -> dict[str, _ScriptError]:
     if own:
         errors: dict[str, _ScriptError] = {}
         for f in own:
-            text = f"{(f.text or '').strip()} (on {f.node})"
+            place = innermost_place(f.text or "")
+            text = f"{error_line(f)} (on {f.node}{place and f', {place}'})"
             errors.setdefault(comparable(f), _at_step(text, f, breakage))
         return errors
     if any(f.exit_code is None or f.exit_code <= 0 for f in failures):
@@ -289,7 +299,7 @@ def comparable(failure: Failure) -> str:
         return "out of memory"  # the rest of its text is a pid
     if not failure.text:
         return f"exit {failure.exit_code}"
-    return " ".join(_ADDRESS.sub("0x", _RANK.sub("", failure.text or "")).split())
+    return normalize(failure.text)
 
 
 def _budget_spent(history: Sequence[Breakage], now: float, policy: FailureBudget) -> StopJob | None:
@@ -324,9 +334,8 @@ def what_broke(breakage: Breakage) -> str:
 
 
 def error_line(failure: Failure) -> str:
-    """The last line of an error: of a traceback, the exception itself."""
-    lines = (failure.text or "").strip().splitlines()
-    return lines[-1].strip() if lines else f"exit code {failure.exit_code}"
+    """The error in one line: of a traceback, the exception itself."""
+    return exception_line(failure.text or "") or f"exit code {failure.exit_code}"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,6 +9,8 @@ from elastic.errors import ConfigError
 
 # Control characters, and the surrogates to which Python decodes argument bytes that are not UTF-8.
 _UNPRINTABLE = "\x00-\x1f\x7f-\x9f\ud800-\udfff"
+# Generated for a job that was started without one, as by `elastic run --embedded-etcd`.
+_GENERATED_RUN_ID = re.compile(r"job-[0-9a-f]{12}")
 _FORBIDDEN_IN_RUN_ID = re.compile(f"[/{_UNPRINTABLE}]")
 _FORBIDDEN_IN_PREFIX = re.compile(f"[{_UNPRINTABLE}]")
 
@@ -51,6 +53,16 @@ class Keys:
     def run_id(self) -> str:
         """The job's name, without the prefix."""
         return self.root.rstrip("/").rpartition("/")[2]
+
+    @property
+    def how_to_continue(self) -> str:
+        """How users let a job go on that has ended without success."""
+        if _GENERATED_RUN_ID.fullmatch(self.run_id):
+            return "start it again: it continues from its last checkpoint, under a new id"
+        return (
+            "start it again under another --rdzv-id, from its last checkpoint, or delete "
+            f"{self.done} in etcd to let it continue"
+        )
 
     @property
     def nodes(self) -> str:

@@ -18,6 +18,7 @@ from elastic.membership.records import (
     group_of,
 )
 from elastic.membership.view import Liveness, MissingMember, NodeView, Policy, View
+from elastic.tracebacks import exception_line
 
 MAX_FAILURE_CHARS = 300  # a reason is shown in every node's log
 MAX_SENTENCES = 12
@@ -139,7 +140,11 @@ class MemberStatus:
         sentences += tuple(f"{name} had finished before" for name in self.absent)
         if self.world.state is WorldState.ACTIVE or self.in_process:
             name = {n.node.node_id: n.node.name for n in self.running}
-            reports = self.failure_reports
+            # Peers of a failed worker report only their broken connections to it.
+            is_known = bool(self.out or any(g.cause is Cause.LOST for g in self.gone))
+            reports = [
+                r for r in self.failure_reports if not (is_known and is_consequence(r.error))
+            ]
             sentences += tuple(_failure(n.node) for n in self.out)
             sentences += tuple(f"{name[r.node_id]} reports: {r.error}" for r in reports)
         if len(sentences) > MAX_SENTENCES + 1:
@@ -390,10 +395,8 @@ def _is_out(node: Node, world: WorldRecord, oldest: int) -> bool:
 
 
 def _failure(node: Node) -> str:
-    if node.failure and (lines := node.failure.strip().splitlines()):
-        # The last line of a traceback is the error, the first line of a message.
-        line = lines[-1] if lines[0].startswith("Traceback") else lines[0]
-        return f"{node.name} failed: {line.strip()[:MAX_FAILURE_CHARS]}"
+    if node.failure and (line := exception_line(node.failure)):
+        return f"{node.name} failed: {line[:MAX_FAILURE_CHARS]}"
     if node.failure_exit_code:
         return f"{node.name} failed with exit code {node.failure_exit_code}"
     return f"{node.name} left generation {node.arrived_for}"
@@ -425,6 +428,8 @@ def settling_until_s(view: View, status: MemberStatus, now: float, policy: Polic
     """
     if (until_s := _origin_known_until_s(status, now, policy)) is not None:
         return until_s
+    if (until_s := _all_failed_until_s(status, now, policy)) is not None:
+        return until_s
     since_s = view.failing_since_s
     if since_s is None or status.gone or status.out or not status.failure_reports:
         return None
@@ -438,6 +443,17 @@ def settling_until_s(view: View, status: MemberStatus, now: float, policy: Polic
         # knows which peer it could not reach may be later.
         settle_s = max(settle_s, policy.origin_settle_s)
     until_s = since_s + settle_s
+    return until_s if now < until_s else None
+
+
+def _all_failed_until_s(status: MemberStatus, now: float, policy: Policy) -> float | None:
+    """A worker that fails with an error of its own is often not the only one: the same statement
+    fails on all ranks, within milliseconds. They are one incident, and save their last commit
+    together."""
+    by_itself = [n for n in status.out if (n.node.failure_exit_code or 0) > 0]
+    if not (status.in_process and by_itself) or status.gone:
+        return None
+    until_s = min(n.state_since_s for n in by_itself) + policy.failure_settle_s
     return until_s if now < until_s else None
 
 

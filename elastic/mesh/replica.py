@@ -26,6 +26,7 @@ from torch.distributed import (  # type: ignore[attr-defined]
 from elastic.clock import SYSTEM_CLOCK
 from elastic.errors import ConfigError, GroupAborted, ReplicaLost, TrainingError
 from elastic.mesh.split_ties import SplitTies
+from elastic.messages.environment import number_on_node
 from elastic.process_group import (
     DEFAULT_BACKENDS,
     TorchExceptHook,
@@ -293,7 +294,7 @@ def mesh_of(
     importlib.import_module("torch.distributed.device_mesh")
     return ModelReplica(
         mesh,
-        local_rank=int(os.environ.get("LOCAL_RANK", "0")),
+        local_rank=number_on_node(os.environ),
         device=device,
         backend=_backend_for(device, backend),
     )

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
+import os
 from collections.abc import Mapping
 
 from elastic.errors import ConfigError
@@ -38,11 +39,13 @@ def world_variables(
     store_host: str,
     store_port: int | str,
 ) -> dict[str, str]:
-    """All environment variables of a world, as if torchrun had started this worker in it."""
+    """The environment variables of a world, as if torchrun had started this worker in it.
+
+    Without LOCAL_RANK, which a worker keeps for its life (:func:`number_on_node`).
+    """
     standard: dict[str, object] = {
         "RANK": assignment.rank,
         "WORLD_SIZE": assignment.size,
-        "LOCAL_RANK": assignment.local_rank,
         "LOCAL_WORLD_SIZE": assignment.local_size,
         "GROUP_RANK": node_rank,
         "GROUP_WORLD_SIZE": nodes,
@@ -52,6 +55,26 @@ def world_variables(
         "MASTER_PORT": store_port,
     }
     return {name: str(value) for name, value in standard.items()} | identity_variable(world)
+
+
+def number_on_node(env: Mapping[str, str]) -> int:
+    """The worker's number among those of its node, by which its agent identifies it.
+
+    That is LOCAL_RANK, except with torchrun's ``--virtual-local-rank``: there LOCAL_RANK is 0 for
+    all of them, and each sees only its own GPU. But torchrun puts the error file of each into a
+    folder with its number (torch 2.13, elastic/multiprocessing/api.py, ``LogsSpecs.reify``).
+
+    >>> number_on_node({"LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"})
+    1
+    >>> virtual = {"LOCAL_RANK": "0", "TORCHELASTIC_ERROR_FILE": "/tmp/attempt_0/1/error.json"}
+    >>> number_on_node({**virtual, "LOCAL_WORLD_SIZE": "2"})
+    1
+    """
+    local_rank, local_size = int(env.get("LOCAL_RANK", 0)), int(env.get("LOCAL_WORLD_SIZE", 1))
+    if local_rank or local_size == 1:
+        return local_rank
+    folder = os.path.basename(os.path.dirname(env.get("TORCHELASTIC_ERROR_FILE", "")))
+    return int(folder) if folder.isdecimal() and int(folder) < local_size else local_rank
 
 
 def identity_in(env: Mapping[str, str]) -> WorldIdentity | None:

@@ -39,6 +39,9 @@ GRACE_S = 0.5  # between SIGTERM and SIGKILL
 SETTLE_S = 1.0  # the reaper ends once it has found no marked process for this long
 TURN_S = 0.05  # between two scans for marked processes
 RELEASED_S = 2.0  # for the reaper to end once its agent has announced a normal end
+# Removes the named semaphores and shared memory of a process and its children once all of them have
+# ended, and then ends itself. It ignores SIGTERM, and nothing else would remove them.
+_RESOURCE_TRACKER = b"multiprocessing.resource_tracker"
 LONGEST_WAIT_S = 3600.0  # select's clock stops while the machine is suspended
 
 
@@ -72,7 +75,8 @@ class ForkMark:
 
 
 def marked_processes(node_id: str, forked: ForkMark | None = None) -> list[int]:
-    """Pids of live processes that carry the agent's mark, started or forked; not this one."""
+    """Pids of live processes that carry the agent's mark, started or forked; not this one, and no
+    resource trackers."""
     mark = f"\0{MARK}={node_id}\0".encode()
     found = []
     for entry in os.scandir("/proc"):
@@ -84,6 +88,42 @@ def marked_processes(node_id: str, forked: ForkMark | None = None) -> list[int]:
             continue
         if mark in b"\0%b\0" % environment or (forked and forked.is_held_by(entry.path)):
             found.append(int(entry.name))
+    return [pid for pid in found if not _is_resource_tracker(pid)]
+
+
+def _is_resource_tracker(pid: int) -> bool:
+    try:
+        return _RESOURCE_TRACKER in Path(f"/proc/{pid}/cmdline").read_bytes()
+    except OSError:
+        return False
+
+
+def kill_group(pid: int) -> None:
+    """SIGKILL the processes that a dead worker left in its process group: data workers keep its
+    sockets open, so peers would not detect its death. torchrun makes every worker the leader of a
+    process group."""
+    if os.getpgrp() == pid:
+        return
+    trackers = [member for member in _group(pid) if _is_resource_tracker(member)]
+    if not trackers:
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(pid, signal.SIGKILL)
+        return
+    killed = set(trackers)
+    while new := [member for member in _group(pid) if member not in killed]:  # some may fork
+        for member in new:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.kill(member, signal.SIGKILL)
+        killed.update(new)
+
+
+def _group(leader: int) -> list[int]:
+    """The processes of a process group."""
+    found = []
+    for entry in os.scandir("/proc"):
+        with contextlib.suppress(ValueError, ProcessLookupError, PermissionError):
+            if os.getpgid(int(entry.name)) == leader:
+                found.append(int(entry.name))
     return found
 
 
@@ -163,11 +203,16 @@ def _parent(pid: int) -> int:
 
 def _is_dead(pid: int) -> bool:
     """No such process, or a zombie."""
+    return _state_of(pid) in ("", "Z", "X")
+
+
+def _state_of(pid: int) -> str:
+    """The letter of its state; "" if there is no such process."""
     try:
         stat = Path(f"/proc/{pid}/stat").read_text()
     except OSError:
-        return True
-    return stat[stat.rindex(")") + 2] in "ZX"
+        return ""
+    return stat[stat.rindex(")") + 2]
 
 
 class OrphanReaper:
@@ -176,30 +221,54 @@ class OrphanReaper:
     def __init__(self, node_id: str, link: str = "", memory: str = "", ending: str = "") -> None:
         """``link``: the path of the workers' socket, if there is one, in its own folder;
         ``memory``: the agent's folder in memory; ``ending``: a file of the agent's."""
-        environment = {k: v for k, v in os.environ.items() if k != MARK}
         self._inherited, unused = os.pipe()
         os.close(unused)
         self.forked = ForkMark.of(self._inherited)
-        arguments = [str(os.getpid()), node_id, str(self.forked), link, memory, ending]
-        self._process = subprocess.Popen(
-            [sys.executable, "-I", "-S", __file__, *arguments],
+        self._arguments = [str(os.getpid()), node_id, str(self.forked), link, memory, ending]
+        self._process = self._start()
+        self._writing = threading.Lock()
+
+    def _start(self) -> subprocess.Popen[bytes]:
+        process = subprocess.Popen(
+            [sys.executable, "-I", "-S", __file__, *self._arguments],
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
-            env=environment,
+            env={k: v for k, v in os.environ.items() if k != MARK},
             start_new_session=True,
         )
-        assert self._process.stdin is not None
-        os.set_blocking(self._process.stdin.fileno(), False)
-        self._writing = threading.Lock()
+        assert process.stdin is not None
+        os.set_blocking(process.stdin.fileno(), False)
+        return process
 
     @property
     def pid(self) -> int:
         return self._process.pid
 
     def permit(self, until_s: float) -> None:
-        """Let the workers train until then, by CLOCK_BOOTTIME. Thread-safe; never blocks."""
+        """Let the workers train until then, by CLOCK_BOOTTIME. Thread-safe; does not wait for the
+        reaper. Called regularly, so a reaper that was killed or stopped is replaced here."""
+        with self._writing:
+            if self._process.stdin is not None and not self._process.stdin.closed:
+                self._replace_if_lost()
         self._write(f"{until_s!r}\n".encode())
+
+    def _replace_if_lost(self) -> None:
+        pid = self._process.pid
+        if self._process.poll() is None and _state_of(pid) not in ("T", "t"):  # stopped, traced
+            return
+        lost, self._process = self._process, self._start()
+        assert lost.stdin is not None
+        lost.stdin.close()
+        lost.kill()
+        lost.wait()
+        from elastic.telemetry.log import get_logger  # the reaper itself runs without this package
+
+        get_logger().warning(
+            "the process that ends this node's workers if its agent dies was killed or stopped "
+            "(pid %d): it is replaced by pid %d",
+            *(pid, self._process.pid),
+        )
 
     def _write(self, data: bytes) -> None:
         pipe = self._process.stdin

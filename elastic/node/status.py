@@ -177,8 +177,11 @@ class NodeStatus:
             )
         kinds: tuple[type[ElasticError], ...] = (BudgetSpent, CheckpointRequired, ConfigError)
         kind = next((k for k in kinds if k.exit_code == done.exit_code), JobFailed)
-        message = f"the job under {self._keys.root} has failed: {done.reason}"
+        # A refusal of the script by this library ends with its hint, which comes last.
+        reason, _, hint = done.reason.partition("\n")
+        message = f"the job under {self._keys.root} has failed: {reason}"
+        advice = (self._keys.how_to_continue, hint.strip())
         return kind(
             f"{message}\n\n{self.timeline}\n" if self.timeline else message,
-            hint=f"use another --rdzv-id, or delete {self._keys.done} in etcd to let it continue",
+            hint="\n  ".join(filter(None, advice)),
         )

@@ -7,6 +7,7 @@ the group.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import datetime
 import functools
@@ -120,6 +121,13 @@ class ProcessGroup:
         return tuple(sorted(footprint.sockets())) if footprint is not None else ()
 
     # -- a world that the agent announced -----------------------------------------------------
+
+    def keep_connections(self) -> None:
+        """Keep the connections open until the process has ended, even if the group is destroyed
+        before: peers then notice the end when the agent does."""
+        for fd in self.sockets():
+            with contextlib.suppress(OSError):
+                os.dup(fd)
 
     def build(self, spec: GroupSpec, *, superseded: Callable[[], bool], timeout_s: float) -> None:
         """Build the group of a world on the main thread. :meth:`abort` from another one ends it.

@@ -45,6 +45,7 @@ from elastic.rendezvous.torch_private import Launcher
 from elastic.store.etcd.options import etcd_config
 from elastic.store.etcd.store import EtcdStore
 from elastic.telemetry.log import get_logger
+from elastic.tracebacks import exception_of
 from elastic.tuning.agent_options import AgentOptions
 from elastic.tuning.option_sources import read_options
 
@@ -119,7 +120,7 @@ def _require_passed_preflight(failure: torch_private.WorkerFailure | None) -> No
     so its node ends as if the agent had checked it, and no other node counts a failure."""
     if failure is None or failure.exit_code != NodeUnfit.exit_code:
         return
-    kind, _, reason = (failure.text or "").partition(": ")
+    kind, _, reason = exception_of(failure.text or "").partition(": ")
     if kind == NodeUnfit.__name__:
         raise NodeUnfit(reason)
 

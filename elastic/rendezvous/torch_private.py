@@ -51,6 +51,7 @@ from elastic.failures.verdict import is_consequence
 from elastic.membership.records import Member
 from elastic.rendezvous.function_worker import FunctionInEnvironment
 from elastic.telemetry.log import get_logger
+from elastic.tracebacks import exception_of, shorten
 
 SIGNALS_VARIABLE = "TORCHELASTIC_SIGNALS_TO_HANDLE"
 SIGNALS_BY_DEFAULT = "SIGTERM,SIGINT,SIGHUP,SIGQUIT"
@@ -65,7 +66,7 @@ _EXIT_BARRIER_MEMBERS = "torchelastic/agent/terminal_state/num_members"
 class WorkerFailure:
     """How a node's workers ended."""
 
-    text: str | None  # the exception, where the worker wrote torch's error file
+    text: str | None  # the exception and its place, where the worker wrote torch's error file
     exit_code: int | None
 
 
@@ -269,8 +270,11 @@ def _first_failure(run_result: Any) -> WorkerFailure | None:
 
 def _error_of(failure: Any) -> str | None:
     written = failure.error_file_data.get("message", "")
-    text = written.get("message", "") if isinstance(written, dict) else ""
-    return str(text) or None
+    if not isinstance(written, dict):
+        return None
+    trace = str((written.get("extraInfo") or {}).get("py_callstack") or "")
+    frames = trace[: trace.rfind(exception_of(trace))] if trace else ""
+    return shorten(f"{frames}{written.get('message', '')}") or None
 
 
 @dataclass(frozen=True)

@@ -70,6 +70,12 @@ class Acceptor:
             self._selector.register(self._listener, selectors.EVENT_READ)
             self._is_watched = True
 
+    def close(self) -> None:
+        """Stop watching the listener."""
+        if self._is_watched:
+            self._selector.unregister(self._listener)
+            self._is_watched = False
+
     def accept(self) -> socket.socket | None:
         """The next connection; ``None`` if none is pending, or there is no room for it.
 

@@ -71,8 +71,7 @@ class Hub:
             sock.setblocking(False)
         self._requests: deque[Callable[[], object]] = deque()
         self._all = HubConnections(self._selector, limits, monotonic)
-        room_in_s = self._all.unauthenticated.room_in_s
-        self._acceptor = Acceptor(listener, self._selector, room_in_s, monotonic)
+        self._acceptor = self._new_acceptor()
         self._closing = False
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
 
@@ -95,6 +94,11 @@ class Hub:
         """Run this on the hub's thread, in order; discarded once the hub is closed."""
         self._requests.append(request)
         self.wake()
+
+    def listen_on(self, listener: socket.socket) -> None:
+        """Listen on another socket from now on: nobody can reach the present one any more."""
+        listener.setblocking(False)
+        self.post(lambda: self._replace_listener(listener))
 
     def wake(self) -> None:
         """Wake the thread. (By a byte: a forked child may hold the other end, too.)"""
@@ -187,6 +191,16 @@ class Hub:
         finally:
             self._closing = True
             self._release()
+
+    def _new_acceptor(self) -> Acceptor:
+        room_in_s = self._all.unauthenticated.room_in_s
+        return Acceptor(self._listener, self._selector, room_in_s, self._monotonic)
+
+    def _replace_listener(self, listener: socket.socket) -> None:
+        self._acceptor.close()
+        self._listener.close()
+        self._listener = listener
+        self._acceptor = self._new_acceptor()
 
     def _release(self) -> None:
         self._all.close()

@@ -8,6 +8,8 @@ user.
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import os
 import stat
 import tempfile
@@ -19,6 +21,19 @@ _MAX_BYTES = 16 << 20
 def make_folder(prefix: str, *, base: str | None = None) -> str:
     """A new folder with an unpredictable name, of mode 0700."""
     return tempfile.mkdtemp(prefix=prefix, dir=base)
+
+
+def make_folder_again(folder: str | os.PathLike[str]) -> None:
+    """Create a folder of :func:`make_folder` again if it was removed.
+
+    Raises PermissionError for one that others own or can enter: its name is known by now.
+    """
+    with contextlib.suppress(FileExistsError):
+        os.mkdir(folder, 0o700)
+    found = os.lstat(folder)
+    is_private = stat.S_ISDIR(found.st_mode) and not found.st_mode & 0o077
+    if found.st_uid != os.geteuid() or not is_private:
+        raise PermissionError(errno.EACCES, "others own it, or can enter it", os.fspath(folder))
 
 
 def write(path: str | os.PathLike[str], data: bytes) -> None:

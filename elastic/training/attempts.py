@@ -19,6 +19,7 @@ from elastic.training.recovery.training_state import TrainingState
 from elastic.training.state.job_state import JobState
 from elastic.training.state.random_state import RandomState
 from elastic.training.step import OwnBatch, Step
+from elastic.world.failure import FailureHook
 
 
 class Attempts:
@@ -35,7 +36,9 @@ class Attempts:
         loop: StepLoop,
         callbacks: StepCallbacks,
         listeners: Listeners,
+        failure: FailureHook,
     ) -> None:
+        self.failure = failure
         self._registry = state.registry
         self._job = state.job
         self._progress = state.progress
@@ -98,6 +101,7 @@ class Attempts:
 
     def begin(self, *, is_again: bool = False) -> None:
         """Called before the training function."""
+        self.failure.begin_training()
         self._callbacks.begin_attempt(is_again=is_again)
         self._listeners.begin_attempt(is_again=is_again)
         self._modes.begin_attempt(is_again=is_again)
@@ -201,13 +205,21 @@ class Attempt:
         trace: TracebackType | None,
     ) -> bool:
         self.is_over = True
-        strategy = self._strategies.active
-        if isinstance(error, SystemExit) and error.code not in (None, 0):
-            # No excepthook is called for it: at exit, it would look like the end of training.
-            self._scope.failed_exit = f"the script called sys.exit({error.code!r:.200})"
         if self._is_inner:
             self.succeeded = error is None
             return False
+        try:
+            is_handled = self._end(error)
+        except BaseException as failure:
+            self._attempts.failure.end_training(failure)
+            raise
+        if error is not None and not is_handled:
+            self._attempts.failure.end_training(error)
+        return is_handled
+
+    def _end(self, error: BaseException | None) -> bool:
+        """Whether the exception is handled: the function has returned, or is called again."""
+        strategy = self._strategies.active
         try:
             if error is None or isinstance(error, CallEnded):
                 self._attempts.end()

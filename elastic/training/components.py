@@ -12,6 +12,7 @@ from elastic import torch_private
 from elastic.errors import ConfigError
 from elastic.link.protocol import Heartbeat, ReplicaMet
 from elastic.mesh import ModelReplica, ReplicaMeeting, mesh_of, process_group
+from elastic.messages.environment import number_on_node
 from elastic.process_group import ProcessGroup, choose_device
 from elastic.telemetry.journal import EventSink, Journal
 from elastic.telemetry.ledger import Ledger
@@ -50,6 +51,7 @@ from elastic.training.step_account import StepAccount
 from elastic.tuning.worker_intervals import REPLICA_MEETS_S
 from elastic.worker.received_world import replica_spec
 from elastic.worker.worlds import Worlds
+from elastic.world.failure import FailureHook
 from elastic.world.world import node_name, world_from_environment
 
 
@@ -91,6 +93,7 @@ class Recovery:
 class Ending:
     """The components that end the process: after the script, or at SIGTERM."""
 
+    failure: FailureHook
     shutdown: Shutdown
     preemption: Preemption
 
@@ -122,11 +125,15 @@ class Components:
 
     def position(self) -> dict[str, int | None]:
         """This rank's position, for the lines of its journal."""
-        step = self.job.progress.step
-        if not self.lifecycle.has_world:
-            return {"step": step}
-        world = self.lifecycle.world
-        return {"rank": world.rank, "generation": world.generation, "step": step}
+        return _position(self.job, self.lifecycle)
+
+
+def _position(job: JobState, lifecycle: Lifecycle) -> dict[str, int | None]:
+    step = job.progress.step
+    if not lifecycle.has_world:
+        return {"step": step}
+    world = lifecycle.world
+    return {"rank": world.rank, "generation": world.generation, "step": step}
 
 
 def assemble(
@@ -201,6 +208,11 @@ def assemble(
         early_leave=early_leave,
         ledger=ledger,
     )
+    failure = FailureHook(
+        journal,
+        lambda: _position(state.job, lifecycle),
+        **({} if worlds is None else {"notify": worlds.fail}),
+    )
     attempts = Attempts(
         state=state,
         scope=script.scope,
@@ -210,6 +222,7 @@ def assemble(
         loop=loop,
         callbacks=script.callbacks,
         listeners=script.listeners,
+        failure=failure,
     )
     shutdown = Shutdown(
         state=state,
@@ -221,6 +234,7 @@ def assemble(
         group=group,
         worlds=worlds,
         recorders=recorders,
+        failure=failure,
     )
     preemption = Preemption(
         state=state,
@@ -242,7 +256,7 @@ def assemble(
         loop=loop,
         attempts=attempts,
         reporting=reporting,
-        ending=Ending(shutdown=shutdown, preemption=preemption),
+        ending=Ending(failure=failure, shutdown=shutdown, preemption=preemption),
     )
 
 
@@ -308,7 +322,7 @@ def _connect(
         position=position,
         current_step=lambda: current.first_number,
     )
-    worlds.connect(link, local_rank=int(os.environ.get("LOCAL_RANK", "0")))
+    worlds.connect(link, local_rank=number_on_node(os.environ))
     return worlds
 
 

@@ -414,11 +414,7 @@ def _join(
     parts = components.start_components(policy, seed=seed, backend=backend, mesh=mesh)
     parts.state.progress.step_copies = step_copies
     run = Run(parts)
-    hook = FailureHook(parts.reporting.recorders.journal, parts.position)
+    hook = parts.ending.failure
     hook.install()
-    atexit.register(
-        lambda: run.close(
-            clean=not hook.failed, error=hook.text, is_of_the_world=hook.is_of_the_world
-        )
-    )
+    atexit.register(lambda: run.close(clean=True, is_of_the_world=hook.is_of_the_world))
     return run

@@ -15,6 +15,7 @@ from elastic.training.recovery.selection import Strategies
 from elastic.training.recovery.training_state import TrainingState
 from elastic.tuning.worker_intervals import LAST_SAVE_S, SHARE_S
 from elastic.worker.worlds import Worlds
+from elastic.world.failure import FailureHook
 
 
 class Shutdown:
@@ -32,7 +33,9 @@ class Shutdown:
         group: ProcessGroup,
         worlds: Worlds | None,
         recorders: Recorders,
+        failure: FailureHook,
     ) -> None:
+        self._failure = failure
         self._job = state.job
         self._optimizer_watch = state.optimizer_watch
         self._current = state.current
@@ -50,17 +53,24 @@ class Shutdown:
 
     def close(self, *, clean: bool, error: str = "", is_of_the_world: bool = False) -> None:
         """End the job for this process. ``error`` is reported to the agent as the reason."""
+        if clean and not error:
+            # Of a script that handled an exception of its training function itself, and exits.
+            clean, error = not self._failure.failed, self._failure.text
         strategy = self._strategies.active
-        if clean and (failed_exit := self._loop.scope.failed_exit):
-            clean, error = False, failed_exit
         self._optimizer_watch.close()
-        if clean and not self._halt.has_left:
+        if clean and not error and not self._halt.has_left:
             self._close_in_order()
         else:
             self._observers.end_world("close" if clean else "fault")
             must_save = strategy.must_save_after_error(is_of_the_world=is_of_the_world)
             self._end_with(error if must_save else "")
-            strategy.release_peers()
+            if clean:
+                # The exit code after a handled exception is not known yet. If it is that of a
+                # failure, the agent learns of it when the process ends: peers must not break
+                # earlier, or the next world would include this rank.
+                self._group.keep_connections()
+            else:
+                strategy.release_peers()
         self._observers.close()
         # After an error, change nothing else: a step may have begun, and peers may have ended.
         self._loop.early_leave.close()

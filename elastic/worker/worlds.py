@@ -78,6 +78,7 @@ class Worlds:
         self._entering = 0  # the generation that the main thread is in, or is building
         self._forming_at: int | None = None  # the switch step of the world that is being formed
         self._sent_ready = False
+        self._has_reported_end = False  # of this process
         self.has_left = False  # this worker only waits to be ended
         self.is_job_left = False  # the next world has no members: all nodes leave
         self.on_job_left: Callable[[], object] = lambda: None  # called once, by the link's thread
@@ -112,11 +113,18 @@ class Worlds:
         """Use this client to send to the agent; :meth:`close` closes it."""
         self._client = client
 
+    def fail(self, error: str, exit_code: int) -> None:
+        """Report that this process is about to end with an error: the agent excludes it at once."""
+        self._has_reported_end = True
+        step = self._position().step
+        self.send(Exiting(clean=False, error=error, step=step, exit_code=exit_code))
+
     def close(self, *, clean: bool, error: str = "") -> None:
         """Report that the process is about to end, and close the link."""
         self._flights.close()
         if self._client is not None:
-            self._client.send(Exiting(clean=clean, error=error, step=self._position().step))
+            if not self._has_reported_end:
+                self._client.send(Exiting(clean=clean, error=error, step=self._position().step))
             self._client.close()
 
     # -- called by the main thread -------------------------------------------------------------

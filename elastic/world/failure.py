@@ -7,6 +7,7 @@ torchrun reads each worker's ``TORCHELASTIC_ERROR_FILE``, but only functions dec
 from __future__ import annotations
 
 import atexit
+import contextlib
 import logging
 import os
 import sys
@@ -19,6 +20,7 @@ import torch
 from elastic.errors import ElasticError
 from elastic.events import WorldFault
 from elastic.telemetry.journal import EventSink, Position
+from elastic.tracebacks import shorten
 from elastic.world.faults import is_world_fault
 
 _Hook = Callable[[type[BaseException], BaseException, TracebackType | None], object]
@@ -41,40 +43,99 @@ _NO_GROUP_YET = (
 
 
 class FailureHook:
-    """An excepthook that records the exception in the error file and in its attributes."""
+    """An excepthook that reports the exception to the agent, and records it in the error file and
+    in its attributes.
 
-    def __init__(self, journal: EventSink | None = None, position: Position = dict) -> None:
+    ``notify`` is called with the error and the exit code as soon as it is certain that the process
+    ends with a failure. Its end may take seconds: interpreters run exit handlers, wait for threads,
+    and a last share of a checkpoint is written.
+    """
+
+    def __init__(
+        self,
+        journal: EventSink | None = None,
+        position: Position = dict,
+        notify: Callable[[str, int], object] = lambda error, exit_code: None,
+    ) -> None:
         self._journal = journal
         self._position = position
+        self._notify = notify
         self.failed = False
-        self.text = ""  # the error, in one line
+        self.text = ""  # the error that ended the training function or the script, in one line
         self.is_of_the_world = False  # peers are lost; the script itself did not fail
         self._exit_code = 1
-        self._next: _Hook = sys.excepthook
+        self._others: list[_Hook] = []  # that this one replaced, the newest last
+        self._wrote = ""  # the error file, if this hook wrote it
 
     def install(self) -> None:
         """Install this hook in front of the current one. Functions registered with atexit later
         still run."""
-        self._next = sys.excepthook
-        sys.excepthook = self
+        self._put_in_front()
         atexit.register(self._leave)
+
+    def begin_training(self) -> None:
+        """The training function is called: the script has handled an earlier exception of it."""
+        if self.failed or not self.text:
+            return
+        self.text = ""
+        if self._wrote:
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(self._wrote)
+            self._wrote = ""
+
+    def end_training(self, error: BaseException) -> None:
+        """An exception leaves the training function.
+
+        Where that ends the script, it need not reach an excepthook: Hydra, Typer and
+        ``loguru.catch`` handle exceptions themselves, and exit. Others replace the hook.
+        """
+        if self.failed:
+            return
+        if isinstance(error, SystemExit):
+            if error.code not in (None, 0):
+                self.text = f"the script called sys.exit({error.code!r:.200})"
+                self._fail(error)
+            return
+        self._describe(error)
+        if isinstance(error, Exception):
+            self._wrote = record(error)
+        self._put_in_front()
 
     def __call__(
         self, kind: type[BaseException], error: BaseException, trace: TracebackType | None
     ) -> None:
-        self.failed = True
-        self.text = f"{kind.__name__}: {error}".splitlines()[0][:500]
-        self.is_of_the_world = is_world_fault(error)
-        if isinstance(error, Exception):
-            record(error)
+        if not self.failed:
+            self._on_uncaught(error)
+        other = self._others.pop() if self._others else sys.__excepthook__
         if self._journal is None or not self.is_of_the_world or not os.environ.get(_OUR_AGENT):
-            self._next(kind, error, trace)
+            other(kind, error, trace)
         else:
             self._report_lost_peers(error, self._journal)
         if _NO_GROUP in str(error) or _NO_LAUNCHER in str(error):
             sys.stderr.write(_NO_GROUP_YET)
+
+    def _on_uncaught(self, error: BaseException) -> None:
+        self._describe(error)
+        self._fail(error)
+        if isinstance(error, Exception):
+            record(error, replaces=bool(self._wrote))
+
+    def _describe(self, error: BaseException) -> None:
+        self.text = f"{type(error).__name__}: {error}".splitlines()[0][:500]
+        self.is_of_the_world = is_world_fault(error)
+
+    def _fail(self, error: BaseException) -> None:
+        """The process ends with this error. First of all, tell the agent: peers are waiting."""
+        self.failed = True
         if isinstance(error, ElasticError):
             self._exit_code = error.exit_code
+        text = self.text if isinstance(error, SystemExit) else f"{type(error).__name__}: {error}"
+        self._notify(shortened(error, text), _exit_code_of(error))
+
+    def _put_in_front(self) -> None:
+        if sys.excepthook is not self:
+            self._others.append(sys.excepthook)
+            sys.excepthook = self
 
     def _report_lost_peers(self, error: BaseException, journal: EventSink) -> None:
         """Print one line instead of a traceback: when a rank is lost, all others of the world
@@ -118,21 +179,42 @@ def _place(error: BaseException) -> str:
     return f"at {own[-1].filename}:{own[-1].lineno} in {own[-1].name}"
 
 
-def record(error: Exception) -> None:
-    """Write torch's error file, unless ``@record`` has already done it."""
+def shortened(error: BaseException, text: str) -> str:
+    """The error's text, after the frames of the script that led to it."""
+    frames = "".join(traceback.format_tb(error.__traceback__))
+    return shorten(f"Traceback (most recent call last):\n{frames}{text}")
+
+
+def _exit_code_of(error: BaseException) -> int:
+    """The exit code of a process that this exception ends."""
+    if isinstance(error, ElasticError):
+        return error.exit_code
+    if isinstance(error, SystemExit) and isinstance(error.code, int):
+        return error.code & 0xFF
+    return 1
+
+
+def record(error: Exception, *, replaces: bool = False) -> str:
+    """Write torch's error file, unless ``@record`` has already done it. Returns its path if it was
+    written. ``replaces``: the existing file is ours, about an earlier exception."""
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
-    if not path or (os.path.exists(path) and os.path.getsize(path) > 0):
-        return
+    if not path or (not replaces and os.path.exists(path) and os.path.getsize(path) > 0):
+        return ""
     try:
         _record_raised(error)
     except OSError as failure:
         sys.stderr.write(f"elastic: {path} could not be written: {failure}\n")
+        return ""
+    return path
 
 
 def _record_raised(error: Exception) -> None:
     from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
+    trace = error.__traceback__
     try:
         raise error  # torch's handler takes the traceback of the exception that is being handled
     except Exception as raised:  # noqa: BLE001  it is the one just raised
         get_error_handler().record_exception(raised)
+    finally:
+        error.__traceback__ = trace  # without this function, which has nothing to do with it

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from elastic.errors import ConfigError
-from elastic.messages.environment import CALL_JOIN, identity_in
+from elastic.messages.environment import CALL_JOIN, identity_in, number_on_node
 from elastic.messages.world import RankAssignment, WorldIdentity
 from elastic.world.mesh import ReplicaMesh
 
@@ -115,8 +115,8 @@ def world_from_environment(env: Mapping[str, str] = os.environ) -> World:
         lineage=identity.lineage,
         rank=_integer(env, "RANK", 0) if launched else 0,
         size=_integer(env, "WORLD_SIZE", 1) if launched else 1,
-        local_rank=_integer(env, "LOCAL_RANK", 0) if launched else 0,
         local_size=_integer(env, "LOCAL_WORLD_SIZE", 1) if launched else 1,
+        local_rank=(_integer(env, "LOCAL_RANK", 0) or number_on_node(env)) if launched else 0,
         node=node_name(env),
         is_launched=launched,
     )

@@ -164,9 +164,15 @@ def test_two_local_nodes_train_together_and_finish_the_job(folder: Path) -> None
     assert "--rdzv-id=" in done.stderr
 
 
-def test_without_local_nodes_the_process_itself_is_the_agent(folder: Path) -> None:
+@pytest.mark.parametrize("more", [[], ["--virtual-local-rank"]], ids=["", "virtual"])
+def test_without_local_nodes_the_process_itself_is_the_agent(
+    folder: Path, more: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if more:  # torchrun takes one of them for each worker, even without a driver
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
     data = folder / "etcd-data"
-    done = run(folder, "--embedded-etcd", f"--etcd-data={data}", "--nproc-per-node=2", "meet.py")
+    words = ["--embedded-etcd", f"--etcd-data={data}", "--nproc-per-node=2", *more]
+    done = run(folder, *words, "meet.py")
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("met [0, 1]") == 2
     assert any(data.iterdir())

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import os
+import queue
+import shutil
 import socket
 import threading
 from dataclasses import replace
@@ -22,6 +24,7 @@ from elastic.link.protocol import (
     Heartbeat,
     Message,
     Ready,
+    SigtermAnswer,
     WorldMessage,
     encode,
 )
@@ -102,6 +105,30 @@ def test_a_deleted_key_file_is_restored_for_the_next_workers(agent: Agent) -> No
     agent.server.keep_key()
     client.close()
     connect(agent.server.path).close()
+
+
+def test_a_deleted_folder_is_restored_for_the_next_workers(agent: Agent) -> None:
+    """Some cleaners of the folder for temporary files delete live sockets, too."""
+    heard: queue.Queue[Message] = queue.Queue()
+    client = connect(agent.server.path, on_message=heard.put)
+    agent.wait_for(ClientHandshakeRequest)
+    shutil.rmtree(Path(agent.server.path).parent)
+    agent.server.keep_key()
+    agent.server.keep_key()
+    agent.server.send(SigtermAnswer(leaving=True))
+    assert heard.get(timeout=DEADLINE_S) == SigtermAnswer(leaving=True), "still connected"
+    client.close()
+    connect(agent.server.path).close()
+
+
+def test_a_folder_that_others_can_enter_is_not_used(agent: Agent) -> None:
+    folder = Path(agent.server.path).parent
+    shutil.rmtree(folder)
+    folder.mkdir(mode=0o700)
+    folder.chmod(0o755)
+    with pytest.raises(LinkError, match=r"cannot be restored.*\n.*exclude .*elastic-"):
+        agent.server.keep_key()
+    assert list(folder.iterdir()) == []
 
 
 @pytest.mark.parametrize("how", ["link", "open-to-others", "nonsense"])

@@ -14,7 +14,14 @@ from pathlib import Path
 
 import pytest
 
-from elastic.node.orphan_reaper import MARK, SETTLE_S, ForkMark, end_strays, marked_processes
+from elastic.node.orphan_reaper import (
+    MARK,
+    SETTLE_S,
+    ForkMark,
+    end_strays,
+    kill_group,
+    marked_processes,
+)
 from elastic.testing.processes import is_alive
 from elastic.testing.waiting import eventually
 
@@ -304,8 +311,70 @@ def test_workers_with_an_extended_permission_keep_running(agent: FakeAgent) -> N
         agent.end()
 
 
-def is_running(pid: int) -> bool:
+@pytest.mark.parametrize("signum", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_reaper_that_was_killed_or_stopped_is_replaced(
+    agent: FakeAgent, signum: signal.Signals
+) -> None:
     try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+        agent.permit(3600.0)
+        os.kill(agent.reaper_pid, signum)
+        eventually(lambda: state_of(agent.reaper_pid) in ("T", "Z", ""))
+        agent.permit(3600.0)  # as the agent's loop does every second
+        agent.process.kill()
+        agent.process.wait()
+        eventually(lambda: not marked_processes(agent.token))
+        eventually(lambda: not is_running(agent.reaper_pid))
+    finally:
+        agent.end()
+
+
+SEMAPHORES = """
+import multiprocessing, os, time
+if __name__ == "__main__":
+    context = multiprocessing.get_context("forkserver")
+    semaphores = [context.Semaphore() for _ in range(3)]
+    context.Process(target=time.sleep, args=(0,)).start()
+    print(*(s._semlock.name for s in semaphores), flush=True)
+    time.sleep(600)
+"""
+
+
+def test_named_semaphores_of_a_killed_worker_are_removed(tmp_path: Path) -> None:
+    """Only its resource tracker knows them: it must outlive the worker's other processes."""
+    script = tmp_path / "worker.py"
+    script.write_text(SEMAPHORES)
+    token = uuid.uuid4().hex
+    worker = subprocess.Popen(
+        [sys.executable, script],
+        env={**os.environ, MARK: token},
+        stdout=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    assert worker.stdout is not None
+    files = [Path(f"/dev/shm/sem.{name.lstrip('/')}") for name in worker.stdout.readline().split()]
+    assert len(files) == 3 and all(file.exists() for file in files)
+    worker.kill()
+    kill_group(worker.pid)
+    worker.wait()
+    end_strays(token)
+    eventually(lambda: not any(file.exists() for file in files))
+    eventually(lambda: not any(is_of_group(p, worker.pid) for p in Path("/proc").glob("[0-9]*")))
+
+
+def is_of_group(process: Path, leader: int) -> bool:
+    try:
+        return os.getpgid(int(process.name)) == leader
     except OSError:
         return False
+
+
+def state_of(pid: int) -> str:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return ""
+
+
+def is_running(pid: int) -> bool:
+    return state_of(pid) not in ("", "Z", "X")

@@ -88,17 +88,26 @@ def test_a_joining_node_interrupts_no_step(job: TrainingJob) -> None:
     assert job.journaled("world-fault", since_s=began) == []
 
 
-def test_an_exception_of_the_script_is_not_reported_as_a_lost_peer(
+def test_the_job_continues_without_a_worker_that_raises_although_its_process_still_exists(
     job: TrainingJob, nodes: list[LocalNode]
 ) -> None:
-    """It is reported with its traceback, its node restarts, and the others continue."""
+    """The others change worlds once, as after a SIGKILL; its exception is the only cause."""
     began, before, generation = time.monotonic(), worker_pids(nodes), job.generation()
-    job.wait_obeyed(tell(job, "raise", nodes[1].name))
+    raising = nodes[1].name
+    job.wait_obeyed(tell(job, "raise", raising))
+    job.wait_training(nodes=2, after_generation=generation)
+    assert worker_pids(job.running) == before, "its exit handlers still run"
+    (world,) = job.journaled("world-formed", since_s=began)
+    assert world["reason"] == f"{raising} failed: ValueError: told to raise"
+    (died,) = job.journaled("worker-died", since_s=began)
+    assert (died["node"], died["pid"]) == (raising, before[raising])
+    assert "phases.py" in died["reason"] and died["reason"].endswith("ValueError: told to raise")
+
+    (job.folder / "may-end").touch()
     job.wait_training(nodes=3, after_generation=generation)
-    assert "ValueError: told to raise" in nodes[1].log_text()
     after = worker_pids(job.running)
-    assert {name for name in before if after[name] != before[name]} == {nodes[1].name}
-    job.wait_event("world-formed", lambda e: "told to raise" in e["reason"], since_s=began)
+    assert {name for name in before if after[name] != before[name]} == {raising}
+    assert "ValueError: told to raise" in nodes[1].log_text()
 
 
 def accounts(

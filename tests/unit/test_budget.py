@@ -69,9 +69,56 @@ def test_the_same_error_three_times_in_a_row_stops_with_that_error() -> None:
     assert "ValueError: boom (on n1)" in stop.reason and "3 times in a row" in stop.reason
 
 
-def test_errors_are_equal_regardless_of_node_rank_and_address() -> None:
-    texts = ("[rank0]: at 0x7f01\nboom", "[rank2]: at 0xBEEF\n boom", "at 0x1 boom")
+def at_line(line: int, exception: str) -> str:
+    frame = f'  File "/job/train.py", line {line}, in train'
+    return f"Traceback (most recent call last):\n{frame}\n{exception}"
+
+
+@pytest.mark.parametrize(
+    "texts",
+    [
+        ("[rank0]: at 0x7f01\nboom", "[rank2]: at 0xBEEF\nboom", "at 0x1 boom"),
+        tuple(
+            f"RuntimeError: DataLoader worker (pid {pid}) exited unexpectedly" for pid in (7, 81, 9)
+        ),
+        tuple(f"OSError: [Errno 98] 10.0.0.{n}:2951{n} is in use" for n in range(3)),
+        tuple(f"FileNotFoundError: '/tmp/tmp{name}/x.pt'" for name in ("qwer", "asdf", "yxcv")),
+        tuple(f"RuntimeError: no file /dev/shm/torch_{n}_{n}8 left" for n in range(3)),
+        tuple(f"RuntimeError: shape '[{n}, 3]' is invalid for input of size {n}" for n in range(3)),
+        tuple(f"ValueError: Expected {shape}" for shape in ("(2, 3)", "(20, 31, 4)", "(7,)")),
+        tuple(at_line(7, f"KeyError: '{name}'") for name in ("cat", "dog", "cow")),
+    ],
+)
+def test_one_error_is_recognised_despite_parts_that_differ_each_time(
+    texts: tuple[str, ...],
+) -> None:
     assert judge(*(broke(failed(t, node=f"n{i}")) for i, t in enumerate(texts))) is not None
+
+
+@pytest.mark.parametrize(
+    "texts",
+    [
+        (at_line(7, "ValueError: boom"), at_line(8, "ValueError: boom")),
+        (at_line(7, "ValueError: boom"), at_line(7, "TypeError: boom")),
+        # Two faults that surface in the same call of backward().
+        (
+            at_line(7, "RuntimeError: CUDA error: uncorrectable ECC error encountered"),
+            at_line(7, "RuntimeError: CUDA error: unspecified launch failure"),
+        ),
+        (
+            at_line(7, "OSError: [Errno 5] Input/output error"),
+            at_line(7, "OSError: [Errno 28] No space"),
+        ),
+    ],
+)
+def test_different_errors_stay_different(texts: tuple[str, ...]) -> None:
+    alternating = [texts[i % 2] for i in range(6)]
+    assert judge(*(broke(failed(t, node=f"n{i}")) for i, t in enumerate(alternating))) is None
+
+
+def test_an_exit_code_of_the_script_is_no_refusal_of_this_library() -> None:
+    assert judge(broke(failed("the script called sys.exit(65)", code=65))) is None
+    assert judge(broke(failed(None, code=65))) is None
 
 
 @pytest.mark.parametrize(

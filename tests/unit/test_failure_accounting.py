@@ -375,6 +375,41 @@ def test_a_module_that_is_missing_on_one_node_quarantines_it_once_the_job_has_tr
     assert "id-n3" in later.quarantined(NOW)
 
 
+def test_one_statement_that_fails_on_all_nodes_counts_once() -> None:
+    """On some nodes before the world without the first one was formed, on others after it."""
+    nine = world("n1", "n2", generation=9, mode="in-process")
+    ten = world("n1", generation=10, mode="in-process", limits=(1, 4))
+
+    def fails(name: str) -> NodeView:
+        return seen(node(name, arrived_for=8, failure="OSError: stale", exit_code=1))
+
+    accounting = FailureAccounting(OPTIONS)
+    for v in (
+        view(EIGHT, runs("n1", EIGHT), runs("n2", EIGHT), fails("n3")),
+        view(nine, runs("n1", EIGHT), fails("n2")),
+        view(ten, fails("n1")),
+    ):
+        assert accounting.charge(broken(v), None, NOW) is None
+    assert [b.counts for b in accounting.records(NOW, 0.0)] == [True, False, False]
+
+
+def test_a_refusal_by_all_nodes_ends_a_job_that_has_trained() -> None:
+    text = "TrainingError: Adam is not tracked\n  call run.track(optimizer=optimizer)"
+
+    def refuses(name: str) -> NodeView:
+        return seen(node(name, arrived_for=8, failure=text, exit_code=1))
+
+    def charge(*nodes: NodeView) -> StopJob | None:
+        accounting = FailureAccounting(OPTIONS)
+        accounting.observe(StepRate(8, 40, 0.1, NOW))
+        return accounting.charge(broken(view(EIGHT, *nodes)), StepRate(8, 41, 0.1, NOW), NOW)
+
+    assert charge(runs("n1", EIGHT), runs("n2", EIGHT), refuses("n3")) is None
+    stop = charge(refuses("n1"), refuses("n2"), refuses("n3"))
+    assert stop is not None
+    assert stop.reason.splitlines()[-1] == "  call run.track(optimizer=optimizer)"
+
+
 def test_a_module_that_is_missing_on_a_node_that_joins_does_not_end_the_job() -> None:
     """Workers of restart mode, and those of unmodified scripts, report no steps."""
     text = "ModuleNotFoundError: No module named 'flash_attn'"
@@ -470,7 +505,7 @@ def test_the_same_failure_of_all_nodes_counts_once_per_world() -> None:
     accounting = FailureAccounting(OPTIONS)
     for generation, name in ((8, "n1"), (9, "n2"), (10, "n3")):
         group = replace(EIGHT, generation=generation)
-        failure = Failed(f"id-{name}", name, "ConfigError: x", 2, 0, generation=8)
+        failure = Failed(f"id-{name}", name, "ValueError: x", 2, 0, generation=8)
         others = [runs(n, EIGHT) for n in ("n1", "n2", "n3") if n != name]
         v = view(group, *others, out(name, EIGHT, 2))
         charged = replace(broken(v), failures=(failure,))

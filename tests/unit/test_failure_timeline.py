@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from elastic.leadership.failure_timeline import is_wanted, render
-from elastic.membership.records import BreakageRecord, Done, FailureRecord, Outcome
+from elastic.membership.records import BreakageRecord, Done, FailureRecord, Keys, Outcome
 
 SNAPSHOT = Path(__file__).parents[1] / "data" / "failure_timeline.txt"
 BEGAN_S = 1_790_000_000.0
@@ -64,7 +64,7 @@ EARLY = FailureRecord(node="n2", text=None, exit_code=1, step=None)
 
 
 def page(done: Done) -> str:
-    return render(done, "/elastic/job", done_key="/elastic/job/done")
+    return render(done, Keys.of("/elastic", "job"))
 
 
 def test_the_page_of_an_exhausted_budget() -> None:
@@ -129,3 +129,24 @@ def test_sixteen_worlds_of_a_thousand_nodes_fit_on_a_page() -> None:
 )
 def test_a_single_failure_needs_no_timeline(breakages: int, exit_code: int, wanted: bool) -> None:
     assert is_wanted(ended(*[breakage(1, NAN)] * breakages, exit_code=exit_code)) is wanted
+
+
+def test_the_advice_on_an_error_of_the_script_blames_no_machine() -> None:
+    breakages = (*[breakage(1, NAN)] * 3, breakage(4, RESET))
+    by_script = page(ended(*breakages, exit_code=1))
+    assert "the script itself fails" in by_script and "exclude it" not in by_script
+    assert "exclude it" in page(ended(*breakages, exit_code=70))
+
+
+def test_the_hint_of_a_refusal_is_part_of_the_advice() -> None:
+    refused = replace(ended(breakage(1, NAN), exit_code=1), reason="refused\n  track it")
+    assert "\n- track it\n" in page(refused)
+
+
+@pytest.mark.parametrize(
+    ("run_id", "is_deletable"), [("llama-7", True), ("job-0123456789ab", False)]
+)
+def test_a_job_with_a_generated_id_is_simply_started_again(run_id: str, is_deletable: bool) -> None:
+    """Its etcd may be the embedded one, which has ended."""
+    text = render(ended(), Keys.of("/elastic", run_id))
+    assert (f"delete /elastic/{run_id}/done in etcd" in text) is is_deletable

@@ -12,8 +12,9 @@ from typing import Any
 import pytest
 
 from elastic.failures.rules import RULES, Action
-from elastic.failures.verdict import FailureFacts, judge_failure
+from elastic.failures.verdict import FailureFacts, is_consequence, judge_failure
 
+DATA_WORKER = "data-worker-killed"
 REPOSITORY = Path(__file__).parents[2]
 
 
@@ -89,3 +90,55 @@ def test_an_oom_kill_is_identified() -> None:
 def test_evidence_is_truncated() -> None:
     text = "NameError: " + "x" * 100_000
     assert len(judge_failure(FailureFacts(text=text)).evidence) == 200
+
+
+HINT = "on gloo, a collective that other ranks call with another size"
+OF_THE_AGENT = "local rank 1 (pid 4711) was ended by "
+NO_GROUP = "ValueError: Default process group has not been initialized"
+
+
+@pytest.mark.parametrize(
+    ("text", "exit_code", "rule"),
+    [
+        # What this library writes about a worker's end.
+        (f"{OF_THE_AGENT}SIGABRT", -signal.SIGABRT, "abort"),
+        (f"{OF_THE_AGENT}SIGKILL", -signal.SIGKILL, "signal"),
+        ("the script called sys.exit('no socket')", 1, "unknown"),
+        ("the script called sys.exit(2)", 2, "wrong-usage"),
+        ("hang: rank 1 hangs in data, asleep on a socket: data workers in state S", 1, "hang"),
+        (f"TrainingError: the loop was left early\n  {HINT}", 1, "refused"),
+        # Lines of source code in a traceback.
+        (
+            'Traceback (most recent call last):\n  File "/job/a.py", line 3, in connect\n'
+            "    raise Timeout('nccl socket timed out')\nTimeout: gone",
+            1,
+            "unknown",
+        ),
+        # Errors of the script that contain words of the fabric.
+        ("KeyError: 'socket'", 1, "unknown"),
+        ("AttributeError: module 'train' has no attribute 'watchdog'", 1, "unknown"),
+        ("ValueError: backend must be gloo or nccl", 1, "unknown"),
+        ("AssertionError: connection refused by the configuration", 1, "unknown"),
+        (NO_GROUP, 1, "unknown"),
+        # Words of other rules.
+        ("RuntimeError: DataLoader worker (pid 7) is killed by signal: Killed. ", 1, DATA_WORKER),
+        ("java.lang.OutOfMemoryError: Java heap space", 1, "unknown"),
+        ("RuntimeError: the tokenizer is a system not yet initialized", 1, "unknown"),
+        ("RuntimeError: job 802 failed with error 802", 1, "unknown"),
+    ],
+)
+def test_rules_read_only_what_the_program_wrote(text: str, exit_code: int, rule: str) -> None:
+    assert judge_failure(FailureFacts(text=text, exit_code=exit_code)).rule == rule
+    assert not is_consequence(text)
+
+
+def test_the_verdict_on_a_refusal_ends_with_its_hint() -> None:
+    text = "ConfigError: global_batch=0\n  run.loader(…, global_batch=32)"
+    verdict = judge_failure(FailureFacts(text=text, exit_code=2))
+    assert verdict.action is Action.STOP
+    assert str(verdict).splitlines()[-1] == "  run.loader(…, global_batch=32)"
+
+
+def test_a_refusal_on_one_node_does_not_end_a_job_that_trains_on_others() -> None:
+    facts = FailureFacts(text="TrainingError: too late", exit_code=1, works_elsewhere=True)
+    assert judge_failure(facts).action is Action.RESTART

@@ -32,6 +32,7 @@ OOM = (
     "file-rss:74816kB, shmem-rss:12296kB, UID:0 pgtables:69068kB oom_score_adj:0"
 )
 DISK = "I/O error, dev nvme0n1, sector 131209936 op 0x0:(READ) flags 0x80700 phys_seg 25 prio class"
+KILLED, MEMORY = "local rank 0", "host-out-of-memory"
 LINK = "mlx5_core 0000:ab:00.0 mlx5_5: Port: 1 Link DOWN"
 LOST_PEER = "RuntimeError: [gloo/transport/tcp/pair.cc:534] Connection closed by peer [10.0.0.4]:1"
 PID = 1 << 22
@@ -152,7 +153,9 @@ def test_every_line_that_matches_a_rule_is_in_the_excerpt(
         (None, -7, DISK, Action.EXCLUDE_NODE, "disk"),
         (LOST_PEER, 1, DISK, Action.EXCLUDE_NODE, "disk"),
         ("CUDA out of memory", 1, DISK, Action.RESTART, "gpu-out-of-memory"),
-        (None, -9, OOM.format(7), Action.RESTART, "host-out-of-memory"),
+        (f"{KILLED} (pid 7) was ended by SIGKILL", -9, OOM.format(7), Action.RESTART, MEMORY),
+        (f"{KILLED} (pid 7) was ended by SIGKILL", -9, OOM.format(8), Action.RESTART, "signal"),
+        (None, -9, OOM.format(7), Action.RESTART, "signal"),  # perhaps of another job
         ("ValueError: nan", 1, OOM.format(7), Action.RESTART, "unknown"),
         (None, -9, LINK, Action.RESTART, "signal"),
     ],
@@ -228,7 +231,7 @@ def test_the_record_of_a_killed_hung_worker_has_the_excerpt(kmsg: Kmsg, log: Ker
     agent.workers.is_hung(PID, "rank 0 hangs")
     agent.ends(None, signal.SIGKILL)
     node = agent.context.status.node
-    assert (node.failure, node.failure_kernel_log) == ("rank 0 hangs", (XID_79,))
+    assert (node.failure, node.failure_kernel_log) == ("hang: rank 0 hangs", (XID_79,))
 
 
 @pytest.mark.parametrize("is_in_container", [False, True])

@@ -358,6 +358,33 @@ def test_a_failure_with_all_nodes_alive_waits_for_its_cause() -> None:
     assert named(proposal(explained)) == ["n1", "n2"]
 
 
+def fails(name: str, error: str, *, since_s: float) -> NodeView:
+    return seen(node(name, arrived_for=7, failure=error, exit_code=1), since_s=since_s)
+
+
+def test_an_error_of_the_script_waits_briefly_for_the_same_error_on_other_nodes() -> None:
+    """One incident, not one for each node; a killed worker is replaced at once."""
+    first = fails("n3", "ValueError: boom", since_s=NOW)
+    v = view(SEVEN, *members("n1", "n2"), first)
+    settled_s = NOW + POLICY.failure_settle_s
+    assert wait(v).until_s == settled_s
+    assert named(proposal(v, now=settled_s)) == ["n1", "n2"]
+    everywhere = view(
+        SEVEN, *(fails(name, "ValueError: boom", since_s=NOW) for name in ("n1", "n2", "n3"))
+    )
+    assert named(proposal(everywhere)) == ["n1", "n2", "n3"]
+    killed = replace(first, node=replace(first.node, failure_exit_code=-9))
+    assert named(proposal(view(SEVEN, *members("n1", "n2"), killed))) == ["n1", "n2"]
+
+
+def test_the_reason_of_a_world_is_the_failure_and_not_the_broken_connections_to_it() -> None:
+    failed = fails("n3", "Traceback (most recent call last):\nValueError: boom", since_s=NOW - 1)
+    v = view(SEVEN, *members("n1", "n2"), failed, failure_reports=(report("n2", 7),))
+    assert proposal(v).reason == "n3 failed: ValueError: boom"
+    alone = replace(v, nodes=(*members("n1", "n2", "n3"),), failing_since_s=NOW - 1)
+    assert proposal(alone).reason == "n2 reports: NCCL: remote error"
+
+
 def test_a_failed_build_waits_for_the_member_that_knows_the_cause() -> None:
     """Members released by another one report at once, the one that could not reach a peer later."""
     eight = world("n1", "n2", "n3", generation=8, mode="in-process")

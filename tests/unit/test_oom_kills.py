@@ -153,7 +153,20 @@ def test_a_worker_killed_as_hung_is_not_reported_as_an_oom_kill(tmp_path: Path) 
     agent.workers.is_hung(agent.worker.pid, "rank 0 hangs")
     agent.ends(None, signal.SIGKILL)
     node = agent.context.status.node
-    assert (node.failure, node.failure_is_oom_kill) == ("rank 0 hangs", False)
+    assert (node.failure, node.failure_is_oom_kill) == ("hang: rank 0 hangs", False)
+
+
+@pytest.mark.parametrize("kills", [0, 1])
+def test_a_killed_data_worker_is_an_oom_kill_only_if_the_kernel_has_counted_one(
+    tmp_path: Path, kills: int
+) -> None:
+    error = "RuntimeError: DataLoader worker (pid 7) is killed by signal: Killed. "
+    agent = Agent(tmp_path)
+    agent.cgroup.kills(kills)
+    agent.workers.on_message(agent.worker, Exiting(clean=False, error=error))
+    node = agent.context.status.node
+    assert node.failure_is_oom_kill is bool(kills)
+    assert error in (node.failure or "")
 
 
 def test_a_worker_reports_the_step_at_which_it_failed(tmp_path: Path) -> None:

@@ -208,7 +208,7 @@ def test_the_ranks_of_a_meeting_that_times_out_are_replaced(agent: Agent) -> Non
         assert agent.status.is_to_be_replaced(worker.pid)
     reasons = [e.reason for e in agent.journal.events if isinstance(e, WorkerDied)]
     assert reasons[0] == (
-        f"local rank 0 (pid {fresh[0].pid}) has not met the other ranks of its replica "
+        f"hang: local rank 0 (pid {fresh[0].pid}) has not met the other ranks of its replica "
         f"(local rank 1 (pid {fresh[1].pid})) in time"
     )
     again = [agent.start(0), agent.start(1)]

@@ -57,6 +57,16 @@ def test_a_buffer_that_its_module_resizes_is_loaded(module: nn.Module, name: str
     assert module.get_buffer(name.replace("__", ".")).equal(torch.ones(4))
 
 
+def test_differences_are_listed_in_the_order_of_the_model() -> None:
+    """Repeatedly: the leader compares the texts of failures."""
+    names = [f"norm__{name}" for name in ("weight", "bias", "running_mean", "running_var")]
+    tree = changed(Net(), **{name: torch.ones(4) for name in names})
+    with pytest.raises(TrainingError) as refused:
+        job_of(Net()).check(tree, "the state")
+    listed = [line.split()[1] for line in str(refused.value).splitlines() if " has shape " in line]
+    assert listed == [name.replace("__", ".") for name in names]
+
+
 def test_another_buffer_of_another_shape_is_refused() -> None:
     tree = changed(Net(), norm__running_mean=torch.ones(4))
     with pytest.raises(TrainingError, match=r"norm\.running_mean has shape \(4,\), here \(3,\)"):

@@ -250,10 +250,69 @@ def test_a_node_whose_worker_cannot_be_ended_is_out_of_every_world_until_it_has(
     workers.is_unkillable(worker.pid, "SIGKILL has had no effect")
     record = context.status.node
     assert (record.state, record.running, record.arrived_for) == (NodeState.FAILED, None, 7)
-    assert record.failure == "rank 0 hangs in a checkpoint; SIGKILL has had no effect"
+    assert record.failure == "hang: rank 0 hangs in a checkpoint; SIGKILL has had no effect"
     group = world("n1", "n2", mode="in-process")
     others = seen(node("n2", NodeState.READY, in_process=True, running=group))
     next_world = proposal(view(group, seen(replace(record, in_process=True)), others), policy=ALONE)
     assert named(next_world) == ["n2"]
     workers.on_ended(worker, WorkerDeath(worker.pid, None, 9, None))
     assert context.status.node.state is NodeState.FAILED, "torchrun restarts the workers now"
+
+
+def ready(pid: int = 1 << 22) -> tuple[Context, Workers, Worker]:
+    """The supervision of a node with a worker that trains."""
+    context = Context()
+    workers = Workers(cast(NodeContext, context))
+    worker = Worker(pid=pid, local_rank=0, token=1)
+    workers.on_message(
+        worker, ClientHandshakeRequest(version=1, pid=pid, local_rank=0, library="0.1.0")
+    )
+    workers.on_message(worker, Ready())
+    return context, workers, worker
+
+
+def test_a_worker_that_announces_its_failure_is_excluded_before_it_has_ended() -> None:
+    context, workers, worker = ready()
+    notice = Exiting(clean=False, error="ValueError: boom", step=41, exit_code=7)
+    workers.on_message(worker, notice)
+    failed = context.status.node
+    assert failed.state is NodeState.ARRIVED and failed.running is None
+    assert (failed.failure, failed.failure_exit_code) == ("ValueError: boom", 7)
+    assert failed.failure_step == 41
+
+    workers.on_message(worker, Ready())  # nothing that it sends counts any more
+    workers.on_ended(worker, WorkerDeath(worker.pid, 1, None, notice))
+    assert context.status.node == failed, "one failure, not two"
+
+
+@pytest.mark.parametrize("state", [NodeState.LEAVING, NodeState.ARRIVED])
+def test_an_announced_failure_counts_only_while_the_node_trains(state: NodeState) -> None:
+    context, workers, worker = ready()
+    context.status.change_node(lambda n: replace(n, state=state))
+    before = context.status.node
+    workers.on_message(worker, Exiting(clean=False, error="ValueError: boom"))
+    assert context.status.node == before
+
+
+def test_an_exception_that_the_script_handles_fails_only_with_its_exit_code() -> None:
+    context, workers, worker = ready()
+    notice = Exiting(clean=True, error="ValueError: pruned")
+    workers.on_message(worker, notice)
+    assert context.status.node.state is NodeState.READY
+    workers.on_ended(worker, WorkerDeath(worker.pid, 0, None, notice))
+    assert context.status.node.failure is None
+
+    context, workers, worker = ready()
+    workers.on_message(worker, notice)
+    workers.on_ended(worker, WorkerDeath(worker.pid, 1, None, notice))
+    assert context.status.node.failure == "ValueError: pruned"
+
+
+def test_a_worker_announces_its_failure_once() -> None:
+    sent: list[Message] = []
+    at_step = Heartbeat(generation=7, step=5, phase="step", step_time_s=0.1)
+    worlds = Worlds(abort=lambda: None, position=lambda: at_step, current_step=lambda: None)
+    worlds.attach(Agent(sent))
+    worlds.fail("ValueError: boom", 1)
+    worlds.close(clean=False, error="ValueError: boom")
+    assert sent == [Exiting(clean=False, error="ValueError: boom", step=5, exit_code=1)]

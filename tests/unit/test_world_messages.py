@@ -13,6 +13,7 @@ from elastic.messages.environment import (
     CALL_JOIN,
     identity_in,
     identity_variable,
+    number_on_node,
     world_variables,
 )
 from elastic.messages.world import (
@@ -61,7 +62,8 @@ def test_a_nested_message_is_decoded_to_its_types(message: WorldMessage) -> None
 
 def test_the_environment_and_the_message_describe_the_same_world() -> None:
     """A new worker reads the same world that an existing one receives over the link."""
-    with patch.dict("os.environ", {"ELASTIC_NODE_NAME": "n1"}, clear=True) as env:
+    started = {"ELASTIC_NODE_NAME": "n1", "LOCAL_RANK": "1"}
+    with patch.dict("os.environ", started, clear=True) as env:
         write_environment(MESSAGE)
         assert world_from_environment(env) == world_of(MESSAGE)
         torchruns = {name for name in env if not name.startswith("ELASTIC_")}
@@ -69,6 +71,15 @@ def test_the_environment_and_the_message_describe_the_same_world() -> None:
         *("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK"),
         *("GROUP_WORLD_SIZE", "ROLE_RANK", "ROLE_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"),
     }
+
+
+def test_a_virtual_local_rank_stays_that_of_the_script() -> None:
+    """torchrun --virtual-local-rank: every worker sees one GPU, at index 0."""
+    started = {"LOCAL_RANK": "0", "TORCHELASTIC_ERROR_FILE": "/tmp/attempt_0/1/error.json"}
+    with patch.dict("os.environ", started, clear=True) as env:
+        write_environment(MESSAGE)
+        assert env["LOCAL_RANK"] == "0"
+        assert number_on_node(env) == 1 == world_of(MESSAGE).local_rank
 
 
 def test_each_variable_has_the_value_of_its_field() -> None:
@@ -84,7 +95,6 @@ def test_each_variable_has_the_value_of_its_field() -> None:
     assert variables == {
         "RANK": "3",
         "WORLD_SIZE": "4",
-        "LOCAL_RANK": "1",
         "LOCAL_WORLD_SIZE": "2",
         "GROUP_RANK": "1",
         "GROUP_WORLD_SIZE": "2",

@@ -37,7 +37,7 @@ def read_end(context: NodeContext) -> None:
 def _write_timeline(context: NodeContext, done: Done) -> None:
     """Called before the main thread receives the end, whose error contains the page."""
     keys, options = context.keys, context.options
-    page = failure_timeline.render(done, keys.root, done_key=keys.done)
+    page = failure_timeline.render(done, keys)
     folder = options.hang_report_folder or os.environ.get("ELASTIC_JOURNAL")
     name = f"failure-timeline-{context.status.node.name}"
     path, problem = ReportFolder(folder).write_page(name, page)

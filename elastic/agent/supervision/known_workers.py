@@ -15,7 +15,8 @@ class KnownWorkers:
         self.left: set[int] = set()  # they have left the job at a step boundary
         self.entered: dict[int, int] = {}  # pid to generation
         self.starts: dict[int, int] = {}  # pid to the number of the start that it belongs to
-        self.ended: set[int] = set()  # killed by this agent, end not reported yet
+        self.ended: set[int] = set()  # they failed or were killed by this agent; end not reported
+        self.failed: set[int] = set()  # of them, those that announced their end with an error
         self.hung: dict[int, str] = {}  # pid to the reason why this agent ends it
         self.replicas = LocalReplicas()
         # The time left to workers that are meeting the other ranks of their replica on this node,
@@ -25,7 +26,7 @@ class KnownWorkers:
 
     @property
     def present(self) -> set[int]:
-        """The pids of workers with a link that this agent has not killed."""
+        """The pids of workers with a link that take part in the job."""
         return {worker.pid for worker in self._server.workers()} - self.ended
 
     @property
@@ -34,7 +35,7 @@ class KnownWorkers:
         return bool(self.left) and self.present <= self.left
 
     def end(self, worker: Worker) -> None:
-        """Count the process as ended from now on: this agent ends it, which may take a while."""
+        """Count the process as ended from now on, although its end may take a while."""
         self.ended.add(worker.pid)
         self.ready.discard(worker.pid)
         self.entered.pop(worker.pid, None)
@@ -46,6 +47,7 @@ class KnownWorkers:
         """Remove a process that has ended."""
         self.end(worker)
         self.ended.discard(worker.pid)
+        self.failed.discard(worker.pid)
         self.left.discard(worker.pid)
         self.starts.pop(worker.pid, None)
         self.hung.pop(worker.pid, None)

@@ -1,4 +1,4 @@
-"""The consequence of a worker's death: a failure of its node, or a replacement.
+"""The consequence of a worker's end: a failure of its node, or a replacement.
 
 Runs on the node's thread. The other nodes are notified at once, before torchrun detects the death.
 """
@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import signal
 from dataclasses import dataclass, replace
 
@@ -14,17 +15,16 @@ from elastic.agent.messages import ReplacementEnded, publish_change
 from elastic.agent.supervision.announced_worlds import AnnouncedWorlds
 from elastic.agent.supervision.known_workers import KnownWorkers
 from elastic.events import Waiting, WorkerDied
+from elastic.failures.verdict import HANG
+from elastic.link.protocol import Exiting
 from elastic.link.server import Worker, WorkerDeath
 from elastic.membership.records import NodeState
 from elastic.node.context import NodeContext
 from elastic.node.oom_kills import OOM_KILL, OomKillCounter
+from elastic.node.orphan_reaper import kill_group
 
 HUNG_EXIT_CODE = 1
-# gloo/transport/tcp/pair.cc: the message is larger than the one expected.
-_HINTS = {
-    int(signal.SIGABRT): " (an assertion in C++, whose text is on its stderr; on gloo also a "
-    "collective that other ranks call with another size, or not at all)"
-}
+_KILLED_DATA_WORKER = re.compile(r"DataLoader worker .*killed by signal: Killed")
 
 
 @dataclass(frozen=True)
@@ -58,11 +58,42 @@ class WorkerDeaths:
         self._announced = announced
         self._oom_kills = oom_kills
 
+    def on_exit_notice(self, worker: Worker, notice: Exiting) -> None:
+        """A worker is about to end with an error: exclude its node now. Until its process has
+        ended, which may take seconds, peers would wait for it in the next world."""
+        known, status = self._known, self._at.status
+        is_leaving = self._announced.have_to_leave or status.node.state is NodeState.LEAVING
+        is_trained_with = status.node.state in (NodeState.READY, NodeState.STARTING)
+        if notice.clean or is_leaving or status.stopping or not is_trained_with:
+            return
+        if worker.pid not in known.ready or known.starts.get(worker.pid) != status.starts:
+            return  # torchrun restarts it: the others have not trained with it in process
+        siblings = known.replicas.siblings(worker.pid)
+        known.end(worker)
+        known.failed.add(worker.pid)
+        kernel_log = self._at.kernel_log.excerpt()
+        # The kernel prefers the process with most memory: of a data loader's, or the worker.
+        is_killed = _KILLED_DATA_WORKER.search(notice.error) is not None
+        is_oom_kill = is_killed and self._oom_kills.has_killed()
+        text = f"{notice.error}: {OOM_KILL}" if is_oom_kill else notice.error
+        status.failure_step = notice.step
+        self._emit_died(worker, text, str(kernel_log))
+        failure = WorkerFailed(text, notice.exit_code, is_oom_kill, kernel_log.lines)
+        self._publish_failure(worker, siblings, failure)
+
+    def _emit_died(self, worker: Worker, reason: str, kernel_log: str = "") -> None:
+        pid, local_rank = worker.pid, worker.local_rank
+        self._at.journal.emit(
+            WorkerDied(pid=pid, local_rank=local_rank, reason=reason, kernel_log=kernel_log)
+        )
+
     def on_ended(self, worker: Worker, death: WorkerDeath) -> None:
         """A process has ended: notify the other nodes before torchrun detects it."""
         known, status = self._known, self._at.status
         was_ready = worker.pid in known.ready
+        is_reported = worker.pid in known.failed
         hung = known.hung.get(worker.pid)
+        hung = hung and f"{HANG}{hung}"
         start = known.starts.get(worker.pid, status.starts)
         siblings = known.replicas.siblings(worker.pid)
         known.drop(worker)
@@ -72,7 +103,8 @@ class WorkerDeaths:
             return
         if status.stopping or start != status.starts:
             return  # torchrun ends them, or has ended them, to restart them in another world
-        if worker.pid in status.to_replace:  # ended with another rank of its replica
+        if worker.pid in status.to_replace or is_reported:
+            # It has announced its failure, or was ended with another rank of its replica.
             kill_group(worker.pid)
             return
         notice = death.exit_notice
@@ -97,14 +129,7 @@ class WorkerDeaths:
         if is_oom_kill:
             text = f"{text}: {OOM_KILL}"
         status.failure_step = notice.step if notice is not None else None
-        self._at.journal.emit(
-            WorkerDied(
-                pid=worker.pid,
-                local_rank=worker.local_rank,
-                reason=text,
-                kernel_log=str(kernel_log),
-            )
-        )
+        self._emit_died(worker, text, str(kernel_log))
         # Otherwise torchrun restarts it: the others have not trained with it in process.
         if is_failure:
             # A worker that this agent ended was not killed from outside: it failed by itself.
@@ -126,8 +151,7 @@ class WorkerDeaths:
         if self._at.status.stopping or not self._was_replacing(worker, death, ()):
             return
         self._at.status.to_replace.add(ended.pid)
-        reason = describe_death(worker, death)
-        self._at.journal.emit(WorkerDied(pid=ended.pid, local_rank=ended.local_rank, reason=reason))
+        self._emit_died(worker, describe_death(worker, death))
 
     def _publish_failure(
         self,
@@ -186,9 +210,7 @@ class WorkerDeaths:
         so all its processes are replaced."""
         for worker in siblings:
             reason = f"ended because local rank {dead.local_rank} of the same replica ended"
-            self._at.journal.emit(
-                WorkerDied(pid=worker.pid, local_rank=worker.local_rank, reason=reason)
-            )
+            self._emit_died(worker, reason)
             # Its death may be reported after the first replacement has joined, which must not meet
             # the dead rank.
             self._known.end(worker)
@@ -217,28 +239,18 @@ def publish_unkillable(context: NodeContext, failure: str, generation: int) -> N
             replica_start="",
             replica=(),
             arrived_for=generation,
-            failure=failure,
+            failure=f"{HANG}{failure}",
             failure_exit_code=HUNG_EXIT_CODE,
         ),
     )
     context.journal.emit(Waiting(reason=f"{status.node.name} waits: {failure}"))
 
 
-def kill_group(pid: int) -> None:
-    """End the processes that the dead worker left: data workers keep its sockets open, so peers
-    would not detect its death. torchrun makes every worker the leader of a process group."""
-    with contextlib.suppress(ProcessLookupError, PermissionError):
-        if os.getpgrp() != pid:
-            os.killpg(pid, signal.SIGKILL)
-
-
 def describe_death(worker: Worker, death: WorkerDeath) -> str:
     """Which process ended, and how."""
     who = f"local rank {worker.local_rank} (pid {worker.pid})"
     if death.signal is not None:
-        return (
-            f"{who} was ended by {signal.Signals(death.signal).name}{_HINTS.get(death.signal, '')}"
-        )
+        return f"{who} was ended by {signal.Signals(death.signal).name}"
     if death.exit_code is not None:
         return f"{who} ended with exit code {death.exit_code}"
     return f"{who} disappeared"

@@ -155,7 +155,7 @@ class Workers:
                 leaving = self._node.state is NodeState.LEAVING and not self._at.status.stopping
                 self._server.send(SigtermAnswer(leaving=leaving), worker)
             case Exiting():
-                pass  # repeated with the worker's death
+                self._deaths.on_exit_notice(worker, message)
             case _:
                 pass
 

@@ -187,6 +187,7 @@ class SmallJob:
             "TORCHELASTIC_RESTART_COUNT": int(is_joining),
             "TORCHELASTIC_MAX_RESTARTS": 1000,
             "ELASTIC_LINK": link,
+            "LOCAL_RANK": self._assignment(rank, size).local_rank,
             "ELASTIC_MAX_NODES": self._size,
             "ELASTIC_NODE_NAME": f"node-{len(self._processes)}",
         }

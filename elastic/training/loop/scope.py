@@ -23,7 +23,6 @@ class Scope:
     epochs: int | None = None  # the count of run.epochs
     total_steps: int | None = None  # of the job, from run.plan_steps
     resumed_at: int = 0  # the step within its epoch at which the last pass began
-    failed_exit: str = ""  # a SystemExit with an error that passed through the training function
     passes: int = 0  # in this attempt, over loaders without ``run.epochs``
     epoch_steps: dict[int, int] = field(default_factory=dict)  # of each loader, by its id
     generators: EarlierGenerators = field(default_factory=EarlierGenerators)

@@ -252,9 +252,9 @@ class JobState:
         modules, tracked = self.all_modules, self.all_tracked
         problems = _differing_names("wrapped module", modules, tree["model"])
         problems += _differing_names("tracked object", tracked, tree["tracked"])
-        for name in modules.keys() & tree["model"].keys():
+        for name in sorted(modules.keys() & tree["model"].keys()):
             problems += _differing_tensors(name, modules[name], tree["model"][name])
-        for name in tracked.keys() & tree["tracked"].keys():
+        for name in sorted(tracked.keys() & tree["tracked"].keys()):
             problems += _differing_groups(name, tracked[name], tree["tracked"][name])
         if problems:
             more = [f"… {len(problems) - 20} more"] if len(problems) > 20 else []
@@ -383,7 +383,7 @@ def _differing_tensors(name: str, module: nn.Module, saved: Mapping[str, Any]) -
     live = module.state_dict()
     problems = [f"{name}: {key} is missing" for key in live if key not in saved]
     problems += [f"{name}: {key} is unexpected" for key in saved if key not in live]
-    for key in live.keys() & saved.keys():
+    for key in (key for key in live if key in saved):  # in an order that repeats
         own, other = (getattr(d[key], "shape", None) for d in (live, saved))
         if own != other and not _resizes(module, key, saved):
             problems.append(f"{name}: {key} has shape {_shape(other)}, here {_shape(own)}")

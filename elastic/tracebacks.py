@@ -1,0 +1,141 @@
+"""Tracebacks as text: the frames of the user's code, the exception, and its place.
+
+Workers shorten the traceback of the exception that ends them; agents and the leader read it.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+
+_HEADER = "Traceback (most recent call last):"
+_FRAME = re.compile(r'^\s*File "(?P<file>.+)", line (?P<line>\d+), in (?P<name>.+)$')
+_LIBRARIES = (
+    f"{os.sep}site-packages{os.sep}",
+    f"{os.sep}dist-packages{os.sep}",
+    os.path.dirname(os.__file__) + os.sep,
+    os.path.dirname(os.path.abspath(__file__)) + os.sep,
+)
+_MAX_FRAMES = 8
+_MAX_CHARS = 2000  # of the exception; shown in logs and stored in etcd
+
+
+def shorten(formatted: str) -> str:
+    """The traceback with the innermost frames of the user's code only, without source lines.
+
+    ``formatted`` is a traceback as Python prints it, or an exception without one. Of chained
+    exceptions the last one is kept, and of an exception that a data worker passed on, the original.
+
+    >>> print(shorten('''Traceback (most recent call last):
+    ...   File "train.py", line 9, in <module>
+    ...     main()
+    ...   File "/usr/lib/python3/site-packages/torch/nn/module.py", line 1, in forward
+    ... ValueError: a label is out of range
+    ... '''))
+    Traceback (most recent call last):
+      File "train.py", line 9, in <module>
+    ValueError: a label is out of range
+    """
+    frames = _frames(formatted)
+    own = [frame for frame in frames if not _is_of_library(frame["file"])] or frames[-1:]
+    lines = [
+        f'  File "{frame["file"]}", line {frame["line"]}, in {frame["name"]}'
+        for frame in own[-_MAX_FRAMES:]
+    ]
+    exception = _cut(exception_of(formatted))
+    return "\n".join([_HEADER, *lines, exception]) if lines else exception
+
+
+def exception_of(text: str) -> str:
+    """The exception with all lines of its message, without the traceback.
+
+    >>> exception_of('Traceback (most recent call last):\\n  File "a", line 1, in f\\nKeyError: 3')
+    'KeyError: 3'
+    """
+    lines = _last_section(text)
+    last = max((i for i, line in enumerate(lines) if _FRAME.match(line)), default=-1)
+    rest = lines[last + 1 :]
+    # Source lines and their markers are indented; so are the further lines of some messages.
+    begin = next((i for i, line in enumerate(rest) if line[:1].strip()), 0)
+    return "\n".join(rest[begin:]).strip()
+
+
+def exception_line(text: str) -> str:
+    """The first line of the exception: its type and what happened."""
+    return exception_of(text).partition("\n")[0].strip()
+
+
+def innermost_place(text: str) -> str:
+    """The file's name and the line of the innermost frame of a shortened traceback; "" without one.
+
+    The folder is left out: it may differ between nodes.
+    """
+    frames = _frames(text)
+    return f"{os.path.basename(frames[-1]['file'])}:{frames[-1]['line']}" if frames else ""
+
+
+def exception_type(text: str) -> str:
+    """The name of the exception's class, without its module; "" for a text that names none.
+
+    >>> exception_type("elastic.errors.ConfigError: nnodes=0"), exception_type("ended by SIGABRT")
+    ('ConfigError', '')
+    """
+    name = re.match(r"([\w.]+)(?=:|$)", exception_line(text))
+    return name.group().rpartition(".")[2] if name is not None else ""
+
+
+def condense(text: str, limit: int) -> str:
+    """The innermost place and the beginning of the exception, within about ``limit`` characters.
+
+    Equal tracebacks give equal results, and the result of a result is the same.
+    """
+    exception, frames = exception_of(text)[:limit].rstrip(), _frames(text)[-1:]
+    lines = [
+        f'  File "{os.path.basename(f["file"])}", line {f["line"]}, in {f["name"]}' for f in frames
+    ]
+    return "\n".join([_HEADER, *lines, exception]) if lines else exception
+
+
+def normalize(text: str) -> str:
+    """What two occurrences of one error have in common: its type, its place in the user's code,
+    and its message without numbers, paths, addresses and names.
+
+    >>> a = normalize("RuntimeError: mat1 (3x4) of rank 0, see '/tmp/a1'")
+    >>> a == normalize("RuntimeError: mat1 (13x4) of rank 2, see '/tmp/b7'"), a
+    (True, "RuntimeError: # (#) of rank #, see '…'")
+    """
+    message = exception_of(text)
+    for pattern, replacement in _VARIABLE_PARTS:
+        message = pattern.sub(replacement, message)
+    return " ".join(f"{innermost_place(text)} {message}".split())
+
+
+# In this order: a path may be quoted, and contain digits.
+_VARIABLE_PARTS = (
+    (re.compile(r"^\s*\[rank\s*\d+\]:?\s*", re.IGNORECASE | re.MULTILINE), ""),
+    (re.compile(r"(?<!\w)(['\"`])[^'\"`\n]*\1(?!\w)"), "'…'"),
+    (re.compile(r"(?<!\w)(?:\w+://|~?/|\.{1,2}/)[^\s\])>]*"), "'…'"),
+    (re.compile(r"[\w.:-]*\d[\w:-]*(?:\.\w[\w:-]*)*"), "#"),
+    (re.compile(r"#(?:(?:, *| *[x×*] *)#)+|#,(?=\))"), "#"),  # a shape
+)
+
+
+def _last_section(text: str) -> list[str]:
+    return text.rpartition(_HEADER)[2].splitlines()
+
+
+def _frames(text: str) -> list[dict[str, str]]:
+    if _HEADER not in text:
+        return []
+    return [match.groupdict() for line in _last_section(text) if (match := _FRAME.match(line))]
+
+
+def _is_of_library(file: str) -> bool:
+    return file.startswith("<frozen ") or any(part in file for part in _LIBRARIES)
+
+
+def _cut(text: str) -> str:
+    if len(text) <= _MAX_CHARS:
+        return text
+    half = _MAX_CHARS // 2
+    return f"{text[:half]} [...] {text[-half:]}"
