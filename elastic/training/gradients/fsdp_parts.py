@@ -66,7 +66,7 @@ class FSDPParts:
     def holds_gradients(self) -> bool:
         """Whether gradients of backward passes without reduction wait for one with reduction
         (``set_requires_gradient_sync``)."""
-        return any(torch_fsdp.fsdp_holds_gradients(part) for part in self.parts)
+        return any(torch_fsdp.fsdp_held_gradients(part) for part in self.parts)
 
     def reset(self) -> None:
         """Reset the state of an interrupted step. A module without a forward pass has none: its

@@ -20,7 +20,7 @@ from elastic.errors import ConfigError, TrainingError
 from elastic.hangs.facts import COMPUTE, Phase
 from elastic.hangs.phases import phases
 from elastic.mesh import ReplicaProcessGroup
-from elastic.torch_fsdp import fsdp_holds_gradients, fsdp_originals
+from elastic.torch_fsdp import fsdp_held_gradients, fsdp_originals
 from elastic.training.gradients.across import AcrossReduction
 from elastic.training.gradients.coverage import check_coverage, exchanged_dims
 from elastic.training.gradients.fingerprints import GradientFingerprints, HeldParts
@@ -112,7 +112,7 @@ class ShardedModule:
                     name,
                     label,
                     functools.partial(self._trains, parameters),
-                    functools.partial(fsdp_holds_gradients, part),
+                    functools.partial(_holds_gradients, part),
                 )
             )
 
@@ -224,6 +224,10 @@ class ShardedModule:
 def _refuse_split_backward(part: nn.Module, inputs: Any) -> None:
     if torch.is_grad_enabled():
         refuse_split_backward(type(part).__name__.removeprefix("FSDP"))
+
+
+def _holds_gradients(part: nn.Module) -> bool:
+    return bool(fsdp_held_gradients(part))
 
 
 def _never() -> bool:

@@ -50,11 +50,11 @@ class Built:
             self._add(item)
         check_sharding(self.modules, self.optimizers, mesh)
         self._mesh = mesh
-        self._weights = [ShareWeight(module) for module in self.modules.values()]
         self._parts = [FSDPParts(module) for module in self.modules.values()]
         for parts in self._parts:
             parts.check("run.build()", _FACTORS)
-            parts.refuse_settings(_FACTORS)
+            parts.refuse_settings((*_FACTORS, "set_custom_reduce_scatter"))
+        self._weights = [ShareWeight(parts.parts) for parts in self._parts]
 
     def _add(self, item: Any) -> None:
         if isinstance(item, nn.Module):
@@ -128,8 +128,6 @@ class Built:
             )
         for optimizer in self.optimizers.values():
             optimizer.register_step_pre_hook(_refusal_of("optimizer", self.generation))
-        for weight in self._weights:
-            weight.remove()
         self.modules.clear()
         self.tracked.clear()
         self._weights.clear()
