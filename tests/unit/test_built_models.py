@@ -224,7 +224,12 @@ def test_a_reduce_scatter_of_the_script_is_kept(tmp_path: Path) -> None:
 
 def reduce_scatters(part: Any) -> list[Any]:
     found: list[Any] = []
-    torch_fsdp.fsdp_wrap_reduce_scatters(part, lambda comm: found.append(comm) or comm)
+
+    def note(comm: Any) -> Any:
+        found.append(comm)
+        return comm
+
+    torch_fsdp.fsdp_wrap_reduce_scatters(part, note)
     return found
 
 

@@ -37,6 +37,7 @@ from elastic.training.gradients.control_flags import (
     COUNT,
     Room,
     absent,
+    in_replica,
     others_without,
     write_present,
 )
@@ -89,10 +90,6 @@ class AcrossReduction(Reduction):
         self._fault = self._end = self._pass = self._room = None
         self._uncertain.clear()
         self._ends.clear()
-
-    def forward_begins(self) -> None:
-        """Note a forward pass of this step that expects a backward pass."""
-        self.has_forward = True
 
     @property
     def holds_unweighted(self) -> bool:
@@ -280,6 +277,8 @@ class AcrossReduction(Reduction):
         room = None if self._has_spoken or self.flags is None else Room.behind(gradients)
         if room is not None:
             room.end.copy_(self._write_flags(unit), non_blocking=True)
+            assert self.flags is not None
+            self.flags.write_digest(room.end)  # on the device
         return room
 
     def _write_flags(self, unit: Unit | None = None) -> torch.Tensor:
@@ -309,7 +308,7 @@ class AcrossReduction(Reduction):
         for each in reductions:
             each._finish_sums()
         is_over = any(each._fault is not None or each._has_failed for each in reductions)
-        end = self._end.tolist() if self._end is not None else [0.0] * COUNT
+        end = in_replica(self._end.tolist()) if self._end is not None else [0.0] * COUNT
         used = [count for each in reductions for count in each._used()]
         try:
             begin, length = self._room_for(len(used))

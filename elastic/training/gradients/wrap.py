@@ -8,6 +8,7 @@ a script hangs.) For each world it is initialised again in place: references hel
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -29,6 +30,7 @@ from elastic.process_group import (
     semantics_of,
     world_group,
 )
+from elastic.training.gradients import repeated_passes
 from elastic.training.gradients.control_flags import (
     COUNT,
     is_any_absent,
@@ -68,6 +70,8 @@ class ElasticDDP(DDP):
         self.options = options
         self.reduction = Reduction()
         self.in_world = False
+        self.reduced_elements = 0  # in a backward pass that is reduced
+        self._is_planned = False  # the reducer's buckets follow the order of gradients
         self._trained: tuple[bool, ...] = ()  # the parameters the reducer was created for
         self._releasable: ReleasableGroup | None = None  # the reducer holds no reference
         self.require_backward_grad_sync = True
@@ -106,12 +110,12 @@ class ElasticDDP(DDP):
         kept = torch_private.hook_tables(self)
         training, module = self.training, self.module
         # Restore has already agreed on the state: init_sync would broadcast all of it again.
-        # Gradients that are views of the buckets are not copied back: that offsets the cost of
-        # the weighting, which plain DDP does in its copy into them.
-        defaults = {"init_sync": False, "gradient_as_bucket_view": True}
-        DDP.__init__(self, module, **{**defaults, **self.options})
+        DDP.__init__(self, module, **{"init_sync": False, **self.options})
         self.__dict__.update(kept)
         self.training = training
+        self._is_planned = False
+        self.reduced_elements = sum(p.numel() for p in self.all_parameters if p.requires_grad)
+        repeated_passes.watch(self)
         reduction, group = self.reduction, self.process_group
         is_on_stream = semantics_of(self.device_type).is_on_stream
         if self.device_type == "cpu" and not is_on_stream:
@@ -131,6 +135,16 @@ class ElasticDDP(DDP):
                     before_plan=reduction.before_plan,
                 )
                 self._releasable.replace(self.reducer)
+
+    def prepare_again(self, is_reached: Callable[[], bool], losses: Sequence[torch.Tensor]) -> None:
+        """Prepare for another backward pass since the last forward pass.
+
+        Until a forward pass has followed a reduction, this is a collective: then only if the pass
+        is known to reach the module. To find that out costs more than to prepare for nothing.
+        """
+        if self._is_planned or is_reached():
+            searched = losses if self.find_unused_parameters else ()
+            torch_private.prepare_again(self.reducer, searched)
 
     def leave_world(self) -> None:
         """Become a plain module again and release the group.
@@ -190,7 +204,8 @@ class ElasticDDP(DDP):
         if not is_plain and self._is_reduced():
             if self.reduction.failure is not None:
                 raise self.reduction.failure  # the script caught it; DDP's pass would not end
-            self.reduction.has_forward = True
+            self.reduction.forward_begins()
+            self._is_planned = self.reduction.elements > 0
             if not self.require_backward_grad_sync:
                 self.reduction.accumulates()
             return super().forward(*inputs, **kwargs)  # type: ignore[no-untyped-call]
