@@ -293,18 +293,22 @@ def current_backward() -> int:
     return torch._C._current_graph_task_id()
 
 
-def watch_backward(begin: Callable[[Sequence[Any]], Callable[[], object] | None]) -> None:
-    """Call ``begin`` with the losses before each ``backward()``, and its result after that, unless
-    the pass fails. Not for ``torch.autograd.grad``, which adds to no gradients."""
+def watch_backward(begin: Callable[[Sequence[Any]], Callable[[bool], object]]) -> None:
+    """Call ``begin`` with the losses before each ``backward()``, and its result at the end with
+    whether the pass has succeeded. Not for ``torch.autograd.grad``, which adds to no gradients."""
     module: Any = torch.autograd
     of_torch = module._engine_run_backward
 
     @functools.wraps(of_torch)
     def watched(losses: Sequence[Any], *args: Any, **options: Any) -> Any:
-        end = begin(losses) if options.get("accumulate_grad") else None
-        result = of_torch(losses, *args, **options)
-        if end is not None:
-            end()
+        if not options.get("accumulate_grad"):
+            return of_torch(losses, *args, **options)
+        end, has_succeeded = begin(losses), False
+        try:
+            result = of_torch(losses, *args, **options)
+            has_succeeded = True
+        finally:
+            end(has_succeeded)
         return result
 
     module._engine_run_backward = watched
@@ -338,6 +342,11 @@ def transient_buffers_of(module: torch.nn.Module) -> set[str]:
 def changes_saved_state(optimizer: torch.optim.Optimizer) -> bool:
     """Whether hooks add to the optimizer's ``state_dict``."""
     return bool(optimizer._optimizer_state_dict_post_hooks)
+
+
+def parameters_of(module: torch.nn.Module) -> dict[str, torch.nn.Parameter | None]:
+    """A module's own parameters, without those of its submodules."""
+    return module._parameters
 
 
 def count_of_changes(tensors: Iterable[torch.Tensor]) -> int:

@@ -27,7 +27,7 @@ from elastic.training.gradients.fingerprints import GradientFingerprints, HeldPa
 from elastic.training.gradients.fsdp_parts import FSDPParts, PartReduction
 from elastic.training.gradients.matching.order import ReductionOrder, Unit
 from elastic.training.gradients.reduction import NEARLY
-from elastic.training.gradients.sharding import sharded_over
+from elastic.training.gradients.sharding import CurrentParameters, sharded_over
 from elastic.training.gradients.stages import StageReduction, refuse_split_backward
 
 
@@ -50,13 +50,14 @@ class ShardedModule:
         self._wrapped = tuple(module.parameters())  # the sharded ones
         self._in_world_parameters: tuple[nn.Parameter, ...] = ()
         self._group = group
+        self._current = CurrentParameters(module)
         self._fingerprints = GradientFingerprints(
-            {
-                index: p
+            [
+                index
                 for index, p in enumerate(self._wrapped)
                 if mesh.same_part_dims - sharded_over(p, mesh)
-            },
-            len(self._wrapped),
+            ],
+            lambda: self.all_parameters,
         )
         self._parts.check("run.wrap()")
         exchanged = [exchanged_dims(part, mesh) for part in self._fsdp]
@@ -84,8 +85,7 @@ class ShardedModule:
                 ) from error
         self._parts.refuse_settings()
         if not self._fsdp and not mesh.has_stages:
-            parameters = list(module.parameters())
-            self.reduction.watch(parameters, is_whole=not any(map(is_dtensor, parameters)))
+            self.reduction.watch(self._current, is_whole=not any(map(is_dtensor, self._wrapped)))
         module.register_forward_pre_hook(self._note_forward)
         if mesh.has_stages:
             inner = {id(part) for part in self._fsdp}
@@ -100,8 +100,9 @@ class ShardedModule:
             return
         if not self._fsdp:
             label = f"the gradients of {name} ({type(self.module).__name__})"
-            own = self._wrapped
-            self.reduction.match(order, Unit(name, label, lambda: self._trains(own), _never))
+            self.reduction.match(
+                order, Unit(name, label, lambda: self._trains(self.all_parameters), _never)
+            )
             return
         self.reduction.order = order
         for part, reduction in zip(self._fsdp, self._reductions, strict=True):
@@ -136,6 +137,7 @@ class ShardedModule:
         """Reduce over the replicas of the current world."""
         assert self._group.across is not None, "a world has groups"
         self.reduction.enter_across(self._group.across)
+        self._current.find()
         self._fingerprints.begin()
         self.in_world = True
         found = tuple(self.module.parameters())
@@ -178,8 +180,11 @@ class ShardedModule:
 
     @property
     def all_parameters(self) -> tuple[nn.Parameter, ...]:
-        """The sharded parameters, which optimizers use. In a world, those at its beginning, as in
-        ElasticDDP. Without a world, or if the script has replaced some, the module is walked."""
+        """The sharded parameters, which optimizers use. With FSDP, in a world, those at its
+        beginning, as in ElasticDDP. Without a world, or if the script has replaced some, the module
+        is walked."""
+        if not self._fsdp:
+            return tuple(self._current.read())
         return self._in_world_parameters or tuple(self.module.parameters())
 
     @property

@@ -30,7 +30,7 @@ from elastic.process_group import (
     semantics_of,
     world_group,
 )
-from elastic.training.gradients import repeated_passes
+from elastic.training.gradients import backward_passes
 from elastic.training.gradients.control_flags import (
     COUNT,
     is_any_absent,
@@ -115,7 +115,7 @@ class ElasticDDP(DDP):
         self.training = training
         self._is_planned = False
         self.reduced_elements = sum(p.numel() for p in self.all_parameters if p.requires_grad)
-        repeated_passes.watch(self)
+        backward_passes.watch_module(self)
         reduction, group = self.reduction, self.process_group
         is_on_stream = semantics_of(self.device_type).is_on_stream
         if self.device_type == "cpu" and not is_on_stream:

@@ -1,9 +1,12 @@
-"""Several backward passes over one forward pass of a wrapped module, for losses that share it.
+"""The script's backward passes: several over one forward pass, and those within others.
 
-DDP prepares its reducer in the forward pass, for one backward pass. Gradients of a second one would
-stay those of each rank, without an error. So the reducer is prepared again before a pass that no
-forward pass has announced. Reduced gradients are the same on all ranks: reducing them again, with
-those that the pass adds, changes nothing but these.
+Losses may share a forward pass of a wrapped module. DDP prepares its reducer in the forward pass,
+for one backward pass. Gradients of a second one would stay those of each rank, without an error. So
+the reducer is prepared again before a pass that no forward pass has announced. Reduced gradients
+are the same on all ranks: reducing them again, with those that the pass adds, changes nothing but
+these.
+
+Reentrant checkpoints run a pass of their own in the middle of another one.
 """
 
 from __future__ import annotations
@@ -27,33 +30,64 @@ _number = itertools.count()
 _modules: weakref.WeakValueDictionary[int, ElasticDDP] = weakref.WeakValueDictionary()
 
 
-def watch(module: ElasticDDP) -> None:
-    """Watch the backward passes of a module from now on."""
-    _install()
-    _modules[next(_number)] = module
+_nested: list[Sequence[Any]] = []  # losses of passes within another one
+_waiting: dict[Callable[[], None], None] = {}  # in order
 
 
 @functools.cache
-def _install() -> None:
+def watch() -> None:
+    """Watch the backward passes of this process from now on."""
     torch_private.watch_backward(_begin)
 
 
-def _begin(losses: Sequence[Any]) -> Callable[[], None] | None:
-    """Prepare for a backward pass. Returns what to call after it."""
-    if not any(module.reduction.is_reduced for module in _modules.values()):
-        return None
-    is_nested = torch_private.current_backward() != torch_private.NO_BACKWARD
-    passes = [
+def watch_module(module: ElasticDDP) -> None:
+    """Reduce the gradients of a module in every backward pass."""
+    watch()
+    _modules[next(_number)] = module
+
+
+def are_nested() -> bool:
+    """Whether a backward pass runs in the middle of another one."""
+    return bool(_nested)
+
+
+def call_after_all(callback: Callable[[], None]) -> None:
+    """Call back once, after the outermost backward pass."""
+    _waiting[callback] = None
+
+
+def cancel(callback: Callable[[], None]) -> None:
+    """Do not call back after the outermost backward pass."""
+    _waiting.pop(callback, None)
+
+
+def _begin(losses: Sequence[Any]) -> Callable[[bool], None]:
+    """Prepare for a backward pass. Returns what to call at its end, with whether it succeeded."""
+    if torch_private.current_backward() != torch_private.NO_BACKWARD:
+        _nested.append(losses)
+        return _end_nested
+    _nested.clear()
+    _waiting.clear()
+    repeated = [
         _RepeatedPass(module, losses)
         for module in list(_modules.values())
-        if module.reduction.is_reduced and module.in_world and not is_nested
+        if module.in_world and module.reduction.is_reduced
     ]
+    return functools.partial(_end, repeated)
 
-    def end() -> None:
-        for each in passes:
-            each.check()
 
-    return end
+def _end_nested(has_succeeded: bool) -> None:
+    del _nested[-1:]
+
+
+def _end(repeated: Sequence[_RepeatedPass], has_succeeded: bool) -> None:
+    if not has_succeeded:
+        return
+    for callback in list(_waiting):
+        callback()
+    _waiting.clear()
+    for each in repeated:
+        each.check()
 
 
 class _RepeatedPass:
