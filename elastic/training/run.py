@@ -174,10 +174,15 @@ class Run(BuildsInWorlds, ReducesStages, RunLogging):
 
         Reads the dataset in its order, or the part of it that the loader's sampler covers; how
         often and in which order a sampler draws has no effect. A rank may get no batch: keep
-        collectives (:meth:`mean`) out of the loop over it. Raises ConfigError for data that
-        :meth:`loader` cannot split either.
+        collectives (:meth:`mean`) out of the loop over it. With a sharded model, all ranks get the
+        same number of batches. Raises ConfigError for data that :meth:`loader` cannot split either.
         """
-        return shard_by(loader, self._parts.recovery.bootstrap.rank_and_size)
+        job = self._parts.job
+        return shard_by(
+            loader,
+            self._parts.recovery.bootstrap.rank_and_size,
+            is_even=lambda: job.is_sharded or job.built is not None,
+        )
 
     # -- loops --------------------------------------------------------------------------------
 
