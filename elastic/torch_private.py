@@ -194,6 +194,11 @@ def collectives_of_groups() -> dict[str, int] | None:
     return counts
 
 
+def groups() -> list[dist.ProcessGroup]:
+    """All groups of this process."""
+    return list(distributed_c10d._world.pg_names)
+
+
 def default_group_name() -> str:
     """The name of the default group in :func:`collectives_of_groups`."""
     return distributed_c10d._world.pg_names[distributed_c10d._get_default_group()]

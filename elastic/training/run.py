@@ -21,6 +21,7 @@ from checkpoints import Root
 from elastic import arguments
 from elastic.compiling import not_compiled_methods
 from elastic.errors import NodeUnfit
+from elastic.process_group import refuse_stale_group, uses_stale_group
 from elastic.training import components
 from elastic.training.attempts import Attempt
 from elastic.training.building.builder import BuildsInWorlds
@@ -268,11 +269,14 @@ class Run(BuildsInWorlds, ReducesStages, RunLogging):
 
     def is_fault(self, error: BaseException) -> bool:
         """Whether ``error`` means that the world has ended, so that :meth:`recover` can help."""
+        if uses_stale_group(error):
+            return False
         return self._parts.recovery.strategies.active.is_fault(error)
 
     def recover(self, error: BaseException) -> None:
         """Enter the next world, with the state of the last commit. Raises ``error`` itself
-        if it is not a fault of the world."""
+        if it is not a fault of the world; TrainingError for a group of an earlier world."""
+        refuse_stale_group(error)
         if not self.is_fault(error):
             raise error
         self._parts.recovery.strategies.active.recover(error)

@@ -15,19 +15,35 @@ import functools
 import itertools
 import weakref
 from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
+from torch import nn
 
 from elastic import torch_private
 from elastic.errors import TrainingError
+from elastic.training.gradients.reduction import Reduction
 
-if TYPE_CHECKING:
-    from elastic.training.gradients.wrap import ElasticDDP
+
+class Reduced(Protocol):
+    """A module whose gradients DDP reduces: :class:`elastic.training.gradients.wrap.ElasticDDP`."""
+
+    module: nn.Module
+    reduction: Reduction
+    in_world: bool
+    reduced_elements: int  # in a pass that is reduced
+
+    @property
+    def all_parameters(self) -> tuple[nn.Parameter, ...]:
+        """The parameters."""
+
+    def prepare_again(self, is_reached: Callable[[], bool], losses: Sequence[torch.Tensor]) -> None:
+        """Prepare for another pass, with these losses."""
+
 
 _number = itertools.count()
 # In the order in which they were wrapped: they may compare bucket plans with other ranks.
-_modules: weakref.WeakValueDictionary[int, ElasticDDP] = weakref.WeakValueDictionary()
+_modules: weakref.WeakValueDictionary[int, Reduced] = weakref.WeakValueDictionary()
 
 
 _nested: list[Sequence[Any]] = []  # losses of passes within another one
@@ -40,7 +56,7 @@ def watch() -> None:
     torch_private.watch_backward(_begin)
 
 
-def watch_module(module: ElasticDDP) -> None:
+def watch_module(module: Reduced) -> None:
     """Reduce the gradients of a module in every backward pass."""
     watch()
     _modules[next(_number)] = module
@@ -93,7 +109,7 @@ def _end(repeated: Sequence[_RepeatedPass], has_succeeded: bool) -> None:
 class _RepeatedPass:
     """A backward pass that may reach a module whose gradients are already reduced."""
 
-    def __init__(self, module: ElasticDDP, losses: Sequence[Any]) -> None:
+    def __init__(self, module: Reduced, losses: Sequence[Any]) -> None:
         self._module = module
         self._before = self._gradients()
         self._reduced = module.reduction.elements
