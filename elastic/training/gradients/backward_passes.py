@@ -22,6 +22,8 @@ from torch import nn
 
 from elastic import torch_private
 from elastic.errors import TrainingError
+from elastic.hangs.facts import COMPUTE, SCRIPT
+from elastic.hangs.phases import phases
 from elastic.training.gradients.reduction import Reduction
 
 
@@ -46,6 +48,7 @@ _number = itertools.count()
 _modules: weakref.WeakValueDictionary[int, Reduced] = weakref.WeakValueDictionary()
 
 
+_is_expected = False
 _nested: list[Sequence[Any]] = []  # losses of passes within another one
 _waiting: dict[Callable[[], None], None] = {}  # in order
 
@@ -60,6 +63,12 @@ def watch_module(module: Reduced) -> None:
     """Reduce the gradients of a module in every backward pass."""
     watch()
     _modules[next(_number)] = module
+
+
+def expect() -> None:
+    """Backward passes from now on are those of training: a hang in one is found early."""
+    global _is_expected
+    _is_expected = True
 
 
 def are_nested() -> bool:
@@ -84,6 +93,8 @@ def _begin(losses: Sequence[Any]) -> Callable[[bool], None]:
         return _end_nested
     _nested.clear()
     _waiting.clear()
+    if _is_expected:
+        phases.enter(COMPUTE)
     repeated = [
         _RepeatedPass(module, losses)
         for module in list(_modules.values())
@@ -97,8 +108,15 @@ def _end_nested(has_succeeded: bool) -> None:
 
 
 def _end(repeated: Sequence[_RepeatedPass], has_succeeded: bool) -> None:
-    if not has_succeeded:
-        return
+    try:
+        if has_succeeded:
+            _finish(repeated)
+    finally:
+        if _is_expected:
+            phases.enter(SCRIPT)
+
+
+def _finish(repeated: Sequence[_RepeatedPass]) -> None:
     for callback in list(_waiting):
         callback()
     _waiting.clear()

@@ -17,13 +17,12 @@ from torch import nn
 from checkpoints.tensors.dtensors import is_dtensor, local_of
 from elastic.compiling import not_compiled
 from elastic.errors import ConfigError, TrainingError
-from elastic.hangs.facts import COMPUTE, Phase
-from elastic.hangs.phases import phases
 from elastic.mesh import ReplicaProcessGroup
 from elastic.torch_fsdp import fsdp_held_gradients, fsdp_originals
 from elastic.training.gradients.across import AcrossReduction
 from elastic.training.gradients.coverage import check_coverage, exchanged_dims
 from elastic.training.gradients.fingerprints import GradientFingerprints, HeldParts
+from elastic.training.gradients.forward_phase import ForwardHooks
 from elastic.training.gradients.fsdp_parts import FSDPParts, PartReduction
 from elastic.training.gradients.matching.order import ReductionOrder, Unit
 from elastic.training.gradients.reduction import NEARLY
@@ -86,7 +85,7 @@ class ShardedModule:
         self._parts.refuse_settings()
         if not self._fsdp and not mesh.has_stages:
             self.reduction.watch(self._current, is_whole=not any(map(is_dtensor, self._wrapped)))
-        module.register_forward_pre_hook(self._note_forward)
+        ForwardHooks(module, self._forward_begins)
         if mesh.has_stages:
             inner = {id(part) for part in self._fsdp}
             for part in self._fsdp:
@@ -123,12 +122,7 @@ class ShardedModule:
     def _holds_gradients(self) -> bool:
         return self._parts.holds_gradients
 
-    @not_compiled
-    def _note_forward(self, module: nn.Module, inputs: Any) -> None:
-        if not (module.training and torch.is_grad_enabled()):
-            phases.enter(Phase.EVALUATION)
-            return
-        phases.enter(COMPUTE)
+    def _forward_begins(self) -> None:
         if self.in_world and self.reduction.failure is not None:
             raise self.reduction.failure  # swallowed by the script
         self.reduction.forward_begins()
@@ -143,6 +137,10 @@ class ShardedModule:
         found = tuple(self.module.parameters())
         if list(map(id, found)) == list(map(id, self._wrapped)):
             self._in_world_parameters = found
+
+    def reshard(self) -> None:
+        """Let the module have its sharded parameters, also after a forward pass of the script."""
+        self._parts.reshard()
 
     def leave_world(self) -> None:
         """Release everything that belongs to the world, and FSDP's state of an interrupted step."""

@@ -20,8 +20,6 @@ from torch.nn.parameter import is_lazy
 from elastic import torch_private
 from elastic.compiling import not_compiled, not_compiled_itself
 from elastic.errors import ConfigError, TrainingError
-from elastic.hangs.facts import COMPUTE, Phase
-from elastic.hangs.phases import phases
 from elastic.process_group import (
     ReleasableGroup,
     broadcast_tensors,
@@ -38,6 +36,7 @@ from elastic.training.gradients.control_flags import (
     write_present,
 )
 from elastic.training.gradients.fingerprints import HeldParts
+from elastic.training.gradients.forward_phase import begin_forward, end_forward
 from elastic.training.gradients.matching.order import ReductionOrder, Sent, Unit
 from elastic.training.gradients.reduction import Reduction, weighted_sum
 
@@ -199,9 +198,15 @@ class ElasticDDP(DDP):
     @not_compiled_itself
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """The module's forward pass; through DDP only while training in a world."""
-        is_plain = self.is_plain
-        self._note_phase(is_plain=is_plain)
-        if not is_plain and self._is_reduced():
+        self._begin_forward()
+        try:
+            return self._forward(*inputs, **kwargs)
+        finally:
+            self._end_forward()
+
+    @not_compiled_itself
+    def _forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        if not self.is_plain and self._is_reduced():
             if self.reduction.failure is not None:
                 raise self.reduction.failure  # the script caught it; DDP's pass would not end
             self.reduction.forward_begins()
@@ -215,12 +220,16 @@ class ElasticDDP(DDP):
         return self.module(*inputs, **kwargs)
 
     @not_compiled
-    def _note_phase(self, *, is_plain: bool) -> None:
+    def _begin_forward(self) -> None:
         """Report a forward pass as progress, in training or evaluation."""
-        if not is_plain:
-            phases.enter(COMPUTE)
-        elif not (self.training and torch.is_grad_enabled()):
-            phases.enter(Phase.EVALUATION)
+        is_training = self.training and torch.is_grad_enabled()
+        if self.in_world or not is_training:
+            begin_forward(is_training=is_training)
+
+    @not_compiled
+    def _end_forward(self) -> None:
+        if not self.is_plain:
+            end_forward()
 
     @not_compiled
     def _is_reduced(self) -> bool:
@@ -340,6 +349,9 @@ class ElasticDDP(DDP):
 
     def gradients_compared(self) -> None:
         """No rank of a replica holds the same part of a parameter as another one."""
+
+    def reshard(self) -> None:
+        """The parameters are not sharded."""
 
     @property
     def local_parameters(self) -> tuple[torch.Tensor, ...]:
