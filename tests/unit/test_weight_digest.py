@@ -44,6 +44,13 @@ CHANGES: dict[str, Change] = {
 }
 
 
+@pytest.fixture(params=["host", "device"], autouse=True)
+def place(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each test also uses the operations for other devices, on the CPU."""
+    if request.param == "device":
+        monkeypatch.setattr(weight_digest, "_bits_on_host", weight_digest._bits_on_device)
+
+
 @pytest.mark.parametrize(
     "dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.complex64]
 )
