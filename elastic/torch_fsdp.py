@@ -5,6 +5,7 @@ Follows the rules of :mod:`elastic.torch_private`.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -26,17 +27,25 @@ def is_flat_parameter(tensor: torch.Tensor) -> bool:
 # fails on a torch that has other names.
 
 
-def fsdp_holds_gradients(part: Any) -> bool:
-    """Whether a module of ``fully_shard`` has gradients of passes that reduced none
+def fsdp_held_gradients(part: Any) -> list[torch.Tensor]:
+    """The gradients of a module of ``fully_shard`` from passes that reduced none
     (``set_requires_gradient_sync(False)``)."""
+    held = []
     for group in _fsdp_groups(part):
         for parameter in group.fsdp_params:
-            if getattr(parameter, "unsharded_accumulated_grad", None) is not None:
-                return True
-            unsharded = getattr(parameter, "_unsharded_param", None)
-            if unsharded is not None and unsharded.grad is not None:
-                return True
-    return False
+            held.append(getattr(parameter, "unsharded_accumulated_grad", None))
+            held.append(getattr(getattr(parameter, "_unsharded_param", None), "grad", None))
+    return [gradient for gradient in held if gradient is not None]
+
+
+def fsdp_wrap_reduce_scatters(part: Any, wrap: Callable[[Any], Any]) -> None:
+    """Replace each reduce-scatter of a module of ``fully_shard`` by ``wrap`` of it.
+
+    ``FSDPModule.set_custom_reduce_scatter`` does not return the one it replaces, which may be the
+    script's own, and refuses a module with several groups of parameters (torch 2.13).
+    """
+    for group in _fsdp_groups(part):
+        group._reduce_scatter_comm = wrap(group._reduce_scatter_comm)
 
 
 def fsdp_reset(part: Any) -> None:

@@ -16,7 +16,7 @@ import datetime
 import functools
 import sys
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from importlib import import_module
 from operator import attrgetter
@@ -45,6 +45,7 @@ NAMES = (
     "torch.distributed.ProcessGroup._get_sequence_number_for_group",
     "torch.distributed.Work._get_op_type",
     # DDP's reducer, and the methods of DDP that ElasticDDP replaces.
+    "torch.distributed.Reducer._rebuild_buckets",
     "torch.distributed.Reducer._remove_autograd_hooks",
     "torch.distributed.Reducer._update_process_group",
     "torch.nn.parallel.DistributedDataParallel._distributed_broadcast_coalesced",
@@ -53,6 +54,7 @@ NAMES = (
     "torch.nn.parallel.DistributedDataParallel._set_static_graph",
     # The backward pass.
     "torch._C._current_graph_task_id",
+    "torch.autograd._engine_run_backward",
     "torch.autograd.Variable._execution_engine.queue_callback",
     # Tensors.
     "torch.Tensor._version",
@@ -192,6 +194,11 @@ def collectives_of_groups() -> dict[str, int] | None:
     return counts
 
 
+def groups() -> list[dist.ProcessGroup]:
+    """All groups of this process."""
+    return list(distributed_c10d._world.pg_names)
+
+
 def default_group_name() -> str:
     """The name of the default group in :func:`collectives_of_groups`."""
     return distributed_c10d._world.pg_names[distributed_c10d._get_default_group()]
@@ -256,6 +263,13 @@ def remove_hooks(reducer: Any) -> None:
     reducer._remove_autograd_hooks()
 
 
+def prepare_again(reducer: Any, losses: Sequence[torch.Tensor]) -> None:
+    """Prepare the reducer for another backward pass, as DDP does in its forward pass. ``losses``:
+    those of the pass, if the reducer is to find unused parameters."""
+    reducer._rebuild_buckets()  # after the first pass, once: it records the order of gradients
+    reducer.prepare_for_backward(list(losses))
+
+
 # Sharded models ------------------------------------------------------------------------------
 
 
@@ -276,9 +290,33 @@ def strided_shard(dim: int, split_factor: int) -> Any:
 # The backward pass ---------------------------------------------------------------------------
 
 
+NO_BACKWARD = -1
+
+
 def current_backward() -> int:
-    """A unique number for each backward pass; -1 outside of one."""
+    """A unique number for each backward pass; :data:`NO_BACKWARD` outside of one."""
     return torch._C._current_graph_task_id()
+
+
+def watch_backward(begin: Callable[[Sequence[Any]], Callable[[bool], object]]) -> None:
+    """Call ``begin`` with the losses before each ``backward()``, and its result at the end with
+    whether the pass has succeeded. Not for ``torch.autograd.grad``, which adds to no gradients."""
+    module: Any = torch.autograd
+    of_torch = module._engine_run_backward
+
+    @functools.wraps(of_torch)
+    def watched(losses: Sequence[Any], *args: Any, **options: Any) -> Any:
+        if not options.get("accumulate_grad"):
+            return of_torch(losses, *args, **options)
+        end, has_succeeded = begin(losses), False
+        try:
+            result = of_torch(losses, *args, **options)
+            has_succeeded = True
+        finally:
+            end(has_succeeded)
+        return result
+
+    module._engine_run_backward = watched
 
 
 def call_after_backward(callback: Callable[[], None]) -> None:
@@ -309,6 +347,11 @@ def transient_buffers_of(module: torch.nn.Module) -> set[str]:
 def changes_saved_state(optimizer: torch.optim.Optimizer) -> bool:
     """Whether hooks add to the optimizer's ``state_dict``."""
     return bool(optimizer._optimizer_state_dict_post_hooks)
+
+
+def parameters_of(module: torch.nn.Module) -> dict[str, torch.nn.Parameter | None]:
+    """A module's own parameters, without those of its submodules."""
+    return module._parameters
 
 
 def count_of_changes(tensors: Iterable[torch.Tensor]) -> int:

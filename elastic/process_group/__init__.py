@@ -11,8 +11,8 @@ change to torch, and how it is undone; ``reducer`` defines the process group of 
 ``sockets`` finds and shuts down a group's connections (gloo). ``communicators`` opens and aborts
 NCCL's communicators, within a ``deadline``; ``nccl_environment`` disables torch's error handling.
 ``semantics`` defines what the end of a collective means on each backend. ``collectives`` transfers
-small JSON values and tensors. ``wait_phase`` records waits for other ranks on the page from which
-the agent detects hangs.
+small JSON values and tensors. ``stale_groups`` finds groups that a script keeps beyond their world.
+``wait_phase`` records waits for other ranks on the page from which the agent detects hangs.
 
 May import world, link (for sockets in forked children), hangs, tuning and telemetry.
 """
@@ -49,6 +49,7 @@ from elastic.process_group.semantics import (
     register_semantics,
     semantics_of,
 )
+from elastic.process_group.stale_groups import refuse_stale_group, uses_stale_group
 from elastic.process_group.wait_phase import (
     call_in_long_waits,
     describe_group,
@@ -83,10 +84,12 @@ __all__ = [
     "peer_group",
     "pending_works",
     "queued",
+    "refuse_stale_group",
     "register_semantics",
     "remove_reducer_hooks",
     "semantics_of",
     "use_as_world",
+    "uses_stale_group",
     "waits_for_ranks",
     "world_group",
 ]

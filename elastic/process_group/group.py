@@ -35,6 +35,7 @@ from elastic.process_group.nccl_environment import leave_errors_to_us, refuse_de
 from elastic.process_group.pending import PendingWorks, open_works, pending_works
 from elastic.process_group.semantics import has_streams, semantics_of
 from elastic.process_group.sockets import BuildWatch, Footprint, log_still_open
+from elastic.process_group.stale_groups import have_ended
 from elastic.process_group.wait_phase import report_collectives
 from elastic.secure_channel.limits import PEER_SILENCE_S
 from elastic.telemetry.journal import EventSink
@@ -344,6 +345,7 @@ class ProcessGroup:
 
     def _dissolve(self, is_for_next: bool) -> bool:
         """Destroy the group, if there is one; False if it had to be leaked."""
+        have_ended(torch_private.groups(), self._where)
         is_gone = not dist.is_initialized() or self._destroy_group(is_for_next)
         patches.reset_group_count()
         return is_gone

@@ -50,6 +50,7 @@ import torch.distributed as dist
 from elastic import torch_private
 from elastic.process_group.pending import pending_works
 from elastic.process_group.semantics import is_of_nccl
+from elastic.process_group.stale_groups import handle_failed, refuse_stale_handle
 from elastic.process_group.wait_phase import begin_wait, end_wait
 
 ExceptHook = Callable[[type[BaseException], BaseException, TracebackType | None], Any]
@@ -76,6 +77,16 @@ def restore_waits() -> None:
 
 def _wait(work: dist.Work, timeout: datetime.timedelta = _NO_TIMEOUT) -> bool:
     """Like torch's: True, or raises the error; GroupAborted once the world is over."""
+    world = pending_works()
+    refuse_stale_handle(work, world)
+    try:
+        return _wait_interruptibly(work, timeout)
+    except Exception:
+        handle_failed(work, world)
+        raise
+
+
+def _wait_interruptibly(work: dist.Work, timeout: datetime.timedelta) -> bool:
     if timeout != _NO_TIMEOUT:
         return _wait_in_torch(work, timeout)  # it ends by itself
     if is_of_nccl(work):  # its future may be a null pointer

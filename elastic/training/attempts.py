@@ -5,6 +5,7 @@ from __future__ import annotations
 from types import TracebackType
 
 from elastic.errors import TrainingError
+from elastic.process_group import refuse_stale_group
 from elastic.telemetry.log import get_logger
 from elastic.training.lifecycle import Lifecycle
 from elastic.training.listeners import Listeners
@@ -226,11 +227,13 @@ class Attempt:
                 self.succeeded = True
                 return True
         except Exception as failure:
+            refuse_stale_group(failure)
             if not strategy.is_fault(failure):
                 raise
             error = failure
         finally:
             self._scope.in_retry = False
+        refuse_stale_group(error)
         if not strategy.is_fault(error):
             if isinstance(error, StopIteration) and self._scope.resumed_at:
                 raise _at_the_end(self._scope.resumed_at) from error

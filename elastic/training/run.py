@@ -21,6 +21,7 @@ from checkpoints import Root
 from elastic import arguments
 from elastic.compiling import not_compiled_methods
 from elastic.errors import NodeUnfit
+from elastic.process_group import refuse_stale_group, uses_stale_group
 from elastic.training import components
 from elastic.training.attempts import Attempt
 from elastic.training.building.builder import BuildsInWorlds
@@ -174,10 +175,15 @@ class Run(BuildsInWorlds, ReducesStages, RunLogging):
 
         Reads the dataset in its order, or the part of it that the loader's sampler covers; how
         often and in which order a sampler draws has no effect. A rank may get no batch: keep
-        collectives (:meth:`mean`) out of the loop over it. Raises ConfigError for data that
-        :meth:`loader` cannot split either.
+        collectives (:meth:`mean`) out of the loop over it. With a sharded model, all ranks get the
+        same number of batches. Raises ConfigError for data that :meth:`loader` cannot split either.
         """
-        return shard_by(loader, self._parts.recovery.bootstrap.rank_and_size)
+        job = self._parts.job
+        return shard_by(
+            loader,
+            self._parts.recovery.bootstrap.rank_and_size,
+            is_even=lambda: job.is_sharded or job.built is not None,
+        )
 
     # -- loops --------------------------------------------------------------------------------
 
@@ -263,11 +269,14 @@ class Run(BuildsInWorlds, ReducesStages, RunLogging):
 
     def is_fault(self, error: BaseException) -> bool:
         """Whether ``error`` means that the world has ended, so that :meth:`recover` can help."""
+        if uses_stale_group(error):
+            return False
         return self._parts.recovery.strategies.active.is_fault(error)
 
     def recover(self, error: BaseException) -> None:
         """Enter the next world, with the state of the last commit. Raises ``error`` itself
-        if it is not a fault of the world."""
+        if it is not a fault of the world; TrainingError for a group of an earlier world."""
+        refuse_stale_group(error)
         if not self.is_fault(error):
             raise error
         self._parts.recovery.strategies.active.recover(error)

@@ -144,8 +144,6 @@ def train():
             backward(x, y)
             if way != "unreduced":
                 run.reduce_gradients()
-            if way == "twice":
-                run.reduce_gradients()
             clip()
             optimizer.step()
             run.state["steps"] = run.state.get("steps", 0) + 1
@@ -322,7 +320,6 @@ def test_a_death_anywhere_does_not_change_the_result(
     ("way", "message"),
     [
         ("unreduced", "AdamW.step() at step 0 with gradients that were not reduced over the world"),
-        ("twice", "run.reduce_gradients() was called twice for the same gradients"),
         ("sharded over stages", "which spans the dimension 'pp': its ranks hold different stages"),
         ("swapped", "has a different model from rank"),
         ("scaled", "run.track(scaler=…): with a dimension 'pp', a GradScaler skips the update"),

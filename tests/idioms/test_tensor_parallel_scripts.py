@@ -245,7 +245,7 @@ result = {}
 
 
 def train():
-    passes = 2 if "llama" in kind or "unreduced" in kind else 1
+    passes = 2 if "llama" in kind else 1
     for _ in run.epochs(int(epochs)):
         for x, y in loader:
             for _ in range(passes):
@@ -285,10 +285,6 @@ REFUSED = {
     "plain megatron": (
         "in model (parameter 2, 'in_proj.weight'), but both must hold the same part of it",
         'DTensor.from_local(own, run.mesh["tp"], [Shard(0)])',
-    ),
-    "unreduced": (
-        "a second backward pass adds to gradients already summed",
-        'elastic.join(mesh={"shard": 1, "tp": 2})',
     ),
 }
 

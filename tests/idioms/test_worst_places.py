@@ -373,6 +373,20 @@ def train():
 """,
         "has different weights from rank 0 in model",
     ),
+    "a weight that one rank changes later": (
+        TRAINED
+        + """
+def train():
+    for inputs, targets in loader:
+        optimizer.zero_grad()
+        F.mse_loss(model(inputs), targets).backward()
+        optimizer.step()
+        if loader.index == 5 and run.world.rank == 1:
+            model.module[0].bias.data[1] *= 1 + 1e-9
+""",
+        "after step 6, rank 1 has different weights from rank 0 in model (parameter 1, '0.bias') "
+        "since one of steps 3 to 5",
+    ),
 }
 
 

@@ -25,7 +25,7 @@ from torch.distributed.tensor.parallel import (
 )
 from torch.utils.checkpoint import checkpoint
 
-from elastic.errors import ConfigError, GroupAborted, TrainingError
+from elastic.errors import ConfigError, GroupAborted
 from elastic.mesh import ModelReplica, ReplicaMeeting, ReplicaProcessGroup
 from elastic.process_group import GroupSpec
 from elastic.secure_channel.keys import SecretKey
@@ -231,22 +231,56 @@ def tensor_parallel(at: Rank) -> float:
     )
 
 
-def tensor_parallel_alone(at: Rank) -> dict[str, Any]:
-    """Two replicas of two ranks that see the same samples; then a second pass accumulates into the
-    same gradients.
-    """
+def tensor_parallel_alone(at: Rank) -> dict[str, float]:
+    """Two replicas of two ranks that see the same samples, and what scripts do to such modules."""
+    found = {}
+    module, wrapped = split_layers(at)
+    found["one pass"] = one_step(at, module, wrapped)
+    backward(at, module, 1)
+    found["two passes"] = difference(module, unsharded([0, 1], at.parts))
+    wrapped.begin_step(weight(at))
+    module.zero_grad(set_to_none=False)
+    backward(at, module, 0)
+    found["kept gradients"] = difference(module, unsharded([0], at.parts))
+    module.zero_grad()
+    module.last.requires_grad_(False)
+    backward(at, module, 0)
+    found["frozen later"] = difference(module.first, part_of(unsharded([0], at.parts), "first."))
+
+    module, wrapped = split_layers(at, frozen=True)
+    wrapped.enter_world()
+    wrapped.begin_step(weight(at))
+    module.requires_grad_(True)
+    backward(at, module, 0)
+    found["unfrozen later"] = difference(module, unsharded([0], at.parts))
+
+    module, wrapped = split_layers(at)
+    module.last.load_state_dict(module.last.state_dict(), assign=True)
+    found["replaced"] = one_step(at, module, wrapped)
+    module.first.load_state_dict(module.first.state_dict(), assign=True)
+    module.zero_grad()
+    backward(at, module, 0)
+    found["replaced in a step"] = difference(module, unsharded([0], at.parts))
+
+    module, wrapped = split_layers(at)
+    wrapped.enter_world()
+    wrapped.begin_step(weight(at))
+    x = module.first(samples(0, at.part)).tanh()
+    wrapped.reduction.forward_begins()
+    checkpoint(module.last, x, use_reentrant=True).square().sum(1).mean().backward()
+    found["recomputed"] = difference(module, unsharded([0], at.parts))
+    return found
+
+
+def split_layers(at: Rank, *, frozen: bool = False) -> tuple[Any, ShardedModule]:
     plan = {"first": ColwiseParallel(), "last": RowwiseParallel()}
     module = parallelize_module(model_of(), at.replica.device_mesh["tp"], plan)
-    wrapped = ShardedModule(module, at.group)
-    off = one_step(at, module, wrapped)
-    try:
-        backward(at, module, 0)
-    except TrainingError as error:
-        again = str(error).partition(":")[0]
-    module.zero_grad()
-    wrapped.begin_step(weight(at))
-    backward(at, module, 0)
-    return {"off": off, "again": again, "then": difference(module, unsharded([0], at.parts))}
+    module.requires_grad_(not frozen)
+    return module, ShardedModule(module, at.group)
+
+
+def part_of(gradients: Gradients, prefix: str) -> Gradients:
+    return {n.removeprefix(prefix): g for n, g in gradients.items() if n.startswith(prefix)}
 
 
 def sharded_cases(at: Rank) -> dict[str, Any]:

@@ -27,7 +27,12 @@ import torch
 from replica_gradients_program import SIZE, Rank, full
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
-from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    MixedPrecisionPolicy,
+    fully_shard,
+    register_fsdp_forward_method,
+)
 from torch.utils.checkpoint import checkpoint
 
 from elastic.errors import ConfigError, ElasticError
@@ -58,23 +63,30 @@ class Block(nn.Module):
 class Net(nn.Module):
     """Tokens in, scores of tokens out."""
 
-    def __init__(self, *, tied: bool = False, recompute: str = "") -> None:
+    def __init__(self, *, tied: bool = False, recompute: str = "", loss: str = "") -> None:
         super().__init__()
-        self.recompute = recompute
+        self.recompute, self.loss = recompute, loss
         self.embed = nn.Embedding(TOKENS, WIDTH)
         self.blocks = nn.ModuleList([Block(), Block()])
         self.head = nn.Linear(WIDTH, TOKENS, bias=False)
         if tied:
             self.head.weight = self.embed.weight
 
-    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+    def forward(self, tokens: torch.Tensor) -> Any:
         x = self.embed(tokens)
         for block in self.blocks:
             if self.recompute:
                 x = checkpoint(block, x, use_reentrant=self.recompute == "reentrant")
             else:
                 x = block(x)
-        return self.head(x)  # type: ignore[no-any-return]
+        scores: torch.Tensor = self.head(x)
+        if self.loss == "beside":
+            self.penalty = (x**2).mean()  # as in mixtures of experts: not in the output
+        return (scores, scores.sin()) if self.loss == "twice" else scores
+
+    def score(self, tokens: torch.Tensor) -> Any:
+        """Called instead of the module."""
+        return self.forward(tokens)
 
 
 @dataclass
@@ -192,12 +204,21 @@ OPTIONS = {
     ),
     "not resharded": Option(shard={"reshard_after_forward": False}),
     "root alone": Option(blocks=False),
+    "outputs of each other": Option(model={"loss": "twice"}),
+    "a loss in an attribute": Option(model={"loss": "beside"}),
+    "another method": Option(
+        model={"loss": "method"},
+        after=lambda model: register_fsdp_forward_method(model, "score"),
+    ),
     "divided otherwise": Option(
         after=lambda model: model.set_gradient_divide_factor(1.0),
         refused="of a module with set_gradient_divide_factor() is not possible",
     ),
 }
-REFUSED_LATER = ("set_gradient_divide_factor", "set_all_reduce_hook", "set_custom_reduce_scatter")
+REFUSED_LATER = {
+    "wrap": ("set_gradient_divide_factor", "set_all_reduce_hook", "set_custom_reduce_scatter"),
+    "build": ("set_gradient_divide_factor", "set_custom_reduce_scatter"),
+}
 
 
 def build_net(option: Option) -> Net:
@@ -215,42 +236,26 @@ def samples(step: int, number: int, part: int, count: int) -> torch.Tensor:
     return torch.randint(0, TOKENS, (count, 4), generator=generator)
 
 
-def loss_of(model: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
-    scores = model(tokens[:, :-1])
-    found: torch.Tensor = nn.functional.cross_entropy(
+def loss_of(model: Any, tokens: torch.Tensor) -> torch.Tensor:
+    output = (model.score if model.loss == "method" else model)(tokens[:, :-1])
+    scores = output[1] if isinstance(output, tuple) else output
+    loss: torch.Tensor = nn.functional.cross_entropy(
         scores.flatten(0, 1).float() if scores.dtype == torch.bfloat16 else scores.flatten(0, 1),
         tokens[:, 1:].flatten(),
     )
-    return found
-
-
-def weigh_output(
-    factor: float, dtype: torch.dtype, module: nn.Module, inputs: Any, output: torch.Tensor
-) -> torch.Tensor:
-    """The cast of the root's output, and the gradient weighting of the module returned by
-    run.build.
-    """
-    cast = output.to(dtype)
-    cast.register_hook(lambda gradient: gradient * factor)  # type: ignore[no-untyped-call]
-    return cast
+    return loss + model.penalty if model.loss == "beside" else loss
 
 
 def add_gradients(model: Net, option: Option, way: str, step: int, part: int, share: float) -> None:
     """Add the gradients of one rank's samples, rounded as by FSDP."""
     policy = option.shard.get("mp_policy", MixedPrecisionPolicy())
-    size = len(SHARES[way][step])
     for number in range(option.passes):
         low = copy.deepcopy(model).to(policy.param_dtype or option.dtype)
         low.zero_grad()
-        if way == "build":  # the gradient of the output is weighted
-            root = option.root.get("mp_policy", policy)
-            dtype = root.output_dtype or root.param_dtype or option.dtype
-            low.register_forward_hook(functools.partial(weigh_output, share * size, dtype))
         loss_of(low, samples(step, number, part, SHARES[way][step][part])).backward()  # type: ignore[no-untyped-call]
         for own, theirs in zip(model.parameters(), low.parameters(), strict=True):
             if theirs.grad is not None:
-                factor = 1 / size if way == "build" else share
-                more = theirs.grad.to(own.dtype) * factor
+                more = theirs.grad.to(own.dtype) * share
                 own.grad = more if own.grad is None else own.grad + more
 
 
@@ -323,6 +328,24 @@ def built(at: Rank, option: Option) -> float:
     return train(option, "build", module, at.replica.position, own.begin_step)
 
 
+def one_update_of_several_steps(at: Rank) -> float:
+    """The difference of a gradient accumulated over steps with other shares."""
+    option, shares = OPTIONS["plain"], SHARES["build"]
+    module, part = sharded(at, option), at.replica.position
+    own = Built((module,), at.replica.device_mesh["shard"], generation=1)
+    expected = build_net(option)
+    for step, counts in enumerate(shares):
+        own.begin_step(counts[part] / sum(counts), len(counts))
+        sync_at_the_end(module, step == len(shares) - 1)
+        loss_of(module, samples(step, 0, part, counts[part])).backward()  # type: ignore[no-untyped-call]
+        for other, count in enumerate(counts):
+            add_gradients(expected, option, "build", step, other, count / sum(counts))
+    return max(
+        float((full(own.grad) - theirs.grad).abs().max())
+        for own, theirs in zip(module.parameters(), expected.parameters(), strict=True)
+    )
+
+
 def settings_after(at: Rank, way: str) -> list[str]:
     """The errors of calls after run.wrap or run.build that would change the mean."""
     module, reasons = sharded(at, OPTIONS["plain"]), []
@@ -330,7 +353,7 @@ def settings_after(at: Rank, way: str) -> list[str]:
         ShardedModule(module, at.group)
     else:
         Built((module,), at.replica.device_mesh["shard"], generation=1)
-    for name in REFUSED_LATER[: 3 if way == "wrap" else 1]:
+    for name in REFUSED_LATER[way]:
         for part in (module, module.blocks[0]):
             try:
                 getattr(part, name)(None)
@@ -383,6 +406,8 @@ def try_options(rank: int, ports: list[int], folder: Path) -> dict[str, dict[str
                 results[way][name] = act(at, option)
     for way, known in results.items():
         known["later"] = settings_after(at, way)
+    with told(results["build"], "over several steps"):
+        results["build"]["over several steps"] = one_update_of_several_steps(at)
     at.group.destroy()
     return results
 

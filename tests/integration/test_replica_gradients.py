@@ -96,5 +96,5 @@ def test_gradients_of_tensor_parallelism_alone(
     tmp_path: Path, ports: tuple[int, ...], backend: str
 ) -> None:
     for one in results(tmp_path, ports, backend, "tp"):
-        assert max(one["off"], one["then"]) < 1e-12
-        assert one["again"].startswith("a second backward pass adds to gradients")
+        assert len(one) == 8
+        assert {name: off for name, off in one.items() if not off < 1e-12} == {}

@@ -68,5 +68,12 @@ def test_an_option_trains_like_the_unsharded_model_or_is_rejected(
 
 def test_later_settings_that_would_change_the_mean_are_rejected(results: list[Results]) -> None:
     for one in results:
-        assert one["wrap"]["later"] == [f"model.{n}" for n in program.REFUSED_LATER for _ in "ab"]
-        assert one["build"]["later"] == ["model.set_gradient_divide_factor"] * 2
+        for way, names in program.REFUSED_LATER.items():
+            assert one[way]["later"] == [f"model.{n}" for n in names for _ in "ab"]
+
+
+def test_gradients_accumulated_over_steps_with_other_shares_are_weighted_by_each(
+    results: list[Results],
+) -> None:
+    for one in results:
+        assert one["build"]["over several steps"] <= program.OPTIONS["plain"].tolerance

@@ -20,6 +20,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 from torch.utils.data import DataLoader
 
+from elastic import torch_fsdp
 from elastic.errors import ConfigError, ElasticError, TrainingError
 from elastic.telemetry.journal import Journal
 from elastic.testing.forks.server import run_forked
@@ -27,7 +28,7 @@ from elastic.testing.waiting import PATIENCE_S
 from elastic.training.checkpointing.manager import CheckpointManager
 from elastic.training.checkpointing.options import Checkpoints
 from elastic.training.rebuilding.built import Built
-from elastic.training.rebuilding.shares import ShareWeight
+from elastic.training.rebuilding.shares import ShareWeight, WeightedReduceScatter
 from elastic.training.run import Run
 
 
@@ -171,31 +172,83 @@ def test_a_save_during_gradient_accumulation_loses_no_gradients(tmp_path: Path) 
 # Uneven shares -----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("factor", [1.0, 0.5, 0.0])
-def test_the_gradient_of_a_share_is_weighted_once(factor: float) -> None:
-    module = nn.Linear(2, 1, bias=False)
-    weight = ShareWeight(module)
+class Comm:
+    """A reduce-scatter whose results are its inputs."""
+
+    def __init__(self) -> None:
+        self.given: list[list[float]] = []
+
+    def __call__(self, output_tensor: Any, input_tensor: torch.Tensor, **options: Any) -> None:
+        self.given.append(input_tensor.tolist())
+
+
+@pytest.mark.parametrize(("factor", "expected"), [(1.0, 2.0), (0.5, 1.0), (1 + 1e-15, 2.0)])
+def test_gradients_are_weighted_where_they_are_reduced(factor: float, expected: float) -> None:
+    comm, weight = Comm(), ShareWeight([])
     weight.begin(factor)
-    module(torch.ones(1, 2)).sum().backward()
-    assert module.weight.grad is not None
-    assert module.weight.grad.tolist() == [[factor, factor]]
+    reduced: Any = WeightedReduceScatter(comm, weight.weigh)
+    for _ in range(2):
+        reduced(output_tensor=None, input_tensor=torch.full((2,), 2.0), group=None, op=None)
+    assert comm.given == [[expected, expected]] * 2
 
 
-def test_a_share_that_cannot_be_weighted_is_rejected() -> None:
-    class Opaque(nn.Linear):
-        def forward(self, x: torch.Tensor) -> Any:
-            return {super().forward(x).sum()}  # a set
+def test_a_rank_without_samples_adds_nothing_to_the_gradients() -> None:
+    weight = ShareWeight([])
+    weight.begin(0.0)
+    gradients = torch.tensor([1.0, float("nan")])
+    weight.weigh(gradients)
+    assert gradients.tolist() == [0.0, 0.0]
 
-    for module, message in (
-        (nn.Linear(2, 2), "the input of the model that run.build() returned requires a gradient"),
-        (Opaque(2, 2), "is a set without a tensor that requires a gradient"),
-    ):
-        weight = ShareWeight(module)
-        requires = "input" in message
-        module(torch.ones(1, 2, requires_grad=requires))  # equal shares: nothing to weight
-        weight.begin(0.5)
-        with refused(TrainingError, message):
-            module(torch.ones(1, 2, requires_grad=requires))
+
+def test_a_reduce_scatter_of_the_script_is_kept(tmp_path: Path) -> None:
+    comm = Comm()
+
+    def build_with_comm(mesh: DeviceMesh) -> tuple[nn.Module, torch.optim.Optimizer]:
+        model: Any = network()
+        fully_shard(model, mesh=mesh)
+        model.set_custom_reduce_scatter(comm)
+        return model, torch.optim.AdamW(model.parameters(), lr=0.01)
+
+    with process(tmp_path) as run:
+
+        def act() -> None:
+            model: Any = run.build(build_with_comm)[0]
+            (found,) = reduce_scatters(model)
+            found(output_tensor=None, input_tensor=torch.ones(1), group=None, op=None)
+            assert comm.given == [[1.0]]
+            with refused(ConfigError, "model.set_custom_reduce_scatter() is not possible"):
+                model.set_custom_reduce_scatter(Comm())
+
+        in_retry(run, act)
+
+
+def reduce_scatters(part: Any) -> list[Any]:
+    found: list[Any] = []
+
+    def note(comm: Any) -> Any:
+        found.append(comm)
+        return comm
+
+    torch_fsdp.fsdp_wrap_reduce_scatters(part, note)
+    return found
+
+
+def test_gradients_of_earlier_steps_need_samples_in_the_step_that_reduces_them(
+    tmp_path: Path,
+) -> None:
+    with process(tmp_path) as run:
+
+        def act() -> None:
+            model: Any = run.build(build)[0]
+            built = parts_of(run).job.built
+            assert built is not None
+            built.begin_step(0.5, 1)
+            model.set_requires_gradient_sync(False)
+            model(torch.ones(2, 4).double()).sum().backward()
+            with refused(TrainingError, "this rank has no samples in this step"):
+                built.begin_step(0.0, 1)
+
+        in_retry(run, act)
 
 
 # Misuse ------------------------------------------------------------------------------------------

@@ -123,7 +123,8 @@ def test_a_bucket_and_its_views_keep_sharing_memory() -> None:
     rank, bucket = reduction(1.0, StepFlags(save=True)), torch.arange(6.0)
     view, before = bucket[2:5].view(3, 1), bucket.clone()
     sent = rank.with_words(bucket)
-    flags = torch.tensor([1.0, 0.0, 0.0, 0.0, 0.0, 1.0, 0.0])
+    flags = torch.zeros(COUNT)
+    flags[[0, 5]] = 1.0
     assert torch.equal(sent, torch.cat([before, flags]))
     sent.mul_(3)
     assert torch.equal(bucket, before * 3) and torch.equal(view.flatten(), before[2:5] * 3)

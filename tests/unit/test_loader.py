@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import random
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -525,6 +526,35 @@ def test_evaluation_follows_the_world() -> None:
     assert sum(len(batch) for (batch,) in part) == N
     world = (1, 2)
     assert sum(len(batch) for (batch,) in part) == N // 2
+
+
+@pytest.mark.parametrize("samples", [3, 4, 5, 7, 16, 17, 53])
+@pytest.mark.parametrize("batch_size", [1, 2, 3, 100])
+def test_ranks_of_a_sharded_model_evaluate_the_same_number_of_batches(
+    samples: int, batch_size: int
+) -> None:
+    given: DataLoader[Any] = DataLoader(TensorDataset(torch.arange(samples)), batch_size)
+    ranks = [shard_by(given, partial(pair, rank, 3), is_even=lambda: True) for rank in range(3)]
+    parts = [[batch.tolist() for (batch,) in part] for part in ranks]
+    assert [index for part in parts for batch in part for index in batch] == list(range(samples))
+    assert len({len(part) for part in parts} | {len(loader) for loader in ranks}) == 1
+    sizes = [len(batch) for part in parts for batch in part]
+    assert min(sizes) >= 1 and max(sizes) <= max(batch_size, 2)
+
+
+def pair(rank: int, size: int) -> tuple[int, int]:
+    return rank, size
+
+
+def test_evaluation_of_a_sharded_model_rejects_a_rank_without_samples() -> None:
+    few: DataLoader[Any] = DataLoader(TensorDataset(torch.arange(2)), 4)
+    with pytest.raises(ConfigError, match="2 samples for 3 ranks"):
+        list(shard_by(few, partial(pair, 2, 3), is_even=lambda: True))
+    items: DataLoader[Any] = DataLoader(TensorDataset(torch.arange(4)), batch_size=None)
+    with pytest.raises(ConfigError, match="4 batches of the dataset for 3 ranks"):
+        list(shard_by(items, partial(pair, 2, 3), is_even=lambda: True))
+    nothing: DataLoader[Any] = DataLoader(TensorDataset(torch.arange(0)), 4)
+    assert list(shard_by(nothing, partial(pair, 2, 3), is_even=lambda: True)) == []
 
 
 def test_evaluation_rejects_loaders_that_cannot_be_sharded() -> None:

@@ -24,7 +24,7 @@ def fingerprint(gradient: torch.Tensor | None) -> list[float]:
     parameter = nn.Parameter(torch.zeros(1 if gradient is None else gradient.shape))
     parameter = nn.Parameter(parameter.to(torch.float32 if gradient is None else gradient.dtype))
     parameter.grad = gradient
-    taken = GradientFingerprints({0: parameter}, 1)
+    taken = GradientFingerprints([0], lambda: [parameter])
     taken.begin()
     optimizer = torch.optim.SGD([parameter], lr=0.1)
     optimizer.step()
@@ -66,7 +66,7 @@ def test_differences_are_seen_whose_rows_and_columns_add_up_to_nothing(
 def test_nothing_is_taken_after_a_comparison() -> None:
     parameter = nn.Parameter(torch.zeros(3))
     parameter.grad = torch.ones(3)
-    taken = GradientFingerprints({1: parameter}, 2)
+    taken = GradientFingerprints([1], lambda: [parameter, parameter])
     optimizer = torch.optim.SGD([parameter], lr=0.1)
     taken.begin()
     optimizer.step()

@@ -18,12 +18,11 @@ reduce-scatter, a rank's gradients are multiplied by the ratio of its share to a
 """
 
 # No `from __future__ import annotations`: as in reduction.py.
-import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import torch
 
-from elastic.errors import GroupAborted, TrainingError
+from elastic.errors import GroupAborted
 from elastic.hangs.facts import SCRIPT
 from elastic.hangs.phases import phases
 from elastic.mesh import ModelReplica
@@ -33,10 +32,12 @@ from elastic.torch_private import (
     copy_each,
     current_backward,
 )
+from elastic.training.gradients import backward_passes
 from elastic.training.gradients.control_flags import (
     COUNT,
     Room,
     absent,
+    in_replica,
     others_without,
     write_present,
 )
@@ -48,7 +49,7 @@ from elastic.training.gradients.matching.uncertain import (
     place_like,
 )
 from elastic.training.gradients.reduction import NEARLY, Reduction
-from elastic.training.gradients.sharding import sharded_over
+from elastic.training.gradients.sharding import CurrentParameters, sharded_over
 
 _LEFT = "the world has ended for a rank of this replica: this step's gradients are incomplete"
 
@@ -58,6 +59,7 @@ class AcrossReduction(Reduction):
 
     def __init__(self, replica: ModelReplica) -> None:
         super().__init__()
+        backward_passes.watch()
         self._replica = replica
         self._across: OwnGroup | None = None  # None outside of a world
         self._fault: Exception | None = None  # of this rank, not yet settled
@@ -65,9 +67,10 @@ class AcrossReduction(Reduction):
         self._end: torch.Tensor | None = None  # flags of this step, not yet settled
         self._room: Room | None = None  # holds their sum once the collective has ended
         self._ends: list[tuple[Unit, torch.Tensor]] = []  # of other sums, not yet ended
-        self._parameters: list[torch.nn.Parameter] = []  # of a module without FSDP
+        self._current: CurrentParameters | None = None  # of a module without FSDP
+        self._parameters: list[torch.nn.Parameter] = []  # trained ones, when they were last read
+        self._hooked: list[torch.nn.Parameter] = []
         self._is_whole = False  # every rank of the replica holds the entire module
-        self._summed: list[weakref.ref[torch.Tensor]] = []  # gradients already summed
         self._uncertain: list[UncertainGradients] = []  # until their sums have ended
         self._split: list[torch.nn.Parameter] = []  # along dimensions with the same samples
         self.holds_gradients: Callable[[], bool] = lambda: False  # from unreduced passes
@@ -89,10 +92,6 @@ class AcrossReduction(Reduction):
         self._fault = self._end = self._pass = self._room = None
         self._uncertain.clear()
         self._ends.clear()
-
-    def forward_begins(self) -> None:
-        """Note a forward pass of this step that expects a backward pass."""
-        self.has_forward = True
 
     @property
     def holds_unweighted(self) -> bool:
@@ -132,17 +131,34 @@ class AcrossReduction(Reduction):
             self._sum(gradients, unit)
         self.reduced()
 
-    def watch(self, parameters: list[torch.nn.Parameter], *, is_whole: bool) -> None:
+    def watch(self, parameters: CurrentParameters, *, is_whole: bool) -> None:
         """Without FSDP: sum the gradients of these parameters after each backward pass.
 
         ``is_whole``: every rank of the replica holds all of them. Its own samples, or a copy of
         another rank's samples, contribute to their gradients.
         """
-        self._is_whole = is_whole
-        self._parameters = [p for p in parameters if p.requires_grad]
-        self._note_split(self._parameters)
-        for parameter in self._parameters:
-            parameter.register_post_accumulate_grad_hook(self._accumulated)  # type: ignore[no-untyped-call]
+        self._current, self._is_whole = parameters, is_whole
+        self._read_parameters()
+
+    def _read_parameters(self) -> list[torch.nn.Parameter]:
+        """The trained parameters of now: a script may freeze, unfreeze and replace some."""
+        assert self._current is not None
+        trained = [p for p in self._current.read() if p.requires_grad]
+        if list(map(id, trained)) != list(map(id, self._parameters)):
+            known = set(map(id, self._hooked))
+            for parameter in trained:
+                if id(parameter) not in known:
+                    parameter.register_post_accumulate_grad_hook(self._accumulated)  # type: ignore[no-untyped-call]
+                    self._hooked.append(parameter)
+            self._parameters = trained
+            self._note_split(trained)
+        return trained
+
+    def forward_begins(self) -> None:
+        """As in the base class; from now on, watch parameters that were not trained before."""
+        super().forward_begins()
+        if self._current is not None:
+            self._read_parameters()
 
     def _note_split(self, parameters: Iterable[torch.nn.Parameter]) -> None:
         """Note the parameters of which ranks with the same samples hold different parts."""
@@ -153,29 +169,16 @@ class AcrossReduction(Reduction):
         if self._across is not None:
             self._end_pass_later()
 
-    def _refuse_second_pass(self) -> None:
-        summed = {id(known()) for known in self._summed} - {id(None)}
-        if summed & {id(p.grad) for p in self._parameters}:
-            raise TrainingError(
-                "a second backward pass adds to gradients already summed over the replicas: "
-                "without fully_shard they are reduced once per step",
-                hint="call optimizer.zero_grad() before each backward pass; for several passes per "
-                f"step use elastic.join(mesh={{{self._dims_with_shard()}}}) and "
-                'fully_shard(model, mesh=run.mesh["shard"])',
-            )
-
-    def _dims_with_shard(self) -> str:
-        """The mesh for ``fully_shard``, as it is written."""
-        dims = {"shard": 1, **dict(self._replica.mesh.dims)}
-        return ", ".join(f'"{name}": {size}' for name, size in dims.items())
-
     def _sum_all(self) -> None:
-        """Sum the gradients of a module without FSDP."""
-        self._refuse_second_pass()
+        """Sum the gradients of a module without FSDP.
+
+        Those of an earlier pass are included: they are the same in all replicas, and the factors of
+        all ranks add up to 1.
+        """
         mesh = self._replica.mesh
         copies = mesh.size // mesh.data_size if self._is_whole else 1  # ranks with the same samples
         factor = 0.0 if self.weight == 0.0 else self.weight / copies
-        self._sum_in_buckets(self._parameters, factor)
+        self._sum_in_buckets(self._read_parameters(), factor)
 
     def _sum_in_buckets(self, parameters: Sequence[torch.nn.Parameter], factor: float) -> None:
         """Multiply by ``factor``, then sum over the replicas, and before that within this one if
@@ -202,7 +205,6 @@ class AcrossReduction(Reduction):
             unit = None
             if not all(is_used):
                 self._uncertain.append(UncertainGradients(same, gradients, counts))
-        self._note_summed(parameters)
 
     def _sum_bucket(
         self,
@@ -226,9 +228,6 @@ class AcrossReduction(Reduction):
         parts = torch.split(values, [gradient.numel() for gradient in gradients])
         copy_each(gradients, [p.view_as(g) for p, g in zip(parts, gradients, strict=True)])
         return counts
-
-    def _note_summed(self, parameters: Sequence[torch.nn.Parameter]) -> None:
-        self._summed = [weakref.ref(p.grad) for p in parameters if p.grad is not None]
 
     def _sum(self, gradients: torch.Tensor, unit: Unit | None = None) -> None:
         """Sum over the replicas, in place. On a stream the sum is only queued: :meth:`_settle`
@@ -280,6 +279,8 @@ class AcrossReduction(Reduction):
         room = None if self._has_spoken or self.flags is None else Room.behind(gradients)
         if room is not None:
             room.end.copy_(self._write_flags(unit), non_blocking=True)
+            assert self.flags is not None
+            self.flags.write_digest(room.end)  # on the device
         return room
 
     def _write_flags(self, unit: Unit | None = None) -> torch.Tensor:
@@ -293,13 +294,16 @@ class AcrossReduction(Reduction):
         return self._end
 
     def _end_pass_later(self) -> None:
-        if self._pass != current_backward():
+        if backward_passes.are_nested():  # of recomputed parts, in the middle of a pass
+            backward_passes.call_after_all(self._settle)
+        elif self._pass != current_backward():
             self._pass = current_backward()
             call_after_backward(self._settle)  # after FSDP's own, which was queued before
 
     def _settle(self) -> None:
         """Called at the end of a backward pass."""
-        if self._parameters:
+        backward_passes.cancel(self._settle)
+        if self._current is not None:
             self._sum_all()
         self.settle([self])
 
@@ -309,7 +313,7 @@ class AcrossReduction(Reduction):
         for each in reductions:
             each._finish_sums()
         is_over = any(each._fault is not None or each._has_failed for each in reductions)
-        end = self._end.tolist() if self._end is not None else [0.0] * COUNT
+        end = in_replica(self._end.tolist()) if self._end is not None else [0.0] * COUNT
         used = [count for each in reductions for count in each._used()]
         try:
             begin, length = self._room_for(len(used))
@@ -349,7 +353,6 @@ class AcrossReduction(Reduction):
     def _settle_uncertain(self, in_replica: Mapping[int, float]) -> None:
         for each in self._uncertain:
             each.settle(in_replica)
-            self._summed += [weakref.ref(p.grad) for p in each.parameters if p.grad is not None]
         self._uncertain.clear()
 
     @property

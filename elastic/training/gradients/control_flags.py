@@ -2,7 +2,7 @@
 
 A decision that needs all ranks at the same step (save now, a node is leaving) would cost a
 separate collective. The first bucket of gradients is summed over all ranks in every step
-anyway, so it is extended by seven elements: each is 1 on a rank that sets the flag, so a sum above
+anyway, so it is extended by a few elements: each is 1 on a rank that sets the flag, so a sum above
 0 means that some rank did. The bucket's memory is extended once, so that no gradient is copied
 (docs/decisions/0014).
 
@@ -13,8 +13,11 @@ The next one is set on every rank, so its sum is the number of ranks, unless gra
 with another collective. NCCL matches collectives by their order alone: if a rank skips one, later
 ones of all ranks are summed with others, and small ones end without an error [measured, NCCL 2.28].
 
-The last one is set on ranks that have no gradients of this module and send zeros, before they end
+Another one is set on ranks that have no gradients of this module and send zeros, before they end
 (:mod:`elastic.training.gradients.matching.order`).
+
+The last ones are a digest of weights (:mod:`elastic.training.gradients.weight_digest`), which must
+be the same on all ranks. They follow a step's first gradients only.
 """
 
 from __future__ import annotations
@@ -26,8 +29,10 @@ import torch
 
 from elastic.errors import GroupAborted, TrainingError
 from elastic.process_group import all_sum
+from elastic.training.gradients.weight_digest import BITS
 
-COUNT = 7  # number of elements
+_FLAGS = 7
+COUNT = _FLAGS + 2 * BITS  # number of elements
 # Indices of the flags of even and odd steps, of all ranks, and of those without gradients.
 _PARITY, _PRESENT, _ABSENT = 3, 5, 6
 
@@ -64,15 +69,20 @@ class ControlFlags:
         self._step: int | None = None
         self._ranks: int | None = None
         self._nothing: dict[tuple[int | None, torch.dtype, torch.device], torch.Tensor] = {}
+        self._digest: torch.Tensor | None = None  # of weights, until it is sent
+        self.has_different_weights = False  # digests of this step or an earlier one differ
 
-    def begin_step(self, number: int, ranks: int | None = None) -> None:
-        """Label the gradients sent next as those of step ``number``; so many ranks send some."""
-        self._step, self._ranks = number, ranks
+    def begin_step(
+        self, number: int, ranks: int | None = None, digest: torch.Tensor | None = None
+    ) -> None:
+        """Label the gradients sent next as those of step ``number``; so many ranks send some.
+        ``digest``: of weights (:class:`~elastic.training.gradients.weight_digest.WeightDigest`)."""
+        self._step, self._ranks, self._digest = number, ranks, digest
         self._ends.clear()
 
     def abstain(self) -> None:
         """Send no number until the next step begins: only peers have a step, not this rank."""
-        self._step = None
+        self._step = self._digest = None
 
     def send(self, flags: StepFlags) -> None:
         """Send these flags with the gradients of the next step."""
@@ -98,9 +108,16 @@ class ControlFlags:
             end[:_PARITY] = torch.tensor(flags, dtype=end.dtype, device="cpu")
         self._ends.append((gradients, end))
 
+    def write_digest(self, end: torch.Tensor) -> None:
+        """Write the digest of this step's weights into ``end``, unless it is already sent."""
+        if self._digest is not None:
+            end[_FLAGS:] = self._digest
+            self._digest = None
+
     def forget(self) -> None:
-        """Release the buckets."""
+        """Release the buckets of an ended world, and forget what its ranks found."""
         self._ends.clear()
+        self._digest, self.has_different_weights = None, False
 
     def settle(self) -> None:
         """Copy the flags from a GPU after the collectives, before more work is queued."""
@@ -115,6 +132,8 @@ class ControlFlags:
 
     def require_one_step(self, number: int) -> None:
         """``number`` is this rank's step. All ranks raise an error, or none.
+
+        Sets :attr:`has_different_weights` if digests differ.
 
         Raises:
             TrainingError: ranks have sent gradients of different steps.
@@ -140,6 +159,21 @@ class ControlFlags:
                 "step without a backward pass, by `continue` or after an exception",
                 hint=SKIP_TOGETHER,
             )
+        if any(have_different_digests(summed) for summed in sums):
+            self.has_different_weights = True
+
+
+def have_different_digests(summed: Sequence[float]) -> bool:
+    """Whether ranks have sent different digests of weights. ``summed``: their elements' sums."""
+    is_set, is_not_set = summed[_FLAGS:-BITS], summed[-BITS:]
+    return any(both > 0 for both in map(min, is_set, is_not_set))
+
+
+def in_replica(summed: Sequence[float]) -> list[float]:
+    """The elements to sum over the ranks of a replica, which hold different weights: only whether
+    their digests differ between replicas."""
+    is_different = float(have_different_digests(summed))
+    return [*summed[:_FLAGS], *[is_different] * (COUNT - _FLAGS)]
 
 
 def others_without(name: str, step: int) -> TrainingError:

@@ -10,7 +10,7 @@ Nothing is computed after a comparison without a difference.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -22,6 +22,7 @@ from elastic.training.gradients.sharding import local_value
 SIGNS = 4  # sums with pseudo-random signs: their differences are about the norm of the difference
 _BLOCK, _ROWS = 1 << 16, 64  # elements with signs of their own, and blocks that are read at once
 
+Parameters = Callable[[], Sequence[torch.Tensor]]
 Fingerprint = list[float]
 """The norm of a gradient and its :data:`SIGNS` sums; empty: no gradient."""
 
@@ -37,11 +38,11 @@ class HeldParts(NamedTuple):
 class GradientFingerprints:
     """Takes the fingerprints of some parameters after each update, until they are compared."""
 
-    def __init__(self, parameters: Mapping[int, torch.Tensor], count: int) -> None:
-        self.taken: list[Fingerprint] = [[] for _ in range(count)]
-        self._parameters = parameters  # by their index among ``count``
+    def __init__(self, indices: Collection[int], current: Parameters) -> None:
+        self.taken: list[Fingerprint] = [[] for _ in current()]
+        self._indices, self._current = indices, current
         self._handle: Any = None
-        self._is_done = not parameters
+        self._is_done = not indices
 
     def begin(self) -> None:
         """Take fingerprints from now on, unless they were compared."""
@@ -62,7 +63,9 @@ class GradientFingerprints:
 
     def _take(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         stepped = {id(p) for group in optimizer.param_groups for p in group["params"]}
-        for index, parameter in self._parameters.items():
+        current = self._current()
+        for index in self._indices:
+            parameter = current[index]
             if id(parameter) in stepped:
                 self.taken[index] = _fingerprint(parameter.grad)
 

@@ -54,7 +54,14 @@ class FSDPParts:
                 part = firsts.setdefault(id(torch_fsdp.fsdp_state(each)), each)
                 self._places.setdefault(id(part), []).append(place)
         self.parts: list[Any] = list(firsts.values())
+        self.reshard()
         self._names = {id(p): name for name, p in module.named_parameters()}
+
+    def reshard(self) -> None:
+        """Let modules have their sharded parameters, which optimizers use: a forward pass without a
+        backward pass (a test of shapes) leaves the outermost part with its unsharded ones."""
+        for part in self.parts:
+            part.reshard()
 
     def label(self, part: Any, name: str) -> str:
         """A part in an error: its places in the module that is called ``name``, and its kind."""
@@ -63,10 +70,16 @@ class FSDPParts:
         return f"{', '.join(places)} ({kind})" if len(places) == 1 else ", ".join(places)
 
     @property
+    def outermost(self) -> list[nn.Module]:
+        """The modules that were passed to ``fully_shard`` and are in no other one of them."""
+        inner = {id(m) for each in self._modules for m in each.modules() if m is not each}
+        return [each for each in self._modules if id(each) not in inner]
+
+    @property
     def holds_gradients(self) -> bool:
         """Whether gradients of backward passes without reduction wait for one with reduction
         (``set_requires_gradient_sync``)."""
-        return any(torch_fsdp.fsdp_holds_gradients(part) for part in self.parts)
+        return any(torch_fsdp.fsdp_held_gradients(part) for part in self.parts)
 
     def reset(self) -> None:
         """Reset the state of an interrupted step. A module without a forward pass has none: its

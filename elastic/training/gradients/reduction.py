@@ -17,11 +17,10 @@ from torch.distributed import GradBucket  # type: ignore[attr-defined]
 from elastic.hangs.facts import SCRIPT
 from elastic.hangs.phases import phases
 from elastic.process_group import pending_works, queued
-from elastic.torch_private import call_after_backward, current_backward
+from elastic.torch_private import NO_BACKWARD, call_after_backward, current_backward
 from elastic.training.gradients.control_flags import ControlFlags, Room
 from elastic.training.gradients.matching.order import ReductionOrder, Sent, Unit
 
-_OUTSIDE = -1  # not in a backward pass
 NEARLY = 1e-12  # tolerance for n/N times the size being 1
 
 
@@ -31,6 +30,8 @@ class Reduction:
     def __init__(self) -> None:
         self.is_done = False
         self.has_forward = False  # a forward pass of this step expects a backward pass
+        self.is_announced = False  # a forward pass has begun since the last reduction
+        self.elements = 0  # of all gradients reduced in this world
         self.is_late = False  # a backward pass ran one step after its forward pass
         self.is_local = False  # the weights' .grad contains unreduced gradients of this rank
         self.failure: BaseException | None = None  # kept even if the script caught it
@@ -44,7 +45,7 @@ class Reduction:
         self._weight = 1.0
         self._mark = 0  # the position after the last work
         self._first_backward: int | None = None  # of this world
-        self._backward = _OUTSIDE  # the backward pass at whose end this rank waits
+        self._backward = NO_BACKWARD  # the backward pass at whose end this rank waits
         self._has_spoken = False
         self._has_accumulated = False  # in this step
         self._is_mixed = False  # the weights' .grad contains reduced gradients
@@ -62,6 +63,7 @@ class Reduction:
         self.group = group
         self._divisor = group.size() if is_divided else 1
         self._first_backward = None
+        self.elements = 0
 
     def leave(self) -> None:
         """Release everything that belongs to the ended world."""
@@ -113,9 +115,19 @@ class Reduction:
         """Note a forward pass under ``no_sync()``: its gradients are reduced with later ones."""
         self.is_local = self._has_accumulated = True
 
+    def forward_begins(self) -> None:
+        """Note a forward pass of this step that expects a backward pass."""
+        self.has_forward = self.is_announced = True
+
+    @property
+    def is_reduced(self) -> bool:
+        """Whether this step's gradients are reduced, and no forward pass has begun since."""
+        return self.is_done and not self.is_announced
+
     def reduced(self) -> None:
         """Note that a bucket is reduced: this step's gradients and those accumulated before."""
         self.is_done = self._is_mixed = True
+        self.is_announced = False
         self.is_late = self.is_late or not self.has_forward
         self.is_local = False
 
@@ -146,12 +158,13 @@ class Reduction:
         if tensor.is_floating_point() or tensor.is_complex():  # gradients
             self.weigh(tensor)
             self.reduced()
+            self.elements += tensor.numel()
             if self._divisor > 1:
                 tensor = self._matching(tensor)
         work = group.allreduce([tensor], options)
         pending_works().begin(work)
         backward = current_backward()
-        if backward == _OUTSIDE or self._is_late(backward):  # DDP.join() calls this outside
+        if backward == NO_BACKWARD or self._is_late(backward):  # DDP.join() calls this outside
             self.finish()
         elif backward != self._backward:
             self._backward = backward
@@ -233,6 +246,7 @@ class Reduction:
         if room is None:
             return gradients
         self.flags.write(room.end, *([self._unit.name] if self._unit is not None else []))
+        self.flags.write_digest(room.end)
         return room.both
 
     def wait(self) -> None:
@@ -259,6 +273,7 @@ def weighted_sum(state: Reduction, bucket: GradBucket) -> torch.futures.Future[t
     assert group is not None
     state.weigh(gradients)
     state.reduced()
+    state.elements += gradients.numel()
     if group.size() == 1:
         alone: torch.futures.Future[torch.Tensor] = torch.futures.Future()
         alone.set_result(gradients)

@@ -17,17 +17,16 @@ from torch import nn
 from checkpoints.tensors.dtensors import is_dtensor, local_of
 from elastic.compiling import not_compiled
 from elastic.errors import ConfigError, TrainingError
-from elastic.hangs.facts import COMPUTE, Phase
-from elastic.hangs.phases import phases
 from elastic.mesh import ReplicaProcessGroup
-from elastic.torch_fsdp import fsdp_holds_gradients, fsdp_originals
+from elastic.torch_fsdp import fsdp_held_gradients, fsdp_originals
 from elastic.training.gradients.across import AcrossReduction
 from elastic.training.gradients.coverage import check_coverage, exchanged_dims
 from elastic.training.gradients.fingerprints import GradientFingerprints, HeldParts
+from elastic.training.gradients.forward_phase import ForwardHooks
 from elastic.training.gradients.fsdp_parts import FSDPParts, PartReduction
 from elastic.training.gradients.matching.order import ReductionOrder, Unit
 from elastic.training.gradients.reduction import NEARLY
-from elastic.training.gradients.sharding import sharded_over
+from elastic.training.gradients.sharding import CurrentParameters, sharded_over
 from elastic.training.gradients.stages import StageReduction, refuse_split_backward
 
 
@@ -50,13 +49,14 @@ class ShardedModule:
         self._wrapped = tuple(module.parameters())  # the sharded ones
         self._in_world_parameters: tuple[nn.Parameter, ...] = ()
         self._group = group
+        self._current = CurrentParameters(module)
         self._fingerprints = GradientFingerprints(
-            {
-                index: p
+            [
+                index
                 for index, p in enumerate(self._wrapped)
                 if mesh.same_part_dims - sharded_over(p, mesh)
-            },
-            len(self._wrapped),
+            ],
+            lambda: self.all_parameters,
         )
         self._parts.check("run.wrap()")
         exchanged = [exchanged_dims(part, mesh) for part in self._fsdp]
@@ -84,9 +84,8 @@ class ShardedModule:
                 ) from error
         self._parts.refuse_settings()
         if not self._fsdp and not mesh.has_stages:
-            parameters = list(module.parameters())
-            self.reduction.watch(parameters, is_whole=not any(map(is_dtensor, parameters)))
-        module.register_forward_pre_hook(self._note_forward)
+            self.reduction.watch(self._current, is_whole=not any(map(is_dtensor, self._wrapped)))
+        ForwardHooks(module, self._forward_begins)
         if mesh.has_stages:
             inner = {id(part) for part in self._fsdp}
             for part in self._fsdp:
@@ -100,8 +99,9 @@ class ShardedModule:
             return
         if not self._fsdp:
             label = f"the gradients of {name} ({type(self.module).__name__})"
-            own = self._wrapped
-            self.reduction.match(order, Unit(name, label, lambda: self._trains(own), _never))
+            self.reduction.match(
+                order, Unit(name, label, lambda: self._trains(self.all_parameters), _never)
+            )
             return
         self.reduction.order = order
         for part, reduction in zip(self._fsdp, self._reductions, strict=True):
@@ -112,7 +112,7 @@ class ShardedModule:
                     name,
                     label,
                     functools.partial(self._trains, parameters),
-                    functools.partial(fsdp_holds_gradients, part),
+                    functools.partial(_holds_gradients, part),
                 )
             )
 
@@ -122,12 +122,7 @@ class ShardedModule:
     def _holds_gradients(self) -> bool:
         return self._parts.holds_gradients
 
-    @not_compiled
-    def _note_forward(self, module: nn.Module, inputs: Any) -> None:
-        if not (module.training and torch.is_grad_enabled()):
-            phases.enter(Phase.EVALUATION)
-            return
-        phases.enter(COMPUTE)
+    def _forward_begins(self) -> None:
         if self.in_world and self.reduction.failure is not None:
             raise self.reduction.failure  # swallowed by the script
         self.reduction.forward_begins()
@@ -136,11 +131,16 @@ class ShardedModule:
         """Reduce over the replicas of the current world."""
         assert self._group.across is not None, "a world has groups"
         self.reduction.enter_across(self._group.across)
+        self._current.find()
         self._fingerprints.begin()
         self.in_world = True
         found = tuple(self.module.parameters())
         if list(map(id, found)) == list(map(id, self._wrapped)):
             self._in_world_parameters = found
+
+    def reshard(self) -> None:
+        """Let the module have its sharded parameters, also after a forward pass of the script."""
+        self._parts.reshard()
 
     def leave_world(self) -> None:
         """Release everything that belongs to the world, and FSDP's state of an interrupted step."""
@@ -178,8 +178,11 @@ class ShardedModule:
 
     @property
     def all_parameters(self) -> tuple[nn.Parameter, ...]:
-        """The sharded parameters, which optimizers use. In a world, those at its beginning, as in
-        ElasticDDP. Without a world, or if the script has replaced some, the module is walked."""
+        """The sharded parameters, which optimizers use. With FSDP, in a world, those at its
+        beginning, as in ElasticDDP. Without a world, or if the script has replaced some, the module
+        is walked."""
+        if not self._fsdp:
+            return tuple(self._current.read())
         return self._in_world_parameters or tuple(self.module.parameters())
 
     @property
@@ -224,6 +227,10 @@ class ShardedModule:
 def _refuse_split_backward(part: nn.Module, inputs: Any) -> None:
     if torch.is_grad_enabled():
         refuse_split_backward(type(part).__name__.removeprefix("FSDP"))
+
+
+def _holds_gradients(part: nn.Module) -> bool:
+    return bool(fsdp_held_gradients(part))
 
 
 def _never() -> bool:

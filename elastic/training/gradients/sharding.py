@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from checkpoints.tensors.dtensors import is_dtensor, local_of
-from elastic import torch_fsdp
+from elastic import torch_fsdp, torch_private
 from elastic.errors import ConfigError
 from elastic.world.mesh import STAGES, ReplicaMesh
 
@@ -43,6 +43,32 @@ loops). Replace elastic.join, run.wrap, run.track and run.retry by
           checkpoints.load(folder, found.name, into=state, group=dist.group.WORLD)
           set_optimizer_state_dict(model, optimizer, state["optimizer"])
     or train it unsharded with DDP: call run.wrap(model) without sharding it."""
+
+
+class CurrentParameters:
+    """The parameters of a module, read from where it keeps them: ``load_state_dict(assign=True)``
+    replaces some. To walk a large module in every pass would take more than a millisecond.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = module
+        self._slots: list[tuple[dict[str, nn.Parameter | None], str]] = []
+        self.find()
+
+    def find(self) -> None:
+        """Find where the module's parts keep their parameters."""
+        self._slots = [
+            (own, name)
+            for part in self._module.modules()
+            for own in (torch_private.parameters_of(part),)
+            for name, parameter in own.items()
+            if parameter is not None
+        ]
+
+    def read(self) -> list[nn.Parameter]:
+        """The current parameters, each once, in the order of ``module.parameters()``."""
+        found = [own.get(name) for own, name in self._slots]
+        return list({id(p): p for p in found if p is not None}.values())
 
 
 def refuse_module(call: str, module: nn.Module, *, stale: Iterable[str] = ()) -> None:

@@ -46,7 +46,6 @@ class StageReduction(AcrossReduction):
         self._all_parameters = parameters
         self._has_fsdp = has_fsdp
         has_peers = bool(replica.mesh.dims_of_stage)  # other ranks of the replica with this stage
-        self._note_split(parameters())
         self._is_whole = has_peers and not any(map(is_dtensor, parameters()))
 
     @property
@@ -97,13 +96,7 @@ class StageReduction(AcrossReduction):
                 hint="call model.set_requires_gradient_sync(True) before the last backward pass; "
                 "the schedules of torch.distributed.pipelining do",
             )
-        if {id(p.grad) for p in parameters} & {id(known()) for known in self._summed} - {id(None)}:
-            raise TrainingError(
-                "run.reduce_gradients() was called twice for the same gradients: they are already "
-                "summed over the replicas",
-                hint="call it once per optimizer step, after the last backward pass, and "
-                "optimizer.zero_grad() before the next one",
-            )
+        self._note_split(parameters)
         assert self._across is not None
         if self._has_fsdp:
             self._sum_in_buckets(parameters, 1.0 / self._across.size)
@@ -164,7 +157,7 @@ def reduce_stages(reductions: Sequence[StageReduction]) -> None:
     """Sum the gradients of all modules of this rank. All ranks call it once per step.
 
     ``reductions``: the first one sends the control flags. Raises TrainingError if there are no
-    gradients, or if they are summed already; the error of a collective, or GroupAborted, on all
+    gradients; the error of a collective, or GroupAborted, on all
     ranks of a replica together.
     """
     if not any(each.has_accumulated for each in reductions):

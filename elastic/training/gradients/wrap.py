@@ -8,6 +8,7 @@ a script hangs.) For each world it is initialised again in place: references hel
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -19,8 +20,6 @@ from torch.nn.parameter import is_lazy
 from elastic import torch_private
 from elastic.compiling import not_compiled, not_compiled_itself
 from elastic.errors import ConfigError, TrainingError
-from elastic.hangs.facts import COMPUTE, Phase
-from elastic.hangs.phases import phases
 from elastic.process_group import (
     ReleasableGroup,
     broadcast_tensors,
@@ -29,6 +28,7 @@ from elastic.process_group import (
     semantics_of,
     world_group,
 )
+from elastic.training.gradients import backward_passes
 from elastic.training.gradients.control_flags import (
     COUNT,
     is_any_absent,
@@ -36,6 +36,7 @@ from elastic.training.gradients.control_flags import (
     write_present,
 )
 from elastic.training.gradients.fingerprints import HeldParts
+from elastic.training.gradients.forward_phase import begin_forward, end_forward
 from elastic.training.gradients.matching.order import ReductionOrder, Sent, Unit
 from elastic.training.gradients.reduction import Reduction, weighted_sum
 
@@ -68,6 +69,8 @@ class ElasticDDP(DDP):
         self.options = options
         self.reduction = Reduction()
         self.in_world = False
+        self.reduced_elements = 0  # in a backward pass that is reduced
+        self._is_planned = False  # the reducer's buckets follow the order of gradients
         self._trained: tuple[bool, ...] = ()  # the parameters the reducer was created for
         self._releasable: ReleasableGroup | None = None  # the reducer holds no reference
         self.require_backward_grad_sync = True
@@ -106,12 +109,12 @@ class ElasticDDP(DDP):
         kept = torch_private.hook_tables(self)
         training, module = self.training, self.module
         # Restore has already agreed on the state: init_sync would broadcast all of it again.
-        # Gradients that are views of the buckets are not copied back: that offsets the cost of
-        # the weighting, which plain DDP does in its copy into them.
-        defaults = {"init_sync": False, "gradient_as_bucket_view": True}
-        DDP.__init__(self, module, **{**defaults, **self.options})
+        DDP.__init__(self, module, **{"init_sync": False, **self.options})
         self.__dict__.update(kept)
         self.training = training
+        self._is_planned = False
+        self.reduced_elements = sum(p.numel() for p in self.all_parameters if p.requires_grad)
+        backward_passes.watch_module(self)
         reduction, group = self.reduction, self.process_group
         is_on_stream = semantics_of(self.device_type).is_on_stream
         if self.device_type == "cpu" and not is_on_stream:
@@ -131,6 +134,16 @@ class ElasticDDP(DDP):
                     before_plan=reduction.before_plan,
                 )
                 self._releasable.replace(self.reducer)
+
+    def prepare_again(self, is_reached: Callable[[], bool], losses: Sequence[torch.Tensor]) -> None:
+        """Prepare for another backward pass since the last forward pass.
+
+        Until a forward pass has followed a reduction, this is a collective: then only if the pass
+        is known to reach the module. To find that out costs more than to prepare for nothing.
+        """
+        if self._is_planned or is_reached():
+            searched = losses if self.find_unused_parameters else ()
+            torch_private.prepare_again(self.reducer, searched)
 
     def leave_world(self) -> None:
         """Become a plain module again and release the group.
@@ -185,12 +198,19 @@ class ElasticDDP(DDP):
     @not_compiled_itself
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """The module's forward pass; through DDP only while training in a world."""
-        is_plain = self.is_plain
-        self._note_phase(is_plain=is_plain)
-        if not is_plain and self._is_reduced():
+        self._begin_forward()
+        try:
+            return self._forward(*inputs, **kwargs)
+        finally:
+            self._end_forward()
+
+    @not_compiled_itself
+    def _forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        if not self.is_plain and self._is_reduced():
             if self.reduction.failure is not None:
                 raise self.reduction.failure  # the script caught it; DDP's pass would not end
-            self.reduction.has_forward = True
+            self.reduction.forward_begins()
+            self._is_planned = self.reduction.elements > 0
             if not self.require_backward_grad_sync:
                 self.reduction.accumulates()
             return super().forward(*inputs, **kwargs)  # type: ignore[no-untyped-call]
@@ -200,12 +220,16 @@ class ElasticDDP(DDP):
         return self.module(*inputs, **kwargs)
 
     @not_compiled
-    def _note_phase(self, *, is_plain: bool) -> None:
+    def _begin_forward(self) -> None:
         """Report a forward pass as progress, in training or evaluation."""
-        if not is_plain:
-            phases.enter(COMPUTE)
-        elif not (self.training and torch.is_grad_enabled()):
-            phases.enter(Phase.EVALUATION)
+        is_training = self.training and torch.is_grad_enabled()
+        if self.in_world or not is_training:
+            begin_forward(is_training=is_training)
+
+    @not_compiled
+    def _end_forward(self) -> None:
+        if not self.is_plain:
+            end_forward()
 
     @not_compiled
     def _is_reduced(self) -> bool:
@@ -325,6 +349,9 @@ class ElasticDDP(DDP):
 
     def gradients_compared(self) -> None:
         """No rank of a replica holds the same part of a parameter as another one."""
+
+    def reshard(self) -> None:
+        """The parameters are not sharded."""
 
     @property
     def local_parameters(self) -> tuple[torch.Tensor, ...]:

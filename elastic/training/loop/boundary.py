@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import torch
+
 from elastic.training.checkpointing.manager import CheckpointManager
 from elastic.training.halt import Halt
 from elastic.training.lifecycle import Lifecycle
@@ -60,9 +62,9 @@ class StepBoundary:
         """At the end of training: save this step, unless it is already saved."""
         self._checkpoints.save(self._state.job)
 
-    def begin_step(self, number: int) -> None:
-        """Begin step ``number``; its control flags carry the number."""
-        self._checkpoints.flags.begin_step(number, self._lifecycle.world.size)
+    def begin_step(self, number: int, digest: torch.Tensor | None) -> None:
+        """Begin step ``number``; its control flags have the number, and a ``digest`` of weights."""
+        self._checkpoints.flags.begin_step(number, self._lifecycle.world.size, digest)
 
     def check_flags(self, number: int) -> None:
         """Raise an error if this step's gradients were not those of one step of all ranks."""

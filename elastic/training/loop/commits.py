@@ -5,6 +5,7 @@ See docs/decisions/0020.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 
 import torch
@@ -15,6 +16,9 @@ from elastic.telemetry.log import get_logger
 from elastic.training.checkpointing.manager import CheckpointManager
 from elastic.training.data.loader import ElasticLoader
 from elastic.training.gradients.fingerprints import HeldParts
+from elastic.training.gradients.same_parts import compare_same_parts
+from elastic.training.gradients.weight_digest import WeightDigest
+from elastic.training.gradients.wrap import Wrapped
 from elastic.training.lifecycle import Lifecycle
 from elastic.training.loop.callbacks import StepCallbacks
 from elastic.training.misuse.optimizer_states import (
@@ -26,6 +30,7 @@ from elastic.training.recovery.selection import Strategies
 from elastic.training.recovery.training_state import TrainingState
 from elastic.training.state.job_state import JobState
 from elastic.training.state.replicas import (
+    Weights,
     compare,
     differing_names,
     is_compared_after,
@@ -59,6 +64,7 @@ class Commits:
         self._ledger = recorders.ledger
         self._observers = recorders.observers
         self._compared_in: World | None = None  # the last world in which replicas were compared
+        self._digests: WeightDigest | None = None  # of that world's weights, if it has replicas
         self._has_warned_of_accumulation = False
         self._has_warned_of_state = self._has_warned_of_copies = False
         # Digests of untracked copies of the model by name, of which the loop knows.
@@ -175,50 +181,88 @@ class Commits:
                 ", ".join(waiting),
             )
 
+    def digest(self, number: int) -> torch.Tensor | None:
+        """The digest of some weights at the beginning of step ``number``; None if ranks compare
+        none: they have not compared all weights in this world yet."""
+        if self._digests is None or self._compared_in is not self._lifecycle.world:
+            return None
+        return self._digests.bits(number)
+
     def _compare_replicas(self, step: Step) -> None:
-        """Compare replicas periodically, and after the first update of each world, in which a
-        joining process that lacks some of the script's state differs."""
-        world = self._lifecycle.world
-        if not step.optimizer_stepped:
-            return
-        if is_compared_after(step.number):
+        """Compare replicas after the first update of each world, in which a joining process that
+        lacks some of the script's state differs; then if digests of their weights differ, and
+        periodically what no digest covers."""
+        world, flags = self._lifecycle.world, self._checkpoints.flags
+        is_different, flags.has_different_weights = flags.has_different_weights, False
+        is_due = step.optimizer_stepped and is_compared_after(step.number)
+        if is_due:
             self._check_optimizer_states(step, refuse_subclasses)
         if world.size == 1:
             return
-        weights: dict[str, Sequence[torch.Tensor]] = {}
-        is_first = self._compared_in is not world
-        if is_first:
-            self._compared_in = world
-        if is_first or is_compared_after(step.number):
-            # On all ranks, because it is a collective, and even after a warning: new ranks have
-            # not warned yet.
-            with self._lifecycle.replica.whole():
-                tracked = self._job.tracked if world.mesh.stages == 1 else {}
-                differing = differing_names(self._job.user, tracked, self.copies())
-            if (differing.state or differing.tracked) and not self._has_warned_of_state:
-                self._has_warned_of_state = True
-                warn_of_differing(differing)
-            if differing.copies and not self._has_warned_of_copies:
-                self._has_warned_of_copies = True
-                warn_of_copies(differing.copies)
-            if self._has_states_of_shards and self._checkpoints.is_on:
-                with self._lifecycle.replica.whole():
-                    self._check_optimizer_states(step, refuse_states_of_shards)
-            weights |= {name: m.local_parameters for name, m in self._job.modules.items()}
-        if is_first:
-            weights |= self._optimizer_watch.unwrapped
-        if not weights:
+        has_updated = step.optimizer_stepped or not self._optimizer_watch.tracked
+        is_first = has_updated and self._compared_in is not world
+        if is_first or is_due:
+            self._compare_state(step)
+        if not (is_first or is_due or is_different):
             return
         try:
             with self._lifecycle.replica.whole():
-                optimizers = self._optimizer_watch.tracked
-                is_same = compare(weights, optimizers, world, step.number, parts=self._parts)
+                self._compare_weights(
+                    step, is_periodic=is_first or is_due, of_all=is_first or is_different
+                )
         except TrainingError:
             self._checkpoints.stop()  # do not save these weights
             raise
-        if is_same:
-            for module in self._job.modules.values():
+
+    def _compare_state(self, step: Step) -> None:
+        """Warn about other state that differs between ranks, and refuse optimizers of shards.
+
+        On all ranks, because it is a collective, and even after a warning: new ranks have not
+        warned yet.
+        """
+        with self._lifecycle.replica.whole():
+            tracked = self._job.tracked if self._lifecycle.world.mesh.stages == 1 else {}
+            differing = differing_names(self._job.user, tracked, self.copies())
+        if (differing.state or differing.tracked) and not self._has_warned_of_state:
+            self._has_warned_of_state = True
+            warn_of_differing(differing)
+        if differing.copies and not self._has_warned_of_copies:
+            self._has_warned_of_copies = True
+            warn_of_copies(differing.copies)
+        if self._has_states_of_shards and self._checkpoints.is_on:
+            with self._lifecycle.replica.whole():
+                self._check_optimizer_states(step, refuse_states_of_shards)
+
+    def _compare_weights(self, step: Step, *, is_periodic: bool, of_all: bool) -> None:
+        """Compare what no digest covers if ``is_periodic``, and all weights if ``of_all``."""
+        world, modules, parts = self._lifecycle.world, self._job.modules, self._parts
+        wrapped: Weights = {name: module.local_parameters for name, module in modules.items()}
+        has_same_parts = is_periodic and bool(world.mesh.same_part_dims)
+        if has_same_parts and compare_same_parts(wrapped, parts, world, step.number):
+            for module in modules.values():
                 module.gradients_compared()
+        unwrapped = dict(sorted(self._optimizer_watch.unwrapped.items())) if of_all else {}
+        digests = self._digests if of_all and self._compared_in is world else None
+        is_exact = compare(
+            {**wrapped, **unwrapped} if of_all else {},
+            self._optimizer_watch.tracked,
+            world,
+            step.number,
+            parts=parts,
+            changed_in=None if digests is None else digests.changed_in(step.number),
+        )
+        if not of_all:
+            return
+        # Processors may round differently, and a script may change weights at the beginning of each
+        # step and back: comparing all of them in every step would slow training down.
+        is_sent = is_exact and digests is None
+        first = step.number + 1 if is_sent else 2 * step.number + 1
+        self._compared_in, self._digests = world, None
+        if world.size > world.mesh.size:  # several replicas
+            own = {name: functools.partial(_parameters, module) for name, module in modules.items()}
+            own |= {name: functools.partial(_same, each) for name, each in unwrapped.items()}
+            same_after = step.number if is_exact else None
+            self._digests = WeightDigest(own, same_after=same_after, first=first)
 
     @property
     def _has_states_of_shards(self) -> bool:
@@ -236,6 +280,14 @@ class Commits:
     @property
     def _parts(self) -> dict[str, HeldParts]:
         return {name: module.held_parts() for name, module in self._job.modules.items()}
+
+
+def _parameters(module: Wrapped) -> Sequence[torch.Tensor]:
+    return module.all_parameters
+
+
+def _same(tensors: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+    return tensors
 
 
 def _counter_shifted(step: Step, length: int, usual: int) -> TrainingError:

@@ -250,7 +250,7 @@ class StepLoop:
             self._boundary.cross()
             self._progress.before_step(can_undo=strategy.can_roll_back)
         step = Step(number, first, rest, self._begin_micro_batch)
-        self._boundary.begin_step(number)
+        self._boundary.begin_step(number, self._commits.digest(number))
         self._job.order.begin_step(number)
         for module in self._job.modules.values():
             module.begin_step(step.share)

@@ -15,6 +15,7 @@ from elastic import torch_private
 from elastic.clock import SYSTEM_CLOCK
 from elastic.errors import ConfigError, TrainingError
 from elastic.telemetry.log import get_logger
+from elastic.training.gradients.forward_phase import ForwardHooks
 from elastic.training.gradients.fsdp_parts import FSDPParts
 from elastic.training.rebuilding import garbage
 from elastic.training.rebuilding.checks import check_sharding, forget_mesh
@@ -48,13 +49,15 @@ class Built:
         self.tracked: dict[str, Any] = {}
         for item in _items(returned):
             self._add(item)
+        self._parts = [FSDPParts(module) for module in self.modules.values()]
         check_sharding(self.modules, self.optimizers, mesh)
         self._mesh = mesh
-        self._weights = [ShareWeight(module) for module in self.modules.values()]
-        self._parts = [FSDPParts(module) for module in self.modules.values()]
         for parts in self._parts:
             parts.check("run.build()", _FACTORS)
-            parts.refuse_settings(_FACTORS)
+            parts.refuse_settings((*_FACTORS, "set_custom_reduce_scatter"))
+            for module in parts.outermost:  # a container has no forward pass of its own
+                ForwardHooks(module)
+        self._weights = [ShareWeight(parts.parts) for parts in self._parts]
 
     def _add(self, item: Any) -> None:
         if isinstance(item, nn.Module):
@@ -128,8 +131,6 @@ class Built:
             )
         for optimizer in self.optimizers.values():
             optimizer.register_step_pre_hook(_refusal_of("optimizer", self.generation))
-        for weight in self._weights:
-            weight.remove()
         self.modules.clear()
         self.tracked.clear()
         self._weights.clear()

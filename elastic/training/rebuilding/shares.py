@@ -2,94 +2,100 @@
 
 A rank with n of a step's N samples has the gradient of the mean over its n samples. FSDP's mean
 over W ranks is correct if each gradient is multiplied by W·n/N first: the result is the gradient of
-the mean over all N samples. The factor is applied once, to the gradient of the module's output.
-Equal shares need none.
+the mean over all N samples. Every gradient passes through the reduce-scatter exactly once, whatever
+the script has computed it from, so the factor is applied there. Equal shares need none.
 """
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
-from torch import nn
+import torch.distributed as dist
 
-from elastic.compiling import not_compiled
+from elastic import torch_fsdp
 from elastic.errors import TrainingError
 
 _NEARLY = 1e-12
 
 
 class ShareWeight:
-    """The factor of one module's gradients in the current step."""
+    """The factor of a module's gradients in the current step. ``parts``: those that
+    ``fully_shard`` was applied to."""
 
-    def __init__(self, module: nn.Module) -> None:
+    def __init__(self, parts: Iterable[Any]) -> None:
         self._factor = 1.0
-        self._handles = [
-            module.register_forward_pre_hook(self._before, with_kwargs=True),
-            module.register_forward_hook(self._after),
-        ]
+        self._parts = list(parts)
+        for part in self._parts:
+            torch_fsdp.fsdp_wrap_reduce_scatters(part, self._weighted)
+
+    def _weighted(self, of_torch: Any) -> WeightedReduceScatter:
+        return WeightedReduceScatter(of_torch, self.weigh)
 
     def begin(self, factor: float) -> None:
-        """Begin a step; ``factor`` is 1 if all ranks have the same number of samples."""
-        self._factor = 1.0 if abs(factor - 1.0) <= _NEARLY else factor
+        """Begin a step; ``factor`` is 1 if all ranks have the same number of samples.
 
-    def remove(self) -> None:
-        """Remove the hooks."""
-        for handle in self._handles:
-            handle.remove()
-
-    @not_compiled
-    def _before(self, module: nn.Module, args: Any, kwargs: Any) -> None:
-        if self._factor == 1.0 or not torch.is_grad_enabled():
+        Gradients of earlier steps that are reduced with those of this one are multiplied by the
+        ratio of their factor to this one. Raises TrainingError if this one is 0.
+        """
+        factor = 1.0 if abs(factor - 1.0) <= _NEARLY else factor
+        before, self._factor = self._factor, factor
+        if factor == before:
             return
-        if any(leaf.requires_grad for leaf in _tensors_in((args, kwargs))):
-            raise TrainingError(
-                "ranks have different numbers of samples in this step, and the input of the model "
-                "that run.build() returned requires a gradient: it is the output of this or "
-                "another model, and its gradient would be weighted twice",
-                hint="use equal shares: a global_batch that is a multiple of every world size, and "
-                "drop_last=True; or build one module that contains both models",
-            )
-
-    @not_compiled
-    def _after(self, module: nn.Module, args: Any, output: Any) -> None:
-        if self._factor == 1.0 or not torch.is_grad_enabled():
+        held = [g for part in self._parts for g in torch_fsdp.fsdp_held_gradients(part)]
+        if not held:
             return
-        factor = self._factor
-        trained = [leaf for leaf in _tensors_in(output) if leaf.requires_grad]
-        if not trained and _is_trained(module):
+        if factor == 0.0:
             raise TrainingError(
-                "ranks have different numbers of samples in this step, and the output of the model "
-                f"that run.build() returned is a {type(output).__name__} without a tensor that "
-                "requires a gradient: it cannot be weighted",
-                hint="return tensors, or tuples, lists, dicts or dataclasses of them, from forward",
+                "this rank has no samples in this step, but gradients of earlier ones, accumulated "
+                "under set_requires_gradient_sync(False)",
+                hint="use DataLoader(…, drop_last=True), and a global_batch of at least one sample "
+                "per rank",
             )
-        for leaf in trained:
-            leaf.register_hook(  # type: ignore[no-untyped-call]
-                lambda gradient: _weighted(gradient, factor)
-            )
+        for gradient in held:
+            _weigh(gradient, before / factor)
+
+    def weigh(self, gradients: torch.Tensor) -> None:
+        """Multiply gradients by the factor, in place."""
+        _weigh(gradients, self._factor)
 
 
-def _tensors_in(value: Any) -> Iterator[torch.Tensor]:
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, Mapping):
-        for item in value.values():
-            yield from _tensors_in(item)
-    elif isinstance(value, (list, tuple)):
-        for item in value:
-            yield from _tensors_in(item)
-    elif dataclasses.is_dataclass(value):
-        for field in dataclasses.fields(value):
-            yield from _tensors_in(getattr(value, field.name))
+def _weigh(gradients: torch.Tensor, factor: float) -> None:
+    if factor == 0.0:
+        gradients.zero_()  # × 0 would keep a NaN of the filler sample
+    elif factor != 1.0:
+        gradients.mul_(factor)
 
 
-def _is_trained(module: nn.Module) -> bool:
-    return any(parameter.requires_grad for parameter in module.parameters())
+class WeightedReduceScatter:
+    """A reduce-scatter of FSDP (``FSDPModule.set_custom_reduce_scatter``) that weighs its input."""
 
+    def __init__(self, reduce_scatter: Any, weigh: Callable[[torch.Tensor], None]) -> None:
+        self._reduce_scatter = reduce_scatter
+        self._weigh = weigh
 
-def _weighted(gradient: torch.Tensor, factor: float) -> torch.Tensor:
-    # On a rank without samples, × 0 would keep a NaN of the filler sample.
-    return torch.zeros_like(gradient) if factor == 0.0 else gradient * factor
+    def allocate(
+        self, size: tuple[int, ...], *, dtype: torch.dtype, device: torch.device
+    ) -> torch.Tensor:
+        """Memory for an input or an output."""
+        memory: torch.Tensor = self._reduce_scatter.allocate(size, dtype=dtype, device=device)
+        return memory
+
+    def __call__(
+        self,
+        output_tensor: torch.Tensor,
+        input_tensor: torch.Tensor,
+        group: dist.ProcessGroup,
+        op: dist.ReduceOp.RedOpType,
+        async_op: bool = False,
+    ) -> dist.Work | None:
+        self._weigh(input_tensor)
+        work: dist.Work | None = self._reduce_scatter(
+            output_tensor=output_tensor,
+            input_tensor=input_tensor,
+            group=group,
+            op=op,
+            async_op=async_op,
+        )
+        return work

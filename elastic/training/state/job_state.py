@@ -121,6 +121,8 @@ class JobState:
 
     def check_unsharded(self) -> None:
         """Raise ConfigError, naming the object, if it was sharded after its registration."""
+        for module in self.modules.values():
+            module.reshard()
         for name, module in self.modules.items():
             stale = self.optimizers_of_others(module.module)
             if self.is_sharded:

@@ -3,6 +3,9 @@
 Ranks differ if gradients are not averaged (a forgotten ``run.wrap``), or if a script changes
 weights or gradients with random numbers that differ between ranks. No error occurs, but the model
 is worse.
+
+Digests of the weights differ as soon as a bit of them does
+(:mod:`elastic.training.gradients.weight_digest`). Then weights are compared by value.
 """
 
 from __future__ import annotations
@@ -20,21 +23,25 @@ from elastic.errors import TrainingError
 from elastic.process_group import all_gather_json, broadcast_tensors, peer_group
 from elastic.telemetry.log import get_logger
 from elastic.training.gradients.fingerprints import HeldParts
-from elastic.training.gradients.same_parts import compare_same_parts
 from elastic.training.state.change_watch import compares_content, contents
 from elastic.training.state.copies import tensors_in
 from elastic.training.state.typed_values import plain_form
 from elastic.world.world import World
 
 _OF_BATCHES = ("running_mean", "running_var", "num_batches_tracked")
-_ROUNDING = 1e-4  # relative to the largest weight: processors may round differently
+# Relative to the largest weight, because processors may round differently: at most, and for each
+# update since the weights were the same, in units of the last place.
+_ROUNDING, _ROUNDING_PER_STEP = 1e-4, 8
+_MANY = 1 << 62  # updates
+_NAMED = 4  # tensors in an error
 
 Weights = Mapping[str, Sequence[torch.Tensor]]
 Settings = Mapping[str, tuple[str, str]]
 
 
 def is_compared_after(step: int) -> bool:
-    """Whether ranks compare their weights after step number ``step`` of the job.
+    """Whether ranks compare what no digest covers, after step number ``step`` of the job: settings
+    and layouts of optimizers, other state, and ranks of a replica with the same parts.
 
     They do in the first steps and at powers of two: a few milliseconds, with decreasing frequency.
     """
@@ -48,18 +55,17 @@ def compare(
     step: int,
     *,
     parts: Mapping[str, HeldParts] | None = None,
+    changed_in: range | None = None,
 ) -> bool:
     """Raise TrainingError on all ranks if a rank differs from rank 0, or from the rank at its
     position in the first replica: in weights, in optimizer settings, or in the parameters that have
-    optimizer state. False if gradients differ that must be the same, but were not used yet.
+    optimizer state. Returns whether weights are the same bit by bit.
 
     ``weights``: by owner's name, with the same names and shapes on the compared ranks.
     ``optimizers``: the tracked optimizers, by name.
     ``parts``: of wrapped modules, by name.
+    ``changed_in``: the steps since which weights may differ; before, they were the same bit by bit.
     """
-    is_same = True
-    if world.mesh.same_part_dims:
-        is_same = compare_same_parts(weights, parts or {}, world, step)
     first = world.mesh.size  # number of ranks of the first replica
     own = {
         "weights": {name: list(contents(tensors)) for name, tensors in weights.items()},
@@ -70,23 +76,35 @@ def compare(
     if world.mesh.stages > 1:
         _check_names(step, [sorted(found["settings"]) for found in gathered])
     if all(found == gathered[rank % first] for rank, found in enumerate(gathered)):
-        return is_same
+        return True
     for rank, found in enumerate(gathered):
         _check_settings(step, rank, found["settings"], rank % first, gathered[rank % first])
         _check_states(step, rank, found["states"], rank % first, gathered[rank % first])
-    differing = all_gather_json(_differing(weights, is_first=world.replica == 0))
-    for other, names in enumerate(differing):
-        if names:
+    names = {name: own.names for name, own in (parts or {}).items()}
+    steps = _MANY if changed_in is None else step + 1 - changed_in.start
+    differing = all_gather_json(_differing(weights, names, steps, is_first=world.replica == 0))
+    for other, found in enumerate(differing):
+        if found:
+            shown = ", ".join(found[:_NAMED]) + f" and {len(found) - _NAMED} more" * (
+                len(found) > _NAMED
+            )
             raise TrainingError(
                 f"after step {step}, rank {other} has different weights from rank "
-                f"{other % first} in {', '.join(names)}: gradients or updates are not the same on "
-                "all ranks",
+                f"{other % first} in {shown}{_since(changed_in)}: gradients or updates are not the "
+                "same on all ranks",
                 hint="call model = run.wrap(model) before you create the optimizer, and use it in "
                 "the loop; wrap every other module with parameters, too "
                 "(criterion = run.wrap(criterion)); random changes of weights or gradients need a "
                 "generator with the same seed on all ranks: torch.Generator().manual_seed(step)",
             )
-    return is_same
+    return False
+
+
+def _since(steps: range | None) -> str:
+    if not steps:
+        return ""
+    first, last = steps[0], steps[-1]
+    return f" since step {last}" if first == last else f" since one of steps {first} to {last}"
 
 
 def settings_of(optimizers: Mapping[str, torch.optim.Optimizer]) -> Settings:
@@ -244,20 +262,34 @@ def _digest(value: Any) -> str:
     return hashlib.blake2b(encoded, digest_size=8).hexdigest()
 
 
-def _differing(weights: Weights, *, is_first: bool) -> list[str]:
-    """The names whose weights differ from the first rank's by more than rounding."""
-    names = []
-    for name, tensors in weights.items():
+def _differing(
+    weights: Weights, names: Mapping[str, Sequence[str]], steps: int, *, is_first: bool
+) -> list[str]:
+    """The tensors that differ from the first rank's by more than rounding in so many updates."""
+    differing = []
+    for owner, tensors in weights.items():
         first = {str(i): t.detach().clone() for i, t in enumerate(tensors)}
         broadcast_tensors(first, group=peer_group())
-        if not is_first and any(_differs(t, first[str(i)]) for i, t in enumerate(tensors)):
-            names.append(name)
-    return names
+        for index, tensor in enumerate(tensors):
+            if not is_first and _differs(tensor, first[str(index)], steps):
+                name = f", {names[owner][index]!r}" if owner in names else ""
+                differing.append(f"{owner} (parameter {index}{name})")
+    return differing
 
 
-def _differs(own: torch.Tensor, reference: torch.Tensor) -> bool:
+def _differs(own: torch.Tensor, reference: torch.Tensor, steps: int) -> bool:
     if not own.numel():
         return False
-    difference = (own.detach().double() - reference.double()).abs().max()
-    limit = _ROUNDING * reference.double().abs().max()
+    difference = (_wide(own) - _wide(reference)).abs().max()
+    limit = _rounding(own.dtype, steps) * _wide(reference).abs().max()
     return bool((difference > limit).item())
+
+
+def _wide(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().to(torch.complex128 if tensor.is_complex() else torch.float64)
+
+
+def _rounding(dtype: torch.dtype, steps: int) -> float:
+    if not (dtype.is_floating_point or dtype.is_complex):
+        return 0.0
+    return min(_ROUNDING, _ROUNDING_PER_STEP * torch.finfo(dtype).eps * steps)

@@ -1,0 +1,172 @@
+"""The script's backward passes: several over one forward pass, and those within others.
+
+Losses may share a forward pass of a wrapped module. DDP prepares its reducer in the forward pass,
+for one backward pass. Gradients of a second one would stay those of each rank, without an error. So
+the reducer is prepared again before a pass that no forward pass has announced. Reduced gradients
+are the same on all ranks: reducing them again, with those that the pass adds, changes nothing but
+these.
+
+Reentrant checkpoints run a pass of their own in the middle of another one.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+from elastic import torch_private
+from elastic.errors import TrainingError
+from elastic.hangs.facts import COMPUTE, SCRIPT
+from elastic.hangs.phases import phases
+from elastic.training.gradients.reduction import Reduction
+
+
+class Reduced(Protocol):
+    """A module whose gradients DDP reduces: :class:`elastic.training.gradients.wrap.ElasticDDP`."""
+
+    module: nn.Module
+    reduction: Reduction
+    in_world: bool
+    reduced_elements: int  # in a pass that is reduced
+
+    @property
+    def all_parameters(self) -> tuple[nn.Parameter, ...]:
+        """The parameters."""
+
+    def prepare_again(self, is_reached: Callable[[], bool], losses: Sequence[torch.Tensor]) -> None:
+        """Prepare for another pass, with these losses."""
+
+
+_number = itertools.count()
+# In the order in which they were wrapped: they may compare bucket plans with other ranks.
+_modules: weakref.WeakValueDictionary[int, Reduced] = weakref.WeakValueDictionary()
+
+
+_is_expected = False
+_nested: list[Sequence[Any]] = []  # losses of passes within another one
+_waiting: dict[Callable[[], None], None] = {}  # in order
+
+
+@functools.cache
+def watch() -> None:
+    """Watch the backward passes of this process from now on."""
+    torch_private.watch_backward(_begin)
+
+
+def watch_module(module: Reduced) -> None:
+    """Reduce the gradients of a module in every backward pass."""
+    watch()
+    _modules[next(_number)] = module
+
+
+def expect() -> None:
+    """Backward passes from now on are those of training: a hang in one is found early."""
+    global _is_expected
+    _is_expected = True
+
+
+def are_nested() -> bool:
+    """Whether a backward pass runs in the middle of another one."""
+    return bool(_nested)
+
+
+def call_after_all(callback: Callable[[], None]) -> None:
+    """Call back once, after the outermost backward pass."""
+    _waiting[callback] = None
+
+
+def cancel(callback: Callable[[], None]) -> None:
+    """Do not call back after the outermost backward pass."""
+    _waiting.pop(callback, None)
+
+
+def _begin(losses: Sequence[Any]) -> Callable[[bool], None]:
+    """Prepare for a backward pass. Returns what to call at its end, with whether it succeeded."""
+    if torch_private.current_backward() != torch_private.NO_BACKWARD:
+        _nested.append(losses)
+        return _end_nested
+    _nested.clear()
+    _waiting.clear()
+    if _is_expected:
+        phases.enter(COMPUTE)
+    repeated = [
+        _RepeatedPass(module, losses)
+        for module in list(_modules.values())
+        if module.in_world and module.reduction.is_reduced
+    ]
+    return functools.partial(_end, repeated)
+
+
+def _end_nested(has_succeeded: bool) -> None:
+    del _nested[-1:]
+
+
+def _end(repeated: Sequence[_RepeatedPass], has_succeeded: bool) -> None:
+    try:
+        if has_succeeded:
+            _finish(repeated)
+    finally:
+        if _is_expected:
+            phases.enter(SCRIPT)
+
+
+def _finish(repeated: Sequence[_RepeatedPass]) -> None:
+    for callback in list(_waiting):
+        callback()
+    _waiting.clear()
+    for each in repeated:
+        each.check()
+
+
+class _RepeatedPass:
+    """A backward pass that may reach a module whose gradients are already reduced."""
+
+    def __init__(self, module: Reduced, losses: Sequence[Any]) -> None:
+        self._module = module
+        self._before = self._gradients()
+        self._reduced = module.reduction.elements
+        if not module.reduction.is_static:
+            module.prepare_again(lambda: _reach(losses, module.all_parameters), losses)
+
+    def check(self) -> None:
+        """Raise TrainingError if the pass has added gradients that are not reduced."""
+        reduction = self._module.reduction
+        reduced = reduction.elements - self._reduced
+        is_complete = reduced == self._module.reduced_elements
+        if is_complete or (not reduced and self._gradients() == self._before):
+            return
+        kind = type(self._module.module).__name__
+        reduction.failure = TrainingError(
+            f"a second backward pass over one forward pass of {kind} has computed gradients of "
+            "only some of its parameters: they are not averaged over the ranks",
+            hint="call backward() once, for the sum of the losses, or call the wrapped module for "
+            "each; or run.wrap(model, find_unused_parameters=True)",
+        )
+        raise reduction.failure
+
+    def _gradients(self) -> list[tuple[int, int]]:
+        """Identities and versions of the gradients."""
+        gradients = [p.grad for p in self._module.all_parameters if p.grad is not None]
+        return [(id(g), torch_private.count_of_changes([g])) for g in gradients]
+
+
+def _reach(losses: Iterable[Any], parameters: Iterable[torch.Tensor]) -> bool:
+    """Whether a backward pass from these tensors computes gradients of a parameter."""
+    wanted = {id(p) for p in parameters}
+    pending = [getattr(loss, "grad_fn", None) or getattr(loss, "node", None) for loss in losses]
+    seen = set()
+    while pending:
+        node: Any = pending.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if id(getattr(node, "variable", None)) in wanted:
+            return True
+        pending += [function for function, _ in node.next_functions]
+    return False
