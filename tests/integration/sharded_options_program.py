@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from replica_gradients_program import SIZE, Rank, full
@@ -341,7 +341,7 @@ def one_update_of_several_steps(at: Rank) -> float:
         for other, count in enumerate(counts):
             add_gradients(expected, option, "build", step, other, count / sum(counts))
     return max(
-        float((full(own.grad) - theirs.grad).abs().max())
+        float((full(own.grad) - cast(torch.Tensor, theirs.grad)).abs().max())
         for own, theirs in zip(module.parameters(), expected.parameters(), strict=True)
     )
 

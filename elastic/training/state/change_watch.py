@@ -60,6 +60,11 @@ class ChangeWatch:
         self._version = self._content = None
 
     @property
+    def has_counted_changes(self) -> bool:
+        """Whether torch has counted changes: cheap, for each step."""
+        return self._version is not None and versions(self._counted()) != self._version
+
+    @property
     def has_changed(self) -> bool:
         """Whether the values differ from the expected ones."""
         if self._version is None:

@@ -11,6 +11,7 @@ which all ranks go (docs/decisions/0032).
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Mapping, Sequence
 from enum import Enum
@@ -208,7 +209,9 @@ class Rollback:
     def before_update(self) -> None:
         """Called before an optimizer changes weights."""
         if self._updated_at is None:
-            self._has_changed = self._has_changed or self._watch.has_changed
+            watch, learns = self._watch, compares_content(self._costs.steps)
+            changed = watch.has_changed if learns else watch.has_counted_changes
+            self._has_changed = self._has_changed or changed
             self._updated_at = _communications()
 
     def copy_also(self, parameters: Sequence[torch.Tensor]) -> None:
@@ -285,7 +288,7 @@ class CopyCosts:
 
     def __init__(self) -> None:
         self.steps = 0  # committed in this process
-        self._copy_s: float | None = None  # the shortest of recent copies; None: not measurable
+        self._copy_s: float | None = None  # the shortest of recent copies; None: there was none
         self._step_s = 0.0  # the shortest of recent steps, including the copy
         self._fits = True
         self._last_end_s: float | None = None
@@ -295,7 +298,7 @@ class CopyCosts:
         """Record a copy. ``is_measured``: it was complete after that time."""
         if self._copy_s is None:
             self._fits = size_bytes <= AFFORDABLE_MEMORY * available_bytes()
-        self._copy_s = min(took_s, self._copy_s or took_s) if is_measured else None
+        self._copy_s = min(took_s, self._copy_s or took_s) if is_measured else math.inf
 
     def step_ended(self, now_s: float) -> None:
         """Record the end of a step; decides anew whether copies are affordable at the third step,
@@ -309,7 +312,7 @@ class CopyCosts:
         if self.are_affordable and self.steps >= FIRST_STEPS and is_decided:
             limit_s = max(COPY_IS_CHEAP_S, AFFORDABLE_FRACTION * self._step_s)
             # The cost on a device is not measured, and its memory is the script's.
-            self.are_affordable = self._fits and (self._copy_s or float("inf")) <= limit_s
+            self.are_affordable = self._fits and (self._copy_s or 0.0) <= limit_s
             if self.steps > FIRST_STEPS:
                 self._step_s = 0.0
 
