@@ -95,7 +95,6 @@ MODELS = (
         kind="model",
         name="two outputs",
         excludes=("tensor parallel",),  # a rank has a part of the hidden layer
-        open_in=("build",),
         is_shardable=True,
         define=_net(
             """
@@ -112,7 +111,6 @@ MODELS = (
     Part(
         kind="model",
         name="loss inside",
-        open_in=("build",),
         is_shardable=True,
         define=_net(
             """
@@ -149,7 +147,6 @@ MODELS = (
     Part(
         kind="model",
         name="unfrozen later",
-        open_in=("mesh",),
         is_shardable=True,
         define=_net("return self.head(torch.tanh(self.body(inputs)))"),
         build="""
@@ -363,7 +360,6 @@ class Gain(nn.Module):
         kind="model",
         name="loss in an attribute",
         excludes=("tensor parallel",),  # a rank has a part of the hidden layer
-        open_in=("build",),
         is_shardable=True,
         define=_net(
             """
@@ -400,7 +396,6 @@ class Gain(nn.Module):
     Part(
         kind="model",
         name="container of sharded modules",
-        open_in=("build",),
         is_shardable=True,
         needs=("build",),
         build="""
@@ -1172,7 +1167,6 @@ UPDATES = (
     Part(
         kind="update",
         name="two losses, gradients kept by reference",
-        open_in=("",),
         body="""
         optimizer.zero_grad()
         LOSS
@@ -1913,7 +1907,6 @@ EVALUATIONS = (
     Part(
         kind="evaluation",
         name="each epoch",
-        open_in=("replicas", "mesh", "build"),
         is_shardable=True,
         build="""
         held_out = TensorDataset(x[:17], targets_of(x[:17]))

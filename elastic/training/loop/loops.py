@@ -39,7 +39,7 @@ def epochs(loop: StepLoop, count: int) -> Iterator[int]:
     loop.begin_epochs()
     try:
         while loop.epoch < count:
-            loop.seed_between_steps()
+            loop.begin_epoch()
             yield loop.epoch
             loop.end_epoch()
     except GeneratorExit:

@@ -225,7 +225,8 @@ class StepLoop:
         if self._strategies.active.can_roll_back and not is_accumulating:
             self._progress.rollback.leave_step()
         if not is_accumulating:
-            self.seed_between_steps()
+            progress = self._job.progress
+            seed_between_steps(self._job.seed, progress.epoch, progress.step + 1)
 
     # -- steps --------------------------------------------------------------------------------
 
@@ -273,10 +274,9 @@ class StepLoop:
             )
         return step
 
-    def seed_between_steps(self) -> None:
-        """Seed the code that follows, in which the script is in no step."""
-        progress = self._job.progress
-        seed_between_steps(self._job.seed, progress.epoch, progress.step)
+    def begin_epoch(self) -> None:
+        """The script begins an epoch, or resumes in its middle: it draws the same numbers."""
+        seed_between_steps(self._job.seed, self._job.progress.epoch, 0)
 
     def _begin_micro_batch(self, step: Step) -> None:
         rank = self.lifecycle.world.data_rank

@@ -92,7 +92,9 @@ def contents(tensors: Iterable[torch.Tensor]) -> tuple[int, ...]:
 
 def digest_on_device(tensor: torch.Tensor) -> torch.Tensor:
     """The digest of a tensor without a copy on the host: a scalar of 64 bits."""
-    flat = tensor.contiguous().view(-1).view(_INTEGERS[tensor.element_size()])
+    flat = tensor.contiguous().view(-1)
+    # At most 32 bits: factors cannot move the sign of a 64-bit number within the digest.
+    flat = flat.view(_INTEGERS[min(4, tensor.element_size())])
     total = torch.zeros((), dtype=torch.int64, device=flat.device)
     for start in range(0, flat.numel(), _CHUNK):
         part = flat[start : start + _CHUNK].to(torch.int64)
