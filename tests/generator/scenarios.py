@@ -299,6 +299,8 @@ def judge(scenario: Scenario, outcome: RunOutcome, reference: RunOutcome) -> tup
         if worker.steps != expected.steps:
             return SILENT, f"{worker.name} counts {worker.steps} steps instead of {expected.steps}"
     for other in others:
+        if scenario.script.is_inside and other.result.keys() < first.result.keys():
+            continue  # it joined after the function had returned elsewhere, which ends its call
         if different := unequal(other.result, first.result):
             return SILENT, f"{other.name} and {first.name} differ: {different}"
     tolerance = FLOAT32_TOLERANCE if scenario.script.is_in_float32 else TOLERANCE

@@ -419,6 +419,7 @@ class Gain(nn.Module):
         network.center.lerp_(torch.tensor(center), 0.2)
         """,
         loss=PLAIN_LOSS,
+        excludes=("update:micro-batches",),  # whose inputs come later
     ),
     Part(
         kind="model",

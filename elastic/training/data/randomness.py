@@ -34,9 +34,9 @@ def derive_seed(*parts: int) -> int:
 
 
 def seed_between_steps(seed: int, epoch: int, after: int) -> None:
-    """Seed the code of the script between two steps: at an epoch's beginning (``after`` is 0),
-    and after a pass. All ranks draw the same numbers there, whenever they resume, as in a script that seeds
-    torch on all ranks alike."""
+    """Seed the code of the script between two steps: at an epoch's beginning (``after`` is 0), and
+    after a pass. All ranks draw the same numbers there, whenever they resume, as in a script that
+    seeds torch on all ranks alike."""
     seed_all(derive_seed(seed, _BETWEEN, epoch, after))
 
 
