@@ -52,13 +52,14 @@ class Rank:
             worlds=None,
             recorders=cast(Any, recorders),
         )
+        flags = SimpleNamespace(has_different_weights=False)
         callbacks = StepCallbacks()
         callbacks.add(lambda _: self.ask("in a callback"))
         self.commits = Commits(
             self.state,
             cast(Any, lifecycle),
             cast(Any, SimpleNamespace(active=active)),
-            cast(Any, SimpleNamespace(step_ended=lambda: self.ask("dropped"))),
+            cast(Any, SimpleNamespace(step_ended=lambda: self.ask("dropped"), flags=flags)),
             callbacks,
             cast(Any, recorders),
         )

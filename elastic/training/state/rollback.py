@@ -78,7 +78,8 @@ class Rollback:
         self._changes_between_loops = False
         self._needs_copies = ""  # why the script needs them; empty: it does not, as far as known
         self._has_changed = False  # weights changed before an optimizer's update in this step
-        self._updated_at: int | None = None  # collectives begun before the step's first update
+        self._has_updates = False  # an optimizer has begun an update in this step
+        self._updated_at: int | None = None  # collectives begun before it; None: not counted
         self._own: tuple[torch.Tensor, ...] = ()
         self.snapshot: Snapshot = {}
 
@@ -106,13 +107,13 @@ class Rollback:
         ``with_copies``: copy it completely, whatever that costs, if there is enough memory.
         """
         self.snapshot = self._state.take()
-        self._has_changed, self._updated_at = False, None
+        self._has_changed = self._has_updates = False
         self._has_copies = (with_copies or self._copies_steps) and self._copy()
         self._expect(by_content=with_copies or compares_content(self._costs.steps))
 
     def note_weights(self) -> None:
         """Note the current weights, without a way back to them."""
-        self._has_changed, self._updated_at = False, None
+        self._has_changed = self._has_updates = False
         self._watch.expect(by_content=False)
 
     def _expect(self, *, by_content: bool) -> None:
@@ -204,11 +205,15 @@ class Rollback:
     def _is_followed_by_collectives(self) -> bool:
         """Whether this rank has communicated since the step's first update, so that a fault could
         have interrupted the step after it."""
-        return self._updated_at is not None and _communications() != self._updated_at
+        if not self._has_updates:
+            return False
+        now = _communications()
+        return now is None or now != self._updated_at
 
     def before_update(self) -> None:
         """Called before an optimizer changes weights."""
-        if self._updated_at is None:
+        if not self._has_updates:
+            self._has_updates = True
             watch, learns = self._watch, compares_content(self._costs.steps)
             changed = watch.has_changed if learns else watch.has_counted_changes
             self._has_changed = self._has_changed or changed
@@ -225,7 +230,7 @@ class Rollback:
         """Whether the script changes weights in its steps, other than by an optimizer."""
         if self._has_changed:
             return True
-        return self._updated_at is None and self._watch.has_changed
+        return not self._has_updates and self._watch.has_changed
 
     @property
     def weights_have_changed(self) -> bool:
@@ -249,8 +254,7 @@ class Rollback:
     def forget(self) -> None:
         """Forget the last boundary's tensors, which were replaced; :meth:`take` must follow."""
         self._watch.forget()
-        self._has_copies = self._has_changed = False
-        self._updated_at = None
+        self._has_copies = self._has_changed = self._has_updates = False
 
     # -- after a fault ------------------------------------------------------------------------
 
@@ -259,7 +263,7 @@ class Rollback:
         """Whether :meth:`restore` will return True."""
         if self._has_copies:
             return True
-        return self._updated_at is None and not self._has_changed and not self._watch.has_changed
+        return not (self._has_updates or self._has_changed or self._watch.has_changed)
 
     def can_restore_surely(self, *, by_content: bool) -> bool:
         """The same; ``by_content``: only if no change of the tensors can have remained unnoticed,
@@ -322,7 +326,7 @@ def available_bytes() -> int:
     return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
-def _communications() -> int:
-    """A number that changes with every collective of any group that counts them."""
+def _communications() -> int | None:
+    """A number that changes with every collective; None if a group does not count them."""
     counts = torch_private.collectives_of_groups()
-    return sum(counts.values()) if counts is not None else 0
+    return sum(counts.values()) if counts is not None else None
