@@ -202,8 +202,10 @@ class Runner:
         outcome = self._train(
             scenario, path, folder / "disturbed", scenario.size, on_death=on_death
         )
-        if on_death == RECOVER or not outcome.died_at or outcome.problem:
+        if on_death == RECOVER or not outcome.died_at:
             return outcome
+        if outcome.problem and not outcome.problem.endswith("has failed"):
+            return outcome  # a worker may fail because of the death before the host knows of it
         died_at = outcome.died_at
         resumed = self._train(
             scenario, path, folder / "resumed", scenario.resumed_size, checkpoints="disturbed"

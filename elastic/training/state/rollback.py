@@ -31,7 +31,9 @@ from elastic.tuning.worker_intervals import COPY_IS_CHEAP_S
 
 # Copies are affordable if they cost this fraction of a step, or less than COPY_IS_CHEAP_S.
 AFFORDABLE_FRACTION = 0.01
-AFFORDABLE_MEMORY = 0.1  # of the memory that is available
+AFFORDABLE_MEMORY = 0.1  # of the memory that is free, on the host or on the device
+# At which a device copies: less than those in use reach, so that a copy is not underestimated.
+DEVICE_BYTES_PER_S = 1e12
 FIRST_STEPS = 3  # of a process: always copied, while the cost and the script are not known yet
 
 
@@ -124,7 +126,7 @@ class Rollback:
         self._watch.expect(by_content=by_content or is_measured)
         if is_measured:
             took_s = SYSTEM_CLOCK.monotonic() - began_s
-            self._digests.copied(took_s=took_s, size_bytes=0, is_measured=self._is_on_host)
+            self._digests.copied(took_s=took_s if self._is_on_host else math.inf, fits=True)
 
     @property
     def _is_on_host(self) -> bool:
@@ -158,19 +160,25 @@ class Rollback:
                     "state is restored from a peer or a checkpoint"
                 )
             return False
-        self._costs.copied(
-            took_s=SYSTEM_CLOCK.monotonic() - began_s,
-            size_bytes=self._copies.size_bytes,
-            is_measured=self._is_on_host,
-        )
+        took_s, size_bytes = SYSTEM_CLOCK.monotonic() - began_s, self._copies.size_bytes
+        if not self._is_on_host:  # the copy is only queued
+            took_s += 2 * size_bytes / DEVICE_BYTES_PER_S
+        free_bytes = self._free_bytes() if self._costs.is_first else 0
+        self._costs.copied(took_s=took_s, fits=size_bytes <= AFFORDABLE_MEMORY * free_bytes)
         return True
+
+    def _free_bytes(self) -> int:
+        device = next(iter(p.device for p in self._weights()), None)
+        if device is not None and device.type == "cuda":
+            return torch.cuda.mem_get_info(device)[0]
+        return available_bytes()
 
     def committed(self) -> None:
         """End a step; :meth:`take` must follow. Learns what the script does in its steps."""
         for costs in (self._costs, self._digests):
             costs.step_ended(SYSTEM_CLOCK.monotonic())
         if not self._needs_copies:
-            if self._has_changed:
+            if self.changes_by_script:
                 self._need_copies("weights change outside of optimizer.step()")
             elif self._is_followed_by_collectives:
                 self._need_copies("ranks communicate after an update")
@@ -298,11 +306,16 @@ class CopyCosts:
         self._last_end_s: float | None = None
         self.are_affordable = True
 
-    def copied(self, *, took_s: float, size_bytes: int, is_measured: bool) -> None:
-        """Record a copy. ``is_measured``: it was complete after that time."""
+    @property
+    def is_first(self) -> bool:
+        """Whether no copy was recorded yet."""
+        return self._copy_s is None
+
+    def copied(self, *, took_s: float, fits: bool) -> None:
+        """Record a copy; of the first one, whether it fits into the memory."""
         if self._copy_s is None:
-            self._fits = size_bytes <= AFFORDABLE_MEMORY * available_bytes()
-        self._copy_s = min(took_s, self._copy_s or took_s) if is_measured else math.inf
+            self._fits = fits
+        self._copy_s = min(took_s, self._copy_s or took_s)
 
     def step_ended(self, now_s: float) -> None:
         """Record the end of a step; decides anew whether copies are affordable at the third step,
@@ -315,7 +328,6 @@ class CopyCosts:
         is_decided = self.steps == FIRST_STEPS or self.steps & (self.steps - 1) == 0
         if self.are_affordable and self.steps >= FIRST_STEPS and is_decided:
             limit_s = max(COPY_IS_CHEAP_S, AFFORDABLE_FRACTION * self._step_s)
-            # The cost on a device is not measured, and its memory is the script's.
             self.are_affordable = self._fits and (self._copy_s or 0.0) <= limit_s
             if self.steps > FIRST_STEPS:
                 self._step_s = 0.0
