@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import io
 import os
 import signal
 import sys
@@ -64,6 +65,9 @@ COMMANDS = {
 def main(argv: Sequence[str] | None = None) -> int:
     """Run ``elastic ARGV``; returns the exit code (see :mod:`elastic.errors`)."""
     arguments = list(sys.argv[1:] if argv is None else argv)
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        # A terminal with another encoding shows \u2588 for a block: no reason to end a job.
+        sys.stdout.reconfigure(errors="backslashreplace")
     try:
         name, rest = _subcommand(arguments)
         module = importlib.import_module(COMMANDS[name].module)

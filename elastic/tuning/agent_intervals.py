@@ -295,6 +295,8 @@ OTLP_CLOSE_S = 2.0
 
 # How often the output of agents started by `elastic run` and `elastic demo` is read.
 CLI_POLL_S = 0.1
+# How often a progress bar of a local node is printed as a line. It is redrawn ten times a second.
+CLI_BAR_S = 5.0
 # How long local agents may run if others have failed and too few remain for the job: they wait for
 # nodes that will not be started.
 CLI_TOO_FEW_S = 5.0

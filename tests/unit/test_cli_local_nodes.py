@@ -12,9 +12,10 @@ from pathlib import Path
 import pytest
 
 from elastic.cli.launch import bound_to_parent, processes
-from elastic.cli.launch.local_nodes import LocalNodes
+from elastic.cli.launch.local_nodes import LocalNodes, OutputLines
 from elastic.cli.launch.run import stop_on_signals
 from elastic.testing.waiting import eventually
+from elastic.tuning.agent_intervals import CLI_BAR_S
 
 # Starts a child in a session of its own, as torchrun does, and prints its process ID.
 PARENT_WITH_CHILD = """
@@ -76,6 +77,33 @@ def test_complete_lines_arrive_with_node_and_stream(nodes: LocalNodes, lines: Li
         ("b", "stdout", "b2"),
     ]
     assert [node.exit_code for node in nodes.nodes] == [0, 0]
+
+
+def test_a_progress_bar_is_printed_now_and_then_and_at_its_end() -> None:
+    lines = OutputLines()
+    assert lines.feed(b"\r 1%", 0) == []
+    assert lines.feed(b"\r 2%\r 3%", 0.1) == [" 2%"]
+    assert lines.feed(b"\r 4%\r 5%", CLI_BAR_S) == []
+    assert lines.feed(b"\r 6%\r", 0.1 + CLI_BAR_S) == [" 5%"]
+    assert lines.feed(b"100%\r", 0.2 + CLI_BAR_S) == []
+    assert lines.feed(b"\nnext\r\n", 0.2 + CLI_BAR_S) == ["100%", "next"]
+    assert lines.feed(b"no \xff end", 100) == [] and lines.end() == ["no \ufffd end"]
+    assert lines.end() == []
+
+
+def test_output_that_a_terminal_cannot_show_ends_no_node() -> None:
+    script = (
+        "from elastic.cli import main; from elastic.cli.launch.run import _print_line as show; "
+        "main.main(['completion', 'bash']); show('local-0', 'stdout', 'bar: \u2588')"
+    )
+    for encoding in ("ascii", "latin-1"):
+        done = subprocess.run(
+            [sys.executable, "-c", script],
+            env={**os.environ, "PYTHONIOENCODING": encoding},
+            capture_output=True,
+            check=True,
+        )
+        assert done.stdout.splitlines()[-1] == b"[local-0] bar: \\u2588"
 
 
 def test_each_node_has_its_own_environment(nodes: LocalNodes, lines: Lines) -> None:

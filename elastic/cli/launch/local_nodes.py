@@ -6,6 +6,7 @@ and detects ended processes. Not thread-safe.
 
 from __future__ import annotations
 
+import math
 import os
 import selectors
 import subprocess
@@ -17,6 +18,7 @@ from typing import IO
 
 from elastic.cli.launch import bound_to_parent, processes
 from elastic.clock import SYSTEM_CLOCK, Clock
+from elastic.tuning.agent_intervals import CLI_BAR_S
 
 LineSink = Callable[[str, str, str], None]  # node name, "stdout" or "stderr", line
 _BOUND_TO_PARENT = Path(bound_to_parent.__file__)
@@ -39,12 +41,42 @@ class NodeProcess:
         return self.process.poll()
 
 
-@dataclass
+class OutputLines:
+    """Splits a stream of bytes into lines. Of a progress bar, which is written over itself with
+    carriage returns, a state is a line every few seconds, and the last one."""
+
+    def __init__(self) -> None:
+        self._rest = b""
+        self._bar_from_s = -math.inf  # when the next state of a bar becomes a line
+
+    def feed(self, data: bytes, now_s: float) -> list[str]:
+        """The lines that these bytes complete."""
+        *lines, self._rest = (self._rest + data).split(b"\n")
+        # A carriage return at the end may be followed by a line feed.
+        end = b"\r" if self._rest.endswith(b"\r") else b""
+        *states, current = self._rest.removesuffix(end).split(b"\r")
+        self._rest = current + end
+        if (bar := _shown(states)) and now_s >= self._bar_from_s:
+            self._bar_from_s = now_s + CLI_BAR_S
+            lines.append(bar)
+        return [_shown(line.split(b"\r")).decode(errors="replace") for line in lines]
+
+    def end(self) -> list[str]:
+        """The last line, if it is incomplete."""
+        return self.feed(b"\n", math.inf) if self._rest else []
+
+
+def _shown(states: Sequence[bytes]) -> bytes:
+    """What a terminal shows of texts that were written over each other."""
+    return next((state for state in reversed(states) if state), b"")
+
+
+@dataclass(frozen=True, kw_only=True)
 class _Stream:
     node: str
     name: str
     file: IO[bytes]
-    rest: bytes = b""
+    lines: OutputLines
 
 
 class LocalNodes:
@@ -79,7 +111,8 @@ class LocalNodes:
         for stream, file in (("stdout", process.stdout), ("stderr", process.stderr)):
             assert file is not None
             os.set_blocking(file.fileno(), False)
-            self._selector.register(file, selectors.EVENT_READ, _Stream(name, stream, file))
+            source = _Stream(node=name, name=stream, file=file, lines=OutputLines())
+            self._selector.register(file, selectors.EVENT_READ, source)
         return node
 
     @property
@@ -134,15 +167,13 @@ class LocalNodes:
         if not data:
             self._end(stream)
             return
-        *lines, stream.rest = (stream.rest + data).split(b"\n")
-        for line in lines:
-            self._emit(stream, line)
+        self._emit(stream, stream.lines.feed(data, self._clock.monotonic()))
 
     def _end(self, stream: _Stream) -> None:
         self._selector.unregister(stream.file)
         stream.file.close()
-        if stream.rest:
-            self._emit(stream, stream.rest)
+        self._emit(stream, stream.lines.end())
 
-    def _emit(self, stream: _Stream, line: bytes) -> None:
-        self._on_line(stream.node, stream.name, line.decode(errors="replace").rstrip("\r"))
+    def _emit(self, stream: _Stream, lines: Sequence[str]) -> None:
+        for line in lines:
+            self._on_line(stream.node, stream.name, line)
