@@ -452,7 +452,8 @@ def _check_version(key: str, data: dict[str, Any]) -> None:
 def _broken(key: str, what: str) -> RecordError:
     return RecordError(
         f"{key}: the record {what}",
-        hint="another program may have written it; delete the key, or use another --rdzv-id",
+        hint="another program may have written it; delete the key, or use another --rdzv-id: the "
+        "job continues from its newest checkpoint",
     )
 
 

@@ -135,7 +135,7 @@ def test_a_usage_error_exits_with_2_and_no_traceback(capsys: pytest.CaptureFixtu
 
 def test_the_most_local_nodes_follow_from_the_memory() -> None:
     args = flags.parse(["--embedded-etcd", "--nproc-per-node", "3", "train.py"])
-    assert flags.most_local_nodes(args, memory_bytes=4 << 30) == 8
+    assert flags.most_local_nodes(args, memory_bytes=4 << 30) == 5
     assert flags.most_local_nodes(args, memory_bytes=1) == 1
 
 
