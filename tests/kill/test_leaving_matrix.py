@@ -36,17 +36,22 @@ COMMITTED: dict[str, int | None] = {
 }
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1)
 CELLS = (
-    (signal.SIGTERM, "import", 3),
     (signal.SIGTERM, "join", 1),
-    (signal.SIGINT, "data", 1),
-    (signal.SIGHUP, "forward", 1),
+    (signal.SIGHUP, "data", 1),
     (signal.SIGUSR1, "compile", 1),
-    (signal.SIGQUIT, "callback", 1),
-    (signal.SIGTERM, "evaluation", 1),
     (signal.SIGINT, "evaluation", 3),
-    (signal.SIGTERM, "evaluation on rank 0", 3),
     (signal.SIGTERM, "evaluation of averaged weights", 1),
     (signal.SIGTERM, "averaged weights without copies", 1),
+    (signal.SIGQUIT, "last step", 1),
+)
+# The same mechanisms, at more moments and on more nodes.
+SLOW_CELLS = (
+    (signal.SIGTERM, "import", 3),
+    (signal.SIGINT, "data", 1),
+    (signal.SIGHUP, "forward", 1),
+    (signal.SIGQUIT, "callback", 1),
+    (signal.SIGTERM, "evaluation", 1),
+    (signal.SIGTERM, "evaluation on rank 0", 3),
     (signal.SIGINT, "last step", 1),
 )
 REST = [
@@ -54,7 +59,7 @@ REST = [
     for number in SIGNALS
     for moment in COMMITTED
     for nodes in (1, 3)
-    if (number, moment, nodes) not in CELLS
+    if (number, moment, nodes) not in (*CELLS, *SLOW_CELLS)
 ]
 
 
@@ -114,6 +119,14 @@ def assert_the_next_start_goes_on(job: TrainingJob, nodes: int) -> None:
 
 @pytest.mark.parametrize(("number", "moment", "nodes"), CELLS)
 def test_nothing_is_lost_without_a_word(
+    etcd: EmbeddedEtcd, tmp_path: Path, number: signal.Signals, moment: str, nodes: int
+) -> None:
+    check_cell(etcd, tmp_path, number, moment, nodes)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("number", "moment", "nodes"), SLOW_CELLS)
+def test_nothing_is_lost_in_more_cells(
     etcd: EmbeddedEtcd, tmp_path: Path, number: signal.Signals, moment: str, nodes: int
 ) -> None:
     check_cell(etcd, tmp_path, number, moment, nodes)
