@@ -271,8 +271,8 @@ class FailureAccounting:
         world, last = broken.members.world, next(iter(self._breakages[-1:]), None)
         is_next = last is not None and last.generation == world.generation - 1 and last.failures
         members = (*broken.members.running, *broken.members.out)  # the failed ones, too
-        runs = [n.node.running.generation for n in members if n.node.running is not None]
-        is_entered = world.mode != "in-process" or max(runs, default=0) >= world.generation
+        newest = max((n.node.last_run or 0 for n in members), default=0)
+        is_entered = world.mode != "in-process" or newest >= world.generation
         return bool(is_next and breakage.failures and not is_entered and not breakage.steps)
 
     def _remember(

@@ -221,6 +221,7 @@ class Node:
     failure_exit_code: int | None
     joined_at_s: float  # wall clock, for users and for seniority among joining nodes
     failure_step: int | None = None  # steps committed by the worker that failed; None: not known
+    failure_generation: int | None = None  # the world that its workers ran when they failed
     failure_is_oom_kill: bool = False  # the kernel ended it, since its memory limit was reached
     # Lines of the kernel's log since its workers had started, which may explain it.
     failure_kernel_log: tuple[str, ...] = ()
@@ -241,6 +242,11 @@ class Node:
     def nodes_per_replica(self) -> int:
         """1 if each node has complete replicas."""
         return nodes_per_replica(self.replica_size, self.nproc)
+
+    @property
+    def last_run(self) -> int | None:
+        """The world that its workers run, or ran when they failed."""
+        return self.running.generation if self.running is not None else self.failure_generation
 
     def as_member(self) -> Member:
         return derive(Member, self, liveness_host=self.address, process=self.process.digest)

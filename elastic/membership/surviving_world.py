@@ -22,6 +22,7 @@ from elastic.membership.replicas import (
     incomplete,
     waiting_for_others,
     whole_replicas,
+    why_waiting,
 )
 from elastic.membership.view import (
     Decision,
@@ -90,7 +91,9 @@ class SurvivingWorld:
             why = self.full_reason
         else:
             return waiting
-        return waiting | {n.node.node_id: why for n in candidates.eligible}
+        # A node whose replica is incomplete would wait in a world with room, too.
+        nodes = [n.node for n in candidates.eligible]
+        return waiting | {n.node_id: why_waiting(n, self.world, nodes) or why for n in nodes}
 
     # ── nodes ────────────────────────────────────────────────────────────────────────────
 

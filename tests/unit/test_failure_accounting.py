@@ -393,6 +393,25 @@ def test_one_statement_that_fails_on_all_nodes_counts_once() -> None:
     assert [b.counts for b in accounting.records(NOW, 0.0)] == [True, False, False]
 
 
+def test_a_failure_counts_in_each_world_that_had_been_entered_before() -> None:
+    """Also if all members of the world fail, so that none of them runs it any more."""
+    nine = world("n1", "n2", generation=9, mode="in-process")
+    ten = world("n1", generation=10, mode="in-process", limits=(1, 4))
+
+    def fails(name: str, ran: int) -> NodeView:
+        record = node(name, arrived_for=ran, failure="OSError: stale", exit_code=1)
+        return seen(replace(record, failure_generation=ran))
+
+    accounting = FailureAccounting(OPTIONS)
+    for v in (
+        view(EIGHT, runs("n1", EIGHT), runs("n2", EIGHT), fails("n3", 8)),
+        view(nine, runs("n1", nine), fails("n2", 9)),
+        view(ten, fails("n1", 10)),
+    ):
+        accounting.charge(broken(v), None, NOW)
+    assert [b.counts for b in accounting.records(NOW, 0.0)] == [True, True, True]
+
+
 def test_a_refusal_by_all_nodes_ends_a_job_that_has_trained() -> None:
     text = "TrainingError: Adam is not tracked\n  call run.track(optimizer=optimizer)"
 

@@ -20,7 +20,14 @@ from membership_nodes import (
     world,
 )
 
-from elastic.membership.decision import NodeView, Proposal, View, decide, refusal
+from elastic.membership.decision import (
+    NodeView,
+    Proposal,
+    View,
+    decide,
+    refusal,
+    waiting_nodes,
+)
 from elastic.membership.proposal import propose, world_of
 from elastic.membership.records import (
     Cause,
@@ -67,6 +74,21 @@ IN_PROCESS = pairs("n1", "n2", "n3", "n4", mode="in-process")
 
 
 # ── forming ──────────────────────────────────────────────────────────────────────────────────
+
+
+def test_a_node_of_an_incomplete_replica_waits_for_the_others_in_a_full_world_too() -> None:
+    """Its own agent logs the same reason."""
+    names, few = ("n1", "n2", "n3", "n4", "n5", "n6"), "1 of 2 nodes of a replica"
+    full, members = pairs(*names), map(runs, names)
+    spares = [arrived(name) for name in ("n7", "n8", "n9")]
+    v = view(full, *members, *spares)
+    assert waiting_nodes(v, NOW, POLICY) == {
+        "id-n7": "the world is full",
+        "id-n8": "the world is full",
+        "id-n9": few,
+    }
+    v = replace(v, nodes=v.nodes[:7])
+    assert waiting_nodes(v, NOW, POLICY) == {"id-n7": few}
 
 
 def test_a_first_world_has_complete_replicas_and_names_waiting_nodes() -> None:

@@ -273,12 +273,14 @@ def ready(pid: int = 1 << 22) -> tuple[Context, Workers, Worker]:
 
 def test_a_worker_that_announces_its_failure_is_excluded_before_it_has_ended() -> None:
     context, workers, worker = ready()
+    group = world("n1", generation=3, mode="in-process")
+    context.status.node = replace(context.status.node, running=group)
     notice = Exiting(clean=False, error="ValueError: boom", step=41, exit_code=7)
     workers.on_message(worker, notice)
     failed = context.status.node
     assert failed.state is NodeState.ARRIVED and failed.running is None
     assert (failed.failure, failed.failure_exit_code) == ("ValueError: boom", 7)
-    assert failed.failure_step == 41
+    assert (failed.failure_step, failed.failure_generation) == (41, 3)
 
     workers.on_message(worker, Ready())  # nothing that it sends counts any more
     workers.on_ended(worker, WorkerDeath(worker.pid, 1, None, notice))

@@ -179,6 +179,7 @@ class WorkerDeaths:
                 failure=failure.text,
                 failure_exit_code=failure.exit_code,
                 failure_step=status.failure_step,
+                failure_generation=n.last_run,
                 failure_is_oom_kill=failure.is_oom_kill,
                 failure_kernel_log=failure.kernel_log,
             ),
@@ -241,6 +242,7 @@ def publish_unkillable(context: NodeContext, failure: str, generation: int) -> N
             arrived_for=generation,
             failure=f"{HANG}{failure}",
             failure_exit_code=HUNG_EXIT_CODE,
+            failure_generation=n.last_run,
         ),
     )
     context.journal.emit(Waiting(reason=f"{status.node.name} waits: {failure}"))

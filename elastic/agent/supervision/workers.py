@@ -225,6 +225,7 @@ class Workers:
                 failure=None,
                 failure_exit_code=None,
                 failure_step=None,
+                failure_generation=None,
                 failure_is_oom_kill=False,
                 failure_kernel_log=(),
             ),
