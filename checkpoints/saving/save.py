@@ -15,7 +15,7 @@ from checkpoints.format.state_tree import flatten, spec_of
 from checkpoints.policies.retention import LatestN, RetentionFunction
 from checkpoints.saving.attempt import SaveResult, WriteAttempt, write_and_commit
 from checkpoints.storage.roots import Root, storage_for
-from checkpoints.tensors.elements import bytes_of
+from checkpoints.tensors.elements import bytes_of, check_held
 from checkpoints.tensors.partition import TensorSpec, share_of
 from checkpoints.tensors.regions import Extent
 
@@ -68,6 +68,10 @@ def save(
     tree, tensors = flatten(state)
     specs = tuple(spec_of(key, tensor) for key, tensor in tensors.items())
 
+    pieces = share_of(specs, world_size, rank, section)
+    for spec, place in pieces:  # reading them while writing would fail the other writers, too
+        check_held(tensors[spec.name], place)
+
     def data(spec: TensorSpec, place: Extent) -> memoryview:
         if progress is not None:
             progress(place.count * spec.element_bytes)
@@ -82,7 +86,7 @@ def save(
         specs=specs,
         tree=tree,
         section=section,
-        pieces=share_of(specs, world_size, rank, section),
+        pieces=pieces,
         data=data,
     )
     return write_and_commit(storage, attempt, keep=keep, fence=fence, clock=clock)

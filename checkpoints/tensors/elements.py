@@ -23,6 +23,12 @@ def views_of(tensor: torch.Tensor, place: Extent) -> Iterator[tuple[torch.Tensor
             yield block(tensor, region), before
 
 
+def check_held(tensor: torch.Tensor, place: Extent) -> None:
+    """Raise :class:`StateError` if this rank lacks elements of ``place``. Reads none."""
+    if isinstance(place, Region):
+        _block(tensor, place)
+
+
 def copy_to(target_bytes: torch.Tensor, tensor: torch.Tensor, place: Extent) -> None:
     """Copy ``place`` into ``target_bytes``, contiguous. Does not wait for copies from a GPU."""
     typed = target_bytes.view(tensor.dtype)

@@ -37,8 +37,11 @@ class FlightEntry:
     is_over: bool
 
 
-def parse(dumps: Iterable[bytes], since_ns: int) -> tuple[FlightEntry, ...]:
-    """The last collectives begun since ``since_ns`` (wall clock), in the order of their beginning.
+def parse(
+    dumps: Iterable[bytes], since_ns: int, until_ns: int | None = None
+) -> tuple[FlightEntry, ...]:
+    """The last collectives begun since ``since_ns`` (wall clock) and before ``until_ns``, in the
+    order of their beginning.
 
     Point-to-point messages are omitted: each pair numbers its own. Of operations that are queued
     together under one number, only the first is included. Malformed entries are omitted, too.
@@ -49,6 +52,8 @@ def parse(dumps: Iterable[bytes], since_ns: int) -> tuple[FlightEntry, ...]:
             try:
                 begun_ns = int(raw["time_created_ns"])
                 if raw["is_p2p"] or begun_ns < since_ns:
+                    continue
+                if until_ns is not None and begun_ns >= until_ns:
                     continue
                 entry = _entry(raw)
             except (KeyError, TypeError, ValueError):

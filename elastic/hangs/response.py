@@ -154,7 +154,10 @@ class HangResponse:
                 ),
                 judged.verdict.culprits,
             ),
-            flights={r: f for r, w in workers.items() if (f := w.flight_of(judged.generation))},
+            flights=watch.flights_of(
+                judged.generation,
+                lambda rank, flight: self.add_stacks(watch, judged.generation, (), {rank: flight}),
+            ),
             data_workers=_data_workers(watch, judged),
             native_stacks=_grouped(
                 ((r, stacks.take_native(w.pid)) for r, w in workers.items()),
@@ -194,8 +197,8 @@ class HangResponse:
         taken: Sequence[StackGroup],
         flights: Mapping[int, tuple[FlightEntry, ...]],
     ) -> None:
-        """Add the stacks of another node's ranks to the last report, which is rewritten once for
-        all nodes whose stacks have arrived."""
+        """Add the stacks of another node's ranks, and collectives that arrived late, to the last
+        report, which is rewritten once for all that have arrived."""
         if self._last is None or self._last[1].generation != generation:
             return
         path, report = self._last

@@ -9,6 +9,7 @@ the worker has spent waiting for a core or for pages from disk.
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import queue
 import signal
@@ -66,6 +67,8 @@ class WatchedWorker:
     doomed_s: float = 0.0  # for which the kernel has not carried out a SIGKILL
     flight: tuple[FlightEntry, ...] = ()  # of the newest generation
     flight_generation: int = 0
+    # The generation of the flight that a report lacks, and its call.
+    awaited: tuple[int, Callable[[tuple[FlightEntry, ...]], object]] | None = None
 
     def flight_of(self, generation: int) -> tuple[FlightEntry, ...]:
         """The collectives that it recently began in that generation, as reported."""
@@ -182,6 +185,20 @@ class HangWatch:
         """On the thread only."""
         return tuple(self._workers.values())
 
+    def flights_of(
+        self, generation: int, late: Callable[[int, tuple[FlightEntry, ...]], object]
+    ) -> dict[int, tuple[FlightEntry, ...]]:
+        """The recent collectives of each rank. ``late`` is called with a rank whose collectives
+        arrive afterwards: a busy worker may answer after the verdict. On the thread only."""
+        flights = {}
+        for worker in self.workers:
+            rank = self.facts(worker).rank
+            if flight := worker.flight_of(generation):
+                flights[rank] = flight
+            else:
+                worker.awaited = generation, functools.partial(late, rank)
+        return flights
+
     def _enter_world(self, generation: int, first_rank: int | None) -> None:
         """The time of ranks that waited for others restarts: they wait for this world now.
 
@@ -225,6 +242,10 @@ class HangWatch:
     def _learn_flight(self, pid: int, generation: int, flight: tuple[FlightEntry, ...]) -> None:
         if (worker := self._workers.get(pid)) is not None:
             worker.flight, worker.flight_generation = flight, generation
+            if worker.awaited is not None and worker.awaited[0] == generation:
+                _, add = worker.awaited
+                worker.awaited = None
+                add(flight)
 
     def _remove(self, pid: int) -> None:
         worker = self._workers.pop(pid, None)

@@ -30,6 +30,12 @@ the process group of DDP's reducer
     failed build increments it: the names of the next group would differ between this rank and a
     joining node, and they would never find each other in the store.
 
+``torch.autograd._engine_run_backward``
+    Gradients are reduced, and hangs judged, by backward pass; torch has hooks for the tensors of a
+    pass, but none for its beginning and its end. ``backward()`` calls this function of
+    torch/autograd/__init__.py. Permanent, from the first wrapped or built model on
+    (:func:`elastic.torch_private.watch_backward`).
+
 The environment of ProcessGroupNCCL is changed in :mod:`elastic.process_group.nccl_environment`.
 Two permanent changes outside torch are made elsewhere: ``sys.excepthook`` reports the error that
 ends a worker (:mod:`elastic.world.failure`), and ``pdb.Pdb.interaction`` marks a worker whose

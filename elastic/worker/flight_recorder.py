@@ -41,7 +41,9 @@ class FlightRecorder:
 
     def _dump(self, generation: int, since_ns: int) -> None:
         try:
-            entries = parse(torch_private.flight_recorder_dumps(), since_ns)
+            dumps = torch_private.flight_recorder_dumps()
+            newest, began_ns = self._world  # maybe a later world, if this thread was slow
+            entries = parse(dumps, since_ns, began_ns if newest != generation else None)
             self._send(FlightTrace(generation=generation, entries=entries))
         except (RuntimeError, LinkError) as error:  # a hang report without it is better than none
             get_logger().warning("the flight recorder's dump failed: %s", error)

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import copy
+import faulthandler
 import functools
 import importlib
 import json
@@ -382,12 +383,13 @@ def main() -> None:
         fork(functools.partial(be_rank, rank, options.ports, options.folder))
         for rank in range(SIZE)
     ]
-    codes = [os.waitpid(rank, 0)[1] for rank in ranks]
-    sys.exit(any(codes))
+    codes = [os.waitstatus_to_exitcode(os.waitpid(rank, 0)[1]) for rank in ranks]
+    sys.exit(f"exit codes of the ranks: {codes}" if any(codes) else 0)
 
 
 def be_rank(rank: int, ports: list[int], folder: Path) -> None:
     with (folder / f"{rank}.log").open("w") as log:
+        faulthandler.enable(log)  # a crash in native code would leave no output
         try:
             print(json.dumps(try_options(rank, ports, folder)), file=log)
         except BaseException:

@@ -190,8 +190,7 @@ def test_unsupported_shards_are_rejected(run: Run, root: Path) -> None:
         assert "its placements imply" in answer["lying"]
         assert "world_size is 1" in answer["world"]
         assert "does not hold the region" in answer["rank"], rank
-    assert checkpoints.list_checkpoints(root / "rank") == ()
-    assert not (root / "partial").exists()
+    assert not root.exists(), "the other rank would find files, or the record of a failure"
 
 
 @pytest.fixture

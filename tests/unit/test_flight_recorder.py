@@ -102,6 +102,11 @@ def test_p2p_entries_and_entries_of_earlier_worlds_are_ignored() -> None:
     assert [e.sequence for e in parsed] == [3]
 
 
+def test_entries_of_a_later_world_are_ignored() -> None:
+    parsed = parse([dump(raw(1), raw(2), raw(3))], BEGAN_NS, until_ns=BEGAN_NS + 3)
+    assert [e.sequence for e in parsed] == [1, 2]
+
+
 def test_coalesced_operations_share_a_number_unlike_two_backends() -> None:
     """NCCL's recorder and gloo's, of a group with both."""
     coalesced = [raw(1, "nccl:_all_gather_base", op_id=n) for n in (1, 2)]

@@ -273,3 +273,30 @@ def test_the_stacks_of_64_nodes_are_in_the_report_and_its_json(tmp_path: Path) -
     (said,) = tmp_path.glob("*.json")
     groups = json.loads(said.read_text())["stacks"]
     assert [len(group["ranks"]) for group in groups] == [1, 1, len(RANKS) - 2]
+
+
+def test_collectives_that_arrive_after_the_verdict_are_in_the_report(tmp_path: Path) -> None:
+    """A busy worker answers late. The other worker's were known."""
+    watch = HangWatch(
+        policy=BudgetPolicy(),
+        node="n1",
+        tick_s=0.01,
+        on_facts=lambda generation, ranks: None,
+        on_stopped=lambda worker, facts, stopped_s: None,
+        on_error=lambda error: None,
+    )
+    late: list[tuple[int, tuple[FlightEntry, ...]]] = []
+    known, slow = os.getpid(), os.getppid()
+    entry = FlightEntry(group="gloo 0", sequence=4, operation="barrier", inputs="", is_over=False)
+    watch.enter_world(7, 0)
+    watch.supervise((Supervised(known, 0, ""), Supervised(slow, 1, "")))
+    watch.learn_flight(known, 7, (entry,))
+    watch.learn_flight(slow, 6, (entry,))  # of an earlier world
+    watch.run_tasks()
+    flights = watch.flights_of(7, lambda rank, flight: late.append((rank, flight)))
+    assert flights == {0: (entry,)}
+    watch.enter_world(8, 4)  # with other ranks
+    watch.learn_flight(slow, 7, (entry,))
+    watch.learn_flight(slow, 7, ())  # once
+    watch.run_tasks()
+    assert late == [(1, (entry,))]

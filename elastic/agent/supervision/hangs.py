@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from elastic.hangs import stacks
 from elastic.hangs.budgets import BudgetPolicy
 from elastic.hangs.facts import MAX_SHOWN_RANKS, RankFacts, StackGroup
+from elastic.hangs.flight import FlightEntry
 from elastic.hangs.report import ReportFolder, Share
 from elastic.hangs.response import HangResponse, Judged
 from elastic.hangs.stacks import StackSource
@@ -35,6 +36,8 @@ from elastic.store.keyvalue import Entry, Lease
 from elastic.tuning import timeouts
 from elastic.tuning.agent_intervals import HANG_KILL_S
 from elastic.tuning.agent_options import AgentOptions
+
+Flights = Iterable[tuple[int, tuple[FlightEntry, ...]]]  # by rank
 
 
 @dataclass(frozen=True)
@@ -130,6 +133,7 @@ class Hangs:
         self._is_due = False
         self._is_written = False
         self._stacks: StacksTaken | None = None  # to be published
+        self._taken: StacksTaken | None = None  # the last ones
 
     def start(self) -> None:
         self._watch.start()
@@ -246,27 +250,27 @@ class Hangs:
             return
         share = Share.of(self._nodes, record.size)
 
+        def send(found: tuple[StackGroup, ...], flights: Flights) -> None:
+            shown = (RankFlight(rank=r, entries=f[-share.flight_entries :]) for r, f in flights)
+            self._at.post(StacksTaken(record.generation, found, tuple(shown)))
+
         def take() -> None:
             workers = {self._watch.facts(worker).rank: worker for worker in self._watch.workers}
             taken_of = ((r, stacks.take(w.pid, w.stacks)) for r, w in workers.items())
             found = stacks.group(taken_of, record.culprits)
-            flights = {r: w.flight_of(record.generation) for r, w in workers.items()}
-            taken = StacksTaken(
-                record.generation,
-                stacks.within(found, share.characters),
-                tuple(
-                    RankFlight(rank=rank, entries=flight[-share.flight_entries :])
-                    for rank, flight in flights.items()
-                    if flight
-                ),
-            )
-            self._at.post(taken)
+            flights = self._watch.flights_of(
+                record.generation, lambda rank, flight: send((), [(rank, flight)])
+            ).items()
+            send(stacks.within(found, share.characters), flights)
 
         self._watch.post(take)
 
     def on_stacks_taken(self, taken: StacksTaken) -> None:
         """Have the stacks written to the store in the node's next iteration."""
-        self._stacks = taken
+        last = self._taken
+        if last is not None and last.generation == taken.generation and not taken.stacks:
+            taken = replace(last, flights=(*last.flights, *taken.flights))  # late ones
+        self._stacks = self._taken = taken
 
     def on_stacks(self, entry: Entry) -> None:
         """Stacks of another node have arrived. Raises RecordError."""
