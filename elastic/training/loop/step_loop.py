@@ -83,10 +83,12 @@ class StepLoop:
 
     def end_epoch(self) -> None:
         """Begin the next epoch, at the script's request."""
-        self._leave_held()
-        self.settle()
+        # A step that is committed only now ends after the code that follows the epoch's loop: its
+        # boundary belongs to the next epoch, or that code would run again after a fault.
         self._job.progress.epoch += 1
         self._job.progress.place = EPOCHS
+        self._leave_held()
+        self.settle()
 
     def begin_epochs(self) -> None:
         """The script begins to count epochs: it may resume here, with a new epoch."""
