@@ -257,6 +257,7 @@ class StepLoop:
         self._job.order.begin_step(number)
         for module in self._job.modules.values():
             module.begin_step(step.share)
+            module.reduction.may_add_to_earlier = self.current.accumulation.since is None
         if self._job.built is not None:
             self._job.built.begin_step(step.share, self.lifecycle.world.size)
         self.current.begin(step, loader)
