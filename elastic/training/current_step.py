@@ -23,10 +23,17 @@ class CurrentStep:
         self.announced_for: int | None = None
         self._loader: ElasticLoader | None = None  # None: data that the script distributes itself
         self._left_loader: ElasticLoader | None = None  # the loop over it was left in the step
+        self._is_evaluating = False  # the script has read other samples than the step's
 
     def begin(self, step: Step, loader: ElasticLoader | None) -> None:
         """Record that a step is passed to the script."""
         self.step, self._loader, self.announced_for = step, loader, None
+        self._is_evaluating = False
+
+    def evaluation_begins(self) -> None:
+        """Record that the script reads samples of ``run.shard``. The last step of an epoch may not
+        have ended: ``next(batches)`` is called for each batch, but not for the end of the data."""
+        self._is_evaluating = True
 
     def leave(self, loader: ElasticLoader) -> None:
         """Record that the loop over ``loader`` was left in the middle, for any reason."""
@@ -49,9 +56,11 @@ class CurrentStep:
 
     @property
     def lacks_samples(self) -> bool:
-        """Whether the script is in a step that has no sample of this rank, but a filler."""
+        """Whether the script is in a step that has no sample of this rank, but a filler, and has
+        not read samples of an evaluation since: those count."""
         step = self.inside
-        return step is not None and self._loader is not None and step.samples == 0
+        is_filled = step is not None and self._loader is not None and step.samples == 0
+        return is_filled and not self._is_evaluating
 
     def left_step(self, loader: ElasticLoader) -> Step | None:
         """The step in which a loop over ``loader`` was left, until it is committed or dropped."""

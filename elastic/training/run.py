@@ -183,6 +183,7 @@ class Run(BuildsInWorlds, ReducesStages, RunLogging):
             loader,
             self._parts.recovery.bootstrap.rank_and_size,
             is_even=lambda: job.is_sharded or job.built is not None,
+            begins=self._parts.state.current.evaluation_begins,
         )
 
     # -- loops --------------------------------------------------------------------------------
@@ -315,8 +316,9 @@ class Run(BuildsInWorlds, ReducesStages, RunLogging):
 
         Call it on every rank, with the same names. Values of a rank with weight 0 are ignored, even
         NaN. So are those of a rank that has no sample in the current step, whatever their weight:
-        its batch is a filler. Raises NoWorld after :meth:`close`, ConfigError for a negative weight
-        or no number, and TrainingError in a call of :meth:`retry` that other ranks have completed.
+        its batch is a filler; but not after it has begun to read samples of :meth:`shard`. Raises
+        NoWorld after :meth:`close`, ConfigError for a negative weight or no number, and
+        TrainingError in a call of :meth:`retry` that other ranks have completed.
         """
         names = sorted(values)
         if self._parts.state.current.lacks_samples:

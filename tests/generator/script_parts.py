@@ -1329,7 +1329,6 @@ UPDATES = (
     Part(
         kind="update",
         name="gradients decayed instead of zeroed",
-        open_in=("",),
         body="""
         for parameter in model.parameters():
             if parameter.grad is not None:

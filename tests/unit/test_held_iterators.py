@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
 import pytest
 import torch
-from run_kit import STEPS_PER_EPOCH, job, process, steps_of_job
+from run_kit import STEPS_PER_EPOCH, job, parts_of, process, steps_of_job
+from torch.utils.data import DataLoader, TensorDataset
+
+from elastic.training.step import Step
 
 
 def test_the_last_step_is_committed_and_saved_at_the_end_of_the_process(tmp_path: Path) -> None:
@@ -77,3 +81,33 @@ def test_an_epoch_whose_iterator_is_held_ends_with_its_last_step() -> None:
             for _ in range(len(script.loader)):
                 script.update(*next(held[-1]))
         assert steps_of_job(run) == 3 * STEPS_PER_EPOCH
+
+
+def test_the_boundary_of_an_epochs_last_step_follows_the_code_that_has_run(tmp_path: Path) -> None:
+    with process(tmp_path) as run:
+        script = job(run)
+        run.state["ended"] = 0
+        for epoch in run.epochs(3):
+            boundary = parts_of(run).state.progress.rollback.snapshot
+            if boundary:  # a fault now repeats no code of an earlier epoch
+                assert boundary["progress"]["epoch"] == boundary["state"]["ended"] == epoch
+            held = iter(script.loader)
+            for _ in range(len(script.loader)):
+                script.update(*next(held))
+            run.state["ended"] += 1  # before the step is committed
+        assert parts_of(run).state.progress.rollback.snapshot["state"]["ended"] == 3
+
+
+def test_an_evaluation_counts_after_a_step_without_samples(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    held_out: DataLoader[tuple[torch.Tensor, ...]] = DataLoader(TensorDataset(torch.arange(3.0)))
+    with process() as run:
+        script = job(run)
+        batches = iter(script.loader)
+        next(batches)
+        monkeypatch.setattr(Step, "samples", 0)
+        assert math.isnan(run.mean(1, loss=1.0)["loss"])
+        assert len(list(run.shard(held_out))) == 3
+        assert run.mean(3, error=0.5) == {"error": 0.5}
+        del batches

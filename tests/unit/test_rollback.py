@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from run_kit import dataset, job, network, parts_of, process, steps_of_job
 from torch import nn
+from torch.utils.data import DataLoader
 
 from elastic import torch_private
 from elastic.errors import TrainingError
@@ -351,3 +352,43 @@ def test_weights_that_an_evaluation_exchanges_are_not_those_of_the_boundary() ->
     weight.data.copy_(trained)
     assert surely(by_content=True), "they were exchanged back"
     script.optimizer_watch.close()
+
+
+# -- gradients that steps keep for the next one ------------------------------------------------
+
+
+def test_gradients_that_a_step_adds_to_are_part_of_the_boundary(tmp_path: Path) -> None:
+    with process(tmp_path) as run:
+        model = run.wrap(network())
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        run.track(optimizer=optimizer)
+        loader = run.loader(DataLoader(dataset(), batch_size=10), global_batch=10)
+        parts, boundaries = parts_of(run), []
+        for x, y in loader:
+            state = parts.state.progress.rollback.snapshot.get("gradients")
+            now = [p.grad for p in model.parameters()]
+            assert state is None or all(
+                g is None or torch.equal(state["model"][str(i)], g) for i, g in enumerate(now)
+            )
+            boundaries.append(state is not None)
+            for gradient in now:
+                if gradient is not None:
+                    gradient.mul_(0.5)
+            F.mse_loss(model(x), y).backward()  # type: ignore[no-untyped-call]
+            optimizer.step()
+        assert len(boundaries) > FIRST_STEPS and all(boundaries)
+        assert parts.job.tree()["gradients"]["model"].keys()
+
+
+def test_gradients_that_are_set_to_zero_are_no_part_of_the_boundary(tmp_path: Path) -> None:
+    with process(tmp_path) as run:
+        script = job(run)
+        parts = parts_of(run)
+        for number, (x, y) in enumerate(script.loader):
+            snapshot = parts.state.progress.rollback.snapshot
+            assert ("gradients" in snapshot) == (number < FIRST_STEPS)
+            script.optimizer.zero_grad(set_to_none=False)
+            F.mse_loss(script.model(x), y).backward()  # type: ignore[no-untyped-call]
+            script.optimizer.step()
+        assert number >= FIRST_STEPS
+        assert not parts.job.keeps_gradients

@@ -31,15 +31,17 @@ def shard_by(
     world: Callable[[], tuple[int, int]],
     *,
     is_even: Callable[[], bool] = lambda: False,
+    begins: Callable[[], object] = lambda: None,
 ) -> DataLoader[Any]:
     """:func:`shard` for a world that changes: ``world() -> (rank, size)``, called per iteration.
+    ``begins``: called at the beginning of each iteration.
 
     ``is_even``: whether all ranks need the same number of batches, because the forward pass of a
     sharded model is one of all its ranks. Then batches are as even as possible, and iterating
     raises ConfigError if there are fewer samples than ranks, or items in batches of their own.
     """
     source = describe(loader)
-    part = _Part(source.draw.each_once(), world)
+    part = _Part(source.draw.each_once(), world, begins)
     batches = _Batches(
         part, source.batch_size, is_even, has_items=source.collation is Collation.ITEM
     )
@@ -49,10 +51,16 @@ def shard_by(
 class _Part(Sampler[int]):
     """One rank's range of the samples."""
 
-    def __init__(self, samples: Sequence[int], world: Callable[[], tuple[int, int]]) -> None:
-        self.samples, self.world = samples, world
+    def __init__(
+        self,
+        samples: Sequence[int],
+        world: Callable[[], tuple[int, int]],
+        begins: Callable[[], object],
+    ) -> None:
+        self.samples, self.world, self.begins = samples, world, begins
 
     def __iter__(self) -> Iterator[int]:
+        self.begins()
         return iter(self.indices())
 
     def __len__(self) -> int:
@@ -73,12 +81,13 @@ class _Batches(BatchSampler):
         self._part, self._is_even, self._has_items = part, is_even, has_items
 
     def __iter__(self) -> Iterator[list[int]]:
-        indices, count = self._part.indices(), self._even_count()
+        count = self._even_count()
         if count is None:
             yield from super().__iter__()
             return
+        indices = list(self._part)
         for number in range(count):
-            yield list(indices[slice(*split(0, len(indices), number, count))])
+            yield indices[slice(*split(0, len(indices), number, count))]
 
     def __len__(self) -> int:
         count = self._even_count()

@@ -43,6 +43,7 @@ class Reduced(Protocol):
         """Prepare for another pass, with these losses."""
 
 
+_FIRST_LOOKS = 3  # at gradients on a device, which wait for it; then at each power of two
 _number = itertools.count()
 # In the order in which they were wrapped: they may compare bucket plans with other ranks.
 _modules: weakref.WeakValueDictionary[int, Reduced] = weakref.WeakValueDictionary()
@@ -95,12 +96,32 @@ def _begin(losses: Sequence[Any]) -> Callable[[bool], None]:
     _waiting.clear()
     if _is_expected:
         phases.enter(COMPUTE)
+    for module in list(_modules.values()):
+        if module.in_world and module.reduction.may_add_to_earlier:
+            _note_earlier_gradients(module, losses)
     repeated = [
         _RepeatedPass(module, losses)
         for module in list(_modules.values())
         if module.in_world and module.reduction.is_reduced
     ]
     return functools.partial(_end, repeated)
+
+
+def _note_earlier_gradients(module: Reduced, losses: Sequence[Any]) -> None:
+    """Note whether the first pass of a step adds to gradients of steps that are committed.
+
+    Scripts that set gradients to None, as is usual, need only the first line.
+    """
+    gradients = [p.grad for p in module.all_parameters if p.grad is not None]
+    reduction = module.reduction
+    if gradients:
+        if not _reach(losses, module.all_parameters):
+            return  # as of a generator, in the pass of its critic
+        reduction.looks += 1
+        looks, is_on_host = reduction.looks, gradients[0].device.type == "cpu"
+        if is_on_host or looks <= _FIRST_LOOKS or looks & (looks - 1) == 0:
+            reduction.adds_to_earlier = any(bool(gradient.any()) for gradient in gradients)
+    reduction.may_add_to_earlier = False
 
 
 def _end_nested(has_succeeded: bool) -> None:

@@ -83,10 +83,12 @@ class StepLoop:
 
     def end_epoch(self) -> None:
         """Begin the next epoch, at the script's request."""
-        self._leave_held()
-        self.settle()
+        # A step that is committed only now ends after the code that follows the epoch's loop: its
+        # boundary belongs to the next epoch, or that code would run again after a fault.
         self._job.progress.epoch += 1
         self._job.progress.place = EPOCHS
+        self._leave_held()
+        self.settle()
 
     def begin_epochs(self) -> None:
         """The script begins to count epochs: it may resume here, with a new epoch."""
@@ -255,6 +257,7 @@ class StepLoop:
         self._job.order.begin_step(number)
         for module in self._job.modules.values():
             module.begin_step(step.share)
+            module.reduction.may_add_to_earlier = self.current.accumulation.since is None
         if self._job.built is not None:
             self._job.built.begin_step(step.share, self.lifecycle.world.size)
         self.current.begin(step, loader)

@@ -204,6 +204,10 @@ class RankProgress:
         state then belongs."""
         step, watch = self._current.step, self._optimizer_watch
         rates = rates_of(watch.tracked)
+        for optimizer in watch.tracked.values():
+            optimizer.zero_grad(set_to_none=True)
+        for module in self._job.modules.values():
+            module.module.zero_grad(set_to_none=True)
         if self.tag is not None:
             self._is_fresh = False
             self.begun = step is not None
@@ -216,10 +220,7 @@ class RankProgress:
             self._rates.interrupted(step.number, step.stepped, rates, rates_of(watch.tracked))
         watch.reset()
         self._current.drop_uncommitted()
-        for optimizer in watch.tracked.values():
-            optimizer.zero_grad(set_to_none=True)
         for module in self._job.modules.values():
-            module.module.zero_grad(set_to_none=True)
             module.reduction.forget_gradients()
             module.reduction.begin(1.0)
 

@@ -63,6 +63,7 @@ class JobState:
     is_sharded: bool = False  # elastic.join(mesh=…): each rank holds shards of a replica
     stage: StagePlace | None = None  # the pipeline stage of this rank, among several
     is_rebuilt: bool = False  # run.build was called: each world has a new model and optimizers
+    keeps_gradients: bool = False  # steps add to gradients of committed ones: they are state
     # In which the modules' gradients are reduced.
     order: ReductionOrder = field(default_factory=ReductionOrder)
     built: Built | None = None  # the result of run.build in the current world
@@ -220,8 +221,31 @@ class JobState:
             "seed": self.seed,
             "loaders": {name: loader.state_dict() for name, loader in self.loaders.items()},
             "frozen": self._frozen(),
+            "gradients": self.gradients() if self.keeps_gradients else {},
             "layouts": layouts_of(self.all_tracked),
         }
+
+    def gradients(self) -> dict[str, dict[str, torch.Tensor]]:
+        """The gradients of each wrapped module, by the position of their parameter."""
+        return {
+            name: {
+                str(i): p.grad
+                for i, p in enumerate(module.all_parameters)
+                if p.grad is not None and not p.grad.is_sparse
+            }
+            for name, module in self.modules.items()
+        }
+
+    def set_gradients(self, saved: Mapping[str, Mapping[str, torch.Tensor]]) -> None:
+        """Give parameters copies of these gradients, in place where they have some, and all others
+        none."""
+        for name in self.modules.keys() & saved.keys():
+            for i, p in enumerate(self.modules[name].all_parameters):
+                given = saved[name].get(str(i))
+                if given is None or p.grad is None:
+                    p.grad = None if given is None else given.detach().to(p.device, copy=True)
+                else:
+                    p.grad.detach().copy_(given)
 
     def saved_tree(self) -> dict[str, Any]:
         """The current state as a part of a checkpoint: with pipeline stages, one of several."""
@@ -305,6 +329,9 @@ class JobState:
         for name, saved_buffers in tree.get("transient", {}).items():  # not in older checkpoints
             if name in modules:
                 _load_transient(modules[name], saved_buffers)
+        if gradients := tree.get("gradients"):
+            self.keeps_gradients = True
+            self.set_gradients(gradients)
         writing.write(self.user, _typed(tree, "state"))
         self.progress.load(tree["progress"])
         for name in self.loaders.keys() & tree["loaders"].keys():

@@ -26,7 +26,7 @@ from elastic.telemetry.log import get_logger
 from elastic.training.state.change_watch import ChangeWatch, compares_content
 from elastic.training.state.copies import WeightCopies
 from elastic.training.state.job_state import JobState
-from elastic.training.state.snapshot import BoundaryState, Path, Snapshot
+from elastic.training.state.snapshot import BoundaryState, Path, Snapshot, size_bytes
 from elastic.tuning.worker_intervals import COPY_IS_CHEAP_S
 
 # Copies are affordable if they cost this fraction of a step, or less than COPY_IS_CHEAP_S.
@@ -35,6 +35,8 @@ AFFORDABLE_MEMORY = 0.1  # of the memory that is free, on the host or on the dev
 # At which a device copies: less than those in use reach, so that a copy is not underestimated.
 DEVICE_BYTES_PER_S = 1e12
 FIRST_STEPS = 3  # of a process: always copied, while the cost and the script are not known yet
+# Of gradients that may belong to the state, until a step has added to them: they are sent at once.
+UNKNOWN_GRADIENTS_BYTES = 64 << 20
 
 
 StepCopiesName = Literal["auto", "always", "never"]
@@ -108,10 +110,24 @@ class Rollback:
 
         ``with_copies``: copy it completely, whatever that costs, if there is enough memory.
         """
-        self.snapshot = self._state.take()
+        self.snapshot = self._state.take(with_gradients=self._includes_gradients)
         self._has_changed = self._has_updates = False
         self._has_copies = (with_copies or self._copies_steps) and self._copy()
         self._expect(by_content=with_copies or compares_content(self._costs.steps))
+
+    @property
+    def _includes_gradients(self) -> bool:
+        """Whether gradients belong to the state of the boundary, as far as known: a script that
+        sets them to None or zero has no use for them."""
+        if self._job.keeps_gradients:
+            return True
+        if self._costs.steps >= FIRST_STEPS or self._job.is_rebuilt:
+            return False
+        return size_bytes(self._job.gradients()) <= UNKNOWN_GRADIENTS_BYTES
+
+    @property
+    def _adds_to_earlier_gradients(self) -> bool:
+        return any(m.reduction.adds_to_earlier for m in self._job.modules.values())
 
     def note_weights(self) -> None:
         """Note the current weights, without a way back to them."""
@@ -177,8 +193,12 @@ class Rollback:
         """End a step; :meth:`take` must follow. Learns what the script does in its steps."""
         for costs in (self._costs, self._digests):
             costs.step_ended(SYSTEM_CLOCK.monotonic())
+        if self._adds_to_earlier_gradients:
+            self._job.keeps_gradients = True
         if not self._needs_copies:
-            if self.changes_by_script:
+            if self._job.keeps_gradients:
+                self._need_copies("gradients of a step are kept for the next one")
+            elif self.changes_by_script:
                 self._need_copies("weights change outside of optimizer.step()")
             elif self._is_followed_by_collectives:
                 self._need_copies("ranks communicate after an update")
@@ -269,6 +289,8 @@ class Rollback:
     @property
     def can_restore(self) -> bool:
         """Whether :meth:`restore` will return True."""
+        if self._adds_to_earlier_gradients and "gradients" not in self.snapshot:
+            return False  # for the first time: they are not copied yet
         if self._has_copies:
             return True
         return not (self._has_updates or self._has_changed or self._watch.has_changed)

@@ -51,10 +51,13 @@ class BoundaryState:
         self._keepers: dict[str, Keeper] = {n: _keeper(t) for n, t in job.all_tracked.items()}
         self._modules = {name: _Module(m.module) for name, m in job.modules.items()}
 
-    def take(self) -> Snapshot:
+    def take(self, *, with_gradients: bool = False) -> Snapshot:
         """A copy of the current state, valid until the next copy is taken."""
         job = self._job
+        gradients = {"gradients": copied(job.gradients())} if with_gradients else {}
         return {
+            **gradients,
+            "keeps_gradients": job.keeps_gradients,
             "progress": dict(vars(job.progress)),
             "state": copied(job.user),
             "loaders": {n: [x.sampler.epoch, x.sampler.step] for n, x in job.loaders.items()},
@@ -94,6 +97,9 @@ class BoundaryState:
             module.restore_extra(snapshot["extra"][name])
         for name, wrapped in job.modules.items():
             wrapped.set_frozen(snapshot["frozen"][name])
+        job.keeps_gradients = job.keeps_gradients or snapshot["keeps_gradients"]
+        if "gradients" in snapshot:
+            job.set_gradients(snapshot["gradients"])
 
 
 def _below(name: str, kept: KeptTensor | None) -> KeptTensor:
