@@ -285,6 +285,15 @@ def _of_other_writer(name: CheckpointName, failure: WriterFailed) -> WriteFailed
     )
 
 
+def folder_removed(name: CheckpointName) -> WriteFailed:
+    """The error of a writer whose attempt another process has removed: a writer that failed, whose
+    record may follow, or the next world."""
+    return WriteFailed(
+        f"{name} cannot be completed: another process removed its folder",
+        hint="A writer that failed reports the reason; the next save starts over.",
+    )
+
+
 def remove_share(storage: Storage, name: CheckpointName, rank: int, world_size: int) -> None:
     """Remove this writer's files from an attempt. Raises nothing."""
     part = part_file(rank, world_size)
@@ -352,6 +361,10 @@ def _freed_on_failure(
             discard(storage, name, rank, world_size)
         else:
             _record_failure(storage, name, rank, world_size)
+        # A writer that fails for lack of space removes the folder for all (see discard).
+        if world_size > 1 and isinstance(error, ABSENT):
+            _check_others(storage, name, rank, world_size)
+            raise folder_removed(name) from error
         raise
 
 

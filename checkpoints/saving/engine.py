@@ -30,7 +30,13 @@ from checkpoints.format.names import CheckpointName
 from checkpoints.format.state_tree import flatten, spec_of
 from checkpoints.intervals import MAX_PART_POLL_S, PART_POLL_S, SAVE_DEADLINE_S
 from checkpoints.policies.retention import LatestN, RetentionFunction
-from checkpoints.saving.attempt import WriteAttempt, commit_if_complete, discard, write_and_commit
+from checkpoints.saving.attempt import (
+    WriteAttempt,
+    commit_if_complete,
+    discard,
+    folder_removed,
+    write_and_commit,
+)
 from checkpoints.saving.job import SaveJob
 from checkpoints.saving.outcome import (
     SaveHandle,
@@ -390,8 +396,7 @@ class Engine:
                 if is_committed(storage, name):
                     self._finish(job, SaveStatus.COMMITTED)
                 else:
-                    reason = "another process removed its folder"
-                    self._finish(job, SaveStatus.ABANDONED, reason=reason)
+                    self._fail(job, folder_removed(name))
                 return
         if is_waiting(files, job.attempt.world_size):
             if not self._may_commit(job):

@@ -272,18 +272,43 @@ def test_a_short_lack_of_space_does_not_outlast_itself(
         assert save(left_bytes)
 
 
-def test_a_writer_that_fails_is_known_to_the_others_at_once(tmp_path: Path) -> None:
-    full = FaultyStorage(LocalStorage(tmp_path), at=5, fault=StorageFault.NO_SPACE)
-    with checkpoints.Engine(tmp_path) as engine:
+@pytest.mark.parametrize("call", ["write", "rename", "list"])
+def test_a_writer_that_fails_is_known_to_the_others_at_once(tmp_path: Path, call: str) -> None:
+    """Whichever call of the other writer comes next, after the folder was removed."""
+
+    def fail_as_writer_0(label: str) -> None:
+        if failed or not label.startswith(f"{call} "):
+            return
+        failed.append(label)
+        full = FaultyStorage(LocalStorage(tmp_path), at=5, fault=StorageFault.NO_SPACE)
+        with pytest.raises(checkpoints.DiskFull):
+            checkpoints.save(full, small_state(1), step=1, nonce="aa", rank=0, world_size=2)
+
+    failed: list[str] = []
+    disk = FaultyStorage(LocalStorage(tmp_path), before=fail_as_writer_0)
+    with checkpoints.Engine(disk) as engine:
         waiting = engine.save_async(
             small_state(1), step=1, world=checkpoints.WriterGroup(nonce="aa", rank=1, size=2)
         )
-        with pytest.raises(checkpoints.DiskFull):
-            checkpoints.save(full, small_state(1), step=1, nonce="aa", rank=0, world_size=2)
         outcome = waiting.wait(60)
+    assert failed
     assert outcome is not None and outcome.status is checkpoints.SaveStatus.FAILED
     assert "writer 0 could not write its part" in outcome.reason
     assert list(tmp_path.rglob("*.safetensors")) == []
+
+
+def test_a_folder_that_another_process_removed_is_no_fault_of_the_disk(tmp_path: Path) -> None:
+    """The record of the writer that failed may follow later, or never."""
+
+    def remove(label: str) -> None:
+        if label.startswith("write ") and not removed:
+            removed.append(label)
+            shutil.rmtree(tmp_path / ".tmp-step-000000001.g0.aa")
+
+    removed: list[str] = []
+    disk = FaultyStorage(LocalStorage(tmp_path), before=remove)
+    with pytest.raises(checkpoints.WriteFailed, match="another process removed its folder"):
+        checkpoints.save(disk, small_state(1), step=1, nonce="aa", rank=1, world_size=2)
 
 
 def test_a_save_that_is_not_committed_in_time_leaves_nothing(tmp_path: Path) -> None:

@@ -563,3 +563,22 @@ def test_two_consecutive_failed_saves_cause_a_warning(
         "restart would go back to step 2"
     ]
     saver.close(0.0)
+
+
+def test_a_save_that_a_later_one_supersedes_is_no_failure(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At the end of a job, saves that lack a share are abandoned after the last step is saved."""
+    journal = EventRecorder()
+    saver = Saver(Checkpoints(tmp_path / "ckpt"), journal)
+    monkeypatch.setattr(get_logger(), "propagate", True)
+    with caplog.at_level(logging.WARNING, "elastic"):
+        saver.report(SaveOutcome(step=84, name="step 84", status=SaveStatus.COMMITTED))
+        for step in (76, 80, 84):
+            abandoned = SaveStatus.ABANDONED
+            saver.report(
+                SaveOutcome(step=step, name=f"step {step}", status=abandoned, reason="end")
+            )
+    assert caplog.records == []
+    assert len(journal.skipped) == 3, "the journal has all outcomes"
+    saver.close(0.0)

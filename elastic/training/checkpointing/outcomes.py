@@ -24,9 +24,14 @@ class OutcomeLog:
     def ended(self, outcome: SaveOutcome, *, is_known_elsewhere: bool) -> None:
         """Record the end of a save. ``is_known_elsewhere``: another rank also logs its commit."""
         if outcome.status is not SaveStatus.COMMITTED:
-            # The next world saves this step, or has already saved it.
-            level = logging.DEBUG if outcome.status is SaveStatus.STALE else logging.WARNING
+            # A later step is saved, so that a restart loses nothing; or the world has ended, and
+            # the next one saves this step, or has already saved it.
+            is_superseded = outcome.step <= self.committed_step
+            is_harmless = is_superseded or outcome.status is SaveStatus.STALE
+            level = logging.DEBUG if is_harmless else logging.WARNING
             self.skipped(outcome.name, f"{outcome.status.value}: {outcome.reason}", level=level)
+            if is_superseded:
+                return
             self._failures_in_a_row += 1
             if self._failures_in_a_row == WARN_AFTER_FAILURES:
                 self._warn_of_failures(outcome)
