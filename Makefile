@@ -1,4 +1,5 @@
-# Two commands do everything on a fresh machine: `make demo` and `make test`.
+# Two commands do everything on a fresh machine: `make demo` and `make test`. Before a large change lands:
+# `make test-all`.
 SHELL := /bin/bash
 VENV := .venv
 BIN := $(VENV)/bin
@@ -13,6 +14,8 @@ SLOWEST = --durations=25 --durations-min=1 --junitxml=$(DURATIONS)/$@.xml
 # Two files at a time, or four for cluster tests, whose nodes mostly wait.
 BY_FILE = --dist loadfile --no-loadscope-reorder $(SLOWEST)
 PYTEST = $(BIN)/pytest -n 2 $(BY_FILE)
+# A guarantee's cheapest proof: within ten minutes on two cores. `make test-all` adds those marked slow.
+TIER := not soak and not slow
 # One run of mypy for everything: a run per folder would read torch's types again. Module names must
 # then be unique, so each conftest.py gets a link with a unique name.
 CONFTESTS := build/conftests
@@ -20,7 +23,7 @@ SPACE := $(subst ,, )
 TYPED := $(patsubst %/,%,$(wildcard tests/*/)) tests/kill/scripts tests benchmarks benchmarks/scripts
 AS_USERS_WRITE := tests/idioms/(scripts|refused)/
 
-.PHONY: demo test concurrent check docs unit cluster compat matrix soak streams bench gpu gpu-tests gpu-kills gpu-bench format clean
+.PHONY: demo test test-all concurrent check docs unit cluster compat matrix soak streams bench gpu gpu-tests gpu-kills gpu-bench format clean
 
 $(STAMP): pyproject.toml constraints.txt scripts/bootstrap.sh
 	bash scripts/bootstrap.sh $(VENV)
@@ -55,6 +58,9 @@ test: $(STAMP)
 	$(MAKE) --no-print-directory -j2 --keep-going cluster concurrent; code=$$?; \
 	  $(BIN)/python scripts/slowest_tests.py $(DURATIONS); exit $$code
 
+test-all:
+	$(MAKE) --no-print-directory test TIER="not soak"
+
 concurrent: $(STAMP)
 	nice -n 5 $(MAKE) --no-print-directory check docs unit
 
@@ -63,10 +69,10 @@ docs: $(STAMP)
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 unit: $(COMPILED)
-	$(PYTEST) -m "not soak and not cluster and not gpu"
+	$(PYTEST) -m "not cluster and not gpu and $(TIER)"
 
 cluster: $(COMPILED)
-	$(BIN)/pytest -n 4 $(BY_FILE) -m "cluster and not soak"
+	$(BIN)/pytest -n 4 $(BY_FILE) -m "cluster and $(TIER)"
 
 # Separate environments in ~/.cache: 25 GB on first use, then about 10 minutes for each.
 compat: $(STAMP)

@@ -62,8 +62,11 @@ LONGEST = (
 # Then the folder with the longest file that computes all the time.
 FIRST = ("kill", "integration", "security", "contract", "idioms")
 
-# A file in which all tests start clusters.
+# Files in which all tests start clusters, and in which all are slow.
 ALL_OF_CLUSTERS = re.compile(r"^pytestmark = (\[[^]]*)?pytest\.mark\.cluster\b", re.MULTILINE)
+ALL_SLOW = re.compile(r"^pytestmark = (\[[^]]*)?pytest\.mark\.slow\b", re.MULTILINE)
+# Marks of tests that are not even collected without them: some have thousands of parameters.
+OMITTED = ("soak", "slow")
 
 # Objects are frozen again after this many new modules, or if the collector tracks this many objects
 # because a test has unfrozen them.
@@ -116,26 +119,30 @@ def _hide_gpus(config: pytest.Config) -> None:
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """Skip files without a test that ``-m "cluster ..."`` or ``-m "not cluster ..."`` selects:
-    importing all files takes seconds of CPU time in each process."""
-    if not (collection_path.name.startswith("test_") and collection_path.is_file()):
-        return None
+    """Skip files without a test that ``-m "cluster ..."``, ``-m "not cluster ..."`` or ``-m "not
+    slow ..."`` selects: importing all files takes seconds of CPU time in each process."""
     wanted = str(config.option.markexpr)
-    if wanted.startswith("cluster"):
-        return True if "mark.cluster" not in collection_path.read_text() else None
-    if "not cluster" in wanted:
-        return True if ALL_OF_CLUSTERS.search(collection_path.read_text()) else None
-    return None
+    if not (wanted and collection_path.name.startswith("test_") and collection_path.is_file()):
+        return None
+    text = collection_path.read_text()
+    is_omitted = (
+        ("not slow" in wanted and ALL_SLOW.search(text) is not None)
+        or ("not cluster" in wanted and ALL_OF_CLUSTERS.search(text) is not None)
+        or (wanted.startswith("cluster") and "mark.cluster" not in text)
+    )
+    return True if is_omitted else None
 
 
 def pytest_pycollect_makeitem(
     collector: pytest.Collector, name: str, obj: object
 ) -> list[pytest.Item] | None:
-    """For ``-m "not soak ..."``, skip soak tests early: they have thousands of parameters."""
-    if "not soak" not in str(collector.config.option.markexpr) or not name.startswith("test_"):
+    """For ``-m "not soak ..."`` and ``-m "not slow ..."``, skip these tests early."""
+    if not name.startswith("test_"):
         return None
-    is_soak = any(mark.name == "soak" for mark in getattr(obj, "pytestmark", ()))
-    return [] if is_soak else None
+    wanted = str(collector.config.option.markexpr)
+    omitted = {mark for mark in OMITTED if f"not {mark}" in wanted}
+    marks = {mark.name for mark in getattr(obj, "pytestmark", ())}
+    return [] if omitted & marks else None
 
 
 @pytest.hookimpl(wrapper=True)

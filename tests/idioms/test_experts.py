@@ -134,7 +134,7 @@ def experts(runs: IdiomRuns, tmp_path_factory: pytest.TempPathFactory) -> Expert
 @pytest.mark.parametrize(
     "name",
     [
-        pytest.param(name, marks=[pytest.mark.soak] if layout is REST_EVERYWHERE else [])
+        pytest.param(name, marks=[] if layout is MASKED else [pytest.mark.slow])
         for name, layout in LAYOUTS.items()
     ],
 )
@@ -145,7 +145,11 @@ def test_experts_train_like_the_whole_model(experts: ExpertRuns, name: str) -> N
 
 @pytest.mark.parametrize(
     ("name", "rank", "share", "is_replaced"),
-    [(IN_SHORT[0], 1, 0.4, True), (IN_SHORT[1], 2, 0.7, False), (IN_SHORT[2], 5, 0.6, True)],
+    [
+        (IN_SHORT[0], 1, 0.4, True),
+        pytest.param(IN_SHORT[1], 2, 0.7, False, marks=pytest.mark.slow),
+        pytest.param(IN_SHORT[2], 5, 0.6, True, marks=pytest.mark.slow),
+    ],
 )
 def test_a_death_does_not_change_the_result(
     experts: ExpertRuns, name: str, rank: int, share: float, is_replaced: bool
@@ -172,6 +176,7 @@ def test_a_death_anywhere_does_not_change_the_result(
     experts.with_death(layout, death, is_replaced=draw.random() < 0.5)
 
 
+@pytest.mark.slow
 def test_a_death_on_streams_does_not_change_the_result(tmp_path: Path, experts: ExpertRuns) -> None:
     """Gradients are summed by collectives that are queued and aborted like NCCL's."""
     with SmallWorld(on_stream=True) as world:
@@ -180,6 +185,7 @@ def test_a_death_on_streams_does_not_change_the_result(tmp_path: Path, experts: 
         on_stream.with_death(LOOP, death, is_replaced=True)
 
 
+@pytest.mark.slow
 def test_a_checkpoint_resumes_with_other_ranks_and_unsharded(
     experts: ExpertRuns, tmp_path: Path
 ) -> None:
@@ -217,7 +223,9 @@ def test_an_unsharded_checkpoint_resumes_with_experts(experts: ExpertRuns, tmp_p
     ("before", "after"),
     [
         pytest.param(MASKED, MASKED, id="two replicas"),
-        pytest.param(Layout("masked", ("ep=2",), 2, 2), MASKED, id="one replica"),
+        pytest.param(
+            Layout("masked", ("ep=2",), 2, 2), MASKED, id="one replica", marks=pytest.mark.slow
+        ),
         pytest.param(IN_SHARDS, IN_SHARDS, id="with FSDP", marks=pytest.mark.soak),
         pytest.param(ON_DATA, ON_DATA, id="over data", marks=pytest.mark.soak),
         pytest.param(WITH_TENSOR, WITH_TENSOR, id="with tensors", marks=pytest.mark.soak),

@@ -27,6 +27,11 @@ def has_replacement(idiom: Idiom) -> bool:
     return zlib.crc32(idiom.name.encode()) % 2 == 1
 
 
+def in_short(idiom: Idiom) -> bool:
+    """A third of the idioms, chosen by name: the others only in ``make test-all``."""
+    return zlib.crc32(idiom.name.encode()) % 3 == 0
+
+
 def proved_with_a_death(idiom: Idiom) -> list[pytest.MarkDecorator]:
     """The run with a death also shows that three workers train like one, so the undisturbed run is
     left to the soak."""
@@ -42,7 +47,11 @@ def test_three_workers_train_like_a_single_worker(runs: IdiomRuns, idiom: Idiom)
     assert_same(idiom, outcome, runs.alone(idiom))
 
 
-@pytest.mark.parametrize("idiom", idioms(), ids=name_of)
+@pytest.mark.parametrize(
+    "idiom",
+    [pytest.param(i, marks=[] if in_short(i) else [pytest.mark.slow]) for i in idioms()],
+    ids=name_of,
+)
 def test_a_death_at_a_random_line_does_not_change_the_result(runs: IdiomRuns, idiom: Idiom) -> None:
     outcome = runs.with_random_death(
         idiom, seed=0, alone=runs.alone(idiom), is_replaced=has_replacement(idiom)

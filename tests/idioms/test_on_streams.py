@@ -81,6 +81,7 @@ def check(runs: IdiomRuns, streams: IdiomRuns, idiom: Idiom, seed: int) -> None:
     assert_same(idiom, outcome, alone)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("loop", LOOPS)
 def test_a_death_at_a_critical_line_does_not_change_the_result(
     runs: IdiomRuns, streams: IdiomRuns, tmp_path: Path, loop: str

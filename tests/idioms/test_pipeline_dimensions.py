@@ -116,6 +116,7 @@ def pipelines(runs: IdiomRuns, tmp_path_factory: pytest.TempPathFactory) -> Pipe
     return PipelineRuns(runs.world, tmp_path_factory.mktemp("pipelines"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("layout", "rank"), [(EXPERTS, 6), pytest.param(TOGETHER, 1, marks=pytest.mark.soak)], ids=str
 )

@@ -242,12 +242,42 @@ def stages(runs: IdiomRuns, tmp_path_factory: pytest.TempPathFactory) -> StageRu
     ("way", "dims", "size", "per_node"),
     [
         pytest.param("by hand", ["pp=2"], 4, 2, id="two replicas of two stages"),
-        pytest.param("schedule", ["pp=2"], 4, 2, id="a schedule of torch"),
-        pytest.param("several", ["pp=2"], 4, 2, id="stages of one and of two modules"),
-        pytest.param("fsdp schedule", ["pp=2", "shard=2"], 4, 4, id="a schedule of sharded stages"),
-        pytest.param("by hand", ["pp=2", "shard=2"], 4, 4, id="stages held whole by two ranks"),
-        pytest.param("tensor parallel", ["pp=2", "tp=2"], 8, 4, id="a stage split over two ranks"),
-        pytest.param("fsdp", ["shard=2", "pp=2"], 8, 4, id="stages sharded over two ranks"),
+        pytest.param("schedule", ["pp=2"], 4, 2, id="a schedule of torch", marks=pytest.mark.slow),
+        pytest.param(
+            "several", ["pp=2"], 4, 2, id="stages of one and of two modules", marks=pytest.mark.slow
+        ),
+        pytest.param(
+            "fsdp schedule",
+            ["pp=2", "shard=2"],
+            4,
+            4,
+            id="a schedule of sharded stages",
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            "by hand",
+            ["pp=2", "shard=2"],
+            4,
+            4,
+            id="stages held whole by two ranks",
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            "tensor parallel",
+            ["pp=2", "tp=2"],
+            8,
+            4,
+            id="a stage split over two ranks",
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            "fsdp",
+            ["shard=2", "pp=2"],
+            8,
+            4,
+            id="stages sharded over two ranks",
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_stages_train_like_the_whole_model(
@@ -262,8 +292,17 @@ def test_stages_train_like_the_whole_model(
     ("way", "rank", "share", "is_replaced"),
     [
         pytest.param("by hand", 1, 0.4, True, id="the last stage of the first replica"),
-        pytest.param("by hand", 2, 0.7, False, id="the first stage of the second replica"),
-        pytest.param("schedule", 3, 0.55, True, id="in a schedule of torch"),
+        pytest.param(
+            "by hand",
+            2,
+            0.7,
+            False,
+            id="the first stage of the second replica",
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            "schedule", 3, 0.55, True, id="in a schedule of torch", marks=pytest.mark.slow
+        ),
         pytest.param("fsdp schedule", 5, 0.8, False, id="in a schedule of sharded stages"),
     ],
 )
@@ -281,6 +320,7 @@ def test_a_death_does_not_change_the_result(
     stages.assert_same(outcome, way)
 
 
+@pytest.mark.slow
 def test_a_death_on_streams_does_not_change_the_result(stages: StageRuns) -> None:
     """Gradients are summed by collectives that are queued and aborted like NCCL's."""
     way = "over gloo"
@@ -378,7 +418,7 @@ def test_a_checkpoint_has_each_stage_once(saved: Saved) -> None:
     assert first.state.keys() == {"pp=0"}
 
 
-@pytest.mark.parametrize("replicas", [1, 3])
+@pytest.mark.parametrize("replicas", [1, pytest.param(3, marks=pytest.mark.slow)])
 def test_a_checkpoint_resumes_with_another_number_of_replicas_and_of_shards(
     stages: StageRuns, saved: Saved, tmp_path: Path, replicas: int
 ) -> None:

@@ -113,8 +113,15 @@ def test_three_ranks_with_uneven_shares_train_like_one(
     assert_same(undisturbed, alone)
 
 
-@pytest.mark.parametrize("is_replaced", [False, True], ids=["fewer", "replaced"])
-@pytest.mark.parametrize("counted", [LINES, CALLS])
+@pytest.mark.parametrize(
+    ("counted", "is_replaced"),
+    [
+        pytest.param(LINES, False, id="lines-fewer", marks=pytest.mark.slow),
+        pytest.param(LINES, True, id="lines-replaced"),
+        pytest.param(CALLS, False, id="calls-fewer"),
+        pytest.param(CALLS, True, id="calls-replaced", marks=pytest.mark.slow),
+    ],
+)
 def test_a_death_does_not_change_the_result(
     train: Train,
     undisturbed: RunOutcome,

@@ -257,7 +257,13 @@ def test_a_death_anywhere_does_not_change_the_result(
     check(sharded, way, idiom, seed)
 
 
-@pytest.mark.parametrize("way", ["replicas", pytest.param("build", marks=pytest.mark.soak)])
+@pytest.mark.parametrize(
+    "way",
+    [
+        pytest.param("replicas", marks=pytest.mark.slow),
+        pytest.param("build", marks=pytest.mark.soak),
+    ],
+)
 def test_a_death_does_not_change_the_result_of_mixed_precision(
     sharded: ShardedRuns, way: str
 ) -> None:

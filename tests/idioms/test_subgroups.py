@@ -44,7 +44,9 @@ def undisturbed(runs: IdiomRuns, script: Path) -> RunOutcome:
 
 
 @pytest.mark.parametrize("counted", [LINES, CALLS])
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize(
+    "seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (1, 2))]
+)
 def test_subgroups_are_recreated_in_the_world_after_a_death(
     runs: IdiomRuns,
     script: Path,

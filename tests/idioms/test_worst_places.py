@@ -294,7 +294,7 @@ def script_of(loop: str, at: int) -> str:
     return f"{HEAD}\nat = {at}\n{TRAINED}{average}\n{dedent(body)}\n{tail}{counted}"
 
 
-@pytest.mark.parametrize("at", [0, 5])
+@pytest.mark.parametrize("at", [pytest.param(0, marks=pytest.mark.slow), 5])
 @pytest.mark.parametrize("loop", LOOPS)
 def test_a_death_at_a_critical_line_does_not_change_the_result(
     runs: IdiomRuns, tmp_path: Path, loop: str, at: int

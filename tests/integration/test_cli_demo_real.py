@@ -58,6 +58,7 @@ def slowly_as_in_production(folder: Path) -> dict[str, str]:
     return {"PYTHONPATH": os.pathsep.join([str(hook), os.environ.get("PYTHONPATH", "")])}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "environment",
     [slowly_forked, pytest.param(slowly_as_in_production, marks=pytest.mark.soak)],

@@ -13,7 +13,7 @@ import pytest
 from elastic.store.embedded.etcd import EmbeddedEtcd
 from elastic.testing.forks.program import run_program
 
-pytestmark = pytest.mark.cluster
+pytestmark = [pytest.mark.cluster, pytest.mark.slow]
 
 HERE = Path(__file__).parent
 Seen = dict[str, Any]

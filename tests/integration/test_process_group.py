@@ -90,6 +90,7 @@ def run(
         ranks.end()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("cycles", [60, pytest.param(200, marks=pytest.mark.soak)])
 @pytest.mark.parametrize("scenario", ["orderly", "aborted"])
 def test_rebuilds_leak_no_resources(

@@ -11,7 +11,7 @@ from training_job import SCRIPTS, TrainingJob, Workload
 from elastic.store.embedded.etcd import EmbeddedEtcd
 from elastic.testing.waiting import PATIENCE_S
 
-pytestmark = pytest.mark.cluster
+pytestmark = [pytest.mark.cluster, pytest.mark.slow]
 
 QUARANTINE_S = 15.0
 WORKLOAD = Workload(samples=500, epochs=300, step_s=0.2)

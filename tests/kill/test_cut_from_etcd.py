@@ -101,6 +101,7 @@ def job(jobs: JobSeries[CutOffJob]) -> CutOffJob:
     return jobs.current()
 
 
+@pytest.mark.slow
 def test_joining_nodes_wait_while_isolated_members_train(job: CutOffJob) -> None:
     """Two members lose etcd while two joining nodes reach it; then etcd is back for all.
 

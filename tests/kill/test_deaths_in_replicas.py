@@ -288,6 +288,7 @@ def test_replicas_within_one_node_survive_deaths(
     check(job, layout, before, fault)
 
 
+@pytest.mark.slow
 @of(Layout(3, 2), [*of_a_survivor("sending"), *of_two_replicas(2, 5, "reduce-scattered")])
 def test_replicas_on_separate_nodes_survive_deaths(
     job: TrainingJob, layout: Layout, before: Before, fault: Fault
@@ -295,6 +296,7 @@ def test_replicas_on_separate_nodes_survive_deaths(
     check(job, layout, before, fault)
 
 
+@pytest.mark.slow
 @of(Layout(4, 1), OVER_NODES_IN_SHORT)
 def test_replicas_over_two_nodes_survive_deaths(
     job: TrainingJob, layout: Layout, before: Before, fault: Fault

@@ -76,6 +76,7 @@ def test_training_continues_while_etcd_restarts_with_its_data(
     assert_no_generation_was_spent(job, generation)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "outage_s", [OUTAGE_S, pytest.param(LONG_OUTAGE_S, marks=pytest.mark.soak)]
 )

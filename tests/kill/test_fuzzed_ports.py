@@ -21,7 +21,7 @@ from elastic.store.embedded.etcd import EmbeddedEtcd
 from elastic.testing.node import LocalNode
 from elastic.testing.waiting import PATIENCE_S
 
-pytestmark = pytest.mark.cluster
+pytestmark = [pytest.mark.cluster, pytest.mark.slow]
 
 SCRIPT = SCRIPTS / "phases.py"
 WORKLOAD = Workload(samples=250, epochs=6, step_s=0.8)

@@ -132,7 +132,10 @@ def wait_trains_on(job: TrainingJob, generation: int, when: str) -> None:
     job.wait_for(lambda: job.training_nodes()[0] > generation, PATIENCE_S, f"training {when}")
 
 
-@pytest.mark.parametrize("index", [1, 0])  # 0: also the host of the world's store
+@pytest.mark.parametrize(
+    "index",
+    [1, pytest.param(0, marks=pytest.mark.slow)],  # 0: also the host of the world's store
+)
 def test_a_stopped_worker_is_replaced_within_seconds(job: TrainingJob, index: int) -> None:
     verdict, pause_s, pid = make_hang(job, "stop", index)
     assert verdict["kind"] == "stopped"
@@ -141,7 +144,10 @@ def test_a_stopped_worker_is_replaced_within_seconds(job: TrainingJob, index: in
     wait_reported(job, verdict, f"pid {pid}")
 
 
-@pytest.mark.parametrize("kind", ["loop", "sleep", "locked"])
+@pytest.mark.parametrize(
+    "kind",
+    ["loop", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("sleep", "locked"))],
+)
 def test_a_rank_absent_from_the_collective_is_the_culprit(job: TrainingJob, kind: str) -> None:
     verdict, pause_s, pid = make_hang(job, kind)
     assert (verdict["kind"], verdict["action"]) == ("absent", "kill")
@@ -153,7 +159,7 @@ def test_a_rank_absent_from_the_collective_is_the_culprit(job: TrainingJob, kind
     wait_reported(job, verdict, f"pid {pid}", "in hang", "in finish")
 
 
-@pytest.mark.parametrize("kind", ["skip", "order"])
+@pytest.mark.parametrize("kind", ["skip", pytest.param("order", marks=pytest.mark.slow)])
 def test_mismatched_collectives_are_aborted_and_the_world_is_reformed(
     job: TrainingJob, kind: str
 ) -> None:
@@ -268,6 +274,7 @@ def run_long_operations(job: TrainingJob, node: LocalNode, long_s: Mapping[str, 
     job.wait_progress(50)
 
 
+@pytest.mark.slow
 def test_legitimate_long_operations_are_not_hangs(job: TrainingJob) -> None:
     """Evaluation and a checkpoint on one rank, a garbage collection, a freeze of the whole job."""
     nodes = job.bring_to(3)
@@ -321,6 +328,7 @@ def test_long_operations_raise_no_false_alarm_within_half_an_hour(
         assert pids(job.running) == workers
 
 
+@pytest.mark.slow
 def test_a_stopped_node_is_lost_when_its_lease_expires(job: TrainingJob) -> None:
     """Its agent is stopped, too, so it cannot detect the hang."""
     nodes = job.bring_to(3)
@@ -333,6 +341,7 @@ def test_a_stopped_node_is_lost_when_its_lease_expires(job: TrainingJob) -> None
     assert is_within(pause_s, LEASE_WITHIN_S)
 
 
+@pytest.mark.slow
 def test_a_stopped_worker_of_an_unmodified_script_is_replaced(
     etcd: EmbeddedEtcd, tmp_path: Path
 ) -> None:

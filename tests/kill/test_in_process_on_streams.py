@@ -19,7 +19,7 @@ from elastic.store.embedded.etcd import EmbeddedEtcd
 from elastic.testing.doubles import nccl_semantics
 from elastic.testing.node import LocalNode, worker_pids
 
-pytestmark = pytest.mark.cluster
+pytestmark = [pytest.mark.cluster, pytest.mark.slow]
 
 WORKLOAD = Workload(samples=250, epochs=12, step_s=0.6)
 PATIENCE_S = 200.0  # two starts of workers and a deadline, on a busy machine

@@ -28,6 +28,16 @@ SCRIPT = SCRIPTS / "phases.py"
 WORKLOAD = Workload(samples=250, epochs=20, step_s=0.6)
 IN_A_STEP = ("forward", "backward", "between", "after-optimizer", "after-scheduler", "evaluation")
 IN_A_RECOVERY = ("before-build", "after-build")
+IN_A_TRANSFER = ("receiving", "received", "sending", "sent")
+# The others only in `make test-all`.
+IN_SHORT = ("backward", "after-optimizer", "evaluation", "before-build", "receiving", "sending")
+
+
+def points(*names: str) -> pytest.MarkDecorator:
+    marks = {name: () if name in IN_SHORT else (pytest.mark.slow,) for name in names}
+    return pytest.mark.parametrize(
+        "point", [pytest.param(name, marks=marks[name]) for name in names]
+    )
 
 
 @pytest.fixture(scope="module")
@@ -92,7 +102,7 @@ def all_back(
     job.wait_for(together, timeout_s, f"{dead} of {before.pids} replaced, the others untouched")
 
 
-@pytest.mark.parametrize("point", IN_A_STEP)
+@points(*IN_A_STEP)
 def test_a_death_in_a_step_keeps_the_other_workers(
     job: TrainingJob, before: Before, point: str
 ) -> None:
@@ -100,7 +110,7 @@ def test_a_death_in_a_step_keeps_the_other_workers(
     all_back(job, before)
 
 
-@pytest.mark.parametrize("point", IN_A_RECOVERY)
+@points(*IN_A_RECOVERY)
 def test_a_death_during_a_recovery_keeps_the_other_workers(
     job: TrainingJob, nodes: list[LocalNode], before: Before, point: str
 ) -> None:
@@ -110,7 +120,7 @@ def test_a_death_during_a_recovery_keeps_the_other_workers(
     all_back(job, before, dead=2)
 
 
-@pytest.mark.parametrize("point", ["receiving", "received", "sending", "sent"])
+@points(*IN_A_TRANSFER)
 def test_a_death_in_a_state_transfer_keeps_the_other_workers(
     job: TrainingJob, nodes: list[LocalNode], before: Before, point: str
 ) -> None:
@@ -160,6 +170,7 @@ def test_a_broken_connection_during_a_pending_planned_change_is_survived(job: Tr
     all_back(job, before, dead=0)
 
 
+@pytest.mark.slow
 def test_a_death_in_the_step_after_a_join_keeps_the_other_workers(job: TrainingJob) -> None:
     nodes = job.bring_to(2)
     before = Before(job.generation(), worker_pids(nodes))

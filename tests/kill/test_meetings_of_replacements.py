@@ -62,7 +62,7 @@ def assert_first_is_replaced(job: TrainingJob, generation: int, before: dict[int
     assert (after[2], after[3]) == (before[2], before[3])
 
 
-@pytest.mark.parametrize("dead", [0, 1])
+@pytest.mark.parametrize("dead", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_a_replacement_does_not_meet_a_rank_that_is_being_terminated(
     job: TrainingJob, generation: int, dead: int
 ) -> None:
@@ -77,6 +77,7 @@ def test_a_replacement_does_not_meet_a_rank_that_is_being_terminated(
     assert_first_is_replaced(job, generation, before)
 
 
+@pytest.mark.slow
 def test_a_meeting_with_an_unresponsive_rank_times_out(job: TrainingJob, generation: int) -> None:
     """Its peer waits for it while constructing torch's default group."""
     before, since_s = pids(job), time.monotonic()

@@ -29,7 +29,10 @@ def restored(job: TrainingJob) -> list[dict[str, Any]]:
     return [e for e in found if e["event"] == "state-restored"]
 
 
-@pytest.mark.parametrize("has_tls", [False, True], ids=["plain", "tls"])
+@pytest.mark.parametrize(
+    "has_tls",
+    [pytest.param(False, id="plain"), pytest.param(True, id="tls", marks=pytest.mark.slow)],
+)
 def test_killed_workers_and_a_killed_node_restore_from_memory(
     etcd: EmbeddedEtcd, tmp_path: Path, has_tls: bool
 ) -> None:

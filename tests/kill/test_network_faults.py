@@ -116,6 +116,7 @@ def test_a_partition_from_etcd_interrupts_no_step(job: NetworkJob, nodes: list[L
     assert pids(job) == workers and job.running == nodes
 
 
+@pytest.mark.slow
 def test_a_partition_between_two_followers_does_not_stop_the_job(
     job: NetworkJob, nodes: list[LocalNode]
 ) -> None:
@@ -132,6 +133,7 @@ def test_a_partition_between_two_followers_does_not_stop_the_job(
     assert job.running == nodes
 
 
+@pytest.mark.slow
 def test_a_leader_partitioned_from_its_peers_hands_over(
     job: NetworkJob, nodes: list[LocalNode]
 ) -> None:

@@ -56,6 +56,7 @@ def test_an_unwritable_folder_is_reported_before_training(job: TrainingJob) -> N
     assert job.ledger().last_step == -1
 
 
+@pytest.mark.slow
 def test_a_full_disk_does_not_stop_training_or_remove_checkpoints(
     shared_etcd: EmbeddedEtcd, tmp_path: Path
 ) -> None:

@@ -30,7 +30,7 @@ from elastic.testing.doubles import nccl_semantics
 
 __all__ = ["before", "jobs", "layout", "reference"]  # fixtures
 
-pytestmark = pytest.mark.cluster
+pytestmark = [pytest.mark.cluster, pytest.mark.slow]
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -21,7 +21,7 @@ from elastic.store.embedded.etcd import EmbeddedEtcd
 from elastic.testing.node import LocalNode
 from elastic.testing.waiting import PATIENCE_S
 
-pytestmark = pytest.mark.cluster
+pytestmark = [pytest.mark.cluster, pytest.mark.slow]
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "tensor_parallel.py"
 WAITS = "waits: 1 of 2 nodes of a replica"

@@ -4,6 +4,7 @@ script and every launcher: the documented checkpoint exists, and the next start 
 
 from __future__ import annotations
 
+import itertools
 import os
 import signal
 import subprocess
@@ -30,6 +31,8 @@ EVERY = 5
 WORKLOAD = Workload(samples=48, batch=24, epochs=50, step_s=0.1, save_every=EVERY)
 WIRINGS = ("retry", "none", "foreign")
 LAUNCHERS = ("etcd-v3", "c10d", "python")
+# Each launcher and each wiring once.
+IN_SHORT = tuple(zip(LAUNCHERS, ("retry", "foreign", "none"), strict=True))
 
 
 class Job(Protocol):
@@ -135,8 +138,13 @@ def launched(launcher: str, etcd: EmbeddedEtcd, folder: Path, workload: Workload
         yield Launched(job)
 
 
-@pytest.mark.parametrize("wiring", WIRINGS)
-@pytest.mark.parametrize("launcher", LAUNCHERS)
+@pytest.mark.parametrize(
+    ("launcher", "wiring"),
+    [
+        pytest.param(*cell, marks=[] if cell in IN_SHORT else [pytest.mark.slow])
+        for cell in itertools.product(LAUNCHERS, WIRINGS)
+    ],
+)
 def test_each_launcher_and_wiring_saves_the_documented_checkpoints(
     etcd: EmbeddedEtcd, tmp_path: Path, launcher: str, wiring: str
 ) -> None:

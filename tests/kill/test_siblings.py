@@ -157,6 +157,7 @@ def pids(job: TrainingJob) -> dict[int, int]:
     return {rank: process.pid for rank, process in job.running[0].workers().items()}
 
 
+@pytest.mark.slow
 def test_the_memory_tier_is_preferred_to_the_disk(etcd: EmbeddedEtcd, tmp_path: Path) -> None:
     """The agent outlives its workers, so a restore from its memory needs no disk."""
     extra = (f"--memory-every={WORKLOAD.save_every}",)

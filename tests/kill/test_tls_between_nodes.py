@@ -19,7 +19,7 @@ from elastic.store.embedded.etcd import EmbeddedEtcd
 from elastic.testing.waiting import PATIENCE_S
 from elastic.tuning.agent_options import NODE_TLS
 
-pytestmark = [pytest.mark.cluster, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.cluster, pytest.mark.slow, pytest.mark.timeout(400)]
 
 SCRIPT = SCRIPTS / "session.py"
 WORKLOAD = Workload(samples=500, epochs=6, step_s=0.5, extra=("--memory-every=5",))

@@ -51,6 +51,7 @@ from elastic.tuning.timeouts import permission_s
 
 POLICY = Policy(min_nodes=2, max_nodes=4, join_timeout_s=1e9)
 LEASE_S = 4.0
+ROUNDING_S = 1e-6  # of sums of times
 
 
 @dataclass
@@ -209,7 +210,7 @@ class Histories(RuleBasedStateMachine):
             # docs/explanation/protocol.md, section 3: proof, leave, or takeover_s without contact.
             assert proposal.cause is Cause.TAKEOVER
             for m in view.missing:
-                silent_s = self.now - m.last_sign_s
+                silent_s = self.now - m.last_sign_s + ROUNDING_S
                 assert m.proved_dead or m.finished or silent_s >= self.policy.takeover_s
         if proposal.state is WorldState.ACTIVE:
             finished = {n.node.node_id for n in view.nodes if n.node.state is NodeState.FINISHED}
