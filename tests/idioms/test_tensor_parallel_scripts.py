@@ -370,7 +370,10 @@ def assert_same(outcome: RunOutcome, whole: WorkerResult) -> None:
             torch.testing.assert_close(worker.result[name], value, rtol=0, atol=1e-9, msg=name)
 
 
-@pytest.mark.parametrize("kind", SCRIPTS)
+@pytest.mark.parametrize(
+    "kind",
+    [SCRIPTS[0], *(pytest.param(kind, marks=pytest.mark.slow) for kind in SCRIPTS[1:])],
+)
 def test_a_death_does_not_change_the_result(scripts: ScriptRuns, kind: str) -> None:
     check(scripts, kind, 0)
 
@@ -384,7 +387,13 @@ def test_a_death_anywhere_does_not_change_the_result(
     check(scripts, kind, seed)
 
 
-@pytest.mark.parametrize("kind", ["tied", pytest.param("megatron", marks=pytest.mark.soak)])
+@pytest.mark.parametrize(
+    "kind",
+    [
+        pytest.param("tied", marks=pytest.mark.slow),
+        pytest.param("megatron", marks=pytest.mark.soak),
+    ],
+)
 def test_a_checkpoint_is_loaded_by_the_unsharded_model_and_back(
     scripts: ScriptRuns, kind: str, tmp_path: Path
 ) -> None:

@@ -85,7 +85,14 @@ def kill_after_start(root: Path, generation: int, delay_s: float) -> set[str]:
     return names
 
 
-@pytest.mark.parametrize("kills", [50, pytest.param(1000, marks=pytest.mark.soak)])
+@pytest.mark.parametrize(
+    "kills",
+    [
+        10,
+        pytest.param(50, marks=pytest.mark.slow),
+        pytest.param(1000, marks=pytest.mark.soak),
+    ],
+)
 def test_listed_checkpoints_of_the_engine_are_complete_after_a_kill(
     tmp_path: Path, kills: int
 ) -> None:

@@ -108,7 +108,7 @@ def test_listed_checkpoints_are_complete_after_a_kill(tmp_path: Path) -> None:
     assert list(tmp_path.glob(".tmp-*")) == []
 
 
-@pytest.mark.parametrize("world_size", [2, 4])
+@pytest.mark.parametrize("world_size", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_concurrent_writer_processes_commit_one_checkpoint(tmp_path: Path, world_size: int) -> None:
     """They race for the commit at each step without waiting for each other."""
     steps = 10

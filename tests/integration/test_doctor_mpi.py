@@ -100,6 +100,7 @@ def test_every_operation_runs_and_its_result_is_verified(folder: Path) -> None:
     assert found["all_reduce"].measured.startswith(f"correct on {RANKS} ranks")
 
 
+@pytest.mark.slow
 def test_a_stopped_rank_is_named_and_all_ranks_are_terminated(folder: Path) -> None:
     (folder / "stops").touch()
     found = by_operation(mpi.examine(RANKS, OPERATIONS, 10.0))

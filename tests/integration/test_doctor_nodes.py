@@ -172,6 +172,7 @@ def test_missing_nodes_are_reported_with_the_nodes_that_arrived(
     assert "--nnodes" in missing.remedy
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not networks.available(), reason="needs root and network namespaces")
 def test_a_dropped_port_and_a_wrong_interface_between_machines_are_named(root: str) -> None:
     with (
@@ -220,6 +221,7 @@ def test_a_dropped_port_and_a_wrong_interface_between_machines_are_named(root: s
     assert found["gloo after that"]["status"] == "skipped"
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(
     not networks.available() or shutil.which("tc") is None,
     reason="needs root, network namespaces, and `tc` of iproute2",

@@ -85,7 +85,11 @@ def test_every_operation_passes_on_three_local_processes(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize(
-    ("how", "said"), [(signal.SIGSTOP, "is stopped"), (signal.SIGKILL, "was ended by SIGKILL")]
+    ("how", "said"),
+    [
+        (signal.SIGSTOP, "is stopped"),
+        pytest.param(signal.SIGKILL, "was ended by SIGKILL", marks=pytest.mark.slow),
+    ],
 )
 def test_a_rank_lost_during_the_checks_is_named_and_the_others_continue(
     how: signal.Signals, said: str, tmp_path: Path

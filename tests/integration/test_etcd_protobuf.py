@@ -60,7 +60,14 @@ def install(folder: Path, requirement: str) -> Path:
     return target
 
 
-@pytest.mark.parametrize("version", ["3.20.3", "4.25.0", "5.29.0", "6.30.0", "7.34.0"])
+@pytest.mark.parametrize(
+    "version",
+    [
+        "3.20.3",
+        *(pytest.param(v, marks=pytest.mark.slow) for v in ("4.25.0", "5.29.0", "6.30.0")),
+        "7.34.0",
+    ],
+)
 def test_the_etcd_client_works_with_protobuf(
     version: str, protobuf_folder: Path, shared_etcd: EmbeddedEtcd, root: str
 ) -> None:

@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import ast
 import inspect
-import time
 from pathlib import Path
 from unittest.mock import MagicMock
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from elastic.telemetry.ledger import Ledger
 from elastic.testing.cluster import ClusterTimeout, LocalCluster
@@ -21,22 +18,6 @@ from elastic.testing.waiting import PATIENCE_S
 TESTS = Path(__file__).parents[1]
 # A longer limit is not an asserted latency but a timeout, of which there is only one.
 LONGEST_LATENCY_S = 14.0
-
-
-def test_slow_hypothesis_examples_do_not_fail() -> None:
-    seen: list[int] = []
-
-    def slowly(number: int) -> int:
-        time.sleep(0.25)  # as on a machine where this takes so long
-        return number
-
-    @settings(max_examples=12, database=None)
-    @given(st.integers().map(slowly))
-    def property_of(number: int) -> None:
-        seen.append(slowly(number))
-
-    property_of()
-    assert len(seen) >= 10
 
 
 def test_all_waits_of_a_cluster_have_the_same_timeout() -> None:

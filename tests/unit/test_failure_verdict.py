@@ -56,11 +56,6 @@ def test_every_rule_has_an_example() -> None:
     assert {rule.name for rule in RULES} <= used
 
 
-def test_the_page_is_written_from_rules_and_corpus() -> None:
-    written = SCRIPT.PAGE.read_text(encoding="utf-8")
-    assert written == SCRIPT.page(), "python scripts/failure_rules.py"
-
-
 def test_the_last_line_is_the_evidence() -> None:
     trace = 'Traceback (most recent call last):\n  File "train.py"\n'
     text = trace + "NameError: name 'a' is not defined"

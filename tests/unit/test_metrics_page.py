@@ -26,10 +26,6 @@ def script() -> ModuleType:
     return module
 
 
-def test_the_page_is_up_to_date(script: ModuleType) -> None:
-    assert script.PAGE.read_text() == script.page(), "python scripts/metrics_table.py"
-
-
 @pytest.mark.parametrize("metric", METRICS, ids=lambda metric: metric.name)
 def test_names_follow_prometheus_conventions(metric: Metric) -> None:
     assert re.fullmatch(r"elastic_[a-z]+(_[a-z]+)*", metric.name)

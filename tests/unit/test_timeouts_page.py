@@ -31,10 +31,6 @@ def page(table: ModuleType) -> str:
     return str(table.page())
 
 
-def test_the_page_is_up_to_date(table: ModuleType, page: str) -> None:
-    assert table.PAGE.read_text() == page, "python scripts/timeouts_table.py"
-
-
 def test_every_option_is_listed_with_its_meaning(page: str) -> None:
     rows = page.splitlines()
     for option in (f.name for f in fields(AgentOptions) if f.name.endswith("_s")):

@@ -1,0 +1,168 @@
+"""All generated files: pages of the documentation, and golden files of the public interface.
+
+python scripts/generated.py          # write those that are not current
+
+A golden file (``tests/golden/``) is what users can rely on, so that a diff shows each change of it:
+public names with their signatures, commands with their flags, exit codes. Events and metrics are on
+their pages; the manifests are files themselves.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import enum
+import importlib
+import inspect
+import os
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[1]
+GOLDEN = ROOT / "tests" / "golden"
+PUBLIC = ("elastic", "checkpoints")
+OWN_FLAGS = ("--rdzv", "--nnodes")  # of torch's parser, with defaults of this package
+sys.path.insert(0, str(ROOT / "scripts"))
+
+
+# Pages -----------------------------------------------------------------------------------------
+
+
+def page_of(script: str) -> Callable[[str], str]:
+    """A page that a script of this folder writes as a whole."""
+    return lambda _: str(importlib.import_module(script).page())
+
+
+def idioms_page(_: str) -> str:
+    sys.path.insert(0, str(ROOT / "tests" / "idioms"))
+    return str(importlib.import_module("catalogue").page())
+
+
+def architecture(current: str) -> str:
+    return str(importlib.import_module("package_imports").written(current))
+
+
+def migration(current: str) -> str:
+    return str(importlib.import_module("migration_diffs").renewed(current))
+
+
+# The public interface --------------------------------------------------------------------------
+
+
+def public_api(_: str) -> str:
+    """Every exported name: signature, members and bases."""
+    return "\n".join(line for module in PUBLIC for line in _names_of(module)) + "\n"
+
+
+def _names_of(module: str) -> Iterator[str]:
+    package = importlib.import_module(module)
+    for name in sorted(package.__all__):
+        exported = getattr(package, name)
+        if inspect.isclass(exported):
+            yield from _members_of(f"{module}.{name}", exported)
+        else:
+            text = _signature(exported) if inspect.isfunction(exported) else f" = {exported}"
+            yield f"{module}.{name}{text}"
+
+
+def _members_of(where: str, kind: type) -> Iterator[str]:
+    bases = ", ".join(base.__name__ for base in kind.__bases__ if base is not object)
+    yield f"class {where}({bases})"
+    if issubclass(kind, enum.Enum):
+        yield from (f"    {member.name} = {member.value!r}" for member in kind)
+        return
+    is_protocol = getattr(kind, "_is_protocol", False)
+    if not is_protocol and (dataclasses.is_dataclass(kind) or "__init__" in vars(kind)):
+        yield f"    __init__{_signature(kind.__init__)}"
+    for name, member in sorted(inspect.getmembers_static(kind)):
+        if name.startswith("_") or not _is_own(kind, name):
+            continue
+        if isinstance(member, property):
+            yield f"    {name} -> {_returned(member)}"
+        elif callable(getattr(member, "__func__", member)):
+            yield f"    {name}{_signature(getattr(member, '__func__', member))}"
+
+
+def _is_own(kind: type, name: str) -> bool:
+    """Whether the member is defined by this project, not by torch or Python."""
+    owner = next(base for base in kind.__mro__ if name in vars(base))
+    return owner.__module__.partition(".")[0] in PUBLIC
+
+
+def _returned(member: property) -> str:
+    return str(inspect.signature(member.fget).return_annotation) if member.fget else ""
+
+
+def _signature(called: Any) -> str:
+    return str(inspect.signature(called))
+
+
+def commands(_: str) -> str:
+    """Every command with its flags; `elastic run` also has those of torchrun."""
+    from elastic.cli.completion import complete_parser
+    from elastic.cli.launch.torchrun_parser import torchrun_parser
+
+    of_torch = {
+        flag for flag in torchrun_parser()._option_string_actions if not flag.startswith(OWN_FLAGS)
+    }
+    return "\n".join(_flags_of("elastic", complete_parser(), of_torch)) + "\n"
+
+
+def _flags_of(command: str, parser: argparse.ArgumentParser, omitted: set[str]) -> Iterator[str]:
+    yield command
+    for action in parser._actions:
+        if isinstance(action, argparse._SubParsersAction):
+            for name, own in action.choices.items():
+                yield from _flags_of(f"{command} {name}", own, omitted)
+        elif not set(action.option_strings) & omitted and "-h" not in action.option_strings:
+            flag = ", ".join(action.option_strings) or action.dest
+            chosen = f" {{{','.join(map(str, action.choices))}}}" if action.choices else ""
+            default = "" if action.default in (None, False) else f" = {action.default!r}"
+            yield f"    {flag}{chosen}{default}"
+
+
+def exit_codes(_: str) -> str:
+    """The exit code of each error."""
+    errors = importlib.import_module("elastic.errors")
+    kinds = sorted(_subclasses(errors.ElasticError), key=lambda kind: kind.__name__)
+    return "".join(f"{kind.exit_code:3} {kind.__name__}\n" for kind in kinds)
+
+
+def _subclasses(kind: Any) -> set[Any]:
+    own = {kind} if kind.__module__ == "elastic.errors" else set()
+    return own.union(*map(_subclasses, kind.__subclasses__()))
+
+
+# All of them -----------------------------------------------------------------------------------
+
+GENERATED: dict[Path, Callable[[str], str]] = {
+    ROOT / "docs" / "architecture.md": architecture,
+    ROOT / "docs" / "idioms.md": idioms_page,
+    ROOT / "docs" / "metrics.md": page_of("metrics_table"),
+    ROOT / "docs" / "timeouts.md": page_of("timeouts_table"),
+    ROOT / "docs" / "reference" / "events.md": page_of("events_table"),
+    ROOT / "docs" / "reference" / "failures.md": page_of("failure_rules"),
+    ROOT / "examples" / "migrate" / "README.md": migration,
+    GOLDEN / "api.txt": public_api,
+    GOLDEN / "commands.txt": commands,
+    GOLDEN / "exit_codes.txt": exit_codes,
+}
+
+
+def text_of(path: Path) -> tuple[str, str]:
+    """The text as it is, and as it should be."""
+    current = path.read_text(encoding="utf-8") if path.exists() else ""
+    return current, GENERATED[path](current)
+
+
+if __name__ == "__main__":
+    for name in [name for name in os.environ if name.startswith(("ELASTIC_", "PET_"))]:
+        del os.environ[name]  # defaults of flags
+    for path in GENERATED:
+        current, text = text_of(path)
+        if current != text:
+            path.parent.mkdir(exist_ok=True)
+            path.write_text(text, encoding="utf-8")
+            sys.stderr.write(f"written: {path.relative_to(ROOT)}\n")
