@@ -12,7 +12,7 @@ import errno
 import secrets
 from collections.abc import Collection, Iterable, Sequence
 
-from checkpoints.catalog.manifests import read_document
+from checkpoints.catalog.manifests import check_document_size, read_document
 from checkpoints.errors import LoadError
 from checkpoints.format.manifest import Chunk, Manifest, Part, SharedMetadata, TensorEntry
 from checkpoints.format.manifest_parser import parse_manifest, parse_part
@@ -49,16 +49,19 @@ def is_committed(storage: Storage, name: CheckpointName) -> bool:
     return True
 
 
-def commit(storage: Storage, name: CheckpointName, world_size: int) -> None:
-    """Commit an attempt of ``world_size`` writers. Returns once the commit is durable.
+def commit(storage: Storage, name: CheckpointName, world_size: int) -> Manifest | None:
+    """Commit an attempt of ``world_size`` writers. Returns its manifest once the commit is durable;
+    None if another committer was faster.
 
     Raises :class:`IncompleteAttempt` if parts are missing or inconsistent, ``OSError`` if the
     storage fails.
     """
+    manifest = None
     try:
         manifest = merge_parts(read_parts(storage, name, world_size))
         data = manifest.to_bytes()
         try:
+            check_document_size(len(data), MANIFEST)
             parse_manifest(data, MANIFEST)  # never commit what a loader would reject
         except LoadError as error:
             raise IncompleteAttempt(
@@ -71,8 +74,10 @@ def commit(storage: Storage, name: CheckpointName, world_size: int) -> None:
         # Another committer has renamed the folder in the meantime.
         if not is_committed(storage, name):
             raise
+        manifest = None
     sync_folder(storage, "")
     _remove_leftovers(storage, name)
+    return manifest
 
 
 def read_parts(storage: Storage, name: CheckpointName, world_size: int) -> list[Part]:
@@ -97,11 +102,15 @@ def is_waiting(files: Collection[str], world_size: int) -> bool:
 
 def check_all_parts(files: Collection[str], world_size: int) -> None:
     """Raise :class:`MissingParts` if the files of an attempt lack a part."""
-    present = set(files)
-    missing = [rank for rank in range(world_size) if part_file(rank, world_size) not in present]
-    if missing:
+    if missing := missing_writers(files, world_size):
         ranks = ", ".join(map(str, missing[:8])) + (" …" if len(missing) > 8 else "")
         raise MissingParts(f"waiting for {len(missing)} of {world_size} writers: {ranks}")
+
+
+def missing_writers(files: Collection[str], world_size: int) -> list[int]:
+    """The writers whose parts are not among the files of an attempt."""
+    present = set(files)
+    return [rank for rank in range(world_size) if part_file(rank, world_size) not in present]
 
 
 def check_no_writer_failed(files: Collection[str]) -> None:

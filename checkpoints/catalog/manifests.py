@@ -70,11 +70,19 @@ def open_verified_size(
         yield source
 
 
+def check_document_size(size_bytes: int, file: str) -> None:
+    """Raise :class:`CorruptCheckpoint` for a document that would not be read."""
+    if size_bytes > MAX_DOCUMENT_BYTES:
+        raise CorruptCheckpoint(
+            f"{size_bytes} bytes are too many for a manifest, whose limit is {MAX_DOCUMENT_BYTES}",
+            file=file,
+        )
+
+
 def read_document(source: ReadableFile, file: str) -> bytes:
     """All bytes of a checksummed document; an oversized one is rejected before allocating."""
     size = source.size()
-    if size > MAX_DOCUMENT_BYTES:
-        raise CorruptCheckpoint(f"{size} bytes are too many for a manifest", file=file)
+    check_document_size(size, file)
     data = bytearray(size)
     if source.read_at(0, memoryview(data)) != size:
         raise CorruptCheckpoint("it was truncated while being read", file=file)

@@ -10,12 +10,12 @@ from __future__ import annotations
 import contextlib
 import functools
 import secrets
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import Protocol, runtime_checkable
 
 from checkpoints.catalog.manifests import committed_names, read_manifest
 from checkpoints.errors import LoadError, ReadFailed, UnsupportedFormat
-from checkpoints.format.manifest import Manifest
+from checkpoints.format.manifest import Manifest, without_tensors
 from checkpoints.format.names import (
     LATEST,
     LATEST_PREFIX,
@@ -61,6 +61,9 @@ class FolderHistory:
 
     def __init__(self) -> None:
         self.valid: set[CheckpointName] = set()  # those that it has committed, or checked before
+        # What policies ask for, without the tensors: a commit must not read the manifests of all
+        # checkpoints again.
+        self.manifests: dict[CheckpointName, Manifest] = {}
         self._own: set[str] = set()
         self._known: set[CheckpointName] | None = None
 
@@ -68,6 +71,17 @@ class FolderHistory:
         """Note the nonce of one of this run's worlds; returns this object."""
         self._own.add(nonce)
         return self
+
+    def remember(self, manifest: Manifest) -> Manifest:
+        """Note that a checkpoint is valid; returns its manifest without the tensors."""
+        self.valid.add(manifest.name)
+        self.manifests[manifest.name] = kept = without_tensors(manifest)
+        return kept
+
+    def forget_others(self, names: Collection[CheckpointName]) -> None:
+        """Keep only what is known about ``names``: the others were removed."""
+        self.valid.intersection_update(names)
+        self.manifests = {n: m for n, m in self.manifests.items() if n in names}
 
     def note_other_runs(self, committed: Sequence[CheckpointName], name: CheckpointName) -> str:
         """A note if another run has committed since the last call, else ``""``."""
@@ -107,17 +121,22 @@ def after_commit(
             yield
         except OSError as error:
             notes.append(f"{name} is committed, but {what} failed: {reason_of(error)}")
+        except Exception as error:  # noqa: BLE001  of the user's policy
+            notes.append(f"{name} is committed, but {what} failed: {error!r}")
 
     with noted("listing older checkpoints"):
         names = committed_names(patient(storage))
         with noted(f"writing {LATEST}"):
             _point_latest(storage, names[0])
         notes += filter(None, (_newer_run(names[0], name), history.note_other_runs(names, name)))
-        for old in not_retained(storage, names, keep, history) if keep is not None else ():
+        removable: Sequence[CheckpointName] = ()
+        with noted("choosing the checkpoints to keep"):
+            removable = not_retained(storage, names, keep, history) if keep is not None else ()
+        for old in removable:
             if old != name:
                 with noted(f"removing {old}"):
                     remove_committed(storage, old)
-        history.valid &= set(names)
+        history.forget_others(set(names))
         for folder in _superseded(patient(storage).list(""), name):
             with noted(f"removing {folder}"):
                 storage.remove_folder(folder)
@@ -145,8 +164,10 @@ def not_retained(
 
     @functools.cache
     def look(name: CheckpointName) -> Manifest | LoadError:
+        if (known := history.manifests.get(name)) is not None:
+            return known
         try:
-            return read_manifest(patient(storage), str(name))
+            return history.remember(read_manifest(patient(storage), str(name)))
         except LoadError as error:
             return error
 
@@ -158,10 +179,7 @@ def not_retained(
         if name in history.valid:
             return Validity.VALID
         found = look(name)
-        if isinstance(found, LoadError):
-            return validity_of(found)
-        history.valid.add(name)
-        return Validity.VALID
+        return validity_of(found) if isinstance(found, LoadError) else Validity.VALID
 
     return to_remove(newest_first, keep, manifest_of, validity)
 

@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -122,6 +123,29 @@ class Manifest:
                 "tree": self.tree,
             }
         )
+
+
+def without_tensors(manifest: Manifest) -> Manifest:
+    """The manifest without its tensors, in its tree neither: small, whatever the model's size."""
+    tree = _without_tensors(manifest.tree) or {"dict": {}}
+    return dataclasses.replace(manifest, tensors={}, tree=tree)
+
+
+def _without_tensors(node: Node) -> Node | None:
+    """The node; None if it holds only tensors. Lists with tensors are dropped as well, since their
+    other items would move."""
+    ((kind, content),) = node.items()
+    if kind == "tensor":
+        return None
+    if kind in ("list", "tuple"):
+        return None if any(_without_tensors(item) != item for item in content) else node
+    if kind not in ("dict", "items"):
+        return node
+    pairs = content.items() if kind == "dict" else content
+    kept = [(key, small) for key, item in pairs if (small := _without_tensors(item)) is not None]
+    if content and not kept:
+        return None
+    return {kind: dict(kept) if kind == "dict" else [list(pair) for pair in kept]}
 
 
 @dataclass(frozen=True, kw_only=True)

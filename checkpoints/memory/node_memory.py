@@ -118,6 +118,8 @@ class NodeMemory(LocalStorage):
                     self.remove_folder(other.attempt)
         except OSError as error:
             return (f"{name} is stored, but removing older parts failed: {reason_of(error)}",)
+        except Exception as error:  # noqa: BLE001  of the user's policy
+            return (f"{name} is stored, but removing older parts failed: {error!r}",)
         return ()
 
 

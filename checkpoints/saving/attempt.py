@@ -18,15 +18,16 @@ import torch
 
 from checkpoints.catalog.commit import (
     IncompleteAttempt,
+    MissingParts,
     WriterFailed,
     check_no_writer_failed,
     commit,
     is_committed,
     read_part,
 )
-from checkpoints.catalog.manifests import read_manifest
+from checkpoints.catalog.manifests import check_document_size, read_manifest
 from checkpoints.catalog.retention import FolderHistory, PartStorage, after_commit, free_space
-from checkpoints.errors import LoadError, NameTaken, WriteFailed
+from checkpoints.errors import LoadError, NameTaken, StateError, WriteFailed
 from checkpoints.format.checksummed_json import digest
 from checkpoints.format.manifest import Lineage, Manifest, Part, SharedMetadata
 from checkpoints.format.names import (
@@ -39,6 +40,7 @@ from checkpoints.format.state_tree import Node
 from checkpoints.policies.retention import RetentionFunction
 from checkpoints.saving.tensor_file import Data, Pieces, WrittenFile, write_share
 from checkpoints.storage.failures import ABSENT, is_full, writing
+from checkpoints.storage.patient import repeated
 from checkpoints.storage.protocol import Storage
 from checkpoints.storage.small_files import sync_folder, write_durably
 from checkpoints.tensors.partition import TensorSpec, chunks_of
@@ -51,14 +53,16 @@ class SaveResult:
 
     ``committed``: whether the checkpoint is committed now. With several writers it is True for the
     writers that found all parts, at least for the last one unless a writer failed. In a storage of
-    parts (:mod:`checkpoints.memory.node_memory`), it says that this part is stored. ``notes``
-    describe problems that do not endanger the checkpoint.
+    parts (:mod:`checkpoints.memory.node_memory`), it says that this part is stored.
+    ``is_waiting``: other writers may still complete it. ``notes`` describe problems that do not
+    endanger the checkpoint.
     """
 
     name: str
     step: int
     bytes_written: int
     committed: bool
+    is_waiting: bool = False
     notes: tuple[str, ...] = ()
 
 
@@ -84,29 +88,16 @@ class WriteAttempt:
         return sum(place.count * spec.element_bytes for spec, place in self.pieces)
 
 
-def write_and_commit(
-    storage: Storage,
-    attempt: WriteAttempt,
-    *,
-    keep: RetentionFunction | None,
-    fence: Callable[[], bool] | None,
-    clock: Callable[[], float],
-    on_committed: Callable[[], object] = lambda: None,
-) -> SaveResult:
-    """Write the share; commit and apply ``keep`` if it was the last one.
-
-    ``on_committed`` is called after the commit attempt, before ``keep`` is applied. Raises
-    :class:`SaveError`.
-    """
-    name = attempt.name
+def write_unless_committed(
+    storage: Storage, attempt: WriteAttempt, clock: Callable[[], float]
+) -> int | None:
+    """Write the share; returns the number of bytes, None if the checkpoint is already committed.
+    Raises :class:`SaveError`."""
     with writing(storage.place):
-        if is_committed(storage, name):
-            _check_same(attempt, _manifest_of(storage, name))
-            return SaveResult(name=str(name), step=name.step, bytes_written=0, committed=True)
-        written = write_once(storage, attempt, clock)
-    return commit_if_complete(
-        storage, attempt, written, keep=keep, fence=fence, on_committed=on_committed
-    )
+        if is_committed(storage, attempt.name):
+            _check_same(attempt, _manifest_of(storage, attempt.name))
+            return None
+        return write_once(storage, attempt, clock)
 
 
 def commit_if_complete(
@@ -118,9 +109,14 @@ def commit_if_complete(
     fence: Callable[[], bool] | None,
     on_committed: Callable[[], object] = lambda: None,
 ) -> SaveResult:
-    """Commit if all shares are present and the fence allows it. Raises :class:`SaveError`."""
+    """Commit if all shares are present and the fence allows it, then apply ``keep``.
+
+    ``on_committed`` is called after the commit attempt, before ``keep`` is applied. Raises
+    :class:`SaveError`.
+    """
     name = attempt.name
     why = "fenced: this world is stale" if fence is not None and not fence() else ""
+    is_waiting = False
     if not why and not isinstance(storage, PartStorage):
         with writing(storage.place):
             try:
@@ -129,7 +125,13 @@ def commit_if_complete(
                 remove_share(storage, name, attempt.rank, attempt.world_size)
                 raise _of_other_writer(name, failure) from failure
             except IncompleteAttempt as problem:
-                why = str(problem)
+                why, is_waiting = str(problem), isinstance(problem, MissingParts)
+                if attempt.world_size == 1:
+                    give_up(storage, name, attempt.rank, attempt.world_size)
+                    raise WriteFailed(
+                        f"{name} cannot be committed: {problem}",
+                        hint="Older checkpoints are unchanged.",
+                    ) from problem
     on_committed()
     if why:
         notes: tuple[str, ...] = (f"not committed: {why}",)
@@ -138,26 +140,37 @@ def commit_if_complete(
     else:
         notes = after_commit(storage, name, keep, attempt.history)
     return SaveResult(
-        name=str(name), step=name.step, bytes_written=written, committed=not why, notes=notes
+        name=str(name),
+        step=name.step,
+        bytes_written=written,
+        committed=not why,
+        is_waiting=is_waiting,
+        notes=notes,
     )
 
 
 def _commit(storage: Storage, attempt: WriteAttempt) -> None:
     """Commit. If that fails, earlier attempts are removed: only one is kept for a later try."""
+
+    def commit_patiently() -> Manifest | None:
+        return repeated(storage, lambda: commit(storage, attempt.name, attempt.world_size))
+
     try:
-        commit(storage, attempt.name, attempt.world_size)
+        manifest = commit_patiently()
     except OSError as error:
         is_freed = free_space(storage, attempt.name)
         if not is_full(error) or not is_freed:
             raise
-        commit(storage, attempt.name, attempt.world_size)
+        manifest = commit_patiently()
+    if manifest is not None and attempt.history is not None:
+        attempt.history.remember(manifest)
 
 
 def write_once(storage: Storage, attempt: WriteAttempt, clock: Callable[[], float]) -> int:
     """Write this rank's file and part unless they exist; returns the number of bytes written."""
     name, rank, world_size = attempt.name, attempt.rank, attempt.world_size
-    storage.make_folder("")
-    storage.make_folder(name.attempt)
+    repeated(storage, lambda: storage.make_folder(""))
+    repeated(storage, lambda: storage.make_folder(name.attempt))
     part = _written_before(storage, attempt)
     if part is not None:
         _check_same(attempt, part)
@@ -167,22 +180,42 @@ def write_once(storage: Storage, attempt: WriteAttempt, clock: Callable[[], floa
         if isinstance(storage, PartStorage):
             storage.make_room(name, attempt.size_bytes)
         written = _write_share(storage, attempt, clock())
-        part = Part(
-            name=name,
-            world_size=world_size,
-            writer=written.writer,
-            specs_xxh3_128=_digest_of(attempt.specs),
-            chunks=written.chunks,
-            section=attempt.section,
-            shared=_shared(attempt) if rank == (attempt.section or (0,))[0] else None,
-        )
-        data = part.to_bytes()
-        final = f"{name.attempt}/{part_file(rank, world_size)}"
-        write_durably(storage, f"{final}.tmp", data)
-        storage.rename(f"{final}.tmp", final)
+        data = _part_of(attempt, written).to_bytes()
+        _check_part_size(attempt, len(data))
+        repeated(storage, lambda: _put_part(storage, attempt, data))
     with contextlib.suppress(FileNotFoundError):  # committed by another writer meanwhile
-        sync_folder(storage, name.attempt)
+        repeated(storage, lambda: sync_folder(storage, name.attempt))
     return written.writer.size_bytes + len(data)
+
+
+def _part_of(attempt: WriteAttempt, written: WrittenFile) -> Part:
+    is_first = attempt.rank == (attempt.section or (0,))[0]
+    return Part(
+        name=attempt.name,
+        world_size=attempt.world_size,
+        writer=written.writer,
+        specs_xxh3_128=_digest_of(attempt.specs),
+        chunks=written.chunks,
+        section=attempt.section,
+        shared=_shared(attempt) if is_first else None,
+    )
+
+
+def _check_part_size(attempt: WriteAttempt, size_bytes: int) -> None:
+    """Raise StateError for a part that no committer would read."""
+    try:
+        check_document_size(size_bytes, part_file(attempt.rank, attempt.world_size))
+    except LoadError as error:
+        raise StateError(
+            f"the state has too many tensors for a checkpoint: {error.message}",
+            hint="Save fewer, larger tensors: each chunk of each tensor takes about 170 bytes.",
+        ) from error
+
+
+def _put_part(storage: Storage, attempt: WriteAttempt, data: bytes) -> None:
+    final = f"{attempt.name.attempt}/{part_file(attempt.rank, attempt.world_size)}"
+    write_durably(storage, f"{final}.tmp", data)
+    storage.rename(f"{final}.tmp", final)
 
 
 def _write_share(storage: Storage, attempt: WriteAttempt, wall_time_s: float) -> WrittenFile:
@@ -198,13 +231,13 @@ def _write_share(storage: Storage, attempt: WriteAttempt, wall_time_s: float) ->
         wall_time_s=wall_time_s,
     )
     try:
-        return write()
+        return repeated(storage, write)
     except OSError as error:
         if isinstance(storage, PartStorage) or not is_full(error):
             raise
         if not free_space(storage, attempt.name):
             raise
-    return write()
+    return repeated(storage, write)
 
 
 def _written_before(storage: Storage, attempt: WriteAttempt) -> Part | None:
@@ -300,6 +333,16 @@ def remove_share(storage: Storage, name: CheckpointName, rank: int, world_size: 
     for file in (part, f"{part}.tmp", writer_file(rank, world_size)):
         with contextlib.suppress(OSError):
             storage.remove(f"{name.attempt}/{file}")
+
+
+def give_up(storage: Storage, name: CheckpointName, rank: int, world_size: int) -> None:
+    """Remove this writer's share of an attempt that cannot be committed, and tell the other
+    writers. Raises nothing."""
+    remove_share(storage, name, rank, world_size)
+    if world_size == 1:
+        discard(storage, name, rank, world_size)
+    else:
+        _record_failure(storage, name, rank, world_size)
 
 
 def discard(storage: Storage, name: CheckpointName, rank: int, world_size: int) -> None:

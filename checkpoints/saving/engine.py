@@ -7,6 +7,9 @@ continues.
 A thread that hangs in a system call cannot be stopped. The caller's thread therefore checks the
 deadline, too (in :meth:`Engine.outcomes`), and abandons a hung save for good: if the disk recovers,
 that save does not commit. Until then saves are skipped, since the hung save owns its buffer.
+
+The deadline limits the time without progress, not the size of a save: each chunk that is written,
+and each sign of another writer, renews it.
 """
 
 from __future__ import annotations
@@ -20,13 +23,14 @@ import queue
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from types import TracebackType
 from typing import Any, Literal
 
-from checkpoints.catalog.commit import is_committed, is_waiting
+from checkpoints.catalog.commit import is_committed, is_waiting, missing_writers
 from checkpoints.catalog.retention import FolderHistory
 from checkpoints.errors import CheckpointError, WriteFailed
-from checkpoints.format.names import CheckpointName
+from checkpoints.format.names import CheckpointName, writer_file
 from checkpoints.format.state_tree import flatten, spec_of
 from checkpoints.intervals import MAX_PART_POLL_S, PART_POLL_S, SAVE_DEADLINE_S
 from checkpoints.policies.retention import LatestN, RetentionFunction
@@ -35,9 +39,10 @@ from checkpoints.saving.attempt import (
     commit_if_complete,
     discard,
     folder_removed,
-    write_and_commit,
+    give_up,
+    write_unless_committed,
 )
-from checkpoints.saving.job import SaveJob
+from checkpoints.saving.job import Progress, SaveJob
 from checkpoints.saving.outcome import (
     SaveHandle,
     SaveOutcome,
@@ -47,7 +52,7 @@ from checkpoints.saving.outcome import (
 )
 from checkpoints.saving.save import buffer_wait_s, check_json, check_world, lineage_of
 from checkpoints.saving.staging import StagingPool
-from checkpoints.storage.failures import ABSENT, is_permanent, writing
+from checkpoints.storage.failures import ABSENT, is_transient, writing
 from checkpoints.storage.patient import patient
 from checkpoints.storage.protocol import Storage
 from checkpoints.storage.roots import Root, storage_for
@@ -62,10 +67,15 @@ class Engine:
 
     ``keep`` is applied after a commit. ``fence`` is called before one, on the writer thread: False
     means that the caller's world is stale (a :class:`WriterGroup` may have its own fence).
-    ``deadline_s`` limits the time until any writer commits a save. While both buffers are in use, a
-    save is skipped and counted with ``busy="skip"``; with ``"wait"`` it waits for a buffer, at most
-    until the deadline. By default a single writer skips, and several wait: if each rank decided by
-    its own buffers, a save that some ranks skip could never be committed.
+    ``deadline_s`` limits the time in which a save makes no progress: this writer writes no chunk,
+    and no other one that it waits for. It grows with the pauses that a slow storage has been seen
+    to make. While both buffers are in use, a save is skipped and counted with ``busy="skip"``; with
+    ``"wait"`` it waits for a buffer, at most for ``deadline_s``. By default a single writer skips,
+    and several wait: if each rank decided by its own buffers, a save that some ranks skip could
+    never be committed.
+
+    As a context manager, it finishes all saves; if the block raises, only this writer's shares, so
+    that the exception does not wait for writers that may be gone.
 
     Raises :class:`ArgumentError` for a ``root`` that names no storage. Methods raise RuntimeError
     after :meth:`close`, and :class:`WriterThreadDied` once the writer thread has died of a bug.
@@ -95,6 +105,7 @@ class Engine:
         self._jobs: queue.Queue[SaveJob | Callable[[], object] | None] = queue.Queue()
         self._open: list[SaveJob] = []  # neither committed nor abandoned
         self._overdue: list[SaveJob] = []  # their files are not removed yet
+        self._progress = Progress(monotonic)
         self._ended: deque[SaveOutcome] = deque()
         self._died: BaseException | None = None
         self._closed = False
@@ -158,44 +169,56 @@ class Engine:
         handle = SaveHandle(str(name), step)
         began_s = self._monotonic()
         self._abandon_overdue()
-        buffer = self._buffers.acquire(wait_s)
-        if buffer is None:
-            self.skipped += 1
-            stall_s, reason = self._monotonic() - began_s, "earlier saves use all buffers"
-            self._end(handle, SaveStatus.SKIPPED, reason=reason, stall_s=stall_s)
-            return handle
         try:
+            buffer = self._buffers.acquire(handle, wait_s)
+            if buffer is None:
+                self.skipped += 1
+                stall_s, reason = self._monotonic() - began_s, "earlier saves use all buffers"
+                self._end(handle, SaveStatus.SKIPPED, reason=reason, stall_s=stall_s)
+                return handle
             tree, tensors = flatten(state)
             specs = tuple(spec_of(key, tensor) for key, tensor in tensors.items())
             pieces = share_of(specs, world.size, world.rank, world.section)
             data = buffer.fill(pieces, tensors)
-        except CheckpointError:
-            self._buffers.release(buffer)
+            attempt = WriteAttempt(
+                name=name,
+                rank=world.rank,
+                world_size=world.size,
+                lineage=lineage,
+                data_position=json.loads(json.dumps(data_position)),  # a private copy
+                specs=specs,
+                tree=tree,
+                section=world.section,
+                pieces=pieces,
+                data=self._progress.watched(data),
+                history=self._history.of(world.nonce),
+            )
+            now_s = self._monotonic()
+            deadline_s = now_s + self._limit_s
+            job = SaveJob(attempt, handle, world.fence, began_s, now_s - began_s, deadline_s)
+            with self._lock:
+                self._open.append(job)
+            self._jobs.put(job)
+        except CheckpointError:  # before the writer thread has the job
+            self._buffers.release(handle)
             raise
         except (MemoryError, RuntimeError) as error:  # torch raises RuntimeError when out of memory
-            self._buffers.release(buffer)
+            self._buffers.release(handle)
             self._end(handle, SaveStatus.FAILED, reason=f"staging: {error}", error=error)
-            return handle
-        attempt = WriteAttempt(
-            name=name,
-            rank=world.rank,
-            world_size=world.size,
-            lineage=lineage,
-            data_position=json.loads(json.dumps(data_position)),  # a private copy
-            specs=specs,
-            tree=tree,
-            section=world.section,
-            pieces=pieces,
-            data=data,
-            history=self._history.of(world.nonce),
-        )
-        now_s = self._monotonic()
-        deadline_s = now_s + self._deadline_s
-        job = SaveJob(attempt, handle, buffer, world.fence, began_s, now_s - began_s, deadline_s)
-        with self._lock:
-            self._open.append(job)
-        self._jobs.put(job)
+        except BaseException:
+            self._withdraw(handle)
+            raise
         return handle
+
+    def _withdraw(self, handle: SaveHandle) -> None:
+        """Undo a save that an exception interrupted at any point, such as KeyboardInterrupt.
+
+        The writer thread frees the buffer: if it has the job already, it must not lose the buffer
+        while it reads.
+        """
+        reason = "its caller was interrupted"
+        self._abandon(lambda job: job.handle is handle, reason)
+        self._jobs.put(lambda: self._buffers.release(handle))
 
     @property
     def has_free_buffer(self) -> bool:
@@ -224,28 +247,34 @@ class Engine:
 
     def wait(self, timeout_s: float | None = None) -> bool:
         """Wait until no save is in flight; False after ``timeout_s``."""
+        return self._wait(timeout_s, lambda job: True)
+
+    def _wait(self, timeout_s: float | None, is_awaited: Callable[[SaveJob], bool]) -> bool:
         until_s = self._monotonic() + (math.inf if timeout_s is None else timeout_s)
         while True:
             self._abandon_overdue()
             self._report_death()
             with self._lock:
-                handles = [(job.handle, job.deadline_s) for job in self._open]
+                handles = [job.handle for job in self._open if is_awaited(job)]
             if not handles:
                 return True
-            left_s = min(until_s, *(deadline for _, deadline in handles)) - self._monotonic()
-            if self._monotonic() >= until_s:
+            left_s = until_s - self._monotonic()
+            if left_s <= 0:
                 return False
-            handles[0][0].wait(min(max(left_s, 0.0), PART_POLL_S))
+            handles[0].wait(min(left_s, PART_POLL_S))
 
     def close(self, timeout_s: float | None = None) -> bool:
         """Finish the saves in flight and join the thread; False if it did not end in time.
 
         A hung writer thread is leaked: it is a daemon and never commits.
         """
+        return self._close(timeout_s, lambda job: True)
+
+    def _close(self, timeout_s: float | None, is_awaited: Callable[[SaveJob], bool]) -> bool:
         if self._closed:
             return not self.is_alive
         self._closed = True
-        finished = self._died is not None or self.wait(timeout_s)
+        finished = self._died is not None or self._wait(timeout_s, is_awaited)
         self._abandon(lambda job: True, "the engine was closed")
         self._jobs.put(None)
         self._thread.join(timeout=PART_POLL_S * 10 if finished else 0.0)
@@ -255,8 +284,17 @@ class Engine:
     def __enter__(self) -> Engine:
         return self
 
-    def __exit__(self, *_: object) -> None:
-        self.close()
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if kind is None:
+            self.close()
+        else:
+            with contextlib.suppress(WriterThreadDied):  # the block's exception says more
+                self._close(None, lambda job: not job.handle.is_written)
 
     def _check_alive(self) -> None:
         self._report_death()
@@ -267,9 +305,21 @@ class Engine:
         if self._died is not None:
             raise WriterThreadDied("the checkpoint writer thread died") from self._died
 
+    @property
+    def _limit_s(self) -> float:
+        """How long a save may make no progress."""
+        return max(self._deadline_s, self._progress.patience_s)
+
     def _abandon_overdue(self) -> None:
-        now_s, reason = self._monotonic(), f"not committed within {self._deadline_s:g} s"
-        overdue = self._abandon(lambda job: now_s > job.deadline_s, reason)
+        now_s, limit_s = self._monotonic(), self._limit_s
+        # A save that is queued waits for the earlier ones, and is not late while they progress.
+        writing_until_s = self._progress.last_s + limit_s
+
+        def is_overdue(job: SaveJob) -> bool:
+            is_written = job.bytes_written is not None
+            return now_s > (job.deadline_s if is_written else max(job.deadline_s, writing_until_s))
+
+        overdue = self._abandon(is_overdue, f"no progress within {limit_s:g} s")
         with self._lock:
             self._overdue += overdue
 
@@ -333,40 +383,34 @@ class Engine:
             job()
             return True
         try:
-            self._write(job)
+            with self._progress:
+                self._write(job)
         finally:
-            self._buffers.release(job.buffer)
-        job.written_s = self._monotonic()
+            self._buffers.release(job.handle)
         self._poll_waiting()
         return True
 
     def _write(self, job: SaveJob) -> None:
-        if not self._is_open(job) or not self._may_commit(job):
-            self._finish(job, SaveStatus.STALE, reason="its world ended before it was written")
-            return
         began_s = self._monotonic()
-
-        def note_time() -> None:
-            job.write_s = self._monotonic() - began_s
-
         try:
-            saved = write_and_commit(
-                self._storage,
-                job.attempt,
-                keep=self._keep,
-                fence=lambda: self._is_open(job) and self._may_commit(job),
-                clock=self._clock,
-                on_committed=note_time,
-            )
+            if not self._is_open(job) or not self._may_commit(job):
+                self._finish(job, SaveStatus.STALE, reason="its world ended before it was written")
+                return
+            written = write_unless_committed(self._storage, job.attempt, self._clock)
+            if written is None:
+                self._finish(job, SaveStatus.COMMITTED)
+                return
         except Exception as error:  # noqa: BLE001  reported as the outcome
-            note_time()
+            job.write_s = self._monotonic() - began_s
             self._fail(job, error)
             return
-        job.bytes_written, job.handle.is_written = saved.bytes_written, True
-        if saved.committed:
-            self._finish(job, SaveStatus.COMMITTED, notes=saved.notes)
-        elif not self._may_commit(job):
-            self._finish(job, SaveStatus.STALE, reason=saved.notes[0])
+        # From here on this share is safe, and what fails now is tried again until the deadline.
+        job.bytes_written, job.written_s = written, self._monotonic()
+        job.write_s = job.written_s - began_s
+        # The other writers have begun at about the same time, and may be slower.
+        job.deadline_s = job.written_s + max(self._limit_s, job.write_s)
+        self._try(job, functools.partial(self._commit, job, began_s))
+        job.handle.is_written = True
 
     def _poll_waiting(self) -> None:
         """Check whether saves that wait for other writers are committed, or can be."""
@@ -377,15 +421,20 @@ class Engine:
             if now_s < job.poll_at_s:
                 continue
             job.poll_at_s = now_s + poll_pause_s(now_s - job.written_s)
-            try:
-                self._poll(job)
-            except Exception as error:  # noqa: BLE001  reported as the outcome
-                if _is_transient(error):
-                    job.problem = str(error)  # the share is written: it may succeed later
-                else:
-                    self._fail(job, error)
+            self._try(job, functools.partial(self._poll, job))
         self._abandon_overdue()
         self._discard_overdue()
+
+    def _try(self, job: SaveJob, step: Callable[[], None]) -> None:
+        """Advance a save whose share is written. A transient failure is its last problem, not its
+        end."""
+        try:
+            step()
+        except Exception as error:  # noqa: BLE001  reported as the outcome
+            if is_transient(error):
+                job.problem = str(error)
+            else:
+                self._fail(job, error)
 
     def _poll(self, job: SaveJob) -> None:
         name, storage = job.attempt.name, self._storage
@@ -401,15 +450,50 @@ class Engine:
         if is_waiting(files, job.attempt.world_size):
             if not self._may_commit(job):
                 self._finish(job, SaveStatus.STALE, reason="its world ended")
+            else:
+                self._observe_writers(job, files)
             return
-        written, may_commit = job.bytes_written or 0, functools.partial(self._may_commit, job)
-        saved = commit_if_complete(storage, job.attempt, written, keep=self._keep, fence=may_commit)
+        self._commit(job)
+
+    def _observe_writers(self, job: SaveJob, files: Sequence[str]) -> None:
+        """Renew the deadline if the first of the writers that are missing has made progress."""
+        attempt = job.attempt
+        rank = min(missing_writers(files, attempt.world_size))
+        job.problem = f"waiting for writer {rank}"
+        size_bytes = 0
+        with contextlib.suppress(*ABSENT):  # it has not begun, or an object store shows it at once
+            size_bytes = self._storage.size(
+                f"{attempt.name.attempt}/{writer_file(rank, attempt.world_size)}"
+            )
+        if (rank, size_bytes) != job.seen:
+            job.seen = (rank, size_bytes)
+            job.deadline_s = max(job.deadline_s, self._monotonic() + self._limit_s)
+
+    def _commit(self, job: SaveJob, began_s: float | None = None) -> None:
+        """Commit if all shares are written; fail if they can never form a checkpoint."""
+
+        def note_time() -> None:
+            if began_s is not None:
+                job.write_s = self._monotonic() - began_s
+
+        attempt = job.attempt
+        saved = commit_if_complete(
+            self._storage,
+            attempt,
+            job.bytes_written or 0,
+            keep=self._keep,
+            fence=lambda: self._is_open(job) and self._may_commit(job),
+            on_committed=note_time,
+        )
         if saved.committed:
             self._finish(job, SaveStatus.COMMITTED, notes=saved.notes)
         elif not self._may_commit(job):
             self._finish(job, SaveStatus.STALE, reason=saved.notes[0])
-        else:
+        elif saved.is_waiting:
             job.problem = saved.notes[0]
+        elif self._is_open(job):
+            give_up(self._storage, attempt.name, attempt.rank, attempt.world_size)
+            self._fail(job, WriteFailed(f"{attempt.name} was {saved.notes[0]}"))
 
     def _discard_overdue(self) -> None:
         """Free the space of saves that were not committed in time."""
@@ -437,8 +521,3 @@ def poll_pause_s(waited_s: float) -> float:
     """The pause before other writers' parts are listed again: long for those that are far behind,
     since an object store bills each request."""
     return min(max(waited_s / 2, PART_POLL_S), MAX_PART_POLL_S)
-
-
-def _is_transient(error: Exception) -> bool:
-    cause = error.__cause__
-    return isinstance(cause, OSError) and not is_permanent(cause)

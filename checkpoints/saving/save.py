@@ -13,7 +13,13 @@ from checkpoints.format.manifest import Ancestor, Lineage
 from checkpoints.format.names import MAX_WORLD_SIZE, CheckpointName
 from checkpoints.format.state_tree import flatten, spec_of
 from checkpoints.policies.retention import LatestN, RetentionFunction
-from checkpoints.saving.attempt import SaveResult, WriteAttempt, write_and_commit
+from checkpoints.saving.attempt import (
+    SaveResult,
+    WriteAttempt,
+    commit_if_complete,
+    write_unless_committed,
+)
+from checkpoints.storage.patient import patient
 from checkpoints.storage.roots import Root, storage_for
 from checkpoints.tensors.elements import bytes_of, check_held
 from checkpoints.tensors.partition import TensorSpec, share_of
@@ -64,7 +70,7 @@ def save(
     name = CheckpointName(step, generation, nonce)
     check_json(data_position)
     ancestors = lineage_of(name, lineage)
-    storage = storage_for(root)
+    storage = patient(storage_for(root))
     tree, tensors = flatten(state)
     specs = tuple(spec_of(key, tensor) for key, tensor in tensors.items())
 
@@ -89,7 +95,10 @@ def save(
         pieces=pieces,
         data=data,
     )
-    return write_and_commit(storage, attempt, keep=keep, fence=fence, clock=clock)
+    written = write_unless_committed(storage, attempt, clock)
+    if written is None:
+        return SaveResult(name=str(name), step=step, bytes_written=0, committed=True)
+    return commit_if_complete(storage, attempt, written, keep=keep, fence=fence)
 
 
 def buffer_wait_s(busy: Literal["skip", "wait"] | None, writers: int, deadline_s: float) -> float:

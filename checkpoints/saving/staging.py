@@ -7,7 +7,8 @@ file, is pinned if tensors are on CUDA devices, and never shrinks.
 from __future__ import annotations
 
 import contextlib
-import queue
+import threading
+import time
 from collections.abc import Mapping, Sequence
 from itertools import accumulate
 
@@ -24,6 +25,7 @@ class StagingBuffer:
     """Host memory for one staged share; has one owner at a time."""
 
     def __init__(self) -> None:
+        self.owner: object | None = None  # changed by the pool only
         self._bytes = torch.empty(0, dtype=torch.uint8, device="cpu")
 
     def reserve(self, size_bytes: int, *, pinned: bool) -> None:
@@ -54,36 +56,57 @@ class StagingBuffer:
 
 
 class StagingPool:
-    """A fixed number of staging buffers, shared by the training thread and the writer thread."""
+    """A fixed number of staging buffers, shared by the training thread and the writer thread.
+
+    A buffer is free if it has no owner. Its owner is recorded in the same statement that takes it
+    and never passed along, so an exception at any point of a save, such as KeyboardInterrupt,
+    leaves no buffer that :meth:`release` would not find.
+    """
 
     def __init__(self, count: int) -> None:
-        self._count = count
-        self._free: queue.Queue[StagingBuffer] = queue.Queue()
-        for _ in range(count):
-            self._free.put(StagingBuffer())
+        self._buffers = [StagingBuffer() for _ in range(count)]
+        self._released = threading.Condition()
 
     @property
     def has_free(self) -> bool:
-        return not self._free.empty()
+        return any(buffer.owner is None for buffer in self._buffers)
 
-    def acquire(self, wait_s: float) -> StagingBuffer | None:
-        """A free buffer; None if there is none within ``wait_s``."""
-        with contextlib.suppress(queue.Empty):
-            return self._free.get(block=wait_s > 0, timeout=wait_s)
-        return None
+    def acquire(self, owner: object, wait_s: float) -> StagingBuffer | None:
+        """A buffer of ``owner``; None if none is free within ``wait_s``."""
+        until_s = time.monotonic() + wait_s
+        with self._released:
+            while True:
+                for buffer in self._buffers:
+                    if buffer.owner is None:
+                        buffer.owner = owner
+                        return buffer
+                left_s = until_s - time.monotonic()
+                if left_s <= 0:
+                    return None
+                self._released.wait(min(left_s, threading.TIMEOUT_MAX))
 
-    def release(self, buffer: StagingBuffer) -> None:
-        self._free.put(buffer)
+    def release(self, owner: object) -> None:
+        """Free the buffer of ``owner``, if it has one."""
+        with self._released:
+            for buffer in self._buffers:
+                if buffer.owner is owner:
+                    buffer.owner = None
+            self._released.notify_all()
 
     def reserve(self, size_bytes: int, *, pinned: bool) -> None:
         """Grow the free buffers one at a time, so that a concurrent save finds the other one."""
-        for _ in range(self._count):
-            with contextlib.suppress(queue.Empty):
-                buffer = self._free.get_nowait()
+        for buffer in self._buffers:
+            owner = object()
+            try:
+                with self._released:
+                    if buffer.owner is not None:
+                        continue
+                    buffer.owner = owner
                 # A lack of memory is reported by the save that needs it.
                 with contextlib.suppress(MemoryError, RuntimeError):
                     buffer.reserve(size_bytes, pinned=pinned)
-                self._free.put(buffer)
+            finally:
+                self.release(owner)
 
 
 def _reader(memory: memoryview, pieces: Pieces, begins: Sequence[int]) -> Data:

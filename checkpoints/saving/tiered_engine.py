@@ -17,6 +17,7 @@ import contextlib
 import time
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
+from types import TracebackType
 from typing import Any, Literal
 
 from checkpoints.errors import ArgumentError
@@ -174,10 +175,15 @@ class TieredEngine:
     def __enter__(self) -> TieredEngine:
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         with contextlib.ExitStack() as stack:  # close all, even if one raises
             for running in self._tiers:
-                stack.callback(running.engine.close)
+                stack.callback(running.engine.__exit__, kind, error, trace)
 
     def _left_s(self, until_s: float | None) -> float | None:
         return None if until_s is None else max(until_s - self._monotonic(), 0.0)

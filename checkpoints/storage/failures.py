@@ -33,6 +33,12 @@ def is_permanent(error: OSError) -> bool:
     return isinstance(error, ABSENT) or error.errno in _PERMANENT
 
 
+def is_transient(error: Exception | None) -> bool:
+    """Whether an error of this package is of a storage that may work again a moment later."""
+    cause = error.__cause__ if error is not None else None
+    return isinstance(cause, OSError) and not is_permanent(cause)
+
+
 def is_full(error: OSError) -> bool:
     """Whether there is no space."""
     return error.errno in _FULL

@@ -17,6 +17,9 @@ from checkpoints.storage.protocol import ReadableFile, WritableFile
 
 # Small tensors are buffered into writes of this size; larger ones bypass the buffer.
 _BUFFER_BYTES = 1 << 20
+# The kernel may hold back a large part of the memory until the fsync: on a slow disk, that one call
+# would take longer than a hung one is waited for.
+_SYNC_BYTES = 1 << 30
 
 
 class LocalStorage:
@@ -97,11 +100,16 @@ class _LocalSink:
         self._file = io.BufferedWriter(
             io.FileIO(os.open(path, flags, 0o666), "w"), buffer_size=_BUFFER_BYTES
         )
+        self._unsynced_bytes = 0
 
     def write(self, data: bytes | memoryview) -> None:
         self._file.write(data)
+        self._unsynced_bytes += memoryview(data).nbytes
+        if self._unsynced_bytes >= _SYNC_BYTES:
+            self.sync()
 
     def sync(self) -> None:
+        self._unsynced_bytes = 0
         self._file.flush()  # before the fsync, which does not cover our own buffer
         try:
             os.fsync(self._file.fileno())

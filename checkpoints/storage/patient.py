@@ -1,4 +1,4 @@
-"""Repeats reads that fail transiently, so that a short failure of a disk or network is no error.
+"""Repeats calls that fail transiently, so that a short failure of a disk or network is no error.
 
 A server that fails over, a mount with a stale handle or a lost packet makes a call fail that would
 succeed a second later. Without a repetition, a listing that fails at the wrong moment ends a job
@@ -49,9 +49,19 @@ def patient(storage: Storage) -> Storage:
     return PatientStorage(storage)
 
 
+def repeated(storage: Storage, call: Callable[[], T]) -> T:
+    """The result of ``call``, which writes to ``storage`` and has the same effect if it is
+    repeated. It is repeated as a read of that storage would be.
+
+    A single write cannot be: after a failed fsync, the kernel may have dropped the data, and the
+    next fsync succeeds. A file is therefore written again from its first byte.
+    """
+    return storage.repeated(call) if isinstance(storage, PatientStorage) else call()
+
+
 class PatientStorage:
     """Repeats each read of ``inner`` for ``patience_s`` while it fails transiently, then raises the
-    last failure. Writes are passed on."""
+    last failure. Writes are passed on: :func:`repeated` repeats them together."""
 
     def __init__(
         self,
@@ -88,12 +98,14 @@ class PatientStorage:
 
     def repeated(self, call: Callable[[], T]) -> T:
         """The result of ``call``, repeated with exponential backoff."""
-        until_s = self._clock.monotonic() + self._patience_s
+        until_s: float | None = None  # counts from the first failure: a write may take minutes
         for pause_s in _backoff_s():
             try:
                 return call()
             except OSError as error:
-                left_s = until_s - self._clock.monotonic()
+                now_s = self._clock.monotonic()
+                until_s = now_s + self._patience_s if until_s is None else until_s
+                left_s = until_s - now_s
                 if is_permanent(error) or left_s <= 0:
                     raise
                 self._clock.sleep(min(pause_s, left_s))

@@ -181,6 +181,9 @@ LAST_SAVE_S = 600.0
 # A rank that has written its share waits at least this long for its peers' shares: they began at
 # the same time, on similar disks.
 LAST_SAVE_PEERS_S = 10.0
+# A last save that fails transiently is repeated for this long: a network file system that fails
+# over is back within a minute, and no later save would hold this state.
+LAST_SAVE_REPEAT_S = 60.0
 # Delay between the checks of the folder by consecutive ranks.
 LAST_SAVE_TURN_S = 0.25
 # A last save that takes longer is announced in the log.

@@ -11,6 +11,7 @@ import torch
 from checkpoint_states import same, save_all, small_state
 
 import checkpoints
+from checkpoints.catalog import manifests
 from checkpoints.catalog.commit import commit
 from checkpoints.format.names import CheckpointName
 from checkpoints.testing.faults import FaultyStorage
@@ -219,3 +220,27 @@ def test_the_latest_file_is_informational_only(tmp_path: Path) -> None:
     found = checkpoints.latest(tmp_path).checkpoint
     assert found is not None
     assert found.name == name
+
+
+def test_a_manifest_that_would_not_be_read_is_not_committed(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Every part is below the limit, and the manifest that they form is not."""
+    monkeypatch.setattr(manifests, "MAX_DOCUMENT_BYTES", 20_000)
+    state = {f"t{i}": torch.ones(4) for i in range(150)}
+    checkpoints.save(tmp_path, {"t": torch.ones(4)}, step=1, nonce="aa")
+    for rank in range(4):
+        saved = checkpoints.save(tmp_path, state, step=2, nonce="aa", rank=rank, world_size=4)
+    assert not saved.committed and "too many for a manifest" in saved.notes[0]
+    found = checkpoints.latest(tmp_path)
+    assert found.checkpoint is not None and found.checkpoint.step == 1 and found.skipped == ()
+
+
+def test_a_state_of_too_many_tensors_is_refused(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(manifests, "MAX_DOCUMENT_BYTES", 20_000)
+    state = {f"t{i}": torch.ones(4) for i in range(150)}
+    with pytest.raises(checkpoints.StateError, match="too many for a manifest"):
+        checkpoints.save(tmp_path, state, step=2, nonce="aa")
+    assert _folders(tmp_path) == [], "nothing of it is left"

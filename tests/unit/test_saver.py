@@ -510,6 +510,22 @@ def test_the_last_save_waits_for_a_free_buffer() -> None:
     rank.saver.close(0.0)
 
 
+def test_the_last_save_is_repeated_while_the_storage_fails_transiently() -> None:
+    failures = iter(range(4))
+
+    def fail(label: str) -> None:
+        if label.startswith("write"):
+            for _ in failures:
+                raise OSError(errno.EIO, "injected", label)
+
+    storage = MemoryStorage()
+    rank = Rank(PatientStorage(FaultyStorage(storage, before=fail), patience_s=0.0), 0, 1)
+    rank.job.progress.step = 7
+    assert LastSave(rank.saver, rank.job, LONG_S).together()
+    assert steps_of(storage) == [7] and next(failures, None) is None
+    rank.saver.close(0.0)
+
+
 def test_a_save_superseded_by_the_end_of_the_job_is_repeated() -> None:
     """The last node has to leave just after the job was paused and saved."""
     storage = MemoryStorage()

@@ -8,6 +8,7 @@ the folder in the order of their ranks, and the first one that finds no other at
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from datetime import datetime, timezone
 from enum import Enum
@@ -16,6 +17,7 @@ import checkpoints
 from checkpoints import CheckpointName, SaveHandle, SaveStatus
 from checkpoints.format.lineage import why_abandoned
 from checkpoints.format.names import parse_attempt, parse_committed
+from checkpoints.storage.failures import is_transient
 from elastic.clock import SYSTEM_CLOCK, Clock
 from elastic.telemetry.log import get_logger
 from elastic.training.checkpointing.saver import Saver
@@ -23,6 +25,7 @@ from elastic.training.state.job_state import JobState
 from elastic.tuning.worker_intervals import (
     LAST_SAVE_PEERS_S,
     LAST_SAVE_QUIET_S,
+    LAST_SAVE_REPEAT_S,
     LAST_SAVE_TURN_S,
     SAVE_SLICE_S,
 )
@@ -67,12 +70,17 @@ class LastSave:
                 handle
             ):  # a save during training does not wait for a buffer; this one does
                 handle = self._saver.save_again(self._job, wait_s=self._left_s())
-            if self._wait_for_commit(handle):
+            is_alone = self._saver.writers.world_size == 1
+            if is_alone:
+                handle = self._repeated(
+                    handle, lambda: self._saver.save_again(self._job, wait_s=self._left_s())
+                )
+            if self._wait_for_commit(handle, is_alone=is_alone):
                 return True
             # An earlier save that was still running when the end of the job was announced (a
             # world without members) is stale: it did not commit, so this rank may.
             is_overtaken = _is_stale(handle) and self._saver.is_permitted()
-            if self._saver.writers.world_size == 1 and not is_overtaken:
+            if is_alone and not is_overtaken:
                 return False  # no permission, or the disk has failed or does not respond
         return self.alone()
 
@@ -127,18 +135,38 @@ class LastSave:
         in_memory = self._saver.begin_in_memory(self._job, world, wait_s=self._left_s())
         if in_memory is not None:  # faster, and it survives this process
             self._wait(lambda: in_memory.outcome is not None, at_most_s=self._left_s() / 2)
-        handle = self._saver.begin(self._job, world, wait_s=self._left_s())
-        return self._wait_for_commit(handle)
 
-    def _wait_for_commit(self, handle: SaveHandle | None) -> bool:
+        def begin() -> SaveHandle | None:
+            return self._saver.begin(self._job, world, wait_s=self._left_s())
+
+        return self._wait_for_commit(self._repeated(begin(), begin), is_alone=True)
+
+    def _repeated(
+        self, handle: SaveHandle | None, again: Callable[[], SaveHandle | None]
+    ) -> SaveHandle | None:
+        """The save, repeated for LAST_SAVE_REPEAT_S while the storage fails transiently: no later
+        save would hold this state."""
+        until_s = self._clock.monotonic() + LAST_SAVE_REPEAT_S
+        while handle is not None:
+            self._wait(functools.partial(_is_written, handle))
+            if not _failed_transiently(handle):
+                break
+            if self._clock.monotonic() >= min(until_s, self._until_s):
+                break
+            self._wait(lambda: False, at_most_s=LAST_SAVE_TURN_S)
+            handle = again()
+        return handle
+
+    def _wait_for_commit(self, handle: SaveHandle | None, *, is_alone: bool = False) -> bool:
+        """``is_alone``: no other rank writes a share, so the engine commits it or fails."""
         if handle is None:
             return self._saver.has_committed(self._step)
         began_s = self._clock.monotonic()
         self._wait(lambda: handle.is_written)
         took_s = self._clock.monotonic() - began_s
+        patience_s = LAST_SAVE_REPEAT_S if is_alone else LAST_SAVE_PEERS_S
         self._wait(
-            lambda: handle.outcome is not None,
-            at_most_s=max(LAST_SAVE_PEERS_S, PEERS_FACTOR * took_s),
+            lambda: handle.outcome is not None, at_most_s=max(patience_s, PEERS_FACTOR * took_s)
         )
         self._saver.poll()
         return self._saver.has_committed(self._step)
@@ -201,6 +229,14 @@ class LastSave:
 
 def _was_skipped(handle: SaveHandle) -> bool:
     return handle.outcome is not None and handle.outcome.status is SaveStatus.SKIPPED
+
+
+def _is_written(handle: SaveHandle) -> bool:
+    return handle.is_written
+
+
+def _failed_transiently(handle: SaveHandle) -> bool:
+    return handle.outcome is not None and is_transient(handle.outcome.error)
 
 
 def _is_stale(handle: SaveHandle | None) -> bool:
