@@ -25,6 +25,7 @@ from checkpoints.tensors.dtypes import BY_NAME
 _PARALLEL_BYTES = 64 << 20  # below this size, threads cost more than they save
 _BATCH_BYTES = 32 << 20
 STEP_BYTES = 1 << 20  # buffered at a time by a verification
+THREAD_NAME = "checkpoint-reader"
 _READERS = min(8, os.cpu_count() or 1)
 
 Item = tuple[TensorEntry, Chunk]
@@ -118,7 +119,7 @@ def _batches(manifest: Manifest, items: Iterable[Item], headers: set[int]) -> It
 
 def _in_parallel(work: Callable[[Batch], None], batches: Sequence[Batch]) -> None:
     # Reading and hashing both release the GIL; the pool is joined before this returns.
-    with ThreadPoolExecutor(_READERS, thread_name_prefix="checkpoint-reader") as pool:
+    with ThreadPoolExecutor(_READERS, thread_name_prefix=THREAD_NAME) as pool:
         reads = [pool.submit(work, batch) for batch in batches]
         try:
             for read in reads:

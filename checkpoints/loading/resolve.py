@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
 from checkpoints.catalog.manifests import committed_names, read_manifest
@@ -53,7 +53,10 @@ def list_checkpoints(root: Root) -> tuple[CheckpointInfo, ...]:
 
 
 def latest(
-    root: Root, *, lineage: Iterable[Ancestor | tuple[int, int]] | None = None
+    root: Root,
+    *,
+    lineage: Iterable[Ancestor | tuple[int, int]] | None = None,
+    unusable: Mapping[str, str] | None = None,
 ) -> Resolution:
     """The newest valid checkpoint by (generation, step), with every byte verified.
 
@@ -62,9 +65,15 @@ def latest(
     checkpoint that it abandoned is chosen only if no other is valid, which loses less than a start
     from scratch.
 
+    With ``unusable``, the names that a load has refused and why, only manifests and sizes are
+    verified: :func:`load` verifies every byte that it reads. So a large checkpoint is not read
+    twice, and not by one process alone. Call it with ``{}``, load, and if that raises a
+    :class:`LoadError`, call it again with the name added.
+
     Raises :class:`ReadFailed` if the folder cannot be listed; a missing folder has no checkpoints.
     Raises :class:`ArgumentError` for a ``root`` that names no storage, or an invalid ``lineage``.
     """
+    refused = unusable or {}
     storage = readable(root)
     names = _names(storage)
     follow = _newest_lineage(storage, names) if lineage is None else as_lineage(lineage)
@@ -72,7 +81,8 @@ def latest(
     candidates = [name for name in names if name not in off_lineage]
     if lineage is None:
         candidates += off_lineage
-    chosen, failures = _first_valid(storage, candidates)
+    check = _verify_every_byte if unusable is None else _verify_sizes
+    chosen, failures = _first_valid(storage, candidates, refused, check)
     skipped = (
         SkippedCheckpoint(str(name), failures.get(name) or off_lineage[name])
         for name in names
@@ -81,14 +91,28 @@ def latest(
     return Resolution(chosen, tuple(skipped))
 
 
+def _verify_every_byte(storage: Storage, name: str) -> CheckpointInfo:
+    return verify(storage, name)
+
+
+def _verify_sizes(storage: Storage, name: str) -> CheckpointInfo:
+    return info_of(read_manifest(storage, name))
+
+
 def _first_valid(
-    storage: Storage, candidates: Iterable[CheckpointName]
+    storage: Storage,
+    candidates: Iterable[CheckpointName],
+    refused: Mapping[str, str],
+    check: Callable[[Storage, str], CheckpointInfo],
 ) -> tuple[CheckpointInfo | None, dict[CheckpointName, str]]:
-    """The first candidate that verifies, and why the ones before it do not."""
+    """The first candidate that passes, and why the ones before it do not."""
     failures: dict[CheckpointName, str] = {}
     for name in candidates:
+        if (reason := refused.get(str(name))) is not None:
+            failures[name] = reason
+            continue
         try:
-            return verify(storage, str(name)), failures
+            return check(storage, str(name)), failures
         except LoadError as error:
             failures[name] = error.message
     return None, failures

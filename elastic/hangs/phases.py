@@ -240,6 +240,13 @@ class PhaseRecorder:
         self._is_moved = True
         self.enter(Phase.FORMING)
 
+    def progressed(self) -> None:
+        """A sign of life, from another thread while the main thread changes no phase
+        (:mod:`elastic.hangs.busy`). For the agent, the phase begins again; the sums are as before.
+        """
+        if self._page is not None:
+            self._page.write(self._phase, monotonic_ns())
+
     def begin_world(self, rank: int) -> None:
         """The state is agreed: training continues."""
         self._rank, self._is_moved = rank, True

@@ -156,6 +156,8 @@ LEAVE_SLICE_S = 0.2
 
 # Checkpoints in training -------------------------------------------------------------------------
 
+# While a checkpoint is read, the CPU time of its threads is read this often, for the hang detector.
+BUSY_POLL_S = 1.0
 # To write a last share before the process ends: in process, the continuing peers wait for its end.
 SHARE_S = 3.0
 # A worker that torchrun has sent SIGTERM gets SIGKILL after 30 s (PContext.close, torch 2.11 to

@@ -88,7 +88,8 @@ def test_an_error_at_any_call(fault: StorageFault, error: type[checkpoints.SaveE
     for at, call in enumerate(_calls()):
         root = _prepared()
         try:
-            saved = _save_both(FaultyStorage(root, at=at, fault=fault))
+            faulty = FaultyStorage(root, at=at, fault=fault)
+            saved = _save_both(PatientStorage(faulty, patience_s=0.0))  # as if it lasted
         except error as caught:
             failed += 1
             assert caught.hint

@@ -22,9 +22,11 @@ from checkpoints.storage.fsspec_store import FsspecObjects
 from checkpoints.storage.local import LocalStorage
 from checkpoints.storage.object_storage import ObjectStorage
 from checkpoints.storage.object_store import Upload
+from checkpoints.storage.patient import PatientStorage
 from checkpoints.storage.protocol import Storage
 from checkpoints.storage.roots import storage_for
 from checkpoints.testing.faults import FaultyObjects, FaultyStorage, SimulatedCrash, StorageFault
+from elastic.testing.doubles.manual_clock import ManualClock
 
 
 def in_memory() -> FsspecObjects:
@@ -129,7 +131,8 @@ def test_an_error_at_any_request(fault: StorageFault, error: type[checkpoints.Sa
     for at, call in enumerate(counted.calls):
         objects = prepared()
         try:
-            saved = save_both(ObjectStorage(FaultyObjects(objects, at=at, fault=fault)))
+            faulty = ObjectStorage(FaultyObjects(objects, at=at, fault=fault))
+            saved = save_both(PatientStorage(faulty, patience_s=0.0))  # as if it lasted
         except error as caught:
             failed += 1
             assert caught.hint
@@ -178,8 +181,19 @@ def test_an_upload_that_fails_at_any_write_or_at_its_end_is_abandoned() -> None:
     for at in of_tensors:
         objects = Uploads(in_memory(), at=at)
         with pytest.raises(checkpoints.WriteFailed):
-            save_all(ObjectStorage(objects), small_state(1), step=1)
+            failing = PatientStorage(ObjectStorage(objects), patience_s=0.0)
+            save_all(failing, small_state(1), step=1)
         assert [part.end for part in objects.begun] == ["abandoned"]
+
+
+def test_a_request_that_fails_once_fails_no_save() -> None:
+    counted = FaultyObjects(prepared())
+    save_both(ObjectStorage(counted))
+    for at, call in enumerate(counted.calls):
+        objects = prepared()
+        faulty = ObjectStorage(FaultyObjects(objects, at=at, fault=StorageFault.IO_ERROR))
+        assert save_both(PatientStorage(faulty, clock=ManualClock())).committed, call
+        assert 2 in assert_all_listed_are_complete(ObjectStorage(objects)), call
 
 
 def test_committers_racing_at_any_request_both_succeed() -> None:

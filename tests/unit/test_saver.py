@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import run_kit
 import torch
+from checkpoint_states import flip
 from run_kit import Job, dataset, job, parts_of, steps_of_job
 from torch import nn
 from torch.utils.data import DataLoader
@@ -22,9 +23,10 @@ import checkpoints
 from checkpoints import EverySeconds, EverySteps, LatestN, LocalStorage, SaveOutcome, SaveStatus
 from checkpoints.saving import supervised
 from checkpoints.storage.patient import PatientStorage
+from checkpoints.storage.protocol import ReadableFile
 from checkpoints.testing.faults import FaultyStorage, SimulatedCrash
 from checkpoints.testing.memory_storage import MemoryStorage
-from elastic.errors import ConfigError, TrainingError
+from elastic.errors import CheckpointRequired, ConfigError, TrainingError
 from elastic.events import CheckpointSaved, CheckpointSkipped, Event
 from elastic.telemetry.log import get_logger
 from elastic.training.checkpointing import last_save
@@ -215,6 +217,66 @@ def test_saves_become_synchronous_after_three_writer_deaths(
     messages = [e.reason for e in journal.errors if isinstance(e, CheckpointSkipped)]
     assert "a new one takes over" in messages[0] and "saves now block training" in messages[2]
     assert steps_of(tmp_path)[-1] == steps_of_job(script.run)
+
+
+# -- restores ------------------------------------------------------------------------------------
+
+
+class ReadCounter(LocalStorage):
+    """Counts the bytes that are read of tensor files."""
+
+    read_bytes = 0
+
+    def open(self, path: str) -> ReadableFile:
+        source = super().open(path)
+        read_at = source.read_at
+
+        def counted(offset: int, into: memoryview) -> int:
+            self.read_bytes += len(into)
+            return read_at(offset, into)
+
+        if path.endswith(".safetensors"):
+            source.read_at = counted  # type: ignore[method-assign]
+        return source
+
+
+def test_a_restore_reads_every_byte_once_and_goes_back_past_damage(tmp_path: Path) -> None:
+    """Nothing verifies a checkpoint before it is loaded: rank 0 alone would take hours."""
+    with run_of(Checkpoints(tmp_path, when=2, keep=10)) as (run, journal):
+        script = job(run)
+        script.train(3, stop_after=6)
+    assert journal.saved == [2, 4, 6]
+    storage = ReadCounter(tmp_path)
+    with run_of(Checkpoints(storage, when=100, keep=10)) as (run, _):
+        script = job(run)
+        script.train(3, stop_after=1)
+        assert steps_of_job(run) == 7
+    size_bytes = share_of_newest(tmp_path).stat().st_size
+    assert 0.9 < storage.read_bytes / size_bytes < 1.1
+
+    for _ in range(3):  # the last save of that run, and two before
+        share = share_of_newest(tmp_path)
+        flip(share, -1)
+        share.parent.rename(tmp_path / f"damaged {share.parent.name}")
+    for damaged in list(tmp_path.glob("damaged *")):
+        damaged.rename(tmp_path / damaged.name.removeprefix("damaged "))
+    with run_of(Checkpoints(tmp_path, when=100, keep=10)) as (run, journal):
+        script = job(run)
+        script.train(3, stop_after=1)
+        assert steps_of_job(run) == 3
+    assert [reason.count("do not match their checksum") for reason in journal.skipped] == [1, 1, 1]
+
+    for share in tmp_path.glob("step-*/*.safetensors"):
+        flip(share, -2)
+    with run_of(Checkpoints(tmp_path), error="CheckpointRequired") as (run, _):
+        script = job(run)
+        with pytest.raises(CheckpointRequired, match=r"none of the 5 checkpoints"):
+            script.train(3, stop_after=1)
+
+
+def share_of_newest(folder: Path) -> Path:
+    name = checkpoints.list_checkpoints(folder)[0].name
+    return folder / name / "00000-of-00001.safetensors"
 
 
 # -- scripts that fail --------------------------------------------------------------------------

@@ -10,7 +10,7 @@ import contextlib
 import dataclasses
 import json
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 import checkpoints
@@ -106,10 +106,8 @@ class CheckpointFolder:
     def resolve(self, world: World, *, required: bool) -> RestoreSource:
         """Commit or remove the leftovers of a dead world, and choose the checkpoint to resume from.
 
-        Nothing here must be written: a job on a full disk loads and trains. Raises
-        CheckpointRequired if there is none and one is required, or if an earlier world has saved
-        and none of its checkpoints can be loaded: a silent start from step 0 would discard the
-        work. Raises checkpoints.ReadFailed if the folder or a tier cannot be read.
+        Nothing here must be written: a job on a full disk loads and trains. Raises as
+        :meth:`choose` does.
         """
         with self._readable() as storage, reading(self.storage.place):
             entries = self._list(self._reads)
@@ -120,14 +118,26 @@ class CheckpointFolder:
         )
         for leftover in collected.failed:
             self._report(leftover.folder, leftover.reason)
+        name = self.choose({}, required=required)
+        return RestoreSource(name, generation, self._record(generation))
+
+    def choose(self, unusable: Mapping[str, str], *, required: bool) -> str | None:
+        """The newest checkpoint whose manifest is valid, other than the ``unusable`` ones, whose
+        load has failed; None if there is none. Its content is verified as it is loaded, on all
+        ranks at once: one rank alone would take hours for a large one.
+
+        Raises CheckpointRequired if there is none and one is required, or if an earlier world has
+        saved and none of its checkpoints can be loaded: a silent start from step 0 would discard
+        the work. Raises checkpoints.ReadFailed if the folder or a tier cannot be read.
+        """
         with self._readable() as storage:
-            found = checkpoints.latest(storage)
+            found = checkpoints.latest(storage, unusable=unusable)
         for passed in found.skipped:
-            self._report(passed.name, passed.reason)
+            if not unusable or passed.name == list(unusable)[-1]:  # others are reported already
+                self._report(passed.name, passed.reason)
         if found.checkpoint is None:
             self._check_may_begin(found, required=required)
-        name = found.checkpoint.name if found.checkpoint else None
-        return RestoreSource(name, generation, self._record(generation))
+        return found.checkpoint.name if found.checkpoint else None
 
     def _list(self, storage: checkpoints.Storage) -> list[str]:
         try:

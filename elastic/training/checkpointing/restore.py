@@ -1,23 +1,33 @@
 """Restores a new world's state: the newest checkpoint, else rank 0's initial state.
 
-Rank 0 removes leftovers, chooses and verifies the checkpoint; the other ranks receive its name. A
-failure of one rank is raised on all, so that none waits in a collective.
+Rank 0 removes leftovers and chooses the checkpoint; all ranks load it, and each verifies what it
+reads. If it is damaged, all load the next older one. Any other failure of one rank is raised on
+all, so that none waits in a collective.
 """
 
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 
-from checkpoints import CheckpointInfo, LoadResult
+from checkpoints import CheckpointInfo, LoadError, LoadResult, StateMismatch
 from checkpoints.format.state_tree import Node, flatten, unflatten
+from checkpoints.loading.reader import THREAD_NAME as READER_THREADS
 from checkpoints.tensors.dtensors import is_dtensor
 from elastic.clock import SYSTEM_CLOCK
 from elastic.errors import CheckpointRequired, TrainingError
 from elastic.events import StateRestored
-from elastic.process_group import broadcast_json, broadcast_tensors, peer_group, world_group
+from elastic.hangs.busy import busy
+from elastic.process_group import (
+    all_gather_json,
+    broadcast_json,
+    broadcast_tensors,
+    peer_group,
+    world_group,
+)
 from elastic.telemetry.journal import EventSink
 from elastic.training.checkpointing.folder import RestoreSource
 from elastic.training.checkpointing.saver import Saver
@@ -38,12 +48,19 @@ def restore(
     """
     began_s = SYSTEM_CLOCK.monotonic()
     on_all_ranks(world, lambda: saver.check_writable(world))
-    found = on_all_ranks(world, lambda: saver.resolve(world) if world.rank == 0 else None)
+    found = on_all_ranks(world, lambda: _resolve(world, saver))
     source = RestoreSource(**broadcast_json(vars(found) if found is not None else None))
     if saver.folder is not None and source.is_recorded:
         saver.folder.check_shared(world.rank, source.generation)
-    origin = None
-    if source.name is None:
+    name, origin, unusable = source.name, None, dict[str, str]()
+    while name is not None:
+        loaded = _load(world, job, saver, name)
+        if isinstance(loaded, CheckpointInfo):
+            origin = loaded
+            break
+        unusable[name] = loaded
+        name = broadcast_json(on_all_ranks(world, lambda: _choose_again(world, saver, unusable)))
+    if name is None:
         if not may_begin:
             raise CheckpointRequired(
                 "a fault interrupted an update or a transfer of the weights on every rank that had "
@@ -51,24 +68,52 @@ def restore(
                 hint="pass elastic.join(checkpoints=…) a folder that all nodes share",
             )
         _share_initial(world, job)
-    else:
-        origin = _load(world, job, saver, source.name)
     saver.resume(origin, source.generation, job.progress.step)
-    name, took_s = source.name or "initial", SYSTEM_CLOCK.monotonic() - began_s
+    took_s = SYSTEM_CLOCK.monotonic() - began_s
     journal.emit(
-        StateRestored(source=name, step=job.progress.step, duration_s=round(took_s, 4)),
+        StateRestored(
+            source=name or "initial", step=job.progress.step, duration_s=round(took_s, 4)
+        ),
         level=logging.INFO if world.rank == 0 else logging.DEBUG,
     )
     return source.generation
 
 
-def _load(world: World, job: JobState, saver: Saver, name: str) -> CheckpointInfo:
-    def read_and_check() -> LoadResult:
-        loaded = saver.load(name, job)
+def _resolve(world: World, saver: Saver) -> RestoreSource | None:
+    if world.rank > 0:
+        return None
+    with busy(READER_THREADS):
+        return saver.resolve(world)
+
+
+def _choose_again(world: World, saver: Saver, unusable: Mapping[str, str]) -> str | None:
+    if world.rank > 0:
+        return None
+    with busy(READER_THREADS):
+        return saver.choose_again(unusable)
+
+
+def _load(world: World, job: JobState, saver: Saver, name: str) -> CheckpointInfo | str:
+    """Load a checkpoint on all ranks. If one of them cannot read it, returns the reason, and no
+    state has changed."""
+
+    def read_and_check() -> LoadResult | LoadError:
+        try:
+            with busy(READER_THREADS):
+                loaded = saver.load(name, job)
+        except StateMismatch:
+            raise  # an older one would not fit either
+        except LoadError as error:
+            return error
         job.check(loaded.state, f"checkpoint {name}")
         return loaded
 
     loaded = on_all_ranks(world, read_and_check)
+    reasons = all_gather_json(loaded.message if isinstance(loaded, LoadError) else None)
+    for rank, reason in enumerate(reasons):
+        if reason is not None:
+            return f"{reason} (found by rank {rank})"
+    assert isinstance(loaded, LoadResult)
     on_all_ranks(world, lambda: job.apply(loaded.state))
     return loaded.info
 

@@ -8,7 +8,7 @@ continues with the older checkpoints.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import checkpoints
 from checkpoints import CheckpointError, RetentionPolicy, SaveHandle, SaveOutcome, SaveStatus
@@ -139,6 +139,12 @@ class Saver:
         if before := self.folder.ownership.claim():
             self.due.observed(before.running_s, before.failures)
         return self.folder.resolve(world, required=self._policy.required)
+
+    def choose_again(self, unusable: Mapping[str, str]) -> str | None:
+        """On rank 0: another checkpoint to resume from, after the load of these has failed. Raises
+        as :meth:`resolve` does."""
+        assert self.folder is not None and self._policy is not None
+        return self.folder.choose(unusable, required=self._policy.required)
 
     def load(self, name: str, job: JobState) -> checkpoints.LoadResult:
         """Read and verify this rank's part of a checkpoint."""
