@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 
 import checkpoints
 from checkpoints.format.names import CheckpointName, parse_attempt, parse_committed
+from checkpoints.saving.outcome import WriterThreadDied
 from checkpoints.storage.patient import PatientStorage
 from checkpoints.testing.faults import FaultyStorage, SimulatedCrash
 from checkpoints.testing.memory_storage import MemoryStorage
@@ -87,31 +88,65 @@ class Job:
     def repair(self) -> None:
         self.fault, self.fault_until_s = None, 0.0
 
-    def save(self, writers: int) -> bool:
-        """One save by all writers in turn; whether the last one reported a commit."""
+    def save(self, writers: int, *, by_engine: bool = False) -> bool:
+        """One save by all writers in turn; whether the last one reported a commit.
+
+        ``by_engine``: the last writer saves asynchronously, unless one before has failed.
+        """
         self.step += 1
-        is_committed = False
+        committed = ""
         value = float(self.step * 1000 + self.generation)
+        state = {"weight": torch.full((8,), value), "loss": 1.0 / self.step}
         for rank in range(writers):
+            world = checkpoints.WriterGroup(
+                nonce=f"g{self.generation}",
+                generation=self.generation,
+                rank=rank,
+                size=writers,
+                lineage=self.lineage,
+            )
             try:
-                saved = checkpoints.save(
-                    self.storage,
-                    {"weight": torch.full((8,), value), "loss": 1.0 / self.step},
-                    step=self.step,
-                    nonce=f"g{self.generation}",
-                    generation=self.generation,
-                    lineage=self.lineage,
-                    rank=rank,
-                    world_size=writers,
-                    keep=self.keep,
-                )
+                if by_engine and rank == writers - 1:
+                    committed = self._save_by_engine(state, world)
+                else:
+                    committed = self._save(state, world)
             except checkpoints.SaveError as error:
                 assert error.hint
-            else:
-                is_committed = saved.committed
-                if saved.committed:
-                    self.reported[saved.name] = value
-        return is_committed
+                by_engine = False
+                committed = ""
+        if committed:
+            self.reported[committed] = value
+        return bool(committed)
+
+    def _save(self, state: object, world: checkpoints.WriterGroup) -> str:
+        saved = checkpoints.save(
+            self.storage,
+            state,
+            step=self.step,
+            nonce=world.nonce,
+            generation=world.generation,
+            lineage=world.lineage,
+            rank=world.rank,
+            world_size=world.size,
+            keep=self.keep,
+        )
+        return saved.name if saved.committed else ""
+
+    def _save_by_engine(self, state: object, world: checkpoints.WriterGroup) -> str:
+        engine = checkpoints.Engine(
+            self.storage, keep=self.keep, deadline_s=10.0, monotonic=self.clock.monotonic
+        )
+        handle = engine.save_async(state, step=self.step, world=world)
+        try:
+            engine.close()
+        except WriterThreadDied as death:
+            assert isinstance(death.__cause__, SimulatedCrash)
+            raise death.__cause__ from death
+        assert handle.outcome is not None
+        if handle.outcome.status is checkpoints.SaveStatus.COMMITTED:
+            return handle.name
+        assert handle.outcome.reason
+        return ""
 
     def restart(self) -> None:
         """As a new world does: collect garbage, find the newest, continue from it."""
@@ -161,7 +196,7 @@ class Job:
         self.restart()
         self.check_nothing_is_lost()
         assert self.save(2)
-        assert self.save(1)
+        assert self.save(1, by_engine=True)
         self.check_nothing_is_lost()
         entries = self.disk.list("")
         assert [entry for entry in entries if parse_attempt(entry)] == []
@@ -182,8 +217,9 @@ def _older(name: str, other: str) -> bool:
 
 EVENTS = st.one_of(
     st.tuples(st.just("save"), st.integers(1, 2)),
-    st.tuples(st.just("save"), st.integers(1, 2)),
+    st.tuples(st.just("save by engine"), st.integers(1, 2)),
     st.tuples(st.just("kill"), st.integers(0, 60)),
+    st.tuples(st.just("kill engine"), st.integers(0, 60)),
     st.tuples(
         st.just("fault"),
         st.builds(
@@ -202,14 +238,15 @@ def test_no_history_loses_what_was_reported_as_saved(
 ) -> None:
     job = Job(keep)
     for kind, value in events:
-        if kind == "save":
+        by_engine = kind.endswith("engine")
+        if kind.startswith("save"):
             assert isinstance(value, int)
-            job.save(value)
-        elif kind == "kill":
+            job.save(value, by_engine=by_engine)
+        elif kind.startswith("kill"):
             assert isinstance(value, int)
             job.dies_in = value
             try:
-                job.save(2)
+                job.save(2, by_engine=by_engine)
             except SimulatedCrash:
                 job.restart()
             job.dies_in = None
