@@ -15,7 +15,7 @@ STORAGE_FIRST_BACKOFF_S = 0.05
 
 # Checkpoints: saving ---------------------------------------------------------------------------
 
-# A save that is not committed by then is abandoned: one of its writers or the disk has failed.
+# A save without progress for this long is abandoned: one of its writers or the disk has failed.
 SAVE_DEADLINE_S = 600.0
 # The committing rank lists the parts of the other writers this often at first, then less often the
 # longer it waits.
