@@ -213,7 +213,7 @@ def assert_waits_are_bounded(v: View, now: float, policy: Policy) -> None:
         assert decision.until_s is not None, f"waits without a limit: {decision.reason}"
         assert now < decision.until_s, f"waits for the past: {decision.reason}"
         now = decision.until_s
-        limit_s = 2 * policy.leave_s + policy.join_timeout_s * _has_finished_members(v)
+        limit_s = 2 * policy.leave_s + policy.join_timeout_s * _may_wait_for_longer(v)
         assert now - began_s <= limit_s, f"waits for too long: {decision.reason}"
     raise AssertionError(f"waits again and again: {decision.reason}")
 
@@ -242,8 +242,10 @@ def _may_wait(v: View, now: float, policy: Policy) -> bool:
     return not status.changed or bool(status.replacing)
 
 
-def _has_finished_members(v: View) -> bool:
-    return v.world is not None and bool(classify_members(v, v.world).ended)
+def _may_wait_for_longer(v: View) -> bool:
+    """Whether the job may be about to end, or the state of dead workers is about to be received."""
+    status = classify_members(v, v.world) if v.world is not None else None
+    return status is not None and bool(status.ended or status.replacing)
 
 
 def _is_to_grow(status: MemberStatus, waiting: tuple[NodeView, ...], max_nodes: int) -> bool:
