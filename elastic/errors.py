@@ -8,6 +8,7 @@
     │   ├── StoreUnreachable         69  no endpoint answers
     │   ├── StoreRefused             69  invalid certificate, user or password
     │   ├── StoreTooOld              69  etcd before 3.4
+    │   ├── StoreFull                69  it answers, but has no space for writes
     │   ├── LeaseGone                69  a write under a lease that has expired
     │   └── RecordError              69  a key has a value that this version cannot read
     ├── ClusterError                 69  Kubernetes' API server cannot be used
@@ -75,6 +76,10 @@ class StoreRefused(CoordinationError):
 
 class StoreTooOld(CoordinationError):
     """The store's version is older than 3.4."""
+
+
+class StoreFull(CoordinationError):
+    """The store responds to reads, but refuses all writes until space is freed."""
 
 
 class LeaseGone(CoordinationError):

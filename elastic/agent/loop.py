@@ -192,7 +192,7 @@ class NodeLoop:
             self._guarded(lambda message=message: self._handle(message))  # type: ignore[misc]
             self.supervisor.learn(self._at.status.world.world)
         if self._guarded(self._duties):
-            self._at.status.store_problem = ""
+            self._at.status.store_problem = None
         self.supervisor.learn(self._at.status.world.world)
         self.permission.renew(self.registration.current_lease)
         self._heartbeats.send_if_due(self.supervisor.heartbeat, self._liveness.report)

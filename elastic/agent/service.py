@@ -7,6 +7,7 @@ thread of :mod:`elastic.agent.loop`; the two share the node's status.
 from __future__ import annotations
 
 import logging
+import math
 import signal
 from collections.abc import Callable, Iterable
 from dataclasses import replace
@@ -17,6 +18,7 @@ from elastic.agent.ending.parking import park
 from elastic.agent.loop import NodeLoop
 from elastic.agent.messages import ChangeNode, ReplacementEnded, WorkersStart, publish_change
 from elastic.agent.world_wait import WorldWait
+from elastic.errors import ElasticError, StoreFull
 from elastic.events import NodeArrived, NodeLeaving, WorldEntered
 from elastic.hangs.watch import Supervised
 from elastic.health.endpoints import Routes, routes_of
@@ -27,7 +29,11 @@ from elastic.metrics.page import MetricsPage
 from elastic.metrics.readings import NodeReadings
 from elastic.node.context import NodeContext
 from elastic.node.oom_kills import OOM_KILL, OomKillCounter
-from elastic.tuning.agent_intervals import FINISH_WITHOUT_STORE_S, MAIN_THREAD_SLICE_S
+from elastic.tuning.agent_intervals import (
+    FINISH_WHEN_FULL_S,
+    FINISH_WITHOUT_STORE_S,
+    MAIN_THREAD_SLICE_S,
+)
 
 
 class NodeService:
@@ -329,10 +335,13 @@ class NodeService:
     def finish(self, *, patience_s: float = FINISH_WITHOUT_STORE_S) -> Done | None:
         """This node's workers succeeded: wait until those of every live member have.
 
-        None if the store was unreachable for ``patience_s``: the outcome is unknown.
+        None if the store was unreachable for ``patience_s``, or is full: the outcome is unknown,
+        and :attr:`store_problem` says why.
         """
         self.finished()
         status, problem_since_s = self._status, None
+        # A full store does not recover by itself. (Its last answer may precede this node's end.)
+        when_full_s = FINISH_WHEN_FULL_S if math.isfinite(patience_s) else patience_s
         with status.changed:
             while status.done is None:
                 status.watchdog.heartbeat()
@@ -340,10 +349,16 @@ class NodeService:
                     return None
                 now = self._at.clock.monotonic()
                 problem_since_s = (problem_since_s or now) if status.store_problem else None
-                if problem_since_s is not None and now - problem_since_s > patience_s:
+                limit_s = when_full_s if isinstance(status.store_problem, StoreFull) else patience_s
+                if problem_since_s is not None and now - problem_since_s > limit_s:
                     return None
                 status.changed.wait(MAIN_THREAD_SLICE_S)
             return status.done
+
+    @property
+    def store_problem(self) -> ElasticError | None:
+        """Why the store cannot be used now, if it cannot."""
+        return self._status.store_problem
 
     def heartbeat(self) -> None:
         """torchrun's main thread makes progress."""

@@ -145,8 +145,8 @@ class StoreEvents:
 
     def report(self, error: ElasticError, consequence: str) -> None:
         """Write a problem of the store to the journal, unless it is the current one."""
-        if error.message != self._at.status.store_problem:
-            self._at.status.store_problem = error.message
+        known, self._at.status.store_problem = self._at.status.store_problem, error
+        if known is None or error.message != known.message:
             self._at.journal.emit(
                 StoreProblem(error=error.message, consequence=consequence), level=logging.WARNING
             )

@@ -104,7 +104,8 @@ class WorldWait:
     def _join_timeout(self, world: WorldRecord | None) -> JoinTimeout:
         node = self._status.node
         members = f"the last world: {world.reason}" if world else "no world was ever formed"
-        report = f"; the store: {self._status.store_problem}" if self._status.store_problem else ""
+        problem = self._status.store_problem
+        report = f"; the store: {problem.message}" if problem is not None else ""
         why = self._why_waiting()
         return JoinTimeout(
             f"no world with this node within join_timeout_s={self._options.join_timeout_s:g} "

@@ -257,7 +257,7 @@ def _gather(
     waiting = f"; {waiting_for_others([n.node.name for n in few], per_replica)}" if few else ""
     if len(nodes) < max(1, reference.min_nodes):
         reason = f"{why}{count(called)} of at least {reference.min_nodes} nodes arrived{waiting}"
-        return Wait(reason=also(reason, candidates), until_s=candidates.quarantine_ends_s)
+        return Wait(reason=also(reason, candidates), until_s=candidates.admissible_from_s)
     until = max(n.state_since_s for n in called) + policy.last_call_s
     if len(nodes) + per_replica <= reference.max_nodes and now < until:
         reason = (

@@ -16,7 +16,7 @@ class JoiningNodes:
     """Nodes outside the current world, and why some of them are not admitted."""
 
     eligible: tuple[NodeView, ...]  # oldest first
-    quarantine_ends_s: float | None  # when the first of those in quarantine is eligible again
+    admissible_from_s: float | None  # when the first of those that only have to wait is eligible
     skipped: Mapping[str, str]  # id of each live node that is not admitted -> why, in a sentence
 
 
@@ -109,7 +109,7 @@ def find_joining_nodes(
             eligible.append(n)
     return JoiningNodes(
         eligible=tuple(eligible),
-        quarantine_ends_s=min(ends, default=None),
+        admissible_from_s=min(ends, default=None),
         skipped=skipped,
     )
 

@@ -3,6 +3,7 @@ whether to wait for the cause of a failure."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
@@ -50,8 +51,10 @@ class MemberStatus:
     # and of members that finished and then left.
     finished: tuple[str, ...]
     ended: tuple[str, ...]  # names of all members that finished
+    ended_since_s: tuple[float, ...]  # since when they have, as far as this leader knows
     ended_before_s: tuple[float, ...]  # since when the finished nodes that are not members have
     peers: frozenset[str]  # the members that the finished ones ran with, if still reported
+    went_on: bool  # a remaining member has run a later world than those that finished
     absent: tuple[str, ...]  # names of members that finished before they could enter this world
     failure_reports: tuple[FailureReport, ...]  # of running members, and not superseded yet
     alive: frozenset[str]  # ids of all present nodes, members or not
@@ -86,6 +89,8 @@ class MemberStatus:
         # (In restart mode a member starts with the world, not at a switch, unless no member can.)
         is_known = self.world.mode == "in-process" or self.absent
         peers_known = self.peers if is_known else frozenset()
+        if self.went_on:
+            return False
         left = (n.node.node_id for n in self.running + self.out)
         return not any(node_id in peers_known or not peers_known for node_id in left)
 
@@ -202,6 +207,7 @@ def classify_members(view: View, world: WorldRecord) -> MemberStatus:
     ended_nodes = [n for n in view.nodes if n.node.state is NodeState.FINISHED]
     finished = [n.node.name for n in ended_nodes if n.liveness is Liveness.ALIVE]
     ended: list[str] = []
+    ended_since_s: list[float] = []
     for member in world.members:
         n = present.get(member.node_id)
         if n is None:
@@ -214,11 +220,13 @@ def classify_members(view: View, world: WorldRecord) -> MemberStatus:
             if m.finished:
                 finished.append(member.name)
                 ended.append(member.name)
+                ended_since_s.append(m.last_sign_s)
                 absent += [member.name] * _is_absent(m.running, world)
             else:
                 gone.append(_lease_over(m, groups.possible_for(m)))
         elif n.node.state is NodeState.FINISHED:
             ended.append(member.name)
+            ended_since_s.append(n.state_since_s)
             absent += [member.name] * _is_absent(n.node.running, world)
         elif reason := _gone(n):
             gone.append(reason)
@@ -233,8 +241,10 @@ def classify_members(view: View, world: WorldRecord) -> MemberStatus:
         gone=tuple(gone),
         finished=tuple(finished),
         ended=tuple(ended),
+        ended_since_s=tuple(ended_since_s),
         ended_before_s=tuple(n.state_since_s for n in ended_nodes if n.node.node_id not in members),
         peers=_peers_of_finished(view),
+        went_on=_has_gone_on(ended_nodes, running + out),
         absent=tuple(absent),
         failure_reports=_failure_reports(view, world, running),
         alive=frozenset(n.node.node_id for n in view.nodes if n.liveness is not Liveness.DEAD),
@@ -295,6 +305,13 @@ def _is_absent(running: WorldReference | None, world: WorldRecord) -> bool:
     workers would have to restart: the other members would wait for it."""
     is_older = running is not None and running.generation < world.generation
     return is_older and world.mode == "restart"
+
+
+def _has_gone_on(finished: list[NodeView], remaining: list[NodeView]) -> bool:
+    """Whether a member has run a later world than any node that finished: those had ended early,
+    and the job is not over once their peers are lost."""
+    last = max((n.node.running.generation for n in finished if n.node.running), default=math.inf)
+    return any((n.node.last_run or 0) > last for n in remaining)
 
 
 def _peers_of_finished(view: View) -> frozenset[str]:

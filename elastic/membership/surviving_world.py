@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from elastic.membership.joining_nodes import JoiningNodes, find_joining_nodes, quarantined_until
 from elastic.membership.member_status import MemberStatus, settling_until_s, silent_until_s
@@ -36,7 +36,7 @@ from elastic.membership.view import (
 )
 
 Nodes = tuple[NodeView, ...]
-NO_CANDIDATES = JoiningNodes(eligible=(), quarantine_ends_s=None, skipped={})
+NO_CANDIDATES = JoiningNodes(eligible=(), admissible_from_s=None, skipped={})
 
 
 @dataclass(frozen=True)
@@ -83,9 +83,9 @@ class SurvivingWorld:
 
     def waiting(self) -> dict[str, str]:
         """The ids of the nodes that wait outside the world -> why, in words."""
-        candidates = self._candidates()
+        candidates = self._joining_nodes()
         waiting = dict(candidates.skipped)
-        if self.status.ended:
+        if self._may_be_ending:
             why = "the job is ending"
         elif self._is_full(self.status.survivors):
             why = self.full_reason
@@ -98,10 +98,28 @@ class SurvivingWorld:
     # ── nodes ────────────────────────────────────────────────────────────────────────────
 
     def _candidates(self) -> JoiningNodes:
-        if self.status.ended:  # the job is ending
-            return NO_CANDIDATES
+        found = self._joining_nodes()
+        if not self._may_be_ending:
+            return found
+        from_s = self.now if found.eligible else found.admissible_from_s
+        if from_s is not None:
+            from_s = max(from_s, self._ending_until_s)
+        return replace(NO_CANDIDATES, admissible_from_s=from_s)
+
+    def _joining_nodes(self) -> JoiningNodes:
         in_process = self.status.in_process
         return find_joining_nodes(self.view, self.world, self.now, in_process=in_process)
+
+    @property
+    def _ending_until_s(self) -> float:
+        """Members that have finished are about to end the job: no node joins it, so that the others
+        are not restarted in its last steps. If those train on for this long, they finished early.
+        """
+        return max(self.status.ended_since_s, default=-math.inf) + self.policy.join_timeout_s
+
+    @property
+    def _may_be_ending(self) -> bool:
+        return self.now < self._ending_until_s
 
     def _arranged(self, survivors: Nodes, candidates: JoiningNodes) -> Arrangement:
         """The survivors' replicas and the oldest joining nodes that fit, excluded stragglers last.
@@ -174,12 +192,12 @@ class SurvivingWorld:
         return is_split and not _hold_the_state(arrangement)
 
     def _enough(self, nodes: Nodes) -> bool:
-        # Finished members count: the job is ending, and no node would replace them. Others do so
-        # for a while, in case the last ones fail again. If the job has gone on since, those nodes
-        # had ended early.
-        since_s = self.now - self.policy.join_timeout_s
-        recently = sum(ended_s > since_s for ended_s in self.status.ended_before_s)
-        return len(nodes) + len(self.status.ended) + recently >= self.world.min_nodes
+        # Finished nodes count while the job may be ending: none would replace them. If it has gone
+        # on for longer, they had ended early.
+        status, since_s = self.status, self.now - self.policy.join_timeout_s
+        counted = len(status.ended) * self._may_be_ending
+        counted += sum(ended_s > since_s for ended_s in status.ended_before_s)
+        return len(nodes) + counted >= self.world.min_nodes
 
     def _reachable(self) -> Nodes | Wait:
         """The survivors, unless one is suspect: then its lease decides, within seconds.
@@ -233,7 +251,7 @@ class SurvivingWorld:
         reason = self._runs()
         if suspects := [n for n in self.status.running if n.liveness is Liveness.SUSPECT]:
             reason += f"; {names(suspects)} may be dead: the lease decides"
-        return Wait(reason=also(reason, candidates), until_s=candidates.quarantine_ends_s)
+        return Wait(reason=also(reason, candidates), until_s=candidates.admissible_from_s)
 
     def _after_change(self, survivors: Nodes, candidates: JoiningNodes) -> Proposal:
         rest = self._without_quarantined(survivors, candidates)
@@ -288,7 +306,7 @@ class SurvivingWorld:
             # (If enough nodes for a replica wait, they wait for each other's workers.)
             few = self._incomplete(candidates.eligible) or self._waiting(candidates.eligible)
             reason = f"{self._runs()}; {few}"
-            return Wait(reason=also(reason, candidates), until_s=candidates.quarantine_ends_s)
+            return Wait(reason=also(reason, candidates), until_s=candidates.admissible_from_s)
         if (late := self._until_all_run(survivors, joining)) is not None:
             return late
         until = min(n.state_since_s for n in joining) + self.policy.join_window_s
@@ -363,7 +381,7 @@ class SurvivingWorld:
         if self.now >= until:
             reason = f"{needed}, and too few arrived within {self.policy.join_timeout_s:g} s"
             return End(outcome=Outcome.FAILURE, reason=also(reason, candidates), exit_code=1)
-        wake = until if candidates.quarantine_ends_s is None else candidates.quarantine_ends_s
+        wake = until if candidates.admissible_from_s is None else candidates.admissible_from_s
         if waiting := self._incomplete(candidates.eligible):
             needed += f"; {waiting}"
         return Wait(reason=also(needed, candidates), until_s=min(until, wake))

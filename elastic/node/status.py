@@ -62,7 +62,7 @@ class NodeStatus:
         self.workers_joined = False  # one of them has called elastic.join()
         self.workers_left = False  # they have left the job at a step's boundary, as requested
         self.fatal: BaseException | None = None
-        self.store_problem = ""  # the store's current failure
+        self.store_problem: ElasticError | None = None  # the store's current failure
         self.watchdog = Watchdog()
         self.announced_world: WorldRecord | None = (
             None  # the newest world that workers have received, if any

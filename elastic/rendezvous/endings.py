@@ -32,7 +32,7 @@ from elastic.errors import (
     RecordError,
 )
 from elastic.node.status import JobSucceeded
-from elastic.rendezvous.torch_private import Launcher
+from elastic.rendezvous.torch_private import Launcher, WorkerFailure
 from elastic.telemetry.log import get_logger
 
 # The first match counts: subclasses come before their bases.
@@ -58,6 +58,22 @@ def ending(error: ElasticError | JobSucceeded, launcher: Launcher) -> Rendezvous
     assert isinstance(ended, SystemExit)
     ended.code = error.exit_code if isinstance(error, ElasticError) else 0
     return ended
+
+
+def failed_without_restart(failure: WorkerFailure, store: CoordinationError) -> JobFailed:
+    """The error of a node whose workers failed, and which cannot enter another world: its launcher
+    must learn of the failure of the script, not of the store alone.
+
+    >>> full = CoordinationError("etcd is full", hint="free it")
+    >>> print(failed_without_restart(WorkerFailure(text=None, exit_code=3), full))
+    the workers of this node failed (exit code 3), and cannot be started again: etcd is full
+      free it
+    """
+    how = failure.text.strip() if failure.text else f"exit code {failure.exit_code}"
+    return JobFailed(
+        f"the workers of this node failed ({how}), and cannot be started again: {store.message}",
+        hint=store.hint,
+    )
 
 
 def why_left(failure: BaseException | None) -> str:

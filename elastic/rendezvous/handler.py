@@ -28,7 +28,7 @@ from elastic.agent import worker_tuning
 from elastic.agent.ending.leaving import LauncherPhase, preemption_exit
 from elastic.clock import SYSTEM_CLOCK
 from elastic.doctor.findings import Status
-from elastic.errors import ConfigError, ElasticError, NodeUnfit
+from elastic.errors import ConfigError, ElasticError, NodeUnfit, StoreFull
 from elastic.hangs.report import check_folder
 from elastic.membership.records import Keys
 from elastic.membership.replicas import require_whole_replicas
@@ -37,7 +37,7 @@ from elastic.messages.world import NO_WORLD, nodes_per_replica
 from elastic.node.status import JobSucceeded
 from elastic.node.tls_options import node_tls
 from elastic.rendezvous import torch_private
-from elastic.rendezvous.endings import ending
+from elastic.rendezvous.endings import ending, failed_without_restart
 from elastic.rendezvous.error_files import tolerate_unreadable_error_files
 from elastic.rendezvous.launch import JobAccess, Launch
 from elastic.rendezvous.signals import ProgramSignals
@@ -205,14 +205,19 @@ class EtcdRendezvousHandler(RendezvousHandler):
         began = SYSTEM_CLOCK.monotonic()
         failure = agent.failure
         _require_passed_preflight(failure)
-        launch.service.arrive(
-            nproc=agent.nproc,
-            role=agent.role,
-            ports=launch.ports.ports,
-            failure=failure.text if failure else None,
-            failure_exit_code=failure.exit_code if failure else None,
-        )
-        world = launch.service.wait_for_world()
+        try:
+            launch.service.arrive(
+                nproc=agent.nproc,
+                role=agent.role,
+                ports=launch.ports.ports,
+                failure=failure.text if failure else None,
+                failure_exit_code=failure.exit_code if failure else None,
+            )
+            world = launch.service.wait_for_world()
+        except StoreFull as full:
+            if failure is None:
+                raise
+            raise failed_without_restart(failure, full) from full
         launch.leaving.phase = LauncherPhase.STARTING
         launch.workers_start_again()
         if world is None:

@@ -306,8 +306,9 @@ class Launch:
         patience_s = math.inf if self._options.park else FINISH_WITHOUT_STORE_S
         if self.service.finish(patience_s=patience_s) is None:
             self._log.warning(
-                "the workers of this node succeeded, but etcd is unreachable: "
-                "leaving without waiting for the other nodes"
+                "the workers of this node succeeded, and it leaves without waiting for the other "
+                "nodes: the end of the job cannot be recorded: %s",
+                self.service.store_problem or "the thread elastic-node has ended",
             )
 
     def _close(self) -> None:

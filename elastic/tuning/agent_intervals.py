@@ -112,6 +112,8 @@ ASK_MEMBERS_S = 0.5
 # After this long without the store, a node whose workers have succeeded leaves without waiting for
 # the other nodes.
 FINISH_WITHOUT_STORE_S = 30.0
+# The same where the store answers that it is full: a few attempts, in case it was freed meanwhile.
+FINISH_WHEN_FULL_S = 2.0
 # The node's thread retries this long after the store did not respond.
 NODE_RETRY_S = 0.5
 # The node's thread runs at least once per second without messages: leases are longer.

@@ -15,6 +15,7 @@ import pytest
 from test_node_service import TestNode
 
 from elastic.cli.main import main
+from elastic.errors import StoreUnreachable
 from elastic.leadership.job_progress import RecordedHeartbeat, decode_progress
 from elastic.leadership.progress_writer import ProgressWriter
 from elastic.liveness.heartbeats import NodeHeartbeat, ReceivedHeartbeat
@@ -191,7 +192,7 @@ def test_only_the_leader_writes_progress_on_change_and_under_its_lease(node: Tes
     writer.write()
     assert len(store.puts) == writes + 1, "and not more often"
     writes += 1
-    context.status.store_problem = "etcd does not answer"
+    context.status.store_problem = StoreUnreachable("etcd does not answer")
     context.status.step_rate = StepRate(generation=2, step=42, step_time_s=0.25, at_s=0.0)
     writer.write()
     assert len(store.puts) == writes, "a store in trouble is left alone"

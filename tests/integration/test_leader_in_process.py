@@ -197,7 +197,7 @@ def test_a_record_that_the_store_refuses_does_not_keep_the_leader_from_deciding(
     victim.workers_die(1)
     world = generation(server, 2)
     assert set(world.node_ids) == {leader.id, other.id}
-    assert "too large" in leader.status.store_problem
+    assert "too large" in str(leader.status.store_problem)
 
 
 def test_two_reports_of_one_failure_form_one_world(server: MemoryServer, start: Start) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import math
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -18,6 +19,7 @@ from typing import Any
 import pytest
 from etcd_certificates import Authority
 
+from elastic.agent import service
 from elastic.agent.messages import Close
 from elastic.agent.service import NodeService
 from elastic.errors import (
@@ -26,6 +28,7 @@ from elastic.errors import (
     JoinTimeout,
     NodeRefused,
     RecordError,
+    StoreFull,
     StoreUnreachable,
 )
 from elastic.events import (
@@ -738,7 +741,7 @@ def test_a_node_that_finishes_during_a_store_outage_does_not_hang(
     server.disconnect()
     eventually(lambda: a.service.loop.isolation.watch_is_cut)
     last_contact[0] = time.monotonic() - 5.0
-    a.status.store_problem = ""  # as after an iteration that did not need the store
+    a.status.store_problem = None  # as after an iteration that did not need the store
     ended: list[Done | None] = []
     main = threading.Thread(
         target=lambda: ended.append(a.service.finish(patience_s=0.2)), name="main", daemon=True
@@ -746,6 +749,46 @@ def test_a_node_that_finishes_during_a_store_outage_does_not_hang(
     main.start()
     main.join(DEADLINE_S)
     assert ended == [None]
+
+
+def test_a_node_that_finishes_with_a_full_store_does_not_wait_for_an_outage_to_end(
+    start: Callable[..., TestNode], server: MemoryServer
+) -> None:
+    a = start(min_nodes=1, max_nodes=1).arrive()
+    a.enter()
+    server.full = True
+    assert a.service.finish(patience_s=1_000 * DEADLINE_S) is None
+    assert isinstance(a.service.store_problem, StoreFull)
+
+
+def test_a_parking_node_that_finishes_waits_until_a_full_store_is_freed(
+    start: Callable[..., TestNode], server: MemoryServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its launcher would restart it for nothing."""
+    monkeypatch.setattr(service, "FINISH_WHEN_FULL_S", 0.0)
+    a = start(min_nodes=1, max_nodes=1).arrive()
+    a.enter()
+    server.full = True
+    ended: list[Done | None] = []
+    main = threading.Thread(
+        target=lambda: ended.append(a.service.finish(patience_s=math.inf)), name="main", daemon=True
+    )
+    main.start()
+    eventually(lambda: isinstance(a.service.store_problem, StoreFull))
+    server.full = False
+    main.join(DEADLINE_S)
+    assert [done is not None and done.exit_code for done in ended] == [0]
+
+
+def test_a_node_that_arrives_again_under_a_full_store_is_told_so_at_once(
+    start: Callable[..., TestNode], server: MemoryServer
+) -> None:
+    a = start(min_nodes=1, max_nodes=1).arrive()
+    a.enter()
+    server.full = True
+    a.arrive(failure="RuntimeError: no", exit_code=3)
+    with pytest.raises(StoreFull):
+        a.service.wait_for_world()
 
 
 @pytest.mark.parametrize(

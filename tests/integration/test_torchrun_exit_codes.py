@@ -118,6 +118,34 @@ def test_a_script_that_always_fails_ends_the_job(
     assert code == job, output
 
 
+FILLS_ETCD_AND_EXITS = """
+import os
+from elastic.store.etcd.compat import load_grpc, load_rpc
+
+rpc = load_rpc()
+with load_grpc().insecure_channel(os.environ["PET_RDZV_ENDPOINT"]) as channel:
+    etcd = rpc.MaintenanceStub(channel)
+    member = etcd.Status(rpc.StatusRequest()).header.member_id
+    action = rpc.AlarmRequest.ACTIVATE
+    etcd.Alarm(rpc.AlarmRequest(action=action, memberID=member, alarm=rpc.NOSPACE))
+raise SystemExit(int(os.environ["CODE"]))
+"""
+
+
+@pytest.mark.parametrize(
+    ("worker", "job", "said"), [(3, 1, "(exit code 3)"), (0, 0, "the workers of this node succe")]
+)
+def test_a_full_etcd_does_not_replace_the_scripts_own_result(
+    tmp_path: Path, own_etcd: EmbeddedEtcd, run_id: str, worker: int, job: int, said: str
+) -> None:
+    settings = {**RUNS_ALONE, "CODE": str(worker)}
+    code, output = torchrun(tmp_path, own_etcd.endpoint, run_id, FILLS_ETCD_AND_EXITS, settings)
+    assert code == job, output
+    assert said in output
+    assert "NOSPACE" in output and "etcdctl alarm disarm" in output
+    assert "is unreachable" not in output
+
+
 @pytest.mark.parametrize("code", [65, 70])
 def test_a_node_joining_a_failed_job_exits_with_its_code(
     tmp_path: Path,

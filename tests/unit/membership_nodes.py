@@ -17,7 +17,11 @@ from elastic.membership.decision import (
     decide,
 )
 from elastic.membership.joining_nodes import find_joining_nodes, first_node
-from elastic.membership.member_status import classify_members, overdue_as_missing
+from elastic.membership.member_status import (
+    MemberStatus,
+    classify_members,
+    overdue_as_missing,
+)
 from elastic.membership.records import (
     Cause,
     FailureReport,
@@ -209,7 +213,8 @@ def assert_waits_are_bounded(v: View, now: float, policy: Policy) -> None:
         assert decision.until_s is not None, f"waits without a limit: {decision.reason}"
         assert now < decision.until_s, f"waits for the past: {decision.reason}"
         now = decision.until_s
-        assert now - began_s <= 2 * policy.leave_s, f"waits for too long: {decision.reason}"
+        limit_s = 2 * policy.leave_s + policy.join_timeout_s * _may_wait_for_longer(v)
+        assert now - began_s <= limit_s, f"waits for too long: {decision.reason}"
     raise AssertionError(f"waits again and again: {decision.reason}")
 
 
@@ -232,4 +237,23 @@ def _may_wait(v: View, now: float, policy: Policy) -> bool:
         whole = len(reached) - len(reached) % per_replica
         few = whole < max(1, reference.min_nodes)
         return few or (in_process and per_replica > 1)  # the replicas may not have met
+    if not status.changed and _is_to_grow(status, waiting, reference.max_nodes):
+        return False
     return not status.changed or bool(status.replacing)
+
+
+def _may_wait_for_longer(v: View) -> bool:
+    """Whether the job may be about to end, or the state of dead workers is about to be received."""
+    status = classify_members(v, v.world) if v.world is not None else None
+    return status is not None and bool(status.ended or status.replacing)
+
+
+def _is_to_grow(status: MemberStatus, waiting: tuple[NodeView, ...], max_nodes: int) -> bool:
+    """Whether nodes wait for which the world has room, and all its members have entered it."""
+    # (Whether nodes make up a replica, is for the tests of replicas.)
+    has_room = len(status.survivors) < max_nodes and status.world.nodes_per_replica == 1
+    entered = all(
+        n.node.running is not None and n.node.running.generation >= status.world.generation
+        for n in status.running
+    )
+    return bool(waiting) and has_room and entered

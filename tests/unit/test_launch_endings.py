@@ -22,11 +22,12 @@ from elastic.errors import (
     NodeRefused,
     NodeUnfit,
     RecordError,
+    StoreFull,
     StoreUnreachable,
 )
 from elastic.node.status import JobSucceeded
-from elastic.rendezvous.endings import ending, why_left
-from elastic.rendezvous.torch_private import Launcher
+from elastic.rendezvous.endings import ending, failed_without_restart, why_left
+from elastic.rendezvous.torch_private import Launcher, WorkerFailure
 
 FAILURE = ProcessFailure(local_rank=0, pid=1, exitcode=1, error_file="<N/A>")
 ENDINGS = [
@@ -36,6 +37,7 @@ ENDINGS = [
     (CheckpointRequired("none"), RendezvousClosedError, 65),
     (JoinTimeout("alone"), RendezvousTimeoutError, 1),
     (StoreUnreachable("no etcd"), RendezvousConnectionError, 69),
+    (StoreFull("full"), RendezvousConnectionError, 69),
     (RecordError("newer"), RendezvousStateError, 69),
     (NodeRefused("other limits"), RendezvousError, 2),
     (NodeUnfit("sick"), RendezvousError, 71),
@@ -75,3 +77,11 @@ def test_a_command_line_exits_with_the_code_unless_it_is_caught(
 )
 def test_the_reason_for_leaving_is_a_sentence(failure: BaseException | None, why: str) -> None:
     assert why_left(failure) == why
+
+
+def test_a_full_store_does_not_hide_why_the_workers_failed() -> None:
+    full = StoreFull("etcd is full", hint="free it")
+    error = failed_without_restart(WorkerFailure(text="ValueError: bad loss", exit_code=1), full)
+    assert isinstance(error, JobFailed)
+    assert "ValueError: bad loss" in error.message and "etcd is full" in error.message
+    assert error.hint == "free it"

@@ -35,6 +35,7 @@ from elastic.membership.decision import (
     Wait,
     decide,
     refusal,
+    waiting_nodes,
     world_of,
 )
 from elastic.membership.records import (
@@ -652,6 +653,41 @@ def test_a_node_that_ended_early_neither_blocks_nor_counts() -> None:
     assert "paused with 1 (n1)" in wait(paused, now=later).reason
     enough = replace(paused, nodes=(*paused.nodes, arrived("n4")))
     assert named(proposal(enough, now=later)) == ["n1", "n4"]
+
+
+def test_a_member_that_finished_keeps_other_nodes_out_for_a_limited_time_only() -> None:
+    """The job may be about to end: nobody joins it then. If it goes on, the member ended early."""
+    group = world("n1", "n2", "n3")
+    finished = seen(node("n3", NodeState.FINISHED), since_s=NOW)
+    until_s = NOW + POLICY.join_timeout_s
+    trains = (runs("n1"), runs("n2"))
+    assert wait(view(group, *trains, finished)).until_s is None
+    left = replace(missing("n3", last_sign_s=NOW), finished=True)
+    for v in (
+        view(group, *trains, finished, arrived("n4")),
+        view(group, *trains, arrived("n4"), gone=[left]),
+    ):
+        assert wait(v).until_s == until_s
+        assert waiting_nodes(v, NOW, POLICY) == {"id-n4": "the job is ending"}
+        assert named(proposal(v, now=until_s)) == ["n1", "n2", "n4"]
+
+
+def test_a_member_that_finished_early_does_not_count_among_the_minimum() -> None:
+    group = world("n1", "n2", "n3")
+    finished = seen(node("n3", NodeState.FINISHED), since_s=NOW)
+    v = view(group, runs("n1"), finished, gone=[missing("n2", proved_dead=True)])
+    ending, later = proposal(v), proposal(v, now=NOW + POLICY.join_timeout_s)
+    assert (named(ending), ending.state) == (["n1"], WorldState.ACTIVE)
+    assert (named(later), later.state) == (["n1"], WorldState.PAUSED)
+
+
+def test_nodes_that_trained_on_are_not_done_because_one_had_finished_early() -> None:
+    """Its peers are lost, and the node that joined after its end restarts its workers."""
+    early = seen(node("n1", NodeState.FINISHED, running=world("n1", "n2", generation=6)))
+    group = world("n3", "n4", mode="in-process")
+    failed = replace(node("n3", failure="boom", exit_code=1), failure_generation=7)
+    v = view(group, early, seen(failed), gone=[missing("n4", proved_dead=True)])
+    assert not isinstance(decide(v, NOW, POLICY), End)
 
 
 def test_a_finished_node_that_is_gone_does_not_end_the_job_of_others() -> None:

@@ -14,6 +14,7 @@ import pytest
 from membership_nodes import node, world
 from prometheus_client.parser import text_string_to_metric_families
 
+from elastic.errors import StoreUnreachable
 from elastic.events import (
     CheckpointSaved,
     CheckpointSkipped,
@@ -278,7 +279,7 @@ def test_the_end_of_the_job_is_shown_while_its_agent_is_parked(scraped: ScrapedN
 def test_the_connection_to_etcd_is_shown(scraped: ScrapedNode) -> None:
     assert scraped.value("elastic_etcd_up") == 1
     assert scraped.value("elastic_etcd_contact_age_seconds") == 0.5
-    scraped.status.store_problem = "no member answers"
+    scraped.status.store_problem = StoreUnreachable("no member answers")
     assert scraped.value("elastic_etcd_up") == 0
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import tenacity
 
 from elastic.clock import Clock
-from elastic.errors import CoordinationError, LeaseGone, StoreRefused
+from elastic.errors import CoordinationError, LeaseGone, StoreFull, StoreRefused
 from elastic.store.etcd.backoff import pause_s
 from elastic.store.etcd.connection import EtcdConnection, EtcdConnections
 from elastic.store.etcd.failures import CallFailure, Remedy
@@ -134,8 +134,8 @@ class Calls:
                 hint="check user and password, and the user's role in etcd",
             )
         if failure.remedy is Remedy.FULL:
-            return CoordinationError(
-                f"{what}: etcd is full, and refuses all writes ({failure.reason})",
+            return StoreFull(
+                f"{what}: etcd is full (NOSPACE), and refuses all writes ({failure.reason})",
                 hint="free it: `etcdctl compact REVISION` with the revision in `etcdctl endpoint "
                 "status -w json`, then `etcdctl defrag` on each member and `etcdctl alarm disarm`; "
                 "raise its --quota-backend-bytes",

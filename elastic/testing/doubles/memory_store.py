@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from elastic.clock import SYSTEM_CLOCK
-from elastic.errors import CoordinationError, LeaseGone, StoreUnreachable
+from elastic.errors import CoordinationError, LeaseGone, StoreFull, StoreUnreachable
 from elastic.store.keyvalue import (
     Deleted,
     Disconnected,
@@ -41,6 +41,7 @@ class MemoryServer:
     def __init__(self) -> None:
         self.changed = threading.Condition(threading.RLock())
         self.down = False
+        self.full = False  # refuses what takes space, like etcd under NOSPACE
         self.cuts = 0  # how often connections were cut
         self.epoch = 0  # grows with every wipe, like a new cluster id
         self.revision = 1  # as in etcd, where the first write gets 2
@@ -97,6 +98,7 @@ class MemoryServer:
         with self.changed:
             if lease_id and lease_id not in self.leases:
                 raise LeaseGone(f"put {key}: the lease is gone")
+            self._require_space(f"put {key}")
             self.revision += 1
             entry = Entry(key, value, self.revision, lease_id)
             self.entries[key] = entry
@@ -110,9 +112,14 @@ class MemoryServer:
 
     def grant(self) -> int:
         with self.changed:
+            self._require_space("grant a lease")
             self._granted += 1
             self.leases.add(self._granted)
             return self._granted
+
+    def _require_space(self, what: str) -> None:
+        if self.full:
+            raise StoreFull(f"{what}: the memory store is full", hint="free it")
 
     def _delete(self, keys: Sequence[str]) -> bool:
         if keys:
