@@ -99,6 +99,16 @@ _XID_OF_HARDWARE = r"\bxid \([^)]*\): *(48|62|63|64|74|79|94|95|119|120|140)\b"
 RULES: tuple[Rule, ...] = (
     # -- this library ----------------------------------------------------------------------------
     _rule(
+        "refused-elsewhere",
+        Action.RESTART,
+        Confidence.HIGH,
+        "another rank could not restore the state",
+        # elastic/training/state/all_ranks.py; it quotes the other rank's error, which may match
+        # any rule.
+        r"trainingerror: this rank ends because rank \d+ could not restore the state",
+        is_consequence=True,
+    ),
+    _rule(
         "left-loop",
         Action.STOP,
         Confidence.HIGH,

@@ -21,12 +21,17 @@ _FOLDERS = frozenset({"nodes", "failure_reports", "hangs", "hang_stacks", "step_
 
 @dataclass(frozen=True)
 class Keys:
-    """The names under ``{prefix}/{run_id}/``."""
+    """The names under ``{prefix}/{run_id}/``.
+
+    ``is_etcd_local``: etcd listens on this machine only, as the embedded one does, which ends with
+    the job.
+    """
 
     root: str  # ends with "/"
+    is_etcd_local: bool = False
 
     @staticmethod
-    def of(prefix: str, run_id: str) -> Keys:
+    def of(prefix: str, run_id: str, *, is_etcd_local: bool = False) -> Keys:
         """Check both parts and join them. Raises ConfigError."""
         if not run_id or _FORBIDDEN_IN_RUN_ID.search(run_id):
             raise ConfigError(
@@ -47,7 +52,7 @@ class Keys:
                 hint="use another --rdzv-id or prefix, without "
                 f"{', '.join(sorted(_FOLDERS))} as a part",
             )
-        return Keys(root)
+        return Keys(root, is_etcd_local)
 
     @property
     def run_id(self) -> str:
@@ -59,10 +64,10 @@ class Keys:
         """How users let a job go on that has ended without success."""
         if _GENERATED_RUN_ID.fullmatch(self.run_id):
             return "start it again: it continues from its last checkpoint, under a new id"
-        return (
-            "start it again under another --rdzv-id, from its last checkpoint, or delete "
-            f"{self.done} in etcd to let it continue"
-        )
+        again = "start it again under another --rdzv-id, from its last checkpoint"
+        if self.is_etcd_local:  # nobody can delete keys of an etcd that has ended
+            return again
+        return f"{again}, or delete {self.done} in etcd to let it continue"
 
     @property
     def nodes(self) -> str:

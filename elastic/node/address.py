@@ -36,6 +36,20 @@ def own_address(
     return _towards(endpoint) or found[0]
 
 
+def is_loopback(host: str) -> bool:
+    """Whether only this machine can connect to ``host``.
+
+    >>> [is_loopback(h) for h in ("localhost", "127.0.0.2", "::1", "0.0.0.0", "node-a")]
+    [True, True, True, False, False]
+    """
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        return False
+
+
 def _is_address(text: str) -> bool:
     try:
         ipaddress.ip_address(text)

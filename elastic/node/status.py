@@ -177,11 +177,11 @@ class NodeStatus:
             )
         kinds: tuple[type[ElasticError], ...] = (BudgetSpent, CheckpointRequired, ConfigError)
         kind = next((k for k in kinds if k.exit_code == done.exit_code), JobFailed)
-        # A refusal of the script by this library ends with its hint, which comes last.
+        # A refusal of the script by this library ends with its hint, to be followed first.
         reason, _, hint = done.reason.partition("\n")
         message = f"the job under {self._keys.root} has failed: {reason}"
-        advice = (self._keys.how_to_continue, hint.strip())
+        advice = (hint.strip(), self._keys.how_to_continue)
         return kind(
             f"{message}\n\n{self.timeline}\n" if self.timeline else message,
-            hint="\n  ".join(filter(None, advice)),
+            hint="; then ".join(filter(None, advice)),
         )

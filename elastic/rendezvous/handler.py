@@ -34,6 +34,7 @@ from elastic.membership.records import Keys
 from elastic.membership.replicas import require_whole_replicas
 from elastic.messages.environment import CALL_JOIN
 from elastic.messages.world import NO_WORLD, nodes_per_replica
+from elastic.node.address import is_loopback
 from elastic.node.status import JobSucceeded
 from elastic.node.tls_options import node_tls
 from elastic.rendezvous import torch_private
@@ -71,11 +72,12 @@ def create(
     is_program = launcher is Launcher.PROGRAM
     options = read_options(parameters.config, os.environ, for_program=is_program)
     run_id = _run_id(parameters)
-    keys = Keys.of(options.prefix, run_id)
     worker_tuning.check(options, os.environ, max_nodes=parameters.max_nodes)
     check_folder(options.hang_report_folder)
     tls = node_tls(options)
     config = etcd_config(parameters.endpoint, options)
+    is_etcd_local = all(is_loopback(endpoint.host) for endpoint in config.endpoints)
+    keys = Keys.of(options.prefix, run_id, is_etcd_local=is_etcd_local)
     launches: list[Launch] = []  # filled later: the store must exist first
 
     def on_crash(thread: str, error: BaseException) -> None:

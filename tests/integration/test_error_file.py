@@ -64,6 +64,60 @@ def test_importing_torch_installs_the_hook_despite_a_folder_named_elastic(tmp_pa
     assert json.loads(error_file.read_text())["message"]["message"] == said
 
 
+@pytest.mark.parametrize("name", ["elastic", "checkpoints"])
+def test_an_agent_names_the_module_that_hides_a_package(tmp_path: Path, name: str) -> None:
+    """``python -m`` puts the working folder first."""
+    hiding = tmp_path / f"{name}.py"
+    hiding.touch()
+    flags = ["--rdzv-backend=etcd", "--rdzv-endpoint=127.0.0.1:1", "--rdzv-id=job", "train.py"]
+    done = subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", *flags],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT_S,
+        check=False,
+    )
+    own = Path(torch_elastic_harness.__file__).with_name(name)
+    assert done.returncode == 2, done.stderr
+    assert done.stderr.startswith(f"elastic: {hiding} hides the package {name} of")
+    assert f"({own})" in done.stderr and "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("words", "variables", "is_ours"),
+    [
+        ("-m torch.distributed.run --rdzv_backend etcd-v3", {}, True),
+        ("/bin/torchrun --rdzv-backend=etcd", {}, True),
+        ("/bin/torchrun --rdzv-backend=etcd", {"ELASTIC_STOCK_ETCD": "1"}, False),
+        ("/bin/torchrun train.py", {"PET_RDZV_BACKEND": "etcd-v3"}, True),
+        ("/bin/torchrun --rdzv-backend=c10d train.py", {"PET_RDZV_BACKEND": "etcd-v3"}, False),
+        ("train.py --rdzv-backend=etcd", {}, False),
+    ],
+)
+def test_only_agents_with_a_backend_of_this_project_need_its_packages(
+    words: str, variables: dict[str, str], is_ours: bool
+) -> None:
+    argv = ["python", *words.split()]
+    assert torch_elastic_harness.is_agent(argv, variables) is is_ours
+
+
+def test_a_worker_whose_script_has_imported_its_own_elastic_names_both(
+    worker: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    (worker.parent / "elastic.py").touch()
+    monkeypatch.syspath_prepend(worker.parent)
+    monkeypatch.delitem(sys.modules, "elastic")
+    torch_elastic_harness.on_import_of_torch()
+    fail(AttributeError("module 'elastic' has no attribute 'join'"))
+    assert f"{worker.parent / 'elastic.py'} hides the package elastic" in capsys.readouterr().err
+    fail(AttributeError("module 'model' has no attribute 'join'"))
+    assert not capsys.readouterr().err
+
+
 @pytest.fixture
 def worker(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     """The environment of a worker; its error file."""

@@ -158,3 +158,11 @@ def test_a_value_that_torch_refuses_is_a_usage_error(
     assert main(["run", "--rdzv-endpoint=127.0.0.1:1", flag, "train.py"]) == 2
     written = capsys.readouterr().err
     assert "torchrun refuses the value of a flag" in written and "Traceback" not in written
+
+
+def test_a_variable_that_torch_refuses_is_named(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("PET_NPROC_PER_NODE", "many")
+    assert main(["run", "--rdzv-endpoint=127.0.0.1:1", "train.py"]) == 2
+    assert "the environment has PET_NPROC_PER_NODE=many" in capsys.readouterr().err

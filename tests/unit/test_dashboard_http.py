@@ -21,12 +21,12 @@ from dashboard_kit import KEYS, DashboardUnderTest, FakeJob
 from made_up_run import write_run
 
 from elastic.cli.dashboard import command, server
-from elastic.cli.dashboard.access import is_loopback
 from elastic.cli.dashboard.feed.event_log import EventLog
 from elastic.cli.dashboard.feed.job_feed import JobFeed
 from elastic.cli.main import main
 from elastic.errors import ConfigError, StoreUnreachable
 from elastic.events import NodeLost, Waiting
+from elastic.node.address import is_loopback
 from elastic.store.keyvalue import KeyValue
 from elastic.telemetry.journal import Journal
 from elastic.testing.waiting import PATIENCE_S, eventually

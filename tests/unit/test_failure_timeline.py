@@ -6,9 +6,12 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from membership_nodes import node
 
+from elastic.errors import ConfigError
 from elastic.leadership.failure_timeline import is_wanted, render
 from elastic.membership.records import BreakageRecord, Done, FailureRecord, Keys, Outcome
+from elastic.node.status import NodeStatus
 
 SNAPSHOT = Path(__file__).parents[1] / "data" / "failure_timeline.txt"
 BEGAN_S = 1_790_000_000.0
@@ -150,3 +153,18 @@ def test_a_job_with_a_generated_id_is_simply_started_again(run_id: str, is_delet
     """Its etcd may be the embedded one, which has ended."""
     text = render(ended(), Keys.of("/elastic", run_id))
     assert (f"delete /elastic/{run_id}/done in etcd" in text) is is_deletable
+
+
+def test_the_error_of_a_refused_job_ends_with_the_hint_and_the_way_to_continue() -> None:
+    keys = Keys.of("/elastic", "llama-7", is_etcd_local=True)
+    status = NodeStatus(node("n1"), keys, 0.0)
+    status.set_done(replace(ended(exit_code=2), reason="the script failed\n  track it"))
+    with pytest.raises(ConfigError) as caught:
+        status.raise_if_over()
+    assert caught.value.message == "the job under /elastic/llama-7/ has failed: the script failed"
+    assert caught.value.hint == f"track it; then {keys.how_to_continue}"
+
+
+def test_a_job_in_an_etcd_of_this_machine_continues_under_another_id() -> None:
+    text = render(ended(), Keys.of("/elastic", "llama-7", is_etcd_local=True))
+    assert text.endswith("then start it again under another --rdzv-id, from its last checkpoint")

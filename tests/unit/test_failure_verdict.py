@@ -127,6 +127,14 @@ def test_rules_read_only_what_the_program_wrote(text: str, exit_code: int, rule:
     assert not is_consequence(text)
 
 
+@pytest.mark.parametrize("error", ["ConfigError: not writable", "OSError: [Errno 5] Input/output"])
+def test_an_error_of_another_rank_is_not_a_refusal(error: str) -> None:
+    """It quotes that rank's error, which may be transient."""
+    text = f"TrainingError: this rank ends because rank 0 could not restore the state ({error})"
+    assert is_consequence(text)
+    assert judge_failure(FailureFacts(text=text, exit_code=1)).action is Action.RESTART
+
+
 def test_the_verdict_on_a_refusal_ends_with_its_hint() -> None:
     text = "ConfigError: global_batch=0\n  run.loader(…, global_batch=32)"
     verdict = judge_failure(FailureFacts(text=text, exit_code=2))

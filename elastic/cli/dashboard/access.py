@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import hashlib
 import hmac
-import ipaddress
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
 
 from elastic.errors import ConfigError
+from elastic.node.address import is_loopback
 
 MIN_TOKEN = 16  # characters
 LOOPBACK_NAMES = frozenset({"localhost", "127.0.0.1", "::1"})
@@ -80,20 +80,6 @@ def policy_of(
     else:
         hosts = extra or None  # a rebound site does not receive a cookie set under another name
     return AccessPolicy(token, hosts, f"elastic-dashboard-{port}")
-
-
-def is_loopback(host: str) -> bool:
-    """Whether only this machine can connect to ``host``.
-
-    >>> [is_loopback(h) for h in ("localhost", "127.0.0.2", "::1", "0.0.0.0", "node-a")]
-    [True, True, True, False, False]
-    """
-    if host == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host.strip("[]")).is_loopback
-    except ValueError:
-        return False
 
 
 def host_name(header: str) -> str:

@@ -118,9 +118,11 @@ def _wrong_flag(error: BaseException) -> ConfigError | None:
     }
     if (_AGENT, "run") in calls or not any(module == _TORCHRUN for module, _ in calls):
         return None
+    variables = [f"{name}={value}" for name, value in os.environ.items() if name[:4] == "PET_"]
+    from_environment = f"; the environment has {', '.join(variables)}" if variables else ""
     return ConfigError(
         f"torchrun refuses the value of a flag: {type(error).__name__}: {error}",
-        hint="`elastic run -h` lists the flags and their values",
+        hint=f"`elastic run -h` lists the flags and their values{from_environment}",
     )
 
 

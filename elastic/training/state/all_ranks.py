@@ -30,6 +30,9 @@ def on_all_ranks(world: World, act: Callable[[], T], *, is_loss: bool = False) -
         raise error
     if failures:
         rank, text = failures[0]
-        message = f"rank {rank} could not restore the state: {text}"
-        raise WorldLost(message) if is_loss else TrainingError(message)
+        # The rank itself shows the hint. A rule in elastic/failures/rules.py matches the sentence.
+        why = f"rank {rank} could not restore the state ({text.splitlines()[0]})"
+        if is_loss:
+            raise WorldLost(why)
+        raise TrainingError(f"this rank ends because {why}")
     return result
