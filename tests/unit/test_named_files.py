@@ -9,7 +9,7 @@ REPOSITORY = Path(__file__).parents[2]
 NAMED = re.compile(r"(?<![\w./*-])((?:[\w.]+/)*\w+\.py)\b")
 OF_OTHERS = re.compile(
     r"^(torch/|launcher/api|elastic/(agent/server|multiprocessing)/)|^(dynamic_rendezvous|rendezvous/dynamic_rendezvous|distributed_c10d|rendezvous|train|my_\w+|setup|job"
-    r"|script|main|your_\w+|inference|evaluate|pretrain|finetune|test_x|a|b|t)\.py$"
+    r"|elastic|checkpoints|script|main|your_\w+|inference|evaluate|pretrain|finetune|test_x|a|b|t)\.py$"
 )
 
 
