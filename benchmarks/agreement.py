@@ -20,8 +20,8 @@ from torch import multiprocessing, nn
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from elastic.testing.reaper import reap_descendants
-from elastic.training.gradients.control_flags import ControlFlags, StepFlags, ask
-from elastic.training.gradients.wrap import ElasticDDP
+from elastic.train.ddp import ElasticDDP
+from elastic.train.order import ControlFlags, StepFlags, ask
 
 WAYS = ("nothing", "words", "all-reduce")
 

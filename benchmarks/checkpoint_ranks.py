@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 
 import checkpoints
-import checkpoints.loading.load
+import checkpoints.loading
 from elastic.testing.forks.child import fork
 
 State = dict[str, torch.Tensor]
@@ -77,11 +77,11 @@ def load(subject: str, path: Path, into: State) -> None:
         dcp_load(into, checkpoint_id=path)
     else:
         found = checkpoints.list_checkpoints(path)[0]
-        page_cache_identity = vars(checkpoints.loading.load)["page_cache_identity"]
+        page_cache_identity = vars(checkpoints.loading)["page_cache_identity"]
         if "other hosts" in subject:  # they exchange over the group
-            vars(checkpoints.loading.load).update(page_cache_identity=lambda storage, name: None)
+            vars(checkpoints.loading).update(page_cache_identity=lambda storage, name: None)
         checkpoints.load(path, found.name, into=into, group=dist.group.WORLD)
-        vars(checkpoints.loading.load).update(page_cache_identity=page_cache_identity)
+        vars(checkpoints.loading).update(page_cache_identity=page_cache_identity)
 
 
 def read_raw(path: Path, into: list[torch.Tensor]) -> None:

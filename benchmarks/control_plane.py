@@ -18,30 +18,21 @@ from unittest import mock
 
 from measurement import Report, Row
 
-from elastic.events import Event
-from elastic.leadership import prober
-from elastic.leadership.leader import Leadership
-from elastic.leadership.node_records import NodesEvent
-from elastic.leadership.prober import Probed
-from elastic.liveness.connections import Connections
-from elastic.liveness.probe import Verdict
-from elastic.membership.decision import Liveness, Policy, View, decide
-from elastic.membership.records import (
-    Keys,
-    Node,
-    NodeState,
-    ProcessIdentity,
-    WorldRecord,
-    encode,
-)
-from elastic.node.context import NodeContext
-from elastic.node.run_secret import RunSecret
-from elastic.node.status import WorldEntry
-from elastic.store.embedded.etcd import EmbeddedEtcd
-from elastic.store.etcd.store import EtcdConfig, EtcdStore, parse_endpoints
+from elastic.agent import leader as prober
+from elastic.agent.leader import Leadership, Probed
+from elastic.agent.liveness import Connections, Verdict
+from elastic.agent.node import NodeContext, RunSecret, WorldEntry
+from elastic.agent.roster import NodesEvent
+from elastic.membership.decision import decide
+from elastic.membership.records import Keys, Node, NodeState, ProcessIdentity, WorldRecord, encode
+from elastic.membership.view import Liveness, Policy, View
+from elastic.store.client import EtcdConfig, parse_endpoints
+from elastic.store.embedded import EmbeddedEtcd
+from elastic.store.etcd import EtcdStore
 from elastic.store.keyvalue import Lease, Put, Reset, Snapshot, Watch, WatchEvent
+from elastic.telemetry.events import Event
 from elastic.testing.reaper import reap_descendants
-from elastic.tuning.agent_options import AgentOptions
+from elastic.tuning.options import AgentOptions
 
 KEYS = Keys.of("/elastic", "benchmark")
 WITHIN_S = 300.0
@@ -178,7 +169,7 @@ class Job:
             self.agents.put(KEYS.node(node_id), encode(node), lease=self.lease)
 
     def lead(self, until: Callable[[], bool]) -> None:
-        """The turns of the leader's thread (elastic/agent/loop.py)."""
+        """The turns of the leader's thread (elastic/agent/service.py)."""
         ends_s, again_s = time.monotonic() + WITHIN_S, 0.0
         while not until():
             if time.monotonic() > ends_s:

@@ -23,10 +23,11 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from elastic.process_group import GroupSpec, ProcessGroup
-from elastic.secure_channel.keys import SecretKey
+from elastic.groups.group import ProcessGroup
+from elastic.groups.store import GroupSpec
 from elastic.testing.reaper import reap_descendants
-from elastic.training.gradients.wrap import ElasticDDP
+from elastic.train.ddp import ElasticDDP
+from elastic.wire.handshake import SecretKey
 
 RESULTS = Path(__file__).parent / "results"
 TURNS, STEPS, GROUPS = 20, 50, 20

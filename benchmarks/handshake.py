@@ -27,17 +27,14 @@ from pathlib import Path
 from measurement import Report, Row
 from recovery_job import a_job
 
-from elastic.secure_channel.acceptor import listen
-from elastic.secure_channel.channel import Channel
-from elastic.secure_channel.connection import Handler
-from elastic.secure_channel.handshake import MAX_FRAME, Credentials
-from elastic.secure_channel.hub import Hub
-from elastic.secure_channel.keys import SecretKey
-from elastic.secure_channel.limits import Limits
-from elastic.secure_channel.tls import Tls, TlsFiles
-from elastic.store.embedded.etcd import EmbeddedEtcd
+from elastic.store.embedded import EmbeddedEtcd
 from elastic.testing.cluster import ClusterTimeout
 from elastic.testing.reaper import reap_descendants
+from elastic.wire.base import Limits
+from elastic.wire.channel import Channel
+from elastic.wire.handshake import MAX_FRAME, Credentials, SecretKey
+from elastic.wire.hub import Handler, Hub, listen
+from elastic.wire.tls import Tls, TlsFiles
 
 KEY = SecretKey.generate()
 LIMITS = Limits(frame_bytes=1024)

@@ -49,15 +49,21 @@ from pathlib import Path
 import recovery_torchft as torchft
 from measurement import Report, Row
 
-from elastic.hangs.budgets import BudgetPolicy
-from elastic.hangs.facts import CHECKPOINT, COMPUTE, DATA, OPTIMIZER, Phase
-from elastic.hangs.phases import PhaseRecorder
+from elastic.hangs.page import (
+    CHECKPOINT,
+    COMPUTE,
+    DATA,
+    OPTIMIZER,
+    BudgetPolicy,
+    Phase,
+    PhaseRecorder,
+)
 from elastic.hangs.stacks import StackSource
 from elastic.hangs.watch import HangWatch
-from elastic.store.embedded.etcd import EmbeddedEtcd
+from elastic.store.embedded import EmbeddedEtcd
 from elastic.testing.cluster import ClusterTimeout, LocalCluster
 from elastic.testing.node import TorchrunOptions
-from elastic.tuning.timeouts import HANG_TICK_S, MIN_HANG_TIMEOUT_S
+from elastic.tuning.intervals import HANG_TICK_S, MIN_HANG_TIMEOUT_S
 
 SCRIPT = Path(__file__).parent / "scripts" / "hanging.py"
 CASES = ("stopped worker", "endless loop", "skipped collective", "stopped node")

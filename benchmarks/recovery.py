@@ -74,10 +74,10 @@ from recovery_job import (
 )
 from restart import measure_c10d, say
 
-from elastic.secure_channel.keys import SecretKey
-from elastic.store.embedded.etcd import EmbeddedEtcd
+from elastic.store.embedded import EmbeddedEtcd
 from elastic.testing.cluster import ClusterTimeout
 from elastic.testing.reaper import reap_descendants
+from elastic.wire.handshake import SecretKey
 
 EVENTS_A_JOB = 36  # what a job has written down is read again and again: no job grows old
 
@@ -156,8 +156,9 @@ def measure_floor(rounds: int) -> Row:
 def _floor(rank: int, size: int, ports: list[int], results: Any) -> None:
     import torch
 
-    from elastic.process_group import GroupSpec, ProcessGroup
-    from elastic.training.gradients.wrap import ElasticDDP
+    from elastic.groups.group import ProcessGroup
+    from elastic.groups.store import GroupSpec
+    from elastic.train.ddp import ElasticDDP
 
     sys.path.insert(0, str(SCRIPT.parent))
     from mlp import network

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
-from elastic.store.embedded.etcd import EmbeddedEtcd
+from elastic.store.embedded import EmbeddedEtcd
 from elastic.testing.cluster import ClusterTimeout, LocalCluster
 from elastic.testing.journal import read_journal
 from elastic.testing.node import LocalNode, TorchrunOptions

@@ -3,7 +3,7 @@
     python benchmarks/registered_group.py --json > benchmarks/results/registered_group.json
 
 Ranks on gloo take turns within one run, with a new group in each turn: torch's group alone; the
-harness, whose group is torch's and whose waits an abort can end (``elastic.process_group``); and
+harness, whose group is torch's and whose waits an abort can end (``elastic.groups``); and
 :class:`RegisteredGroup`, a ``ProcessGroup`` in Python that passes each collective on to gloo and
 returns its own ``Work``. Measured are synchronous all-reduces, as a script calls them, and
 the forward and backward pass of a model under DDP. Medians are to be compared; on a machine with
@@ -38,11 +38,13 @@ from torch import multiprocessing, nn
 from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 from torch.nn.parallel import DistributedDataParallel
 
-from elastic.process_group import GroupSpec, ProcessGroup, pending_works
-from elastic.secure_channel.keys import SecretKey
-from elastic.training.gradients.wrap import ElasticDDP
+from elastic.groups.group import ProcessGroup
+from elastic.groups.pending import pending_works
+from elastic.groups.store import GroupSpec
+from elastic.train.ddp import ElasticDDP
+from elastic.wire.handshake import SecretKey
 
-ALONE, OURS = "torch alone", "elastic.process_group"
+ALONE, OURS = "torch alone", "elastic.groups"
 CALLBACK, SLICES = "registered, waits by a callback", "registered, waits in slices"
 GLOOS_FUTURE, OWN_FUTURE = "registered, gloo's futures", "registered, futures of its own"
 BUCKET_MB = 1

@@ -57,7 +57,7 @@ from pathlib import Path
 
 from measurement import Report, Row
 
-from elastic.store.embedded.etcd import EmbeddedEtcd
+from elastic.store.embedded import EmbeddedEtcd
 from elastic.testing.cluster import ClusterTimeout, LocalCluster
 from elastic.testing.ledger import RunLedger, read_ledger
 from elastic.testing.node import LocalNode, TorchrunOptions

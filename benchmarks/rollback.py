@@ -29,9 +29,9 @@ import torch
 from measurement import Report, Row
 from torch import nn
 
-from elastic.training.gradients.wrap import ElasticDDP
-from elastic.training.state.job_state import JobState
-from elastic.training.state.rollback import Rollback, StepCopies
+from elastic.train.ddp import ElasticDDP
+from elastic.train.rollback import Rollback, StepCopies
+from elastic.train.state import JobState
 
 SEED = 7
 WARM_UP = 5

@@ -77,7 +77,7 @@ from measurement import Report, Row
 from recovery import C10D, ours_at, timed_run
 from restart import say, start_time
 
-from elastic.store.embedded.etcd import EmbeddedEtcd
+from elastic.store.embedded import EmbeddedEtcd
 from elastic.testing.cluster import ClusterTimeout, LocalCluster
 from elastic.testing.forks.child import fork
 from elastic.testing.journal import read_journal

@@ -39,17 +39,13 @@ import torch
 from measurement import Report, Row
 from torch import nn
 
-from elastic.hangs.facts import Phase
-from elastic.hangs.phases import phases
+from elastic.groups.world import World
+from elastic.hangs.page import Phase, phases
 from elastic.telemetry.journal import Journal
 from elastic.telemetry.log import get_logger
-from elastic.training.observers.metrics_log import MetricsLog
-from elastic.training.observers.profiling import StepProfiler
-from elastic.training.observers.progress_line import ProgressLine
-from elastic.training.observers.step_observers import StepObservers
-from elastic.training.observers.tensorboard import TensorBoard
-from elastic.training.step_account import StepAccount
-from elastic.world.world import World
+from elastic.train.current import StepAccount
+from elastic.train.metrics import MetricsLog, TensorBoard
+from elastic.train.observers import ProgressLine, StepObservers, StepProfiler
 
 SEED = 7
 STEP_S = 0.02

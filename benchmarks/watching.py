@@ -19,20 +19,12 @@ from contextlib import contextmanager
 import psutil
 from measurement import Row
 
-from elastic.leadership.job_progress import JobProgress, encode_progress
-from elastic.membership.records import (
-    Cause,
-    Keys,
-    Node,
-    NodeState,
-    ProcessIdentity,
-    WorldRecord,
-    WorldState,
-    encode,
-)
-from elastic.store.embedded.etcd import EmbeddedEtcd
-from elastic.store.etcd.endpoints import parse_endpoints
-from elastic.store.etcd.store import EtcdConfig, EtcdStore
+from elastic.membership.progress import JobProgress, encode_progress
+from elastic.membership.records import Keys, Node, NodeState, ProcessIdentity, WorldRecord, encode
+from elastic.store.client import EtcdConfig, parse_endpoints
+from elastic.store.embedded import EmbeddedEtcd
+from elastic.store.etcd import EtcdStore
+from elastic.wire.messages import Cause, WorldState
 
 RUN_ID = "watched"
 NODES, PAGES = 16, 200

@@ -3,7 +3,7 @@
 An independent library for any PyTorch program. Every rank writes its share, the rank that finds all
 shares commits, and no rank waits for another. Loading verifies every byte before it changes a
 tensor. :mod:`checkpoints.errors` has the exceptions; start reading at
-:mod:`checkpoints.saving.save` and :mod:`checkpoints.loading.load`.
+:mod:`checkpoints.saving` and :mod:`checkpoints.loading`.
 
 >>> import checkpoints, tempfile, torch
 >>> folder, weight = tempfile.mkdtemp(), torch.ones(2)
@@ -15,7 +15,7 @@ tensor. :mod:`checkpoints.errors` has the exceptions; start reading at
 {'weight': tensor([1., 1.]), 'lr': 0.1}
 """
 
-from checkpoints.catalog.garbage import GarbageCollectionResult, RetainedAttempt, collect_garbage
+from checkpoints.engine import Engine, Tier, TieredEngine, TierOutcome
 from checkpoints.errors import (
     ArgumentError,
     CheckpointError,
@@ -33,41 +33,39 @@ from checkpoints.errors import (
     UnsupportedFormat,
     WriteFailed,
 )
-from checkpoints.format.lineage import derive_lineage
-from checkpoints.format.manifest import Ancestor, CheckpointInfo, Lineage
-from checkpoints.format.names import CheckpointName, new_nonce
-from checkpoints.loading.load import LoadResult, load, verify
-from checkpoints.loading.resolve import Resolution, SkippedCheckpoint, latest, list_checkpoints
-from checkpoints.loading.tiered_storage import TieredStorage, TierFailure
-from checkpoints.memory.node_memory import NodeMemory
-from checkpoints.policies.retention import (
+from checkpoints.garbage import GarbageCollectionResult, RetainedAttempt, collect_garbage
+from checkpoints.loading import (
+    LoadResult,
+    Resolution,
+    SkippedCheckpoint,
+    latest,
+    list_checkpoints,
+    load,
+    verify,
+)
+from checkpoints.manifest import Ancestor, CheckpointInfo, Lineage, derive_lineage
+from checkpoints.memory import NodeMemory
+from checkpoints.names import CheckpointName, new_nonce
+from checkpoints.objects import Root
+from checkpoints.policies import (
+    Automatic,
     BestN,
+    Continuous,
     EveryNSeconds,
     EveryNSteps,
-    LatestN,
-    RetentionFunction,
-    RetentionPolicy,
-)
-from checkpoints.policies.save import (
-    Automatic,
-    Continuous,
     EverySeconds,
     EverySteps,
+    LatestN,
     OnPreemption,
+    RetentionFunction,
+    RetentionPolicy,
     SaveContext,
     SavePolicy,
 )
-from checkpoints.saving.attempt import SaveResult
-from checkpoints.saving.engine import Engine
-from checkpoints.saving.outcome import SaveHandle, SaveOutcome, SaveStatus, WriterGroup
-from checkpoints.saving.save import save
-from checkpoints.saving.tiered_engine import Tier, TieredEngine, TierOutcome
-from checkpoints.storage.local import LocalStorage
-from checkpoints.storage.protocol import Storage
-from checkpoints.storage.roots import Root
-from checkpoints.tools.compare import Difference, compare
-from checkpoints.tools.interop import export_to, import_from
-from checkpoints.tools.prune import prune
+from checkpoints.saving import SaveHandle, SaveOutcome, SaveResult, SaveStatus, WriterGroup, save
+from checkpoints.storage import LocalStorage, Storage
+from checkpoints.tiers import TieredStorage, TierFailure
+from checkpoints.tools import Difference, compare, export_to, import_from, prune
 
 __all__ = [
     "Ancestor",

@@ -1,7 +1,7 @@
 """Elastic, fault-tolerant training: see README.md.
 
 ``import elastic`` is fast: torch is imported when a name that needs it is first used. Start reading
-at :mod:`elastic.training.run`.
+at :mod:`elastic.train.run`.
 """
 
 from __future__ import annotations
@@ -13,14 +13,13 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from elastic.errors import CheckpointRequired, ConfigError, ElasticError, NoWorld, TrainingError
-    from elastic.training.checkpointing.options import Checkpoints
-    from elastic.training.data.loader import ElasticLoader
-    from elastic.training.data.sampler import ElasticSampler
-    from elastic.training.observers.tensorboard import TensorBoard
-    from elastic.training.observers.writer import MetricsWriter
-    from elastic.training.run import Run, join
-    from elastic.training.step import Step
-    from elastic.world.world import World
+    from elastic.groups.world import World
+    from elastic.train.folder import Checkpoints
+    from elastic.train.loader import ElasticLoader
+    from elastic.train.metrics import MetricsWriter, TensorBoard
+    from elastic.train.run import Run, join
+    from elastic.train.sampler import ElasticSampler
+    from elastic.train.step import Step
 
 __all__ = [
     "CheckpointRequired",
@@ -41,19 +40,19 @@ __all__ = [
 
 _HOMES = {
     "CheckpointRequired": "elastic.errors",
-    "Checkpoints": "elastic.training.checkpointing.options",
+    "Checkpoints": "elastic.train.folder",
     "ConfigError": "elastic.errors",
     "ElasticError": "elastic.errors",
-    "ElasticLoader": "elastic.training.data.loader",
-    "ElasticSampler": "elastic.training.data.sampler",
-    "MetricsWriter": "elastic.training.observers.writer",
+    "ElasticLoader": "elastic.train.loader",
+    "ElasticSampler": "elastic.train.sampler",
+    "MetricsWriter": "elastic.train.metrics",
     "NoWorld": "elastic.errors",
-    "Run": "elastic.training.run",
-    "Step": "elastic.training.step",
-    "TensorBoard": "elastic.training.observers.tensorboard",
+    "Run": "elastic.train.run",
+    "Step": "elastic.train.step",
+    "TensorBoard": "elastic.train.metrics",
     "TrainingError": "elastic.errors",
-    "World": "elastic.world.world",
-    "join": "elastic.training.run",
+    "World": "elastic.groups.world",
+    "join": "elastic.train.run",
 }
 
 

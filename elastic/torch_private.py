@@ -1,14 +1,4 @@
-"""Every private name of torch on which workers depend, and nothing else.
-
-Differences between torch's versions are handled here, too. ``join()`` calls :func:`check`: if torch
-lacks a name, users get one error message before training, not an ``AttributeError`` in the middle
-of a recovery. ``tests/contract/test_torch_private_names.py`` fails if another module uses one. The
-agent's names are in :mod:`elastic.rendezvous.torch_private`, those of checkpoints in
-:mod:`checkpoints.tensors.torch_private`, NCCL's where they are used, and FSDP's in
-:mod:`elastic.torch_fsdp`.
-
-Imports torch alone.
-"""
+"""Every private name of torch that is used, with what is expected of it."""
 
 from __future__ import annotations
 
@@ -20,8 +10,8 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from importlib import import_module
 from operator import attrgetter
-from types import CodeType
-from typing import Any
+from types import CodeType, FunctionType
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -30,7 +20,74 @@ from torch.autograd import Variable
 from torch.distributed import distributed_c10d
 from torch.utils.data import DataLoader, dataloader
 
-from elastic import torch_versions
+from elastic.errors import ConfigError
+
+# ----------------------------------------------------------------------------
+# The versions of torch that this package was tested with, and the message for other ones.
+#
+# The only place for these numbers: the messages, ``pyproject.toml`` and ``docs/compatibility.md``
+# agree with it (``tests/unit/test_torch_versions.py``). ``make compat`` verifies them. Imports
+# nothing but :mod:`elastic.errors`, so that both sides of the control plane may use it.
+
+OLDEST, NEWEST = "2.11", "2.15"
+SUPPORTED = f"{OLDEST} to {NEWEST}"
+NEWEST_NEEDS_PYTHON = (3, 11)
+
+
+def lacks(version: object, names: str, needed_by: str) -> ConfigError:
+    """The error to raise if the installed torch lacks some of torch's private names.
+
+    Args:
+        version: of the installed torch.
+        names: the missing ones, as torch spells them.
+        needed_by: what cannot work without them.
+    """
+    python = ".".join(map(str, NEWEST_NEEDS_PYTHON))
+    of_python = (
+        f"; {NEWEST} needs Python {python}" if sys.version_info < NEWEST_NEEDS_PYTHON else ""
+    )
+    return ConfigError(
+        f"torch {version} lacks what {needed_by} needs: {names}",
+        hint=f"use a torch from {SUPPORTED} (pip install 'torch>={OLDEST},<{after(NEWEST)}'"
+        f"{of_python}), or a newer torch-elastic-harness",
+    )
+
+
+def is_supported(version: object) -> bool:
+    """Whether a torch of this version was run with this package.
+
+    >>> [is_supported(v) for v in ("2.10.1", "2.11.0", "2.15.0+cpu", "2.16.0a0+git", "3.0")]
+    [False, True, True, False, False]
+    """
+    return _release(OLDEST) <= _release(str(version)) <= _release(NEWEST)
+
+
+def after(version: str) -> str:
+    """The minor version that follows.
+
+    >>> after("2.15")
+    '2.16'
+    """
+    major, minor = _release(version)
+    return f"{major}.{minor + 1}"
+
+
+def _release(version: str) -> tuple[int, int]:
+    major, minor = version.split(".")[:2]
+    return int(major), int(minor)
+
+
+# ----------------------------------------------------------------------------
+# Every private name of torch on which workers depend, and nothing else.
+#
+# Differences between torch's versions are handled here, too. ``join()`` calls :func:`check`: if
+# torch lacks a name, users get one error message before training, not an ``AttributeError`` in the
+# middle of a recovery. ``tests/contract/test_torch_private_names.py`` fails if another module uses
+# one. The agent's names are in :mod:`elastic.launcher.torch_agent`, those of checkpoints in
+# :mod:`checkpoints.torch_private`, NCCL's where they are used, and FSDP's in
+# :mod:`elastic.torch_fsdp`.
+#
+# Imports torch alone.
 
 # By dotted path; attributes of instances are listed if the class declares them.
 NAMES = (
@@ -69,7 +126,7 @@ NAMES = (
     "torch.amp.grad_scaler._refresh_per_optimizer_state",
 )
 # Used to abort communicators if collectives run on a stream; NCCL's backend has _group_start and
-# _group_end up to torch 2.14 (elastic/process_group/communicators.py).
+# _group_end up to torch 2.14 (elastic/groups/group.py).
 ON_STREAM = (
     "torch.distributed.ProcessGroup._end_coalescing",
     "torch.distributed.ProcessGroup._start_coalescing",
@@ -118,7 +175,7 @@ def check_streams() -> None:
 
 def _refuse(missing: list[str]) -> None:
     if missing:
-        raise torch_versions.lacks(torch.__version__, ", ".join(missing), "elastic.join()")
+        raise lacks(torch.__version__, ", ".join(missing), "elastic.join()")
 
 
 def _found(path: str) -> Any:
@@ -457,3 +514,48 @@ def end_dynamo_graph(function: Callable[..., Any], reason: str) -> None:
     """
     function._torchdynamo_disable = True  # type: ignore[attr-defined]
     function._torchdynamo_disable_msg = reason  # type: ignore[attr-defined]
+
+
+# ----------------------------------------------------------------------------
+# Excludes functions of this package from ``torch.compile``.
+#
+# Compiled models, optimizer steps and training functions of the script run this package's Python:
+# in forward passes, in hooks of optimizers, and where they call the API. Dynamo would trace it,
+# and fail ("ProcessGroup name not set") or turn its decisions into constants. So each function
+# that a compiled function of the script can reach is excluded: it ends the graph, and runs as it
+# is. ``torch.compiler.disable`` has the same effect, but imports Dynamo, which takes seconds that
+# most jobs need not spend.
+
+F = TypeVar("F", bound=Callable[..., Any])
+T = TypeVar("T")
+
+
+def not_compiled(function: F) -> F:
+    """Run ``function`` uncompiled, including the functions that it calls."""
+    _skip(function, is_recursive=True)
+    end_dynamo_graph(
+        function,
+        "torch-elastic-harness runs it uncompiled. Without fullgraph=True, the code around it is "
+        "compiled",
+    )
+    return function
+
+
+def not_compiled_methods(kind: type[T]) -> type[T]:
+    """Run all methods of a class uncompiled. Getters of properties are methods, too."""
+    for member in vars(kind).values():
+        function = member.fget if isinstance(member, property) else member
+        if isinstance(function, FunctionType):
+            not_compiled(function)
+    return kind
+
+
+def not_compiled_itself(function: F) -> F:
+    """Run ``function`` uncompiled; the functions that it calls may be compiled (a module's own
+    forward)."""
+    _skip(function, is_recursive=False)
+    return function
+
+
+def _skip(function: Callable[..., Any], *, is_recursive: bool) -> None:
+    exclude_from_dynamo(function.__code__, is_recursive=is_recursive)

@@ -41,8 +41,8 @@ PUBLIC_MODULES = (
     "elastic.testing.slowness",
     "elastic.testing.waiting",
     "checkpoints",
-    "checkpoints.testing.faults",
-    "checkpoints.testing.memory_storage",
+    "checkpoints.testing",
+    "checkpoints.testing",
 )
 
 _FENCE = re.compile(r"^(```|~~~).*?^\1\s*$", re.MULTILINE | re.DOTALL)

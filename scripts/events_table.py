@@ -12,10 +12,10 @@ import ast
 from collections.abc import Iterator
 from pathlib import Path
 
-from elastic import events
-from elastic.telemetry.activities import Activity
+from elastic.telemetry import events
+from elastic.telemetry.goodput import Activity
 from elastic.telemetry.journal import DEFAULT_MIB, ENVELOPE, SCHEMA, kebab_name
-from elastic.tuning.worker_intervals import STEP_TIMES_S
+from elastic.tuning.intervals import STEP_TIMES_S
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = ROOT / "docs" / "reference" / "events.md"

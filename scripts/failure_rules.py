@@ -14,8 +14,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from elastic.failures.rules import RULES, Action, Rule  # noqa: E402  found by the line above
-from elastic.failures.verdict import FailureFacts, judge_failure  # noqa: E402
+from elastic.membership.failures import RULES, Action, FailureFacts, Rule, judge_failure  # noqa: E402  found by the line above  # noqa: E402
 
 PAGE = ROOT / "docs" / "reference" / "failures.md"
 CORPUS = ROOT / "tests" / "data" / "failure_corpus.json"

@@ -102,7 +102,7 @@ def _signature(called: Any) -> str:
 def commands(_: str) -> str:
     """Every command with its flags; `elastic run` also has those of torchrun."""
     from elastic.cli.completion import complete_parser
-    from elastic.cli.launch.torchrun_parser import torchrun_parser
+    from elastic.cli.run import torchrun_parser
 
     of_torch = {
         flag for flag in torchrun_parser()._option_string_actions if not flag.startswith(OWN_FLAGS)

@@ -2,7 +2,7 @@
 
 python scripts/metrics_table.py          # write the page
 
-What it says is in elastic/metrics/table.py. The alerts are those of
+What it says is in elastic/agent/metrics.py. The alerts are those of
 deploy/components/monitoring/alerts/rules.yaml.
 """
 
@@ -13,20 +13,25 @@ from pathlib import Path
 
 import yaml
 
-from elastic.metrics import torchelastic
-from elastic.metrics.page import NEEDS_EXTRA
-from elastic.metrics.table import COMMON_LABELS, METRICS, Metric, MetricKind, MetricSource
-from elastic.metrics.tally import MAX_SERIES
+from elastic.agent import exporters
+from elastic.agent.exporters import NEEDS_EXTRA
+from elastic.agent.metrics import (
+    COMMON_LABELS,
+    MAX_SERIES,
+    METRICS,
+    Metric,
+    MetricKind,
+    MetricSource,
+)
 from elastic.telemetry.journal import kebab_name
-from elastic.tuning.agent_intervals import OTLP_CLOSE_S, OTLP_EXPORT_S
-from elastic.tuning.worker_intervals import STEP_TIMES_S
+from elastic.tuning.intervals import OTLP_CLOSE_S, OTLP_EXPORT_S, STEP_TIMES_S
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = ROOT / "docs" / "metrics.md"
 RULES = ROOT / "deploy" / "components" / "monitoring" / "alerts" / "rules.yaml"
 
 INTRODUCTION = f"""\
-<!-- Written by scripts/metrics_table.py from elastic/metrics/table.py: edit that. -->
+<!-- Written by scripts/metrics_table.py from elastic/agent/metrics.py: edit that. -->
 # Metrics
 
 Every agent serves the metrics of its node at `/metrics`, on the port of its probes:
@@ -124,7 +129,7 @@ def page() -> str:
 
 
 def _torchelastic() -> Iterator[str]:
-    for kind, (names, state) in torchelastic.REPORTED.items():
+    for kind, (names, state) in exporters.REPORTED.items():
         put = ", ".join(f"`{name}`" for name in names)
         recorded = f"`{state}`" if state else ""
         name = kebab_name(kind)

@@ -13,10 +13,9 @@ import sys
 import tempfile
 from pathlib import Path
 
-from elastic.report.charts import breakdown_svg, timeline_svg
 from elastic.report.model import report_of
-from elastic.telemetry.journal_reader import read_folder
-from elastic.telemetry.merging import merge
+from elastic.report.render import breakdown_svg, timeline_svg
+from elastic.telemetry.reader import merge, read_folder
 
 IMAGES = Path(__file__).resolve().parent.parent / "docs" / "images"
 

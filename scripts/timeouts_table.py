@@ -15,19 +15,14 @@ from dataclasses import fields
 from pathlib import Path
 from typing import NamedTuple
 
-from checkpoints import intervals as checkpoint_intervals
+from checkpoints import intervals
 from elastic.errors import ConfigError
-from elastic.tuning import (
-    agent_intervals,
-    agent_options,
-    doctor_intervals,
-    timeouts,
-    worker_intervals,
-)
-from elastic.tuning.agent_options import AgentOptions
-from elastic.tuning.timeouts import Timeouts
+from elastic.tuning import intervals
+from elastic.tuning import options as agent_options
+from elastic.tuning.intervals import Timeouts
+from elastic.tuning.options import AgentOptions
 
-MODULES = (timeouts, agent_intervals, worker_intervals, doctor_intervals, checkpoint_intervals)
+MODULES = (intervals, intervals, intervals, intervals, intervals)
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = ROOT / "docs" / "timeouts.md"
 _HEADING = re.compile(r"# (.+?) -{3,}$")
@@ -64,8 +59,8 @@ FIXED = """
 ## Fixed
 
 These follow from the protocol, from torch or from the kernel. They are constants, not options.
-Connections between nodes have their own limits (`elastic/secure_channel/limits.py`), and so has the
-orphan reaper (`elastic/node/orphan_reaper.py`): both run without the rest of the package.
+Connections between nodes have their own limits (`elastic/wire/base.py`), and so has the
+orphan reaper (`elastic/agent/reaper.py`): both run without the rest of the package.
 """
 
 
@@ -127,8 +122,8 @@ def _above(lines: list[str], index: int) -> tuple[str, str]:
 
 def _settable(constants: list[Interval]) -> Iterator[str]:
     reasons = {c.name: c for c in constants}
-    tree = ast.parse(Path(timeouts.__file__).read_text())
-    lines = Path(timeouts.__file__).read_text().splitlines()
+    tree = ast.parse(Path(intervals.__file__).read_text())
+    lines = Path(intervals.__file__).read_text().splitlines()
     (cls,) = (n for n in tree.body if isinstance(n, ast.ClassDef) and n.name == "Timeouts")
     of_set = {i.name: i for i in _intervals(cls.body, lines)}
     defaults = {i.name: i.expression for i in _options()}
@@ -153,12 +148,12 @@ def _derived() -> Iterator[str]:
         (
             "from SIGTERM to the end of the workers' last step",
             "`ANNOUNCE_S + STEPS_TO_BOUNDARY * step_time_s`",
-            timeouts.boundary_s(times.step_time_s),
+            intervals.boundary_s(times.step_time_s),
         ),
         (
             "the last checkpoint of a pod",
             "`floor(termination_grace_s - EXIT_GRACE_S)` less that boundary",
-            timeouts.for_pod(times.termination_grace_s).checkpoint_budget_s,
+            intervals.for_pod(times.termination_grace_s).checkpoint_budget_s,
         ),
         (
             "a node without contact to etcd stops its workers",
@@ -168,7 +163,7 @@ def _derived() -> Iterator[str]:
         (
             "workers may train without a message from their agent",
             "7/8 of `takeover_s`, from the last renewal of the lease",
-            timeouts.permission_s(times.takeover_s),
+            intervals.permission_s(times.takeover_s),
         ),
     )
     for what, formula, value in rows:

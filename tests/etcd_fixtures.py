@@ -9,16 +9,10 @@ from typing import TypeVar
 
 import pytest
 
-from elastic.store.embedded.etcd import EmbeddedEtcd
-from elastic.store.etcd.store import EtcdConfig, EtcdStore, parse_endpoints
-from elastic.store.keyvalue import (
-    Deleted,
-    Disconnected,
-    Put,
-    Reconnected,
-    Reset,
-    WatchEvent,
-)
+from elastic.store.client import EtcdConfig, parse_endpoints
+from elastic.store.embedded import EmbeddedEtcd
+from elastic.store.etcd import EtcdStore
+from elastic.store.keyvalue import Deleted, Disconnected, Put, Reconnected, Reset, WatchEvent
 
 PATIENCE_S = 90.0  # for things that take milliseconds; noisy machines are slow
 T = TypeVar("T")

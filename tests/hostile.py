@@ -14,9 +14,7 @@ from typing import Any
 
 from raw_peer import prove
 
-from elastic.secure_channel.frames import frame
-from elastic.secure_channel.handshake import MAGIC, ClientHandshake
-from elastic.secure_channel.keys import SecretKey
+from elastic.wire.handshake import MAGIC, ClientHandshake, SecretKey, frame
 
 PATIENCE_S = 10.0
 _RESET = struct.pack(

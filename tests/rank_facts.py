@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from elastic.hangs.facts import Flag, KernelFacts, Phase, RankFacts
+from elastic.hangs.page import Flag, KernelFacts, Phase, RankFacts
 
 HEALTHY = RankFacts(
     rank=0,

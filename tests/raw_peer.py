@@ -6,9 +6,7 @@ import contextlib
 import socket
 import ssl
 
-from elastic.secure_channel.frames import HEADER_BYTES, frame
-from elastic.secure_channel.handshake import ClientHandshake, ServerHandshake
-from elastic.secure_channel.keys import SecretKey
+from elastic.wire.handshake import HEADER_BYTES, ClientHandshake, SecretKey, ServerHandshake, frame
 
 
 def receive_exactly(sock: socket.socket, count: int) -> bytes:

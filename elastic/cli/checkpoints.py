@@ -16,15 +16,15 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn
 from rich.table import Table
 
 import checkpoints
-from checkpoints.catalog.manifests import committed_names, read_manifest
-from checkpoints.format.manifest import info_of
-from checkpoints.policies.retention import RetentionPolicy
-from checkpoints.storage.roots import storage_for
-from checkpoints.tools.interop import FORMATS
-from elastic.cli.command_parser import CommandParser
-from elastic.cli.observe.printable import printable, table_console
-from elastic.clock import SYSTEM_CLOCK
-from elastic.errors import ConfigError, ElasticError
+from checkpoints.commit import committed_names, read_manifest
+from checkpoints.manifest import info_of
+from checkpoints.objects import storage_for
+from checkpoints.policies import RetentionPolicy
+from checkpoints.tools import FORMATS
+from elastic.cli.arguments import CommandParser
+from elastic.cli.view import table_console
+from elastic.errors import SYSTEM_CLOCK, ConfigError, ElasticError
+from elastic.telemetry.log import printable
 
 DAMAGED = 65  # sysexits' EX_DATAERR, as for a job that finds no valid checkpoint
 

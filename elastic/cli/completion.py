@@ -6,7 +6,7 @@ import argparse
 import importlib
 from collections.abc import Sequence
 
-from elastic.cli.command_parser import CommandParser
+from elastic.cli.arguments import CommandParser
 from elastic.cli.main import COMMANDS
 from elastic.errors import ConfigError
 

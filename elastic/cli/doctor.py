@@ -11,14 +11,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
-from elastic.cli.command_parser import CommandParser
-from elastic.cli.job_arguments import add_job_arguments, options_of
-from elastic.cli.observe.printable import table_console
-from elastic.doctor.collectives.outcomes import rate
+from elastic.cli.arguments import CommandParser, add_job_arguments, options_of
+from elastic.cli.view import table_console
+from elastic.doctor.checks import HEALTHY, Finding, Status, exit_code, summary
+from elastic.doctor.collectives import rate
 from elastic.doctor.examination import ExaminationPlan, Report, examine
-from elastic.doctor.findings import HEALTHY, Finding, Status, exit_code, summary
 from elastic.errors import ConfigError
-from elastic.tuning.memory import human
+from elastic.tuning.environment import human
 
 _COLOURS = {
     Status.OK: "green",

@@ -14,21 +14,19 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
-from elastic.cli.command_parser import CommandParser
-from elastic.cli.job_arguments import add_options_argument, options_of
-from elastic.cli.launch.flags import node_range
-from elastic.cli.observe.printable import table_console
+from elastic.cli.arguments import CommandParser, add_options_argument, options_of
+from elastic.cli.run import node_range
+from elastic.cli.view import table_console
 from elastic.errors import ConfigError
-from elastic.tuning.agent_options import AgentOptions
-from elastic.tuning.announced_address import configured_address
-from elastic.tuning.network import Network, read_network, source_address
-from elastic.tuning.worker_environment import (
+from elastic.tuning.environment import (
     DEFAULT,
     WorkerEnvironment,
     choose_route,
     effective,
     given_settings,
 )
+from elastic.tuning.network import Network, configured_address, read_network, source_address
+from elastic.tuning.options import AgentOptions
 
 IN_PROCESS = "in-process"
 

@@ -19,24 +19,21 @@ from typing import NoReturn
 
 import tenacity
 
-from elastic.cli.command_parser import CommandParser
-from elastic.cli.job_arguments import add_job_arguments, endpoint_of, options_of, run_id_of
-from elastic.cli.scale import CREDENTIALS, ApiServer, scale_statefulset
-from elastic.clock import SYSTEM_CLOCK
-from elastic.errors import StoreUnreachable
-from elastic.leadership import failure_timeline
-from elastic.membership.records import Done, Keys, Outcome, decode
-from elastic.store.etcd.options import etcd_config
-from elastic.store.keyvalue import (
-    Disconnected,
-    KeyValue,
-    Put,
-    Reconnected,
-    Reset,
-    WatchEvent,
+from elastic.agent import accounting
+from elastic.cli.arguments import (
+    CommandParser,
+    add_job_arguments,
+    endpoint_of,
+    options_of,
+    run_id_of,
 )
-from elastic.tuning.agent_intervals import CLUSTER_BACKOFF_CAP_S, CLUSTER_FIRST_BACKOFF_S
-from elastic.tuning.agent_options import AgentOptions
+from elastic.cli.scale import CREDENTIALS, ApiServer, scale_statefulset
+from elastic.errors import SYSTEM_CLOCK, StoreUnreachable
+from elastic.membership.records import Done, Keys, Outcome, decode
+from elastic.store.client import etcd_config
+from elastic.store.keyvalue import Disconnected, KeyValue, Put, Reconnected, Reset, WatchEvent
+from elastic.tuning.intervals import CLUSTER_BACKOFF_CAP_S, CLUSTER_FIRST_BACKOFF_S
+from elastic.tuning.options import AgentOptions
 
 TERMINATED = 128 + signal.SIGTERM
 
@@ -58,8 +55,8 @@ def main(argv: Sequence[str]) -> int:
     say(f"{target} can be scaled (verified with a dry run)")
     done = _wait(endpoint, options, keys)
     say(f"the job under {keys.root} has ended: {done.outcome.value}: {done.reason}")
-    if failure_timeline.is_wanted(done):
-        say(failure_timeline.render(done, keys))
+    if accounting.is_wanted(done):
+        say(accounting.render(done, keys))
     if done.outcome is Outcome.FAILURE and args.keep_failed:
         say(f"statefulset/{args.statefulset} is not changed (--keep-failed)")
         return _exit_code(done)
@@ -87,7 +84,7 @@ def _on_sigterm(signum: int, frame: FrameType | None) -> NoReturn:
 def _wait(endpoint: str, options: AgentOptions, keys: Keys) -> Done:
     """Wait without a timeout until the job has ended. Raises CoordinationError, except for an
     etcd that does not answer: that is retried."""
-    from elastic.store.etcd.store import EtcdStore
+    from elastic.store.etcd import EtcdStore
 
     config = etcd_config(endpoint, options)
     retrying = tenacity.Retrying(

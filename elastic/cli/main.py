@@ -15,8 +15,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from elastic.cli.command_parser import CommandParser, nearest
-from elastic.cli.exit_codes import INTERRUPTED, SIGNALLED
+from elastic.cli.arguments import INTERRUPTED, SIGNALLED, CommandParser, nearest
 from elastic.errors import ConfigError, ElasticError
 
 
@@ -33,15 +32,13 @@ COMMANDS = {
         "elastic.cli.checkpoints", "list, verify, compare and convert checkpoints"
     ),
     "run": Command(
-        "elastic.cli.launch.run",
+        "elastic.cli.run",
         "start or join a training job, with torchrun's flags",
     ),
-    "status": Command("elastic.cli.observe.status", "show a job's status: state, step and nodes"),
-    "describe": Command(
-        "elastic.cli.observe.describe", "show a node, an incident, or the last checkpoint"
-    ),
-    "wait": Command("elastic.cli.observe.wait", "wait until a job is done or reaches a step"),
-    "events": Command("elastic.cli.observe.events", "print the events of a run from its journals"),
+    "status": Command("elastic.cli.status", "show a job's status: state, step and nodes"),
+    "describe": Command("elastic.cli.describe", "show a node, an incident, or the last checkpoint"),
+    "wait": Command("elastic.cli.wait", "wait until a job is done or reaches a step"),
+    "events": Command("elastic.cli.events", "print the events of a run from its journals"),
     "dashboard": Command("elastic.cli.dashboard", "serve a live page with a job's status"),
     "report": Command("elastic.cli.report", "show where a run's time went, from its journals"),
     "profile": Command(
@@ -57,7 +54,7 @@ COMMANDS = {
     "doctor": Command(
         "elastic.cli.doctor", "check this machine, etcd, and the network between nodes"
     ),
-    "demo": Command("elastic.cli.demo.command", "train on three local nodes, kill one, add one"),
+    "demo": Command("elastic.cli.demo", "train on three local nodes, kill one, add one"),
     "completion": Command("elastic.cli.completion", "print a completion script for bash or zsh"),
 }
 

@@ -11,16 +11,13 @@ import os
 import re
 from collections.abc import Mapping, Sequence
 
-from elastic.cli.command_parser import CommandParser
-from elastic.cli.job_arguments import add_job_arguments
-from elastic.cli.observe.connection import job_store, keys_of
-from elastic.cli.observe.printable import printable
-from elastic.clock import SYSTEM_CLOCK, Clock
-from elastic.errors import ConfigError, JobFailed
-from elastic.membership.keys import Keys
-from elastic.membership.records import Done, Node, Profile, WorldRecord, decode, encode
+from elastic.cli.arguments import CommandParser, add_job_arguments
+from elastic.cli.view import job_store, keys_of
+from elastic.errors import SYSTEM_CLOCK, Clock, ConfigError, JobFailed
+from elastic.membership.records import Done, Keys, Node, Profile, WorldRecord, decode, encode
 from elastic.store.keyvalue import KeyValue
-from elastic.tuning.agent_intervals import PROFILE_LEASE_S, PROFILE_REQUEST_S
+from elastic.telemetry.log import printable
+from elastic.tuning.intervals import PROFILE_LEASE_S, PROFILE_REQUEST_S
 
 _RANKS = re.compile(r"(\d{1,6})(?:-(\d{1,6}))?")
 _MAX_RANKS = 100_000

@@ -11,16 +11,13 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from elastic.cli.command_parser import CommandParser
-from elastic.cli.observe.events import folder_of
-from elastic.cli.observe.printable import printable
+from elastic.cli.arguments import CommandParser
+from elastic.cli.events import folder_of
 from elastic.errors import ConfigError
-from elastic.report.charts import require_matplotlib
-from elastic.report.document import document
-from elastic.report.markdown import markdown
 from elastic.report.model import RunReport, report_of
-from elastic.telemetry.journal_reader import read_folder
-from elastic.telemetry.merging import merge
+from elastic.report.render import document, markdown, require_matplotlib
+from elastic.telemetry.log import printable
+from elastic.telemetry.reader import merge, read_folder
 
 _BY_SUFFIX = {".html": "html", ".htm": "html", ".md": "md", ".json": "json"}
 
@@ -115,7 +112,7 @@ def format_of(given: str | None, output: Path | None, *, is_terminal: bool) -> s
 def rendered(report: RunReport, form: str) -> str:
     """The report in a format. Raises ConfigError for HTML without matplotlib."""
     if form == "html":
-        from elastic.report.page import html
+        from elastic.report.render import html
 
         return html(report)
     if form == "json":

@@ -17,9 +17,8 @@ from pathlib import Path
 
 import tenacity
 
-from elastic.clock import SYSTEM_CLOCK, Clock
-from elastic.errors import ClusterRefused, ClusterUnreachable, ConfigError
-from elastic.tuning.agent_intervals import (
+from elastic.errors import SYSTEM_CLOCK, Clock, ClusterRefused, ClusterUnreachable, ConfigError
+from elastic.tuning.intervals import (
     CLUSTER_BACKOFF_CAP_S,
     CLUSTER_CALL_S,
     CLUSTER_FIRST_BACKOFF_S,

@@ -13,25 +13,19 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from elastic.doctor import (
-    cross_node_verdicts,
-    etcd,
-    etcd_verdicts,
-    machine_verdicts,
-)
-from elastic.doctor.between import bandwidth, pairs
-from elastic.doctor.collectives.session import Session, TransferMeasurement, torch_findings
-from elastic.doctor.findings import Finding, Status, skipped
-from elastic.doctor.meeting import AllGather, Meeting, MeetingFailed, Participant, alone
-from elastic.doctor.probes import Probe, Unanswered
+from elastic.doctor import checks
+from elastic.doctor import network as bandwidth
+from elastic.doctor import network as pairs
+from elastic.doctor.checks import Finding, Probe, Status, Unanswered, skipped
+from elastic.doctor.collectives import Session, TransferMeasurement, torch_findings
+from elastic.doctor.network import AllGather, Meeting, MeetingFailed, Participant, alone
 from elastic.errors import CoordinationError
-from elastic.membership.keys import Keys
-from elastic.store.etcd.options import etcd_config
-from elastic.store.etcd.store import EtcdStore
-from elastic.tuning.agent_options import AgentOptions
-from elastic.tuning.announced_address import configured_address
-from elastic.tuning.doctor_intervals import DOCTOR_DEADLINE_S, DOCTOR_JOIN_S
-from elastic.tuning.network import read_network
+from elastic.membership.records import Keys
+from elastic.store.client import etcd_config
+from elastic.store.etcd import EtcdStore
+from elastic.tuning.intervals import DOCTOR_DEADLINE_S, DOCTOR_JOIN_S
+from elastic.tuning.network import configured_address, read_network
+from elastic.tuning.options import AgentOptions
 
 Say = Callable[[str], None]
 
@@ -74,13 +68,13 @@ def examine(plan: ExaminationPlan, say: Say) -> Report:
     first = config.endpoints[0] if config else None
     probes = _start_probes(plan, (first.host, first.port) if first else ("", 0))
     say("checking this machine")
-    own = etcd_verdicts.of_certificates(etcd.own_certificates(plan.options))
+    own = checks.of_certificates(checks.own_certificates(plan.options))
     if config is None:
         own.append(skipped("etcd", "no --rdzv-endpoint"))
     else:
         say(f"checking etcd at {plan.endpoint}")
-        facts = etcd.inspect(config, keys.root)
-        own = etcd_verdicts.of_etcd(facts) + own
+        facts = checks.inspect(config, keys.root)
+        own = checks.of_etcd(facts) + own
         if not facts.reachable:
             config = None  # etcd cannot be used further
     results = {name: probe.result() for name, probe in probes.items()}
@@ -91,9 +85,9 @@ def examine(plan: ExaminationPlan, say: Say) -> Report:
     if config is None:
         return Report(findings=(*own, skipped("other nodes", "nodes find each other through etcd")))
     try:
-        store = EtcdStore(etcd.quick(config))
+        store = EtcdStore(checks.quick(config))
     except CoordinationError as error:  # it became unreachable
-        return Report(findings=(*own, etcd_verdicts.lost_etcd(error)))
+        return Report(findings=(*own, checks.lost_etcd(error)))
     return _examine_together(plan, store, keys, own, results, address, say)
 
 
@@ -116,15 +110,15 @@ def _start_probes(plan: ExaminationPlan, endpoint: tuple[str, int]) -> dict[str,
 
 def _of_machine(plan: ExaminationPlan, results: Mapping[str, Any]) -> list[Finding]:
     found = [
-        *machine_verdicts.of_network(results["network"]),
-        *machine_verdicts.of_link_speeds(results["network"], read_network()),
-        machine_verdicts.of_shm(results["shm"]),
-        *machine_verdicts.of_limits(results["limits"]),
-        *machine_verdicts.of_gpu(results["gpu"]),
-        machine_verdicts.of_versions(results["versions"]),
+        *checks.of_network(results["network"]),
+        *checks.of_link_speeds(results["network"], read_network()),
+        checks.of_shm(results["shm"]),
+        *checks.of_limits(results["limits"]),
+        *checks.of_gpu(results["gpu"]),
+        checks.of_versions(results["versions"]),
     ]
     if plan.folder:
-        return [*found, *machine_verdicts.of_folder(plan.folder, results["folder"])]
+        return [*found, *checks.of_folder(plan.folder, results["folder"])]
     return [*found, skipped("checkpoint folder", "no --checkpoints")]
 
 
@@ -167,7 +161,7 @@ def _examine_together(
         try:
             meeting = Meeting(store, keys.root, _participant(plan, address))
         except CoordinationError as error:
-            return Report(findings=(*own, etcd_verdicts.lost_etcd(error)))
+            return Report(findings=(*own, checks.lost_etcd(error)))
         with meeting:
             say(f"waiting for {plan.nnodes} nodes below {keys.root}")
             try:
@@ -180,7 +174,7 @@ def _examine_together(
             except MeetingFailed as failure:
                 return Report(findings=(*own, failure.finding), nodes=(plan.name,))
             except CoordinationError as error:
-                return Report(findings=(*own, etcd_verdicts.lost_etcd(error)), nodes=(plan.name,))
+                return Report(findings=(*own, checks.lost_etcd(error)), nodes=(plan.name,))
     return Report(findings=(*everything, *shared), speeds=tuple(speeds), nodes=tuple(names))
 
 
@@ -192,7 +186,7 @@ def _between(
     found = list(_of_equality(meeting, names, results, plan.deadline_s))
     say("comparing clocks")
     offsets = meeting.clocks(plan.deadline_s)
-    found += [cross_node_verdicts.of_clock(names[n], *offsets[n]) for n in sorted(offsets) if n > 0]
+    found += [checks.of_clock(names[n], *offsets[n]) for n in sorted(offsets) if n > 0]
     say("connecting to the other nodes")
     found += _of_pairs(plan, meeting, names)
     say("measuring the paths to the other nodes")
@@ -225,7 +219,7 @@ def _of_equality(
     everyone = meeting("versions", facts, within_s)
     for what in facts:
         values = {names[n]: value[what] for n, value in everyone.items()}
-        yield cross_node_verdicts.equal_over_nodes(
+        yield checks.equal_over_nodes(
             f"equal {what}",
             values,
             "use one image and one configuration on all nodes",
@@ -236,7 +230,7 @@ def _of_equality(
 def _of_pairs(plan: ExaminationPlan, meeting: Meeting, names: list[str]) -> list[Finding]:
     members, me = meeting.members, meeting.number
     host_names = sorted({m.host_name for n, m in enumerate(members) if n != me})
-    with pairs.listening(members[me].address, plan.ports) as listeners:
+    with pairs.listening_ports(members[me].address, plan.ports) as listeners:
         served = meeting("ports", asdict(listeners), plan.deadline_s)
         lookup = Probe("names", host_names, deadline_s=plan.deadline_s)
         attempts = pairs.connect_to_all(
@@ -247,19 +241,17 @@ def _of_pairs(plan: ExaminationPlan, meeting: Meeting, names: list[str]) -> list
                 if n != me
             ]
         )
-        of_names = cross_node_verdicts.of_names(host_names, lookup.result())
+        of_names = checks.of_names(host_names, lookup.result())
         value = {"connections": pairs.as_values(attempts), "names": asdict(of_names)}
         everyone = meeting("connections", value, plan.deadline_s)  # all nodes listen until then
     found = [
-        cross_node_verdicts.unbound(names[n], error)
-        for n, bound in served.items()
-        for error in bound["errors"]
+        checks.unbound(names[n], error) for n, bound in served.items() for error in bound["errors"]
     ]
     missing = [name for n, name in enumerate(names) if n not in everyone]
     if missing:
-        found.append(cross_node_verdicts.missing_nodes("nodes", missing, plan.deadline_s))
+        found.append(checks.missing_nodes("nodes", missing, plan.deadline_s))
     found += [_finding(value["names"], names[n]) for n, value in sorted(everyone.items())]
-    return found + pairs.findings(names, {n: v["connections"] for n, v in everyone.items()})
+    return found + pairs.pair_findings(names, {n: v["connections"] for n, v in everyone.items()})
 
 
 def shared_folder(
@@ -289,11 +281,7 @@ def _collect(
     everyone = meeting("findings", [asdict(finding) for finding in own], within_s)
     found = [_finding(one) for n in sorted(everyone) for one in everyone[n]]
     missing = [name for n, name in enumerate(names) if n not in everyone]
-    return (
-        [*found, cross_node_verdicts.missing_nodes("report", missing, within_s)]
-        if missing
-        else found
-    )
+    return [*found, checks.missing_nodes("report", missing, within_s)] if missing else found
 
 
 def _finding(value: Mapping[str, Any], node: str | None = None) -> Finding:

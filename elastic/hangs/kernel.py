@@ -17,8 +17,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from elastic.clock import SYSTEM_CLOCK
-from elastic.tuning.agent_intervals import KERNEL_LOG_S, WAIT_CHANNEL_LOOK_S
+from elastic.errors import SYSTEM_CLOCK
+from elastic.tuning.intervals import KERNEL_LOG_S, WAIT_CHANNEL_LOOK_S
 
 _TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 _AFTER_NAME = 3  # proc(5) counts the fields of stat from 1, and state is the third

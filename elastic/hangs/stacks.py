@@ -27,10 +27,10 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from elastic.clock import SYSTEM_CLOCK, Clock
-from elastic.hangs.facts import StackGroup
+from elastic.errors import SYSTEM_CLOCK, Clock
 from elastic.hangs.kernel import is_stopped
-from elastic.tuning.agent_intervals import STACKS_DUMPED_S, STACKS_POLL_S, STACKS_PY_SPY_S
+from elastic.hangs.page import StackGroup
+from elastic.tuning.intervals import STACKS_DUMPED_S, STACKS_POLL_S, STACKS_PY_SPY_S
 
 NAME = "elastic-stacks"
 # tgkill(2), by number: glibc has a wrapper only since 2.30.

@@ -17,15 +17,23 @@ import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from elastic.clock import SYSTEM_CLOCK, Clock
+from elastic.errors import SYSTEM_CLOCK, Clock
 from elastic.hangs import kernel
-from elastic.hangs.budgets import BudgetPolicy, thresholds_s
-from elastic.hangs.facts import Flag, KernelFacts, Phase, RankFacts
-from elastic.hangs.flight import FlightEntry
-from elastic.hangs.page import PageReader, Reading
-from elastic.hangs.phases import is_on_host, operation_name
+from elastic.hangs.page import (
+    BudgetPolicy,
+    Flag,
+    KernelFacts,
+    PageReader,
+    Phase,
+    RankFacts,
+    Reading,
+    is_on_host,
+    operation_name,
+    thresholds_s,
+)
 from elastic.hangs.stacks import StackSource
-from elastic.tuning.agent_intervals import HANG_KILL_S
+from elastic.hangs.verdict import FlightEntry
+from elastic.tuning.intervals import HANG_KILL_S
 
 _SMOOTHING = 0.3  # of the CPU share, over about a second
 _MAX_TICKS = 2  # the most that one tick may count for

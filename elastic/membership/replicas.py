@@ -14,10 +14,10 @@ from dataclasses import dataclass, replace
 from typing import TypeVar
 
 from elastic.errors import ConfigError
-from elastic.membership.records import Node, NodeReplica, NodeState, ReplicaSeat, WorldRecord
+from elastic.membership.records import Node, NodeState, WorldRecord
 from elastic.membership.view import NodeView
-from elastic.messages.world import nodes_per_replica
-from elastic.tuning.timeouts import where_to_set
+from elastic.tuning.intervals import where_to_set
+from elastic.wire.messages import NodeReplica, ReplicaSeat, nodes_per_replica
 
 Nodes = tuple[NodeView, ...]
 T = TypeVar("T")

@@ -1,28 +1,40 @@
-"""The leader's view, and its possible decisions: the arguments and results of ``decide``.
-
-All times are seconds on the caller's monotonic clock.
-"""
+"""The leader's view of a job: nodes, members and their status, and the rate of steps."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
 from enum import Enum
 
+from elastic.membership.failures import is_consequence
 from elastic.membership.records import (
-    Cause,
     Done,
     FailureReport,
     Member,
     Node,
+    NodeState,
     Outcome,
     WorldRecord,
-    WorldReference,
-    WorldState,
+    group_of,
 )
-from elastic.tuning.agent_intervals import CUT_OFF_S, FAILURE_SETTLE_S, ORIGIN_SETTLE_S, SUSPECT_S
-from elastic.tuning.agent_options import AgentOptions
-from elastic.tuning.timeouts import Timeouts
+from elastic.tracebacks import exception_line
+from elastic.tuning.intervals import (
+    ANNOUNCEMENT_S,
+    CUT_OFF_S,
+    EXTRAPOLATE_S,
+    FAILURE_SETTLE_S,
+    ORIGIN_SETTLE_S,
+    SUSPECT_S,
+    Timeouts,
+)
+from elastic.tuning.options import AgentOptions
+from elastic.wire.messages import Cause, WorldReference, WorldState
+
+# ----------------------------------------------------------------------------
+# The leader's view, and its possible decisions: the arguments and results of ``decide``.
+#
+# All times are seconds on the caller's monotonic clock.
 
 
 class Liveness(Enum):
@@ -154,3 +166,507 @@ class End:
 
 
 Decision = Proposal | Wait | End
+
+
+# ----------------------------------------------------------------------------
+# The status of each member of the current world: running, out, or gone and why. Also decides
+# whether to wait for the cause of a failure.
+
+MAX_FAILURE_CHARS = 300  # a reason is shown in every node's log
+MAX_SENTENCES = 12
+
+
+@dataclass(frozen=True, kw_only=True)
+class Gone:
+    """A member that is not in the next world."""
+
+    node_id: str
+    cause: Cause  # LOST or LEFT
+    sentence: str
+    proved: bool  # it certainly makes no more progress
+    last_sign_s: float
+    # If not proved: the node ids of each group in which it may still step.
+    groups: tuple[frozenset[str], ...] = ()
+    is_overdue: bool = False  # it renews its lease, but has been silent for too long
+
+
+@dataclass(frozen=True, kw_only=True)
+class MemberStatus:
+    """The members of ``world``, each in one place, in rank order."""
+
+    world: WorldRecord
+    running: tuple[NodeView, ...]  # run this generation, or are about to
+    out: tuple[NodeView, ...]  # left it: their workers failed or were stopped
+    gone: tuple[Gone, ...]
+    # Names of the nodes that finished, in this or an earlier world of the job, and still respond;
+    # and of members that finished and then left.
+    finished: tuple[str, ...]
+    ended: tuple[str, ...]  # names of all members that finished
+    ended_since_s: tuple[float, ...]  # since when they have, as far as this leader knows
+    ended_before_s: tuple[float, ...]  # since when the finished nodes that are not members have
+    peers: frozenset[str]  # the members that the finished ones ran with, if still reported
+    went_on: bool  # a remaining member has run a later world than those that finished
+    absent: tuple[str, ...]  # names of members that finished before they could enter this world
+    failure_reports: tuple[FailureReport, ...]  # of running members, and not superseded yet
+    alive: frozenset[str]  # ids of all present nodes, members or not
+
+    @property
+    def in_process(self) -> bool:
+        """The running members can change worlds without a restart."""
+        return bool(self.running) and all(
+            n.node.in_process and n.node.state is not NodeState.ARRIVED for n in self.running
+        )
+
+    @property
+    def has_run(self) -> bool:
+        """Whether a member has entered this world, so that its group was built there."""
+        return any(
+            n.node.running and n.node.running.generation >= self.world.generation
+            for n in self.running
+        )
+
+    @property
+    def pending(self) -> bool:
+        """A planned world to which no member has switched yet."""
+        return self.world.switch_at_step is not None and not self.has_run
+
+    @property
+    def over(self) -> bool:
+        """A member has finished, and no member remains that was stepping with it. Joining nodes
+        that had not switched when the others finished are no longer needed."""
+        are_all_ended = len(self.ended) == len(self.world.members) > 0
+        if not (self.finished or are_all_ended) or any(n.node.running for n in self.running):
+            return False
+        # (In restart mode a member starts with the world, not at a switch, unless no member can.)
+        is_known = self.world.mode == "in-process" or self.absent
+        peers_known = self.peers if is_known else frozenset()
+        if self.went_on:
+            return False
+        left = (n.node.node_id for n in self.running + self.out)
+        return not any(node_id in peers_known or not peers_known for node_id in left)
+
+    @property
+    def unneeded(self) -> bool:
+        """No member can enter this world, because others finished before, and no member ran with
+        those: the job is over once the workers that wait for them have ended."""
+        left = {n.node.node_id for n in self.running + self.out}
+        return bool(self.absent and self.peers) and self.peers.isdisjoint(left)
+
+    @property
+    def survivors(self) -> tuple[NodeView, ...]:
+        """The members that continue, in rank order.
+
+        In-process members do not wait for one that restarts its workers: it returns as a joining
+        node once it is ready. If no member runs any more, all restart together.
+        """
+        if self.in_process:
+            return self.running
+        ready = [n for n in self.out if _is_ready(n)]
+        if not self.running and self._may_replace and ready:
+            # Some of their workers have died and were replaced: the others have the state, and a
+            # restart would discard it.
+            return tuple(ready)
+        place = {node_id: i for i, node_id in enumerate(self.world.node_ids)}
+        return tuple(sorted(self.running + self.out, key=lambda n: place[n.node.node_id]))
+
+    @property
+    def replacing(self) -> tuple[NodeView, ...]:
+        """No member runs or is ready, but these will be soon: some of their workers were replaced,
+        and the others wait with their state."""
+        if self.running or not self._may_replace or any(_is_ready(n) for n in self.out):
+            return ()
+        return tuple(n for n in self.out if n.node.state is NodeState.STARTING)
+
+    @property
+    def _may_replace(self) -> bool:
+        """If a replica takes several nodes, a death ends the collectives of all its workers."""
+        return self.world.nodes_per_replica == 1
+
+    @property
+    def changed(self) -> bool:
+        """The world cannot continue unchanged."""
+        if self.world.state is WorldState.PAUSED and not self.in_process:
+            return bool(self.gone)  # its members wait for a restart: nothing can be broken
+        return bool(self.gone or self.out or self.failure_reports or self.absent)
+
+    @property
+    def sentences(self) -> tuple[str, ...]:
+        """The problems, for users: all of a few, and the first of many."""
+        sentences = tuple(g.sentence for g in self.gone)
+        sentences += tuple(f"{name} had finished before" for name in self.absent)
+        if self.world.state is WorldState.ACTIVE or self.in_process:
+            name = {n.node.node_id: n.node.name for n in self.running}
+            # Peers of a failed worker report only their broken connections to it.
+            is_known = bool(self.out or any(g.cause is Cause.LOST for g in self.gone))
+            reports = [
+                r for r in self.failure_reports if not (is_known and is_consequence(r.error))
+            ]
+            sentences += tuple(_failure(n.node) for n in self.out)
+            sentences += tuple(f"{name[r.node_id]} reports: {r.error}" for r in reports)
+        if len(sentences) > MAX_SENTENCES + 1:
+            more = len(sentences) - MAX_SENTENCES
+            return (*sentences[:MAX_SENTENCES], f"and {more} other nodes like these")
+        return sentences
+
+    @property
+    def unbroken(self) -> bool:
+        """The survivors continue in a group of which no member failed or was lost (leaving is
+        neither): the next world can wait for the end of a step."""
+        groups = [n.node.running for n in self.running if n.node.running is not None]
+        if self.failure_reports or not groups or not (self.pending or self._taken_up(groups)):
+            return False
+        broken = {n.node.node_id for n in self.out}
+        broken |= {g.node_id for g in self.gone if g.cause is Cause.LOST}
+        ids = ids_in(groups)
+        if ids is None:
+            return False
+        # The loss of a node that was to leave with a pending plan ended the steps of the old group.
+        left = ids - self.world.id_set - self.alive
+        return not left and broken.isdisjoint(ids)
+
+    def _taken_up(self, groups: list[WorldReference]) -> bool:
+        """All members have entered this world: none is still building it with a node that was
+        evicted since."""
+        entered = all(group.generation >= self.world.generation for group in groups)
+        return entered and len(groups) == len(self.running)
+
+
+def ids_in(groups: Iterable[WorldReference]) -> set[str] | None:
+    """The nodes in any of these groups; None if one of them is only known by its name."""
+    distinct = {(group.generation, group.nonce): group_of(group) for group in groups}
+    ids: set[str] = set()
+    for group in distinct.values():
+        if group is None:
+            return None
+        ids.update(group)
+    return ids
+
+
+def _is_ready(n: NodeView) -> bool:
+    return n.node.state is NodeState.READY and n.node.in_process
+
+
+def classify_members(view: View, world: WorldRecord) -> MemberStatus:
+    """Classify the members of ``world``."""
+    present = {n.node.node_id: n for n in view.nodes}
+    missing = {m.member.node_id: m for m in view.missing}
+    running, out, gone, absent = [], [], [], []
+    groups, members = _Groups(view, world), frozenset(world.node_ids)
+    oldest = _oldest_group(view, world)
+    # The record of a finished node outlives it, so that a later leader does not take it for lost.
+    # A node that is gone cannot end the job in the name of others that were interrupted, however.
+    ended_nodes = [n for n in view.nodes if n.node.state is NodeState.FINISHED]
+    finished = [n.node.name for n in ended_nodes if n.liveness is Liveness.ALIVE]
+    ended: list[str] = []
+    ended_since_s: list[float] = []
+    for member in world.members:
+        n = present.get(member.node_id)
+        if n is None:
+            m = missing.get(member.node_id) or MissingMember(
+                member=member,
+                proved_dead=False,
+                last_sign_s=view.world_since_s,
+                is_known=False,
+            )
+            if m.finished:
+                finished.append(member.name)
+                ended.append(member.name)
+                ended_since_s.append(m.last_sign_s)
+                absent += [member.name] * _is_absent(m.running, world)
+            else:
+                gone.append(_lease_over(m, groups.possible_for(m)))
+        elif n.node.state is NodeState.FINISHED:
+            ended.append(member.name)
+            ended_since_s.append(n.state_since_s)
+            absent += [member.name] * _is_absent(n.node.running, world)
+        elif reason := _gone(n):
+            gone.append(reason)
+        elif _is_out(n.node, world, oldest):
+            out.append(n)
+        else:
+            running.append(n)
+    return MemberStatus(
+        world=world,
+        running=tuple(running),
+        out=tuple(out),
+        gone=tuple(gone),
+        finished=tuple(finished),
+        ended=tuple(ended),
+        ended_since_s=tuple(ended_since_s),
+        ended_before_s=tuple(n.state_since_s for n in ended_nodes if n.node.node_id not in members),
+        peers=_peers_of_finished(view),
+        went_on=_has_gone_on(ended_nodes, running + out),
+        absent=tuple(absent),
+        failure_reports=_failure_reports(view, world, running),
+        alive=frozenset(n.node.node_id for n in view.nodes if n.liveness is not Liveness.DEAD),
+    )
+
+
+def overdue_as_missing(view: View, now: float, policy: Policy) -> View:
+    """The view in which members that have been silent for too long count as missing.
+
+    A suspect usually loses its lease within seconds, and no node is excluded for a slow response.
+    But one that keeps renewing its lease, while the leader cannot reach it, would block a broken or
+    paused world, or the end of the job, indefinitely.
+    """
+    if view.world is None:
+        return view
+    status = classify_members(view, view.world)
+    is_ending = bool(status.finished or status.ended)
+    is_waited_for = status.changed or is_ending or status.world.state is WorldState.PAUSED
+    overdue = {
+        n.node.node_id
+        for n in (*status.running, *status.out)
+        if is_waited_for
+        and n.liveness is Liveness.SUSPECT
+        and now >= silent_until_s(n, view, status, policy)
+    }
+    if not overdue:
+        return view
+    missing = tuple(
+        MissingMember(
+            member=n.node.as_member(),
+            proved_dead=False,
+            last_sign_s=n.suspect_since_s or view.world_since_s,
+            running=n.node.running,
+            is_overdue=True,
+        )
+        for n in view.nodes
+        if n.node.node_id in overdue
+    )
+    nodes = tuple(n for n in view.nodes if n.node.node_id not in overdue)
+    return replace(view, nodes=nodes, missing=view.missing + missing)
+
+
+def silent_until_s(n: NodeView, view: View, status: MemberStatus, policy: Policy) -> float:
+    """Until when a decision waits for the lease of a suspect. (If it is not known when it fell
+    silent, it was not before the time used here.)"""
+    since_s = n.suspect_since_s
+    if since_s is None:
+        since_s = max(n.state_since_s, view.world_since_s)
+    if not (status.changed or status.world.state is WorldState.PAUSED):
+        return since_s + policy.takeover_s  # its workers may train without being reached
+    # Neither its agent nor its workers respond: two independent signs of a partition.
+    is_cut_off = n.node.node_id in accused(status)
+    return since_s + (policy.cut_off_s if is_cut_off else policy.suspect_s)
+
+
+def _is_absent(running: WorldReference | None, world: WorldRecord) -> bool:
+    """Whether a member that finished in ``running`` will never enter ``world``, for which its
+    workers would have to restart: the other members would wait for it."""
+    is_older = running is not None and running.generation < world.generation
+    return is_older and world.mode == "restart"
+
+
+def _has_gone_on(finished: list[NodeView], remaining: list[NodeView]) -> bool:
+    """Whether a member has run a later world than any node that finished: those had ended early,
+    and the job is not over once their peers are lost."""
+    last = max((n.node.running.generation for n in finished if n.node.running), default=math.inf)
+    return any((n.node.last_run or 0) > last for n in remaining)
+
+
+def _peers_of_finished(view: View) -> frozenset[str]:
+    finished = (n.node for n in view.nodes if n.node.state is NodeState.FINISHED)
+    groups = (node.running for node in finished if group_of(node.running) is not None)
+    return frozenset(ids_in(group for group in groups if group is not None) or ())
+
+
+def _lease_over(m: MissingMember, groups: tuple[frozenset[str], ...]) -> Gone:
+    how = "silent, and its lease has expired"
+    if m.is_overdue:
+        how = "silent, although its lease is renewed"
+    if m.proved_dead:
+        how = "its process is dead"
+    return Gone(
+        node_id=m.member.node_id,
+        cause=Cause.LOST,
+        sentence=f"{m.member.name} is lost ({how})",
+        proved=m.proved_dead,
+        last_sign_s=m.last_sign_s,
+        groups=groups,
+        is_overdue=m.is_overdue,
+    )
+
+
+class _Groups:
+    """The groups in which the workers of missing members of ``world`` may still step."""
+
+    def __init__(self, view: View, world: WorldRecord) -> None:
+        self._current = frozenset(world.node_ids)
+        ran: dict[int, set[str]] = {}
+        for member in world.members:
+            if member.ran_generation:
+                ran.setdefault(member.ran_generation, set()).add(member.node_id)
+        self._ran = {generation: frozenset(ids) for generation, ids in ran.items()}
+        # In process, members agree before they report a world: all have entered it if one has.
+        # (Workers of restart mode are only about to start when their node reports it.)
+        self._is_entered = world.mode == "in-process" and any(
+            n.node.running is not None
+            and n.node.running.generation >= world.generation
+            and n.node.node_id in self._current
+            for n in view.nodes
+        )
+
+    def possible_for(self, m: MissingMember) -> tuple[frozenset[str], ...]:
+        """If this leader has never seen its key, they are the current world, and the one that it
+        ran when that was written."""
+        if m.proved_dead or (m.is_known and m.running is None):
+            return ()
+        if self._is_entered:
+            return (self._current,)
+        if (ids := group_of(m.running)) is not None:
+            return (frozenset(ids),)
+        ran = m.running.generation if m.running is not None else m.member.ran_generation
+        if ran == 0:
+            return (self._current,)
+        alone = frozenset((m.member.node_id,))
+        return (self._current, alone if ran is None else self._ran.get(ran, alone))
+
+
+def _gone(n: NodeView) -> Gone | None:
+    if n.liveness is Liveness.DEAD:
+        cause, sentence = Cause.LOST, f"{n.node.name} is lost (its process is dead)"
+    elif n.node.state is NodeState.LEAVING:
+        cause, sentence = Cause.LEFT, f"{n.node.name} leaves"
+    elif n.node.state is NodeState.FAILED:
+        cause, sentence = Cause.LOST, _failure(n.node)
+    else:
+        return None
+    return Gone(
+        node_id=n.node.node_id,
+        cause=cause,
+        sentence=sentence,
+        proved=True,
+        last_sign_s=n.state_since_s,
+    )
+
+
+def _oldest_group(view: View, world: WorldRecord) -> int:
+    """The oldest generation that a member still runs; ``world``'s own unless a switch to it is
+    pending."""
+    if world.switch_at_step is None:
+        return world.generation
+    ids = set(world.node_ids)
+    groups = (n.node.running for n in view.nodes if n.node.node_id in ids)
+    return min((g.generation for g in groups if g is not None), default=world.generation)
+
+
+def _is_out(node: Node, world: WorldRecord, oldest: int) -> bool:
+    """The workers with which this node was to be in ``world`` have ended."""
+    if node.running is not None:
+        return False
+    if node.arrived_for >= min(oldest, world.generation):
+        return True
+    # An in-process world has no members without ready workers. A member without them lost them
+    # before it could enter, regardless of the generation that they ran.
+    return world.mode == "in-process" and node.state is not NodeState.READY
+
+
+def _failure(node: Node) -> str:
+    if node.failure and (line := exception_line(node.failure)):
+        return f"{node.name} failed: {line[:MAX_FAILURE_CHARS]}"
+    if node.failure_exit_code:
+        return f"{node.name} failed with exit code {node.failure_exit_code}"
+    return f"{node.name} left generation {node.arrived_for}"
+
+
+def _failure_reports(
+    view: View, world: WorldRecord, running: list[NodeView]
+) -> tuple[FailureReport, ...]:
+    """Failure reports for the generation that the reporting node runs. A newer world supersedes
+    older reports.
+
+    While a planned switch is pending, members still run the previous world, and their reports
+    count. Once one member runs the new world, all of them have joined it, and it supersedes reports
+    about the previous world. An immediate world does so from its start.
+    """
+    nodes = {n.node.node_id: n.node for n in running}
+    groups = [n.node.running.generation for n in running if n.node.running is not None]
+    switched = world.switch_at_step is None or any(g >= world.generation for g in groups)
+    floor = world.generation if switched else min(groups, default=world.generation)
+    return tuple(t for t in view.failure_reports if t.node_id in nodes and t.generation >= floor)
+
+
+def settling_until_s(view: View, status: MemberStatus, now: float, policy: Policy) -> float | None:
+    """Until when a decision waits for the cause of a failure; None: it can be made now.
+
+    A failure report with all members alive is held briefly: news of a death may explain it, and a
+    world of the same members would have to be torn down at once. The same applies to workers that
+    ended because of a peer, while the peer has not reported its own error.
+    """
+    if (until_s := _origin_known_until_s(status, now, policy)) is not None:
+        return until_s
+    if (until_s := _all_failed_until_s(status, now, policy)) is not None:
+        return until_s
+    since_s = view.failing_since_s
+    if since_s is None or status.gone or status.out or not status.failure_reports:
+        return None
+    settle_s = policy.failure_settle_s
+    if accused(status) - {report.node_id for report in status.failure_reports}:
+        # Both ends of a broken connection detect it almost at the same time. Without a report of
+        # the accused node it is not known which of the two to exclude.
+        settle_s = max(settle_s, policy.origin_settle_s)
+    elif not (status.has_run or status.pending or accused(status)):
+        # A group could not be built. Members that others release report at once; the one that
+        # knows which peer it could not reach may be later.
+        settle_s = max(settle_s, policy.origin_settle_s)
+    until_s = since_s + settle_s
+    return until_s if now < until_s else None
+
+
+def _all_failed_until_s(status: MemberStatus, now: float, policy: Policy) -> float | None:
+    """A worker that fails with an error of its own is often not the only one: the same statement
+    fails on all ranks, within milliseconds. They are one incident, and save their last commit
+    together."""
+    by_itself = [n for n in status.out if (n.node.failure_exit_code or 0) > 0]
+    if not (status.in_process and by_itself) or status.gone:
+        return None
+    until_s = min(n.state_since_s for n in by_itself) + policy.failure_settle_s
+    return until_s if now < until_s else None
+
+
+def accused(status: MemberStatus) -> frozenset[str]:
+    """Members that others report as unreachable."""
+    reports = status.failure_reports
+    ids = {n.node.node_id for n in status.running}
+    return frozenset(ids & {i for r in reports for i in r.accused if i != r.node_id})
+
+
+def _origin_known_until_s(status: MemberStatus, now: float, policy: Policy) -> float | None:
+    """Restart mode, while all known failures are consequences of another member's failure."""
+    if status.in_process or status.gone or not status.out or not status.running:
+        return None
+    if not all(is_consequence(n.node.failure) for n in status.out):
+        return None
+    until_s = min(n.state_since_s for n in status.out) + policy.origin_settle_s
+    return until_s if now < until_s else None
+
+
+# ----------------------------------------------------------------------------
+# The job's step rate, and the switch step of a planned world.
+#
+# docs/explanation/protocol.md, section 6, "Planned change".
+
+
+@dataclass(frozen=True)
+class StepRate:
+    """The last report of one node's workers."""
+
+    generation: int  # the world in which they step
+    step: int  # steps committed, which is also the number of the current step
+    step_time_s: float  # a recent step's duration; 0: not known
+    at_s: float  # when it was reported, on the monotonic clock of this agent
+
+
+def switch_step(step_rate: StepRate, now: float) -> int:
+    """The first step of a planned world.
+
+    Every rank contributes to a collective of the previous step, so all of them must have received
+    the plan by then. Ranks differ by at most one step: two ahead is the earliest possible. Too
+    early costs one repeated step, too late only makes the joining nodes wait.
+    """
+    if step_rate.step_time_s <= 0:
+        return step_rate.step + 2
+    since_s = min(max(0.0, now - step_rate.at_s), EXTRAPOLATE_S)
+    ahead = math.ceil(ANNOUNCEMENT_S / step_rate.step_time_s)
+    return step_rate.step + int(since_s / step_rate.step_time_s) + max(2, ahead)

@@ -1,5 +1,4 @@
-"""Telemetry of a job: log lines, events, and the samples that took effect.
+"""Events, journals, and the account of where time went.
 
-Start with ``log``, which writes lines to stderr; ``journal`` writes events as JSON, ``ledger`` the
-samples of each step. May import events, messages and tuning.
+Start reading in ``events``.
 """

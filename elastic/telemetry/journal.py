@@ -3,7 +3,7 @@
 With ``ELASTIC_JOURNAL=folder`` each process appends to ``folder/<node>-<pid>.jsonl``. One line is
 one ``write`` on a file opened for appending. A line truncated by a kill or a full disk is not
 valid JSON, and the next one begins on a new line. docs/reference/events.md lists the fields of
-lines; :mod:`elastic.telemetry.journal_reader` reads them back.
+lines; :mod:`elastic.telemetry.reader` reads them back.
 
 A file is rotated at an eighth of ``ELASTIC_JOURNAL_MIB`` (default 64): beyond that bound a process
 removes its oldest file except the first, which has the beginning of the run. Readers see the gap in
@@ -23,10 +23,9 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any, Protocol
 
-from elastic.clock import SYSTEM_CLOCK, Clock
-from elastic.events import Event, JournalClosed, JournalOpened, WorldEntered
-from elastic.telemetry.log import LogOrigin, get_logger
-from elastic.telemetry.printable import shorten
+from elastic.errors import SYSTEM_CLOCK, Clock
+from elastic.telemetry.events import Event, JournalClosed, JournalOpened, WorldEntered
+from elastic.telemetry.log import LogOrigin, get_logger, shorten
 
 SCHEMA = 1  # of the lines; incremented when a field changes its meaning or is removed
 # Fields of every line in addition to the event's own.

@@ -28,7 +28,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import TypeVar
 
-from elastic.clock import SYSTEM_CLOCK, Clock
+from elastic.errors import SYSTEM_CLOCK, Clock
 from elastic.membership.records import Keys, Leader, Node, WorldRecord, decode
 from elastic.store.keyvalue import KeyValue
 from elastic.testing.forks.server import ForkServer
@@ -327,7 +327,8 @@ class LocalCluster:
 
     def _open_etcd(self) -> KeyValue:
         # Imported here: a process that tests another backend and forks must not load grpc.
-        from elastic.store.etcd.store import EtcdConfig, EtcdStore, parse_endpoints
+        from elastic.store.client import EtcdConfig, parse_endpoints
+        from elastic.store.etcd import EtcdStore
 
         return EtcdStore(EtcdConfig(endpoints=parse_endpoints(",".join(self.endpoints))))
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from elastic.clock import SYSTEM_CLOCK, Clock
+from elastic.errors import SYSTEM_CLOCK, Clock
 from elastic.testing.forks.server import ForkedPopen, ForkServer, can_fork
 from elastic.testing.processes import (
     TOKEN,

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from elastic.clock import SYSTEM_CLOCK
+from elastic.errors import SYSTEM_CLOCK
 
 TOKEN = "ELASTIC_TEST_TOKEN"
 """Environment variable that marks every process of a test cluster: ``<cluster>/<node>``."""

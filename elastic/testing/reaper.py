@@ -17,7 +17,7 @@ import subprocess
 import sys
 import uuid
 
-from elastic.clock import SYSTEM_CLOCK
+from elastic.errors import SYSTEM_CLOCK
 from elastic.testing.processes import is_alive, kill_owned_by
 
 # Not ELASTIC_…: benchmarks of plain torchrun remove such variables.

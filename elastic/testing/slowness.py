@@ -10,7 +10,7 @@ from __future__ import annotations
 import subprocess
 import sys
 
-from elastic.clock import SYSTEM_CLOCK, Clock
+from elastic.errors import SYSTEM_CLOCK, Clock
 
 # Start an interpreter and import torch, like every agent and worker. An idle core of 2024 takes
 # 1.8 s with the files in the page cache.

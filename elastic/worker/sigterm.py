@@ -14,11 +14,11 @@ import threading
 from collections.abc import Callable
 from types import FrameType
 
-from elastic.clock import SYSTEM_CLOCK
+from elastic.errors import SYSTEM_CLOCK
+from elastic.groups.world import is_launched
 from elastic.telemetry.log import get_logger
-from elastic.tuning.worker_intervals import SIGTERM_ASK_S
+from elastic.tuning.intervals import SIGTERM_ASK_S
 from elastic.worker.worlds import Worlds
-from elastic.world.world import is_launched
 
 EXIT_CODE = 128 + signal.SIGTERM
 # The agent creates this file when it ends its workers permanently: it works without a link, too.

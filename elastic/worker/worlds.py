@@ -1,36 +1,45 @@
-"""Receives worlds from the agent, and reports to it: the worker's end of the link.
-
-The link's thread receives a new world and aborts the collectives of the old one; the main thread
-checks whether to continue, and waits here for the next world.
-"""
+"""The worlds that a worker receives, and what it reports of itself."""
 
 from __future__ import annotations
 
+import functools
 import math
 import os
 import threading
 from collections.abc import Callable, Mapping
 from typing import Protocol
 
-from elastic.clock import SYSTEM_CLOCK, Clock
-from elastic.errors import ConfigError, TrainingError
-from elastic.events import Event
-from elastic.hangs.facts import Phase
-from elastic.hangs.phases import phases
-from elastic.link.client import LinkClient
-from elastic.link.protocol import (
+from elastic import torch_private
+from elastic.errors import (
+    SYSTEM_CLOCK,
+    Clock,
+    ConfigError,
+    GroupBuildFailed,
+    LinkError,
+    TrainingError,
+)
+from elastic.groups.faults import unreachable_peers
+from elastic.groups.store import GroupSpec
+from elastic.groups.world import World, node_name
+from elastic.hangs import stacks
+from elastic.hangs.page import Phase, phases, step_windows
+from elastic.hangs.verdict import parse
+from elastic.link.link import (
     COUNTED,
     CollectiveFailure,
     CountEvents,
     Entered,
     Exiting,
     FlightAsk,
+    FlightTrace,
     Heartbeat,
     Left,
+    LinkClient,
     MeasureSteps,
     Message,
     Permit,
     ProfileSteps,
+    ProgressPage,
     Ready,
     ReplicaJoin,
     ReplicaMeet,
@@ -40,18 +49,168 @@ from elastic.link.protocol import (
     StepReport,
     WorldMessage,
 )
-from elastic.stragglers.windows import step_windows
+from elastic.telemetry.events import Event
 from elastic.telemetry.log import get_logger
-from elastic.tuning.worker_intervals import WORKER_SLICE_S, WORLD_LOOK_S
-from elastic.worker.flight_recorder import FlightRecorder
-from elastic.worker.hang_page import offer_page
-from elastic.world.faults import GroupBuildFailed, unreachable_peers
+from elastic.tuning.intervals import LINK_CLOSE_S, WORKER_SLICE_S, WORLD_LOOK_S, peer_silence_of
+from elastic.wire.handshake import SecretKey
+from elastic.wire.messages import derive, world_variables
+
+# ----------------------------------------------------------------------------
+# Calls that may block, beside the link's thread, which must receive worlds in the meantime.
+
+
+class SingleCall:
+    """At most one call at a time, on a thread of its own. Its owner calls ``close``."""
+
+    def __init__(self, thread_name: str) -> None:
+        self._name = thread_name
+        self._thread: threading.Thread | None = None
+
+    def start(self, call: Callable[..., object], *arguments: object) -> None:
+        """Start a call, unless the previous one has not returned. On the link's thread only."""
+        if self._thread is not None and self._thread.is_alive():
+            return
+        self._thread = threading.Thread(target=call, args=arguments, name=self._name, daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Wait for a pending call, but only for LINK_CLOSE_S: it may be blocked."""
+        if self._thread is not None:
+            self._thread.join(LINK_CLOSE_S)
+
+
+# ----------------------------------------------------------------------------
+# Sends this worker's recent collectives, from torch's flight recorder, at the agent's request.
+#
+# It does so on a separate thread: the recorder queries the device for the state of each
+# collective, and a hung device may not respond. The link's thread must receive worlds in the
+# meantime.
+
+
+class FlightRecorder:
+    """One per process. Its owner calls ``close``."""
+
+    def __init__(self, send: Callable[[FlightTrace], object], clock: Clock = SYSTEM_CLOCK) -> None:
+        self._send = send
+        self._clock = clock
+        self._world = (0, 0)  # the generation, and its start (wall clock, ns)
+        self._call = SingleCall("elastic-flight-recorder")
+
+    def enter_generation(self, generation: int) -> None:
+        """Ignore earlier records: they belong to another world, whose groups also count from 1."""
+        self._world = generation, int(self._clock.wall() * 1e9)
+
+    def dump(self) -> None:
+        """Start to send the records, unless the previous response is still pending. Called on the
+        link's thread only."""
+        self._call.start(self._dump, *self._world)
+
+    def close(self) -> None:
+        """Wait for a pending response, but not for long: the device may hang."""
+        self._call.close()
+
+    def _dump(self, generation: int, since_ns: int) -> None:
+        try:
+            dumps = torch_private.flight_recorder_dumps()
+            newest, began_ns = self._world  # maybe a later world, if this thread was slow
+            entries = parse(dumps, since_ns, began_ns if newest != generation else None)
+            self._send(FlightTrace(generation=generation, entries=entries))
+        except (RuntimeError, LinkError) as error:  # a hang report without it is better than none
+            get_logger().warning("the flight recorder's dump failed: %s", error)
+
+
+# ----------------------------------------------------------------------------
+# What a worker provides for hang detection: its progress page, and its stacks.
+
+
+def offer_page() -> ProgressPage | None:
+    """Keep a progress page from now on, and return the message with its descriptors for the agent.
+
+    None if the page or the stacks could not be created; then the worker's hangs go undetected.
+    """
+    try:
+        page_fd = phases.start()
+        source = _offer_stacks()
+    except OSError as error:
+        get_logger().warning("hangs of this worker will not be detected: %s", error)
+        return None
+    _watch_batches()
+    return ProgressPage(fd=page_fd, stacks_fd=source.fd, stacks_signal=source.signum)
+
+
+@functools.cache  # once per process
+def _offer_stacks() -> stacks.StackSource:
+    return stacks.offer()
+
+
+@functools.cache
+def _watch_batches() -> None:
+    torch_private.watch_batches(phases.enter_batch, phases.enter)
+
+
+# ----------------------------------------------------------------------------
+# Converts a world received from the agent: to the worker's world, its group, its environment.
+
+
+def world_of(message: WorldMessage) -> World:
+    """The world, as the training code uses it."""
+    return derive(World, message.world, message.assignment, node=node_name(), is_launched=True)
+
+
+def group_spec(message: WorldMessage) -> GroupSpec:
+    """The parameters from which the world's process group is built."""
+    return derive(
+        GroupSpec,
+        message.world,
+        message.assignment,
+        store_key=SecretKey.parse(message.store_key),
+        store_tls=message.store_tls,
+        silence_s=peer_silence_of(os.environ),
+    )
+
+
+def replica_spec(message: ReplicaMeet, size: int) -> GroupSpec | None:
+    """The parameters of the group of a replica of ``size`` ranks; None if one node holds it."""
+    if not message.port:
+        return None
+    return GroupSpec(
+        generation=0,
+        nonce=message.nonce,
+        rank=message.rank,
+        size=size,
+        store_host=message.host,
+        store_port=message.port,
+        store_key=SecretKey.parse(message.store_key),
+        store_tls=message.store_tls,
+        silence_s=peer_silence_of(os.environ),
+    )
+
+
+def write_environment(message: WorldMessage) -> None:
+    """Set the environment variables that torchrun would have set, had it started this world."""
+    assert message.assignment is not None, "this node is not in the world"
+    variables = world_variables(
+        message.world,
+        message.assignment,
+        node_rank=message.node_rank,
+        nodes=message.nodes,
+        store_host=message.world.store_host,
+        store_port=message.world.store_port,
+    )
+    os.environ.update(variables)
+
+
+# ----------------------------------------------------------------------------
+# Receives worlds from the agent, and reports to it: the worker's end of the link.
+#
+# The link's thread receives a new world and aborts the collectives of the old one; the main thread
+# checks whether to continue, and waits here for the next world.
 
 AGENT_DIED_EXIT_CODE = 1
 
 
 class ToAgent(Protocol):
-    """The sending side of a :class:`~elastic.link.client.LinkClient`."""
+    """The sending side of a :class:`~elastic.link.link.LinkClient`."""
 
     def send(self, message: Message) -> None: ...
     def send_heartbeat(self, heartbeat: Heartbeat) -> None: ...

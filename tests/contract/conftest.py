@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 import pytest
 from store_kinds import Backend, ClusterBackend, MemoryBackend, SingleBackend
 
-from elastic.store.embedded.etcd import EmbeddedCluster
+from elastic.store.embedded import EmbeddedCluster
 from elastic.store.keyvalue import KeyValue
 
 

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from elastic.store.embedded.etcd import EmbeddedCluster, EmbeddedEtcd
-from elastic.store.etcd.store import EtcdConfig, EtcdStore, parse_endpoints
+from elastic.store.client import EtcdConfig, parse_endpoints
+from elastic.store.embedded import EmbeddedCluster, EmbeddedEtcd
+from elastic.store.etcd import EtcdStore
 from elastic.store.keyvalue import KeyValue, Lease
 from elastic.testing.doubles.memory_store import MemoryServer, MemoryStore
 from elastic.testing.waiting import eventually
@@ -53,7 +54,7 @@ def open_etcd(endpoint: str) -> EtcdStore:
 
 def revoke(endpoint: str, lease: Lease) -> None:
     """Revoke a lease, which has the effect of an expiry without the wait."""
-    from elastic.store.etcd.compat import load_grpc, load_rpc
+    from elastic.store.client import load_grpc, load_rpc
 
     def attempt() -> bool:
         for address in endpoint.split(","):

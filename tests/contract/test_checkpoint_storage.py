@@ -10,14 +10,11 @@ import fsspec
 import pytest
 from s3_server import S3Server, s3_server
 
-from checkpoints.memory.node_memory import NodeMemory
-from checkpoints.storage import fsspec_store
-from checkpoints.storage.fsspec_store import FsspecObjects, open_url
-from checkpoints.storage.local import LocalStorage
-from checkpoints.storage.object_storage import ObjectStorage
-from checkpoints.storage.protocol import Storage
-from checkpoints.testing.faults import FaultyObjects, FaultyStorage, StorageFault
-from checkpoints.testing.memory_storage import MemoryStorage
+from checkpoints import objects as fsspec_store
+from checkpoints.memory import NodeMemory
+from checkpoints.objects import FsspecObjects, ObjectStorage, open_url
+from checkpoints.storage import LocalStorage, Storage
+from checkpoints.testing import FaultyObjects, FaultyStorage, MemoryStorage, StorageFault
 
 NAME = "step-000000001.g2.ab"
 ATTEMPT = f".tmp-{NAME}"

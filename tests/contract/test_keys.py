@@ -154,7 +154,7 @@ def test_a_long_prefix_is_read_in_pages(
     open_store: Callable[[], KeyValue], root: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A reply of etcd is limited in size, and a job's nodes are not."""
-    monkeypatch.setattr("elastic.store.etcd.store.PAGE_KEYS", 2)
+    monkeypatch.setattr("elastic.store.etcd.PAGE_KEYS", 2)
     store = open_store()
     for number in range(5):
         store.put(f"{root}nodes/{number}", b"%d" % number)

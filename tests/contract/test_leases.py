@@ -9,8 +9,7 @@ import pytest
 from etcd_fixtures import PATIENCE_S, Recorder
 from store_kinds import Backend
 
-from elastic.clock import SYSTEM_CLOCK
-from elastic.errors import CoordinationError, LeaseGone
+from elastic.errors import SYSTEM_CLOCK, CoordinationError, LeaseGone
 from elastic.store.keyvalue import KeyValue
 from elastic.testing.waiting import eventually
 

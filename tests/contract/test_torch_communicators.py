@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-from elastic.process_group import communicators, semantics
+from elastic.groups import group, pending
 
 ABORT = inspect.getsource(distributed_c10d._abort_process_group)
 NCCL_BACKENDS = ("ProcessGroupNCCL", "ProcessGroupNCCL2")
@@ -54,7 +54,7 @@ def test_the_backends_own_region_is_preferred() -> None:
         def _group_end(self) -> None:
             calls.append("group end")
 
-    with communicators._as_one(object(), Legacy(), torch.device("cpu")):
+    with group._as_one(object(), Legacy(), torch.device("cpu")):
         calls.append("aborts")
     assert calls == ["group start", "aborts", "group end"]
 
@@ -72,15 +72,15 @@ def test_the_region_ends_if_an_abort_fails() -> None:
 
     with (
         pytest.raises(RuntimeError),
-        communicators._as_one(object(), Legacy(), torch.device("cpu")),
+        group._as_one(object(), Legacy(), torch.device("cpu")),
     ):
         raise RuntimeError("the abort fails")
     assert calls == ["group start", "group end"]
 
 
 def test_every_backend_named_nccl_runs_on_a_stream() -> None:
-    """A new name must be checked, and added to elastic/process_group/semantics.py."""
+    """A new name must be checked, and added to elastic/groups/pending.py."""
     names = {name for name in dist.Backend.backend_list if "nccl" in name}
     assert names
     for name in names:
-        assert semantics._BY_BACKEND[name].is_on_stream, name
+        assert pending._BY_BACKEND[name].is_on_stream, name

@@ -28,14 +28,14 @@ from torch.distributed.elastic.rendezvous.api import (
 from torch.distributed.elastic.utils import store as store_util
 
 from elastic.errors import ConfigError
-from elastic.events import Event
-from elastic.membership.records import Cause, Member, ProcessDigest, WorldRecord, WorldState
-from elastic.rendezvous import torch_private
-from elastic.rendezvous.entrypoint import create_handler
-from elastic.rendezvous.error_files import tolerate_unreadable_error_files
-from elastic.rendezvous.replacement import Replacement
+from elastic.launcher import torch_agent
+from elastic.launcher.entrypoint import create_handler
+from elastic.launcher.launch import Replacement, tolerate_unreadable_error_files
+from elastic.membership.records import Member, ProcessDigest, WorldRecord
+from elastic.telemetry.events import Event
 from elastic.testing.forks.server import run_forked
 from elastic.testing.waiting import PATIENCE_S
+from elastic.wire.messages import Cause, WorldState
 
 PROCESS = ProcessDigest(table="t", pid=1, start_ticks=1)
 
@@ -76,14 +76,14 @@ class OneWorld(RendezvousHandler):
 
     def __init__(self, given: WorldRecord, index: int) -> None:
         self._world, self._index = given, index
-        self.calls: list[torch_private.CallingAgent] = []
+        self.calls: list[torch_agent.CallingAgent] = []
 
     def get_backend(self) -> str:
         return "test"
 
     def next_rendezvous(self) -> RendezvousInfo:
-        self.calls.append(torch_private.calling_agent())
-        store = torch_private.private_store(self._world.members)
+        self.calls.append(torch_agent.calling_agent())
+        store = torch_agent.private_store(self._world.members)
         info = RendezvousStoreInfo(self._world.store_host, self._world.store_port)
         return RendezvousInfo(store, self._index, len(self._world.members), info)
 
@@ -129,7 +129,7 @@ def test_ranks_are_assigned_and_the_exit_barrier_passes_without_any_peer(
 
 def test_the_exit_barrier_uses_the_prefilled_key() -> None:
     prefilled = f"{api._TERMINAL_STATE_SYNC_ID}{store_util._NUM_MEMBERS}"
-    assert prefilled == torch_private._EXIT_BARRIER_MEMBERS
+    assert prefilled == torch_agent._EXIT_BARRIER_MEMBERS
 
 
 def test_the_calling_agent_and_its_failure_are_found_on_the_stack() -> None:
@@ -145,7 +145,7 @@ def test_the_calling_agent_and_its_failure_are_found_on_the_stack() -> None:
     assert agent.run().state == api.WorkerState.SUCCEEDED
     first, second = handler.calls
     assert (first.nproc, first.role, first.max_restarts, first.failure) == (1, "trainer", 5, None)
-    assert second.failure == torch_private.WorkerFailure("ValueError: bad loss", 3)
+    assert second.failure == torch_agent.WorkerFailure("ValueError: bad loss", 3)
 
 
 @pytest.mark.parametrize(
@@ -163,7 +163,7 @@ def test_a_partly_written_error_file_does_not_end_the_agent(
     handler = OneWorld(world(1), 0)
     agent = agent_for(handler, 1, script, max_restarts=5)
     assert agent.run().state == api.WorkerState.SUCCEEDED
-    assert handler.calls[1].failure == torch_private.WorkerFailure(None, -signal.SIGKILL)
+    assert handler.calls[1].failure == torch_agent.WorkerFailure(None, -signal.SIGKILL)
 
 
 class Replacing(OneWorld):
@@ -176,7 +176,7 @@ class Replacing(OneWorld):
         self.is_replacing = False
 
     def num_nodes_waiting(self) -> int:
-        supervision = torch_private.supervision()
+        supervision = torch_agent.supervision()
         assert supervision is not None, "torch's internals differ"
         self.replacement.look(supervision)
         return 0
@@ -218,7 +218,7 @@ def test_torch_supervises_the_replacement_of_a_dead_worker(
 
 def test_a_call_without_an_agent_on_the_stack_is_rejected() -> None:
     with pytest.raises(ConfigError, match="not called by torchrun's agent"):
-        torch_private.calling_agent()
+        torch_agent.calling_agent()
 
 
 class Attaching(OneWorld):
@@ -230,7 +230,7 @@ class Attaching(OneWorld):
 
     def next_rendezvous(self) -> RendezvousInfo:
         if not self.calls:
-            torch_private.attach(
+            torch_agent.attach(
                 around_start=self.starting, on_signal=lambda e: self.seen.append(e.sigval.name)
             )
         return super().next_rendezvous()
@@ -254,7 +254,7 @@ def test_workers_are_started_inside_the_given_context() -> None:
 def test_a_signal_is_reported_after_the_workers_have_ended() -> None:
     class Interrupted(Attaching):
         def num_nodes_waiting(self) -> int:
-            raise torch_private.signal_exception(signal.SIGHUP)
+            raise torch_agent.signal_exception(signal.SIGHUP)
 
     handler = Interrupted(world(1), 0)
     agent = agent_for(handler, 1, "exec sleep 600")
@@ -271,7 +271,7 @@ import torch.distributed.run as torchrun
 from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.rendezvous import rendezvous_handler_registry
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
-from elastic.rendezvous import torch_private
+from elastic.launcher import torch_agent as torch_private
 
 def create(parameters):
     print(torch_private.launcher().name, flush=True)
@@ -307,8 +307,8 @@ def test_the_backends_etcd_and_etcd_v3_are_registered() -> None:
 
 
 def test_torch_installs_no_handlers_of_signals(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(torch_private.SIGNALS_VARIABLE, "SIGTERM,SIGINT")
-    assert torch_private.handled_signals() == ["SIGTERM", "SIGINT"]
+    monkeypatch.setenv(torch_agent.SIGNALS_VARIABLE, "SIGTERM,SIGINT")
+    assert torch_agent.handled_signals() == ["SIGTERM", "SIGINT"]
     done = run_forked([sys.executable, "-c", START], timeout_s=PATIENCE_S)
     assert done.stdout.split() == ["True"], done.stderr
     assert done.stderr == "", "torch warns in other words that it handles no signal"
@@ -317,8 +317,8 @@ def test_torch_installs_no_handlers_of_signals(monkeypatch: pytest.MonkeyPatch) 
 START = """
 import signal
 from torch.distributed.elastic.multiprocessing import api
-from elastic.rendezvous import torch_private
-from elastic.rendezvous.scripts.restart_notice import drop_signal_warnings
+from elastic.launcher import torch_agent as torch_private
+from elastic.launcher.scripts import drop_signal_warnings
 
 class Context(api.MultiprocessContext):
     def _start(self):

@@ -21,39 +21,38 @@ from torch.distributed.elastic.rendezvous.api import RendezvousParameters
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 
-from elastic import torch_private as of_workers
-from elastic import torch_versions
+from elastic import torch_private
 from elastic.errors import ConfigError
-from elastic.rendezvous import torch_private as of_agents
-from elastic.rendezvous.entrypoint import create_handler
+from elastic.launcher import torch_agent
+from elastic.launcher.entrypoint import create_handler
 from elastic.testing.forks.server import run_forked
 from elastic.testing.waiting import PATIENCE_S
-from elastic.training.gradients.wrap import ElasticDDP
+from elastic.train.ddp import ElasticDDP
 
 REPOSITORY = Path(__file__).parents[2]
 # Modules that may use private names.
 PLACES = {
-    "elastic/rendezvous/torch_private.py",
-    "elastic/rendezvous/torch_registry.py",  # must import nothing heavy; optional
+    "elastic/launcher/torch_agent.py",
+    "elastic/launcher/entrypoint.py",  # must import nothing heavy; optional
     "elastic/torch_private.py",
     "elastic/torch_fsdp.py",
-    "checkpoints/tensors/torch_private.py",
-    "elastic/process_group/communicators.py",  # NCCL's abort
+    "checkpoints/torch_private.py",
+    "elastic/groups/group.py",  # NCCL's abort
     "elastic/testing/doubles/nccl_semantics.py",  # a backend of torch's kind, for tests
     "elastic/testing/doubles/device_stream.py",  # its device
 }
 # By file: names that are not torch's, or are read with a default.
 ELSEWHERE = {
-    "elastic/cli/command_parser.py": {"_actions"},  # argparse
-    "elastic/cli/kube/options.py": {"_ActionsContainer"},  # argparse
+    "elastic/cli/arguments.py": {"_actions"},  # argparse
+    "elastic/cli/kube.py": {"_ActionsContainer"},  # argparse
     "elastic/testing/forks/server.py": {"_devnull"},  # subprocess
     "elastic/testing/small_world/worker.py": {"_clear", "_run_exitfuncs"},  # atexit
 }
 # By file outside of these: attributes that are replaced in other modules and classes.
 REPLACED = {
-    "elastic/process_group/patches.py": {"dist.Work.wait", "sys.excepthook"},  # with an end
-    "elastic/world/failure.py": {"sys.excepthook"},  # reports the error, then calls the other one
-    "elastic/hangs/phases.py": {"pdb.Pdb.interaction"},  # a debugger prompt is not a hang
+    "elastic/groups/pending.py": {"dist.Work.wait", "sys.excepthook"},  # with an end
+    "elastic/groups/faults.py": {"sys.excepthook"},  # reports the error, then calls the other one
+    "elastic/hangs/page.py": {"pdb.Pdb.interaction"},  # a debugger prompt is not a hang
     # Processes that become another program: its arguments and files.
     "elastic/testing/forks/server.py": {
         "sys.__stdin__",
@@ -240,24 +239,24 @@ def test_every_overridden_private_method_of_ddp_is_checked() -> None:
     kind = DistributedDataParallel
     methods = {name for name, method in vars(ElasticDDP).items() if callable(method)}
     replaced = {name for name in methods if is_private(name) and hasattr(kind, name)}
-    looked_for = {path.rpartition(".")[2] for path in of_workers.NAMES}
+    looked_for = {path.rpartition(".")[2] for path in torch_private.NAMES}
     assert replaced <= looked_for
     assert {"_distributed_broadcast_coalesced", "_set_static_graph"} <= replaced
 
 
 def test_the_installed_torch_has_all_private_names() -> None:
-    of_workers.check()
-    of_agents.check()
+    torch_private.check()
+    torch_agent.check()
 
 
 def test_missing_names_are_reported_in_one_message(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr("torch._foreach_mul_")
     monkeypatch.delattr("torch.utils.data.DataLoader._get_iterator")
     with pytest.raises(ConfigError) as caught:
-        of_workers.check()
+        torch_private.check()
     message = str(caught.value)
     assert "torch._foreach_mul_, torch.utils.data.DataLoader._get_iterator" in message
-    assert torch.__version__ in message and torch_versions.SUPPORTED in message
+    assert torch.__version__ in message and torch_private.SUPPORTED in message
     assert "pip install" in caught.value.hint
 
 
@@ -301,11 +300,11 @@ def test_the_handler_rejects_a_torch_that_lacks_a_private_name(
 def test_an_untested_torch_version_causes_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
     logger, records = logging.Logger("agent"), list[logging.LogRecord]()
     monkeypatch.setattr(logger, "handle", records.append)
-    monkeypatch.setattr(of_agents, "get_logger", lambda: logger)
-    of_agents.check()
+    monkeypatch.setattr(torch_agent, "get_logger", lambda: logger)
+    torch_agent.check()
     assert records == []
     monkeypatch.setattr(torch, "__version__", "2.99.0")
-    of_agents.check()
+    torch_agent.check()
     assert [record.levelname for record in records] == ["WARNING"]
     assert "2.99.0" in records[0].getMessage()
 
@@ -316,9 +315,9 @@ def test_an_untested_torch_version_causes_a_warning(monkeypatch: pytest.MonkeyPa
 @pytest.fixture
 def group() -> Iterator[dist.ProcessGroup]:
     """A world of one."""
-    of_workers.forget_group_count()
+    torch_private.forget_group_count()
     dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
-    yield of_workers.default_group()
+    yield torch_private.default_group()
     if dist.is_initialized():
         dist.destroy_process_group()
 
@@ -326,7 +325,7 @@ def group() -> Iterator[dist.ProcessGroup]:
 def test_a_groups_timeout_is_set_without_a_warning(group: dist.ProcessGroup) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        of_workers.set_group_timeout(datetime.timedelta(seconds=77))
+        torch_private.set_group_timeout(datetime.timedelta(seconds=77))
     options = group._get_backend(torch.device("cpu")).options
     assert options._timeout == datetime.timedelta(seconds=77)
 
@@ -334,10 +333,10 @@ def test_a_groups_timeout_is_set_without_a_warning(group: dist.ProcessGroup) -> 
 def test_groups_are_named_as_if_each_were_the_first(group: dist.ProcessGroup) -> None:
     name = group.group_name
     dist.destroy_process_group()
-    of_workers.forget_group_count()
+    torch_private.forget_group_count()
     dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
-    assert of_workers.default_group().group_name == name
-    of_workers.abort_groups()
+    assert torch_private.default_group().group_name == name
+    torch_private.abort_groups()
     assert not dist.is_initialized()
 
 
@@ -346,14 +345,14 @@ def test_backward_passes_are_numbered_and_report_their_end() -> None:
     ended: list[int] = []
 
     def hook(gradient: torch.Tensor) -> None:
-        seen.append(of_workers.current_backward())
-        of_workers.call_after_backward(lambda: ended.append(seen[-1]))
+        seen.append(torch_private.current_backward())
+        torch_private.call_after_backward(lambda: ended.append(seen[-1]))
 
     for _ in range(2):
         x = torch.ones(1, requires_grad=True)
         x.register_hook(hook)  # type: ignore[no-untyped-call]
         (2 * x).backward()  # type: ignore[no-untyped-call]
-    assert of_workers.current_backward() == -1
+    assert torch_private.current_backward() == -1
     assert -1 not in seen and len(set(seen)) == 2 and ended == seen
 
 
@@ -369,22 +368,22 @@ def test_the_state_of_a_scaler_is_restored() -> None:
         return float(scaler.get_scale())
 
     step()
-    taken = {name: value.clone() for name, value in of_workers.scales_of(scaler).items()}
+    taken = {name: value.clone() for name, value in torch_private.scales_of(scaler).items()}
     after = step()
-    of_workers.set_scales(scaler, taken)
+    torch_private.set_scales(scaler, taken)
     assert step() == after
 
 
 def test_the_iterator_of_persistent_workers_is_found_and_discarded() -> None:
     data = torch.utils.data.TensorDataset(torch.zeros(4, 1))
     loader = DataLoader(data, num_workers=1, persistent_workers=True)
-    assert of_workers.iterates_as_torch_does(type(loader))
-    assert of_workers.unread_tasks(loader) == ()
+    assert torch_private.iterates_as_torch_does(type(loader))
+    assert torch_private.unread_tasks(loader) == ()
     first = iter(loader)
     next(first)
-    assert len(of_workers.unread_tasks(loader)) == 1
-    of_workers.forget_iterator(loader)
-    assert of_workers.unread_tasks(loader) == ()
+    assert len(torch_private.unread_tasks(loader)) == 1
+    torch_private.forget_iterator(loader)
+    assert torch_private.unread_tasks(loader) == ()
     assert iter(loader) is not first
 
 

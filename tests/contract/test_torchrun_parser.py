@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from elastic.cli.launch import torchrun_parser as module
-from elastic.cli.launch.torchrun_parser import imported_parser, torchrun_parser
+from elastic.cli import run
+from elastic.cli.run import imported_parser, torchrun_parser
 
 COMMAND = """
 import sys
@@ -97,7 +97,7 @@ def test_a_parser_that_needs_other_modules_is_imported(
     folder.mkdir(parents=True)
     (folder / "run.py").write_text(SOURCE.format(imports=imports, choices=choices))
     monkeypatch.delitem(sys.modules, "torch.distributed.run", raising=False)
-    monkeypatch.setattr(module._Sources, "_file", lambda self, name: folder / "run.py")
+    monkeypatch.setattr(run._Sources, "_file", lambda self, name: folder / "run.py")
     given = argparse.ArgumentParser()
-    monkeypatch.setattr(module, "imported_parser", lambda: given)
+    monkeypatch.setattr(run, "imported_parser", lambda: given)
     assert torchrun_parser() is given

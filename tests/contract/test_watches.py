@@ -163,7 +163,7 @@ def test_a_watch_begins_and_resumes_with_more_keys_than_a_page_holds(
     root: str,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("elastic.store.etcd.watch.PAGE_KEYS", 2)
+    monkeypatch.setattr("elastic.store.etcd.PAGE_KEYS", 2)
     writing, watching = open_store(), open_store()
     for number in range(5):
         writing.put(f"{root}a/{number}", b"")

@@ -20,10 +20,10 @@ from pathlib import Path
 from typing import Any
 
 from elastic.errors import StoreRefused
-from elastic.membership.keys import Keys
-from elastic.store.etcd.options import etcd_config
-from elastic.store.etcd.store import EtcdStore
-from elastic.tuning.option_sources import read_options
+from elastic.membership.records import Keys
+from elastic.store.client import etcd_config
+from elastic.store.etcd import EtcdStore
+from elastic.tuning.options import read_options
 
 SIOCSIFFLAGS, IFF_UP = 0x8914, 1
 PATIENCE_S = 60.0

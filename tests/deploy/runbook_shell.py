@@ -19,7 +19,7 @@ from typing import NoReturn
 from kube_control_plane import ControlPlane, Key, key_of
 from manifests import DEPLOY, Object, kustomize
 
-from elastic.cli import main as elastic
+from elastic.cli import main
 
 KINDS = {
     "statefulset": "StatefulSet",
@@ -147,7 +147,7 @@ class Shell:
             ]
         printed = io.StringIO()
         with contextlib.redirect_stdout(printed):
-            if elastic.main(["kube", "render", *flags]) != 0:
+            if main.main(["kube", "render", *flags]) != 0:
                 raise Failed(f"elastic kube render {' '.join(flags)}")
 
     # kubectl -----------------------------------------------------------------------------------

@@ -20,7 +20,7 @@ from dockerfile import Dockerfile
 from manifests import DEPLOY, Rendered
 from test_deploy_settings import environment
 
-from elastic.store.embedded.etcd import EmbeddedEtcd
+from elastic.store.embedded import EmbeddedEtcd
 from elastic.testing.waiting import eventually
 
 REFUSED = why_not()

@@ -8,7 +8,7 @@ import pytest
 from disruption_controller import NO_SCALE, GuardedPod, budget_status, evict
 from manifests import Object, Rendered
 
-from elastic.cli.launch.flags import node_range
+from elastic.cli.run import node_range
 
 # `--nodes 4:16`, as in the runbook's example.
 LOW, HIGH = 4, 16

@@ -20,7 +20,7 @@ from cert_manager import write_secrets
 from container import why_not
 from manifests import DEPLOY, Object, Pod, Rendered
 
-from elastic.store.embedded.process import find_binary
+from elastic.store.embedded import find_binary
 
 REFUSED = why_not()
 pytestmark = [

@@ -16,8 +16,8 @@ from manifests import DEPLOY, IMAGE, INSTANCE, NAME, Object, Rendered, kustomize
 from network_rules import allowed
 from test_deploy_network import MONITORING, ours
 
+from elastic.agent.metrics import COMMON_LABELS, METRICS, Metric, MetricKind
 from elastic.cli import kube
-from elastic.metrics.table import COMMON_LABELS, METRICS, Metric, MetricKind
 
 ALERTS = DEPLOY / "components" / "monitoring" / "alerts"
 RULES: list[Object] = [

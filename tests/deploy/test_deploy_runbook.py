@@ -10,8 +10,8 @@ import pytest
 from manifests import DEPLOY, OWN_CERTIFICATES, RESTORE, Rendered
 
 from elastic import errors
-from elastic.cli import exit_codes
-from elastic.tuning.timeouts import for_pod
+from elastic.cli import arguments
+from elastic.tuning.intervals import for_pod
 
 RUNBOOK = (DEPLOY / "README.md").read_text()
 
@@ -57,8 +57,8 @@ def test_exit_codes_match_the_code() -> None:
     table = dict(re.findall(r"^\| ([\d, ]+) \| ([^|]+) \|", RUNBOOK, re.MULTILINE))
     codes = {int(code) for row in table for code in row.split(",")}
     assert codes == {
-        exit_codes.DONE,
-        exit_codes.FAILED,
+        arguments.DONE,
+        arguments.FAILED,
         errors.ConfigError.exit_code,
         errors.CheckpointRequired.exit_code,
         errors.CoordinationError.exit_code,

@@ -9,11 +9,10 @@ from pathlib import PurePosixPath
 import pytest
 from manifests import Pod, Rendered
 
-from elastic.cli.launch.flags import build_parser, node_range
-from elastic.store.etcd.endpoints import Endpoint, parse_endpoints
-from elastic.tuning.agent_options import OTHER_VARIABLES, AgentOptions
-from elastic.tuning.option_sources import read_options
-from elastic.tuning.timeouts import for_pod
+from elastic.cli.run import build_parser, node_range
+from elastic.store.client import Endpoint, parse_endpoints
+from elastic.tuning.intervals import for_pod
+from elastic.tuning.options import OTHER_VARIABLES, AgentOptions, read_options
 
 POD_IP = "10.1.2.3"
 # Values filled in by the kubelet.

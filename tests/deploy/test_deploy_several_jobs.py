@@ -14,8 +14,8 @@ from network_rules import allowed
 from pod_security import violations
 from test_deploy_network import ETCD, MONITORING, OUTSIDE, ours
 
-from elastic.store.etcd.endpoints import parse_endpoints
-from elastic.tuning.option_sources import read_options
+from elastic.store.client import parse_endpoints
+from elastic.tuning.options import read_options
 
 JOBS = ("several prod", "several job", "several jobset", "several trainer")
 LLAMA, BERT = ours("worker", "llama"), ours("worker", "bert")

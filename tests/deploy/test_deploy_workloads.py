@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 import pytest
 from manifests import DEPLOY, OWN_CERTIFICATES, Object, Pod, Rendered, kustomize
 
-from elastic.cli.launch.flags import node_range
+from elastic.cli.run import node_range
 
 UNITS = {"": 1, "Ki": 2**10, "Mi": 2**20, "Gi": 2**30, "Ti": 2**40}
 

@@ -14,7 +14,7 @@ import torch
 from composer import BUILD, MESH, REPLICAS, RESTART, WHOLE, Script, draw_script
 from script_parts import BY_LABEL
 
-from checkpoints.memory.host import MemoryHost
+from checkpoints.memory import MemoryHost
 from elastic.testing.small_world.world import (
     CALLS,
     LINES,

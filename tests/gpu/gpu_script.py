@@ -17,11 +17,13 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from elastic.process_group import GroupSpec, ProcessGroup, complete
-from elastic.secure_channel.keys import SecretKey
-from elastic.training.gradients.reduction import Reduction
-from elastic.training.gradients.wrap import ElasticDDP
-from elastic.world.faults import GroupAborted
+from elastic.errors import GroupAborted
+from elastic.groups.collectives import complete
+from elastic.groups.group import ProcessGroup
+from elastic.groups.store import GroupSpec
+from elastic.train.ddp import ElasticDDP
+from elastic.train.reduction import Reduction
+from elastic.wire.handshake import SecretKey
 
 DEVICE = torch.device("cuda", 0)
 SLEEP_CYCLES = 4_000_000_000  # some seconds on any GPU

@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 from catalogue import Idiom
 
-from checkpoints.memory.host import MemoryHost
+from checkpoints.memory import MemoryHost
 from elastic.testing.small_world.world import CALLS, LINES, Death, RunOutcome, SmallWorld
 
 SIZE = 3

@@ -24,7 +24,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 import elastic
-from elastic.training.loop.boundary import StepBoundary
+from elastic.train.loop import StepBoundary
 
 way, place = sys.argv[1:]
 STEPS = 6

@@ -18,7 +18,7 @@ import torch
 from idiom_runs import IdiomRuns
 
 import checkpoints
-from checkpoints.memory.host import MemoryHost
+from checkpoints.memory import MemoryHost
 from elastic.testing.small_world.world import CALLS, LINES, Death, RunOutcome, SmallWorld
 
 SCRIPT = Path(__file__).parent / "scripts" / "replicas" / "experts.py"

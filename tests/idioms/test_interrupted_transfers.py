@@ -12,8 +12,8 @@ from idiom_runs import IdiomRuns
 from test_worst_places import BY_ITSELF, HEAD, STEP, TAIL, TRAINED
 
 INTERRUPTED = """
-from elastic.training.recovery import transfer
-from elastic.training.recovery.reconfiguration import Reconfiguration
+from elastic.train import transfer
+from elastic.train.transfer import Reconfiguration
 transfer.SHORTEST_CHUNK_BYTES = transfer.LONGEST_CHUNK_BYTES = 4096
 whole_transfer, finish_chunk = Reconfiguration._transfer, transfer.ChunkedTransfer.finish_chunk
 chunks, seen = [], {}

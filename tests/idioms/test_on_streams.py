@@ -19,7 +19,7 @@ from test_early_leave import script_of as leaving_script
 from test_worst_places import BY_ITSELF, HEAD, LOOPS, STEP, TRAINED, script_of
 
 from elastic.testing.small_world.world import SmallWorld
-from elastic.training.gradients.control_flags import COUNT
+from elastic.train.order import COUNT
 
 # Sparse gradients need a special build of NCCL (ProcessGroupNCCL.cpp, allreduce_sparse).
 NOT_ON_NCCL = {"dlrm", "sparse_embedding"}
@@ -103,8 +103,8 @@ def test_a_death_at_a_critical_line_does_not_change_the_result(
 # The last rank dies between the two steps of the job; these are the events in the others.
 HANGS = """
 from elastic.testing.doubles.nccl_semantics import control
-from elastic.training.recovery import in_process
-from elastic.tuning import timeouts
+from elastic.train import recovery as in_process
+from elastic.tuning import intervals as timeouts
 in_process.BUILD_TIMEOUT_S = 2.0
 timeouts.ABORT_S = timeouts.GIVEN_UP_BUILD_S = 1.0
 def train():
@@ -199,7 +199,7 @@ def train():
 def test_activations_are_freed_before_a_state_transfer(streams: IdiomRuns, tmp_path: Path) -> None:
     body = """
 import weakref
-from elastic.training.recovery import reconfiguration as recovery
+from elastic.train import transfer as recovery
 held, seen = [], []
 send = recovery.transfer
 def transfer(*args, **kwargs):

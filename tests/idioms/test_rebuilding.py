@@ -13,7 +13,7 @@ import pytest
 import torch
 from idiom_runs import SIZE, IdiomRuns
 
-from checkpoints.memory.host import MemoryHost
+from checkpoints.memory import MemoryHost
 from elastic.testing.small_world.world import CALLS, LINES, Death, RunOutcome
 
 FIXED = "memory=3"

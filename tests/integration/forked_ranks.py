@@ -9,8 +9,7 @@ from typing import Any
 
 import pytest
 
-from elastic.doctor import probes
-from elastic.doctor.collectives import ranks
+from elastic.doctor import checks, collectives
 from elastic.testing.forks.server import ForkedPopen, shared_fork_server
 
 
@@ -24,5 +23,5 @@ def fork_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
         return ForkedPopen(server.client, command, **options)
 
     names = {**vars(subprocess), "Popen": popen}
-    for module in (ranks, probes):
+    for module in (collectives, checks):
         monkeypatch.setattr(module, "subprocess", SimpleNamespace(**names))

@@ -12,17 +12,23 @@ import textwrap
 from collections.abc import Callable
 from typing import Any
 
-from elastic.link.client import LinkClient
-from elastic.link.protocol import Heartbeat, Message
-from elastic.link.server import LIMITS, LinkServer, Worker, WorkerDeath
-from elastic.secure_channel.limits import Limits
+from elastic.link.link import (
+    LIMITS,
+    Heartbeat,
+    LinkClient,
+    LinkServer,
+    Message,
+    Worker,
+    WorkerDeath,
+)
+from elastic.wire.base import Limits
 
 DEADLINE_S = 60.0
 
 WORKER = """
 import os, sys, time
-from elastic.link.client import LinkClient
-from elastic.link.protocol import Heartbeat, Exiting, Entered, Ready, CollectiveFailure
+from elastic.link.link import LinkClient
+from elastic.link.link import Heartbeat, Exiting, Entered, Ready, CollectiveFailure
 client = LinkClient.connect(
     sys.argv[1], local_rank=int(sys.argv[2]), on_message=lambda m: None,
     on_agent_death=lambda: os._exit(9), heartbeat=lambda: Heartbeat(
@@ -60,8 +66,8 @@ time.sleep(600)
 
 AGENT = """
 import sys, threading
-from elastic.link.protocol import Entered
-from elastic.link.server import LinkServer
+from elastic.link.link import Entered
+from elastic.link.link import LinkServer
 
 def heard(worker, message):
     print(*([type(message).__name__] + ([message.step] if isinstance(message, Entered) else [])),

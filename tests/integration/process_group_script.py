@@ -30,13 +30,14 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from elastic.process_group import GroupSpec, ProcessGroup
-from elastic.secure_channel.keys import SecretKey
-from elastic.training.gradients.control_flags import ControlFlags, StepFlags
-from elastic.training.gradients.wrap import ElasticDDP
-from elastic.training.recovery import transfer
-from elastic.world.faults import GroupBuildFailed, Superseded, is_world_fault
-from elastic.world.world_store import WorldStore
+from elastic.errors import GroupBuildFailed, Superseded
+from elastic.groups.faults import is_world_fault
+from elastic.groups.group import ProcessGroup
+from elastic.groups.store import GroupSpec, WorldStore
+from elastic.train import transfer
+from elastic.train.ddp import ElasticDDP
+from elastic.train.order import ControlFlags, StepFlags
+from elastic.wire.handshake import SecretKey
 
 DEADLINE_S = 180.0
 Result = dict[str, Any]

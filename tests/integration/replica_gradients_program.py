@@ -26,12 +26,12 @@ from torch.distributed.tensor.parallel import (
 from torch.utils.checkpoint import checkpoint
 
 from elastic.errors import ConfigError, GroupAborted
-from elastic.mesh import ModelReplica, ReplicaMeeting, ReplicaProcessGroup
-from elastic.process_group import GroupSpec
-from elastic.secure_channel.keys import SecretKey
+from elastic.groups.replica import ModelReplica, ReplicaMeeting, ReplicaProcessGroup
+from elastic.groups.store import GroupSpec
+from elastic.groups.world import ReplicaMesh
 from elastic.testing.doubles import nccl_semantics
-from elastic.training.gradients.sharded import ShardedModule
-from elastic.world.mesh import ReplicaMesh
+from elastic.train.sharded import ShardedModule
+from elastic.wire.handshake import SecretKey
 
 SIZE = 4
 SHARES = (5, 2, 1, 4)  # samples of each part of the data in a step

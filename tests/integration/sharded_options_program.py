@@ -37,10 +37,10 @@ from torch.distributed.fsdp import (
 from torch.utils.checkpoint import checkpoint
 
 from elastic.errors import ConfigError, ElasticError
+from elastic.groups.world import ReplicaMesh
 from elastic.testing.forks.child import fork
-from elastic.training.gradients.sharded import ShardedModule
-from elastic.training.rebuilding.built import Built
-from elastic.world.mesh import ReplicaMesh
+from elastic.train.rebuilding import Built
+from elastic.train.sharded import ShardedModule
 
 TOKENS, WIDTH = 11, 6
 # torch.compile's own compiler needs a C++ compiler on CPUs; graphs and guards are Dynamo's.

@@ -33,12 +33,11 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.nn.parallel import DistributedDataParallel
 
 import checkpoints
-from checkpoints.loading import exchange
-from checkpoints.loading import load as loading
-from checkpoints.storage import local as storages
-from checkpoints.storage.local import LocalStorage
-from checkpoints.storage.mapped_files import MappedFile
-from checkpoints.testing.faults import FaultyStorage
+from checkpoints import loading
+from checkpoints import loading as exchange
+from checkpoints import storage as storages
+from checkpoints.storage import LocalStorage, MappedFile
+from checkpoints.testing import FaultyStorage
 
 Result = dict[str, Any]
 NAME = "step-000000001.g0.aa"

@@ -16,9 +16,8 @@ import torch
 from s3_server import KEYS, S3Server, s3_server
 
 import checkpoints
-from checkpoints.storage import fsspec_store
-from checkpoints.storage.fsspec_store import open_url
-from checkpoints.storage.object_storage import ObjectStorage
+from checkpoints import objects
+from checkpoints.objects import ObjectStorage, open_url
 from elastic.cli.main import main
 from elastic.testing.forks.server import run_forked
 from elastic.testing.waiting import PATIENCE_S
@@ -140,7 +139,7 @@ def test_a_missing_bucket_fails_the_save(root: str) -> None:
 def test_a_large_tensor_is_stored_by_multipart_upload(
     server: S3Server, root: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(fsspec_store, "PART_BYTES", PART_BYTES)
+    monkeypatch.setattr(objects, "PART_BYTES", PART_BYTES)
     before = len(server.requests)
     large = {"weight": torch.arange(LARGE_BYTES // 4, dtype=torch.int32)}
     name = checkpoints.save(root, large, step=1, nonce="aa").name
@@ -151,10 +150,10 @@ def test_a_large_tensor_is_stored_by_multipart_upload(
 _KILLED_WHILE_UPLOADING = """
     import os, signal, sys, torch
     import checkpoints
-    from checkpoints.storage import fsspec_store
-    from checkpoints.testing.faults import FaultyObjects
-    from checkpoints.storage.fsspec_store import open_url
-    from checkpoints.storage.object_storage import ObjectStorage
+    from checkpoints import objects as fsspec_store
+    from checkpoints.testing import FaultyObjects
+    from checkpoints.objects import open_url
+    from checkpoints.objects import ObjectStorage
 
     fsspec_store.PART_BYTES = int(sys.argv[2])
     begin_multipart, sent = fsspec_store.FsspecObjects.begin_multipart, []

@@ -16,10 +16,9 @@ import sharded_script as script
 import torch
 
 import checkpoints
-from checkpoints.loading import exchange
-from checkpoints.storage.local import LocalStorage
-from checkpoints.storage.page_cache import page_cache_identity
-from checkpoints.testing.faults import FaultyStorage
+from checkpoints import loading
+from checkpoints.storage import LocalStorage, page_cache_identity
+from checkpoints.testing import FaultyStorage
 from elastic.testing.forks.program import start_python
 
 NAME = script.NAME
@@ -290,7 +289,7 @@ def test_a_flipped_bit_is_reported_on_all_ranks(run: Run, replicated: Path, way:
     ids=lambda error: type(error).__name__,
 )
 def test_a_remote_error_keeps_its_type_and_hint(error: checkpoints.LoadError) -> None:
-    answer = exchange.error_from_json(json.loads(json.dumps(exchange.error_as_json(error))), 3)
+    answer = loading.error_from_json(json.loads(json.dumps(loading.error_as_json(error))), 3)
     assert type(answer) is type(error)
     assert answer.message == f"on rank 3: {error.message}"
     assert answer.hint == error.hint

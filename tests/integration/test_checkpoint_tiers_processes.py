@@ -19,12 +19,16 @@ import pytest
 import torch
 
 import checkpoints
-from checkpoints.loading.tiered_storage import TieredStorage
-from checkpoints.memory.host import MemoryHost, Neighbours, memory_roots, own_memory
-from checkpoints.memory.peer_storage import PeerAddress
-from checkpoints.memory.replication import ReplicationOutcome
-from elastic.secure_channel.handshake import Credentials
-from elastic.secure_channel.keys import SecretKey
+from checkpoints.memory import (
+    MemoryHost,
+    Neighbours,
+    PeerAddress,
+    ReplicationOutcome,
+    memory_roots,
+    own_memory,
+)
+from checkpoints.tiers import TieredStorage
+from elastic.wire.handshake import Credentials, SecretKey
 
 KEY = SecretKey.generate()  # shared by forks of this process
 

@@ -11,9 +11,8 @@ import pytest
 import torch
 
 import checkpoints
-from checkpoints.loading.tiered_storage import TieredStorage
-from checkpoints.memory.host import MemoryHost, memory_roots
-from checkpoints.memory.node_memory import OWN
+from checkpoints.memory import OWN, MemoryHost, memory_roots
+from checkpoints.tiers import TieredStorage
 from elastic.testing.small_world.world import SmallWorld, WorkerResult
 
 SCRIPT = Path(__file__).with_name("layout_script.py")

@@ -14,8 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from elastic.cli.demo.plan import ADDED, STEPS, VICTIM
-from elastic.cli.launch import processes
+from elastic.cli import run
+from elastic.cli.demo import ADDED, STEPS, VICTIM
 from elastic.testing.forks.program import start_python
 from elastic.testing.forks.server import SLOW_START
 from elastic.testing.waiting import eventually
@@ -93,11 +93,11 @@ def test_an_interrupt_terminates_all_processes_cleanly(tmp_path: Path) -> None:
     for line in demo.stdout:
         if "epoch 0" in line:
             break
-    tree = processes.tree(demo.pid)
+    tree = run.tree(demo.pid)
     assert len(tree) > 6  # three agents with a worker each, and etcd
     demo.send_signal(signal.SIGINT)
     _, err = demo.communicate(timeout=DEADLINE_S)
     assert demo.returncode == 130, err
     assert "Traceback" not in err
-    eventually(lambda: not any(processes.tree(pid) for pid in tree), "the end of its processes")
+    eventually(lambda: not any(run.tree(pid) for pid in tree), "the end of its processes")
     assert not list(tmp_path.glob("elastic-demo-*"))

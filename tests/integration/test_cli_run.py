@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from elastic.cli.launch import processes
+from elastic.cli import run as processes
 from elastic.testing.forks.program import run_program, start_python
 
 pytestmark = pytest.mark.cluster

@@ -14,19 +14,19 @@ from typing import Any
 import pytest
 from test_node_service import TestNode
 
+from elastic.agent.liveness import NodeHeartbeat, ReceivedHeartbeat
+from elastic.agent.progress import ProgressWriter
 from elastic.cli.main import main
 from elastic.errors import StoreUnreachable
-from elastic.leadership.job_progress import RecordedHeartbeat, decode_progress
-from elastic.leadership.progress_writer import ProgressWriter
-from elastic.liveness.heartbeats import NodeHeartbeat, ReceivedHeartbeat
+from elastic.membership.progress import RecordedHeartbeat, decode_progress
 from elastic.membership.records import Keys
-from elastic.membership.step_rate import StepRate
-from elastic.store.embedded.etcd import EmbeddedEtcd
-from elastic.store.etcd.compat import load_grpc, load_rpc
+from elastic.membership.view import StepRate
+from elastic.store.client import load_grpc, load_rpc
+from elastic.store.embedded import EmbeddedEtcd
 from elastic.store.keyvalue import Lease
 from elastic.testing.doubles.manual_clock import ManualClock
 from elastic.testing.doubles.memory_store import MemoryServer, MemoryStore
-from elastic.tuning.agent_intervals import PROGRESS_IDLE_S
+from elastic.tuning.intervals import PROGRESS_IDLE_S
 
 KEYS = Keys.of("/elastic", "llama-7")
 # docs/security.md: the minimum permissions of a read-only user.

@@ -15,19 +15,19 @@ from etcd_fixtures import PATIENCE_S
 from forked_ranks import fork_ranks
 
 from elastic.cli.main import main
-from elastic.clock import SYSTEM_CLOCK
-from elastic.doctor import etcd as doctor_etcd
-from elastic.doctor.etcd import StepFacts
-from elastic.store.embedded.etcd import EmbeddedEtcd, EtcdCertificates
-from elastic.store.etcd.compat import load_grpc, load_rpc
-from elastic.store.etcd.store import EtcdStore
+from elastic.doctor import checks
+from elastic.doctor.checks import StepFacts
+from elastic.errors import SYSTEM_CLOCK
+from elastic.store.client import load_grpc, load_rpc
+from elastic.store.embedded import EmbeddedEtcd, EtcdCertificates
+from elastic.store.etcd import EtcdStore
 from elastic.store.keyvalue import KeyValue
 
 
 @pytest.fixture(autouse=True)
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
     """Long deadlines for a busy machine; one test sets its own."""
-    monkeypatch.setattr(doctor_etcd, "DOCTOR_ETCD_CALL_S", PATIENCE_S / 3)
+    monkeypatch.setattr(checks, "DOCTOR_ETCD_CALL_S", PATIENCE_S / 3)
     fork_ranks(monkeypatch)
 
 
@@ -93,16 +93,16 @@ def test_the_embedded_etcd_passes_with_a_warning_and_keeps_no_data(
 def test_an_etcd_that_stops_answering_does_not_hang_the_doctor(
     doctor: Callable[..., Result], own_etcd: EmbeddedEtcd, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(doctor_etcd, "DOCTOR_ETCD_CALL_S", 2.0)
+    monkeypatch.setattr(checks, "DOCTOR_ETCD_CALL_S", 2.0)
     began = SYSTEM_CLOCK.monotonic()
-    permissions = doctor_etcd.permissions
+    permissions = checks.permissions
 
     def paused(store: KeyValue, root: str) -> Iterator[StepFacts]:
         own_etcd.pause()  # every connection stays open
         return permissions(store, root)
 
     with monkeypatch.context() as patch:
-        patch.setattr(doctor_etcd, "permissions", paused)
+        patch.setattr(checks, "permissions", paused)
         in_the_middle = doctor(f"--rdzv-endpoint={own_etcd.endpoint}")
     from_the_start = doctor(f"--rdzv-endpoint={own_etcd.endpoint}")
     assert SYSTEM_CLOCK.monotonic() - began < PATIENCE_S
@@ -116,7 +116,7 @@ def test_an_etcd_that_stops_answering_does_not_hang_the_doctor(
 def test_an_etcd_alarm_is_a_failure(
     doctor: Callable[..., Result], own_etcd: EmbeddedEtcd, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(doctor_etcd, "DOCTOR_ETCD_CALL_S", 5.0)  # a write is retried until then
+    monkeypatch.setattr(checks, "DOCTOR_ETCD_CALL_S", 5.0)  # a write is retried until then
     rpc = load_rpc()
     with load_grpc().insecure_channel(own_etcd.endpoint) as channel:
         maintenance = rpc.MaintenanceStub(channel)
@@ -177,7 +177,7 @@ def test_logins_and_roles_are_checked(
     assert run(right, "/mine").findings["etcd permissions"]["status"] == "ok"
 
     # A refused watch reports nothing.
-    monkeypatch.setattr(doctor_etcd, "DOCTOR_ETCD_CALL_S", 5.0)
+    monkeypatch.setattr(checks, "DOCTOR_ETCD_CALL_S", 5.0)
     elsewhere = run(right, "/theirs")
     assert elsewhere.code == 1
     report = elsewhere.findings["etcd permissions"]

@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from elastic.doctor.collectives import mpi
-from elastic.doctor.collectives.session import OPERATIONS, Session, _on_mpi
-from elastic.doctor.findings import Finding, Status
-from elastic.doctor.meeting import Participant, alone
+from elastic.doctor import collectives
+from elastic.doctor.checks import Finding, Status
+from elastic.doctor.collectives import OPERATIONS, Session, _on_mpi
+from elastic.doctor.network import Participant, alone
 from elastic.hangs.kernel import process_times
 from elastic.testing.waiting import PATIENCE_S, eventually
 
@@ -22,10 +22,10 @@ STUB = """#!{python}
 import os, runpy, sys
 assert sys.argv[1] == "-n", sys.argv
 size, program = int(sys.argv[2]), sys.argv[3:]
-assert program[3] == "elastic.doctor.collectives.operations", program
+assert program[3] == "elastic.doctor.rank", program
 if os.path.exists({folder!r} + "/refuses"):
     sys.exit("There are not enough slots available in the system")
-import elastic.doctor.collectives.operations  # and torch, which takes seconds: once for all ranks
+import elastic.doctor.rank  # and torch, which takes seconds: once for all ranks
 ranks = []
 for rank in range(size):
     ranks.append(os.fork())
@@ -39,7 +39,7 @@ sys.exit(max(abs(os.waitstatus_to_exitcode(os.waitpid(rank, 0)[1])) for rank in 
 RANK = """
 import os, signal, sys
 import torch.distributed as dist
-from elastic.doctor.collectives import operations
+from elastic.doctor import rank as operations
 made = dist.init_process_group
 rank, size = int(os.environ["OMPI_COMM_WORLD_RANK"]), int(os.environ["OMPI_COMM_WORLD_SIZE"])
 def init(backend):
@@ -82,11 +82,11 @@ def has_ended(pid: int) -> bool:
 def test_the_reason_why_mpi_is_unavailable_is_reported(
     monkeypatch: pytest.MonkeyPatch, folder: Path
 ) -> None:
-    assert mpi.why_not(has_mpi=True, nodes=1) == ""
-    assert "built without MPI" in mpi.why_not(has_mpi=False, nodes=1)
-    assert "--nnodes" in mpi.why_not(has_mpi=True, nodes=2)
+    assert collectives.why_not(has_mpi=True, nodes=1) == ""
+    assert "built without MPI" in collectives.why_not(has_mpi=False, nodes=1)
+    assert "--nnodes" in collectives.why_not(has_mpi=True, nodes=2)
     monkeypatch.setenv("PATH", "/nonexistent")
-    assert "not available, because there is no mpirun" in mpi.why_not(has_mpi=True, nodes=1)
+    assert "not available, because there is no mpirun" in collectives.why_not(has_mpi=True, nodes=1)
 
 
 def test_every_operation_runs_and_its_result_is_verified(folder: Path) -> None:
@@ -103,7 +103,7 @@ def test_every_operation_runs_and_its_result_is_verified(folder: Path) -> None:
 @pytest.mark.slow
 def test_a_stopped_rank_is_named_and_all_ranks_are_terminated(folder: Path) -> None:
     (folder / "stops").touch()
-    found = by_operation(mpi.examine(RANKS, OPERATIONS, 10.0))
+    found = by_operation(collectives.examine(RANKS, OPERATIONS, 10.0))
     assert found["all_reduce"].status is Status.OK
     assert found["gather"].status is Status.FAILED
     assert "rank 1" in found["gather"].measured
@@ -113,5 +113,5 @@ def test_a_stopped_rank_is_named_and_all_ranks_are_terminated(folder: Path) -> N
 
 def test_a_failing_mpirun_is_reported_with_its_output(folder: Path) -> None:
     (folder / "refuses").touch()
-    (found,) = mpi.examine(RANKS, OPERATIONS, PATIENCE_S)
+    (found,) = collectives.examine(RANKS, OPERATIONS, PATIENCE_S)
     assert found.status is Status.SKIPPED and "not enough slots" in found.measured

@@ -21,13 +21,13 @@ from etcd_fixtures import PATIENCE_S
 from etcd_proxy import CuttingProxy
 from forked_ranks import fork_ranks
 
-from elastic.clock import SYSTEM_CLOCK
-from elastic.doctor.collectives.session import OPERATIONS
+from elastic.doctor.checks import Status
+from elastic.doctor.collectives import OPERATIONS
 from elastic.doctor.examination import ExaminationPlan, examine
-from elastic.doctor.findings import Status
-from elastic.store.embedded.etcd import EmbeddedEtcd
+from elastic.errors import SYSTEM_CLOCK
+from elastic.store.embedded import EmbeddedEtcd
 from elastic.testing.forks.program import start_python
-from elastic.tuning.agent_options import AgentOptions
+from elastic.tuning.options import AgentOptions
 
 COMMAND = (sys.executable, "-m", "elastic.cli.main", "doctor", "-o", "json")
 

@@ -16,16 +16,15 @@ import torch
 from etcd_fixtures import PATIENCE_S
 from forked_ranks import fork_ranks
 
-from elastic.clock import SYSTEM_CLOCK
-from elastic.doctor.collectives.operations import OPERATIONS, wrong
-from elastic.doctor.collectives.session import OPERATIONS as EXPECTED
-from elastic.doctor.collectives.session import Session, torch_findings
-from elastic.doctor.collectives.speed import SIZES
-from elastic.doctor.findings import Finding, Status
-from elastic.doctor.meeting import Participant, alone
+from elastic.doctor.checks import Finding, Status
+from elastic.doctor.collectives import OPERATIONS as EXPECTED
+from elastic.doctor.collectives import Session, torch_findings
+from elastic.doctor.network import Participant, alone
+from elastic.doctor.rank import OPERATIONS, SIZES, wrong
+from elastic.errors import SYSTEM_CLOCK
 from elastic.testing.forks.program import start_python
 
-PROGRAM = "elastic.doctor.collectives.operations"
+PROGRAM = "elastic.doctor.rank"
 
 
 @pytest.fixture(autouse=True)

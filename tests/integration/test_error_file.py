@@ -14,7 +14,7 @@ from torch.distributed.elastic.agent.server.api import RunResult, WorkerState
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 import torch_elastic_harness
-from elastic.rendezvous.torch_private import WorkerFailure, _first_failure
+from elastic.launcher.torch_agent import WorkerFailure, _first_failure
 
 TIMEOUT_S = 240.0
 CHILD = """

@@ -7,12 +7,12 @@ from collections.abc import Callable, Iterator
 import pytest
 from etcd_fixtures import PATIENCE_S, Recorder
 
+from elastic.agent.node import RunSecret
 from elastic.errors import StoreRefused
-from elastic.membership.keys import Keys
-from elastic.node.run_secret import RunSecret
-from elastic.store.embedded.etcd import EmbeddedEtcd
-from elastic.store.etcd.compat import load_grpc, load_rpc
-from elastic.store.etcd.store import EtcdStore
+from elastic.membership.records import Keys
+from elastic.store.client import load_grpc, load_rpc
+from elastic.store.embedded import EmbeddedEtcd
+from elastic.store.etcd import EtcdStore
 
 Connect = Callable[..., EtcdStore]
 

@@ -15,15 +15,15 @@ import pytest
 from etcd_fixtures import PATIENCE_S
 
 from elastic.errors import StoreUnreachable
-from elastic.store.embedded.etcd import EmbeddedEtcd
-from elastic.store.etcd.store import EtcdStore
+from elastic.store.embedded import EmbeddedEtcd
+from elastic.store.etcd import EtcdStore
 from elastic.testing.waiting import eventually
 
 Connect = Callable[..., EtcdStore]
 
 _OWNER = """
 import sys, time
-from elastic.store.embedded.etcd import EmbeddedEtcd
+from elastic.store.embedded import EmbeddedEtcd
 etcd = EmbeddedEtcd(data_dir=sys.argv[1]).start()
 sys.stdout.write(f"{etcd.pid}\\n")
 sys.stdout.flush()

@@ -12,10 +12,9 @@ from etcd_fixtures import PATIENCE_S, elastic_threads
 from etcd_proxy import CuttingProxy
 
 from elastic.errors import StoreFull, StoreTooOld, StoreUnreachable
-from elastic.store.embedded.etcd import EmbeddedEtcd
-from elastic.store.embedded.process import reserve_port
-from elastic.store.etcd.compat import load_grpc, load_rpc
-from elastic.store.etcd.store import EtcdStore
+from elastic.store.client import load_grpc, load_rpc
+from elastic.store.embedded import EmbeddedEtcd, reserve_port
+from elastic.store.etcd import EtcdStore
 
 Connect = Callable[..., EtcdStore]
 

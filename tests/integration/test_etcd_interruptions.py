@@ -12,9 +12,9 @@ from etcd_fixtures import PATIENCE_S, Recorder
 from etcd_proxy import CuttingProxy
 
 from elastic.errors import LeaseGone, StoreUnreachable
-from elastic.store.embedded.etcd import EmbeddedCluster, EmbeddedEtcd
-from elastic.store.etcd.compat import load_grpc, load_rpc
-from elastic.store.etcd.store import EtcdStore
+from elastic.store.client import load_grpc, load_rpc
+from elastic.store.embedded import EmbeddedCluster, EmbeddedEtcd
+from elastic.store.etcd import EtcdStore
 from elastic.store.keyvalue import Disconnected, Reconnected, Reset
 from elastic.testing.waiting import eventually
 

@@ -10,8 +10,9 @@ from collections.abc import Callable
 import psutil
 from etcd_fixtures import PATIENCE_S, Recorder, elastic_threads
 
-from elastic.store.embedded.etcd import EmbeddedEtcd
-from elastic.store.etcd.store import EtcdConfig, EtcdStore, parse_endpoints
+from elastic.store.client import EtcdConfig, parse_endpoints
+from elastic.store.embedded import EmbeddedEtcd
+from elastic.store.etcd import EtcdStore
 from elastic.store.keyvalue import WatchEvent
 from elastic.testing.waiting import eventually
 

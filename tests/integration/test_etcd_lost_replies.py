@@ -10,8 +10,8 @@ import pytest
 from etcd_fixtures import PATIENCE_S
 from etcd_proxy import CuttingProxy
 
-from elastic.store.embedded.etcd import EmbeddedEtcd
-from elastic.store.etcd.store import EtcdStore
+from elastic.store.embedded import EmbeddedEtcd
+from elastic.store.etcd import EtcdStore
 from elastic.testing.waiting import eventually
 
 T = TypeVar("T")
@@ -105,7 +105,7 @@ def test_a_deletion_with_a_lost_reply_reports_success(
 def test_a_lease_with_a_lost_grant_reply_is_granted_once(
     behind: EtcdStore, direct: EtcdStore, proxy: CuttingProxy, root: str, shared_etcd: EmbeddedEtcd
 ) -> None:
-    from elastic.store.etcd.compat import load_grpc, load_rpc
+    from elastic.store.client import load_grpc, load_rpc
 
     rpc = load_rpc()
     with load_grpc().insecure_channel(shared_etcd.endpoint) as channel:

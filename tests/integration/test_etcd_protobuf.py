@@ -10,14 +10,15 @@ from pathlib import Path
 
 import pytest
 
-from elastic.store.embedded.etcd import EmbeddedEtcd
+from elastic.store.embedded import EmbeddedEtcd
 
 _SMOKE = """
 import sys
 import google.protobuf
 assert google.protobuf.__version__.split(".")[0] == sys.argv[1], google.protobuf.__version__
-from elastic.store.etcd.store import EtcdConfig, EtcdStore, parse_endpoints
-from elastic.store.etcd.compat import load_rpc
+from elastic.store.client import EtcdConfig, parse_endpoints
+from elastic.store.etcd import EtcdStore
+from elastic.store.client import load_rpc
 
 rpc = load_rpc()
 import etcd3
@@ -90,7 +91,8 @@ def test_the_protobuf_setting_does_not_leak_into_workers(shared_etcd: EmbeddedEt
     code = """if True:
         import os
         before = dict(os.environ)
-        from elastic.store.etcd.store import EtcdConfig, EtcdStore, parse_endpoints
+        from elastic.store.client import EtcdConfig, parse_endpoints
+        from elastic.store.etcd import EtcdStore
         import sys
         EtcdStore(EtcdConfig(endpoints=parse_endpoints(sys.argv[1]))).close()
         assert dict(os.environ) == before

@@ -11,8 +11,8 @@ from etcd_certificates import Authority, Pair
 from etcd_fixtures import PATIENCE_S, Recorder
 
 from elastic.errors import ConfigError, StoreRefused
-from elastic.store.embedded.etcd import EmbeddedEtcd, EtcdCertificates
-from elastic.store.etcd.store import EtcdStore
+from elastic.store.embedded import EmbeddedEtcd, EtcdCertificates
+from elastic.store.etcd import EtcdStore
 
 Connect = Callable[..., EtcdStore]
 

@@ -98,7 +98,7 @@ def test_a_fork_looks_like_a_spawned_process(server: ForkServer, tmp_path: Path)
         told.append(json.loads(second))
     forked, started = told
     imported = set(forked.pop("elastic"))
-    assert {"elastic.training.run", "elastic.rendezvous.handler"} <= imported
+    assert {"elastic.train.run", "elastic.launcher.handler"} <= imported
     assert not {name for name in imported if name.startswith("grpc")}, "workers never have it"
     assert started.pop("elastic") == []
     assert forked == started

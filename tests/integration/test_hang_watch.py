@@ -20,15 +20,13 @@ from typing import Any
 import pytest
 
 from elastic.errors import ConfigError
-from elastic.events import Event, HangFound, HangOver
 from elastic.hangs import kernel
-from elastic.hangs.budgets import BudgetPolicy
-from elastic.hangs.facts import Phase, RankFacts
-from elastic.hangs.report import ReportFolder, check_folder
-from elastic.hangs.response import HangResponse, Judged
+from elastic.hangs.page import BudgetPolicy, Phase, RankFacts
+from elastic.hangs.report import HangResponse, Judged, ReportFolder, check_folder
 from elastic.hangs.stacks import StackSource
 from elastic.hangs.verdict import HangAction, HangConfidence, HangKind, Judgment
 from elastic.hangs.watch import HangWatch, Supervised, WatchedWorker
+from elastic.telemetry.events import Event, HangFound, HangOver
 from elastic.testing.doubles.manual_clock import ManualClock
 from elastic.testing.waiting import eventually
 
@@ -41,8 +39,8 @@ PTRACE_SEIZE, PTRACE_DETACH = 0x4206, 17
 WORKER = """
 import sys, time
 from elastic.hangs import stacks
-from elastic.hangs.facts import Phase
-from elastic.hangs.phases import phases
+from elastic.hangs.page import Phase
+from elastic.hangs.page import phases
 fd, source = phases.start(), stacks.offer()
 phases.enter_generation(3)
 phases.begin_world(0)

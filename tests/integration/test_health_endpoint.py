@@ -13,21 +13,20 @@ from typing import Any, TypeVar
 
 import pytest
 
+from elastic.agent.health import HealthServer
+from elastic.agent.identity import current_process
+from elastic.agent.node import NodeContext, RunSecret
 from elastic.agent.service import NodeService
-from elastic.events import Event
-from elastic.health.server import HealthServer
 from elastic.membership.records import Keys, Node, NodeState
-from elastic.node.context import NodeContext
-from elastic.node.identity import current_process
-from elastic.node.run_secret import RunSecret
-from elastic.store.embedded.etcd import EmbeddedEtcd
+from elastic.store.embedded import EmbeddedEtcd
 from elastic.store.keyvalue import Lease
+from elastic.telemetry.events import Event
 from elastic.testing.doubles.memory_store import MemoryStore
 from elastic.testing.forks.server import shared_fork_server
 from elastic.testing.journal import read_journal
 from elastic.testing.node import LocalNode
 from elastic.testing.waiting import eventually
-from elastic.tuning.agent_options import AgentOptions
+from elastic.tuning.options import AgentOptions
 
 DEADLINE_S = 180.0  # for agents, which import torch
 HUNG_AFTER_S = 3.0  # an idle node's thread turns once a second

@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 
 from elastic.membership.records import Keys
-from elastic.store.embedded.etcd import EmbeddedEtcd
-from elastic.store.etcd.store import EtcdStore
+from elastic.store.embedded import EmbeddedEtcd
+from elastic.store.etcd import EtcdStore
 from elastic.testing.forks.program import start_python
 from elastic.testing.processes import is_alive
 from elastic.testing.waiting import eventually

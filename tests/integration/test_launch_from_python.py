@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from elastic.store.embedded.etcd import EmbeddedEtcd
+from elastic.store.embedded import EmbeddedEtcd
 from elastic.testing.forks.program import run_program
 
 pytestmark = [pytest.mark.cluster, pytest.mark.slow]

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from elastic.store.embedded.etcd import EmbeddedEtcd
+from elastic.store.embedded import EmbeddedEtcd
 from elastic.testing.forks.program import start_python
 from elastic.testing.waiting import eventually
 

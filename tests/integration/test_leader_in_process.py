@@ -21,36 +21,32 @@ from test_node_service import (
     world_in,
 )
 
-from elastic.agent.messages import ChangeNode
-from elastic.agent.supervision.workers import LinkEvent
-from elastic.clock import SYSTEM_CLOCK
-from elastic.errors import CoordinationError
-from elastic.events import StragglerFound
-from elastic.leadership import prober
-from elastic.leadership.job_progress import decode_progress
-from elastic.leadership.node_records import NodesEvent
-from elastic.link.protocol import StepReport
-from elastic.liveness import probe as probes
-from elastic.liveness.probe import Verdict
-from elastic.membership.decision import Liveness
+from elastic.agent import leader as prober
+from elastic.agent import liveness
+from elastic.agent.liveness import Verdict
+from elastic.agent.node import ChangeNode
+from elastic.agent.roster import NodesEvent
+from elastic.agent.workers import LinkEvent
+from elastic.errors import SYSTEM_CLOCK, CoordinationError
+from elastic.hangs.page import StepDurations
+from elastic.link.link import StepReport
+from elastic.membership.progress import decode_progress
 from elastic.membership.records import (
-    Cause,
     Done,
     FailureReport,
     Node,
     NodeState,
     WorldRecord,
-    WorldReference,
-    WorldState,
     decode,
     encode,
 )
-from elastic.membership.step_rate import StepRate
+from elastic.membership.view import Liveness, StepRate
 from elastic.store.keyvalue import Put, WatchEvent
-from elastic.stragglers.facts import StepDurations
+from elastic.telemetry.events import StragglerFound
 from elastic.testing.doubles.memory_store import MemoryServer, MemoryStore
 from elastic.testing.waiting import eventually
-from elastic.tuning.agent_options import AgentOptions
+from elastic.tuning.options import AgentOptions
+from elastic.wire.messages import Cause, WorldReference, WorldState
 
 
 class InProcess(TestNode):
@@ -512,7 +508,7 @@ def test_a_new_leader_does_not_train_beside_a_silent_member_of_an_older_world(
     planned = generation(server, 2)
     assert planned.node_ids == (a.id, b.id) and planned.switch_at_step is not None
     eventually(lambda: b.status.world.world == planned)
-    probe = probes.probe
+    probe = liveness.probe
 
     def probe_unless_silent(host: str, port: int, node_id: str, **more: Any) -> Verdict:
         if node_id == a.id:

@@ -14,17 +14,18 @@ import pytest
 from link_kit import DEADLINE_S, Agent, Processes, connect
 
 from elastic.errors import LinkError
-from elastic.link.protocol import (
+from elastic.link.link import (
     ClientHandshakeRequest,
     CollectiveFailure,
     Entered,
     Exiting,
     Heartbeat,
+    LinkServer,
     Message,
     Ready,
     SigtermAnswer,
+    WorkerDeath,
 )
-from elastic.link.server import LinkServer, WorkerDeath
 from elastic.testing.waiting import eventually
 
 
@@ -128,7 +129,7 @@ def test_a_stopped_worker_does_not_block_other_workers(agent: Agent, processes: 
 def test_connecting_to_a_closed_server_raises_a_clear_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("elastic.link.client.LINK_CONNECT_S", 0.1)
+    monkeypatch.setattr("elastic.link.link.LINK_CONNECT_S", 0.1)
     agent = Agent()
     agent.server.close()
     with pytest.raises(LinkError, match="does not answer"):

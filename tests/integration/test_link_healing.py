@@ -12,11 +12,11 @@ import threading
 import pytest
 from link_kit import DEADLINE_S, Agent, Processes, connect, hang_up
 
-from elastic.link.client import LinkClient
-from elastic.link.protocol import (
+from elastic.link.link import (
     ClientHandshakeRequest,
     Entered,
     Heartbeat,
+    LinkClient,
     Message,
     Ready,
     SigtermAnswer,

@@ -16,8 +16,8 @@ from link_kit import DEADLINE_S, Agent, Processes, connect, hang_up
 from raw_peer import is_hung_up_on, prove
 
 from elastic.errors import LinkError
-from elastic.link.handshake import key_path, read_key
-from elastic.link.protocol import (
+from elastic.link.link import (
+    LIMITS,
     MAX_MESSAGE,
     PROTOCOL_VERSION,
     ClientHandshakeRequest,
@@ -27,14 +27,13 @@ from elastic.link.protocol import (
     SigtermAnswer,
     WorldMessage,
     encode,
+    key_path,
+    read_key,
 )
-from elastic.link.server import LIMITS
-from elastic.messages.world import Cause, RankAssignment, WorldSpec, WorldState
-from elastic.secure_channel import private_files
-from elastic.secure_channel.errors import AuthenticationError
-from elastic.secure_channel.frames import frame
-from elastic.secure_channel.handshake import ClientHandshake
-from elastic.secure_channel.keys import SecretKey
+from elastic.wire import base
+from elastic.wire.base import AuthenticationError
+from elastic.wire.handshake import ClientHandshake, SecretKey, frame
+from elastic.wire.messages import Cause, RankAssignment, WorldSpec, WorldState
 
 
 def connected(agent: Agent, *, proves: bool = True) -> socket.socket:
@@ -87,7 +86,7 @@ def test_a_client_without_the_link_key_is_disconnected(agent: Agent) -> None:
 def test_a_server_without_the_link_key_is_refused(agent: Agent) -> None:
     """Another process listens at the agent's path."""
     Path(key_path(agent.server.path)).unlink()
-    private_files.write(key_path(agent.server.path), SecretKey.generate().text.encode())
+    base.write(key_path(agent.server.path), SecretKey.generate().text.encode())
     with pytest.raises(LinkError, match="is not this worker's agent"):
         connect(agent.server.path)
     assert agent.said.empty()

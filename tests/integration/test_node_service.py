@@ -19,8 +19,12 @@ from typing import Any
 import pytest
 from etcd_certificates import Authority
 
-from elastic.agent import service
-from elastic.agent.messages import Close
+from elastic.agent import liveness, service
+from elastic.agent import succession as election
+from elastic.agent.identity import OomKillCounter, current_process
+from elastic.agent.kernel_log import KernelLog
+from elastic.agent.liveness import Verdict
+from elastic.agent.node import Close, JobSucceeded, NodeContext, RunSecret
 from elastic.agent.service import NodeService
 from elastic.errors import (
     CoordinationError,
@@ -31,21 +35,7 @@ from elastic.errors import (
     StoreFull,
     StoreUnreachable,
 )
-from elastic.events import (
-    Event,
-    FailureJudged,
-    FailureTimelineWritten,
-    NodeLost,
-    NodeSuspected,
-    Waiting,
-)
-from elastic.failures.kernel_log import KernelLog
-from elastic.leadership import election
-from elastic.liveness import probe as probes
-from elastic.liveness.probe import Verdict
-from elastic.membership.decision import Liveness, Policy
 from elastic.membership.records import (
-    Cause,
     Done,
     Keys,
     Leader,
@@ -53,20 +43,24 @@ from elastic.membership.records import (
     NodeState,
     Outcome,
     WorldRecord,
-    WorldState,
     decode,
     encode,
 )
-from elastic.node.context import NodeContext
-from elastic.node.identity import current_process
-from elastic.node.oom_kills import OomKillCounter
-from elastic.node.run_secret import RunSecret
-from elastic.node.status import JobSucceeded
-from elastic.secure_channel.tls import Tls, TlsFiles
+from elastic.membership.view import Liveness, Policy
 from elastic.store.keyvalue import Put, WatchEvent
+from elastic.telemetry.events import (
+    Event,
+    FailureJudged,
+    FailureTimelineWritten,
+    NodeLost,
+    NodeSuspected,
+    Waiting,
+)
 from elastic.testing.doubles.memory_store import MemoryServer, MemoryStore
 from elastic.testing.waiting import eventually
-from elastic.tuning.agent_options import AgentOptions
+from elastic.tuning.options import AgentOptions
+from elastic.wire.messages import Cause, WorldState
+from elastic.wire.tls import Tls, TlsFiles
 
 KEYS = Keys.of("/elastic", "job")
 OPTIONS = AgentOptions(
@@ -316,7 +310,7 @@ def test_a_live_member_behind_a_refusing_firewall_is_kept(
     leader = next(n for n in nodes if n.id == leader_in(server))
     victim, other = (n for n in nodes if n is not leader)
     refused, is_up = threading.Event(), True
-    real = probes.probe
+    real = liveness.probe
 
     def firewall(host: str, port: int, node_id: str, **more: Any) -> Verdict:
         if is_up and node_id == victim.id:
@@ -324,7 +318,7 @@ def test_a_live_member_behind_a_refusing_firewall_is_kept(
             return Verdict(Liveness.SUSPECT, "refused by a firewall", refused=True)
         return real(host, port, node_id, **more)
 
-    monkeypatch.setattr("elastic.leadership.prober.probe", firewall)
+    monkeypatch.setattr("elastic.agent.leader.probe", firewall)
     other.arrive("RuntimeError: Connection closed by peer")  # every member is probed
     assert refused.wait(DEADLINE_S)
     eventually(lambda: any("may be dead: the lease decides" in str(e) for e in leader.events))

@@ -14,21 +14,14 @@ from pathlib import Path
 
 import pytest
 
-from elastic.node.orphan_reaper import (
-    MARK,
-    SETTLE_S,
-    ForkMark,
-    end_strays,
-    kill_group,
-    marked_processes,
-)
+from elastic.agent.reaper import MARK, SETTLE_S, ForkMark, end_strays, kill_group, marked_processes
 from elastic.testing.processes import is_alive
 from elastic.testing.waiting import eventually
 
 AGENT = textwrap.dedent(
     """
     import os, subprocess, sys, time
-    from elastic.node.orphan_reaper import OrphanReaper
+    from elastic.agent.reaper import OrphanReaper
     reaper = OrphanReaper(os.environ["TOKEN"], os.environ.get("LINK", ""),
                          os.environ.get("MEMORY", ""), os.environ.get("ENDING", ""))
     environment = dict(os.environ, ELASTIC_NODE_ID=os.environ["TOKEN"])
@@ -164,7 +157,7 @@ def test_processes_of_an_agent_that_exits_gracefully_are_kept(agent: FakeAgent) 
 FORKING_AGENT = textwrap.dedent(
     """
     import os, signal, sys, time
-    from elastic.node.orphan_reaper import OrphanReaper
+    from elastic.agent.reaper import OrphanReaper
     reaper = OrphanReaper(os.environ["TOKEN"])
     def tell(name, value):  # in one write: two processes do so at once
         os.write(1, f"{name} {value}\\n".encode())

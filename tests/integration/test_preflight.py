@@ -14,20 +14,18 @@ import pytest
 from etcd_fixtures import PATIENCE_S
 
 from checkpoints import LocalStorage
-from elastic.clock import SYSTEM_CLOCK
-from elastic.doctor.before_joining import examine
-from elastic.doctor.findings import Finding, Status
-from elastic.doctor.preflight import preflight, require_fit
-from elastic.errors import NodeUnfit
+from elastic.doctor.checks import Finding, Status
+from elastic.doctor.network import examine, preflight, require_fit
+from elastic.errors import SYSTEM_CLOCK, NodeUnfit
 from elastic.membership.records import Keys, Leader, encode
-from elastic.store.embedded.etcd import EmbeddedEtcd
-from elastic.store.etcd.store import EtcdStore
+from elastic.store.embedded import EmbeddedEtcd
+from elastic.store.etcd import EtcdStore
 from elastic.testing.doubles.memory_store import MemoryStore
 from elastic.testing.forks.program import run_program
-from elastic.training.checkpointing.options import Checkpoints
-from elastic.tuning.agent_options import AgentOptions
-from elastic.worker.preflight import PASSED_VARIABLE
-from elastic.worker.preflight import require_fit as require_fit_of_worker
+from elastic.train.folder import Checkpoints
+from elastic.tuning.options import AgentOptions
+from elastic.worker.node_first import PASSED_VARIABLE
+from elastic.worker.node_first import require_fit as require_fit_of_worker
 
 SCRIPT = "print('trained', flush=True)"
 TOO_FEW = 200  # descriptors: enough to start torchrun, too few for a job

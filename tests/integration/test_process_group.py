@@ -14,7 +14,7 @@ from typing import Any
 import process_group_script as script
 import pytest
 
-from elastic.node.ports import PortReserve
+from elastic.agent.identity import PortReserve
 from elastic.testing.forks.server import shared_fork_server
 from elastic.testing.node import LocalNode
 from elastic.testing.slowness import is_within

@@ -16,11 +16,12 @@ from typing import Any
 import pytest
 from test_node_service import KEYS, OPTIONS, TestNode
 
+from elastic.agent.health import readiness
 from elastic.errors import NodeRefused
-from elastic.events import Waiting
-from elastic.health.endpoints import readiness
-from elastic.membership.records import Node, NodeState, WorldRecord, WorldState, decode
+from elastic.membership.records import Node, NodeState, WorldRecord, decode
+from elastic.telemetry.events import Waiting
 from elastic.testing.doubles.memory_store import MemoryServer, MemoryStore
+from elastic.wire.messages import WorldState
 
 PER_REPLICA, MAX_NODES = 2, 6
 WHY = "1 of 2 nodes of a replica"

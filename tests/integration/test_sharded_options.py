@@ -15,7 +15,7 @@ import sharded_options_program as program
 from replica_gradients_program import SIZE
 from torch.distributed.fsdp import FSDPModule
 
-from elastic.node.ports import PortReserve
+from elastic.agent.identity import PortReserve
 from elastic.testing.forks.server import shared_fork_server
 from elastic.testing.node import LocalNode
 

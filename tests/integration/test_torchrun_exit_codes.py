@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 
 from elastic.membership.records import Done, Keys, Outcome, encode
-from elastic.store.embedded.etcd import EmbeddedEtcd
-from elastic.store.etcd.store import EtcdStore
+from elastic.store.embedded import EmbeddedEtcd
+from elastic.store.etcd import EtcdStore
 from elastic.testing.forks.server import shared_fork_server
 from elastic.testing.node import LocalNode
 from elastic.testing.waiting import PATIENCE_S
@@ -120,7 +120,7 @@ def test_a_script_that_always_fails_ends_the_job(
 
 FILLS_ETCD_AND_EXITS = """
 import os
-from elastic.store.etcd.compat import load_grpc, load_rpc
+from elastic.store.client import load_grpc, load_rpc
 
 rpc = load_rpc()
 with load_grpc().insecure_channel(os.environ["PET_RDZV_ENDPOINT"]) as channel:

@@ -9,7 +9,7 @@ import pytest
 from job_series import J, JobSeries, StartSeries
 from training_job import PLAIN, TrainingJob, Workload, train_undisturbed
 
-from elastic.store.embedded.etcd import EmbeddedCluster, EmbeddedEtcd
+from elastic.store.embedded import EmbeddedCluster, EmbeddedEtcd
 from elastic.testing.node import LocalNode
 
 

@@ -14,7 +14,7 @@ from typing import Any
 
 from training_job import SCRIPTS, TrainingJob, Workload
 
-from elastic.hangs.facts import Phase
+from elastic.hangs.page import Phase
 from elastic.testing.cluster import ClusterTimeout
 from elastic.testing.node import LocalNode
 from elastic.testing.waiting import PATIENCE_S

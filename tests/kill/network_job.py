@@ -17,7 +17,7 @@ from elastic.testing.ledger import LedgerStep
 from elastic.testing.network.emulated import EmulatedMachine, EmulatedNetwork
 from elastic.testing.node import LocalNode
 from elastic.testing.waiting import PATIENCE_S
-from elastic.tuning.timeouts import peer_silence_s
+from elastic.tuning.intervals import peer_silence_s
 
 SCRIPT = SCRIPTS / "phases.py"
 WORKLOAD = Workload(samples=500, epochs=6, step_s=0.3)

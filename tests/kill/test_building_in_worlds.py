@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from training_job import NEVER, SCRIPTS, TrainingJob, Workload, train_undisturbed
 
-from elastic.store.embedded.etcd import EmbeddedEtcd
+from elastic.store.embedded import EmbeddedEtcd
 from elastic.testing.node import LocalNode, worker_pids
 from elastic.testing.waiting import PATIENCE_S
 

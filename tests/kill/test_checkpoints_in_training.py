@@ -14,7 +14,7 @@ from job_series import JobSeries, StartSeries
 from training_job import SCRIPTS, TrainingJob, Workload
 
 import checkpoints
-from elastic.store.embedded.etcd import EmbeddedEtcd
+from elastic.store.embedded import EmbeddedEtcd
 from elastic.testing.waiting import PATIENCE_S
 
 pytestmark = pytest.mark.cluster

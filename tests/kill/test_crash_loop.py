@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from training_job import SCRIPTS, TrainingJob, Workload
 
-from elastic.store.embedded.etcd import EmbeddedEtcd
+from elastic.store.embedded import EmbeddedEtcd
 from elastic.testing.waiting import PATIENCE_S
 
 pytestmark = [pytest.mark.cluster, pytest.mark.slow]

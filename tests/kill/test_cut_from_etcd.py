@@ -17,7 +17,7 @@ from etcd_proxy import CuttingProxy
 from job_series import JobSeries, StartSeries
 from training_job import SCRIPTS, TrainingJob, Workload, train_undisturbed
 
-from elastic.store.embedded.etcd import EmbeddedEtcd
+from elastic.store.embedded import EmbeddedEtcd
 from elastic.testing.node import LocalNode
 from elastic.testing.slowness import measure_slowness
 from elastic.testing.waiting import PATIENCE_S

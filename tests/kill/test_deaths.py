@@ -17,12 +17,13 @@ import pytest
 from job_series import JobSeries, StartSeries
 from training_job import TrainingJob, Workload
 
-from elastic.membership.records import Cause, Member
-from elastic.store.embedded.etcd import EmbeddedCluster
+from elastic.membership.records import Member
+from elastic.store.embedded import EmbeddedCluster
 from elastic.testing.forks.server import shared_fork_server
 from elastic.testing.node import LocalNode
 from elastic.testing.slowness import is_within
 from elastic.testing.waiting import PATIENCE_S
+from elastic.wire.messages import Cause
 
 LAST_CALL_S = 20.0
 WORKERS_GONE_S = 8.0  # on an idle machine; the guarantee is 2 s. Orphans would stay for minutes.

@@ -15,7 +15,7 @@ import pytest
 from job_series import JobSeries, StartSeries
 from training_job import SCRIPTS, TrainingJob, Workload, train_undisturbed
 
-from elastic.store.embedded.etcd import EmbeddedEtcd
+from elastic.store.embedded import EmbeddedEtcd
 from elastic.testing.journal import read_journal
 from elastic.testing.waiting import PATIENCE_S
 

@@ -9,7 +9,7 @@ import pytest
 from job_series import JobSeries, StartSeries
 from training_job import TrainingJob, Workload
 
-from elastic.store.embedded.etcd import EmbeddedEtcd
+from elastic.store.embedded import EmbeddedEtcd
 from elastic.testing.slowness import is_within
 from elastic.testing.waiting import PATIENCE_S
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from training_job import SCRIPTS, TrainingJob, Workload
 
-from elastic.store.embedded.etcd import EmbeddedEtcd
+from elastic.store.embedded import EmbeddedEtcd
 from elastic.testing.journal import read_journal
 from elastic.testing.waiting import PATIENCE_S
 

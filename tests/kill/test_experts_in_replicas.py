@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from training_job import SCRIPTS, TrainingJob, Workload, train_undisturbed
 
-from elastic.store.embedded.etcd import EmbeddedEtcd
+from elastic.store.embedded import EmbeddedEtcd
 from elastic.testing.node import LocalNode
 from elastic.testing.waiting import PATIENCE_S
 

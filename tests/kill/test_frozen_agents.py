@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from training_job import PLAIN, SESSION, TrainingJob, Workload, train_undisturbed
 
-from elastic.store.embedded.etcd import EmbeddedEtcd
+from elastic.store.embedded import EmbeddedEtcd
 
 pytestmark = [pytest.mark.cluster, pytest.mark.slow]
 

@@ -13,13 +13,13 @@ from hostile import Attacker, Port, from_many_addresses, unix
 from raw_peer import prove
 from training_job import SCRIPTS, TrainingJob, Workload, train_undisturbed
 
+from elastic.agent.node import LIVENESS, RunSecret
 from elastic.membership.records import Node, decode
-from elastic.node.run_secret import LIVENESS, RunSecret
-from elastic.secure_channel.errors import AuthenticationError
-from elastic.secure_channel.keys import SecretKey
-from elastic.store.embedded.etcd import EmbeddedEtcd
+from elastic.store.embedded import EmbeddedEtcd
 from elastic.testing.node import LocalNode
 from elastic.testing.waiting import PATIENCE_S
+from elastic.wire.base import AuthenticationError
+from elastic.wire.handshake import SecretKey
 
 pytestmark = [pytest.mark.cluster, pytest.mark.slow]
 

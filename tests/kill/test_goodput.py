@@ -22,14 +22,11 @@ from prometheus_client.parser import text_string_to_metric_families
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from training_job import TrainingJob, Workload
 
-from elastic.cli.observe.job_view import JobCondition, JobView, read_job
-from elastic.cli.observe.sentence import sentence
-from elastic.metrics.table import METRICS
-from elastic.store.embedded.etcd import EmbeddedEtcd
-from elastic.telemetry.activities import Activity
-from elastic.telemetry.goodput import goodput_of_run
-from elastic.telemetry.journal_reader import read_folder
-from elastic.telemetry.merging import merge, run_of
+from elastic.agent.metrics import METRICS
+from elastic.cli.view import JobCondition, JobView, read_job, sentence
+from elastic.store.embedded import EmbeddedEtcd
+from elastic.telemetry.goodput import Activity, goodput_of_run
+from elastic.telemetry.reader import merge, read_folder, run_of
 from elastic.testing.node import LocalNode
 from elastic.testing.slowness import is_within
 from elastic.testing.waiting import PATIENCE_S

@@ -18,7 +18,7 @@ import torch
 from swapping import SwappingJob, swap_space, why_unavailable
 from training_job import PLAIN, SCRIPTS, TrainingJob, Workload
 
-from elastic.store.embedded.etcd import EmbeddedEtcd
+from elastic.store.embedded import EmbeddedEtcd
 from elastic.testing import shared_gpu
 from elastic.testing.node import LocalNode
 from elastic.testing.slowness import is_within

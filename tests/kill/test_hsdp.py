@@ -13,7 +13,7 @@ from state_moves import wait_moved
 from training_job import SCRIPTS, TrainingJob, Workload, train_undisturbed
 
 import checkpoints
-from elastic.store.embedded.etcd import EmbeddedEtcd
+from elastic.store.embedded import EmbeddedEtcd
 from elastic.testing.node import LocalNode
 from elastic.testing.waiting import PATIENCE_S
 

@@ -11,11 +11,9 @@ from state_moves import wait_moved
 from training_job import SCRIPTS, TrainingJob, Workload, train_undisturbed
 
 import checkpoints
-from elastic.cli.observe.job_view import read_job
-from elastic.cli.observe.sentence import sentence
-from elastic.clock import SYSTEM_CLOCK
-from elastic.errors import NodeRefused
-from elastic.store.embedded.etcd import EmbeddedEtcd
+from elastic.cli.view import read_job, sentence
+from elastic.errors import SYSTEM_CLOCK, NodeRefused
+from elastic.store.embedded import EmbeddedEtcd
 from elastic.testing.node import LocalNode
 from elastic.testing.waiting import PATIENCE_S
 

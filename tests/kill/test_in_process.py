@@ -14,11 +14,11 @@ import pytest
 from job_series import JobSeries, StartSeries
 from training_job import SCRIPTS, TrainingJob, Workload, train_undisturbed
 
-from elastic.membership.records import Cause, WorldState
-from elastic.store.embedded.etcd import EmbeddedEtcd
+from elastic.store.embedded import EmbeddedEtcd
 from elastic.testing.node import LocalNode, worker_pids
 from elastic.testing.slowness import is_within
 from elastic.testing.waiting import PATIENCE_S
+from elastic.wire.messages import Cause, WorldState
 
 pytestmark = pytest.mark.cluster
 

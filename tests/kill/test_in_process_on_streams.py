@@ -15,7 +15,7 @@ from job_series import JobSeries, StartSeries
 from test_in_process_phases import SCRIPT, Before, all_back, order
 from training_job import TrainingJob, Workload, train_undisturbed
 
-from elastic.store.embedded.etcd import EmbeddedEtcd
+from elastic.store.embedded import EmbeddedEtcd
 from elastic.testing.doubles import nccl_semantics
 from elastic.testing.node import LocalNode, worker_pids
 

@@ -16,11 +16,12 @@ import pytest
 from job_series import JobSeries, StartSeries
 from training_job import SCRIPTS, TrainingJob, Workload, train_undisturbed
 
-from elastic.membership.records import Cause, WorldRecord
-from elastic.store.embedded.etcd import EmbeddedEtcd
+from elastic.membership.records import WorldRecord
+from elastic.store.embedded import EmbeddedEtcd
 from elastic.testing.journal import read_journal
 from elastic.testing.node import LocalNode, worker_pids
 from elastic.testing.waiting import PATIENCE_S
+from elastic.wire.messages import Cause
 
 pytestmark = pytest.mark.cluster
 

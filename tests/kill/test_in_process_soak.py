@@ -12,7 +12,7 @@ import psutil
 import pytest
 from training_job import SCRIPTS, TrainingJob, Workload
 
-from elastic.store.embedded.etcd import EmbeddedEtcd
+from elastic.store.embedded import EmbeddedEtcd
 from elastic.testing.node import LocalNode
 from elastic.testing.waiting import PATIENCE_S
 
@@ -21,7 +21,7 @@ SEED = int(os.environ.get("ELASTIC_SOAK_SEED", "0"))
 SCRIPT = SCRIPTS / "phases.py"
 WORKLOAD = Workload(samples=500, epochs=100_000, step_s=0.02, save_every=50)
 # gloo drops a queued send when its connection ends; its waiters leak two threads and two
-# descriptors each time (elastic/process_group/pending.py), in about 3 % of the kills.
+# descriptors each time (elastic/groups/pending.py), in about 3 % of the kills.
 LEFT_BEHIND = max(4, KILLS // 10)
 # The resources of a leader: the witness may lead at one of the two measurements only.
 LEADING = 8

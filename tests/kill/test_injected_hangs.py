@@ -22,7 +22,7 @@ from hang_injection import (
 )
 from training_job import train_undisturbed
 
-from elastic.store.embedded.etcd import EmbeddedEtcd
+from elastic.store.embedded import EmbeddedEtcd
 
 pytestmark = [pytest.mark.cluster, pytest.mark.slow]
 

@@ -13,7 +13,7 @@ import pytest
 from training_job import SCRIPTS, TrainingJob, Workload
 
 import checkpoints
-from elastic.store.embedded.etcd import EmbeddedEtcd
+from elastic.store.embedded import EmbeddedEtcd
 from elastic.testing.forks.server import shared_fork_server
 from elastic.testing.journal import read_journal
 from elastic.testing.ledger import read_ledger

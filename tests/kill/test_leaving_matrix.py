@@ -13,7 +13,7 @@ import pytest
 from training_job import SCRIPTS, TrainingJob, Workload
 
 import checkpoints
-from elastic.store.embedded.etcd import EmbeddedEtcd
+from elastic.store.embedded import EmbeddedEtcd
 from elastic.testing.waiting import PATIENCE_S, eventually
 
 pytestmark = pytest.mark.cluster

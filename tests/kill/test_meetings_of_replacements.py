@@ -11,7 +11,7 @@ from job_series import JobSeries, StartSeries
 from slow_exit import SlowExit
 from training_job import SCRIPTS, TrainingJob, Workload
 
-from elastic.store.embedded.etcd import EmbeddedEtcd
+from elastic.store.embedded import EmbeddedEtcd
 from elastic.testing.processes import send
 
 pytestmark = pytest.mark.cluster

@@ -18,7 +18,7 @@ import pytest
 from training_job import NEVER, SCRIPTS, TrainingJob, Workload, train_undisturbed
 
 import checkpoints
-from elastic.store.embedded.etcd import EmbeddedEtcd
+from elastic.store.embedded import EmbeddedEtcd
 from elastic.testing.node import LocalNode
 from elastic.testing.waiting import PATIENCE_S
 

@@ -11,7 +11,7 @@ from etcd_certificates import Authority
 from training_job import NEVER, SCRIPTS, TrainingJob, Workload, train_undisturbed
 
 import checkpoints
-from elastic.store.embedded.etcd import EmbeddedEtcd
+from elastic.store.embedded import EmbeddedEtcd
 from elastic.testing.faults import Everyone, Kill, KillWorker, OfRank
 from elastic.testing.journal import read_journal
 

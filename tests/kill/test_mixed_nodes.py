@@ -13,7 +13,7 @@ import pytest
 from job_series import JobSeries, StartSeries
 from training_job import TrainingJob, Workload, train_undisturbed
 
-from elastic.store.embedded.etcd import EmbeddedEtcd
+from elastic.store.embedded import EmbeddedEtcd
 from elastic.testing.node import LocalNode
 from elastic.testing.processes import freeze, is_alive
 from elastic.testing.waiting import PATIENCE_S
@@ -89,7 +89,7 @@ def test_a_joining_node_of_another_version_is_refused(
         "Metadata-Version: 2.1\nName: torch-elastic-harness\nVersion: 99.0\n"
     )
     (installed / "entry_points.txt").write_text(
-        "[torchrun.handlers]\netcd-v3 = elastic.rendezvous.entrypoint:handlers\n"
+        "[torchrun.handlers]\netcd-v3 = elastic.launcher.entrypoint:handlers\n"
     )
     stranger = job.start_node("stranger", env={"PYTHONPATH": str(tmp_path)})
     assert stranger.wait(PATIENCE_S) == 2, stranger.log_tail()

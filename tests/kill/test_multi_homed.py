@@ -12,7 +12,7 @@ import pytest
 from etcd_proxy import CuttingProxy
 from training_job import TrainingJob, Workload
 
-from elastic.store.embedded.etcd import EmbeddedEtcd
+from elastic.store.embedded import EmbeddedEtcd
 from elastic.testing.journal import read_journal
 from elastic.testing.node import LocalNode
 from elastic.testing.waiting import PATIENCE_S

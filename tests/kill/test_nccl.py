@@ -16,7 +16,7 @@ import pytest
 import torch
 from training_job import SCRIPTS, TrainingJob, Workload, train_undisturbed
 
-from elastic.store.embedded.etcd import EmbeddedEtcd
+from elastic.store.embedded import EmbeddedEtcd
 from elastic.testing import shared_gpu
 
 GPUS = torch.cuda.device_count()

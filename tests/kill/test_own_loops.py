@@ -16,7 +16,7 @@ from training_job import (
     train_undisturbed,
 )
 
-from elastic.store.embedded.etcd import EmbeddedEtcd
+from elastic.store.embedded import EmbeddedEtcd
 from elastic.testing.node import LocalNode
 
 pytestmark = pytest.mark.cluster

@@ -12,7 +12,7 @@ import pytest
 from etcd_proxy import CuttingProxy
 from training_job import SCRIPTS, TrainingJob, Workload, train_undisturbed
 
-from elastic.store.embedded.etcd import EmbeddedEtcd
+from elastic.store.embedded import EmbeddedEtcd
 from elastic.testing.node import LocalNode
 
 pytestmark = [

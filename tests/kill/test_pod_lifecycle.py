@@ -21,10 +21,10 @@ from job_series import JobSeries, StartSeries
 from stateful_set import NAME, Probe, StatefulSet
 from training_job import FINAL, SCRIPTS, SESSION, Workload, assert_same_weights, train_undisturbed
 
-from elastic.membership.records import WorldState
-from elastic.store.embedded.etcd import EmbeddedEtcd
+from elastic.store.embedded import EmbeddedEtcd
 from elastic.testing.slowness import is_within
 from elastic.testing.waiting import PATIENCE_S
+from elastic.wire.messages import WorldState
 
 pytestmark = pytest.mark.cluster
 

@@ -20,8 +20,8 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
 from training_job import PLAIN
 
-from elastic.store.embedded.etcd import EmbeddedEtcd, EtcdCertificates
-from elastic.store.etcd.compat import load_grpc, load_rpc
+from elastic.store.client import load_grpc, load_rpc
+from elastic.store.embedded import EmbeddedEtcd, EtcdCertificates
 from elastic.testing.forks.program import run_program
 from elastic.testing.slowness import is_within
 from elastic.testing.waiting import PATIENCE_S

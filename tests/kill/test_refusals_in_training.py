@@ -13,7 +13,7 @@ from training_job import TrainingJob, Workload
 
 import checkpoints
 from elastic.errors import ConfigError
-from elastic.store.embedded.etcd import EmbeddedEtcd
+from elastic.store.embedded import EmbeddedEtcd
 from elastic.testing.journal import read_journal
 from elastic.testing.waiting import PATIENCE_S
 

@@ -11,13 +11,11 @@ from pathlib import Path
 import pytest
 from training_job import SCRIPTS, TrainingJob, Workload, train_undisturbed
 
-from elastic.cli.observe import describe, status
-from elastic.cli.observe.job_view import JobView, read_job
-from elastic.cli.observe.sentence import sentence
-from elastic.cli.observe.status_document import document
-from elastic.clock import SYSTEM_CLOCK
-from elastic.errors import ConfigError, NodeRefused
-from elastic.store.embedded.etcd import EmbeddedEtcd
+from elastic.cli import describe, status
+from elastic.cli.status import document
+from elastic.cli.view import JobView, read_job, sentence
+from elastic.errors import SYSTEM_CLOCK, ConfigError, NodeRefused
+from elastic.store.embedded import EmbeddedEtcd
 from elastic.testing.node import LocalNode
 from elastic.testing.waiting import PATIENCE_S
 

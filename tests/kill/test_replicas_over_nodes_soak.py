@@ -12,7 +12,7 @@ import pytest
 from training_job import SCRIPTS, TrainingJob, Workload
 
 from elastic.membership.records import Node, decode
-from elastic.store.embedded.etcd import EmbeddedEtcd
+from elastic.store.embedded import EmbeddedEtcd
 from elastic.testing.node import LocalNode
 from elastic.testing.waiting import PATIENCE_S
 

@@ -9,9 +9,9 @@ from job_series import JobSeries, StartSeries
 from training_job import TrainingJob, Workload
 
 import checkpoints
-from elastic.membership.records import WorldState
-from elastic.store.embedded.etcd import EmbeddedEtcd
+from elastic.store.embedded import EmbeddedEtcd
 from elastic.testing.waiting import PATIENCE_S
+from elastic.wire.messages import WorldState
 
 pytestmark = pytest.mark.cluster
 

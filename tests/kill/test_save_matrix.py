@@ -19,7 +19,7 @@ import pytest
 from training_job import SCRIPTS, TrainingJob, Workload
 
 import checkpoints
-from elastic.store.embedded.etcd import EmbeddedEtcd
+from elastic.store.embedded import EmbeddedEtcd
 from elastic.testing.forks.server import ForkedPopen, can_fork, shared_fork_server
 from elastic.testing.ledger import LedgerReader
 from elastic.testing.waiting import PATIENCE_S, eventually

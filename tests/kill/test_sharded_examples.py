@@ -14,7 +14,7 @@ import torch
 from training_job import SCRIPTS, TrainingJob, Workload, train_undisturbed
 
 import checkpoints
-from elastic.store.embedded.etcd import EmbeddedEtcd
+from elastic.store.embedded import EmbeddedEtcd
 from elastic.testing.forks.server import shared_fork_server
 from elastic.testing.node import LocalNode
 from elastic.testing.waiting import PATIENCE_S

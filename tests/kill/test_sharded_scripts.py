@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from training_job import SCRIPTS
 
-from elastic.store.embedded.etcd import EmbeddedEtcd
+from elastic.store.embedded import EmbeddedEtcd
 from elastic.testing.cluster import LocalCluster
 from elastic.testing.forks.server import shared_fork_server
 from elastic.testing.node import TorchrunOptions

@@ -12,12 +12,10 @@ from etcd_certificates import Authority
 from training_job import SCRIPTS, TrainingJob, Workload, train_undisturbed
 
 from elastic.membership.records import Node, decode
-from elastic.secure_channel.frames import frame
-from elastic.secure_channel.handshake import ClientHandshake
-from elastic.secure_channel.keys import SecretKey
-from elastic.store.embedded.etcd import EmbeddedEtcd
+from elastic.store.embedded import EmbeddedEtcd
 from elastic.testing.waiting import PATIENCE_S
-from elastic.tuning.agent_options import NODE_TLS
+from elastic.tuning.options import NODE_TLS
+from elastic.wire.handshake import ClientHandshake, SecretKey, frame
 
 pytestmark = [pytest.mark.cluster, pytest.mark.slow, pytest.mark.timeout(400)]
 

@@ -7,11 +7,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import checkpoints
-from checkpoints.format.names import CheckpointName
-from checkpoints.loading.tiered_storage import TieredStorage
-from checkpoints.storage.protocol import Storage
-from checkpoints.testing.faults import FaultyStorage
-from checkpoints.testing.memory_storage import MemoryStorage
+from checkpoints.names import CheckpointName
+from checkpoints.storage import Storage
+from checkpoints.testing import FaultyStorage, MemoryStorage
+from checkpoints.tiers import TieredStorage
 
 PLACES = 4
 STEPS = (1, 2, 3)

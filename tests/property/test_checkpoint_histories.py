@@ -15,11 +15,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import checkpoints
-from checkpoints.format.names import CheckpointName, parse_attempt, parse_committed
-from checkpoints.saving.outcome import WriterThreadDied
-from checkpoints.storage.patient import PatientStorage
-from checkpoints.testing.faults import FaultyStorage, SimulatedCrash
-from checkpoints.testing.memory_storage import MemoryStorage
+from checkpoints.names import CheckpointName, parse_attempt, parse_committed
+from checkpoints.saving import WriterThreadDied
+from checkpoints.storage import PatientStorage
+from checkpoints.testing import FaultyStorage, MemoryStorage, SimulatedCrash
 from elastic.testing.doubles.manual_clock import ManualClock
 
 KEPT = 2

@@ -9,20 +9,24 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from checkpoints.format.coverage import coverage_problem
-from checkpoints.format.manifest import Chunk, TensorEntry
-from checkpoints.loading.buffers import TensorBuffer
-from checkpoints.loading.exchange import shares_of
-from checkpoints.tensors.dtensors import block
-from checkpoints.tensors.layout import Layout, Split, local_shape, local_shards, written_regions
-from checkpoints.tensors.partition import TensorSpec, share_of
-from checkpoints.tensors.regions import (
+from checkpoints.loading import shares_of
+from checkpoints.manifest import Chunk, TensorEntry, coverage_problem
+from checkpoints.reader import TensorBuffer
+from checkpoints.tensors import (
+    Layout,
     Region,
     Span,
+    Split,
+    TensorSpec,
+    block,
     full_region,
+    local_shape,
+    local_shards,
     regions_of,
     row_blocks,
+    share_of,
     split_evenly,
+    written_regions,
 )
 
 Shape = tuple[int, ...]

@@ -9,11 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import checkpoints
-from checkpoints.saving.tensor_file import encode_header
-from checkpoints.tensors.dtypes import BY_DTYPE, BY_NAME
-from checkpoints.tensors.partition import TensorSpec, chunks_of, share_of
-from checkpoints.tensors.regions import Span
-from checkpoints.testing.memory_storage import MemoryStorage
+from checkpoints.saving import encode_header
+from checkpoints.tensors import BY_DTYPE, BY_NAME, Span, TensorSpec, chunks_of, share_of
+from checkpoints.testing import MemoryStorage
 
 shapes = st.lists(st.integers(0, 7), max_size=4).map(tuple)
 spec_lists = st.lists(st.tuples(st.sampled_from(sorted(BY_NAME)), shapes), max_size=12).map(

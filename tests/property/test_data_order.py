@@ -24,10 +24,8 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
-from elastic.training.data.loader import ElasticLoader
-from elastic.training.data.permutation import MAX_N, Permutation
-from elastic.training.data.plan import EpochPlan
-from elastic.training.data.sampler import ElasticSampler, RankStep
+from elastic.train.loader import ElasticLoader
+from elastic.train.sampler import MAX_N, ElasticSampler, EpochPlan, Permutation, RankStep
 
 EPOCHS = 2
 

@@ -9,10 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elastic.telemetry.activities import Activity
-from elastic.telemetry.goodput import Goodput, goodput_of_run
-from elastic.telemetry.journal_reader import JournalRecord
-from elastic.telemetry.merging import merge, run_of
+from elastic.telemetry.goodput import Activity, Goodput, goodput_of_run
+from elastic.telemetry.reader import JournalRecord, merge, run_of
 
 STEP_S = 0.5
 LAPS = ("leave_s", "wait_s", "build_s", "agree_s", "paused_s")

@@ -13,17 +13,20 @@ from dataclasses import dataclass, replace
 import pytest
 from rank_facts import rank_facts
 
-from elastic.hangs.budgets import (
+from elastic.hangs.page import (
     BudgetPolicy,
+    Flag,
+    KernelFacts,
+    Phase,
+    RankFacts,
     budget_s,
     lost_message_s,
     mismatch_s,
     suspicion_s,
     thresholds_s,
 )
-from elastic.hangs.facts import Flag, KernelFacts, Phase, RankFacts
 from elastic.hangs.verdict import HangAction, HangKind, Judgment, judge, judge_stopped
-from elastic.membership import failure_budget
+from elastic.membership import budget
 
 POLICY = BudgetPolicy()
 SEEDS = range(240)
@@ -358,16 +361,16 @@ def test_the_same_hang_three_times_in_a_row_ends_the_job(seed: int) -> None:
     world = draw(seed)
     reason = judge(world.at(1.01 * world.limit_s), world.size, POLICY).reason
     history = [
-        failure_budget.Breakage(
+        budget.Breakage(
             generation=generation,
             lived_s=5.0,
-            failures=(failure_budget.Failure("node1", reason, 1),),
+            failures=(budget.Failure("node1", reason, 1),),
             lost=(),
             at_s=10.0 * generation,
             steps=0,
         )
         for generation in (1, 2, 3)
     ]
-    stop = failure_budget.verdict(history, 40.0, failure_budget.FailureBudget())
+    stop = budget.verdict(history, 40.0, budget.FailureBudget())
     assert stop is not None
     assert reason in stop.reason

@@ -26,7 +26,9 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "unit"))
 
 from membership_nodes import assert_waits_are_bounded, node
 
-from elastic.membership.decision import (
+from elastic.membership.decision import decide, world_of
+from elastic.membership.records import Node, NodeState, Outcome, WorldRecord, group_of
+from elastic.membership.view import (
     Decision,
     End,
     Liveness,
@@ -35,19 +37,9 @@ from elastic.membership.decision import (
     Policy,
     Proposal,
     View,
-    decide,
-    world_of,
 )
-from elastic.membership.records import (
-    Cause,
-    Node,
-    NodeState,
-    Outcome,
-    WorldRecord,
-    WorldState,
-    group_of,
-)
-from elastic.tuning.timeouts import permission_s
+from elastic.tuning.intervals import permission_s
+from elastic.wire.messages import Cause, WorldState
 
 POLICY = Policy(min_nodes=2, max_nodes=4, join_timeout_s=1e9)
 LEASE_S = 4.0

@@ -27,31 +27,19 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "unit"))
 
 from membership_nodes import assert_waits_are_bounded, node
 
-from elastic.membership.decision import (
-    End,
-    Liveness,
-    MissingMember,
-    NodeView,
-    Policy,
-    Proposal,
-    View,
-    decide,
-    world_of,
-)
+from elastic.membership.decision import decide, world_of
 from elastic.membership.records import (
-    Cause,
     FailureReport,
     Node,
-    NodeReplica,
     NodeState,
     Outcome,
-    ReplicaSeat,
     WorldRecord,
-    WorldState,
     group_of,
 )
 from elastic.membership.replicas import take_seat
-from elastic.tuning.timeouts import permission_s
+from elastic.membership.view import End, Liveness, MissingMember, NodeView, Policy, Proposal, View
+from elastic.tuning.intervals import permission_s
+from elastic.wire.messages import Cause, NodeReplica, ReplicaSeat, WorldState
 
 POLICY = Policy(min_nodes=2, max_nodes=4, join_timeout_s=1e9)
 NUMBER = st.integers(0, 8)

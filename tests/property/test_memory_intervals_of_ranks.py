@@ -13,17 +13,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from elastic.testing.doubles.manual_clock import ManualClock
-from elastic.training.checkpointing.memory_interval import agreed
-from elastic.training.checkpointing.memory_interval.agreed import AGAIN_STEPS, MemoryInterval
-from elastic.training.checkpointing.memory_interval.choice import (
+from elastic.train import memory
+from elastic.train.memory import (
+    AGAIN_STEPS,
     LONGEST_STEPS,
     UNMEASURED_STEPS,
     ChosenInterval,
     MemoryCosts,
+    MemoryInterval,
     choose,
     combine,
 )
-from elastic.tuning.worker_intervals import MEMORY_LONGEST_S
+from elastic.tuning.intervals import MEMORY_LONGEST_S
 
 seconds = st.floats(min_value=0.0, max_value=1e4)
 maybe = st.none() | seconds
@@ -117,7 +118,7 @@ def gathering(size: int) -> Iterator[None]:
         barrier.wait(timeout=60)
         return told
 
-    with patch.object(agreed, "all_gather_json", gather):
+    with patch.object(memory, "all_gather_json", gather):
         yield
 
 

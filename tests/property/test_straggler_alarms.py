@@ -9,15 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elastic.stragglers.detector import (
-    RankKey,
-    RankWindow,
-    StragglerPolicy,
-    Streak,
-    advance,
-)
-from elastic.stragglers.facts import StepDurations, StepPart
-from elastic.stragglers.windows import summarize
+from elastic.hangs.page import StepDurations, StepPart, summarize
+from elastic.hangs.stragglers import RankKey, RankWindow, StragglerPolicy, Streak, advance
 
 POLICY = StragglerPolicy()
 SEEDS = range(60)  # fixed, so that no test fails by chance

@@ -19,28 +19,20 @@ import psutil
 from etcd_certificates import Authority
 from hostile import Port, from_many_addresses, unix
 
-from checkpoints.memory.node_memory import NodeMemory
-from checkpoints.memory.peer_server import LIMITS as MEMORY_LIMITS
-from checkpoints.memory.peer_server import PeerServer
-from checkpoints.memory.peer_storage import PeerAddress, PeerStorage
-from elastic.health.endpoints import HealthStatus
-from elastic.health.server import HealthServer
-from elastic.link.client import LinkClient
-from elastic.link.handshake import read_key
-from elastic.link.protocol import Heartbeat
-from elastic.link.server import LIMITS as LINK_LIMITS
-from elastic.link.server import LinkServer
-from elastic.liveness.channel import LIMITS as LIVENESS_LIMITS
-from elastic.liveness.channel import LivenessCallbacks, LivenessServer
-from elastic.liveness.probe import probe
+from checkpoints.memory import LIMITS as MEMORY_LIMITS
+from checkpoints.memory import NodeMemory, PeerAddress, PeerServer, PeerStorage
+from elastic.agent.health import HealthServer, HealthStatus
+from elastic.agent.liveness import LIMITS as LIVENESS_LIMITS
+from elastic.agent.liveness import LivenessCallbacks, LivenessServer, probe
+from elastic.groups import store as world_store
+from elastic.groups.store import StoreServer, connect
+from elastic.link.link import LIMITS as LINK_LIMITS
+from elastic.link.link import Heartbeat, LinkClient, LinkServer, read_key
 from elastic.membership.view import Liveness
-from elastic.secure_channel.handshake import Credentials
-from elastic.secure_channel.keys import SecretKey
-from elastic.secure_channel.limits import PEER_SILENCE_S, Limits
-from elastic.secure_channel.tls import Tls, TlsFiles
 from elastic.telemetry.log import get_logger
-from elastic.world import world_store
-from elastic.world.world_store import StoreServer, connect
+from elastic.wire.base import PEER_SILENCE_S, Limits
+from elastic.wire.handshake import Credentials, SecretKey
+from elastic.wire.tls import Tls, TlsFiles
 
 KEY = SecretKey.generate()
 DEADLINE_S = 30.0

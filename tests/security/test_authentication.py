@@ -13,15 +13,11 @@ from listeners import AUTHENTICATED, BETWEEN_NODES, KEY, Listener, listening
 from raw_peer import is_hung_up_on, prove, receive_frame
 
 from elastic.errors import LinkError
-from elastic.link.client import LinkClient
-from elastic.link.handshake import key_path
-from elastic.link.protocol import Heartbeat
-from elastic.secure_channel import private_files
-from elastic.secure_channel.acceptor import listen_on_path
-from elastic.secure_channel.errors import AuthenticationError
-from elastic.secure_channel.frames import frame
-from elastic.secure_channel.handshake import MAX_FRAME, ClientHandshake, ServerHandshake
-from elastic.secure_channel.keys import SecretKey
+from elastic.link.link import Heartbeat, LinkClient, key_path
+from elastic.wire import base
+from elastic.wire.base import AuthenticationError
+from elastic.wire.handshake import MAX_FRAME, ClientHandshake, SecretKey, ServerHandshake, frame
+from elastic.wire.hub import listen_on_path
 
 
 @pytest.fixture(params=AUTHENTICATED)
@@ -164,7 +160,7 @@ def test_a_client_sends_no_request_to_an_impostor(tcp_listener: Listener, answer
 
 def test_a_worker_sends_nothing_to_an_impostor_of_its_agent(tmp_path: Path) -> None:
     path = tmp_path / "link"
-    private_files.write(key_path(str(path)), SecretKey.generate().text.encode())
+    base.write(key_path(str(path)), SecretKey.generate().text.encode())
     received = bytearray()
 
     def impostor() -> None:

@@ -21,11 +21,9 @@ from listeners import (
 )
 from raw_peer import is_hung_up_on, prove
 
-from elastic.secure_channel.frames import frame
-from elastic.secure_channel.handshake import ClientHandshake
-from elastic.secure_channel.keys import SecretKey
-from elastic.secure_channel.limits import Limits
 from elastic.testing.waiting import eventually
+from elastic.wire.base import Limits
+from elastic.wire.handshake import ClientHandshake, SecretKey, frame
 
 FLOOD = 600
 

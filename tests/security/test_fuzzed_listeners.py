@@ -9,8 +9,8 @@ import pytest
 from hostile import Attacker
 from listeners import ALL, WITH_TLS, Cost, assert_flat, listening
 
-from elastic.secure_channel.limits import REPORT_EVERY_S
 from elastic.telemetry.log import get_logger
+from elastic.wire.base import REPORT_EVERY_S
 
 FRAMES = 500  # hostile ones, on each listener
 FRAMES_WITH_TLS = 150  # a handshake takes milliseconds at both ends

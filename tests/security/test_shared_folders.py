@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from checkpoints.memory.host import NODE_FILE, MemoryHost, memory_roots
-from elastic.link.server import LinkServer
-from elastic.secure_channel import private_files
+from checkpoints.memory import NODE_FILE, MemoryHost, memory_roots
+from elastic.link.link import LinkServer
+from elastic.wire import base
 from elastic.worker.node_first import node_first
 
 
@@ -71,11 +71,11 @@ def test_an_unsafe_lock_file_is_rejected(shared: Path, tmp_path: Path, how: str)
 @pytest.mark.skipif(os.getuid() != 0, reason="only root can give a file away")
 def test_a_file_of_another_user_is_not_read(tmp_path: Path) -> None:
     path = tmp_path / "key"
-    private_files.write(path, b"a key")
-    assert private_files.read(path) == b"a key"
+    base.write(path, b"a key")
+    assert base.read(path) == b"a key"
     os.chown(path, 65534, 65534)
     with pytest.raises(PermissionError, match="belongs to user 65534"):
-        private_files.read(path)
+        base.read(path)
 
 
 def test_an_existing_path_is_never_overwritten(tmp_path: Path) -> None:
@@ -83,7 +83,7 @@ def test_an_existing_path_is_never_overwritten(tmp_path: Path) -> None:
     (tmp_path / "link").symlink_to(victim)
     for name in ("link", "victim"):
         with pytest.raises(FileExistsError):
-            private_files.write(tmp_path / name, b"secret")
+            base.write(tmp_path / name, b"secret")
         victim.touch()
     assert victim.read_bytes() == b""
 

@@ -15,11 +15,9 @@ from hostile import client_hello
 from listeners import KEY, WITH_TLS, Cost, Listener, assert_flat, listening, patient, tight
 from raw_peer import is_hung_up_on, prove
 
-from elastic.secure_channel.frames import frame
-from elastic.secure_channel.handshake import ClientHandshake
-from elastic.secure_channel.keys import SecretKey
 from elastic.telemetry.log import get_logger
 from elastic.testing.waiting import eventually
+from elastic.wire.handshake import ClientHandshake, SecretKey, frame
 
 
 @pytest.fixture

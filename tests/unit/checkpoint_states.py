@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 import checkpoints
-from checkpoints.storage.roots import Root
+from checkpoints.objects import Root
 
 
 def small_state(step: int) -> dict[str, Any]:

@@ -10,16 +10,10 @@ from pathlib import Path
 
 from membership_nodes import node, world
 
-from elastic.cli.dashboard.access import policy_of
-from elastic.cli.dashboard.application import application
-from elastic.cli.dashboard.feed.event_log import EventLog
-from elastic.cli.dashboard.feed.job_feed import JobFeed
-from elastic.cli.dashboard.feed.journal_feed import JournalFeed
-from elastic.cli.dashboard.publisher import Publisher
-from elastic.cli.dashboard.server import DashboardServer, listening
-from elastic.clock import SYSTEM_CLOCK, Clock
-from elastic.errors import StoreUnreachable
-from elastic.leadership.job_progress import JobProgress, RecordedHeartbeat, encode_progress
+from elastic.cli.dashboard import DashboardServer, Publisher, application, listening, policy_of
+from elastic.cli.dashboard_feed import EventLog, JobFeed, JournalFeed
+from elastic.errors import SYSTEM_CLOCK, Clock, StoreUnreachable
+from elastic.membership.progress import JobProgress, RecordedHeartbeat, encode_progress
 from elastic.membership.records import (
     BreakageRecord,
     Done,

@@ -19,7 +19,7 @@ from typing import NoReturn
 import torch
 from torch.utils.data import DataLoader, TensorDataset
 
-from elastic.training.data.loader import ElasticLoader
+from elastic.train.loader import ElasticLoader
 
 FORKS = 150
 HANGS_S = 10.0  # of a process that needs a millisecond of a core

@@ -5,33 +5,21 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
-from elastic.membership.decision import (
+from elastic.membership.decision import adoptable, decide, find_joining_nodes, first_node
+from elastic.membership.records import FailureReport, Node, NodeState, ProcessIdentity, WorldRecord
+from elastic.membership.view import (
     Liveness,
+    MemberStatus,
     MissingMember,
     NodeView,
     Policy,
     Proposal,
     View,
     Wait,
-    adoptable,
-    decide,
-)
-from elastic.membership.joining_nodes import find_joining_nodes, first_node
-from elastic.membership.member_status import (
-    MemberStatus,
     classify_members,
     overdue_as_missing,
 )
-from elastic.membership.records import (
-    Cause,
-    FailureReport,
-    Node,
-    NodeState,
-    ProcessIdentity,
-    WorldRecord,
-    WorldReference,
-    WorldState,
-)
+from elastic.wire.messages import Cause, WorldReference, WorldState
 
 POLICY = Policy(min_nodes=2, max_nodes=4)
 NOW = 1000.0

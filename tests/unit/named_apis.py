@@ -16,7 +16,7 @@ from typing import Any
 import checkpoints
 import elastic
 from elastic.cli.completion import complete_parser
-from elastic.tuning.agent_options import OTHER_VARIABLES, AgentOptions
+from elastic.tuning.options import OTHER_VARIABLES, AgentOptions
 
 REPOSITORY = Path(__file__).parents[2]
 PACKAGES = {"elastic": elastic, "checkpoints": checkpoints}

@@ -14,11 +14,10 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from checkpoints import Root
 from elastic.telemetry.journal import EventSink
-from elastic.training.checkpointing.options import Checkpoints
-from elastic.training.components import Components, start_components
-from elastic.training.data.loader import ElasticLoader
-from elastic.training.gradients.wrap import ElasticDDP
-from elastic.training.run import Run
+from elastic.train.ddp import ElasticDDP
+from elastic.train.folder import Checkpoints
+from elastic.train.loader import ElasticLoader
+from elastic.train.run import Components, Run, start_components
 from elastic.worker.worlds import Worlds
 
 SAMPLES = 52

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from elastic.training.gradients.accumulation import Accumulation
-from elastic.training.step import Step
+from elastic.train.current import Accumulation
+from elastic.train.step import Step
 
 
 def step(number: int) -> Step:

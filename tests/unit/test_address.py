@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 
+from elastic.agent.identity import own_address
 from elastic.errors import ConfigError
-from elastic.node.address import own_address
-from elastic.store.etcd.endpoints import Endpoint
+from elastic.store.client import Endpoint
 from elastic.testing.doubles.manual_clock import ManualClock
-from elastic.tuning.agent_options import AgentOptions
-from elastic.tuning.announced_address import configured_address
+from elastic.tuning.network import configured_address
+from elastic.tuning.options import AgentOptions
 
 LOCAL_ETCD = Endpoint("127.0.0.1", 2379)
 

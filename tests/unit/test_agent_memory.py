@@ -8,14 +8,14 @@ from pathlib import Path
 import pytest
 from membership_nodes import node as node_of
 
+from elastic.agent.identity import current_process
+from elastic.agent.memory import AgentMemory, host_memory, neighbours, sweep
 from elastic.errors import ConfigError
-from elastic.events import Event
-from elastic.membership.records import Cause, Node, WorldRecord, WorldState
-from elastic.messages.world import MemoryLocation
-from elastic.node.checkpoint_memory import AgentMemory, host_memory, neighbours, sweep
-from elastic.node.identity import current_process
-from elastic.secure_channel.keys import SecretKey
-from elastic.tuning.agent_options import AgentOptions
+from elastic.membership.records import Node, WorldRecord
+from elastic.telemetry.events import Event
+from elastic.tuning.options import AgentOptions
+from elastic.wire.handshake import SecretKey
+from elastic.wire.messages import Cause, MemoryLocation, WorldState
 
 
 class Journal:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from elastic.errors import TrainingError
-from elastic.training.recovery.agreement import Agreement, RankState, Tag, choose
+from elastic.train.progress import Agreement, RankState, Tag, choose
 
 
 def state(tag: Tag | None, *, begun: bool = False, nonce: str = "aa") -> RankState:

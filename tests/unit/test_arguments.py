@@ -14,10 +14,10 @@ from torch.utils.data import DataLoader
 
 import elastic
 from checkpoints import StateError
-from elastic import arguments
+from elastic import errors
 from elastic.errors import ConfigError, ElasticError, TrainingError
-from elastic.training.checkpointing.options import Checkpoints
-from elastic.training.run import Run
+from elastic.train.folder import Checkpoints
+from elastic.train.run import Run
 
 
 def batches(**sizes: Any) -> Callable[[Run], object]:
@@ -85,10 +85,10 @@ def test_a_checkpoint_folder_of_another_type_is_rejected(folder: Any) -> None:
 def test_later_calls_of_join_may_only_repeat_the_arguments() -> None:
     before = {"checkpoints": "a", "mesh": None, "seed": 3}
     for same in ({}, {"seed": 3}, {"checkpoints": "a", "mesh": None}, {"seed": 0}):
-        arguments.same_as_before("elastic.join", same, before)
+        errors.same_as_before("elastic.join", same, before)
     for name, other in (("checkpoints", "b"), ("mesh", {"shard": 2}), ("seed", 4)):
         with pytest.raises(ConfigError, match=rf"elastic.join\({name}=.*after a call with {name}="):
-            arguments.same_as_before("elastic.join", {name: other}, before)
+            errors.same_as_before("elastic.join", {name: other}, before)
 
 
 def test_join_rejects_a_seed_that_is_no_integer() -> None:

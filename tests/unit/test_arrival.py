@@ -10,11 +10,9 @@ from contextlib import ExitStack
 import pytest
 from torch.distributed import HashStore, Store  # type: ignore[attr-defined]
 
-from elastic.clock import SYSTEM_CLOCK
-from elastic.errors import ConfigError
-from elastic.secure_channel.keys import SecretKey
-from elastic.world.arrival import GroupSpec, OpenStore, meet, open_store
-from elastic.world.faults import GroupBuildFailed, Superseded
+from elastic.errors import SYSTEM_CLOCK, ConfigError, GroupBuildFailed, Superseded
+from elastic.groups.store import GroupSpec, OpenStore, meet, open_store
+from elastic.wire.handshake import SecretKey
 
 KEY = SecretKey.generate()
 PATIENCE_S = 120.0

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from elastic.membership.failure_budget import (
+from elastic.membership.budget import (
     Breakage,
     Failure,
     FailureBudget,

@@ -25,11 +25,10 @@ from elastic.errors import ConfigError, ElasticError, TrainingError
 from elastic.telemetry.journal import Journal
 from elastic.testing.forks.server import run_forked
 from elastic.testing.waiting import PATIENCE_S
-from elastic.training.checkpointing.manager import CheckpointManager
-from elastic.training.checkpointing.options import Checkpoints
-from elastic.training.rebuilding.built import Built
-from elastic.training.rebuilding.shares import ShareWeight, WeightedReduceScatter
-from elastic.training.run import Run
+from elastic.train.checkpointing import CheckpointManager
+from elastic.train.folder import Checkpoints
+from elastic.train.rebuilding import Built, ShareWeight, WeightedReduceScatter
+from elastic.train.run import Run
 
 
 def build(mesh: DeviceMesh) -> tuple[nn.Module, torch.optim.Optimizer]:

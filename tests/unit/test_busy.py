@@ -8,15 +8,15 @@ from collections.abc import Iterator
 
 import pytest
 
-from elastic.hangs import busy as busy_module
-from elastic.hangs.busy import THREAD_NAME, busy, cpu_ticks
+from elastic.hangs import page
+from elastic.hangs.page import THREAD_NAME, busy, cpu_ticks
 
 LONG_S = 90.0
 
 
 @pytest.fixture(autouse=True)
 def polls_often(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(busy_module, "BUSY_POLL_S", 0.01)
+    monkeypatch.setattr(page, "BUSY_POLL_S", 0.01)
     yield
     assert THREAD_NAME not in [thread.name for thread in threading.enumerate()]
 
@@ -66,7 +66,7 @@ def test_a_blocked_caller_makes_none(monkeypatch: pytest.MonkeyPatch) -> None:
             looked.set()
         return cpu_ticks(native_id)
 
-    monkeypatch.setattr(busy_module, "cpu_ticks", recording)
+    monkeypatch.setattr(page, "cpu_ticks", recording)
     other = threading.Thread(target=spin_until, args=(looked,), name="data worker")
     other.start()
     with busy("reader", progressed=signs):

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from elastic.training.state.change_watch import ChangeWatch, contents, digest_on_device
+from elastic.train.rollback import ChangeWatch, contents, digest_on_device
 
 
 def weights() -> list[torch.nn.Parameter]:

@@ -11,10 +11,10 @@ import torch
 from checkpoint_states import same, save_all, small_state
 
 import checkpoints
-from checkpoints.catalog import manifests
-from checkpoints.catalog.commit import commit
-from checkpoints.format.names import CheckpointName
-from checkpoints.testing.faults import FaultyStorage
+from checkpoints import commit as manifests
+from checkpoints.commit import commit
+from checkpoints.names import CheckpointName
+from checkpoints.testing import FaultyStorage
 
 
 def _save(

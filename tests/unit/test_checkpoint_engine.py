@@ -15,12 +15,11 @@ import torch
 from checkpoint_states import odd_state, same, small_state
 
 import checkpoints
-from checkpoints.saving import staging
-from checkpoints.saving.engine import THREAD_NAME, Engine
-from checkpoints.saving.outcome import SaveStatus, WriterGroup
-from checkpoints.storage.patient import PatientStorage
-from checkpoints.testing.faults import FaultyStorage, SimulatedCrash, StorageFault
-from checkpoints.testing.memory_storage import MemoryStorage
+from checkpoints import saving
+from checkpoints.engine import THREAD_NAME, Engine
+from checkpoints.saving import SaveStatus, WriterGroup
+from checkpoints.storage import PatientStorage
+from checkpoints.testing import FaultyStorage, MemoryStorage, SimulatedCrash, StorageFault
 from elastic.testing.doubles.manual_clock import ManualClock
 from elastic.testing.waiting import eventually
 
@@ -448,7 +447,7 @@ def test_buffers_can_be_allocated_in_the_background(monkeypatch: pytest.MonkeyPa
         allocated.append(threading.current_thread().name)
         return torch.empty(shape, dtype=dtype)
 
-    monkeypatch.setattr(staging, "empty", recording_empty)
+    monkeypatch.setattr(saving, "empty", recording_empty)
     with Engine(MemoryStorage()) as engine:
         engine.reserve(small_state(0), background=True)
         reserved = threading.Event()
@@ -465,7 +464,7 @@ def test_a_save_at_interpreter_shutdown_starts_no_threads(
     def refused(*args: object) -> None:
         raise RuntimeError("cannot schedule new futures after interpreter shutdown")
 
-    monkeypatch.setattr("checkpoints.saving.tensor_file.ThreadPoolExecutor.submit", refused)
+    monkeypatch.setattr("checkpoints.saving.ThreadPoolExecutor.submit", refused)
     state = {"large": torch.arange(1_000_000.0)}
     with Engine(tmp_path) as engine:
         outcome = engine.save_async(state, step=1, world=WriterGroup(nonce="aa")).wait(60)

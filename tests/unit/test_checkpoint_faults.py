@@ -9,11 +9,8 @@ import pytest
 from checkpoint_states import same, save_all, small_state
 
 import checkpoints
-from checkpoints.storage.local import LocalStorage
-from checkpoints.storage.patient import PatientStorage
-from checkpoints.storage.protocol import Storage
-from checkpoints.testing.faults import FaultyStorage, SimulatedCrash, StorageFault
-from checkpoints.testing.memory_storage import MemoryStorage
+from checkpoints.storage import LocalStorage, PatientStorage, Storage
+from checkpoints.testing import FaultyStorage, MemoryStorage, SimulatedCrash, StorageFault
 
 DEADLY = (StorageFault.DIE_BEFORE, StorageFault.DIE_AFTER, StorageFault.TEAR)
 

@@ -15,7 +15,7 @@ from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
 import checkpoints
-from checkpoints.tools.interop import Format
+from checkpoints.tools import Format
 
 
 @pytest.fixture

@@ -14,7 +14,7 @@ from jsonschema import Draft202012Validator
 
 import checkpoints
 from checkpoints import errors
-from checkpoints.tensors.dtypes import BY_NAME
+from checkpoints.tensors import BY_NAME
 
 FORMAT_1 = Path(__file__).parents[1] / "data" / "checkpoint_format_1"
 NAME = "step-000000042.g3.3f9c"
@@ -57,7 +57,7 @@ def test_a_checkpoint_of_format_1_loads() -> None:
 
 
 def _schema() -> dict[str, Any]:
-    text = resources.files("checkpoints.format").joinpath("manifest.schema.json").read_text()
+    text = resources.files("checkpoints.manifest").joinpath("manifest.schema.json").read_text()
     schema: dict[str, Any] = json.loads(text)
     Draft202012Validator.check_schema(schema)
     return schema

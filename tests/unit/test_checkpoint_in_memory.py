@@ -15,9 +15,8 @@ import torch
 from checkpoint_states import flip, odd_state, same, save_all, small_state
 
 import checkpoints
-from checkpoints.loading import reader
-from checkpoints.storage import local
-from checkpoints.storage.mapped_files import is_memory_file_system
+from checkpoints import reader, storage
+from checkpoints.storage import is_memory_file_system
 
 SHM = Path("/dev/shm")
 
@@ -25,7 +24,7 @@ SHM = Path("/dev/shm")
 @pytest.fixture(autouse=True)
 def memory_file_system(monkeypatch: pytest.MonkeyPatch) -> None:
     """Treat the folder of the tests as being on a memory file system."""
-    monkeypatch.setattr(local, "is_memory_file_system", lambda device: True)
+    monkeypatch.setattr(storage, "is_memory_file_system", lambda device: True)
 
 
 def zeros(state: Any) -> Any:
@@ -143,7 +142,7 @@ def test_files_that_cannot_be_mapped_are_read(
         raise OSError(errno.EMFILE, "too many open files")
 
     name = save_all(tmp_path, small_state(9), step=9)
-    monkeypatch.setattr("checkpoints.storage.mapped_files.mmap.mmap", refused)
+    monkeypatch.setattr("checkpoints.storage.mmap.mmap", refused)
     before = len(os.listdir("/proc/self/fd"))
     loaded = checkpoints.load(tmp_path, name, into=small_state(0))
     assert same(loaded.state, small_state(9))
@@ -154,7 +153,7 @@ def test_a_file_that_has_just_changed_its_size_is_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     name = save_all(tmp_path, small_state(9), step=9, world_size=2)
-    monkeypatch.setattr("checkpoints.storage.mapped_files.MappedFile.__len__", lambda file: 1)
+    monkeypatch.setattr("checkpoints.storage.MappedFile.__len__", lambda file: 1)
     before = len(os.listdir("/proc/self/fd"))
     loaded = checkpoints.load(tmp_path, name, into=small_state(0))
     assert same(loaded.state, small_state(9))
@@ -184,7 +183,7 @@ def test_madvise_errors_are_handled(
             raise OSError(number, os.strerror(number))
 
     name = save_all(tmp_path, small_state(9), step=9)
-    monkeypatch.setattr("checkpoints.storage.mapped_files.mmap.mmap", Refusing)
+    monkeypatch.setattr("checkpoints.storage.mmap.mmap", Refusing)
     live = small_state(0)
     if number == errno.EINVAL:
         loaded = checkpoints.load(tmp_path, name, into=live)

@@ -16,14 +16,12 @@ import pytest
 from checkpoint_states import same, save_all, small_state
 
 import checkpoints
-from checkpoints.catalog.commit import IncompleteAttempt, commit, is_committed
-from checkpoints.catalog.retention import remove_committed
-from checkpoints.format.names import CheckpointName
-from checkpoints.storage.fsspec_store import FsspecObjects
-from checkpoints.storage.local import LocalStorage
-from checkpoints.storage.object_storage import ObjectStorage
-from checkpoints.storage.protocol import Storage
-from checkpoints.testing.faults import FaultyObjects, SimulatedCrash, StorageFault
+from checkpoints.commit import IncompleteAttempt, commit, is_committed
+from checkpoints.names import CheckpointName
+from checkpoints.objects import FsspecObjects, ObjectStorage
+from checkpoints.retention import remove_committed
+from checkpoints.storage import LocalStorage, Storage
+from checkpoints.testing import FaultyObjects, SimulatedCrash, StorageFault
 
 NAME = CheckpointName(5, 1, "aa")
 MANIFEST_PUT = f"write {NAME}/manifest.json"

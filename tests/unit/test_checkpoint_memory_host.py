@@ -13,14 +13,19 @@ import pytest
 from checkpoint_states import same, small_state
 
 import checkpoints
-from checkpoints.loading.tiered_storage import TieredStorage
-from checkpoints.memory.host import MemoryHost, Neighbours, memory_roots, own_memory
-from checkpoints.memory.node_memory import NodeMemory
-from checkpoints.memory.peer_storage import PeerAddress
-from checkpoints.memory.replication import ReplicationOutcome, Replicator
-from elastic.secure_channel.handshake import Credentials
-from elastic.secure_channel.keys import SecretKey
+from checkpoints.memory import (
+    MemoryHost,
+    Neighbours,
+    NodeMemory,
+    PeerAddress,
+    ReplicationOutcome,
+    Replicator,
+    memory_roots,
+    own_memory,
+)
+from checkpoints.tiers import TieredStorage
 from elastic.testing.waiting import eventually
+from elastic.wire.handshake import Credentials, SecretKey
 
 LONG_S = 90.0
 KEY = SecretKey.generate()
@@ -149,7 +154,7 @@ def test_a_host_that_fails_to_start_leaves_nothing_behind(
         def __init__(self, *args: object, **options: object) -> None:
             raise RuntimeError("can't start new thread")
 
-    monkeypatch.setattr("checkpoints.memory.host.Replicator", NoThread)
+    monkeypatch.setattr("checkpoints.memory.Replicator", NoThread)
     with pytest.raises(RuntimeError, match="new thread"):
         MemoryHost(tmp_path / "node", host="127.0.0.1")
     assert list(tmp_path.iterdir()) == []

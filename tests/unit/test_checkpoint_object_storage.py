@@ -15,17 +15,12 @@ from fsspec.implementations.memory import MemoryFileSystem
 from run_kit import job, process
 
 import checkpoints
-from checkpoints.catalog.commit import commit, is_waiting
-from checkpoints.format.names import CheckpointName
-from checkpoints.saving.engine import poll_pause_s
-from checkpoints.storage.fsspec_store import FsspecObjects
-from checkpoints.storage.local import LocalStorage
-from checkpoints.storage.object_storage import ObjectStorage
-from checkpoints.storage.object_store import Upload
-from checkpoints.storage.patient import PatientStorage
-from checkpoints.storage.protocol import Storage
-from checkpoints.storage.roots import storage_for
-from checkpoints.testing.faults import FaultyObjects, FaultyStorage, SimulatedCrash, StorageFault
+from checkpoints.commit import commit, is_waiting
+from checkpoints.engine import poll_pause_s
+from checkpoints.names import CheckpointName
+from checkpoints.objects import FsspecObjects, ObjectStorage, Upload, storage_for
+from checkpoints.storage import LocalStorage, PatientStorage, Storage
+from checkpoints.testing import FaultyObjects, FaultyStorage, SimulatedCrash, StorageFault
 from elastic.testing.doubles.manual_clock import ManualClock
 
 

@@ -14,17 +14,12 @@ import pytest
 from checkpoint_states import odd_state, same, small_state
 
 import checkpoints
-from checkpoints.loading.tiered_storage import TieredStorage
-from checkpoints.memory.node_memory import NodeMemory
-from checkpoints.memory.peer_server import MAX_REQUEST, PeerServer
-from checkpoints.memory.peer_storage import PeerAddress, PeerStorage
-from checkpoints.storage.local import LocalStorage
-from checkpoints.storage.protocol import Storage
-from elastic.secure_channel.channel import Channel
-from elastic.secure_channel.errors import AuthenticationError, ProtocolError
-from elastic.secure_channel.frames import frame
-from elastic.secure_channel.handshake import Credentials, ServerHandshake
-from elastic.secure_channel.keys import SecretKey
+from checkpoints.memory import MAX_REQUEST, NodeMemory, PeerAddress, PeerServer, PeerStorage
+from checkpoints.storage import LocalStorage, Storage
+from checkpoints.tiers import TieredStorage
+from elastic.wire.base import AuthenticationError, ProtocolError
+from elastic.wire.channel import Channel
+from elastic.wire.handshake import Credentials, SecretKey, ServerHandshake, frame
 
 KEY = SecretKey.generate()
 FOLDER = ".tmp-step-000000003.g0.aa"

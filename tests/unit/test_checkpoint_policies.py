@@ -23,9 +23,8 @@ from checkpoints import (
     OnPreemption,
     SaveContext,
 )
-from checkpoints.policies.retention import RetentionFunction
-from checkpoints.policies.save import optimal_interval_s
-from checkpoints.testing.memory_storage import MemoryStorage
+from checkpoints.policies import RetentionFunction, optimal_interval_s
+from checkpoints.testing import MemoryStorage
 
 NOW = SaveContext(step=10, now_s=1000.0, began_s=0.0, saved_step=5, saved_s=900.0)
 

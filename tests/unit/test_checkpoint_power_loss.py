@@ -9,8 +9,7 @@ import pytest
 from checkpoint_states import same, small_state
 
 import checkpoints
-from checkpoints.testing.faults import FaultyStorage, SimulatedCrash, StorageFault
-from checkpoints.testing.memory_storage import MemoryStorage
+from checkpoints.testing import FaultyStorage, MemoryStorage, SimulatedCrash, StorageFault
 
 
 def _history(storage: FaultyStorage, committed: list[int]) -> None:

@@ -12,7 +12,7 @@ from checkpoint_states import bits, flip, odd_state, same, save_all, small_state
 from safetensors.torch import load_file
 
 import checkpoints
-from checkpoints.tensors import partition
+from checkpoints import tensors
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
@@ -20,7 +20,7 @@ from checkpoints.tensors import partition
 def test_every_kind_of_leaf_is_restored_bit_for_bit(
     tmp_path: Path, world_size: int, chunk_bytes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(partition, "CHUNK_BYTES", chunk_bytes)
+    monkeypatch.setattr(tensors, "CHUNK_BYTES", chunk_bytes)
     state = odd_state()
     name = save_all(tmp_path, state, step=3, world_size=world_size)
     loaded = checkpoints.load(tmp_path, name).state

@@ -10,11 +10,11 @@ import pytest
 import torch
 
 import checkpoints
-from checkpoints.catalog.commit import IncompleteAttempt, merge_parts, read_parts
-from checkpoints.format.manifest_parser import parse_part
-from checkpoints.format.names import CheckpointName
-from checkpoints.storage.roots import storage_for
-from checkpoints.tensors.partition import TensorSpec, share_of
+from checkpoints.commit import IncompleteAttempt, merge_parts, read_parts
+from checkpoints.manifest import parse_part
+from checkpoints.names import CheckpointName
+from checkpoints.objects import storage_for
+from checkpoints.tensors import TensorSpec, share_of
 
 NONCE = "3f9c0a11"
 SECTIONS = ((0, 2), (1, 3, 4))

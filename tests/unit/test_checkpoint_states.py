@@ -16,8 +16,7 @@ from checkpoint_states import same, save_all, small_state
 from torch import nn
 
 import checkpoints
-from checkpoints.testing.faults import FaultyStorage, StorageFault
-from checkpoints.testing.memory_storage import MemoryStorage
+from checkpoints.testing import FaultyStorage, MemoryStorage, StorageFault
 
 ALONE = checkpoints.WriterGroup(nonce="aa")
 

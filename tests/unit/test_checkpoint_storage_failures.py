@@ -16,15 +16,13 @@ from checkpoint_states import flip, same, save_all, small_state
 
 import checkpoints
 from checkpoints.intervals import STORAGE_PATIENCE_S
-from checkpoints.loading.tiered_storage import TieredStorage
-from checkpoints.memory.node_memory import NodeMemory
-from checkpoints.storage.local import LocalStorage
-from checkpoints.storage.patient import PatientStorage
-from checkpoints.testing.faults import FaultyStorage, SimulatedCrash, StorageFault
-from checkpoints.testing.memory_storage import MemoryStorage
+from checkpoints.memory import NodeMemory
+from checkpoints.storage import LocalStorage, PatientStorage
+from checkpoints.testing import FaultyStorage, MemoryStorage, SimulatedCrash, StorageFault
+from checkpoints.tiers import TieredStorage
 from elastic.errors import CheckpointRequired, ConfigError
 from elastic.testing.doubles.manual_clock import ManualClock
-from elastic.training.checkpointing.folder import CheckpointFolder
+from elastic.train.folder import CheckpointFolder
 
 WORLD: Any = SimpleNamespace(generation=2, nonce="n2")
 NEWEST = "step-000000030.g1.aa"

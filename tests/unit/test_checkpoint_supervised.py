@@ -8,9 +8,8 @@ import pytest
 import torch
 
 from checkpoints import LatestN, SaveOutcome, SaveStatus, WriterGroup, list_checkpoints
-from checkpoints.saving.supervised import MAX_DEATHS, SupervisedEngine
-from checkpoints.testing.faults import FaultyStorage, SimulatedCrash
-from checkpoints.testing.memory_storage import MemoryStorage
+from checkpoints.engine import MAX_DEATHS, SupervisedEngine
+from checkpoints.testing import FaultyStorage, MemoryStorage, SimulatedCrash
 
 LONG_S = 60.0
 WORLD = WriterGroup(nonce="aa")

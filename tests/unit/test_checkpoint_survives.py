@@ -18,10 +18,10 @@ import torch
 from checkpoint_states import flip, same, small_state
 
 import checkpoints
-from checkpoints.format.state_tree import flatten, spec_of
-from checkpoints.saving import staging
-from checkpoints.saving.staging import StagingBuffer
-from checkpoints.tensors.partition import share_of
+from checkpoints import saving
+from checkpoints.saving import StagingBuffer
+from checkpoints.tensors import share_of
+from checkpoints.tree import flatten, spec_of
 
 NAME = "step-000000001.g0.aa"
 
@@ -165,7 +165,7 @@ def test_each_rank_stages_only_its_part(monkeypatch: pytest.MonkeyPatch) -> None
         allocated.append(math.prod(shape) * dtype.itemsize)
         return torch.empty(shape, dtype=dtype)
 
-    monkeypatch.setattr(staging, "empty", recording_empty)
+    monkeypatch.setattr(saving, "empty", recording_empty)
     for rank in range(4):
         StagingBuffer().fill(share_of(specs, 4, rank), tensors)
     assert len(allocated) == 4 and max(allocated) <= total / 4 + 16

@@ -20,8 +20,7 @@ from checkpoints import (
     TieredEngine,
     TieredStorage,
 )
-from checkpoints.testing.faults import FaultyStorage
-from checkpoints.testing.memory_storage import MemoryStorage
+from checkpoints.testing import FaultyStorage, MemoryStorage
 
 LONG_S = 90.0
 ALONE = checkpoints.WriterGroup(nonce="aa")

@@ -12,10 +12,10 @@ from checkpoint_states import flip, odd_state, same, save_all, small_state
 
 import checkpoints
 from checkpoints.errors import DiskFull
-from checkpoints.loading.tiered_storage import TieredStorage
-from checkpoints.memory.node_memory import NodeMemory, available_bytes_in, used_bytes
-from checkpoints.storage.local import LocalStorage
-from checkpoints.testing.faults import FaultyStorage
+from checkpoints.memory import NodeMemory, available_bytes_in, used_bytes
+from checkpoints.storage import LocalStorage
+from checkpoints.testing import FaultyStorage
+from checkpoints.tiers import TieredStorage
 
 PER_NODE = 2
 Nodes = list[NodeMemory]

@@ -14,8 +14,8 @@ import torch
 from checkpoint_states import flip, save_all
 
 import checkpoints
-from checkpoints.format.checksummed_json import digest
-from checkpoints.storage.local import LocalStorage
+from checkpoints.manifest import digest
+from checkpoints.storage import LocalStorage
 
 Fields = dict[str, Any]
 

@@ -30,7 +30,7 @@ def test_a_module_of_the_user_with_a_name_of_ours_is_not_imported(
 
 
 def test_a_module_is_run_with_its_arguments(tmp_path: Path) -> None:
-    done = run(module_command("elastic.cli.launch.bound_to_parent", ["1", "true"]), tmp_path)
+    done = run(module_command("elastic.cli.bound_to_parent", ["1", "true"]), tmp_path)
     assert done.returncode == 1, "its parent is not process 1"
 
 

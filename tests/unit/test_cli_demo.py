@@ -11,23 +11,30 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from elastic.cli.demo.command import SCRIPT
-from elastic.cli.demo.journal import JournalEntry, JournalReader
-from elastic.cli.demo.plan import (
+from elastic.cli.demo import (
     ADDED,
     NODES,
+    SCRIPT,
     STEPS,
     STEPS_AFTER_JOIN,
     VICTIM,
     Act,
     DemoPlan,
     JobPosition,
+    JournalEntry,
+    JournalReader,
+    LineView,
+    NodeRow,
+    Summary,
+    TableView,
     position_of,
+    print_summary,
+    rows_of,
+    sentence,
+    summarize,
 )
-from elastic.cli.demo.summary import Summary, summarize
-from elastic.cli.demo.view import LineView, NodeRow, TableView, print_summary, rows_of, sentence
 from elastic.testing.ledger import LedgerEnd, LedgerStep, RunLedger, Start
-from elastic.tuning.agent_intervals import DEMO_PATIENCE_S, DEMO_STEP_S
+from elastic.tuning.intervals import DEMO_PATIENCE_S, DEMO_STEP_S
 
 SAMPLES, BATCH, EPOCHS = 240, 6, 3  # 40 steps an epoch
 LENGTH = SAMPLES // BATCH

@@ -10,9 +10,9 @@ import pytest
 
 from elastic.cli import doctor
 from elastic.cli.main import main
-from elastic.doctor.collectives.session import TransferMeasurement
+from elastic.doctor.checks import Finding, Status, failed, ok, skipped, warning
+from elastic.doctor.collectives import TransferMeasurement
 from elastic.doctor.examination import ExaminationPlan, Report
-from elastic.doctor.findings import Finding, Status, failed, ok, skipped, warning
 from elastic.testing.slowness import is_within
 
 REPORT = Report(

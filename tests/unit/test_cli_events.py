@@ -12,14 +12,14 @@ from typing import Any
 import pytest
 from dashboard_kit import KEYS, FakeJob
 
+from elastic.cli import events
+from elastic.cli.last_known import EtcdChanges
 from elastic.cli.main import main
-from elastic.cli.observe import events
-from elastic.cli.observe.etcd_changes import EtcdChanges
-from elastic.cli.observe.job_view import JobView, read_job
+from elastic.cli.view import JobView, read_job
 from elastic.errors import StoreUnreachable
-from elastic.events import NodeLost, Waiting, WorldFormed
+from elastic.telemetry.events import NodeLost, Waiting, WorldFormed
 from elastic.telemetry.journal import Journal
-from elastic.telemetry.journal_reader import JournalRecord
+from elastic.telemetry.reader import JournalRecord
 from elastic.testing.doubles.manual_clock import ManualClock
 from elastic.testing.waiting import PATIENCE_S
 

@@ -7,7 +7,7 @@ from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 from torch.distributed.elastic.rendezvous import RendezvousConnectionError
 
-from elastic.cli import exit_codes
+from elastic.cli import arguments
 from elastic.errors import (
     BudgetSpent,
     CheckpointRequired,
@@ -49,10 +49,10 @@ def child_failed(*codes: int) -> ChildFailedError:
     ],
 )
 def test_an_elastic_error_decides_even_if_torch_wraps_it(error: ElasticError, code: int) -> None:
-    assert exit_codes.of_agent(raised(error)) == code
-    assert exit_codes.of_agent(raised(RendezvousConnectionError("y"), error)) == code
+    assert arguments.of_agent(raised(error)) == code
+    assert arguments.of_agent(raised(RendezvousConnectionError("y"), error)) == code
     deep = raised(RuntimeError("z"), raised(RendezvousConnectionError("y"), error))
-    assert exit_codes.of_agent(deep) == code
+    assert arguments.of_agent(deep) == code
 
 
 def test_an_error_during_handling_does_not_hide_an_elastic_error() -> None:
@@ -62,37 +62,37 @@ def test_an_error_during_handling_does_not_hide_an_elastic_error() -> None:
         except BudgetSpent:
             raise KeyError("clean-up failed")  # noqa: B904 (the point of the test)
     except KeyError as error:
-        assert exit_codes.of_agent(error) == 70
+        assert arguments.of_agent(error) == 70
 
 
 def test_failed_workers_exit_with_1_except_for_65() -> None:
-    assert exit_codes.of_agent(raised(child_failed(3))) == 1
-    assert exit_codes.of_agent(raised(child_failed(-9))) == 1
-    assert exit_codes.of_agent(raised(child_failed(1, 65))) == 65
+    assert arguments.of_agent(raised(child_failed(3))) == 1
+    assert arguments.of_agent(raised(child_failed(-9))) == 1
+    assert arguments.of_agent(raised(child_failed(1, 65))) == 65
 
 
 def test_exit_codes_and_signals_are_preserved() -> None:
-    assert exit_codes.of_agent(SystemExit(75)) == 75
-    assert exit_codes.of_agent(SystemExit()) == 0
-    assert exit_codes.of_agent(SystemExit("why")) == 1
-    assert exit_codes.of_agent(KeyboardInterrupt()) == 130
+    assert arguments.of_agent(SystemExit(75)) == 75
+    assert arguments.of_agent(SystemExit()) == 0
+    assert arguments.of_agent(SystemExit("why")) == 1
+    assert arguments.of_agent(KeyboardInterrupt()) == 130
     import signal
 
-    assert exit_codes.of_agent(SignalException("x", signal.SIGTERM)) == 143
+    assert arguments.of_agent(SignalException("x", signal.SIGTERM)) == 143
 
 
 def test_torchs_connection_error_is_an_unreachable_store() -> None:
-    assert exit_codes.of_agent(RendezvousConnectionError("x")) == 69
+    assert arguments.of_agent(RendezvousConnectionError("x")) == 69
 
 
 def test_an_unexpected_exception_exits_with_1() -> None:
-    assert exit_codes.of_agent(ZeroDivisionError()) == 1
+    assert arguments.of_agent(ZeroDivisionError()) == 1
 
 
 def test_a_cyclic_exception_chain_terminates() -> None:
     one, two = RuntimeError("one"), RuntimeError("two")
     one.__cause__, two.__cause__ = two, one
-    assert exit_codes.of_agent(one) == 1
+    assert arguments.of_agent(one) == 1
 
 
 @pytest.mark.parametrize(
@@ -113,4 +113,4 @@ def test_a_cyclic_exception_chain_terminates() -> None:
     ],
 )
 def test_exit_codes_of_agents_are_combined(codes: list[int], ours: bool, expected: int) -> None:
-    assert exit_codes.of_job(codes, success_of_one_is_enough=ours) == expected
+    assert arguments.of_job(codes, success_of_one_is_enough=ours) == expected

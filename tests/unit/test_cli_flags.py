@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from elastic.cli.launch import flags
+from elastic.cli import run
 from elastic.cli.main import main
 from elastic.errors import ConfigError
 
@@ -21,7 +21,7 @@ def script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_defaults_differ_from_torchruns() -> None:
-    args = flags.parse(["--embedded-etcd", "--nodes-local=3", "train.py"])
+    args = run.parse(["--embedded-etcd", "--nodes-local=3", "train.py"])
     assert args.rdzv_backend == "etcd-v3"
     assert args.nnodes == "1:3"
     assert args.max_restarts >= 1000
@@ -30,12 +30,12 @@ def test_defaults_differ_from_torchruns() -> None:
 
 
 def test_generated_run_ids_are_unique() -> None:
-    ids = {flags.parse(["--embedded-etcd", "train.py"]).rdzv_id for _ in range(2)}
+    ids = {run.parse(["--embedded-etcd", "train.py"]).rdzv_id for _ in range(2)}
     assert len(ids) == 2
 
 
 def test_torchruns_flags_and_spellings_pass_through() -> None:
-    args = flags.parse(
+    args = run.parse(
         [
             "--nnodes",
             "2:4",
@@ -66,13 +66,13 @@ def test_torchruns_flags_and_spellings_pass_through() -> None:
 
 @pytest.mark.parametrize("words", [["--n", "480"], ["--no", "x"], ["--nnodes=9"], ["--zzz"]])
 def test_the_scripts_own_arguments_are_not_read_as_flags(words: list[str]) -> None:
-    args = flags.parse(["--nnodes=2", "--embedded-etcd", "train.py", "--lr", "3e-4", *words])
+    args = run.parse(["--nnodes=2", "--embedded-etcd", "train.py", "--lr", "3e-4", *words])
     assert args.training_script_args == ["--lr", "3e-4", *words]
     assert args.nnodes == "2"
 
 
 def test_an_abbreviation_is_accepted_if_it_fits_one_flag() -> None:
-    assert flags.parse(["--nproc-per=2", "--embedded", "train.py"]).nproc_per_node == "2"
+    assert run.parse(["--nproc-per=2", "--embedded", "train.py"]).nproc_per_node == "2"
 
 
 def test_torchruns_environment_variables_count_as_flags(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -83,15 +83,15 @@ def test_torchruns_environment_variables_count_as_flags(monkeypatch: pytest.Monk
         ("PET_RDZV_ID", "from-env"),
     ):
         monkeypatch.setenv(name, value)
-    args = flags.parse(["train.py"])
+    args = run.parse(["train.py"])
     assert (args.nnodes, args.rdzv_endpoint) == ("2:5", "h:2379")
     assert (args.max_restarts, args.rdzv_id) == (7, "from-env")
 
 
 def test_another_backend_keeps_torchruns_count_of_restarts(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert flags.parse(["--rdzv-backend=c10d", "train.py"]).max_restarts == 0
+    assert run.parse(["--rdzv-backend=c10d", "train.py"]).max_restarts == 0
     monkeypatch.setenv("ELASTIC_STOCK_ETCD", "1")
-    assert flags.parse(["--rdzv-backend=etcd", "--rdzv-endpoint=h:1", "train.py"]).max_restarts == 0
+    assert run.parse(["--rdzv-backend=etcd", "--rdzv-endpoint=h:1", "train.py"]).max_restarts == 0
 
 
 @pytest.mark.parametrize(
@@ -122,7 +122,7 @@ def test_another_backend_keeps_torchruns_count_of_restarts(monkeypatch: pytest.M
 )
 def test_usage_errors_name_the_value_and_the_remedy(line: str, named: list[str]) -> None:
     with pytest.raises(ConfigError) as error:
-        flags.parse(line.split())
+        run.parse(line.split())
     assert all(part in str(error.value) for part in named), str(error.value)
     assert error.value.hint
 
@@ -134,20 +134,20 @@ def test_a_usage_error_exits_with_2_and_no_traceback(capsys: pytest.CaptureFixtu
 
 
 def test_the_most_local_nodes_follow_from_the_memory() -> None:
-    args = flags.parse(["--embedded-etcd", "--nproc-per-node", "3", "train.py"])
-    assert flags.most_local_nodes(args, memory_bytes=4 << 30) == 5
-    assert flags.most_local_nodes(args, memory_bytes=1) == 1
+    args = run.parse(["--embedded-etcd", "--nproc-per-node", "3", "train.py"])
+    assert run.most_local_nodes(args, memory_bytes=4 << 30) == 5
+    assert run.most_local_nodes(args, memory_bytes=1) == 1
 
 
 def test_a_wrong_variable_is_not_blamed_on_a_flag(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PET_NNODES", "two")
     monkeypatch.setenv("PET_MONITOR_INTERVAL", "soon")
     with pytest.raises(ConfigError, match="PET_MONITOR_INTERVAL=soon in the environment"):
-        flags.parse(["--embedded-etcd", "train.py"])
+        run.parse(["--embedded-etcd", "train.py"])
     with pytest.raises(ConfigError, match="PET_NNODES=two in the environment"):
-        flags.parse(["--embedded-etcd", "--monitor_interval=1", "train.py"])
+        run.parse(["--embedded-etcd", "--monitor_interval=1", "train.py"])
     with pytest.raises(ConfigError) as given:
-        flags.parse(["--embedded-etcd", "--monitor-interval=1", "--nnodes=three", "train.py"])
+        run.parse(["--embedded-etcd", "--monitor-interval=1", "--nnodes=three", "train.py"])
     assert "PET_NNODES" not in str(given.value)
 
 

@@ -11,11 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from elastic.cli.launch import bound_to_parent, processes
-from elastic.cli.launch.local_nodes import LocalNodes, OutputLines
-from elastic.cli.launch.run import stop_on_signals
+from elastic.cli import bound_to_parent, run
+from elastic.cli.run import LocalNodes, OutputLines, stop_on_signals
 from elastic.testing.waiting import eventually
-from elastic.tuning.agent_intervals import CLI_BAR_S
+from elastic.tuning.intervals import CLI_BAR_S
 
 # Starts a child in a session of its own, as torchrun does, and prints its process ID.
 PARENT_WITH_CHILD = """
@@ -46,7 +45,7 @@ def pump_until(nodes: LocalNodes, condition: Callable[[], bool]) -> None:
 
 
 def is_alive(pid: int) -> bool:
-    return bool(processes.tree(pid))
+    return bool(run.tree(pid))
 
 
 @pytest.fixture
@@ -93,7 +92,7 @@ def test_a_progress_bar_is_printed_now_and_then_and_at_its_end() -> None:
 
 def test_output_that_a_terminal_cannot_show_ends_no_node() -> None:
     script = (
-        "from elastic.cli import main; from elastic.cli.launch.run import _print_line as show; "
+        "from elastic.cli import main; from elastic.cli.run import _print_line as show; "
         "main.main(['completion', 'bash']); show('local-0', 'stdout', 'bar: \u2588')"
     )
     for encoding in ("ascii", "latin-1"):
@@ -188,4 +187,4 @@ def test_a_signal_requests_a_stop_and_a_second_one_is_urgent() -> None:
 def test_the_tree_of_a_dead_process_is_empty() -> None:
     process = subprocess.Popen(["true"])
     process.wait()
-    assert processes.tree(process.pid) == ()
+    assert run.tree(process.pid) == ()

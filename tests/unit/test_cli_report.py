@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from elastic.cli.main import main
-from elastic.events import RankTimes, RunClosed, WorldJoined
+from elastic.telemetry.events import RankTimes, RunClosed, WorldJoined
 from elastic.telemetry.journal import Journal
 from elastic.testing.doubles.manual_clock import ManualClock
 

@@ -17,18 +17,16 @@ from typing import Any
 import pytest
 from membership_nodes import node, world
 
+from elastic.cli import status
+from elastic.cli import view as connection
+from elastic.cli.describe import describe
+from elastic.cli.last_known import last_known
 from elastic.cli.main import main
-from elastic.cli.observe import connection, status
-from elastic.cli.observe.describe import describe
-from elastic.cli.observe.job_view import JobCondition, JobView, read_job
-from elastic.cli.observe.last_known import last_known
-from elastic.cli.observe.sentence import sentence
-from elastic.cli.observe.status import lines, progress
-from elastic.cli.observe.status_document import document
-from elastic.cli.observe.wait import WaitCondition, wait
+from elastic.cli.status import document, lines, progress
+from elastic.cli.view import JobCondition, JobView, read_job, sentence
+from elastic.cli.wait import WaitCondition, wait
 from elastic.errors import StoreUnreachable
-from elastic.events import CheckpointSaved, JobEnded, NodeLost, Waiting, WorldFormed
-from elastic.leadership.job_progress import (
+from elastic.membership.progress import (
     JobProgress,
     RecordedHeartbeat,
     decode_progress,
@@ -43,14 +41,15 @@ from elastic.membership.records import (
     NodeState,
     Outcome,
     WorldRecord,
-    WorldState,
     encode,
 )
+from elastic.telemetry.events import CheckpointSaved, JobEnded, NodeLost, Waiting, WorldFormed
 from elastic.telemetry.journal import Journal
 from elastic.testing.doubles.manual_clock import ManualClock
 from elastic.testing.doubles.memory_store import MemoryServer, MemoryStore
 from elastic.testing.waiting import eventually
-from elastic.tuning.agent_intervals import PROGRESS_S, SILENT_SCRIPT_S
+from elastic.tuning.intervals import PROGRESS_S, SILENT_SCRIPT_S
+from elastic.wire.messages import WorldState
 
 KEYS = Keys.of("/elastic", "llama-7")
 NOW = 1_769_860_800.0
@@ -143,7 +142,7 @@ def cli(job: Job, monkeypatch: pytest.MonkeyPatch) -> Callable[..., int]:
         yield job.store
 
     for module in ("status", "describe", "wait"):
-        monkeypatch.setattr(f"elastic.cli.observe.{module}.job_store", opened)
+        monkeypatch.setattr(f"elastic.cli.view.{module}.job_store", opened)
     monkeypatch.setattr(connection, "job_store", opened)
     where = ("--rdzv-endpoint=localhost:2379", "--rdzv-id=llama-7")
     return lambda *argv: main([argv[0], *where, *argv[1:]])
@@ -564,7 +563,7 @@ def test_heartbeats_and_steps_of_nodes_are_shown(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     for module in ("status", "describe"):
-        monkeypatch.setattr(f"elastic.cli.observe.{module}.SYSTEM_CLOCK", ManualClock(NOW))
+        monkeypatch.setattr(f"elastic.cli.view.{module}.SYSTEM_CLOCK", ManualClock(NOW))
     training.put_progress(52, heartbeats=heartbeats(("n1", 52, 1.0), ("n2", 51, 21.0)))
     assert cli("status", "-o", "wide") == 0
     head, _, _, titles, *rows = capsys.readouterr().out.splitlines()
@@ -620,7 +619,7 @@ def test_describe_as_json_has_the_documented_fields(
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("elastic.cli.observe.describe.SYSTEM_CLOCK", ManualClock(NOW))
+    monkeypatch.setattr("elastic.cli.describe.SYSTEM_CLOCK", ManualClock(NOW))
     heard = heartbeats(("n1", 52, 1.0))
     training.put_progress(52, heartbeats=heard, checkpoint_at_s=NOW - 6)
     running = training.view().world
@@ -765,7 +764,7 @@ def test_a_slow_connection_is_reported_on_stderr(
         eventually(lambda: "127.0.0.1:1 has not answered yet" in output.getvalue())
         return MemoryStore(MemoryServer())
 
-    monkeypatch.setattr("elastic.store.etcd.store.EtcdStore", connect)
+    monkeypatch.setattr("elastic.store.etcd.EtcdStore", connect)
     monkeypatch.setattr("sys.stderr", output)
     argv = ["status", "--rdzv-endpoint=127.0.0.1:1", "--rdzv-id=x"]
     assert main([*argv, "--rdzv-conf=connect_timeout_s=7.5"]) == 1
@@ -775,8 +774,8 @@ def test_a_slow_connection_is_reported_on_stderr(
 def test_a_fast_connection_is_not_reported(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("elastic.cli.observe.connection.SAY_CONNECTING_S", 600.0)
-    monkeypatch.setattr("elastic.store.etcd.store.EtcdStore", lambda _: MemoryStore(MemoryServer()))
+    monkeypatch.setattr("elastic.cli.view.SAY_CONNECTING_S", 600.0)
+    monkeypatch.setattr("elastic.store.etcd.EtcdStore", lambda _: MemoryStore(MemoryServer()))
     assert main(["status", "--rdzv-endpoint=127.0.0.1:1", "--rdzv-id=x"]) == 1
     assert "has not answered yet" not in capsys.readouterr().err
 

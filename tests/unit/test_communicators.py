@@ -15,21 +15,24 @@ import torch
 import torch.distributed as dist
 from torch.distributed import HashStore, distributed_c10d  # type: ignore[attr-defined]
 
-from elastic.link.protocol import WorldMessage
-from elastic.messages.world import Cause, RankAssignment, WorldSpec, WorldState
-from elastic.process_group import group as process_group
-from elastic.process_group.communicators import open_communicator
-from elastic.process_group.deadline import CallDeadline
-from elastic.process_group.group import GroupSpec, ProcessGroup
-from elastic.process_group.nccl_environment import leave_errors_to_us
-from elastic.process_group.pending import open_works
-from elastic.process_group.sockets import BuildWatch
-from elastic.secure_channel.keys import SecretKey
+from elastic.groups import group as process_group
+from elastic.groups.group import (
+    BuildWatch,
+    CallDeadline,
+    ProcessGroup,
+    leave_errors_to_us,
+    open_communicator,
+)
+from elastic.groups.pending import open_works
+from elastic.groups.store import GroupSpec
+from elastic.link.link import WorldMessage
 from elastic.telemetry.log import get_logger
 from elastic.testing.doubles import nccl_semantics
 from elastic.testing.doubles.nccl_semantics import control
-from elastic.tuning import profiles, timeouts
-from elastic.tuning.worker_environment import TUNED
+from elastic.tuning import environment, intervals
+from elastic.tuning.environment import TUNED
+from elastic.wire.handshake import SecretKey
+from elastic.wire.messages import Cause, RankAssignment, WorldSpec, WorldState
 from elastic.worker.worlds import Worlds
 
 DEADLINE_S = 60.0
@@ -109,7 +112,7 @@ def test_an_abort_that_hangs_does_not_block_and_ends_the_process(
         ended.set()
 
     monkeypatch.setattr(process_group, "end_process", end_process)
-    monkeypatch.setattr(timeouts, "ABORT_S", 0.2)
+    monkeypatch.setattr(intervals, "ABORT_S", 0.2)
     control.hang_in_abort = True
     worlds = Worlds(abort=group.abort, position=lambda: None, current_step=lambda: None)  # type: ignore[arg-type, return-value]
     worlds.formed(1)
@@ -176,7 +179,7 @@ def test_a_plan_that_replaces_the_world_being_formed_aborts_its_formation(
 def test_an_abandoned_build_that_continues_ends_the_process(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(timeouts, "GIVEN_UP_BUILD_S", 0.1)
+    monkeypatch.setattr(intervals, "GIVEN_UP_BUILD_S", 0.1)
     stuck = threading.Event()
     footprint: Any = SimpleNamespace(shut_down=lambda: None, connect_to_itself=lambda ranks: None)
     watch = BuildWatch(footprint, DEADLINE_S, stuck.set)
@@ -199,8 +202,8 @@ def test_an_abandoned_build_that_ends_is_not_stuck() -> None:
 FROZEN = """
 import ctypes, sys, threading, time
 import torch
-from elastic.process_group import communicators
-from elastic.process_group.deadline import end_process
+from elastic.groups import group as communicators
+from elastic.groups.group import end_process
 
 communicators.LAST_RESORT_S = 0.5
 communicators.CommunicatorAbort(
@@ -235,7 +238,7 @@ def test_a_deadline_that_is_met_does_nothing() -> None:
 
 
 ASYNC, OLD = "TORCH_NCCL_ASYNC_ERROR_HANDLING", "NCCL_ASYNC_ERROR_HANDLING"
-IN_PROCESS = {setting.name: setting.value for setting in profiles.in_process_settings()}
+IN_PROCESS = {setting.name: setting.value for setting in environment.in_process_settings()}
 
 
 @pytest.mark.parametrize("given", [{ASYNC: "3"}, {OLD: "1"}, {"TORCH_NCCL_DESYNC_DEBUG": "1"}])
@@ -283,7 +286,7 @@ def test_the_watchdog_of_an_aborted_group_ends_before_the_abort_deadline() -> No
     """It sleeps four times the dump timeout, and the destructor of a group joins it."""
     environ: dict[str, str] = {}
     leave_errors_to_us(environ, is_in_process=True)
-    assert 4 * int(environ["TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC"]) < timeouts.ABORT_S * 1000
+    assert 4 * int(environ["TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC"]) < intervals.ABORT_S * 1000
     assert environ["TORCH_NCCL_DUMP_ON_TIMEOUT"] == "0"
 
 
@@ -305,7 +308,7 @@ def test_a_group_that_is_not_destroyed_in_time_ends_the_process(
     """Before another one is built: a peer may have died since the switch was planned."""
     ended, continued = threading.Event(), threading.Event()
     monkeypatch.setattr(process_group, "end_process", lambda reason, journal: ended.set())
-    monkeypatch.setattr(timeouts, "DESTROY_S", 0.1)
+    monkeypatch.setattr(intervals, "DESTROY_S", 0.1)
     default = distributed_c10d._get_default_group()
     shutdown = default.shutdown
 

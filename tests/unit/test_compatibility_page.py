@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from elastic import torch_versions
+from elastic import torch_private
 
 REPOSITORY = Path(__file__).parents[2]
 
@@ -39,7 +39,7 @@ def test_the_page_is_written_from_the_results(compat: ModuleType, results: dict[
     assert compat.PAGE.read_text() == compat.page(results), "python scripts/compat.py --page"
 
 
-@pytest.mark.parametrize("minor", [torch_versions.OLDEST, torch_versions.NEWEST])
+@pytest.mark.parametrize("minor", [torch_private.OLDEST, torch_private.NEWEST])
 def test_the_oldest_and_newest_supported_torch_were_tested(
     minor: str, compat: ModuleType, results: dict[str, Any]
 ) -> None:
@@ -62,8 +62,8 @@ def test_every_environment_has_results(compat: ModuleType, results: dict[str, An
 
 def test_every_supported_torch_version_has_an_environment(compat: ModuleType) -> None:
     minors = {".".join(version.split(".")[:2]) for version in compat.TORCHES}
-    major, oldest = map(int, torch_versions.OLDEST.split("."))
-    newest = int(torch_versions.NEWEST.split(".")[1])
+    major, oldest = map(int, torch_private.OLDEST.split("."))
+    newest = int(torch_private.NEWEST.split(".")[1])
     assert minors == {f"{major}.{minor}" for minor in range(oldest, newest + 1)}
 
 

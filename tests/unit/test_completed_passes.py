@@ -6,7 +6,7 @@ from pathlib import Path
 
 from run_kit import STEPS_PER_EPOCH, Job, job, process, run_of, steps_of_job
 
-from elastic.training.checkpointing.options import Checkpoints
+from elastic.train.folder import Checkpoints
 
 
 def train(script: Job) -> int:

@@ -7,8 +7,7 @@ from typing import Any
 import pytest
 
 from elastic.errors import ConfigError
-from elastic.tuning.agent_options import AgentOptions
-from elastic.tuning.option_sources import read_options
+from elastic.tuning.options import AgentOptions, read_options
 
 
 def test_conf_wins_over_environment_which_wins_over_defaults() -> None:

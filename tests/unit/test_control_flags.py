@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from elastic.errors import GroupAborted, TrainingError
-from elastic.training.gradients.control_flags import COUNT, ControlFlags, StepFlags
-from elastic.training.gradients.reduction import Reduction
+from elastic.train.order import COUNT, ControlFlags, StepFlags
+from elastic.train.reduction import Reduction
 
 
 def reduction(weight: float, step_flags: StepFlags) -> Reduction:

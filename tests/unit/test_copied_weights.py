@@ -13,8 +13,8 @@ from torch import nn
 
 from elastic.errors import TrainingError
 from elastic.telemetry.log import get_logger
-from elastic.training.misuse import frames, ways_out
-from elastic.training.misuse.source.copied_weights import refuse_copies
+from elastic.train import checks
+from elastic.train.checks import refuse_copies
 
 HEAD = """
 import copy
@@ -61,8 +61,8 @@ own: set[Any] = set()
 
 @pytest.fixture(autouse=True)
 def calls_of_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
-    original = ways_out.is_own
-    monkeypatch.setattr(frames, "is_own", lambda code: code in own or original(code))
+    original = checks.is_own
+    monkeypatch.setattr(checks, "is_own", lambda code: code in own or original(code))
 
 
 REFUSED = {

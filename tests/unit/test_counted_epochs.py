@@ -9,8 +9,7 @@ from collections.abc import Callable, Iterable, Iterator
 import pytest
 
 from elastic.errors import TrainingError
-from elastic.training.misuse import frames, ways_out
-from elastic.training.misuse.source import counted_epochs
+from elastic.train import checks
 
 EPOCHS = 3
 passes = 0
@@ -23,7 +22,7 @@ class Loader:
     def __iter__(self) -> Iterator[int]:
         global passes
         passes += 1
-        counted_epochs.refuse_range(passes, has_own_state=has_own_state)
+        checks.refuse_range(passes, has_own_state=has_own_state)
         yield from range(4)
 
 
@@ -92,8 +91,8 @@ def is_called_by_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
     global passes
     passes = 0
     own = {retry.__code__, begin.__code__, Loader.__iter__.__code__}
-    original = ways_out.is_own
-    monkeypatch.setattr(frames, "is_own", lambda code: code in own or original(code))
+    original = checks.is_own
+    monkeypatch.setattr(checks, "is_own", lambda code: code in own or original(code))
 
 
 def retry(train: Callable[[], object]) -> None:
@@ -123,7 +122,7 @@ def begin() -> None:
     """As run.begin does."""
     global passes
     passes += 1
-    counted_epochs.refuse_range(passes, is_over_loader=False)
+    checks.refuse_range(passes, is_over_loader=False)
 
 
 def updates_of_a_policy() -> None:
@@ -337,12 +336,12 @@ def test_a_range_in_a_script_that_a_restarted_job_runs_again_is_refused(
 
     class Resuming(Loader):
         def __iter__(self) -> Iterator[int]:
-            counted_epochs.refuse_range(1, is_in_retry=False)
+            checks.refuse_range(1, is_in_retry=False)
             yield from range(4)
 
     own = Resuming.__iter__.__code__
-    original = ways_out.is_own
-    monkeypatch.setattr(frames, "is_own", lambda code: code is own or original(code))
+    original = checks.is_own
+    monkeypatch.setattr(checks, "is_own", lambda code: code is own or original(code))
     monkeypatch.setattr(sys.modules[__name__], "loader", Resuming())
     with pytest.raises(TrainingError, match=r"a restarted job resumes .* would count from 0"):
         two_loops()

@@ -6,13 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from elastic.cli.dashboard.access import (
-    AccessPolicy,
-    AccessVerdict,
-    checked_token,
-    policy_of,
-    read_token,
-)
+from elastic.cli.dashboard import AccessPolicy, AccessVerdict, checked_token, policy_of, read_token
 from elastic.errors import ConfigError
 
 TOKEN = "a-token-of-some-length"

@@ -22,8 +22,8 @@ from selenium.common.exceptions import JavascriptException, WebDriverException
 from selenium.webdriver.common.by import By
 from selenium.webdriver.common.keys import Keys
 
-from elastic.events import WorkerDied
 from elastic.membership.records import NodeState
+from elastic.telemetry.events import WorkerDied
 from elastic.telemetry.journal import Journal
 from elastic.testing.waiting import PATIENCE_S, eventually
 

@@ -20,17 +20,17 @@ import pytest
 from dashboard_kit import KEYS, DashboardUnderTest, FakeJob
 from made_up_run import write_run
 
-from elastic.cli.dashboard import command, server
-from elastic.cli.dashboard.feed.event_log import EventLog
-from elastic.cli.dashboard.feed.job_feed import JobFeed
+from elastic.agent.identity import is_loopback
+from elastic.cli import dashboard as command
+from elastic.cli import dashboard as server
+from elastic.cli.dashboard_feed import EventLog, JobFeed
 from elastic.cli.main import main
 from elastic.errors import ConfigError, StoreUnreachable
-from elastic.events import NodeLost, Waiting
-from elastic.node.address import is_loopback
 from elastic.store.keyvalue import KeyValue
+from elastic.telemetry.events import NodeLost, Waiting
 from elastic.telemetry.journal import Journal
 from elastic.testing.waiting import PATIENCE_S, eventually
-from elastic.tuning.agent_intervals import DASHBOARD_ETCD_S, DASHBOARD_JOURNALS_S
+from elastic.tuning.intervals import DASHBOARD_ETCD_S, DASHBOARD_JOURNALS_S
 
 TOKEN = "a-token-of-some-length"
 REPOSITORY = Path(__file__).parents[2]

@@ -13,16 +13,32 @@ from made_up_run import write_run
 from membership_nodes import node, world
 
 from elastic.cli import dashboard
-from elastic.cli.dashboard.feed.charts import LARGEST, charts_of, without_styles
-from elastic.cli.dashboard.feed.event_log import MAX_EVENTS, EventLog, text_of
-from elastic.cli.dashboard.feed.snapshot import JobSnapshot, Outage, RunCharts
-from elastic.cli.dashboard.page import PageTemplate, age_text, lasting, sections_of, text
-from elastic.cli.dashboard.publisher import Rendering, page_changes, render
-from elastic.cli.observe.job_view import JobView, read_job
-from elastic.leadership.job_progress import JobProgress, RecordedHeartbeat
+from elastic.cli.dashboard import (
+    PageTemplate,
+    Rendering,
+    age_text,
+    lasting,
+    page_changes,
+    render,
+    sections_of,
+    text,
+)
+from elastic.cli.dashboard_feed import (
+    LARGEST,
+    MAX_EVENTS,
+    EventLog,
+    JobSnapshot,
+    Outage,
+    RunCharts,
+    charts_of,
+    text_of,
+    without_styles,
+)
+from elastic.cli.view import JobView, read_job
+from elastic.membership.progress import JobProgress, RecordedHeartbeat
 from elastic.membership.records import BreakageRecord, FailureRecord, Keys, Leader, NodeState
-from elastic.telemetry.activities import Activity
-from elastic.telemetry.journal_reader import JournalRecord, read_folder
+from elastic.telemetry.goodput import Activity
+from elastic.telemetry.reader import JournalRecord, read_folder
 from elastic.testing.doubles.manual_clock import ManualClock
 
 KEYS = Keys.of("/elastic", "llama-7")

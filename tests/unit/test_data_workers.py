@@ -18,8 +18,8 @@ from elastic.errors import TrainingError
 from elastic.testing.forks.server import run_forked
 from elastic.testing.processes import is_alive
 from elastic.testing.waiting import PATIENCE_S
-from elastic.training.data.loader import ElasticLoader
-from elastic.training.data.plan import Position
+from elastic.train.loader import ElasticLoader
+from elastic.train.sampler import Position
 
 N = 48
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from made_up_run import write_run
 
-from elastic.cli.demo.report import keep_report
+from elastic.cli.demo import keep_report
 
 
 def test_the_report_is_kept_when_the_journals_are_removed(tmp_path: Path) -> None:

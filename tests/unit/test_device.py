@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from elastic.errors import ConfigError
-from elastic.process_group.device import device_index
+from elastic.groups.group import device_index
 
 
 def test_a_worker_uses_its_only_gpu_regardless_of_its_local_rank() -> None:

@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 import torch
 
-from elastic.training.data import seeding
-from elastic.training.data.seeding import SeededBatch, preserved_generators
-from elastic.training.state.copies import placed_like
-from elastic.training.state.job_state import JobState
-from elastic.training.state.snapshot import BoundaryState
+from elastic.train import loader
+from elastic.train.copies import placed_like
+from elastic.train.loader import SeededBatch, preserved_generators
+from elastic.train.rollback import BoundaryState
+from elastic.train.state import JobState
 
 
 class Average:
@@ -49,7 +49,7 @@ def test_placement_follows_the_structure() -> None:
 
 def test_data_drawn_on_a_gpu_depends_on_the_sample(monkeypatch: pytest.MonkeyPatch) -> None:
     of_gpu = torch.Generator()  # stands for the GPU's
-    monkeypatch.setattr(seeding, "_generators_of_torch", lambda: [torch.default_generator, of_gpu])
+    monkeypatch.setattr(loader, "_generators_of_torch", lambda: [torch.default_generator, of_gpu])
     before = of_gpu.get_state()
     with preserved_generators():
         drawn = [torch.rand(1, generator=of_gpu) for _ in SeededBatch([3, 4, 3], 0, 0)]

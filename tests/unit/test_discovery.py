@@ -10,8 +10,8 @@ import pytest
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from elastic.errors import JoinTimeout
+from elastic.groups.store import agree_on_nonce
 from elastic.testing.doubles.manual_clock import ManualClock
-from elastic.world.discovery import agree_on_nonce
 
 DEADLINE_S = 60.0
 

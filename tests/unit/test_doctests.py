@@ -10,14 +10,14 @@ from types import ModuleType
 import pytest
 
 import checkpoints
-import elastic.failures
 import elastic.membership
+import elastic.membership.failures
 import elastic.store
 import elastic.tuning
 
 PACKAGES = (
     checkpoints,
-    elastic.failures,
+    elastic.membership.failures,
     elastic.membership,
     elastic.store,
     elastic.tuning,

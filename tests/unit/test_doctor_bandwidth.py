@@ -9,13 +9,9 @@ from typing import Any
 
 import pytest
 
-from elastic.doctor.between import bandwidth
-from elastic.doctor.between.bandwidth import MeasuredPath
-from elastic.doctor.findings import Status
-from elastic.doctor.machine import NetworkFacts
-from elastic.doctor.machine_verdicts import of_link_speeds
-from elastic.doctor.meeting import Participant
-from elastic.doctor.probes import Unanswered
+from elastic.doctor import network
+from elastic.doctor.checks import NetworkFacts, Status, Unanswered, of_link_speeds
+from elastic.doctor.network import MeasuredPath, Participant
 from elastic.tuning.network import Interface, Network
 
 MEMBERS = tuple(
@@ -30,7 +26,7 @@ HERE = Network(interfaces=(Interface(name="dummy0", addresses=("127.0.0.1",)),))
 
 
 def test_a_faster_path_than_the_one_in_use_is_reported_with_its_setting() -> None:
-    (found,) = bandwidth.findings(MEMBERS, {0: [SLOW, FAST], 1: [], 2: []})
+    (found,) = network.bandwidth_findings(MEMBERS, {0: [SLOW, FAST], 1: [], 2: []})
     assert (found.name, found.status) == ("bandwidth a → b", Status.WARNING)
     assert found.measured == (
         "10.1.0.2 (eth0, which a job uses) 0.100 GB/s; 10.2.0.2 (eth1) 10.000 GB/s"
@@ -42,42 +38,41 @@ def test_a_network_that_is_fast_for_all_nodes_yields_one_setting_for_all() -> No
     fast = replace(FAST, networks=("10.2.0.0/24", "fd00::/64"))
     of_b = replace(fast, to=2, address="10.2.0.3", networks=("10.2.0.0/24",))
     slow_of_b = replace(SLOW, to=2, address="10.1.0.3")
-    found = bandwidth.findings(MEMBERS, {0: [SLOW, fast], 1: [slow_of_b, of_b], 2: []})
+    found = network.bandwidth_findings(MEMBERS, {0: [SLOW, fast], 1: [slow_of_b, of_b], 2: []})
     assert [f.status for f in found] == [Status.WARNING] * 2
     assert all("start all nodes with --rdzv-conf network=10.2.0.0/24" in f.remedy for f in found)
     cable = replace(of_b, address="10.3.0.3", networks=("10.3.0.0/30",))
-    found = bandwidth.findings(MEMBERS, {0: [SLOW, fast], 1: [slow_of_b, cable], 2: []})
+    found = network.bandwidth_findings(MEMBERS, {0: [SLOW, fast], 1: [slow_of_b, cable], 2: []})
     assert all("--local-addr=ADDRESS" in f.remedy for f in found), "no network has all of them"
 
 
 @pytest.mark.parametrize("rate", [0.0, 0.05e9, 0.19e9])
 def test_a_slightly_faster_path_causes_no_warning(rate: float) -> None:
-    (found,) = bandwidth.findings(MEMBERS, {0: [SLOW, replace(FAST, bytes_per_s=rate)]})
+    (found,) = network.bandwidth_findings(MEMBERS, {0: [SLOW, replace(FAST, bytes_per_s=rate)]})
     assert found.status is Status.OK
     assert ("10.2.0.2" in found.measured) is (rate > 0), "only addresses that answer are listed"
 
 
 def test_nodes_of_one_machine_are_not_measured() -> None:
-    (found,) = bandwidth.findings(MEMBERS, {0: [], 1: []})
+    (found,) = network.bandwidth_findings(MEMBERS, {0: [], 1: []})
     assert found.status is Status.SKIPPED
     assert (
-        bandwidth._measure(HERE, 1, [bandwidth.Sink(interface="x", address="127.0.0.1", port=9)])
-        == []
+        network._measure(HERE, 1, [network.Sink(interface="x", address="127.0.0.1", port=9)]) == []
     )
 
 
 def test_sent_data_is_counted_by_the_receiver() -> None:
-    with bandwidth.listening(HERE) as (sink,):
+    with network.listening_sinks(HERE) as (sink,):
         assert (sink.interface, sink.address) == ("dummy0", "127.0.0.1")
-        assert bandwidth.measure_bandwidth(sink.address, sink.port) > 0
-    assert bandwidth.measure_bandwidth(sink.address, sink.port) == 0.0, "the listener is closed"
+        assert network.measure_bandwidth(sink.address, sink.port) > 0
+    assert network.measure_bandwidth(sink.address, sink.port) == 0.0, "the listener is closed"
     assert not any("elastic-doctor-sink" in thread.name for thread in threading.enumerate())
 
 
 def test_a_node_that_reads_nothing_blocks_no_sender(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bandwidth, "DOCTOR_PAIR_CONNECT_S", 0.2)
+    monkeypatch.setattr(network, "DOCTOR_PAIR_CONNECT_S", 0.2)
     with socket.create_server(("127.0.0.1", 0)) as mute:
-        assert bandwidth.measure_bandwidth("127.0.0.1", int(mute.getsockname()[1])) == 0.0
+        assert network.measure_bandwidth("127.0.0.1", int(mute.getsockname()[1])) == 0.0
 
 
 def test_each_node_sends_to_the_next_without_simultaneous_senders() -> None:
@@ -96,7 +91,7 @@ def test_each_node_sends_to_the_next_without_simultaneous_senders() -> None:
 
     def run(number: int) -> None:
         own = Network(interfaces=(Interface(name="eth0", addresses=(f"127.0.{number}.1",)),))
-        results[number] = bandwidth.between_nodes(exchange_of(number), members, number, own, 60.0)
+        results[number] = network.between_nodes(exchange_of(number), members, number, own, 60.0)
 
     members = [replace(m, address=f"127.0.{n}.1") for n, m in enumerate(MEMBERS)]
     threads = [threading.Thread(target=run, args=(n,), name=f"node-{n}") for n in range(3)]

@@ -13,11 +13,9 @@ from typing import Any
 
 import pytest
 
-from elastic.clock import SYSTEM_CLOCK
-from elastic.doctor import machine_verdicts
-from elastic.doctor.findings import Status
-from elastic.doctor.machine import FolderFacts
-from elastic.doctor.probes import Probe, Unanswered
+from elastic.doctor import checks
+from elastic.doctor.checks import FolderFacts, Probe, Status, Unanswered
+from elastic.errors import SYSTEM_CLOCK
 
 PATIENCE_S = 90.0
 needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="mounts a file system: needs root")
@@ -50,7 +48,7 @@ def test_a_good_folder_is_measured_and_left_unchanged(tmp_path: Path) -> None:
 def test_a_read_only_folder_fails(tmp_path: Path) -> None:
     folder = tmp_path / "read-only"
     with tmpfs(folder, "ro,size=64m"):
-        found = machine_verdicts.of_folder(str(folder), facts("folder", str(folder)))
+        found = checks.of_folder(str(folder), facts("folder", str(folder)))
     assert [f.status for f in found] == [Status.FAILED]
     assert "Read-only" in found[0].measured and found[0].remedy
 
@@ -62,21 +60,21 @@ def test_a_full_folder_fails(tmp_path: Path) -> None:
         with contextlib.suppress(OSError), (folder / "data").open("wb", 0) as file:
             while file.write(bytes(4096)):
                 pass
-        found = machine_verdicts.of_folder(str(folder), facts("folder", str(folder)))
+        found = checks.of_folder(str(folder), facts("folder", str(folder)))
         assert sorted(path.name for path in folder.iterdir()) == ["data"]
     assert [f.status for f in found] == [Status.FAILED]
     assert "No space left" in found[0].measured and "free space" in found[0].remedy
 
 
 def test_a_folder_that_does_not_exist_fails(tmp_path: Path) -> None:
-    found = machine_verdicts.of_folder("x", facts("folder", str(tmp_path / "none")))
+    found = checks.of_folder("x", facts("folder", str(tmp_path / "none")))
     assert [f.status for f in found] == [Status.FAILED]
     assert "No such file" in found[0].measured
 
 
 def test_a_low_descriptor_limit_fails() -> None:
     code = (
-        "from elastic.doctor import machine_verdicts; from elastic.doctor.probes import Probe\n"
+        "from elastic.doctor import checks as machine_verdicts; from elastic.doctor.checks import Probe\n"
         f"facts = Probe('limits', (), deadline_s={PATIENCE_S}).result()\n"
         "found = machine_verdicts.of_limits(facts)\n"
         "print(found[0].status.value, found[0].measured)"
@@ -104,7 +102,7 @@ def test_a_driver_that_hangs_is_killed_at_the_deadline(
     started.read_text()  # it runs now
     found = probe.result()
     assert isinstance(found, Unanswered) and "no answer within" in found.reason
-    assert machine_verdicts.of_gpu(found)[0].status is Status.FAILED
+    assert checks.of_gpu(found)[0].status is Status.FAILED
     ends_s = SYSTEM_CLOCK.monotonic() + PATIENCE_S
     while Path(f"/proc/{pid.read_text().strip()}").exists():
         assert SYSTEM_CLOCK.monotonic() < ends_s
@@ -112,13 +110,13 @@ def test_a_driver_that_hangs_is_killed_at_the_deadline(
 
 
 def test_an_address_of_another_machine_fails() -> None:
-    found = machine_verdicts.of_network(facts("network", "192.0.2.77", "", 0))
+    found = checks.of_network(facts("network", "192.0.2.77", "", 0))
     assert [(f.name, f.status) for f in found] == [("own address", Status.FAILED)]
     assert "192.0.2.77" in found[0].measured and "--local-addr" in found[0].remedy
 
 
 def test_a_name_that_cannot_be_resolved_fails() -> None:
-    found = machine_verdicts.of_network(facts("network", "no-such-host.invalid", "", 0))
+    found = checks.of_network(facts("network", "no-such-host.invalid", "", 0))
     assert found[0].status is Status.FAILED and "no-such-host.invalid" in found[0].measured
     assert facts("names", "localhost", "no-such-host.invalid").unresolved == (
         "no-such-host.invalid",

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from elastic.doctor.collectives.outcomes import (
+from elastic.doctor.checks import Finding, Status
+from elastic.doctor.collectives import (
     ENDED,
     RUNNING,
     STOPPED,
@@ -11,11 +12,10 @@ from elastic.doctor.collectives.outcomes import (
     Speed,
     blame,
     findings,
+    gpu_findings,
+    noted,
     of_speed,
 )
-from elastic.doctor.collectives.ranks import noted
-from elastic.doctor.collectives.session import gpu_findings
-from elastic.doctor.findings import Finding, Status
 
 
 def rank(number: int, **changes: object) -> RankOutcome:

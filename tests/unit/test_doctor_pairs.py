@@ -6,13 +6,15 @@ import socket
 import threading
 from dataclasses import asdict
 
-from elastic.doctor.between import pairs
-from elastic.doctor.findings import Status
+from elastic.doctor import network
+from elastic.doctor.checks import Status
 
 
 def connection(to: int, error: str = "", port: int = 29500) -> dict[str, object]:
     return asdict(
-        pairs.ConnectionAttempt(to=to, address=f"10.0.0.{to}", port=port, took_ms=1.0, error=error)
+        network.ConnectionAttempt(
+            to=to, address=f"10.0.0.{to}", port=port, took_ms=1.0, error=error
+        )
     )
 
 
@@ -26,7 +28,7 @@ def test_each_failing_pair_is_named_and_the_others_share_a_row() -> None:
             connection(1, "connects, but 64 KiB do not come back"),
         ],
     }
-    found = {f.name: f for f in pairs.findings(names, attempts)}
+    found = {f.name: f for f in network.pair_findings(names, attempts)}
     assert found["TCP a → b, c"].status is Status.OK
     assert found["TCP b → a"].status is Status.OK
     assert found["TCP b → c"].measured == "10.0.0.2:29500: no answer within 3 s"
@@ -39,19 +41,19 @@ def test_each_failing_pair_is_named_and_the_others_share_a_row() -> None:
 def test_sixty_nodes_that_reach_each_other_take_sixty_rows() -> None:
     names = [f"n{i}" for i in range(60)]
     attempts = {n: [connection(to) for to in range(60) if to != n] for n in range(60)}
-    found = pairs.findings(names, attempts)
+    found = network.pair_findings(names, attempts)
     assert len(found) == 60 and found[0].name == "TCP n0 → 59 nodes"
 
 
 def test_a_listener_echoes_and_a_port_in_use_is_reported() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = int(taken.getsockname()[1])
-        with pairs.listening("127.0.0.1", [port]) as listeners:
+        with network.listening_ports("127.0.0.1", [port]) as listeners:
             assert len(listeners.ports) == 1
             assert listeners.errors == (f"port {port}: Address already in use",)
-            (tried,) = pairs.connect_to_all([(1, "127.0.0.1", listeners.ports[0])])
+            (tried,) = network.connect_to_all([(1, "127.0.0.1", listeners.ports[0])])
             assert tried.error == "" and tried.took_ms > 0
-        (gone,) = pairs.connect_to_all([(1, "127.0.0.1", listeners.ports[0])])
+        (gone,) = network.connect_to_all([(1, "127.0.0.1", listeners.ports[0])])
     assert gone.error == "Connection refused"
 
 
@@ -61,7 +63,7 @@ def test_a_link_that_drops_large_payloads_fails() -> None:
         accepted: list[socket.socket] = []
         thread = threading.Thread(target=lambda: accepted.append(mute.accept()[0]), name="mute")
         thread.start()
-        (tried,) = pairs.connect_to_all([(1, "127.0.0.1", mute.getsockname()[1])])
+        (tried,) = network.connect_to_all([(1, "127.0.0.1", mute.getsockname()[1])])
         thread.join()
         accepted[0].close()
     assert tried.error == "connects, but 64 KiB do not come back"

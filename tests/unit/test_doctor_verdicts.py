@@ -8,19 +8,28 @@ from pathlib import Path
 import pytest
 from etcd_certificates import Authority
 
-from elastic.doctor import cross_node_verdicts, etcd_verdicts, machine_verdicts
-from elastic.doctor.etcd import (
+from elastic.doctor import checks
+from elastic.doctor.checks import (
     CertificateFacts,
     EtcdFacts,
+    Finding,
+    FolderFacts,
+    GpuFacts,
+    LimitFacts,
     MemberFacts,
+    NetworkFacts,
+    ShmFacts,
+    Status,
     StepFacts,
+    Unanswered,
+    exit_code,
     not_after,
+    ok,
     own_certificates,
+    summary,
+    warning,
 )
-from elastic.doctor.findings import Finding, Status, exit_code, ok, summary, warning
-from elastic.doctor.machine import FolderFacts, GpuFacts, LimitFacts, NetworkFacts, ShmFacts
-from elastic.doctor.probes import Unanswered
-from elastic.tuning.agent_options import AgentOptions
+from elastic.tuning.options import AgentOptions
 
 OK, WARNING, FAILED, SKIPPED = Status.OK, Status.WARNING, Status.FAILED, Status.SKIPPED
 
@@ -63,12 +72,12 @@ def by_name(findings: list[Finding]) -> dict[str, Finding]:
 
 def test_healthy_findings_exit_with_0_despite_warnings() -> None:
     well = [
-        *etcd_verdicts.of_etcd(ETCD),
-        machine_verdicts.of_shm(SHM),
-        *machine_verdicts.of_limits(LIMITS),
-        *machine_verdicts.of_network(NETWORK),
-        *machine_verdicts.of_folder("/c", FOLDER),
-        *machine_verdicts.of_gpu(GPU),
+        *checks.of_etcd(ETCD),
+        checks.of_shm(SHM),
+        *checks.of_limits(LIMITS),
+        *checks.of_network(NETWORK),
+        *checks.of_folder("/c", FOLDER),
+        *checks.of_gpu(GPU),
     ]
     assert {f.status for f in well} == {OK, SKIPPED}
     assert exit_code([*well, warning("MTU", "900", "raise it")]) == 0
@@ -90,14 +99,14 @@ def test_healthy_findings_exit_with_0_despite_warnings() -> None:
 )
 def test_verdicts_on_etcd_versions(version: str, status: Status) -> None:
     facts = replace(ETCD, members=(MemberFacts(endpoint="e:2379", version=version),))
-    assert by_name(etcd_verdicts.of_etcd(facts))["etcd version"].status is status
+    assert by_name(checks.of_etcd(facts))["etcd version"].status is status
 
 
 def test_one_unreachable_member_is_a_warning_and_all_of_them_a_failure() -> None:
     away = MemberFacts(endpoint="f:2379", error="connection refused", hint="start it")
-    some = by_name(etcd_verdicts.of_etcd(replace(ETCD, members=(*ETCD.members, away))))
+    some = by_name(checks.of_etcd(replace(ETCD, members=(*ETCD.members, away))))
     assert some["etcd f:2379"].status is WARNING and some["etcd e:2379"].status is OK
-    none = etcd_verdicts.of_etcd(EtcdFacts(members=(away,)))
+    none = checks.of_etcd(EtcdFacts(members=(away,)))
     assert [f.status for f in none] == [FAILED]
     assert none[0].remedy == "start it"
 
@@ -132,7 +141,7 @@ def test_one_unreachable_member_is_a_warning_and_all_of_them_a_failure() -> None
 def test_problems_of_etcd_are_found_with_a_remedy(
     change: dict[str, object], name: str, status: Status, expected_text: str
 ) -> None:
-    found = by_name(etcd_verdicts.of_etcd(replace(ETCD, **change)))[name]  # type: ignore[arg-type]
+    found = by_name(checks.of_etcd(replace(ETCD, **change)))[name]  # type: ignore[arg-type]
     assert found.status is status
     assert expected_text in found.measured
     assert found.remedy or status is SKIPPED
@@ -149,7 +158,7 @@ def test_problems_of_etcd_are_found_with_a_remedy(
     ],
 )
 def test_verdicts_on_shared_memory(facts: ShmFacts | Unanswered, status: Status) -> None:
-    assert machine_verdicts.of_shm(facts).status is status
+    assert checks.of_shm(facts).status is status
 
 
 @pytest.mark.parametrize(
@@ -163,7 +172,7 @@ def test_verdicts_on_shared_memory(facts: ShmFacts | Unanswered, status: Status)
     ],
 )
 def test_verdicts_on_limits(facts: LimitFacts, statuses: list[Status]) -> None:
-    assert [f.status for f in machine_verdicts.of_limits(facts)] == statuses
+    assert [f.status for f in checks.of_limits(facts)] == statuses
 
 
 @pytest.mark.parametrize(
@@ -178,7 +187,7 @@ def test_verdicts_on_limits(facts: LimitFacts, statuses: list[Status]) -> None:
     ],
 )
 def test_verdicts_on_the_network(change: dict[str, object], name: str, status: Status) -> None:
-    found = by_name(machine_verdicts.of_network(replace(NETWORK, **change)))  # type: ignore[arg-type]
+    found = by_name(checks.of_network(replace(NETWORK, **change)))  # type: ignore[arg-type]
     assert found[name].status is status
 
 
@@ -195,12 +204,12 @@ def test_verdicts_on_the_network(change: dict[str, object], name: str, status: S
     ],
 )
 def test_verdicts_on_gpus(facts: GpuFacts | Unanswered, status: Status) -> None:
-    assert [f.status for f in machine_verdicts.of_gpu(facts)] == [status]
+    assert [f.status for f in checks.of_gpu(facts)] == [status]
 
 
 def test_a_machine_without_a_gpu_is_reported_as_such() -> None:
     facts = replace(GPU, is_installed=False, has_device_files=False)
-    assert machine_verdicts.of_gpu(facts)[0].measured == "no GPU"
+    assert checks.of_gpu(facts)[0].measured == "no GPU"
 
 
 @pytest.mark.parametrize(
@@ -214,12 +223,12 @@ def test_a_machine_without_a_gpu_is_reported_as_such() -> None:
     ],
 )
 def test_the_checkpoint_folder(facts: FolderFacts | Unanswered, statuses: list[Status]) -> None:
-    assert [f.status for f in machine_verdicts.of_folder("/c", facts)] == statuses
+    assert [f.status for f in checks.of_folder("/c", facts)] == statuses
 
 
 def test_different_versions_on_the_nodes_are_named_with_their_nodes() -> None:
     values = {"a": "2.13.0", "b": "2.12.1", "c": "2.13.0"}
-    found = cross_node_verdicts.equal_over_nodes("equal torch", values, "use one image", fatal=True)
+    found = checks.equal_over_nodes("equal torch", values, "use one image", fatal=True)
     assert found.status is FAILED
     assert found.measured == "2.13.0 on a, c; 2.12.1 on b"
 
@@ -231,7 +240,7 @@ def test_different_versions_on_the_nodes_are_named_with_their_nodes() -> None:
 def test_a_clock_is_off_only_beyond_the_error_of_the_measurement(
     offset_s: float, bound_s: float, status: Status
 ) -> None:
-    assert cross_node_verdicts.of_clock("b", offset_s, bound_s).status is status
+    assert checks.of_clock("b", offset_s, bound_s).status is status
 
 
 def test_certificates_are_read_without_being_verified(tmp_path: Path) -> None:
@@ -259,6 +268,6 @@ def test_an_invalid_certificate_raises_a_value_error(der: bytes) -> None:
 def test_a_file_without_a_certificate_is_a_failure(tmp_path: Path) -> None:
     path = tmp_path / "empty.pem"
     path.write_text("nothing")
-    found = etcd_verdicts.of_certificates(own_certificates(AgentOptions(cacert=str(path))))
+    found = checks.of_certificates(own_certificates(AgentOptions(cacert=str(path))))
     assert [f.status for f in found] == [FAILED]
     assert str(path) in found[0].measured

@@ -23,9 +23,8 @@ from torch.utils.data import (
 )
 
 from elastic.errors import ConfigError
-from elastic.training.data.evaluation import shard
-from elastic.training.data.loader import ElasticLoader
-from elastic.training.data.plan import Position
+from elastic.train.loader import ElasticLoader, shard
+from elastic.train.sampler import Position
 
 N = 53
 PART = [50, 3, 17, 8, 29, 41, 0, 12, 33, 26, 5]

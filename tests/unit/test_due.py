@@ -12,14 +12,13 @@ import pytest
 import torch
 
 from checkpoints import Automatic, Continuous, EverySeconds, EverySteps, OnPreemption, SavePolicy
-from elastic.events import Event
+from elastic.groups.world import world_from_environment
+from elastic.telemetry.events import Event
 from elastic.testing.doubles.manual_clock import ManualClock
-from elastic.training.checkpointing.due import Due
-from elastic.training.checkpointing.manager import CheckpointManager
-from elastic.training.checkpointing.options import Checkpoints
-from elastic.training.gradients.control_flags import COUNT, StepFlags
-from elastic.training.state.job_state import JobState
-from elastic.world.world import world_from_environment
+from elastic.train.checkpointing import CheckpointManager, Due
+from elastic.train.folder import Checkpoints
+from elastic.train.order import COUNT, StepFlags
+from elastic.train.state import JobState
 
 
 def due(when: SavePolicy, clock: ManualClock, *, rank: int = 0, size: int = 3) -> Due:
@@ -106,7 +105,7 @@ def test_flags_not_carried_by_gradients_are_agreed_within_the_replica(
 ) -> None:
     """Otherwise a boundary involves no collective."""
     votes: list[int] = []
-    monkeypatch.setattr("elastic.training.checkpointing.manager.ask", lambda flags: flags)
+    monkeypatch.setattr("elastic.train.checkpointing.ask", lambda flags: flags)
 
     @contextmanager
     def together() -> Iterator[None]:

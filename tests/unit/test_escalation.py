@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 import pytest
 
-from elastic.membership.escalation import FailedBuilds
+from elastic.membership.budget import FailedBuilds
 
 MEMBERS = ("a", "b", "c", "d")
 WAITED_FOR_B = {"a": ("b",), "c": ("b",)}

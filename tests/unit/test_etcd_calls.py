@@ -8,10 +8,8 @@ from typing import Any
 
 import pytest
 
-from elastic.clock import SYSTEM_CLOCK
-from elastic.errors import CoordinationError
-from elastic.store.etcd.calls import Calls
-from elastic.store.etcd.failures import CallFailure, Remedy
+from elastic.errors import SYSTEM_CLOCK, CoordinationError
+from elastic.store.client import CallFailure, Calls, Remedy
 
 
 class Connections:

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from elastic.errors import ConfigError
-from elastic.store.etcd.endpoints import Endpoint, EtcdConfig, parse_endpoints
+from elastic.store.client import Endpoint, EtcdConfig, parse_endpoints
 
 
 @pytest.mark.parametrize(

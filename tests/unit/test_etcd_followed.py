@@ -4,10 +4,16 @@ from __future__ import annotations
 
 import pytest
 
-from elastic.store.etcd.connection import check_version
-from elastic.store.etcd.failures import CallFailure, Remedy, classify_text
-from elastic.store.etcd.followed_prefix import Followed, without_covered
-from elastic.store.etcd.keys import bytes_of, key_of, range_of
+from elastic.store.client import (
+    CallFailure,
+    Remedy,
+    bytes_of,
+    check_version,
+    classify_text,
+    key_of,
+    range_of,
+)
+from elastic.store.etcd import Followed, without_covered
 from elastic.store.keyvalue import Deleted, Entry, Put
 
 

@@ -7,16 +7,14 @@ from dataclasses import replace
 import pytest
 from membership_nodes import NOW, missing, node, proposal, seen, view, wait, world
 
-from elastic.leadership.failure_accounting import Broken, FailureAccounting
-from elastic.leadership.roster import Failed
-from elastic.membership.decision import NodeView
-from elastic.membership.failure_budget import StopJob
-from elastic.membership.member_status import classify_members
-from elastic.membership.records import Cause, FailureReport, NodeState, WorldRecord
-from elastic.membership.step_rate import StepRate
-from elastic.membership.view import View
-from elastic.tuning.agent_intervals import BUILD_BACKOFF_CAP_S
-from elastic.tuning.agent_options import AgentOptions
+from elastic.agent.accounting import Broken, FailureAccounting
+from elastic.agent.roster import Failed
+from elastic.membership.budget import StopJob
+from elastic.membership.records import FailureReport, NodeState, WorldRecord
+from elastic.membership.view import NodeView, StepRate, View, classify_members
+from elastic.tuning.intervals import BUILD_BACKOFF_CAP_S
+from elastic.tuning.options import AgentOptions
+from elastic.wire.messages import Cause
 
 ECC = "RuntimeError: CUDA error: uncorrectable ECC error encountered"
 OPTIONS = AgentOptions(quarantine_s=30.0, failure_budget=5)

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from elastic.errors import CheckpointRequired
-from elastic.world.failure import FailureHook
+from elastic.groups.faults import FailureHook
 
 
 class Process:

@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 from membership_nodes import node
 
+from elastic.agent.accounting import is_wanted, render
+from elastic.agent.node import NodeStatus
 from elastic.errors import ConfigError
-from elastic.leadership.failure_timeline import is_wanted, render
 from elastic.membership.records import BreakageRecord, Done, FailureRecord, Keys, Outcome
-from elastic.node.status import NodeStatus
 
 SNAPSHOT = Path(__file__).parents[1] / "data" / "failure_timeline.txt"
 BEGAN_S = 1_790_000_000.0

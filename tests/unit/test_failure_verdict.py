@@ -11,8 +11,7 @@ from typing import Any
 
 import pytest
 
-from elastic.failures.rules import RULES, Action
-from elastic.failures.verdict import FailureFacts, is_consequence, judge_failure
+from elastic.membership.failures import RULES, Action, FailureFacts, is_consequence, judge_failure
 
 DATA_WORKER = "data-worker-killed"
 REPOSITORY = Path(__file__).parents[2]

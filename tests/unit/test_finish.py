@@ -18,7 +18,7 @@ from elastic.errors import ClusterRefused, ClusterUnreachable, ConfigError
 from elastic.membership.records import Done, Keys, Outcome, encode
 from elastic.testing.doubles.manual_clock import ManualClock
 from elastic.testing.doubles.memory_store import MemoryStore
-from elastic.tuning.agent_intervals import CLUSTER_PATIENCE_S
+from elastic.tuning.intervals import CLUSTER_PATIENCE_S
 
 KEYS = Keys.of("/elastic", "job-1")
 

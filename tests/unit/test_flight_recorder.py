@@ -13,19 +13,12 @@ import torch.distributed as dist
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 
 from elastic import torch_private
-from elastic.clock import SYSTEM_CLOCK
-from elastic.hangs.flight import (
-    MAX_ENTRIES,
-    MAX_OF_GROUP,
-    FlightEntry,
-    compare,
-    describe,
-    parse,
-)
-from elastic.link.protocol import FlightTrace, decode, encode
+from elastic.errors import SYSTEM_CLOCK
+from elastic.hangs.verdict import MAX_ENTRIES, MAX_OF_GROUP, FlightEntry, compare, describe, parse
+from elastic.link.link import FlightTrace, decode, encode
 from elastic.testing.doubles.manual_clock import ManualClock
 from elastic.testing.waiting import eventually
-from elastic.worker.flight_recorder import FlightRecorder
+from elastic.worker.worlds import FlightRecorder
 
 BEGAN_NS = 1_795_403_266_000_000_000
 GROUP = "gloo 0 (default_pg)"

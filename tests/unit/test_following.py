@@ -15,10 +15,9 @@ from run_kit import Job, dataset, job, process, steps_of_job, undo_step
 from torch.utils.data import DataLoader, TensorDataset
 
 from elastic.errors import TrainingError
-from elastic.training.data.following import same_shares
-from elastic.training.data.loader import ElasticLoader
-from elastic.training.data.plan import EpochPlan, Position
-from elastic.training.run import Run
+from elastic.train.loader import ElasticLoader, same_shares
+from elastic.train.run import Run
+from elastic.train.sampler import EpochPlan, Position
 
 EPOCHS = 3
 STEPS = 6  # of an epoch of the first loader
@@ -373,7 +372,7 @@ def test_shares_of_both_loaders_must_match_on_all_ranks() -> None:
 
 
 def test_batches_with_different_weights_are_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("elastic.training.data.following.same_shares", lambda *given: False)
+    monkeypatch.setattr("elastic.train.loader.same_shares", lambda *given: False)
     with process() as run, pytest.raises(TrainingError, match=r"10 samples .* 4 of the sec") as no:
         zipped(script(run))
     assert "drop_last=True" in no.value.hint and "global_batch=…" in no.value.hint

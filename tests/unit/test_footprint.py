@@ -9,7 +9,7 @@ from contextlib import ExitStack, closing
 
 import pytest
 
-from elastic.process_group.sockets import Footprint
+from elastic.groups.group import Footprint
 
 
 class Loop:

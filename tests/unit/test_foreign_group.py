@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from elastic.process_group.group import warn_of_a_shared_store
+from elastic.groups.group import warn_of_a_shared_store
 from elastic.telemetry.log import get_logger
 
 

@@ -15,9 +15,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.utils.data import DataLoader
 
-from elastic.hangs.phases import phases
-from elastic.training.checkpointing.options import Checkpoints
-from elastic.training.run import Run
+from elastic.hangs.page import phases
+from elastic.train.folder import Checkpoints
+from elastic.train.run import Run
 
 
 class Watched(nn.Module):

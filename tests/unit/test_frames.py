@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from elastic.training.misuse.frames import variables
+from elastic.train.checks import variables
 
 of_the_module = object()
 

@@ -10,11 +10,9 @@ import pytest
 from made_up_run import START_S, MadeUpProcess, write_run
 
 from elastic.report.model import RunReport, report_of
-from elastic.telemetry.activities import Activity
-from elastic.telemetry.goodput import Goodput, goodput_of_run
-from elastic.telemetry.journal_reader import read_folder
-from elastic.telemetry.merging import merge, run_of
-from elastic.tuning.worker_intervals import UNREPORTED_S
+from elastic.telemetry.goodput import Activity, Goodput, goodput_of_run
+from elastic.telemetry.reader import merge, read_folder, run_of
+from elastic.tuning.intervals import UNREPORTED_S
 
 
 def goodput_in(folder: Path, *processes: MadeUpProcess) -> Goodput:

@@ -10,11 +10,10 @@ import torch.distributed as dist
 from twin_group import TwinGroup
 
 from elastic.errors import GroupAborted
-from elastic.mesh import ModelReplica
-from elastic.process_group import PendingWorks
-from elastic.training.gradients.across import AcrossReduction
-from elastic.training.gradients.control_flags import COUNT, ControlFlags, StepFlags
-from elastic.training.gradients.fsdp_parts import PartReduction
+from elastic.groups.pending import PendingWorks
+from elastic.groups.replica import ModelReplica
+from elastic.train.order import COUNT, ControlFlags, StepFlags
+from elastic.train.sharded import AcrossReduction, PartReduction
 
 
 class BlockedWork(dist.Work):

@@ -10,10 +10,10 @@ from torch import nn
 from twin_group import TwinGroup
 
 from elastic.errors import TrainingError
-from elastic.mesh import ModelReplica
-from elastic.training.gradients.control_flags import COUNT, ControlFlags, StepFlags
-from elastic.training.gradients.stages import StageReduction, reduce_stages
-from elastic.world.mesh import ReplicaMesh
+from elastic.groups.replica import ModelReplica
+from elastic.groups.world import ReplicaMesh
+from elastic.train.order import COUNT, ControlFlags, StepFlags
+from elastic.train.sharded import StageReduction, reduce_stages
 
 ONE_STAGE = ReplicaMesh.parse({"pp": 1})
 

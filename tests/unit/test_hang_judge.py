@@ -8,10 +8,10 @@ from dataclasses import replace
 from membership_nodes import node, world
 from rank_facts import rank_facts
 
-from elastic.events import Event
-from elastic.hangs.facts import KernelFacts, Phase, RankFacts
+from elastic.agent.judges import HangJudge
+from elastic.agent.node import NodeContext, NodeStatus, RunSecret, WorldEntry
+from elastic.hangs.page import KernelFacts, Phase, RankFacts
 from elastic.hangs.verdict import HangAction
-from elastic.leadership.judges.hang_judge import HangJudge
 from elastic.membership.records import (
     HangFacts,
     HangVerdict,
@@ -21,13 +21,11 @@ from elastic.membership.records import (
     decode,
     encode,
 )
-from elastic.node.context import NodeContext
-from elastic.node.run_secret import RunSecret
-from elastic.node.status import NodeStatus, WorldEntry
-from elastic.secure_channel.keys import SecretKey
+from elastic.telemetry.events import Event
 from elastic.testing.doubles.manual_clock import ManualClock
 from elastic.testing.doubles.memory_store import MemoryStore
-from elastic.tuning.agent_options import AgentOptions
+from elastic.tuning.options import AgentOptions
+from elastic.wire.handshake import SecretKey
 
 KEYS = Keys.of("/elastic", "job")
 WORLD = replace(world("n1", "n2", "n3"), generation=7)

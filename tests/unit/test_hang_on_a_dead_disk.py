@@ -17,15 +17,14 @@ from silent_fuse import mounted
 from test_hang_judge import Journal
 
 from elastic.doctor.examination import shared_folder
-from elastic.events import Event, HangFound
 from elastic.hangs import kernel
-from elastic.hangs import response as response_module
+from elastic.hangs import report as response_module
 from elastic.hangs import watch as watch_module
-from elastic.hangs.budgets import BudgetPolicy
-from elastic.hangs.report import HangReport, ReportFolder
-from elastic.hangs.response import HangResponse, Judged
+from elastic.hangs.page import BudgetPolicy
+from elastic.hangs.report import HangReport, HangResponse, Judged, ReportFolder
 from elastic.hangs.verdict import HangAction, HangConfidence, HangKind, Judgment
 from elastic.hangs.watch import HangWatch, Supervised, WatchedWorker
+from elastic.telemetry.events import Event, HangFound
 from elastic.telemetry.log import get_logger
 from elastic.testing.waiting import PATIENCE_S, eventually
 

@@ -18,13 +18,11 @@ from typing import Any
 import pytest
 
 from elastic.hangs import kernel, stacks
-from elastic.hangs.facts import Flag, Phase
-from elastic.hangs.page import NAME, SIZE, Page, PageReader, Reading
-from elastic.hangs.phases import PhaseRecorder
+from elastic.hangs.page import NAME, SIZE, Flag, Page, PageReader, Phase, PhaseRecorder, Reading
 from elastic.hangs.stacks import StackSource
 from elastic.testing.doubles.manual_clock import ManualClock
 from elastic.testing.waiting import eventually
-from elastic.tuning.worker_intervals import STEP_SUMS_S
+from elastic.tuning.intervals import STEP_SUMS_S
 
 STEPS = 3000
 # benchmarks/hang.py measures the limit of 20 us; this test fails only at a multiple of it.
@@ -83,7 +81,7 @@ def test_the_longest_duration_of_a_phase_is_kept_and_decays(
 ) -> None:
     reader = reader_of(recorder)
     now_s = time.monotonic()
-    monkeypatch.setattr("elastic.hangs.phases.monotonic_ns", lambda: int(now_s * 1e9))
+    monkeypatch.setattr("elastic.hangs.page.monotonic_ns", lambda: int(now_s * 1e9))
 
     def step(number: int, compute_s: float) -> Reading:
         nonlocal now_s

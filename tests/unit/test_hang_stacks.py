@@ -13,15 +13,21 @@ from membership_nodes import node, world
 from rank_facts import rank_facts
 from test_hang_judge import KEYS, Journal
 
-from elastic.agent.supervision.hangs import Hangs, StacksTaken
-from elastic.clock import SYSTEM_CLOCK
+from elastic.agent.hangs import Hangs, StacksTaken
+from elastic.agent.node import NodeContext, NodeStatus, RunSecret
+from elastic.errors import SYSTEM_CLOCK
 from elastic.hangs import stacks
-from elastic.hangs.budgets import BudgetPolicy
-from elastic.hangs.facts import StackGroup
-from elastic.hangs.flight import FlightEntry
-from elastic.hangs.report import MAX_CHARACTERS, HangReport, ReportFolder, Share, render
-from elastic.hangs.response import HangResponse, Judged
-from elastic.hangs.verdict import HangAction, HangConfidence, HangKind, Judgment
+from elastic.hangs.page import BudgetPolicy, StackGroup
+from elastic.hangs.report import (
+    MAX_CHARACTERS,
+    HangReport,
+    HangResponse,
+    Judged,
+    ReportFolder,
+    Share,
+    render,
+)
+from elastic.hangs.verdict import FlightEntry, HangAction, HangConfidence, HangKind, Judgment
 from elastic.hangs.watch import HangWatch, Supervised
 from elastic.membership.records import (
     HangStacks,
@@ -31,14 +37,11 @@ from elastic.membership.records import (
     decode,
     encode,
 )
-from elastic.node.context import NodeContext
-from elastic.node.run_secret import RunSecret
-from elastic.node.status import NodeStatus
-from elastic.secure_channel.keys import SecretKey
 from elastic.store.keyvalue import Entry
 from elastic.testing.doubles.memory_store import MemoryStore
 from elastic.testing.waiting import eventually
-from elastic.tuning.agent_options import AgentOptions
+from elastic.tuning.options import AgentOptions
+from elastic.wire.handshake import SecretKey
 
 NODES, PER_NODE = 64, 8
 RANKS = range(NODES * PER_NODE)

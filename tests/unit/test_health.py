@@ -13,13 +13,20 @@ from dataclasses import replace
 import pytest
 from membership_nodes import node, world
 
+from elastic.agent.health import (
+    MAX_CONNECTIONS,
+    MAX_REQUEST,
+    HealthServer,
+    HealthStatus,
+    liveness,
+    readiness,
+)
+from elastic.agent.node import Watchdog
 from elastic.errors import ConfigError
-from elastic.health.endpoints import HealthStatus, liveness, readiness
-from elastic.health.server import MAX_CONNECTIONS, MAX_REQUEST, HealthServer
-from elastic.membership.records import Done, Node, NodeState, Outcome, WorldRecord, WorldState
-from elastic.node.watchdog import Watchdog
+from elastic.membership.records import Done, Node, NodeState, Outcome, WorldRecord
 from elastic.testing.doubles.manual_clock import ManualClock
-from elastic.tuning.agent_intervals import HEALTH_CONNECTION_S
+from elastic.tuning.intervals import HEALTH_CONNECTION_S
+from elastic.wire.messages import WorldState
 
 SEVEN = world("n1", "n2", "n3", mode="in-process")
 WITHOUT_N1 = world("n2", "n3", generation=8, mode="in-process")

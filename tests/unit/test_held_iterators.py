@@ -10,7 +10,7 @@ import torch
 from run_kit import STEPS_PER_EPOCH, job, parts_of, process, steps_of_job
 from torch.utils.data import DataLoader, TensorDataset
 
-from elastic.training.step import Step
+from elastic.train.step import Step
 
 
 def test_the_last_step_is_committed_and_saved_at_the_end_of_the_process(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from elastic.node.identity import current_process, proved_gone
+from elastic.agent.identity import current_process, proved_gone
 from elastic.testing.waiting import eventually
 
 ME = current_process()
@@ -59,7 +59,7 @@ def test_fields_unknown_on_both_sides_do_not_match(unknown: dict[str, Any]) -> N
 
 def test_a_process_hidden_in_proc_is_not_proved_dead(monkeypatch: pytest.MonkeyPatch) -> None:
     """As with hidepid, for another user's process."""
-    monkeypatch.setattr("elastic.node.identity._stat", lambda pid: None)
+    monkeypatch.setattr("elastic.agent.identity._stat", lambda pid: None)
     assert not proved_gone(ME.digest, ME)
     assert proved_gone(DEAD.digest, ME)
 

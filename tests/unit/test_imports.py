@@ -25,16 +25,16 @@ def test_import_of_elastic_is_cheap() -> None:
 
 
 def test_import_of_the_entry_point_is_cheaper() -> None:
-    loaded = modules_after("import elastic.rendezvous.entrypoint")
+    loaded = modules_after("import elastic.launcher.entrypoint")
     assert not loaded & set(HEAVY)
-    heavier = ("elastic.store", "elastic.membership", "elastic.node")
+    heavier = ("elastic.store", "elastic.membership", "elastic.agent")
     assert not {m for m in loaded if m.startswith(heavier)}
 
 
 def test_elastic_status_does_not_import_journals() -> None:
     """Nor the decision code: the command has half a second, and each record class adds to it."""
-    loaded = modules_after("import elastic.cli.observe.status, elastic.store.etcd.store")
-    journals = {"elastic.events", "elastic.telemetry.journal", "elastic.telemetry.journal_reader"}
+    loaded = modules_after("import elastic.cli.status, elastic.store.etcd")
+    journals = {"elastic.telemetry.events", "elastic.telemetry.journal", "elastic.telemetry.reader"}
     assert not loaded & {"torch", "rich", *journals, "elastic.membership.view"}
 
 
@@ -69,7 +69,7 @@ before = vars(dist.Work)["wait"], sys.excepthook
 for name in ours:
     importlib.import_module(name)
 reads = sorted(set(found))
-for name in ("elastic.process_group", "elastic.testing.doubles.nccl_semantics"):
+for name in ("elastic.groups", "elastic.testing.doubles.nccl_semantics"):
     importlib.import_module(name)
 changes = (vars(dist.Work)["wait"], sys.excepthook) != before
 assert len(ours) > 2
@@ -91,7 +91,7 @@ def imports_of_torch() -> dict[str, Any]:
 def test_workers_never_import_grpc(imports_of_torch: dict[str, Any]) -> None:
     """Neither through the modules that torch imports, nor through a script."""
     loaded = set(imports_of_torch["modules"])
-    assert {"torch.distributed.elastic.rendezvous", "elastic.training.run"} <= loaded
+    assert {"torch.distributed.elastic.rendezvous", "elastic.train.run"} <= loaded
     assert not loaded & {"grpc", "etcd3"}
 
 

@@ -18,13 +18,12 @@ from torch import nn
 from torch.optim.lr_scheduler import LambdaLR, LinearLR, MultiStepLR, SequentialLR
 from torch.optim.optimizer import Optimizer
 
-from checkpoints.format.state_tree import flatten, unflatten
-from elastic.training.gradients.wrap import ElasticDDP
-from elastic.training.state.copies import copied
-from elastic.training.state.in_place import Writing, _are_equal, write_into
-from elastic.training.state.job_state import JobState
-from elastic.training.state.optimizer_state import load_tracked
-from elastic.training.state.snapshot import BoundaryState
+from checkpoints.tree import flatten, unflatten
+from elastic.train.copies import copied, load_tracked
+from elastic.train.ddp import ElasticDDP
+from elastic.train.rollback import BoundaryState
+from elastic.train.state import JobState
+from elastic.train.values import Writing, _are_equal, write_into
 
 leaves = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=3)
 tensors = st.lists(st.floats(width=32), max_size=3).map(torch.tensor)

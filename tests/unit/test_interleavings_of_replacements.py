@@ -17,9 +17,16 @@ from dataclasses import dataclass, field
 import pytest
 from test_replaced_replicas import NPROC, SIZE, Agent
 
-from elastic.agent.messages import ReplacementEnded
-from elastic.link.protocol import ClientHandshakeRequest, Message, Ready, ReplicaJoin, ReplicaMet
-from elastic.link.server import Worker, WorkerDeath
+from elastic.agent.node import ReplacementEnded
+from elastic.link.link import (
+    ClientHandshakeRequest,
+    Message,
+    Ready,
+    ReplicaJoin,
+    ReplicaMet,
+    Worker,
+    WorkerDeath,
+)
 from elastic.membership.records import NodeState
 
 SEEDS = 200

@@ -6,17 +6,15 @@ import logging
 
 from membership_nodes import node, world
 
-from elastic.agent.isolation import IsolationDetector
+from elastic.agent.node import NodeContext, NodeStatus, RunSecret
+from elastic.agent.service import IsolationDetector
 from elastic.errors import StoreUnreachable
-from elastic.events import Event
 from elastic.membership.records import Keys, NodeState
-from elastic.node.context import NodeContext
-from elastic.node.run_secret import RunSecret
-from elastic.node.status import NodeStatus
-from elastic.secure_channel.keys import SecretKey
+from elastic.telemetry.events import Event
 from elastic.testing.doubles.manual_clock import ManualClock
 from elastic.testing.doubles.memory_store import MemoryStore
-from elastic.tuning.agent_options import AgentOptions
+from elastic.tuning.options import AgentOptions
+from elastic.wire.handshake import SecretKey
 
 KEYS = Keys.of("/elastic", "job")
 TAKEOVER_S = 40.0

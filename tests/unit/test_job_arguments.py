@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 import pytest
 
 from elastic.cli import doctor, env, finish
-from elastic.cli.job_arguments import add_job_arguments, endpoint_of, options_of, run_id_of
+from elastic.cli.arguments import add_job_arguments, endpoint_of, options_of, run_id_of
 from elastic.cli.main import main
 from elastic.errors import ConfigError
 

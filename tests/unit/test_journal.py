@@ -14,11 +14,11 @@ from typing import Any
 
 import pytest
 
-from elastic import events
-from elastic.events import Event, FailureJudged, JournalOpened, Waiting, WorkerStuck
+from elastic.telemetry import events
+from elastic.telemetry.events import Event, FailureJudged, JournalOpened, Waiting, WorkerStuck
 from elastic.telemetry.journal import SCHEMA, Journal
-from elastic.telemetry.journal_reader import read_folder
 from elastic.telemetry.log import LOGGER_NAME, LogOrigin, UtcFormatter
+from elastic.telemetry.reader import read_folder
 from elastic.testing.doubles.manual_clock import ManualClock
 
 

@@ -9,8 +9,7 @@ from typing import Any
 
 import pytest
 
-from elastic.telemetry.journal_reader import JournalFolder, JournalRecord, read_folder
-from elastic.telemetry.merging import MergedJournal, merge
+from elastic.telemetry.reader import JournalFolder, JournalRecord, MergedJournal, merge, read_folder
 
 
 def line(event: str, at_s: float, *, seq: int = -1, skew_s: float = 0.0, **more: Any) -> str:

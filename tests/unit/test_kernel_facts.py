@@ -17,8 +17,7 @@ from rank_facts import rank_facts
 from silent_fuse import mounted
 
 from elastic.hangs import kernel
-from elastic.hangs.budgets import BudgetPolicy
-from elastic.hangs.facts import KernelFacts, Phase
+from elastic.hangs.page import BudgetPolicy, KernelFacts, Phase
 from elastic.hangs.verdict import judge
 from elastic.testing.waiting import eventually
 

@@ -14,15 +14,13 @@ import pytest
 from test_failure_verdict import CORPUS, name_of
 from test_worker_deaths import Context
 
-from elastic.agent.supervision.workers import Workers
-from elastic.events import Event, WorkerDied
-from elastic.failures.kernel_log import KernelLog, KernelLogExcerpt
-from elastic.failures.rules import RULES, Action
-from elastic.failures.verdict import FailureFacts, is_consequence, judge_failure
+from elastic.agent.kernel_log import KernelLog, KernelLogExcerpt
+from elastic.agent.node import NodeContext
+from elastic.agent.workers import Workers
 from elastic.hangs import kernel
-from elastic.link.protocol import ClientHandshakeRequest, Ready
-from elastic.link.server import Worker, WorkerDeath
-from elastic.node.context import NodeContext
+from elastic.link.link import ClientHandshakeRequest, Ready, Worker, WorkerDeath
+from elastic.membership.failures import RULES, Action, FailureFacts, is_consequence, judge_failure
+from elastic.telemetry.events import Event, WorkerDied
 from elastic.testing.doubles.manual_clock import ManualClock
 
 # Recorded: https://github.com/NVIDIA/NVSentinel/issues/155, tranX/issues/41, crucible/issues/1844
@@ -241,7 +239,7 @@ def test_an_oom_kill_is_attributed_by_process_id(
     """In a container, the process ids in the log are those of the host, and are not comparable."""
     own = os.stat("/proc/self/ns/pid").st_ino
     first = own + is_in_container
-    monkeypatch.setattr("elastic.failures.kernel_log._FIRST_PID_NAMESPACE", first)
+    monkeypatch.setattr("elastic.agent.kernel_log._FIRST_PID_NAMESPACE", first)
     agent = Agent(log)
     kmsg.say(OOM.format(PID + 1))
     assert not log.excerpt().has_killed(PID)

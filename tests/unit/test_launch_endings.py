@@ -12,6 +12,7 @@ from torch.distributed.elastic.rendezvous.api import (
     RendezvousTimeoutError,
 )
 
+from elastic.agent.node import JobSucceeded
 from elastic.errors import (
     BudgetSpent,
     CheckpointRequired,
@@ -25,9 +26,8 @@ from elastic.errors import (
     StoreFull,
     StoreUnreachable,
 )
-from elastic.node.status import JobSucceeded
-from elastic.rendezvous.endings import ending, failed_without_restart, why_left
-from elastic.rendezvous.torch_private import Launcher, WorkerFailure
+from elastic.launcher.launch import ending, failed_without_restart, why_left
+from elastic.launcher.torch_agent import Launcher, WorkerFailure
 
 FAILURE = ProcessFailure(local_rank=0, pid=1, exitcode=1, error_file="<N/A>")
 ENDINGS = [

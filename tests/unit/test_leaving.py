@@ -6,7 +6,7 @@ import signal
 
 import pytest
 
-from elastic.agent.ending.leaving import LauncherPhase, Leaving
+from elastic.agent.ending import LauncherPhase, Leaving
 from elastic.testing.doubles.manual_clock import ManualClock
 
 GRACE_S = 20.0

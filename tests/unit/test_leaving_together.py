@@ -10,14 +10,14 @@ import torch
 import torch.distributed as dist
 
 from elastic.errors import WorldChanged
-from elastic.link.protocol import Heartbeat, WorldMessage
-from elastic.mesh import ModelReplica
-from elastic.messages.world import Cause, RankAssignment, WorldSpec, WorldState
-from elastic.training.current_step import CurrentStep
-from elastic.training.recovery.in_process import InProcess
-from elastic.training.step import Step
+from elastic.groups.replica import ModelReplica
+from elastic.groups.world import ReplicaMesh
+from elastic.link.link import Heartbeat, WorldMessage
+from elastic.train.current import CurrentStep
+from elastic.train.recovery import InProcess
+from elastic.train.step import Step
+from elastic.wire.messages import Cause, RankAssignment, WorldSpec, WorldState
 from elastic.worker.worlds import Worlds
-from elastic.world.mesh import ReplicaMesh
 
 
 def message(generation: int, *, switch_at_step: int | None = None) -> WorldMessage:

@@ -10,16 +10,15 @@ from typing import cast
 import pytest
 
 from elastic.errors import NoWorld, TrainingError
-from elastic.events import Event
-from elastic.process_group import ProcessGroup
+from elastic.groups.group import ProcessGroup
+from elastic.groups.world import World, world_from_environment
+from elastic.telemetry.events import Event
 from elastic.telemetry.ledger import Ledger
-from elastic.training.checkpointing.manager import CheckpointManager
-from elastic.training.lifecycle import TRANSITIONS, Lifecycle, WorldPhase
-from elastic.training.listeners import Listeners
-from elastic.training.observers.step_observers import StepObservers
-from elastic.training.state.job_state import JobState
-from elastic.training.step_account import StepAccount
-from elastic.world.world import World, world_from_environment
+from elastic.train.checkpointing import CheckpointManager
+from elastic.train.current import Listeners, StepAccount
+from elastic.train.lifecycle import TRANSITIONS, Lifecycle, WorldPhase
+from elastic.train.observers import StepObservers
+from elastic.train.state import JobState
 
 WORLD = world_from_environment({})
 

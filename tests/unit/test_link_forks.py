@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 import pytest
 
-from elastic.link import forks
+from elastic.link import link
 
 
 def in_a_child(check: Callable[[], bool]) -> bool:
@@ -29,7 +29,7 @@ def is_null(fd: int) -> bool:
 
 def test_a_covered_socket_closes_although_a_forked_child_lives() -> None:
     ours, peers = socket.socketpair()
-    forks.cover([ours.fileno()])
+    link.cover([ours.fileno()])
     held, lets_go = os.pipe()
     pid = os.fork()
     if pid == 0:
@@ -37,7 +37,7 @@ def test_a_covered_socket_closes_although_a_forked_child_lives() -> None:
         os.read(held, 1)  # lives until the parent lets go
         os._exit(0)
     try:
-        forks.uncover([ours.fileno()])
+        link.uncover([ours.fileno()])
         ours.close()
         peers.settimeout(20)
         assert peers.recv(1) == b""
@@ -51,18 +51,18 @@ def test_a_covered_socket_closes_although_a_forked_child_lives() -> None:
 def test_the_parent_keeps_a_covered_socket() -> None:
     ours, peers = socket.socketpair()
     with ours, peers:
-        forks.cover([ours.fileno()])
+        link.cover([ours.fileno()])
         assert in_a_child(lambda: is_null(ours.fileno()) and not is_null(peers.fileno()))
         ours.sendall(b"x")
         assert peers.recv(1) == b"x"
-        forks.uncover([ours.fileno()])
+        link.uncover([ours.fileno()])
         assert in_a_child(lambda: not is_null(ours.fileno()))
 
 
 def test_a_reused_descriptor_is_kept_in_the_child() -> None:
     ours, peers = socket.socketpair()
     fd = ours.fileno()
-    forks.cover([fd])
+    link.cover([fd])
     ours.close()
     peers.close()
     successor, other = socket.socketpair()
@@ -71,23 +71,23 @@ def test_a_reused_descriptor_is_kept_in_the_child() -> None:
         assert in_a_child(lambda: not is_null(fd))
         if fd not in (successor.fileno(), other.fileno()):
             os.close(fd)
-    forks.uncover([fd])
+    link.uncover([fd])
 
 
 def test_a_closed_descriptor_does_not_affect_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
     gone, kept = socket.socketpair()
-    forks.cover([gone.fileno(), kept.fileno()])
+    link.cover([gone.fileno(), kept.fileno()])
     numbers = [gone.fileno(), kept.fileno()]
     gone.close()
     with kept:
         assert in_a_child(lambda: is_null(kept.fileno()))
-    forks.uncover(numbers)
-    forks.cover([numbers[0]])  # closed already: nothing to cover
+    link.uncover(numbers)
+    link.cover([numbers[0]])  # closed already: nothing to cover
 
 
 def test_a_child_does_not_garbage_collect_its_parents_objects() -> None:
     """And the parent's collector keeps the script's settings."""
-    forks.cover([])
+    link.cover([])
     gc.freeze()
     frozen = gc.get_freeze_count()
     later = [[number] for number in range(1000)]

@@ -15,8 +15,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from elastic.errors import LinkError
-from elastic.events import CheckpointSaved, CheckpointSkipped
-from elastic.link.protocol import (
+from elastic.hangs.page import StepDurations
+from elastic.link.link import (
     FROM_AGENT,
     FROM_WORKER,
     MAX_MESSAGE,
@@ -32,8 +32,8 @@ from elastic.link.protocol import (
     decode,
     encode,
 )
-from elastic.messages.world import Cause, RankAssignment, WorldSpec, WorldState
-from elastic.stragglers.facts import StepDurations
+from elastic.telemetry.events import CheckpointSaved, CheckpointSkipped
+from elastic.wire.messages import Cause, RankAssignment, WorldSpec, WorldState
 
 WORLD = WorldMessage(
     world=WorldSpec(

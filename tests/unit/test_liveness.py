@@ -13,16 +13,21 @@ from typing import Any
 import pytest
 from raw_peer import is_hung_up_on, prove, receive_frame, serve
 
-from elastic.liveness.channel import LIMITS, MAX_WORLD, LivenessCallbacks, LivenessServer
-from elastic.liveness.heartbeats import Heartbeats, NodeHeartbeat
-from elastic.liveness.probe import Verdict, probe
-from elastic.membership.decision import Liveness
-from elastic.secure_channel.errors import AuthenticationError
-from elastic.secure_channel.frames import frame
-from elastic.secure_channel.handshake import ClientHandshake, Credentials
-from elastic.secure_channel.keys import SecretKey
+from elastic.agent.liveness import (
+    LIMITS,
+    MAX_WORLD,
+    Heartbeats,
+    LivenessCallbacks,
+    LivenessServer,
+    NodeHeartbeat,
+    Verdict,
+    probe,
+)
+from elastic.membership.view import Liveness
 from elastic.testing.doubles.manual_clock import ManualClock
-from elastic.tuning.agent_intervals import HEARTBEAT_S, RECENT_LOSS_S
+from elastic.tuning.intervals import HEARTBEAT_S, RECENT_LOSS_S
+from elastic.wire.base import AuthenticationError
+from elastic.wire.handshake import ClientHandshake, Credentials, SecretKey, frame
 
 DEADLINE_S = 30.0
 KEY = SecretKey.generate()
@@ -446,7 +451,7 @@ def unreachable() -> Iterator[int]:
 def test_a_follower_answers_while_it_connects_to_a_vanished_leader(
     follower: Agent, unreachable: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("elastic.liveness.channel.LIVENESS_CONNECT_S", 10 * DEADLINE_S)
+    monkeypatch.setattr("elastic.agent.liveness.LIVENESS_CONNECT_S", 10 * DEADLINE_S)
     follower.server.follow("leader", "127.0.0.1", unreachable)
     assert ask(follower.server.port, "follower") is Liveness.ALIVE
     assert follower.closed.empty()
@@ -455,6 +460,6 @@ def test_a_follower_answers_while_it_connects_to_a_vanished_leader(
 def test_an_unreachable_leader_is_reported(
     follower: Agent, unreachable: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("elastic.liveness.channel.LIVENESS_CONNECT_S", 0.05)
+    monkeypatch.setattr("elastic.agent.liveness.LIVENESS_CONNECT_S", 0.05)
     follower.server.follow("leader", "127.0.0.1", unreachable)
     assert follower.closed.get(timeout=DEADLINE_S) == ("leader", True)

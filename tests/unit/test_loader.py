@@ -27,11 +27,8 @@ from torch.utils.data import (
 )
 
 from elastic.errors import ConfigError, TrainingError
-from elastic.training.data.evaluation import shard, shard_by
-from elastic.training.data.loader import BatchInfo, ElasticLoader
-from elastic.training.data.plan import Position
-from elastic.training.data.sampler import ElasticSampler
-from elastic.training.data.seeding import draws_nothing
+from elastic.train.loader import BatchInfo, ElasticLoader, draws_nothing, shard, shard_by
+from elastic.train.sampler import ElasticSampler, Position
 
 N = 53
 

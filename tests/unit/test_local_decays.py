@@ -8,8 +8,7 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from elastic.telemetry.log import get_logger
-from elastic.training.misuse import frames, ways_out
-from elastic.training.misuse.source import local_decays
+from elastic.train import checks
 
 DECAY = 0.99
 ratio = 1.0
@@ -18,7 +17,7 @@ state: dict[str, float] = {}
 
 def loader() -> Iterator[float]:
     """Looks when a step begins, as the loop over steps does."""
-    local_decays.warn_of_decays(sys._getframe(1))
+    checks.warn_of_decays(sys._getframe(1))
     yield from (0.5, 0.25)
 
 
@@ -59,9 +58,9 @@ def of_the_module() -> None:
 def is_called_by_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
     """Take ``retry`` and the loader of this file for the package's."""
     own = {retry.__code__, loader.__code__}
-    original = ways_out.is_own
+    original = checks.is_own
     monkeypatch.setattr(get_logger(), "propagate", True)
-    monkeypatch.setattr(frames, "is_own", lambda code: code in own or original(code))
+    monkeypatch.setattr(checks, "is_own", lambda code: code in own or original(code))
 
 
 def retry(train: Callable[[], object]) -> None:

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from elastic.telemetry.log import get_logger
-from elastic.training.misuse import frames, ways_out
-from elastic.training.misuse.source.local_state import warn_of_local_state
+from elastic.train import checks
+from elastic.train.checks import warn_of_local_state
 
 HEAD = """
 import random
@@ -39,8 +39,8 @@ def warnings(
 ) -> Callable[[str], str]:
     """The warnings of a script whose loops over ``loader`` are steps."""
     own = {retry.__code__, Loader.__iter__.__code__}
-    original = ways_out.is_own
-    monkeypatch.setattr(frames, "is_own", lambda code: code in own or original(code))
+    original = checks.is_own
+    monkeypatch.setattr(checks, "is_own", lambda code: code in own or original(code))
     monkeypatch.setattr(get_logger(), "propagate", True)
 
     def run(text: str) -> str:

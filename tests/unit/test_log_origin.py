@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from elastic.events import Waiting, WorldEntered
+from elastic.telemetry.events import Waiting, WorldEntered
 from elastic.telemetry.journal import Journal
 from elastic.telemetry.log import LOGGER_NAME, LogOrigin, UtcFormatter, add_origin, remove_origin
 

@@ -17,16 +17,16 @@ from run_kit import Job, dataset, job, network, parts_of, process, undo_step
 from torch.utils.data import DataLoader, Dataset, SubsetRandomSampler, WeightedRandomSampler
 
 from elastic.errors import TrainingError
-from elastic.training.data.plan import Position
-from elastic.training.loop import consumers
-from elastic.training.run import Run
+from elastic.train import loop
+from elastic.train.run import Run
+from elastic.train.sampler import Position
 
 STEPS = 6
 
 
 @pytest.fixture(autouse=True)
 def not_warned_yet(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(consumers, "_warned", set())
+    monkeypatch.setattr(loop, "_warned", set())
 
 
 def stopped(folder: Path, steps: int) -> None:
@@ -209,7 +209,7 @@ def test_the_index_is_correct_after_a_recovery(tmp_path: Path) -> None:
 
 
 def test_a_loader_without_a_run_has_an_index() -> None:
-    from elastic.training.data.loader import ElasticLoader
+    from elastic.train.loader import ElasticLoader
 
     one = ElasticLoader(DataLoader(dataset(), batch_size=10))
     for i, _ in enumerate(one):

@@ -26,26 +26,10 @@ from membership_nodes import (
     world,
 )
 
-from elastic.membership.decision import (
-    End,
-    MissingMember,
-    NodeView,
-    Proposal,
-    View,
-    Wait,
-    decide,
-    refusal,
-    waiting_nodes,
-    world_of,
-)
-from elastic.membership.records import (
-    Cause,
-    Done,
-    NodeState,
-    Outcome,
-    WorldRecord,
-    WorldState,
-)
+from elastic.membership.decision import decide, refusal, waiting_nodes, world_of
+from elastic.membership.records import Done, NodeState, Outcome, WorldRecord
+from elastic.membership.view import End, MissingMember, NodeView, Proposal, View, Wait
+from elastic.wire.messages import Cause, WorldState
 
 PAUSED = WorldState.PAUSED
 

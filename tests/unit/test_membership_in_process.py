@@ -20,23 +20,10 @@ from membership_nodes import (
     world,
 )
 
-from elastic.membership.decision import (
-    End,
-    MissingMember,
-    NodeView,
-    View,
-    decide,
-    waiting_nodes,
-)
-from elastic.membership.records import (
-    Cause,
-    FailureReport,
-    NodeState,
-    Outcome,
-    WorldRecord,
-    WorldReference,
-    WorldState,
-)
+from elastic.membership.decision import decide, waiting_nodes
+from elastic.membership.records import FailureReport, NodeState, Outcome, WorldRecord
+from elastic.membership.view import End, MissingMember, NodeView, View
+from elastic.wire.messages import Cause, WorldReference, WorldState
 
 SEVEN = world("n1", "n2", "n3", mode="in-process")
 

@@ -20,24 +20,11 @@ from membership_nodes import (
     world,
 )
 
-from elastic.membership.decision import (
-    NodeView,
-    Proposal,
-    View,
-    decide,
-    refusal,
-    waiting_nodes,
-)
-from elastic.membership.proposal import propose, world_of
-from elastic.membership.records import (
-    Cause,
-    NodeReplica,
-    NodeState,
-    ReplicaSeat,
-    WorldRecord,
-    WorldState,
-)
+from elastic.membership.decision import decide, propose, refusal, waiting_nodes, world_of
+from elastic.membership.records import NodeState, WorldRecord
 from elastic.membership.replicas import take_seat
+from elastic.membership.view import NodeView, Proposal, View
+from elastic.wire.messages import Cause, NodeReplica, ReplicaSeat, WorldState
 
 LIMITS = (2, 6)
 

@@ -6,17 +6,18 @@ import pytest
 
 from elastic.errors import ConfigError
 from elastic.testing.doubles.manual_clock import ManualClock
-from elastic.training.checkpointing.memory_interval.agreed import AGAIN_STEPS, MemoryInterval
-from elastic.training.checkpointing.memory_interval.choice import (
+from elastic.train.folder import Checkpoints
+from elastic.train.memory import (
+    AGAIN_STEPS,
     LONGEST_STEPS,
     ChosenInterval,
+    CostMeter,
     MemoryCosts,
+    MemoryInterval,
     choose,
     combine,
 )
-from elastic.training.checkpointing.memory_interval.meter import CostMeter
-from elastic.training.checkpointing.options import Checkpoints
-from elastic.tuning.worker_intervals import MEMORY_LONGEST_S
+from elastic.tuning.intervals import MEMORY_LONGEST_S
 
 
 @pytest.mark.parametrize(

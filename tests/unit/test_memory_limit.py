@@ -7,8 +7,8 @@ import logging
 import pytest
 
 from elastic.telemetry.log import get_logger
-from elastic.training.checkpointing.memory_limit import MemoryLimit, resident_bytes
-from elastic.tuning.memory import shm_shortages, staging_shortage
+from elastic.train.checkpointing import MemoryLimit, resident_bytes
+from elastic.tuning.environment import shm_shortages, staging_shortage
 
 GIB = 1 << 30
 

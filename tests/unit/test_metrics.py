@@ -14,8 +14,25 @@ import pytest
 from membership_nodes import node, world
 from prometheus_client.parser import text_string_to_metric_families
 
+from elastic.agent import metrics as table
+from elastic.agent.exporters import render
+from elastic.agent.health import HealthServer
+from elastic.agent.metrics import (
+    COMMON_LABELS,
+    MAX_SERIES,
+    METRICS,
+    OTHER,
+    MetricKind,
+    NodeMetrics,
+    NodeReadings,
+    Tally,
+)
+from elastic.agent.node import NodeStatus, WorldEntry
 from elastic.errors import StoreUnreachable
-from elastic.events import (
+from elastic.link.link import Heartbeat
+from elastic.membership.records import Done, Keys, NodeState, Outcome, WorldRecord
+from elastic.membership.view import StepRate
+from elastic.telemetry.events import (
     CheckpointSaved,
     CheckpointSkipped,
     FailureJudged,
@@ -31,26 +48,8 @@ from elastic.events import (
     WorkersStarting,
     WorldFormed,
 )
-from elastic.health.server import HealthServer
-from elastic.link.protocol import Heartbeat
-from elastic.membership.records import (
-    Cause,
-    Done,
-    Keys,
-    NodeState,
-    Outcome,
-    WorldRecord,
-    WorldState,
-)
-from elastic.membership.step_rate import StepRate
-from elastic.metrics import table
-from elastic.metrics.counting import NodeMetrics
-from elastic.metrics.page import render
-from elastic.metrics.readings import NodeReadings
-from elastic.metrics.table import COMMON_LABELS, METRICS, MetricKind
-from elastic.metrics.tally import MAX_SERIES, OTHER, Tally
-from elastic.node.status import NodeStatus, WorldEntry
 from elastic.testing.doubles.manual_clock import ManualClock
+from elastic.wire.messages import Cause, WorldState
 
 SEVEN = replace(world("n1", "n2", "n3", mode="in-process"), cause=Cause.LOST)
 IN_SEVEN = node("n1", NodeState.READY, in_process=True, running=SEVEN)

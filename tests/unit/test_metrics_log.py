@@ -15,16 +15,12 @@ import torch.nn.functional as F
 from run_kit import STEPS_PER_EPOCH, Job, job, process, undo_step
 
 from elastic.errors import ConfigError, TrainingError
-from elastic.events import Event, Metrics
+from elastic.groups.world import World
+from elastic.telemetry.events import Event, Metrics
 from elastic.testing.doubles.manual_clock import ManualClock
 from elastic.testing.waiting import PATIENCE_S
-from elastic.training.observers.device_reads import DeviceReads
-from elastic.training.observers.history import Row
-from elastic.training.observers.metrics_log import MetricsLog
-from elastic.training.observers.tensorboard import WRITTEN, TensorBoard
-from elastic.training.observers.writer import Rows
-from elastic.tuning.worker_intervals import METRICS_EVENT_S
-from elastic.world.world import World
+from elastic.train.metrics import WRITTEN, DeviceReads, MetricsLog, Row, Rows, TensorBoard
+from elastic.tuning.intervals import METRICS_EVENT_S
 
 
 class Tracker:
@@ -320,7 +316,7 @@ def test_a_hung_writer_is_abandoned(monkeypatch: pytest.MonkeyPatch) -> None:
             released.wait(PATIENCE_S)
             super().log(step, values)
 
-    monkeypatch.setattr("elastic.training.observers.metrics_log.METRICS_DRAIN_S", 0.05)
+    monkeypatch.setattr("elastic.train.metrics.METRICS_DRAIN_S", 0.05)
     rank_0 = Process(tracker := Hanging({}))
     rank_0.enter(0, 0)
     rank_0.train(50)
@@ -461,8 +457,6 @@ def test_the_row_of_an_undone_step_is_replaced(folder: Path) -> None:
 def test_a_folder_without_tensorboard_is_rejected(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(
-        "elastic.training.observers.tensorboard.is_installed", lambda: False, raising=True
-    )
+    monkeypatch.setattr("elastic.train.metrics.is_installed", lambda: False, raising=True)
     with process() as run, pytest.raises(ConfigError, match="pip install tensorboard"):
         run.log(loss=1.0)

@@ -1,4 +1,4 @@
-"""docs/metrics.md matches the output of scripts/metrics_table.py for elastic/metrics/table.py."""
+"""docs/metrics.md matches the output of scripts/metrics_table.py for elastic/agent/metrics.py."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from types import ModuleType
 
 import pytest
 
-from elastic.metrics.table import METRICS, Metric, MetricKind
+from elastic.agent.metrics import METRICS, Metric, MetricKind
 
 REPOSITORY = Path(__file__).parents[2]
 

@@ -11,8 +11,8 @@ from torch import nn
 from torch.nn.utils import prune
 
 from elastic.errors import TrainingError
-from elastic.training.gradients.wrap import ElasticDDP
-from elastic.training.misuse.module_structures import ModuleStructures
+from elastic.train.checks import ModuleStructures
+from elastic.train.ddp import ElasticDDP
 
 
 class Net(nn.Module):

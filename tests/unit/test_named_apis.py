@@ -25,7 +25,7 @@ from named_apis import (
     whole_files,
 )
 
-from elastic.tuning.agent_options import AgentOptions
+from elastic.tuning.options import AgentOptions
 
 Finder = Callable[[str], Iterator[str]]
 

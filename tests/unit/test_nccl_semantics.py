@@ -14,14 +14,14 @@ import torch
 import torch.distributed as dist
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 
-from elastic.process_group import patches
-from elastic.process_group.pending import PendingWorks, open_works
+from elastic.errors import GroupAborted
+from elastic.groups import pending
+from elastic.groups.pending import PendingWorks, open_works
 from elastic.testing.doubles import device_stream, nccl_semantics
 from elastic.testing.doubles.device_stream import POISON
 from elastic.testing.doubles.nccl_semantics import StreamGroup, StreamWork, control
 from elastic.testing.waiting import eventually
-from elastic.training.gradients.reduction import Reduction
-from elastic.world.faults import GroupAborted
+from elastic.train.reduction import Reduction
 
 DEADLINE_S = 60.0
 ON_STREAM = nccl_semantics.SEMANTICS
@@ -246,13 +246,13 @@ def test_a_result_counts_once_its_collective_has_completed(groups: Any) -> None:
 
 def test_a_script_waits_through_the_patched_wait(groups: Any) -> None:
     """torch's own wait is called by the package below: the test double must recognise it."""
-    patches.release_waits()
+    pending.release_waits()
     works = open_works(ON_STREAM)
     tensor, work = reduce(groups[0], 1.0)
     reduce(groups[1], 2.0)
     try:
         assert work.wait()
     finally:
-        patches.restore_waits()
+        pending.restore_waits()
     works.settle()
     assert tensor.item() == 3.0

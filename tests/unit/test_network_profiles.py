@@ -11,8 +11,18 @@ from hypothesis import given as for_all
 from hypothesis import strategies as st
 
 from elastic.errors import ConfigError
-from elastic.tuning import profiles
-from elastic.tuning.agent_options import AgentOptions
+from elastic.tuning import environment as profiles
+from elastic.tuning.environment import (
+    DEAD_NAMES,
+    NAMES,
+    TUNED,
+    Given,
+    Route,
+    WorkerEnvironment,
+    choose_route,
+    effective,
+    given_settings,
+)
 from elastic.tuning.network import (
     ETHERNET,
     INFINIBAND,
@@ -24,17 +34,7 @@ from elastic.tuning.network import (
     read_network,
     source_address,
 )
-from elastic.tuning.option_sources import read_options
-from elastic.tuning.profiles import NAMES, Route
-from elastic.tuning.worker_environment import (
-    DEAD_NAMES,
-    TUNED,
-    Given,
-    WorkerEnvironment,
-    choose_route,
-    effective,
-    given_settings,
-)
+from elastic.tuning.options import AgentOptions, read_options
 
 LO = Interface(name="lo", addresses=("127.0.0.1",))
 MANAGEMENT = Interface(name="eth0", addresses=("10.1.0.5",), speed_mbps=1000, driver="igb")

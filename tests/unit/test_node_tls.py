@@ -8,14 +8,11 @@ from pathlib import Path
 import pytest
 from etcd_certificates import Authority
 
-from checkpoints.memory.host import MemoryHost, Neighbours, memory_roots
-from checkpoints.memory.peer_storage import PeerAddress, PeerStorage
+from checkpoints.memory import MemoryHost, Neighbours, PeerAddress, PeerStorage, memory_roots
+from elastic.agent.node import node_tls
 from elastic.errors import ConfigError
-from elastic.node.tls_options import node_tls
-from elastic.secure_channel.handshake import Credentials
-from elastic.secure_channel.keys import SecretKey
-from elastic.tuning.agent_options import AgentOptions
-from elastic.tuning.option_sources import read_options
+from elastic.tuning.options import AgentOptions, read_options
+from elastic.wire.handshake import Credentials, SecretKey
 
 KEY = SecretKey.generate()
 

@@ -9,12 +9,11 @@ from typing import cast
 import pytest
 from test_worker_deaths import Context
 
-from elastic.agent.supervision.workers import Workers
-from elastic.failures.verdict import FailureFacts, judge_failure
-from elastic.link.protocol import ClientHandshakeRequest, Exiting, Ready
-from elastic.link.server import Worker, WorkerDeath
-from elastic.node.context import NodeContext
-from elastic.node.oom_kills import OomKillCounter
+from elastic.agent.identity import OomKillCounter
+from elastic.agent.node import NodeContext
+from elastic.agent.workers import Workers
+from elastic.link.link import ClientHandshakeRequest, Exiting, Ready, Worker, WorkerDeath
+from elastic.membership.failures import FailureFacts, judge_failure
 
 EVENTS = "low 0\nhigh 3\nmax 71\noom 2\noom_kill {}\noom_group_kill 0\n"
 OOM_CONTROL = "oom_kill_disable 0\nunder_oom 0\noom_kill {}\n"

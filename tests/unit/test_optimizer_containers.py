@@ -12,7 +12,7 @@ from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from torch.optim import SGD, Optimizer
 
 from elastic.errors import TrainingError
-from elastic.training.rebuilding.containers import optimizers_instead_of
+from elastic.train.rebuilding import optimizers_instead_of
 
 
 class Several:

@@ -16,12 +16,12 @@ from opentelemetry.proto.collector.metrics.v1.metrics_service_pb2 import (
 from otlp_collector import OtlpCollector, attributes_of, families_of
 from test_metrics import ScrapedNode, Series, busy
 
+from elastic.agent import exporters, otlp
+from elastic.agent.metrics import METRICS, MetricKind
+from elastic.agent.otlp import OtlpExport, interval_s, is_wanted
 from elastic.errors import ConfigError
-from elastic.metrics import assembly, otlp
-from elastic.metrics.otlp import OtlpExport, interval_s, is_wanted
-from elastic.metrics.table import METRICS, MetricKind
 from elastic.telemetry.log import get_logger
-from elastic.tuning.agent_intervals import OTLP_EXPORT_S
+from elastic.tuning.intervals import OTLP_EXPORT_S
 
 DEADLINE_S = 60.0
 ON = {"ELASTIC_OTEL": "on"}
@@ -94,7 +94,7 @@ def without_ages(series: Series) -> Series:
 def test_a_collector_receives_the_series_of_a_scrape(collector: OtlpCollector) -> None:
     scraped = busy(ScrapedNode())
     env = {**ON, "OTEL_METRIC_EXPORT_INTERVAL": "50"}
-    export = assembly.otlp_export_of(scraped.readings, "llama-7", "n1", env)
+    export = exporters.otlp_export_of(scraped.readings, "llama-7", "n1", env)
     assert export is not None
     request = next_of(collector)
     assert without_ages(series_of(request)) == without_ages(scraped.scrape())
@@ -173,7 +173,7 @@ def test_the_export_is_off_by_default(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not is_wanted({}) and not is_wanted({"ELASTIC_OTEL": "off", **endpoint})
     assert not is_wanted(endpoint), "a pod may have them for other programs"
     assert is_wanted(ON)
-    assert assembly.otlp_export_of(ScrapedNode().readings, "r", "n", endpoint) is None
+    assert exporters.otlp_export_of(ScrapedNode().readings, "r", "n", endpoint) is None
     assert interval_s({}) == OTLP_EXPORT_S
     assert interval_s({"OTEL_METRIC_EXPORT_INTERVAL": "2500"}) == 2.5
     for name in ("opentelemetry.sdk", "opentelemetry"):

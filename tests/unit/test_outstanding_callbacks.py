@@ -11,8 +11,8 @@ import torch
 from run_kit import STEPS_PER_EPOCH, Job, job, parts_of, process
 
 import checkpoints
-from elastic.training.loop.commits import Commits
-from elastic.training.step import Progress, Step
+from elastic.train.loop import Commits
+from elastic.train.step import Progress, Step
 
 AT = 3  # the step whose callbacks are outstanding
 LAST_OF_EPOCH = STEPS_PER_EPOCH - 1

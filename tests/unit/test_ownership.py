@@ -15,8 +15,8 @@ import pytest
 from checkpoints import LocalStorage
 from elastic.errors import ConfigError
 from elastic.testing.doubles.manual_clock import ManualClock
-from elastic.training.checkpointing.ownership import INSTANCE, OWNER_FILE, Ownership, _process
-from elastic.tuning.worker_intervals import OWNER_SILENCE_S, OWNER_WATCH_S
+from elastic.train.folder import INSTANCE, OWNER_FILE, Ownership, _process
+from elastic.tuning.intervals import OWNER_SILENCE_S, OWNER_WATCH_S
 
 
 @pytest.fixture
@@ -210,9 +210,7 @@ def test_a_job_of_one_node_with_a_dead_launcher_owns_nothing(
 ) -> None:
     monkeypatch.setenv("GROUP_WORLD_SIZE", "1")
     with subprocess.Popen(["sleep", "60"]) as launcher:
-        monkeypatch.setattr(
-            "elastic.training.checkpointing.ownership._launcher", lambda: launcher.pid
-        )
+        monkeypatch.setattr("elastic.train.folder._launcher", lambda: launcher.pid)
         claim("one").claim()
         launcher.kill()
     claim("two", on_sleep=lambda: pytest.fail("it waits")).claim()
@@ -226,9 +224,7 @@ def test_launches_of_one_node_with_the_same_run_id_share_no_folder(
     first.claim()
     claim("none", on_sleep=lambda: pytest.fail("it waits")).claim()  # restarted by its launcher
     with subprocess.Popen(["sleep", "60"]) as launcher:
-        monkeypatch.setattr(
-            "elastic.training.checkpointing.ownership._launcher", lambda: launcher.pid
-        )
+        monkeypatch.setattr("elastic.train.folder._launcher", lambda: launcher.pid)
         with pytest.raises(ConfigError, match="'none'"):
             claim("none", on_sleep=first.heartbeat).claim()
         launcher.kill()
@@ -269,7 +265,7 @@ def test_a_job_of_several_nodes_outlives_each_launcher(
 
 
 def test_the_launcher_is_found_behind_wrapper_processes() -> None:
-    code = "from elastic.training.checkpointing.ownership import _launcher; print(_launcher())"
+    code = "from elastic.train.folder import _launcher; print(_launcher())"
     done = subprocess.run(
         ["sh", "-c", f'{sys.executable} -c "{code}"; exit'],
         env={**os.environ, "TORCHELASTIC_RUN_ID": "one"},

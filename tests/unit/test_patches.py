@@ -10,10 +10,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from elastic.process_group import GroupSpec, ProcessGroup, pending_works
-from elastic.process_group.pending import PendingWorks, open_works
-from elastic.secure_channel.keys import SecretKey
-from elastic.world.faults import GroupAborted, Superseded
+from elastic.errors import GroupAborted, Superseded
+from elastic.groups.group import ProcessGroup
+from elastic.groups.pending import PendingWorks, open_works, pending_works
+from elastic.groups.store import GroupSpec
+from elastic.wire.handshake import SecretKey
 
 DEADLINE_S = 60.0
 OF_TORCH = vars(dist.Work)["wait"]

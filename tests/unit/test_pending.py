@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from elastic.process_group.pending import PendingWorks
-from elastic.world.faults import GroupAborted
+from elastic.errors import GroupAborted
+from elastic.groups.pending import PendingWorks
 
 DEADLINE_S = 60.0
 

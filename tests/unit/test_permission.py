@@ -14,20 +14,18 @@ from membership_nodes import node, world
 from run_kit import job, process, steps_of_job
 
 import checkpoints
-from elastic.agent.permission import Permission
-from elastic.events import Event
-from elastic.link.protocol import Heartbeat, Permit, WorldMessage
+from elastic.agent.node import NodeContext, NodeStatus, RunSecret, WorldEntry
+from elastic.agent.service import Permission
+from elastic.link.link import Heartbeat, Permit, WorldMessage
 from elastic.membership.records import Done, Keys, NodeState, Outcome, WorldRecord
-from elastic.messages.world import Cause, RankAssignment, WorldSpec, WorldState
-from elastic.node.context import NodeContext
-from elastic.node.run_secret import RunSecret
-from elastic.node.status import NodeStatus, WorldEntry
-from elastic.secure_channel.keys import SecretKey
+from elastic.telemetry.events import Event
 from elastic.testing.doubles.manual_clock import ManualClock
 from elastic.testing.doubles.memory_store import MemoryStore
-from elastic.training.step import Step
-from elastic.tuning.agent_options import AgentOptions
-from elastic.tuning.timeouts import permission_s
+from elastic.train.step import Step
+from elastic.tuning.intervals import permission_s
+from elastic.tuning.options import AgentOptions
+from elastic.wire.handshake import SecretKey
+from elastic.wire.messages import Cause, RankAssignment, WorldSpec, WorldState
 from elastic.worker.worlds import Worlds
 
 DEADLINE_S = 60.0

@@ -10,7 +10,7 @@ import numpy.typing as npt
 import pytest
 
 from elastic.errors import ConfigError
-from elastic.training.data.permutation import MAX_N, ORDER_VERSION, Permutation
+from elastic.train.sampler import MAX_N, ORDER_VERSION, Permutation
 
 
 def full_order(n: int, *, seed: int = 0, epoch: int = 0) -> list[int]:

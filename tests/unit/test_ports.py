@@ -9,7 +9,7 @@ from datetime import timedelta
 import pytest
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-from elastic.node.ports import PortReserve
+from elastic.agent.identity import PortReserve
 
 
 @pytest.fixture

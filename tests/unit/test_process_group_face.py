@@ -9,15 +9,13 @@ from pathlib import Path
 
 import pytest
 
-import elastic.process_group as face
-
 REPOSITORY = Path(__file__).parents[2]
-PACKAGE = "elastic.process_group"
-PATCHES = "elastic/process_group/patches.py"
+PACKAGE = "elastic.groups"
+PATCHES = "elastic/groups/pending.py"
 # The other files that change objects of torch, and their relation to process groups.
 ELSEWHERE = {
     "elastic/torch_private.py",  # the accessors that patches.py uses; a loader's iterator
-    "elastic/rendezvous/torch_private.py",  # torchrun's agent, not the process group
+    "elastic/launcher/torch_agent.py",  # torchrun's agent, not the process group
 }
 
 
@@ -118,10 +116,10 @@ def test_the_scan_finds_changes(code: str) -> None:
 
 def test_the_scan_finds_imports() -> None:
     for code in (
-        "from elastic.process_group.pending import pending_works",
-        "from elastic.process_group import patches",
+        "from elastic.groups.pending import pending_works",
+        "from elastic.groups import pending as patches",
         "from elastic import process_group",
-        "import elastic.process_group.group",
+        "import elastic.groups.group",
     ):
         assert private_imports(ast.parse(code)), code
-    assert not private_imports(ast.parse("from elastic.process_group import ProcessGroup"))
+    assert not private_imports(ast.parse("from elastic.groups.group import ProcessGroup"))

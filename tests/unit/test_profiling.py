@@ -12,12 +12,11 @@ from test_metrics_log import world
 
 from elastic.cli.profile import ranks_of, request_profile
 from elastic.errors import ConfigError, JobFailed, TrainingError
-from elastic.events import Event, ProfileWritten
-from elastic.membership.keys import Keys
-from elastic.membership.records import Done, Outcome, Profile, encode
+from elastic.membership.records import Done, Keys, Outcome, Profile, encode
+from elastic.telemetry.events import Event, ProfileWritten
 from elastic.testing.doubles.manual_clock import ManualClock
 from elastic.testing.doubles.memory_store import MemoryServer, MemoryStore
-from elastic.training.observers.profiling import ProfileRequest, StepProfiler
+from elastic.train.observers import ProfileRequest, StepProfiler
 
 
 class Recorded:

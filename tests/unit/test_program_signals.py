@@ -9,9 +9,9 @@ from unittest.mock import Mock
 
 import pytest
 
-from elastic.rendezvous import signals
-from elastic.rendezvous.signals import ProgramSignals
-from elastic.rendezvous.torch_private import SIGNALS_VARIABLE
+from elastic.launcher import launch
+from elastic.launcher.launch import ProgramSignals
+from elastic.launcher.torch_agent import SIGNALS_VARIABLE
 
 USED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1)
 
@@ -68,7 +68,7 @@ def test_the_programs_handlers_and_torchs_list_are_restored(
 
 def test_a_name_that_is_no_signal_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     logger = Mock()
-    monkeypatch.setattr(signals, "get_logger", lambda: logger)
+    monkeypatch.setattr(launch, "get_logger", lambda: logger)
     monkeypatch.setenv(SIGNALS_VARIABLE, "SIGKILL,SIGNONE")
     ProgramSignals().handle(ours)
     assert signal.getsignal(signal.SIGTERM) is ours

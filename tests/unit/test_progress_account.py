@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from elastic.telemetry.progress_account import ProgressAccount
+from elastic.telemetry.ledger import ProgressAccount
 
 STEP_S = 0.5
 

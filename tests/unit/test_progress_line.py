@@ -13,16 +13,12 @@ from run_kit import STEPS_PER_EPOCH, job, parts_of, process
 from test_metrics_log import world
 
 from elastic.errors import ConfigError
-from elastic.hangs.phases import phases
+from elastic.hangs.page import phases
 from elastic.testing.doubles.manual_clock import ManualClock
-from elastic.training.loop.loops import steps_left
-from elastic.training.observers.progress_line import (
-    ProgressLine,
-    TrainingProgress,
-    progress_text,
-)
-from elastic.training.observers.values import WorldMean
-from elastic.tuning.worker_intervals import PROGRESS_LINE_S
+from elastic.train.loop import steps_left
+from elastic.train.metrics import WorldMean
+from elastic.train.observers import ProgressLine, TrainingProgress, progress_text
+from elastic.tuning.intervals import PROGRESS_LINE_S
 
 
 class Terminal(io.StringIO):

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from elastic.errors import TrainingError
-from elastic.training.loop.reading_ahead import ReadingAhead
+from elastic.train.loop import ReadingAhead
 
 
 def first_step_without_training(model: nn.Module) -> tuple[ReadingAhead, torch.Tensor]:

@@ -11,14 +11,10 @@ import pytest
 import torch
 from torch import nn, optim
 
-from elastic.messages.environment import CALL_JOIN
-from elastic.training.current_step import CurrentStep
-from elastic.training.recovery.agreement import Tag
-from elastic.training.recovery.progress import RankProgress
-from elastic.training.recovery.reconfiguration import Reconfiguration
-from elastic.training.state.job_state import JobState
-from elastic.training.state.optimizers import OptimizerWatch
-from elastic.training.state.received_memory import (
+from elastic.train.current import CurrentStep
+from elastic.train.optimizers import OptimizerWatch
+from elastic.train.progress import RankProgress, Tag
+from elastic.train.shards import (
     IN_PLACE_BYTES,
     PAGE_BYTES,
     Reserve,
@@ -26,6 +22,9 @@ from elastic.training.state.received_memory import (
     new_memory,
     spec_of,
 )
+from elastic.train.state import JobState
+from elastic.train.transfer import Reconfiguration
+from elastic.wire.messages import CALL_JOIN
 
 SIDE = 1024  # a matrix of 4 MiB
 assert SIDE * SIDE * 4 == IN_PLACE_BYTES

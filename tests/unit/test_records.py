@@ -29,10 +29,10 @@ from elastic.membership.records import (
     ReplicaSeats,
     Secret,
     WorldRecord,
-    WorldReference,
     decode,
     encode,
 )
+from elastic.wire.messages import WorldReference
 
 KEY = "/elastic/job/world"
 

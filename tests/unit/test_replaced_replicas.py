@@ -12,30 +12,30 @@ from typing import Any
 import pytest
 from membership_nodes import node
 
-from elastic.agent.messages import ReplacementEnded
-from elastic.agent.supervision.workers import Workers
-from elastic.events import Event, WorkerDied, WorkersNotReady
-from elastic.link.protocol import (
+from elastic.agent.node import NodeContext, ReplacementEnded, RunSecret
+from elastic.agent.workers import Workers
+from elastic.link.link import (
     ClientHandshakeRequest,
+    LinkServer,
     Message,
     Ready,
     ReplicaJoin,
     ReplicaMeet,
     ReplicaMet,
+    Worker,
+    WorkerDeath,
 )
-from elastic.link.server import LinkServer, Worker, WorkerDeath
 from elastic.membership.records import Keys, NodeState
-from elastic.node.context import NodeContext
-from elastic.node.run_secret import RunSecret
+from elastic.telemetry.events import Event, WorkerDied, WorkersNotReady
 from elastic.testing.doubles.manual_clock import ManualClock
 from elastic.testing.doubles.memory_store import MemoryServer, MemoryStore
-from elastic.tuning.agent_intervals import (
+from elastic.tuning.intervals import (
     NODE_IDLE_S,
     NOT_READY_S,
     REPLICA_FORMS_ON_DEVICE_S,
     REPLICA_FORMS_S,
 )
-from elastic.tuning.agent_options import AgentOptions
+from elastic.tuning.options import AgentOptions
 
 KEYS = Keys.of("/elastic", "job")
 SIZE = 2  # ranks of a replica

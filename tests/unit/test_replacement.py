@@ -15,16 +15,15 @@ from typing import Any
 
 import pytest
 
-from elastic.events import Event
-from elastic.link.peer import exit_status
-from elastic.messages.environment import CALL_JOIN, identity_in
-from elastic.messages.world import NO_WORLD
-from elastic.rendezvous import torch_private
-from elastic.rendezvous.replacement import Replacement
-from elastic.rendezvous.torch_private import SupervisedWorker, Supervision
+from elastic.launcher import torch_agent
+from elastic.launcher.launch import Replacement
+from elastic.launcher.torch_agent import SupervisedWorker, Supervision
+from elastic.link.link import exit_status
+from elastic.telemetry.events import Event
 from elastic.testing.doubles.manual_clock import ManualClock
 from elastic.testing.waiting import PATIENCE_S
-from elastic.tuning.agent_intervals import REPLACEMENT_DECIDED_S
+from elastic.tuning.intervals import REPLACEMENT_DECIDED_S
+from elastic.wire.messages import CALL_JOIN, NO_WORLD, identity_in
 
 PRINT_ENVIRONMENT = "import json, os; print(json.dumps(dict(os.environ)))"
 
@@ -163,7 +162,7 @@ def test_no_worker_is_replaced_without_remaining_restarts(tmp_path: Path) -> Non
 
 def test_no_replacement_is_allowed_without_supervised_processes() -> None:
     node = Node(is_allowed=True)
-    Replacement(node, Events(), nullcontext).look(torch_private.supervision())
+    Replacement(node, Events(), nullcontext).look(torch_agent.supervision())
     assert not node.is_allowed
 
 

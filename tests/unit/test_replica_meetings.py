@@ -8,18 +8,15 @@ from typing import Any, cast
 import pytest
 from membership_nodes import node, world
 
-from elastic.agent.supervision.known_workers import KnownWorkers
-from elastic.agent.supervision.replica_meetings import ReplicaMeetings
+from elastic.agent.node import NodeContext, RunSecret
+from elastic.agent.workers import KnownWorkers, ReplicaMeetings
 from elastic.errors import NodeRefused, StoreUnreachable
-from elastic.link.protocol import Message, ReplicaJoin, ReplicaMeet, ReplicaPending
-from elastic.link.server import LinkServer, Worker
+from elastic.link.link import LinkServer, Message, ReplicaJoin, ReplicaMeet, ReplicaPending, Worker
 from elastic.membership.records import Keys, Node, NodeState, WorldRecord, encode
-from elastic.node.context import NodeContext
-from elastic.node.run_secret import RunSecret
 from elastic.store.keyvalue import Snapshot
 from elastic.telemetry.journal import Journal
 from elastic.testing.doubles.memory_store import MemoryServer, MemoryStore
-from elastic.tuning.agent_options import AgentOptions
+from elastic.tuning.options import AgentOptions
 
 KEYS = Keys.of("/elastic", "job")
 MESH = "shard=4"

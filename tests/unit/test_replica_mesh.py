@@ -9,12 +9,10 @@ import pytest
 import torch
 
 from elastic.errors import ConfigError
-from elastic.link.replicas import LocalReplicas
-from elastic.link.server import Worker
-from elastic.mesh import mesh_of
-from elastic.training.recovery.agreement import RankState, Tag, choose
-from elastic.world.mesh import ReplicaMesh, check_saved_stages
-from elastic.world.world import World
+from elastic.groups.replica import mesh_of
+from elastic.groups.world import ReplicaMesh, World, check_saved_stages
+from elastic.link.link import LocalReplicas, Worker
+from elastic.train.progress import RankState, Tag, choose
 
 
 def world(rank: int, size: int, mesh: ReplicaMesh) -> World:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from elastic.errors import ConfigError
-from elastic.link.protocol import Heartbeat, Message
+from elastic.link.link import Heartbeat, Message
 from elastic.membership.replicas import require_whole_replicas
-from elastic.tuning.option_sources import read_options
+from elastic.tuning.options import read_options
 from elastic.worker.worlds import Worlds
 
 

@@ -5,10 +5,9 @@ from __future__ import annotations
 import xml.etree.ElementTree as ET
 from collections.abc import Iterable, Mapping
 
-from elastic.report.charts import curve_svg
-from elastic.report.curves import curves_of, thinned
-from elastic.report.timeline import GenerationMark
-from elastic.telemetry.journal_reader import JournalRecord
+from elastic.report.model import GenerationMark, curves_of, thinned
+from elastic.report.render import curve_svg
+from elastic.telemetry.reader import JournalRecord
 
 
 def measured(*events: tuple[int, Mapping[str, object]]) -> Iterable[JournalRecord]:

@@ -15,9 +15,8 @@ from made_up_run import MadeUpProcess, write_run
 
 from elastic.cli.main import main
 from elastic.report.model import RunReport, report_of
-from elastic.report.page import MAX_BYTES, html
-from elastic.telemetry.journal_reader import read_folder
-from elastic.telemetry.merging import merge
+from elastic.report.render import MAX_BYTES, html
+from elastic.telemetry.reader import merge, read_folder
 
 VOID = frozenset({"meta", "link", "br", "hr", "img", "input", "use", "path"})
 

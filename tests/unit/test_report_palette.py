@@ -7,8 +7,8 @@ from importlib.resources import files
 
 import pytest
 
-from elastic.report.palette import COLOURS, name_of
-from elastic.telemetry.activities import Activity
+from elastic.report.render import COLOURS, name_of
+from elastic.telemetry.goodput import Activity
 
 TEXTS = ("ink", "muted", "link", "good", "bad")
 

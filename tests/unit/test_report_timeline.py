@@ -8,12 +8,10 @@ from pathlib import Path
 
 from made_up_run import MadeUpProcess, write_run
 
-from elastic.report.charts import timeline_svg
-from elastic.report.timeline import Timeline, TimelineLimits, generation_marks, timeline_of
-from elastic.telemetry.activities import Activity
-from elastic.telemetry.goodput import goodput_of_run
-from elastic.telemetry.journal_reader import read_folder
-from elastic.telemetry.merging import merge, run_of
+from elastic.report.model import Timeline, TimelineLimits, generation_marks, timeline_of
+from elastic.report.render import timeline_svg
+from elastic.telemetry.goodput import Activity, goodput_of_run
+from elastic.telemetry.reader import merge, read_folder, run_of
 
 LIMITS = TimelineLimits()
 

@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 from elastic.errors import TrainingError
-from elastic.training.gradients.wrap import ElasticDDP
-from elastic.training.state.job_state import JobState
+from elastic.train.ddp import ElasticDDP
+from elastic.train.state import JobState
 
 
 class Observer(nn.Module):

@@ -8,12 +8,9 @@ import logging
 import pytest
 import torch.distributed.elastic.multiprocessing.api
 
-from elastic.rendezvous.scripts.restart_notice import (
-    RestartNotice,
-    drop_signal_warnings,
-)
+from elastic.launcher.scripts import RestartNotice, drop_signal_warnings
 from elastic.testing.doubles.manual_clock import ManualClock
-from elastic.tuning.agent_intervals import JOIN_EXPECTED_S
+from elastic.tuning.intervals import JOIN_EXPECTED_S
 
 
 def test_torch_warnings_about_restarted_workers_are_dropped(

@@ -17,13 +17,13 @@ from torch.utils.data import DataLoader
 from elastic import torch_private
 from elastic.errors import TrainingError
 from elastic.telemetry.log import get_logger
-from elastic.training.gradients.wrap import ElasticDDP
-from elastic.training.rebuilding.containers import inner_optimizers
-from elastic.training.state.copies import WeightCopies
-from elastic.training.state.job_state import JobState
-from elastic.training.state.optimizers import OptimizerWatch
-from elastic.training.state.rollback import FIRST_STEPS, CopyCosts, Rollback, StepCopies
-from elastic.training.step import Step
+from elastic.train.copies import WeightCopies
+from elastic.train.ddp import ElasticDDP
+from elastic.train.optimizers import OptimizerWatch
+from elastic.train.rebuilding import inner_optimizers
+from elastic.train.rollback import FIRST_STEPS, CopyCosts, Rollback, StepCopies
+from elastic.train.state import JobState
+from elastic.train.step import Step
 
 
 class Script:

@@ -6,12 +6,13 @@ from dataclasses import replace
 
 from membership_nodes import node, world
 
-from elastic.leadership.roster import Roster
-from elastic.liveness.connections import Connections
-from elastic.liveness.probe import Verdict
-from elastic.membership.decision import Liveness, Policy, Proposal, decide
-from elastic.membership.failure_budget import FlapTracker
-from elastic.membership.records import Keys, NodeState, WorldReference, group_of
+from elastic.agent.liveness import Connections, Verdict
+from elastic.agent.roster import Roster
+from elastic.membership.budget import FlapTracker
+from elastic.membership.decision import decide
+from elastic.membership.records import Keys, NodeState, group_of
+from elastic.membership.view import Liveness, Policy, Proposal
+from elastic.wire.messages import WorldReference
 
 KEYS = Keys.of("/elastic", "job")
 NODE = node("n1", NodeState.READY)

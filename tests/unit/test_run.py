@@ -16,9 +16,9 @@ from torch.utils.data import DataLoader
 
 import checkpoints
 from elastic.errors import NoWorld
-from elastic.hangs.phases import phases
+from elastic.hangs.page import phases
 from elastic.testing.ledger import read_ledger
-from elastic.training.step import Progress, Step
+from elastic.train.step import Progress, Step
 
 STEPS_PER_EPOCH = math.ceil(SAMPLES / 10)
 

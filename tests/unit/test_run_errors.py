@@ -19,13 +19,11 @@ from torch.utils.data import DataLoader
 
 import checkpoints
 from elastic.errors import CheckpointRequired, ConfigError, TrainingError
-from elastic.events import RunClosed
-from elastic.training.checkpointing.folder import CheckpointFolder
-from elastic.training.checkpointing.options import Checkpoints
-from elastic.training.components import start_components
-from elastic.training.misuse import child_processes
-from elastic.training.run import Run
-from elastic.world.world import world_from_environment
+from elastic.groups.world import world_from_environment
+from elastic.telemetry.events import RunClosed
+from elastic.train import checks
+from elastic.train.folder import CheckpointFolder, Checkpoints
+from elastic.train.run import Run, start_components
 
 
 def train_some(folder: Path, steps: int | None = 8) -> None:
@@ -445,6 +443,6 @@ def test_join_in_a_child_process_names_the_guard(tmp_path: Path, is_guarded: boo
 
 
 def test_join_in_a_data_worker_is_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(child_processes, "get_worker_info", object)
+    monkeypatch.setattr(checks, "get_worker_info", object)
     with pytest.raises(ConfigError, match="called in a data worker"):
-        child_processes.refuse_child_process()
+        checks.refuse_child_process()

@@ -6,12 +6,12 @@ import json
 
 import pytest
 
+from elastic.agent.node import LIVENESS, MEMORY, STORE, RunSecret
 from elastic.errors import RecordError
 from elastic.membership.records import Keys, Secret, encode
-from elastic.node.run_secret import LIVENESS, MEMORY, STORE, RunSecret
-from elastic.secure_channel.keys import SecretKey
 from elastic.telemetry.log import get_logger
 from elastic.testing.doubles.memory_store import MemoryServer, MemoryStore
+from elastic.wire.handshake import SecretKey
 
 KEYS = Keys.of("/elastic", "job")
 

@@ -11,11 +11,9 @@ import torch
 from torch import nn
 
 from elastic.errors import TrainingError
-from elastic.training.gradients import same_parts
-from elastic.training.gradients.fingerprints import GradientFingerprints, HeldParts, differ
-from elastic.training.gradients.same_parts import compare_same_parts
-from elastic.world.mesh import ReplicaMesh
-from elastic.world.world import World
+from elastic.groups.world import ReplicaMesh, World
+from elastic.train import sharding
+from elastic.train.sharding import GradientFingerprints, HeldParts, compare_same_parts, differ
 
 Change = Callable[[dict[str, Any]], None]
 
@@ -87,7 +85,7 @@ def compared(
         change(other["model"])
         return [own, other]
 
-    monkeypatch.setattr(same_parts, "all_gather_json", gather)
+    monkeypatch.setattr(sharding, "all_gather_json", gather)
     weights = [torch.ones(g.shape) for g in gradients]
     names = [f"layer{n}" for n in range(len(gradients))]
     parts = HeldParts(names, [0] * len(names), [fingerprint(g) for g in gradients])

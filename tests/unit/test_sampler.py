@@ -10,8 +10,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, TensorDataset
 
 from elastic.errors import ConfigError
-from elastic.training.data.plan import EpochPlan, Position
-from elastic.training.data.sampler import ElasticSampler
+from elastic.train.sampler import ElasticSampler, EpochPlan, Position
 
 
 def numbers(n: int) -> TensorDataset:

@@ -20,22 +20,26 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 import checkpoints
-from checkpoints import EverySeconds, EverySteps, LatestN, LocalStorage, SaveOutcome, SaveStatus
-from checkpoints.saving import supervised
-from checkpoints.storage.patient import PatientStorage
-from checkpoints.storage.protocol import ReadableFile
-from checkpoints.testing.faults import FaultyStorage, SimulatedCrash
-from checkpoints.testing.memory_storage import MemoryStorage
+from checkpoints import (
+    EverySeconds,
+    EverySteps,
+    LatestN,
+    LocalStorage,
+    SaveOutcome,
+    SaveStatus,
+    engine,
+)
+from checkpoints.storage import PatientStorage, ReadableFile
+from checkpoints.testing import FaultyStorage, MemoryStorage, SimulatedCrash
 from elastic.errors import CheckpointRequired, ConfigError, TrainingError
-from elastic.events import CheckpointSaved, CheckpointSkipped, Event
+from elastic.groups.world import World
+from elastic.telemetry.events import CheckpointSaved, CheckpointSkipped, Event
 from elastic.telemetry.log import get_logger
-from elastic.training.checkpointing import last_save
-from elastic.training.checkpointing.last_save import LastSave
-from elastic.training.checkpointing.options import Checkpoints, checkpoints_from
-from elastic.training.checkpointing.saver import Saver
-from elastic.training.run import Run
-from elastic.training.state.job_state import JobState
-from elastic.world.world import World
+from elastic.train import checkpointing
+from elastic.train.checkpointing import LastSave, Saver
+from elastic.train.folder import Checkpoints, checkpoints_from
+from elastic.train.run import Run
+from elastic.train.state import JobState
 
 LONG_S = 90.0
 
@@ -178,7 +182,7 @@ def test_a_transient_disk_failure_loses_one_checkpoint(tmp_path: Path) -> None:
 def test_the_engine_stops_being_busy_when_a_share_stays_missing(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(supervised, "COMMIT_PATIENCE_S", 0.2)
+    monkeypatch.setattr(engine, "COMMIT_PATIENCE_S", 0.2)
     rank = Rank(MemoryStorage(), 0, 2)
     rank.save(1)
     waiting = rank.saver.engine
@@ -433,9 +437,9 @@ def test_a_world_without_permission_to_train_does_not_commit(ranks: list[Rank]) 
 
 @pytest.fixture
 def short_timeouts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(last_save, "LAST_SAVE_PEERS_S", 0.3)
-    monkeypatch.setattr(last_save, "PEERS_FACTOR", 0.0)
-    monkeypatch.setattr(last_save, "LAST_SAVE_TURN_S", 0.05)
+    monkeypatch.setattr(checkpointing, "LAST_SAVE_PEERS_S", 0.3)
+    monkeypatch.setattr(checkpointing, "PEERS_FACTOR", 0.0)
+    monkeypatch.setattr(checkpointing, "LAST_SAVE_TURN_S", 0.05)
 
 
 def test_the_last_save_is_complete_although_a_peer_is_gone(
@@ -541,7 +545,7 @@ def test_a_folder_that_cannot_be_listed_ends_the_wait(ranks: list[Rank], number:
 def test_a_long_wait_for_the_last_checkpoint_is_announced(
     ranks: list[Rank], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(last_save, "LAST_SAVE_QUIET_S", 0.0)
+    monkeypatch.setattr(checkpointing, "LAST_SAVE_QUIET_S", 0.0)
     monkeypatch.setattr(get_logger(), "propagate", True)
     reader = ranks[1]
     reader.saver.writers.is_writer = False

@@ -11,25 +11,19 @@ import pytest
 import torch
 
 import checkpoints
-from checkpoints.loading.tiered_storage import TieredStorage
-from checkpoints.memory.host import MemoryHost, memory_roots
-from elastic.clock import SYSTEM_CLOCK
-from elastic.errors import CheckpointRequired, ConfigError
-from elastic.training.checkpointing.folder import CheckpointFolder
-from elastic.training.checkpointing.manager import CheckpointManager
-from elastic.training.checkpointing.memory_interval.agreed import MemoryInterval
-from elastic.training.checkpointing.memory_tier import VARIABLE, MemoryTier
-from elastic.training.checkpointing.options import Checkpoints
-from elastic.training.checkpointing.saver import Saver
-from elastic.training.current_step import CurrentStep
-from elastic.training.recovery import reconfiguration
-from elastic.training.recovery.agreement import Agreement
-from elastic.training.recovery.progress import RankProgress
-from elastic.training.recovery.reconfiguration import Reconfiguration
-from elastic.training.state.job_state import JobState
-from elastic.training.state.registry import Registry
-from elastic.world.mesh import ReplicaMesh
-from elastic.world.world import World
+from checkpoints.memory import MemoryHost, memory_roots
+from checkpoints.tiers import TieredStorage
+from elastic.errors import SYSTEM_CLOCK, CheckpointRequired, ConfigError
+from elastic.groups.world import ReplicaMesh, World
+from elastic.train import transfer
+from elastic.train.checkpointing import CheckpointManager, Saver
+from elastic.train.current import CurrentStep
+from elastic.train.folder import CheckpointFolder, Checkpoints
+from elastic.train.memory import VARIABLE, MemoryInterval, MemoryTier
+from elastic.train.optimizers import Registry
+from elastic.train.progress import Agreement, RankProgress
+from elastic.train.state import JobState
+from elastic.train.transfer import Reconfiguration
 
 
 class Job:
@@ -214,8 +208,8 @@ def test_replicas_start_over_if_they_lose_no_more_steps_than_between_two_saves(
     starts: bool,
 ) -> None:
     """All replicas broke before the first save was complete: no rank has a state."""
-    monkeypatch.setattr(reconfiguration, "agree", lambda *_: Agreement(None, None, ()))
-    monkeypatch.setattr(reconfiguration, "all_gather_json", lambda value: [value])
+    monkeypatch.setattr(transfer, "agree", lambda *_: Agreement(None, None, ()))
+    monkeypatch.setattr(transfer, "all_gather_json", lambda value: [value])
     journal = SimpleNamespace(emit=lambda event, level=0: None)
     current = CurrentStep()
     registry = Registry(seed=0, inside=lambda: current.inside)

@@ -12,24 +12,30 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-import elastic.secure_channel
-from elastic.secure_channel import strict_json
-from elastic.secure_channel.errors import AuthenticationError, ProtocolError
-from elastic.secure_channel.frames import FrameReader, frame
-from elastic.secure_channel.handshake import (
+import elastic.wire
+from elastic.wire import base
+from elastic.wire.base import (
+    AuthenticationError,
+    LimitedReports,
+    Limits,
+    ProtocolError,
+    Unauthenticated,
+)
+from elastic.wire.handshake import (
     MAX_FRAME,
     MAX_IDENTITY,
     ClientHandshake,
+    FrameReader,
+    SecretKey,
     ServerHandshake,
+    frame,
 )
-from elastic.secure_channel.keys import SecretKey
-from elastic.secure_channel.limits import LimitedReports, Limits, Unauthenticated
 
 KEY = SecretKey.generate()
 
 
 def test_the_docstring_examples_pass() -> None:
-    for module in pkgutil.iter_modules(elastic.secure_channel.__path__, "elastic.secure_channel."):
+    for module in pkgutil.iter_modules(elastic.wire.__path__, "elastic.wire."):
         assert doctest.testmod(importlib.import_module(module.name)).failed == 0
 
 
@@ -148,18 +154,18 @@ def test_an_oversized_frame_is_rejected_before_it_arrives() -> None:
 )
 def test_an_invalid_message_is_a_protocol_error(text: bytes) -> None:
     with pytest.raises(ProtocolError):
-        strict_json.decode(text)
+        base.decode(text)
 
 
 def test_brackets_in_strings_do_not_count_as_nesting() -> None:
     message = {"a": '[{"' * 100, "b": "\\" * 7 + '"[', "c": [[[[1]]]]}
-    assert strict_json.decode(strict_json.encode(message)) == message
+    assert base.decode(base.encode(message)) == message
 
 
 @given(st.binary())
 def test_decoding_raises_only_protocol_errors(data: bytes) -> None:
     try:
-        strict_json.decode(data)
+        base.decode(data)
     except ProtocolError:
         pass
 

@@ -17,17 +17,12 @@ from cryptography.hazmat.primitives import serialization
 from cryptography.x509.oid import ExtendedKeyUsageOID
 from etcd_certificates import Authority
 
-from elastic.secure_channel import tls as module
-from elastic.secure_channel.acceptor import listen
-from elastic.secure_channel.channel import Channel
-from elastic.secure_channel.connection import Connection, Handler
-from elastic.secure_channel.errors import CertificateError, TlsError
-from elastic.secure_channel.frames import frame
-from elastic.secure_channel.handshake import Credentials
-from elastic.secure_channel.hub import Hub
-from elastic.secure_channel.keys import SecretKey
-from elastic.secure_channel.limits import Limits
-from elastic.secure_channel.tls import Tls, TlsFiles
+from elastic.wire import tls as module
+from elastic.wire.base import CertificateError, Limits, TlsError
+from elastic.wire.channel import Channel
+from elastic.wire.handshake import Credentials, SecretKey, frame
+from elastic.wire.hub import Connection, Handler, Hub, listen
+from elastic.wire.tls import Tls, TlsFiles
 
 DEADLINE_S = 30.0
 KEY = SecretKey.generate()
@@ -346,9 +341,7 @@ def test_changed_certificate_files_apply_to_new_connections(tmp_path: Path) -> N
 
 
 def test_unchanged_files_are_loaded_once(tls: Tls, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(
-        "elastic.secure_channel.tls.load_contexts", lambda files: pytest.fail("again")
-    )
+    monkeypatch.setattr("elastic.wire.tls.load_contexts", lambda files: pytest.fail("again"))
     echo = Echo(tls)
     connect(echo, tls).close()
     echo.hub.close()

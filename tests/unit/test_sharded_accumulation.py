@@ -16,8 +16,8 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.utils.data import DataLoader
 
 from elastic.errors import TrainingError
-from elastic.training.checkpointing.options import Checkpoints
-from elastic.training.run import Run
+from elastic.train.folder import Checkpoints
+from elastic.train.run import Run
 
 SAME, MIXED = MixedPrecisionPolicy(), MixedPrecisionPolicy(torch.float32, torch.float64)
 ModelAndOptimizer = tuple[Any, torch.optim.Optimizer]

@@ -18,7 +18,7 @@ from torch.distributed.tensor import Replicate, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
 from elastic.errors import ConfigError
-from elastic.training.run import Run
+from elastic.train.run import Run
 
 INSTEAD = "docs/how-to/sharded.md"
 

@@ -19,21 +19,20 @@ from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
 import checkpoints
-from checkpoints.catalog.manifests import read_manifest
-from checkpoints.storage.roots import storage_for
-from checkpoints.tensors.dtensors import local_of
+from checkpoints.commit import read_manifest
+from checkpoints.objects import storage_for
+from checkpoints.tensors import local_of
 from elastic.errors import ConfigError
-from elastic.mesh import ModelReplica, ReplicaProcessGroup
-from elastic.training.current_step import CurrentStep
-from elastic.training.gradients.sharded import ShardedModule
-from elastic.training.recovery.agreement import Tag
-from elastic.training.recovery.progress import RankProgress
-from elastic.training.recovery.transfer import specs_of
-from elastic.training.state.copies import WeightCopies
-from elastic.training.state.job_state import JobState
-from elastic.training.state.optimizers import OptimizerWatch
-from elastic.training.state.shards import own_memory, pack, room_for, unpack
-from elastic.world.mesh import ReplicaMesh
+from elastic.groups.replica import ModelReplica, ReplicaProcessGroup
+from elastic.groups.world import ReplicaMesh
+from elastic.train.copies import WeightCopies
+from elastic.train.current import CurrentStep
+from elastic.train.optimizers import OptimizerWatch
+from elastic.train.progress import RankProgress, Tag
+from elastic.train.sharded import ShardedModule
+from elastic.train.shards import own_memory, pack, room_for, unpack
+from elastic.train.state import JobState
+from elastic.train.transfer import specs_of
 
 MESH = ReplicaMesh((("shard", 1),))
 

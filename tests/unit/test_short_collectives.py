@@ -12,7 +12,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from elastic.process_group import OwnGroup, PendingWorks, all_gather_json, broadcast_json
+from elastic.groups.collectives import OwnGroup, all_gather_json, broadcast_json
+from elastic.groups.pending import PendingWorks
 from elastic.testing.waiting import eventually
 
 SIZE = 2

@@ -14,7 +14,7 @@ pytestmark = pytest.mark.timeout(240)
 
 SCRIPT = """
 import os, signal, time
-from elastic.training.halt import Halt, Place
+from elastic.train.current import Halt, Place
 from elastic.testing.forks.server import run_forked
 from elastic.worker.sigterm import end_on_sigterm
 halt = Halt()

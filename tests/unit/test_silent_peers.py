@@ -10,15 +10,15 @@ from dataclasses import replace
 import pytest
 from membership_nodes import node, world
 
-from elastic.agent.supervision.failure_reporter import nodes_at
+from elastic.agent.workers import nodes_at
 from elastic.errors import ConfigError, GroupBuildFailed
+from elastic.groups.faults import unreachable_peers
+from elastic.groups.group import Footprint
 from elastic.membership.records import Member
-from elastic.process_group.sockets import Footprint
-from elastic.secure_channel.channel import Channel
-from elastic.secure_channel.connection import Connection
-from elastic.secure_channel.limits import give_up_on_silence
-from elastic.tuning.timeouts import PEER_SILENCE, Timeouts, peer_silence_of, peer_silence_s
-from elastic.world.faults import unreachable_peers
+from elastic.tuning.intervals import PEER_SILENCE, Timeouts, peer_silence_of, peer_silence_s
+from elastic.wire.base import give_up_on_silence
+from elastic.wire.channel import Channel
+from elastic.wire.hub import Connection
 
 PAIR = "[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:537] "
 

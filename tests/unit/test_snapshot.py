@@ -9,10 +9,10 @@ import pytest
 import torch
 from torch import nn
 
-from checkpoints.format.state_tree import flatten, unflatten
-from elastic.training.gradients.wrap import ElasticDDP
-from elastic.training.state.job_state import JobState
-from elastic.training.state.snapshot import BoundaryState
+from checkpoints.tree import flatten, unflatten
+from elastic.train.ddp import ElasticDDP
+from elastic.train.rollback import BoundaryState
+from elastic.train.state import JobState
 
 
 class Job:

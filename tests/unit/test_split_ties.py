@@ -14,7 +14,7 @@ from torch.distributed.tensor import distribute_module
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from elastic.errors import ConfigError
-from elastic.mesh.split_ties import SplitTies
+from elastic.groups.replica import SplitTies
 
 PLAN = {"embed": RowwiseParallel(), "head": ColwiseParallel(), "inner": ColwiseParallel()}
 

@@ -12,8 +12,8 @@ from torch.distributed import HashStore  # type: ignore[attr-defined]
 
 from elastic import torch_private
 from elastic.errors import TrainingError
-from elastic.process_group import stale_groups
-from elastic.world.faults import is_world_fault
+from elastic.groups import pending
+from elastic.groups.faults import is_world_fault
 
 
 @pytest.fixture
@@ -26,7 +26,7 @@ def groups() -> Iterator[list[dist.ProcessGroup]]:
         assert isinstance(own, dist.ProcessGroup)
         found.append(own)
         if len(found) == 1:
-            stale_groups.have_ended(torch_private.groups(), "generation 1 on rank 0 of 1")
+            pending.have_ended(torch_private.groups(), "generation 1 on rank 0 of 1")
             dist.destroy_process_group()
     yield found
     dist.destroy_process_group()
@@ -42,16 +42,16 @@ def test_a_collective_of_an_ended_world_is_an_error_of_the_script(
     groups: list[dist.ProcessGroup],
 ) -> None:
     error = error_of(groups[0])
-    assert stale_groups.uses_stale_group(error)
+    assert pending.uses_stale_group(error)
     message = "uses a process group of 1 ranks that was created in generation 1 on rank 0 of 1"
     with pytest.raises(TrainingError, match=re.escape(message)) as raised:
-        stale_groups.refuse_stale_group(error)
+        pending.refuse_stale_group(error)
     assert __file__ in str(raised.value)
     try:
         raise RuntimeError("[gloo/transport/tcp/pair.cc:5] Connection closed by peer")
     except RuntimeError as closed:
         error.__context__ = closed
-    assert is_world_fault(error) and stale_groups.uses_stale_group(error)
+    assert is_world_fault(error) and pending.uses_stale_group(error)
     assert not is_world_fault(raised.value)
 
 
@@ -59,8 +59,8 @@ def test_collectives_of_the_current_world_are_not_refused(groups: list[dist.Proc
     dist.all_reduce(torch.ones(1), group=groups[1])
     with pytest.raises(ValueError) as raised:
         dist.broadcast(torch.ones(1), src=7, group=groups[1])
-    assert not stale_groups.uses_stale_group(raised.value)
-    stale_groups.refuse_stale_group(raised.value)
+    assert not pending.uses_stale_group(raised.value)
+    pending.refuse_stale_group(raised.value)
 
 
 def test_a_handle_that_has_failed_in_an_earlier_world_is_refused(
@@ -72,8 +72,8 @@ def test_a_handle_that_has_failed_in_an_earlier_world_is_refused(
     first, second = World(), World()
     work = dist.all_reduce(torch.ones(1), group=groups[1], async_op=True)
     assert work is not None
-    stale_groups.refuse_stale_handle(work, first)
-    stale_groups.handle_failed(work, first)
-    stale_groups.refuse_stale_handle(work, first)  # in a `finally` of the script
+    pending.refuse_stale_handle(work, first)
+    pending.handle_failed(work, first)
+    pending.refuse_stale_handle(work, first)  # in a `finally` of the script
     with pytest.raises(TrainingError, match="has failed in an earlier world"):
-        stale_groups.refuse_stale_handle(work, second)
+        pending.refuse_stale_handle(work, second)

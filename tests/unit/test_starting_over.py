@@ -13,8 +13,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from elastic.rendezvous.scripts.file_reads import FileReads
-from elastic.rendezvous.scripts.starting_over import StartingOver, places, written_since
+from elastic.launcher.scripts import FileReads, StartingOver, places, written_since
 from elastic.testing.waiting import eventually
 
 STATE = {"weights": torch.zeros(1000)}

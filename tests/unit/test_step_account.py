@@ -9,16 +9,15 @@ from typing import ClassVar
 
 import pytest
 
-from elastic.events import Event, RankTimes
-from elastic.hangs.facts import Phase
-from elastic.hangs.phases import PhaseRecorder
+from elastic.groups.world import World
+from elastic.hangs.page import Phase, PhaseRecorder
+from elastic.telemetry.events import Event, RankTimes
 from elastic.telemetry.journal import Journal
 from elastic.testing.doubles.manual_clock import ManualClock
 from elastic.testing.slowness import is_within
-from elastic.training.observers.step_observers import StepObservers
-from elastic.training.step_account import StepAccount
-from elastic.tuning.worker_intervals import STEP_SUMS_S, STEP_TIMES_S
-from elastic.world.world import World
+from elastic.train.current import StepAccount
+from elastic.train.observers import StepObservers
+from elastic.tuning.intervals import STEP_SUMS_S, STEP_TIMES_S
 
 MAX_US = 50.0  # per step, all telemetry
 CLOCK_S = 1e-6  # tolerance of sums of readings of one clock

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from elastic.membership.step_rate import StepRate, switch_step
+from elastic.membership.view import StepRate, switch_step
 
 
 @pytest.mark.parametrize(

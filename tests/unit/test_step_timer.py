@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 
 from elastic.testing.doubles.manual_clock import ManualClock
-from elastic.training.current_step import CurrentStep
-from elastic.training.recovery.step_timer import StepTimer
-from elastic.training.state.job_state import JobState
-from elastic.tuning.worker_intervals import LINK_HEARTBEAT_S
+from elastic.train.current import CurrentStep
+from elastic.train.progress import StepTimer
+from elastic.train.state import JobState
+from elastic.tuning.intervals import LINK_HEARTBEAT_S
 
 
 @pytest.mark.parametrize(("step_time_s", "is_slow"), [(0.02, False), (LINK_HEARTBEAT_S, True)])

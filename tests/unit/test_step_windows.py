@@ -10,11 +10,16 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from elastic.hangs.budgets import FIRST_STEPS
-from elastic.hangs.facts import Phase
-from elastic.hangs.phases import PhaseRecorder
-from elastic.stragglers.facts import StepDurations, StepPart
-from elastic.stragglers.windows import MAX_STEPS, MIN_STEPS, StepWindows
+from elastic.hangs.page import (
+    FIRST_STEPS,
+    MAX_STEPS,
+    MIN_STEPS,
+    Phase,
+    PhaseRecorder,
+    StepDurations,
+    StepPart,
+    StepWindows,
+)
 
 STEPS = 3000
 MAX_PER_STEP_S = 5e-6
@@ -127,7 +132,7 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     clock = Clock()
-    monkeypatch.setattr("elastic.hangs.phases.monotonic_ns", clock)
+    monkeypatch.setattr("elastic.hangs.page.monotonic_ns", clock)
     return clock
 
 

@@ -7,14 +7,12 @@ from typing import Any, cast
 
 import pytest
 
-from elastic.training.current_step import CurrentStep
-from elastic.training.loop.callbacks import StepCallbacks
-from elastic.training.loop.commits import Commits
-from elastic.training.preemption import Preemption
-from elastic.training.recovery.progress import RankProgress
-from elastic.training.recovery.training_state import TrainingState
-from elastic.training.state.registry import Registry
-from elastic.training.step import Step
+from elastic.train.current import CurrentStep
+from elastic.train.loop import Commits, StepCallbacks
+from elastic.train.optimizers import Registry
+from elastic.train.preemption import Preemption
+from elastic.train.progress import RankProgress, TrainingState
+from elastic.train.step import Step
 
 
 class Rank:

@@ -7,7 +7,8 @@ from dataclasses import replace
 
 import pytest
 
-from elastic.stragglers.detector import (
+from elastic.hangs.page import StepDurations, StepPart
+from elastic.hangs.stragglers import (
     Comparison,
     RankKey,
     RankWindow,
@@ -17,7 +18,6 @@ from elastic.stragglers.detector import (
     advance,
     compare,
 )
-from elastic.stragglers.facts import StepDurations, StepPart
 
 POLICY = StragglerPolicy()
 

@@ -8,28 +8,18 @@ from dataclasses import replace
 import pytest
 from membership_nodes import node, world
 
+from elastic.agent.judges import StragglerJudge
+from elastic.agent.node import NodeContext, NodeStatus, RunSecret, StepTimesReport
+from elastic.agent.roster import read
 from elastic.errors import RecordError
-from elastic.events import Event, StragglerFound, StragglerRecovered
-from elastic.leadership.judges.straggler_judge import StragglerJudge
-from elastic.leadership.node_records import read
-from elastic.membership.records import (
-    Keys,
-    NodeState,
-    NodeStepTimes,
-    WorldRecord,
-    decode,
-    encode,
-)
-from elastic.node.context import NodeContext
-from elastic.node.run_secret import RunSecret
-from elastic.node.status import NodeStatus
-from elastic.node.step_times import StepTimesReport
-from elastic.secure_channel.keys import SecretKey
+from elastic.hangs.page import RankStepTimes, StepDurations
+from elastic.membership.records import Keys, NodeState, NodeStepTimes, WorldRecord, decode, encode
 from elastic.store.keyvalue import Entry
-from elastic.stragglers.facts import RankStepTimes, StepDurations
+from elastic.telemetry.events import Event, StragglerFound, StragglerRecovered
 from elastic.testing.doubles.manual_clock import ManualClock
 from elastic.testing.doubles.memory_store import MemoryStore
-from elastic.tuning.agent_options import AgentOptions
+from elastic.tuning.options import AgentOptions
+from elastic.wire.handshake import SecretKey
 
 KEYS = Keys.of("/elastic", "job")
 WORLD = replace(world("n1", "n2", "n3"), generation=7)

@@ -10,22 +10,19 @@ from collections.abc import Iterator
 import pytest
 from membership_nodes import node, world
 
-from elastic.events import Event
-from elastic.leadership import succession
-from elastic.leadership.succession import LeaderProbed, Succession
-from elastic.liveness.channel import LivenessServer
-from elastic.liveness.probe import Verdict
-from elastic.membership.decision import Liveness
+from elastic.agent import succession
+from elastic.agent.liveness import LivenessServer, Verdict
+from elastic.agent.node import NodeContext, NodeStatus, RunSecret, WorldEntry
+from elastic.agent.succession import LeaderProbed, Succession
 from elastic.membership.records import Keys, Leader, encode
-from elastic.node.context import NodeContext
-from elastic.node.run_secret import RunSecret
-from elastic.node.status import NodeStatus, WorldEntry
-from elastic.secure_channel.keys import SecretKey
+from elastic.membership.view import Liveness
 from elastic.store.keyvalue import Entry
+from elastic.telemetry.events import Event
 from elastic.testing.doubles.manual_clock import ManualClock
 from elastic.testing.doubles.memory_store import MemoryStore
-from elastic.tuning.agent_intervals import FOLLOW_AGAIN_S
-from elastic.tuning.agent_options import AgentOptions
+from elastic.tuning.intervals import FOLLOW_AGAIN_S
+from elastic.tuning.options import AgentOptions
+from elastic.wire.handshake import SecretKey
 
 KEYS = Keys.of("/elastic", "job")
 

@@ -12,16 +12,17 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-from elastic.hangs.facts import Phase
-from elastic.hangs.page import PageReader
-from elastic.hangs.phases import PhaseRecorder
-from elastic.process_group import GroupSpec, ProcessGroup, complete, wait_phase
-from elastic.process_group.pending import open_works, pending_works
-from elastic.secure_channel.keys import SecretKey
+from elastic.errors import GroupAborted
+from elastic.groups import pending
+from elastic.groups.collectives import complete
+from elastic.groups.group import ProcessGroup
+from elastic.groups.pending import open_works, pending_works
+from elastic.groups.store import GroupSpec
+from elastic.hangs.page import PageReader, Phase, PhaseRecorder
 from elastic.testing.doubles import device_stream, nccl_semantics
 from elastic.testing.doubles.device_stream import SimulatedEvent
 from elastic.testing.doubles.nccl_semantics import control
-from elastic.world.faults import GroupAborted
+from elastic.wire.handshake import SecretKey
 
 DEADLINE_S = 60.0
 NEVER_S = 1000.0
@@ -155,7 +156,7 @@ def test_collectives_are_counted_while_the_main_thread_is_blocked(
     group: ProcessGroup, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     recorder = PhaseRecorder()
-    monkeypatch.setattr(wait_phase, "phases", recorder)
+    monkeypatch.setattr(pending, "phases", recorder)
     reader = PageReader(os.getpid(), recorder.start())
     recorder.enter(Phase.SCRIPT)
     count = _collective(reader)

@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from elastic.errors import ConfigError
-from elastic.tuning.option_sources import read_options
-from elastic.tuning.timeouts import EXIT_GRACE_S, Timeouts, for_pod, grace_for, of_environment
+from elastic.tuning.intervals import EXIT_GRACE_S, Timeouts, for_pod, grace_for, of_environment
+from elastic.tuning.options import read_options
 
 
 def test_the_defaults_match_a_pod_with_the_default_grace_period() -> None:

@@ -10,7 +10,7 @@ from types import ModuleType
 
 import pytest
 
-from elastic.tuning.agent_options import AgentOptions
+from elastic.tuning.options import AgentOptions
 
 REPOSITORY = Path(__file__).parents[2]
 

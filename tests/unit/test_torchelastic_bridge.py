@@ -16,7 +16,10 @@ from torch.distributed.elastic.events.api import Event as TorchEvent
 from torch.distributed.elastic.events.api import EventSource
 from torch.distributed.elastic.metrics import api as metrics
 
-from elastic.events import (
+from elastic.agent import exporters
+from elastic.agent.exporters import MAX_PENDING, TorchElasticBridge, TorchElasticOrigin
+from elastic.agent.metrics import NodeMetrics
+from elastic.telemetry.events import (
     Event,
     FailureJudged,
     HangFound,
@@ -25,9 +28,6 @@ from elastic.events import (
     WorkerReplaced,
     WorldEntered,
 )
-from elastic.metrics import torchelastic
-from elastic.metrics.counting import NodeMetrics
-from elastic.metrics.torchelastic import MAX_PENDING, TorchElasticBridge, TorchElasticOrigin
 from elastic.telemetry.log import LOGGER_NAME
 from elastic.testing.doubles.manual_clock import ManualClock
 
@@ -148,12 +148,12 @@ def test_the_table_of_reported_events_matches_the_output(put: Put, recorded: Rec
         recorded.seen.clear()
         made.on_event(event)
         made.flush()
-        names, state = torchelastic.REPORTED[type(event)]
+        names, state = exporters.REPORTED[type(event)]
         assert [name.replace("ACTION", "stop") for name in names] == [
             data.name.removeprefix("workers.trainer.") for data in put.seen
         ]
         assert [one.metadata["state"] for one in recorded.seen] == ([state] if state else [])
-    assert {type(event) for event in REPORTED} == set(torchelastic.REPORTED)
+    assert {type(event) for event in REPORTED} == set(exporters.REPORTED)
 
 
 def test_events_are_recorded_with_the_metadata_of_torchs_agent(recorded: Recorded) -> None:

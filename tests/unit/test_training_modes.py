@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from elastic.training.gradients.wrap import ElasticDDP
-from elastic.training.loop.training_modes import TrainingModes
-from elastic.training.state.job_state import JobState
+from elastic.train.ddp import ElasticDDP
+from elastic.train.loop import TrainingModes
+from elastic.train.state import JobState
 
 
 def job_of(network: nn.Module) -> JobState:

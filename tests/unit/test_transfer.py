@@ -12,9 +12,9 @@ import torch
 import torch.distributed as dist
 
 from elastic.errors import TrainingError
-from elastic.process_group import OwnGroup, PendingWorks, Semantics
-from elastic.process_group.semantics import HOST
-from elastic.training.recovery.transfer import (
+from elastic.groups.collectives import OwnGroup
+from elastic.groups.pending import HOST, PendingWorks, Semantics
+from elastic.train.transfer import (
     ChunkedTransfer,
     Room,
     SentChunk,

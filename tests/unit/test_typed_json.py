@@ -11,7 +11,7 @@ PROGRAM = """
 from __future__ import annotations
 import os, sys, threading
 from dataclasses import dataclass
-from elastic.messages import typed_json
+from elastic.wire import typed_json
 
 describing, has_converted = threading.Event(), threading.Event()
 

@@ -25,12 +25,11 @@ import torch
 from run_kit import job, parts_of, process
 from torch import nn
 
-from checkpoints.format.state_tree import flatten, unflatten
+from checkpoints.tree import flatten, unflatten
 from elastic.errors import TrainingError
-from elastic.training.state.copies import copied
-from elastic.training.state.in_place import _are_equal
-from elastic.training.state.job_state import JobState
-from elastic.training.state.typed_values import plain_form, typed_form
+from elastic.train.copies import copied
+from elastic.train.state import JobState
+from elastic.train.values import _are_equal, plain_form, typed_form
 
 
 class Point(NamedTuple):

@@ -8,18 +8,15 @@ from dataclasses import replace
 import pytest
 from membership_nodes import node, world
 
-from elastic.agent.ending.leaving import UnannouncedLeave
-from elastic.events import Event
+from elastic.agent.ending import UnannouncedLeave
+from elastic.agent.node import NodeContext, NodeStatus, RunSecret
 from elastic.membership.records import Keys, NodeState, WorldRecord
-from elastic.node.context import NodeContext
-from elastic.node.run_secret import RunSecret
-from elastic.node.status import NodeStatus
-from elastic.secure_channel.keys import SecretKey
+from elastic.telemetry.events import Event
 from elastic.testing.doubles.manual_clock import ManualClock
 from elastic.testing.doubles.memory_store import MemoryStore
-from elastic.tuning.agent_intervals import UNANNOUNCED_S
-from elastic.tuning.agent_options import AgentOptions
-from elastic.tuning.timeouts import ANNOUNCE_S
+from elastic.tuning.intervals import ANNOUNCE_S, UNANNOUNCED_S
+from elastic.tuning.options import AgentOptions
+from elastic.wire.handshake import SecretKey
 
 KEYS = Keys.of("/elastic", "job")
 

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from elastic.errors import TrainingError
-from elastic.training.state.untracked import UnsavedParameters
+from elastic.train.untracked import UnsavedParameters
 
 
 class Tracked:

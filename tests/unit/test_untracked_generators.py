@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from elastic.telemetry.log import get_logger
-from elastic.training.misuse.untracked_generators import UntrackedGenerators
+from elastic.train.checks import UntrackedGenerators
 
 STEPS = 6
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator
 
 import pytest
 
-from elastic.training.misuse.ways_out import is_left_on_purpose
+from elastic.train.checks import is_left_on_purpose
 
 found: list[bool] = []
 

@@ -13,9 +13,9 @@ from torch import nn
 
 from elastic.errors import TrainingError
 from elastic.telemetry.log import get_logger
-from elastic.training.gradients.wrap import ElasticDDP
-from elastic.training.misuse.weight_averages import WeightAverages
-from elastic.training.state.job_state import JobState
+from elastic.train.checks import WeightAverages
+from elastic.train.ddp import ElasticDDP
+from elastic.train.state import JobState
 
 Make = Callable[["Training"], Callable[[], object]]
 

@@ -7,8 +7,8 @@ from collections.abc import Callable, Sequence
 import pytest
 import torch
 
-from elastic.training.gradients import weight_digest
-from elastic.training.gradients.weight_digest import BITS, WeightDigest
+from elastic.train import weight_digest
+from elastic.train.weight_digest import BITS, WeightDigest
 
 SHAPES = ((3, 5), (), (7,), (0,), (2, 2, 2), (1,), (11,), (4,), (6,), (13,))
 

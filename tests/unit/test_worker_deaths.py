@@ -10,26 +10,27 @@ from typing import Any, cast
 import pytest
 from membership_nodes import named, node, proposal, seen, view, world
 
-from elastic.agent.supervision.workers import Workers
-from elastic.events import CheckpointSaved, Event, Waiting
-from elastic.failures.kernel_log import KernelLog
-from elastic.link.protocol import (
+from elastic.agent.kernel_log import KernelLog
+from elastic.agent.metrics import NodeMetrics
+from elastic.agent.node import NodeContext, NodeStatus
+from elastic.agent.workers import Workers
+from elastic.link.link import (
     IN_STEP,
     ClientHandshakeRequest,
     CountEvents,
     Exiting,
     Heartbeat,
+    LinkServer,
     Message,
     Ready,
+    Worker,
+    WorkerDeath,
 )
-from elastic.link.server import LinkServer, Worker, WorkerDeath
-from elastic.membership.decision import Policy
 from elastic.membership.records import Keys, NodeState
-from elastic.metrics.counting import NodeMetrics
-from elastic.node.context import NodeContext
-from elastic.node.status import NodeStatus
+from elastic.membership.view import Policy
+from elastic.telemetry.events import CheckpointSaved, Event, Waiting
 from elastic.testing.doubles.manual_clock import ManualClock
-from elastic.tuning.agent_options import AgentOptions
+from elastic.tuning.options import AgentOptions
 from elastic.worker.worlds import Worlds
 
 ALONE = Policy(min_nodes=1, max_nodes=4)

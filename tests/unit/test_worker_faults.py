@@ -7,14 +7,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.api import SignalException
 
-from elastic.errors import ConfigError, TrainingError
-from elastic.world.faults import (
-    GroupAborted,
-    GroupBuildFailed,
-    Superseded,
-    causes,
-    is_world_fault,
-)
+from elastic.errors import ConfigError, GroupAborted, GroupBuildFailed, Superseded, TrainingError
+from elastic.groups.faults import causes, is_world_fault
 
 # As raised by torch 2.13 on ranks whose peer was killed, stopped, or late.
 CLOSED = RuntimeError(

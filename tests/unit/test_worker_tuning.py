@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from elastic.agent.worker_tuning import WorkerTuning, check
+from elastic.agent.tuning import WorkerTuning, check
 from elastic.errors import ConfigError
-from elastic.events import Event, WorkersTuned
-from elastic.tuning.agent_options import AgentOptions
+from elastic.telemetry.events import Event, WorkersTuned
+from elastic.tuning.environment import TUNED
 from elastic.tuning.network import Interface, Network
-from elastic.tuning.worker_environment import TUNED
+from elastic.tuning.options import AgentOptions
 
 NETWORK = Network(
     interfaces=(

@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 
 from elastic.errors import ConfigError
+from elastic.groups.world import largest_world, world_from_environment
 from elastic.testing.forks.server import run_forked
 from elastic.testing.waiting import PATIENCE_S
-from elastic.world.world import largest_world, world_from_environment
 
 TORCHRUN = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
 TORCHRUN |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500", "GROUP_RANK": "1"}
@@ -93,7 +93,7 @@ def test_an_exception_reaches_the_agent_and_sets_the_exit_code(
     file = tmp_path / "error.json"
     script = (
         "from elastic.errors import *\n"
-        "from elastic.world.failure import FailureHook\n"
+        "from elastic.groups.faults import FailureHook\n"
         "FailureHook().install()\n"
         f"raise {error}('it went wrong', hint='do this')\n"
     )
@@ -110,7 +110,7 @@ def test_an_exception_reaches_the_agent_and_sets_the_exit_code(
 
 
 LOST_PEERS = """
-from elastic.world.failure import FailureHook
+from elastic.groups.faults import FailureHook
 from elastic.telemetry.journal import Journal
 import os
 journal = Journal(folder=os.environ.get("ELASTIC_JOURNAL"), identity={"node": "a"}, role="worker")
@@ -154,7 +154,7 @@ def test_lost_peers_are_logged_in_one_line_with_a_journal_traceback(
 
 
 def test_an_existing_error_file_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from elastic.world.failure import record
+    from elastic.groups.faults import record
 
     file = tmp_path / "error.json"
     file.write_text("{}")

@@ -7,16 +7,12 @@ from unittest.mock import patch
 
 import pytest
 
-from elastic.link.protocol import WorldMessage, decode, encode
+from elastic.groups.world import world_from_environment
+from elastic.link.link import WorldMessage, decode, encode
 from elastic.membership.records import WorldRecord
-from elastic.messages.environment import (
+from elastic.wire.handshake import SecretKey
+from elastic.wire.messages import (
     CALL_JOIN,
-    identity_in,
-    identity_variable,
-    number_on_node,
-    world_variables,
-)
-from elastic.messages.world import (
     NO_WORLD,
     Cause,
     RankAssignment,
@@ -24,11 +20,13 @@ from elastic.messages.world import (
     WorldSpec,
     WorldState,
     derive,
+    identity_in,
+    identity_variable,
+    number_on_node,
+    world_variables,
 )
-from elastic.secure_channel.keys import SecretKey
-from elastic.secure_channel.tls import TlsFiles
-from elastic.worker.received_world import group_spec, world_of, write_environment
-from elastic.world.world import world_from_environment
+from elastic.wire.tls import TlsFiles
+from elastic.worker.worlds import group_spec, world_of, write_environment
 
 KEY = SecretKey(bytes(range(32)))
 MESSAGE = WorldMessage(

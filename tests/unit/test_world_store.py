@@ -17,10 +17,9 @@ from torch.distributed import (  # type: ignore[attr-defined]
     PrefixStore,
 )
 
-from elastic.secure_channel.frames import frame
-from elastic.secure_channel.keys import SecretKey
-from elastic.world.faults import Superseded
-from elastic.world.world_store import StoreServer, WorldStore, connect
+from elastic.errors import Superseded
+from elastic.groups.store import StoreServer, WorldStore, connect
+from elastic.wire.handshake import SecretKey, frame
 
 SOON = datetime.timedelta(milliseconds=20)
 Connect = Callable[..., WorldStore]

@@ -6,19 +6,17 @@ import logging
 
 from membership_nodes import node, world
 
-from elastic.events import Event
-from elastic.leadership.failure_accounting import FailureAccounting
-from elastic.leadership.roster import Roster
-from elastic.leadership.world_writer import WorldWriter
-from elastic.liveness.connections import Connections
+from elastic.agent.accounting import FailureAccounting
+from elastic.agent.leader import WorldWriter
+from elastic.agent.liveness import Connections
+from elastic.agent.node import NodeContext, NodeStatus, RunSecret, WorldEntry
+from elastic.agent.roster import Roster
 from elastic.membership.records import Keys, Outcome, encode
-from elastic.node.context import NodeContext
-from elastic.node.run_secret import RunSecret
-from elastic.node.status import NodeStatus, WorldEntry
-from elastic.secure_channel.keys import SecretKey
+from elastic.telemetry.events import Event
 from elastic.testing.doubles.manual_clock import ManualClock
 from elastic.testing.doubles.memory_store import MemoryStore
-from elastic.tuning.agent_options import AgentOptions
+from elastic.tuning.options import AgentOptions
+from elastic.wire.handshake import SecretKey
 
 KEYS = Keys.of("/elastic", "job")
 

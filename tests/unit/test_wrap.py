@@ -18,12 +18,11 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.optim.swa_utils import AveragedModel
 
-from elastic.errors import ConfigError, TrainingError
-from elastic.process_group.pending import pending_works
-from elastic.process_group.reducer import ReleasableGroup
-from elastic.training.gradients import wrap
-from elastic.training.gradients.wrap import ElasticDDP
-from elastic.world.faults import GroupAborted
+from elastic.errors import ConfigError, GroupAborted, TrainingError
+from elastic.groups.collectives import ReleasableGroup
+from elastic.groups.pending import pending_works
+from elastic.train import ddp
+from elastic.train.ddp import ElasticDDP
 
 
 @pytest.fixture
@@ -158,7 +157,7 @@ def test_no_collectives_in_eval_mode_and_without_gradients(monkeypatch: pytest.M
     model = ElasticDDP(nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3)))
     model.enter_world()
     broadcasts: list[object] = []
-    monkeypatch.setattr(wrap, "broadcast_tensors", lambda *a, **k: broadcasts.append(a))
+    monkeypatch.setattr(ddp, "broadcast_tensors", lambda *a, **k: broadcasts.append(a))
     with torch.no_grad():
         model(torch.randn(4, 3))
     model.eval()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
-from elastic.process_group import PendingWorks
+from elastic.groups.pending import PendingWorks
 
 
 class EndedWork(dist.Work):

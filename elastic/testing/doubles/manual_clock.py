@@ -6,7 +6,7 @@ import threading
 
 
 class ManualClock:
-    """An :class:`elastic.clock.Clock` that only a test advances."""
+    """An :class:`elastic.errors.Clock` that only a test advances."""
 
     def __init__(self, start: float = 0.0) -> None:
         self._now = start

@@ -10,8 +10,7 @@ import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from elastic.clock import SYSTEM_CLOCK
-from elastic.errors import CoordinationError, LeaseGone, StoreFull, StoreUnreachable
+from elastic.errors import SYSTEM_CLOCK, CoordinationError, LeaseGone, StoreFull, StoreUnreachable
 from elastic.store.keyvalue import (
     Deleted,
     Disconnected,

@@ -3,9 +3,6 @@
 ``opts`` are c10d's options. A backend returns a work, or None if the caller must not wait.
 """
 
-# Because of overloads in torch's stubs, which lack "Work | None".
-# mypy: disable-error-code="override,assignment"
-
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
@@ -17,7 +14,11 @@ import torch.distributed as dist
 
 from elastic.testing.doubles.device_stream import land, land_all, stream
 
-_wait_in_torch = dist.Work.wait  # before elastic/process_group/patches.py replaces it
+# Because of overloads in torch's stubs, which lack "Work | None".
+# mypy: disable-error-code="override,assignment"
+
+
+_wait_in_torch = dist.Work.wait  # before elastic/groups/pending.py replaces it
 Started: TypeAlias = dist.Work | None
 # Begins a collective on the gloo group; returns its work, and a function that writes the outputs.
 Exchange = Callable[[Any], tuple[Any, Callable[[], None]]]

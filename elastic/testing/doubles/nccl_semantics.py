@@ -10,7 +10,7 @@ ProcessGroupNCCL2 those of v2.15.
 :mod:`elastic.testing.doubles.device_stream` simulates the device, and
 :mod:`elastic.testing.doubles.nccl_operations` has the collectives.
 
-:func:`register` registers it with torch and :mod:`elastic.process_group.semantics`;
+:func:`register` registers it with torch and :mod:`elastic.groups.pending`;
 :func:`use_by_default` makes it the backend of ``elastic.join()`` in this process.
 """
 
@@ -33,20 +33,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-from elastic.process_group import (
-    DEFAULT_BACKENDS,
-    Semantics,
-    leak,
-    register_semantics,
-)
-from elastic.testing.doubles.device_stream import (
-    CPU,
-    Kernels,
-    poison,
-    record,
-    stream,
-    synchronize,
-)
+from elastic.groups.group import DEFAULT_BACKENDS, leak
+from elastic.groups.pending import Semantics, register_semantics
+from elastic.testing.doubles.device_stream import CPU, Kernels, poison, record, stream, synchronize
 from elastic.testing.doubles.nccl_operations import (
     CoalescedPart,
     Exchange,
@@ -378,7 +367,7 @@ def _is_called_from_below(frame: FrameType) -> bool:
     """Whether C++ is the caller, for the reducer or torch's own ``wait``. C++ has no frames: the
     next one belongs to the caller of C++."""
     module = str(frame.f_globals.get("__name__", ""))
-    return module.startswith(("elastic.process_group.", "torch.nn.", "torch.autograd."))
+    return module.startswith(("elastic.groups.", "torch.nn.", "torch.autograd."))
 
 
 @functools.cache  # once per process

@@ -1,5 +1,6 @@
 """``bound_to_parent.py PID command`` of ``elastic run`` and ``elastic demo`` in a forked process,
-which binds itself to its parent (elastic/cli/launch/bound_to_parent.py)."""
+which binds itself to its parent (elastic/cli/bound_to_parent.py).
+"""
 
 from __future__ import annotations
 

@@ -57,19 +57,19 @@ _WARM = (
     "torch.optim.swa_utils",
     "torch.utils.checkpoint",
     "torch.utils.data",
-    "checkpoints.testing.faults",
-    "elastic.rendezvous.handler",
+    "checkpoints.testing",
+    "elastic.launcher.handler",
     "elastic.testing.pacing",
-    "elastic.training.run",
+    "elastic.train.run",
 )
 # Of a run's log, where it is installed.
 _WARM_IF_INSTALLED = ("tensorboard.summary.writer.record_writer",)
 # By name: they are built on this package. Their processes are forked, too.
 _STARTERS = (
-    "elastic.cli.launch.local_nodes",
-    "elastic.doctor.collectives.ranks",
-    "elastic.doctor.probes",
-    "elastic.rendezvous.replacement",
+    "elastic.cli.run",
+    "elastic.doctor.collectives",
+    "elastic.doctor.checks",
+    "elastic.launcher.launch",
 )
 _READ_AT_IMPORT = ("ELASTIC_STOCK_ETCD", "PYTHONPATH", "TORCH_LOGS")
 SLOW_START = "SLOW_START"
@@ -286,7 +286,7 @@ def _starts_others(module: str, arguments: Sequence[str]) -> bool:
     ``elastic run``, ``elastic run``, ``elastic demo`` and ``elastic doctor``."""
     if module == "elastic.cli.main":
         return arguments[:1] in (["run"], ["demo"], ["doctor"])
-    return module in ("torch.distributed.run", "elastic.cli.launch.local_agent")
+    return module in ("torch.distributed.run", "elastic.cli.local_agent")
 
 
 def _run_script(path: str, arguments: list[str]) -> None:

@@ -31,7 +31,7 @@ import sys
 from dataclasses import dataclass
 from typing import Any
 
-from elastic.clock import SYSTEM_CLOCK
+from elastic.errors import SYSTEM_CLOCK
 from elastic.testing.network.packets import Flow, addresses_of, flow_of
 
 # linux/if_tun.h, linux/sched.h

@@ -22,34 +22,37 @@ from typing import Any
 
 import torch
 
-from elastic.link.protocol import (
+from elastic.agent.identity import PortReserve
+from elastic.link.link import (
     ClientHandshakeRequest,
     CollectiveFailure,
     Entered,
     Heartbeat,
+    LinkServer,
+    LocalReplicas,
     Message,
     Ready,
     ReplicaJoin,
     ReplicaMeet,
     SigtermAnswer,
     SigtermAsk,
+    Worker,
+    WorkerDeath,
     WorldMessage,
 )
-from elastic.link.replicas import LocalReplicas
-from elastic.link.server import LinkServer, Worker, WorkerDeath
-from elastic.messages.environment import CALL_JOIN, world_variables
-from elastic.messages.world import (
+from elastic.testing.small_world.worker import become_worker
+from elastic.testing.small_world.world import RECOVER, STOP, Death
+from elastic.wire.handshake import SecretKey
+from elastic.wire.messages import (
+    CALL_JOIN,
     NO_WORLD,
     Cause,
     RankAssignment,
     WorldIdentity,
     WorldSpec,
     WorldState,
+    world_variables,
 )
-from elastic.node.ports import PortReserve
-from elastic.secure_channel.keys import SecretKey
-from elastic.testing.small_world.worker import become_worker
-from elastic.testing.small_world.world import RECOVER, STOP, Death
 
 # Modules that scripts import eventually: creating an optimizer imports _dynamo.
 _WARM = (
@@ -179,7 +182,7 @@ class SmallJob:
 
     def _environment(self, rank: int, link: str, *, is_joining: bool) -> dict[str, str]:
         """The variables that torchrun and our agent set. A worker that joins a running world
-        receives its rank over the link (elastic/rendezvous/handler.py)."""
+        receives its rank over the link (elastic/launcher/handler.py)."""
         size = self._per_node if is_joining else self._size
         identity = WorldIdentity(generation=self._generation, nonce=self._nonce, lineage=())
         values: dict[str, object] = {

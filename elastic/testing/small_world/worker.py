@@ -27,10 +27,10 @@ from safetensors.torch import save_file
 from elastic.testing import shared_gpu
 from elastic.testing.doubles import nccl_semantics
 from elastic.testing.small_world.world import CALLS, LINES, Death
-from elastic.training import components
+from elastic.train import run
 
 _PR_SET_PDEATHSIG = 1
-_started: list[components.Components] = []
+_started: list[run.Components] = []
 
 
 def become_worker(
@@ -94,16 +94,16 @@ def _separate_from_the_host(log: Path, environment: Mapping[str, str]) -> None:
 
 def _watch_start() -> None:
     """Record the components that ``elastic.join()`` starts in the script."""
-    original = components.start_components
+    original = run.start_components
 
-    def start_components(*args: Any, **options: Any) -> components.Components:
+    def start_components(*args: Any, **options: Any) -> run.Components:
         _started.append(original(*args, **options))
         return _started[-1]
 
-    components.start_components = start_components
+    run.start_components = start_components
 
 
-def _components_of_script() -> components.Components | None:
+def _components_of_script() -> run.Components | None:
     return _started[-1] if _started else None
 
 

@@ -25,9 +25,9 @@ import checkpoints
 import elastic
 from elastic.testing.doubles import nccl_semantics
 from elastic.testing.pacing import pause_after_step
-from elastic.training.building import builder
-from elastic.training.data.sampler import ElasticSampler
-from elastic.training.rebuilding import loading
+from elastic.train import rebuilding
+from elastic.train import run as builder
+from elastic.train.sampler import ElasticSampler
 
 
 def main() -> None:
@@ -50,7 +50,7 @@ def main() -> None:
             os.kill(os.getpid(), signal.SIGKILL)
 
     build, advance = builder.BuildsInWorlds.build, ElasticSampler.advance
-    read_manifest = loading.read_manifest  # type: ignore[attr-defined]
+    read_manifest = rebuilding.read_manifest  # type: ignore[attr-defined]
 
     def dying_build(run: Any, fn: Any) -> Any:
         def made(mesh: Any) -> Any:
@@ -84,7 +84,7 @@ def main() -> None:
     )
     builder.BuildsInWorlds.build = dying_build  # type: ignore[method-assign, assignment]
     ElasticSampler.advance = slow_advance  # type: ignore[method-assign, assignment]
-    loading.read_manifest = dying_read  # type: ignore[attr-defined, assignment]
+    rebuilding.read_manifest = dying_read  # type: ignore[attr-defined, assignment]
     atexit.register(keep_final)
     sys.argv = [
         str(options.example),

@@ -23,7 +23,7 @@ import checkpoints
 from elastic import ElasticSampler
 from elastic.telemetry.ledger import Ledger
 from elastic.testing.pacing import pause_after_step
-from elastic.training.data.sampler import RankStep
+from elastic.train.sampler import RankStep
 
 
 def main() -> None:

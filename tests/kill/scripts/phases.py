@@ -22,10 +22,10 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import elastic
-from elastic.process_group import ProcessGroup
+from elastic.groups.group import ProcessGroup
 from elastic.testing.doubles import nccl_semantics
 from elastic.testing.pacing import pause_after_step
-from elastic.training.recovery import transfer
+from elastic.train import transfer
 
 
 class Orders:

@@ -29,13 +29,13 @@ from torch.optim.optimizer import (
 
 import elastic
 from checkpoints import LocalStorage
-from checkpoints.format.names import MANIFEST
-from checkpoints.testing.faults import FaultyStorage
-from elastic.mesh import ModelReplica
-from elastic.process_group import ProcessGroup
+from checkpoints.names import MANIFEST
+from checkpoints.testing import FaultyStorage
+from elastic.groups.group import ProcessGroup
+from elastic.groups.replica import ModelReplica
 from elastic.testing.doubles import device_stream, nccl_semantics
-from elastic.training.gradients.across import AcrossReduction
-from elastic.training.recovery import transfer
+from elastic.train import transfer
+from elastic.train.sharded import AcrossReduction
 
 # Less than the hang budget of a waiting rank.
 OTHERS_COME_WITHIN_S = 2.0

@@ -22,9 +22,9 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import elastic
 from checkpoints import EverySeconds, EverySteps, LocalStorage, OnPreemption
-from checkpoints.testing.faults import FaultyStorage
+from checkpoints.testing import FaultyStorage
 from elastic.testing.pacing import pause_after_step
-from elastic.training.gradients.control_flags import ControlFlags, StepFlags
+from elastic.train.order import ControlFlags, StepFlags
 
 _REFUSALS = {"disk-full": errno.ENOSPC, "disk-readonly": errno.EROFS}
 

@@ -24,7 +24,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import elastic
 from checkpoints import LocalStorage
-from checkpoints.testing.faults import FaultyStorage
+from checkpoints.testing import FaultyStorage
 from elastic.testing.pacing import pause_after_step
 
 

@@ -1,0 +1,930 @@
+"""Asynchronous saves: the engine, its supervision, and engines of several tiers."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import json
+import math
+import os
+import queue
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any, Literal
+
+from checkpoints.commit import is_committed, is_waiting, missing_writers
+from checkpoints.errors import ArgumentError, CheckpointError, SaveError, WriteFailed
+from checkpoints.intervals import (
+    COMMIT_PATIENCE_S,
+    MAX_PART_POLL_S,
+    PART_POLL_S,
+    SAVE_DEADLINE_S,
+    WRITER_SLICE_S,
+)
+from checkpoints.names import CheckpointName, writer_file
+from checkpoints.objects import Root, storage_for
+from checkpoints.policies import LatestN, RetentionFunction, SaveContext, SavePolicy
+from checkpoints.retention import FolderHistory
+from checkpoints.saving import (
+    Progress,
+    SaveHandle,
+    SaveJob,
+    SaveOutcome,
+    SaveStatus,
+    StagingPool,
+    WriteAttempt,
+    WriterGroup,
+    WriterThreadDied,
+    buffer_wait_s,
+    check_json,
+    check_world,
+    commit_if_complete,
+    discard,
+    folder_removed,
+    give_up,
+    lineage_of,
+    save,
+    write_unless_committed,
+)
+from checkpoints.storage import ABSENT, Storage, is_transient, patient, writing
+from checkpoints.tensors import share_of
+from checkpoints.tree import flatten, spec_of
+
+# ----------------------------------------------------------------------------
+# Asynchronous saves: stage on the caller's thread, write and commit on a background thread.
+#
+# The caller is blocked only while its share is copied. The background thread accesses the storage
+# only: no collectives, no live tensors. Every failure becomes a :class:`SaveOutcome`; training
+# continues.
+#
+# A thread that hangs in a system call cannot be stopped. The caller's thread therefore checks the
+# deadline, too (in :meth:`Engine.outcomes`), and abandons a hung save for good: if the disk
+# recovers, that save does not commit. Until then saves are skipped, since the hung save owns its
+# buffer.
+#
+# The deadline limits the time without progress, not the size of a save: each chunk that is
+# written, and each sign of another writer, renews it.
+
+THREAD_NAME = "checkpoint-writer"
+_NICENESS = 10
+
+
+class Engine:
+    """Saves asynchronously for the life of a process. Its one owner closes it.
+
+    ``keep`` is applied after a commit. ``fence`` is called before one, on the writer thread: False
+    means that the caller's world is stale (a :class:`WriterGroup` may have its own fence).
+    ``deadline_s`` limits the time in which a save makes no progress: this writer writes no chunk,
+    and no other one that it waits for. It grows with the pauses that a slow storage has been seen
+    to make. While both buffers are in use, a save is skipped and counted with ``busy="skip"``; with
+    ``"wait"`` it waits for a buffer, at most for ``deadline_s``. By default a single writer skips,
+    and several wait: if each rank decided by its own buffers, a save that some ranks skip could
+    never be committed.
+
+    As a context manager, it finishes all saves; if the block raises, only this writer's shares, so
+    that the exception does not wait for writers that may be gone.
+
+    Raises :class:`ArgumentError` for a ``root`` that names no storage. Methods raise RuntimeError
+    after :meth:`close`, and :class:`WriterThreadDied` once the writer thread has died of a bug.
+    """
+
+    def __init__(
+        self,
+        root: Root,
+        *,
+        keep: RetentionFunction | None = LatestN(3),  # noqa: B008  frozen
+        fence: Callable[[], bool] | None = None,
+        deadline_s: float = SAVE_DEADLINE_S,
+        busy: Literal["skip", "wait"] | None = None,
+        clock: Callable[[], float] = time.time,
+        monotonic: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._storage: Storage = patient(storage_for(root))
+        self._keep = keep
+        self._history = FolderHistory()
+        self._fence = fence
+        self._deadline_s = deadline_s
+        self._busy = busy
+        self._clock = clock
+        self._monotonic = monotonic
+        self._lock = threading.Lock()
+        self._buffers = StagingPool(2)
+        self._jobs: queue.Queue[SaveJob | Callable[[], object] | None] = queue.Queue()
+        self._open: list[SaveJob] = []  # neither committed nor abandoned
+        self._overdue: list[SaveJob] = []  # their files are not removed yet
+        self._progress = Progress(monotonic)
+        self._ended: deque[SaveOutcome] = deque()
+        self._died: BaseException | None = None
+        self._closed = False
+        self.skipped = 0
+        # A daemon: a hung disk must not keep the process from exiting.
+        self._thread = threading.Thread(target=self._work, name=THREAD_NAME, daemon=True)
+        self._thread.start()
+
+    # -- the caller's thread ------------------------------------------------------------------
+
+    def reserve(
+        self,
+        state: object,
+        *,
+        rank: int = 0,
+        world_size: int = 1,
+        section: tuple[int, ...] | None = None,
+        background: bool = False,
+    ) -> None:
+        """Allocate both buffers for ``state``, so that the first save only copies.
+
+        ``section``: as in :class:`WriterGroup`. With ``background`` the writer thread allocates
+        them, between saves. Raises :class:`StateError` for a state that cannot be saved,
+        :class:`ArgumentError` for a rank outside of the world or DTensors of another mesh.
+        """
+        _, tensors = flatten(state)
+        pieces = share_of([spec_of(n, t) for n, t in tensors.items()], world_size, rank, section)
+        size = sum(span.count * spec.element_bytes for spec, span in pieces)
+        pinned = any(t.is_cuda for t in tensors.values())
+        grow = functools.partial(self._buffers.reserve, size, pinned=pinned)
+        self.submit(grow) if background else grow()
+
+    def submit(self, task: Callable[[], object]) -> None:
+        """Run ``task`` on the writer thread, after earlier saves. An exception ends the thread."""
+        self._check_alive()
+        self._jobs.put(task)
+
+    def save_async(
+        self,
+        state: object,
+        *,
+        step: int,
+        world: WriterGroup,
+        data_position: Any = None,
+        wait_s: float | None = None,
+    ) -> SaveHandle:
+        """Copy this rank's share of ``state`` and return; the background thread writes it.
+
+        Every rank of ``world`` calls it for the same steps. Once it returns, the tensors may
+        change. ``wait_s`` limits the wait for a free buffer and overrides ``busy``. Raises
+        :class:`ArgumentError` (``busy="skip"`` with several writers) or :class:`StateError` for
+        caller mistakes; every other failure is in the outcome of the handle.
+        """
+        self._check_alive()
+        check_world(world.rank, world.size, world.section)
+        if wait_s is None:
+            wait_s = buffer_wait_s(self._busy, world.size, self._deadline_s)
+        check_json(data_position)
+        name = CheckpointName(step, world.generation, world.nonce)
+        lineage = lineage_of(name, world.lineage)
+        handle = SaveHandle(str(name), step)
+        began_s = self._monotonic()
+        self._abandon_overdue()
+        try:
+            buffer = self._buffers.acquire(handle, wait_s)
+            if buffer is None:
+                self.skipped += 1
+                stall_s, reason = self._monotonic() - began_s, "earlier saves use all buffers"
+                self._end(handle, SaveStatus.SKIPPED, reason=reason, stall_s=stall_s)
+                return handle
+            tree, tensors = flatten(state)
+            specs = tuple(spec_of(key, tensor) for key, tensor in tensors.items())
+            pieces = share_of(specs, world.size, world.rank, world.section)
+            data = buffer.fill(pieces, tensors)
+            attempt = WriteAttempt(
+                name=name,
+                rank=world.rank,
+                world_size=world.size,
+                lineage=lineage,
+                data_position=json.loads(json.dumps(data_position)),  # a private copy
+                specs=specs,
+                tree=tree,
+                section=world.section,
+                pieces=pieces,
+                data=self._progress.watched(data),
+                history=self._history.of(world.nonce),
+            )
+            now_s = self._monotonic()
+            deadline_s = now_s + self._limit_s
+            job = SaveJob(attempt, handle, world.fence, began_s, now_s - began_s, deadline_s)
+            with self._lock:
+                self._open.append(job)
+            self._jobs.put(job)
+        except CheckpointError:  # before the writer thread has the job
+            self._buffers.release(handle)
+            raise
+        except (MemoryError, RuntimeError) as error:  # torch raises RuntimeError when out of memory
+            self._buffers.release(handle)
+            self._end(handle, SaveStatus.FAILED, reason=f"staging: {error}", error=error)
+        except BaseException:
+            self._withdraw(handle)
+            raise
+        return handle
+
+    def _withdraw(self, handle: SaveHandle) -> None:
+        """Undo a save that an exception interrupted at any point, such as KeyboardInterrupt.
+
+        The writer thread frees the buffer: if it has the job already, it must not lose the buffer
+        while it reads.
+        """
+        reason = "its caller was interrupted"
+        self._abandon(lambda job: job.handle is handle, reason)
+        self._jobs.put(lambda: self._buffers.release(handle))
+
+    @property
+    def has_free_buffer(self) -> bool:
+        """Whether a staging buffer is free."""
+        return self._buffers.has_free
+
+    @property
+    def in_flight(self) -> int:
+        """The number of saves that are neither committed nor abandoned."""
+        with self._lock:
+            return len(self._open)
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether the writer thread runs: until :meth:`close`, or an error."""
+        return self._thread.is_alive()
+
+    def outcomes(self) -> tuple[SaveOutcome, ...]:
+        """The saves that ended since the last call. Call it every step: it detects hung saves."""
+        self._abandon_overdue()
+        self._report_death()
+        with self._lock:
+            ended = tuple(self._ended)
+            self._ended.clear()
+        return ended
+
+    def wait(self, timeout_s: float | None = None) -> bool:
+        """Wait until no save is in flight; False after ``timeout_s``."""
+        return self._wait(timeout_s, lambda job: True)
+
+    def _wait(self, timeout_s: float | None, is_awaited: Callable[[SaveJob], bool]) -> bool:
+        until_s = self._monotonic() + (math.inf if timeout_s is None else timeout_s)
+        while True:
+            self._abandon_overdue()
+            self._report_death()
+            with self._lock:
+                handles = [job.handle for job in self._open if is_awaited(job)]
+            if not handles:
+                return True
+            left_s = until_s - self._monotonic()
+            if left_s <= 0:
+                return False
+            handles[0].wait(min(left_s, PART_POLL_S))
+
+    def close(self, timeout_s: float | None = None) -> bool:
+        """Finish the saves in flight and join the thread; False if it did not end in time.
+
+        A hung writer thread is leaked: it is a daemon and never commits.
+        """
+        return self._close(timeout_s, lambda job: True)
+
+    def _close(self, timeout_s: float | None, is_awaited: Callable[[SaveJob], bool]) -> bool:
+        if self._closed:
+            return not self.is_alive
+        self._closed = True
+        finished = self._died is not None or self._wait(timeout_s, is_awaited)
+        self._abandon(lambda job: True, "the engine was closed")
+        self._jobs.put(None)
+        self._thread.join(timeout=PART_POLL_S * 10 if finished else 0.0)
+        self._report_death()
+        return finished and not self.is_alive
+
+    def __enter__(self) -> Engine:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if kind is None:
+            self.close()
+        else:
+            with contextlib.suppress(WriterThreadDied):  # the block's exception says more
+                self._close(None, lambda job: not job.handle.is_written)
+
+    def _check_alive(self) -> None:
+        self._report_death()
+        if self._closed:
+            raise RuntimeError("the checkpoint engine is closed")
+
+    def _report_death(self) -> None:
+        if self._died is not None:
+            raise WriterThreadDied("the checkpoint writer thread died") from self._died
+
+    @property
+    def _limit_s(self) -> float:
+        """How long a save may make no progress."""
+        return max(self._deadline_s, self._progress.patience_s)
+
+    def _abandon_overdue(self) -> None:
+        now_s, limit_s = self._monotonic(), self._limit_s
+        # A save that is queued waits for the earlier ones, and is not late while they progress.
+        writing_until_s = self._progress.last_s + limit_s
+
+        def is_overdue(job: SaveJob) -> bool:
+            is_written = job.bytes_written is not None
+            return now_s > (job.deadline_s if is_written else max(job.deadline_s, writing_until_s))
+
+        overdue = self._abandon(is_overdue, f"no progress within {limit_s:g} s")
+        with self._lock:
+            self._overdue += overdue
+
+    def _abandon(self, which: Callable[[SaveJob], bool], reason: str) -> list[SaveJob]:
+        with self._lock:
+            jobs = [job for job in self._open if which(job)]
+        for job in jobs:
+            problem = f": {job.problem}" if job.problem else ""
+            self._finish(job, SaveStatus.ABANDONED, reason=f"{reason}{problem}")
+        return jobs
+
+    # -- either thread ------------------------------------------------------------------------
+
+    def _finish(self, job: SaveJob, status: SaveStatus, **more: Any) -> None:
+        """End a job exactly once, even if both threads call this."""
+        with self._lock:
+            if job not in self._open:
+                return
+            self._open.remove(job)
+        self._end(
+            job.handle,
+            status,
+            stall_s=job.stall_s,
+            write_s=job.write_s,
+            took_s=self._monotonic() - job.began_s,
+            bytes_written=job.bytes_written or 0,
+            **more,
+        )
+
+    def _end(self, handle: SaveHandle, status: SaveStatus, **more: Any) -> None:
+        handle.is_written = True
+        handle.outcome = SaveOutcome(step=handle.step, name=handle.name, status=status, **more)
+        with self._lock:
+            self._ended.append(handle.outcome)
+        handle.ended.set()
+
+    # -- the writer's thread ------------------------------------------------------------------
+
+    def _work(self) -> None:
+        # Linux priorities are per thread. If refused, saves only compete with training for CPUs.
+        with contextlib.suppress(OSError, AttributeError):
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)
+        try:
+            while self._work_once():
+                pass
+        except BaseException as error:  # noqa: BLE001  raised by the owner's next call
+            self._died = error
+            self._abandon(lambda job: True, f"the writer thread died: {error!r}")
+
+    def _work_once(self) -> bool:
+        """Process one job, or poll those that wait for other writers; False at the end."""
+        try:
+            job = self._jobs.get(timeout=PART_POLL_S if self.in_flight else None)
+        except queue.Empty:
+            self._poll_waiting()
+            return True
+        if job is None:
+            self._discard_overdue()
+            return False
+        if not isinstance(job, SaveJob):
+            job()
+            return True
+        try:
+            with self._progress:
+                self._write(job)
+        finally:
+            self._buffers.release(job.handle)
+        self._poll_waiting()
+        return True
+
+    def _write(self, job: SaveJob) -> None:
+        began_s = self._monotonic()
+        try:
+            if not self._is_open(job) or not self._may_commit(job):
+                self._finish(job, SaveStatus.STALE, reason="its world ended before it was written")
+                return
+            written = write_unless_committed(self._storage, job.attempt, self._clock)
+            if written is None:
+                self._finish(job, SaveStatus.COMMITTED)
+                return
+        except Exception as error:  # noqa: BLE001  reported as the outcome
+            job.write_s = self._monotonic() - began_s
+            self._fail(job, error)
+            return
+        # From here on this share is safe, and what fails now is tried again until the deadline.
+        job.bytes_written, job.written_s = written, self._monotonic()
+        job.write_s = job.written_s - began_s
+        # The other writers have begun at about the same time, and may be slower.
+        job.deadline_s = job.written_s + max(self._limit_s, job.write_s)
+        self._try(job, functools.partial(self._commit, job, began_s))
+        job.handle.is_written = True
+
+    def _poll_waiting(self) -> None:
+        """Check whether saves that wait for other writers are committed, or can be."""
+        now_s = self._monotonic()
+        with self._lock:
+            waiting = [job for job in self._open if job.bytes_written is not None]
+        for job in waiting:
+            if now_s < job.poll_at_s:
+                continue
+            job.poll_at_s = now_s + poll_pause_s(now_s - job.written_s)
+            self._try(job, functools.partial(self._poll, job))
+        self._abandon_overdue()
+        self._discard_overdue()
+
+    def _try(self, job: SaveJob, step: Callable[[], None]) -> None:
+        """Advance a save whose share is written. A transient failure is its last problem, not its
+        end."""
+        try:
+            step()
+        except Exception as error:  # noqa: BLE001  reported as the outcome
+            if is_transient(error):
+                job.problem = str(error)
+            else:
+                self._fail(job, error)
+
+    def _poll(self, job: SaveJob) -> None:
+        name, storage = job.attempt.name, self._storage
+        with writing(storage.place):
+            try:
+                files = storage.list(name.attempt)
+            except ABSENT:
+                if is_committed(storage, name):
+                    self._finish(job, SaveStatus.COMMITTED)
+                else:
+                    self._fail(job, folder_removed(name))
+                return
+        if is_waiting(files, job.attempt.world_size):
+            if not self._may_commit(job):
+                self._finish(job, SaveStatus.STALE, reason="its world ended")
+            else:
+                self._observe_writers(job, files)
+            return
+        self._commit(job)
+
+    def _observe_writers(self, job: SaveJob, files: Sequence[str]) -> None:
+        """Renew the deadline if the first of the writers that are missing has made progress."""
+        attempt = job.attempt
+        rank = min(missing_writers(files, attempt.world_size))
+        job.problem = f"waiting for writer {rank}"
+        size_bytes = 0
+        with contextlib.suppress(*ABSENT):  # it has not begun, or an object store shows it at once
+            size_bytes = self._storage.size(
+                f"{attempt.name.attempt}/{writer_file(rank, attempt.world_size)}"
+            )
+        if (rank, size_bytes) != job.seen:
+            job.seen = (rank, size_bytes)
+            job.deadline_s = max(job.deadline_s, self._monotonic() + self._limit_s)
+
+    def _commit(self, job: SaveJob, began_s: float | None = None) -> None:
+        """Commit if all shares are written; fail if they can never form a checkpoint."""
+
+        def note_time() -> None:
+            if began_s is not None:
+                job.write_s = self._monotonic() - began_s
+
+        attempt = job.attempt
+        saved = commit_if_complete(
+            self._storage,
+            attempt,
+            job.bytes_written or 0,
+            keep=self._keep,
+            fence=lambda: self._is_open(job) and self._may_commit(job),
+            on_committed=note_time,
+        )
+        if saved.committed:
+            self._finish(job, SaveStatus.COMMITTED, notes=saved.notes)
+        elif not self._may_commit(job):
+            self._finish(job, SaveStatus.STALE, reason=saved.notes[0])
+        elif saved.is_waiting:
+            job.problem = saved.notes[0]
+        elif self._is_open(job):
+            give_up(self._storage, attempt.name, attempt.rank, attempt.world_size)
+            self._fail(job, WriteFailed(f"{attempt.name} was {saved.notes[0]}"))
+
+    def _discard_overdue(self) -> None:
+        """Free the space of saves that were not committed in time."""
+        with self._lock:
+            overdue, self._overdue = self._overdue, []
+        for job in overdue:
+            discard(self._storage, job.attempt.name, job.attempt.rank, job.attempt.world_size)
+
+    def _fail(self, job: SaveJob, error: Exception) -> None:
+        if not isinstance(error, CheckpointError):
+            cause = error
+            error = WriteFailed(f"saving {job.handle.name} failed: {cause!r}")
+            error.__cause__ = cause
+        self._finish(job, SaveStatus.FAILED, reason=str(error), error=error)
+
+    def _is_open(self, job: SaveJob) -> bool:
+        with self._lock:
+            return job in self._open
+
+    def _may_commit(self, job: SaveJob) -> bool:
+        return all(fence is None or fence() for fence in (self._fence, job.fence))
+
+
+def poll_pause_s(waited_s: float) -> float:
+    """The pause before other writers' parts are listed again: long for those that are far behind,
+    since an object store bills each request."""
+    return min(max(waited_s / 2, PART_POLL_S), MAX_PART_POLL_S)
+
+
+# ----------------------------------------------------------------------------
+# An engine that survives the death of its writer thread.
+#
+# Storage failures do not end the thread; only a bug does. :class:`SupervisedEngine` then reports
+# the death once and continues with a new engine. After :data:`MAX_DEATHS` deaths it saves
+# synchronously, which is slow but still produces checkpoints.
+
+MAX_DEATHS = 3
+
+
+class SupervisedEngine:
+    """One per storage, for the life of a process. Its one owner closes it.
+
+    ``report`` is called with the outcome of each save, on the caller's thread; ``on_death`` with
+    the reason and the consequence when a writer thread has died.
+    """
+
+    def __init__(
+        self,
+        storage: Storage,
+        keep: RetentionFunction | None,
+        *,
+        report: Callable[[SaveOutcome], object],
+        on_death: Callable[[str], object],
+        clock: Callable[[], float] = time.time,
+        monotonic: Callable[[], float] = time.monotonic,
+        sleep: Callable[[float], object] = time.sleep,
+    ) -> None:
+        self._storage = storage
+        self._keep = keep
+        self._report = report
+        self._on_death = on_death
+        self._clock = clock
+        self._monotonic = monotonic
+        self._sleep = sleep
+        self._engine: Engine | None = None
+        self._deaths = 0
+        self._open: list[tuple[SaveHandle, float]] = []  # not reported yet, and their start times
+        self._is_stuck = False
+        self._is_closed = False
+
+    @property
+    def in_flight(self) -> int:
+        """The number of saves that are neither committed nor abandoned."""
+        return self._engine.in_flight if self._engine is not None else 0
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether a save is in flight that can be expected to be committed.
+
+        A written save that waits for longer than :data:`COMMIT_PATIENCE_S` lacks a share that
+        failed on another rank. A policy that saves when none is in flight need not wait for its
+        deadline.
+        """
+        now_s = self._monotonic()
+        return any(
+            not handle.is_written or now_s - began_s < COMMIT_PATIENCE_S
+            for handle, began_s in self._open
+        )
+
+    @property
+    def is_stuck(self) -> bool:
+        """Whether the disk hangs: a save was skipped because no buffer was free, and none is
+        yet."""
+        if self._is_stuck and (self._engine is None or self._engine.has_free_buffer):
+            self._is_stuck = False
+        return self._is_stuck
+
+    def reserve(self, tree: object, world: WriterGroup) -> None:
+        """Allocate buffers for this rank's share of ``tree``, in the background."""
+        engine = self._running()
+        if engine is not None:
+            engine.reserve(
+                tree,
+                rank=world.rank,
+                world_size=world.size,
+                section=world.section,
+                background=True,
+            )
+
+    def save(
+        self,
+        tree: object,
+        *,
+        step: int,
+        world: WriterGroup,
+        data_position: Any,
+        wait_s: float,
+    ) -> SaveHandle | None:
+        """Start to save this rank's share. None if it was saved synchronously, without a thread.
+
+        Raises :class:`checkpoints.StateError` if the state holds a value that cannot be saved.
+        """
+        while (engine := self._running()) is not None:
+            try:
+                handle = engine.save_async(
+                    tree,
+                    step=step,
+                    world=world,
+                    data_position=data_position,
+                    wait_s=wait_s,
+                )
+            except WriterThreadDied as death:
+                self._replace(death)
+                continue
+            self._open.append((handle, self._monotonic()))
+            self.poll()
+            return handle
+        self._save_synchronously(tree, step, world, data_position)
+        return None
+
+    def submit(self, task: Callable[[], object]) -> None:
+        """Run ``task`` on the writer thread, in order with the saves."""
+        while (engine := self._running()) is not None:
+            try:
+                engine.submit(task)
+                return
+            except WriterThreadDied as death:
+                self._replace(death)
+        task()
+
+    def poll(self) -> None:
+        """Report the saves that ended, and detect hung ones. Cheap enough for every step."""
+        if self._engine is not None:
+            try:
+                self._engine.outcomes()
+            except WriterThreadDied as death:
+                self._replace(death)
+        ended = [handle.outcome for handle, _ in self._open if handle.outcome is not None]
+        if ended:
+            self._open = [item for item in self._open if item[0].outcome is None]
+        for outcome in ended:
+            self._is_stuck = self._is_stuck or outcome.status is SaveStatus.SKIPPED
+            self._report(outcome)
+
+    def wait(self, budget_s: float) -> bool:
+        """Wait until no save is in flight; False after ``budget_s``."""
+        return self._wait(lambda: not self.in_flight, budget_s)
+
+    def finish_writing(self, budget_s: float) -> bool:
+        """Wait until this rank's share of every save is written; other ranks may still commit."""
+        return self._wait(lambda: all(handle.is_written for handle, _ in self._open), budget_s)
+
+    def close(self, budget_s: float) -> None:
+        """End the writer thread, and report the outcomes of its saves."""
+        engine, self._is_closed = self._engine, True
+        if engine is None:
+            return
+        try:
+            engine.close(timeout_s=budget_s)
+        except WriterThreadDied as death:
+            self._replace(death)
+        self._engine = None
+        self.poll()
+
+    def _wait(self, done: Callable[[], bool], budget_s: float) -> bool:
+        until_s = self._monotonic() + budget_s
+        while not done() and self._monotonic() < until_s:
+            self._sleep(WRITER_SLICE_S)
+            self.poll()
+        self.poll()
+        return done()
+
+    def _running(self) -> Engine | None:
+        """The engine, started if there is none; None once too many have died."""
+        if self._engine is None and self._deaths < MAX_DEATHS and not self._is_closed:
+            self._engine = Engine(
+                self._storage,
+                keep=self._keep,
+                deadline_s=SAVE_DEADLINE_S,
+                clock=self._clock,
+                monotonic=self._monotonic,
+            )
+        return self._engine
+
+    def _replace(self, death: WriterThreadDied) -> None:
+        self._engine, self._deaths = None, self._deaths + 1
+        replaced = self._deaths < MAX_DEATHS
+        then = "a new one takes over" if replaced else "saves now block training"
+        cause = f"{type(death.__cause__).__name__}: {death.__cause__}"
+        self._on_death(f"{death} of {cause}; {then}")
+
+    def _save_synchronously(
+        self, tree: object, step: int, world: WriterGroup, data_position: Any
+    ) -> None:
+        began_s = self._monotonic()
+        try:
+            saved = save(
+                self._storage,
+                tree,
+                step=step,
+                nonce=world.nonce,
+                generation=world.generation,
+                rank=world.rank,
+                world_size=world.size,
+                lineage=world.lineage,
+                section=world.section,
+                data_position=data_position,
+                keep=self._keep,
+                fence=world.fence,
+            )
+        except SaveError as error:
+            name = CheckpointName(step, world.generation, world.nonce)
+            failed = SaveStatus.FAILED
+            self._report(SaveOutcome(step=step, name=str(name), status=failed, reason=str(error)))
+            return
+        if not saved.committed:
+            return  # another writer will
+        took_s = self._monotonic() - began_s
+        self._report(
+            SaveOutcome(
+                step=step,
+                name=saved.name,
+                status=SaveStatus.COMMITTED,
+                bytes_written=saved.bytes_written,
+                stall_s=took_s,
+                took_s=took_s,
+                notes=saved.notes,
+            )
+        )
+
+
+# ----------------------------------------------------------------------------
+# Saves into several tiers, each with its own policies: memory every 10 steps, disk every 1,000.
+#
+# Each tier has its own engine, so a slow, full or unavailable tier affects its own saves only. To
+# resume, read all tiers as one storage (:class:`~checkpoints.TieredStorage`)::
+#
+#     engine = TieredEngine([
+#         Tier(own_memory(folder), when=EverySteps(10)),
+#         Tier("s3://bucket/job", when=EverySteps(1000) | OnPreemption(), keep=LatestN(5)),
+#     ])
+#     …
+#     engine.save_async(state, step=step, world=world, tiers=engine.due(step))
+
+_SMOOTHING = 0.3  # weight of a new save in the exponential average of their cost
+
+
+@dataclass(frozen=True)
+class Tier:
+    """A checkpoint root with its own save and retention policy."""
+
+    root: Root
+    when: SavePolicy
+    keep: RetentionFunction | None = LatestN(3)  # noqa: RUF009  frozen
+
+
+@dataclass(frozen=True)
+class TierOutcome:
+    """The outcome of a save into one tier."""
+
+    tier: int
+    place: str
+    outcome: SaveOutcome
+
+
+@dataclass
+class _Running:
+    """A tier with its engine and the inputs of its save policy."""
+
+    tier: Tier
+    place: str
+    engine: Engine
+    saved_step: int
+    saved_s: float
+    cost_s: float = 0.0
+
+    def update_cost(self, outcome: SaveOutcome) -> None:
+        if outcome.status is SaveStatus.COMMITTED:
+            before_s = self.cost_s or outcome.stall_s
+            self.cost_s = before_s + _SMOOTHING * (outcome.stall_s - before_s)
+
+
+class TieredEngine:
+    """One engine per tier. Its one owner closes it.
+
+    ``began_at_step``: the step of the state that training resumes from. Other arguments as for
+    :class:`~checkpoints.Engine`. Raises :class:`ArgumentError` if there are no tiers.
+    """
+
+    def __init__(
+        self,
+        tiers: Sequence[Tier],
+        *,
+        began_at_step: int = 0,
+        deadline_s: float = SAVE_DEADLINE_S,
+        busy: Literal["skip", "wait"] | None = None,
+        clock: Callable[[], float] = time.time,
+        monotonic: Callable[[], float] = time.monotonic,
+    ) -> None:
+        if not tiers:
+            raise ArgumentError("no tiers: at least one is required")
+        self._monotonic = monotonic
+        self._began_s = monotonic()
+        self._tiers: list[_Running] = []
+        for tier in tiers:
+            storage = storage_for(tier.root)
+            engine = Engine(
+                storage,
+                keep=tier.keep,
+                deadline_s=deadline_s,
+                busy=busy,
+                clock=clock,
+                monotonic=monotonic,
+            )
+            self._tiers.append(_Running(tier, storage.place, engine, began_at_step, self._began_s))
+
+    @property
+    def needs_agreement(self) -> bool:
+        """Whether one rank must call :meth:`due` and share the result with all."""
+        return any(running.tier.when.needs_agreement for running in self._tiers)
+
+    def due(self, step: int, *, preempted: bool = False, failures: int = 0) -> tuple[int, ...]:
+        """The indices of the tiers whose policies request a save after ``step`` steps."""
+        now_s = self._monotonic()
+        return tuple(
+            index
+            for index, running in enumerate(self._tiers)
+            if running.tier.when(
+                SaveContext(
+                    step=step,
+                    now_s=now_s,
+                    began_s=self._began_s,
+                    saved_step=running.saved_step,
+                    saved_s=running.saved_s,
+                    in_flight=running.engine.in_flight,
+                    preempted=preempted,
+                    save_cost_s=running.cost_s,
+                    failures=failures,
+                )
+            )
+        )
+
+    def save_async(
+        self,
+        state: object,
+        *,
+        step: int,
+        world: WriterGroup,
+        tiers: Collection[int],
+        data_position: Any = None,
+    ) -> tuple[SaveHandle, ...]:
+        """Copy this rank's share once for each of ``tiers``, and return.
+
+        Every rank of ``world`` calls it for the same steps and tiers. Raises as
+        :meth:`Engine.save_async <checkpoints.Engine.save_async>` does.
+        """
+        handles = []
+        for index in sorted(tiers):
+            running = self._tiers[index]
+            handles.append(
+                running.engine.save_async(
+                    state, step=step, world=world, data_position=data_position
+                )
+            )
+            running.saved_step, running.saved_s = step, self._monotonic()
+        return tuple(handles)
+
+    def outcomes(self) -> tuple[TierOutcome, ...]:
+        """The saves that ended since the last call. Call it every step: it detects hung saves."""
+        ended = []
+        for index, running in enumerate(self._tiers):
+            for outcome in running.engine.outcomes():
+                running.update_cost(outcome)
+                ended.append(TierOutcome(index, running.place, outcome))
+        return tuple(ended)
+
+    def wait(self, timeout_s: float | None = None) -> bool:
+        """Wait until no tier has a save in flight; False after ``timeout_s``."""
+        until_s = None if timeout_s is None else self._monotonic() + timeout_s
+        done = [running.engine.wait(self._left_s(until_s)) for running in self._tiers]
+        return all(done)
+
+    def close(self, timeout_s: float | None = None) -> bool:
+        """Finish the saves in flight and join the threads; False if one did not end in time."""
+        until_s = None if timeout_s is None else self._monotonic() + timeout_s
+        ended = [running.engine.close(self._left_s(until_s)) for running in self._tiers]
+        return all(ended)
+
+    def __enter__(self) -> TieredEngine:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        with contextlib.ExitStack() as stack:  # close all, even if one raises
+            for running in self._tiers:
+                stack.callback(running.engine.__exit__, kind, error, trace)
+
+    def _left_s(self, until_s: float | None) -> float | None:
+        return None if until_s is None else max(until_s - self._monotonic(), 0.0)

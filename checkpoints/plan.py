@@ -1,0 +1,202 @@
+"""Plans a load: matches saved and live tensors by path, and selects the bytes to read."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from checkpoints.commit import read_manifest
+from checkpoints.errors import StateMismatch
+from checkpoints.manifest import Manifest, digest
+from checkpoints.reader import MappedCheckpoint, TensorBuffer
+from checkpoints.storage import Storage
+from checkpoints.tensors import BY_NAME, Region, full_region, is_dtensor, local_of, local_regions
+from checkpoints.tree import has_plain_bytes, live_tensors, tensor_leaves, unflatten
+
+
+@dataclass(frozen=True)
+class Match:
+    """Which saved and live tensors match, by path."""
+
+    fitting: tuple[str, ...]
+    missing: tuple[str, ...]
+    extra: tuple[str, ...]
+    mismatched: tuple[str, ...]
+
+    def unmatched(self) -> tuple[str, ...]:
+        return (
+            *(f"{path}: missing in the checkpoint" for path in self.missing),
+            *(f"{path}: only in the checkpoint" for path in self.extra),
+            *self.mismatched,
+        )
+
+
+@dataclass(frozen=True)
+class LoadPlan:
+    """A validated load: which part of each tensor is needed, and where it goes."""
+
+    storage: Storage
+    manifest: Manifest
+    live: Mapping[str, torch.Tensor]
+    leaves: Mapping[str, str]  # path to name
+    match: Match
+    is_partial: bool
+    into_live: bool  # copy into live tensors; else all is returned
+
+    def mapped_files(self) -> MappedCheckpoint | None:
+        """The mapped files, if the load copies from them directly into live tensors; else None."""
+        return MappedCheckpoint.of(self.storage, self.manifest) if self.into_live else None
+
+    def fingerprint(self) -> str:
+        """A digest of what must be equal on all ranks of a collective load."""
+        return digest(
+            json.dumps([digest(self.manifest.to_bytes()), sorted(self.complete)]).encode()
+        )
+
+    @functools.cached_property
+    def complete(self) -> frozenset[str]:
+        """The tensors that this rank needs in full, by name: all but those that it loads only into
+        DTensors."""
+        fitting = set(self.match.fitting)
+        needed: set[str] = set()
+
+        def visit(path: str, name: str) -> None:
+            if path not in fitting or not is_dtensor(self.live[path]):
+                needed.add(name)
+
+        unflatten(self.manifest.tree, visit)
+        return frozenset(needed)
+
+    def buffers(self) -> dict[str, TensorBuffer]:
+        """Fresh memory for the needed part of each tensor."""
+        live = self._live_regions()
+        # A tensor without a leaf is not needed; only crafted manifests have one.
+        return {
+            name: TensorBuffer(
+                tensor.spec, None if name in self.complete else _regions(live.get(name, ()))
+            )
+            for name, tensor in self.manifest.tensors.items()
+        }
+
+    def live_memory(self) -> dict[str, TensorBuffer]:
+        """The live tensors' own memory; fresh memory only for tensors that are returned in
+        addition."""
+        fitting, live = set(self.match.fitting), self._live_regions()
+        returned = {name for path, name in self.leaves.items() if path not in fitting}
+        return {
+            name: TensorBuffer(tensor.spec)
+            if name in returned
+            else TensorBuffer.over(tensor.spec, live.get(name, ()))
+            for name, tensor in self.manifest.tensors.items()
+        }
+
+    def _live_regions(self) -> dict[str, list[tuple[Region, torch.Tensor]]]:
+        blocks: dict[str, list[tuple[Region, torch.Tensor]]] = defaultdict(list)
+        for path in self.match.fitting:
+            blocks[self.leaves[path]] += live_regions(self.live[path], path)
+        return blocks
+
+
+def prepare(
+    storage: Storage, name: str, into: object, strict: bool, only: str | None = None
+) -> LoadPlan:
+    manifest = read_manifest(storage, name)
+    if only is not None:
+        manifest = _part_of(manifest, only)
+    leaves = tensor_leaves(manifest.tree)
+    if into is not None and len(set(leaves.values())) < len(manifest.tensors):
+        _check_paths(manifest)
+    live = {} if into is None else live_tensors(into)
+    match = _match(manifest, leaves, live)
+    differs = into is not None and bool(match.missing or match.extra or match.mismatched)
+    if differs and strict:
+        raise StateMismatch(
+            name, missing=match.missing, extra=match.extra, mismatched=match.mismatched
+        )
+    return LoadPlan(storage, manifest, live, leaves, match, differs, into is not None)
+
+
+def _part_of(manifest: Manifest, key: str) -> Manifest:
+    """The manifest without the other keys of the saved state. Raises StateMismatch without it."""
+    part = manifest.tree.get("dict", {}).get(key)
+    if part is None:
+        raise StateMismatch(str(manifest.name), missing=(key,), extra=(), mismatched=())
+    tree = {"dict": {key: part}}
+    needed = set(tensor_leaves(tree).values())
+    tensors = {name: entry for name, entry in manifest.tensors.items() if name in needed}
+    return dataclasses.replace(manifest, tree=tree, tensors=tensors)
+
+
+def _check_paths(manifest: Manifest) -> None:
+    """Raise StateMismatch if two saved tensors have one path. Earlier versions saved such states:
+    a dict with an int key and a str key of the same text."""
+    seen: dict[str, str] = {}
+
+    def visit(path: str, name: str) -> None:
+        if seen.setdefault(path, name) != name:
+            both = f"{path} (two saved tensors have this path: load without into)"
+            raise StateMismatch(str(manifest.name), missing=(), extra=(), mismatched=(both,))
+
+    unflatten(manifest.tree, visit)
+
+
+def live_regions(live: torch.Tensor, path: str) -> Sequence[tuple[Region, torch.Tensor]]:
+    """The regions of a live tensor that this rank holds, each with its memory."""
+    return (
+        local_regions(live, path)
+        if is_dtensor(live)
+        else ((full_region(tuple(live.shape)), live.detach()),)
+    )
+
+
+def _regions(blocks: Iterable[tuple[Region, torch.Tensor]]) -> list[Region]:
+    return list(dict.fromkeys(region for region, _ in blocks))
+
+
+def _match(
+    manifest: Manifest, leaves: Mapping[str, str], live: Mapping[str, torch.Tensor]
+) -> Match:
+    fitting, mismatched = [], []
+    for path, tensor in live.items():
+        if path not in leaves:
+            continue
+        spec = manifest.tensors[leaves[path]].spec
+        saved = (spec.shape, BY_NAME[spec.dtype].torch)
+        if why := _why_unwritable(tensor):
+            mismatched.append(f"{path} ({why}: it cannot be loaded into)")
+        elif (tuple(tensor.shape), tensor.dtype) == saved:
+            fitting.append(path)
+        else:
+            mismatched.append(
+                f"{path} (saved {_shape(*saved)}, here {_shape(tuple(tensor.shape), tensor.dtype)})"
+            )
+    return Match(
+        fitting=tuple(fitting),
+        missing=tuple(path for path in live if path not in leaves),
+        extra=tuple(path for path in leaves if path not in live),
+        mismatched=tuple(mismatched),
+    )
+
+
+def _why_unwritable(tensor: torch.Tensor) -> str:
+    """Why values cannot be copied into a live tensor; "" if they can."""
+    local = local_of(tensor) if is_dtensor(tensor) else tensor
+    if local.is_meta:
+        return "on the meta device"
+    if not has_plain_bytes(local):
+        return f"a {type(local).__qualname__} without memory of its own"
+    steps = list(zip(local.shape, local.stride(), strict=True))
+    span = 1 + sum((size - 1) * step for size, step in steps)
+    if local.numel() and (span < local.numel() or any(n > 1 and not step for n, step in steps)):
+        return "expanded, several elements share memory"
+    return ""
+
+
+def _shape(shape: tuple[int, ...], dtype: torch.dtype) -> str:
+    return f"{str(dtype).removeprefix('torch.')}{list(shape)}"

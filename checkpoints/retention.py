@@ -1,0 +1,223 @@
+"""Updates LATEST and removes old checkpoints after a commit.
+
+Nothing here fails a save: the checkpoint is committed already, and each failure is a note. What
+could not be removed is removed after a later commit. A checkpoint is renamed before its removal, so
+that a partly removed one is never listed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import secrets
+from collections.abc import Collection, Iterator, Sequence
+from typing import Protocol, runtime_checkable
+
+from checkpoints.commit import committed_names, read_manifest
+from checkpoints.errors import LoadError, ReadFailed, UnsupportedFormat
+from checkpoints.manifest import Manifest, without_tensors
+from checkpoints.names import LATEST, LATEST_PREFIX, REMOVED_PREFIX, CheckpointName, parse_attempt
+from checkpoints.policies import RetentionFunction, Validity, to_remove
+from checkpoints.storage import Storage, patient, reason_of, removed_on_failure, write_durably
+
+
+@runtime_checkable
+class PartStorage(Protocol):
+    """A storage that holds parts but commits nothing; readers merge the parts of several
+    storages."""
+
+    def make_room(self, name: CheckpointName, size_bytes: int) -> None:
+        """Called before a part is added: remove older parts while it does not fit."""
+        ...
+
+    def remove_if_empty(self, name: CheckpointName) -> None:
+        """Called after a failed write: remove the folder, unless another writer has parts there.
+        Raises nothing."""
+        ...
+
+    def part_written(self, name: CheckpointName, keep: RetentionFunction | None) -> tuple[str, ...]:
+        """Called after a part is added: remove parts that ``keep`` does not retain; returns
+        notes."""
+        ...
+
+
+class FolderHistory:
+    """What a writer knows about a folder from its earlier commits.
+
+    It detects that another run saves into the same folder. Runs have different nonces. A checkpoint
+    of another nonce in the same generation that appears after this writer's first commit is of a
+    run that is active at the same time; what is there before may be of the run that this one
+    resumes.
+    """
+
+    def __init__(self) -> None:
+        self.valid: set[CheckpointName] = set()  # those that it has committed, or checked before
+        # What policies ask for, without the tensors: a commit must not read the manifests of all
+        # checkpoints again.
+        self.manifests: dict[CheckpointName, Manifest] = {}
+        self._own: set[str] = set()
+        self._known: set[CheckpointName] | None = None
+
+    def of(self, nonce: str) -> FolderHistory:
+        """Note the nonce of one of this run's worlds; returns this object."""
+        self._own.add(nonce)
+        return self
+
+    def remember(self, manifest: Manifest) -> Manifest:
+        """Note that a checkpoint is valid; returns its manifest without the tensors."""
+        self.valid.add(manifest.name)
+        self.manifests[manifest.name] = kept = without_tensors(manifest)
+        return kept
+
+    def forget_others(self, names: Collection[CheckpointName]) -> None:
+        """Keep only what is known about ``names``: the others were removed."""
+        self.valid.intersection_update(names)
+        self.manifests = {n: m for n, m in self.manifests.items() if n in names}
+
+    def note_other_runs(self, committed: Sequence[CheckpointName], name: CheckpointName) -> str:
+        """A note if another run has committed since the last call, else ``""``."""
+        others = {
+            other
+            for other in committed
+            if other.nonce not in (*self._own, name.nonce) and other.generation == name.generation
+        }
+        new = others - self._known if self._known is not None else None
+        self._known = others
+        if not new:
+            return ""
+        return (
+            f"{max(new, key=lambda other: other.step)} was saved by another run: runs that save "
+            "into one folder remove each other's checkpoints. Give each a folder of its own"
+        )
+
+
+def after_commit(
+    storage: Storage,
+    name: CheckpointName,
+    keep: RetentionFunction | None,
+    history: FolderHistory | None = None,
+) -> tuple[str, ...]:
+    """Update LATEST, remove checkpoints that ``keep`` does not retain and superseded attempts;
+    returns notes.
+
+    The checkpoint that was just committed is retained, even if the folder has newer ones.
+    """
+    history = history or FolderHistory()
+    history.valid.add(name)
+    notes: list[str] = []
+
+    @contextlib.contextmanager
+    def noted(what: str) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            notes.append(f"{name} is committed, but {what} failed: {reason_of(error)}")
+        except Exception as error:  # noqa: BLE001  of the user's policy
+            notes.append(f"{name} is committed, but {what} failed: {error!r}")
+
+    with noted("listing older checkpoints"):
+        names = committed_names(patient(storage))
+        with noted(f"writing {LATEST}"):
+            _point_latest(storage, names[0])
+        notes += filter(None, (_newer_run(names[0], name), history.note_other_runs(names, name)))
+        removable: Sequence[CheckpointName] = ()
+        with noted("choosing the checkpoints to keep"):
+            removable = not_retained(storage, names, keep, history) if keep is not None else ()
+        for old in removable:
+            if old != name:
+                with noted(f"removing {old}"):
+                    remove_committed(storage, old)
+        history.forget_others(set(names))
+        for folder in _superseded(patient(storage).list(""), name):
+            with noted(f"removing {folder}"):
+                storage.remove_folder(folder)
+    return tuple(notes)
+
+
+def _newer_run(newest: CheckpointName, name: CheckpointName) -> str:
+    """A note if the folder's newest checkpoint is of another run of the same generation."""
+    if newest.nonce == name.nonce or newest.generation != name.generation:
+        return ""
+    return (
+        f"{newest} of another run counts as newer than {name}: latest() returns it, and only the "
+        "last checkpoint of this run is kept. Resume from it, or save into another folder"
+    )
+
+
+def not_retained(
+    storage: Storage,
+    newest_first: Sequence[CheckpointName],
+    keep: RetentionFunction,
+    history: FolderHistory,
+) -> tuple[CheckpointName, ...]:
+    """The committed checkpoints that ``keep`` does not retain, oldest first. A checkpoint counts as
+    valid if its manifest is intact and its files have the right sizes."""
+
+    @functools.cache
+    def look(name: CheckpointName) -> Manifest | LoadError:
+        if (known := history.manifests.get(name)) is not None:
+            return known
+        try:
+            return history.remember(read_manifest(patient(storage), str(name)))
+        except LoadError as error:
+            return error
+
+    def manifest_of(name: CheckpointName) -> Manifest | None:
+        found = look(name)
+        return None if isinstance(found, LoadError) else found
+
+    def validity(name: CheckpointName) -> Validity:
+        if name in history.valid:
+            return Validity.VALID
+        found = look(name)
+        return validity_of(found) if isinstance(found, LoadError) else Validity.VALID
+
+    return to_remove(newest_first, keep, manifest_of, validity)
+
+
+def validity_of(error: LoadError) -> Validity:
+    """What a failed read says about a checkpoint."""
+    is_unknown = isinstance(error, (ReadFailed, UnsupportedFormat))
+    return Validity.UNKNOWN if is_unknown else Validity.DAMAGED
+
+
+def remove_committed(storage: Storage, name: CheckpointName) -> None:
+    """Remove a committed checkpoint. Safe against concurrent removal."""
+    try:
+        storage.rename(str(name), name.removed)
+    except FileNotFoundError:
+        return
+    storage.remove_folder(name.removed)
+
+
+def _point_latest(storage: Storage, newest: CheckpointName) -> None:
+    """Write LATEST, for users and scripts; this package never loads by it."""
+    temporary = f"{LATEST_PREFIX}{secrets.token_hex(4)}"
+    with removed_on_failure(storage, temporary):
+        write_durably(storage, temporary, f"{newest}\n".encode("ascii"))
+        storage.rename(temporary, LATEST)
+
+
+def free_space(storage: Storage, name: CheckpointName) -> bool:
+    """Remove what a save of ``name`` supersedes, for a full disk; returns whether it did."""
+    removed = False
+    with contextlib.suppress(OSError):
+        for folder in _superseded(storage.list(""), name):
+            with contextlib.suppress(OSError):
+                storage.remove_folder(folder)
+                removed = True
+    return removed
+
+
+def _superseded(entries: Sequence[str], name: CheckpointName) -> Iterator[str]:
+    """Attempts of the same world at earlier steps, which will not be completed, and interrupted
+    removals."""
+    for entry in entries:
+        attempt = parse_attempt(entry)
+        is_earlier = (
+            attempt is not None
+            and (attempt.generation, attempt.nonce) == (name.generation, name.nonce)
+            and attempt.step < name.step
+        )
+        if is_earlier or entry.startswith(REMOVED_PREFIX):
+            yield entry

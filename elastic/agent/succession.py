@@ -1,0 +1,314 @@
+"""The election of a leader, and its succession."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from elastic.agent.identity import proved_gone
+from elastic.agent.leader import Leadership
+from elastic.agent.liveness import Connections, LivenessServer, Verdict, probe
+from elastic.agent.node import LIVENESS, NodeContext
+from elastic.membership.records import Keys, Leader, Node, NodeState, WorldRecord, decode, encode
+from elastic.membership.view import Liveness
+from elastic.store.keyvalue import Entry, KeyValue, Lease
+from elastic.telemetry.events import LeaderChanged
+from elastic.tuning.intervals import FOLLOW_AGAIN_S
+
+# ----------------------------------------------------------------------------
+# Leader election: which node proposes worlds. If a node wrongly believes that it is the leader,
+# its compare-and-swap fails; nothing else happens.
+#
+# The key ``leader`` is attached to the leader's lease. A node takes it when it is absent, and
+# deletes it with proof that its owner is dead. A leader outside the world hands it to a member.
+
+
+@dataclass(frozen=True)
+class LeaderEntry:
+    """The current leader key."""
+
+    leader: Leader
+    mod_revision: int
+
+
+@dataclass(frozen=True)
+class LeaseOf:
+    """The lease of another node, by id: leases belong to the cluster, not to the client."""
+
+    id: int
+    ttl_s: float = 0.0
+    lost: bool = False
+    renewed_s: float = 0.0
+
+    def close(self, *, revoke: bool = True) -> None:
+        """Does nothing: another node owns the lease."""
+
+
+def may_campaign(
+    world: WorldRecord | None, node_id: str, *, absent_for_s: float, patience_s: float
+) -> bool:
+    """Members have priority; others wait ``patience_s`` for a member to campaign."""
+    return world is None or node_id in world.node_ids or absent_for_s >= patience_s
+
+
+def campaign(store: KeyValue, keys: Keys, me: Leader, lease: Lease) -> LeaderEntry | None:
+    """Take the key if it is absent."""
+    revision = store.compare_and_swap(keys.leader, encode(me), expected_revision=0, lease=lease)
+    return LeaderEntry(me, revision) if revision is not None else None
+
+
+def evict(store: KeyValue, keys: Keys, entry: LeaderEntry) -> bool:
+    """Delete the key of a leader proved dead, unless it has changed since."""
+    return store.compare_and_delete(keys.leader, expected_revision=entry.mod_revision)
+
+
+def hand_over(
+    store: KeyValue, keys: Keys, entry: LeaderEntry, successor: Node, successor_lease_id: int
+) -> LeaderEntry | None:
+    """Give the key to a member, attached to that member's own lease."""
+    leader = Leader(
+        node_id=successor.node_id, address=successor.address, liveness_port=successor.liveness_port
+    )
+    revision = store.compare_and_swap(
+        keys.leader,
+        encode(leader),
+        expected_revision=entry.mod_revision,
+        lease=LeaseOf(successor_lease_id),
+    )
+    return LeaderEntry(leader, revision) if revision is not None else None
+
+
+# ----------------------------------------------------------------------------
+# This node's view of leadership: follow the leader, detect its death, succeed it.
+
+# (The record of a finished node has no lease to which the leader's key could be attached.)
+_DEPARTING = (NodeState.LEAVING, NodeState.FAILED, NodeState.FINISHED)
+
+
+@dataclass(frozen=True)
+class LeaderProbed:
+    """The connection to the leader closed; this is the result of the probe."""
+
+    entry: LeaderEntry
+    verdict: Verdict
+
+
+class Succession:
+    """Owned by the node's thread; only the probe of a leader runs elsewhere and posts back."""
+
+    def __init__(self, context: NodeContext, liveness: LivenessServer) -> None:
+        self._at = context
+        self._liveness = liveness
+        self._entry: LeaderEntry | None = None
+        self._absent_since_s = context.clock.monotonic()
+        self._follow_at_s: float | None = None
+        self._probing: threading.Thread | None = None
+        self.connections = Connections()
+        self.term: Leadership | None = None
+
+    @property
+    def _my_id(self) -> str:
+        return self._at.status.node.node_id
+
+    def learn_absent(self, revision: int | None = None) -> None:
+        """The leader key is gone, deleted at ``revision`` (None: not there in a snapshot)."""
+        if revision is None or self._entry is None or revision > self._entry.mod_revision:
+            self._set(None)
+
+    def learn(self, entry: Entry) -> None:
+        """The leader key was written."""
+        if self._entry is not None and entry.mod_revision < self._entry.mod_revision:
+            return  # an older event than this node's own write
+        self._set(LeaderEntry(decode(Leader, entry.key, entry.value), entry.mod_revision))
+
+    def forget(self) -> None:
+        """The store was wiped: the known leadership is void."""
+        self._set(None)
+
+    def duties(self, lease: Lease | None, now: float) -> None:
+        """Campaign for an absent leader; hand over a term outside the world; follow again."""
+        if self._entry is None and lease is not None:
+            self._campaign(lease, now)
+        if self.term is not None:
+            self._hand_over_if_outside(self.term)
+        if self.term is not None:
+            self._hand_over_if_cut_off(self.term, now)
+        if self.term is not None:
+            self._hand_over_if_unknown(self.term)
+        if self._follow_at_s is not None and now >= self._follow_at_s:
+            self._follow_at_s = None
+            if self._entry is not None:
+                leader = self._entry.leader
+                self._liveness.follow(leader.node_id, leader.address, leader.liveness_port)
+
+    @property
+    def wake_s(self) -> float | None:
+        """When ``duties`` must run again."""
+        if self._entry is None:
+            return self._absent_since_s + 2 * self._at.options.lease_s
+        return self._follow_at_s
+
+    def _campaign(self, lease: Lease, now: float) -> None:
+        # A leaving node campaigns, too: the last one to leave must write that into a world.
+        node = self._at.status.node
+        if not may_campaign(
+            self._at.status.world.world,
+            node.node_id,
+            absent_for_s=now - self._absent_since_s,
+            patience_s=2 * self._at.options.lease_s,
+        ):
+            return
+        me = Leader(node_id=node.node_id, address=node.address, liveness_port=node.liveness_port)
+        won = campaign(self._at.store, self._at.keys, me, lease)
+        if won is not None:
+            self._set(won)
+
+    def _set(self, entry: LeaderEntry | None) -> None:
+        before = self._entry.leader.node_id if self._entry else None
+        after = entry.leader.node_id if entry else None
+        if entry is None and self._entry is not None:
+            self._absent_since_s = self._at.clock.monotonic()
+        self._entry = entry
+        if before == after:
+            return
+        self._at.journal.emit(LeaderChanged(leader=after), level=logging.DEBUG)
+        self._follow_at_s = None
+        if after != self._my_id:
+            self.end_term()
+        if entry is None or after == self._my_id:
+            self._liveness.unfollow()
+        else:
+            leader = entry.leader
+            self._liveness.follow(leader.node_id, leader.address, leader.liveness_port)
+        if after == self._my_id:
+            self._begin_term()
+
+    def _begin_term(self) -> None:
+        self.end_term()
+        self.term = Leadership(self._at, self._liveness.announce, self.connections)
+        world = self._at.status.world.world
+        if world is not None:  # for followers that are cut off from the store
+            self._liveness.announce(encode(world))
+
+    def end_term(self) -> None:
+        term, self.term = self.term, None
+        if term is not None:
+            term.close()
+            self._liveness.announce_nothing()
+
+    def _hand_over_if_outside(self, term: Leadership) -> None:
+        """A leader outside the world hands over leadership to a member."""
+        world, entry = self._at.status.world.world, self._entry
+        if world is None or entry is None or self._my_id in world.node_ids:
+            return
+        self._hand_over(term, entry, filter(term.roster.is_alive, world.node_ids))
+
+    def _hand_over_if_cut_off(self, term: Leadership, now: float) -> None:
+        """If most members of a broken world do not respond to the leader, although they renew their
+        leases, the leader is cut off: it cannot form a world, but one of them may."""
+        world, entry = self._at.status.world.world, self._entry
+        if world is None or entry is None or self._my_id not in world.node_ids:
+            return
+        if not term.roster.has_failure_reports:
+            return
+        unresponsive = term.roster.unresponsive(world, since_s=now - self._at.options.lease_s)
+        if 2 * len(unresponsive) > len(world.node_ids):
+            self._hand_over(term, entry, unresponsive)
+
+    def _hand_over_if_unknown(self, term: Leadership) -> None:
+        """A leader that has never seen the world which the store has lost cannot write it back: a
+        node that runs it can."""
+        world, entry = term.writer.unknown_world, self._entry
+        if world is None or entry is None:
+            return
+        # (Not yet probed: a dead one loses the key with its lease.)
+        running = term.roster.nodes_that_run(world)
+        self._hand_over(term, entry, (i for i in running if not term.roster.is_dead(i)))
+
+    def _hand_over(self, term: Leadership, entry: LeaderEntry, candidates: Iterable[str]) -> None:
+        """Hand over to the first candidate that is not departing."""
+        for node_id in candidates:
+            known = term.roster.find(node_id)
+            if known is None or known.node.state in _DEPARTING:
+                continue
+            handed = hand_over(self._at.store, self._at.keys, entry, known.node, known.lease_id)
+            if handed is not None:
+                self._set(handed)
+            return
+
+    def on_connection_opened(self, node_id: str, is_leader: bool) -> None:
+        """A follower completed the handshake, or this node's leader did."""
+        self.connections.opened(node_id, is_leader)
+        if self.term is not None and not is_leader:
+            self.term.on_opened(node_id)
+
+    def on_connection_dropped(self, node_id: str) -> None:
+        """This node gave up its connection to a former leader."""
+        self.connections.dropped(node_id)
+
+    def on_connection_closed(
+        self, node_id: str, was_leader: bool, *, fell_silent: bool = False
+    ) -> None:
+        """A liveness connection closed: a suspicion, to be probed."""
+        # Nobody needs to follow a node that does not lead: a follower that leaves it is not lost.
+        is_expected = not was_leader and self.term is None
+        self.connections.closed(node_id, was_leader, is_lost=not (fell_silent or is_expected))
+        if self.term is not None:
+            self.term.on_closed(node_id)
+        entry = self._entry
+        if not was_leader or entry is None or entry.leader.node_id != node_id:
+            return
+        if self._probing is not None and self._probing.is_alive():
+            # Perhaps of a former leader, whose verdict says nothing about this one.
+            self._follow_at_s = self._at.clock.monotonic() + FOLLOW_AGAIN_S
+            return
+        self._probing = threading.Thread(
+            target=self._probe, args=(entry,), name="elastic-probe-leader", daemon=True
+        )
+        self._probing.start()
+
+    def _probe(self, entry: LeaderEntry) -> None:
+        leader, world = entry.leader, self._at.status.world.world
+        members = world.members if world is not None else ()
+        process = next((m.process for m in members if m.node_id == leader.node_id), None)
+        if process is not None and proved_gone(process, self._at.status.node.process):
+            verdict = Verdict(Liveness.DEAD, f"its process {process.pid} no longer exists")
+        else:
+            verdict = probe(
+                leader.address,
+                leader.liveness_port,
+                leader.node_id,
+                key=self._at.secret.key(LIVENESS),
+                timeout_s=self._at.options.probe_s,
+                tls=self._at.tls,
+                clock=self._at.clock,
+            )
+        self._at.post(LeaderProbed(entry, verdict))
+
+    def on_probed(self, probed: LeaderProbed, *, reaches_store: bool = True) -> None:
+        """If it is dead, delete its key, so that a successor is elected at once."""
+        if self._entry != probed.entry:
+            return
+        verdict = probed.verdict
+        is_lost = self.connections.is_lost(probed.entry.leader.node_id)
+        is_dead = verdict.liveness is Liveness.DEAD or (verdict.refused and is_lost)
+        if is_dead and reaches_store:
+            evict(self._at.store, self._at.keys, probed.entry)
+            self._set(None)
+            return
+        # Silent, or refusing and never connected: its lease decides. In the meantime this
+        # node tries to reconnect; likewise if its key cannot be deleted now, because it is then
+        # probed again once the store responds.
+        self._follow_at_s = self._at.clock.monotonic() + FOLLOW_AGAIN_S
+
+    def resign(self) -> None:
+        """End the term and free the key."""
+        self.end_term()
+        if self._entry is not None and self._entry.leader.node_id == self._my_id:
+            evict(self._at.store, self._at.keys, self._entry)
+
+    def join_threads(self) -> None:
+        if self._probing is not None:
+            self._probing.join()

@@ -1,0 +1,236 @@
+"""Arguments and exit codes that commands have in common."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from difflib import get_close_matches
+from typing import Any, NoReturn
+
+from elastic.errors import (
+    BudgetSpent,
+    CheckpointRequired,
+    ConfigError,
+    CoordinationError,
+    ElasticError,
+    NodeUnfit,
+    Preempted,
+)
+from elastic.tuning.options import AgentOptions, read_options
+
+# ----------------------------------------------------------------------------
+# The parser of every command: an error is a ConfigError (exit code 2) with a hint.
+
+
+class CommandParser(argparse.ArgumentParser):
+    """Raises ConfigError where argparse would print its usage and exit."""
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """Refuse unknown arguments here: those of a subcommand are reported by its parent in
+        argparse, whose ``-h`` does not list the right ones."""
+        found, unknown = super().parse_known_args(args, namespace)
+        if unknown:
+            flag = unknown[0].partition("=")[0]
+            if not flag.startswith("-"):
+                self.error(f"unexpected argument {unknown[0]!r}")
+            known = [s for action in self._actions for s in action.option_strings]
+            self.error(f"unknown flag {flag}{nearest(flag, known)}")
+        return found, unknown
+
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError(message, hint=f"`{self.prog} -h` lists its arguments")
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """``", did you mean 'x'?"`` or nothing: a suffix for the first clause of an error.
+
+    >>> nearest("--nnodez", ["--nnodes", "--role"])
+    ", did you mean '--nnodes'?"
+    >>> nearest("--zzz", ["--nnodes"])
+    ''
+    """
+    found = get_close_matches(name, list(known), n=1)
+    return f", did you mean {found[0]!r}?" if found else ""
+
+
+# ----------------------------------------------------------------------------
+# The arguments that name a job and its etcd, for every command that needs them.
+#
+# They are torchrun's (``--rdzv-endpoint``, ``--rdzv-id``, ``--rdzv-conf``), with torchrun's
+# defaults (``PET_RDZV_*``), which are already set inside a pod of the job.
+
+
+def add_job_arguments(
+    parser: argparse.ArgumentParser, environ: Mapping[str, str] = os.environ
+) -> None:
+    """``--rdzv-endpoint``, ``--rdzv-id`` and ``--rdzv-conf``."""
+    parser.add_argument(
+        "--rdzv-endpoint",
+        "--endpoint",
+        default=environ.get("PET_RDZV_ENDPOINT"),
+        metavar="HOST:PORT",
+        help="etcd's endpoint, in torchrun's format (default: PET_RDZV_ENDPOINT)",
+    )
+    parser.add_argument(
+        "--rdzv-id",
+        "--run-id",
+        default=environ.get("PET_RDZV_ID"),
+        metavar="NAME",
+        help="the job's run id (default: PET_RDZV_ID)",
+    )
+    add_options_argument(parser, environ)
+
+
+def add_options_argument(
+    parser: argparse.ArgumentParser, environ: Mapping[str, str] = os.environ
+) -> None:
+    """Add only ``--rdzv-conf``, for a command that does not connect to etcd."""
+    parser.add_argument(
+        "--rdzv-conf",
+        "--conf",
+        default=environ.get("PET_RDZV_CONF", ""),
+        metavar="KEY=VALUE,...",
+        help="the agents' options, in torchrun's format: prefix, user, cacert, profile, mode, ... "
+        "(default: PET_RDZV_CONF)",
+    )
+
+
+def options_of(args: argparse.Namespace, environ: Mapping[str, str] = os.environ) -> AgentOptions:
+    """The options of the job's agents: ``--rdzv-conf``, else ``ELASTIC_*``. Raises ConfigError."""
+    return read_options(_pairs(args.rdzv_conf), environ)
+
+
+def endpoint_of(args: argparse.Namespace) -> str:
+    """etcd's endpoint. Raises ConfigError if none is given."""
+    return _required(args.rdzv_endpoint, "--rdzv-endpoint", "PET_RDZV_ENDPOINT")
+
+
+def run_id_of(args: argparse.Namespace) -> str:
+    """The job's run id. Raises ConfigError if none is given."""
+    return _required(args.rdzv_id, "--rdzv-id", "PET_RDZV_ID")
+
+
+def _required(value: str | None, flag: str, variable: str) -> str:
+    if not value:
+        raise ConfigError(f"neither {flag} nor {variable} is given", hint=f"pass {flag}")
+    return value
+
+
+def _pairs(text: str) -> dict[str, str]:
+    """torchrun's ``key=value,key=value``."""
+    pairs = [part.partition("=") for part in text.split(",") if part.strip()]
+    for key, equals, value in pairs:
+        if not (key.strip() and equals and value.strip()):
+            raise ConfigError(
+                f"--rdzv-conf={text}: {key!r} is not KEY=VALUE",
+                hint="for example --rdzv-conf=prefix=/elastic,mode=restart",
+            )
+    return {key.strip(): value.strip() for key, _, value in pairs}
+
+
+# ----------------------------------------------------------------------------
+# The exit code of a job.
+#
+# ====  =============================================
+# 0     done
+# 1     the script failed
+# 2     usage: an option, endpoint, run id or argument is wrong
+# 65    no valid checkpoint where one was required
+# 69    etcd is unreachable or denies access
+# 70    the failure budget is spent
+# 71    this node failed its preflight
+# 75    preempted: saved and left
+# 130   interrupted (Ctrl-C)
+# ====  =============================================
+
+DONE = 0
+FAILED = 1
+INTERRUPTED = 130
+SIGNALLED = 128
+
+# The most informative code first; codes that are not listed follow, largest first.
+_BY_PRIORITY = (
+    ConfigError.exit_code,
+    CoordinationError.exit_code,
+    CheckpointRequired.exit_code,
+    BudgetSpent.exit_code,
+    NodeUnfit.exit_code,
+    FAILED,
+    Preempted.exit_code,
+)
+
+
+def chain(error: BaseException) -> Iterator[BaseException]:
+    """The error, then its causes, nearest first. Terminates on cycles, too."""
+    seen: set[int] = set()
+    current: BaseException | None = error
+    while current is not None and id(current) not in seen:
+        seen.add(id(current))
+        yield current
+        current = current.__cause__ or current.__context__
+
+
+def elastic_cause(error: BaseException) -> ElasticError | None:
+    """The nearest error of this package in the chain: torch wraps it in its own types."""
+    return next((e for e in chain(error) if isinstance(e, ElasticError)), None)
+
+
+def of_agent(error: BaseException) -> int:
+    """The exit code for the error that ended an agent.
+
+    Imports torch's exception types, so call it only where torch is loaded already.
+    """
+    from torch.distributed.elastic.multiprocessing.api import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.elastic.rendezvous import RendezvousConnectionError
+
+    if isinstance(error, SystemExit):
+        return _of_system_exit(error)
+    ours = elastic_cause(error)
+    if ours is not None:
+        return ours.exit_code
+    if isinstance(error, KeyboardInterrupt):
+        return INTERRUPTED
+    for link in chain(error):
+        if isinstance(link, ChildFailedError):
+            return of_workers([failure.exitcode for failure in link.failures.values()])
+        if isinstance(link, SignalException):
+            return SIGNALLED + int(link.sigval)
+        if isinstance(link, RendezvousConnectionError):
+            return CoordinationError.exit_code
+    return FAILED
+
+
+def of_workers(codes: Collection[int]) -> int:
+    """65 is passed from a worker to its agent; every other failure counts as the script's."""
+    required = CheckpointRequired.exit_code
+    return required if required in codes else FAILED
+
+
+def of_job(codes: Collection[int], *, success_of_one_is_enough: bool) -> int:
+    """One exit code for a job from its agents' codes.
+
+    With our rendezvous an agent exits with 0 only when the job is done, so nodes lost earlier do
+    not count (``success_of_one_is_enough``). Negative codes are signals.
+
+    >>> of_job([0, -9, 0], success_of_one_is_enough=True)
+    0
+    >>> of_job([0, 1], success_of_one_is_enough=False)
+    1
+    >>> of_job([75, 70, 1], success_of_one_is_enough=True)
+    70
+    """
+    if DONE in codes and (success_of_one_is_enough or not any(codes)):
+        return DONE
+    failures = {SIGNALLED - code if code < 0 else code for code in codes} - {DONE}
+    for code in _BY_PRIORITY:
+        if code in failures:
+            return code
+    return max(failures, default=FAILED)
+
+
+def _of_system_exit(error: SystemExit) -> int:
+    if error.code is None:
+        return DONE
+    return error.code if isinstance(error.code, int) else FAILED

@@ -1,0 +1,228 @@
+"""``elastic describe``: etcd's records of a node, an incident, or the last checkpoint."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from elastic.cli.arguments import CommandParser, add_job_arguments, nearest
+from elastic.cli.status import (
+    checkpoint_document,
+    incident_document,
+    names_in,
+    node_document,
+    ranks_of,
+)
+from elastic.cli.view import JobView, incident, job_store, keys_of, read_job, sentence
+from elastic.errors import SYSTEM_CLOCK, ConfigError
+from elastic.membership.records import BreakageRecord, Node
+from elastic.telemetry.log import duration, printable, timestamp
+
+_LONGEST_LINE = 500
+_MAX_LINES = 60  # of a traceback
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run ``elastic describe ARGV``; returns the exit code."""
+    args = parser().parse_args(list(argv))
+    keys = keys_of(args)
+    with job_store(args) as store:
+        view = read_job(store, keys, SYSTEM_CLOCK.wall())
+    if args.output == "json":
+        print(json.dumps(description(view, args.kind, args.name), indent=2))
+    else:
+        print("\n".join(describe(view, args.kind, args.name)))
+    return 0
+
+
+def parser(environ: Mapping[str, str] = os.environ) -> argparse.ArgumentParser:
+    """The command line of ``elastic describe``."""
+    own = CommandParser(
+        prog="elastic describe",
+        description="Print what etcd records about a node, an incident that ended a world, or the "
+        "last checkpoint.",
+        epilog="exit codes: 0 success, 2 usage or not found, 69 etcd unreachable or access denied",
+    )
+    own.add_argument("kind", choices=("node", "incident", "checkpoint"))
+    own.add_argument(
+        "name",
+        nargs="?",
+        help="node name, or the generation that the incident ended (default: the last incident)",
+    )
+    add_job_arguments(own, environ)
+    own.add_argument(
+        "-o",
+        "--output",
+        choices=("text", "json"),
+        default="text",
+        help="output format (default: %(default)s)",
+    )
+    return own
+
+
+def describe(view: JobView, kind: str, name: str | None) -> Iterator[str]:
+    """The description as text lines. Raises ConfigError if the object does not exist."""
+    if kind == "node":
+        return _node(view, _node_named(view, name))
+    if kind == "incident":
+        return _incident(view, _incident_named(view, name))
+    return _checkpoint(view, _checkpoint_step(view))
+
+
+def description(view: JobView, kind: str, name: str | None) -> dict[str, Any]:
+    """The description as a JSON document. Raises ConfigError if the object does not exist."""
+    if kind == "node":
+        return node_document(view, _node_named(view, name))
+    if kind == "incident":
+        return incident_document(view, _incident_named(view, name))
+    return checkpoint_document(view, _checkpoint_step(view))
+
+
+def _field(name: str, value: object) -> str:
+    return f"{name + ':':<14} {printable(str(value), _LONGEST_LINE)}"
+
+
+# Nodes -------------------------------------------------------------------------------------------
+
+
+def _node_named(view: JobView, name: str | None) -> Node:
+    names = [node.name for node in view.nodes]
+    if name is None:
+        raise ConfigError("no node name is given", hint=f"live nodes: {_listed(names)}")
+    found = [node for node in view.nodes if name in (node.name, node.node_id)]
+    ended = next((b for b in reversed(view.breakages) if name in names_in(b)), None)
+    if not found and ended is not None:
+        raise ConfigError(
+            f"node {printable(name, 60)} is not alive: {_ago(view, ended.time_s)}, in generation "
+            f"{ended.generation}, {incident(ended)}",
+            hint=f"details: elastic describe incident {ended.generation}",
+        )
+    if not found:
+        raise ConfigError(
+            f"there is no live node {printable(name, 60)}{nearest(name, names)}",
+            hint=f"live nodes: {_listed(names)}",
+        )
+    return found[-1]
+
+
+def _node(view: JobView, node: Node) -> Iterator[str]:
+    yield _field("name", node.name)
+    yield _field("node id", node.node_id)
+    yield _field("state", view.state_of(node))
+    yield _field("ranks", ranks_of(view, node))
+    if why := view.why_waiting(node):
+        yield _field("waits", why)
+    heartbeat = view.heartbeat_of(node)
+    yield _field(
+        "heartbeat", heartbeat if heartbeat.age_s is not None else "none recorded by the leader"
+    )
+    yield _field("step", heartbeat.step if heartbeat.step is not None else "unknown")
+    yield _field("workers", node.nproc)
+    running = node.running.generation if node.running is not None else "none"
+    yield _field("generation", running)
+    yield _field("leader", "yes" if view.leader and view.leader.node_id == node.node_id else "no")
+    yield _field("address", f"{node.address}, liveness port {node.liveness_port}")
+    yield _field("process", f"pid {node.process.pid} on {node.process.host}")
+    yield _field("joined", f"{timestamp(node.joined_at_s)} ({_ago(view, node.joined_at_s)})")
+    yield _field("nnodes", f"{node.min_nodes}:{node.max_nodes}")
+    if node.replica_size > 1:
+        yield _field("replica size", f"{node.replica_size} ranks")
+    yield _field("versions", f"torch {node.torch}, torch-elastic-harness {node.library}")
+    yield _field("TLS", "between nodes" if node.tls else "no")
+    if node.failure is not None:
+        yield _field("last failure", f"exit code {node.failure_exit_code}")
+        yield from _indented(node.failure)
+    involved = [b for b in view.breakages if node.name in names_in(b)]
+    for breakage in reversed(involved):
+        yield _field(
+            "incident",
+            f"{_ago(view, breakage.time_s)}, generation {breakage.generation}: "
+            f"{incident(breakage)}",
+        )
+
+
+# Incidents ---------------------------------------------------------------------------------------
+
+
+def _incident_named(view: JobView, name: str | None) -> BreakageRecord:
+    breakages = view.breakages
+    known = ", ".join(str(b.generation) for b in breakages)
+    if not breakages:
+        raise ConfigError(
+            "etcd has no record of an incident in this job",
+            hint="older ones are in the journals: elastic report FOLDER",
+        )
+    if name is None:
+        return breakages[-1]
+    found = [b for b in breakages if str(b.generation) == name]
+    if not found:
+        raise ConfigError(
+            f"no incident ended generation {printable(name, 60)}",
+            hint=f"incidents are recorded for generation {known}",
+        )
+    return found[-1]
+
+
+def _incident(view: JobView, breakage: BreakageRecord) -> Iterator[str]:
+    yield _field("generation", breakage.generation)
+    yield _field("what", incident(breakage))
+    yield _field("when", f"{timestamp(breakage.time_s)} ({_ago(view, breakage.time_s)})")
+    yield _field("world lasted", duration(breakage.lived_s))
+    if breakage.step is not None:
+        yield _field("step", f"{breakage.step} or later, as last reported to the leader")
+    if breakage.steps is not None:
+        yield _field("progress", f"{breakage.steps} steps since the previous incident")
+    if breakage.excluded:
+        yield _field("excluded", breakage.excluded)
+    if breakage.verdict:
+        yield _field("verdict", breakage.verdict)
+    if breakage.response:
+        yield _field("response", breakage.response)
+    yield _field("budget", "charged" if breakage.counts else "not charged")
+    yield _field("now", sentence(view))
+    for failure in breakage.failures:
+        yield _field("failure", f"on {failure.node}, exit code {failure.exit_code}")
+        if failure.text:
+            yield from _indented(failure.text)
+
+
+# Checkpoints -------------------------------------------------------------------------------------
+
+
+def _checkpoint_step(view: JobView) -> int:
+    progress = view.progress
+    if progress is None or progress.checkpoint_step is None:
+        raise ConfigError(
+            "etcd has no record of a checkpoint of this job",
+            hint="list the folder: elastic checkpoints ls FOLDER",
+        )
+    return progress.checkpoint_step
+
+
+def _checkpoint(view: JobView, step: int) -> Iterator[str]:
+    yield _field("step", step)
+    if (age_s := view.checkpoint_age_s) is not None:
+        yield _field("committed", f"{duration(age_s)} ago, according to the leader's node")
+    behind, cost_s = view.behind_checkpoint(step)
+    if behind is not None:
+        cost = f", {duration(cost_s)}" if cost_s is not None else ""
+        yield _field("behind", f"{behind} steps{cost}: lost if all nodes fail now")
+
+
+def _indented(text: str) -> Iterator[str]:
+    """The last lines of a traceback, which are the most informative."""
+    rows = text.splitlines()
+    if len(rows) > _MAX_LINES:
+        yield f"    … ({len(rows) - _MAX_LINES} lines before)"
+    yield from (f"    {printable(row, _LONGEST_LINE)}" for row in rows[-_MAX_LINES:])
+
+
+def _listed(names: Sequence[str]) -> str:
+    return ", ".join(printable(name, 60) for name in names) or "none"
+
+
+def _ago(view: JobView, time_s: float) -> str:
+    return f"{duration(max(0.0, view.at_s - time_s))} ago"

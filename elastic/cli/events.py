@@ -1,0 +1,277 @@
+"""``elastic events``: the merged journals of a run in order of time, and changes seen in etcd.
+
+Clock differences are corrected; files that could not be read are named on stderr.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import sys
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from datetime import datetime, timezone
+from pathlib import Path
+
+from elastic.cli.arguments import CommandParser, add_job_arguments
+from elastic.cli.last_known import EtcdChanges
+from elastic.cli.view import age, job_store, keys_of, read_job
+from elastic.errors import SYSTEM_CLOCK, Clock, ConfigError, StoreUnreachable
+from elastic.telemetry.log import printable, timestamp
+from elastic.telemetry.reader import UNNAMED_RUNS, JournalFolder, JournalRecord, merge
+from elastic.tuning.intervals import FOLLOW_S
+
+# Fields that begin each line, or that are not useful to people.
+_ENVELOPE = frozenset({"event", "seq", "time", "monotonic", "writer", "node", "node_id"})
+_MAX_RUNS = 5  # in an error
+_PLACE = (("rank", "r"), ("generation", "g"), ("step", "s"))
+
+
+def main(argv: Sequence[str], environ: Mapping[str, str] = os.environ) -> int:
+    """Run ``elastic events ARGV``; returns the exit code."""
+    args = parser(environ).parse_args(list(argv))
+    has_folder = bool(args.folder or environ.get("ELASTIC_JOURNAL"))
+    if not has_folder and args.rdzv_endpoint is None:
+        args.rdzv_endpoint = environ.get("PET_RDZV_ENDPOINT")
+    folder = folder_of(args.folder) if has_folder or not args.rdzv_endpoint else None
+    since_s = time_of(args.since, SYSTEM_CLOCK.wall()) if args.since else None
+    try:
+        with _changes_in_etcd(args, is_needed=folder is None) as changes:
+            _print_all(folder, changes, args, since_s, SYSTEM_CLOCK)
+    except BrokenPipeError:  # the reader, such as `head`, has exited
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return 0
+
+
+def parser(environ: Mapping[str, str] = os.environ) -> argparse.ArgumentParser:
+    """The command line of ``elastic events``."""
+    own = CommandParser(
+        prog="elastic events",
+        description="Print the events of a run: the journals of all its processes, merged in order "
+        "of time. The fields of each event: docs/reference/events.md. With --rdzv-endpoint, also "
+        "changes that etcd shows and no journal in FOLDER records: worlds, nodes, the job's end. "
+        "With --rdzv-id, only events of that run.",
+        epilog="PET_RDZV_ENDPOINT is used only if neither FOLDER nor ELASTIC_JOURNAL is given. "
+        "exit codes: 0 success, 2 usage, or no such run, 69 etcd denies access, or is unreachable "
+        "and no FOLDER is given",
+    )
+    add_job_arguments(own, {k: v for k, v in environ.items() if k != "PET_RDZV_ENDPOINT"})
+    own.add_argument(
+        "folder",
+        nargs="?",
+        metavar="FOLDER",
+        help="journal folder (default: ELASTIC_JOURNAL)",
+    )
+    own.add_argument(
+        "-f", "--follow", action="store_true", help="print new events as they are written"
+    )
+    own.add_argument(
+        "--since",
+        metavar="TIME",
+        help="only later events: an age such as 90s, 10m, 2h, 1d, or a time in UTC such as "
+        "2026-01-31T12:00",
+    )
+    own.add_argument("--node", metavar="NAME", help="only events of this node")
+    own.add_argument(
+        "--event", metavar="NAME", action="append", help="only events of this kind; may be repeated"
+    )
+    own.add_argument(
+        "-o",
+        "--output",
+        choices=("text", "json"),
+        default="text",
+        help="json: one object per line, with the corrected time in `at` (default: %(default)s)",
+    )
+    return own
+
+
+def folder_of(given: str | None) -> Path:
+    """The journal folder. Raises ConfigError if none is given or it does not exist."""
+    name = given or os.environ.get("ELASTIC_JOURNAL")
+    if not name:
+        raise ConfigError(
+            "neither FOLDER nor ELASTIC_JOURNAL is given",
+            hint="give the folder that ELASTIC_JOURNAL named when the job ran",
+        )
+    folder = Path(name)
+    if not folder.is_dir():
+        raise ConfigError(
+            f"there is no folder {printable(name)}",
+            hint="journals are written where ELASTIC_JOURNAL is set for the job's agents",
+        )
+    return folder
+
+
+def time_of(text: str, now_s: float) -> float:
+    """An age or a time, as seconds since 1970. Raises ConfigError."""
+    if (seconds := age(text)) is not None:
+        return now_s - seconds
+    try:
+        at = datetime.fromisoformat(text.removesuffix("Z"))
+    except ValueError:
+        raise ConfigError(
+            f"--since={printable(text)} is neither an age nor a time",
+            hint="for example --since=10m, or --since=2026-01-31T12:00 (UTC)",
+        ) from None
+    return (at if at.tzinfo else at.replace(tzinfo=timezone.utc)).timestamp()
+
+
+def _print_all(
+    folder: Path | None,
+    changes: EtcdChanges | None,
+    args: argparse.Namespace,
+    since_s: float | None,
+    clock: Clock,
+) -> None:
+    journals = JournalFolder(folder) if folder is not None else None
+    runs = RunSelection(args.rdzv_id)
+    read = journals.read_new() if journals is not None else []
+    merged = merge(runs.select(read), journals.notes() if journals is not None else [])
+    notes = _Notes()
+    of_etcd = _changes(changes, merged.records, notes, at_once=not args.follow)
+    _print(_in_order([*merged.records, *of_etcd]), args, since_s)
+    notes.print(merged.notes)
+    if not merged.records and not of_etcd and not args.follow:
+        where = printable(str(folder)) if folder is not None else "etcd"
+        if runs.others:
+            raise ConfigError(
+                f"there are no events of run {printable(args.rdzv_id)} in {where}",
+                hint=f"it has those of {', '.join(map(printable, runs.others[:_MAX_RUNS]))}",
+            )
+        print(f"elastic: there are no events in {where}", file=sys.stderr)
+    offsets = {r.writer: r.at_s - r.monotonic_s for r in merged.records}
+    while args.follow:
+        clock.sleep(FOLLOW_S)
+        records = runs.select(journals.read_new()) if journals is not None else []
+        for record in records:
+            known = offsets.setdefault(record.writer, record.time_s - record.monotonic_s)
+            record.at_s = record.monotonic_s + known
+        of_etcd = _changes(changes, records, notes, at_once=journals is None)
+        _print(_in_order([*records, *of_etcd]), args, since_s)
+        if journals is not None:
+            notes.print(journals.notes(is_growing=True))
+
+
+class RunSelection:
+    """Selects the events of one run, and those of journals without a run id.
+
+    ``run_id``: None selects all runs.
+    """
+
+    def __init__(self, run_id: str | None) -> None:
+        self._run_id = run_id
+        self._runs: dict[str, str] = {}  # by writer
+
+    @property
+    def others(self) -> list[str]:
+        """The runs that were not selected, in the order of their first journal."""
+        ids = dict.fromkeys(self._runs.values())
+        return [run for run in ids if self._run_id and run not in (*UNNAMED_RUNS, self._run_id)]
+
+    def select(self, records: Sequence[JournalRecord]) -> list[JournalRecord]:
+        """The selected records. A writer's first record names its run."""
+        for record in records:
+            if record.name == "journal-opened":
+                self._runs[record.writer] = record.text("run_id")
+        others = set(self.others)
+        return [r for r in records if self._runs.get(r.writer, "") not in others]
+
+
+def _changes(
+    changes: EtcdChanges | None,
+    recorded: Sequence[JournalRecord],
+    notes: _Notes,
+    *,
+    at_once: bool,
+) -> list[JournalRecord]:
+    """Changes that etcd shows and journals do not record."""
+    if changes is None:
+        return []
+    changes.exclude(recorded)
+    found = changes.take(at_once=at_once)
+    notes.print([changes.problem] * bool(changes.problem))
+    return found
+
+
+@contextmanager
+def _changes_in_etcd(args: argparse.Namespace, *, is_needed: bool) -> Iterator[EtcdChanges | None]:
+    """The connection to etcd, if requested; None also if it is unreachable and journals exist.
+
+    Raises ConfigError and CoordinationError.
+    """
+    if not args.rdzv_endpoint:
+        yield None
+        return
+    keys = keys_of(args)
+    with ExitStack() as opened:
+        try:
+            store = opened.enter_context(job_store(args))
+        except StoreUnreachable as error:
+            if is_needed:
+                raise
+            print(f"elastic: note: {printable(error.message, 1000)}", file=sys.stderr)
+            yield None
+            return
+        yield EtcdChanges(lambda: read_job(store, keys, SYSTEM_CLOCK.wall()))
+
+
+class _Notes:
+    """Print each note once."""
+
+    def __init__(self) -> None:
+        self._printed: set[str] = set()
+
+    def print(self, notes: Iterable[str]) -> None:
+        for note in notes:
+            if note not in self._printed:
+                self._printed.add(note)
+                print(f"elastic: note: {printable(note, 1000)}", file=sys.stderr)
+
+
+def _in_order(records: Iterable[JournalRecord]) -> list[JournalRecord]:
+    return sorted(records, key=lambda record: record.at_s)
+
+
+def _print(
+    records: Iterable[JournalRecord], args: argparse.Namespace, since_s: float | None
+) -> None:
+    for record in records:
+        if since_s is not None and record.at_s < since_s:
+            continue
+        if args.node is not None and record.node != args.node:
+            continue
+        if args.event and record.name not in args.event:
+            continue
+        print(_json(record) if args.output == "json" else line(record))
+    sys.stdout.flush()
+
+
+def _json(record: JournalRecord) -> str:
+    data = {**record.data, "at": round(record.at_s, 6)}
+    return json.dumps({k: v for k, v in data.items() if not _is_not_finite(v)})
+
+
+def _is_not_finite(value: object) -> bool:
+    return isinstance(value, float) and not math.isfinite(value)
+
+
+def line(record: JournalRecord) -> str:
+    """``2026-01-31T12:00:00.123Z node-a r3 g7 s120 world-fault error="…"``."""
+    data = record.data
+    place = [f"{letter}{data[name]}" for name, letter in _PLACE if isinstance(data.get(name), int)]
+    shown = _ENVELOPE | {name for name, _ in _PLACE}
+    fields = [
+        f"{printable(str(key), 60)}={_value(value)}"
+        for key, value in data.items()
+        if key not in shown and value not in (None, "", [])
+    ]
+    parts = (timestamp(record.at_s), printable(record.node, 80), *place)
+    return " ".join((*parts, printable(record.name, 80), *fields))
+
+
+def _value(value: object) -> str:
+    text = value if isinstance(value, str) else json.dumps(value)
+    shown = printable(text)
+    return json.dumps(shown, ensure_ascii=False) if " " in shown else shown

@@ -1,0 +1,131 @@
+"""``elastic wait``: until a job is done, has committed a step, or trains on N nodes."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from elastic.cli.arguments import CommandParser, add_job_arguments
+from elastic.cli.view import (
+    JobCondition,
+    JobView,
+    job_store,
+    keys_of,
+    read_job,
+    seconds_of,
+    sentence,
+)
+from elastic.errors import SYSTEM_CLOCK, Clock, ConfigError, StoreUnreachable
+from elastic.membership.records import Done, Outcome
+from elastic.telemetry.log import printable
+from elastic.tuning.intervals import WAIT_LOOK_S, WAIT_TIMEOUT_S
+
+TIMED_OUT = 124  # as in timeout(1)
+ENDED_OTHERWISE = 1
+_CONDITION = re.compile(r"done|(step|nodes)=(\d+)")
+
+
+@dataclass(frozen=True)
+class WaitCondition:
+    """The condition to wait for: "done", or a number of steps or nodes."""
+
+    kind: str
+    number: int = 0
+
+    @staticmethod
+    def parse(text: str) -> WaitCondition:
+        """Raises ConfigError."""
+        match = _CONDITION.fullmatch(text)
+        if match is None:
+            raise ConfigError(
+                f"--for={printable(text)} is not a valid condition",
+                hint="give --for=done, --for=step=1000 or --for=nodes=4",
+            )
+        return WaitCondition(match[1] or "done", int(match[2] or 0))
+
+    def is_met(self, view: JobView) -> bool:
+        """Whether a job that has not ended meets it."""
+        if self.kind == "step":
+            return view.step is not None and view.step >= self.number
+        return (
+            self.kind == "nodes"
+            and view.state is JobCondition.TRAINING
+            and len(view.training) >= self.number
+        )
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run ``elastic wait ARGV``; returns the exit code."""
+    args = parser().parse_args(list(argv))
+    condition = WaitCondition.parse(args.condition)
+    timeout_s = seconds_of(args.timeout, "--timeout")
+    keys = keys_of(args)
+    with job_store(args) as store:
+        return wait(
+            lambda: read_job(store, keys, SYSTEM_CLOCK.wall()), condition, timeout_s, SYSTEM_CLOCK
+        )
+
+
+def wait(
+    read: Callable[[], JobView], condition: WaitCondition, timeout_s: float, clock: Clock
+) -> int:
+    """Poll until the condition is met, the job has ended, or time is up; returns the exit code."""
+    deadline_s = clock.monotonic() + timeout_s
+    status = ""
+    while True:
+        try:
+            view = read()
+            status = sentence(view)
+            if view.done is not None:
+                return _ended(view, view.done, condition)
+            if condition.is_met(view):
+                print(status)
+                return 0
+        except StoreUnreachable as error:
+            status = error.message
+        if clock.monotonic() >= deadline_s:
+            print(f"elastic: timed out after {timeout_s:g} s: {status}", file=sys.stderr)
+            return TIMED_OUT
+        clock.sleep(min(WAIT_LOOK_S, max(0.0, deadline_s - clock.monotonic())))
+
+
+def _ended(view: JobView, done: Done, condition: WaitCondition) -> int:
+    """The exit code once the job has ended: the condition is met now, or never will be."""
+    print(sentence(view), file=sys.stdout if condition.kind == "done" else sys.stderr)
+    if done.outcome is not Outcome.SUCCESS:
+        return done.exit_code or ENDED_OTHERWISE
+    is_met = condition.kind == "done" or condition.is_met(view)
+    return 0 if is_met else ENDED_OTHERWISE
+
+
+def parser(environ: Mapping[str, str] = os.environ) -> argparse.ArgumentParser:
+    """The command line of ``elastic wait``."""
+    own = CommandParser(
+        prog="elastic wait",
+        description="Wait until a job is done, has committed a step, or trains on N nodes or more. "
+        "A job counts as training once the workers of all nodes of its newest world have begun a "
+        "step. Scripts without elastic.join() report no steps: they count as training after two "
+        "minutes, or with mode=restart from their start.",
+        epilog="exit codes: 0 the condition holds; 124 timed out; 1 the job ended before it held; "
+        "the job's exit code if it failed; 2 usage; 69 etcd unreachable at the start, or access "
+        "denied",
+    )
+    add_job_arguments(own, environ)
+    own.add_argument(
+        "--for",
+        dest="condition",
+        required=True,
+        metavar="CONDITION",
+        help="the condition: done, step=N or nodes=N",
+    )
+    own.add_argument(
+        "--timeout",
+        default=f"{WAIT_TIMEOUT_S:g}s",
+        metavar="TIME",
+        help="give up after this time, such as 90s, 10m, 2h, 1d (default: %(default)s)",
+    )
+    return own

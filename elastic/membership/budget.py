@@ -1,0 +1,487 @@
+"""How many failures a job may have, and how long a failed node is excluded."""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter, deque
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+from elastic.errors import CheckpointRequired
+from elastic.membership.failures import is_consequence
+from elastic.membership.records import FailureRecord
+from elastic.tracebacks import exception_line, exception_type, innermost_place, normalize
+from elastic.tuning.intervals import FAILURE_WINDOW_S, FLAP_WINDOW_S, HEALTHY_S, QUARANTINE_S
+
+# ----------------------------------------------------------------------------
+# Identifies the nodes at fault when a group repeatedly cannot be built.
+#
+# docs/explanation/protocol.md, section 6, "Escalation".
+#
+# The nodes that arrived at a build report the missing ones. Pure state; for one thread.
+
+IN_A_ROW = 3
+
+
+class FailedBuilds:
+    """Counts failed builds in a row, for each node that was missing from all of them, and for each
+    two nodes of which one missed the other: which of the two reports depends on which of them opens
+    the connection, in each build anew."""
+
+    def __init__(self) -> None:
+        self._streaks: dict[frozenset[str], int] = {}
+
+    def failed(
+        self,
+        members: Sequence[str],
+        reports: Mapping[str, Sequence[str]],
+        *,
+        has_run: bool = True,
+    ) -> tuple[str, ...]:
+        """A world of ``members`` (in rank order) broke; ``reports`` has the nodes for which each
+        reporter waited in vain. Without reports, a world that some member has run resets all
+        counts. If none has, the reports are late: another member was released first.
+
+        Returns the nodes to be excluded now.
+        """
+        if not has_run and not any(reports.values()):
+            return ()
+        causes = {node: _causes(node, reports) for node in _at_fault(members, reports)}
+        self._streaks = {
+            cause: self._streaks.get(cause, 0) + 1
+            for cause in {cause for of_node in causes.values() for cause in of_node}
+        }
+        out = tuple(
+            node
+            for node, of_node in causes.items()
+            if max(self._streaks[cause] for cause in of_node) >= IN_A_ROW
+        )
+        for cause in (cause for node in out for cause in causes[node]):
+            self._streaks.pop(cause, None)
+        return out
+
+
+def _causes(node: str, reports: Mapping[str, Sequence[str]]) -> list[frozenset[str]]:
+    """The node itself, and its connection to the other one if only one other waited for it."""
+    accusers = [reporter for reporter, accused in reports.items() if node in accused]
+    others = [reporter for reporter in accusers if reporter != node]
+    alone = [frozenset((node, *others))] if len(others) == 1 else []
+    return [frozenset((node,)), *alone]
+
+
+def _at_fault(members: Sequence[str], reports: Mapping[str, Sequence[str]]) -> tuple[str, ...]:
+    """The nodes for which the largest number of others waited.
+
+    If there are several, those without a report: they never arrived. If all reported (two nodes
+    that cannot reach each other), only the most junior one is at fault, so that the others can
+    continue.
+    """
+    accusers = Counter(
+        node
+        for reporter, accused in reports.items()
+        for node in set(accused)
+        if node != reporter and node in members
+    )
+    most = max(accusers.values(), default=0)
+    worst = [node for node in members if most and accusers[node] == most]
+    silent = [node for node in worst if node not in reports]
+    return tuple(silent or worst[-1:])
+
+
+# ----------------------------------------------------------------------------
+# Decides when a job stops, and which nodes to quarantine. Pure: time is passed as an argument.
+#
+# A job stops for one of four reasons:
+#
+# - No rank of a world has the job's state, and there is no checkpoint. Every further world would
+#   start the same way, even if nodes fail alternately and none of them is at fault.
+# - The same error of the *script* occurred at the same step three times, and the job never got
+#   past that step. Events in between do not matter, since a restart from a checkpoint always makes
+#   steps.
+# - The same error broke three worlds in a row without progress. An error that occurs at a later
+#   step each time is progress.
+# - Worlds keep breaking without a healthy one in between: the budget is spent. Churn uses it up,
+#   too:
+#   nodes that are lost or leave repeatedly while the job makes no progress. Groups of live members
+#   that cannot be built do not: the network may return, and further attempts wait longer.
+#
+# A healthy world resets everything: one that made ``healthy_steps``, or lasted ``healthy_s`` if
+# steps are not known (restart mode).
+
+_KILLED = (-9, -15)  # SIGKILL, SIGTERM: from outside
+_WRONG_USAGE = 2  # argparse's exit code
+# By how much a rank may be ahead of the reporting one: ranks differ by one step at most.
+_STEP_AHEAD = 1
+# One or two steps may only be a late report.
+_LATE_STEPS = 2
+
+
+@dataclass(frozen=True)
+class Failure:
+    """The failure of the workers of one node."""
+
+    node: str  # its name
+    text: str | None  # the script's error, if it left one
+    exit_code: int | None  # negative: the signal
+    step: int | None = None  # steps committed by the worker that failed
+    is_oom_kill: bool = False  # the kernel ended it because its memory limit was reached
+
+
+@dataclass(frozen=True, kw_only=True)
+class Breakage:
+    """A world that broke, or lost nodes."""
+
+    generation: int
+    lived_s: float
+    failures: tuple[Failure, ...]
+    lost: tuple[str, ...]  # names of members that were lost
+    at_s: float  # monotonic
+    steps: int | None = None  # since the previous breakage; None: not known
+    left: tuple[str, ...] = ()  # names of members that left gracefully
+    churned: tuple[str, ...] = ()  # of those lost and left: repeatedly within the window
+    counts: bool = True  # False: nodes are missing, which is not the job's fault
+    step: int | None = None  # of the job, as known to its leader
+    excluded: str = ""  # name of a node whose machine was at fault
+    verdict: str = ""  # on the first failure, for users
+    response: str = ""  # the response to it
+
+    @property
+    def is_failure(self) -> bool:
+        """Whether it is attributed to the script, rather than to departing nodes or to a
+        machine."""
+        return self.counts and not self.churned and not self.excluded
+
+    @property
+    def is_failed_build(self) -> bool:
+        """Whether live members only could not connect to each other: nobody's fault, as far as is
+        known."""
+        return not (self.counts or self.failures or self.lost or self.left)
+
+    @property
+    def is_unexplained(self) -> bool:
+        """Whether members reported a broken connection, but nobody had failed or was lost."""
+        return self.counts and not (self.failures or self.lost or self.left)
+
+
+@dataclass(frozen=True, kw_only=True)
+class FailureBudget:
+    """``budget`` breakages in ``failure_window_s`` are tolerated, one more is not."""
+
+    budget: int = 10
+    failure_window_s: float = FAILURE_WINDOW_S
+    healthy_s: float = HEALTHY_S
+    # In-process steps are never lost: twenty between failures are progress.
+    healthy_steps: int = 20
+    same_error: int = 3  # worlds in a row, or at one step, that the same error may break
+
+
+@dataclass(frozen=True, kw_only=True)
+class StopJob:
+    """The job must end. ``exit_code`` is 70 for a spent budget, 65 if no node has the state; for an
+    error of the script 2 if that is its exit code, else 1."""
+
+    reason: str
+    exit_code: int
+
+
+class _ScriptError(NamedTuple):
+    """An error of the script itself."""
+
+    text: str  # for users
+    step: int | None  # where
+    is_exact: bool  # the error was reported by the failed worker itself
+
+
+def healthy(breakage: Breakage, policy: FailureBudget) -> bool:
+    """Whether the world had made progress before it broke.
+
+    Steps can be slow: a world that lasted long and made a few also counts. A world without progress
+    is not healthy, however long it lasts.
+    """
+    lived_long = breakage.lived_s >= policy.healthy_s
+    if breakage.steps is None:
+        return lived_long
+    return breakage.steps >= policy.healthy_steps or (lived_long and breakage.steps > _LATE_STEPS)
+
+
+def is_churn(breakage: Breakage, policy: FailureBudget) -> bool:
+    """Whether repeated departures of nodes count against the job, because it made no progress.
+
+    Less progress is required than after failures: departures are not the job's fault.
+    """
+    if breakage.steps is None:
+        return bool(breakage.churned) and breakage.lived_s < policy.healthy_s
+    return bool(breakage.churned) and breakage.steps <= _LATE_STEPS
+
+
+def explained(unexplained: Breakage, cause: Breakage) -> tuple[Breakage, Breakage] | None:
+    """The two breakages counted as one, if the second one explains the first; otherwise None.
+
+    The peers of a dead worker report their broken connections at once; its own agent may be later
+    than ``FAILURE_SETTLE_S``. Then the next world still includes the dead worker, and breaks
+    before its first step.
+    """
+    follows = cause.generation == unexplained.generation + 1 and cause.steps == 0
+    if not (unexplained.is_unexplained and follows and (cause.failures or cause.lost)):
+        return None
+    steps = unexplained.steps
+    lived_s = unexplained.lived_s + cause.lived_s
+    return replace(unexplained, counts=False), replace(cause, steps=steps, lived_s=lived_s)
+
+
+def departed_again(
+    names: Iterable[str], history: Sequence[Breakage], generation: int, since_s: float
+) -> tuple[str, ...]:
+    """The names that were also lost, or left, in an older world since ``since_s``."""
+    known = {
+        name
+        for breakage in history
+        if breakage.generation < generation and breakage.at_s >= since_s
+        for name in (*breakage.lost, *breakage.left)
+    }
+    return tuple(name for name in names if name in known)
+
+
+def verdict(history: Sequence[Breakage], now: float, policy: FailureBudget) -> StopJob | None:
+    """Whether the broken worlds (newest last) are a reason to stop."""
+    return (
+        _no_state_left(history)
+        or _same_error_at_one_step(history, policy)
+        or _same_error_in_a_row(history, policy)
+        or _budget_spent(history, now, policy)
+    )
+
+
+def _no_state_left(history: Sequence[Breakage]) -> StopJob | None:
+    failures = history[-1].failures if history and not history[-1].excluded else ()
+    for failure in failures:
+        if has_no_state(failure):
+            error = f"{error_line(failure)} (on {failure.node})"
+            return StopJob(
+                reason=f"no node has the state of the job: {error}",
+                exit_code=CheckpointRequired.exit_code,
+            )
+    return None
+
+
+def has_no_state(failure: Failure | FailureRecord) -> bool:
+    """Whether this library refused to begin without the job's state: all ranks of a world raise
+    that error. A script may exit with the same code for a reason of its own."""
+    is_ours = exception_type(failure.text or "") == CheckpointRequired.__name__
+    return is_ours and failure.exit_code == CheckpointRequired.exit_code
+
+
+def _same_error_at_one_step(history: Sequence[Breakage], policy: FailureBudget) -> StopJob | None:
+    """The newest error has occurred at its step before, and the job never got past it."""
+    if not history or not history[-1].is_failure:
+        return None
+    newest = history[-1]
+    for key, error in _script_errors(newest).items():
+        if error.step is None:
+            continue
+        times = sum(1 for _ in _occurrences(history, key, error.step))
+        if times >= policy.same_error:
+            reason = f"the script failed {times} times at step {error.step} in the same way"
+            return _stop(f"{reason}: {error.text}", newest)
+    return None
+
+
+def _occurrences(history: Sequence[Breakage], key: str, step: int) -> Iterator[Breakage]:
+    """Breakages by this error at this step, newest first, since the job last got past the step."""
+    for breakage in reversed(history):
+        error = _script_errors(breakage).get(key) if breakage.is_failure else None
+        if error is not None and error.step == step:
+            yield breakage
+        elif breakage.step is not None and breakage.step > step + _STEP_AHEAD:
+            return
+
+
+def _same_error_in_a_row(history: Sequence[Breakage], policy: FailureBudget) -> StopJob | None:
+    row = _row_without_progress(history, policy)
+    if len(row) < policy.same_error:
+        return None
+    errors = [_script_errors(breakage) for breakage in row]  # the newest first
+    # In the order of the newest report: the first to fail comes first.
+    for key, error in errors[0].items():
+        places = [found[key] for found in errors if key in found]
+        if len(places) == len(row) and not _moves_forward(places):
+            reason = (
+                f"the script failed {len(row)} times in a row with the same error: {error.text}"
+            )
+            return _stop(reason, row[0])
+    return None
+
+
+def _row_without_progress(history: Sequence[Breakage], policy: FailureBudget) -> list[Breakage]:
+    """The last failures, newest first; shorter if the job made progress between two of them."""
+    row: list[Breakage] = []
+    for breakage in reversed(history):
+        if breakage.is_failure:
+            row.append(breakage)
+        if len(row) == policy.same_error or healthy(breakage, policy):
+            break
+    return row
+
+
+def _moves_forward(places: Sequence[_ScriptError]) -> bool:
+    """Whether an error, the newest first, was at a later step every time."""
+    steps = [place.step for place in places if place.step is not None and place.is_exact]
+    pairs = itertools.pairwise(steps)
+    return len(steps) == len(places) and all(newer > older for newer, older in pairs)
+
+
+def _stop(reason: str, breakage: Breakage) -> StopJob:
+    return StopJob(reason=reason, exit_code=exit_code_of(f.exit_code for f in breakage.failures))
+
+
+def exit_code_of(codes: Iterable[int | None]) -> int:
+    """The exit code of a job that an error of the script ends: a worker's 2, for wrong usage, or
+    1."""
+    return _WRONG_USAGE if _WRONG_USAGE in codes else 1
+
+
+def _script_errors(breakage: Breakage) -> dict[str, _ScriptError]:
+    """The errors of the script itself, by their comparable text."""
+    failures = breakage.failures
+    if breakage.lost or not failures or any(_is_killed(f) for f in failures):
+        return {}
+    own = [f for f in failures if f.is_oom_kill or (f.text and not is_consequence(f.text))]
+    if own:
+        errors: dict[str, _ScriptError] = {}
+        for f in own:
+            place = innermost_place(f.text or "")
+            text = f"{error_line(f)} (on {f.node}{place and f', {place}'})"
+            errors.setdefault(comparable(f), _at_step(text, f, breakage))
+        return errors
+    if any(f.exit_code is None or f.exit_code <= 0 for f in failures):
+        return {}
+    return {
+        f"exit {f.exit_code}": _at_step(f"exit code {f.exit_code} (on {f.node})", f, breakage)
+        for f in failures
+        if not f.text
+    }
+
+
+def _is_killed(failure: Failure) -> bool:
+    return failure.exit_code in _KILLED and not failure.is_oom_kill
+
+
+def _at_step(text: str, failure: Failure, breakage: Breakage) -> _ScriptError:
+    is_exact = failure.step is not None
+    return _ScriptError(text, failure.step if is_exact else breakage.step, is_exact)
+
+
+def comparable(failure: Failure) -> str:
+    """The text without parts that differ between occurrences of the same error."""
+    if failure.is_oom_kill:
+        return "out of memory"  # the rest of its text is a pid
+    if not failure.text:
+        return f"exit {failure.exit_code}"
+    return normalize(failure.text)
+
+
+def _budget_spent(history: Sequence[Breakage], now: float, policy: FailureBudget) -> StopJob | None:
+    spent, churned = 0, 0
+    for breakage in reversed(history):
+        if breakage.at_s < now - policy.failure_window_s:
+            break
+        spent += breakage.counts
+        churned += breakage.counts and bool(breakage.churned)
+        if healthy(breakage, policy):  # it resets the budget
+            break
+    if spent <= policy.budget or not history[-1].counts:
+        return None
+    last = history[-1]
+    if last.is_unexplained and spent == policy.budget + 1:
+        return None  # the next world may explain it, and is then the reason
+    by_churn = f" ({churned} of them because nodes departed repeatedly)" if churned else ""
+    reason = (
+        f"{spent} worlds broke within {policy.failure_window_s:g} s{by_churn}, none of them lasted "
+        f"{policy.healthy_s:g} s; the last was generation {last.generation} ({what_broke(last)})"
+    )
+    return StopJob(reason=reason, exit_code=70)
+
+
+def what_broke(breakage: Breakage) -> str:
+    """In one sentence: the lost nodes, those that left, and the most informative line of each
+    error."""
+    parts = [f"{name} lost" for name in breakage.lost]
+    parts += [f"{name} left" for name in breakage.left]
+    parts += [f"{f.node}: {error_line(f)}" for f in breakage.failures]
+    return "; ".join(parts) or "no failure was reported"
+
+
+def error_line(failure: Failure) -> str:
+    """The error in one line: of a traceback, the exception itself."""
+    return exception_line(failure.text or "") or f"exit code {failure.exit_code}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class FlapPolicy:
+    """How often a node may be lost or reported before it is quarantined for ``quarantine_s``."""
+
+    losses: int = 3
+    accusations: int = 3
+    flap_window_s: float = FLAP_WINDOW_S
+    quarantine_s: float = QUARANTINE_S
+
+
+class FlapTracker:
+    """The nodes, by name, that are quarantined: those that are lost repeatedly, and one that is
+    repeatedly the first to fail. State without I/O; for one thread."""
+
+    def __init__(self, policy: FlapPolicy | None = None) -> None:
+        self._policy = policy or FlapPolicy()
+        self._losses: dict[str, deque[float]] = {}
+        self._accused = ""
+        self._accusations: list[float] = []
+        self._until: dict[str, float] = {}
+
+    def lost(self, node: str, now: float) -> None:
+        """A node was lost. The third time within ``flap_window_s`` it is quarantined."""
+        times = self._losses.setdefault(node, deque(maxlen=self._policy.losses))
+        times.append(now)
+        if len(times) == self._policy.losses and now - times[0] <= self._policy.flap_window_s:
+            self.quarantine(node, now)
+        self._forget(now)
+
+    def found(self, node: str) -> None:
+        """A node that was reported as lost is alive: its last loss does not count."""
+        if times := self._losses.get(node):
+            times.pop()
+            if not times:
+                del self._losses[node]
+
+    def accused(self, node: str, now: float) -> None:
+        """A node was the first to fail in a world that lost no node.
+
+        The third time in a row it is quarantined. The count restarts with a report against another
+        node, and after ``flap_window_s`` without any.
+        """
+        fresh = self._accusations and now - self._accusations[-1] <= self._policy.flap_window_s
+        if node != self._accused or not fresh:
+            self._accused, self._accusations = node, []
+        self._accusations.append(now)
+        if len(self._accusations) >= self._policy.accusations:
+            self.quarantine(node, now)
+            self._accusations = []
+
+    def __contains__(self, node: str) -> bool:
+        """Whether this name or id is, or was a moment ago, quarantined."""
+        return node in self._until
+
+    def quarantined(self, now: float) -> dict[str, float]:
+        """Name or id -> until when."""
+        return {node: until for node, until in self._until.items() if now < until}
+
+    def quarantine(self, node: str, now: float) -> None:
+        """Exclude this node for ``quarantine_s``. ``node`` is a name, or an id if the node is
+        alive: several agents of one machine may share a name."""
+        self._until[node] = now + self._policy.quarantine_s
+
+    def _forget(self, now: float) -> None:
+        # Names of nodes that join and leave for weeks must not accumulate.
+        horizon = now - self._policy.flap_window_s
+        self._losses = {n: t for n, t in self._losses.items() if t[-1] >= horizon}
+        self._until = self.quarantined(now)

@@ -1,0 +1,669 @@
+"""What the text of a failure says about its cause."""
+
+from __future__ import annotations
+
+import functools
+import re
+import signal
+from dataclasses import dataclass
+from enum import Enum
+
+from elastic.tracebacks import exception_of, exception_type
+
+# ----------------------------------------------------------------------------
+# The table of known failures: the patterns of their texts, and the meaning of each.
+#
+# The order matters: the first matching rule applies. Hardware comes first, because a failing GPU
+# also breaks collectives; consequences of other nodes' failures precede errors of the script,
+# because their texts are often wrapped in exceptions of the script.
+
+REFUSED = "refused"
+_NO_MATCH = r"(?!)"  # a pattern that matches nowhere
+
+
+class Action(str, Enum):
+    """The job's action on a failure."""
+
+    RESTART = "restart"  # the next world, with the same node
+    EXCLUDE_NODE = "exclude-node"  # the next world without it, for the duration of the quarantine
+    STOP = "stop"  # no attempt can succeed
+
+
+class Confidence(str, Enum):
+    """How sure a verdict is."""
+
+    HIGH = "high"
+    MEDIUM = "medium"
+    LOW = "low"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rule:
+    """One kind of failure.
+
+    ``is_consequence``: such a text only states that a peer is lost, or does not respond. It is
+    never the reason to end a job, and the leader looks for another worker's failure. ``pattern`` is
+    matched against the worker's error, ``kernel_pattern`` against the kernel's log. ``is_local``:
+    the cause may be specific to one node, or common to all. Which one applies depends on whether
+    the job has worked elsewhere (:func:`elastic.membership.failures.judge_failure`).
+    ``restarts_if_others_work``: it ends the job only if no other node works.
+
+    Patterns are for what the program, its libraries and the kernel write: the agent's own sentences
+    about a worker's end are judged by what the agent knows.
+    """
+
+    name: str
+    action: Action
+    confidence: Confidence
+    reason: str
+    pattern: re.Pattern[str]
+    kernel_pattern: re.Pattern[str]
+    is_local: bool = False
+    is_consequence: bool = False
+    restarts_if_others_work: bool = False
+
+    @property
+    def reads_kernel_log(self) -> bool:
+        """Whether the rule has a pattern for the kernel's log."""
+        return self.kernel_pattern.pattern != _NO_MATCH
+
+
+def _rule(
+    name: str,
+    action: Action,
+    confidence: Confidence,
+    reason: str,
+    *patterns: str,
+    kernel: tuple[str, ...] = (),
+    is_local: bool = False,
+    is_consequence: bool = False,
+    restarts_if_others_work: bool = False,
+) -> Rule:
+    return Rule(
+        name=name,
+        action=action,
+        confidence=confidence,
+        reason=reason,
+        pattern=_any_of(patterns),
+        kernel_pattern=_any_of(kernel),
+        is_local=is_local,
+        is_consequence=is_consequence,
+        restarts_if_others_work=restarts_if_others_work,
+    )
+
+
+def _any_of(patterns: tuple[str, ...]) -> re.Pattern[str]:
+    """Matches any of the patterns; nothing if there are none."""
+    return re.compile("|".join(f"(?:{p})" for p in patterns) or _NO_MATCH, re.IGNORECASE)
+
+
+# Codes in NVIDIA's catalogue that require a reset, a reboot or a new board: 48 and 94/95 memory,
+# 62 microcontroller, 63/64 page retirement, 74 NVLink, 79 off the bus, 119/120 firmware, 140
+# memory.
+_XID_OF_HARDWARE = r"\bxid \([^)]*\): *(48|62|63|64|74|79|94|95|119|120|140)\b"
+
+RULES: tuple[Rule, ...] = (
+    # -- this library ----------------------------------------------------------------------------
+    _rule(
+        "refused-elsewhere",
+        Action.RESTART,
+        Confidence.HIGH,
+        "another rank could not restore the state",
+        # elastic/train/shards.py; it quotes the other rank's error, which may match
+        # any rule.
+        r"trainingerror: this rank ends because rank \d+ could not restore the state",
+        is_consequence=True,
+    ),
+    _rule(
+        "left-loop",
+        Action.STOP,
+        Confidence.HIGH,
+        "a rank leaves the loop by its own decision, and would do so again",
+        r"left the loop (after|before) step \d+, while rank",
+    ),
+    _rule(
+        REFUSED,
+        Action.STOP,
+        Confidence.HIGH,
+        "this library refuses the script as it is, and would do so again",
+        # (The ranks of a replica that have not met within their time: another one may have died.)
+        r"^(?!.*did not call elastic\.join\(mesh=…\))(training|config)error: ",
+        r"^noworld: ",
+        restarts_if_others_work=True,
+    ),
+    # -- machines ------------------------------------------------------------------------------
+    _rule(
+        "gpu-hardware",
+        Action.EXCLUDE_NODE,
+        Confidence.HIGH,
+        "a GPU of this node is faulty",
+        r"uncorrectable (ecc|nvlink)",
+        r"cuda_?error_?ecc_?uncorrectable",
+        r"fallen off the bus",
+        _XID_OF_HARDWARE,
+        r"cuda error: .*(hardware stack error|nvlink was detected)",
+        kernel=(_XID_OF_HARDWARE, r"nvrm: .*fallen off the bus"),
+    ),
+    _rule(
+        "memory-hardware",
+        Action.EXCLUDE_NODE,
+        Confidence.HIGH,
+        "the memory or a processor of this node is faulty",
+        r"hardware memory corruption",
+        kernel=(
+            r"hardware memory corruption",
+            r"\[hardware error\]:.*(uncorrected|processor context corrupt)",
+            r"edac .* \d+ ue ",
+        ),
+    ),
+    _rule(
+        "gpu-driver",
+        Action.EXCLUDE_NODE,
+        Confidence.HIGH,
+        "the GPU driver of this node does not work",
+        r"driver/library version mismatch",
+        r"error \(?802\)? ?: system not yet initialized|cuda_?error_?system_?not_?ready",
+        r"no cuda-capable device is detected",
+        r"cuda driver version is insufficient",
+        r"all cuda-capable devices are busy or unavailable",
+        r"unable to determine the device handle",
+        r"nvidia-smi has failed because it couldn't communicate",
+        r"no cuda gpus are available",
+        is_local=True,
+    ),
+    _rule(
+        "file-system",
+        Action.EXCLUDE_NODE,
+        Confidence.HIGH,
+        "a file system of this node does not work",
+        r"read-only file system",
+        r"transport endpoint is not connected",
+        r"stale (nfs )?file handle",
+        r"\[errno 5\] input/output error",
+        is_local=True,
+    ),
+    _rule(
+        "disk",
+        Action.EXCLUDE_NODE,
+        Confidence.MEDIUM,
+        "a disk of this node reports errors",
+        r"critical medium error",
+        kernel=(
+            r"i/o error,? (on )?dev",
+            r"critical (medium|target) error",
+            r"remounting file ?system read-only",
+            r"ext4-fs error",
+            r"xfs .*(metadata i/o error|corruption|shut(ting)? ?down)",
+        ),
+        is_local=True,
+    ),
+    _rule(
+        "disk-full",
+        Action.EXCLUDE_NODE,
+        Confidence.MEDIUM,
+        "a disk of this node is full",
+        r"no space left on device",
+        is_local=True,
+    ),
+    _rule(
+        "quota",
+        Action.STOP,
+        Confidence.MEDIUM,
+        "the quota of a file system is exhausted",
+        r"disk quota exceeded",
+    ),
+    # -- memory --------------------------------------------------------------------------------
+    _rule(
+        "shared-memory",
+        Action.RESTART,
+        Confidence.HIGH,
+        "shared memory (/dev/shm) is full: enlarge it, or use fewer data workers",
+        r"killed by signal: bus error",
+        r"insufficient shared memory",
+        r"unable to (write to|open shared memory|resize).*(torch_|shared)",
+    ),
+    _rule(
+        "gpu-out-of-memory",
+        Action.RESTART,
+        Confidence.MEDIUM,
+        "a GPU's memory is exhausted: lower the batch size, or find what else uses that GPU",
+        r"\b(cuda|hip|xpu|mps)( backend)? out of memory",
+        r"\btorch\.(cuda\.)?outofmemoryerror",
+        r"cublas_status_alloc_failed",
+        r"cuda error: out of memory",
+    ),
+    _rule(
+        "host-out-of-memory",
+        Action.RESTART,
+        Confidence.MEDIUM,
+        "the node's memory is exhausted",
+        r"defaultcpuallocator: (can't|not enough) (allocate )?memory",
+        r"\[errno 12\] cannot allocate memory",
+        r"^memoryerror\b",
+        kernel=(r"out of memory: killed process", r"\boom-kill:"),
+    ),
+    _rule(
+        "data-worker-killed",
+        Action.RESTART,
+        Confidence.MEDIUM,
+        "a process of a data loader was killed, from outside or because memory was exhausted",
+        r"dataloader worker \(pid.*\) (is killed by signal|exited unexpectedly)",
+    ),
+    # -- the script's data, seen by the GPU ----------------------------------------------------
+    _rule(
+        "device-assert",
+        Action.STOP,
+        Confidence.MEDIUM,
+        "an assertion failed on the GPU, most often an index or a label out of range; the same "
+        "samples fail again",
+        r"device-side assert triggered",
+        r"assertion .*(srcindex|t >= 0 && t < n_classes|index out of bounds).* failed",
+    ),
+    _rule(
+        "gpu-error",
+        Action.RESTART,
+        Confidence.MEDIUM,
+        "a kernel failed on the GPU: its process can no longer use the GPU, a new one can",
+        r"an illegal memory access was encountered",
+        r"unspecified launch failure",
+        r"cuda error: misaligned address",
+        r"cudnn_status_execution_failed",
+        r"cublas_status_execution_failed",
+        r"\bxid \([^)]*\): *(13|31|43|45)\b",
+        kernel=(r"\bxid \([^)]*\): *(13|31|43)\b",),  # 45 also follows the kill of a process
+    ),
+    # -- the fabric ----------------------------------------------------------------------------
+    _rule(
+        "fabric-resources",
+        Action.EXCLUDE_NODE,
+        Confidence.MEDIUM,
+        "this node cannot use its network devices: check its locked-memory limit and interfaces",
+        r"call to ibv_(create_qp|create_cq|reg_mr|alloc_pd|modify_qp).* failed",
+        r"bootstrap *: no socket interface found",
+        r"unable to find address for: ",
+        is_local=True,
+    ),
+    _rule(
+        "fabric",
+        Action.RESTART,
+        Confidence.MEDIUM,
+        "a connection of the fabric failed, or its peer is gone",
+        r"got completion (from peer|with error)",
+        r"ibv_wc_retry_exc_err|transport retry counter exceeded",
+        is_consequence=True,
+    ),
+    _rule(
+        "collective-timeout",
+        Action.RESTART,
+        Confidence.MEDIUM,
+        "a collective timed out: another rank was missing from it",
+        r"watchdog caught collective operation timeout",
+        r"ran for \d+ milliseconds before timing out",
+        r"timed out waiting \d+ms for (recv|send) operation",
+        r"some nccl operations have failed or timed out",
+        is_consequence=True,
+    ),
+    _rule(
+        "lost-peer",
+        Action.RESTART,
+        Confidence.HIGH,
+        "a peer of its process group is gone",
+        r"ncclremoteerror|remote process exited",
+        r"connection (was )?(closed|reset|refused|aborted)",
+        r"(closed|reset) by (remote )?peer",
+        r"connection(reset|refused|aborted)error",
+        r"socket timeout|broken pipe",
+        r"ncclsystemerror|ncclinternalerror|unhandled (system|cuda) error",
+        r"dist(backend|network|store)error",
+        r"gloo/transport",
+        is_consequence=True,
+    ),
+    # -- access --------------------------------------------------------------------------------
+    _rule(
+        "access",
+        Action.STOP,
+        Confidence.HIGH,
+        "access was denied: a token, a permission or a licence is missing",
+        r"\b40[13] client error",
+        r"gatedrepoerror|repositorynotfounderror",
+        r"invalidaccesskeyid|signaturedoesnotmatch|\(accessdenied\)|expiredtoken",
+    ),
+    _rule(
+        "service",
+        Action.RESTART,
+        Confidence.HIGH,
+        "a service that the script uses did not answer",
+        r"temporary failure in name resolution|name or service not known",
+        r"read timed out|connecttimeout|readtimeout|max retries exceeded",
+        r"\b(429|50[0-4]) (client|server) error",
+        r"\((slowdown|serviceunavailable|internalerror)\)",
+        r"\[errno 11[0-3]\]",
+        r"timeouterror: \[errno 110\]",
+    ),
+    # -- the script ----------------------------------------------------------------------------
+    _rule(
+        "script-cannot-run",
+        Action.STOP,
+        Confidence.HIGH,
+        "the script cannot run",
+        r"^(\[rank\d+\]:? *)?(syntax|indentation|tab|name|unboundlocal)error\b",
+        r"error: (unrecognized arguments|the following arguments are required)",
+        r"error: argument .*: invalid",
+        r"can't open file '.*': \[errno 2\]",
+    ),
+    _rule(
+        "missing-software",
+        Action.STOP,
+        Confidence.HIGH,
+        "a module or a library is missing",
+        r"(modulenotfounderror|importerror)\b",
+        r"cannot open shared object file",
+        r"version `(glibc|glibcxx|cxxabi)_[\d.]+' not found",
+        r"undefined symbol: ",
+        is_local=True,
+    ),
+    _rule(
+        "missing-input",
+        Action.STOP,
+        Confidence.MEDIUM,
+        "a file is missing, or not readable",
+        r"(filenotfounderror|notadirectoryerror|permissionerror)\b",
+        is_local=True,
+    ),
+    _rule(
+        "wrong-model",
+        Action.STOP,
+        Confidence.HIGH,
+        "the checkpoint belongs to another model",
+        r"error\(s\) in loading state_dict for",
+        r"size mismatch for .*: copying a param with shape",
+    ),
+    _rule(
+        "wrong-shapes",
+        Action.STOP,
+        Confidence.MEDIUM,
+        "shapes, types or devices of tensors do not match",
+        r"mat1 and mat2 shapes cannot be multiplied",
+        r"expected all tensors to be on the same device",
+        r"expected scalar type \w+ but found",
+        r"(input|output) channels?, but got",
+    ),
+    # -- the rest of the fabric ----------------------------------------------------------------
+    _rule(
+        "transport",
+        Action.RESTART,
+        Confidence.LOW,
+        "a connection between ranks failed or timed out",
+        # These words are too common to be matched before errors of the script: "libnccl.so.2:
+        # cannot open shared object file" is missing software.
+        r"timed out|socket|network is unreachable|no route to host",
+        r"\bgloo\b|nccl|process ?group|tcpstore|watchdog",
+        is_consequence=True,
+    ),
+)
+
+
+# ----------------------------------------------------------------------------
+# The verdict on one failure, with its evidence: a pure function of a worker's error.
+#
+# Most failures are transient, or the consequence of another node's: the world restarts, and the
+# failure budget limits how often. Two kinds do not justify a restart. Some errors belong to a
+# machine (a GPU with uncorrectable memory errors, a file system that has become read-only):
+# another attempt on that node fails again, so it is quarantined. Others belong to the script or
+# its input (a syntax error, an invalid flag): every attempt on any node fails again, so the job
+# stops with that error.
+
+_EVIDENCE = 200  # characters of the line that a rule matched
+_REFUSAL = 1000  # characters of a message of this library with its hint
+_WRONG_USAGE = 2  # argparse's exit code
+HANG = "hang: "  # begins an agent's sentence about a worker that it has ended for a hang
+# Sentences of this library about a worker's end. They name no cause that a rule could find.
+_OURS = re.compile(
+    rf"{HANG}|the script called sys\.exit\("
+    r"|local rank \d+ \(pid \d+\) (was ended|ended|disappeared)"
+)
+# Never raised by a broken connection, whatever the message.
+_OF_THE_SCRIPT = frozenset(
+    kind.__name__
+    for kind in (
+        ArithmeticError, AssertionError, AttributeError, ImportError, IndexError, KeyError,
+        LookupError, NameError, NotImplementedError, OverflowError, RecursionError, TypeError,
+        UnboundLocalError, UnicodeDecodeError, ValueError, ZeroDivisionError,
+    )
+) | {"FileNotFoundError", "ModuleNotFoundError"}  # fmt: skip
+_OOM_KILL = re.compile(r"(?:killed process |\boom-kill:.*\bpid=)(\d+)", re.IGNORECASE)
+
+
+@dataclass(frozen=True, kw_only=True)
+class FailureFacts:
+    """The facts about a failed worker.
+
+    ``text`` is its error, or the end of its log. ``exit_code`` is negative for a signal, as in
+    Python's subprocess module. ``is_oom_kill``: the kernel killed a process of its cgroup for lack
+    of memory at that time. ``works_elsewhere``: workers of this job have trained on another node,
+    so a missing resource is not missing everywhere; False if all of them fail like this one.
+    ``kernel_log``: lines since the workers of its node were started.
+    """
+
+    text: str | None = None
+    exit_code: int | None = None
+    is_oom_kill: bool = False
+    works_elsewhere: bool = False
+    kernel_log: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class FailureVerdict:
+    """``reason`` is a sentence for users, ``evidence`` the matching line or code."""
+
+    action: Action
+    rule: str
+    confidence: Confidence
+    reason: str
+    evidence: str
+
+    def __str__(self) -> str:
+        if self.rule == REFUSED:  # its last line is the hint
+            return f"{self.reason}: {self.evidence}"
+        return f"{self.reason} ({self.evidence})" if self.evidence else self.reason
+
+
+def judge_failure(facts: FailureFacts) -> FailureVerdict:
+    """The verdict on a failed worker. Equal facts give equal verdicts.
+
+    The first matching rule of :data:`~elastic.membership.failures.RULES` applies, and within it
+    the last matching line of the text: the last line of a traceback is the exception itself.
+    """
+    if facts.is_oom_kill:
+        return _verdict(
+            Action.RESTART,
+            "host-out-of-memory",
+            Confidence.HIGH,
+            "the kernel killed it, or a process of its data loader, because its memory limit was "
+            "reached; raise the limit, or lower the number of data workers",
+            _exit_evidence(facts),
+        )
+    text = facts.text or ""
+    if text.startswith(HANG):
+        return _verdict(
+            Action.RESTART,
+            "hang",
+            Confidence.MEDIUM,
+            "it made no progress, and was ended",
+            text.removeprefix(HANG)[:_EVIDENCE],
+        )
+    matched = _first_match(text)
+    if (found := _in_kernel_log(facts, matched)) is not None:
+        rule, line = found
+        return _by_rule(rule, facts, f"kernel log: {line}"[:_EVIDENCE])
+    if matched is not None:
+        rule, line = matched
+        # The hint of a refusal states what to do.
+        evidence = exception_of(text)[:_REFUSAL] if rule.name == REFUSED else line[:_EVIDENCE]
+        return _by_rule(rule, facts, evidence)
+    return _by_exit_code(facts)
+
+
+def _in_kernel_log(
+    facts: FailureFacts, matched: tuple[Rule, str] | None
+) -> tuple[Rule, str] | None:
+    """The cause according to the kernel, if the worker's own text does not contain it.
+
+    An error of the script remains one, whatever else has happened on its machine. A definite fault
+    of the machine explains any other failure; one that may not have affected this process explains
+    only an otherwise unexplained failure. An event about one process (an OOM kill, a fault of the
+    script's kernels on a GPU) explains only the failure of a process without its own error text.
+    """
+    by_text = matched[0] if matched is not None else None
+    is_script_error = by_text is not None and by_text.action is Action.STOP
+    if not facts.kernel_log or is_script_error or _is_wrong_usage(facts):
+        return None
+    is_unexplained = by_text is None or by_text.is_consequence
+    for rule in RULES:
+        if rule is by_text:
+            return None  # the worker's text states the same cause
+        for line in reversed(facts.kernel_log):
+            if not rule.kernel_pattern.search(line) or _is_about_another(line, facts):
+                continue
+            is_machine = rule.action is Action.EXCLUDE_NODE
+            if is_machine and (is_unexplained or rule.confidence is Confidence.HIGH):
+                return rule, line
+            if not is_machine and is_unexplained and not _has_own_error(facts):
+                return rule, line
+    return None
+
+
+def _is_about_another(line: str, facts: FailureFacts) -> bool:
+    """Whether a line reports an OOM kill of a process that the worker's text does not name: that of
+    another job on the machine. (In a container, the log has other process ids. There, the count of
+    the cgroup is evidence.)"""
+    killed = _OOM_KILL.search(line)
+    return killed is not None and f"(pid {killed[1]})" not in (facts.text or "")
+
+
+def _has_own_error(facts: FailureFacts) -> bool:
+    """Whether the process ended on its own: with an error that is not a peer's."""
+    is_signal = facts.exit_code is not None and facts.exit_code < 0
+    has_text = bool(facts.text) and not _is_ours(facts.text)
+    return not is_signal and has_text and not is_consequence(facts.text)
+
+
+def _is_wrong_usage(facts: FailureFacts) -> bool:
+    has_text = bool((facts.text or "").strip()) and not _is_ours(facts.text)
+    return facts.exit_code == _WRONG_USAGE and not has_text
+
+
+def _is_ours(text: str | None) -> bool:
+    return _OURS.match(exception_of(text or "")) is not None
+
+
+def is_consequence(text: str | None, kernel_log: tuple[str, ...] = ()) -> bool:
+    """Whether a worker's error only states that a peer is gone or does not respond, and the
+    kernel's log of its node shows no fault of the machine.
+
+    Decided by the same rule as its verdict.
+
+    >>> is_consequence("RuntimeError: Connection closed by peer [127.0.0.1]:4711")
+    True
+    >>> is_consequence("ImportError: libnccl.so.2: cannot open shared object file")
+    False
+    """
+    matched = _first_match(text or "")
+    if matched is None or not matched[0].is_consequence:
+        return False
+    found = _in_kernel_log(FailureFacts(text=text, kernel_log=kernel_log), matched)
+    return found is None or found[0].action is not Action.EXCLUDE_NODE
+
+
+# Evaluated again in every iteration of a waiting leader.
+@functools.lru_cache(maxsize=128)
+def _first_match(text: str) -> tuple[Rule, str] | None:
+    if _is_ours(text):
+        return None
+    lines = [line.strip() for line in exception_of(text).splitlines() if line.strip()]
+    is_of_script = exception_type(text) in _OF_THE_SCRIPT
+    for rule in RULES:
+        if rule.is_consequence and is_of_script:
+            continue
+        for line in reversed(lines):
+            if rule.pattern.search(line):
+                return rule, line
+    return None
+
+
+def _by_rule(rule: Rule, facts: FailureFacts, line: str) -> FailureVerdict:
+    action, reason = rule.action, rule.reason
+    if rule.restarts_if_others_work and facts.works_elsewhere:
+        action = Action.RESTART
+    elif rule.is_local and action is Action.STOP and facts.works_elsewhere:
+        # The same script runs on other nodes: this one differs from them.
+        action = Action.EXCLUDE_NODE
+        reason = f"{reason}, but not on other nodes of this job"
+    elif rule.is_local and action is Action.EXCLUDE_NODE and not facts.works_elsewhere:
+        # No node has worked so far: excluding one after the other would hide a common cause.
+        action = Action.RESTART
+    return _verdict(action, rule.name, rule.confidence, reason, line)
+
+
+def _by_exit_code(facts: FailureFacts) -> FailureVerdict:
+    code = facts.exit_code
+    evidence = _exit_evidence(facts)
+    if _is_wrong_usage(facts):
+        return _verdict(
+            Action.STOP,
+            "wrong-usage",
+            Confidence.MEDIUM,
+            "the script rejected its arguments",
+            evidence,
+        )
+    if code == -signal.SIGILL and facts.works_elsewhere:
+        return _verdict(
+            Action.EXCLUDE_NODE,
+            "illegal-instruction",
+            Confidence.MEDIUM,
+            "its processor lacks an instruction that the binaries use, or is faulty",
+            evidence,
+        )
+    if code == -signal.SIGABRT:
+        # gloo/transport/tcp/pair.cc: the message is larger than the one expected.
+        return _verdict(
+            Action.RESTART,
+            "abort",
+            Confidence.MEDIUM,
+            "an assertion in C++ failed, whose text is on its stderr; on gloo also a collective "
+            "that other ranks call with another size, or not at all",
+            evidence,
+        )
+    if code == -signal.SIGBUS:
+        return _verdict(
+            Action.RESTART,
+            "bus-error",
+            Confidence.MEDIUM,
+            "shared memory (/dev/shm) is full, or a mapped file was truncated",
+            evidence,
+        )
+    if code is not None and code < 0:
+        return _verdict(Action.RESTART, "signal", Confidence.MEDIUM, "a signal ended it", evidence)
+    return _verdict(
+        Action.RESTART, "unknown", Confidence.LOW, "no rule matches; it may be transient", evidence
+    )
+
+
+def _exit_evidence(facts: FailureFacts) -> str:
+    code = facts.exit_code
+    if code is None:
+        return ""
+    if code >= 0:
+        return f"exit code {code}"
+    try:
+        return signal.Signals(-code).name
+    except ValueError:
+        return f"signal {-code}"
+
+
+def _verdict(
+    action: Action, rule: str, confidence: Confidence, reason: str, evidence: str
+) -> FailureVerdict:
+    return FailureVerdict(
+        action=action, rule=rule, confidence=confidence, reason=reason, evidence=evidence
+    )

@@ -1,0 +1,1793 @@
+"""Scripts whose results would be wrong after a fault: found at their first use."""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import dis
+import functools
+import hashlib
+import inspect
+import linecache
+import os
+import random
+import sys
+import tokenize
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from os import sep
+from pathlib import Path
+from types import (
+    BuiltinFunctionType,
+    CellType,
+    CodeType,
+    FrameType,
+    FunctionType,
+    MethodType,
+    ModuleType,
+)
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import nn
+from torch.nn.modules.module import (
+    register_module_buffer_registration_hook,
+    register_module_module_registration_hook,
+    register_module_parameter_registration_hook,
+)
+from torch.nn.parameter import is_lazy
+from torch.utils.data import get_worker_info
+
+from checkpoints.tensors import is_dtensor, local_of
+from elastic.errors import ConfigError, TrainingError
+from elastic.groups.collectives import all_gather_json
+from elastic.groups.world import World
+from elastic.telemetry.log import get_logger
+from elastic.train.ddp import ElasticDDP, Wrapped
+from elastic.train.rollback import contents
+from elastic.train.state import JobState
+from elastic.train.untracked import saved_optimizers
+
+# ----------------------------------------------------------------------------
+# Determines how the script has left a loop over one of our generators.
+#
+# Python closes a generator in three cases that it does not distinguish: the loop was left by
+# `break` or `return`, an exception passes through the function, or the last reference is gone.
+
+# The instruction that removes a loop's iterator: POP_ITER since Python 3.14.
+_REMOVES_ITERATOR = {dis.opmap[name] for name in ("POP_TOP", "POP_ITER") if name in dis.opmap}
+_OWN = (
+    os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep,
+    contextlib.__file__,
+)
+
+
+def is_own(code: CodeType) -> bool:
+    """Whether code is part of this package, or of contextlib, which it uses."""
+    return code.co_filename.startswith(_OWN)
+
+
+def is_left_on_purpose() -> bool:
+    """Whether the script is in a `break` or `return` that leaves the loop over the calling
+    generator.
+
+    False if that is unknown, as for a generator in a variable. A generator around it, such as a
+    progress bar's, is closed first.
+    """
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        code = frame.f_code
+        if not is_own(code):
+            if code.co_code[frame.f_lasti] in _REMOVES_ITERATOR:
+                return True
+            if not code.co_flags & inspect.CO_GENERATOR:
+                return False
+        frame = frame.f_back
+    return False
+
+
+# ----------------------------------------------------------------------------
+# The script's frames, and their variables.
+
+LIBRARIES = f"{sep}site-packages{sep}"
+
+
+def frames_of_script(frame: FrameType | None) -> Iterator[FrameType | None]:
+    """From the loop over the loader to the call of run.retry, which is None."""
+    has_begun = False
+    while frame is not None:
+        if not is_own(frame.f_code):
+            has_begun = True
+            yield frame
+        elif has_begun:
+            if frame.f_code.co_name == "retry":
+                yield None
+            return
+        frame = frame.f_back
+
+
+def variables(frame: FrameType) -> Iterator[dict[str, object]]:
+    """The variables of each frame of the script, and the global ones of its modules.
+
+    Local variables need Python 3.13. Before, reading them changes the dict that the script may have
+    got from ``locals()``, and keeps their objects alive, such as a loss.
+    """
+    modules: set[int] = set()
+    for one in frames_of_script(frame):
+        if one is None or LIBRARIES in one.f_code.co_filename:
+            continue
+        if sys.version_info >= (3, 13) and one.f_code.co_flags & inspect.CO_OPTIMIZED:
+            yield dict(one.f_locals)
+        if id(one.f_globals) not in modules:
+            modules.add(id(one.f_globals))
+            yield one.f_globals
+
+
+def assigned_globals(frame: FrameType) -> frozenset[str]:
+    """The global variables that functions of the script assign (``global step``), of those that are
+    being called. Variables of a loop at the top level of a module are not among them."""
+    calls = [one.f_code for one in frames_of_script(frame) if one is not None]
+    return frozenset().union(*map(_assigned_globals, calls))
+
+
+@functools.cache
+def _assigned_globals(code: CodeType) -> frozenset[str]:
+    found = (one for one in dis.get_instructions(code) if one.opname == "STORE_GLOBAL")
+    return frozenset(one.argval for one in found)
+
+
+def tree_of(frame: FrameType) -> ast.AST:
+    """The source of a frame's function, with the line numbers of its file; empty if unknown."""
+    # Not inspect.getsourcelines, which first resolves the path of every imported module: 0.1 s.
+    code = frame.f_code
+    lines = linecache.getlines(code.co_filename, frame.f_globals)
+    first = 1 if code.co_name == "<module>" else code.co_firstlineno
+    try:
+        source = "".join(lines if first == 1 else inspect.getblock(lines[first - 1 :]))
+        is_indented = source[:1].isspace()
+        tree = ast.parse(f"if True:\n{source}" if is_indented else source)
+    except (SyntaxError, ValueError, tokenize.TokenError):
+        return ast.Module(body=[], type_ignores=[])  # no source
+    ast.increment_lineno(tree, first - 1 - is_indented)
+    return tree
+
+
+# ----------------------------------------------------------------------------
+# Refuses a wrapped module whose parameters or buffers are replaced, added or removed in training.
+#
+# A layer that grows a model, ``self.weight = nn.Parameter(…)`` in a forward pass (an EMA codebook
+# in many VQ-VAEs), pruning that starts in the middle: DDP reduces the parameters that it has seen,
+# so ranks would train different models, and no error would occur. A joining process would create
+# the module as it was, and could not load the state of the others.
+#
+# torch reports each registration, so a step costs one comparison. A buffer may get another tensor:
+# it keeps its name, and nothing reduces it.
+
+_HOOKS = (
+    register_module_buffer_registration_hook,
+    register_module_module_registration_hook,
+    register_module_parameter_registration_hook,
+)
+
+
+class ModuleStructures:
+    """Compares the job's wrapped modules with what they were in their first step. One per
+    process."""
+
+    def __init__(self) -> None:
+        self._structures: list[_Structure] = []  # in the order of the job's modules
+        self._handles = [register(self._note) for register in _HOOKS]
+
+    def close(self) -> None:
+        """Stop noting registrations."""
+        for handle in self._handles:
+            handle.remove()
+
+    def step_begins(self, modules: Iterable[Wrapped]) -> None:
+        """Raise TrainingError if a parameter or buffer was replaced, added or removed."""
+        wrapped = [module for module in modules if isinstance(module, ElasticDDP)]
+        if [one.wrapped for one in self._structures] != wrapped:
+            self._structures = [_Structure(module) for module in wrapped]
+        for one in self._structures:
+            one.check()
+
+    def _note(self, owner: nn.Module, name: str, registered: object) -> None:
+        for one in self._structures:
+            one.may_differ |= id(owner) in one.parts
+
+
+class _Structure:
+    """The names, parameters and buffers of a module."""
+
+    def __init__(self, wrapped: ElasticDDP) -> None:
+        self.wrapped = wrapped
+        self.parts = frozenset(map(id, wrapped.module.modules()))
+        self.may_differ = True
+        self._expected = dict(_entries_module_structures(wrapped.module))
+        # Those of the world's beginning: the script may have changed the module since.
+        known = set(map(id, wrapped.all_parameters))
+        for name, parameter in wrapped.module.named_parameters():
+            if id(parameter) not in known:
+                del self._expected[name]
+
+    def check(self) -> None:
+        if not self.may_differ:
+            return
+        found = dict(_entries_module_structures(self.wrapped.module))
+        if found != self._expected:
+            raise _refusal_module_structures(self._expected, found)
+        self.may_differ = False
+
+
+def _entries_module_structures(module: nn.Module) -> Iterator[tuple[str, object]]:
+    """The names of the module's state, with the parameters, or None for a buffer."""
+    parameters = dict(module.named_parameters(remove_duplicate=False))
+    yield from ((name, id(parameter)) for name, parameter in parameters.items())
+    # Without buffers that are not part of the state, such as a cache.
+    yield from ((n, None) for n in module.state_dict(keep_vars=True) if n not in parameters)
+
+
+def _refusal_module_structures(
+    expected: dict[str, object], found: dict[str, object]
+) -> TrainingError:
+    names = [n for n in found if n not in expected] + [n for n in expected if n not in found]
+    if not names:
+        name = next(n for n in found if found[n] != expected[n])
+        owner, _, own = name.rpartition(".")
+        return TrainingError(
+            f"the wrapped model's parameter {name!r} was replaced by another one: its gradients "
+            "would not be averaged over the ranks, and neither would a recovery restore it",
+            hint=f"change it in place: with torch.no_grad(): {owner or 'self'}.{own}.copy_(value); "
+            f"what has no gradient is a buffer: self.register_buffer({own!r}, value)",
+        )
+    name = names[0]
+    what = "got the new entry" if name in found else "lost the entry"
+    return TrainingError(
+        f"the wrapped model {what} {name!r} after training began: new parameters would not be "
+        "averaged over the ranks, and a joining node would create the model without the change and "
+        "could not receive its state",
+        hint=_HINT,
+    )
+
+
+_HINT = (
+    "create all layers, masks and buffers before model = run.wrap(model): for layers that are used "
+    "later, layer.requires_grad_(False) until then; for pruning, prune.identity(layer, 'weight'), "
+    "and then layer.weight_mask.copy_(mask) in training"
+)
+
+
+# ----------------------------------------------------------------------------
+# Refuses optimizer state that a checkpoint, or a joining node, would change without an error.
+#
+# - Plain tensors that differ between the shards of a parameter: 8-bit codes of this rank's shard,
+#   a preconditioner of it. State in DTensors is saved by shards, a plain tensor once, so every
+#   rank would resume with the values of one. Values computed from whole tensors, as in Muon and
+#   SOAP with ``full_tensor()``, are the same on all ranks, up to rounding: ranks compare a digest,
+#   and if it differs, a few numbers of each tensor. Only ranks of the same pipeline stage are
+#   compared.
+# - Tensor subclasses that consist of several tensors, such as torchao's ``OptimState8bit``: their
+#   values are saved, but torch's optimizers restore those as a plain tensor, no longer quantised.
+
+_MOST_ENTRIES = 64  # compared in detail
+_SAMPLE_OPTIMIZER_STATES = 8  # numbers of each tensor
+_ROUNDING = 1e-3  # relative to the largest number of the sample
+
+Sample = tuple[list[int], list[float]]
+"""The shape of a tensor, and some of its numbers."""
+
+
+class _Entry(NamedTuple):
+    """A value in an optimizer's state that is no DTensor."""
+
+    place: str  # the index of its parameter, and its key
+    parameter: torch.Tensor
+    key: str
+    value: torch.Tensor | float
+
+
+def _optimizers(job: JobState) -> dict[str, torch.optim.Optimizer]:
+    """The optimizers whose state is saved, by the names of the tracked objects."""
+    return {
+        name: optimizer
+        for name, tracked in job.all_tracked.items()
+        for optimizer in saved_optimizers(tracked)
+    }
+
+
+def refuse_subclasses(job: JobState, world: World, step: int) -> None:
+    """Raise TrainingError if an optimizer's state has a tensor subclass of several tensors."""
+    for name, optimizer in _optimizers(job).items():
+        for state in optimizer.state.values():
+            for key, value in state.items() if isinstance(state, Mapping) else ():
+                inner = local_of(value) if is_dtensor(value) else value
+                if isinstance(inner, torch.Tensor) and hasattr(inner, "__tensor_flatten__"):
+                    kind = type(inner).__name__
+                    raise TrainingError(
+                        f"after step {step}, {name} ({type(optimizer).__name__}) keeps "
+                        f"state[{key!r}] as a {kind}, a tensor subclass: a checkpoint and joining "
+                        "nodes would have its values only, and continue with a plain tensor",
+                        hint="keep the tensors that it consists of in the optimizer's state, and "
+                        f"create it where it is used: {kind}(state['codes'], state['scale'])",
+                    )
+
+
+def refuse_states_of_shards(job: JobState, world: World, step: int) -> None:
+    """Raise TrainingError on all ranks if an optimizer over sharded parameters keeps plain values
+    that differ between ranks of the same pipeline stage. A collective of the world, after step
+    number ``step``."""
+    optimizers = _optimizers(job)
+    own: dict[str, Any] = {name: _digest(optimizer) for name, optimizer in optimizers.items()}
+    gathered = all_gather_json(own)
+    stages = [_stage_of(rank, world) for rank in range(world.size)]
+    first = {stage: stages.index(stage) for stage in stages}
+    if all(found == gathered[first[stages[rank]]] for rank, found in enumerate(gathered)):
+        return
+    entries = {name: _first_entries(optimizer) for name, optimizer in optimizers.items()}
+    samples = {
+        name: {place: _sample(entry.value) for place, entry in found.items()}
+        for name, found in entries.items()
+    }
+    all_samples = all_gather_json(samples)
+    for rank, found in enumerate(all_samples):
+        for name, place in _differing(found, all_samples[first[stages[rank]]]):
+            raise _refusal_optimizer_states(
+                job.all_modules, name, optimizers[name], entries[name].get(place), (step, rank)
+            )
+
+
+def _stage_of(rank: int, world: World) -> int:
+    stage = world.mesh.stage_of(rank % world.mesh.size)
+    return stage.index if stage is not None else 0
+
+
+def _entries_optimizer_states(optimizer: torch.optim.Optimizer) -> Iterator[_Entry]:
+    parameters = (p for group in optimizer.param_groups for p in group["params"])
+    for index, parameter in enumerate(parameters):
+        if not _is_sharded(parameter):
+            continue
+        for key, value in optimizer.state.get(parameter, {}).items():
+            if isinstance(value, int | float) or (
+                isinstance(value, torch.Tensor) and not is_dtensor(value)
+            ):
+                yield _Entry(f"{index}/{key}", parameter, str(key), value)
+
+
+def _is_sharded(parameter: Any) -> bool:
+    return is_dtensor(parameter) and any(
+        not placement.is_replicate() and parameter.device_mesh.size(dim) > 1
+        for dim, placement in enumerate(parameter.placements)
+    )
+
+
+def _first_entries(optimizer: torch.optim.Optimizer) -> dict[str, _Entry]:
+    entries: dict[str, _Entry] = {}
+    for entry in _entries_optimizer_states(optimizer):
+        if len(entries) == _MOST_ENTRIES:
+            break
+        entries[entry.place] = entry
+    return entries
+
+
+def _digest(optimizer: torch.optim.Optimizer) -> str:
+    found = list(_entries_optimizer_states(optimizer))
+    tensors = [entry.value for entry in found if isinstance(entry.value, torch.Tensor)]
+    described = [
+        (e.place, list(e.value.shape) if isinstance(e.value, torch.Tensor) else e.value)
+        for e in found
+    ]
+    text = repr((described, contents(tensors)))
+    return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
+
+
+def _sample(value: torch.Tensor | float) -> Sample:
+    if not isinstance(value, torch.Tensor):
+        return [], [float(value)]
+    flat = value.detach().reshape(-1)
+    chosen = flat[:: max(1, flat.numel() // _SAMPLE_OPTIMIZER_STATES)][:_SAMPLE_OPTIMIZER_STATES]
+    numbers = torch.view_as_real(chosen).reshape(-1) if chosen.is_complex() else chosen
+    return list(value.shape), numbers.double().tolist()
+
+
+def _differing(
+    own: Mapping[str, Mapping[str, Sample]], expected: Mapping[str, Mapping[str, Sample]]
+) -> Iterator[tuple[str, str]]:
+    for name, found in own.items():
+        reference = expected.get(name, {})
+        for place in dict.fromkeys((*found, *reference)):
+            if not _is_close(found.get(place), reference.get(place)):
+                yield name, place
+
+
+def _is_close(own: Sample | None, expected: Sample | None) -> bool:
+    if own is None or expected is None or own[0] != expected[0]:
+        return False
+    largest = max(map(abs, (*own[1], *expected[1])), default=0.0)
+    return all(
+        a == b or abs(a - b) <= _ROUNDING * largest
+        for a, b in zip(own[1], expected[1], strict=True)
+    )
+
+
+def _refusal_optimizer_states(
+    modules: Mapping[str, nn.Module],
+    name: str,
+    optimizer: torch.optim.Optimizer,
+    entry: _Entry | None,
+    place: tuple[int, int],
+) -> TrainingError:
+    step, rank = place
+    kind = type(optimizer).__name__
+    what = "plain values" if entry is None else _described(entry, modules)
+    return TrainingError(
+        f"after step {step}, {name} ({kind}) keeps {what} that differ between ranks (on rank "
+        f"{rank}, among others): a checkpoint has plain tensors once, so all ranks would resume "
+        "with those of one",
+        hint="keep state of a sharded parameter p as DTensors, which are saved by shards: "
+        'state["exp_avg"] = torch.zeros_like(p), or '
+        'state["codes"] = DTensor.from_local(codes, p.device_mesh, p.placements, run_check=False, '
+        "shape=p.shape, stride=p.stride()); or compute it from whole tensors, the same on all "
+        "ranks: p.grad.full_tensor(). Replicas without checkpoints= may keep it",
+    )
+
+
+def _described(entry: _Entry, modules: Mapping[str, nn.Module]) -> str:
+    names = {id(p): path for module in modules.values() for path, p in module.named_parameters()}
+    kind = "plain tensors" if isinstance(entry.value, torch.Tensor) else "numbers"
+    of = names.get(id(entry.parameter), f"parameter {entry.place.partition('/')[0]}")
+    return f"{kind} state[{entry.key!r}] for the shards of {of!r}"
+
+
+# ----------------------------------------------------------------------------
+# Finds the objects that the training function can reach: by closures, globals and attributes.
+
+Named = tuple[str, object]
+
+_DEPTH = 6  # objects inside each other
+_OBJECTS = 20_000  # visited per search: a few milliseconds
+_ENTRIES = 1_000  # longer lists hold data
+_LEAVES = (
+    str,
+    bytes,
+    int,
+    float,
+    complex,
+    bool,
+    type(None),
+    type,
+    ModuleType,
+    BuiltinFunctionType,
+    torch.Tensor,
+    torch.optim.Optimizer,
+)
+# Instances of their classes hold no state of the script.
+_LIBRARIES_REACHABLE = frozenset(
+    {"torch", "torchvision", "numpy", "elastic", "checkpoints", "logging"}
+)
+
+
+def reachable(roots: Iterable[Named], *, without: frozenset[int] = frozenset()) -> Iterator[Named]:
+    """Objects by breadth-first search, each once, with an expression for it.
+
+    ``without``: ids of objects that are neither yielded nor entered.
+    """
+    seen = set(without)
+    left = deque((name, one, 0) for name, one in roots)
+    visited = 0
+    while left and visited < _OBJECTS:
+        name, one, depth = left.popleft()
+        if isinstance(one, _LEAVES) or id(one) in seen:
+            continue
+        seen.add(id(one))
+        visited += 1
+        yield name, one
+        if depth < _DEPTH:
+            left.extend((n, inner, depth + 1) for n, inner in _inside(name, one))
+
+
+def _inside(name: str, one: Any) -> Iterable[Named]:
+    if isinstance(one, dict):  # other mappings may read files: shelve, h5py
+        return _of_dict(name, one) if len(one) <= _ENTRIES else ()
+    if isinstance(one, (list, tuple, deque)):
+        return [(f"{name}[{i}]", o) for i, o in enumerate(one)] if len(one) <= _ENTRIES else ()
+    if isinstance(one, FunctionType):
+        return _closure(one)
+    if isinstance(one, MethodType):
+        return [("self", one.__self__), *_closure(one.__func__)]
+    if isinstance(one, functools.partial):
+        return [(name, part) for part in (one.func, *one.args, *one.keywords.values())]
+    is_module = isinstance(one, nn.Module)
+    if type(one).__module__.partition(".")[0] in _LIBRARIES_REACHABLE and not is_module:
+        return ()
+    attributes = getattr(one, "__dict__", {})
+    found = [(f"{name}.{key}", value) for key, value in list(attributes.items())]
+    if is_module:
+        found += [(f"{name}.{key}", child) for key, child in one.named_children()]
+    return found
+
+
+def _of_dict(name: str, entries: dict[Any, Any]) -> list[Named]:
+    """A dict named "" holds variables."""
+    return [
+        (f"{name}[{key!r}]" if name else str(key), value)
+        for key, value in list(entries.items())
+        if isinstance(key, (str, int))
+    ]
+
+
+def _closure(function: Any) -> list[Named]:
+    found: list[Named] = []
+    for name, cell in zip(
+        function.__code__.co_freevars, getattr(function, "__closure__", None) or (), strict=False
+    ):
+        try:
+            found.append((name, cell.cell_contents))
+        except ValueError:
+            continue  # not assigned yet
+    return found
+
+
+# ----------------------------------------------------------------------------
+# Refuses copies of the trained weights that the function of run.retry makes before its loop.
+#
+# ``reference = copy.deepcopy(policy)`` is DPO's reference model, or the anchor of a penalty. In
+# the next world run.retry calls its function again, and the copy would be one of the weights
+# trained so far. Nothing raises an error. It is certain from the source if the copied module
+# existed before run.retry, the loop uses the copy, and the script overwrites no weights: then it
+# is no mere buffer for an evaluation. Otherwise a warning is logged.
+
+_COPIES = ("deepcopy", "clone")
+_KEEPERS = ("track", "wrap")  # of a run: the copy is state of the job
+_OVERWRITES = ("load_state_dict", "copy_(", "lerp_(", "swap_")
+
+
+@dataclass(frozen=True)
+class _Copy:
+    name: str  # of the variable or attribute
+    value: str  # the expression that is assigned
+
+
+def refuse_copies(
+    modules: Iterable[nn.Module], call: Sequence[tuple[str, object]], frame: FrameType | None = None
+) -> None:
+    """Raise TrainingError for a copy of one of the wrapped ``modules``. Called in the first step.
+
+    ``call``: the function of run.retry, and its arguments by name. ``frame``: the caller's.
+    """
+    frames = list(frames_of_script(frame or sys._getframe(1)))
+    if not frames or frames[-1] is not None:
+        return  # the function is not called again
+    trained = {id(p) for module in modules for p in module.parameters() if p.requires_grad}
+    for one in frames:
+        if one is None:
+            return
+        function = next((n for n in ast.walk(tree_of(one)) if _is_function(n, one.f_code)), None)
+        if function is None:
+            continue
+        for copied in _copies(
+            function, one.f_lineno, _variables_copied_weights(one, call), trained
+        ):
+            _refuse(copied, is_certain=not _overwrites(one))
+
+
+def _refuse(copied: _Copy, *, is_certain: bool) -> None:
+    what = (
+        f"`{copied.name} = {copied.value}` in the function of run.retry: in the next world it is "
+        "called again, and would copy the weights trained until then"
+    )
+    short = copied.name.rpartition(".")[2]
+    hint = (
+        f"make the copy before run.retry, and track it, unless it is loaded from a file:\n"
+        f"    {copied.name} = {copied.value}\n"
+        f"    run.track({short}={copied.name})"
+    )
+    if is_certain:
+        raise TrainingError(what, hint=hint)
+    get_logger().warning("%s\n  %s", what, hint)
+
+
+def _is_function(node: ast.AST, code: CodeType) -> bool:
+    return isinstance(node, ast.FunctionDef) and node.name == code.co_name
+
+
+def _variables_copied_weights(
+    frame: FrameType, call: Sequence[tuple[str, object]]
+) -> Mapping[str, object]:
+    """Variables of a function whose values existed before run.retry: global ones and, in its own
+    function, arguments and variables of the enclosing function."""
+    code = frame.f_code
+    found = dict(frame.f_globals)
+    for name in code.co_varnames:
+        found.pop(name, None)
+    _, function = call[0] if call else ("", None)
+    owner = getattr(function, "__self__", None)
+    plain = getattr(function, "__func__", function)
+    if isinstance(plain, FunctionType) and plain.__code__ is code:
+        cells = zip(code.co_freevars, plain.__closure__ or (), strict=False)
+        found |= {name: cell.cell_contents for name, cell in cells if not _is_empty(cell)}
+        found |= {name: value for name, value in call[1:] if name}
+    first = code.co_varnames[0] if code.co_argcount else ""
+    if owner is not None and first:
+        own = inspect.getattr_static(type(owner), code.co_name, None)
+        if getattr(own, "__code__", None) is code:
+            found[first] = owner
+    return found
+
+
+def _is_empty(cell: CellType) -> bool:
+    try:
+        cell.cell_contents  # noqa: B018
+    except ValueError:
+        return True
+    return False
+
+
+def _copies(
+    function: ast.AST, line: int, variables: Mapping[str, object], trained: set[int]
+) -> Iterator[_Copy]:
+    loops = (n for n in ast.walk(function) if isinstance(n, (ast.For, ast.While)))
+    around = (n.lineno for n in loops if n.lineno <= line <= (n.end_lineno or line))
+    loop = min(around, default=None)
+    if loop is None:
+        return
+    for statement in _before(function, loop):
+        if not isinstance(statement, ast.Assign) or len(statement.targets) != 1:
+            continue
+        target = statement.targets[0]
+        if not isinstance(target, (ast.Name, ast.Attribute)):
+            continue
+        name = ast.unparse(target)
+        calls = [n for n in ast.walk(statement.value) if isinstance(n, ast.Call)]
+        is_copy = any(_name_of(c.func) in _COPIES for c in calls)
+        if not is_copy or not any(_is_trained(n, variables, trained) for n in _copied(calls)):
+            continue
+        if any(_name_of(c.func) in _KEEPERS for c in calls) or _is_kept(function, name):
+            continue
+        if any(_is_use(n, name, after=loop) for n in ast.walk(function)):
+            yield _Copy(name, ast.unparse(statement.value))
+
+
+def _before(function: ast.AST, loop: int) -> Iterator[ast.stmt]:
+    """The statements before the loop, also those in `if` and `with`."""
+    left = list(getattr(function, "body", ()))
+    while left:
+        statement = left.pop(0)
+        if statement.lineno >= loop:
+            return
+        if isinstance(statement, (ast.If, ast.With)):
+            left[:0] = [*statement.body, *getattr(statement, "orelse", ())]
+        else:
+            yield statement
+
+
+def _copied(calls: Iterable[ast.Call]) -> Iterator[ast.expr]:
+    """The expressions whose weights may be copied: of ``deepcopy(model)`` and
+    ``deepcopy(model.state_dict())``, and of ``[p.clone() for p in model.parameters()]``."""
+    for call in calls:
+        if _name_of(call.func) == "deepcopy" and call.args:
+            yield call.args[0]
+        if isinstance(call.func, ast.Attribute) and call.func.attr in (
+            "parameters",
+            "named_parameters",
+            "state_dict",
+        ):
+            yield call.func.value
+
+
+def _is_trained(expression: ast.expr, variables: Mapping[str, object], trained: set[int]) -> bool:
+    found = _value_copied_weights(expression, variables)
+    return isinstance(found, nn.Module) and any(id(p) in trained for p in found.parameters())
+
+
+def _value_copied_weights(expression: ast.expr, variables: Mapping[str, object]) -> object:
+    """The value of a variable or of its attributes, without calling any code of the script."""
+    if isinstance(expression, ast.Name):
+        return variables.get(expression.id)
+    if not isinstance(expression, ast.Attribute):
+        return None
+    owner = _value_copied_weights(expression.value, variables)
+    known = dict(getattr(owner, "__dict__", None) or {})
+    if isinstance(owner, nn.Module):
+        known |= dict(owner.named_children())
+    return known.get(expression.attr)
+
+
+def _is_kept(function: ast.AST, name: str) -> bool:
+    """Whether the function passes the copy to run.track or run.wrap."""
+    for call in ast.walk(function):
+        if isinstance(call, ast.Call) and _name_of(call.func) in _KEEPERS:
+            given = [*call.args, *(keyword.value for keyword in call.keywords)]
+            if name in map(ast.unparse, given):
+                return True
+    return False
+
+
+def _is_use(node: ast.AST, name: str, *, after: int) -> bool:
+    if not isinstance(node, (ast.Name, ast.Attribute)) or node.lineno < after:
+        return False
+    return isinstance(node.ctx, ast.Load) and ast.unparse(node) == name
+
+
+def _name_of(function: ast.expr) -> str:
+    return str(getattr(function, "attr", getattr(function, "id", "")))
+
+
+def _overwrites(frame: FrameType) -> bool:
+    """Whether the script's file may overwrite the weights of a copy anywhere."""
+    try:
+        source = Path(frame.f_code.co_filename).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError):
+        return True
+    return any(word in source for word in _OVERWRITES)
+
+
+# ----------------------------------------------------------------------------
+# Refuses ``for epoch in range(n)`` around a loader, in a job that resumes.
+#
+# After a death, the function of run.retry is called again, or a restarted script resumes from its
+# checkpoint. It counts from 0, but the loader resumes: the job trains too long. It is certain from
+# the source if nothing in the loop's body can leave it early or skip an epoch, and if it makes
+# more than one pass. Other counts are only warned of.
+#
+# The same applies to ``if i == 9: break`` with the count of ``enumerate(loader)``.
+
+_RANGES = ("range", "trange")
+_WAYS_OUT = (ast.Break, ast.Continue)
+_ENDS = (ast.Return, ast.Raise, ast.Yield, ast.YieldFrom)
+
+
+def refuse_range(
+    passes: int,
+    *,
+    is_over_loader: bool = True,
+    has_own_state: bool = False,
+    is_in_retry: bool = True,
+) -> None:
+    """Raise TrainingError if a range counts the passes over loaders, or without one
+    (``is_over_loader=False``) the calls of run.begin. ``passes``: so far in this call of the
+    function, including the one that begins. ``has_own_state``: the script keeps values in the job's
+    state, from which it may compute how many epochs remain. ``is_in_retry``: the function of
+    run.retry is called again; otherwise the script, in a restarted job."""
+    found: list[tuple[FrameType, ast.For]] = []
+    is_innermost = True
+    for frame in frames_of_script(sys._getframe(1)):
+        if frame is None:  # the call of run.retry
+            break
+        if LIBRARIES in frame.f_code.co_filename:
+            continue
+        tree, line = tree_of(frame), frame.f_lineno
+        attempt = max((n.lineno for n in _attempts_around(tree, line)), default=0)
+        if any(_is_in_body(line, n) and n.lineno > attempt for n in _whiles(tree)):
+            return  # it may count in run.state
+        found += [
+            (frame, loop)
+            for loop in _ranges_around(tree, line, needs_loop=is_innermost and is_over_loader)
+            if loop.lineno > attempt and _begins_alike(loop, tree, has_own_state=has_own_state)
+        ]
+        is_innermost = False
+        if attempt:
+            break
+    else:
+        if is_in_retry:
+            return  # not called again
+    for frame, loop in found:
+        count = _arguments(loop)[-1]
+        is_given = not has_own_state and _is_name(_without_constant(count))
+        if (passes > 1 and is_given) or _value_counted_epochs(count, frame) > 1 + _start(loop):
+            raise _refusal_counted_epochs(
+                loop, ast.unparse(count), is_over_loader=is_over_loader, is_in_retry=is_in_retry
+            )
+
+
+def refuse_break() -> None:
+    """Raise TrainingError if the loop whose iterator begins is left by a count of ``enumerate``
+    that begins at 0 or 1."""
+    for frame in frames_of_script(sys._getframe(1)):
+        if frame is None:
+            return
+        for node in ast.walk(tree_of(frame)):
+            if not (isinstance(node, ast.For) and _is_head(frame.f_lineno, node)):
+                continue
+            target = node.target.elts[0] if isinstance(node.target, ast.Tuple) else node.target
+            called = node.iter.func if isinstance(node.iter, ast.Call) else None
+            if not (isinstance(target, ast.Name) and called and _is_named(called, "enumerate")):
+                continue
+            for inner in _within(node.body):
+                if isinstance(inner, ast.If) and _breaks_by(inner, target.id):
+                    raise _refusal_of_break(ast.unparse(inner.test))
+        return  # the loop is in the innermost frame
+
+
+def _within(body: Iterable[ast.AST]) -> Iterator[ast.AST]:
+    """Statements of a loop, without those of loops and functions inside."""
+    for node in body:
+        if not isinstance(node, (ast.For, ast.While, ast.FunctionDef, ast.Lambda)):
+            yield node
+            yield from _within(ast.iter_child_nodes(node))
+
+
+def _breaks_by(node: ast.If, count: str) -> bool:
+    """Whether ``if`` compares this count, and leaves the loop."""
+    test = node.test
+    if not (isinstance(test, ast.Compare) and isinstance(node.body[-1], ast.Break)):
+        return False
+    return any(isinstance(n, ast.Name) and n.id == count for n in (test.left, *test.comparators))
+
+
+def _refusal_of_break(test: str) -> TrainingError:
+    return TrainingError(
+        f"`if {test}: break` counts from the step at which a loop resumes: after a recovery or a "
+        "restart, the epoch would have more steps",
+        hint="run.loader(…, max_steps=n), whose epochs end at the same step, or "
+        "enumerate(loader, start=loader.index)",
+    )
+
+
+def _whiles(tree: ast.AST) -> Iterator[ast.While]:
+    return (node for node in ast.walk(tree) if isinstance(node, ast.While))
+
+
+def _attempts_around(tree: ast.AST, line: int) -> Iterator[ast.For]:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.For) and _is_in_body(line, node):
+            called = node.iter.func if isinstance(node.iter, ast.Call) else None
+            if isinstance(called, ast.Attribute) and called.attr == "attempts":
+                yield node
+
+
+def _ranges_around(tree: ast.AST, line: int, *, needs_loop: bool) -> Iterator[ast.For]:
+    """Loops over ``range(n)`` around the line, without a way out. ``needs_loop``: the line must be
+    the head of another loop inside, or the range may count steps."""
+    for node in ast.walk(tree):
+        if not isinstance(node, ast.For) or not _is_in_body(line, node):
+            continue
+        if needs_loop and not any(_is_head(line, n) for n in ast.walk(node) if n is not node):
+            continue
+        if _range_of(node.iter) is not None and not _has_way_out(node.body):
+            yield node
+
+
+def _is_in_body(line: int, loop: ast.For | ast.While) -> bool:
+    return loop.body[0].lineno <= line <= (loop.body[-1].end_lineno or line)
+
+
+def _is_head(line: int, node: ast.AST) -> bool:
+    is_loop = isinstance(node, ast.For) and _range_of(node.iter) is None
+    return is_loop and node.lineno <= line < node.body[0].lineno  # type: ignore[attr-defined]
+
+
+def _range_of(expression: ast.expr) -> ast.Call | None:
+    """The call of ``range``, possibly in a progress bar: ``tqdm(range(n))``."""
+    if not isinstance(expression, ast.Call) or not expression.args:
+        return None
+    if isinstance(expression.func, ast.Name) and expression.func.id in _RANGES:
+        return expression
+    return _range_of(expression.args[0]) if _is_named(expression.func, "tqdm") else None
+
+
+def _is_named(function: ast.expr, name: str) -> bool:
+    return name in (getattr(function, "id", ""), getattr(function, "attr", ""))
+
+
+def _begins_alike(loop: ast.For, tree: ast.AST, *, has_own_state: bool) -> bool:
+    """Whether the range begins at the same number in each call: ``range(n)``, ``range(1, n)``, or,
+    in a script without state of its own, ``range(start, n)`` after ``start = 0``, and
+    ``range(args.start_epoch, n)``."""
+    first, *others = _arguments(loop)
+    if not others or (len(others) == 1 and isinstance(first, ast.Constant)):
+        return True
+    if len(others) > 1 or has_own_state:
+        return False
+    if isinstance(first, ast.Attribute):
+        return "start" in first.attr
+    return isinstance(first, ast.Name) and _constant(first.id, tree) is not None
+
+
+def _constant(name: str, tree: ast.AST) -> int | None:
+    """The integer that the only assignment to a variable of this function gives it."""
+    stores = [
+        n for n in ast.walk(tree) if isinstance(n, (ast.Name, ast.arg)) and _stored(n) == name
+    ]
+    assigned = [n for n in ast.walk(tree) if isinstance(n, ast.Assign)]
+    values = [a.value for a in assigned if any(_stored(t) == name for t in a.targets)]
+    if len(stores) != 1 or len(values) != 1 or not isinstance(values[0], ast.Constant):
+        return None
+    return values[0].value if isinstance(values[0].value, int) else None
+
+
+def _stored(node: ast.AST) -> str:
+    if isinstance(node, ast.arg):
+        return node.arg
+    is_store = isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)
+    return node.id if is_store else ""  # type: ignore[attr-defined]
+
+
+def _without_constant(count: ast.expr) -> ast.expr:
+    """``args.epochs`` of ``args.epochs + 1``."""
+    is_sum = isinstance(count, ast.BinOp) and isinstance(count.right, ast.Constant)
+    return count.left if is_sum else count  # type: ignore[attr-defined]
+
+
+def _is_name(expression: ast.expr) -> bool:
+    return isinstance(expression, (ast.Name, ast.Attribute))
+
+
+def _arguments(loop: ast.For) -> list[ast.expr]:
+    call = _range_of(loop.iter)
+    assert call is not None
+    return call.args
+
+
+def _start(loop: ast.For) -> int:
+    first, *others = _arguments(loop)
+    value = first.value if others and isinstance(first, ast.Constant) else 0
+    return value if isinstance(value, int) else 0
+
+
+def _has_way_out(parts: Iterable[ast.AST], *, is_inner: bool = False) -> bool:
+    """Whether these statements may leave the loop that they are in, or skip the rest of its body.
+    ``is_inner``: they are in an inner loop."""
+    for part in parts:
+        if isinstance(part, _ENDS) or (not is_inner and isinstance(part, _WAYS_OUT)):
+            return True
+        if isinstance(part, (ast.FunctionDef, ast.Lambda)):
+            continue
+        is_loop = isinstance(part, (ast.For, ast.While))
+        inner = part.body if is_loop else []  # type: ignore[attr-defined]
+        others = [node for node in ast.iter_child_nodes(part) if node not in inner]
+        if _has_way_out(inner, is_inner=True) or _has_way_out(others, is_inner=is_inner):
+            return True
+    return False
+
+
+def _value_counted_epochs(expression: ast.expr, frame: FrameType) -> int:
+    """The value of a constant or a global variable; 0 if it is another expression."""
+    value: Any = None
+    if isinstance(expression, ast.Constant):
+        value = expression.value
+    elif isinstance(expression, ast.Name):
+        is_local = expression.id in frame.f_code.co_varnames
+        value = None if is_local else frame.f_globals.get(expression.id)
+    return value if isinstance(value, int) else 0
+
+
+def _refusal_counted_epochs(
+    loop: ast.For, count: str, *, is_over_loader: bool, is_in_retry: bool
+) -> TrainingError:
+    target, counted = ast.unparse(loop.target), ast.unparse(loop.iter)
+    what = "the loader" if is_over_loader else "run.begin()"
+    first = _start(loop)
+    hint = f"for {target} in run.epochs({count}):"
+    if first:
+        hint = f"for {target} in run.epochs({count} - {first}):    # from 0, not {first}"
+    if not is_over_loader:
+        hint = (
+            f'while run.state.setdefault("{target}", {_start(loop)}) < {count}:\n'
+            f'    … run.state["{target}"] += 1, before the last run.commit() of an iteration'
+        )
+    again = (
+        "in the next world run.retry calls its function again, which"
+        if is_in_retry
+        else "a restarted job resumes from its last checkpoint, but the range"
+    )
+    return TrainingError(
+        f"`for {target} in {counted}` around {what}: {again} would count from {_start(loop)} and "
+        "train too long",
+        hint=hint,
+    )
+
+
+# ----------------------------------------------------------------------------
+# Warns of a local or global variable that decays from step to step: ``epsilon *= 0.99``.
+#
+# A teacher-forcing ratio, a temperature, the exploration of an agent: ``run.retry`` calls its
+# function again after a death, so a local variable restarts, and a global one is that of the
+# script's beginning on a joining node. It is found in the source of the functions that are being
+# called: an update from the variable itself and constants, in the loop around the current line, as
+# its only assignment there, of a variable that is used for more than printing.
+
+_LOOPS = (ast.For, ast.While)
+_ONLY_SHOWN = ("print", "log", "info", "debug", "add_scalar", "set_postfix", "format", "append")
+_BOUNDS = ("min", "max")
+
+
+def warn_of_decays(frame: FrameType | None) -> None:
+    """Warn of the first variable that decays in the script's functions, up to run.retry."""
+    *frames, last = [*frames_of_script(frame)] or [None]
+    if last is not None:
+        return  # the functions are not called again
+    for one in filter(None, frames):
+        for name, update in _decays(tree_of(one), one.f_lineno):
+            get_logger().warning(
+                "`%s` in %s: after a death, run.retry calls its function again, and %s restarts or "
+                "differs between ranks. Keep it in run.state: run.state.setdefault(%r, …) before "
+                "the loop, and run.state[%r] in it",
+                ast.unparse(update),
+                one.f_code.co_name,
+                name,
+                name,
+                name,
+            )
+            return
+
+
+def _decays(tree: ast.AST, line: int) -> Iterator[tuple[str, ast.stmt]]:
+    loops = [n for n in ast.walk(tree) if isinstance(n, _LOOPS)]
+    around = [n for n in loops if n.lineno <= line <= (n.end_lineno or n.lineno)]
+    if not around:
+        return
+    outermost = min(around, key=lambda n: n.lineno)
+    inside = set(map(id, ast.walk(outermost)))
+    stored = [n for n in ast.walk(tree) if isinstance(n, ast.Name) and _is_store(n)]
+    changing = {n.id for n in stored if id(n) in inside}
+    shared = {name for n in ast.walk(tree) if isinstance(n, ast.Global) for name in n.names}
+    for node in ast.walk(outermost):
+        name = _updated(node, changing)
+        if not name or sum(n.id == name and id(n) in inside for n in stored) != 1:
+            continue
+        assert isinstance(node, ast.stmt)
+        if (name in shared or _begins_constant(name, tree, inside)) and _is_used(
+            name, outermost, node
+        ):
+            yield name, node
+
+
+def _updated(node: ast.AST, changing: set[str]) -> str:
+    """The variable that a statement computes from itself and from constants; "" if none."""
+    if isinstance(node, ast.AugAssign) and isinstance(node.target, ast.Name):
+        is_count = isinstance(node.op, ast.Add) and _is_one(node.value)
+        is_fixed = not _names(node.value) & changing and not _calls(node.value)
+        return node.target.id if is_fixed and not is_count else ""
+    if not (isinstance(node, ast.Assign) and len(node.targets) == 1):
+        return ""
+    target = node.targets[0]
+    if not isinstance(target, ast.Name):
+        return ""
+    is_fixed = _names(node.value) & changing == {target.id}
+    calls = [c for c in ast.walk(node.value) if isinstance(c, ast.Call)]
+    is_bounded = all(isinstance(c.func, ast.Name) and c.func.id in _BOUNDS for c in calls)
+    is_arithmetic = any(
+        isinstance(n, ast.BinOp) and target.id in _names(n) and not _counts(n)
+        for n in ast.walk(node.value)
+    )
+    return target.id if is_fixed and is_bounded and is_arithmetic else ""
+
+
+def _counts(node: ast.BinOp) -> bool:
+    return isinstance(node.op, ast.Add) and (_is_one(node.right) or _is_one(node.left))
+
+
+def _is_one(node: ast.expr) -> bool:
+    return isinstance(node, ast.Constant) and node.value == 1
+
+
+def _calls(node: ast.expr) -> bool:
+    return any(isinstance(n, (ast.Call, ast.Subscript)) for n in ast.walk(node))
+
+
+def _names(node: ast.AST) -> set[str]:
+    return {n.id for n in ast.walk(node) if isinstance(n, ast.Name)} - set(_BOUNDS)
+
+
+def _is_store(node: ast.Name) -> bool:
+    return isinstance(node.ctx, ast.Store)
+
+
+def _begins_constant(name: str, tree: ast.AST, inside: set[int]) -> bool:
+    """Whether a number is assigned to the variable, outside of the loop and nothing else is."""
+    values = [
+        n.value
+        for n in ast.walk(tree)
+        if isinstance(n, ast.Assign)
+        and id(n) not in inside
+        and any(isinstance(t, ast.Name) and t.id == name for t in n.targets)
+    ]
+    return len(values) == 1 and isinstance(values[0], ast.Constant)
+
+
+def _is_used(name: str, loop: ast.AST, update: ast.stmt) -> bool:
+    """Whether the loop uses the variable elsewhere, for more than showing it."""
+    others: set[int] = set(map(id, ast.walk(update)))
+    for node in ast.walk(loop):
+        if isinstance(node, ast.Call):
+            called = getattr(node.func, "id", getattr(node.func, "attr", ""))
+            if called in _ONLY_SHOWN:
+                others |= set(map(id, ast.walk(node)))
+    uses = (n for n in ast.walk(loop) if isinstance(n, ast.Name) and n.id == name)
+    return any(id(n) not in others for n in uses)
+
+
+# ----------------------------------------------------------------------------
+# Warns of random generators of the script that the loop draws from in every step.
+#
+# ``rng = np.random.default_rng(0)`` selects the data set of the next batch, or draws noise: it is
+# at its beginning on a joining node and in a restarted job, and a repeated step draws other
+# numbers. It is not refused, because the numbers may only be for display.
+
+REMEDY = (
+    "Draw from torch's, NumPy's or random's default generator, which have a seed for each step and "
+    "rank, or, for the same numbers on all ranks, from a new generator in each step: "
+    'torch.Generator().manual_seed(run.state["step"])'
+)
+_DRAWS = 3  # steps in a row
+
+
+class UntrackedGenerators:
+    """Observes generators that the training function can reach. One per process."""
+
+    def __init__(self) -> None:
+        self._states: dict[str, tuple[int, int]] = {}  # by path: the generator, and its state
+        self._draws: dict[str, int] = {}
+        self._has_warned = False
+
+    def observe(self, path: str, one: object) -> None:
+        """Called for each object and each step of a search."""
+        state = None if self._has_warned else _state(one)
+        if state is None:
+            return
+        seed = one.initial_seed() if isinstance(one, torch.Generator) else 0  # it may be set anew
+        found = (id(one) ^ seed, state)
+        before = self._states.get(path, (0, 0))
+        self._states[path] = found
+        has_drawn = before[0] == found[0] and before != found
+        self._draws[path] = self._draws.get(path, 0) + 1 if has_drawn else 0
+        if self._draws[path] >= _DRAWS:
+            self._has_warned = True
+            get_logger().warning(
+                "%s draws random numbers in every step, but is not part of the job's state: it "
+                "begins anew on a joining node and in a restarted job, and a repeated step draws "
+                "other numbers. %s",
+                path,
+                REMEDY,
+            )
+
+
+def _state(one: object) -> int | None:
+    """A digest of a generator's state; None for other objects."""
+    if isinstance(one, torch.Generator):
+        return hash(one.get_state().numpy().tobytes()) if one.device.type == "cpu" else None
+    if isinstance(one, np.random.Generator):
+        return hash(repr(one.bit_generator.state))
+    if isinstance(one, np.random.RandomState):
+        return hash(repr(one.get_state(legacy=False)))
+    return hash(one.getstate()) if isinstance(one, random.Random) else None
+
+
+# ----------------------------------------------------------------------------
+# Warns of local variables of the training function on which the training depends.
+#
+# ``completed_steps = 0`` before the loop, ``completed_steps += 1`` in it, and ``if completed_steps
+# >= max_train_steps: break``: in the next world run.retry calls its function again, the loop
+# resumes, but the count begins anew, and the job trains too long. The same applies to a sequence
+# length that grows with the count, and to ``rng = random.Random(0)``, which selects the loader of
+# each batch. It is read from the source, and it is not refused, because the loop may end before.
+# Counts that are only printed, or that select the batches of an accumulation, cause no warning.
+
+Loop = ast.For | ast.While
+
+_REPORTS = (
+    *("print", "log", "info", "debug", "warning", "write", "format", "add_scalar", "add_scalars"),
+    *("set_postfix", "set_description", "log_metrics", "log_dict"),
+)
+_GENERATORS = ("Random", "default_rng", "RandomState", "Generator")
+_ORDERS = (ast.Lt, ast.LtE, ast.Gt, ast.GtE)
+
+
+def warn_of_local_state(frame: FrameType | None = None) -> None:
+    """Called in the first step of a process. ``frame``: the caller's."""
+    frames = list(frames_of_script(frame or sys._getframe(1)))
+    if not frames or frames[-1] is not None:
+        return  # the function is not called again
+    for one in frames:
+        if one is None:
+            return
+        for function in ast.walk(tree_of(one)):
+            if isinstance(function, ast.FunctionDef) and function.name == one.f_code.co_name:
+                _warn_of(function, one.f_lineno)
+                break
+
+
+def _warn_of(function: ast.FunctionDef, line: int) -> None:
+    for name, first in _counters(function, line):
+        _warn_of_counter(name, first, function.name)
+    for name in _generators(function, line):
+        get_logger().warning(
+            "%s begins anew when run.retry calls %s again in the next world, while the loop "
+            "resumes: it would draw the numbers of the first steps. %s",
+            name,
+            function.name,
+            REMEDY,
+        )
+
+
+def _warn_of_counter(name: str, first: int, function: str) -> None:
+    get_logger().warning(
+        "%s counts from %d again when run.retry calls its function again in the next world, while "
+        'the loop resumes. Call run.state.setdefault("%s", %d) in %s, and count in run.state["%s"]',
+        name,
+        first,
+        name,
+        first,
+        function,
+        name,
+    )
+
+
+def _counters(function: ast.FunctionDef, line: int) -> Iterator[tuple[str, int]]:
+    """The names of such counters, and their first values."""
+    parents = {child: node for node in ast.walk(function) for child in ast.iter_child_nodes(node)}
+    around = _loops_around(function, line)
+    if not around:
+        return
+    seen: set[str] = set()
+    for node in ast.walk(around[0]):
+        if not isinstance(node, ast.AugAssign) or not isinstance(node.target, ast.Name):
+            continue
+        name, loop = node.target.id, _loop_of(node, parents)
+        is_count = isinstance(node.op, ast.Add) and _integer(node.value) is not None
+        if not is_count or loop not in around or name in seen:
+            continue
+        first = _first_value(function, name, loop)
+        if first is None:
+            continue
+        is_reset = any(_assigns(n, name) for n in ast.walk(loop))
+        is_counted_always = parents[node] is loop and not is_reset
+        uses = [n for n in ast.walk(around[0]) if isinstance(n, ast.Name) and n.id == name]
+        loads = [n for n in uses if isinstance(n.ctx, ast.Load)]
+        if any(_decides_on_the_end(n, parents) for n in loads) or (
+            is_counted_always and any(_matters(n, parents) for n in loads)
+        ):
+            seen.add(name)
+            yield name, first
+
+
+def _generators(function: ast.FunctionDef, line: int) -> Iterator[str]:
+    """The names of random generators that are created before the loop, and used in it."""
+    around = _loops_around(function, line)
+    for node in ast.walk(function) if around else ():
+        if not isinstance(node, ast.Assign) or node.lineno >= around[0].lineno:
+            continue
+        target = node.targets[0]
+        if not isinstance(target, ast.Name) or not isinstance(node.value, ast.Call):
+            continue
+        calls = [n for n in ast.walk(node.value) if isinstance(n, ast.Call)]
+        if not any(_called(call) in _GENERATORS for call in calls):
+            continue
+        uses = [n for n in ast.walk(around[0]) if isinstance(n, ast.Name) and n.id == target.id]
+        is_seeded = any(
+            isinstance(n, ast.Attribute)
+            and n.attr in ("seed", "manual_seed", "set_state")
+            and n.value in uses
+            for n in ast.walk(around[0])
+        )
+        if uses and not is_seeded:
+            yield target.id
+
+
+def _loops_around(function: ast.FunctionDef, line: int) -> list[Loop]:
+    """The outermost first."""
+    loops = [n for n in ast.walk(function) if isinstance(n, (ast.For, ast.While))]
+    return [n for n in loops if n.lineno <= line <= (n.end_lineno or line)]
+
+
+def _called(call: ast.Call) -> str:
+    return str(getattr(call.func, "attr", getattr(call.func, "id", "")))
+
+
+def _loop_of(node: ast.AST, parents: dict[ast.AST, ast.AST]) -> ast.AST | None:
+    """The innermost loop around a node; None in a function inside."""
+    while (node := parents.get(node, node)) in parents:
+        if isinstance(node, Loop):
+            return node
+        if isinstance(node, (ast.FunctionDef, ast.Lambda)):
+            return None
+    return None
+
+
+def _first_value(function: ast.FunctionDef, name: str, loop: ast.AST) -> int | None:
+    """The constant that a local variable is set to before the loop, and nothing else."""
+    values = []
+    for node in ast.walk(function):
+        if isinstance(node, (ast.Global, ast.Nonlocal)) and name in node.names:
+            return None
+        if _assigns(node, name) and node.lineno < loop.lineno:  # type: ignore[attr-defined]
+            values.append(_integer(node.value))  # type: ignore[attr-defined]
+    return values[-1] if values and None not in values else None
+
+
+def _assigns(node: ast.AST, name: str) -> bool:
+    return isinstance(node, ast.Assign) and any(
+        isinstance(n, ast.Name) and n.id == name
+        for target in node.targets
+        for n in ast.walk(target)
+    )
+
+
+def _integer(expression: ast.expr) -> int | None:
+    value = expression.value if isinstance(expression, ast.Constant) else None
+    return value if type(value) is int else None
+
+
+def _decides_on_the_end(use: ast.AST, parents: dict[ast.AST, ast.AST]) -> bool:
+    """Whether a comparison with the count ends a loop: ``if n >= limit: break``, or ``while``."""
+    node, compares = use, False
+    while (parent := parents.get(node)) is not None and not isinstance(node, ast.stmt):
+        compares = compares or isinstance(node, ast.Compare)
+        if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mod):
+            return False
+        if isinstance(parent, ast.While) and node is parent.test:
+            return compares
+        if isinstance(parent, ast.If) and node is parent.test:
+            ends = (ast.Break, ast.Return)
+            return compares and any(isinstance(n, ends) for n in parent.body)
+        node = parent
+    return False
+
+
+def _matters(use: ast.AST, parents: dict[ast.AST, ast.AST]) -> bool:
+    """Whether a computation depends on the count, and not only a message or a remainder."""
+    node, matters = use, False
+    while (parent := parents.get(node)) is not None and not isinstance(node, ast.stmt):
+        if isinstance(parent, ast.BinOp):
+            if isinstance(parent.op, ast.Mod):
+                return False
+            is_divisor = isinstance(parent.op, ast.Div) and node is parent.right
+            matters = matters or not is_divisor
+        elif isinstance(parent, ast.Compare):
+            matters = matters or isinstance(parent.ops[0], _ORDERS)
+        elif isinstance(parent, ast.Subscript):
+            matters = matters or node is parent.slice
+        elif isinstance(parent, ast.JoinedStr):
+            return False
+        elif isinstance(parent, ast.Call):
+            if _called(parent) in _REPORTS:
+                return False
+            matters = matters or node is not parent.func
+        node = parent
+    return matters
+
+
+# ----------------------------------------------------------------------------
+# Warns of counters of steps that are neither in ``run.state`` nor in a tracked object.
+#
+# ``self.global_step += 1`` in a trainer, or a global variable: it is 0 on a joining node, and
+# counts a repeated step twice on the others. So is an attribute of a tracked object that its
+# ``state_dict`` lacks, such as the number of updates of an average. It is not refused, because a
+# count that is only printed does no harm.
+
+_STEPS = 3  # by one in each
+
+
+class StepCounters:
+    """Observes integers that the training function can reach. One per process."""
+
+    def __init__(self) -> None:
+        self._counts: dict[str, tuple[int, int]] = {}  # by path: the value, and steps in a row
+        self._has_warned = False
+
+    def observe(self, path: str, one: object, assigned: frozenset[str]) -> None:
+        """Called for each object and each step of a search. ``assigned``: the global variables that
+        the script assigns; others are those of a loop."""
+        if self._has_warned:
+            return
+        for name, value in _variables_step_counters(path, one, assigned).items():
+            key = f"{path}.{name}" if path else name
+            if type(value) is int and self._counts_steps(key, value):
+                self._warn(
+                    key,
+                    "is not part of the job's state",
+                    f'Use run.state["{name}"] if it is more than printed',
+                )
+
+    def observe_tracked(self, name: str, one: Any) -> None:
+        """Called for each tracked object and each step of a search."""
+        if self._has_warned or not _is_of_script(type(one)):
+            return
+        counts = {n: v for n, v in getattr(one, "__dict__", {}).items() if type(v) is int}
+        saved = _integers(one.state_dict()) if counts else set()
+        for attribute, value in counts.items():
+            if value not in saved and self._counts_steps(f"{name}.{attribute}", value):
+                self._warn(
+                    f"{name}.{attribute}",
+                    f"is not in the state_dict of {name}",
+                    f"Add it to state_dict and load_state_dict of {type(one).__name__}",
+                )
+
+    def _counts_steps(self, key: str, value: int) -> bool:
+        last, steps = self._counts.get(key, (value, 0))
+        steps = steps + 1 if value == last + 1 else 0
+        self._counts[key] = value, steps
+        return steps >= _STEPS and not self._has_warned
+
+    def _warn(self, key: str, what: str, remedy: str) -> None:
+        self._has_warned = True
+        get_logger().warning(
+            "%s counts steps, but %s: after a death it is 0 on a joining node, and counts a "
+            "repeated step twice. %s",
+            key,
+            what,
+            remedy,
+        )
+
+
+def _integers(saved: object) -> set[int]:
+    """The integers in a state_dict: numbers, and tensors with one."""
+    if isinstance(saved, dict):
+        return set().union(*map(_integers, saved.values()))
+    if isinstance(saved, (list, tuple)):
+        return set().union(*map(_integers, saved))
+    if isinstance(saved, torch.Tensor) and saved.numel() == 1 and saved.device.type == "cpu":
+        return {int(saved)} if not saved.is_floating_point() else set()
+    return {saved} if isinstance(saved, int) else set()
+
+
+def _variables_step_counters(path: str, one: object, assigned: frozenset[str]) -> Mapping[str, Any]:
+    """The attributes of an object of the script's own class, or global variables."""
+    if isinstance(one, dict) and not path:
+        return {name: one[name] for name in assigned & one.keys()}
+    if isinstance(one, nn.Module) or not _is_of_script(type(one)):
+        return {}
+    return dict(getattr(one, "__dict__", {}))
+
+
+def _is_of_script(kind: type) -> bool:
+    return kind.__module__ == "__main__"
+
+
+# ----------------------------------------------------------------------------
+# Warns of buffers that change in every step, in modules that are neither wrapped nor tracked.
+#
+# DINO's loss has such a buffer, the centre of the teacher's outputs: a joining node begins with
+# zeros. It is not refused, because a buffer may only be for display, and differ among ranks.
+
+_CHANGES = 2  # in a row
+_LIBRARIES_UNTRACKED_BUFFERS = frozenset(
+    {"torch", "torchvision", "torchmetrics"}
+)  # running means of a frozen model
+
+
+class UntrackedBuffers:
+    """Observes modules that the training function can reach. One per process."""
+
+    def __init__(self) -> None:
+        self._values: dict[str, float] = {}  # by path
+        self._changes: dict[str, int] = {}
+        self._has_warned = False
+
+    def observe(self, path: str, one: object) -> None:
+        """Called for each module and each step of a search."""
+        if self._has_warned or not isinstance(one, nn.Module):
+            return
+        if type(one).__module__.partition(".")[0] in _LIBRARIES_UNTRACKED_BUFFERS:
+            return
+        buffers = {n: b for n, b in one.named_buffers(recurse=False) if b.is_floating_point()}
+        saved = one.state_dict() if buffers else {}
+        for name in buffers.keys() & saved.keys():
+            self._observe(path, name, float(buffers[name].detach().sum(dtype=torch.float64)))
+
+    def _observe(self, path: str, name: str, value: float) -> None:
+        key = f"{path}.{name}"
+        if key in self._values:
+            has_changed = value != self._values[key]
+            self._changes[key] = self._changes.get(key, 0) + 1 if has_changed else 0
+        self._values[key] = value
+        if self._changes.get(key, 0) >= _CHANGES:
+            self._has_warned = True
+            tracked = f"{path.rpartition('.')[2]}={path}"
+            get_logger().warning(
+                "%s changes in every step, but %s is not tracked: a joining node would restart it, "
+                "and a repeated step would change it twice. If it is the same on all ranks, call "
+                "run.track(%s) before training",
+                key,
+                path,
+                tracked,
+            )
+
+
+# ----------------------------------------------------------------------------
+# Refuses untracked averages of the weights: dicts and lists of tensors, and copies of a model.
+#
+# ``self.shadow[name] = decay * self.shadow[name] + (1 - decay) * param.data`` is state of the job:
+# a joining node restarts it, and a repeated step applies it twice. Nothing raises an error.
+#
+# Objects that the training function can reach, and that have tensors of the shapes of a wrapped
+# module's parameters, are observed in the first steps, and briefly at powers of two. One is
+# refused if twice it has moved towards the weights by one common fraction: the definition of an
+# average, and of no gradient, momentum, previous value or frozen copy. A few numbers of each
+# tensor suffice. (Averages that are modules with a telling name are refused earlier, in
+# :mod:`elastic.train.untracked`.)
+
+_FIRST_STEPS = 12  # observed without a pause; then three at each power of two
+_SEARCHED = 5  # of these, steps with a search although nothing was found before
+_AFTER_A_MATCH = 300  # steps observed after the first match: an update may be rare
+_MATCHES = 2
+_SAMPLE_WEIGHT_AVERAGES = 16  # numbers of each tensor
+_LEAST = 8  # numbers of all tensors
+_MOST_TENSORS = 512
+_CLOSE = 0.05  # relative deviation from a common fraction: float32, and a decay of 0.9999
+_COPIED = 0.99  # a larger fraction is a copy
+_STRAIGHT = 0.9999  # cosine of two updates: the weights move on a line, on which all is a fraction
+
+Pairs = Sequence[tuple[torch.Tensor, torch.Tensor]]
+
+
+@dataclass
+class _Observed:
+    """The last values of an object, and of the weights that it resembles."""
+
+    values: list[torch.Tensor] = field(default_factory=list)
+    weights: list[torch.Tensor] = field(default_factory=list)
+    matches: int = 0
+    is_module: bool = False
+
+
+class WeightAverages:
+    """Observes what the training function can reach. One per process."""
+
+    def __init__(self, job: JobState) -> None:
+        self._job = job
+        self._call: list[Named] = []  # the function of run.retry, and its arguments
+        self._callbacks: list[object] = []
+        self._is_off = False  # an object of the script cannot be read
+        self._steps = 0
+        self._until = _FIRST_STEPS
+        self._observed: dict[str, _Observed] = {}
+        self._buffers = UntrackedBuffers()
+        self._counters = StepCounters()
+        self._generators = UntrackedGenerators()
+
+    def call(self, function: Any, arguments: Sequence[object], named: Mapping[str, object]) -> None:
+        """Search what run.retry's function can reach."""
+        code = getattr(getattr(function, "__func__", function), "__code__", None)
+        names = list(code.co_varnames[: code.co_argcount] if code is not None else ())
+        names = names[isinstance(function, MethodType) :]
+        given = zip((*names, *[""] * len(arguments)), arguments, strict=False)
+        self._call = [("", function), *given, *named.items()]
+
+    def add_callback(self, callback: object) -> None:
+        """Search what this function can reach, too."""
+        self._callbacks.append(callback)
+
+    def step_begins(self) -> None:
+        """Called before each step. Raises TrainingError for an untracked average or copy."""
+        self._steps += 1
+        if self._is_off:
+            return
+        if self._steps > self._until:
+            if self._steps & (self._steps - 1):
+                return
+            self._until = self._steps + 2
+        elif self._steps > _SEARCHED and not self._observed:
+            return
+        try:
+            if self._steps == 1:
+                refuse_copies(self._modules, self._call, sys._getframe(1))
+                warn_of_decays(sys._getframe(1))
+                warn_of_local_state(sys._getframe(1))
+            self._observe()
+        except TrainingError:
+            raise
+        except Exception:  # noqa: BLE001  any object of the script may raise when it is read
+            self._is_off = True
+            get_logger().info("untracked averages are not searched for", exc_info=True)
+
+    def copies(self) -> dict[str, str]:
+        """Digests of the untracked modules that resemble a wrapped one, by name: a frozen copy must
+        be the same on all ranks."""
+        return {
+            path: hashlib.sha256(observed.values[-1].numpy().tobytes()).hexdigest()[:16]
+            for path, observed in self._observed.items()
+            if observed.is_module and observed.values
+        }
+
+    def _observe(self) -> None:
+        job = self._job
+        if job.is_sharded or job.built is not None or not job.modules:
+            return
+        modules = self._modules
+        references = [r for module in modules for r in _references(module)]
+        found: dict[str, _Observed] = {}
+        assigned = assigned_globals(sys._getframe(1))
+        for path, one in reachable(self._all_roots(), without=self._known(modules)):
+            self._buffers.observe(path, one)
+            self._counters.observe(path, one, assigned)
+            self._generators.observe(path, one)
+            pairs = _paired(one, references)
+            if not pairs:
+                continue
+            observed = found[path] = self._observed.get(path, _Observed())
+            observed.is_module = isinstance(one, nn.Module)
+            observed.matches += _matches(observed, *_sampled(pairs))
+            if observed.matches >= _MATCHES:
+                raise _refusal_weight_averages(path, one, self._owner(path))
+            if observed.matches:
+                self._until = max(self._until, self._steps + _AFTER_A_MATCH)
+        self._observed = found
+        for name, tracked in job.tracked.items():
+            self._counters.observe_tracked(name, tracked)
+
+    @property
+    def _modules(self) -> list[nn.Module]:
+        return [module.module for module in self._job.modules.values()]
+
+    def _all_roots(self) -> list[Named]:
+        found = [*variables(sys._getframe(1)), self._callbacks]
+        return [*(("", root) for root in found), *self._call]
+
+    def _owner(self, path: str) -> object:
+        """The object of which ``path`` is an attribute, or None."""
+        name, dot, _ = path.rpartition(".")
+        if not dot:
+            return None
+        return next((one for found, one in reachable(self._all_roots()) if found == name), None)
+
+    def _known(self, modules: Iterable[nn.Module]) -> frozenset[int]:
+        """Ids of the job's state: wrapped modules, tracked objects and what they hold."""
+        job = self._job
+        inside = [m for module in modules for m in module.modules()]
+        tracked = [("", one) for one in (*job.all_tracked.values(), job.user)]
+        held = [one for _, one in reachable(tracked)]
+        return frozenset(map(id, [*job.modules.values(), *inside, *job.tracked.values(), *held]))
+
+
+def _references(module: nn.Module) -> list[dict[str, nn.Parameter]]:
+    """The parameters that an average may follow: of the module, or of a large part of it."""
+    parts = [module, *(c for c in module.children() if len(list(c.parameters())) > 1)]
+    return [named for part in parts if (named := dict(part.named_parameters()))]
+
+
+def _paired(one: object, references: Iterable[dict[str, nn.Parameter]]) -> Pairs | None:
+    """The tensors of ``one``, each with the parameter that it resembles."""
+    named = _tensors(one)
+    if not named:
+        return None
+    for reference in references:
+        trained = {n: p for n, p in reference.items() if p.requires_grad}
+        pairs: Pairs = [(named[n], p) for n, p in trained.items() if n in named]
+        if not pairs or len(pairs) < len(trained):
+            values = list(named.values())
+            parameters = list(trained if len(values) == len(trained) else reference)
+            if isinstance(one, nn.Module) or len(values) != len(parameters):
+                continue
+            pairs = [(v, reference[n]) for v, n in zip(values, parameters, strict=True)]
+        if all(value.shape == p.shape and value is not p for value, p in pairs):
+            return pairs
+    return None
+
+
+def _tensors(one: object) -> dict[str, torch.Tensor]:
+    """The floating-point tensors of a dict, a list or a module, by name."""
+    if isinstance(one, nn.Module):
+        named: dict[object, object] = {**dict(one.named_parameters())}
+    elif isinstance(one, dict):
+        named = dict(one)
+    elif isinstance(one, (list, tuple)):
+        named = dict(enumerate(one))
+    else:
+        return {}
+    if len(named) > 4 * _MOST_TENSORS:
+        return {}
+    return {
+        str(i) if isinstance(name, torch.Tensor) else str(name).removeprefix("module."): value
+        for i, (name, value) in enumerate(named.items())
+        if isinstance(value, torch.Tensor) and _is_readable(value)
+    }
+
+
+def _is_readable(tensor: torch.Tensor) -> bool:
+    is_plain = tensor.layout is torch.strided and tensor.device.type != "meta"
+    return is_plain and tensor.is_floating_point() and not is_lazy(tensor)
+
+
+def _sampled(pairs: Pairs) -> tuple[torch.Tensor, torch.Tensor]:
+    pairs = pairs[:_MOST_TENSORS]
+    return _numbers([value for value, _ in pairs]), _numbers([p for _, p in pairs])
+
+
+def _numbers(tensors: Iterable[torch.Tensor]) -> torch.Tensor:
+    """A few numbers of each tensor, read with one transfer from each device."""
+    parts = [_first(t.detach()) for t in tensors]
+    if len({part.device for part in parts}) > 1:
+        parts = [part.cpu() for part in parts]
+    return torch.cat(parts).cpu() if parts else torch.empty(0, dtype=torch.float64, device="cpu")
+
+
+def _first(tensor: torch.Tensor) -> torch.Tensor:
+    while tensor.dim() > 1 and tensor.numel() > _SAMPLE_WEIGHT_AVERAGES:
+        tensor = tensor.narrow(0, 0, 1).squeeze(0) if tensor.shape[0] > 1 else tensor.squeeze(0)
+    return tensor.reshape(-1)[:_SAMPLE_WEIGHT_AVERAGES].double()
+
+
+def _matches(observed: _Observed, values: torch.Tensor, weights: torch.Tensor) -> bool:
+    """Whether the values have moved as an average does. Remembers them for the next call."""
+    before, weights_before = observed.values, observed.weights
+    is_same_size = not before or before[-1].shape == values.shape
+    observed.values = [*before[-1:], values] if is_same_size else [values]
+    observed.weights = [*weights_before[-_FIRST_STEPS:], weights] if is_same_size else [weights]
+    if not is_same_size or len(weights_before) < 2 or values.numel() < _LEAST:
+        return False
+    if any(torch.equal(values, w) for w in observed.weights):
+        observed.matches = 0
+        return False
+    *_, earlier, last = weights_before
+    if _cosine(weights - last, last - earlier) > _STRAIGHT:
+        return False
+    return any(_is_part(values - before[-1], to - before[-1]) for to in (weights, last))
+
+
+def _is_part(moved: torch.Tensor, distance: torch.Tensor) -> bool:
+    """Whether ``moved`` is a common fraction of ``distance``."""
+    if not moved.any() or not distance.any() or not bool(torch.isfinite(moved).all()):
+        return False
+    fraction = float(moved @ distance / (distance @ distance))
+    deviation = float((moved - fraction * distance).norm() / moved.norm())
+    return 0.0 < fraction < _COPIED and deviation < _CLOSE
+
+
+def _cosine(one: torch.Tensor, other: torch.Tensor) -> float:
+    scale = float(one.norm() * other.norm())
+    return float(one @ other) / scale if scale else 1.0
+
+
+def _refusal_weight_averages(path: str, one: object, owner: object) -> TrainingError:
+    return TrainingError(
+        f"{path} averages the weights, but is not tracked: a joining node would restart the "
+        "average, a repeated step would apply it twice, and a restart would lose it",
+        hint=_hint(path, one, owner),
+    )
+
+
+def _hint(path: str, one: object, owner: object) -> str:
+    name = path.rpartition(".")[2]
+    if isinstance(one, nn.Module) and name.isidentifier():
+        return f"run.track({name}={path})"
+    owners = path.rpartition(".")[0]
+    short = owners.rpartition(".")[2]
+    if owner is None or not short.isidentifier() or not name.isidentifier():
+        return (
+            "average = copy.deepcopy(network); run.track(average=average), or track a class with "
+            "state_dict and load_state_dict that holds it"
+        )
+    short = "ema" if short == "self" else short
+    if hasattr(owner, "state_dict") and hasattr(owner, "load_state_dict"):
+        return f"run.track({short}={owners})"
+    return (
+        f"run.track({short}={owners}), with these methods in class {type(owner).__name__}:\n"
+        "    def state_dict(self):\n"
+        f'        return {{"{name}": self.{name}}}\n'
+        "    def load_state_dict(self, state):\n"
+        f'        self.{name} = state["{name}"]'
+    )
+
+
+# ----------------------------------------------------------------------------
+# Refuses ``elastic.join`` in a data worker, and in other processes that the script starts.
+#
+# A process that multiprocessing spawns runs the script again, as the module ``__mp_main__``. It
+# would join the job as another worker, and the agent refuses it without a reason that the script
+# has.
+
+
+def refuse_child_process(frame: FrameType | None = None) -> None:
+    """Raise ConfigError in a data worker, and while multiprocessing runs the script again.
+    ``frame``: the caller's.
+
+    A function that a launcher starts in a spawned process is not refused.
+    """
+    if get_worker_info() is None and not _is_main_module_again(frame or sys._getframe(1)):
+        return
+    raise ConfigError(
+        "elastic.join() was called in a data worker or another child process of this worker, which "
+        "runs the script from its beginning",
+        hint='if __name__ == "__main__":\n    main()    # everything that only the worker does',
+    )
+
+
+def _is_main_module_again(frame: FrameType | None) -> bool:
+    while frame is not None:
+        if frame.f_code.co_name == "<module>" and frame.f_globals.get("__name__") == "__mp_main__":
+            return True
+        frame = frame.f_back
+    return False

@@ -1,0 +1,455 @@
+"""What observes steps: the line of progress, and profiles on request."""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+import threading
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import ClassVar, Protocol, TextIO
+
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+from elastic.errors import SYSTEM_CLOCK, Clock, ConfigError
+from elastic.groups.world import World
+from elastic.telemetry.events import ProfileWritten
+from elastic.telemetry.journal import EventSink
+from elastic.telemetry.ledger import Ledger
+from elastic.telemetry.log import get_logger
+from elastic.train.current import StepAccount
+from elastic.train.metrics import WorldMean
+from elastic.tuning.intervals import PROGRESS_LINE_S, PROGRESS_STATUS_S, STEP_SUMS_S
+
+# ----------------------------------------------------------------------------
+# Traces a few steps with torch.profiler: one file per rank, started and stopped between steps.
+#
+# The script (``run.profile``) or a user (``elastic profile``, by the link to the agent) requests a
+# trace. If a world breaks, the trace ends once the next world has begun: stopping waits for the
+# device, on which collectives with lost peers may hang until then.
+
+LONGEST_STEPS = 10_000  # a trace holds every operator of every step in memory
+
+
+class Trace(Protocol):
+    """The subset of ``torch.profiler.profile`` that is used here."""
+
+    def start(self) -> None: ...
+    def stop(self) -> None: ...
+    def export_chrome_trace(self, path: str) -> None: ...
+
+
+@dataclass(frozen=True)
+class ProfileRequest:
+    """A trace of ``steps`` steps, from step ``first`` (None: from the next one)."""
+
+    steps: int
+    first: int | None = None
+    ranks: tuple[int, ...] = ()  # empty: all
+
+
+def request_of(steps: int | range, ranks: tuple[int, ...]) -> ProfileRequest:
+    """Create a valid request. Raises ConfigError for invalid steps or ranks."""
+    count = len(steps) if isinstance(steps, range) else steps
+    is_plain = not isinstance(steps, range) or steps.step == 1
+    if isinstance(count, bool) or not 1 <= count <= LONGEST_STEPS or not is_plain:
+        raise ConfigError(
+            f"run.profile(steps={steps!r}): steps must be 1 to {LONGEST_STEPS} consecutive steps",
+            hint="run.profile(steps=10), or run.profile(steps=range(100, 110))",
+        )
+    if any(rank < 0 for rank in ranks):
+        raise ConfigError(f"run.profile(ranks={ranks!r}): ranks are integers from 0")
+    return ProfileRequest(count, steps.start if isinstance(steps, range) else None, ranks)
+
+
+def traces_folder(env: Mapping[str, str] = os.environ) -> Path:
+    """``ELASTIC_PROFILES``, else ``profiles`` in the journal folder or in the working directory."""
+    if folder := env.get("ELASTIC_PROFILES"):
+        return Path(folder)
+    return Path(env.get("ELASTIC_JOURNAL", "")) / "profiles"
+
+
+def torch_trace() -> Trace:
+    """A profiler of this thread's operators and, with a GPU, its kernels."""
+    activities = [ProfilerActivity.CPU]
+    if torch.cuda.is_available():
+        activities.append(ProfilerActivity.CUDA)
+    return profile(activities=activities)
+
+
+class StepProfiler:
+    """This rank's profiler. One per process; used by the main thread, except :meth:`request`."""
+
+    SEES_EACH_STEP: ClassVar = True
+
+    def __init__(
+        self,
+        journal: EventSink,
+        *,
+        folder: Callable[[], Path] = traces_folder,
+        begin: Callable[[], Trace] = torch_trace,
+    ) -> None:
+        self._journal = journal
+        self._folder = folder
+        self._begin = begin
+        self._lock = threading.Lock()
+        self._requested: ProfileRequest | None = None
+        self._trace: Trace | None = None
+        self._world: World | None = None
+        self._began_in = 0  # generation
+        self._first = self._last = self._step = 0
+        self._is_interrupted = False
+
+    def request(self, request: ProfileRequest) -> bool:
+        """Request a trace, which starts at the boundary before its first step. Thread-safe.
+
+        Returns False if another trace is already requested or running.
+        """
+        with self._lock:
+            if self._requested is not None or self._trace is not None:
+                return False
+            self._requested = request
+            return True
+
+    # -- steps and worlds ----------------------------------------------------------------------
+
+    def begin_world(self, world: World, step: int) -> None:
+        """See :class:`StepObserver`."""
+        if self._trace is not None:
+            self._end()
+        self._world, self._step = world, step
+        self._begin_if_due(step)
+
+    def committed(self, step: int) -> None:
+        """See :class:`StepObserver`."""
+        self._step = step
+        if self._trace is not None and step >= self._last:
+            self._end()
+        if self._requested is not None:
+            self._begin_if_due(step)
+
+    def end_world(self, ended: str) -> None:
+        """See :class:`StepObserver`."""
+        self._is_interrupted = self._trace is not None
+        if ended != "fault" and self._trace is not None:
+            self._end()
+
+    def pause(self) -> None:
+        """See :class:`StepObserver`."""
+        self.end_world("change")
+
+    def close(self) -> None:
+        """See :class:`StepObserver`."""
+        if self._trace is not None and not self._is_interrupted:
+            self._end()
+
+    # -- the trace -----------------------------------------------------------------------------
+
+    def _begin_if_due(self, step: int) -> None:
+        request, world = self._requested, self._world
+        if request is None or world is None:
+            return
+        first = step if request.first is None else request.first
+        if step < first:
+            return
+        with self._lock:
+            self._requested = None
+        last = first + request.steps
+        if step >= last or (request.ranks and world.rank not in request.ranks):
+            return  # the job resumed after these steps, or other ranks were requested
+        try:
+            trace = self._begin()
+            trace.start()
+        except Exception as error:  # noqa: BLE001 - raised by torch's profiler: training continues
+            get_logger().warning("could not profile steps %d to %d: %s", step, last, error)
+            return
+        self._trace, self._began_in, self._is_interrupted = trace, world.generation, False
+        self._first, self._last = step, last
+
+    def _end(self) -> None:
+        trace, self._trace = self._trace, None
+        assert trace is not None
+        assert self._world is not None
+        steps = max(0, self._step - self._first)
+        name = f"g{self._began_in:04}-step{self._first:09}-rank{self._world.rank}.pt.trace.json"
+        try:
+            trace.stop()
+            path = self._folder().absolute() / name
+            path.parent.mkdir(parents=True, exist_ok=True)
+            trace.export_chrome_trace(str(path))
+        except Exception as error:  # noqa: BLE001 - raised by torch's profiler, or by the disk
+            get_logger().warning("the profile %s was not written: %s", name, error)
+            return
+        event = ProfileWritten(
+            path=str(path),
+            first=self._first,
+            steps=steps,
+            asked=self._last - self._first,
+        )
+        is_main = self._world.rank == 0
+        self._journal.emit(event, level=logging.INFO if is_main else logging.DEBUG)
+
+
+# ----------------------------------------------------------------------------
+# The progress line, printed by rank 0 every few seconds.
+#
+# On a terminal the line is updated in place; otherwise lines are logged. The rate covers the last
+# few seconds in the current world, without its first step, so that neither a recovery nor a larger
+# world distorts the remaining time.
+
+_MAX_VALUES = 6  # values per line
+_CLEAR_TO_END = "\x1b[K"
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainingProgress:
+    """The content of a progress line."""
+
+    step: int  # committed steps
+    steps_left: int | None  # None: unknown
+    step_time_s: float
+    size: int  # of the world
+    generation: int
+    values: Mapping[str, float] = field(default_factory=dict)
+
+
+def progress_text(progress: TrainingProgress) -> str:
+    """Format one progress line.
+
+    >>> progress_text(TrainingProgress(step=120, steps_left=880, step_time_s=0.05, size=4,
+    ...     generation=3, values={"loss": 0.43218}))
+    'step 120/1000, loss 0.4322 (rank 0), 20 steps/s, 44 s left, 4 workers in generation 3'
+    """
+    left = progress.steps_left
+    parts = [f"step {progress.step}" + (f"/{progress.step + left}" if left is not None else "")]
+    parts += _values(progress.values)
+    if progress.step_time_s > 0:
+        parts.append(_rate(progress.step_time_s))
+        if left is not None:
+            parts.append(f"{_duration(left * progress.step_time_s)} left")
+    workers = "1 worker" if progress.size == 1 else f"{progress.size} workers"
+    return ", ".join([*parts, f"{workers} in generation {progress.generation}"])
+
+
+def _values(values: Mapping[str, float]) -> list[str]:
+    """Means over the world first; then this rank's values, marked as such."""
+    means = [f"{n} {v:.4g}" for n, v in values.items() if isinstance(v, WorldMean)]
+    own = [f"{n} {v:.4g}" for n, v in values.items() if not isinstance(v, WorldMean)]
+    shown = (means + own)[:_MAX_VALUES]
+    if len(shown) > len(means):
+        shown[-1] += " (rank 0)"
+    return shown
+
+
+def _rate(step_time_s: float) -> str:
+    return f"{1 / step_time_s:.3g} steps/s" if step_time_s < 1 else f"{step_time_s:.3g} s/step"
+
+
+def _duration(seconds: float) -> str:
+    total_s = round(seconds)
+    if total_s < 60:
+        return f"{total_s} s"
+    if total_s < 3600:
+        return f"{total_s // 60} min {total_s % 60:02} s"
+    if total_s < 48 * 3600:
+        return f"{total_s // 3600} h {total_s % 3600 // 60:02} min"
+    return f"{total_s // 86400} d {total_s % 86400 // 3600} h"
+
+
+def is_wanted(env: Mapping[str, str] = os.environ) -> bool:
+    """Whether ``ELASTIC_PROGRESS`` is on. Raises ConfigError if it is neither "on" nor "off"."""
+    value = env.get("ELASTIC_PROGRESS", "on")
+    if value not in ("on", "off"):
+        raise ConfigError(f"ELASTIC_PROGRESS={value}", hint="set it to on (the default) or off")
+    return value == "on"
+
+
+class ProgressLine:
+    """The progress line. One per process; only rank 0 prints.
+
+    Args:
+        newest: the last known values.
+        steps_left: the number of steps until the end of training; None if unknown.
+        out: the stream that may be a terminal.
+    """
+
+    SEES_EACH_STEP: ClassVar = False
+
+    def __init__(
+        self,
+        newest: Callable[[], Mapping[str, float]],
+        steps_left: Callable[[], int | None],
+        *,
+        is_on: bool,
+        out: TextIO | None = None,
+        clock: Clock = SYSTEM_CLOCK,
+    ) -> None:
+        self._newest = newest
+        self._steps_left = steps_left
+        self._out = sys.stderr if out is None else out
+        self._clock = clock
+        self._is_on = is_on
+        self._is_live = is_on and self._out.isatty()
+        self._every_s = PROGRESS_STATUS_S if self._is_live else PROGRESS_LINE_S
+        self._world: World | None = None  # the world in which this is rank 0
+        self._step = 0
+        self._printed_s = 0.0
+        self._printed_step = 0
+        self._is_first = False  # the next step is the first of this world
+        self._is_status_shown = False
+
+    def begin_world(self, world: World, step: int) -> None:
+        """See :class:`StepObserver`."""
+        self._world = world if world.rank == 0 and self._is_on else None
+        self._is_first = True
+        self._begin_window(self._clock.monotonic(), step)
+
+    def committed(self, step: int) -> None:
+        """See :class:`StepObserver`."""
+        if self._world is None:
+            return
+        now_s = self._clock.monotonic()
+        is_due = now_s - self._printed_s >= self._every_s
+        if is_due:
+            self._print(self._world, now_s, step)
+        if is_due or self._is_first:
+            self._is_first = False
+            self._begin_window(now_s, step)
+
+    def end_world(self, ended: str) -> None:
+        """See :class:`StepObserver`."""
+        self._world = None
+        if self._is_status_shown:
+            self._is_status_shown = False
+            self._out.write(f"\r{_CLEAR_TO_END}")
+            self._out.flush()
+
+    def pause(self) -> None:
+        """See :class:`StepObserver`."""
+        self.end_world("change")
+
+    def close(self) -> None:
+        """See :class:`StepObserver`."""
+
+    def _begin_window(self, now_s: float, step: int) -> None:
+        self._printed_s, self._printed_step = now_s, step
+
+    def _print(self, world: World, now_s: float, step: int) -> None:
+        steps = 0 if self._is_first else step - self._printed_step
+        text = progress_text(
+            TrainingProgress(
+                step=step,
+                steps_left=self._steps_left(),
+                step_time_s=(now_s - self._printed_s) / steps if steps > 0 else 0.0,
+                size=world.size,
+                generation=world.generation,
+                values=self._newest(),
+            )
+        )
+        if not self._is_live:
+            get_logger().info("%s", text)
+            return
+        # The cursor returns to the start of the line, so that output of other processes replaces
+        # it.
+        self._out.write(f"\r{text}{_CLEAR_TO_END}\r")
+        self._out.flush()
+        self._is_status_shown = True
+
+
+# ----------------------------------------------------------------------------
+# Notifies passive observers of steps and worlds: accounting, metrics, progress, traces.
+
+
+class StepObserver(Protocol):
+    """The interface of observers. Called by the main thread; must not fail or take long."""
+
+    SEES_EACH_STEP: ClassVar[bool]
+    """Whether :meth:`committed` is called after each step, or only after a world's first and last
+    step and every STEP_SUMS_S in between."""
+
+    def begin_world(self, world: World, step: int) -> None:
+        """Begin or continue training in a world, after ``step`` steps."""
+
+    def committed(self, step: int) -> None:
+        """Record that ``step`` steps are committed."""
+
+    def end_world(self, ended: str) -> None:
+        """End the world, or the process. ``ended``: "fault", "change" or "close"."""
+
+    def pause(self) -> None:
+        """Begin a paused world, in which nothing is trained."""
+
+    def close(self) -> None:
+        """End the process, after :meth:`end_world`."""
+
+
+class StepObservers:
+    """All observers of a process. The time account is notified first."""
+
+    def __init__(
+        self, account: StepAccount, *others: StepObserver, clock: Clock = SYSTEM_CLOCK
+    ) -> None:
+        self._account = account
+        self._others = others
+        self._rare = tuple(other for other in others if not other.SEES_EACH_STEP)
+        self._each = tuple(other for other in others if other.SEES_EACH_STEP)
+        self._now_s = clock.monotonic
+        self._step = self._notified_step = 0
+        self._due_s = float(
+            "-inf"
+        )  # when the observers that do not see each step are notified next
+
+    def begin_world(self, world: World, step: int) -> None:
+        """See :class:`StepObserver`; the same applies to the other methods."""
+        self._step = self._notified_step = step
+        self._due_s = float("-inf")
+        self._account.begin_world(world.generation, step)
+        for other in self._others:
+            other.begin_world(world, step)
+
+    def committed(self, step: int) -> None:
+        self._step = step
+        now_s = self._now_s()
+        if now_s >= self._due_s:
+            self._due_s = now_s + STEP_SUMS_S
+            self._notify()
+        for other in self._each:
+            other.committed(step)
+
+    def _notify(self) -> None:
+        self._notified_step = self._step
+        self._account.committed(self._step)
+        for other in self._rare:
+            other.committed(self._step)
+
+    def _catch_up(self) -> None:
+        if self._notified_step != self._step:
+            self._notify()
+
+    def end_world(self, ended: str) -> None:
+        self._catch_up()
+        self._account.end_world(ended)
+        for other in self._others:
+            other.end_world(ended)
+
+    def pause(self) -> None:
+        self._catch_up()
+        self._account.pause()
+        for other in self._others:
+            other.pause()
+
+    def close(self) -> None:
+        for other in self._others:
+            other.close()
+
+
+@dataclass(frozen=True, slots=True)
+class Recorders:
+    """The components that record what a process does."""
+
+    ledger: Ledger  # the samples of each step
+    journal: EventSink  # events
+    observers: StepObservers  # of steps and worlds

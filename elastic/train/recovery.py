@@ -1,0 +1,700 @@
+"""Enters worlds: in the same process, or with new workers."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, Protocol
+
+from elastic.errors import (
+    SYSTEM_CLOCK,
+    ElasticError,
+    ReplicaLost,
+    TrainingError,
+    WorldChanged,
+    WorldLost,
+)
+from elastic.groups.collectives import all_sum
+from elastic.groups.faults import causes, is_world_fault, may_stem_from_aborted_output, world_fault
+from elastic.groups.group import ProcessGroup
+from elastic.groups.world import World
+from elastic.link.link import WorldMessage
+from elastic.telemetry.events import Recovered
+from elastic.telemetry.log import get_logger
+from elastic.train.checkpointing import CheckpointManager, Peers, leaving_s
+from elastic.train.current import Halt
+from elastic.train.early_leave import EarlyLeave
+from elastic.train.lifecycle import Lifecycle
+from elastic.train.observers import Recorders
+from elastic.train.order import StepFlags
+from elastic.train.progress import StepTimer, TrainingState
+from elastic.train.rebuilding import AGAIN
+from elastic.train.step import Step
+from elastic.train.transfer import Reconfiguration
+from elastic.tuning.intervals import BUILD_TIMEOUT_S, LEAVE_SLICE_S, SHARE_S
+from elastic.wire.messages import WorldState
+from elastic.worker.sigterm import EXIT_CODE
+from elastic.worker.worlds import Worlds, group_spec, world_of, write_environment
+
+# ----------------------------------------------------------------------------
+# In-process recovery: the worker leaves an ended world and keeps its state for the next one.
+
+_LAPS = ("leave_s", "wait_s", "build_s", "agree_s", "paused_s")
+
+
+class InProcess:
+    """The strategy within ``run.retry`` if an agent announces worlds over its link."""
+
+    waits_for_registration = True
+    settles_left_loops = False
+    can_roll_back = True
+
+    def __init__(
+        self,
+        state: TrainingState,
+        worlds: Worlds,
+        group: ProcessGroup,
+        lifecycle: Lifecycle,
+        checkpoints: CheckpointManager,
+        timer: StepTimer,
+        recorders: Recorders,
+        early_leave: EarlyLeave,
+    ) -> None:
+        self._replica = lifecycle.replica
+        self._job = state.job
+        self._current = state.current
+        self._progress = state.progress
+        self._worlds = worlds
+        self._group = group
+        self._lifecycle = lifecycle
+        self._checkpoints = checkpoints
+        self._timer = timer
+        self._observers = recorders.observers
+        self._journal = recorders.journal
+        self._early_leave = early_leave
+        self._reconfiguration = Reconfiguration(
+            state.job, state.progress, checkpoints, recorders.journal, group.device
+        )
+        self._laps: dict[str, float] = {}
+        self._recovering_since_s: float | None = None
+        self._committed_step: int | None = None  # the job's, when the current world was proposed
+        self._answers_for: int | None = None  # the step to which the replica's last answers apply
+        self._replica.question = self._will_leave
+
+    # -- steps --------------------------------------------------------------------------------
+
+    def before_step(self, step: Step) -> None:
+        """Raise WorldChanged if the next world must be entered before this step.
+
+        Checked after the step has begun: from then on the link's thread treats a switch at this
+        step as too late, so either this check or that thread detects the switch
+        (docs/explanation/protocol.md, section 6). Within an accumulation of gradients, a rank
+        leaves only an ended world. The ranks of a replica agreed on it at the end of the last
+        backward pass, if there was one.
+        """
+        if self._leaves(step):
+            self._current.drop()
+            raise WorldChanged(
+                f"the world changes before step {step.number}",
+                hint="do not catch it: run.retry continues in the next world",
+            )
+
+    def _leaves(self, step: Step) -> bool:
+        is_within = self._current.accumulation.since is not None
+        answers = self._replica.take_answers()
+        if answers is not None and self._answers_for == step.number:
+            is_due, is_over = answers
+            return is_over if is_within else is_due
+        worlds = self._worlds
+        leaves = worlds.is_superseded() if is_within else worlds.is_due(step.number)
+        return self._replica.any(leaves)
+
+    def _will_leave(self) -> tuple[bool, bool]:
+        """Whether the next step begins in another world, and whether it does so even within an
+        accumulation. Called at the end of a backward pass.
+
+        If a world is announced later, the link's thread treats the next step as begun, and the step
+        is repeated.
+        """
+        step = self._current.step
+        if step is None:  # a backward pass outside of a step
+            self._answers_for = None
+            return False, False
+        following = self._answers_for = self._current.announced_for = step.number + 1
+        return self._worlds.is_due(following), self._worlds.is_superseded()
+
+    def committed(self) -> None:
+        """Measure the step's time, and report a slow step immediately: the switch step of a planned
+        world is computed from the last report, which would otherwise be one step old."""
+        self._timer.committed(self._job.progress.step)
+        if self._timer.is_slow:
+            self._worlds.report_position()
+
+    def at_boundary(self, received: StepFlags | None) -> None:
+        """Do nothing: the agent announces a world without the leaving node."""
+
+    # -- worlds -------------------------------------------------------------------------------
+
+    def is_fault(self, error: BaseException) -> bool:
+        """Whether a collective failed, or a planned change interrupted the script."""
+        if isinstance(error, ReplicaLost):
+            return False  # this rank's shards are useless without the rest of its replica
+        if is_world_fault(error) or _is_switch(error):
+            return True
+        # An error caused by an aborted collective's invalid output is not the script's fault.
+        return self._group.may_be_garbage and may_stem_from_aborted_output(error)
+
+    def recover(self, error: BaseException) -> None:
+        """Leave the ended world, enter the next one, and restore the state of a commit."""
+        self._early_leave.raise_error()  # that is why it has ended
+        began_s = SYSTEM_CLOCK.monotonic()
+        self._replica.check_in()
+        is_planned = isinstance(error, WorldChanged)
+        is_together = is_planned and not self._is_over_for_some
+        self._observers.end_world("change" if is_planned else "fault")
+        self._lifecycle.begin_change()
+        if not is_planned:
+            self._report(error)
+        self._laps.clear()
+        with self._lap("leave_s"):
+            if self._job.built is not None:
+                self._leave_shards(error, is_complete=is_together)
+            elif is_together and self._worlds.nodes_leaving > 0:
+                self._checkpoints.before_leaving(self._job)
+            self._progress.interrupt()
+            # A peer's death may become known between two steps, before anything fails on this rank.
+            self._checkpoints.end_world(broken=not is_together)
+            self._lifecycle.end(broken=not is_planned)
+        # While the traceback exists, the attempt's frames hold activations, and a GPU may have
+        # no memory for both them and a received state. Free them, and data workers that a frame
+        # holds, while other ranks enter the next world.
+        _clear_frames(error)
+        self._recovering_since_s = began_s
+        self.enter_world()
+        if self._lifecycle.is_restored:
+            self._recovered()
+
+    @property
+    def _is_over_for_some(self) -> bool:
+        """Whether the current world has ended without a boundary at which all ranks leave it. (At
+        the end of a job, leaving nodes do not interrupt a peer's step.)"""
+        return self._worlds.is_superseded() and self._worlds.nodes > 0
+
+    def _leave_shards(self, error: BaseException, *, is_complete: bool) -> None:
+        """Release the objects built for the current world; the next world loads the saved state.
+
+        ``is_complete``: all ranks leave at this step, and save it.
+        """
+        if is_complete:
+            # Without a vote, because a rank that learns late of the change is in another
+            # collective. Ranks that know of the job's end and ranks that know of leaving nodes all
+            # write.
+            self._checkpoints.save_between_worlds(
+                self._job,
+                is_last=self._worlds.nodes == 0,
+                nodes_leave=self._worlds.nodes_leaving > 0,
+            )
+        else:
+            self._group.abort()  # before the buffers of its collectives are freed
+        self._progress.lose_state()
+        _clear_frames(error)
+        self._job.retire_built()
+
+    def _recovered(self) -> None:
+        began_s, self._recovering_since_s = self._recovering_since_s, None
+        if began_s is None:
+            return
+        self._timer.restart()
+        took_s = SYSTEM_CLOCK.monotonic() - began_s
+        laps = {name: round(self._laps.get(name, 0.0), 4) for name in _LAPS}
+        self._journal.emit(
+            Recovered(
+                generation=self._lifecycle.world.generation,
+                step=self._job.progress.step,
+                duration_s=round(took_s, 4),
+                wrap_s=round(took_s - sum(self._laps.values()), 4),
+                **laps,
+            ),
+            level=logging.INFO if self._lifecycle.world.rank == 0 else logging.DEBUG,
+        )
+
+    def _report(self, error: BaseException) -> None:
+        self._worlds.report_failure(error)
+        lifecycle = self._lifecycle
+        self._journal.emit(
+            world_fault(
+                error,
+                generation=lifecycle.world.generation if lifecycle.has_world else 0,
+                step=self._job.progress.step,
+            ),
+            level=logging.DEBUG,
+        )
+
+    @contextmanager
+    def _lap(self, name: str) -> Iterator[None]:
+        began_s = SYSTEM_CLOCK.monotonic()
+        try:
+            yield
+        finally:
+            took_s = SYSTEM_CLOCK.monotonic() - began_s
+            self._laps[name] = self._laps.get(name, 0.0) + took_s
+
+    def enter_world(self) -> None:
+        """Enter the next world or, if that fails, the one after it."""
+        self._reconfiguration.prepare()
+        while True:
+            with self._lap("wait_s"):
+                message = self._next()
+            if message.assignment is None:
+                self._leave_job(message)
+            try:
+                self._form(message)
+            except Exception as error:
+                if not self.is_fault(error):
+                    raise
+                self._worlds.report_failure(error)
+                self._lifecycle.end(broken=True)
+                continue
+            if message.world.state is not WorldState.PAUSED:
+                if self._lifecycle.is_restored:
+                    self._worlds.entered(self._job.progress.step)
+                return
+            self._worlds.entered(self._job.progress.step)
+            # Fewer nodes than the job's minimum: do not train, but save the state.
+            if self._lifecycle.is_restored:
+                self._lifecycle.pause()
+            with self._lap("paused_s"):
+                self._checkpoints.save(self._job)
+                self._worlds.wait_for_newer(meanwhile=self._checkpoints.poll)
+            self._lifecycle.end(broken=False)
+
+    def _next(self) -> WorldMessage:
+        """Wait for the next world, the same on all ranks of the replica; otherwise the building of
+        groups would deadlock."""
+        message = self._worlds.next()
+        while True:
+            generations = self._replica.all_numbers(message.world.generation)
+            if len(set(generations)) == 1:
+                return message
+            if message.world.generation < max(generations):
+                message = self._worlds.next()
+
+    def _form(self, message: WorldMessage) -> None:
+        with self._replica.whole():
+            world = self._enter(message)
+        if self._job.is_rebuilt:
+            self._lifecycle.formed(world)  # the state is restored once the objects are built
+            return
+        self._lifecycle.begin(world)
+        self._progress.enter_world()
+
+    def _enter(self, message: WorldMessage) -> World:
+        worlds = self._worlds
+        spec = group_spec(message)
+        with self._lap("build_s"):
+            self._group.build(spec, superseded=worlds.is_superseded, timeout_s=BUILD_TIMEOUT_S)
+        write_environment(message)
+        self._committed_step = message.world.committed_step
+        with self._lap("agree_s"):
+            if self._job.is_rebuilt:
+                return self._reconfiguration.meet(world_of(message))
+            world = dataclasses.replace(world_of(message), mesh=self._replica.mesh)
+            return self._reconfiguration.enter(world, message.world.committed_step)
+
+    def restore(self) -> None:
+        """Load the state of the objects built in the current world."""
+        with self._lap("agree_s"):
+            world = self._reconfiguration.restore(self._lifecycle.world, self._committed_step)
+        self._lifecycle.begin(world)
+        self._progress.enter_world()
+        self._worlds.entered(self._job.progress.step)
+        self._recovered()
+
+    def _leave_job(self, message: WorldMessage) -> None:
+        """Wait for the agent to end this process: the job continues without this node, or ends."""
+        if self._checkpoints.is_open:
+            if self._lifecycle.is_restored and message.nodes == 0:
+                self._checkpoints.flush(self._job, leaving_s())
+                self._checkpoints.release()
+            else:
+                self._checkpoints.finish_writing(leaving_s())
+        self._worlds.left(self._job.progress.step)
+        while True:
+            SYSTEM_CLOCK.sleep(LEAVE_SLICE_S)
+
+    def training_returned(self) -> None:
+        """Wait until the function has returned on all ranks.
+
+        If a rank fails before, the last step is repeated, unless it was committed already.
+        """
+        self._progress.function_returned()
+        if self._ends_with_others:
+            self._early_leave.end()
+            self._meet_all()
+
+    def end_attempt(self) -> None:
+        """Wait until all ranks are done, so that a rank that fails in the last step still has peers
+        with its state."""
+        if self._ends_with_others:
+            self._meet_all()
+        self._progress.retries += 1
+
+    @property
+    def _ends_with_others(self) -> bool:
+        lifecycle = self._lifecycle
+        is_with_others = lifecycle.has_world and lifecycle.world.size > 1
+        return is_with_others and not self._progress.is_catching_up
+
+    def _meet_all(self) -> None:
+        with self._replica.whole():
+            all_sum([1.0])
+
+    # -- the end of the process ---------------------------------------------------------------
+
+    def must_save_after_error(self, *, is_of_the_world: bool) -> bool:
+        """Whether the error is the script's; after a fault of the world, peers have the state."""
+        return not is_of_the_world
+
+    def flush_after_error(self) -> None:
+        """Write only this rank's share, because peers wait for the end of this process."""
+        self._checkpoints.flush(self._job, SHARE_S, Peers.CONTINUE)
+
+    def release_peers(self) -> None:
+        """Close connections, so that peers need not wait for the end of this process."""
+        self._group.abort()
+
+    @property
+    def is_state_held_elsewhere(self) -> bool:
+        """Whether the newest world has other nodes."""
+        return self._worlds.nodes > 1
+
+    def roll_back(self, *, is_stopped: bool) -> bool:
+        """Whether the state is that of the last boundary.
+
+        Called while the main thread waits for a world, or is stopped (``is_stopped``).
+        """
+        if is_stopped:
+            self._progress.interrupt()
+        return self._progress.tag is not None
+
+
+def _is_switch(error: BaseException) -> bool:
+    """Whether the exception, or its cause, is a planned change of the world."""
+    if isinstance(error, ElasticError) and not isinstance(error, WorldChanged | WorldLost):
+        return False  # raised while a change was handled
+    return any(isinstance(failure, WorldChanged) for failure in causes(error))
+
+
+def _clear_frames(error: BaseException) -> None:
+    """Clear the locals of the interrupted attempt: activations, iterators, data workers."""
+    found: list[BaseException] = []
+    left: list[BaseException | None] = [error]
+    while left:  # exceptions hidden by `raise … from None` hold frames, too
+        failure = left.pop()
+        if failure is None or any(failure is known for known in found):
+            continue
+        found.append(failure)
+        left += [failure.__cause__, failure.__context__]
+        traceback.clear_frames(failure.__traceback__)
+        failure.__traceback__ = None
+
+
+# ----------------------------------------------------------------------------
+# Recovery by a restart: the process ends, and restores a checkpoint when it is restarted.
+
+
+class Restart:
+    """The strategy for scripts without ``run.retry``, and for launchers without in-process mode.
+
+    ``worlds``: the link to an agent in in-process mode, or None.
+    """
+
+    waits_for_registration = False
+    settles_left_loops = True
+    is_state_held_elsewhere = False
+
+    def __init__(
+        self,
+        state: TrainingState,
+        lifecycle: Lifecycle,
+        group: ProcessGroup,
+        checkpoints: CheckpointManager,
+        halt: Halt,
+        worlds: Worlds | None,
+    ) -> None:
+        self._job = state.job
+        self._progress = state.progress
+        self._lifecycle = lifecycle
+        self._group = group
+        self._checkpoints = checkpoints
+        self._halt = halt
+        self._worlds = worlds
+        self._has_warned_of_foreign_group = False
+
+    def warn_of_foreign_group(self) -> None:
+        """Warn once that the script created a process group before run.retry."""
+        if not self._has_warned_of_foreign_group:
+            self._has_warned_of_foreign_group = True
+            get_logger().warning(
+                "torch.distributed.init_process_group() was called before run.retry(): in-process "
+                "recovery is off, and every change of the world restarts all workers from the last "
+                "checkpoint. Remove the call (and destroy_process_group): run.retry or the first "
+                "loop creates the process group, and elastic.join(backend=…) sets its backend."
+            )
+
+    # -- worlds -------------------------------------------------------------------------------
+
+    def enter_world(self) -> None:
+        """Form the process group that the environment describes."""
+        world = self._group.form()
+        self._lifecycle.formed(world)
+        if self._worlds is not None:
+            self._worlds.formed(world.generation)
+            if not self._has_warned_of_foreign_group:
+                _warn_without_retry(world)
+
+    def restore(self) -> None:
+        """Load the newest checkpoint, or begin with rank 0's initial state."""
+        world = self._lifecycle.world
+        generation = self._checkpoints.restore(world, self._job)
+        self._lifecycle.begin(dataclasses.replace(world, generation=generation))
+        if self._job.progress.step:
+            self._progress.enter_world()
+
+    def is_fault(self, error: BaseException) -> bool:
+        """Always False: the process cannot recover from any exception."""
+        return False
+
+    def recover(self, error: BaseException) -> None:
+        """Raise the error, which ends the process."""
+        raise error
+
+    def training_returned(self) -> None:
+        """Do nothing: other ranks do not depend on this one."""
+
+    def end_attempt(self) -> None:
+        """Do nothing: other ranks no longer depend on this one."""
+
+    # -- steps --------------------------------------------------------------------------------
+
+    @property
+    def can_roll_back(self) -> bool:
+        """True with checkpoints: after an error of the script the last commit is saved."""
+        return self._checkpoints.is_on
+
+    def before_step(self, step: Step) -> None:
+        """Do nothing: torchrun ends this process when the world changes."""
+
+    def committed(self) -> None:
+        """Do nothing: no world is planned."""
+
+    def at_boundary(self, received: StepFlags | None) -> None:
+        """Exit if this process was asked to leave and will not be restarted.
+
+        All ranks receive the request at the same boundary: all save, and the leaving ones exit.
+        """
+        is_received = received is not None and received.leaving
+        if is_received and not self._halt.is_preempted:
+            self._checkpoints.save(self._job)
+        if self._halt.is_preempted and (is_received or self._checkpoints.world_size == 1):
+            with self._halt.own_save():
+                self._checkpoints.flush(self._job, leaving_s())
+                self._checkpoints.release()
+                self._halt.has_left = True
+            raise SystemExit(EXIT_CODE)
+
+    # -- the end of the process ---------------------------------------------------------------
+
+    def must_save_after_error(self, *, is_of_the_world: bool) -> bool:
+        """Always True: all processes end now."""
+        return True
+
+    def flush_after_error(self) -> None:
+        """Let one of the remaining ranks write the complete state."""
+        self._checkpoints.flush(self._job, leaving_s(), Peers.ARE_GONE)
+
+    def release_peers(self) -> None:
+        """Do nothing: torchrun ends the peers."""
+
+    def roll_back(self, *, is_stopped: bool) -> bool:
+        """See :meth:`RankProgress.roll_back <elastic.train.progress.RankProgress>`."""
+        return self._progress.roll_back()
+
+
+def _warn_without_retry(world: World) -> None:
+    """Warn that ``world`` is entered without run.retry, although the agent is in in-process
+    mode."""
+    if world.rank == 0 and world.generation == 1:
+        get_logger().warning(
+            "training begins without run.retry(): a change of the world restarts all workers, "
+            "which resume from the last checkpoint with the same global batch and data order (for "
+            "loaders created by run.loader). With run.retry(train), workers keep their processes "
+            "and their state"
+        )
+
+
+# ----------------------------------------------------------------------------
+# The interface of the two recovery strategies.
+#
+# :class:`~elastic.train.recovery.Restart`: the process ends, the launcher restarts it,
+# and it restores the newest checkpoint. :class:`~elastic.train.recovery.InProcess`:
+# the process continues, and joins the next world with its state. A process begins with the first
+# strategy, and changes to the second at its first ``run.retry``, if its agent is in in-process
+# mode.
+
+
+class RecoveryStrategy(Protocol):
+    """How a process enters worlds, and how it preserves its state when one breaks."""
+
+    # -- worlds -------------------------------------------------------------------------------
+
+    @property
+    def waits_for_registration(self) -> bool:
+        """Whether a world is entered only once model or data are registered."""
+
+    def enter_world(self) -> None:
+        """Enter the first world."""
+
+    def restore(self) -> None:
+        """Restore the job's state in an entered world, once its objects are complete."""
+
+    def is_fault(self, error: BaseException) -> bool:
+        """Whether ``error`` means that the world has ended, so that :meth:`recover` can help."""
+
+    def recover(self, error: BaseException) -> None:
+        """Enter the next world, after a fault or a planned change."""
+
+    def training_returned(self) -> None:
+        """Called when the training function has returned, before its last step is committed."""
+
+    def end_attempt(self) -> None:
+        """Called when the last step is committed."""
+
+    # -- steps --------------------------------------------------------------------------------
+
+    @property
+    def can_roll_back(self) -> bool:
+        """Whether the state of the last commit may be needed: by peers, or for a checkpoint."""
+
+    @property
+    def settles_left_loops(self) -> bool:
+        """Whether a loop that was left is settled at once: the script can continue only after a
+        `break` or `return`."""
+
+    def before_step(self, step: Step) -> None:
+        """Raise WorldChanged if another world must be entered before ``step``."""
+
+    def committed(self) -> None:
+        """Called after each committed step."""
+
+    def at_boundary(self, received: StepFlags | None) -> None:
+        """Called between two steps, with the control flags of all ranks. Does not return if the
+        process ends here."""
+
+    # -- the end of the process ---------------------------------------------------------------
+
+    def must_save_after_error(self, *, is_of_the_world: bool) -> bool:
+        """Whether the state would be lost with this process, which ends with an error."""
+
+    def flush_after_error(self) -> None:
+        """Save the state of this process, one of several, which ends with an error."""
+
+    def release_peers(self) -> None:
+        """Let peers detect immediately that this process ends."""
+
+    @property
+    def is_state_held_elsewhere(self) -> bool:
+        """Whether other nodes continue with the state when this process is restarted."""
+
+    def roll_back(self, *, is_stopped: bool) -> bool:
+        """Roll back to the last commit. Returns False if the weights may contain later updates.
+
+        Called by another thread while the main thread is stopped in a step (``is_stopped``), or
+        waits for a world.
+        """
+
+
+# ----------------------------------------------------------------------------
+# Selects the active recovery strategy.
+
+
+class Strategies:
+    """Holds the active strategy. Without ``in_process`` it is always ``restart``."""
+
+    def __init__(self, restart: Restart, in_process: InProcess | None, group: ProcessGroup) -> None:
+        self._restart = restart
+        self._in_process = in_process
+        self._group = group
+        self.active: RecoveryStrategy = restart
+
+    def begin_retry(self) -> None:
+        """Recover in process from now on, if possible. Called by run.retry, before the state is
+        restored."""
+        if self._in_process is None:
+            return
+        if self._group.is_foreign:
+            self._restart.warn_of_foreign_group()
+        else:
+            self.active = self._in_process
+
+
+# ----------------------------------------------------------------------------
+# Enters a process's first world, and restores the job's state there.
+
+
+class Bootstrap:
+    """Enters worlds and restores state. One per process."""
+
+    def __init__(self, state: TrainingState, lifecycle: Lifecycle, strategies: Strategies) -> None:
+        self._job = state.job
+        self._progress = state.progress
+        self._lifecycle = lifecycle
+        self._strategies = strategies
+        self._inherited: dict[str, Any] | None = None  # state for objects registered again
+
+    def enter_world(self) -> World:
+        """Enter a world, unless this process is in one."""
+        if not self._lifecycle.has_world:
+            self._strategies.active.enter_world()
+        return self._lifecycle.world
+
+    def rank_and_size(self) -> tuple[int, int]:
+        """This rank's index among the ranks that split the data, and their number. Enters the first
+        world."""
+        world = self.enter_world()
+        return world.data_rank, world.data_size
+
+    def enter_loop(self) -> None:
+        """Enter a world and restore the state, unless that is done.
+
+        Raises ConfigError, before any change, if an object was sharded after its registration.
+        """
+        if self._lifecycle.is_restored:
+            return
+        self._job.check_unsharded()
+        if self._inherited is not None:
+            self._inherit(self._inherited)
+            return
+        if self._job.is_rebuilt and self._job.built is None:
+            raise TrainingError(
+                "run.build() was not called in this world: the model and the optimizer belong to "
+                "an ended world",
+                hint=AGAIN,
+            )
+        self.enter_world()
+        if not self._lifecycle.is_restored:
+            self._strategies.active.restore()
+
+    def inherit_later(self, tree: dict[str, Any]) -> None:
+        """Set the state for the objects that the script registers before the next loop."""
+        self._inherited = tree
+
+    def _inherit(self, tree: dict[str, Any]) -> None:
+        self._job.check(tree, "the state that this job has trained")
+        self._job.apply(tree)
+        self._inherited = None
+        self._lifecycle.registered_again()
+        self._progress.enter_world()

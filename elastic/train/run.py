@@ -1,0 +1,1355 @@
+"""``Run``: the object that ``elastic.join`` returns, and the parts behind it."""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import math
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any, NoReturn, TypeVar, cast
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.utils.data import DataLoader
+
+from checkpoints import Root
+from elastic import errors, torch_private
+from elastic.errors import ConfigError, NodeUnfit, TrainingError
+from elastic.groups.faults import FailureHook
+from elastic.groups.group import ProcessGroup, choose_device
+from elastic.groups.pending import refuse_stale_group, uses_stale_group
+from elastic.groups.replica import ModelReplica, ReplicaMeeting, mesh_of, process_group
+from elastic.groups.world import World, node_name, world_from_environment
+from elastic.hangs.page import phases
+from elastic.link.link import Heartbeat, ReplicaMet
+from elastic.telemetry.events import CheckpointSkipped, RunClosed
+from elastic.telemetry.journal import EventSink, Journal
+from elastic.telemetry.ledger import Ledger
+from elastic.telemetry.log import get_logger
+from elastic.torch_private import not_compiled_methods
+from elastic.train import loop as loops
+from elastic.train import rebuilding
+from elastic.train.checkpointing import CheckpointManager, leaving_s
+from elastic.train.checks import refuse_child_process, refuse_range
+from elastic.train.current import CurrentStep, Halt, Listeners, StepAccount, logged_at
+from elastic.train.ddp import ElasticDDP
+from elastic.train.early_leave import EarlyLeave
+from elastic.train.folder import Checkpoints, KeepGiven, WhenGiven, checkpoints_from
+from elastic.train.lifecycle import Lifecycle
+from elastic.train.loader import ElasticLoader, shard_by
+from elastic.train.loop import (
+    CallEnded,
+    Commits,
+    Scope,
+    StepBoundary,
+    StepCallbacks,
+    StepLoop,
+    TrainingModes,
+    steps_left,
+)
+from elastic.train.metrics import Loggable, MetricsLog, MetricsWriter, default_writers, weighted
+from elastic.train.observers import (
+    ProfileRequest,
+    ProgressLine,
+    Recorders,
+    StepObservers,
+    StepProfiler,
+    request_of,
+)
+from elastic.train.observers import is_wanted as progress_is_wanted
+from elastic.train.optimizers import Registry
+from elastic.train.preemption import Preemption
+from elastic.train.progress import RankProgress, StepTimer, TrainingState
+from elastic.train.rebuilding import AGAIN, Built
+from elastic.train.recovery import Bootstrap, InProcess, Restart, Strategies
+from elastic.train.rollback import RandomState, StepCopies, StepCopiesName, step_copies_from
+from elastic.train.sampler import derive_seed, seed_all
+from elastic.train.sharded import StageReduction, reduce_stages
+from elastic.train.state import JobState
+from elastic.train.step import OwnBatch, Step
+from elastic.tuning.intervals import LAST_SAVE_S, REPLICA_MEETS_S, SHARE_S
+from elastic.wire.messages import number_on_node
+from elastic.worker.node_first import node_first, require_fit
+from elastic.worker.worlds import Worlds, replica_spec
+
+# ----------------------------------------------------------------------------
+# Calls of the training function: ``run.retry``, ``run.attempts`` and ``run.begin``.
+
+
+class Attempts:
+    """Begins and ends attempts, and tracks the objects that each registers. One per process."""
+
+    def __init__(
+        self,
+        *,
+        state: TrainingState,
+        scope: Scope,
+        lifecycle: Lifecycle,
+        strategies: Strategies,
+        bootstrap: Bootstrap,
+        loop: StepLoop,
+        callbacks: StepCallbacks,
+        listeners: Listeners,
+        failure: FailureHook,
+    ) -> None:
+        self.failure = failure
+        self._registry = state.registry
+        self._job = state.job
+        self._progress = state.progress
+        self._scope = scope
+        self._lifecycle = lifecycle
+        self._strategies = strategies
+        self._bootstrap = bootstrap
+        self._loop = loop
+        self._callbacks = callbacks
+        self._listeners = listeners
+        self._own_steps = 0  # begun by run.begin: the first two
+        self._modes = TrainingModes(state.job)
+        self._random = RandomState()
+        self._has_registered = False  # the function that retry calls registered an object
+        self._has_outer_data = False  # a loader was registered before that function was called
+        self._outside: JobState | None = None  # objects registered before that function was called
+        self._has_met_outside = False  # ranks met in that function, outside of its loops
+
+    # -- registration -------------------------------------------------------------------------
+
+    def check_registration(self, call: str) -> None:
+        """Called before a registration. Raises TrainingError if the state is already restored."""
+        if self._lifecycle.is_restored:
+            raise TrainingError(
+                f"run.{call}() is called too late: the first loop, or run.begin(), has already "
+                "restored the job's state",
+                hint=f"call run.{call}() before `for … in run.epochs(…)`, the loader, run.retry "
+                "and run.begin(); for several models, as in cross-validation, before the first "
+                "loop, or in one job each",
+            )
+        self._has_registered |= self._scope.in_retry
+
+    def restore_if_complete(self) -> None:
+        """Within retry, restore the state once model, optimizer and loader are registered, so that
+        the function can read it before its first loop."""
+        self.enter_if_complete()
+        if self._scope.in_retry and self._registry.is_complete:
+            self._bootstrap.enter_loop()
+
+    def enter_if_complete(self) -> None:
+        """Within retry, if a loader was registered before it: enter the world and restore the
+        state, unless the function calls run.build."""
+        if self._scope.in_retry and self._has_outer_data and not self._job.is_rebuilt:
+            self._bootstrap.enter_loop()
+
+    def meets(self) -> None:
+        """Called before ranks exchange values at the script's request. Raises TrainingError if the
+        others have completed this call of run.retry."""
+        self._loop.early_leave.settle()
+        if self._progress.is_catching_up:
+            raise TrainingError(
+                "run.mean() was called on a joining node, in a call of run.retry that the other "
+                "ranks have completed, so they do not call it",
+                hint=_ONE_FUNCTION,
+            )
+        is_outside = not self._scope.owns_epochs and self._loop.current.step is None
+        self._has_met_outside |= self._scope.in_retry and is_outside
+
+    # -- attempts -----------------------------------------------------------------------------
+
+    def begin(self, *, is_again: bool = False) -> None:
+        """Called before the training function."""
+        self.failure.begin_training()
+        self._callbacks.begin_attempt(is_again=is_again)
+        self._listeners.begin_attempt(is_again=is_again)
+        self._modes.begin_attempt(is_again=is_again)
+        self._scope.passes = 0
+        if not is_again:
+            self._random.take()
+            self._warn_of_meetings()
+            self._outside = self._job.registered()
+            if self._registry.has_data:
+                self._scope.generators.note()
+        else:
+            self._random.restore()
+            for loader in self._job.loaders.values():
+                loader.resume()
+            if self._has_registered:
+                self._register_again()
+        if not self._lifecycle.is_restored:
+            self._strategies.begin_retry()
+        self._has_outer_data = self._registry.has_data and not self._job.is_rebuilt
+        if self._registry.has_model:
+            self._bootstrap.enter_loop()  # the function may read the job's progress from run.state
+        elif not self._strategies.active.waits_for_registration:
+            self._bootstrap.enter_world()
+
+    def _warn_of_meetings(self) -> None:
+        if self._has_met_outside:
+            self._has_met_outside = False
+            get_logger().warning(
+                "an earlier run.retry has called run.mean() outside of its loops: a node that joins"
+                " from now on calls it, too, without the other ranks, and fails. %s",
+                _ONE_FUNCTION,
+            )
+
+    def _register_again(self) -> None:
+        """For a function that creates model, optimizer and loader in each call: new objects inherit
+        the state of the objects from its previous call."""
+        assert self._outside is not None
+        if not self._job.is_rebuilt:
+            self._bootstrap.inherit_later(self._job.tree())
+            self._progress.register_again()
+            self._lifecycle.register_again()
+        self._registry.restore_registrations(self._outside)
+        self._has_registered = False
+
+    def end(self) -> None:
+        """Called after the training function."""
+        # Before any meeting, which may fail: a complete step is not repeated.
+        self._loop.settle_last()
+        self._strategies.active.training_returned()
+        self._loop.finish()
+        self._strategies.active.end_attempt()
+        if self._lifecycle.is_restored and self._strategies.active.can_roll_back:
+            self._progress.attempt_ended()
+
+    def begin_own_step(self) -> Step:
+        """Begin a step of the script's own loop, in which each rank has the same share."""
+        if not self._scope.in_retry:
+            self._scope.in_retry = True
+            self.begin()
+        self._bootstrap.enter_loop()
+        progress = self._job.progress
+        if self._own_steps < 2:
+            self._own_steps += 1
+            refuse_range(
+                self._own_steps, is_over_loader=False, has_own_state=self._job.has_own_state
+            )
+        info = OwnBatch(progress.epoch, progress.step, self._lifecycle.world.data_size)
+        self._loop.reach_own_step()
+        step = self._loop.begin(None, (info, None), iter(()))
+        step.only_micro_batch()
+        return step
+
+    def attempt(self, *, is_again: bool) -> Attempt:
+        """Create one call of the training function. ``is_again``: not the first one."""
+        return Attempt(self, self._scope, self._strategies, is_again=is_again)
+
+
+class Attempt:
+    """One call of the training function: ``with attempt: …``. Created by ``run.attempts()``."""
+
+    def __init__(
+        self, attempts: Attempts, scope: Scope, strategies: Strategies, *, is_again: bool
+    ) -> None:
+        self._attempts = attempts
+        self._scope = scope
+        self._strategies = strategies
+        self._is_again = is_again
+        self._is_inner = scope.in_retry
+        self.is_over = False
+        self.succeeded = False
+
+    def __enter__(self) -> None:
+        if not self._is_inner:
+            self._scope.in_retry = True
+            self._attempts.begin(is_again=self._is_again)
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> bool:
+        self.is_over = True
+        if self._is_inner:
+            self.succeeded = error is None
+            return False
+        try:
+            is_handled = self._end(error)
+        except BaseException as failure:
+            self._attempts.failure.end_training(failure)
+            raise
+        if error is not None and not is_handled:
+            self._attempts.failure.end_training(error)
+        return is_handled
+
+    def _end(self, error: BaseException | None) -> bool:
+        """Whether the exception is handled: the function has returned, or is called again."""
+        strategy = self._strategies.active
+        try:
+            if error is None or isinstance(error, CallEnded):
+                self._attempts.end()
+                self.succeeded = True
+                return True
+        except Exception as failure:
+            refuse_stale_group(failure)
+            if not strategy.is_fault(failure):
+                raise
+            error = failure
+        finally:
+            self._scope.in_retry = False
+        refuse_stale_group(error)
+        if not strategy.is_fault(error):
+            if isinstance(error, StopIteration) and self._scope.resumed_at:
+                raise _at_the_end(self._scope.resumed_at) from error
+            return False
+        self._scope.in_retry = True
+        strategy.recover(error)
+        self._scope.in_retry = False
+        return True
+
+
+_ONE_FUNCTION = (
+    "Call a function with all trainings (folds, phases) once: def main(): …; run.retry(main)"
+)
+
+
+def _at_the_end(resumed_at: int) -> TrainingError:
+    return TrainingError(
+        f"next() was called at the end of an epoch that was resumed at step {resumed_at}: "
+        "`for i in range(len(loader))` counts from 0 and requests more batches than remain",
+        hint="for i in range(loader.index, len(loader)):\n    batch = next(iterator)",
+    )
+
+
+# ----------------------------------------------------------------------------
+# Ends the process: after training, or with an exception of the script.
+
+
+class Shutdown:
+    """Saves and reports at the end of the process. One per process."""
+
+    def __init__(
+        self,
+        *,
+        state: TrainingState,
+        lifecycle: Lifecycle,
+        strategies: Strategies,
+        checkpoints: CheckpointManager,
+        loop: StepLoop,
+        halt: Halt,
+        group: ProcessGroup,
+        worlds: Worlds | None,
+        recorders: Recorders,
+        failure: FailureHook,
+    ) -> None:
+        self._failure = failure
+        self._job = state.job
+        self._optimizer_watch = state.optimizer_watch
+        self._current = state.current
+        self._progress = state.progress
+        self._lifecycle = lifecycle
+        self._strategies = strategies
+        self._checkpoints = checkpoints
+        self._loop = loop
+        self._halt = halt
+        self._group = group
+        self._worlds = worlds
+        self._ledger = recorders.ledger
+        self._observers = recorders.observers
+        self._journal = recorders.journal
+
+    def close(self, *, clean: bool, error: str = "", is_of_the_world: bool = False) -> None:
+        """End the job for this process. ``error`` is reported to the agent as the reason."""
+        if clean and not error:
+            # Of a script that handled an exception of its training function itself, and exits.
+            clean, error = not self._failure.failed, self._failure.text
+        strategy = self._strategies.active
+        self._optimizer_watch.close()
+        if clean and not error and not self._halt.has_left:
+            self._close_in_order()
+        else:
+            self._observers.end_world("close" if clean else "fault")
+            must_save = strategy.must_save_after_error(is_of_the_world=is_of_the_world)
+            self._end_with(error if must_save else "")
+            if clean:
+                # The exit code after a handled exception is not known yet. If it is that of a
+                # failure, the agent learns of it when the process ends: peers must not break
+                # earlier, or the next world would include this rank.
+                self._group.keep_connections()
+            else:
+                strategy.release_peers()
+        self._observers.close()
+        # After an error, change nothing else: a step may have begun, and peers may have ended.
+        self._loop.early_leave.close()
+        self._loop.structures.close()
+        if self._worlds is not None:
+            self._worlds.close(clean=clean, error=error)
+        self._lifecycle.close()
+        self._journal.emit(RunClosed(clean=clean, error=error), level=logging.DEBUG)
+
+    def _close_in_order(self) -> None:
+        """Save the last state after training has completed."""
+        self._loop.finish(is_last=True)
+        self._observers.end_world("close")
+        if self._lifecycle.is_restored and self._ledger.is_on:
+            self._ledger.end(
+                generation=self._lifecycle.world.generation,
+                step=self._job.progress.step,
+                rank=self._lifecycle.world.rank,
+                sha256=self._job.weights_sha256(),
+                position=self._lifecycle.world.rank_in_replica,
+            )
+        if self._lifecycle.is_restored and self._current.step is None:
+            self._checkpoints.flush(self._job, LAST_SAVE_S)
+        self._checkpoints.release()
+        self._checkpoints.close(0.0)
+        for module in self._job.modules.values():
+            module.leave_world()
+        self._group.destroy()
+
+    def _end_with(self, error: str) -> None:
+        """Save the last commit, if possible, before the script's exception ends the process."""
+        if error and self._lifecycle.is_restored and self._checkpoints.is_open:
+            with self._halt.own_save():
+                self._save_after(error)
+        self._checkpoints.close(SHARE_S)
+
+    def _save_after(self, error: str) -> None:
+        if not self._progress.roll_back():
+            step = self._job.progress.step
+            reason = f"the script failed in the middle of an update: {error}"
+            self._journal.emit(CheckpointSkipped(name=f"step {step}", reason=reason))
+        elif self._checkpoints.world_size == 1:
+            self._checkpoints.flush(self._job, leaving_s())
+        else:
+            self._strategies.active.flush_after_error()
+
+
+# ----------------------------------------------------------------------------
+# Assembles the components of training. The only module that imports all of them.
+
+
+@dataclass(frozen=True, kw_only=True)
+class Connectivity:
+    """The connections of this process to others."""
+
+    group: ProcessGroup
+    worlds: Worlds | None  # the link to the agent
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScriptCalls:
+    """The script's scope in the API, and its callbacks."""
+
+    scope: Scope
+    callbacks: StepCallbacks
+    listeners: Listeners
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reporting:
+    """The components that report on this process."""
+
+    recorders: Recorders
+    metrics: MetricsLog
+    profiler: StepProfiler
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recovery:
+    """The components that take this process from one world to the next."""
+
+    strategies: Strategies
+    bootstrap: Bootstrap
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ending:
+    """The components that end the process: after the script, or at SIGTERM."""
+
+    failure: FailureHook
+    shutdown: Shutdown
+    preemption: Preemption
+
+
+@dataclass(frozen=True, kw_only=True)
+class Components:
+    """The components that :class:`~elastic.train.run.Run` delegates to. One per process."""
+
+    connectivity: Connectivity
+    state: TrainingState
+    lifecycle: Lifecycle
+    checkpoints: CheckpointManager
+    recovery: Recovery
+    script: ScriptCalls
+    loop: StepLoop
+    attempts: Attempts
+    reporting: Reporting
+    ending: Ending
+
+    @property
+    def job(self) -> JobState:
+        """The state of the job."""
+        return self.state.job
+
+    @property
+    def worlds(self) -> Worlds | None:
+        """The link to the agent; None without one."""
+        return self.connectivity.worlds
+
+    def position(self) -> dict[str, int | None]:
+        """This rank's position, for the lines of its journal."""
+        return _position(self.job, self.lifecycle)
+
+
+def _position(job: JobState, lifecycle: Lifecycle) -> dict[str, int | None]:
+    step = job.progress.step
+    if not lifecycle.has_world:
+        return {"step": step}
+    world = lifecycle.world
+    return {"rank": world.rank, "generation": world.generation, "step": step}
+
+
+def assemble(
+    *,
+    seed: int,
+    group: ProcessGroup,
+    replica: ModelReplica | None = None,
+    checkpoints: CheckpointManager,
+    ledger: Ledger,
+    journal: EventSink,
+    worlds: Worlds | None = None,
+) -> Components:
+    """Assemble the components of one process. ``worlds``: the link to its agent; by default the one
+    in ``ELASTIC_LINK``, or none.
+
+    Raises LinkError if the agent does not answer.
+    """
+    halt, timer = Halt(), StepTimer()
+    state = _training_state(seed, group)
+    if worlds is None and (link := os.environ.get("ELASTIC_LINK")):
+        worlds = _connect(link, group, state.job, state.current, timer)
+    if replica is not None and replica.mesh:
+        _form(replica, worlds)
+        state.job.stage = replica.mesh.stage_of(replica.position)
+    if worlds is not None:
+        checkpoints.fence(is_superseded=worlds.is_superseded, is_permitted=worlds.is_permitted)
+        worlds.max_ranks = state.registry.max_ranks
+    state.registry.piggyback(checkpoints.flags)
+    script = ScriptCalls(scope=Scope(), callbacks=StepCallbacks(), listeners=Listeners())
+    reporting = _reporting(state, script.scope, ledger, journal)
+    if worlds is not None:
+        worlds.on_profile = lambda request: reporting.profiler.request(
+            ProfileRequest(request.steps, ranks=request.ranks)
+        )
+    recorders = reporting.recorders
+    lifecycle = Lifecycle(
+        state.job, group, checkpoints, ledger, script.listeners, recorders.observers, replica
+    )
+    early_leave = EarlyLeave(
+        state.job,
+        state.current,
+        lifecycle,
+        group,
+        worlds,
+        is_catching_up=lambda: state.progress.is_catching_up,
+    )
+    if worlds is not None:
+        worlds.on_heartbeat = early_leave.on_heartbeat
+    restart = Restart(state, lifecycle, group, checkpoints, halt, worlds)
+    in_process = None
+    if worlds is not None:
+        in_process = InProcess(
+            state, worlds, group, lifecycle, checkpoints, timer, recorders, early_leave
+        )
+    strategies = Strategies(restart, in_process, group)
+    bootstrap = Bootstrap(state, lifecycle, strategies)
+    loop = StepLoop(
+        state=state,
+        scope=script.scope,
+        lifecycle=lifecycle,
+        strategies=strategies,
+        bootstrap=bootstrap,
+        boundary=StepBoundary(
+            state=state,
+            lifecycle=lifecycle,
+            strategies=strategies,
+            checkpoints=checkpoints,
+            halt=halt,
+            worlds=worlds,
+        ),
+        commits=Commits(state, lifecycle, strategies, checkpoints, script.callbacks, recorders),
+        early_leave=early_leave,
+        ledger=ledger,
+    )
+    failure = FailureHook(
+        journal,
+        lambda: _position(state.job, lifecycle),
+        **({} if worlds is None else {"notify": worlds.fail}),
+    )
+    attempts = Attempts(
+        state=state,
+        scope=script.scope,
+        lifecycle=lifecycle,
+        strategies=strategies,
+        bootstrap=bootstrap,
+        loop=loop,
+        callbacks=script.callbacks,
+        listeners=script.listeners,
+        failure=failure,
+    )
+    shutdown = Shutdown(
+        state=state,
+        lifecycle=lifecycle,
+        strategies=strategies,
+        checkpoints=checkpoints,
+        loop=loop,
+        halt=halt,
+        group=group,
+        worlds=worlds,
+        recorders=recorders,
+        failure=failure,
+    )
+    preemption = Preemption(
+        state=state,
+        lifecycle=lifecycle,
+        strategies=strategies,
+        checkpoints=checkpoints,
+        halt=halt,
+        group=group,
+        worlds=worlds,
+        recorders=recorders,
+    )
+    return Components(
+        connectivity=Connectivity(group=group, worlds=worlds),
+        state=state,
+        lifecycle=lifecycle,
+        checkpoints=checkpoints,
+        recovery=Recovery(strategies=strategies, bootstrap=bootstrap),
+        script=script,
+        loop=loop,
+        attempts=attempts,
+        reporting=reporting,
+        ending=Ending(failure=failure, shutdown=shutdown, preemption=preemption),
+    )
+
+
+def _training_state(seed: int, group: ProcessGroup) -> TrainingState:
+    current = CurrentStep()
+    registry = Registry(seed=seed, inside=lambda: current.inside, group=group)
+    return TrainingState(
+        registry, current, RankProgress(registry.job, registry.optimizer_watch, current)
+    )
+
+
+def _reporting(state: TrainingState, scope: Scope, ledger: Ledger, journal: EventSink) -> Reporting:
+    metrics = MetricsLog(
+        journal,
+        lambda: logged_at(state.current, state.job.progress),
+        default_writers=default_writers,
+    )
+    progress_line = ProgressLine(
+        lambda: metrics.newest,
+        lambda: steps_left(scope, state.job),
+        is_on=progress_is_wanted(),
+    )
+    profiler = StepProfiler(journal)
+    observers = StepObservers(StepAccount(journal), metrics, progress_line, profiler)
+    return Reporting(
+        recorders=Recorders(ledger, journal, observers), metrics=metrics, profiler=profiler
+    )
+
+
+def _form(replica: ModelReplica, worlds: Worlds | None) -> None:
+    """Form the group of this replica's ranks. Raises ConfigError without an agent to form it."""
+    if replica.mesh.size == 1:
+        replica.form(None)
+        return
+    if worlds is None:
+        raise ConfigError(
+            f"elastic.join(mesh=…) with replicas of {replica.mesh.size} ranks (mesh "
+            f"{replica.mesh}) needs an agent in in-process mode",
+            hint="torchrun --rdzv-backend=etcd …; with other launchers, sharded models recover by "
+            "a restart (docs/how-to/sharded.md)",
+        )
+    found = worlds.meet_replica(
+        replica.mesh.size,
+        REPLICA_MEETS_S,
+        mesh=str(replica.mesh),
+        on_device=replica.device.type != "cpu",
+    )
+    folder = os.path.dirname(os.environ["ELASTIC_LINK"])
+    spec = replica_spec(found, replica.mesh.size)
+    replica.form(ReplicaMeeting(folder, found.nonce, spec))
+    worlds.send(ReplicaMet())
+
+
+def _connect(
+    link: str, group: ProcessGroup, job: JobState, current: CurrentStep, timer: StepTimer
+) -> Worlds:
+    def position() -> Heartbeat:
+        group.report_collectives()
+        return timer.heartbeat(worlds.entering, job, current)
+
+    worlds = Worlds(
+        abort=group.abort,
+        position=position,
+        current_step=lambda: current.first_number,
+    )
+    worlds.connect(link, local_rank=number_on_node(os.environ))
+    return worlds
+
+
+def journal_of_environment() -> Journal:
+    """The journal in the folder ``ELASTIC_JOURNAL``; without the variable it writes no file."""
+    return Journal(
+        folder=os.environ.get("ELASTIC_JOURNAL"),
+        identity={
+            "node": node_name(),
+            "rank": int(os.environ.get("RANK", "0")),
+            "generation": world_from_environment().generation,
+        },
+        role="worker",
+        run_id=os.environ.get("TORCHELASTIC_RUN_ID"),
+    )
+
+
+def start_components(
+    policy: Checkpoints | None,
+    *,
+    seed: int = 0,
+    backend: str | None = None,
+    journal: EventSink | None = None,
+    manager: CheckpointManager | None = None,
+    worlds: Worlds | None = None,
+    mesh: Mapping[str, int] | None = None,
+) -> Components:
+    """The components of a run that the caller closes: :func:`join` without the exit hooks.
+
+    By default ``journal`` is the one in ``ELASTIC_JOURNAL``, ``manager`` one for ``policy``, and
+    ``worlds`` the link in ``ELASTIC_LINK``.
+    """
+    torch_private.check()
+    device = choose_device()
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    replica = mesh_of(mesh, device, backend)
+    own = journal_of_environment() if journal is None else None
+    journal = own if own is not None else journal
+    assert journal is not None
+    components = assemble(
+        seed=seed,
+        group=process_group(device, backend, replica, journal),
+        replica=replica,
+        checkpoints=CheckpointManager(policy, journal) if manager is None else manager,
+        ledger=Ledger.from_environment(),
+        journal=journal,
+        worlds=worlds,
+    )
+    if own is not None:
+        own.locate(components.position)
+        if components.worlds is not None:
+            own.listen(components.worlds.count)
+    components.ending.preemption.install()
+    return components
+
+
+# ----------------------------------------------------------------------------
+# ``run.build``: objects that are created in each world, on a DeviceMesh of that world.
+
+T = TypeVar("T")
+
+MESH_DIM = "shard"
+_SEED = 0x6275696C64  # for random numbers in the function: equal on all ranks and in all worlds
+
+
+class BuildsInWorlds:
+    """The part of a run that rebuilds objects in each world."""
+
+    _parts: Components
+
+    def build(self, fn: Callable[[DeviceMesh], T]) -> T:
+        """Call ``fn`` with a DeviceMesh of the current world, and return its result.
+
+        For models that are sharded over the whole world, so that no rank has a full copy (FSDP2)::
+
+            def build(mesh):
+                model = Net()
+                fully_shard(model, mesh=mesh)
+                return model, torch.optim.AdamW(model.parameters())
+
+            def train():
+                model, optimizer = run.build(build)
+                for epoch in run.epochs(3):
+                    for x, y in loader: …
+
+            run.retry(train)
+
+        ``mesh`` has one dimension, ``shard``, of the world's size. ``fn`` returns a module, or a
+        tuple, list or dict of modules, optimizers and other objects with state; all of it is part
+        of the job's state, and is loaded before the first loop: surviving ranks contribute only
+        the shards in their nodes' memory. Random numbers in ``fn`` are the same on all ranks
+        and in all worlds. Gradients are those of the mean over the global batch, even if ranks
+        have different numbers of samples.
+
+        When the world changes, ``run.retry`` calls its function again, which must call this again.
+        Using an object of an earlier world raises TrainingError.
+
+        Raises:
+            ConfigError: the result of ``fn`` is not sharded over ``mesh``, or cannot be saved; or
+                the job has no checkpoints, or has a wrapped module.
+            TrainingError: called outside of ``run.retry``, twice in a world, or too late.
+        """
+        parts = self._parts
+        job, lifecycle = parts.job, parts.lifecycle
+        self._check_call()
+        parts.attempts.check_registration("build")
+        job.is_rebuilt = True
+        parts.checkpoints.keep_shards_in_memory()
+        world = parts.recovery.bootstrap.enter_world()
+        if (remains := job.remains) is not None:
+            remains.warn_if_in_memory()
+        device = parts.connectivity.group.device
+        mesh = init_device_mesh(device.type, (world.size,), mesh_dim_names=(MESH_DIM,))
+        seed_all(derive_seed(job.seed, _SEED))
+        rebuilding.freeze_older_objects()
+        torch_private.forget_meshes()  # the script may have used objects of an ended world since
+        with torch.enable_grad():
+            returned = fn(mesh)
+        parts.state.registry.hold(Built(returned, mesh, generation=lifecycle.world.generation))
+        return returned
+
+    def _check_call(self) -> None:
+        parts = self._parts
+        job = parts.job
+        if not parts.script.scope.in_retry:
+            raise TrainingError(
+                "run.build() was called outside the function that run.retry calls: its result "
+                "belongs to one world, and each world needs a new one",
+                hint=AGAIN,
+            )
+        if job.built is not None:
+            raise TrainingError(
+                "run.build() was called twice in one world",
+                hint="return all models and optimizers from one function: "
+                "return model, critic, optimizer, critic_optimizer",
+            )
+        if parts.lifecycle.is_restored:
+            raise TrainingError(
+                "run.build() is called too late: the job's state is already restored",
+                hint="call run.build() first in the function that run.retry calls: before "
+                "run.state, run.world, run.is_main, run.epochs and the loader are read",
+            )
+        if job.is_sharded:
+            raise ConfigError(
+                "run.build() cannot be used with elastic.join(mesh=…): a replica keeps its model",
+                hint="use run.wrap(fully_shard(model, mesh=run.mesh)), or omit mesh=",
+            )
+        if job.modules:
+            raise ConfigError(
+                "run.build() cannot be used in a job that calls run.wrap()",
+                hint="return all modules, sharded, from the function of run.build(); or wrap all",
+            )
+        if not parts.checkpoints.is_on:
+            raise ConfigError(
+                "run.build() needs checkpoints: no rank holds the complete state, so a rank's "
+                "death would lose it",
+                hint='elastic.join(checkpoints="/shared/folder"); the newest checkpoints are also '
+                "kept in the nodes' memory",
+            )
+
+
+# ----------------------------------------------------------------------------
+# ``run.reduce_gradients``: the end of the backward passes of pipeline stages.
+
+
+class ReducesStages:
+    """The part of a run that reduces the gradients of pipeline stages."""
+
+    _parts: Components
+
+    def reduce_gradients(self) -> None:
+        """With a dimension ``pp``: make all gradients those of the mean over the global batch.
+
+        Call it on every rank, once per optimizer step, between the last backward pass and
+        ``clip_grad_norm_``::
+
+            schedule.step(x)  # on the last stage schedule.step(target=y)
+            run.reduce_gradients()
+            optimizer.step()
+
+        Each stage is summed over the replicas, never over other stages. Without a dimension
+        ``pp``, backward passes reduce the gradients, and this does nothing.
+
+        Raises:
+            ConfigError: the mesh has a dimension ``pp``, but this rank has wrapped no module.
+            TrainingError: no backward pass has run, or its gradients are already reduced.
+        """
+        parts = self._parts
+        if not parts.lifecycle.replica.mesh.has_stages:
+            return
+        reductions = [
+            module.reduction
+            for module in parts.job.modules.values()
+            if isinstance(module.reduction, StageReduction)
+        ]
+        if not reductions:
+            raise ConfigError(
+                "run.reduce_gradients() on a rank without a module",
+                hint="call run.wrap(stage) on every rank, each with its own stage",
+            )
+        if all(module.in_world for module in parts.job.modules.values()):
+            reduce_stages(reductions)
+
+
+# ----------------------------------------------------------------------------
+# The methods of ``run`` for metrics, progress and profiles.
+
+
+class RunLogging:
+    """Base class of :class:`~elastic.train.run.Run`: metrics, progress and profiles."""
+
+    def __init__(self, metrics: MetricsLog, profiler: StepProfiler, scope: Scope) -> None:
+        self._metrics = metrics
+        self._scope = scope
+        self._profiler = profiler
+
+    def log(self, values: Mapping[str, Loggable] | None = None, /, **named: Loggable) -> None:
+        """Log numbers for the current step: ``run.log(loss=loss, lr=lr)``.
+
+        Or ``run.log({"train/loss": loss})``. Call it on all ranks: only rank 0's values are
+        written, and a rank that becomes rank 0 continues with its own.
+        ``run.log(**run.mean(len(x), loss=loss))`` logs the mean over all ranks. A tensor must have
+        one element; on a GPU it is read later, and no step waits for it. Repeated steps replace
+        their values. See docs/how-to/metrics.md.
+
+        Raises ConfigError for a value that is not a number.
+        """
+        self._metrics.log({**values, **named} if values else named)
+
+    def log_to(self, *writers: MetricsWriter) -> None:
+        """Write logged values to these writers instead of the default TensorBoard folder.
+
+        :class:`elastic.TensorBoard`, or any object with the three methods of
+        :class:`~elastic.train.metrics.MetricsWriter`. Call it on all ranks, before
+        :meth:`log`: later it raises TrainingError.
+        """
+        for writer in writers:
+            self._metrics.add_writer(writer)
+
+    def plan_steps(self, total: int) -> None:
+        """Set the total number of optimizer steps of the job: ``run.plan_steps(10_000)``.
+
+        The progress line and `elastic status` then show the remaining time. Training does not end
+        after these steps. `run.epochs` sets the total itself; call this if the script counts steps,
+        or trains with :meth:`begin` and :meth:`commit`. The last call applies. Raises ConfigError
+        for anything but a positive integer.
+        """
+        if type(total) is not int or total < 1:
+            raise ConfigError(
+                f"run.plan_steps({total!r}) is not a valid step count",
+                hint="pass the number of optimizer steps of the whole job, including steps before "
+                "a resume: run.plan_steps(10_000)",
+            )
+        self._scope.total_steps = total
+        phases.plan_steps(total)
+
+    def profile(self, steps: int | range, *, ranks: Sequence[int] = ()) -> None:
+        """Profile the next ``steps`` steps, or a range of step numbers, with torch.profiler.
+
+        Each rank, or each of ``ranks``, writes a trace
+        ``gGENERATION-stepSTEP-rankRANK.pt.trace.json`` into ``ELASTIC_PROFILES``, by default
+        ``profiles`` in the journal folder, for Perfetto or TensorBoard. It begins and ends between
+        two steps; if the world ends earlier, it contains the completed steps. `elastic profile`
+        does the same from outside. Call it before :meth:`retry`: in the function that retry calls,
+        it would profile again after each recovery.
+
+        Raises:
+            ConfigError: ``steps`` is not 1 to 10,000 consecutive steps.
+            TrainingError: another profile is running or requested.
+        """
+        if not self._profiler.request(request_of(steps, tuple(ranks))):
+            raise TrainingError(
+                "run.profile() was called while another profile is running or requested",
+                hint="call it after the other profile has ended",
+            )
+
+
+# ----------------------------------------------------------------------------
+# The public API: ``run = elastic.join()``, and all methods of ``run``.
+#
+# In restart mode, a fault of the world ends the process; torchrun's agent restarts it, and the
+# script calls ``join`` again. In-process recovery takes place in ``retry``, with the same API.
+
+
+@not_compiled_methods
+class Run(BuildsInWorlds, ReducesStages, RunLogging):
+    """A worker's interface to its job. Created by :func:`join`."""
+
+    def __init__(self, parts: Components) -> None:
+        reporting = parts.reporting
+        super().__init__(reporting.metrics, reporting.profiler, parts.script.scope)
+        self._parts = parts
+        self._turns = 0
+
+    # -- the world ----------------------------------------------------------------------------
+
+    @property
+    def id(self) -> str:
+        """The run id passed to torchrun; ``local`` without torchrun."""
+        return os.environ.get("TORCHELASTIC_RUN_ID", "local")
+
+    @property
+    def device(self) -> torch.device:
+        """This worker's device: ``cuda:LOCAL_RANK``, or the CPU."""
+        return self._parts.connectivity.group.device
+
+    @property
+    def state(self) -> dict[str, Any]:
+        """Values that are part of the job's state: saved, and restored on all ranks.
+
+        Numbers, strings, None, tensors, arrays, enumerations, and containers of them, which stay
+        the same objects; anything else raises TrainingError at the end of the step. Set the same on
+        all ranks. If ranks differ, a warning
+        is logged, and a new world uses the lowest rank's. Raises the same errors as :meth:`epochs`.
+        """
+        self._parts.attempts.restore_if_complete()
+        return self._parts.job.user
+
+    @property
+    def world(self) -> World:
+        """The current world: generation, rank, size and more.
+
+        Raises NoWorld before the first world, and the same errors as :meth:`epochs`.
+        """
+        self._parts.attempts.enter_if_complete()
+        return self._parts.lifecycle.world
+
+    @property
+    def is_main(self) -> bool:
+        """Whether this is rank 0 of the world.
+
+        Raises NoWorld before the first world, where :meth:`on_main` helps, and the same errors as
+        :meth:`epochs`.
+        """
+        return self.world.rank == 0
+
+    @property
+    def mesh(self) -> DeviceMesh:
+        """The replica's DeviceMesh. Raises ConfigError without ``join(mesh=…)``."""
+        return self._parts.lifecycle.replica.device_mesh
+
+    # -- registration -------------------------------------------------------------------------
+
+    def wrap(self, module: nn.Module, **ddp: Any) -> ElasticDDP:
+        """Wrap ``module`` in a DistributedDataParallel that persists across worlds; with
+        ``join(mesh=…)``, return the module itself, sharded over :attr:`mesh`.
+
+        ``ddp``: options of DDP. Call it before the first loop, in the same order on all ranks.
+        Raises ConfigError for anything but a module and for unsupported options, TrainingError if
+        it is called too late.
+        """
+        hint = "model = run.wrap(Net().to(run.device)), each module by a call of its own"
+        errors.instance("run.wrap", module, nn.Module, hint=hint)
+        self._parts.attempts.check_registration("wrap")
+        return cast(ElasticDDP, self._parts.state.registry.wrap(module, ddp))
+
+    def track(self, *unnamed: NoReturn, **named: Any) -> None:
+        """Save and restore these objects: anything with ``state_dict`` and ``load_state_dict``.
+
+        Optimizers of wrapped modules must be tracked. Call it before the first loop. Raises
+        TrainingError if it is called too late, for an object without these methods, and for a name
+        in use; ConfigError for an object with sharded tensors, and for one without a name.
+        """
+        errors.named_only("run.track", unnamed, "run.track(optimizer=optimizer)")
+        self._parts.attempts.check_registration("track")
+        self._parts.state.registry.track(named)
+
+    # -- data ---------------------------------------------------------------------------------
+
+    def loader(
+        self,
+        loader: Iterable[Any],
+        *,
+        dataloader: DataLoader[Any] | None = None,
+        global_batch: int | None = None,
+        micro_batch: int | None = None,
+        max_steps: int | None = None,
+    ) -> ElasticLoader:
+        """Distribute a DataLoader over the world, at a constant global batch.
+
+        Iterating yields this rank's share of each step, from the job's position to the end of the
+        epoch. ``dataloader``: the DataLoader inside a wrapper. ``global_batch``: samples per step
+        over all ranks, by default batch_size × the largest world. ``micro_batch``: the maximum
+        number of samples at once, for :meth:`steps`. ``max_steps``: the maximum number of steps of
+        an epoch. Call it before the first loop. See docs/data.md.
+
+        Raises TrainingError if it is called too late; ConfigError for an object that is not a
+        DataLoader, for data that cannot be split (an IterableDataset, a sampler that cannot be
+        repeated), and for invalid sizes.
+        """
+        self._parts.attempts.check_registration("loader")
+        loop = self._parts.loop
+        return self._parts.state.registry.add_loader(
+            loader,
+            drive=lambda driven: loops.batches(loop, driven),
+            index=lambda elastic_loader: loops.index(loop, elastic_loader),
+            dataloader=dataloader,
+            global_batch=global_batch,
+            micro_batch=micro_batch,
+            max_steps=max_steps,
+        )
+
+    def shard(self, loader: DataLoader[Any]) -> DataLoader[Any]:
+        """This rank's part of a DataLoader for evaluation: every sample once, without padding.
+
+        Reads the dataset in its order, or the part of it that the loader's sampler covers; how
+        often and in which order a sampler draws has no effect. A rank may get no batch: keep
+        collectives (:meth:`mean`) out of the loop over it. With a sharded model, all ranks get the
+        same number of batches. Raises ConfigError for data that :meth:`loader` cannot split either.
+        """
+        job = self._parts.job
+        return shard_by(
+            loader,
+            self._parts.recovery.bootstrap.rank_and_size,
+            is_even=lambda: job.is_sharded or job.built is not None,
+            begins=self._parts.state.current.evaluation_begins,
+        )
+
+    # -- loops --------------------------------------------------------------------------------
+
+    def epochs(self, count: int) -> Iterator[int]:
+        """The remaining epochs of ``count``; none if the job is complete.
+
+        The first loop enters the world and restores the state. Raises TrainingError if that is
+        impossible: the state belongs to another model, or :meth:`build` was not called in this
+        world; ConfigError if a checkpoint is required and there is none, and for a ``count`` that
+        is not an integer of at least 0.
+        """
+        hint = "for epoch in run.epochs(10): the number of epochs of the whole job"
+        count = errors.whole_number("run.epochs: ", count, least=0, hint=hint)
+        return loops.epochs(self._parts.loop, count)
+
+    def steps(
+        self,
+        loader: ElasticLoader,
+        *,
+        checkpoints: Checkpoints | Root | None = None,
+        when: WhenGiven = None,
+        keep: KeepGiven = None,
+    ) -> Iterator[Step]:
+        """The remaining steps of the loader's epoch, for loops over micro-batches.
+
+        ``checkpoints``, ``when`` and ``keep`` are as in :func:`join`, and override its arguments
+        from now on: ``when=EverySeconds(600) | OnPreemption()``, ``keep=2``. A job that joined
+        without a folder can set it here only before ``run.retry`` or ``run.epochs`` restores the
+        state. Raises ConfigError for invalid options and anything but a loader of :meth:`loader`,
+        and TrainingError for a folder that is set too late.
+        """
+        hint = "loader = run.loader(DataLoader(…)); without one, use run.begin() and run.commit()"
+        errors.instance("run.steps", loader, ElasticLoader, hint=hint)
+        if (checkpoints, when, keep) != (None, None, None):
+            manager, lifecycle = self._parts.checkpoints, self._parts.lifecycle
+            manager.amend(checkpoints, when, keep, is_restored=lifecycle.is_restored)
+            self._parts.state.registry.piggyback(manager.flags)
+        return loops.steps(self._parts.loop, loader)
+
+    def retry(self, fn: Callable[..., T], *args: Any, **kwargs: Any) -> T:
+        """Call ``fn`` in a world: the single recovery point, around the complete loop.
+
+        When the world changes, ``fn`` is called again in the next one: loops resume, and local
+        variables are reset. Exceptions other than faults of the world propagate; from an inner
+        retry, all exceptions propagate to the outer one. If the launcher cannot change worlds in
+        process, the agent restarts it after a fault. Raises ConfigError if ``fn`` is no function.
+        """
+        errors.function("run.retry", fn, hint="pass the function itself: run.retry(train)")
+        self._parts.loop.averages.call(fn, args, kwargs)
+        result: Any = None  # of the last call that has returned
+        for attempt in self.attempts():
+            with attempt:
+                result = fn(*args, **kwargs)
+        return cast("T", result)
+
+    def attempts(self) -> Iterator[Attempt]:
+        """Inline form of :meth:`retry`: ``for attempt in run.attempts(): with attempt: …``."""
+        is_again = False
+        while True:
+            attempt = self._parts.attempts.attempt(is_again=is_again)
+            is_again = True
+            yield attempt
+            if not attempt.is_over:
+                return  # the loop was left with `break`
+            if attempt.succeeded:
+                return
+
+    # -- for frameworks with their own loop -----------------------------------------------------
+
+    def begin(self) -> Step:
+        """Begin a step of the caller's own loop, for frameworks (Lightning, Accelerate, …).
+
+        The first call enters the world. The caller distributes the data and tracks its position;
+        every rank has the same share. Raises WorldChanged if the world changes before this step,
+        NoWorld after :meth:`close`, and the same errors as :meth:`epochs`.
+        """
+        return self._parts.attempts.begin_own_step()
+
+    def commit(self) -> None:
+        """Commit the step begun by :meth:`begin`. Raises TrainingError if some of its micro-batches
+        are missing."""
+        self._parts.loop.commit()
+
+    def is_fault(self, error: BaseException) -> bool:
+        """Whether ``error`` means that the world has ended, so that :meth:`recover` can help."""
+        if uses_stale_group(error):
+            return False
+        return self._parts.recovery.strategies.active.is_fault(error)
+
+    def recover(self, error: BaseException) -> None:
+        """Enter the next world, with the state of the last commit. Raises ``error`` itself
+        if it is not a fault of the world; TrainingError for a group of an earlier world."""
+        refuse_stale_group(error)
+        if not self.is_fault(error):
+            raise error
+        self._parts.recovery.strategies.active.recover(error)
+
+    # -- callbacks ----------------------------------------------------------------------------
+
+    def after_step(self, callback: Callable[[Step], object]) -> None:
+        """Call ``callback`` after each optimizer step, for example to update an EMA.
+
+        It is called once per step: a callback that a fault of the world interrupts is called again
+        in the next world, but callbacks before it are not. Register it before :meth:`retry`, or in
+        its function. Raises ConfigError if it is not a function.
+        """
+        errors.function("run.after_step", callback, hint="it is called with the step")
+        self._parts.script.callbacks.add(callback)
+        self._parts.loop.averages.add_callback(callback)
+
+    def on_world(self, callback: Callable[[World], object]) -> None:
+        """Call ``callback`` when a world's state is restored; immediately if that is the case.
+
+        Raises ConfigError if it is not a function.
+        """
+        errors.function("run.on_world", callback, hint="it is called with the world")
+        self._parts.script.listeners.on_world(callback)
+
+    def on_main(self, callback: Callable[[], object]) -> None:
+        """Call ``callback`` when this rank becomes rank 0; immediately if it is. Raises ConfigError
+        if it is not a function."""
+        errors.function("run.on_main", callback, hint="it is called without arguments")
+        self._parts.script.listeners.on_main(callback)
+
+    # -- collective operations ----------------------------------------------------------------
+
+    def mean(self, weight: float, **values: float | torch.Tensor) -> dict[str, float]:
+        """The weighted mean of each value over the world; NaN if all weights are 0.
+
+        Call it on every rank, with the same names. Values of a rank with weight 0 are ignored, even
+        NaN. So are those of a rank that has no sample in the current step, whatever their weight:
+        its batch is a filler; but not after it has begun to read samples of :meth:`shard`. Raises
+        NoWorld after :meth:`close`, ConfigError for a negative weight or no number, and
+        TrainingError in a call of :meth:`retry` that other ranks have completed.
+        """
+        names = sorted(values)
+        if self._parts.state.current.lacks_samples:
+            weight = 0.0
+        numbers = weighted(weight, [(name, values[name]) for name in names])
+        self._parts.recovery.bootstrap.enter_world()
+        self._parts.attempts.meets()
+        with self._parts.lifecycle.replica.whole():
+            total, *sums = self._parts.job.order.sum_values(numbers)
+        means = [s / total if total else math.nan for s in sums]
+        known = self._parts.reporting.metrics.means
+        return {name: known.add(mean) for name, mean in zip(names, means, strict=True)}
+
+    def node_first(self) -> AbstractContextManager[None]:
+        """Run the body on one worker of each node first, then on the others, for example to
+        download.
+
+        Raises PermissionError if the lock file in the folder for temporary files is a link, or
+        belongs to another user.
+        """
+        self._turns += 1
+        return node_first(self._turns)
+
+    def close(self, *, clean: bool, error: str = "", is_of_the_world: bool = False) -> None:
+        """End the job for this process. ``join`` registers this at exit.
+
+        A clean end saves the state, unless it is saved, and destroys the process group. So does an
+        error of the script, if no update was in progress. After a fault of the world, in-process
+        mode saves nothing, because peers continue with the state; restart mode saves the state as
+        after any other error.
+        """
+        self._parts.ending.shutdown.close(clean=clean, error=error, is_of_the_world=is_of_the_world)
+
+
+_run: Run | None = None
+_joined_with: dict[str, Any] = {}
+
+
+def join(
+    *,
+    checkpoints: Checkpoints | Root | None = None,
+    when: WhenGiven = None,
+    keep: KeepGiven = None,
+    seed: int = 0,
+    backend: str | None = None,
+    preflight: bool = False,
+    mesh: Mapping[str, int] | None = None,
+    step_copies: StepCopiesName = "auto",
+) -> Run:
+    """Join the job. Later calls return the same object, and may repeat the first one's arguments.
+
+    ``checkpoints``: a folder or :class:`Checkpoints`, by default ``ELASTIC_CHECKPOINTS``; without
+    either, nothing is saved. ``when``: a policy of :mod:`checkpoints.policies`, or the number
+    of steps between two saves (50). ``keep``: a policy of :mod:`checkpoints.policies`, or
+    the number of newest checkpoints to keep (3). ``seed`` determines the order of the data and
+    every random number inside steps. ``backend``: torch.distributed's, by default ``gloo`` on CPUs
+    and ``cpu:gloo,cuda:nccl`` on GPUs. ``mesh``: the dimensions of a replica, ``{"shard": 2}``
+    (docs/how-to/sharded.md). ``step_copies``: whether weights and optimizer state are copied at the
+    beginning of each step, so that an interrupted step can be undone: ``"auto"``, where it costs at
+    most 1 % of a step, or where the script needs it; ``"always"``; ``"never"``, unless the script
+    needs it (docs/explanation/step.md).
+
+    ``preflight`` first checks this node, in one to two seconds: ``/dev/shm``, limits and GPUs
+    (unless its agent has done so: ``--rdzv-conf preflight=1``), and the checkpoint folder.
+
+    Raises ConfigError in a child process of a worker, for contradictory options, arguments that
+    differ from those of the first call, or an unsupported torch; NodeUnfit (exit code 71) if the
+    node fails the preflight checks, before this worker contacts another node; and LinkError if this
+    node's agent refuses the worker or does not answer.
+    """
+    global _run, _joined_with
+    if _run is None:
+        refuse_child_process()
+    policies = {"checkpoints": checkpoints, "when": when, "keep": keep}
+    given = {**policies, "seed": seed, "backend": backend, "mesh": mesh}
+    given["step_copies"] = step_copies
+    if _run is not None:
+        errors.same_as_before("elastic.join", given, _joined_with)
+    else:
+        errors.whole_number("elastic.join: seed=", seed, least=0)
+        policy = checkpoints_from(checkpoints, when=when, keep=keep)
+        mode = step_copies_from(step_copies)
+        if preflight:
+            _require_fit(policy)
+        _run, _joined_with = _join(policy, seed, backend, mesh, mode), given
+    return _run
+
+
+def _require_fit(policy: Checkpoints | None) -> None:
+    try:
+        require_fit(policy.local_folder if policy is not None else None)
+    except NodeUnfit:
+        FailureHook().install()  # otherwise torchrun only gets the exit code
+        raise
+
+
+def _join(
+    policy: Checkpoints | None,
+    seed: int,
+    backend: str | None,
+    mesh: Mapping[str, int] | None,
+    step_copies: StepCopies,
+) -> Run:
+    parts = start_components(policy, seed=seed, backend=backend, mesh=mesh)
+    parts.state.progress.step_copies = step_copies
+    run = Run(parts)
+    hook = parts.ending.failure
+    hook.install()
+    atexit.register(lambda: run.close(clean=True, is_of_the_world=hook.is_of_the_world))
+    return run
