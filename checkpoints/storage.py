@@ -22,7 +22,7 @@ from checkpoints.names import parse_attempt
 # ----------------------------------------------------------------------------
 # Classifies the failures of a storage, and translates them into errors with a remedy.
 #
-# Each call of a storage (:mod:`checkpoints.storage`) that fails raises one of three kinds
+# Each call of a storage that fails raises one of three kinds
 # of ``OSError``:
 #
 # - :data:`ABSENT`: the storage was reached, and there is no such file or folder;

@@ -546,7 +546,7 @@ def _block(tensor: torch.Tensor, region: Region) -> torch.Tensor:
 # Replicated tensors are concatenated, widest elements first, and cut into W pieces of equal bytes,
 # rounded up to an element. A rank's share of a tensor is a *span*: a run of elements in row-major
 # order. For sharded tensors, a rank writes *regions* that it holds
-# (:mod:`checkpoints.tensors`). In a file, wide elements come first, which keeps every piece
+# . In a file, wide elements come first, which keeps every piece
 # aligned.
 
 # Bytes per hash: the unit that a reader must read to verify any part of it.

@@ -2,8 +2,9 @@
 
 python scripts/events_table.py          # write the page
 
-The source is elastic/events/: the docstring of an event is its meaning, the comment behind a
-field (or above it) that of the field. The fields of every line are in elastic/telemetry/journal.py.
+The source is elastic/telemetry/events.py: the docstring of an event is its meaning, the comment
+behind a field (or above it) that of the field. The fields of every line are in
+elastic/telemetry/journal.py.
 """
 
 from __future__ import annotations
@@ -19,14 +20,11 @@ from elastic.tuning.intervals import STEP_TIMES_S
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = ROOT / "docs" / "reference" / "events.md"
-SOURCES = [
-    ROOT / "elastic" / "events" / f"{name}.py"
-    for name in ("journal", "membership", "agent", "training", "checkpoints")
-]
-ACTIVITIES = ROOT / "elastic" / "telemetry" / "activities.py"
+SOURCE = ROOT / "elastic" / "telemetry" / "events.py"
+ACTIVITIES = ROOT / "elastic" / "telemetry" / "goodput.py"
 
 INTRODUCTION = f"""\
-<!-- Written by scripts/events_table.py from elastic/events/: edit that. -->
+<!-- Written by scripts/events_table.py from elastic/telemetry/events.py: edit that. -->
 # Events
 
 With `ELASTIC_JOURNAL=FOLDER` in the environment of its agents, every process of a job writes its
@@ -91,14 +89,9 @@ def _activities() -> Iterator[str]:
 
 
 def _events() -> Iterator[str]:
-    for source in SOURCES:
-        yield from _events_of(source)
-
-
-def _events_of(source: Path) -> Iterator[str]:
-    lines = source.read_text().splitlines()
+    lines = SOURCE.read_text().splitlines()
     for node in ast.parse("\n".join(lines)).body:
-        if not isinstance(node, ast.ClassDef):
+        if not isinstance(node, ast.ClassDef) or node.name == "Event":
             continue
         name = kebab_name(getattr(events, node.name))
         meaning = " ".join((ast.get_docstring(node) or "").replace("``", "`").split())

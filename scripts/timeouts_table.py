@@ -15,14 +15,14 @@ from dataclasses import fields
 from pathlib import Path
 from typing import NamedTuple
 
-from checkpoints import intervals
+from checkpoints import intervals as checkpoint_intervals
 from elastic.errors import ConfigError
 from elastic.tuning import intervals
 from elastic.tuning import options as agent_options
 from elastic.tuning.intervals import Timeouts
 from elastic.tuning.options import AgentOptions
 
-MODULES = (intervals, intervals, intervals, intervals, intervals)
+MODULES = (intervals, checkpoint_intervals)
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = ROOT / "docs" / "timeouts.md"
 _HEADING = re.compile(r"# (.+?) -{3,}$")
@@ -117,7 +117,7 @@ def _above(lines: list[str], index: int) -> tuple[str, str]:
         first -= 1
     said = " ".join(line.strip().removeprefix("# ") for line in lines[first:index])
     headings = (m[1] for line in reversed(lines[:index]) if (m := _HEADING.match(line)))
-    return said, next(headings, "Leaving, and NCCL")
+    return said, next(headings, "")
 
 
 def _settable(constants: list[Interval]) -> Iterator[str]:

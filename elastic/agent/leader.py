@@ -299,7 +299,7 @@ class WorldWriter:
 # ----------------------------------------------------------------------------
 # The leader's tasks: watch the nodes, probe suspected ones, decide, write worlds.
 #
-# Runs on the node service's thread; only probes run elsewhere (:mod:`elastic.agent.leader`).
+# Runs on the node service's thread; only probes run elsewhere.
 # Nothing is decided while a node is suspected: a probe takes milliseconds, but a world formed with
 # a dead member costs a restart of all nodes.
 

@@ -122,7 +122,7 @@ class Heartbeats:
 #
 # Both ends prove that they know the run's secret before any other message
 # (:mod:`elastic.wire`). A follower sends heartbeats
-# (:mod:`elastic.agent.liveness`), and the leader sends records of worlds, one per frame. They
+# , and the leader sends records of worlds, one per frame. They
 # are parsed strictly, and nothing received is executed.
 
 MAX_WORLD = 1 << 20  # etcd accepts no value that is much larger
@@ -377,7 +377,7 @@ class Verdict:
     reason: str
     reset: bool = False  # the connection was accepted and then reset
     refused: bool = (
-        False  # no agent with that id listens there: half of the proof (agent/liveness.py)
+        False  # no agent with that id listens there: half of the proof (:class:`Connections`)
     )
 
 

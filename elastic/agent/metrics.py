@@ -44,7 +44,7 @@ from elastic.wire.messages import Cause, WorldState
 #
 # Names follow Prometheus' conventions: base units, ``_total`` for counters. Every series also has
 # the labels of :data:`COMMON_LABELS`. No label holds a rank, a pid or a text of a user: each has
-# few values, listed here or bounded (:mod:`elastic.agent.metrics`). Counters whose values are
+# few values, listed here or bounded. Counters whose values are
 # listed begin at 0: Prometheus does not see an ``increase`` of a series that did not exist before.
 
 

@@ -282,7 +282,7 @@ class IsolationDetector:
 # for agent and workers.
 #
 # etcd is only needed to extend the permission: an outage shorter than ``takeover_s / 2``, after
-# which the agent stops its workers (agent/service.py), has no effect here.
+# which the agent stops its workers (:class:`IsolationDetector`), has no effect here.
 #
 # Workers with a link wait when their permission expires, and continue when it is extended. Those
 # of scripts without ``elastic.join()`` are ended by the orphan reaper.

@@ -40,7 +40,7 @@ from elastic.tuning.options import AgentOptions
 #
 # Runs in a separate process (:mod:`elastic.worker.node_first` starts it): workers import neither
 # the doctor nor etcd's client. Checks that need etcd or the agent's address are the agent's part
-# (:mod:`elastic.doctor.network`).
+# .
 
 
 def examine(folder: str | None, *, machine_is_checked: bool) -> list[Finding]:

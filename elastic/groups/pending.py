@@ -266,7 +266,7 @@ class LongWait:
 # So no thread blocks inside gloo. Threads wait here, for the collective or for the end of the
 # group; a group whose collectives do not return is leaked, not destroyed.
 #
-# When a group is aborted, its collectives on a stream (:mod:`elastic.groups.pending`)
+# When a group is aborted, its collectives on a stream
 # return as if they had succeeded. The abort is recorded first, so a check here after a collective
 # has ended shows whether its result is valid. A synchronous call (``dist.all_reduce(t)``) has no
 # work to check: NCCL runs it on the current stream and returns nothing. So groups count the

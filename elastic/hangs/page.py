@@ -32,7 +32,7 @@ from elastic.tuning.intervals import (
 # ----------------------------------------------------------------------------
 # The facts about each rank when the job makes no progress: the input of a verdict.
 #
-# A rank's facts come from its page, which the worker maintains (:mod:`elastic.hangs.page`), and
+# A rank's facts come from its page, which the worker maintains, and
 # from the kernel (:mod:`elastic.hangs.kernel`). They are published as JSON, so every field is a
 # plain value.
 
@@ -992,7 +992,7 @@ class PhaseRecorder:
 
     def progressed(self) -> None:
         """A sign of life, from another thread while the main thread changes no phase
-        (:mod:`elastic.hangs.page`). For the agent, the phase begins again; the sums are as before.
+        . For the agent, the phase begins again; the sums are as before.
         """
         if self._page is not None:
             self._page.write(self._phase, monotonic_ns())

@@ -425,7 +425,7 @@ class ReplaceableProcess:
 # ----------------------------------------------------------------------------
 # The launching program's own signal handlers: replaced while a launch runs, and restored after it.
 #
-# While a launch runs, this package handles every signal on which torch closes (leaving.py). A
+# While a launch runs, this package handles every signal on which torch closes (agent/ending.py). A
 # signal that is ignored when the launch begins stays ignored, so that ``nohup`` protects an agent:
 # torch would install its handler for it. In torchrun nothing runs after the launch; a program that
 # calls ``elastic_launch`` continues, and must react to signals as before.

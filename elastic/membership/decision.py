@@ -786,9 +786,9 @@ def _hold_the_state(arrangement: Arrangement) -> bool:
 # cause in words, what it waits for and until when, or that the job has ended. No clock, no I/O, no
 # randomness: equal arguments give equal results.
 #
-# Arguments and results are in ``view.py``. ``membership/view.py`` classifies the members of the
-# current world, ``membership/decision.py`` the nodes outside it. ``membership/decision.py``
-# decides if a member survives; otherwise this module does.
+# Arguments and results are in ``view.py``, and so is ``classify_members``, for the members of the
+# current world; ``find_joining_nodes`` does the same for the nodes outside it. ``SurvivingWorld``
+# decides if a member survives; otherwise ``decide`` does.
 
 
 def decide(view: View, now: float, policy: Policy) -> Decision:

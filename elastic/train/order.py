@@ -38,7 +38,7 @@ from elastic.train.weight_digest import BITS
 # [measured, NCCL 2.28].
 #
 # Another one is set on ranks that have no gradients of this module and send zeros, before they end
-# (:mod:`elastic.train.order`).
+# .
 #
 # The last ones are a digest of weights (:mod:`elastic.train.weight_digest`), which
 # must be the same on all ranks. They follow a step's first gradients only.

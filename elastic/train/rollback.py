@@ -435,7 +435,7 @@ class _Module:
 # Returns a rank to the last boundary between two steps, bit for bit, or reports that it cannot.
 #
 # The small state of a boundary is copied at each boundary
-# (:mod:`elastic.train.rollback`). Its large tensors are weights, optimizer state, and
+# . Its large tensors are weights, optimizer state, and
 # averages. A copy of them makes every interrupted step undoable, whatever the script does in it.
 # It is taken at each boundary where it costs little, or where the script needs it: where a step
 # changes weights before its last collective, so that a fault can interrupt the step after the

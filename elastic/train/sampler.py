@@ -196,7 +196,7 @@ def seed_all(seed: int) -> None:
 #
 # torch's samplers draw an epoch from a generator whose state is not saved. Here, a draw is a
 # function of (seed, epoch, position): the same on every rank, in every world, and after a restart.
-# If an epoch reads each index once, it is the keyed permutation of ``train/sampler.py``; if it
+# If an epoch reads each index once, it is the keyed permutation of :class:`Permutation`; if it
 # draws with replacement, each position has its own random number.
 
 Order = Callable[[Int64s], Int64s]
@@ -666,7 +666,7 @@ class EpochPlan:
 #
 # torch's sampler distributes samples round-robin over a fixed number of ranks and pads; a resume
 # at another world size then repeats some samples and never reads others. Here the order depends on
-# the epoch, and only the division depends on the world (``plan.py``), so neither can happen.
+# the epoch, and only the division depends on the world (:class:`EpochPlan`), so neither can happen.
 
 # Positions are mapped to samples in blocks: numpy's cost per call (0.2 ms for one small step
 # [measured]) is spread over many steps, and the first batch still arrives within milliseconds.

@@ -250,7 +250,7 @@ def created_too_early(optimizer: torch.optim.Optimizer, step: int) -> ConfigErro
 # each for itself, so their gradients must be the same. They are not if every rank creates its own
 # experts under the same names, or if the backward pass leaves partial gradients. A fingerprint is
 # a few numbers; ranks compare them with the weights
-# (:mod:`elastic.train.sharding`). Nothing is computed after a comparison without a
+# . Nothing is computed after a comparison without a
 # difference.
 
 SIGNS = 4  # sums with pseudo-random signs: their differences are about the norm of the difference

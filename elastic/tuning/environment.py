@@ -86,7 +86,7 @@ def human(size_bytes: int) -> str:
 #
 # Pure: facts of :mod:`elastic.tuning.network` in, settings out. A profile is chosen by the
 # machine's hardware; ``--rdzv-conf profile=NAME`` or ``ELASTIC_PROFILE`` overrides it. The user's
-# own settings take precedence (:mod:`elastic.tuning.environment`).
+# own settings take precedence.
 #
 # The names and defaults were read in the sources that each setting names: torch's C++ headers of
 # 2.11 to 2.15, NCCL 2.28 to 2.30 (the versions bundled with those of torch) and NVIDIA's

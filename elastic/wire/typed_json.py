@@ -1,6 +1,6 @@
 """JSON as typed records: dataclasses with all fields present, each of exactly its declared type.
 
-``secure_channel.strict_json`` parses, because msgspec accepts duplicate keys and has no depth
+:func:`elastic.wire.base.decode` parses, because msgspec accepts duplicate keys and has no depth
 limit. msgspec checks the types. It accepts an object that lacks a field with a default, or has
 unknown fields; here both are errors.
 """

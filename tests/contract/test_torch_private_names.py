@@ -61,7 +61,7 @@ REPLACED = {
         "tempfile.tempdir",
     },
     "elastic/testing/small_world/worker.py": {
-        "components.start_components",  # to know the run that the script joins
+        "run.start_components",  # to know the run that the script joins
         "sys.argv",
         "sys.stderr",
         "sys.stdout",

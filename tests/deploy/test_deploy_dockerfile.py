@@ -75,7 +75,7 @@ def test_the_steps_of_the_cpu_image_resolve(image: Dockerfile, tmp_path: Path) -
     assert {
         "elastic/py.typed",
         "elastic/cli/main.py",
-        "checkpoints/format/manifest.schema.json",
+        "checkpoints/manifest.schema.json",
         "torch_elastic_harness.py",
     } <= files
     run(install, tmp_path)

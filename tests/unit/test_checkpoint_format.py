@@ -57,7 +57,7 @@ def test_a_checkpoint_of_format_1_loads() -> None:
 
 
 def _schema() -> dict[str, Any]:
-    text = resources.files("checkpoints.manifest").joinpath("manifest.schema.json").read_text()
+    text = resources.files("checkpoints").joinpath("manifest.schema.json").read_text()
     schema: dict[str, Any] = json.loads(text)
     Draft202012Validator.check_schema(schema)
     return schema

@@ -39,9 +39,7 @@ def test_a_sharded_checkpoint_of_format_1_loads() -> None:
 
 
 def test_the_manifest_conforms_to_the_schema_and_has_regions() -> None:
-    schema = json.loads(
-        (resources.files("checkpoints.manifest") / "manifest.schema.json").read_text()
-    )
+    schema = json.loads((resources.files("checkpoints") / "manifest.schema.json").read_text())
     manifest = json.loads((FORMAT_1 / NAME / "manifest.json").read_bytes())
     Draft202012Validator(schema).validate(manifest)
     kinds = {

@@ -142,7 +142,7 @@ def cli(job: Job, monkeypatch: pytest.MonkeyPatch) -> Callable[..., int]:
         yield job.store
 
     for module in ("status", "describe", "wait"):
-        monkeypatch.setattr(f"elastic.cli.view.{module}.job_store", opened)
+        monkeypatch.setattr(f"elastic.cli.{module}.job_store", opened)
     monkeypatch.setattr(connection, "job_store", opened)
     where = ("--rdzv-endpoint=localhost:2379", "--rdzv-id=llama-7")
     return lambda *argv: main([argv[0], *where, *argv[1:]])
@@ -563,7 +563,7 @@ def test_heartbeats_and_steps_of_nodes_are_shown(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     for module in ("status", "describe"):
-        monkeypatch.setattr(f"elastic.cli.view.{module}.SYSTEM_CLOCK", ManualClock(NOW))
+        monkeypatch.setattr(f"elastic.cli.{module}.SYSTEM_CLOCK", ManualClock(NOW))
     training.put_progress(52, heartbeats=heartbeats(("n1", 52, 1.0), ("n2", 51, 21.0)))
     assert cli("status", "-o", "wide") == 0
     head, _, _, titles, *rows = capsys.readouterr().out.splitlines()
@@ -835,9 +835,7 @@ def test_progress_survives_encoding_and_decoding() -> None:
     assert decode_progress("key", encode_progress(progress)) == progress
 
 
-@pytest.mark.parametrize(
-    "module", ["observe.status", "observe.describe", "observe.wait", "observe.events", "report"]
-)
+@pytest.mark.parametrize("module", ["status", "describe", "wait", "events", "report"])
 def test_no_command_imports_torch(module: str) -> None:
     code = (
         f"import sys, elastic.cli.{module} as command\n"

@@ -345,7 +345,7 @@ def test_without_journals_events_come_from_etcd(job: FakeJob) -> None:
 @pytest.mark.parametrize("activity", Activity)
 def test_the_legend_of_the_charts_has_a_color_for_each_activity(activity: Activity) -> None:
     name = activity.replace(" ", "-")
-    page = Path(dashboard.__file__).with_name("page.html").read_text("utf-8")
+    page = Path(dashboard.__file__).with_name("dashboard.html").read_text("utf-8")
     assert f"}}.{name}{{background:var(--{name})}}" in page.replace("\n", "}")
 
 

@@ -11,13 +11,11 @@ import pytest
 
 import checkpoints
 import elastic.membership
-import elastic.membership.failures
 import elastic.store
 import elastic.tuning
 
 PACKAGES = (
     checkpoints,
-    elastic.membership.failures,
     elastic.membership,
     elastic.store,
     elastic.tuning,

@@ -74,9 +74,9 @@ def test_a_folder_that_does_not_exist_fails(tmp_path: Path) -> None:
 
 def test_a_low_descriptor_limit_fails() -> None:
     code = (
-        "from elastic.doctor import checks as machine_verdicts; from elastic.doctor.checks import Probe\n"
+        "from elastic.doctor import checks; from elastic.doctor.checks import Probe\n"
         f"facts = Probe('limits', (), deadline_s={PATIENCE_S}).result()\n"
-        "found = machine_verdicts.of_limits(facts)\n"
+        "found = checks.of_limits(facts)\n"
         "print(found[0].status.value, found[0].measured)"
     )
 

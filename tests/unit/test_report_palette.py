@@ -43,7 +43,7 @@ def test_each_light_colour_has_one_name() -> None:
 
 def test_the_dashboard_has_the_same_colours() -> None:
     """Its legend names the colours of the charts."""
-    page = (files("elastic.cli.dashboard") / "page.html").read_text()
+    page = (files("elastic.cli") / "dashboard.html").read_text()
     roots = re.findall(r":root\{(.*?)\}", page, re.DOTALL)
     assert len(roots) == 2, "light and dark"
     for theme, declared in enumerate(roots):

@@ -1,1 +1,1 @@
-"""elastic/cli/scripts"""
+"""The script that the demo trains: examples/digits.py, which is part of the wheel."""
