@@ -85,7 +85,7 @@ def _reject_constant(word: str) -> Any:
 # The manifest (``manifest.json``) and the parts it is merged from, as frozen dataclasses.
 #
 # ``manifest.schema.json`` in this package describes the format for other readers;
-# :mod:`checkpoints.manifest` reads it without trusting its content.
+# the parser below reads it without trusting its content.
 
 FORMAT = 1
 

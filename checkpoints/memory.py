@@ -527,7 +527,7 @@ def _number(request: dict[str, Any], key: str) -> int:
 # ----------------------------------------------------------------------------
 # The memory of another node, as a storage: parts are read from it, replicas are put into it.
 #
-# The other end is :mod:`checkpoints.memory`. A peer that is slow, unreachable or
+# The other end is the server above. A peer that is slow, unreachable or
 # full raises ``OSError``; callers continue without it.
 
 T = TypeVar("T")

@@ -29,7 +29,7 @@ from checkpoints.names import (
 from checkpoints.storage import LocalStorage, ReadableFile, Storage, WritableFile
 
 # ----------------------------------------------------------------------------
-# The few operations of an object store that :mod:`checkpoints.objects` builds on.
+# The few operations of an object store that storages in one build on.
 #
 # An object appears atomically, and its name does not change.
 
@@ -95,7 +95,7 @@ class Objects(Protocol):
 # credentials, retries and multipart uploads. It is imported when the first URL is used.
 #
 # An object appears atomically, and its name does not change:
-# :mod:`checkpoints.objects` relies on these two properties only, not on folders or
+# the storage below relies on these two properties only, not on folders or
 # renames.
 #
 # A writer that is killed during a multipart upload leaves invisible parts that are billed: give

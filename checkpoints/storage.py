@@ -183,7 +183,7 @@ def is_memory_file_system(device: int) -> bool:
 #
 # Paths are relative to the storage's root, with ``/``; they are built by
 # :mod:`checkpoints.names`, never taken from a manifest unchecked. Failures are ``OSError``,
-# of the three kinds of :mod:`checkpoints.storage`: FileNotFoundError and
+# of the three kinds above: FileNotFoundError and
 # NotADirectoryError say that a file or folder does not exist, every other one that this call
 # cannot tell. Callers turn them into the errors that users see.
 

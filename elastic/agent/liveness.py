@@ -111,7 +111,7 @@ class Heartbeats:
 #
 # Every agent listens on one port, on which it proves its identity. It also keeps one connection to
 # the leader: when either process dies, the kernel closes it, and the other side notices at once. A
-# closed connection is a suspicion; :mod:`elastic.agent.liveness` turns it into a verdict. The
+# closed connection is a suspicion; a probe turns it into a verdict. The
 # connection to the previous leader stays open, too: an agent often learns of the new leader before
 # the kernel reports the old one's death, and the new leader needs both facts. Peers are reached by
 # address: resolving a name may take longer than a lease, and this thread could not answer probes
@@ -394,8 +394,8 @@ def probe(
     """Have the agent at ``host:port`` prove that it is ``node_id``.
 
     A refusal, or a response from another agent, is half of the proof that the process has ended: a
-    live agent never closes its port, but a firewall may refuse connections to it. For the other
-    half see :mod:`elastic.agent.liveness`. A timeout proves nothing, nor does a response from
+    live agent never closes its port, but a firewall may refuse connections to it. A timeout proves
+    nothing, nor does a response from
     another server: only agents of this run have ``key``. If a connection is accepted and then
     reset, the agent is dying, and is probed again after PROBE_AGAIN_S.
     """

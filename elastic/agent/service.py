@@ -984,7 +984,7 @@ class WorldWait:
 # The node's side of the protocol, for torchrun's main thread.
 #
 # Arrive, wait for a world, enter it, check for a newer one, leave or finish. The work happens on
-# the thread of :mod:`elastic.agent.service`; the two share the node's status.
+# the thread of the service (below); the two share the node's status.
 
 
 class NodeService:

@@ -413,7 +413,7 @@ def _mtu_of(interface: str) -> int | None:
 
 
 # ----------------------------------------------------------------------------
-# Runs functions of :mod:`elastic.doctor.checks` in child processes with deadlines.
+# Runs the functions that return facts of this machine in child processes with deadlines.
 #
 # A hung disk, an unreachable name server, a hung driver: none of them can be interrupted from
 # within a process. So each probe is a process, which is killed without waiting: one that is

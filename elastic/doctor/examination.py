@@ -14,11 +14,20 @@ from pathlib import Path
 from typing import Any
 
 from elastic.doctor import checks
-from elastic.doctor import network as bandwidth
-from elastic.doctor import network as pairs
 from elastic.doctor.checks import Finding, Probe, Status, Unanswered, skipped
 from elastic.doctor.collectives import Session, TransferMeasurement, torch_findings
-from elastic.doctor.network import AllGather, Meeting, MeetingFailed, Participant, alone
+from elastic.doctor.network import (
+    AllGather,
+    Meeting,
+    MeetingFailed,
+    Participant,
+    alone,
+    as_values,
+    between_nodes,
+    connect_to_all,
+    listening_ports,
+    pair_findings,
+)
 from elastic.errors import CoordinationError
 from elastic.membership.records import Keys
 from elastic.store.client import etcd_config
@@ -191,7 +200,7 @@ def _between(
     found += _of_pairs(plan, meeting, names)
     say("measuring the paths to the other nodes")
     network = read_network()
-    found += bandwidth.between_nodes(meeting, members, meeting.number, network, plan.deadline_s)
+    found += between_nodes(meeting, members, meeting.number, network, plan.deadline_s)
     if plan.only_local:
         return found, []
     # A folder that did not answer a child process would block this one.
@@ -230,10 +239,10 @@ def _of_equality(
 def _of_pairs(plan: ExaminationPlan, meeting: Meeting, names: list[str]) -> list[Finding]:
     members, me = meeting.members, meeting.number
     host_names = sorted({m.host_name for n, m in enumerate(members) if n != me})
-    with pairs.listening_ports(members[me].address, plan.ports) as listeners:
+    with listening_ports(members[me].address, plan.ports) as listeners:
         served = meeting("ports", asdict(listeners), plan.deadline_s)
         lookup = Probe("names", host_names, deadline_s=plan.deadline_s)
-        attempts = pairs.connect_to_all(
+        attempts = connect_to_all(
             [
                 (n, members[n].address, port)
                 for n, bound in sorted(served.items())
@@ -242,7 +251,7 @@ def _of_pairs(plan: ExaminationPlan, meeting: Meeting, names: list[str]) -> list
             ]
         )
         of_names = checks.of_names(host_names, lookup.result())
-        value = {"connections": pairs.as_values(attempts), "names": asdict(of_names)}
+        value = {"connections": as_values(attempts), "names": asdict(of_names)}
         everyone = meeting("connections", value, plan.deadline_s)  # all nodes listen until then
     found = [
         checks.unbound(names[n], error) for n, bound in served.items() for error in bound["errors"]
@@ -251,7 +260,7 @@ def _of_pairs(plan: ExaminationPlan, meeting: Meeting, names: list[str]) -> list
     if missing:
         found.append(checks.missing_nodes("nodes", missing, plan.deadline_s))
     found += [_finding(value["names"], names[n]) for n, value in sorted(everyone.items())]
-    return found + pairs.pair_findings(names, {n: v["connections"] for n, v in everyone.items()})
+    return found + pair_findings(names, {n: v["connections"] for n, v in everyone.items()})
 
 
 def shared_folder(

@@ -699,7 +699,7 @@ def _line_of(error: BaseException) -> str:
 # changes when it builds a group, and undoes them when it destroys the last one.
 #
 # ``Work.wait`` ``dist.all_reduce(loss)`` waits inside gloo, where nothing can reliably release it
-# (see :mod:`elastic.groups.pending`). On gloo all synchronous collectives end in
+# (see :class:`PendingWorks`). On gloo all synchronous collectives end in
 # ``Work.wait`` (``work.wait()`` at the end of each function in
 # torch/distributed/distributed_c10d.py): only there can an abort end those of the script. On NCCL
 # synchronous collectives have no work (ProcessGroupNCCL.cpp, the end of ``collective``), and waits

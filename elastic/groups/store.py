@@ -391,7 +391,7 @@ def _raw(value: str | bytes | Sequence[int]) -> bytes:
 # torch's store is polled in Python: its own waits run no signal handlers, cannot be interrupted,
 # and flood stderr.
 #
-# gloo gets our own store, for the reasons in :mod:`elastic.groups.store`. NCCL gets torch's,
+# gloo gets our own store, for the reasons above. NCCL gets torch's,
 # because its watchdogs query the store from their own threads. TCPStore's constructor took 34 s
 # with a timeout of 15 s, and did not return within ten minutes from a server that accepts and
 # never answers (a stopped process) [measured, torch 2.13]. The code that builds a group therefore

@@ -1,4 +1,4 @@
-"""What is told to scripts that do not call ``elastic.join``."""
+"""Scripts that do not call ``elastic.join``: what a restart costs them."""
 
 from __future__ import annotations
 

@@ -704,9 +704,8 @@ def _agent_stretches(
 #
 # A pure function of the journal: :func:`goodput_of_run`. A node's time is the average over its
 # workers or, while it has none, its agent's. A run's time is the average over the nodes that are
-# present, so it adds up to the wall time from the first line to the last. The parts are in
-# :mod:`elastic.telemetry.goodput`; :mod:`elastic.telemetry.goodput` turns journal lines into
-# time.
+# present, so it adds up to the wall time from the first line to the last. The parts are
+# :class:`Activity`.
 
 PLANNED_CAUSES = frozenset({"first", "joined", "resumed"})
 """Causes of changes of the world in which nothing broke."""

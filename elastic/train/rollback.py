@@ -127,7 +127,7 @@ def digest_on_device(tensor: torch.Tensor) -> torch.Tensor:
 # A boundary's state is everything that the job tracks: each key of each ``state_dict``, modules'
 # buffers (those that are not persistent, too) and extra state, ``run.state`` and positions. Its
 # large tensors (weights, optimizer state, averages) are kept by
-# :mod:`elastic.train.rollback`.
+# :class:`Rollback`.
 
 SMALL_BYTES = 64 << 10  # the tensors of an object of more bytes are not copied with its values
 

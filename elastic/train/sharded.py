@@ -926,8 +926,8 @@ def _without_gradients() -> TrainingError:
 # A module under ``elastic.join(mesh=…)`` as a part of the job: the counterpart of ElasticDDP.
 #
 # The script keeps its module object; this one represents it in the job's state. FSDP's
-# collectives run within the replica; :mod:`elastic.train.sharded` adds those across
-# replicas, :mod:`elastic.train.sharded` if the mesh has pipeline stages.
+# collectives run within the replica; those across replicas are
+# added by the reductions of this file, one of them for meshes with pipeline stages.
 
 
 class ShardedModule:

@@ -11,9 +11,8 @@ from elastic.errors import ConfigError
 # ----------------------------------------------------------------------------
 # The fixed intervals of agents, their store and the command line, each with its reason.
 #
-# Options, and intervals that are checked against each other, are in
-# :mod:`elastic.tuning.intervals`; those of workers in :mod:`elastic.tuning.intervals`.
-# docs/timeouts.md is generated from the three (scripts/timeouts_table.py): the comment above a
+# Intervals that are options, or checked against each other, are in :class:`Timeouts`.
+# docs/timeouts.md is generated from this file (scripts/timeouts_table.py): the comment above a
 # constant is its reason there.
 
 # etcd ------------------------------------------------------------------------------------------
@@ -722,10 +721,7 @@ def require_end_before_kill(limit: str, limit_s: float, termination_grace_s: flo
 # ----------------------------------------------------------------------------
 # The fixed intervals of workers, each with its reason.
 #
-# Options, and intervals that are checked against each other, are in
-# :mod:`elastic.tuning.intervals`; those of agents in :mod:`elastic.tuning.intervals`.
-# docs/timeouts.md is generated from the three (scripts/timeouts_table.py): the comment above a
-# constant is its reason there.
+# As above: the comment above a constant is its reason in docs/timeouts.md.
 
 # The link to the agent ---------------------------------------------------------------------------
 

@@ -26,7 +26,7 @@ from elastic.tuning.intervals import (
 # ----------------------------------------------------------------------------
 # The options of an agent: one frozen dataclass, with units in the names and every rule checked.
 #
-# :mod:`elastic.tuning.options` reads it from the command line and the environment.
+# They are read from the command line and the environment (below).
 
 MODES = ("in-process", "restart")
 HANG_DETECTION = ("on", "report", "off")

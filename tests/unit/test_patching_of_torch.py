@@ -13,7 +13,7 @@ REPOSITORY = Path(__file__).parents[2]
 PATCHES = "elastic/groups/pending.py"
 # The other files that change objects of torch, and their relation to process groups.
 ELSEWHERE = {
-    "elastic/torch_private.py",  # the accessors that patches.py uses; a loader's iterator
+    "elastic/torch_private.py",  # the accessors that pending.py uses; a loader's iterator
     "elastic/launcher/torch_agent.py",  # torchrun's agent, not the process group
 }
 
