@@ -395,9 +395,9 @@ def probe(
 
     A refusal, or a response from another agent, is half of the proof that the process has ended: a
     live agent never closes its port, but a firewall may refuse connections to it. A timeout proves
-    nothing, nor does a response from
-    another server: only agents of this run have ``key``. If a connection is accepted and then
-    reset, the agent is dying, and is probed again after PROBE_AGAIN_S.
+    nothing, nor does a response from another server: only agents of this run have ``key``. If a
+    connection is accepted and then reset, the agent is dying, and is probed again after
+    PROBE_AGAIN_S.
     """
     verdict = _probe(host, port, node_id, key, timeout_s, tls)
     if verdict.reset:
