@@ -115,8 +115,9 @@ def _run(script: Path, folder: Path, name: str, events: _Events) -> int:
         left = runpy.run_path(str(script), run_name="__main__")
     except BaseException as error:  # noqa: BLE001  it ends the process, as it would end python
         sys.settrace(None)
-        _write_json(folder / f"{name}.json", {"error": f"{type(error).__name__}: {error}"})
+        # The log first: the host may end this process as soon as another one has failed.
         sys.excepthook(*sys.exc_info())
+        _write_json(folder / f"{name}.json", {"error": f"{type(error).__name__}: {error}"})
         atexit._run_exitfuncs()
         return 1
     sys.settrace(None)
