@@ -20,7 +20,7 @@ TIER := not soak and not slow
 # then be unique, so each conftest.py gets a link with a unique name.
 CONFTESTS := build/conftests
 SPACE := $(subst ,, )
-TYPED := $(patsubst %/,%,$(wildcard tests/*/)) tests/kill/scripts tests scripts benchmarks benchmarks/scripts
+TYPED := $(filter-out tests/kit,$(patsubst %/,%,$(wildcard tests/*/))) tests/kill/scripts tests scripts benchmarks benchmarks/scripts
 AS_USERS_WRITE := tests/idioms/(scripts|refused)/
 
 .PHONY: demo test test-all concurrent check docs unit cluster compat matrix soak streams bench gpu gpu-tests gpu-kills gpu-bench format clean
@@ -99,7 +99,7 @@ bench: $(STAMP)
 	$(BIN)/python benchmarks/checkpoint.py
 
 # Each of the two takes less than ten minutes. Ranks that NCCL would not let share a GPU do so as if they were
-# on different hosts (elastic/testing/shared_gpu.py). `make gpu-kills`: the in-process kill suite likewise.
+# on different hosts (tests/kit/shared_gpu.py). `make gpu-kills`: the in-process kill suite likewise.
 # `make gpu GPU_PYTHON=python3` uses that Python's torch, for example an image's, built for its driver.
 ifdef GPU_PYTHON
 GPU_BIN := build/gpu/bin

@@ -14,8 +14,7 @@ from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, settings
-
-from elastic.testing import shared_gpu
+from kit import shared_gpu
 
 # No deadline: durations vary on a machine that runs other tests, too. Every run draws the same
 # examples, so that a failure is due to a change; `make soak` draws many different ones each time
@@ -82,9 +81,17 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    _share_the_kit()
     _hide_gpus(config)
     if not hasattr(config, "workerinput"):  # not in a process of xdist, which inherits it
         _use_own_temporary_folder(config)
+
+
+def _share_the_kit() -> None:
+    """Let every process that a test starts import :mod:`kit`."""
+    own, folders = str(Path(__file__).parent), os.environ.get("PYTHONPATH", "").split(os.pathsep)
+    if own not in folders:
+        os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [own, *folders]))
 
 
 def _use_own_temporary_folder(config: pytest.Config) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -101,7 +102,9 @@ def train_plain(meter: Meter, options: argparse.Namespace) -> None:
 
 def train_elastic(meter: Meter, options: argparse.Namespace) -> None:
     import elastic
-    from elastic.testing.shared_gpu import share_if_told
+
+    sys.path.append(str(Path(__file__).parents[2] / "tests"))
+    from kit.shared_gpu import share_if_told
 
     share_if_told()
     run = elastic.join()

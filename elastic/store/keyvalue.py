@@ -1,6 +1,6 @@
 """The store protocol: the operations that coordination needs, with two implementations.
 
-``etcd.EtcdStore`` uses etcd v3; ``MemoryStore`` (:mod:`elastic.testing.doubles.memory_store`) does
+``etcd.EtcdStore`` uses etcd v3; ``MemoryStore`` (``kit.memory_store`` of the tests) does
 the same within one process. One contract suite (tests/contract) runs on both.
 
 Keys and values are ``str`` and ``bytes``. Revisions are etcd's: one counter for the complete

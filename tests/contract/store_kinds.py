@@ -7,11 +7,12 @@ from __future__ import annotations
 
 from typing import Protocol
 
+from kit.memory_store import MemoryServer, MemoryStore
+
 from elastic.store.client import EtcdConfig, parse_endpoints
 from elastic.store.embedded import EmbeddedCluster, EmbeddedEtcd
 from elastic.store.etcd import EtcdStore
 from elastic.store.keyvalue import KeyValue, Lease
-from elastic.testing.doubles.memory_store import MemoryServer, MemoryStore
 from elastic.testing.waiting import eventually
 
 

@@ -6,10 +6,10 @@ from collections.abc import Iterator
 
 import pytest
 from etcd_fixtures import Recorder
+from kit.memory_store import MemoryServer, MemoryStore
 
 from elastic.errors import LeaseGone, StoreUnreachable
 from elastic.store.keyvalue import Disconnected, Reconnected, Reset
-from elastic.testing.doubles.memory_store import MemoryServer, MemoryStore
 from elastic.testing.waiting import eventually
 
 

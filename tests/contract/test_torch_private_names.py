@@ -38,8 +38,8 @@ PLACES = {
     "elastic/torch_fsdp.py",
     "checkpoints/torch_private.py",
     "elastic/groups/group.py",  # NCCL's abort
-    "elastic/testing/doubles/nccl_semantics.py",  # a backend of torch's kind, for tests
-    "elastic/testing/doubles/device_stream.py",  # its device
+    "tests/kit/nccl_semantics.py",  # a backend of torch's kind, for tests
+    "tests/kit/device_stream.py",  # its device
 }
 # By file: names that are not torch's, or are read with a default.
 ELSEWHERE = {
@@ -178,7 +178,11 @@ def replaced_names(tree: ast.Module) -> Iterator[str]:
 
 
 def test_no_other_module_uses_a_private_name_of_torch() -> None:
-    files = [p for top in ("elastic", "checkpoints") for p in (REPOSITORY / top).rglob("*.py")]
+    files = [
+        p
+        for top in ("elastic", "checkpoints", "tests/kit")
+        for p in (REPOSITORY / top).rglob("*.py")
+    ]
     trees = {str(p.relative_to(REPOSITORY)): ast.parse(p.read_text()) for p in files}
     own = own_names(list(trees.values()))
     found = {
@@ -191,7 +195,11 @@ def test_no_other_module_uses_a_private_name_of_torch() -> None:
 
 
 def test_replaced_attributes_of_other_modules_are_listed() -> None:
-    files = [p for top in ("elastic", "checkpoints") for p in (REPOSITORY / top).rglob("*.py")]
+    files = [
+        p
+        for top in ("elastic", "checkpoints", "tests/kit")
+        for p in (REPOSITORY / top).rglob("*.py")
+    ]
     found = {
         path: names
         for file in files

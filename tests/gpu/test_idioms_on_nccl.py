@@ -1,6 +1,6 @@
 """Scripts as users write them, on real NCCL: one of three ranks dies at a random line.
 
-The ranks share the first GPU (:mod:`elastic.testing.shared_gpu`). As in
+The ranks share the first GPU (:mod:`kit.shared_gpu`). As in
 tests/idioms/test_on_streams.py, each script must end with the result of a run with one worker.
 """
 
@@ -31,7 +31,7 @@ NOT_ON_A_GPU = {
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[IdiomRuns]:
-    with SmallWorld(on_gpu=True) as world:
+    with SmallWorld(prepare="kit.shared_gpu:train_there") as world:
         yield IdiomRuns(world, tmp_path_factory.mktemp("idioms"))
 
 

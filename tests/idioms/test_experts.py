@@ -179,7 +179,7 @@ def test_a_death_anywhere_does_not_change_the_result(
 @pytest.mark.slow
 def test_a_death_on_streams_does_not_change_the_result(tmp_path: Path, experts: ExpertRuns) -> None:
     """Gradients are summed by collectives that are queued and aborted like NCCL's."""
-    with SmallWorld(on_stream=True) as world:
+    with SmallWorld(prepare="kit.nccl_semantics:use_by_default") as world:
         on_stream = ExpertRuns(world, tmp_path)
         death = Death(rank=2, event=experts.undisturbed(LOOP).workers[2].lines // 2)
         on_stream.with_death(LOOP, death, is_replaced=True)

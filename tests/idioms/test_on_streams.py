@@ -1,6 +1,6 @@
 """Idioms and deaths at critical lines, with collectives that run on a stream, as on GPUs.
 
-Workers train on the backend of :mod:`elastic.testing.doubles.nccl_semantics`. Each script must end
+Workers train on the backend of :mod:`kit.nccl_semantics`. Each script must end
 with the result of a run with one worker.
 """
 
@@ -44,7 +44,7 @@ RUN = "\nrun.retry(train)\nresult = dict(model.state_dict())\n"
 
 @pytest.fixture(scope="module")
 def streams(tmp_path_factory: pytest.TempPathFactory) -> Iterator[IdiomRuns]:
-    with SmallWorld(on_stream=True) as world:
+    with SmallWorld(prepare="kit.nccl_semantics:use_by_default") as world:
         yield IdiomRuns(world, tmp_path_factory.mktemp("streams"))
 
 
@@ -102,7 +102,7 @@ def test_a_death_at_a_critical_line_does_not_change_the_result(
 
 # The last rank dies between the two steps of the job; these are the events in the others.
 HANGS = """
-from elastic.testing.doubles.nccl_semantics import control
+from kit.nccl_semantics import control
 from elastic.train import recovery as in_process
 from elastic.tuning import intervals as timeouts
 in_process.BUILD_TIMEOUT_S = 2.0
@@ -173,7 +173,7 @@ def test_values_are_read_after_their_stream_has_completed(
 ) -> None:
     """Control flags and transferred states use the same stream as the gradients."""
     body = """
-from elastic.testing.doubles.nccl_semantics import control
+from kit.nccl_semantics import control
 control.latency_s = 0.05
 means = []
 def train():

@@ -324,7 +324,7 @@ def test_a_death_does_not_change_the_result(
 def test_a_death_on_streams_does_not_change_the_result(stages: StageRuns) -> None:
     """Gradients are summed by collectives that are queued and aborted like NCCL's."""
     way = "over gloo"
-    with SmallWorld(on_stream=True) as world:
+    with SmallWorld(prepare="kit.nccl_semantics:use_by_default") as world:
         on_stream = StageRuns(world, stages.script)
         undisturbed = on_stream.undisturbed(way)
         stages.assert_same(undisturbed, way)

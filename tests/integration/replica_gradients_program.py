@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from kit import nccl_semantics
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor.parallel import (
@@ -29,7 +30,6 @@ from elastic.errors import ConfigError, GroupAborted
 from elastic.groups.replica import ModelReplica, ReplicaMeeting, ReplicaProcessGroup
 from elastic.groups.store import GroupSpec
 from elastic.groups.world import ReplicaMesh
-from elastic.testing.doubles import nccl_semantics
 from elastic.train.sharded import ShardedModule
 from elastic.wire.handshake import SecretKey
 

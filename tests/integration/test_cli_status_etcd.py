@@ -12,6 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from kit.manual_clock import ManualClock
+from kit.memory_store import MemoryServer, MemoryStore
 from test_node_service import TestNode
 
 from elastic.agent.liveness import NodeHeartbeat, ReceivedHeartbeat
@@ -24,8 +26,6 @@ from elastic.membership.view import StepRate
 from elastic.store.client import load_grpc, load_rpc
 from elastic.store.embedded import EmbeddedEtcd
 from elastic.store.keyvalue import Lease
-from elastic.testing.doubles.manual_clock import ManualClock
-from elastic.testing.doubles.memory_store import MemoryServer, MemoryStore
 from elastic.tuning.intervals import PROGRESS_IDLE_S
 
 KEYS = Keys.of("/elastic", "llama-7")

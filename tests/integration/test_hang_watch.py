@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from kit.manual_clock import ManualClock
 
 from elastic.errors import ConfigError
 from elastic.hangs import kernel
@@ -27,7 +28,6 @@ from elastic.hangs.stacks import StackSource
 from elastic.hangs.verdict import HangAction, HangConfidence, HangKind, Judgment
 from elastic.hangs.watch import HangWatch, Supervised, WatchedWorker
 from elastic.telemetry.events import Event, HangFound, HangOver
-from elastic.testing.doubles.manual_clock import ManualClock
 from elastic.testing.waiting import eventually
 
 TICK_S = 0.02

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import pytest
+from kit.memory_store import MemoryStore
 
 from elastic.agent.health import HealthServer
 from elastic.agent.identity import current_process
@@ -21,7 +22,6 @@ from elastic.membership.records import Keys, Node, NodeState
 from elastic.store.embedded import EmbeddedEtcd
 from elastic.store.keyvalue import Lease
 from elastic.telemetry.events import Event
-from elastic.testing.doubles.memory_store import MemoryStore
 from elastic.testing.forks.server import shared_fork_server
 from elastic.testing.journal import read_journal
 from elastic.testing.node import LocalNode

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
+from kit.memory_store import MemoryServer, MemoryStore
 from test_node_service import (
     KEYS,
     OPTIONS,
@@ -43,7 +44,6 @@ from elastic.membership.records import (
 from elastic.membership.view import Liveness, StepRate
 from elastic.store.keyvalue import Put, WatchEvent
 from elastic.telemetry.events import StragglerFound
-from elastic.testing.doubles.memory_store import MemoryServer, MemoryStore
 from elastic.testing.waiting import eventually
 from elastic.tuning.options import AgentOptions
 from elastic.wire.messages import Cause, WorldReference, WorldState

@@ -18,6 +18,7 @@ from typing import Any
 
 import pytest
 from etcd_certificates import Authority
+from kit.memory_store import MemoryServer, MemoryStore
 
 from elastic.agent import liveness, service
 from elastic.agent import succession as election
@@ -56,7 +57,6 @@ from elastic.telemetry.events import (
     NodeSuspected,
     Waiting,
 )
-from elastic.testing.doubles.memory_store import MemoryServer, MemoryStore
 from elastic.testing.waiting import eventually
 from elastic.tuning.options import AgentOptions
 from elastic.wire.messages import Cause, WorldState

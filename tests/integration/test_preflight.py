@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 from etcd_fixtures import PATIENCE_S
+from kit.memory_store import MemoryStore
 
 from checkpoints import LocalStorage
 from elastic.doctor.checks import Finding, Status
@@ -20,7 +21,6 @@ from elastic.errors import SYSTEM_CLOCK, NodeUnfit
 from elastic.membership.records import Keys, Leader, encode
 from elastic.store.embedded import EmbeddedEtcd
 from elastic.store.etcd import EtcdStore
-from elastic.testing.doubles.memory_store import MemoryStore
 from elastic.testing.forks.program import run_program
 from elastic.train.folder import Checkpoints
 from elastic.tuning.options import AgentOptions

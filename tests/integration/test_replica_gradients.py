@@ -15,9 +15,9 @@ from typing import Any
 
 import pytest
 import replica_gradients_program as program
+from kit import nccl_semantics
 
 from elastic.agent.identity import PortReserve
-from elastic.testing.doubles import nccl_semantics
 from elastic.testing.forks.server import shared_fork_server
 from elastic.testing.node import LocalNode
 

@@ -14,13 +14,13 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from kit.memory_store import MemoryServer, MemoryStore
 from test_node_service import KEYS, OPTIONS, TestNode
 
 from elastic.agent.health import readiness
 from elastic.errors import NodeRefused
 from elastic.membership.records import Node, NodeState, WorldRecord, decode
 from elastic.telemetry.events import Waiting
-from elastic.testing.doubles.memory_store import MemoryServer, MemoryStore
 from elastic.wire.messages import WorldState
 
 PER_REPLICA, MAX_NODES = 2, 6

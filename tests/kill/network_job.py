@@ -11,10 +11,10 @@ from types import TracebackType
 from typing import Any
 
 from etcd_proxy import CuttingProxy
+from kit.network.emulated import EmulatedMachine, EmulatedNetwork
 from training_job import SCRIPTS, TrainingJob, Workload
 
 from elastic.testing.ledger import LedgerStep
-from elastic.testing.network.emulated import EmulatedMachine, EmulatedNetwork
 from elastic.testing.node import LocalNode
 from elastic.testing.waiting import PATIENCE_S
 from elastic.tuning.intervals import peer_silence_s

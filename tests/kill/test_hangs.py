@@ -15,11 +15,11 @@ from typing import Any
 
 import pytest
 import torch
+from kit import shared_gpu
 from swapping import SwappingJob, swap_space, why_unavailable
 from training_job import PLAIN, SCRIPTS, TrainingJob, Workload
 
 from elastic.store.embedded import EmbeddedEtcd
-from elastic.testing import shared_gpu
 from elastic.testing.node import LocalNode
 from elastic.testing.slowness import is_within
 from elastic.testing.waiting import PATIENCE_S

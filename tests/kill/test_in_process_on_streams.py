@@ -1,7 +1,7 @@
 """Workers die while their collectives run on a stream, as on GPUs; the others continue.
 
 The scenarios of test_in_process_phases.py that differ if the end of a collective does not imply its
-result, on the backend of :mod:`elastic.testing.doubles.nccl_semantics`; and workers stuck in NCCL,
+result, on the backend of :mod:`kit.nccl_semantics`; and workers stuck in NCCL,
 which cannot be interrupted.
 """
 
@@ -12,11 +12,11 @@ from pathlib import Path
 
 import pytest
 from job_series import JobSeries, StartSeries
+from kit import nccl_semantics
 from test_in_process_phases import SCRIPT, Before, all_back, order
 from training_job import TrainingJob, Workload, train_undisturbed
 
 from elastic.store.embedded import EmbeddedEtcd
-from elastic.testing.doubles import nccl_semantics
 from elastic.testing.node import LocalNode, worker_pids
 
 pytestmark = [pytest.mark.cluster, pytest.mark.slow]

@@ -14,10 +14,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from kit import shared_gpu
 from training_job import SCRIPTS, TrainingJob, Workload, train_undisturbed
 
 from elastic.store.embedded import EmbeddedEtcd
-from elastic.testing import shared_gpu
 
 GPUS = torch.cuda.device_count()
 # With one GPU, all ranks share it.

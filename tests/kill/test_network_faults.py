@@ -14,11 +14,11 @@ from pathlib import Path
 
 import pytest
 from job_series import JobSeries, StartSeries
+from kit.network.emulated import why_unavailable
 from network_job import LEASE_S, NODES, SCRIPT, SILENCE_S, WORKLOAD, NetworkJob
 from training_job import train_undisturbed
 
 from elastic.store.embedded import EmbeddedEtcd
-from elastic.testing.network.emulated import why_unavailable
 from elastic.testing.node import LocalNode
 from elastic.testing.slowness import is_within, measure_slowness
 

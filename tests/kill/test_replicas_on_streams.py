@@ -1,7 +1,7 @@
 """Ranks of replicas die while gradients are summed on a stream, as on GPUs; the others continue.
 
 Some of the faults of test_deaths_in_replicas.py, on the backend of
-:mod:`elastic.testing.doubles.nccl_semantics`: only the communicator across replicas is aborted, and
+:mod:`kit.nccl_semantics`: only the communicator across replicas is aborted, and
 its partial gradients must not reach the optimizer. ``make streams`` runs all of them.
 """
 
@@ -11,6 +11,7 @@ import os
 from collections.abc import Iterator
 
 import pytest
+from kit import nccl_semantics
 from test_deaths_in_replicas import (
     Before,
     Fault,
@@ -25,8 +26,6 @@ from test_deaths_in_replicas import (
     reference,
 )
 from training_job import TrainingJob
-
-from elastic.testing.doubles import nccl_semantics
 
 __all__ = ["before", "jobs", "layout", "reference"]  # fixtures
 

@@ -13,13 +13,13 @@ from dataclasses import dataclass, field
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from kit.manual_clock import ManualClock
 
 import checkpoints
 from checkpoints.names import CheckpointName, parse_attempt, parse_committed
 from checkpoints.saving import WriterThreadDied
 from checkpoints.storage import PatientStorage
 from checkpoints.testing import FaultyStorage, MemoryStorage, SimulatedCrash
-from elastic.testing.doubles.manual_clock import ManualClock
 
 KEPT = 2
 POLICIES = (

@@ -11,8 +11,8 @@ from unittest.mock import patch
 
 from hypothesis import given
 from hypothesis import strategies as st
+from kit.manual_clock import ManualClock
 
-from elastic.testing.doubles.manual_clock import ManualClock
 from elastic.train import memory
 from elastic.train.memory import (
     AGAIN_STEPS,

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
+from kit.memory_store import MemoryServer, MemoryStore
 from membership_nodes import node, world
 
 from elastic.cli.dashboard import DashboardServer, Publisher, application, listening, policy_of
@@ -26,7 +27,6 @@ from elastic.membership.records import (
     encode,
 )
 from elastic.store.keyvalue import KeyValue
-from elastic.testing.doubles.memory_store import MemoryServer, MemoryStore
 from elastic.testing.waiting import eventually
 
 KEYS = Keys.of("/elastic", "llama-7")

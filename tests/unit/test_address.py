@@ -6,11 +6,11 @@ import socket
 from typing import Any
 
 import pytest
+from kit.manual_clock import ManualClock
 
 from elastic.agent.identity import own_address
 from elastic.errors import ConfigError
 from elastic.store.client import Endpoint
-from elastic.testing.doubles.manual_clock import ManualClock
 from elastic.tuning.network import configured_address
 from elastic.tuning.options import AgentOptions
 

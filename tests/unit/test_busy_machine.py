@@ -8,10 +8,10 @@ from pathlib import Path
 from unittest.mock import MagicMock
 
 import pytest
+from kit.manual_clock import ManualClock
 
 from elastic.telemetry.ledger import Ledger
 from elastic.testing.cluster import ClusterTimeout, LocalCluster
-from elastic.testing.doubles.manual_clock import ManualClock
 from elastic.testing.node import LocalNode
 from elastic.testing.waiting import PATIENCE_S
 

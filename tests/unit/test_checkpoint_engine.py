@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from checkpoint_states import odd_state, same, small_state
+from kit.manual_clock import ManualClock
 
 import checkpoints
 from checkpoints import saving
@@ -20,7 +21,6 @@ from checkpoints.engine import THREAD_NAME, Engine
 from checkpoints.saving import SaveStatus, WriterGroup
 from checkpoints.storage import PatientStorage
 from checkpoints.testing import FaultyStorage, MemoryStorage, SimulatedCrash, StorageFault
-from elastic.testing.doubles.manual_clock import ManualClock
 from elastic.testing.waiting import eventually
 
 LONG_S = 90.0

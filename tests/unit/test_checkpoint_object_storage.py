@@ -12,6 +12,7 @@ import pytest
 import torch
 from checkpoint_states import odd_state, same, save_all, small_state
 from fsspec.implementations.memory import MemoryFileSystem
+from kit.manual_clock import ManualClock
 from run_kit import job, process
 
 import checkpoints
@@ -21,7 +22,6 @@ from checkpoints.names import CheckpointName
 from checkpoints.objects import FsspecObjects, ObjectStorage, Upload, storage_for
 from checkpoints.storage import LocalStorage, PatientStorage, Storage
 from checkpoints.testing import FaultyObjects, FaultyStorage, SimulatedCrash, StorageFault
-from elastic.testing.doubles.manual_clock import ManualClock
 
 
 def in_memory() -> FsspecObjects:

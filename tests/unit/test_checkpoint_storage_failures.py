@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from checkpoint_states import flip, same, save_all, small_state
+from kit.manual_clock import ManualClock
 
 import checkpoints
 from checkpoints.intervals import STORAGE_PATIENCE_S
@@ -21,7 +22,6 @@ from checkpoints.storage import LocalStorage, PatientStorage
 from checkpoints.testing import FaultyStorage, MemoryStorage, SimulatedCrash, StorageFault
 from checkpoints.tiers import TieredStorage
 from elastic.errors import CheckpointRequired, ConfigError
-from elastic.testing.doubles.manual_clock import ManualClock
 from elastic.train.folder import CheckpointFolder
 
 WORLD: Any = SimpleNamespace(generation=2, nonce="n2")

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 from dashboard_kit import KEYS, FakeJob
+from kit.manual_clock import ManualClock
 
 from elastic.cli import events
 from elastic.cli.last_known import EtcdChanges
@@ -20,7 +21,6 @@ from elastic.errors import StoreUnreachable
 from elastic.telemetry.events import NodeLost, Waiting, WorldFormed
 from elastic.telemetry.journal import Journal
 from elastic.telemetry.reader import JournalRecord
-from elastic.testing.doubles.manual_clock import ManualClock
 from elastic.testing.waiting import PATIENCE_S
 
 

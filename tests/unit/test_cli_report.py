@@ -7,11 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from kit.manual_clock import ManualClock
 
 from elastic.cli.main import main
 from elastic.telemetry.events import RankTimes, RunClosed, WorldJoined
 from elastic.telemetry.journal import Journal
-from elastic.testing.doubles.manual_clock import ManualClock
 
 HOSTILE = "<b>|node\x1b[2J\n"
 

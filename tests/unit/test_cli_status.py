@@ -15,6 +15,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from kit.manual_clock import ManualClock
+from kit.memory_store import MemoryServer, MemoryStore
 from membership_nodes import node, world
 
 from elastic.cli import status
@@ -45,8 +47,6 @@ from elastic.membership.records import (
 )
 from elastic.telemetry.events import CheckpointSaved, JobEnded, NodeLost, Waiting, WorldFormed
 from elastic.telemetry.journal import Journal
-from elastic.testing.doubles.manual_clock import ManualClock
-from elastic.testing.doubles.memory_store import MemoryServer, MemoryStore
 from elastic.testing.waiting import eventually
 from elastic.tuning.intervals import PROGRESS_S, SILENT_SCRIPT_S
 from elastic.wire.messages import WorldState

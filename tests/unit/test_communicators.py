@@ -13,6 +13,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from kit import nccl_semantics
+from kit.nccl_semantics import control
 from torch.distributed import HashStore, distributed_c10d  # type: ignore[attr-defined]
 
 from elastic.groups import group as process_group
@@ -27,8 +29,6 @@ from elastic.groups.pending import open_works
 from elastic.groups.store import GroupSpec
 from elastic.link.link import WorldMessage
 from elastic.telemetry.log import get_logger
-from elastic.testing.doubles import nccl_semantics
-from elastic.testing.doubles.nccl_semantics import control
 from elastic.tuning import environment, intervals
 from elastic.tuning.environment import TUNED
 from elastic.wire.handshake import SecretKey

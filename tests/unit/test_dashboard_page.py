@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from dashboard_kit import FakeJob
+from kit.manual_clock import ManualClock
 from made_up_run import write_run
 from membership_nodes import node, world
 
@@ -39,7 +40,6 @@ from elastic.membership.progress import JobProgress, RecordedHeartbeat
 from elastic.membership.records import BreakageRecord, FailureRecord, Keys, Leader, NodeState
 from elastic.telemetry.goodput import Activity
 from elastic.telemetry.reader import JournalRecord, read_folder
-from elastic.testing.doubles.manual_clock import ManualClock
 
 KEYS = Keys.of("/elastic", "llama-7")
 NOW = 1_769_860_800.0

@@ -7,11 +7,11 @@ from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 
 import pytest
+from kit.manual_clock import ManualClock
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from elastic.errors import JoinTimeout
 from elastic.groups.store import agree_on_nonce
-from elastic.testing.doubles.manual_clock import ManualClock
 
 DEADLINE_S = 60.0
 

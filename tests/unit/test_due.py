@@ -10,11 +10,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from kit.manual_clock import ManualClock
 
 from checkpoints import Automatic, Continuous, EverySeconds, EverySteps, OnPreemption, SavePolicy
 from elastic.groups.world import world_from_environment
 from elastic.telemetry.events import Event
-from elastic.testing.doubles.manual_clock import ManualClock
 from elastic.train.checkpointing import CheckpointManager, Due
 from elastic.train.folder import Checkpoints
 from elastic.train.order import COUNT, StepFlags

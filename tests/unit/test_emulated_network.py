@@ -11,9 +11,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import pytest
-
-from elastic.testing.network import packets
-from elastic.testing.network.emulated import EmulatedMachine, EmulatedNetwork, why_unavailable
+from kit.network import packets
+from kit.network.emulated import EmulatedMachine, EmulatedNetwork, why_unavailable
 
 WHY_NOT = why_unavailable()
 needs_namespaces = pytest.mark.skipif(bool(WHY_NOT), reason=WHY_NOT)

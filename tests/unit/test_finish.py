@@ -10,14 +10,14 @@ from pathlib import Path
 import pytest
 from etcd_certificates import Authority
 from fake_api_server import DROP, NAMESPACE, FakeApiServer
+from kit.manual_clock import ManualClock
+from kit.memory_store import MemoryStore
 
 from elastic.cli import finish
 from elastic.cli.main import main
 from elastic.cli.scale import ApiServer, scale_statefulset
 from elastic.errors import ClusterRefused, ClusterUnreachable, ConfigError
 from elastic.membership.records import Done, Keys, Outcome, encode
-from elastic.testing.doubles.manual_clock import ManualClock
-from elastic.testing.doubles.memory_store import MemoryStore
 from elastic.tuning.intervals import CLUSTER_PATIENCE_S
 
 KEYS = Keys.of("/elastic", "job-1")

@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from kit.manual_clock import ManualClock
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 
 from elastic import torch_private
 from elastic.errors import SYSTEM_CLOCK
 from elastic.hangs.verdict import MAX_ENTRIES, MAX_OF_GROUP, FlightEntry, compare, describe, parse
 from elastic.link.link import FlightTrace, decode, encode
-from elastic.testing.doubles.manual_clock import ManualClock
 from elastic.testing.waiting import eventually
 from elastic.worker.worlds import FlightRecorder
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import logging
 from dataclasses import replace
 
+from kit.manual_clock import ManualClock
+from kit.memory_store import MemoryStore
 from membership_nodes import node, world
 from rank_facts import rank_facts
 
@@ -22,8 +24,6 @@ from elastic.membership.records import (
     encode,
 )
 from elastic.telemetry.events import Event
-from elastic.testing.doubles.manual_clock import ManualClock
-from elastic.testing.doubles.memory_store import MemoryStore
 from elastic.tuning.options import AgentOptions
 from elastic.wire.handshake import SecretKey
 

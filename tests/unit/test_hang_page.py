@@ -16,11 +16,11 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
+from kit.manual_clock import ManualClock
 
 from elastic.hangs import kernel, stacks
 from elastic.hangs.page import NAME, SIZE, Flag, Page, PageReader, Phase, PhaseRecorder, Reading
 from elastic.hangs.stacks import StackSource
-from elastic.testing.doubles.manual_clock import ManualClock
 from elastic.testing.waiting import eventually
 from elastic.tuning.intervals import STEP_SUMS_S
 
@@ -235,7 +235,7 @@ def _nothing(number: int) -> None:
 
 HOLDING = """
 import ctypes, sys, threading, time
-from elastic.testing.doubles.manual_clock import ManualClock
+from kit.manual_clock import ManualClock
 from elastic.hangs import kernel, stacks
 source = stacks.offer()
 print(source.fd, source.signum, flush=True)

@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from kit.memory_store import MemoryStore
 from membership_nodes import node, world
 from rank_facts import rank_facts
 from test_hang_judge import KEYS, Journal
@@ -38,7 +39,6 @@ from elastic.membership.records import (
     encode,
 )
 from elastic.store.keyvalue import Entry
-from elastic.testing.doubles.memory_store import MemoryStore
 from elastic.testing.waiting import eventually
 from elastic.tuning.options import AgentOptions
 from elastic.wire.handshake import SecretKey

@@ -11,6 +11,7 @@ from contextlib import ExitStack
 from dataclasses import replace
 
 import pytest
+from kit.manual_clock import ManualClock
 from membership_nodes import node, world
 
 from elastic.agent.health import (
@@ -24,7 +25,6 @@ from elastic.agent.health import (
 from elastic.agent.node import Watchdog
 from elastic.errors import ConfigError
 from elastic.membership.records import Done, Node, NodeState, Outcome, WorldRecord
-from elastic.testing.doubles.manual_clock import ManualClock
 from elastic.tuning.intervals import HEALTH_CONNECTION_S
 from elastic.wire.messages import WorldState
 

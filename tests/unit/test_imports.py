@@ -69,7 +69,7 @@ before = vars(dist.Work)["wait"], sys.excepthook
 for name in ours:
     importlib.import_module(name)
 reads = sorted(set(found))
-for name in ("elastic.groups", "elastic.testing.doubles.nccl_semantics"):
+for name in ("elastic.groups", "kit.nccl_semantics"):
     importlib.import_module(name)
 changes = (vars(dist.Work)["wait"], sys.excepthook) != before
 assert len(ours) > 2

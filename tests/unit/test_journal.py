@@ -13,13 +13,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from kit.manual_clock import ManualClock
 
 from elastic.telemetry import events
 from elastic.telemetry.events import Event, FailureJudged, JournalOpened, Waiting, WorkerStuck
 from elastic.telemetry.journal import SCHEMA, Journal
 from elastic.telemetry.log import LOGGER_NAME, LogOrigin, UtcFormatter
 from elastic.telemetry.reader import read_folder
-from elastic.testing.doubles.manual_clock import ManualClock
 
 
 @pytest.fixture

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import pytest
+from kit.manual_clock import ManualClock
 from test_failure_verdict import CORPUS, name_of
 from test_worker_deaths import Context
 
@@ -21,7 +22,6 @@ from elastic.hangs import kernel
 from elastic.link.link import ClientHandshakeRequest, Ready, Worker, WorkerDeath
 from elastic.membership.failures import RULES, Action, FailureFacts, is_consequence, judge_failure
 from elastic.telemetry.events import Event, WorkerDied
-from elastic.testing.doubles.manual_clock import ManualClock
 
 # Recorded: https://github.com/NVIDIA/NVSentinel/issues/155, tranX/issues/41, crucible/issues/1844
 XID_79 = "NVRM: Xid (PCI:0000:44:00): 79, GPU has fallen off the bus"

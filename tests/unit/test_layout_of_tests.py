@@ -7,8 +7,8 @@ from collections import Counter
 from pathlib import Path
 
 TESTS = Path(__file__).parents[1]
-# Not on pytest's path: programs that tests start, and data.
-PROGRAMS = {"scripts", "refused", "data"}
+# Not on pytest's path: programs that tests start, data, and a package.
+PROGRAMS = {"scripts", "refused", "data", "kit"}
 
 
 def modules() -> list[Path]:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import signal
 
 import pytest
+from kit.manual_clock import ManualClock
 
 from elastic.agent.ending import LauncherPhase, Leaving
-from elastic.testing.doubles.manual_clock import ManualClock
 
 GRACE_S = 20.0
 

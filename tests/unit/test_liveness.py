@@ -11,6 +11,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from kit.manual_clock import ManualClock
 from raw_peer import is_hung_up_on, prove, receive_frame, serve
 
 from elastic.agent.liveness import (
@@ -24,7 +25,6 @@ from elastic.agent.liveness import (
     probe,
 )
 from elastic.membership.view import Liveness
-from elastic.testing.doubles.manual_clock import ManualClock
 from elastic.tuning.intervals import HEARTBEAT_S, RECENT_LOSS_S
 from elastic.wire.base import AuthenticationError
 from elastic.wire.handshake import ClientHandshake, Credentials, SecretKey, frame

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import pytest
+from kit.manual_clock import ManualClock
 
 from elastic.errors import ConfigError
-from elastic.testing.doubles.manual_clock import ManualClock
 from elastic.train.folder import Checkpoints
 from elastic.train.memory import (
     AGAIN_STEPS,

@@ -11,6 +11,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from kit.manual_clock import ManualClock
 from membership_nodes import node, world
 from prometheus_client.parser import text_string_to_metric_families
 
@@ -48,7 +49,6 @@ from elastic.telemetry.events import (
     WorkersStarting,
     WorldFormed,
 )
-from elastic.testing.doubles.manual_clock import ManualClock
 from elastic.wire.messages import Cause, WorldState
 
 SEVEN = replace(world("n1", "n2", "n3", mode="in-process"), cause=Cause.LOST)

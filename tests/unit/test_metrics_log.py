@@ -12,12 +12,12 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from kit.manual_clock import ManualClock
 from run_kit import STEPS_PER_EPOCH, Job, job, process, undo_step
 
 from elastic.errors import ConfigError, TrainingError
 from elastic.groups.world import World
 from elastic.telemetry.events import Event, Metrics
-from elastic.testing.doubles.manual_clock import ManualClock
 from elastic.testing.waiting import PATIENCE_S
 from elastic.train.metrics import WRITTEN, DeviceReads, MetricsLog, Row, Rows, TensorBoard
 from elastic.tuning.intervals import METRICS_EVENT_S

@@ -12,14 +12,14 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from kit import device_stream, nccl_semantics
+from kit.device_stream import POISON
+from kit.nccl_semantics import StreamGroup, StreamWork, control
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 
 from elastic.errors import GroupAborted
 from elastic.groups import pending
 from elastic.groups.pending import PendingWorks, open_works
-from elastic.testing.doubles import device_stream, nccl_semantics
-from elastic.testing.doubles.device_stream import POISON
-from elastic.testing.doubles.nccl_semantics import StreamGroup, StreamWork, control
 from elastic.testing.waiting import eventually
 from elastic.train.reduction import Reduction
 

@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from kit.manual_clock import ManualClock
 
 from checkpoints import LocalStorage
 from elastic.errors import ConfigError
-from elastic.testing.doubles.manual_clock import ManualClock
 from elastic.train.folder import INSTANCE, OWNER_FILE, Ownership, _process
 from elastic.tuning.intervals import OWNER_SILENCE_S, OWNER_WATCH_S
 

@@ -9,9 +9,9 @@ import time
 from pathlib import Path
 
 import pytest
+from kit.manual_clock import ManualClock
 
 from elastic.testing import slowness
-from elastic.testing.doubles.manual_clock import ManualClock
 from elastic.testing.pacing import LATE_FACTOR, LATE_STEP_S, pause_after_step
 
 

@@ -10,6 +10,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
+from kit.manual_clock import ManualClock
+from kit.memory_store import MemoryStore
 from membership_nodes import node, world
 from run_kit import job, process, steps_of_job
 
@@ -19,8 +21,6 @@ from elastic.agent.service import Permission
 from elastic.link.link import Heartbeat, Permit, WorldMessage
 from elastic.membership.records import Done, Keys, NodeState, Outcome, WorldRecord
 from elastic.telemetry.events import Event
-from elastic.testing.doubles.manual_clock import ManualClock
-from elastic.testing.doubles.memory_store import MemoryStore
 from elastic.train.step import Step
 from elastic.tuning.intervals import permission_s
 from elastic.tuning.options import AgentOptions

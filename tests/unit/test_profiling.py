@@ -7,6 +7,8 @@ import logging
 from pathlib import Path
 
 import pytest
+from kit.manual_clock import ManualClock
+from kit.memory_store import MemoryServer, MemoryStore
 from run_kit import job, process
 from test_metrics_log import world
 
@@ -14,8 +16,6 @@ from elastic.cli.profile import ranks_of, request_profile
 from elastic.errors import ConfigError, JobFailed, TrainingError
 from elastic.membership.records import Done, Keys, Outcome, Profile, encode
 from elastic.telemetry.events import Event, ProfileWritten
-from elastic.testing.doubles.manual_clock import ManualClock
-from elastic.testing.doubles.memory_store import MemoryServer, MemoryStore
 from elastic.train.observers import ProfileRequest, StepProfiler
 
 

@@ -9,12 +9,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from kit.manual_clock import ManualClock
 from run_kit import STEPS_PER_EPOCH, job, parts_of, process
 from test_metrics_log import world
 
 from elastic.errors import ConfigError
 from elastic.hangs.page import phases
-from elastic.testing.doubles.manual_clock import ManualClock
 from elastic.train.loop import steps_left
 from elastic.train.metrics import WorldMean
 from elastic.train.observers import ProgressLine, TrainingProgress, progress_text

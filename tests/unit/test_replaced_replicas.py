@@ -10,6 +10,8 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from kit.manual_clock import ManualClock
+from kit.memory_store import MemoryServer, MemoryStore
 from membership_nodes import node
 
 from elastic.agent.node import NodeContext, ReplacementEnded, RunSecret
@@ -27,8 +29,6 @@ from elastic.link.link import (
 )
 from elastic.membership.records import Keys, NodeState
 from elastic.telemetry.events import Event, WorkerDied, WorkersNotReady
-from elastic.testing.doubles.manual_clock import ManualClock
-from elastic.testing.doubles.memory_store import MemoryServer, MemoryStore
 from elastic.tuning.intervals import (
     NODE_IDLE_S,
     NOT_READY_S,

@@ -14,13 +14,13 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from kit.manual_clock import ManualClock
 
 from elastic.launcher import torch_agent
 from elastic.launcher.launch import Replacement
 from elastic.launcher.torch_agent import SupervisedWorker, Supervision
 from elastic.link.link import exit_status
 from elastic.telemetry.events import Event
-from elastic.testing.doubles.manual_clock import ManualClock
 from elastic.testing.waiting import PATIENCE_S
 from elastic.tuning.intervals import REPLACEMENT_DECIDED_S
 from elastic.wire.messages import CALL_JOIN, NO_WORLD, identity_in

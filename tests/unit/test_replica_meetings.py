@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import Any, cast
 
 import pytest
+from kit.memory_store import MemoryServer, MemoryStore
 from membership_nodes import node, world
 
 from elastic.agent.node import NodeContext, RunSecret
@@ -15,7 +16,6 @@ from elastic.link.link import LinkServer, Message, ReplicaJoin, ReplicaMeet, Rep
 from elastic.membership.records import Keys, Node, NodeState, WorldRecord, encode
 from elastic.store.keyvalue import Snapshot
 from elastic.telemetry.journal import Journal
-from elastic.testing.doubles.memory_store import MemoryServer, MemoryStore
 from elastic.tuning.options import AgentOptions
 
 KEYS = Keys.of("/elastic", "job")

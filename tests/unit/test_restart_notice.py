@@ -7,9 +7,9 @@ import logging
 
 import pytest
 import torch.distributed.elastic.multiprocessing.api
+from kit.manual_clock import ManualClock
 
 from elastic.launcher.scripts import RestartNotice, drop_signal_warnings
-from elastic.testing.doubles.manual_clock import ManualClock
 from elastic.tuning.intervals import JOIN_EXPECTED_S
 
 

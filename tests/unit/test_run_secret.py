@@ -5,12 +5,12 @@ from __future__ import annotations
 import json
 
 import pytest
+from kit.memory_store import MemoryServer, MemoryStore
 
 from elastic.agent.node import LIVENESS, MEMORY, STORE, RunSecret
 from elastic.errors import RecordError
 from elastic.membership.records import Keys, Secret, encode
 from elastic.telemetry.log import get_logger
-from elastic.testing.doubles.memory_store import MemoryServer, MemoryStore
 from elastic.wire.handshake import SecretKey
 
 KEYS = Keys.of("/elastic", "job")

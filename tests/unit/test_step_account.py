@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import ClassVar
 
 import pytest
+from kit.manual_clock import ManualClock
 
 from elastic.groups.world import World
 from elastic.hangs.page import Phase, PhaseRecorder
 from elastic.telemetry.events import Event, RankTimes
 from elastic.telemetry.journal import Journal
-from elastic.testing.doubles.manual_clock import ManualClock
 from elastic.testing.slowness import is_within
 from elastic.train.current import StepAccount
 from elastic.train.observers import StepObservers

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import pytest
+from kit.manual_clock import ManualClock
 
-from elastic.testing.doubles.manual_clock import ManualClock
 from elastic.train.current import CurrentStep
 from elastic.train.progress import StepTimer
 from elastic.train.state import JobState

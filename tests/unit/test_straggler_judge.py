@@ -6,6 +6,8 @@ import logging
 from dataclasses import replace
 
 import pytest
+from kit.manual_clock import ManualClock
+from kit.memory_store import MemoryStore
 from membership_nodes import node, world
 
 from elastic.agent.judges import StragglerJudge
@@ -16,8 +18,6 @@ from elastic.hangs.page import RankStepTimes, StepDurations
 from elastic.membership.records import Keys, NodeState, NodeStepTimes, WorldRecord, decode, encode
 from elastic.store.keyvalue import Entry
 from elastic.telemetry.events import Event, StragglerFound, StragglerRecovered
-from elastic.testing.doubles.manual_clock import ManualClock
-from elastic.testing.doubles.memory_store import MemoryStore
 from elastic.tuning.options import AgentOptions
 from elastic.wire.handshake import SecretKey
 

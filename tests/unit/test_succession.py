@@ -8,6 +8,8 @@ import threading
 from collections.abc import Iterator
 
 import pytest
+from kit.manual_clock import ManualClock
+from kit.memory_store import MemoryStore
 from membership_nodes import node, world
 
 from elastic.agent import succession
@@ -18,8 +20,6 @@ from elastic.membership.records import Keys, Leader, encode
 from elastic.membership.view import Liveness
 from elastic.store.keyvalue import Entry
 from elastic.telemetry.events import Event
-from elastic.testing.doubles.manual_clock import ManualClock
-from elastic.testing.doubles.memory_store import MemoryStore
 from elastic.tuning.intervals import FOLLOW_AGAIN_S
 from elastic.tuning.options import AgentOptions
 from elastic.wire.handshake import SecretKey

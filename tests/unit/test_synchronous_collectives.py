@@ -10,6 +10,9 @@ from collections.abc import Iterator
 import pytest
 import torch
 import torch.distributed as dist
+from kit import device_stream, nccl_semantics
+from kit.device_stream import SimulatedEvent
+from kit.nccl_semantics import control
 from torch.distributed import distributed_c10d
 
 from elastic.errors import GroupAborted
@@ -19,9 +22,6 @@ from elastic.groups.group import ProcessGroup
 from elastic.groups.pending import open_works, pending_works
 from elastic.groups.store import GroupSpec
 from elastic.hangs.page import PageReader, Phase, PhaseRecorder
-from elastic.testing.doubles import device_stream, nccl_semantics
-from elastic.testing.doubles.device_stream import SimulatedEvent
-from elastic.testing.doubles.nccl_semantics import control
 from elastic.wire.handshake import SecretKey
 
 DEADLINE_S = 60.0

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
+from kit.manual_clock import ManualClock
 from test_metrics import RECOVERED, SAVED, SEVEN
 from torch.distributed.elastic import events
 from torch.distributed.elastic.events import handlers
@@ -29,7 +30,6 @@ from elastic.telemetry.events import (
     WorldEntered,
 )
 from elastic.telemetry.log import LOGGER_NAME
-from elastic.testing.doubles.manual_clock import ManualClock
 
 DESTINATION = "test-of-elastic"
 ENTERED = WorldEntered(generation=7, first_rank=2, size=3, waited_s=0.0)

@@ -6,14 +6,14 @@ import logging
 from dataclasses import replace
 
 import pytest
+from kit.manual_clock import ManualClock
+from kit.memory_store import MemoryStore
 from membership_nodes import node, world
 
 from elastic.agent.ending import UnannouncedLeave
 from elastic.agent.node import NodeContext, NodeStatus, RunSecret
 from elastic.membership.records import Keys, NodeState, WorldRecord
 from elastic.telemetry.events import Event
-from elastic.testing.doubles.manual_clock import ManualClock
-from elastic.testing.doubles.memory_store import MemoryStore
 from elastic.tuning.intervals import ANNOUNCE_S, UNANNOUNCED_S
 from elastic.tuning.options import AgentOptions
 from elastic.wire.handshake import SecretKey

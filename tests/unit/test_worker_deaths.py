@@ -8,6 +8,7 @@ from functools import partial
 from typing import Any, cast
 
 import pytest
+from kit.manual_clock import ManualClock
 from membership_nodes import named, node, proposal, seen, view, world
 
 from elastic.agent.kernel_log import KernelLog
@@ -29,7 +30,6 @@ from elastic.link.link import (
 from elastic.membership.records import Keys, NodeState
 from elastic.membership.view import Policy
 from elastic.telemetry.events import CheckpointSaved, Event, Waiting
-from elastic.testing.doubles.manual_clock import ManualClock
 from elastic.tuning.options import AgentOptions
 from elastic.worker.worlds import Worlds
 

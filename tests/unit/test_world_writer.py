@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import logging
 
+from kit.manual_clock import ManualClock
+from kit.memory_store import MemoryStore
 from membership_nodes import node, world
 
 from elastic.agent.accounting import FailureAccounting
@@ -13,8 +15,6 @@ from elastic.agent.node import NodeContext, NodeStatus, RunSecret, WorldEntry
 from elastic.agent.roster import Roster
 from elastic.membership.records import Keys, Outcome, encode
 from elastic.telemetry.events import Event
-from elastic.testing.doubles.manual_clock import ManualClock
-from elastic.testing.doubles.memory_store import MemoryStore
 from elastic.tuning.options import AgentOptions
 from elastic.wire.handshake import SecretKey
 

@@ -110,7 +110,7 @@ class SmallJob:
         self._deaths = {death["rank"]: Death(**death) for death in order["deaths"]}
         self._on_death = str(order["on_death"])
         self._is_replaced = bool(order["is_replaced"])
-        self._is_on_stream, self._is_on_gpu = bool(order["on_stream"]), bool(order["on_gpu"])
+        self._prepare = str(order["prepare"])
         self._until_s = time.monotonic() + float(order["limit_s"])
         self._received: queue.Queue[tuple[Worker, Message | WorkerDeath]] = queue.Queue()
         self._ports = PortReserve()
@@ -166,8 +166,7 @@ class SmallJob:
                 death=self._deaths.get(number),
                 counts=not self._deaths,
                 is_joining=is_joining,
-                on_stream=self._is_on_stream,
-                on_gpu=self._is_on_gpu,
+                prepare=self._prepare,
             )
         self._processes.append(_Process(name, pid, server, local_rank))
         if local_rank == min(self._per_node, self._size) - 1:

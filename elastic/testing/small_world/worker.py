@@ -10,6 +10,7 @@ import ctypes
 import faulthandler
 import json
 import os
+import pkgutil
 import random
 import runpy
 import signal
@@ -24,8 +25,6 @@ from typing import Any, NoReturn
 import torch
 from safetensors.torch import save_file
 
-from elastic.testing import shared_gpu
-from elastic.testing.doubles import nccl_semantics
 from elastic.testing.small_world.world import CALLS, LINES, Death
 from elastic.train import run
 
@@ -43,18 +42,14 @@ def become_worker(
     death: Death | None,
     counts: bool,
     is_joining: bool,
-    on_stream: bool,
-    on_gpu: bool,
+    prepare: str,
 ) -> NoReturn:
     """Run the script as in a separate process, write its results, and exit."""
     code = 1
     try:
         _separate_from_the_host(folder / f"{name}.log", environment)
-        if on_stream:
-            nccl_semantics.use_by_default()
-        if on_gpu:
-            shared_gpu.share()
-            torch.set_default_device("cuda")
+        if prepare:
+            pkgutil.resolve_name(prepare)()
         _watch_start()
         sys.argv = [str(script), *arguments]
         events = _Events(str(script), death, folder / f"death-{name}.json", is_joining, counts)

@@ -102,13 +102,12 @@ class RunOutcome:
 class SmallWorld:
     """The host process, forked from the tests' shared server: importing torch takes seconds.
 
-    ``on_stream``: scripts that do not choose a backend train with NCCL's semantics
-    (:mod:`elastic.testing.doubles.nccl_semantics`). ``on_gpu``: they train on one GPU, over NCCL
-    (:mod:`elastic.testing.shared_gpu`); tensors that a script does not place are there, too.
+    ``prepare`` names a function without arguments that each worker calls before its script, as
+    ``"package.module:function"``: to choose a device or a backend, for example.
     """
 
-    def __init__(self, *, on_stream: bool = False, on_gpu: bool = False) -> None:
-        self._on_stream, self._on_gpu = on_stream, on_gpu
+    def __init__(self, *, prepare: str = "") -> None:
+        self._prepare = prepare
         self._host = start_python(
             [sys.executable, "-m", "elastic.testing.small_world.host"],
             env={**os.environ, "OMP_NUM_THREADS": "1"},
@@ -169,8 +168,7 @@ class SmallWorld:
             "is_replaced": is_replaced,
             "on_death": on_death,
             "limit_s": limit_s,
-            "on_stream": self._on_stream,
-            "on_gpu": self._on_gpu,
+            "prepare": self._prepare,
         }
         stdin, stdout = self._host.stdin, self._host.stdout
         assert stdin is not None and stdout is not None

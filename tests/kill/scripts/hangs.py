@@ -17,11 +17,10 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
+from kit import nccl_semantics
 from regression_job import JobArguments, Waves, join, network, save_weights
 from torch import nn
 from torch.utils.data import DataLoader
-
-from elastic.testing.doubles import nccl_semantics
 
 FOR_EVER_S = 1e6
 

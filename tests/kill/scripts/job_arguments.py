@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from elastic.testing.shared_gpu import share_if_told
+from kit.shared_gpu import share_if_told
 
 
 def job_parser() -> argparse.ArgumentParser:

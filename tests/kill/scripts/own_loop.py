@@ -13,11 +13,11 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from job_arguments import job_parser
+from kit import nccl_semantics
 from safetensors.torch import save_file
 from torch import nn
 
 import elastic
-from elastic.testing.doubles import nccl_semantics
 from elastic.testing.pacing import pause_after_step
 
 

@@ -19,11 +19,11 @@ from typing import Any
 
 import torch
 from job_arguments import job_parser
+from kit import nccl_semantics
 from safetensors.torch import save_file
 
 import checkpoints
 import elastic
-from elastic.testing.doubles import nccl_semantics
 from elastic.testing.pacing import pause_after_step
 from elastic.train import rebuilding
 from elastic.train import run as builder

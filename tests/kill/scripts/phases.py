@@ -17,13 +17,13 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from job_arguments import job_parser
+from kit import nccl_semantics
 from safetensors.torch import save_file
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import elastic
 from elastic.groups.group import ProcessGroup
-from elastic.testing.doubles import nccl_semantics
 from elastic.testing.pacing import pause_after_step
 from elastic.train import transfer
 

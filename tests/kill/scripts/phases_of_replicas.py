@@ -21,6 +21,7 @@ import paced_run
 import safetensors.torch
 import torch.distributed as dist
 from job_arguments import job_parser
+from kit import device_stream, nccl_semantics
 from torch import nn
 from torch.optim.optimizer import (
     register_optimizer_step_post_hook,
@@ -33,7 +34,6 @@ from checkpoints.names import MANIFEST
 from checkpoints.testing import FaultyStorage
 from elastic.groups.group import ProcessGroup
 from elastic.groups.replica import ModelReplica
-from elastic.testing.doubles import device_stream, nccl_semantics
 from elastic.train import transfer
 from elastic.train.sharded import AcrossReduction
 

@@ -2,8 +2,8 @@
 
 Each machine's interface is a TUN device that this process creates in the machine's network
 namespace. It reads packets from one device and writes them to the device of their target, unless a
-rule drops or delays them. Run as ``python -m elastic.testing.network.switch`` by
-:class:`~elastic.testing.network.emulated.EmulatedNetwork`, which sends orders as JSON lines::
+rule drops or delays them. Run as ``python -m kit.network.switch`` by
+:class:`~kit.network.emulated.EmulatedNetwork`, which sends orders as JSON lines::
 
     {"open": {"10.0.0.1": ["/run/netns/one", "eth0"], "10.0.0.254": ["", "el0"]}}
     {"rules": [{"source": "10.0.0.1", "target": "10.0.0.2", "loss": 0.3, "delay_s": 0.0}]}
@@ -32,7 +32,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from elastic.errors import SYSTEM_CLOCK
-from elastic.testing.network.packets import Flow, addresses_of, flow_of
+from kit.network.packets import Flow, addresses_of, flow_of
 
 # linux/if_tun.h, linux/sched.h
 _TUNSETIFF, _IFF_TUN, _IFF_NO_PI = 0x400454CA, 0x0001, 0x1000

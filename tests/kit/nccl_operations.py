@@ -12,7 +12,7 @@ from typing import Any, TypeAlias
 import torch
 import torch.distributed as dist
 
-from elastic.testing.doubles.device_stream import land, land_all, stream
+from kit.device_stream import land, land_all, stream
 
 # Because of overloads in torch's stubs, which lack "Work | None".
 # mypy: disable-error-code="override,assignment"

@@ -7,8 +7,8 @@ Each behaviour names its model; files are those of torch v2.13
 https://github.com/pytorch/pytorch/blob/v2.13.0/torch/distributed/ for Python), and for its
 ProcessGroupNCCL2 those of v2.15.
 
-:mod:`elastic.testing.doubles.device_stream` simulates the device, and
-:mod:`elastic.testing.doubles.nccl_operations` has the collectives.
+:mod:`kit.device_stream` simulates the device, and
+:mod:`kit.nccl_operations` has the collectives.
 
 :func:`register` registers it with torch and :mod:`elastic.groups.pending`;
 :func:`use_by_default` makes it the backend of ``elastic.join()`` in this process.
@@ -35,8 +35,8 @@ from torch.distributed import distributed_c10d
 
 from elastic.groups.group import DEFAULT_BACKENDS, leak
 from elastic.groups.pending import Semantics, register_semantics
-from elastic.testing.doubles.device_stream import CPU, Kernels, poison, record, stream, synchronize
-from elastic.testing.doubles.nccl_operations import (
+from kit.device_stream import CPU, Kernels, poison, record, stream, synchronize
+from kit.nccl_operations import (
     CoalescedPart,
     Exchange,
     Operations,

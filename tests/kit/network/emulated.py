@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from elastic.testing.network.switch import Impairment
+from kit.network.switch import Impairment
 
 INTERFACE = "eth0"
 _NAMESPACES = Path("/run/netns")
@@ -142,7 +142,7 @@ class EmulatedNetwork:
         for machine in self.machines:
             _ip("netns", "add", machine.namespace)
         self._switch = subprocess.Popen(
-            [sys.executable, "-m", "elastic.testing.network.switch"],
+            [sys.executable, "-m", "kit.network.switch"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,

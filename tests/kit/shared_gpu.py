@@ -12,6 +12,8 @@ from __future__ import annotations
 import os
 from collections.abc import MutableMapping
 
+import torch
+
 SWITCH = "SHARED_GPU"  # "1": the scripts of the kill tests call share_if_told()
 
 
@@ -30,3 +32,9 @@ def share_if_told() -> None:
     """:func:`share`, if ``SHARED_GPU`` is 1."""
     if os.environ.get(SWITCH) == "1":
         share()
+
+
+def train_there() -> None:
+    """:func:`share`, and create tensors there unless a script says otherwise."""
+    share()
+    torch.set_default_device("cuda")
