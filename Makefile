@@ -20,7 +20,8 @@ TIER := not soak and not slow
 # then be unique, so each conftest.py gets a link with a unique name.
 CONFTESTS := build/conftests
 SPACE := $(subst ,, )
-TYPED := $(filter-out tests/kit,$(patsubst %/,%,$(wildcard tests/*/))) tests/kill/scripts tests scripts benchmarks benchmarks/scripts
+TYPED := $(filter-out tests/kit,$(patsubst %/,%,$(wildcard tests/*/ tests/unit/*/))) tests/kill/scripts tests scripts benchmarks \
+  benchmarks/scripts
 AS_USERS_WRITE := tests/idioms/(scripts|refused)/
 
 .PHONY: demo test test-all concurrent check docs unit cluster compat matrix soak streams bench gpu gpu-tests gpu-kills gpu-bench format clean

@@ -26,8 +26,8 @@ from elastic.errors import ConfigError
 # The versions of torch that this package was tested with, and the message for other ones.
 #
 # The only place for these numbers: the messages, ``pyproject.toml`` and ``docs/compatibility.md``
-# agree with it (``tests/unit/test_torch_versions.py``). ``make compat`` verifies them. Imports
-# nothing but :mod:`elastic.errors`, so that both sides of the control plane may use it.
+# agree with it (``tests/unit/repository/test_torch_versions.py``). ``make compat`` verifies them.
+# Imports nothing but :mod:`elastic.errors`, so that both sides of the control plane may use it.
 
 OLDEST, NEWEST = "2.11", "2.15"
 SUPPORTED = f"{OLDEST} to {NEWEST}"

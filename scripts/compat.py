@@ -57,11 +57,11 @@ CONTRACT = Check(
         "tests/contract/test_torch_private.py",
         "tests/contract/test_torch_private_names.py",
         "tests/contract/test_torch_communicators.py",
-        "tests/unit/test_communicators.py",
-        "tests/unit/test_nccl_semantics.py",
-        "tests/unit/test_synchronous_collectives.py",
+        "tests/unit/groups/test_communicators.py",
+        "tests/unit/groups/test_nccl_semantics.py",
+        "tests/unit/groups/test_synchronous_collectives.py",
         "tests/contract/test_torchrun_parser.py",
-        "tests/unit/test_imports.py",
+        "tests/unit/repository/test_imports.py",
     ),
 )
 GROUPS = Check(

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from kit.journal import MemoryJournal
 from kit.manual_clock import ManualClock
 
 from elastic.errors import ConfigError
@@ -27,7 +28,7 @@ from elastic.hangs.report import HangResponse, Judged, ReportFolder, check_folde
 from elastic.hangs.stacks import StackSource
 from elastic.hangs.verdict import HangAction, HangConfidence, HangKind, Judgment
 from elastic.hangs.watch import HangWatch, Supervised, WatchedWorker
-from elastic.telemetry.events import Event, HangFound, HangOver
+from elastic.telemetry.events import HangFound, HangOver
 from elastic.testing.waiting import eventually
 
 TICK_S = 0.02
@@ -89,14 +90,6 @@ class Worker:
                 stream.close()
 
 
-class Journal:
-    def __init__(self) -> None:
-        self.said: list[Event] = []
-
-    def emit(self, event: Event, *, level: int = 0) -> None:
-        self.said.append(event)
-
-
 class Agent:
     """A watch with its response, as in an agent; ticked by its thread or by the test."""
 
@@ -106,7 +99,7 @@ class Agent:
         self.killed: list[tuple[int, str]] = []
         self.aborted: list[tuple[int, str]] = []
         self.errors: list[BaseException] = []
-        self.journal = Journal()
+        self.journal = MemoryJournal()
         more = {} if clock is None else {"clock": clock}
         self.response = HangResponse(
             node="node0",
@@ -151,7 +144,7 @@ class Agent:
         self.watch.post(lambda: self.response.carry_out(self.watch, judged))
 
     def events(self, kind: type[Any]) -> list[Any]:
-        return [event for event in self.journal.said if isinstance(event, kind)]
+        return [event for event in self.journal.events if isinstance(event, kind)]
 
 
 @pytest.fixture

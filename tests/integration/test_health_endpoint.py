@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import pytest
+from kit.journal import MemoryJournal
 from kit.memory_store import MemoryStore
 
 from elastic.agent.health import HealthServer
@@ -21,7 +22,6 @@ from elastic.agent.service import NodeService
 from elastic.membership.records import Keys, Node, NodeState
 from elastic.store.embedded import EmbeddedEtcd
 from elastic.store.keyvalue import Lease
-from elastic.telemetry.events import Event
 from elastic.testing.forks.server import shared_fork_server
 from elastic.testing.journal import read_journal
 from elastic.testing.node import LocalNode
@@ -153,11 +153,6 @@ class StuckStore(MemoryStore):
         return super().put(key, value, lease=lease)
 
 
-class Silent:
-    def emit(self, event: Event, *, level: int = 0) -> None:
-        pass
-
-
 def test_an_agent_whose_node_thread_hangs_is_not_live() -> None:
     store = StuckStore()
     service = NodeService(
@@ -167,7 +162,7 @@ def test_an_agent_whose_node_thread_hangs_is_not_live() -> None:
             keys=Keys.of("/elastic", "health"),
             secret=RunSecret.obtain(store, Keys.of("/elastic", "health")),
             options=AgentOptions(hung_after_s=HUNG_AFTER_S),
-            journal=Silent(),
+            journal=MemoryJournal(),
         )
     )
     server = HealthServer(0, service.probes, on_error=service.fail)

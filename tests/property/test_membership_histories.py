@@ -24,7 +24,7 @@ from hypothesis.stateful import (
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "unit"))
 
-from membership_nodes import assert_waits_are_bounded, node
+from kit.membership_nodes import assert_waits_are_bounded, node
 
 from elastic.membership.decision import decide, world_of
 from elastic.membership.records import Node, NodeState, Outcome, WorldRecord, group_of

@@ -8,7 +8,8 @@ cannot distinguish it from a new process: it is a child of the requesting proces
 requested environment, arguments, descriptors and session (also in ``/proc``).
 
 Modules read the server's environment at import; this project's modules read nothing
-(tests/unit/test_imports.py). The server does not import grpc, which workers never import, either.
+(tests/unit/repository/test_imports.py). The server does not import grpc, which workers never
+import, either.
 Some tests start every process as in production instead.
 
 Forked agents fork their workers, and a forked ``elastic run`` its agents: each first forks its own

@@ -1,0 +1,130 @@
+"""Round trips through other formats, read by their own libraries."""
+
+from __future__ import annotations
+
+import json
+from argparse import Namespace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from kit.checkpoint_states import odd_state, same, save_all, small_state
+from safetensors.torch import load_file, save_file
+from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
+from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
+
+import checkpoints
+from checkpoints.tools import Format
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    return tmp_path / "checkpoints"
+
+
+def round_trip(root: Path, state: Any, form: Format, world_size: int = 1) -> Any:
+    name = save_all(root, state, step=3, world_size=world_size)
+    target = root.parent / f"exported.{form}"
+    checkpoints.export_to(root, name, target, form)
+    assert [p.name for p in root.parent.iterdir() if p.name.startswith(".")] == []
+    return checkpoints.import_from(target, form, trust=True)
+
+
+@pytest.mark.parametrize("form", ["torch", "dcp", "safetensors"])
+def test_an_exported_state_is_imported_unchanged(root: Path, form: Format) -> None:
+    assert same(round_trip(root, small_state(3), form, world_size=2), small_state(3))
+
+
+@pytest.mark.parametrize("form", ["torch", "safetensors"])
+def test_unusual_states_survive_export_and_import(root: Path, form: Format) -> None:
+    state = odd_state()
+    del state["complex128"]
+    assert same(round_trip(root, state, form), state)
+
+
+@pytest.mark.parametrize(
+    "state",
+    [
+        {"x": [(), {}]},
+        {"w": torch.ones(1), "h": [{}, torch.ones(1)], "e": [[], ({}, None)]},
+        {"opt": torch.optim.AdamW(torch.nn.Linear(2, 2).parameters()).state_dict(), "l": [[]]},
+    ],
+)
+def test_empty_containers_survive_dcp(root: Path, state: Any) -> None:
+    """torch's own reader cannot read the first two."""
+    assert same(round_trip(root, state, "dcp"), state)
+
+
+def test_a_failure_of_dcp_is_a_load_error(root: Path, tmp_path: Path) -> None:
+    dcp_save({"x": [(), {}]}, checkpoint_id=tmp_path / "foreign", no_dist=True)
+    with pytest.raises(checkpoints.ReadFailed, match="Missing key"):
+        checkpoints.import_from(tmp_path / "foreign", "dcp", trust=True)
+
+
+def test_dcp_loads_an_export_into_live_tensors(root: Path) -> None:
+    round_trip(root, small_state(3), "dcp")
+    live = {"model": {k: torch.zeros_like(v) for k, v in small_state(3)["model"].items()}}
+    dcp_load(live, checkpoint_id=root.parent / "exported.dcp", no_dist=True)
+    assert same(live["model"], small_state(3)["model"])
+
+
+def test_the_safetensors_library_reads_an_export(root: Path) -> None:
+    round_trip(root, small_state(3), "safetensors")
+    tensors = load_file(root.parent / "exported.safetensors")
+    assert same(tensors["model/weight"], small_state(3)["model"]["weight"])
+
+
+def test_a_pickle_that_runs_code_is_rejected(root: Path, tmp_path: Path) -> None:
+    import pickle
+
+    class Bad:
+        def __reduce__(self) -> Any:
+            return (Path.touch, (tmp_path / "ran",))
+
+    (tmp_path / "bad.pt").write_bytes(pickle.dumps(Bad()))
+    with pytest.raises(checkpoints.LoadError):
+        checkpoints.import_from(tmp_path / "bad.pt", "torch")
+    with pytest.raises(checkpoints.ArgumentError, match="pickle"):
+        checkpoints.import_from(tmp_path, "dcp")
+    assert not (tmp_path / "ran").exists()
+
+
+def test_export_overwrites_nothing_and_leaves_no_partial_files(root: Path, tmp_path: Path) -> None:
+    name = save_all(root, odd_state(), step=1)
+    (tmp_path / "there").write_text("mine")
+    with pytest.raises(checkpoints.ArgumentError, match="exists"):
+        checkpoints.export_to(root, name, tmp_path / "there", "torch")
+    with pytest.raises(checkpoints.StateError, match="complex128"):
+        checkpoints.export_to(root, name, tmp_path / "x.safetensors", "safetensors")
+    with pytest.raises(checkpoints.SaveError):
+        checkpoints.export_to(root, name, tmp_path / "no" / "folder", "torch")
+    assert (tmp_path / "there").read_text() == "mine"
+    assert {p.name for p in tmp_path.iterdir()} == {"there", "checkpoints"}
+
+
+def test_a_sharded_model_of_hugging_face_is_imported(tmp_path: Path) -> None:
+    """One file for each part of the model, and an index of the tensors' files."""
+    folder, state = tmp_path / "model", {"a": torch.arange(3.0), "b": torch.ones(2, 2)}
+    folder.mkdir()
+    files = {"a": "model-00001-of-00002.safetensors", "b": "model-00002-of-00002.safetensors"}
+    for name, file in files.items():
+        save_file({name: state[name]}, folder / file)
+    index = folder / "model.safetensors.index.json"
+    index.write_text(json.dumps({"metadata": {}, "weight_map": files}))
+    assert same(checkpoints.import_from(folder, "safetensors"), state)
+    index.write_text(json.dumps({"weight_map": {"a": "../outside.safetensors"}}))
+    with pytest.raises(checkpoints.LoadError, match="no name of a file"):
+        checkpoints.import_from(folder, "safetensors")
+    index.unlink()
+    with pytest.raises(checkpoints.LoadError, match=r"2 safetensors files and no model\."):
+        checkpoints.import_from(folder, "safetensors")
+
+
+def test_a_file_with_other_objects_is_refused_with_a_way_to_convert_it(tmp_path: Path) -> None:
+    torch.save({"args": Namespace(lr=0.1), "model": torch.ones(2)}, tmp_path / "saved.pt")
+    with pytest.raises(checkpoints.LoadError) as refused:
+        checkpoints.import_from(tmp_path / "saved.pt", "torch")
+    assert "objects of argparse.Namespace" in str(refused.value)
+    assert "torch.save(loaded['model']" in str(refused.value)
+    assert "add_safe_globals" not in str(refused.value)

@@ -1,0 +1,502 @@
+"""A storage that fails for a moment, for good, or for lack of space."""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from kit.checkpoint_states import flip, same, save_all, small_state
+from kit.manual_clock import ManualClock
+
+import checkpoints
+from checkpoints.intervals import STORAGE_PATIENCE_S
+from checkpoints.memory import NodeMemory
+from checkpoints.storage import LocalStorage, PatientStorage
+from checkpoints.testing import FaultyStorage, MemoryStorage, SimulatedCrash, StorageFault
+from checkpoints.tiers import TieredStorage
+from elastic.errors import CheckpointRequired, ConfigError
+from elastic.train.folder import CheckpointFolder
+
+WORLD: Any = SimpleNamespace(generation=2, nonce="n2")
+NEWEST = "step-000000030.g1.aa"
+
+
+def failing(
+    inner: Any, chosen: Callable[[str], bool], number: int = errno.ESTALE, times: int | None = None
+) -> PatientStorage:
+    """A storage on which the chosen calls fail, the first ``times`` of them or all, and whose
+    reader waits by a manual clock."""
+    left = [times if times is not None else 1 << 30]
+
+    def before(label: str) -> None:
+        if chosen(label) and left[0] > 0:
+            left[0] -= 1
+            raise OSError(number, os.strerror(number), label)
+
+    return PatientStorage(FaultyStorage(inner, before=before), clock=ManualClock())
+
+
+def saved_disk() -> MemoryStorage:
+    disk = MemoryStorage()
+    for step in (10, 20, 30):
+        save_all(disk, small_state(step), step=step, generation=1)
+    return disk
+
+
+def names(storage: Any) -> list[str]:
+    return [info.name for info in checkpoints.list_checkpoints(storage)]
+
+
+# -- reads --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("call", ["list ", "open ", "read ", "fstat "])
+def test_a_read_that_fails_for_a_moment_is_repeated(call: str) -> None:
+    disk = failing(saved_disk(), lambda label: label.startswith(call), times=3)
+    found = checkpoints.latest(disk)
+    assert found.skipped == () and found.checkpoint is not None
+    assert same(checkpoints.load(disk, found.checkpoint.name).state, small_state(30))
+
+
+def test_a_read_is_repeated_for_a_limited_time_and_a_permanent_failure_not_at_all() -> None:
+    clock = ManualClock()
+    calls: list[str] = []
+
+    def fail(label: str) -> None:
+        calls.append(label)
+        raise OSError(number, "injected", label)
+
+    number = errno.EIO
+    storage = PatientStorage(FaultyStorage(MemoryStorage(), before=fail), clock=clock)
+    with pytest.raises(OSError, match="injected"):
+        storage.list("")
+    assert clock.monotonic() == pytest.approx(STORAGE_PATIENCE_S) and len(calls) > 3
+    for number in (errno.EACCES, errno.ENOTDIR, errno.ENOSYS, errno.ENOENT):  # noqa: B007
+        calls.clear()
+        with pytest.raises(OSError, match="injected"):
+            storage.list("")
+        assert len(calls) == 1
+
+
+def test_a_stale_handle_is_opened_again(tmp_path: Path) -> None:
+    (tmp_path / "file").write_bytes(b"content")
+    stale: list[Any] = []
+
+    class Stale(LocalStorage):
+        def open(self, path: str) -> Any:
+            source = super().open(path)
+            if not stale:
+                stale.append(source)
+
+                def fail(offset: int, into: memoryview) -> int:
+                    raise OSError(errno.ESTALE, "stale")
+
+                return SimpleNamespace(read_at=fail, close=source.close)
+            return source
+
+    source = PatientStorage(Stale(tmp_path), clock=ManualClock()).open("file")
+    data = bytearray(7)
+    assert source.read_at(0, memoryview(data)) == 7 and bytes(data) == b"content"
+    source.close()
+
+
+# -- tiers --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("has_memory", [False, True])
+@pytest.mark.parametrize("listing", [1, 2, 3])
+def test_a_failed_listing_is_never_a_start_from_step_0(listing: int, has_memory: bool) -> None:
+    seen = [0]
+
+    def fails_from(label: str) -> bool:
+        seen[0] += label == "list "
+        return label == "list " and seen[0] >= listing
+
+    for times, expected in ((2, NEWEST), (None, None)):
+        seen[0] = 0
+        folder = CheckpointFolder(
+            failing(saved_disk(), fails_from, times=times), lambda *_: None, memory=has_memory
+        )
+        if expected is None:
+            with pytest.raises(checkpoints.ReadFailed):
+                folder.resolve(WORLD, required=False)
+        else:
+            assert folder.resolve(WORLD, required=False).name == expected
+
+
+def test_an_unreadable_file_of_one_tier_does_not_hide_its_other_checkpoints() -> None:
+    disk = failing(saved_disk(), lambda label: label.startswith(f"read {NEWEST}"))
+    tiers = TieredStorage([disk])
+    found = checkpoints.latest(tiers)
+    assert found.checkpoint is not None and found.checkpoint.step == 20
+    assert [skipped.name for skipped in found.skipped] == [NEWEST]
+    assert "Stale" in found.skipped[0].reason and "Stale" in tiers.failures[0].reason
+
+
+def test_memory_that_cannot_be_read_is_replaced_by_the_disk(tmp_path: Path) -> None:
+    memory = FaultyStorage(NodeMemory(tmp_path), at=0, fault=StorageFault.IO_ERROR)
+    found = checkpoints.latest(TieredStorage([memory, saved_disk()])).checkpoint
+    assert found is not None and found.name == NEWEST
+
+
+def test_large_damaged_chunks_are_read_from_another_tier(tmp_path: Path) -> None:
+    state = {"w": torch.arange(800_000, dtype=torch.float32)}  # more than a read buffer
+    for tier in ("fast", "disk"):
+        saved = checkpoints.save(tmp_path / tier, state, step=1, nonce="aa", clock=lambda: 1.0)
+    flip(tmp_path / "fast" / saved.name / "00000-of-00001.safetensors", -10)
+    flip(tmp_path / "disk" / saved.name / "00000-of-00001.safetensors", 20)  # in its header
+    tiers = TieredStorage([tmp_path / "fast", tmp_path / "disk"])
+    assert same(checkpoints.load(tiers, saved.name).state, state)
+    checkpoints.verify(tiers, saved.name)
+    assert {failure.place for failure in tiers.failures} == {str(tmp_path / "fast")}
+
+
+# -- retention ----------------------------------------------------------------------------------
+
+
+def test_a_checkpoint_that_cannot_be_read_is_kept_and_does_not_count() -> None:
+    disk = MemoryStorage()
+    best = "step-000000001.g0.aa"
+    keep = checkpoints.LatestN(1) | checkpoints.BestN(1, "loss")
+    for step in (1, 2, 3):
+        checkpoints.save(disk, {"loss": step}, step=step, nonce="aa", keep=keep)
+    for times in (1, None):  # for a moment, and for good
+        unreadable = failing(disk, lambda label: label == f"open {best}/manifest.json", times=times)
+        for step in (4, 5):
+            saved = checkpoints.save(unreadable, {"loss": 9}, step=step, nonce="aa", keep=keep)
+            assert saved.committed and best in disk.list("")
+
+
+def test_a_damaged_checkpoint_never_displaces_a_valid_one(tmp_path: Path) -> None:
+    for step in (1, 2, 3):
+        checkpoints.save(tmp_path, small_state(step), step=step, nonce="aa", keep=None)
+    flip(tmp_path / "step-000000003.g0.aa" / "00000-of-00001.safetensors", -1)
+    assert checkpoints.prune(tmp_path, checkpoints.LatestN(1)) == ("step-000000001.g0.aa",)
+    assert names(tmp_path) == ["step-000000003.g0.aa", "step-000000002.g0.aa"]
+    (tmp_path / "step-000000003.g0.aa" / "manifest.json").write_text("damaged")
+    checkpoints.save(tmp_path, small_state(4), step=4, nonce="aa", keep=checkpoints.LatestN(2))
+    assert names(tmp_path) == ["step-000000004.g0.aa", "step-000000002.g0.aa"]
+
+
+def test_milestones_are_the_steps_that_every_steps_saves() -> None:
+    when = checkpoints.EverySteps(1000)
+    keep = checkpoints.LatestN(1) | checkpoints.EveryNSteps(1000)
+    storage = MemoryStorage()
+    previous = saved_step = 0
+    saves = []
+    for step in range(3, 5010, 3):  # three accumulated steps per boundary
+        context = checkpoints.SaveContext(
+            step=step, previous_step=previous, now_s=0, began_s=0, saved_step=saved_step, saved_s=0
+        )
+        previous = step
+        if when(context):
+            saved_step = step
+            saves.append(step)
+            checkpoints.save(storage, {}, step=step, nonce="aa", keep=keep)
+    kept = [info.step for info in checkpoints.list_checkpoints(storage)]
+    assert kept[::-1] == saves == [1002, 2001, 3000, 4002, 5001]
+
+
+def test_the_milestone_of_an_abandoned_branch_is_replaced() -> None:
+    storage = MemoryStorage()
+    keep = checkpoints.LatestN(1) | checkpoints.EveryNSteps(1000)
+    for generation, step, lineage in (
+        (1, 900, [(1, 0)]),
+        (1, 1002, [(1, 0)]),
+        (2, 1005, [(1, 0), (2, 900)]),  # 1002 was lost
+        (2, 1500, [(1, 0), (2, 900)]),
+        (2, 2001, [(1, 0), (2, 900)]),
+    ):
+        checkpoints.save(
+            storage, {}, step=step, nonce="aa", generation=generation, lineage=lineage, keep=keep
+        )
+    assert [info.step for info in checkpoints.list_checkpoints(storage)] == [2001, 1005]
+
+
+# -- space --------------------------------------------------------------------------------------
+
+
+class Quota(LocalStorage):
+    """A folder with a limit of space, which other users share."""
+
+    def __init__(self, root: Path, limit_bytes: int) -> None:
+        super().__init__(root)
+        self.left_bytes = limit_bytes
+
+    def create(self, path: str) -> Any:
+        sink = super().create(path)
+
+        def write(data: bytes | memoryview) -> None:
+            used = sum(f.stat().st_size for f in Path(self.folder).rglob("*") if f.is_file())
+            if used + memoryview(data).nbytes > self.left_bytes:
+                raise OSError(errno.ENOSPC, "No space left on device")
+            sink.write(data)
+            sink.sync()
+
+        return SimpleNamespace(write=write, sync=sink.sync, close=sink.close)
+
+
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
+def test_a_short_lack_of_space_does_not_outlast_itself(
+    tmp_path: Path, order: tuple[int, int]
+) -> None:
+    state = {"w": torch.ones(40_000)}
+    disk = Quota(tmp_path, 700_000)  # three checkpoints, a new one and a third of one
+
+    def save(step: int) -> bool:
+        committed = False
+        for rank in order:
+            try:
+                committed = checkpoints.save(
+                    disk, state, step=step, nonce="aa", rank=rank, world_size=2
+                ).committed
+            except checkpoints.SaveError:
+                committed = False
+        return committed
+
+    assert [save(step) for step in range(1, 5)] == [True] * 4
+    for left_bytes in (490_000, 590_000):  # none, or only the first writer has room
+        disk.left_bytes = left_bytes
+        assert not save(5) and not save(6)
+        assert list(tmp_path.glob(".tmp-*/*.safetensors")) == []
+        disk.left_bytes = 700_000
+        assert save(left_bytes)
+
+
+@pytest.mark.parametrize("call", ["write", "rename", "list"])
+def test_a_writer_that_fails_is_known_to_the_others_at_once(tmp_path: Path, call: str) -> None:
+    """Whichever call of the other writer comes next, after the folder was removed."""
+
+    def fail_as_writer_0(label: str) -> None:
+        if failed or not label.startswith(f"{call} "):
+            return
+        failed.append(label)
+        full = FaultyStorage(LocalStorage(tmp_path), at=5, fault=StorageFault.NO_SPACE)
+        with pytest.raises(checkpoints.DiskFull):
+            checkpoints.save(full, small_state(1), step=1, nonce="aa", rank=0, world_size=2)
+
+    failed: list[str] = []
+    disk = FaultyStorage(LocalStorage(tmp_path), before=fail_as_writer_0)
+    with checkpoints.Engine(disk) as engine:
+        waiting = engine.save_async(
+            small_state(1), step=1, world=checkpoints.WriterGroup(nonce="aa", rank=1, size=2)
+        )
+        outcome = waiting.wait(60)
+    assert failed
+    assert outcome is not None and outcome.status is checkpoints.SaveStatus.FAILED
+    assert "writer 0 could not write its part" in outcome.reason
+    assert list(tmp_path.rglob("*.safetensors")) == []
+
+
+def test_a_folder_that_another_process_removed_is_no_fault_of_the_disk(tmp_path: Path) -> None:
+    """The record of the writer that failed may follow later, or never."""
+
+    def remove(label: str) -> None:
+        if label.startswith("write ") and not removed:
+            removed.append(label)
+            shutil.rmtree(tmp_path / ".tmp-step-000000001.g0.aa")
+
+    removed: list[str] = []
+    disk = FaultyStorage(LocalStorage(tmp_path), before=remove)
+    with pytest.raises(checkpoints.WriteFailed, match="another process removed its folder"):
+        checkpoints.save(disk, small_state(1), step=1, nonce="aa", rank=1, world_size=2)
+
+
+def test_a_save_that_is_not_committed_in_time_leaves_nothing(tmp_path: Path) -> None:
+    with checkpoints.Engine(tmp_path, deadline_s=0.2) as engine:
+        for step in (1, 2):
+            handle = engine.save_async(
+                small_state(step), step=step, world=checkpoints.WriterGroup(nonce="aa", size=2)
+            )
+            assert handle.wait(60) is not None
+        engine.submit(lambda: None)
+        assert engine.close(60)
+    assert list(tmp_path.rglob("*.safetensors")) == []
+
+
+def test_a_job_restarts_on_a_full_disk() -> None:
+    disk = saved_disk()
+    complete = small_state(40)
+    checkpoints.save(disk, complete, step=40, nonce="aa", generation=1, fence=lambda: False)
+    checkpoints.save(disk, small_state(50), step=50, nonce="aa", generation=1, world_size=2)
+    reports: list[str] = []
+    full = failing(disk, lambda label: label.startswith(("write ", "create ")), errno.ENOSPC)
+    folder = CheckpointFolder(full, lambda name, reason: reports.append(f"{name}: {reason}"))
+    folder.check_writable(0)
+    source = folder.resolve(WORLD, required=False)
+    assert (source.name, source.generation, source.is_recorded) == (NEWEST, 2, False)
+    assert [entry for entry in disk.list("") if entry.startswith(".tmp-")] == [
+        ".tmp-step-000000040.g1.aa"
+    ], "the incomplete attempt takes space, the complete one may be committed later"
+    assert len(reports) == 3 and all("space" in report for report in reports)
+    source = CheckpointFolder(disk, lambda *_: None).resolve(WORLD, required=False)
+    assert source.name == "step-000000040.g1.aa"
+
+
+def test_a_checkpoint_archived_by_a_symbolic_link_blocks_nothing(tmp_path: Path) -> None:
+    root, archive = tmp_path / "root", tmp_path / "archive"
+    name = save_all(root, small_state(1), step=1)
+    archive.mkdir()
+    shutil.move(root / name, archive)
+    (root / name).symlink_to(archive / name)
+    for step in (2, 3, 4):
+        saved = checkpoints.save(root, small_state(step), step=step, nonce="aa")
+    assert saved.notes == () and not (root / name).exists()
+    assert same(checkpoints.load(archive, name).state, small_state(1)), "only the link is removed"
+
+
+def test_leftovers_that_cannot_be_removed_are_reported() -> None:
+    disk = saved_disk()
+    checkpoints.save(disk, small_state(50), step=50, nonce="aa", generation=1, world_size=2)
+    reports: list[tuple[str, str]] = []
+    stuck = failing(disk, lambda label: label.startswith("remove"), errno.EPERM)
+    folder = CheckpointFolder(stuck, lambda *report: reports.append(report))
+    assert folder.resolve(WORLD, required=False).name == NEWEST
+    assert reports == [
+        (".tmp-step-000000050.g1.aa", "it cannot be removed: Operation not permitted")
+    ]
+
+
+def test_kills_of_a_job_whose_world_is_always_the_first_leave_one_attempt() -> None:
+    disk = MemoryStorage()
+    world: Any = SimpleNamespace(generation=1, nonce="n")
+    for start in range(1, 5):
+        world.nonce = f"n{start}"
+        folder = CheckpointFolder(disk, lambda *_: None)
+        generation = folder.resolve(world, required=False).generation
+        save_all(disk, small_state(start), step=start, nonce=world.nonce, generation=generation)
+        with pytest.raises(SimulatedCrash):
+            checkpoints.save(
+                FaultyStorage(disk, at=8),
+                small_state(start + 1),
+                step=start + 1,
+                nonce=world.nonce,
+                generation=generation,
+            )
+        assert sum(entry.startswith(".tmp-step") for entry in disk.list("")) == 1
+
+
+def test_an_old_attempt_of_a_newer_generation_is_removed() -> None:
+    disk = MemoryStorage()
+    checkpoints.save(disk, small_state(1), step=1, nonce="aa", generation=7, world_size=2)
+    young = checkpoints.collect_garbage(disk, generation=1, nonce="bb", clock=lambda: 1.0)
+    assert [retained.folder for retained in young.retained] == [".tmp-step-000000001.g7.aa"]
+    old = checkpoints.collect_garbage(disk, generation=1, nonce="bb", clock=lambda: 1e6)
+    assert old.removed == (".tmp-step-000000001.g7.aa",)
+
+
+def test_failed_small_files_leave_nothing() -> None:
+    disk = saved_disk()
+    for fails in ("write .tmp-LATEST", "sync .tmp-LATEST", "rename .tmp-LATEST"):
+        full = failing(disk, lambda label, fails=fails: label.startswith(fails), errno.ENOSPC)  # type: ignore[misc]
+        saved = checkpoints.save(full, small_state(40), step=40, nonce=fails[:4], generation=1)
+        assert saved.committed
+        CheckpointFolder(full, lambda *_: None).resolve(WORLD, required=False)
+        assert [entry for entry in disk.list("") if entry.startswith(".tmp")] == []
+
+
+# -- memory -------------------------------------------------------------------------------------
+
+
+def test_memory_makes_room_before_it_writes(tmp_path: Path) -> None:
+    memory = NodeMemory(tmp_path, limit_bytes=380_000, room=None)
+    for step in range(1, 9):
+        state = {"w": torch.ones(25_000 if step < 6 else 60_000)}  # the world shrinks
+        checkpoints.save(memory, state, step=step, nonce="aa")
+        assert memory.names()[0].step == step
+    assert [name.step for name in memory.names()] == [8]
+
+
+def test_memory_that_can_never_hold_a_share_keeps_what_it_has(tmp_path: Path) -> None:
+    memory = NodeMemory(tmp_path, limit_bytes=380_000)
+    for step in (1, 2):
+        checkpoints.save(memory, {"w": torch.ones(25_000)}, step=step, nonce="aa")
+    with pytest.raises(checkpoints.DiskFull, match="the limit of 380000 bytes"):
+        checkpoints.save(memory, {"w": torch.ones(100_000)}, step=3, nonce="aa")
+    assert [name.step for name in memory.names()] == [2, 1]
+    assert [entry for entry in memory.list("") if "000003" in entry] == []
+
+
+def test_failed_saves_displace_no_complete_part(tmp_path: Path) -> None:
+    is_full = [False]
+
+    def room(folder: Path, limit: int | None) -> tuple[int, str]:
+        return (0, "the machine's memory") if is_full[0] else (1 << 40, "")
+
+    memory = [NodeMemory(tmp_path / "0", room=room), NodeMemory(tmp_path / "1")]
+
+    def save(step: int, *ranks: int) -> None:
+        for rank in ranks:
+            try:
+                checkpoints.save(
+                    memory[rank], small_state(step), step=step, nonce="aa", rank=rank, world_size=2
+                )
+            except checkpoints.DiskFull:
+                pass
+
+    save(10, 0, 1)
+    save(20, 0, 1)
+    is_full[0] = True
+    save(30, 0, 1)
+    save(40, 0, 1)
+    is_full[0] = False
+    save(50, 0)
+    found = checkpoints.latest(TieredStorage(memory)).checkpoint
+    assert found is not None and found.step == 20
+
+
+# -- file systems -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("number", [errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP])
+def test_a_file_system_without_fsync_of_folders_is_used(
+    tmp_path: Path, number: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fsync = os.fsync
+
+    def refuse(descriptor: int) -> None:
+        if os.path.isdir(f"/proc/self/fd/{descriptor}"):
+            raise OSError(number, os.strerror(number))
+        fsync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", refuse)
+    root = tmp_path / "new" / "root"
+    CheckpointFolder(root, lambda *_: None).check_writable(0)
+    save_all(root, small_state(1), step=1)
+    assert same(checkpoints.load(root, names(root)[0]).state, small_state(1))
+
+
+def test_a_file_system_that_cannot_rename_folders_is_refused_at_the_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rename = os.rename
+
+    def refuse(old: Path, new: Path) -> None:
+        if os.path.isdir(old):
+            raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
+        rename(old, new)
+
+    folder = CheckpointFolder(tmp_path, lambda *_: None)
+    folder.check_writable(0)
+    assert list(tmp_path.iterdir()) == []
+    monkeypatch.setattr(os, "rename", refuse)
+    with pytest.raises(ConfigError, match="cannot rename folders") as refused:
+        folder.check_writable(0)
+    assert "s3://" in str(refused.value)
+
+
+def test_a_folder_whose_checkpoints_are_missing_is_no_start_from_step_0(tmp_path: Path) -> None:
+    name = save_all(tmp_path, small_state(7), step=7)
+    shutil.rmtree(tmp_path / name)
+    folder = CheckpointFolder(tmp_path, lambda *_: None)
+    with pytest.raises(CheckpointRequired, match=f"its file LATEST names {name}"):
+        folder.resolve(WORLD, required=False)
+    (tmp_path / "LATEST").unlink()
+    assert folder.resolve(WORLD, required=False).name is None

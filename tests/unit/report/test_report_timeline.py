@@ -1,0 +1,86 @@
+"""The timeline of a run: proportional, even for long runs and many nodes."""
+
+from __future__ import annotations
+
+import xml.etree.ElementTree as ET
+from itertools import pairwise
+from pathlib import Path
+
+from kit.made_up_run import MadeUpProcess, write_run
+
+from elastic.report.model import Timeline, TimelineLimits, generation_marks, timeline_of
+from elastic.report.render import timeline_svg
+from elastic.telemetry.goodput import Activity, goodput_of_run
+from elastic.telemetry.reader import merge, read_folder, run_of
+
+LIMITS = TimelineLimits()
+
+
+def timeline_in(folder: Path, limits: TimelineLimits = LIMITS) -> Timeline:
+    run = run_of(merge(*read_folder(folder)))
+    return timeline_of(goodput_of_run(run), generation_marks(run.records), limits)
+
+
+def long_run(folder: Path, nodes: int, worlds: int) -> None:
+    """Worlds with 1,800 s of steps each, which end with a fault and a recovery of 4 s."""
+    for number in range(nodes):
+        worker = MadeUpProcess(f"node-{number:02}", "worker")
+        at_s, step = 1.0, 0
+        for generation in range(1, worlds + 1):
+            place = {"rank": number, "generation": generation}
+            if generation > 1:
+                at_s += 4.0
+                worker.write(at_s, "recovered", duration_s=3.9, wait_s=3.9, **place)
+            at_s, step = at_s + 1, step + 1
+            worker.window(at_s, 1.0, step, 1, ended="first-step", **place)
+            at_s, step = at_s + 1800, step + 1800
+            worker.window(at_s, 1800.0, step, 1800, open_s=0.5, ended="fault", **place)
+        (folder / worker.path).write_text("\n".join(worker.lines) + "\n")
+
+
+def test_every_interruption_is_visible_and_proportional(tmp_path: Path) -> None:
+    long_run(tmp_path, nodes=16, worlds=40)
+    timeline = timeline_in(tmp_path)
+    assert len(timeline.lanes) == 16 and timeline.hidden_nodes == 0
+    length_s = timeline.end_s - timeline.start_s
+    for lane in timeline.lanes:
+        spans = [(s.end_s - s.start_s, s.activity) for s in lane.segments]
+        productive_s = sum(took_s for took_s, a in spans if a is Activity.PRODUCTIVE)
+        assert productive_s / length_s > 0.85, "as the goodput says"
+        interruptions = sum(
+            1
+            for a, b in pairwise(lane.segments)
+            if a.activity is Activity.PRODUCTIVE and b.activity is not Activity.PRODUCTIVE
+        )
+        assert interruptions >= 39
+    assert len(timeline_svg(timeline)) < 120_000
+
+
+def test_lanes_are_omitted_above_the_segment_limit(tmp_path: Path) -> None:
+    long_run(tmp_path, nodes=6, worlds=40)
+    timeline = timeline_in(tmp_path, TimelineLimits(segments=200))
+    assert 1 <= len(timeline.lanes) < 6
+    assert timeline.hidden_nodes == 6 - len(timeline.lanes)
+    assert sum(len(lane.segments) for lane in timeline.lanes) <= 200
+    (lane, *_) = timeline.lanes
+    assert len(lane.segments) > 40
+
+
+def test_segments_do_not_overlap_and_omit_absent_nodes(tmp_path: Path) -> None:
+    write_run(tmp_path)
+    timeline = timeline_in(tmp_path)
+    lanes = {lane.node: lane.segments for lane in timeline.lanes}
+    assert list(lanes) == ["node-0", "node-1", "node-2", "node-3"]
+    for segments in lanes.values():
+        assert all(
+            a.end_s <= b.start_s and (a.end_s < b.start_s or a.activity is not b.activity)
+            for a, b in pairwise(segments)
+        )
+    second = (timeline.end_s - timeline.start_s) / 120
+    assert lanes["node-1"][-1].end_s - timeline.start_s < 42 * second, "killed after 40 s"
+    shown = {s.activity for s in lanes["node-0"]}
+    assert {Activity.DETECTION, Activity.ABORT, Activity.RENDEZVOUS, Activity.REBUILD} <= shown
+    assert [mark.label for mark in timeline.marks] == ["g1 first", "g2 lost", "g3 joined"]
+    root = ET.fromstring(timeline_svg(timeline))
+    descriptions = " ".join("".join(e.itertext()) for e in root if e.tag.endswith("desc"))
+    assert "Generation 2 after 41.0 s: lost." in descriptions

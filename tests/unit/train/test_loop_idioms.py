@@ -1,0 +1,367 @@
+"""Loops that count their own steps (``max_steps``, ``enumerate``, bars), and other loaders."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import sys
+import types
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from kit.run_kit import Job, dataset, job, network, parts_of, process, undo_step
+from torch.utils.data import DataLoader, Dataset, SubsetRandomSampler, WeightedRandomSampler
+
+from elastic.errors import TrainingError
+from elastic.train import loop
+from elastic.train.run import Run
+from elastic.train.sampler import Position
+
+STEPS = 6
+
+
+@pytest.fixture(autouse=True)
+def not_warned_yet(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loop, "_warned", set())
+
+
+def stopped(folder: Path, steps: int) -> None:
+    """A process that is killed within a step, after ``steps`` committed and saved steps."""
+    with process(folder, every_steps=1, clean=False) as run:
+        script = job(run)
+        done = 0
+        for _ in run.epochs(3):
+            for x, y in script.loader:
+                if done == steps:
+                    return
+                script.update(x, y)
+                done += 1
+
+
+# -- max_steps ------------------------------------------------------------------------------------
+
+
+def limited(run: Run, max_steps: int | None = 4) -> Job:
+    script = job(run)
+    data = DataLoader(dataset(), batch_size=10, shuffle=True)
+    return Job(
+        run, script.model, script.optimizer, run.loader(data, global_batch=10, max_steps=max_steps)
+    )
+
+
+def test_an_epoch_ends_at_max_steps_also_after_a_kill(tmp_path: Path) -> None:
+    with process() as run:
+        script = limited(run)
+        assert (script.train(3), len(script.loader)) == (12, 4)
+        expected = script.weights()
+    for stop_after in (3, 2, 6):
+        with process(tmp_path, every_steps=1, clean=False) as run:
+            limited(run).train(3, stop_after)
+    with process(tmp_path) as run:
+        script = limited(run)
+        assert script.train(3) == 12 - (2 + 1 + 5)
+        assert torch.equal(script.weights(), expected)
+
+
+def test_max_steps_are_the_first_steps_of_the_full_epoch() -> None:
+    """As with ``islice``, which it replaces."""
+
+    def weights(max_steps: int | None) -> torch.Tensor:
+        with process() as run:
+            script = limited(run, max_steps)
+            for _ in run.epochs(2):
+                for x, y in itertools.islice(script.loader, 4):
+                    script.update(x, y)
+            return script.weights()
+
+    assert torch.equal(weights(4), weights(None))
+
+
+def by_islice(loader: Any) -> Iterator[Any]:
+    return itertools.islice(loader, 4)
+
+
+def by_zip(loader: Any) -> Iterator[Any]:
+    return (batch for _, batch in zip(range(4), loader, strict=False))
+
+
+def by_zip_behind(loader: Any) -> Iterator[Any]:
+    return (batch for batch, _ in zip(loader, range(4), strict=False))
+
+
+@pytest.mark.parametrize("limited_by", [by_islice, by_zip, by_zip_behind])
+def test_a_number_of_batches_that_a_resumed_loop_would_count_again_is_refused(
+    tmp_path: Path, limited_by: Callable[[Any], Iterator[Any]]
+) -> None:
+    with process(tmp_path) as run:
+        script = job(run)
+        with pytest.raises(TrainingError, match=r"max_steps=n\)") as refused:
+            for x, y in limited_by(script.loader):
+                script.update(x, y)
+    assert "would have more than n steps" in str(refused.value)
+
+
+def test_a_number_of_batches_from_the_index_on_is_accepted(tmp_path: Path) -> None:
+    stopped(tmp_path, 2)
+    with process(tmp_path) as run:
+        script = job(run)
+        steps = 0
+        for _ in run.epochs(1):
+            for x, y in itertools.islice(script.loader, 4 - script.loader.index):
+                script.update(x, y)
+                steps += 1
+            for (x, y), _ in zip(script.loader, range(100), strict=False):  # counts, and no more
+                script.update(x, y)
+                steps += 1
+    assert steps == STEPS - 2
+
+
+@pytest.mark.parametrize("start", [0, 1])
+def test_a_break_by_a_count_that_a_resumed_loop_would_repeat_is_refused(
+    tmp_path: Path, start: int
+) -> None:
+    with process(tmp_path) as run:
+        script = job(run)
+        with pytest.raises(TrainingError, match=r"`if i >= 4: break` counts from"):
+            for i, (x, y) in enumerate(script.loader, start):
+                if i >= 4:
+                    break
+                script.update(x, y)
+
+
+# -- the index ------------------------------------------------------------------------------------
+
+
+def test_the_index_is_the_number_of_the_step() -> None:
+    with process() as run:
+        script = job(run)
+        assert script.loader.index == 0
+        for _ in run.epochs(2):
+            assert script.loader.index == 0
+            for i, (x, y) in enumerate(script.loader, start=script.loader.index):
+                assert script.loader.index == i
+                script.update(x, y)
+            assert (i, script.loader.index) == (STEPS - 1, STEPS)
+        assert script.loader.index == 0
+
+
+def test_without_counted_epochs_the_next_pass_begins_at_0() -> None:
+    with process() as run:
+        script = job(run)
+        for _ in range(2):
+            assert script.loader.index == 0
+            for i, (x, y) in enumerate(script.loader, start=script.loader.index):
+                assert script.loader.index == i
+                script.update(x, y)
+                if i == 3:
+                    break
+            assert script.loader.index == 4
+            for i, (x, y) in enumerate(script.loader, start=script.loader.index):
+                assert script.loader.index == i
+                script.update(x, y)
+            assert i == STEPS - 1
+
+
+@pytest.mark.parametrize("counted", [True, False])
+def test_the_index_of_a_resumed_pass_is_known_before_it_begins(
+    tmp_path: Path, counted: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    stopped(tmp_path, STEPS + 2)
+    with process(tmp_path) as run:
+        script = job(run)
+        epochs = run.epochs(3) if counted else range(1, 3)
+        seen = []
+        for epoch in epochs:
+            for i, (x, y) in enumerate(script.loader, start=script.loader.index):
+                seen.append((epoch, i))
+                script.update(x, y)
+    assert seen == [(1, i) for i in range(2, STEPS)] + [(2, i) for i in range(STEPS)]
+    assert "counts from" not in caplog.text
+
+
+def test_a_completed_pass_has_the_index_of_its_end(tmp_path: Path) -> None:
+    """The epoch was interrupted after the loader's last batch, so that its progress bar is full."""
+    with process(tmp_path, every_steps=1) as run:
+        script = job(run)
+        for _ in run.epochs(2):
+            for x, y in script.loader:
+                script.update(x, y)
+            break
+        for _ in run.epochs(2):
+            assert script.loader.index == STEPS
+            assert list(script.loader) == []
+            break
+
+
+def test_the_index_is_correct_after_a_recovery(tmp_path: Path) -> None:
+    with process(tmp_path) as run:
+        script = job(run)
+        for i, (x, y) in enumerate(script.loader, start=script.loader.index):
+            if i == 2:
+                break
+            script.update(x, y)
+        undo_step(run)
+        assert script.loader.index == 2
+
+
+def test_a_loader_without_a_run_has_an_index() -> None:
+    from elastic.train.loader import ElasticLoader
+
+    one = ElasticLoader(DataLoader(dataset(), batch_size=10))
+    for i, _ in enumerate(one):
+        assert one.index == i
+    assert one.index == 0
+
+
+# -- enumerate ------------------------------------------------------------------------------------
+
+
+def bar(loader: Any) -> Iterator[Any]:
+    """A progress bar as its iterable sees it: a generator of the module ``tqdm.std``."""
+    module = types.ModuleType("tqdm.std")
+    exec("def over(loader):\n    for batch in loader:\n        yield batch", vars(module))
+    return module.over(loader)  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("start", [0, 1])
+@pytest.mark.parametrize("wrap", [iter, bar, zip])
+def test_enumerate_from_0_within_an_epoch_logs_one_warning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, wrap: Any, start: int
+) -> None:
+    stopped(tmp_path, 2)
+    with process(tmp_path) as run:
+        script = job(run)
+        for _ in (0, 1):
+            with caplog.at_level(logging.WARNING, "elastic"):
+                for _i, _batch in enumerate(wrap(script.loader), start):
+                    break
+    (warning,) = [record for record in caplog.records if "counts from" in record.message]
+    assert warning.levelno == logging.WARNING
+    assert "resumes at step 2" in warning.message and f"counts from {start}" in warning.message
+    remedy = "start=1 + loader.index" if start else "start=loader.index"
+    assert f"enumerate(loader, {remedy})" in warning.message
+
+
+def test_enumerate_after_a_recovery_logs_a_warning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with process(tmp_path) as run:
+        script = job(run)
+        for attempt in (0, 1):
+            assert ("counts from" in caplog.text) is False
+            for i, (x, y) in enumerate(script.loader):
+                if attempt == 0 and i == 2:
+                    break
+                script.update(x, y)
+            undo_step(run) if attempt == 0 else None
+    assert "resumes at step 2" in caplog.text
+
+
+@pytest.mark.parametrize("resumed_at", [0, 2])
+def test_loops_that_count_correctly_log_no_warning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, resumed_at: int
+) -> None:
+    stopped(tmp_path, resumed_at)
+    with process(tmp_path) as run:
+        script = job(run)
+        next(iter(script.loader))
+        next(enumerate(script.loader, start=script.loader.index))
+        next(enumerate(script.loader, start=script.loader.index + 1))
+        for outer, _ in enumerate(run.epochs(1)):
+            assert outer == 0
+            for x, y in script.loader:
+                script.update(x, y)
+            break
+    assert "counts from" not in caplog.text
+
+
+def test_an_iterator_is_released_when_the_loop_drops_it() -> None:
+    with process() as run:
+        script = job(run)
+        passed = iter(script.loader)
+        next(passed)
+        assert sys.getrefcount(passed) == 2
+        del passed
+        assert parts_of(run).state.current.step is None
+
+
+# -- samplers in a job ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "sampler", [SubsetRandomSampler(range(3, 40)), WeightedRandomSampler(range(1, 53), 37)]
+)
+def test_a_killed_job_with_a_sampler_resumes_exactly(tmp_path: Path, sampler: Any) -> None:
+    def script_of(run: Run) -> Job:
+        given = job(run)
+        data = DataLoader(dataset(), batch_size=10, sampler=sampler)
+        return Job(run, given.model, given.optimizer, run.loader(data, global_batch=10))
+
+    with process() as run:
+        script = script_of(run)
+        assert script.train(3) == 12
+        expected = script.weights()
+    for stop_after in (3, 4):
+        with process(tmp_path, every_steps=1, clean=False) as run:
+            script_of(run).train(3, stop_after)
+    with process(tmp_path) as run:
+        script = script_of(run)
+        assert script.train(3) == 12 - (2 + 3)
+        assert torch.equal(script.weights(), expected)
+
+
+# -- items that are batches -----------------------------------------------------------------------
+
+
+class Batches(Dataset[Any]):
+    """A dataset whose items are batches."""
+
+    def __init__(self) -> None:
+        self.x, self.y = dataset().tensors
+
+    def __len__(self) -> int:
+        return 9
+
+    def __getitem__(self, index: int) -> Any:
+        return self.x[5 * index : 5 * index + 5], self.y[5 * index : 5 * index + 5]
+
+
+def test_items_that_are_batches_in_the_plain_loop_of_one_rank() -> None:
+    with process() as run:
+        script = job(run)
+        loader = run.loader(DataLoader(Batches(), batch_size=None, shuffle=True))
+        for x, y in loader:
+            assert x.shape == (5, 4)
+            script.update(x, y)
+        assert loader.position == Position(0, 9)
+
+
+def test_items_that_are_batches_are_weighted_in_run_steps() -> None:
+    """Like one batch of all their samples."""
+    with process() as run:
+        model = run.wrap(network())
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        run.track(optimizer=optimizer)
+        loader = run.loader(DataLoader(Batches(), batch_size=None), global_batch=3)
+        with pytest.raises(TrainingError, match="3 batches of the dataset") as no:
+            next(iter(loader))
+        assert "for step in run.steps(loader):" in no.value.hint
+        for step in run.steps(loader):
+            optimizer.zero_grad()
+            for x, y in step:
+                step.backward(F.mse_loss(model(x), y))
+            optimizer.step()
+        weights = torch.cat([p.detach().reshape(-1) for p in model.parameters()])
+    plain = network()
+    optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
+    x, y = dataset().tensors
+    for at in range(0, 45, 15):
+        optimizer.zero_grad()
+        F.mse_loss(plain(x[at : at + 15]), y[at : at + 15]).backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+    expected = torch.cat([p.detach().reshape(-1) for p in plain.parameters()])
+    assert torch.allclose(weights, expected, rtol=0, atol=1e-12)

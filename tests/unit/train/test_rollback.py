@@ -1,0 +1,394 @@
+"""An interrupted step is undone exactly, or the rank knows that its state is torn."""
+
+from __future__ import annotations
+
+import copy
+import logging
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from kit.run_kit import dataset, job, network, parts_of, process, steps_of_job
+from torch import nn
+from torch.utils.data import DataLoader
+
+from elastic import torch_private
+from elastic.errors import TrainingError
+from elastic.telemetry.log import get_logger
+from elastic.train.copies import WeightCopies
+from elastic.train.ddp import ElasticDDP
+from elastic.train.optimizers import OptimizerWatch
+from elastic.train.rebuilding import inner_optimizers
+from elastic.train.rollback import FIRST_STEPS, CopyCosts, Rollback, StepCopies
+from elastic.train.state import JobState
+from elastic.train.step import Step
+
+
+class Script:
+    """The objects of one rank that its rollback tracks, without a world."""
+
+    def __init__(self) -> None:
+        self.step: Step | None = None
+        self.optimizer_watch = OptimizerWatch(lambda: self.step)
+        self.job = JobState(seed=0)
+        self.model = ElasticDDP(network(hidden=200))
+        self.job.modules["model"] = self.model
+        self.optimizer_watch.watch(self.model)
+        self.optimizer = torch.optim.Adam(self.model.parameters(), lr=0.01)
+        self.job.track("optimizer", self.optimizer)
+        self.optimizer_watch.allow("optimizer", self.optimizer)
+        self.average = copy.deepcopy(self.model.module)
+        for _ in range(3):
+            self.average.append(nn.Linear(200, 200))  # too large to be copied in every step
+        self.job.track("average", self.average)
+        self.rollback = self.optimizer_watch.rollback = Rollback(
+            self.job, self.optimizer_watch.tracked
+        )
+
+    def update(self) -> None:
+        x, y = dataset()[:8]
+        self.optimizer.zero_grad()
+        F.mse_loss(self.model(x), y).backward()  # type: ignore[no-untyped-call]
+        self.optimizer.step()
+
+    def commit(self) -> None:
+        self.rollback.committed()
+        self.rollback.take()
+
+    def weights(self) -> torch.Tensor:
+        return torch.cat([p.detach().reshape(-1) for p in self.model.parameters()]).clone()
+
+
+@pytest.fixture
+def script() -> Iterator[Script]:
+    made = Script()
+    made.rollback.take()
+    made.update()
+    made.commit()  # ends the first step, in which everything is copied
+    yield made
+    made.optimizer_watch.close()
+
+
+def clip(script: Script) -> None:
+    with torch.no_grad():
+        for p in script.model.parameters():
+            p.clamp_(-0.1, 0.1)
+
+
+def state_of(script: Script) -> str:
+    return repr([script.weights(), script.optimizer.state_dict(), script.average.state_dict()])
+
+
+def update_and_clip(script: Script) -> None:
+    script.update()
+    clip(script)
+    script.update()
+
+
+@pytest.mark.parametrize("change", [Script.update, clip, update_and_clip])
+def test_an_interrupted_step_is_undone(script: Script, change: Callable[[Script], object]) -> None:
+    before = state_of(script)
+    change(script)
+    assert script.rollback.can_restore and script.rollback.restore()
+    assert state_of(script) == before
+
+
+def test_changes_through_data_are_undone(script: Script) -> None:
+    before = state_of(script)
+    script.model.module[0].weight.data.zero_()
+    script.average[-1].weight.data.zero_()
+    assert script.rollback.restore()
+    assert state_of(script) == before
+
+
+@pytest.fixture
+def lean(script: Script) -> Script:
+    """A script whose state is not copied in each step."""
+    script.rollback = Rollback(script.job, script.optimizer_watch.tracked, StepCopies.NEVER)
+    script.optimizer_watch.rollback = script.rollback
+    script.rollback.take()
+    for _ in range(5):
+        script.update()
+        script.commit()
+    return script
+
+
+def test_without_copies_a_step_is_undone_before_its_update(lean: Script) -> None:
+    lean.job.user["before"] = 1
+    lean.commit()
+    before = state_of(lean)
+    lean.job.user["before"] = 2
+    assert lean.rollback.restore()
+    assert state_of(lean) == before and lean.job.user["before"] == 1
+
+
+def test_without_copies_a_changed_state_belongs_to_no_boundary(lean: Script) -> None:
+    lean.update()
+    assert not lean.rollback.can_restore and not lean.rollback.restore()
+    lean.commit()  # as after receiving the state of a peer
+    with torch.no_grad():
+        lean.average[-1].weight.add_(1)
+    assert not lean.rollback.restore()
+
+
+def test_a_script_that_changes_weights_itself_gets_copies(lean: Script) -> None:
+    clip(lean)
+    lean.update()
+    lean.commit()
+    before = state_of(lean)
+    lean.update()
+    assert lean.rollback.restore()
+    assert state_of(lean) == before
+    assert lean.rollback.needs_copies == "weights change outside of optimizer.step()"
+
+
+def test_a_script_that_communicates_after_an_update_gets_copies(
+    lean: Script, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    counts = {"world": 0}
+    monkeypatch.setattr(torch_private, "collectives_of_groups", lambda: counts)
+    lean.update()
+    lean.commit()
+    lean.update()
+    counts["world"] += 1  # a mean of the loss
+    lean.commit()
+    before = state_of(lean)
+    lean.update()
+    assert lean.rollback.restore()
+    assert state_of(lean) == before
+
+
+def test_joining_ranks_learn_that_the_script_needs_copies(lean: Script) -> None:
+    clip(lean)
+    lean.update()
+    lean.commit()
+    new = Script()
+    try:
+        new.rollback = Rollback(new.job, new.optimizer_watch.tracked, StepCopies.NEVER)
+        new.rollback.adopt(lean.rollback.needs_copies, lean.rollback.snapshot)
+        for _ in range(5):
+            new.commit()
+        before = new.weights()
+        clip(new)
+        assert new.rollback.restore()
+        assert torch.equal(new.weights(), before)
+    finally:
+        new.optimizer_watch.close()
+
+
+def test_without_memory_for_copies_an_interrupted_step_is_torn(
+    script: Script, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object) -> None:
+        raise torch.OutOfMemoryError("no room")
+
+    monkeypatch.setattr(WeightCopies, "take", full)
+    script.update()
+    script.commit()
+    script.update()
+    assert not script.rollback.restore()
+
+
+def test_copies_are_affordable_in_relation_to_a_step() -> None:
+    def costs(copy_s: float, step_s: float, *, fits: bool = True) -> CopyCosts:
+        made = CopyCosts()
+        for number in range(5):
+            made.copied(took_s=copy_s, fits=fits)
+            made.step_ended(number * step_s)
+        return made
+
+    assert costs(copy_s=100e-6, step_s=1e-3).are_affordable
+    assert costs(copy_s=5e-3, step_s=1.0).are_affordable
+    assert not costs(copy_s=5e-3, step_s=0.1).are_affordable
+    assert not costs(copy_s=100e-6, step_s=1e-3, fits=False).are_affordable
+
+
+def test_copies_restore_added_removed_and_replaced_state() -> None:
+    parameter = nn.Parameter(torch.ones(3))
+    optimizer = torch.optim.SGD([parameter], lr=0.1)
+    kept = torch.full((3,), 2.0)
+    optimizer.state[parameter] = {"kept": kept, "removed": torch.ones(2), "count": 4}
+    copies = WeightCopies()
+    copies.take([parameter], [optimizer])
+    state = optimizer.state[parameter]
+    kept.add_(1)
+    del state["removed"]
+    state["count"] = 5
+    state["made"] = torch.zeros(1)
+    copies.restore([parameter], [optimizer])
+    assert set(state) == {"kept", "removed", "count"}
+    assert state["kept"] is kept and kept.tolist() == [2.0] * 3
+    assert state["removed"].tolist() == [1.0, 1.0] and state["count"] == 4
+
+
+class Wrapping(torch.optim.Optimizer):
+    def __init__(self, inner: torch.optim.Optimizer) -> None:
+        self.inner = inner
+        super().__init__(inner.param_groups, {})
+        self.param_groups = inner.param_groups
+
+
+def test_an_optimizer_inside_a_tracked_one_is_saved(tmp_path: Path) -> None:
+    inner = torch.optim.SGD(network().parameters(), lr=0.1, momentum=0.9)
+    assert inner_optimizers(Wrapping(inner)) == {"inner": inner}
+    with process(tmp_path) as run:
+        run.track(optimizer=Wrapping(inner))
+        assert set(parts_of(run).job.tracked) == {"optimizer", "optimizer.inner"}
+        job_state = parts_of(run).job
+        job_state.apply_non_parameters(copy.deepcopy(job_state.tree()))
+        outer = job_state.tracked["optimizer"]
+        assert isinstance(outer, Wrapping)
+        assert outer.param_groups is inner.param_groups, "a change of one's rate is the other's"
+
+
+def test_callbacks_registered_in_a_retried_function_run_once() -> None:
+    with process() as run:
+        script = job(run)
+        calls: list[int] = []
+        run.after_step(lambda step: calls.append(-1))
+
+        def train() -> None:
+            run.after_step(lambda step: calls.append(step.number))
+            script.train(1)
+
+        attempts = parts_of(run).attempts
+        attempts.begin()
+        run.after_step(lambda step: calls.append(99))  # registered by an interrupted call
+        attempts.begin(is_again=True)
+        train()
+        steps = steps_of_job(run)
+        assert sorted(calls) == [-1] * steps + list(range(steps))
+
+
+def test_a_commit_with_unused_gradients_warns_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with process(tmp_path) as run:
+        script = job(run)
+        monkeypatch.setattr(get_logger(), "propagate", True)
+        with caplog.at_level(logging.WARNING, "elastic"):
+            for _ in range(2):
+                run.begin()
+                x, y = dataset()[:8]
+                F.mse_loss(script.model(x), y).backward()  # type: ignore[no-untyped-call]
+                run.commit()
+        warnings = [r for r in caplog.records if "has unapplied gradients" in r.getMessage()]
+        assert len({id(record) for record in warnings}) == 1
+        script.optimizer.zero_grad()
+
+
+def test_accumulated_steps_are_committed_with_the_optimizer_step(tmp_path: Path) -> None:
+    seen = []
+    with process(tmp_path, every_steps=3) as run:
+        script = job(run)
+        run.after_step(lambda step: seen.append(step.number))
+        for _ in run.epochs(1):
+            for i, (x, y) in enumerate(script.loader):
+                (F.mse_loss(script.model(x), y) / 4).backward()  # type: ignore[no-untyped-call]
+                if (i + 1) % 4 == 0:
+                    script.optimizer.step()
+                    script.optimizer.zero_grad()
+        steps = steps_of_job(run)
+    assert seen == [i for i in range(steps) if (i + 1) % 4 == 0 or i == steps - 1]
+    names = sorted(path.name for path in tmp_path.iterdir() if path.name.startswith("step-"))
+    assert {int(name.split(".")[0][5:]) for name in names} <= {4, 8, 12, steps}
+
+
+def test_a_second_begin_without_a_commit_is_rejected(tmp_path: Path) -> None:
+    with process(clean=False) as run:
+        job(run)
+        run.begin()
+        with pytest.raises(
+            TrainingError, match=r"run\.begin\(\) was called while step 0 is not committed"
+        ):
+            run.begin()
+
+
+def test_exchanged_memory_is_given_back(script: Script) -> None:
+    """As in an evaluation of averages, with ``parameter.data = average``."""
+    average = {n: p.detach().clone() for n, p in script.model.module.named_parameters()}
+    script.job.user["average"] = average
+    script.commit()
+    before, values = state_of(script), repr(average)
+    memory = [p.data_ptr() for p in script.model.parameters()]
+    for name, parameter in script.model.module.named_parameters():
+        average[name].mul_(2)
+        parameter.data = average[name]
+    assert script.rollback.restore()
+    assert state_of(script) == before and repr(script.job.user["average"]) == values
+    assert [p.data_ptr() for p in script.model.parameters()] == memory
+
+
+def test_memory_that_two_modules_exchange_is_given_back(script: Script) -> None:
+    before = state_of(script)
+    pairs = list(zip(script.model.module.parameters(), script.average.parameters(), strict=False))
+    for own, other in pairs:
+        own.data, other.data = other.data, own.data
+    assert script.rollback.restore()
+    assert state_of(script) == before
+
+
+def test_weights_that_an_evaluation_exchanges_are_not_those_of_the_boundary() -> None:
+    """torch does not count a change through ``.data``: only the contents show it."""
+    script = Script()
+    rollback = Rollback(script.job, script.optimizer_watch.tracked, StepCopies.NEVER)
+    script.rollback = script.optimizer_watch.rollback = rollback
+    rollback.take()
+    for _ in range(FIRST_STEPS + 3):  # neither copied nor compared by contents after these
+        script.update()
+        script.commit()
+    rollback._watch.expect(by_content=False)  # as with digests that cost too much
+    surely = rollback.can_restore_surely
+    assert surely(by_content=False)
+    assert not surely(by_content=True), "nothing is known of the contents within a loop"
+    rollback.leave_step()
+    assert surely(by_content=True)
+    weight = next(script.model.parameters())
+    trained = weight.detach().clone()
+    weight.data.zero_()
+    assert not surely(by_content=False)
+    weight.data.copy_(trained)
+    assert surely(by_content=True), "they were exchanged back"
+    script.optimizer_watch.close()
+
+
+# -- gradients that steps keep for the next one ------------------------------------------------
+
+
+def test_gradients_that_a_step_adds_to_are_part_of_the_boundary(tmp_path: Path) -> None:
+    with process(tmp_path) as run:
+        model = run.wrap(network())
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        run.track(optimizer=optimizer)
+        loader = run.loader(DataLoader(dataset(), batch_size=10), global_batch=10)
+        parts, boundaries = parts_of(run), []
+        for x, y in loader:
+            state = parts.state.progress.rollback.snapshot.get("gradients")
+            now = [p.grad for p in model.parameters()]
+            assert state is None or all(
+                g is None or torch.equal(state["model"][str(i)], g) for i, g in enumerate(now)
+            )
+            boundaries.append(state is not None)
+            for gradient in now:
+                if gradient is not None:
+                    gradient.mul_(0.5)
+            F.mse_loss(model(x), y).backward()  # type: ignore[no-untyped-call]
+            optimizer.step()
+        assert len(boundaries) > FIRST_STEPS and all(boundaries)
+        assert parts.job.tree()["gradients"]["model"].keys()
+
+
+def test_gradients_that_are_set_to_zero_are_no_part_of_the_boundary(tmp_path: Path) -> None:
+    with process(tmp_path) as run:
+        script = job(run)
+        parts = parts_of(run)
+        for number, (x, y) in enumerate(script.loader):
+            snapshot = parts.state.progress.rollback.snapshot
+            assert ("gradients" in snapshot) == (number < FIRST_STEPS)
+            script.optimizer.zero_grad(set_to_none=False)
+            F.mse_loss(script.model(x), y).backward()  # type: ignore[no-untyped-call]
+            script.optimizer.step()
+        assert number >= FIRST_STEPS
+        assert not parts.job.keeps_gradients
