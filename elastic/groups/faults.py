@@ -159,7 +159,7 @@ class FailureHook:
     ) -> None:
         self._journal = journal
         self._position = position
-        self._notify = notify
+        self.notify = notify
         self.failed = False
         self.text = ""  # the error that ended the training function or the script, in one line
         self.is_of_the_world = False  # peers are lost; the script itself did not fail
@@ -230,7 +230,7 @@ class FailureHook:
         if isinstance(error, ElasticError):
             self._exit_code = error.exit_code
         text = self.text if isinstance(error, SystemExit) else f"{type(error).__name__}: {error}"
-        self._notify(shortened(error, text), _exit_code_of(error))
+        self.notify(shortened(error, text), _exit_code_of(error))
 
     def _put_in_front(self) -> None:
         if sys.excepthook is not self:

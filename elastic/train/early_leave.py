@@ -19,7 +19,6 @@ from __future__ import annotations
 import datetime
 import json
 import threading
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,15 +26,13 @@ import torch.distributed as dist
 
 from elastic import torch_private
 from elastic.errors import SYSTEM_CLOCK, TrainingError, WorldLost
-from elastic.groups.group import ProcessGroup
 from elastic.groups.pending import call_in_long_waits, waits_for_ranks
 from elastic.groups.world import World
 from elastic.train.checks import is_left_on_purpose
-from elastic.train.current import CurrentStep
-from elastic.train.lifecycle import Lifecycle, WorldPhase
-from elastic.train.state import JobState
+from elastic.train.lifecycle import WorldPhase
+from elastic.train.session import Session
 from elastic.tuning.intervals import LEFT_ALONE_S, LEFT_SLICE_S, LONG_WAIT_S, VERDICT_KNOWN_S
-from elastic.worker.worlds import SingleCall, Worlds
+from elastic.worker.worlds import SingleCall
 
 _SLICE = datetime.timedelta(seconds=LEFT_SLICE_S)
 _TOGETHER = "together"
@@ -60,27 +57,15 @@ class _Note:
 
 
 class EarlyLeave:
-    """Publishes where this rank has left a loop, and checks where others have. One per process.
+    """Publishes where this rank has left a loop, and checks where others have. One per process."""
 
-    ``is_catching_up``: whether the other ranks have completed the call of run.retry that this one
-    is in.
-    """
-
-    def __init__(
-        self,
-        job: JobState,
-        current: CurrentStep,
-        lifecycle: Lifecycle,
-        group: ProcessGroup,
-        worlds: Worlds | None,
-        is_catching_up: Callable[[], bool],
-    ) -> None:
-        self._job = job
-        self._current = current
-        self._lifecycle = lifecycle
-        self._group = group
-        self._worlds = worlds
-        self._is_catching_up = is_catching_up
+    def __init__(self, session: Session) -> None:
+        self._job = session.job
+        self._current = session.current
+        self._lifecycle = session.lifecycle
+        self._group = session.group
+        self._worlds = session.worlds
+        self._progress = session.progress
         self._world: World | None = None
         self._begun = 0  # number of the last step that has begun
         # The world, and the steps done, when a loop was left, until that is published.
@@ -172,7 +157,7 @@ class EarlyLeave:
         if self._worlds is not None and self._worlds.has_newer:
             return False
         is_over = self._group.is_aborted or self._group.may_be_garbage
-        return not (is_over or self._is_catching_up())
+        return not (is_over or self._progress.is_catching_up)
 
     def _enter_world(self) -> None:
         if self._world is not self._lifecycle.world:

@@ -76,7 +76,7 @@ class Lifecycle:
         self._group = group
         self._checkpoints = checkpoints
         self._ledger = ledger
-        self._listeners = listeners
+        self.listeners = listeners
         self._observers = observers
         self.replica = replica or ModelReplica()  # one or several ranks, including this one
         self._phase = WorldPhase.JOINING
@@ -133,7 +133,7 @@ class Lifecycle:
         )
         phases.begin_world(world.rank)
         self._observers.begin_world(world, self._job.progress.step)
-        self._listeners.begin(world)
+        self.listeners.begin(world)
 
     def register_again(self) -> None:
         """Begin to register the script's new objects in the same world."""

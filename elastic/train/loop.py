@@ -11,7 +11,7 @@ import sys
 import weakref
 from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import Enum
 from types import FrameType, GeneratorType
 from typing import Any, cast
@@ -24,11 +24,9 @@ from torch.utils.hooks import RemovableHandle
 from elastic.errors import TrainingError, WorldChanged
 from elastic.groups.world import World, world_from_environment
 from elastic.hangs.page import DATA, SCRIPT, phases
-from elastic.telemetry.ledger import Ledger
 from elastic.telemetry.log import get_logger
 from elastic.torch_private import not_compiled
 from elastic.train import loader as following
-from elastic.train.checkpointing import CheckpointManager
 from elastic.train.checks import (
     ModuleStructures,
     WeightAverages,
@@ -37,14 +35,10 @@ from elastic.train.checks import (
     refuse_states_of_shards,
     refuse_subclasses,
 )
-from elastic.train.current import Halt
 from elastic.train.ddp import Wrapped
 from elastic.train.early_leave import EarlyLeave
-from elastic.train.lifecycle import Lifecycle
 from elastic.train.loader import BatchInfo, ElasticLoader, Pass
-from elastic.train.observers import Recorders
-from elastic.train.progress import TrainingState
-from elastic.train.recovery import Bootstrap, Strategies
+from elastic.train.recovery import Bootstrap
 from elastic.train.replicas import (
     Weights,
     compare,
@@ -54,106 +48,11 @@ from elastic.train.replicas import (
     warn_of_differing,
 )
 from elastic.train.sampler import Position, derive_seed, seed_all, seed_between_steps
+from elastic.train.session import Scope, Session
 from elastic.train.sharding import HeldParts, compare_same_parts
 from elastic.train.state import JobState
 from elastic.train.step import Batches, Step, StepBatch
 from elastic.train.weight_digest import WeightDigest
-from elastic.worker.worlds import Worlds
-
-# ----------------------------------------------------------------------------
-# The boundary between two steps: all earlier steps are committed, so the job can save or leave.
-
-
-class StepBoundary:
-    """Actions between two steps. One per process. ``worlds``: the link to the agent, if any."""
-
-    def __init__(
-        self,
-        *,
-        state: TrainingState,
-        lifecycle: Lifecycle,
-        strategies: Strategies,
-        checkpoints: CheckpointManager,
-        halt: Halt,
-        worlds: Worlds | None,
-    ) -> None:
-        self._state = state
-        self._lifecycle = lifecycle
-        self._strategies = strategies
-        self._checkpoints = checkpoints
-        self._halt = halt
-        self._worlds = worlds
-
-    @property
-    def saves(self) -> bool:
-        """Whether the job saves checkpoints, from which a restarted job resumes."""
-        return self._checkpoints.is_on
-
-    def cross(self) -> None:
-        """Before the next step: save if a save is due. Does not return if the process ends here.
-
-        The ranks of a replica need no vote here unless they exchange control flags by a collective
-        of the world, which an abort may end on only some of them. Flags that came with the
-        gradients, and the decision to leave before the next step, were agreed at the end of the
-        backward pass, so all ranks decide equally. Nothing else here waits for a peer.
-        """
-        if self._worlds is not None:
-            self._worlds.wait_until_permitted()
-        if not self._checkpoints.is_open:
-            return
-        self._halt.at_boundary()
-        self._state.current.last_left = None
-        replica = self._lifecycle.replica
-        received = self._checkpoints.at_boundary(self._state.job, replica.whole)
-        self._strategies.active.at_boundary(received)
-        is_requested = self._worlds is not None and self._worlds.is_asked_to_leave
-        is_leaving = self._halt.is_preempted or is_requested
-        self._checkpoints.announce(self._state.job, is_leaving=is_leaving)
-
-    def finish(self) -> None:
-        """At the end of training: save this step, unless it is already saved."""
-        self._checkpoints.save(self._state.job)
-
-    def begin_step(self, number: int, digest: torch.Tensor | None) -> None:
-        """Begin step ``number``; its control flags have the number, and a ``digest`` of weights."""
-        self._checkpoints.flags.begin_step(number, self._lifecycle.world.size, digest)
-
-    def check_flags(self, number: int) -> None:
-        """Raise an error if this step's gradients were not those of one step of all ranks."""
-        self._checkpoints.flags.require_one_step(number)
-
-
-# ----------------------------------------------------------------------------
-# The script's callbacks after each step.
-
-Callback = Callable[[Step], object]
-
-
-class StepCallbacks:
-    """The callbacks of ``run.after_step``, in order of registration."""
-
-    def __init__(self) -> None:
-        self._callbacks: list[Callback] = []
-        self._before_attempts = 0
-
-    def __len__(self) -> int:
-        return len(self._callbacks)
-
-    def add(self, callback: Callback) -> None:
-        """Call ``callback`` after each step from now on."""
-        self._callbacks.append(callback)
-
-    def last(self, count: int) -> list[Callback]:
-        """The last ``count`` callbacks; all if there are fewer."""
-        return self._callbacks[max(0, len(self._callbacks) - count) :]
-
-    def begin_attempt(self, *, is_again: bool) -> None:
-        """Forget the callbacks that the function of ``run.retry`` registered in its previous call:
-        it registers them again."""
-        if is_again:
-            del self._callbacks[self._before_attempts :]
-        self._before_attempts = len(self._callbacks)
-
 
 # ----------------------------------------------------------------------------
 # Commits steps at their end, or once their gradients are used, and calls the callbacks.
@@ -164,25 +63,17 @@ class StepCallbacks:
 class Commits:
     """Decides when steps are committed. One per process."""
 
-    def __init__(
-        self,
-        state: TrainingState,
-        lifecycle: Lifecycle,
-        strategies: Strategies,
-        checkpoints: CheckpointManager,
-        callbacks: StepCallbacks,
-        recorders: Recorders,
-    ) -> None:
-        self._job = state.job
-        self._optimizer_watch = state.optimizer_watch
-        self._current = state.current
-        self._progress = state.progress
-        self._lifecycle = lifecycle
-        self._strategies = strategies
-        self._checkpoints = checkpoints
-        self._callbacks = callbacks
-        self._ledger = recorders.ledger
-        self._observers = recorders.observers
+    def __init__(self, session: Session) -> None:
+        self._session = session
+        self._job = session.job
+        self._optimizer_watch = session.optimizer_watch
+        self._current = session.current
+        self._progress = session.progress
+        self._lifecycle = session.lifecycle
+        self._checkpoints = session.checkpoints
+        self._callbacks = session.callbacks
+        self._ledger = session.ledger
+        self._observers = session.observers
         self._compared_in: World | None = None  # the last world in which replicas were compared
         self._digests: WeightDigest | None = None  # of that world's weights, if it has replicas
         self._has_warned_of_accumulation = False
@@ -251,14 +142,14 @@ class Commits:
             module.reduction.forget_gradients()
         for step in self._current.accumulation.end(last):
             self._note_in_ledger(step)
-        if self._strategies.active.can_roll_back:
+        if self._session.strategy.can_roll_back:
             place = (last.number, last.epoch, last.index)
             self._progress.committed(place, len(self._callbacks))
         self._current.is_committing = False
         self._job.check_user()
         self._compare_replicas(last)  # after the commit, because a peer may fail now
         self._call_back(last, len(self._callbacks))
-        self._strategies.active.committed()
+        self._session.strategy.committed()
 
     def _note_in_ledger(self, step: Step) -> None:
         if self._ledger.is_on:
@@ -278,7 +169,7 @@ class Commits:
             callback(step)
             self._lifecycle.settle()  # it may have used an invalid result
             left -= 1
-            if self._strategies.active.can_roll_back:
+            if self._session.strategy.can_roll_back:
                 self._progress.called_back(left)
 
     def call_back_again(self) -> None:
@@ -748,27 +639,6 @@ class CallEnded(BaseException):
     """
 
 
-@dataclass
-class Scope:
-    """The script's scope. One per process."""
-
-    in_retry: bool = False  # within run.retry, run.attempts, or after run.begin
-    owns_epochs: bool = False  # run.epochs counts epochs; otherwise each pass over a loader is one
-    epochs: int | None = None  # the count of run.epochs
-    total_steps: int | None = None  # of the job, from run.plan_steps
-    resumed_at: int = 0  # the step within its epoch at which the last pass began
-    passes: int = 0  # in this attempt, over loaders without ``run.epochs``
-    epoch_steps: dict[int, int] = field(default_factory=dict)  # of each loader, by its id
-    generators: EarlierGenerators = field(default_factory=EarlierGenerators)
-
-    def plan(self, loader_id: int, steps: int) -> int:
-        """Record this loader's steps per epoch. Returns the job's total number of steps."""
-        self.epoch_steps[loader_id] = steps
-        if self.total_steps is not None:
-            return self.total_steps
-        return (self.epochs or 0) * sum(self.epoch_steps.values())
-
-
 # ----------------------------------------------------------------------------
 # Begins and commits steps. A step begins when the script gets it, and commits when the script
 # requests the next one.
@@ -780,35 +650,23 @@ OWN_LOOP = "run.begin"  # the place of steps in the script's own loop
 class StepLoop:
     """The loop over steps. One per process."""
 
-    def __init__(
-        self,
-        *,
-        state: TrainingState,
-        scope: Scope,
-        lifecycle: Lifecycle,
-        strategies: Strategies,
-        bootstrap: Bootstrap,
-        boundary: StepBoundary,
-        commits: Commits,
-        early_leave: EarlyLeave,
-        ledger: Ledger,
-    ) -> None:
-        self.current = state.current
-        self.scope = scope
-        self.lifecycle = lifecycle
+    def __init__(self, session: Session, bootstrap: Bootstrap, early_leave: EarlyLeave) -> None:
+        self._session = session
+        self.current = session.current
+        self.scope = session.scope
+        self.lifecycle = session.lifecycle
         self.bootstrap = bootstrap
-        self._job = state.job
-        self._optimizer_watch = state.optimizer_watch
-        self._progress = state.progress
-        self._strategies = strategies
-        self._boundary = boundary
-        self._commits = commits
+        self._job = session.job
+        self._optimizer_watch = session.optimizer_watch
+        self._progress = session.progress
+        self._checkpoints = session.checkpoints
+        self._commits = Commits(session)
         self.early_leave = early_leave
-        self.averages = WeightAverages(state.job)
+        self.averages = WeightAverages(session.job)
         self.structures = ModuleStructures()
-        commits.copies = self.averages.copies
-        self._ledger = ledger
+        self._commits.copies = self.averages.copies
         self.reading_ahead = ReadingAhead()
+        self.generators = EarlierGenerators()
         self._has_warned_of_counts = False
         self.left_held: Step | None = None  # its iterator ends if the script requests more
         self._ended: World | None = None  # the world whose end was raised in the script
@@ -848,7 +706,7 @@ class StepLoop:
     def resumes(self) -> bool:
         """Whether loops may resume, in the next world or from a checkpoint, while the script counts
         from its beginning."""
-        return self.scope.in_retry or self._boundary.saves
+        return self.scope.in_retry or self._checkpoints.is_on
 
     def begin_pass(self, loader: ElasticLoader) -> None:
         """Begin a loop over ``loader``: in the run's epoch, or in the loader's next epoch."""
@@ -918,7 +776,7 @@ class StepLoop:
                 is_last = loader.position.step + 1 == len(loader)
                 self.early_leave.leave_steps(is_first=is_first, is_last=is_last)
             self.current.leave(loader)
-            if self._strategies.active.settles_left_loops:
+            if self._session.strategy.settles_left_loops:
                 self.current.last_left = self.current.step
                 # If a reduction failed, the next loop settles instead, since it can raise: Python
                 # only prints exceptions raised here, where the loop's generator is closed.
@@ -968,7 +826,7 @@ class StepLoop:
     def leave_step(self) -> None:
         """End a loop: from now on the script runs outside of a step."""
         is_accumulating = self.current.accumulation.since is not None
-        if self._strategies.active.can_roll_back and not is_accumulating:
+        if self._session.strategy.can_roll_back and not is_accumulating:
             self._progress.rollback.leave_step()
         if not is_accumulating:
             progress = self._job.progress
@@ -987,23 +845,17 @@ class StepLoop:
             raise CallEnded
         if self.current.step is not None:
             raise _second_step(self.current.step, loader)
-        number, strategy = self._job.progress.step, self._strategies.active
+        number, strategy = self._job.progress.step, self._session.strategy
         self.early_leave.begins(number)
         self.averages.step_begins()
         self.structures.step_begins(self._job.modules.values())
         if self.current.accumulation.since is None:
             self.lifecycle.settle()  # work that the script queued since the last step
             self._commits.call_back_again()
-            self._boundary.cross()
+            self._cross_boundary()
             self._progress.before_step(can_undo=strategy.can_roll_back)
         step = Step(number, first, rest, self._begin_micro_batch)
-        self._boundary.begin_step(number, self._commits.digest(number))
-        self._job.order.begin_step(number)
-        for module in self._job.modules.values():
-            module.begin_step(step.share)
-            module.reduction.may_add_to_earlier = self.current.accumulation.since is None
-        if self._job.built is not None:
-            self._job.built.begin_step(step.share, self.lifecycle.world.size)
+        self._begin_reduction(step)
         self.current.begin(step, loader)
         phases.begin_step(number, step.samples)
         try:
@@ -1011,8 +863,8 @@ class StepLoop:
         except WorldChanged:
             self._ended = self.lifecycle.world
             raise
-        if self._ledger.is_on:
-            self._ledger.begin(
+        if self._session.ledger.is_on:
+            self._session.ledger.begin(
                 generation=self.lifecycle.world.generation,
                 step=number,
                 epoch=step.epoch,
@@ -1020,6 +872,39 @@ class StepLoop:
                 samples=step.indices,
             )
         return step
+
+    def _begin_reduction(self, step: Step) -> None:
+        """Prepare what the gradients of ``step`` are summed with: shares, flags and a digest."""
+        size, digest = self.lifecycle.world.size, self._commits.digest(step.number)
+        self._checkpoints.flags.begin_step(step.number, size, digest)
+        self._job.order.begin_step(step.number)
+        for module in self._job.modules.values():
+            module.begin_step(step.share)
+            module.reduction.may_add_to_earlier = self.current.accumulation.since is None
+        if self._job.built is not None:
+            self._job.built.begin_step(step.share, size)
+
+    def _cross_boundary(self) -> None:
+        """Before the next step: save if a save is due. Does not return if the process ends here.
+
+        The ranks of a replica need no vote here unless they exchange control flags by a collective
+        of the world, which an abort may end on only some of them. Flags that came with the
+        gradients, and the decision to leave before the next step, were agreed at the end of the
+        backward pass, so all ranks decide equally. Nothing else here waits for a peer.
+        """
+        worlds, halt = self._session.worlds, self._session.halt
+        if worlds is not None:
+            worlds.wait_until_permitted()
+        if not self._checkpoints.is_open:
+            return
+        halt.at_boundary()
+        self.current.last_left = None
+        replica = self.lifecycle.replica
+        received = self._checkpoints.at_boundary(self._job, replica.whole)
+        self._session.strategy.at_boundary(received)
+        is_requested = worlds is not None and worlds.is_asked_to_leave
+        is_leaving = halt.is_preempted or is_requested
+        self._checkpoints.announce(self._job, is_leaving=is_leaving)
 
     def begin_epoch(self) -> None:
         """The script begins an epoch, or resumes in its middle: it draws the same numbers."""
@@ -1045,7 +930,7 @@ class StepLoop:
                 raise module.reduction.failure  # the script caught it
             module.reduction.wait()
         self.lifecycle.settle()  # an abort may have ended queued work
-        self._boundary.check_flags(step.number)
+        self._checkpoints.flags.require_one_step(step.number)
         self._job.order.end_step(self.lifecycle.replica.whole)
         if not step.is_last_micro_batch:
             raise TrainingError(
@@ -1106,7 +991,7 @@ class StepLoop:
             for loader in self._job.loaders.values():
                 loader.begin_pass()
         if not self._progress.is_catching_up:
-            self._boundary.finish()
+            self._checkpoints.save(self._job)  # unless this step is already saved
 
 
 def _no_training(step: Step) -> TrainingError:
@@ -1251,7 +1136,7 @@ def steps(loop: StepLoop, loader: ElasticLoader) -> Generator[Step]:
     left after an optimizer has stepped. So a peek at the first batch has no effect.
     """
     if loop.scope.in_retry:
-        loop.scope.generators.refuse()
+        loop.generators.refuse()
     loop.bootstrap.enter_loop()
     loop.begin_pass(loader)
     if loader.position.step < len(loader):

@@ -18,7 +18,6 @@ from elastic.errors import SYSTEM_CLOCK, Clock, ConfigError
 from elastic.groups.world import World
 from elastic.telemetry.events import ProfileWritten
 from elastic.telemetry.journal import EventSink
-from elastic.telemetry.ledger import Ledger
 from elastic.telemetry.log import get_logger
 from elastic.train.current import StepAccount
 from elastic.train.metrics import WorldMean
@@ -444,12 +443,3 @@ class StepObservers:
     def close(self) -> None:
         for other in self._others:
             other.close()
-
-
-@dataclass(frozen=True, slots=True)
-class Recorders:
-    """The components that record what a process does."""
-
-    ledger: Ledger  # the samples of each step
-    journal: EventSink  # events
-    observers: StepObservers  # of steps and worlds

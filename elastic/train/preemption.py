@@ -22,15 +22,11 @@ from collections.abc import Callable
 import torch
 
 from elastic.errors import SYSTEM_CLOCK
-from elastic.groups.group import ProcessGroup
 from elastic.groups.world import is_launched
 from elastic.telemetry.events import CheckpointSkipped
-from elastic.train.checkpointing import CheckpointManager, Peers, leaving_s
-from elastic.train.current import Halt, Place
-from elastic.train.lifecycle import Lifecycle
-from elastic.train.observers import Recorders
-from elastic.train.progress import TrainingState
-from elastic.train.recovery import Strategies
+from elastic.train.checkpointing import Peers, leaving_s
+from elastic.train.current import Place
+from elastic.train.session import Session
 from elastic.tuning.intervals import (
     BOUNDARY_S,
     LEAVE_SLICE_S,
@@ -48,35 +44,23 @@ from elastic.worker.sigterm import (
     ends_for_good,
     is_handled,
 )
-from elastic.worker.worlds import Worlds
 
 
 class Preemption:
     """The last save of a process. One per process, installed when the run is created."""
 
-    def __init__(
-        self,
-        *,
-        state: TrainingState,
-        lifecycle: Lifecycle,
-        strategies: Strategies,
-        checkpoints: CheckpointManager,
-        halt: Halt,
-        group: ProcessGroup,
-        worlds: Worlds | None,
-        recorders: Recorders,
-    ) -> None:
-        self._job = state.job
-        self._current = state.current
-        self._progress = state.progress
-        self._lifecycle = lifecycle
-        self._strategies = strategies
-        self._checkpoints = checkpoints
-        self._halt = halt
-        self._group = group
-        self._worlds = worlds
-        self._observers = recorders.observers
-        self._journal = recorders.journal
+    def __init__(self, session: Session) -> None:
+        self._session = session
+        self._job = session.job
+        self._current = session.current
+        self._progress = session.progress
+        self._lifecycle = session.lifecycle
+        self._checkpoints = session.checkpoints
+        self._halt = session.halt
+        self._group = session.group
+        self._worlds = session.worlds
+        self._observers = session.observers
+        self._journal = session.journal
         self._handling = threading.Lock()
 
     def install(self) -> None:
@@ -101,7 +85,7 @@ class Preemption:
         boundary."""
         if not self._checkpoints.is_open:
             return
-        if not is_final and self._strategies.active.is_state_held_elsewhere:
+        if not is_final and self._session.strategy.is_state_held_elsewhere:
             return
         with self._handling:  # serializes signals: the first one's thread ends the process
             if self._worlds is not None and self._worlds.has_left:
@@ -184,7 +168,7 @@ class Preemption:
 
     def _save_stopped(self, deadlines: _Deadlines) -> None:
         place = self._halt.place
-        active = self._strategies.active
+        active = self._session.strategy
         if place is not Place.BOUNDARY and not active.roll_back(is_stopped=place is not None):
             self._report_lost("this rank was in the middle of an update")
         elif not self._checkpoints.flush(self._job, deadlines.left_s, Peers.ARE_GONE):

@@ -14,7 +14,7 @@ from elastic.groups.collectives import all_gather_json
 from elastic.link.link import IN_STEP, Heartbeat
 from elastic.telemetry.log import get_logger
 from elastic.train.current import CurrentStep
-from elastic.train.optimizers import OptimizerWatch, Registry
+from elastic.train.optimizers import OptimizerWatch
 from elastic.train.rollback import Rollback, StepCopies
 from elastic.train.state import JobState
 from elastic.train.step import Progress
@@ -519,26 +519,3 @@ class StepTimer:
             phase=IN_STEP if current.step is not None else "other",
             step_time_s=self._step_time_s,
         )
-
-
-# ----------------------------------------------------------------------------
-# A rank's training state, which the loops, recovery and the end of the process share.
-
-
-@dataclass(frozen=True, slots=True)
-class TrainingState:
-    """The training state. One per process."""
-
-    registry: Registry  # objects registered by the script
-    current: CurrentStep  # the step that has begun
-    progress: RankProgress  # the commit to which the weights belong
-
-    @property
-    def job(self) -> JobState:
-        """The state of the job."""
-        return self.registry.job
-
-    @property
-    def optimizer_watch(self) -> OptimizerWatch:
-        """The watch on registered optimizers."""
-        return self.registry.optimizer_watch

@@ -7,7 +7,7 @@ import logging
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import Any
 
 from elastic.errors import (
     SYSTEM_CLOCK,
@@ -19,19 +19,16 @@ from elastic.errors import (
 )
 from elastic.groups.collectives import all_sum
 from elastic.groups.faults import causes, is_world_fault, may_stem_from_aborted_output, world_fault
-from elastic.groups.group import ProcessGroup
 from elastic.groups.world import World
 from elastic.link.link import WorldMessage
 from elastic.telemetry.events import Recovered
 from elastic.telemetry.log import get_logger
-from elastic.train.checkpointing import CheckpointManager, Peers, leaving_s
-from elastic.train.current import Halt
+from elastic.train.checkpointing import Peers, leaving_s
 from elastic.train.early_leave import EarlyLeave
-from elastic.train.lifecycle import Lifecycle
-from elastic.train.observers import Recorders
 from elastic.train.order import StepFlags
-from elastic.train.progress import StepTimer, TrainingState
+from elastic.train.progress import StepTimer
 from elastic.train.rebuilding import AGAIN
+from elastic.train.session import Session
 from elastic.train.step import Step
 from elastic.train.transfer import Reconfiguration
 from elastic.tuning.intervals import BUILD_TIMEOUT_S, LEAVE_SLICE_S, SHARE_S
@@ -54,29 +51,29 @@ class InProcess:
 
     def __init__(
         self,
-        state: TrainingState,
+        session: Session,
         worlds: Worlds,
-        group: ProcessGroup,
-        lifecycle: Lifecycle,
-        checkpoints: CheckpointManager,
         timer: StepTimer,
-        recorders: Recorders,
         early_leave: EarlyLeave,
     ) -> None:
-        self._replica = lifecycle.replica
-        self._job = state.job
-        self._current = state.current
-        self._progress = state.progress
+        self._replica = session.lifecycle.replica
+        self._job = session.job
+        self._current = session.current
+        self._progress = session.progress
         self._worlds = worlds
-        self._group = group
-        self._lifecycle = lifecycle
-        self._checkpoints = checkpoints
+        self._group = session.group
+        self._lifecycle = session.lifecycle
+        self._checkpoints = session.checkpoints
         self._timer = timer
-        self._observers = recorders.observers
-        self._journal = recorders.journal
+        self._observers = session.observers
+        self._journal = session.journal
         self._early_leave = early_leave
         self._reconfiguration = Reconfiguration(
-            state.job, state.progress, checkpoints, recorders.journal, group.device
+            session.job,
+            session.progress,
+            session.checkpoints,
+            session.journal,
+            session.group.device,
         )
         self._laps: dict[str, float] = {}
         self._recovering_since_s: float | None = None
@@ -407,31 +404,20 @@ def _clear_frames(error: BaseException) -> None:
 
 
 class Restart:
-    """The strategy for scripts without ``run.retry``, and for launchers without in-process mode.
-
-    ``worlds``: the link to an agent in in-process mode, or None.
-    """
+    """The strategy for scripts without ``run.retry``, and for launchers without in-process mode."""
 
     waits_for_registration = False
     settles_left_loops = True
     is_state_held_elsewhere = False
 
-    def __init__(
-        self,
-        state: TrainingState,
-        lifecycle: Lifecycle,
-        group: ProcessGroup,
-        checkpoints: CheckpointManager,
-        halt: Halt,
-        worlds: Worlds | None,
-    ) -> None:
-        self._job = state.job
-        self._progress = state.progress
-        self._lifecycle = lifecycle
-        self._group = group
-        self._checkpoints = checkpoints
-        self._halt = halt
-        self._worlds = worlds
+    def __init__(self, session: Session) -> None:
+        self._job = session.job
+        self._progress = session.progress
+        self._lifecycle = session.lifecycle
+        self._group = session.group
+        self._checkpoints = session.checkpoints
+        self._halt = session.halt
+        self._worlds = session.worlds
         self._has_warned_of_foreign_group = False
 
     def warn_of_foreign_group(self) -> None:
@@ -537,129 +523,35 @@ def _warn_without_retry(world: World) -> None:
 
 
 # ----------------------------------------------------------------------------
-# The interface of the two recovery strategies.
-#
-# :class:`~elastic.train.recovery.Restart`: the process ends, the launcher restarts it,
-# and it restores the newest checkpoint. :class:`~elastic.train.recovery.InProcess`:
-# the process continues, and joins the next world with its state. A process begins with the first
-# strategy, and changes to the second at its first ``run.retry``, if its agent is in in-process
-# mode.
+# Enters a process's first world, and restores the job's state there.
 
 
-class RecoveryStrategy(Protocol):
-    """How a process enters worlds, and how it preserves its state when one breaks."""
+class Bootstrap:
+    """Enters worlds and restores state. One per process. ``in_process``: None without an agent."""
 
-    # -- worlds -------------------------------------------------------------------------------
-
-    @property
-    def waits_for_registration(self) -> bool:
-        """Whether a world is entered only once model or data are registered."""
-
-    def enter_world(self) -> None:
-        """Enter the first world."""
-
-    def restore(self) -> None:
-        """Restore the job's state in an entered world, once its objects are complete."""
-
-    def is_fault(self, error: BaseException) -> bool:
-        """Whether ``error`` means that the world has ended, so that :meth:`recover` can help."""
-
-    def recover(self, error: BaseException) -> None:
-        """Enter the next world, after a fault or a planned change."""
-
-    def training_returned(self) -> None:
-        """Called when the training function has returned, before its last step is committed."""
-
-    def end_attempt(self) -> None:
-        """Called when the last step is committed."""
-
-    # -- steps --------------------------------------------------------------------------------
-
-    @property
-    def can_roll_back(self) -> bool:
-        """Whether the state of the last commit may be needed: by peers, or for a checkpoint."""
-
-    @property
-    def settles_left_loops(self) -> bool:
-        """Whether a loop that was left is settled at once: the script can continue only after a
-        `break` or `return`."""
-
-    def before_step(self, step: Step) -> None:
-        """Raise WorldChanged if another world must be entered before ``step``."""
-
-    def committed(self) -> None:
-        """Called after each committed step."""
-
-    def at_boundary(self, received: StepFlags | None) -> None:
-        """Called between two steps, with the control flags of all ranks. Does not return if the
-        process ends here."""
-
-    # -- the end of the process ---------------------------------------------------------------
-
-    def must_save_after_error(self, *, is_of_the_world: bool) -> bool:
-        """Whether the state would be lost with this process, which ends with an error."""
-
-    def flush_after_error(self) -> None:
-        """Save the state of this process, one of several, which ends with an error."""
-
-    def release_peers(self) -> None:
-        """Let peers detect immediately that this process ends."""
-
-    @property
-    def is_state_held_elsewhere(self) -> bool:
-        """Whether other nodes continue with the state when this process is restarted."""
-
-    def roll_back(self, *, is_stopped: bool) -> bool:
-        """Roll back to the last commit. Returns False if the weights may contain later updates.
-
-        Called by another thread while the main thread is stopped in a step (``is_stopped``), or
-        waits for a world.
-        """
-
-
-# ----------------------------------------------------------------------------
-# Selects the active recovery strategy.
-
-
-class Strategies:
-    """Holds the active strategy. Without ``in_process`` it is always ``restart``."""
-
-    def __init__(self, restart: Restart, in_process: InProcess | None, group: ProcessGroup) -> None:
-        self._restart = restart
+    def __init__(self, session: Session, in_process: InProcess | None) -> None:
+        self._session = session
         self._in_process = in_process
-        self._group = group
-        self.active: RecoveryStrategy = restart
+        self._job = session.job
+        self._progress = session.progress
+        self._lifecycle = session.lifecycle
+        self._inherited: dict[str, Any] | None = None  # state for objects registered again
+
+    def enter_world(self) -> World:
+        """Enter a world, unless this process is in one."""
+        if not self._lifecycle.has_world:
+            self._session.strategy.enter_world()
+        return self._lifecycle.world
 
     def begin_retry(self) -> None:
         """Recover in process from now on, if possible. Called by run.retry, before the state is
         restored."""
         if self._in_process is None:
             return
-        if self._group.is_foreign:
-            self._restart.warn_of_foreign_group()
-        else:
-            self.active = self._in_process
-
-
-# ----------------------------------------------------------------------------
-# Enters a process's first world, and restores the job's state there.
-
-
-class Bootstrap:
-    """Enters worlds and restores state. One per process."""
-
-    def __init__(self, state: TrainingState, lifecycle: Lifecycle, strategies: Strategies) -> None:
-        self._job = state.job
-        self._progress = state.progress
-        self._lifecycle = lifecycle
-        self._strategies = strategies
-        self._inherited: dict[str, Any] | None = None  # state for objects registered again
-
-    def enter_world(self) -> World:
-        """Enter a world, unless this process is in one."""
-        if not self._lifecycle.has_world:
-            self._strategies.active.enter_world()
-        return self._lifecycle.world
+        if not self._session.group.is_foreign:
+            self._session.strategy = self._in_process
+        elif isinstance(self._session.strategy, Restart):
+            self._session.strategy.warn_of_foreign_group()
 
     def rank_and_size(self) -> tuple[int, int]:
         """This rank's index among the ranks that split the data, and their number. Enters the first
@@ -686,7 +578,7 @@ class Bootstrap:
             )
         self.enter_world()
         if not self._lifecycle.is_restored:
-            self._strategies.active.restore()
+            self._session.strategy.restore()
 
     def inherit_later(self, tree: dict[str, Any]) -> None:
         """Set the state for the objects that the script registers before the next loop."""

@@ -44,10 +44,6 @@ from elastic.train.lifecycle import Lifecycle
 from elastic.train.loader import ElasticLoader, shard_by
 from elastic.train.loop import (
     CallEnded,
-    Commits,
-    Scope,
-    StepBoundary,
-    StepCallbacks,
     StepLoop,
     TrainingModes,
     steps_left,
@@ -56,7 +52,6 @@ from elastic.train.metrics import Loggable, MetricsLog, MetricsWriter, default_w
 from elastic.train.observers import (
     ProfileRequest,
     ProgressLine,
-    Recorders,
     StepObservers,
     StepProfiler,
     request_of,
@@ -64,11 +59,12 @@ from elastic.train.observers import (
 from elastic.train.observers import is_wanted as progress_is_wanted
 from elastic.train.optimizers import Registry
 from elastic.train.preemption import Preemption
-from elastic.train.progress import RankProgress, StepTimer, TrainingState
+from elastic.train.progress import RankProgress, StepTimer
 from elastic.train.rebuilding import AGAIN, Built
-from elastic.train.recovery import Bootstrap, InProcess, Restart, Strategies
+from elastic.train.recovery import Bootstrap, InProcess, Restart
 from elastic.train.rollback import RandomState, StepCopies, StepCopiesName, step_copies_from
 from elastic.train.sampler import derive_seed, seed_all
+from elastic.train.session import Scope, Session, StepCallbacks
 from elastic.train.sharded import StageReduction, reduce_stages
 from elastic.train.state import JobState
 from elastic.train.step import OwnBatch, Step
@@ -85,31 +81,19 @@ class Attempts:
     """Begins and ends attempts, and tracks the objects that each registers. One per process."""
 
     def __init__(
-        self,
-        *,
-        state: TrainingState,
-        scope: Scope,
-        lifecycle: Lifecycle,
-        strategies: Strategies,
-        bootstrap: Bootstrap,
-        loop: StepLoop,
-        callbacks: StepCallbacks,
-        listeners: Listeners,
-        failure: FailureHook,
+        self, session: Session, bootstrap: Bootstrap, loop: StepLoop, failure: FailureHook
     ) -> None:
         self.failure = failure
-        self._registry = state.registry
-        self._job = state.job
-        self._progress = state.progress
-        self._scope = scope
-        self._lifecycle = lifecycle
-        self._strategies = strategies
+        self._session = session
+        self._registry = session.registry
+        self._job = session.job
+        self._progress = session.progress
+        self._scope = session.scope
+        self._lifecycle = session.lifecycle
         self._bootstrap = bootstrap
         self._loop = loop
-        self._callbacks = callbacks
-        self._listeners = listeners
         self._own_steps = 0  # begun by run.begin: the first two
-        self._modes = TrainingModes(state.job)
+        self._modes = TrainingModes(session.job)
         self._random = RandomState()
         self._has_registered = False  # the function that retry calls registered an object
         self._has_outer_data = False  # a loader was registered before that function was called
@@ -161,8 +145,8 @@ class Attempts:
     def begin(self, *, is_again: bool = False) -> None:
         """Called before the training function."""
         self.failure.begin_training()
-        self._callbacks.begin_attempt(is_again=is_again)
-        self._listeners.begin_attempt(is_again=is_again)
+        self._session.callbacks.begin_attempt(is_again=is_again)
+        self._lifecycle.listeners.begin_attempt(is_again=is_again)
         self._modes.begin_attempt(is_again=is_again)
         self._scope.passes = 0
         if not is_again:
@@ -170,7 +154,7 @@ class Attempts:
             self._warn_of_meetings()
             self._outside = self._job.registered()
             if self._registry.has_data:
-                self._scope.generators.note()
+                self._loop.generators.note()
         else:
             self._random.restore()
             for loader in self._job.loaders.values():
@@ -178,11 +162,11 @@ class Attempts:
             if self._has_registered:
                 self._register_again()
         if not self._lifecycle.is_restored:
-            self._strategies.begin_retry()
+            self._bootstrap.begin_retry()
         self._has_outer_data = self._registry.has_data and not self._job.is_rebuilt
         if self._registry.has_model:
             self._bootstrap.enter_loop()  # the function may read the job's progress from run.state
-        elif not self._strategies.active.waits_for_registration:
+        elif not self._session.strategy.waits_for_registration:
             self._bootstrap.enter_world()
 
     def _warn_of_meetings(self) -> None:
@@ -209,10 +193,10 @@ class Attempts:
         """Called after the training function."""
         # Before any meeting, which may fail: a complete step is not repeated.
         self._loop.settle_last()
-        self._strategies.active.training_returned()
+        self._session.strategy.training_returned()
         self._loop.finish()
-        self._strategies.active.end_attempt()
-        if self._lifecycle.is_restored and self._strategies.active.can_roll_back:
+        self._session.strategy.end_attempt()
+        if self._lifecycle.is_restored and self._session.strategy.can_roll_back:
             self._progress.attempt_ended()
 
     def begin_own_step(self) -> Step:
@@ -235,20 +219,18 @@ class Attempts:
 
     def attempt(self, *, is_again: bool) -> Attempt:
         """Create one call of the training function. ``is_again``: not the first one."""
-        return Attempt(self, self._scope, self._strategies, is_again=is_again)
+        return Attempt(self, self._session, is_again=is_again)
 
 
 class Attempt:
     """One call of the training function: ``with attempt: …``. Created by ``run.attempts()``."""
 
-    def __init__(
-        self, attempts: Attempts, scope: Scope, strategies: Strategies, *, is_again: bool
-    ) -> None:
+    def __init__(self, attempts: Attempts, session: Session, *, is_again: bool) -> None:
         self._attempts = attempts
-        self._scope = scope
-        self._strategies = strategies
+        self._session = session
+        self._scope = session.scope
         self._is_again = is_again
-        self._is_inner = scope.in_retry
+        self._is_inner = session.scope.in_retry
         self.is_over = False
         self.succeeded = False
 
@@ -278,7 +260,7 @@ class Attempt:
 
     def _end(self, error: BaseException | None) -> bool:
         """Whether the exception is handled: the function has returned, or is called again."""
-        strategy = self._strategies.active
+        strategy = self._session.strategy
         try:
             if error is None or isinstance(error, CallEnded):
                 self._attempts.end()
@@ -322,42 +304,29 @@ def _at_the_end(resumed_at: int) -> TrainingError:
 class Shutdown:
     """Saves and reports at the end of the process. One per process."""
 
-    def __init__(
-        self,
-        *,
-        state: TrainingState,
-        lifecycle: Lifecycle,
-        strategies: Strategies,
-        checkpoints: CheckpointManager,
-        loop: StepLoop,
-        halt: Halt,
-        group: ProcessGroup,
-        worlds: Worlds | None,
-        recorders: Recorders,
-        failure: FailureHook,
-    ) -> None:
+    def __init__(self, session: Session, loop: StepLoop, failure: FailureHook) -> None:
         self._failure = failure
-        self._job = state.job
-        self._optimizer_watch = state.optimizer_watch
-        self._current = state.current
-        self._progress = state.progress
-        self._lifecycle = lifecycle
-        self._strategies = strategies
-        self._checkpoints = checkpoints
+        self._session = session
+        self._job = session.job
+        self._optimizer_watch = session.optimizer_watch
+        self._current = session.current
+        self._progress = session.progress
+        self._lifecycle = session.lifecycle
+        self._checkpoints = session.checkpoints
         self._loop = loop
-        self._halt = halt
-        self._group = group
-        self._worlds = worlds
-        self._ledger = recorders.ledger
-        self._observers = recorders.observers
-        self._journal = recorders.journal
+        self._halt = session.halt
+        self._group = session.group
+        self._worlds = session.worlds
+        self._ledger = session.ledger
+        self._observers = session.observers
+        self._journal = session.journal
 
     def close(self, *, clean: bool, error: str = "", is_of_the_world: bool = False) -> None:
         """End the job for this process. ``error`` is reported to the agent as the reason."""
         if clean and not error:
             # Of a script that handled an exception of its training function itself, and exits.
             clean, error = not self._failure.failed, self._failure.text
-        strategy = self._strategies.active
+        strategy = self._session.strategy
         self._optimizer_watch.close()
         if clean and not error and not self._halt.has_left:
             self._close_in_order()
@@ -416,7 +385,7 @@ class Shutdown:
         elif self._checkpoints.world_size == 1:
             self._checkpoints.flush(self._job, leaving_s())
         else:
-            self._strategies.active.flush_after_error()
+            self._session.strategy.flush_after_error()
 
 
 # ----------------------------------------------------------------------------
@@ -424,84 +393,18 @@ class Shutdown:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Connectivity:
-    """The connections of this process to others."""
+class Components:
+    """The parts that :class:`~elastic.train.run.Run` delegates to. One per process."""
 
-    group: ProcessGroup
-    worlds: Worlds | None  # the link to the agent
-
-
-@dataclass(frozen=True, kw_only=True)
-class ScriptCalls:
-    """The script's scope in the API, and its callbacks."""
-
-    scope: Scope
-    callbacks: StepCallbacks
-    listeners: Listeners
-
-
-@dataclass(frozen=True, kw_only=True)
-class Reporting:
-    """The components that report on this process."""
-
-    recorders: Recorders
+    session: Session
+    bootstrap: Bootstrap
+    loop: StepLoop
+    attempts: Attempts
     metrics: MetricsLog
     profiler: StepProfiler
-
-
-@dataclass(frozen=True, kw_only=True)
-class Recovery:
-    """The components that take this process from one world to the next."""
-
-    strategies: Strategies
-    bootstrap: Bootstrap
-
-
-@dataclass(frozen=True, kw_only=True)
-class Ending:
-    """The components that end the process: after the script, or at SIGTERM."""
-
     failure: FailureHook
     shutdown: Shutdown
     preemption: Preemption
-
-
-@dataclass(frozen=True, kw_only=True)
-class Components:
-    """The components that :class:`~elastic.train.run.Run` delegates to. One per process."""
-
-    connectivity: Connectivity
-    state: TrainingState
-    lifecycle: Lifecycle
-    checkpoints: CheckpointManager
-    recovery: Recovery
-    script: ScriptCalls
-    loop: StepLoop
-    attempts: Attempts
-    reporting: Reporting
-    ending: Ending
-
-    @property
-    def job(self) -> JobState:
-        """The state of the job."""
-        return self.state.job
-
-    @property
-    def worlds(self) -> Worlds | None:
-        """The link to the agent; None without one."""
-        return self.connectivity.worlds
-
-    def position(self) -> dict[str, int | None]:
-        """This rank's position, for the lines of its journal."""
-        return _position(self.job, self.lifecycle)
-
-
-def _position(job: JobState, lifecycle: Lifecycle) -> dict[str, int | None]:
-    step = job.progress.step
-    if not lifecycle.has_world:
-        return {"step": step}
-    world = lifecycle.world
-    return {"rank": world.rank, "generation": world.generation, "step": step}
 
 
 def assemble(
@@ -519,138 +422,63 @@ def assemble(
 
     Raises LinkError if the agent does not answer.
     """
-    halt, timer = Halt(), StepTimer()
-    state = _training_state(seed, group)
+    current, timer, scope = CurrentStep(), StepTimer(), Scope()
+    registry = Registry(seed=seed, inside=lambda: current.inside, group=group)
+    job = registry.job
     if worlds is None and (link := os.environ.get("ELASTIC_LINK")):
-        worlds = _connect(link, group, state.job, state.current, timer)
+        worlds = _connect(link, group, job, current, timer)
     if replica is not None and replica.mesh:
         _form(replica, worlds)
-        state.job.stage = replica.mesh.stage_of(replica.position)
-    if worlds is not None:
-        checkpoints.fence(is_superseded=worlds.is_superseded, is_permitted=worlds.is_permitted)
-        worlds.max_ranks = state.registry.max_ranks
-    state.registry.piggyback(checkpoints.flags)
-    script = ScriptCalls(scope=Scope(), callbacks=StepCallbacks(), listeners=Listeners())
-    reporting = _reporting(state, script.scope, ledger, journal)
-    if worlds is not None:
-        worlds.on_profile = lambda request: reporting.profiler.request(
-            ProfileRequest(request.steps, ranks=request.ranks)
-        )
-    recorders = reporting.recorders
-    lifecycle = Lifecycle(
-        state.job, group, checkpoints, ledger, script.listeners, recorders.observers, replica
-    )
-    early_leave = EarlyLeave(
-        state.job,
-        state.current,
-        lifecycle,
-        group,
-        worlds,
-        is_catching_up=lambda: state.progress.is_catching_up,
-    )
-    if worlds is not None:
-        worlds.on_heartbeat = early_leave.on_heartbeat
-    restart = Restart(state, lifecycle, group, checkpoints, halt, worlds)
-    in_process = None
-    if worlds is not None:
-        in_process = InProcess(
-            state, worlds, group, lifecycle, checkpoints, timer, recorders, early_leave
-        )
-    strategies = Strategies(restart, in_process, group)
-    bootstrap = Bootstrap(state, lifecycle, strategies)
-    loop = StepLoop(
-        state=state,
-        scope=script.scope,
-        lifecycle=lifecycle,
-        strategies=strategies,
-        bootstrap=bootstrap,
-        boundary=StepBoundary(
-            state=state,
-            lifecycle=lifecycle,
-            strategies=strategies,
-            checkpoints=checkpoints,
-            halt=halt,
-            worlds=worlds,
-        ),
-        commits=Commits(state, lifecycle, strategies, checkpoints, script.callbacks, recorders),
-        early_leave=early_leave,
-        ledger=ledger,
-    )
-    failure = FailureHook(
-        journal,
-        lambda: _position(state.job, lifecycle),
-        **({} if worlds is None else {"notify": worlds.fail}),
-    )
-    attempts = Attempts(
-        state=state,
-        scope=script.scope,
-        lifecycle=lifecycle,
-        strategies=strategies,
-        bootstrap=bootstrap,
-        loop=loop,
-        callbacks=script.callbacks,
-        listeners=script.listeners,
-        failure=failure,
-    )
-    shutdown = Shutdown(
-        state=state,
-        lifecycle=lifecycle,
-        strategies=strategies,
-        checkpoints=checkpoints,
-        loop=loop,
-        halt=halt,
-        group=group,
-        worlds=worlds,
-        recorders=recorders,
-        failure=failure,
-    )
-    preemption = Preemption(
-        state=state,
-        lifecycle=lifecycle,
-        strategies=strategies,
-        checkpoints=checkpoints,
-        halt=halt,
-        group=group,
-        worlds=worlds,
-        recorders=recorders,
-    )
-    return Components(
-        connectivity=Connectivity(group=group, worlds=worlds),
-        state=state,
-        lifecycle=lifecycle,
-        checkpoints=checkpoints,
-        recovery=Recovery(strategies=strategies, bootstrap=bootstrap),
-        script=script,
-        loop=loop,
-        attempts=attempts,
-        reporting=reporting,
-        ending=Ending(failure=failure, shutdown=shutdown, preemption=preemption),
-    )
-
-
-def _training_state(seed: int, group: ProcessGroup) -> TrainingState:
-    current = CurrentStep()
-    registry = Registry(seed=seed, inside=lambda: current.inside, group=group)
-    return TrainingState(
-        registry, current, RankProgress(registry.job, registry.optimizer_watch, current)
-    )
-
-
-def _reporting(state: TrainingState, scope: Scope, ledger: Ledger, journal: EventSink) -> Reporting:
+        job.stage = replica.mesh.stage_of(replica.position)
     metrics = MetricsLog(
-        journal,
-        lambda: logged_at(state.current, state.job.progress),
-        default_writers=default_writers,
+        journal, lambda: logged_at(current, job.progress), default_writers=default_writers
     )
     progress_line = ProgressLine(
-        lambda: metrics.newest,
-        lambda: steps_left(scope, state.job),
-        is_on=progress_is_wanted(),
+        lambda: metrics.newest, lambda: steps_left(scope, job), is_on=progress_is_wanted()
     )
     profiler = StepProfiler(journal)
     observers = StepObservers(StepAccount(journal), metrics, progress_line, profiler)
-    return Reporting(
-        recorders=Recorders(ledger, journal, observers), metrics=metrics, profiler=profiler
+    registry.piggyback(checkpoints.flags)
+    session = Session(
+        registry=registry,
+        current=current,
+        progress=RankProgress(job, registry.optimizer_watch, current),
+        scope=scope,
+        callbacks=StepCallbacks(),
+        group=group,
+        lifecycle=Lifecycle(job, group, checkpoints, ledger, Listeners(), observers, replica),
+        worlds=worlds,
+        checkpoints=checkpoints,
+        halt=Halt(),
+        ledger=ledger,
+        journal=journal,
+        observers=observers,
+    )
+    session.strategy = Restart(session)
+    early_leave = EarlyLeave(session)
+    failure = FailureHook(journal, session.position)
+    in_process = None
+    if worlds is not None:
+        checkpoints.fence(is_superseded=worlds.is_superseded, is_permitted=worlds.is_permitted)
+        worlds.max_ranks = registry.max_ranks
+        worlds.on_heartbeat = early_leave.on_heartbeat
+        worlds.on_profile = lambda request: profiler.request(
+            ProfileRequest(request.steps, ranks=request.ranks)
+        )
+        in_process = InProcess(session, worlds, timer, early_leave)
+        failure.notify = worlds.fail
+    bootstrap = Bootstrap(session, in_process)
+    loop = StepLoop(session, bootstrap, early_leave)
+    return Components(
+        session=session,
+        bootstrap=bootstrap,
+        loop=loop,
+        attempts=Attempts(session, bootstrap, loop, failure),
+        metrics=metrics,
+        profiler=profiler,
+        failure=failure,
+        shutdown=Shutdown(session, loop, failure),
+        preemption=Preemption(session),
     )
 
 
@@ -741,10 +569,10 @@ def start_components(
         worlds=worlds,
     )
     if own is not None:
-        own.locate(components.position)
-        if components.worlds is not None:
-            own.listen(components.worlds.count)
-    components.ending.preemption.install()
+        own.locate(components.session.position)
+        if components.session.worlds is not None:
+            own.listen(components.session.worlds.count)
+    components.preemption.install()
     return components
 
 
@@ -795,28 +623,28 @@ class BuildsInWorlds:
             TrainingError: called outside of ``run.retry``, twice in a world, or too late.
         """
         parts = self._parts
-        job, lifecycle = parts.job, parts.lifecycle
+        job, lifecycle = parts.session.job, parts.session.lifecycle
         self._check_call()
         parts.attempts.check_registration("build")
         job.is_rebuilt = True
-        parts.checkpoints.keep_shards_in_memory()
-        world = parts.recovery.bootstrap.enter_world()
+        parts.session.checkpoints.keep_shards_in_memory()
+        world = parts.bootstrap.enter_world()
         if (remains := job.remains) is not None:
             remains.warn_if_in_memory()
-        device = parts.connectivity.group.device
+        device = parts.session.group.device
         mesh = init_device_mesh(device.type, (world.size,), mesh_dim_names=(MESH_DIM,))
         seed_all(derive_seed(job.seed, _SEED))
         rebuilding.freeze_older_objects()
         torch_private.forget_meshes()  # the script may have used objects of an ended world since
         with torch.enable_grad():
             returned = fn(mesh)
-        parts.state.registry.hold(Built(returned, mesh, generation=lifecycle.world.generation))
+        parts.session.registry.hold(Built(returned, mesh, generation=lifecycle.world.generation))
         return returned
 
     def _check_call(self) -> None:
         parts = self._parts
-        job = parts.job
-        if not parts.script.scope.in_retry:
+        job = parts.session.job
+        if not parts.session.scope.in_retry:
             raise TrainingError(
                 "run.build() was called outside the function that run.retry calls: its result "
                 "belongs to one world, and each world needs a new one",
@@ -828,7 +656,7 @@ class BuildsInWorlds:
                 hint="return all models and optimizers from one function: "
                 "return model, critic, optimizer, critic_optimizer",
             )
-        if parts.lifecycle.is_restored:
+        if parts.session.lifecycle.is_restored:
             raise TrainingError(
                 "run.build() is called too late: the job's state is already restored",
                 hint="call run.build() first in the function that run.retry calls: before "
@@ -844,7 +672,7 @@ class BuildsInWorlds:
                 "run.build() cannot be used in a job that calls run.wrap()",
                 hint="return all modules, sharded, from the function of run.build(); or wrap all",
             )
-        if not parts.checkpoints.is_on:
+        if not parts.session.checkpoints.is_on:
             raise ConfigError(
                 "run.build() needs checkpoints: no rank holds the complete state, so a rank's "
                 "death would lose it",
@@ -880,11 +708,11 @@ class ReducesStages:
             TrainingError: no backward pass has run, or its gradients are already reduced.
         """
         parts = self._parts
-        if not parts.lifecycle.replica.mesh.has_stages:
+        if not parts.session.lifecycle.replica.mesh.has_stages:
             return
         reductions = [
             module.reduction
-            for module in parts.job.modules.values()
+            for module in parts.session.job.modules.values()
             if isinstance(module.reduction, StageReduction)
         ]
         if not reductions:
@@ -892,7 +720,7 @@ class ReducesStages:
                 "run.reduce_gradients() on a rank without a module",
                 hint="call run.wrap(stage) on every rank, each with its own stage",
             )
-        if all(module.in_world for module in parts.job.modules.values()):
+        if all(module.in_world for module in parts.session.job.modules.values()):
             reduce_stages(reductions)
 
 
@@ -981,8 +809,7 @@ class Run(BuildsInWorlds, ReducesStages, RunLogging):
     """A worker's interface to its job. Created by :func:`join`."""
 
     def __init__(self, parts: Components) -> None:
-        reporting = parts.reporting
-        super().__init__(reporting.metrics, reporting.profiler, parts.script.scope)
+        super().__init__(parts.metrics, parts.profiler, parts.session.scope)
         self._parts = parts
         self._turns = 0
 
@@ -996,7 +823,7 @@ class Run(BuildsInWorlds, ReducesStages, RunLogging):
     @property
     def device(self) -> torch.device:
         """This worker's device: ``cuda:LOCAL_RANK``, or the CPU."""
-        return self._parts.connectivity.group.device
+        return self._parts.session.group.device
 
     @property
     def state(self) -> dict[str, Any]:
@@ -1008,7 +835,7 @@ class Run(BuildsInWorlds, ReducesStages, RunLogging):
         is logged, and a new world uses the lowest rank's. Raises the same errors as :meth:`epochs`.
         """
         self._parts.attempts.restore_if_complete()
-        return self._parts.job.user
+        return self._parts.session.job.user
 
     @property
     def world(self) -> World:
@@ -1017,7 +844,7 @@ class Run(BuildsInWorlds, ReducesStages, RunLogging):
         Raises NoWorld before the first world, and the same errors as :meth:`epochs`.
         """
         self._parts.attempts.enter_if_complete()
-        return self._parts.lifecycle.world
+        return self._parts.session.lifecycle.world
 
     @property
     def is_main(self) -> bool:
@@ -1031,7 +858,7 @@ class Run(BuildsInWorlds, ReducesStages, RunLogging):
     @property
     def mesh(self) -> DeviceMesh:
         """The replica's DeviceMesh. Raises ConfigError without ``join(mesh=…)``."""
-        return self._parts.lifecycle.replica.device_mesh
+        return self._parts.session.lifecycle.replica.device_mesh
 
     # -- registration -------------------------------------------------------------------------
 
@@ -1046,7 +873,7 @@ class Run(BuildsInWorlds, ReducesStages, RunLogging):
         hint = "model = run.wrap(Net().to(run.device)), each module by a call of its own"
         errors.instance("run.wrap", module, nn.Module, hint=hint)
         self._parts.attempts.check_registration("wrap")
-        return cast(ElasticDDP, self._parts.state.registry.wrap(module, ddp))
+        return cast(ElasticDDP, self._parts.session.registry.wrap(module, ddp))
 
     def track(self, *unnamed: NoReturn, **named: Any) -> None:
         """Save and restore these objects: anything with ``state_dict`` and ``load_state_dict``.
@@ -1057,7 +884,7 @@ class Run(BuildsInWorlds, ReducesStages, RunLogging):
         """
         errors.named_only("run.track", unnamed, "run.track(optimizer=optimizer)")
         self._parts.attempts.check_registration("track")
-        self._parts.state.registry.track(named)
+        self._parts.session.registry.track(named)
 
     # -- data ---------------------------------------------------------------------------------
 
@@ -1084,7 +911,7 @@ class Run(BuildsInWorlds, ReducesStages, RunLogging):
         """
         self._parts.attempts.check_registration("loader")
         loop = self._parts.loop
-        return self._parts.state.registry.add_loader(
+        return self._parts.session.registry.add_loader(
             loader,
             drive=lambda driven: loops.batches(loop, driven),
             index=lambda elastic_loader: loops.index(loop, elastic_loader),
@@ -1102,12 +929,12 @@ class Run(BuildsInWorlds, ReducesStages, RunLogging):
         collectives (:meth:`mean`) out of the loop over it. With a sharded model, all ranks get the
         same number of batches. Raises ConfigError for data that :meth:`loader` cannot split either.
         """
-        job = self._parts.job
+        job = self._parts.session.job
         return shard_by(
             loader,
-            self._parts.recovery.bootstrap.rank_and_size,
+            self._parts.bootstrap.rank_and_size,
             is_even=lambda: job.is_sharded or job.built is not None,
-            begins=self._parts.state.current.evaluation_begins,
+            begins=self._parts.session.current.evaluation_begins,
         )
 
     # -- loops --------------------------------------------------------------------------------
@@ -1143,9 +970,9 @@ class Run(BuildsInWorlds, ReducesStages, RunLogging):
         hint = "loader = run.loader(DataLoader(…)); without one, use run.begin() and run.commit()"
         errors.instance("run.steps", loader, ElasticLoader, hint=hint)
         if (checkpoints, when, keep) != (None, None, None):
-            manager, lifecycle = self._parts.checkpoints, self._parts.lifecycle
+            manager, lifecycle = self._parts.session.checkpoints, self._parts.session.lifecycle
             manager.amend(checkpoints, when, keep, is_restored=lifecycle.is_restored)
-            self._parts.state.registry.piggyback(manager.flags)
+            self._parts.session.registry.piggyback(manager.flags)
         return loops.steps(self._parts.loop, loader)
 
     def retry(self, fn: Callable[..., T], *args: Any, **kwargs: Any) -> T:
@@ -1196,7 +1023,7 @@ class Run(BuildsInWorlds, ReducesStages, RunLogging):
         """Whether ``error`` means that the world has ended, so that :meth:`recover` can help."""
         if uses_stale_group(error):
             return False
-        return self._parts.recovery.strategies.active.is_fault(error)
+        return self._parts.session.strategy.is_fault(error)
 
     def recover(self, error: BaseException) -> None:
         """Enter the next world, with the state of the last commit. Raises ``error`` itself
@@ -1204,7 +1031,7 @@ class Run(BuildsInWorlds, ReducesStages, RunLogging):
         refuse_stale_group(error)
         if not self.is_fault(error):
             raise error
-        self._parts.recovery.strategies.active.recover(error)
+        self._parts.session.strategy.recover(error)
 
     # -- callbacks ----------------------------------------------------------------------------
 
@@ -1216,7 +1043,7 @@ class Run(BuildsInWorlds, ReducesStages, RunLogging):
         its function. Raises ConfigError if it is not a function.
         """
         errors.function("run.after_step", callback, hint="it is called with the step")
-        self._parts.script.callbacks.add(callback)
+        self._parts.session.callbacks.add(callback)
         self._parts.loop.averages.add_callback(callback)
 
     def on_world(self, callback: Callable[[World], object]) -> None:
@@ -1225,13 +1052,13 @@ class Run(BuildsInWorlds, ReducesStages, RunLogging):
         Raises ConfigError if it is not a function.
         """
         errors.function("run.on_world", callback, hint="it is called with the world")
-        self._parts.script.listeners.on_world(callback)
+        self._parts.session.lifecycle.listeners.on_world(callback)
 
     def on_main(self, callback: Callable[[], object]) -> None:
         """Call ``callback`` when this rank becomes rank 0; immediately if it is. Raises ConfigError
         if it is not a function."""
         errors.function("run.on_main", callback, hint="it is called without arguments")
-        self._parts.script.listeners.on_main(callback)
+        self._parts.session.lifecycle.listeners.on_main(callback)
 
     # -- collective operations ----------------------------------------------------------------
 
@@ -1245,15 +1072,15 @@ class Run(BuildsInWorlds, ReducesStages, RunLogging):
         TrainingError in a call of :meth:`retry` that other ranks have completed.
         """
         names = sorted(values)
-        if self._parts.state.current.lacks_samples:
+        if self._parts.session.current.lacks_samples:
             weight = 0.0
         numbers = weighted(weight, [(name, values[name]) for name in names])
-        self._parts.recovery.bootstrap.enter_world()
+        self._parts.bootstrap.enter_world()
         self._parts.attempts.meets()
-        with self._parts.lifecycle.replica.whole():
-            total, *sums = self._parts.job.order.sum_values(numbers)
+        with self._parts.session.lifecycle.replica.whole():
+            total, *sums = self._parts.session.job.order.sum_values(numbers)
         means = [s / total if total else math.nan for s in sums]
-        known = self._parts.reporting.metrics.means
+        known = self._parts.metrics.means
         return {name: known.add(mean) for name, mean in zip(names, means, strict=True)}
 
     def node_first(self) -> AbstractContextManager[None]:
@@ -1274,7 +1101,7 @@ class Run(BuildsInWorlds, ReducesStages, RunLogging):
         mode saves nothing, because peers continue with the state; restart mode saves the state as
         after any other error.
         """
-        self._parts.ending.shutdown.close(clean=clean, error=error, is_of_the_world=is_of_the_world)
+        self._parts.shutdown.close(clean=clean, error=error, is_of_the_world=is_of_the_world)
 
 
 _run: Run | None = None
@@ -1347,9 +1174,9 @@ def _join(
     step_copies: StepCopies,
 ) -> Run:
     parts = start_components(policy, seed=seed, backend=backend, mesh=mesh)
-    parts.state.progress.step_copies = step_copies
+    parts.session.progress.step_copies = step_copies
     run = Run(parts)
-    hook = parts.ending.failure
+    hook = parts.failure
     hook.install()
     atexit.register(lambda: run.close(clean=True, is_of_the_world=hook.is_of_the_world))
     return run

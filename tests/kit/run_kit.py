@@ -110,7 +110,7 @@ def run_of(
         has_succeeded = clean and not error
     finally:
         run.close(clean=has_succeeded, error=error)
-        for module in parts.job.modules.values():
+        for module in parts.session.job.modules.values():
             module.leave_world()
         if torch.distributed.is_initialized():
             torch.distributed.destroy_process_group()
@@ -118,14 +118,14 @@ def run_of(
 
 def steps_of_job(run: Run) -> int:
     """How many steps are committed."""
-    return parts_of(run).job.progress.step
+    return parts_of(run).session.job.progress.step
 
 
 def undo_step(run: Run) -> None:
     """What an in-process recovery does to the state of a job, without another world."""
     parts = parts_of(run)
-    parts.state.progress.rollback.restore()
-    parts.state.current.drop()
+    parts.session.progress.rollback.restore()
+    parts.session.current.drop()
 
 
 def job(run: Run, *, hidden: int = 8, samples: int = SAMPLES, global_batch: int | None = 10) -> Job:

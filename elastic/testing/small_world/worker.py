@@ -129,7 +129,7 @@ def _write(left: dict[str, Any], path: Path, events: _Events) -> None:
     save_file(result, f"{path}.part")
     os.replace(f"{path}.part", f"{path}.safetensors")
     parts = _components_of_script()
-    steps = parts.job.progress.step if parts is not None else 0
+    steps = parts.session.job.progress.step if parts is not None else 0
     numbers = {
         "steps": steps,
         LINES: sum(events.executions.values()),
@@ -189,9 +189,9 @@ class _Events:
 
     def _counts(self) -> bool:
         parts = _components_of_script()
-        if parts is None or (self._has_retry and not parts.script.scope.in_retry):
+        if parts is None or (self._has_retry and not parts.session.scope.in_retry):
             return False
-        lifecycle = parts.lifecycle
+        lifecycle = parts.session.lifecycle
         if self._world == 1 or not lifecycle.has_world:
             return lifecycle.has_world or self._is_joining
         return lifecycle.world.generation + lifecycle.is_changing >= self._world
@@ -200,6 +200,6 @@ class _Events:
         sys.settrace(None)
         line = Path(self._script).read_text().splitlines()[self._at - 1].strip()
         parts = _components_of_script()
-        step = parts.job.progress.step if parts is not None else 0
+        step = parts.session.job.progress.step if parts is not None else 0
         self._note.write_text(json.dumps(f"{where} ({line}), {step} steps committed"))
         os.kill(os.getpid(), signal.SIGKILL)

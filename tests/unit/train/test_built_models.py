@@ -73,7 +73,7 @@ def test_a_second_process_continues_with_the_shards_of_the_first(tmp_path: Path)
         half = train(run, 1)
     with process(tmp_path / "in-two") as run:
         resumed = train(run, 2)
-        assert parts_of(run).job.progress.step == 2 * 6
+        assert parts_of(run).session.job.progress.step == 2 * 6
     for name, value in at_once.items():
         torch.testing.assert_close(resumed[name], value, rtol=0, atol=0)
     assert not torch.equal(half["0.weight"], resumed["0.weight"])
@@ -162,7 +162,7 @@ def test_a_save_during_gradient_accumulation_loses_no_gradients(tmp_path: Path) 
                     if number % 2 == 0:
                         optimizer.step()
                         optimizer.zero_grad()
-                    saved.append(parts.state.current.accumulation.since)
+                    saved.append(parts.session.current.accumulation.since)
 
         run.retry(loop)
     assert saved == [None, 0, None, 2, None, 4]
@@ -239,7 +239,7 @@ def test_gradients_of_earlier_steps_need_samples_in_the_step_that_reduces_them(
 
         def act() -> None:
             model: Any = run.build(build)[0]
-            built = parts_of(run).job.built
+            built = parts_of(run).session.job.built
             assert built is not None
             built.begin_step(0.5, 1)
             model.set_requires_gradient_sync(False)
@@ -350,7 +350,7 @@ def leave_a_world(folder: Path) -> None:
         in_retry(
             run, lambda: held.update(zip(("model", "optimizer"), run.build(build), strict=True))
         )
-        job = parts_of(run).job
+        job = parts_of(run).session.job
         first = weakref.ref(next(iter(held["model"].parameters())))
         job.retire_built()
         assert job.built is None and job.remains is not None
@@ -366,9 +366,8 @@ def leave_a_world(folder: Path) -> None:
             assert "model, optimizer = run.build(build)" in str(error.value)
         held.clear()
         del error, use
-        parts_of(
-            run
-        ).state.registry.optimizer_watch.reset()  # as in every recovery: discard the update
+        # As in every recovery: discard the update.
+        parts_of(run).session.optimizer_watch.reset()
         assert job.remains.collect() == 0
         gc.collect()
         assert first() is None
@@ -392,7 +391,7 @@ def leave_a_world_at_once(folder: Path) -> None:
 
         gc.disable()  # only explicit collections
         gc.callbacks.append(note)
-        job = parts_of(run).job
+        job = parts_of(run).session.job
         everything = len(gc.get_objects()) + gc.get_freeze_count()
         job.retire_built()
         assert job.remains is not None
@@ -425,7 +424,7 @@ def test_a_model_on_the_mesh_of_another_world_is_rejected(tmp_path: Path) -> Non
             return build(meshes[0])
 
         in_retry(run, lambda: run.build(keeps))
-        parts_of(run).job.retire_built()
+        parts_of(run).session.job.retire_built()
         with refused(ConfigError, "is sharded over the mesh of an ended world"):
             in_retry(run, lambda: run.build(keeps))
 
@@ -443,7 +442,7 @@ def test_an_operation_on_a_model_of_an_ended_world_does_not_affect_the_next_one(
             return model, optimizer
 
         in_retry(run, lambda: run.build(keeps))
-        parts_of(run).job.retire_built()
+        parts_of(run).session.job.retire_built()
         nn.Parameter(kept[0].detach())
         in_retry(run, lambda: run.build(keeps))
         assert kept[1].device_mesh is not kept[0].device_mesh  # type: ignore[attr-defined]

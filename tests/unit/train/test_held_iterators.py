@@ -88,14 +88,14 @@ def test_the_boundary_of_an_epochs_last_step_follows_the_code_that_has_run(tmp_p
         script = job(run)
         run.state["ended"] = 0
         for epoch in run.epochs(3):
-            boundary = parts_of(run).state.progress.rollback.snapshot
+            boundary = parts_of(run).session.progress.rollback.snapshot
             if boundary:  # a fault now repeats no code of an earlier epoch
                 assert boundary["progress"]["epoch"] == boundary["state"]["ended"] == epoch
             held = iter(script.loader)
             for _ in range(len(script.loader)):
                 script.update(*next(held))
             run.state["ended"] += 1  # before the step is committed
-        assert parts_of(run).state.progress.rollback.snapshot["state"]["ended"] == 3
+        assert parts_of(run).session.progress.rollback.snapshot["state"]["ended"] == 3
 
 
 def test_an_evaluation_counts_after_a_step_without_samples(

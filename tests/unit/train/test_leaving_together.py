@@ -55,13 +55,9 @@ class Rank:
             current_step=lambda: self.current.first_number,
         )
         self.strategy = InProcess(
-            cast(Any, SimpleNamespace(job=None, current=self.current, progress=None)),
+            cast(Any, self._session()),
             self.worlds,
-            cast(Any, SimpleNamespace(device=torch.device("cpu"))),
-            cast(Any, SimpleNamespace(replica=self.replica)),
             cast(Any, None),
-            cast(Any, None),
-            cast(Any, SimpleNamespace(observers=None, journal=None)),
             cast(Any, None),
         )
         monkeypatch.setattr(dist, "all_reduce", self._all_reduce)
@@ -69,6 +65,15 @@ class Rank:
         self.worlds.next()
         self.worlds.entered(4)
         self.current.begin(Step.past(4, 0, 4, 1), None)
+
+    def _session(self) -> SimpleNamespace:
+        others = ("job", "progress", "checkpoints", "observers", "journal")
+        return SimpleNamespace(
+            current=self.current,
+            group=SimpleNamespace(device=torch.device("cpu")),
+            lifecycle=SimpleNamespace(replica=self.replica),
+            **dict.fromkeys(others),
+        )
 
     def aborts(self) -> int:
         """How often the link's thread has aborted the group of the world."""

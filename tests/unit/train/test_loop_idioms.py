@@ -286,7 +286,7 @@ def test_an_iterator_is_released_when_the_loop_drops_it() -> None:
         next(passed)
         assert sys.getrefcount(passed) == 2
         del passed
-        assert parts_of(run).state.current.step is None
+        assert parts_of(run).session.current.step is None
 
 
 # -- samplers in a job ----------------------------------------------------------------------------

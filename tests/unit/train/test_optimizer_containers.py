@@ -92,7 +92,7 @@ def test_a_tracked_container_updates_the_model(kind: Any) -> None:
     with process() as run:
         wrapped, container = run.wrap(model), kind(*optimizers)
         run.track(optimizers=container)
-        assert parts_of(run).job.tracked == dict(
+        assert parts_of(run).session.job.tracked == dict(
             zip(("optimizers.0", "optimizers.1"), optimizers, strict=True)
         )
         train_a_step(container, wrapped, run)

@@ -74,9 +74,9 @@ def save_while_paused(folder: Path, number: int, *, more_callbacks: int = 0) -> 
             script.train()
         assert average.steps == list(range(number))
         parts = parts_of(run)
-        parts.state.progress.interrupt()
-        parts.checkpoints.save(parts.job)
-        assert parts.checkpoints.wait(60.0)
+        parts.session.progress.interrupt()
+        parts.session.checkpoints.save(parts.session.job)
+        assert parts.session.checkpoints.wait(60.0)
     (saved,) = checkpoints.list_checkpoints(folder)
     assert saved.step == number + 1
 

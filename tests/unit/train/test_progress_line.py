@@ -133,11 +133,11 @@ def test_steps_left_follow_epochs_and_position(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def left() -> int | None:
-        return steps_left(parts_of(run).script.scope, parts_of(run).job)
+        return steps_left(parts_of(run).session.scope, parts_of(run).session.job)
 
     with process(tmp_path) as run:
         script, seen = job(run), list[int | None]()
-        profiler = parts_of(run).reporting.profiler  # an observer that sees each step
+        profiler = parts_of(run).profiler  # an observer that sees each step
         monkeypatch.setattr(profiler, "committed", lambda step: seen.append(left()))
         for _ in run.epochs(3):
             for x, y in script.loader:
@@ -154,9 +154,9 @@ def test_steps_left_follow_planned_steps(tmp_path: Path, monkeypatch: pytest.Mon
         script, seen = job(run), list[int | None]()
         at = parts_of(run)
         monkeypatch.setattr(
-            at.reporting.profiler,
+            at.profiler,
             "committed",
-            lambda step: seen.append(steps_left(at.script.scope, at.job)),
+            lambda step: seen.append(steps_left(at.session.scope, at.session.job)),
         )
         for no_number in (0, -5, 1.5, True, "9"):
             with pytest.raises(ConfigError, match="is not a valid step count"):

@@ -235,8 +235,8 @@ def test_an_optimizer_inside_a_tracked_one_is_saved(tmp_path: Path) -> None:
     assert inner_optimizers(Wrapping(inner)) == {"inner": inner}
     with process(tmp_path) as run:
         run.track(optimizer=Wrapping(inner))
-        assert set(parts_of(run).job.tracked) == {"optimizer", "optimizer.inner"}
-        job_state = parts_of(run).job
+        assert set(parts_of(run).session.job.tracked) == {"optimizer", "optimizer.inner"}
+        job_state = parts_of(run).session.job
         job_state.apply_non_parameters(copy.deepcopy(job_state.tree()))
         outer = job_state.tracked["optimizer"]
         assert isinstance(outer, Wrapping)
@@ -365,7 +365,7 @@ def test_gradients_that_a_step_adds_to_are_part_of_the_boundary(tmp_path: Path) 
         loader = run.loader(DataLoader(dataset(), batch_size=10), global_batch=10)
         parts, boundaries = parts_of(run), []
         for x, y in loader:
-            state = parts.state.progress.rollback.snapshot.get("gradients")
+            state = parts.session.progress.rollback.snapshot.get("gradients")
             now = [p.grad for p in model.parameters()]
             assert state is None or all(
                 g is None or torch.equal(state["model"][str(i)], g) for i, g in enumerate(now)
@@ -377,7 +377,7 @@ def test_gradients_that_a_step_adds_to_are_part_of_the_boundary(tmp_path: Path) 
             F.mse_loss(model(x), y).backward()  # type: ignore[no-untyped-call]
             optimizer.step()
         assert len(boundaries) > FIRST_STEPS and all(boundaries)
-        assert parts.job.tree()["gradients"]["model"].keys()
+        assert parts.session.job.tree()["gradients"]["model"].keys()
 
 
 def test_gradients_that_are_set_to_zero_are_no_part_of_the_boundary(tmp_path: Path) -> None:
@@ -385,10 +385,10 @@ def test_gradients_that_are_set_to_zero_are_no_part_of_the_boundary(tmp_path: Pa
         script = job(run)
         parts = parts_of(run)
         for number, (x, y) in enumerate(script.loader):
-            snapshot = parts.state.progress.rollback.snapshot
+            snapshot = parts.session.progress.rollback.snapshot
             assert ("gradients" in snapshot) == (number < FIRST_STEPS)
             script.optimizer.zero_grad(set_to_none=False)
             F.mse_loss(script.model(x), y).backward()  # type: ignore[no-untyped-call]
             script.optimizer.step()
         assert number >= FIRST_STEPS
-        assert not parts.job.keeps_gradients
+        assert not parts.session.job.keeps_gradients

@@ -65,7 +65,7 @@ def test_other_parameter_groups_are_rejected_before_the_model_changes(tmp_path: 
         script = job(run)
         before = script.weights()
         optimizer = torch.optim.Adam([{"params": [p]} for p in script.model.parameters()], lr=0.01)
-        parts_of(run).job.tracked["optimizer"] = optimizer
+        parts_of(run).session.job.tracked["optimizer"] = optimizer
         with pytest.raises(TrainingError, match=r"groups have sizes \[4\], here \[1, 1, 1, 1\]"):
             script.train()
         assert torch.equal(script.weights(), before)
@@ -153,11 +153,11 @@ def test_a_failed_save_does_not_stop_training(tmp_path: Path) -> None:
     with process(tmp_path, journal=EventRecorder(events)) as run:
         script = job(run)
         script.train(1, stop_after=4)
-        assert parts_of(run).checkpoints.wait(30.0)
+        assert parts_of(run).session.checkpoints.wait(30.0)
         moved = tmp_path.rename(tmp_path.with_name("moved"))
         tmp_path.write_text("a file where the folder was")
         assert script.train(1) == 2
-        assert parts_of(run).checkpoints.wait(30.0)
+        assert parts_of(run).session.checkpoints.wait(30.0)
         tmp_path.unlink()
         moved.rename(tmp_path)
     assert any("CheckpointSkipped" in text for text in events)

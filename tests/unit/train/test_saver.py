@@ -166,7 +166,7 @@ def test_a_transient_disk_failure_loses_one_checkpoint(tmp_path: Path) -> None:
 
     storage = FaultyStorage(LocalStorage(tmp_path), before=before)
     with run_of(Checkpoints(storage, when=3, keep=10)) as (run, journal):
-        script, saver = job(run), parts_of(run).checkpoints
+        script, saver = job(run), parts_of(run).session.checkpoints
         script.train(3, stop_after=4)
         assert saver.wait(LONG_S)
         full.set()
@@ -207,7 +207,7 @@ def test_saves_become_synchronous_after_three_writer_deaths(
 
     storage = FaultyStorage(LocalStorage(tmp_path), before=before)
     with run_of(Checkpoints(storage, when=1, keep=100)) as (run, journal):
-        script, saver = job(run), parts_of(run).checkpoints
+        script, saver = job(run), parts_of(run).session.checkpoints
         script.train(9, stop_after=2)
         assert saver.wait(LONG_S)
         deadly.set()

@@ -54,7 +54,7 @@ def test_a_step_stays_open_until_its_gradients_are_reduced(
             model, optimizer = make()
             for _ in run.epochs(1):
                 for number, (x, y) in enumerate(loader, start=1):
-                    opened.append(parts.state.current.accumulation.since)
+                    opened.append(parts.session.current.accumulation.since)
                     model.set_requires_gradient_sync(number % 2 == 0)
                     (F.mse_loss(model(x), y) / 2).backward()  # type: ignore[no-untyped-call]
                     if number % 2 == 0:
@@ -68,7 +68,7 @@ def test_a_step_stays_open_until_its_gradients_are_reduced(
 def test_changed_shares_within_one_reduction_are_rejected(tmp_path: Path) -> None:
     with run_of(None, mesh={"shard": 1}, clean=False) as run:
         model, _ = wrapped(run, SAME)()
-        module = parts_of(run).job.modules["model"]
+        module = parts_of(run).session.job.modules["model"]
         module.begin_step(1.0)
         model.set_requires_gradient_sync(False)
         model(torch.ones(2, 4).double()).sum().backward()
@@ -102,7 +102,7 @@ def test_weight_changes_by_the_script_are_detected_in_any_step(
         def loop() -> None:
             for _ in run.epochs(1):
                 for number, (x, y) in enumerate(loader):
-                    learned.append(parts.state.progress.rollback.needs_copies)
+                    learned.append(parts.session.progress.rollback.needs_copies)
                     if number == 3:
                         change(model)
                     optimizer.zero_grad()

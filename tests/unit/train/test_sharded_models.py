@@ -85,7 +85,7 @@ def test_wrap_and_track_name_the_sharded_part(
         run.track(ema=module)
     text = str(wrapped.value)
     assert INSTEAD in text and "get_optimizer_state_dict(model, optimizer)" in text
-    job = parts_of(run).job
+    job = parts_of(run).session.job
     assert not job.modules and not job.tracked
 
 
@@ -130,7 +130,7 @@ def test_sharding_after_wrap_is_rejected_before_the_first_step(
     with refused("the wrapped model was sharded after run.wrap: 'module.0.weight' is a") as error:
         script.train()
     assert "the optimizer tracked as 'optimizer'" in str(error.value)
-    assert not parts_of(run).lifecycle.is_restored
+    assert not parts_of(run).session.lifecycle.is_restored
 
 
 def test_sharding_in_the_loop_is_rejected_at_the_next_optimizer_step(
@@ -148,7 +148,7 @@ def test_sharding_in_the_loop_is_rejected_at_the_next_optimizer_step(
 
     with refused("the wrapped module was sharded after run.wrap: 'module.0.weight' is a DTensor"):
         shard_and_train(script)
-    assert parts_of(run).job.progress.step == 2
+    assert parts_of(run).session.job.progress.step == 2
 
 
 def test_an_unwrapped_sharded_model_is_rejected_at_its_first_step(
@@ -182,7 +182,7 @@ def test_sharded_state_of_a_tracked_object_is_rejected(run: Run, mesh: DeviceMes
     with refused("the job's state is sharded: /tracked/app/model/0.weight is a DTensor"):
         script.train()
     with refused("the job's state is sharded"):  # what every save writes
-        parts_of(run).job.tree()
+        parts_of(run).session.job.tree()
 
 
 def test_plain_models_train_although_a_mesh_exists(run: Run, mesh: DeviceMesh) -> None:

@@ -8,10 +8,11 @@ from typing import Any, cast
 import pytest
 
 from elastic.train.current import CurrentStep
-from elastic.train.loop import Commits, StepCallbacks
+from elastic.train.loop import Commits
 from elastic.train.optimizers import Registry
 from elastic.train.preemption import Preemption
-from elastic.train.progress import RankProgress, TrainingState
+from elastic.train.progress import RankProgress
+from elastic.train.session import Scope, Session, StepCallbacks
 from elastic.train.step import Step
 
 
@@ -23,8 +24,6 @@ class Rank:
         current = CurrentStep()
         registry = Registry(seed=0, inside=lambda: current.inside)
         registry.job.track("tracked", SimpleNamespace(state_dict=dict, load_state_dict=lambda _: 0))
-        progress = RankProgress(registry.job, registry.optimizer_watch, current)
-        self.state = TrainingState(registry, current, progress)
         active = SimpleNamespace(
             can_roll_back=True,
             committed=lambda: self.ask("committed"),
@@ -34,33 +33,28 @@ class Rank:
             world=SimpleNamespace(generation=1, rank=0, size=1),
             settle=lambda: None,
         )
-        observers = SimpleNamespace(committed=lambda _: self.ask("committing"))
-        recorders = SimpleNamespace(
-            ledger=SimpleNamespace(is_on=True, step=lambda **_: self.ask("noting")),
-            observers=observers,
-            journal=None,
-        )
-        self._preemption = Preemption(
-            state=self.state,
-            lifecycle=cast(Any, lifecycle),
-            strategies=cast(Any, SimpleNamespace(active=active)),
-            checkpoints=cast(Any, None),
-            halt=cast(Any, None),
-            group=cast(Any, None),
-            worlds=None,
-            recorders=cast(Any, recorders),
-        )
         flags = SimpleNamespace(has_different_weights=False)
-        callbacks = StepCallbacks()
-        callbacks.add(lambda _: self.ask("in a callback"))
-        self.commits = Commits(
-            self.state,
-            cast(Any, lifecycle),
-            cast(Any, SimpleNamespace(active=active)),
-            cast(Any, SimpleNamespace(step_ended=lambda: self.ask("dropped"), flags=flags)),
-            callbacks,
-            cast(Any, recorders),
+        self.session = Session(
+            registry=registry,
+            current=current,
+            progress=RankProgress(registry.job, registry.optimizer_watch, current),
+            scope=Scope(),
+            callbacks=StepCallbacks(),
+            group=cast(Any, None),
+            lifecycle=cast(Any, lifecycle),
+            worlds=None,
+            checkpoints=cast(
+                Any, SimpleNamespace(step_ended=lambda: self.ask("dropped"), flags=flags)
+            ),
+            halt=cast(Any, None),
+            ledger=cast(Any, SimpleNamespace(is_on=True, step=lambda **_: self.ask("noting"))),
+            journal=cast(Any, None),
+            observers=cast(Any, SimpleNamespace(committed=lambda _: self.ask("committing"))),
         )
+        self.session.strategy = cast(Any, active)
+        self.session.callbacks.add(lambda _: self.ask("in a callback"))
+        self._preemption = Preemption(self.session)
+        self.commits = Commits(self.session)
 
     def ask(self, at: str) -> None:
         self.answers[at] = self._preemption.may_stop_here()
@@ -69,7 +63,7 @@ class Rank:
         """A step with an update, up to the end of its commit."""
         self.ask("between steps")
         step = Step.past(0, 0, 0, 1)
-        self.state.current.begin(step, None)
+        self.session.current.begin(step, None)
         self.ask("before the update")
         step.stepped.append("optimizer")
         self.ask("after the update")
@@ -93,7 +87,7 @@ def test_a_commit_is_not_interrupted_between_an_update_and_its_snapshot() -> Non
 
 def test_the_commit_of_an_open_accumulation_is_not_interrupted() -> None:
     rank = Rank()
-    rank.state.current.accumulation.add(Step.past(0, 0, 0, 1))
+    rank.session.current.accumulation.add(Step.past(0, 0, 0, 1))
     rank.commits.finish()
     assert rank.answers == {"noting": False, "in a callback": True, "committed": True}
 
@@ -102,10 +96,10 @@ def test_a_failed_commit_does_not_forbid_to_stop_for_good(monkeypatch: pytest.Mo
     rank = Rank()
     monkeypatch.setattr(rank, "ask", _fail)
     step = Step.past(0, 0, 0, 1)
-    rank.state.current.begin(step, None)
+    rank.session.current.begin(step, None)
     with pytest.raises(OSError, match="dropped"):
         rank.commits.commit(step, None)
-    assert not rank.state.current.is_committing
+    assert not rank.session.current.is_committing
 
 
 def _fail(at: str) -> None:

@@ -319,7 +319,7 @@ def test_checkpoints_keep_all_types(tmp_path: Path) -> None:
         script.train(epochs=1)
         assert is_same(holder.values, KEPT)
         assert is_same(run.state["kept"], KEPT)
-        assert parts_of(run).job.progress.epoch == 1
+        assert parts_of(run).session.job.progress.epoch == 1
 
 
 def test_a_checkpoint_without_types_is_loaded() -> None:
