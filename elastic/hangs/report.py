@@ -18,9 +18,9 @@ from typing import TypeVar
 
 from elastic.errors import SYSTEM_CLOCK, Clock, ConfigError
 from elastic.hangs import kernel, stacks
-from elastic.hangs import verdict as flight
 from elastic.hangs.page import MAX_SHOWN_RANKS, Phase, RankFacts, StackGroup
 from elastic.hangs.verdict import MAX_ENTRIES, FlightEntry, HangAction, Judgment, judge_stopped
+from elastic.hangs.verdict import describe as describe_flights
 from elastic.hangs.watch import HangWatch, WatchedWorker
 from elastic.telemetry.events import HangFound, HangOver
 from elastic.telemetry.journal import EventSink
@@ -253,7 +253,7 @@ def _row(r: RankFacts) -> tuple[str, ...]:
 
 
 def _flights(report: HangReport) -> list[str]:
-    lines = flight.describe(report.flights)
+    lines = describe_flights(report.flights)
     return ["Collectives from torch's flight recorder", *lines, ""] if lines else []
 
 

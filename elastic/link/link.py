@@ -35,8 +35,7 @@ from elastic.tuning.intervals import (
     LINK_HEARTBEAT_S,
     LINK_LONGEST_PAUSE_S,
 )
-from elastic.wire import base as private_files
-from elastic.wire import base as strict_json
+from elastic.wire import base as wire_base
 from elastic.wire import typed_json
 from elastic.wire.base import AuthenticationError, Limits, ProtocolError
 from elastic.wire.handshake import (
@@ -480,7 +479,7 @@ def encode(message: Message) -> bytes:
     """
     kind = type(message)
     data = _sendable(typed_json.to_json(message))
-    payload = strict_json.encode({**data, "type": kind.__name__})
+    payload = wire_base.encode({**data, "type": kind.__name__})
     _check_size(kind, len(payload))
     return payload
 
@@ -602,7 +601,7 @@ def read_key(path: str) -> SecretKey:
     Raises OSError if there is none, LinkError if others could have written or read it.
     """
     try:
-        return SecretKey.parse(private_files.read(key_path(path)).decode("ascii"))
+        return SecretKey.parse(wire_base.read(key_path(path)).decode("ascii"))
     except (PermissionError, ValueError) as error:
         raise LinkError(
             f"the key of the link at {path} cannot be used: {error}",
@@ -1110,7 +1109,7 @@ class LinkServer:
             try:
                 os.utime(key_path(self.path), follow_symlinks=False)
             except FileNotFoundError:
-                private_files.make_folder_again(self._folder)
+                wire_base.make_folder_again(self._folder)
                 self._write_key()
             if not os.path.exists(self.path):
                 self._hub.listen_on(listen_on_path(self.path, backlog=_BACKLOG))
@@ -1121,7 +1120,7 @@ class LinkServer:
             ) from error
 
     def _write_key(self) -> None:
-        private_files.write(key_path(self.path), self._key.text.encode())
+        wire_base.write(key_path(self.path), self._key.text.encode())
 
     def close(self) -> None:
         """Stop, join, remove the socket. Idempotent."""
@@ -1277,7 +1276,7 @@ def _fresh_folder() -> str:
     base = tempfile.gettempdir()
     if len(os.fsencode(base)) > LONGEST_TEMP_FOLDER:
         base = "/tmp"
-    return private_files.make_folder("elastic-", base=base)
+    return wire_base.make_folder("elastic-", base=base)
 
 
 # ----------------------------------------------------------------------------

@@ -26,7 +26,6 @@ from elastic.groups.world import World, world_from_environment
 from elastic.hangs.page import DATA, SCRIPT, phases
 from elastic.telemetry.log import get_logger
 from elastic.torch_private import not_compiled
-from elastic.train import loader as following
 from elastic.train.checks import (
     ModuleStructures,
     WeightAverages,
@@ -37,7 +36,7 @@ from elastic.train.checks import (
 )
 from elastic.train.ddp import Wrapped
 from elastic.train.early_leave import EarlyLeave
-from elastic.train.loader import BatchInfo, ElasticLoader, Pass
+from elastic.train.loader import BatchInfo, ElasticLoader, Pass, same_shares
 from elastic.train.recovery import Bootstrap
 from elastic.train.replicas import (
     Weights,
@@ -1076,7 +1075,7 @@ def _check_fits(
         )
     start, stop = leader.plan.span(step.index)
     samples, others = stop - start, info.global_samples
-    if not following.same_shares(leader.plan, samples, loader.plan, others, world):
+    if not same_shares(leader.plan, samples, loader.plan, others, world):
         raise TrainingError(
             f"step {step.number} has {samples} samples of the first loader and {others} of the "
             f"second: their shares on the {world} ranks would differ, and gradients would have "

@@ -53,8 +53,8 @@ _SMALL_BITS = 16
 # Inputs are processed in blocks whose temporaries fit a core's L2 cache.
 _BLOCK = 8192
 # The odd multipliers of MurmurHash3's 64-bit finalizer.
-_MULTIPLY_1_PERMUTATION = np.uint64(0xFF51AFD7ED558CCD)
-_MULTIPLY_2_PERMUTATION = np.uint64(0xC4CEB9FE1A85EC53)
+_MURMUR3_1 = np.uint64(0xFF51AFD7ED558CCD)
+_MURMUR3_2 = np.uint64(0xC4CEB9FE1A85EC53)
 
 
 class Permutation:
@@ -130,9 +130,9 @@ class Permutation:
 def _mix(half: _UInt64s, key: np.uint64, bits: int) -> _UInt64s:
     """The top ``bits`` of a keyed hash of each value; overflow is intended."""
     mixed: _UInt64s = half + key
-    mixed *= _MULTIPLY_1_PERMUTATION
+    mixed *= _MURMUR3_1
     mixed ^= mixed >> np.uint64(32)
-    mixed *= _MULTIPLY_2_PERMUTATION
+    mixed *= _MURMUR3_2
     mixed >>= np.uint64(64 - bits)
     return mixed
 
@@ -207,8 +207,8 @@ _WITHOUT_REPLACEMENT = 2
 _ROUND = 3
 # The constants of SplitMix64 (Steele, Lea and Flood, 2014).
 _GAMMA = np.uint64(0x9E3779B97F4A7C15)
-_MULTIPLY_1_DRAWS = np.uint64(0xBF58476D1CE4E5B9)
-_MULTIPLY_2_DRAWS = np.uint64(0x94D049BB133111EB)
+_SPLITMIX64_1 = np.uint64(0xBF58476D1CE4E5B9)
+_SPLITMIX64_2 = np.uint64(0x94D049BB133111EB)
 
 
 class Draw(Protocol):
@@ -496,9 +496,9 @@ def _uniform(numbers: Int64s, key: int) -> npt.NDArray[np.float64]:
     mixed *= _GAMMA
     mixed += np.uint64(key)
     mixed ^= mixed >> np.uint64(30)
-    mixed *= _MULTIPLY_1_DRAWS
+    mixed *= _SPLITMIX64_1
     mixed ^= mixed >> np.uint64(27)
-    mixed *= _MULTIPLY_2_DRAWS
+    mixed *= _SPLITMIX64_2
     mixed ^= mixed >> np.uint64(31)
     numerators: npt.NDArray[np.float64] = (mixed >> np.uint64(11)).astype(np.float64)
     return numerators * 2.0**-53

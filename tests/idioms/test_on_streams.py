@@ -104,9 +104,9 @@ def test_a_death_at_a_critical_line_does_not_change_the_result(
 HANGS = """
 from kit.nccl_semantics import control
 from elastic.train import recovery as in_process
-from elastic.tuning import intervals as timeouts
+from elastic.tuning import intervals
 in_process.BUILD_TIMEOUT_S = 2.0
-timeouts.ABORT_S = timeouts.GIVEN_UP_BUILD_S = 1.0
+intervals.ABORT_S = intervals.GIVEN_UP_BUILD_S = 1.0
 def train():
     for epoch in run.epochs(2):
         for i, (inputs, targets) in enumerate(loader, start=loader.index):

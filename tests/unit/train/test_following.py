@@ -372,7 +372,7 @@ def test_shares_of_both_loaders_must_match_on_all_ranks() -> None:
 
 
 def test_batches_with_different_weights_are_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("elastic.train.loader.same_shares", lambda *given: False)
+    monkeypatch.setattr("elastic.train.loop.same_shares", lambda *given: False)
     with process() as run, pytest.raises(TrainingError, match=r"10 samples .* 4 of the sec") as no:
         zipped(script(run))
     assert "drop_last=True" in no.value.hint and "global_batch=…" in no.value.hint
