@@ -41,5 +41,5 @@ echo "bootstrap: installing the project and its extra '$extra' into $venv, once"
 # compat: a plain path entry. The default import hook of an editable install comes after the search
 # path, where a user's folder named checkpoints/ beside the script would hide our package.
 # --no-compile: of 14,000 modules, most are never imported; Python compiles the others at first use.
-"$venv/bin/pip" install --quiet --disable-pip-version-check --no-compile -c constraints.txt \
+PYTHONWARNINGS=ignore "$venv/bin/pip" install --quiet --disable-pip-version-check --no-compile -c constraints.txt \
   --config-settings editable_mode=compat -e ".[$extra]"
