@@ -28,6 +28,7 @@ from elastic.membership.records import (
     NodeState,
     NodeStepTimes,
     Secret,
+    WorkingFolder,
     WorldRecord,
     decode,
     encode,
@@ -99,6 +100,39 @@ def _stored(store: KeyValue, keys: Keys, proposed: SecretKey) -> SecretKey:
         return SecretKey.parse(decode(Secret, entry.key, entry.value).secret)
     except ValueError as error:
         raise _broken(keys.secret, f"holds {error}") from None
+
+
+class JobFolder:
+    """The working folder of the job's first worker with a relative checkpoint folder: the others
+    and later ones use it, too, since a script may change its folder at each start (as Hydra does).
+
+    Used by the node's thread only.
+    """
+
+    def __init__(self) -> None:
+        self._folder: str | None = None  # None: no worker of this node has asked
+
+    def agree(self, store: KeyValue, keys: Keys, proposed: str) -> str:
+        """The job's; ``proposed``, if it has none yet. Raises CoordinationError."""
+        if self._folder is None:
+            self._folder = self._stored(store, keys, proposed)
+        return self._folder
+
+    def restore(self, store: KeyValue, keys: Keys) -> None:
+        """Write it back after etcd was wiped. Raises CoordinationError."""
+        if self._folder is not None:
+            self._folder = self._stored(store, keys, self._folder)
+
+    @staticmethod
+    def _stored(store: KeyValue, keys: Keys, proposed: str) -> str:
+        key = keys.working_folder
+        entry = store.get(key)
+        if entry is None:
+            record = encode(WorkingFolder(folder=proposed))
+            if store.compare_and_swap(key, record, expected_revision=0) is not None:
+                return proposed
+            entry = store.get(key)
+        return proposed if entry is None else decode(WorkingFolder, key, entry.value).folder
 
 
 def _broken(key: str, what: str) -> RecordError:
@@ -344,6 +378,7 @@ class NodeContext:
     clock: Clock = SYSTEM_CLOCK
     tls: Tls | None = None  # between nodes
     inbox: Inbox = field(default_factory=Inbox)
+    job_folder: JobFolder = field(default_factory=JobFolder)
     kernel_log: KernelLog = field(default_factory=KernelLog)  # closed by the service
 
     @classmethod

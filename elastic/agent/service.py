@@ -380,6 +380,7 @@ class Registration:
             self._knows_world = False
             # With a new lease the store may be a new one, too.
             self._at.secret.restore(self._at.store, self._at.keys)
+            self._at.job_folder.restore(self._at.store, self._at.keys)
         node = self._at.status.node
         # The record of a finished node outlives its lease: a later leader would otherwise take the
         # node for lost, and interrupt the others.

@@ -38,6 +38,8 @@ from elastic.link.link import (
     Exiting,
     FlightAsk,
     FlightTrace,
+    FolderAnswer,
+    FolderAsk,
     Heartbeat,
     Left,
     LinkServer,
@@ -969,6 +971,10 @@ class Workers:
             case SigtermAsk():
                 leaving = self._node.state is NodeState.LEAVING and not self._at.status.stopping
                 self._server.send(SigtermAnswer(leaving=leaving), worker)
+            case FolderAsk(folder=folder):
+                # If etcd does not answer, this raises an error, and the worker asks again.
+                agreed = self._at.job_folder.agree(self._at.store, self._at.keys, folder)
+                self._server.send(FolderAnswer(folder=agreed), worker)
             case Exiting():
                 self._deaths.on_exit_notice(worker, message)
             case _:

@@ -198,7 +198,7 @@ def exit_status(pidfd: int) -> tuple[int | None, int | None]:
 # Nothing received is executed. A frame that is not exactly one of these messages raises
 # :class:`LinkError`, and its connection is closed.
 
-PROTOCOL_VERSION = 7
+PROTOCOL_VERSION = 8
 MAX_MESSAGE = 256 << 10
 MAX_TEXT = 4000  # characters of one text, up to 12 bytes each in JSON
 IN_STEP = "step"  # the phase of a heartbeat while the worker is within a step
@@ -295,6 +295,14 @@ class SigtermAsk:
 
 
 @dataclass(frozen=True, kw_only=True)
+class FolderAsk:
+    """Worker: its checkpoint folder is relative, and this is its working folder. Which one is the
+    job's?"""
+
+    folder: str
+
+
+@dataclass(frozen=True, kw_only=True)
 class ProgressPage:
     """Worker: the numbers of its descriptors, which the agent opens (elastic/hangs/page.py,
     stacks.py)."""
@@ -368,6 +376,13 @@ class SigtermAnswer:
 
 
 @dataclass(frozen=True, kw_only=True)
+class FolderAnswer:
+    """Agent: the working folder of the job, that of its first worker with a relative folder."""
+
+    folder: str
+
+
+@dataclass(frozen=True, kw_only=True)
 class Permit:
     """Agent: the worker may begin steps and commit saves until this time of the machine's
     CLOCK_BOOTTIME (``clock.boottime()``). It only moves forward."""
@@ -411,6 +426,7 @@ Message = (
     | Left
     | Exiting
     | SigtermAsk
+    | FolderAsk
     | ProgressPage
     | FlightTrace
     | StepReport
@@ -423,6 +439,7 @@ Message = (
     | ReplicaMeet
     | ReplicaPending
     | SigtermAnswer
+    | FolderAnswer
     | Permit
     | FlightAsk
     | MeasureSteps
@@ -442,6 +459,7 @@ FROM_WORKER = (
     Left,
     Exiting,
     SigtermAsk,
+    FolderAsk,
     ProgressPage,
     FlightTrace,
     StepReport,
@@ -453,6 +471,7 @@ FROM_AGENT = (
     ReplicaMeet,
     ReplicaPending,
     SigtermAnswer,
+    FolderAnswer,
     Permit,
     FlightAsk,
     MeasureSteps,
@@ -467,6 +486,8 @@ _MAX_BYTES: dict[type[Any], int] = {
     CheckpointSkipped: 128 << 10,
     WorldMessage: MAX_MESSAGE,
     ReplicaMeet: 64 << 10,
+    FolderAsk: 64 << 10,
+    FolderAnswer: 64 << 10,
 }
 _DEFAULT_MAX_BYTES = 4 << 10
 _KINDS: dict[str, type[Any]] = {kind.__name__: kind for kind in typing.get_args(Message)}

@@ -158,6 +158,10 @@ class Keys:
     def secret(self) -> str:
         return f"{self.root}secret"
 
+    @property
+    def working_folder(self) -> str:
+        return f"{self.root}working_folder"
+
 
 # ----------------------------------------------------------------------------
 # The records in etcd: one frozen dataclass per key, as strict JSON.
@@ -512,6 +516,14 @@ class Secret:
     version: int = RECORD_VERSION
 
 
+@dataclass(frozen=True, kw_only=True)
+class WorkingFolder:
+    """Key ``working_folder``: to which a relative checkpoint folder of this run is relative."""
+
+    folder: str  # absolute
+    version: int = RECORD_VERSION
+
+
 Record = (
     WorldRecord
     | Node
@@ -525,6 +537,7 @@ Record = (
     | Profile
     | Done
     | Secret
+    | WorkingFolder
 )
 R = TypeVar("R", bound=Record)
 

@@ -66,6 +66,8 @@ from elastic.train.folder import (
     RestoreSource,
     WhenGiven,
     checkpoints_from,
+    in_job_folder,
+    is_relative,
 )
 from elastic.train.memory import ChosenInterval, MemoryInterval, MemoryTier
 from elastic.train.order import ControlFlags, StepFlags, ask
@@ -395,11 +397,19 @@ class WriterHistory:
 # event: training continues with the older checkpoints.
 
 
+Locate = Callable[[Root], Root]  # the folder of the job, from the one that was given
+
+
 class Saver:
     """Finds, loads and saves this job's checkpoints. Does nothing without a policy."""
 
     def __init__(
-        self, policy: Checkpoints | None, journal: EventSink, *, clock: Clock = SYSTEM_CLOCK
+        self,
+        policy: Checkpoints | None,
+        journal: EventSink,
+        *,
+        clock: Clock = SYSTEM_CLOCK,
+        locate: Locate = lambda root: root,
     ) -> None:
         self._policy = policy
         self._clock = clock
@@ -407,7 +417,7 @@ class Saver:
         self.folder = None
         self._memory: MemoryTier | None = None
         if policy is not None:
-            self.folder = CheckpointFolder(policy.folder, self._outcomes.skipped)
+            self.folder = CheckpointFolder(locate(policy.folder), self._outcomes.skipped)
             if policy.memory:
                 self._keep_in_memory(policy)
         self.writers = WriterHistory()
@@ -1213,6 +1223,7 @@ class CheckpointManager:
         self._flags = ControlFlags()
         self._sent = StepFlags()
         self._has_stepped = False  # in this world, since the last boundary
+        self._locate: Locate = lambda root: root
         self._saver = Saver(policy, journal, clock=clock)
 
     # -- configuration ------------------------------------------------------------------------
@@ -1245,6 +1256,17 @@ class CheckpointManager:
         self._is_superseded, self._is_permitted = is_superseded, is_permitted
         self._saver.is_superseded, self._saver.is_permitted = is_superseded, is_permitted
 
+    def locate(self, job_folder: Callable[[str], str]) -> None:
+        """From now on, a relative folder is relative to the job's working folder: ``job_folder``
+        returns it for that of this process. Called before the first world."""
+        self._locate = functools.partial(in_job_folder, job_folder=job_folder)
+        if self._saver.policy is not None and is_relative(self._saver.policy.folder):
+            self._save_by(self._saver.policy)
+
+    def _save_by(self, policy: Checkpoints | None) -> None:
+        self._saver = Saver(policy, self._journal, clock=self._clock, locate=self._locate)
+        self.fence(is_superseded=self._is_superseded, is_permitted=self._is_permitted)
+
     def amend(
         self,
         given: Checkpoints | Root | None,
@@ -1268,9 +1290,7 @@ class CheckpointManager:
                 f"checkpoints={folder} is set after the state was restored",
                 hint="use elastic.join(checkpoints=…): run.retry and run.epochs restore the state",
             )
-        policy = checkpoints_from(given, when=when, keep=keep)
-        self._saver = Saver(policy, self._journal, clock=self._clock)
-        self.fence(is_superseded=self._is_superseded, is_permitted=self._is_permitted)
+        self._save_by(checkpoints_from(given, when=when, keep=keep))
 
     # -- worlds -------------------------------------------------------------------------------
 

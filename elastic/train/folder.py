@@ -363,6 +363,7 @@ def _is_alive(process: str) -> bool | None:
 # from and the generation of the next saves.
 
 GENERATION_FILE = ".generation"
+_MAX_PATH_BYTES = 2000  # longer texts in messages to an agent lose their middle
 
 
 @dataclass(frozen=True)
@@ -565,6 +566,52 @@ class CheckpointFolder:
             return
         with everywhere(self.storage, self._report) as storage:
             yield storage
+
+
+def is_relative(root: checkpoints.Root) -> bool:
+    """Whether a folder depends on the working folder of the process."""
+    if isinstance(root, str) and _IN_A_STORE.match(root):
+        return False
+    storage = storage_for(root)
+    return isinstance(storage, LocalStorage) and not os.path.isabs(storage.place)
+
+
+def in_job_folder(root: checkpoints.Root, *, job_folder: Callable[[str], str]) -> checkpoints.Root:
+    """The same folder for all processes of a job: a relative one, below the working folder of the
+    job's first process, which ``job_folder`` returns for that of this one.
+
+    A script may change its folder at each start, as under Hydra; a process that is started again
+    would find no checkpoint, and begin at step 0.
+    """
+    own = os.getcwd()
+    if not is_relative(root) or not _can_be_sent(own):
+        return root
+    jobs = job_folder(own)
+    try:
+        if os.path.samefile(jobs, own):
+            return root
+    except OSError as error:  # on another machine, or removed
+        get_logger().info(
+            "the checkpoint folder %s is below the working folder %s of this process, not below "
+            "that of the job's first one, %s: %s",
+            *(_shown(root), own, jobs, reason_of(error)),
+        )
+        return root
+    place = os.path.join(jobs, storage_for(root).place)
+    get_logger().warning(
+        "the checkpoint folder %s is relative, and the working folder %s of this process is not "
+        "the one in which the job began: using %s",
+        *(_shown(root), own, place),
+    )
+    return place
+
+
+def _can_be_sent(folder: str) -> bool:
+    """Whether a message can carry a path unchanged."""
+    try:
+        return len(folder.encode()) <= _MAX_PATH_BYTES
+    except UnicodeEncodeError:  # a name that is not UTF-8
+        return False
 
 
 def _absolute(place: str) -> str:

@@ -459,6 +459,7 @@ def assemble(
     failure = FailureHook(journal, session.position)
     in_process = None
     if worlds is not None:
+        checkpoints.locate(worlds.job_folder)
         checkpoints.fence(is_superseded=worlds.is_superseded, is_permitted=worlds.is_permitted)
         worlds.max_ranks = registry.max_ranks
         worlds.on_heartbeat = early_leave.on_heartbeat

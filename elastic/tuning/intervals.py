@@ -744,6 +744,8 @@ LINK_FLUSH_S = 0.01
 SIGTERM_ASK_S = 0.3
 # Waits of the main thread are sliced: between two slices Python runs the handlers of signals.
 WORKER_SLICE_S = 0.2
+# A worker asks for the job's working folder again: etcd may not have answered its agent.
+FOLDER_ASK_S = 1.0
 # Polling interval for a newer world where the thread that receives it cannot be woken.
 WORLD_LOOK_S = 0.005
 

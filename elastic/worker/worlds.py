@@ -32,6 +32,8 @@ from elastic.link.link import (
     Exiting,
     FlightAsk,
     FlightTrace,
+    FolderAnswer,
+    FolderAsk,
     Heartbeat,
     Left,
     LinkClient,
@@ -51,7 +53,13 @@ from elastic.link.link import (
 )
 from elastic.telemetry.events import Event
 from elastic.telemetry.log import get_logger
-from elastic.tuning.intervals import LINK_CLOSE_S, WORKER_SLICE_S, WORLD_LOOK_S, peer_silence_of
+from elastic.tuning.intervals import (
+    FOLDER_ASK_S,
+    LINK_CLOSE_S,
+    WORKER_SLICE_S,
+    WORLD_LOOK_S,
+    peer_silence_of,
+)
 from elastic.wire.handshake import SecretKey
 from elastic.wire.messages import derive, world_variables
 
@@ -244,6 +252,7 @@ class Worlds:
         self.is_waiting = False  # the main thread waits for a world
         self._permitted_until_s = math.inf  # by clock.boottime(); no agent has set a limit yet
         self._leaving_answer: bool | None = None
+        self._job_folder: str | None = None  # the agent's answer
         self._client: ToAgent | None = None
         self.on_profile: Callable[[ProfileSteps], object] = lambda request: None
         self.on_heartbeat: Callable[[], object] = lambda: None
@@ -416,6 +425,17 @@ class Worlds:
                 self._changed.wait(WORKER_SLICE_S)
             return self._meeting
 
+    def job_folder(self, own: str) -> str:
+        """The working folder of the job's first worker; ``own``, this process's, if it is that.
+
+        Waits for the agent while etcd does not answer: no other folder would be right.
+        """
+        with self._changed:
+            while self._job_folder is None:
+                self.send(FolderAsk(folder=own))
+                self._changed.wait_for(lambda: self._job_folder is not None, FOLDER_ASK_S)
+            return self._job_folder
+
     def wait_for_newer(self, meanwhile: Callable[[], object] = lambda: None) -> None:
         """Wait for a world newer than the current one, and call ``meanwhile`` periodically."""
         while not self.has_newer:
@@ -501,6 +521,10 @@ class Worlds:
                 self._accept(message)
             case SigtermAnswer(leaving=leaving):
                 self._leaving_answer = leaving
+            case FolderAnswer(folder=folder):
+                with self._changed:
+                    self._job_folder = folder
+                    self._changed.notify_all()
             case Permit(until_s=until_s):
                 with self._changed:
                     self._permitted_until_s = until_s

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 from job_series import JobSeries, StartSeries
-from training_job import TrainingJob, Workload
+from training_job import SCRIPTS, TrainingJob, Workload
 
 import checkpoints
 from elastic.store.embedded import EmbeddedEtcd
@@ -68,3 +68,26 @@ def test_the_job_ends_with_the_weights_of_an_undisturbed_run(
 ) -> None:
     job.bring_to(2)
     job.assert_finishes_whole(undisturbed)
+
+
+def test_a_script_that_changes_its_folder_at_each_start_continues_in_the_job_s_folder(
+    etcd: EmbeddedEtcd, tmp_path: Path, workload: Workload
+) -> None:
+    script = SCRIPTS / "changing_folder.py"
+    with TrainingJob([etcd.endpoint], tmp_path, script=script, workload=workload) as job:
+
+        def checkpoint_folders() -> list[Path]:
+            return list((tmp_path / "outputs").glob("*/checkpoints"))
+
+        job.bring_to(2)
+        saved = job.wait_for(
+            lambda: checkpoints.list_checkpoints(*checkpoint_folders()), PATIENCE_S, "a checkpoint"
+        )
+        for victim in job.running:
+            victim.kill()
+        before = job.ledger()
+        job.bring_to(2)
+        starts = [s for s in job.ledger().starts if s.generation > before.last_generation]
+        assert min(s.step for s in starts) >= saved[0].step
+        (folder,) = checkpoint_folders()
+        assert f"using {folder}" in job.report()

@@ -27,6 +27,8 @@ from elastic.link.link import (
     ClientHandshakeRequest,
     CollectiveFailure,
     Entered,
+    FolderAnswer,
+    FolderAsk,
     Heartbeat,
     LinkServer,
     LocalReplicas,
@@ -122,6 +124,7 @@ class SmallJob:
         self._nonce = ""
         self._step = 0  # the highest step that was reported as committed
         self._failing_since_s: float | None = None
+        self._folder = ""  # that of the first process with a relative checkpoint folder
         self._problem = ""
 
     def run(self) -> dict[str, Any]:
@@ -312,6 +315,9 @@ class SmallJob:
                 self._failing_since_s = self._failing_since_s or time.monotonic()
             case SigtermAsk():
                 process.server.send(SigtermAnswer(leaving=False), worker)
+            case FolderAsk(folder=folder):
+                self._folder = self._folder or folder
+                process.server.send(FolderAnswer(folder=self._folder), worker)
             case _:
                 pass
 
