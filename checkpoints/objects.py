@@ -8,16 +8,20 @@ import errno
 import math
 import os
 import re
+import secrets
+import stat
 import threading
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from datetime import datetime
 from enum import Enum
+from pathlib import Path
 from typing import Any, Protocol
 from urllib.parse import unquote
 
 from checkpoints.errors import ArgumentError
 from checkpoints.names import (
+    LATEST_PREFIX,
     MANIFEST,
     REMOVED_PREFIX,
     CheckpointName,
@@ -26,7 +30,15 @@ from checkpoints.names import (
     parse_part_file,
     parse_writer_file,
 )
-from checkpoints.storage import LocalStorage, ReadableFile, Storage, WritableFile
+from checkpoints.storage import (
+    ABSENT,
+    LocalStorage,
+    ReadableFile,
+    Storage,
+    WritableFile,
+    is_unsupported,
+    sync_folder,
+)
 
 # ----------------------------------------------------------------------------
 # The few operations of an object store that storages in one build on.
@@ -337,6 +349,143 @@ def _as_os_error(error: Exception) -> OSError:
 
 
 # ----------------------------------------------------------------------------
+# A folder as an object store, for file systems that cannot rename folders.
+#
+# Mounted buckets (gcsfuse, Mountpoint for S3) refuse to rename a folder, or copy all of its files;
+# some refuse to rename files, too. There, a file appears once it is closed.
+
+_BUFFER_BYTES = 1 << 20  # smaller objects appear atomically, also on other file systems
+
+
+class FolderObjects:
+    """Objects as files below a folder."""
+
+    def __init__(self, root: str | os.PathLike[str], *, place: str | None = None) -> None:
+        self._root = Path(root)
+        self.place = place if place is not None else str(root)
+        self._renames_files = True
+
+    def list(self, prefix: str) -> dict[str, ObjectInfo]:
+        found = {}
+        try:
+            with os.scandir(self._root / prefix) as entries:
+                for entry in entries:
+                    with contextlib.suppress(FileNotFoundError):  # removed in the meantime
+                        found[entry.name] = _file_info(entry.stat(follow_symlinks=False))
+        except ABSENT:
+            return {}
+        return found
+
+    def stat(self, key: str) -> ObjectInfo:
+        info = _file_info(os.stat(self._root / key, follow_symlinks=False))
+        if info.is_folder:
+            raise FileNotFoundError(errno.ENOENT, "no such object", key)
+        return info
+
+    def get(self, key: str, begin: int, end: int) -> bytes:
+        with contextlib.closing(LocalStorage(self._root).open(key)) as source:
+            data = bytearray(end - begin)
+            return bytes(data[: source.read_at(begin, memoryview(data))])
+
+    def put(self, key: str, data: bytes, *, only_new: bool = False) -> None:
+        if only_new and os.path.lexists(self._root / key):
+            # Another writer may put it before the rename below, but only the same bytes.
+            raise FileExistsError(errno.EEXIST, "the object exists", key)
+        if not self._renames_files:
+            self._write(key, data)
+            self.sync_names(key)
+            return
+        temporary = f"{LATEST_PREFIX}{secrets.token_hex(4)}"  # garbage collection removes it
+        folder, slash, _ = key.rpartition("/")
+        temporary = f"{folder}{slash}{temporary}"
+        try:
+            self._write(temporary, data)
+            os.rename(self._root / temporary, self._root / key)
+            self.sync_names(key)
+        except OSError as error:
+            with contextlib.suppress(OSError):
+                os.unlink(self._root / temporary)
+            if not is_unsupported(error):
+                raise
+            self._renames_files = False
+            self._write(key, data)
+            self.sync_names(key)
+
+    def upload(self, key: str) -> Upload:
+        return _FileUpload(self, key)
+
+    def delete(self, key: str) -> None:
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(self._root / key)
+
+    def delete_prefix(self, prefix: str) -> None:
+        with contextlib.suppress(OSError):  # another writer may have put an object there
+            os.rmdir(self._root / prefix)
+
+    def create(self, key: str) -> WritableFile:
+        path = self._root / key
+        try:
+            return LocalStorage(self._root).create(key)
+        except FileNotFoundError:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            return LocalStorage(self._root).create(key)
+
+    def _write(self, key: str, data: bytes) -> None:
+        sink = self.create(key)
+        try:
+            sink.write(data)
+            sink.sync()
+        finally:
+            sink.close()
+
+    def sync_names(self, key: str) -> None:
+        """Make the names of an object and its prefix durable. Raises ``OSError``."""
+        folder, slash, _ = key.rpartition("/")
+        for path in (folder, "") if slash else ("",):
+            sync_folder(LocalStorage(self._root), path)
+
+
+class _FileUpload:
+    """Small objects are written at the end, larger ones in place: nothing refers to an attempt's
+    file before it is complete."""
+
+    def __init__(self, objects: FolderObjects, key: str) -> None:
+        self._objects = objects
+        self._key = key
+        self._small = bytearray()
+        self._file: WritableFile | None = None
+
+    def write(self, data: bytes | memoryview) -> None:
+        if self._file is None:
+            self._small += data
+            if len(self._small) < _BUFFER_BYTES:
+                return
+            self._file = self._objects.create(self._key)
+            data, self._small = bytes(self._small), bytearray()
+        self._file.write(data)
+
+    def finish(self) -> None:
+        if self._file is None:
+            self._objects.put(self._key, bytes(self._small))
+            return
+        try:
+            self._file.sync()
+        finally:
+            self._file.close()
+        self._objects.sync_names(self._key)
+
+    def abandon(self) -> None:
+        if self._file is not None:
+            with contextlib.suppress(OSError):
+                self._file.close()
+            self._objects.delete(self._key)
+
+
+def _file_info(status: os.stat_result) -> ObjectInfo:
+    return ObjectInfo(status.st_size, status.st_mtime, is_folder=stat.S_ISDIR(status.st_mode))
+
+
+# ----------------------------------------------------------------------------
 # Checkpoints in an object store, which has no rename: putting the manifest last is the commit.
 #
 # An attempt and the checkpoint it becomes are one prefix::
@@ -628,6 +777,107 @@ def _missing(path: str) -> FileNotFoundError:
 
 
 # ----------------------------------------------------------------------------
+# A local folder, on any file system.
+#
+# Where folders can be renamed, a rename is the commit. Where they cannot, checkpoints are stored as
+# in an object store, and the manifest is the commit. The first writer finds out by a rename, and
+# leaves a mark for readers: on a mount of the same folder that can rename, an attempt would look
+# like a damaged checkpoint.
+
+_MARK = ".commits-by-manifest"
+# The rename of a folder was refused. gcsfuse: EMFILE, too many files to copy; overlayfs: EXDEV.
+_NO_RENAME = {errno.EMFILE, errno.EXDEV}
+
+
+class FolderStorage(LocalStorage):
+    """A local folder, whose file system may be unable to rename folders."""
+
+    def __init__(self, root: str | os.PathLike[str]) -> None:
+        super().__init__(root)
+        self._renaming = LocalStorage(root)
+        self._putting = ObjectStorage(FolderObjects(self.folder, place=self.place))
+        self._chosen: Storage | None = None  # None: not written to yet, and without a mark
+
+    @classmethod
+    def of(cls, storage: LocalStorage) -> FolderStorage:
+        """The same folder, also if its path was relative, and the process has changed its own."""
+        made = cls(storage.folder)
+        made._place = storage.place
+        return made
+
+    def make_folder(self, path: str) -> None:
+        self._renaming.make_folder("")
+        self._to_write().make_folder(path)
+
+    def list(self, path: str) -> builtins.list[str]:
+        return [entry for entry in self._to_read().list(path) if path or entry != _MARK]
+
+    def size(self, path: str) -> int:
+        return self._to_read().size(path)
+
+    def modified_s(self, path: str) -> float:
+        return self._to_read().modified_s(path)
+
+    def create(self, path: str) -> WritableFile:
+        return self._to_write().create(path)
+
+    def open(self, path: str) -> ReadableFile:
+        return self._to_read().open(path)
+
+    def rename(self, old: str, new: str) -> None:
+        self._to_write().rename(old, new)
+
+    def sync_folder(self, path: str) -> None:
+        self._to_write().sync_folder(path)
+
+    def remove(self, path: str) -> None:
+        self._to_read().remove(path)
+
+    def remove_folder(self, path: str) -> None:
+        self._to_read().remove_folder(path)
+
+    def _to_read(self) -> Storage:
+        if self._chosen is None and self._is_marked():
+            self._chosen = self._putting
+        return self._chosen if self._chosen is not None else self._renaming
+
+    def _to_write(self) -> Storage:
+        if self._chosen is None:
+            can_rename = False if self._is_marked() else self._can_rename()
+            if can_rename is None:
+                return self._renaming
+            self._chosen = self._renaming if can_rename else self._putting
+        return self._chosen
+
+    def _is_marked(self) -> bool:
+        try:
+            self._renaming.size(_MARK)
+        except ABSENT:
+            return False
+        return True
+
+    def _can_rename(self) -> bool | None:
+        """Whether the file system renames folders. If not, marks the root. None: not known, and the
+        caller's write will fail for the same reason."""
+        before, after = (f"{REMOVED_PREFIX}probe-{secrets.token_hex(4)}" for _ in range(2))
+        try:
+            self._renaming.make_folder(before)
+            self._renaming.create(f"{before}/file").close()
+            self._renaming.rename(before, after)
+        except OSError as error:
+            if not is_unsupported(error) and error.errno not in _NO_RENAME:
+                return None
+            with contextlib.suppress(FileExistsError):
+                self._renaming.create(_MARK).close()
+            return False
+        finally:
+            for folder in (before, after):
+                with contextlib.suppress(OSError):  # garbage collection removes it
+                    self._renaming.remove_folder(folder)
+        return True
+
+
+# ----------------------------------------------------------------------------
 # Resolves a checkpoint root (a path, a URL or a storage) to a storage.
 
 Root = str | os.PathLike[str] | Storage
@@ -644,15 +894,17 @@ def storage_for(root: Root) -> Storage:
     a ``file://`` URL is a path. In a path, ``~`` is expanded. Raises :class:`ArgumentError` if the
     driver of a URL is not installed, and for a URL that was turned into a path.
     """
+    if type(root) is LocalStorage:  # given by the user
+        return FolderStorage.of(root)
     if not isinstance(root, (str, os.PathLike)):
         return root
     text = os.fspath(root)
     scheme = _SCHEME.match(text)
     if scheme is None:
-        return LocalStorage(os.path.expanduser(text))
+        return FolderStorage(os.path.expanduser(text))
     is_url = isinstance(root, str) and len(scheme[2]) > 1
     if scheme[1].lower() in ("file", "local"):
-        return LocalStorage(_path_of(text) if is_url else text)
+        return FolderStorage(_path_of(text) if is_url else text)
     if not is_url:
         raise ArgumentError(
             f"{root!r} is a path, but looks like a URL",

@@ -23,13 +23,12 @@ from checkpoints import (
     Storage,
 )
 from checkpoints.commit import read_manifest
-from checkpoints.names import LATEST, REMOVED_PREFIX, parse_attempt, parse_committed
+from checkpoints.names import LATEST, parse_attempt, parse_committed
 from checkpoints.objects import storage_for
 from checkpoints.storage import (
     LocalStorage,
     PatientStorage,
     is_full,
-    is_unsupported,
     patient,
     read_record,
     reading,
@@ -407,32 +406,12 @@ class CheckpointFolder:
                 f"checkpoints cannot be written to {place}: {reason_of(error)}",
                 hint="use a folder that every worker can write to, on storage shared by all nodes",
             ) from error
-        if rank == 0 and isinstance(self.storage, LocalStorage):
-            self._check_renames()
 
     def _try_to_write(self, rank: int) -> None:
         name = f".writable-{rank}"
         self.storage.make_folder("")
         self.storage.create(name).close()
         self.storage.remove(name)
-
-    def _check_renames(self) -> None:
-        """Raise ConfigError if the file system cannot rename a folder, as a commit does."""
-        before, after = f"{REMOVED_PREFIX}probe", f"{REMOVED_PREFIX}probe-renamed"
-        try:
-            self.storage.remove_folder(after)
-            self.storage.make_folder(before)
-            self.storage.rename(before, after)
-        except OSError as error:
-            if is_unsupported(error):
-                raise ConfigError(
-                    f"checkpoints cannot be written to {self.storage.place}: its file system "
-                    f"cannot rename folders ({reason_of(error)})",
-                    hint="use another file system; for a bucket, its URL, such as s3://bucket/job",
-                ) from error
-        for folder in (before, after):
-            with contextlib.suppress(OSError):  # the next garbage collection removes it
-                self.storage.remove_folder(folder)
 
     def resolve(self, world: World, *, required: bool) -> RestoreSource:
         """Commit or remove the leftovers of a dead world, and choose the checkpoint to resume from.

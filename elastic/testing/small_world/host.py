@@ -124,7 +124,7 @@ class SmallJob:
         self._nonce = ""
         self._step = 0  # the highest step that was reported as committed
         self._failing_since_s: float | None = None
-        self._folder = ""  # that of the first process with a relative checkpoint folder
+        self._job_folder = ""  # that of the first process with a relative checkpoint folder
         self._problem = ""
 
     def run(self) -> dict[str, Any]:
@@ -316,8 +316,8 @@ class SmallJob:
             case SigtermAsk():
                 process.server.send(SigtermAnswer(leaving=False), worker)
             case FolderAsk(folder=folder):
-                self._folder = self._folder or folder
-                process.server.send(FolderAnswer(folder=self._folder), worker)
+                self._job_folder = self._job_folder or folder
+                process.server.send(FolderAnswer(folder=self._job_folder), worker)
             case _:
                 pass
 

@@ -14,14 +14,17 @@ import pytest
 import torch
 from kit.checkpoint_states import flip, same, save_all, small_state
 from kit.manual_clock import ManualClock
+from kit.renames import refuse_renames
 
 import checkpoints
+from checkpoints import LatestN
 from checkpoints.intervals import STORAGE_PATIENCE_S
 from checkpoints.memory import NodeMemory
+from checkpoints.objects import ObjectStorage, open_url, storage_for
 from checkpoints.storage import LocalStorage, PatientStorage
 from checkpoints.testing import FaultyStorage, MemoryStorage, SimulatedCrash, StorageFault
 from checkpoints.tiers import TieredStorage
-from elastic.errors import CheckpointRequired, ConfigError
+from elastic.errors import CheckpointRequired
 from elastic.train.folder import CheckpointFolder
 
 WORLD: Any = SimpleNamespace(generation=2, nonce="n2")
@@ -473,23 +476,71 @@ def test_a_file_system_without_fsync_of_folders_is_used(
     assert same(checkpoints.load(root, names(root)[0]).state, small_state(1))
 
 
-def test_a_file_system_that_cannot_rename_folders_is_refused_at_the_start(
+@pytest.mark.parametrize(
+    ("number", "of_files", "as_storage"),
+    [
+        (errno.EINVAL, False, False),
+        (errno.ENOSYS, True, False),
+        (errno.EOPNOTSUPP, False, True),
+        (errno.EMFILE, False, False),
+        (errno.EXDEV, False, True),
+    ],
+)
+def test_a_file_system_that_cannot_rename_is_used(
+    tmp_path: Path, number: int, of_files: bool, as_storage: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Writers, garbage collection, retention and readers, which do not find out by a rename."""
+    with monkeypatch.context() as patch:
+        refuse_renames(patch, number, of_files=of_files)
+        root = LocalStorage(tmp_path) if as_storage else tmp_path
+        folder = CheckpointFolder(root, lambda *_: None)
+        folder.check_writable(0)
+        for step in (1, 2, 3, 4):
+            save_all(root, small_state(step), step=step, world_size=2, keep=LatestN(2))
+        checkpoints.save(tmp_path, small_state(5), step=5, nonce="aa", rank=0, world_size=2)
+        assert folder.resolve(WORLD, required=True).name == names(tmp_path)[0]
+        assert [name.partition(".")[0] for name in names(tmp_path)] == [
+            "step-000000004",
+            "step-000000003",
+        ]
+        assert (tmp_path / "LATEST").read_text().strip() == names(tmp_path)[0]
+    # Another mount of the folder, or the bucket.
+    for other in (tmp_path, ObjectStorage(open_url(f"file://{tmp_path}"))):
+        assert same(checkpoints.load(other, names(tmp_path)[0]).state, small_state(4))
+    assert not [entry for entry in os.listdir(tmp_path) if entry.startswith(".tmp")]
+
+
+def test_an_attempt_without_a_manifest_is_no_damaged_checkpoint(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    rename = os.rename
+    with monkeypatch.context() as patch:
+        refuse_renames(patch, errno.ENOSYS)
+        save_all(tmp_path, small_state(1), step=1)
+        checkpoints.save(tmp_path, small_state(2), step=2, nonce="aa", rank=0, world_size=2)
+    found = checkpoints.latest(tmp_path)  # in a process that can rename
+    assert found.checkpoint is not None and found.checkpoint.step == 1 and found.skipped == ()
 
-    def refuse(old: Path, new: Path) -> None:
-        if os.path.isdir(old):
-            raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
-        rename(old, new)
 
-    folder = CheckpointFolder(tmp_path, lambda *_: None)
-    folder.check_writable(0)
+def test_file_systems_that_can_rename_are_left_without_a_trace(tmp_path: Path) -> None:
+    CheckpointFolder(tmp_path, lambda *_: None).check_writable(0)
     assert list(tmp_path.iterdir()) == []
-    monkeypatch.setattr(os, "rename", refuse)
-    with pytest.raises(ConfigError, match="cannot rename folders") as refused:
-        folder.check_writable(0)
-    assert "s3://" in str(refused.value)
+
+
+def test_a_full_disk_does_not_decide_how_checkpoints_are_committed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    refuse_renames(monkeypatch, errno.ENOSYS)
+    storage = storage_for(tmp_path)
+    with monkeypatch.context() as patch:
+
+        def full(*_: object, **__: object) -> None:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+        patch.setattr(os, "mkdir", full)
+        with pytest.raises(OSError):
+            storage.make_folder(".tmp-step-000000001.g1.ab")
+    save_all(storage, small_state(1), step=1)
+    assert same(checkpoints.load(tmp_path, names(tmp_path)[0]).state, small_state(1))
 
 
 def test_a_folder_whose_checkpoints_are_missing_is_no_start_from_step_0(tmp_path: Path) -> None:
