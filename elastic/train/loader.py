@@ -769,8 +769,8 @@ class ElasticLoader:
     share.
 
     With ``max_steps`` an epoch ends after at most that many steps, in every world and after every
-    recovery. ``itertools.islice(loader, 9)`` and ``if i == 9: break`` count from where the loop
-    resumes instead, and so run more steps after a recovery::
+    recovery. So does ``itertools.islice(loader, 9)`` below ``run.epochs``; ``if i == 9: break``
+    counts from where the loop resumes instead, and so runs more steps after a recovery::
 
         loader = run.loader(DataLoader(…), max_steps=9)   # len(loader) is at most 9
         for x, y in loader:
@@ -832,6 +832,10 @@ class ElasticLoader:
         self.index_was_read = False  # since the last pass began
         # The position was restored at the end of a pass, and none has begun since.
         self.resumes_at_end = False
+        self._is_resumed = False  # and no pass has begun since
+        self.continues = False  # the current pass is the rest of one that was interrupted
+        # An epoch, and how many batches its first reader takes; None: all.
+        self.counted: tuple[int, int] | None = None
         self.micro_batch = micro_batch
         self._seed = seed
         inner = loader if dataloader is None else dataloader
@@ -899,12 +903,14 @@ class ElasticLoader:
         Raises ConfigError if it is negative.
         """
         self.resumes_at_end = False
+        self.continues, self._is_resumed = self._is_resumed, False
         if epoch != self.position.epoch:
             self.seek(Position(epoch, 0))
 
     def resume(self) -> None:
         """The script is called again, at this position."""
         self.resumes_at_end = self.position.step == len(self)
+        self._is_resumed = True
 
     def begin_pass(self) -> None:
         """Begin a pass whose epochs nobody counts: the next epoch, if this one is complete.
@@ -918,7 +924,8 @@ class ElasticLoader:
 
     def state_dict(self) -> dict[str, Any]:
         """The position, and everything that it depends on, as JSON values."""
-        return {**self.sampler.state_dict(), "follows": self.following.follows}
+        state = {**self.sampler.state_dict(), "follows": self.following.follows}
+        return state if self.counted is None else {**state, "counted": list(self.counted)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Resume where :meth:`state_dict` was taken. Raises ConfigError for other data."""
@@ -926,6 +933,8 @@ class ElasticLoader:
         self.resume()
         self.following.reset()
         self.following.follows = state.get("follows", False)
+        counted = state.get("counted")
+        self.counted = (counted[0], counted[1]) if counted is not None else None
 
     def __len__(self) -> int:
         """The number of steps of an epoch, the same in every world and at every position."""

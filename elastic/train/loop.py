@@ -8,6 +8,7 @@ import inspect
 import itertools
 import operator
 import sys
+import warnings
 import weakref
 from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
@@ -316,11 +317,18 @@ def _counter_shifted(step: Step, length: int, usual: int) -> TrainingError:
 # ``enumerate``, ``islice`` and ``zip(range(n), …)`` count from 0 even if a pass begins in the
 # middle of an epoch, and ``cycle`` never starts a second pass. The iterator is not notified, but
 # Python's garbage collector can list its referrers.
+#
+# Where the script limits an epoch by ``islice`` or ``zip``, the loader remembers the number of its
+# batches, as part of the job's state. A pass that resumes ends where the interrupted one would
+# have, unless the script has subtracted the batches that it has had.
 
 # `enumerate(tqdm(loader))` reads the loader's generator through the progress bar's generator.
 _PROGRESS_BARS = ("tqdm", "rich")
 
 _RANGE_ITERATOR = type(iter(range(0)))
+_ONE_BY_ONE = (zip, enumerate, map, itertools.islice)  # they pass each item on
+_READERS = (*_ONE_BY_ONE, itertools.cycle)
+_NESTED = 3  # of these around each other: islice(enumerate(zip(loader, other)), n)
 
 _warned: set[str] = set()
 
@@ -331,8 +339,10 @@ class Consumer:
 
     counts_from: int | None = None  # start value of enumerate
     is_cycle: bool = False
+    # The number of batches after which it ends the pass: of islice(loader, n), or of a range in a
+    # zip with the loader. None: it does not, or the number is not known.
+    takes: int | None = None
     is_slice: bool = False
-    range_left: int | None = None  # of a range in a zip with the loader, with the first batch
 
     def refuse_cycle(self) -> None:
         """Raise TrainingError for ``itertools.cycle``, which stores every batch and repeats them.
@@ -346,10 +356,10 @@ class Consumer:
                 hint="def endless(loader):\n    while True:\n        yield from loader",
             )
 
-    def refuse_slice(self, batches_left: int) -> None:
+    def refuse_limit(self, batches_left: int) -> None:
         """Raise TrainingError if the consumer ends the pass after a number of batches, which it
         would count again where a loop resumes. ``batches_left``: in the pass."""
-        ends_early = self.range_left is not None and self.range_left < batches_left
+        ends_early = self.takes is not None and self.takes < batches_left
         if self.is_slice or ends_early:
             call = "itertools.islice(loader, n)" if self.is_slice else "zip(range(n), loader)"
             raise TrainingError(
@@ -389,7 +399,7 @@ def consumer_of(iterator: object, *, everywhere: bool) -> Consumer:
         found = gc.get_objects() if frames else _holders(iterator)
     counts_from: int | None = None
     is_cycle = is_slice = False
-    range_left: int | None = None
+    takes: int | None = None
     for holder in found:
         if type(holder) is enumerate:
             read, count = cast(tuple[object, int], holder.__reduce__()[1])
@@ -398,10 +408,23 @@ def consumer_of(iterator: object, *, everywhere: bool) -> Consumer:
         elif type(holder) is itertools.cycle:
             is_cycle = is_cycle or any(read is iterator for read in gc.get_referents(holder))
         elif type(holder) is itertools.islice:
-            is_slice = is_slice or any(read is iterator for read in gc.get_referents(holder))
+            if any(_reads(read, iterator, frames) for read in gc.get_referents(holder)):
+                is_slice, takes = True, _length_of(holder)
         elif type(holder) is zip:
-            range_left = _range_beside(holder, iterator, range_left)
-    return Consumer(counts_from, is_cycle, is_slice, range_left)
+            takes = _range_beside(holder, iterator, takes)
+    return Consumer(counts_from, is_cycle, takes, is_slice)
+
+
+def _length_of(sliced: Any) -> int | None:
+    """``n`` of an ``islice(iterable, n)``, of which the first is being read; None for another
+    start or step, and from Python 3.14 on, which does not tell."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # of copying it, in Python 3.12
+        try:
+            _, (_, start, stop, step), *_ = sliced.__reduce__()
+        except (TypeError, ValueError):
+            return None
+    return stop if (start, step) == (0, 1) else None
 
 
 def _range_beside(zipped: object, iterator: object, found: int | None) -> int | None:
@@ -416,22 +439,32 @@ def _range_beside(zipped: object, iterator: object, found: int | None) -> int | 
 
 
 def _holders(iterator: object) -> list[Any]:
-    """Objects that refer to the iterator, directly or through a ``zip``.
+    """Objects that refer to the iterator, directly or through others that pass its items on.
 
     The collector finds them much faster than a loop over all objects, and all ranks of a world wait
     for a joining process meanwhile.
     """
-    found = gc.get_referrers(iterator)
-    parts = [holder for holder in found if type(holder) is tuple]
-    zips = [holder for holder in gc.get_referrers(*parts) if type(holder) is zip] if parts else []
-    return found + zips + gc.get_referrers(*zips) if zips else found
+    found: list[Any] = []
+    readers: list[Any] = [iterator]
+    for _ in range(_NESTED):
+        # Only these types: the lists of this function refer to the iterator, too, and in a list
+        # of their own they would be a cycle that keeps it alive.
+        holders = [held for held in gc.get_referrers(*readers) if type(held) in _READERS]
+        parts = [held for held in gc.get_referrers(*readers) if type(held) is tuple]  # of a zip
+        holders += [held for held in gc.get_referrers(*parts) if type(held) is zip]
+        found += holders
+        readers = [held for held in holders if type(held) in _ONE_BY_ONE]
+        if not readers:
+            break
+    return found
 
 
-def _reads(reader: object, iterator: object, frames: list[Any]) -> bool:
-    """Whether ``reader`` is the iterator, a ``zip`` over it, or a progress bar's generator."""
-    if type(reader) is zip:
-        parts = [part for part in gc.get_referents(reader) if type(part) is tuple]
-        return any(read is iterator for part in parts for read in part)
+def _reads(reader: object, iterator: object, frames: list[Any], depth: int = _NESTED) -> bool:
+    """Whether ``reader`` is the iterator, a progress bar's generator, or passes their items on."""
+    if type(reader) in _ONE_BY_ONE and depth:
+        inner = gc.get_referents(reader)
+        parts = [part for parts in inner if type(parts) is tuple for part in parts]
+        return any(_reads(read, iterator, frames, depth - 1) for read in (*inner, *parts))
     return reader is iterator or (isinstance(reader, GeneratorType) and reader.gi_frame in frames)
 
 
@@ -1128,8 +1161,11 @@ def steps_left(scope: Scope, job: JobState) -> int | None:
 
 
 @not_compiled
-def steps(loop: StepLoop, loader: ElasticLoader) -> Generator[Step]:
-    """The remaining steps of the loader's epoch.
+def steps(
+    loop: StepLoop, loader: ElasticLoader, limit: Callable[[], int | None] = lambda: None
+) -> Generator[Step]:
+    """The remaining steps of the loader's epoch, or as many as ``limit`` returns once the pass has
+    begun.
 
     A step begins when it is yielded. It commits when the next one is requested, or when the loop is
     left after an optimizer has stepped. So a peek at the first batch has no effect.
@@ -1141,7 +1177,11 @@ def steps(loop: StepLoop, loader: ElasticLoader) -> Generator[Step]:
     if loader.position.step < len(loader):
         loop.scope.resumed_at = loader.position.step
     world = loop.lifecycle.world
-    batches = loader.batches(world.data_rank, world.data_size, keeps_workers=True)
+    left = limit()
+    end = len(loader) if left is None else min(len(loader), loader.position.step + left)
+    batches: Batches = iter(())
+    if left != 0:
+        batches = loader.batches(world.data_rank, world.data_size, keeps_workers=True)
     begun, number = 0, 0
     phases.enter(DATA)
     try:
@@ -1154,10 +1194,14 @@ def steps(loop: StepLoop, loader: ElasticLoader) -> Generator[Step]:
             del step
             if loop.lifecycle.world is not world:
                 raise created_too_early()  # created by an attempt that has ended
-            if loader.position.step + 1 < len(loader):
+            is_last = loader.position.step + 1 >= end
+            if not is_last:
                 loop.early_leave.begins(number + 1)
             loop.commit()
             phases.enter(DATA)
+            if is_last and left is not None:
+                loader.stop_workers()
+                break
         phases.enter(SCRIPT)
         loop.leave_step()
     except GeneratorExit:
@@ -1193,8 +1237,8 @@ def _batches(loop: StepLoop, loader: ElasticLoader, passed: Pass) -> Iterator[An
         return
     consumer.refuse_cycle()
     knows_index, loader.index_was_read = loader.index_was_read, False
-    if loop.resumes and not knows_index:
-        consumer.refuse_slice(len(loader) - loader.position.step)
+    if loop.resumes and not knows_index and not loop.scope.owns_epochs:
+        consumer.refuse_limit(len(loader) - loader.position.step)
     if loop.current.leading(loader) is not None:
         yield from follow(loop, loader, passed)
         return
@@ -1214,7 +1258,8 @@ def _batches(loop: StepLoop, loader: ElasticLoader, passed: Pass) -> Iterator[An
     if counts and loop.resumes:
         refuse_break()
     rates: CountedRates | None = None
-    with closing(steps(loop, loader)) as left:
+    limit = functools.partial(_batches_of_pass, loop, loader, consumer, may_subtract=knows_index)
+    with closing(steps(loop, loader, limit)) as left:
         for step in left:
             consumer.warn_of_count(step.index)
             consumer = Consumer()
@@ -1228,6 +1273,32 @@ def _batches(loop: StepLoop, loader: ElasticLoader, passed: Pass) -> Iterator[An
             del batch
             if rates is not None:
                 rates.step_ended(step.number)
+
+
+def _batches_of_pass(
+    loop: StepLoop, loader: ElasticLoader, consumer: Consumer, *, may_subtract: bool
+) -> int | None:
+    """The number of batches of a pass that has just begun, if its consumer counts more of them
+    than an interrupted epoch has left; None: it has the right number.
+
+    Raises TrainingError if it counts another number than in the interrupted pass, or if it limits
+    the second of two passes over an epoch. ``may_subtract``: the script has read the index.
+    """
+    epoch, step = loader.position.epoch, loader.position.step
+    counted, takes = loader.counted, consumer.takes
+    if not loop.resumes or not loop.scope.owns_epochs or (takes is None and not consumer.is_slice):
+        return None
+    if step == 0 and takes is not None:
+        loader.counted = (epoch, takes)
+        return None
+    if loader.continues and takes is not None and counted is not None and counted[0] == epoch:
+        if takes == counted[1]:
+            return max(0, takes - step)
+        if takes == counted[1] - step:
+            return None
+    if not may_subtract:
+        consumer.refuse_limit(len(loader) - step)
+    return None
 
 
 @not_compiled

@@ -1,7 +1,7 @@
 """Epochs with a fixed number of steps
 
-Use `run.loader(…, max_steps=5)` instead of `itertools.islice` or `if i == 5: break`: the script's
-own counter restarts after a recovery.
+Use `run.loader(…, max_steps=5)` instead of `if i == 5: break`: the script's own counter restarts
+after a recovery.
 
 Group: The loop
 """

@@ -13,7 +13,16 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from kit.run_kit import Job, dataset, job, network, parts_of, process, undo_step
+from kit.run_kit import (
+    Job,
+    dataset,
+    job,
+    network,
+    parts_of,
+    process,
+    steps_of_job,
+    undo_step,
+)
 from torch.utils.data import DataLoader, Dataset, SubsetRandomSampler, WeightedRandomSampler
 
 from elastic.errors import TrainingError
@@ -103,6 +112,93 @@ def test_a_number_of_batches_that_a_resumed_loop_would_count_again_is_refused(
             for x, y in limited_by(script.loader):
                 script.update(x, y)
     assert "would have more than n steps" in str(refused.value)
+
+
+def by_enumerate(loader: Any) -> Iterator[Any]:
+    return (batch for _, batch in itertools.islice(enumerate(loader), 4))
+
+
+def by_progress_bar(loader: Any) -> Iterator[Any]:
+    return itertools.islice(bar(loader), 4)
+
+
+LIMITS = [by_islice, by_zip, by_zip_behind, by_enumerate, by_progress_bar]
+knows_the_length = pytest.mark.skipif(
+    sys.version_info >= (3, 14), reason="islice does not tell its length: it is refused"
+)
+
+
+@knows_the_length
+@pytest.mark.parametrize("limited_by", LIMITS)
+@pytest.mark.parametrize("killed_after", [(3, 1), (4,), (5, 6)])
+def test_an_epoch_limited_by_its_reader_ends_at_the_same_step_after_a_kill(
+    tmp_path: Path, limited_by: Callable[[Any], Iterator[Any]], killed_after: tuple[int, ...]
+) -> None:
+    def train(folder: Path | None, stop_after: int | None) -> tuple[int, torch.Tensor]:
+        steps = 0
+        with process(folder, every_steps=1, clean=stop_after is None) as run:
+            script = job(run)
+            for _ in run.epochs(3):
+                for x, y in limited_by(script.loader):
+                    script.update(x, y)
+                    steps += 1
+                    if steps == stop_after:
+                        return steps, script.weights()
+            return steps_of_job(run), script.weights()
+
+    expected = train(None, None)
+    assert expected[0] == 12
+    for stop_after in killed_after:
+        train(tmp_path, stop_after)
+    steps, weights = train(tmp_path, None)
+    assert steps == 12 and torch.equal(weights, expected[1])
+
+
+@knows_the_length
+def test_a_script_that_subtracts_the_batches_it_has_had_gets_the_rest(tmp_path: Path) -> None:
+    """Its own count, in run.state: the loader must not subtract them again."""
+
+    def train(stop_after: int | None) -> int:
+        steps = 0
+        with process(tmp_path, every_steps=1, clean=stop_after is None) as run:
+            script = job(run)
+            for _ in run.epochs(2):
+                for x, y in itertools.islice(script.loader, 4 - run.state.get("done", 0)):
+                    script.update(x, y)
+                    run.state["done"] = (run.state.get("done", 0) + 1) % 4
+                    steps += 1
+                    if steps == stop_after:
+                        return steps
+            return steps_of_job(run)
+
+    train(3)
+    assert train(None) == 8
+
+
+def test_an_interrupted_epoch_with_another_limit_is_refused(tmp_path: Path) -> None:
+    def train(limit: int) -> None:
+        with process(tmp_path, every_steps=1, clean=False) as run:
+            script = job(run)
+            for _ in run.epochs(1):
+                for i, (x, y) in zip(range(limit), script.loader, strict=False):
+                    script.update(x, y)
+                    if i == 2:
+                        return
+
+    train(4)
+    with pytest.raises(TrainingError, match="counts from the step at which a loop resumes"):
+        train(3)
+
+
+@knows_the_length
+def test_a_second_limited_loop_over_an_epoch_is_refused(tmp_path: Path) -> None:
+    with process(tmp_path) as run:
+        script = job(run)
+        with pytest.raises(TrainingError, match="max_steps=n"):
+            for _ in run.epochs(1):
+                for _ in range(2):
+                    for x, y in itertools.islice(script.loader, 2):
+                        script.update(x, y)
 
 
 def test_a_number_of_batches_from_the_index_on_is_accepted(tmp_path: Path) -> None:

@@ -1,15 +1,13 @@
-"""`itertools.islice(loader, n)`, or `if i == n: break`, for an epoch of n steps
+"""`if i == n: break` for an epoch of n steps
 
-A loop may resume in the middle of an epoch, where both count from 0 again.
+A loop may resume in the middle of an epoch, where `enumerate` counts from 0 again.
 
 ```python
 loader = run.loader(DataLoader(…), max_steps=n)
 ```
 
-Refused: itertools.islice(loader, n) counts from the step at which a loop resumes
+Refused: `if i == 6: break` counts from the step at which a loop resumes
 """
-
-import itertools
 
 import torch
 import torch.nn.functional as F
@@ -31,7 +29,9 @@ loader = run.loader(DataLoader(dataset, batch_size=8, shuffle=True), global_batc
 
 def train():
     for epoch in run.epochs(4):
-        for inputs, targets in itertools.islice(loader, 6):
+        for i, (inputs, targets) in enumerate(loader):
+            if i == 6:
+                break
             optimizer.zero_grad()
             F.mse_loss(model(inputs), targets).backward()
             optimizer.step()
