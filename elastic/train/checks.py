@@ -980,37 +980,58 @@ def _refusal_counted_epochs(
 
 
 # ----------------------------------------------------------------------------
-# Warns of a local or global variable that decays from step to step: ``epsilon *= 0.99``.
+# Refuses a local or global variable that decays from step to step: ``epsilon *= 0.99``.
 #
 # A teacher-forcing ratio, a temperature, the exploration of an agent: ``run.retry`` calls its
 # function again after a death, so a local variable restarts, and a global one is that of the
-# script's beginning on a joining node. It is found in the source of the functions that are being
-# called: an update from the variable itself and constants, in the loop around the current line, as
-# its only assignment there, of a variable that is used for more than printing.
+# script's beginning on a joining node, and in a restarted job. It is found in the source of the
+# functions that are being called: an update from the variable itself and constants, in the loop
+# around the current line, as its only assignment there, of a variable that is used for more than
+# printing. Factors and bounds are used for training. A sum of constants may be a count of samples
+# for a throughput, so there is only a warning of one.
 
 _LOOPS = (ast.For, ast.While)
 _ONLY_SHOWN = ("print", "log", "info", "debug", "add_scalar", "set_postfix", "format", "append")
 _BOUNDS = ("min", "max")
+_FACTORS = (ast.Mult, ast.Div, ast.Pow)
 
 
-def warn_of_decays(frame: FrameType | None) -> None:
-    """Warn of the first variable that decays in the script's functions, up to run.retry."""
+def refuse_decays(frame: FrameType | None, *, is_saved: bool = False) -> None:
+    """Raise TrainingError for the first variable that decays in the script's functions, up to
+    run.retry, or warn of it. ``is_saved``: the script may also resume from a checkpoint, and then
+    all of it begins again."""
     *frames, last = [*frames_of_script(frame)] or [None]
     if last is not None:
-        return  # the functions are not called again
-    for one in filter(None, frames):
+        if not is_saved:
+            return  # the functions are not called again
+        frames.append(last)
+    for one in frames:
+        if one is None or LIBRARIES in one.f_code.co_filename:
+            continue
         for name, update in _decays(tree_of(one), one.f_lineno):
-            get_logger().warning(
-                "`%s` in %s: after a death, run.retry calls its function again, and %s restarts or "
-                "differs between ranks. Keep it in run.state: run.state.setdefault(%r, …) before "
-                "the loop, and run.state[%r] in it",
-                ast.unparse(update),
-                one.f_code.co_name,
-                name,
-                name,
-                name,
+            again = (
+                "after a death, run.retry calls its function again"
+                if last is None
+                else "a restarted job resumes from its last checkpoint, but runs the script again"
             )
+            what = (
+                f"`{ast.unparse(update)}` in {one.f_code.co_name}: {again}, and {name} restarts or "
+                "differs between ranks"
+            )
+            hint = (
+                f"keep it in run.state: run.state.setdefault({name!r}, …) before the loop, and "
+                f"run.state[{name!r}] in it"
+            )
+            if _has_factor_or_bound(update):
+                raise TrainingError(what, hint=hint)
+            get_logger().warning("%s\n  %s", what, hint)
             return
+
+
+def _has_factor_or_bound(update: ast.stmt) -> bool:
+    operations = [n.op for n in ast.walk(update) if isinstance(n, (ast.BinOp, ast.AugAssign))]
+    is_bounded = any(isinstance(n, ast.Call) for n in ast.walk(update))
+    return is_bounded or any(isinstance(op, _FACTORS) for op in operations)
 
 
 def _decays(tree: ast.AST, line: int) -> Iterator[tuple[str, ast.stmt]]:
@@ -1093,8 +1114,10 @@ def _is_used(name: str, loop: ast.AST, update: ast.stmt) -> bool:
     for node in ast.walk(loop):
         if isinstance(node, ast.Call):
             called = getattr(node.func, "id", getattr(node.func, "attr", ""))
-            if called in _ONLY_SHOWN:
+            if called in _ONLY_SHOWN or called in _REPORTS:
                 others |= set(map(id, ast.walk(node)))
+        elif isinstance(node, ast.JoinedStr):
+            others |= set(map(id, ast.walk(node)))
     uses = (n for n in ast.walk(loop) if isinstance(n, ast.Name) and n.id == name)
     return any(id(n) not in others for n in uses)
 
@@ -1550,8 +1573,9 @@ class WeightAverages:
         """Search what this function can reach, too."""
         self._callbacks.append(callback)
 
-    def step_begins(self) -> None:
-        """Called before each step. Raises TrainingError for an untracked average or copy."""
+    def step_begins(self, *, is_saved: bool = False) -> None:
+        """Called before each step. Raises TrainingError for an untracked average or copy, and for
+        a variable that decays. ``is_saved``: the job has a checkpoint folder."""
         self._steps += 1
         if self._is_off:
             return
@@ -1564,7 +1588,7 @@ class WeightAverages:
         try:
             if self._steps == 1:
                 refuse_copies(self._modules, self._call, sys._getframe(1))
-                warn_of_decays(sys._getframe(1))
+                refuse_decays(sys._getframe(1), is_saved=is_saved)
                 warn_of_local_state(sys._getframe(1))
             self._observe()
         except TrainingError:

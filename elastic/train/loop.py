@@ -879,7 +879,7 @@ class StepLoop:
             raise _second_step(self.current.step, loader)
         number, strategy = self._job.progress.step, self._session.strategy
         self.early_leave.begins(number)
-        self.averages.step_begins()
+        self.averages.step_begins(is_saved=self._checkpoints.is_on)
         self.structures.step_begins(self._job.modules.values())
         if self.current.accumulation.since is None:
             self.lifecycle.settle()  # work that the script queued since the last step

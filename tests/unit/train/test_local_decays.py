@@ -7,17 +7,19 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
+from elastic.errors import TrainingError
 from elastic.telemetry.log import get_logger
 from elastic.train import checks
 
 DECAY = 0.99
 ratio = 1.0
 state: dict[str, float] = {}
+is_saved = [False]
 
 
 def loader() -> Iterator[float]:
     """Looks when a step begins, as the loop over steps does."""
-    checks.warn_of_decays(sys._getframe(1))
+    checks.refuse_decays(sys._getframe(1), is_saved=is_saved[0])
     yield from (0.5, 0.25)
 
 
@@ -72,21 +74,30 @@ def retry(train: Callable[[], object]) -> None:
     [
         (multiplied, "epsilon *= DECAY"),
         (bounded, "epsilon = max(0.1, epsilon - 0.3)"),
-        (annealed, "beta += 0.1"),
         (of_the_module, "ratio = ratio * DECAY"),
     ],
 )
-def test_a_decay_is_warned_of(
-    train: Callable[[], object], update: str, caplog: pytest.LogCaptureFixture
+def test_a_decay_is_refused(train: Callable[[], object], update: str) -> None:
+    with pytest.raises(TrainingError) as refused:
+        retry(train)
+    assert f"`{update}` in {train.__name__}: after a death" in str(refused.value)
+    assert "run.state.setdefault(" in str(refused.value)
+
+
+def test_a_sum_of_constants_is_warned_of(caplog: pytest.LogCaptureFixture) -> None:
+    """It may be a count of samples for a throughput, on which nothing depends."""
+    retry(annealed)
+    assert "`beta += 0.1` in annealed: after a death" in caplog.text
+
+
+def test_a_decay_without_run_retry_restarts_only_from_a_checkpoint(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    retry(train)
-    assert f"`{update}` in {train.__name__}: after a death" in caplog.text
-    assert "run.state.setdefault(" in caplog.text
-
-
-def test_a_decay_without_run_retry_is_not_warned_of(caplog: pytest.LogCaptureFixture) -> None:
     multiplied()
     assert not caplog.text
+    monkeypatch.setattr(sys.modules[__name__], "is_saved", [True])
+    with pytest.raises(TrainingError, match="a restarted job resumes from its last checkpoint"):
+        multiplied()
 
 
 def a_count() -> None:
@@ -126,6 +137,14 @@ def only_printed() -> None:
         epsilon *= DECAY
 
 
+def shown_in_a_text() -> None:
+    epsilon = 1.0
+    for batch in loader():
+        text = f"{train_on(batch)} {epsilon:.2f}"
+        epsilon *= DECAY
+    print(text)
+
+
 def of_the_jobs_state() -> None:
     epsilon = state.get("epsilon", 1.0)
     for batch in loader():
@@ -163,6 +182,7 @@ def a_changed_batch() -> None:
         a_running_mean,
         a_scaled_loss,
         only_printed,
+        shown_in_a_text,
         of_the_jobs_state,
         in_the_jobs_state,
         within_a_step,
