@@ -14,7 +14,7 @@ from training_job import SCRIPTS, TrainingJob, Workload
 
 import checkpoints
 from elastic.store.embedded import EmbeddedEtcd
-from elastic.testing.waiting import PATIENCE_S, eventually
+from elastic.testing.waiting import PATIENCE_S
 
 pytestmark = pytest.mark.cluster
 
@@ -33,6 +33,10 @@ COMMITTED: dict[str, int | None] = {
     "averaged weights without copies": None,
     "last step": 39,
     "last step without copies": None,
+    "torch.compile": 25,
+    "save in flight": 30,
+    "recovery": 25,
+    "joining": 30,
 }
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1)
 CELLS = (
@@ -53,6 +57,16 @@ SLOW_CELLS = (
     (signal.SIGTERM, "evaluation", 1),
     (signal.SIGTERM, "evaluation on rank 0", 3),
     (signal.SIGINT, "last step", 1),
+    *(
+        (number, moment, nodes)
+        for moment in ("torch.compile", "save in flight", "recovery", "joining")
+        for number, nodes in (
+            (signal.SIGTERM, 1),
+            (signal.SIGTERM, 3),
+            (signal.SIGINT, 1),
+            (signal.SIGHUP, 3),
+        )
+    ),
 )
 REST = [
     (number, moment, nodes)
@@ -71,7 +85,9 @@ def started(etcd: EmbeddedEtcd, folder: Path, moment: str, nodes: int) -> Traini
         script=SCRIPT,
         workload=Workload(extra=(f"--moment={moment}",)),
         min_nodes=nodes,
-        max_nodes=nodes,
+        max_nodes=nodes + (moment == "joining"),
+        # In a recovery of one node, another worker has the state.
+        nproc=2 if (moment, nodes) == ("recovery", 1) else 1,
         env={"PET_SIGNALS_TO_HANDLE": ",".join(number.name for number in SIGNALS)},
     )
 
@@ -79,8 +95,17 @@ def started(etcd: EmbeddedEtcd, folder: Path, moment: str, nodes: int) -> Traini
 def reach(job: TrainingJob, moment: str, nodes: int) -> None:
     for _ in range(nodes):
         job.start_node()
-    ranks = range(1 if moment.endswith("on rank 0") else nodes)
-    eventually(lambda: all((job.folder / f"at-{r}").exists() for r in ranks), moment)
+    of_rank_0 = moment.endswith("on rank 0") or moment == "recovery"
+    places = [str(rank) for rank in range(1 if of_rank_0 else nodes)]
+    places += ["save"] if moment == "save in flight" else []
+    job.wait_for(lambda: have_reached(job, *places), PATIENCE_S, moment)
+    if moment == "joining":
+        job.start_node()
+        job.wait_for(lambda: have_reached(job, "joining"), PATIENCE_S, moment)
+
+
+def have_reached(job: TrainingJob, *places: str) -> bool:
+    return all((job.folder / f"at-{place}").exists() for place in places)
 
 
 def leave(job: TrainingJob, number: signal.Signals, *, repeats: int = 1) -> None:
@@ -89,6 +114,7 @@ def leave(job: TrainingJob, number: signal.Signals, *, repeats: int = 1) -> None
     for _ in range(repeats):
         for node in nodes:
             os.kill(node.pid, number)
+    (job.folder / "release").touch()
     codes = {node.wait(PATIENCE_S) for node in nodes}
     assert codes == {130 if number is signal.SIGINT else 75}, job.report()
 
