@@ -485,7 +485,11 @@ class Registry:
     def max_ranks(self) -> int:
         """The size of the largest world among whose ranks all global batches can be split; 0: there
         are no loaders."""
-        shares = min((loader.plan.max_world for loader in self.job.loaders.values()), default=0)
+        plans = [loader.plan for loader in self.job.loaders.values()]
+        if any(map(_needs_pairs, self.job.all_modules.values())):
+            shares = min((plan.max_world_of_pairs for plan in plans), default=0)
+        else:
+            shares = min((plan.max_world for plan in plans), default=0)
         if self._group is None:
             return shares
         mesh = self._group.replica.mesh
@@ -505,6 +509,15 @@ class Registry:
         self.job.restore_registrations(earlier)
         self.job.order.keep(self.job.modules)
         self.optimizer_watch.restore_registrations(self.job)
+
+
+def _needs_pairs(module: nn.Module) -> bool:
+    """Whether a forward pass of one sample fails: BatchNorm1d computes its statistics from the
+    samples only, unless a convolution gives each of them a length."""
+    parts = list(module.modules())
+    if any(isinstance(part, (nn.Conv1d, nn.ConvTranspose1d)) for part in parts):
+        return False
+    return any(isinstance(part, nn.BatchNorm1d) and part.training for part in parts)
 
 
 def _sharded(module: nn.Module, options: dict[str, Any], group: ReplicaProcessGroup) -> Wrapped:

@@ -605,6 +605,14 @@ class EpochPlan:
         """The largest world of which each rank has a part of a full step."""
         return self.global_batch if self.shards is None else min(self.global_batch, self.shards)
 
+    @property
+    def max_world_of_pairs(self) -> int:
+        """The largest world of which each rank has two samples of every step, or of a full one, if
+        the last one has too few for any world; at least 1."""
+        start, stop = self.span(self.steps - 1)
+        pairs = [size // 2 for size in (self.global_batch, stop - start)]
+        return max(1, min([self.max_world, *filter(None, pairs)]))
+
     def check_world(self, rank: int, world: int) -> None:
         """Raise ConfigError unless each of ``world`` ranks has a part of a full step."""
         check_world(rank, world)

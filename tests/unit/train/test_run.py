@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from kit.run_kit import SAMPLES, dataset, job, process
+from kit.run_kit import SAMPLES, dataset, job, parts_of, process
+from torch import nn
 from torch.utils.data import DataLoader
 
 import checkpoints
@@ -304,3 +305,23 @@ def test_checkpoints_contain_only_json_and_tensors(tmp_path: Path) -> None:
     )
     assert set(state["tracked"]["optimizer"]["state"]) == {0, 1, 2, 3}  # integer keys survive
     json.loads((tmp_path / newest.name / "manifest.json").read_text())
+
+
+@pytest.mark.parametrize(
+    ("layers", "global_batch", "most"),
+    [
+        ([nn.Linear(4, 1)], 10, 10),
+        ([nn.Linear(4, 4), nn.BatchNorm1d(4)], 10, 5),
+        ([nn.Linear(4, 4), nn.BatchNorm1d(4)], 14, 2),  # the last step has 4 samples
+        ([nn.Linear(4, 4), nn.BatchNorm1d(4)], 59, 29),  # it has 1, and fails in any world
+        ([nn.Linear(4, 4), nn.BatchNorm1d(4).eval()], 10, 10),
+        ([nn.Conv1d(4, 4, 3), nn.BatchNorm1d(4)], 10, 10),
+    ],
+)
+def test_a_share_of_one_sample_is_too_small_for_statistics_of_a_batch(
+    layers: list[nn.Module], global_batch: int, most: int
+) -> None:
+    with process() as run:
+        run.wrap(nn.Sequential(*layers))
+        run.loader(DataLoader(dataset(60), batch_size=10), global_batch=global_batch)
+        assert parts_of(run).session.registry.max_ranks() == most
