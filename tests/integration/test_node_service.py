@@ -865,6 +865,29 @@ def test_an_invalid_world_record_stops_a_joining_node_but_not_the_job(
     assert world_in(server).generation == 2
 
 
+def test_a_job_goes_on_although_its_world_was_edited(
+    start: Callable[..., TestNode], server: MemoryServer
+) -> None:
+    """The record names other members, which are proved dead as any others."""
+    for node in trio(start):
+        node.die()
+    world = world_in(server)
+    strangers = [
+        replace(
+            member,
+            node_id=member.node_id[::-1],
+            name=f"not {member.name}",
+            process=replace(member.process, start_ticks=member.process.start_ticks + 1),
+        )
+        for member in world.members
+    ]
+    MemoryStore(server).put(KEYS.world, encode(replace(world, members=tuple(strangers))))
+    nodes = [start().arrive() for _ in range(3)]
+    worlds = [node.enter() for node in nodes]
+    assert {w.generation for w in worlds} == {world.generation + 1}
+    assert set(worlds[0].node_ids) == {node.id for node in nodes}
+
+
 def test_random_crashes_and_joins_never_form_two_worlds(
     start: Callable[..., TestNode], server: MemoryServer
 ) -> None:
