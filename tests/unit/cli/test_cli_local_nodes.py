@@ -184,6 +184,20 @@ def test_a_signal_requests_a_stop_and_a_second_one_is_urgent() -> None:
         signal.signal(signal.SIGINT, interrupt)
 
 
+def test_no_more_nodes_start_after_a_signal(monkeypatch: pytest.MonkeyPatch) -> None:
+    started: list[str] = []
+
+    def start(nodes: LocalNodes, name: str, *_: object) -> None:
+        started.append(name)
+        if len(started) == 2:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    monkeypatch.setattr(LocalNodes, "start", start)
+    args = ["--embedded-etcd", "--nodes-local", "8", "--nnodes", "1:8", __file__]
+    run.run_local(run.parse(args))
+    assert started == ["local-0", "local-1"]
+
+
 def test_the_tree_of_a_dead_process_is_empty() -> None:
     process = subprocess.Popen(["true"])
     process.wait()
