@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import pytest
@@ -91,3 +92,21 @@ def test_a_script_that_changes_its_folder_at_each_start_continues_in_the_job_s_f
         assert min(s.step for s in starts) >= saved[0].step
         (folder,) = checkpoint_folders()
         assert f"using {folder}" in job.report()
+
+
+@pytest.mark.slow
+def test_a_cleaner_of_the_folder_for_temporary_files_costs_no_node(
+    etcd: EmbeddedEtcd, tmp_path: Path, workload: Workload
+) -> None:
+    temporary = tmp_path / "tmp"
+    temporary.mkdir()
+    with TrainingJob(
+        [etcd.endpoint], tmp_path, workload=workload, env={"TMPDIR": str(temporary)}
+    ) as job:
+        nodes = job.bring_to(2)
+        generation = job.generation()
+        for entry in temporary.iterdir():
+            shutil.rmtree(entry) if entry.is_dir() else entry.unlink()
+        nodes[1].kill_worker()
+        job.wait_training(nodes=2, after_generation=generation)
+        assert job.running == nodes
