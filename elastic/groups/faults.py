@@ -56,6 +56,11 @@ _ALWAYS_SURFACE = (SignalException, torch.OutOfMemoryError)
 _BROKEN_DEVICE = ("device-side assert", "CUDA error:")
 
 
+class ControlFlow(BaseException):
+    """Ends a function of the script on purpose. Not a cause of an error that is raised while it is
+    handled, although Python records it as that error's context."""
+
+
 def is_world_fault(error: BaseException) -> bool:
     """Whether ``error``, or a cause of it, means that peers or the connections to them are lost."""
     if isinstance(error, ElasticError) and not isinstance(error, WorldLost):
@@ -94,6 +99,8 @@ def causes(error: BaseException) -> list[BaseException]:
     while left:
         failure = left.pop()
         if failure is None or any(failure is known for known in found):
+            continue
+        if isinstance(failure, ControlFlow):
             continue
         found.append(failure)
         left.append(failure.__cause__)

@@ -23,6 +23,7 @@ from torch.optim.lr_scheduler import CosineAnnealingWarmRestarts
 from torch.utils.hooks import RemovableHandle
 
 from elastic.errors import TrainingError, WorldChanged
+from elastic.groups.faults import ControlFlow
 from elastic.groups.world import World, world_from_environment
 from elastic.hangs.page import DATA, SCRIPT, phases
 from elastic.telemetry.log import get_logger
@@ -664,7 +665,7 @@ def _generators(frame: FrameType | None) -> list[FrameType]:
 # The part of the API that the script is currently in.
 
 
-class CallEnded(BaseException):
+class CallEnded(ControlFlow):
     """Ends a call of the training function that has returned on another rank: no step is left.
 
     Not an Exception, which the script may catch.

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.api import SignalException
 
 from elastic.errors import ConfigError, GroupAborted, GroupBuildFailed, Superseded, TrainingError
-from elastic.groups.faults import causes, is_world_fault
+from elastic.groups.faults import ControlFlow, causes, is_world_fault
 
 # As raised by torch 2.13 on ranks whose peer was killed, stopped, or late.
 CLOSED = RuntimeError(
@@ -126,3 +126,14 @@ def test_a_cycle_of_causes_terminates() -> None:
     first.__cause__, second.__cause__ = second, first
     assert causes(first) == [first, second]
     assert not is_world_fault(first)
+
+
+def test_the_end_of_a_function_is_no_cause_of_a_later_fault() -> None:
+    """A function that ends because others have returned meets them afterwards."""
+    with pytest.raises(RuntimeError) as raised:
+        try:
+            raise ControlFlow
+        except ControlFlow:
+            raise RuntimeError(str(CLOSED))  # noqa: B904  as in __exit__ of an attempt
+    assert isinstance(raised.value.__context__, ControlFlow)
+    assert is_world_fault(raised.value)
