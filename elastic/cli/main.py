@@ -54,6 +54,9 @@ COMMANDS = {
     "doctor": Command(
         "elastic.cli.doctor", "check this machine, etcd, and the network between nodes"
     ),
+    "check": Command(
+        "elastic.cli.check", "run a script with deaths at random lines and compare the results"
+    ),
     "demo": Command("elastic.cli.demo", "train on three local nodes, kill one, add one"),
     "completion": Command("elastic.cli.completion", "print a completion script for bash or zsh"),
 }

@@ -42,6 +42,7 @@ from elastic.link.link import (
     WorkerDeath,
     WorldMessage,
 )
+from elastic.testing.small_world.recording import RecordOrder
 from elastic.testing.small_world.worker import become_worker
 from elastic.testing.small_world.world import RECOVER, STOP, Death
 from elastic.wire.handshake import SecretKey
@@ -113,6 +114,9 @@ class SmallJob:
         self._on_death = str(order["on_death"])
         self._is_replaced = bool(order["is_replaced"])
         self._prepare = str(order["prepare"])
+        self._environment_of_script = dict(order.get("environment") or {})
+        record = order.get("record")
+        self._record = RecordOrder(**record) if record is not None else None
         self._until_s = time.monotonic() + float(order["limit_s"])
         self._received: queue.Queue[tuple[Worker, Message | WorkerDeath]] = queue.Queue()
         self._ports = PortReserve()
@@ -158,6 +162,7 @@ class SmallJob:
         environment = _ALONE
         if self._size > 1:
             environment = self._environment(rank, server.path, is_joining=is_joining)
+        environment = environment | self._environment_of_script
         pid = os.fork()
         if pid == 0:
             become_worker(
@@ -170,6 +175,7 @@ class SmallJob:
                 counts=not self._deaths,
                 is_joining=is_joining,
                 prepare=self._prepare,
+                record=self._record,
             )
         self._processes.append(_Process(name, pid, server, local_rank))
         if local_rank == min(self._per_node, self._size) - 1:

@@ -19,7 +19,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import TracebackType
@@ -47,6 +47,7 @@ class Death:
     event: int
     counted: str = LINES
     line: int = 0  # count only executions of this line of the script
+    file: str = ""  # of the line, if it is a module of the script
     world: int = 1  # count from this world on; a later one begins with the end of its predecessor
 
 
@@ -61,8 +62,11 @@ class WorkerResult:
     lines: int  # of the script that ran within retry; counted only without a death
     calls: int
     executions: dict[int, int]  # of each line, likewise
+    elsewhere: dict[str, int]  # of each FILE:LINE of a checked script's modules
     result: dict[str, torch.Tensor]
     error: str  # the exception that ended it, with its type
+    line: int  # of the script, in which it was raised; 0: not known
+    record: Mapping[str, Any]  # of a checked script
     log: str
 
     @property
@@ -103,12 +107,15 @@ class SmallWorld:
     """The host process, forked from the tests' shared server: importing torch takes seconds.
 
     ``prepare`` names a function without arguments that each worker calls before its script, as
-    ``"package.module:function"``: to choose a device or a backend, for example.
+    ``"package.module:function"``: to choose a device or a backend, for example. ``start``: how to
+    start the host, as by subprocess.Popen.
     """
 
-    def __init__(self, *, prepare: str = "") -> None:
+    def __init__(
+        self, *, prepare: str = "", start: Callable[..., subprocess.Popen[Any]] = start_python
+    ) -> None:
         self._prepare = prepare
-        self._host = start_python(
+        self._host = start(
             [sys.executable, "-m", "elastic.testing.small_world.host"],
             env={**os.environ, "OMP_NUM_THREADS": "1"},
             stdin=subprocess.PIPE,
@@ -147,6 +154,8 @@ class SmallWorld:
         is_replaced: bool = False,
         on_death: str = RECOVER,
         limit_s: float = 120.0,
+        environment: Mapping[str, str] | None = None,
+        record: Mapping[str, Any] | None = None,
     ) -> RunOutcome:
         """Run ``script`` to its end.
 
@@ -155,7 +164,9 @@ class SmallWorld:
         ``arguments`` are the script's. After a death the other nodes continue alone, or with a
         replacement of the dead one. ``on_death``: RECOVER, or STOP, which kills all workers at
         once, or WAIT, which waits until all have ended, as in restart mode. ``folder``: for logs
-        and results.
+        and results. ``environment``: additional variables of the script. ``record``: how to record
+        it, a :class:`~elastic.testing.small_world.recording.RecordOrder` as a dict; the script
+        leaves no result then.
         """
         folder.mkdir(parents=True, exist_ok=True)
         order = {
@@ -169,6 +180,8 @@ class SmallWorld:
             "on_death": on_death,
             "limit_s": limit_s,
             "prepare": self._prepare,
+            "environment": dict(environment or {}),
+            "record": None if record is None else dict(record),
         }
         stdin, stdout = self._host.stdin, self._host.stdout
         assert stdin is not None and stdout is not None
@@ -201,7 +214,10 @@ def _worker(facts: dict[str, Any], folder: Path) -> WorkerResult:
         lines=numbers.get(LINES, 0),
         calls=numbers.get(CALLS, 0),
         executions={int(line): count for line, count in numbers.get("executions", {}).items()},
+        elsewhere=numbers.get("elsewhere", {}),
         result=load_file(result) if result.exists() else {},
         error=numbers.get("error", ""),
+        line=numbers.get("line", 0),
+        record=numbers.get("record", {}),
         log=log.read_text(errors="replace") if log.exists() else "",
     )
